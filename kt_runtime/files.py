@@ -1,0 +1,118 @@
+"""File access with nothing lost: write under a temporary name, fsync, rename, fsync the directory.
+
+A reader sees the old file or the new one, never a half of either, also after a crash or `kill -9`.
+Temporary names start with `TEMPORARY_PREFIX`; whoever lists a directory skips them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kt_runtime.errors import ConflictError
+
+TEMPORARY_PREFIX = ".tmp-"
+
+
+def fsync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replaces `path` with `data`, atomically and durably. The parent directory must exist."""
+    descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    fsync_directory(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_file(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def write_directory(path: Path, fill: Callable[[Path], None], *, replace: bool = False) -> None:
+    """Calls `fill(temporary)` to write files, then moves the whole directory to `path`.
+
+    `path` must not exist, unless `replace`: then new and old are exchanged in one step and the old one is removed.
+    Raises ConflictError when `path` exists and `replace` is False.
+    """
+    if path.exists() and not replace:
+        raise ConflictError(f"{path} exists already; choose another name or ask for it to be overwritten")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=path.parent))
+    try:
+        fill(temporary)
+        for entry in temporary.rglob("*"):
+            if entry.is_file():
+                with entry.open("rb") as opened:
+                    os.fsync(opened.fileno())
+            else:
+                fsync_directory(entry)
+        os.chmod(temporary, 0o755)
+        fsync_directory(temporary)
+        if path.exists():
+            _exchange(temporary, path)
+        else:
+            os.rename(temporary, path)
+        fsync_directory(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Swaps two names atomically: renameat2(2) with RENAME_EXCHANGE, which Python does not offer."""
+    at_working_directory, rename_exchange = -100, 2
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(
+        at_working_directory, os.fsencode(first), at_working_directory, os.fsencode(second), rename_exchange
+    ):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(first), None, str(second))
+
+
+def visible_entries(directory: Path) -> list[Path]:
+    """The entries of `directory` that are not temporary, sorted by name; none if it does not exist."""
+    if not directory.is_dir():
+        return []
+    return sorted(entry for entry in directory.iterdir() if not entry.name.startswith(TEMPORARY_PREFIX))
+
+
+@contextlib.contextmanager
+def exclusive_lock(path: Path, purpose: str) -> Iterator[None]:
+    """Holds an advisory lock on `path` (created if missing). Raises ConflictError at once if another process holds it.
+
+    The kernel releases the lock when the process ends in whatever way: there are no stale locks.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise ConflictError(f"{path}: {purpose} is in use by process {holder}") from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,104 @@
+"""The folder map: imports go down only. Reads every import statement and #include, also those inside functions."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+ENGINE = {"sglang"}
+PARTS = {"errors", "files", "wire", "experts", "families", "adapters", "cache", "resident", "cli"}
+OUTSIDE = {"sglang_patch", "serve", "train"}
+
+# What each module may import of the project itself. Its own files are always allowed.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "files": {"errors"},
+    "wire": {"errors", "files"},
+    "experts": {"_experts", "errors"},
+    "families": {"errors"},
+    "adapters": {"families", "files", "errors"},
+    "cache": {"files", "errors"},
+    "resident": {"errors", "files", "wire", "experts", "families", "adapters", "cache"},
+    "cli": PARTS | OUTSIDE | {"configs"},
+    "sglang_patch": PARTS - {"cli"},
+    "serve": (PARTS - {"cli"}) | {"sglang_patch", "configs"},
+    "train": {"wire", "errors", "files", "adapters", "configs"},
+}
+NEVER_IMPORTS_TORCH = {"errors", "files", "wire", "families"}
+
+CSRC_MAY_INCLUDE: dict[str, set[str]] = {
+    "base": set(),
+    "threads": {"base"},
+    "kernels": {"base"},
+    "weights": {"base", "threads", "kernels"},
+    "ops": {"base", "threads", "kernels", "weights"},
+    "bind": {"base", "threads", "kernels", "weights", "ops"},
+}
+
+
+def module_files() -> list[tuple[str, Path]]:
+    files = []
+    for part in sorted(MAY_IMPORT):
+        top = ROOT / part if part in OUTSIDE else ROOT / "kt_runtime" / part
+        if top.is_dir():
+            files += [(part, path) for path in sorted(top.rglob("*.py"))]
+        else:
+            files.append((part, top.with_suffix(".py")))
+    return files
+
+
+def imported_names(path: Path) -> set[str]:
+    """Dotted names of all imports in a file; `from a import b` counts as `a.b`, since b may be a module."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import; write the full name"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize(("part", "path"), module_files(), ids=lambda value: str(getattr(value, "name", value)))
+def test_python_imports_go_down_only(part: str, path: Path) -> None:
+    for name in imported_names(path):
+        top, *rest = name.split(".")
+        if top == "kt_runtime" and rest and rest[0] != "__version__":
+            assert rest[0] == part or rest[0] in MAY_IMPORT[part], f"{path.relative_to(ROOT)} imports {name}"
+        assert top not in OUTSIDE, f"{path.relative_to(ROOT)} imports {name}; it is installed as kt_runtime.{top}"
+        if top in ENGINE:
+            assert part in {"sglang_patch", "serve"}, f"{path.relative_to(ROOT)} imports {name}"
+        if top in {"torch", "transformers"}:
+            assert part not in NEVER_IMPORTS_TORCH, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_every_python_file_belongs_to_a_module_of_the_map() -> None:
+    known = {path for _, path in module_files()} | {ROOT / "kt_runtime" / "__init__.py"}
+    found = {path for top in ["kt_runtime", *OUTSIDE] for path in (ROOT / top).rglob("*.py")}
+    assert found == known
+
+
+def csrc_files() -> list[Path]:
+    return sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".h", ".hpp", ".cpp"})
+
+
+@pytest.mark.parametrize("path", csrc_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_csrc_includes_go_down_only(path: Path) -> None:
+    part = path.relative_to(ROOT / "csrc").parts[0]
+    includes = re.findall(r'^\s*#include\s*["<]([^">]+)[">]', path.read_text(), re.MULTILINE)
+    for include in includes:
+        other = include.split("/")[0]
+        if other in CSRC_MAY_INCLUDE and "/" in include:
+            assert other == part or other in CSRC_MAY_INCLUDE[part], f"{path.relative_to(ROOT)} includes {include}"
+        assert part == "bind" or not include.startswith("pybind11"), f"{path.relative_to(ROOT)} includes pybind11"
+
+
+def test_no_tracked_text_file_has_more_than_600_lines() -> None:
+    sources = [path for _, path in module_files()] + csrc_files()
+    long = {str(path.relative_to(ROOT)): n for path in sources if (n := len(path.read_text().splitlines())) > 600}
+    assert not long, f"one noun per file: {long}"
