@@ -1,0 +1,99 @@
+"""How commands find a server: `--url`, then KT_RUNTIME_URL, then the default port on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import click
+import httpx
+
+from kt_runtime import errors
+from kt_runtime.errors import InvalidValueError, RuntimeFault, ServerUnreachableError, UserError
+from kt_runtime.wire import ResidentClient, default_address
+
+URL_VARIABLE = "KT_RUNTIME_URL"
+KEY_VARIABLE = "KT_RUNTIME_API_KEY"
+DEFAULT_URL = "http://127.0.0.1:30000"
+LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def server_options(function: _F) -> _F:
+    """Adds --url and --api-key to a command."""
+    function = click.option("--api-key", envvar=KEY_VARIABLE, help=f"The server's key. [env: {KEY_VARIABLE}]")(function)
+    return click.option("--url", help=f"The server. [env: {URL_VARIABLE}; default: {DEFAULT_URL}]")(function)
+
+
+def server_url(option: str | None) -> str:
+    """The server's base URL without a trailing slash. Raises InvalidValueError for what is not http(s)://HOST[:PORT]."""
+    url = option or os.environ.get(URL_VARIABLE) or DEFAULT_URL
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidValueError(f"server URL {url!r}: must look like {DEFAULT_URL} (--url, {URL_VARIABLE})")
+    return url.rstrip("/")
+
+
+def resident_client(url: str, timeout_s: float = 600.0) -> ResidentClient:
+    """The training protocol's client for the server at `url`, which must be on this machine."""
+    parts = urlsplit(url)
+    if parts.hostname not in LOOPBACK:
+        raise InvalidValueError(
+            f"server URL {url}: training talks to the server through a socket file, so it runs on that machine; "
+            f"use {DEFAULT_URL} there"
+        )
+    return ResidentClient(default_address(parts.port or 80), timeout_s=timeout_s)
+
+
+class ServerAPI:
+    """JSON requests to the server's HTTP routes; an error answer is raised as the error of its kind."""
+
+    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 120.0) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.url = url
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False)
+
+    def get(self, path: str) -> Any:
+        return self._request("GET", path)
+
+    def post(self, path: str, body: Any) -> Any:
+        return self._request("POST", path, body)
+
+    def delete(self, path: str) -> Any:
+        return self._request("DELETE", path)
+
+    def answers(self) -> bool:
+        """True when a server answers at the URL at all."""
+        try:
+            self._http.get("/health", timeout=5.0)
+        except httpx.TransportError:
+            return False
+        return True
+
+    def _request(self, method: str, path: str, body: Any = None) -> Any:
+        try:
+            answer = self._http.request(method, path, json=body)
+        except httpx.TimeoutException:
+            raise errors.RequestTimeoutError(f"{self.url}{path}: no answer in time") from None
+        except httpx.TransportError as error:
+            raise ServerUnreachableError(
+                f"no server at {self.url} ({error}); start one with `kt-runtime serve`, or name it by --url"
+            ) from None
+        if answer.is_success:
+            return answer.json()
+        raise _error_of(answer)
+
+
+def _error_of(answer: httpx.Response) -> Exception:
+    try:
+        details = answer.json()["error"]
+        kind, message = details["kind"], details["message"]
+    except (ValueError, KeyError, TypeError):
+        kind, message = "", f"{answer.request.url}: HTTP {answer.status_code}: {answer.text[:300]}"
+    known = getattr(errors, str(kind), None)
+    if isinstance(known, type) and issubclass(known, errors.KtError) and known is not errors.UnknownNameError:
+        return known(message)
+    return UserError(message) if answer.is_client_error else RuntimeFault(message)

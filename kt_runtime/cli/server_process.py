@@ -1,0 +1,73 @@
+"""Starts `kt-runtime serve` as a process of its own for a command that needs a server, and ends it afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from kt_runtime.cli.connection import ServerAPI
+from kt_runtime.errors import KtError, RuntimeFault
+
+START_SECONDS = 3600.0  # terabytes may be read
+STOP_SECONDS = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return int(opened.getsockname()[1])
+
+
+@contextlib.contextmanager
+def server(model: str, arguments: list[str], log_path: Path, *, api_key: str | None = None) -> Iterator[ServerAPI]:
+    """Runs a server on a free port while the context lasts. Raises RuntimeFault with the log's end if it won't start.
+
+    `arguments`: further options of `kt-runtime serve`. The server's output goes to `log_path`.
+    """
+    port = free_port()
+    command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", "serve", "--model", model, "--port", str(port)]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [*command, *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        api = ServerAPI(f"http://127.0.0.1:{port}", api_key)
+        _wait_ready(process, api, log_path)
+        yield api
+    finally:
+        _stop(process)
+
+
+def _wait_ready(process: subprocess.Popen[bytes], api: ServerAPI, log_path: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            end = "\n".join(log_path.read_text(errors="replace").splitlines()[-15:])
+            raise RuntimeFault(
+                f"the server ended with status {process.returncode} while starting; {log_path} ends:\n{end}"
+            )
+        if api.answers():
+            with contextlib.suppress(KtError):
+                api.get("/kt/status")
+                return
+        time.sleep(0.25)
+    raise RuntimeFault(f"the server did not answer within {START_SECONDS:.0f} s; see {log_path}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends the whole process group: asks first, then insists."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
