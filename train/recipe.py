@@ -153,7 +153,11 @@ def _entries(path: Path, overrides: list[str]) -> tuple[list[Entry], list[str]]:
         if not equals or not key:
             problems.append(f"command line: {override!r} is not of the form key=value")
             continue
-        entry = Entry(key, yaml.safe_load(value), "command line")
+        try:
+            entry = Entry(key, yaml.safe_load(value), "command line")
+        except yaml.YAMLError:
+            problems.append(f"command line: {override!r}: the value is not valid YAML")
+            continue
         if key in known:
             entries[known[key]] = entry
         else:
@@ -184,7 +188,10 @@ def _mapping(text: str, name: str, problems: list[str]) -> list[Entry]:
             problems.append(f"{where}: {key} stands at {first[key]} already")
             continue
         first[key] = where
-        entries.append(Entry(key, constructor.construct_object(value_node, deep=True), where))
+        try:
+            entries.append(Entry(key, constructor.construct_object(value_node, deep=True), where))
+        except yaml.MarkedYAMLError as error:
+            problems.append(f"{where}: {key}: {error.problem}")
     return entries
 
 
