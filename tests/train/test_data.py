@@ -81,7 +81,7 @@ def test_a_bad_line_of_jsonl_is_named(tmp_path: Path) -> None:
 
 def test_unknown_names_are_refused_with_the_known_ones(tmp_path: Path) -> None:
     write(tmp_path, [{"instruction": "q", "output": "a"}])
-    with pytest.raises(UnknownNameError, match="unknown dataset 'e'.* known: d"):
+    with pytest.raises(UnknownNameError, match=r"unknown dataset 'e'.* known: d"):
         read_datasets(tmp_path, ("e",))
     write(tmp_path, [{}], formatting="alpacca")
     with pytest.raises(UnknownNameError, match="did you mean 'alpaca'"):
