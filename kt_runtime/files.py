@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -57,8 +58,10 @@ def write_directory(path: Path, fill: Callable[[Path], None], *, replace: bool =
     `path` must not exist, unless `replace`: then new and old are exchanged in one step and the old one is removed.
     Raises ConflictError when `path` exists and `replace` is False.
     """
-    if path.exists() and not replace:
+    if os.path.lexists(path) and not replace:
         raise ConflictError(f"{path} exists already; choose another name or ask for it to be overwritten")
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_dir()):
+        raise ConflictError(f"{path} is not a directory, so it is not replaced by one; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=path.parent))
     try:
@@ -71,13 +74,22 @@ def write_directory(path: Path, fill: Callable[[Path], None], *, replace: bool =
                 fsync_directory(entry)
         os.chmod(temporary, 0o755)
         fsync_directory(temporary)
-        if path.exists():
+        if replace and path.exists():
             _exchange(temporary, path)
         else:
-            os.rename(temporary, path)
+            _rename_to_new(temporary, path)
         fsync_directory(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _rename_to_new(temporary: Path, path: Path) -> None:
+    try:
+        os.rename(temporary, path)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise ConflictError(f"{path} was created by somebody else meanwhile; choose another name") from None
+        raise
 
 
 def _exchange(first: Path, second: Path) -> None:

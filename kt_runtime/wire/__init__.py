@@ -1,0 +1,23 @@
+"""The training protocol over ZMQ: messages, codec, the resident's server and the trainer's client."""
+
+from kt_runtime.wire.address import default_address, runtime_directory
+from kt_runtime.wire.batch import Batch
+from kt_runtime.wire.client import ForwardResult, ResidentClient, Ticket
+from kt_runtime.wire.failures import error_from, error_reply
+from kt_runtime.wire.messages import LoraSettings, Loss
+from kt_runtime.wire.server import Incoming, WireServer
+
+__all__ = [
+    "Batch",
+    "ForwardResult",
+    "Incoming",
+    "LoraSettings",
+    "Loss",
+    "ResidentClient",
+    "Ticket",
+    "WireServer",
+    "default_address",
+    "error_from",
+    "error_reply",
+    "runtime_directory",
+]

@@ -1,0 +1,103 @@
+"""Where the resident listens: ipc:// sockets in private directories, and what a valid address is."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kt_runtime.errors import InvalidValueError, ServerUnreachableError
+
+MAX_SOCKET_PATH_BYTES = 107  # sun_path of sockaddr_un (unix(7)) without its closing NUL
+PROBE_SECONDS = 2.0
+
+
+def runtime_directory() -> Path:
+    """`kt-runtime` in XDG_RUNTIME_DIR, else `kt-runtime-<uid>` in the temporary directory; created 0700, checked."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base and Path(base).is_dir() and os.access(base, os.W_OK):
+        return private_directory(Path(base) / "kt-runtime")
+    return private_directory(Path(tempfile.gettempdir()) / f"kt-runtime-{os.geteuid()}")
+
+
+def default_address(port: int) -> str:
+    """The resident's address beside an HTTP server on `port`."""
+    if not 0 < port < 65536:
+        raise InvalidValueError(f"port {port}: allowed are 1 to 65535")
+    address = f"ipc://{runtime_directory() / f'resident-{port}.sock'}"
+    ipc_path(address)
+    return address
+
+
+def private_directory(path: Path) -> Path:
+    """Creates `path` with mode 0700, or checks that it is a directory of this user that nobody else may enter."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise InvalidValueError(f"socket directory {path}: can't be created: {error.strerror}") from None
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise InvalidValueError(f"socket directory {path}: exists and is not a directory (symbolic links are refused)")
+    if found.st_uid != os.geteuid():
+        raise InvalidValueError(f"socket directory {path}: belongs to user {found.st_uid}, not to {os.geteuid()}")
+    if found.st_mode & 0o077:
+        raise InvalidValueError(
+            f"socket directory {path}: mode {stat.S_IMODE(found.st_mode):04o} lets others in; it must be 0700"
+        )
+    return path
+
+
+def is_ipc(address: str) -> bool:
+    """True for ipc://, False for tcp://; any other transport is an InvalidValueError."""
+    scheme = address.partition("://")[0]
+    if scheme not in ("ipc", "tcp"):
+        raise InvalidValueError(f"address {address!r}: must start with ipc:// or tcp://")
+    return scheme == "ipc"
+
+
+def ipc_path(address: str) -> Path:
+    """The socket file of an ipc:// address: absolute, at most 107 bytes."""
+    path = address.removeprefix("ipc://")
+    if not path.startswith("/"):
+        raise InvalidValueError(
+            f"address {address!r}: ipc:// takes an absolute path, as in ipc:///run/user/1000/a.sock"
+        )
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise InvalidValueError(
+            f"address {address!r}: a socket's path may have {MAX_SOCKET_PATH_BYTES} bytes, this one has "
+            f"{len(os.fsencode(path))}; set XDG_RUNTIME_DIR or TMPDIR to a shorter directory"
+        )
+    return Path(path)
+
+
+def tcp_host_and_port(address: str) -> tuple[str, int]:
+    """Port 0 asks a server for any free port."""
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise InvalidValueError(f"address {address!r}: {error}") from None
+    if not host or port is None or parts.path or parts.username:
+        raise InvalidValueError(f"address {address!r}: must be tcp://HOST:PORT")
+    return host, port
+
+
+def probe(address: str) -> None:
+    """Raises ServerUnreachableError when nobody listens at `address`. ZMQ itself would wait for ever."""
+    try:
+        if is_ipc(address):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as opened:
+                opened.settimeout(PROBE_SECONDS)
+                opened.connect(str(ipc_path(address)))
+        else:
+            socket.create_connection(tcp_host_and_port(address), PROBE_SECONDS).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ServerUnreachableError(
+            f"no resident listens at {address} ({reason}); is `kt-runtime serve` running?"
+        ) from None

@@ -1,0 +1,316 @@
+"""The training protocol's messages: what a trainer asks of the resident process, and what it gets back.
+
+A message is a msgpack map with its kind in `type`; arrays travel beside it as raw buffers (`codec.py` describes the
+frames). Unknown fields are an error, so that a misspelt option is never ignored. All token arrays are flat, the
+sequences of a batch one after the other, with `lengths` saying where each ends.
+
+Every request carries a `request_id` chosen by the client. A request that is sent again under the same id is not carried
+out again: it gets the first answer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}\Z")]
+RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Lengths = Annotated[list[Positive], msgspec.Meta(min_length=1)]
+
+
+class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    version: int = PROTOCOL_VERSION
+    request_id: RequestId
+
+
+class LoraSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`alpha` is the served one: scaling is always alpha / rank. A client folds rsLoRA into it.
+
+    `targets`: module names ("q_proj", "kv_b_proj", "experts", ...) or groups ("all", "attention", "mlp", "shared",
+    "experts"). `seed` fixes the initial A matrices.
+    """
+
+    rank: Positive
+    alpha: Annotated[float, msgspec.Meta(gt=0)]
+    dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    targets: list[str] = msgspec.field(default_factory=lambda: ["all"])
+    seed: int = 0
+
+
+class GetStatus(Request, tag="get_status"):
+    """`verify_weights`: hash the model's weights anew instead of answering with the hash that is known."""
+
+    verify_weights: bool = False
+
+
+class CreateSession(Request, tag="create_session"):
+    """Opens a training session: one adapter's fp32 masters and its optimizer state beside the shared base.
+
+    `start_from`: a PEFT directory on the resident's file system whose tensors the masters begin with.
+    """
+
+    session: Name
+    lora: LoraSettings
+    start_from: str | None = None
+
+
+class Loss(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: Literal["cross_entropy"] = "cross_entropy"
+
+
+class Forward(Request, tag="forward"):
+    """Log-probabilities of the targets; state is unchanged.
+
+    Buffers: `tokens` int32 [N], `targets` int32 [N] (already shifted: targets[i] is the token after tokens[i]),
+    `weights` float32 [N], N = sum(lengths). The loss is sum(weights * -logprob), a sum on purpose: several calls add
+    up exactly, and the client normalises through the weights. `adapter_off` computes with the base alone.
+    """
+
+    session: Name
+    lengths: Lengths
+    loss: Loss = msgspec.field(default_factory=Loss)
+    adapter_off: bool = False
+
+
+class ForwardBackward(Request, tag="forward_backward"):
+    """As `Forward`, and adds the loss's gradient to the session's accumulated gradient."""
+
+    session: Name
+    lengths: Lengths
+    loss: Loss = msgspec.field(default_factory=Loss)
+
+
+class OptimStep(Request, tag="optim_step"):
+    """One AdamW step over the accumulated gradient, which is then cleared.
+
+    The gradient is clipped to the global L2 norm `max_grad_norm` (0: not clipped). A gradient with NaN or Inf is
+    refused: the masters stay as they were and the accumulated gradient is cleared.
+    """
+
+    session: Name
+    learning_rate: Annotated[float, msgspec.Meta(ge=0)]
+    beta1: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.999
+    epsilon: Annotated[float, msgspec.Meta(gt=0)] = 1e-8
+    weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    lora_plus_ratio: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+
+
+class Save(Request, tag="save"):
+    """Writes the adapter as a PEFT directory at `path`, with the optimizer's state when `optimizer`."""
+
+    session: Name
+    path: str
+    optimizer: bool = True
+    replace: bool = False
+
+
+class Load(Request, tag="load"):
+    """Sets masters (and optimizer state, if the directory holds it) from a directory written by `Save`."""
+
+    session: Name
+    path: str
+
+
+class Publish(Request, tag="publish"):
+    """Makes a new version from the session's masters and moves adapter `name` to it, without a reload."""
+
+    session: Name
+    name: Name
+
+
+class CloseSession(Request, tag="close_session"):
+    session: Name
+
+
+class LoadAdapter(Request, tag="load_adapter"):
+    """Validates the PEFT directory at `path`, installs it as a version and moves adapter `name` to it."""
+
+    name: Name
+    path: str
+
+
+class RollbackAdapter(Request, tag="rollback_adapter"):
+    """Moves adapter `name` back to `adapter_version` (a content hash or a prefix of it); None: the one before."""
+
+    name: Name
+    adapter_version: str | None = None
+
+
+class ListAdapters(Request, tag="list_adapters"):
+    pass
+
+
+class ForgetAdapter(Request, tag="forget_adapter"):
+    """The frontend has taken adapter `name` away: forget its current version. The versions on disk stay."""
+
+    name: Name
+
+
+class DropAdapter(Request, tag="drop_adapter"):
+    """Frees the serving copy `lora_id`. Sent by the frontend once the last request that uses it has ended."""
+
+    lora_id: str
+
+
+AnyRequest = (
+    GetStatus
+    | CreateSession
+    | Forward
+    | ForwardBackward
+    | OptimStep
+    | Save
+    | Load
+    | Publish
+    | CloseSession
+    | LoadAdapter
+    | RollbackAdapter
+    | ListAdapters
+    | ForgetAdapter
+    | DropAdapter
+)
+
+
+class Reply(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    request_id: str
+
+
+class ErrorReply(Reply, tag="error"):
+    """`category`: "user" (the request was wrong, don't resend) or "server" (ours).
+
+    `kind` is the class name of `kt_runtime.errors`, so that the client raises the same error.
+    """
+
+    category: Literal["user", "server"]
+    kind: str
+    message: str
+
+
+class SessionInfo(msgspec.Struct, kw_only=True):
+    session: str
+    rank: int
+    alpha: float
+    step: int
+    modules: list[str]
+    num_parameters: int
+
+
+class StatusReply(Reply, tag="status"):
+    """`fingerprint`: hash of the model's weights. Bytes: parameters shared with and copied from SGLang."""
+
+    runtime_version: str
+    sglang_version: str
+    model: str
+    model_directory: str
+    family: str
+    fingerprint: str
+    dtype: str
+    device: str
+    max_lora_rank: int
+    context_tokens: int
+    weights_shared_bytes: int
+    weights_copied_bytes: int
+    expert_isa: str
+    expert_bytes: int
+    rss_bytes: int
+    sessions: list[SessionInfo]
+
+
+class SessionReply(Reply, tag="session"):
+    info: SessionInfo
+
+
+class ForwardReply(Reply, tag="forward_result"):
+    """Buffer: `logprobs` float32 [N], the log-probability of each target. `loss` is the weighted sum."""
+
+    loss: float
+    num_tokens: int
+    seconds: float
+
+
+class OptimReply(Reply, tag="optim_result"):
+    """`grad_norm` is the norm before clipping. `finished_at`: Unix time, seconds, at which the step had ended."""
+
+    step: int
+    grad_norm: float
+    finished_at: float
+
+
+class SavedReply(Reply, tag="saved"):
+    path: str
+    content_hash: str
+    step: int
+
+
+class PublishReply(Reply, tag="published"):
+    """`publish_ms`: from the publish call's start in the resident to the name's move."""
+
+    name: str
+    version: str
+    lora_id: str
+    publish_ms: float
+
+
+class VersionInfo(msgspec.Struct, kw_only=True):
+    """`source`: "session NAME" or the directory it was loaded from. `created_at`: Unix time, seconds."""
+
+    version: str
+    lora_id: str | None
+    rank: int
+    alpha: float
+    source: str
+    created_at: float
+
+
+class AdapterInfo(msgspec.Struct, kw_only=True):
+    """`versions` newest first; `current` is None when the name is not served at present."""
+
+    name: str
+    current: str | None
+    versions: list[VersionInfo]
+
+
+class AdaptersReply(Reply, tag="adapters"):
+    adapters: list[AdapterInfo]
+
+
+class MoveName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="move_name", tag_field="type"):
+    """Resident to frontend, on the names channel: from now on adapter `name` means `lora_id`.
+
+    `expires_at`: CLOCK_MONOTONIC in seconds, at which the resident stops waiting; a later move must not be made.
+    """
+
+    move_id: str
+    name: Name
+    adapter_version: str
+    lora_id: str
+    expires_at: float
+
+
+class NameMoved(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="name_moved", tag_field="type"):
+    """Frontend to resident: done, or `error` says why not."""
+
+    move_id: str
+    error: str | None = None
+
+
+class DoneReply(Reply, tag="done"):
+    pass
+
+
+AnyReply = (
+    ErrorReply
+    | StatusReply
+    | SessionReply
+    | ForwardReply
+    | OptimReply
+    | SavedReply
+    | PublishReply
+    | AdaptersReply
+    | DoneReply
+)

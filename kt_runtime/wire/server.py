@@ -1,0 +1,335 @@
+"""The resident's end of the wire: a ROUTER socket on a thread of its own, which the scheduler never waits for.
+
+The I/O thread reads, checks and answers everything that needs no model: malformed messages, resent requests, too much
+at once. What is left waits until the scheduler calls `take`; `answer` hands the reply over and returns. Two event
+descriptors (eventfd(2)) wake the one side when the other has something.
+
+Not defended against: a peer that was let in (this user, or a holder of an allowed key) and sends one message of
+endlessly many frames; libzmq collects a message before it shows any of it. Each frame is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+from kt_runtime.errors import InvalidValueError, KtError, NumericsError, RuntimeFault
+from kt_runtime.files import exclusive_lock
+from kt_runtime.wire import codec
+from kt_runtime.wire.address import ipc_path, is_ipc, private_directory, tcp_host_and_port
+from kt_runtime.wire.answers import Admission, AnswerBook
+from kt_runtime.wire.codec import MEBIBYTE, Arrays, FrameError, Limits
+from kt_runtime.wire.failures import error_reply
+from kt_runtime.wire.keys import key_bytes
+from kt_runtime.wire.messages import AnyRequest, GetStatus, ListAdapters, Reply
+
+logger = logging.getLogger(__name__)
+
+ZAP_ADDRESS = "inproc://zeromq.zap.01"  # ZMQ RFC 27: where libzmq asks whether a client may come in
+ZAP_DOMAIN = b"kt-runtime"
+MAX_MESSAGES_PER_TURN = 64
+LOOKS_KEPT = 64  # answers to requests that only look
+HIGH_WATER_MARK = 64  # messages in libzmq's own queue of one peer, each way
+
+
+@dataclass
+class Incoming:
+    """A request that waits to be carried out. `arrays` are read-only views that stay valid as long as this does."""
+
+    request: AnyRequest
+    arrays: dict[str, np.ndarray]
+    identity: bytes
+    request_id: str
+    answered: bool = field(default=False, repr=False)
+
+
+class WireServer:
+    """Listens at `address` from construction to `close`.
+
+    ipc:// sockets get mode 0600 in a directory that must be 0700 (created if missing); the lock file beside the socket
+    makes a second server a ConflictError and a dead server's socket free to take. tcp:// needs CURVE, on loopback too:
+    `server_secret_key` and `allowed_clients` (public keys) are Z85 text of 40 characters.
+
+    `take`, `answer`, `wait`, `has_pending` and `close` belong to one thread; only `wait` and `close` block.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        max_message_bytes: int = 256 * MEBIBYTE,
+        answers_kept: int = 1024,
+        answers_kept_bytes: int = 256 * MEBIBYTE,
+        ids_kept: int = 65536,
+        max_pending: int = 256,
+        max_pending_bytes: int = 512 * MEBIBYTE,
+        server_secret_key: str | None = None,
+        allowed_clients: Collection[str] = (),
+    ) -> None:
+        self._limits = Limits(max_message_bytes=max_message_bytes)
+        bounds = {"ids_kept": ids_kept, "max_pending": max_pending, "max_pending_bytes": max_pending_bytes}
+        self._book = AnswerBook(answers_kept=answers_kept, answers_kept_bytes=answers_kept_bytes, **bounds)
+        # Apart from the others, so that somebody who asks for the status all the time displaces no trainer's answers.
+        self._looks = AnswerBook(answers_kept=LOOKS_KEPT, answers_kept_bytes=MEBIBYTE, **bounds)
+        self._pending: deque[Incoming] = deque()
+        self._outbox: deque[tuple[Incoming, list[bytes]]] = deque()
+        self._faults_logged: set[str] = set()
+        self._closing = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._zap: zmq.Socket[bytes] | None = None
+        self._allowed_keys = {key_bytes(key, "allowed client") for key in allowed_clients}
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(self._context.destroy, linger=0)
+            if not is_ipc(address):
+                self._require_curve(address, server_secret_key)
+            self._wakeup, self._arrived = (self._eventfd(cleanup) for _ in range(2))
+            self._router = self._open_router(server_secret_key)
+            if is_ipc(address):
+                cleanup.enter_context(_bind_ipc(self._router, address))
+            else:
+                _bind(self._router, address)
+            self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._cleanup = cleanup.pop_all()
+        self._thread = threading.Thread(target=self._run, name="kt-wire", daemon=True)
+        self._thread.start()
+
+    # The scheduler's side.
+
+    @property
+    def wakeup_fd(self) -> int:
+        """A descriptor that polls readable while requests wait; `take` makes it unreadable again."""
+        return self._arrived
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleeps until a request waits or `timeout_s` has passed; says whether one waits."""
+        poller = select.poll()  # not select(2), which knows descriptors below 1,024 only
+        poller.register(self._arrived, select.POLLIN)
+        deadline = time.monotonic() + timeout_s
+        while not self._pending and (left := deadline - time.monotonic()) > 0:
+            poller.poll(left * 1000)
+            if not self._pending:
+                _drain(self._arrived)  # left over from a request that was taken before its event was written
+        return bool(self._pending)
+
+    def take(self) -> list[Incoming]:
+        """All requests that wait, in order of arrival; each must be answered once."""
+        _drain(self._arrived)
+        return [self._pending.popleft() for _ in range(len(self._pending))]
+
+    def answer(self, incoming: Incoming, reply: Reply, arrays: Arrays | None = None) -> None:
+        """Sends `reply` to whoever asked last for this id, and keeps it for whoever asks again.
+
+        A reply with NaN or infinity reaches the client as a NumericsError. Raises RuntimeFault for a reply of another
+        id or a second one. After `close` nothing is sent.
+        """
+        if incoming.answered or reply.request_id != incoming.request_id:
+            problem = "was answered already" if incoming.answered else f"got a reply to {reply.request_id!r}"
+            raise RuntimeFault(f"request {incoming.request_id!r} {problem}")
+        incoming.answered = True
+        if self._closing:
+            return
+        self._outbox.append((incoming, self._encode(reply, arrays)))
+        os.eventfd_write(self._wakeup, 1)
+
+    def _encode(self, reply: Reply, arrays: Arrays | None) -> list[bytes]:
+        try:
+            return codec.encode(reply, arrays, self._limits)
+        except FrameError as error:
+            kind = NumericsError if error.fault == "nonfinite" else RuntimeFault
+            if kind is RuntimeFault:
+                logger.error("wire server: the answer to %s can't be sent: %s", reply.request_id, error)
+            return codec.encode(error_reply(reply.request_id, kind(f"the answer can't be sent: {error}")))
+
+    def close(self) -> None:
+        """Stops the thread, closes the socket and removes its file. Requests that wait stay unanswered."""
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wakeup, 1)
+        self._thread.join()
+        self._cleanup.close()
+
+    def __enter__(self) -> WireServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Opening.
+
+    def _require_curve(self, address: str, secret_key: str | None) -> None:
+        tcp_host_and_port(address)
+        if not secret_key or not self._allowed_keys:
+            missing = "a server secret key" if not secret_key else "the public keys of allowed clients"
+            raise InvalidValueError(
+                f"address {address!r}: tcp:// is served with CURVE keys only, on loopback too; {missing} is missing. "
+                "Use ipc:// on one machine"
+            )
+        key_bytes(secret_key, "server secret key")
+
+    @staticmethod
+    def _eventfd(cleanup: contextlib.ExitStack) -> int:
+        descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        cleanup.callback(os.close, descriptor)
+        return descriptor
+
+    def _open_router(self, secret_key: str | None) -> zmq.Socket[bytes]:
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer nobody receives is an error to ignore, not a wait
+        router.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        router.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        # Up to twice the limit gets an error reply; a larger frame ends its connection before it is read.
+        router.setsockopt(zmq.MAXMSGSIZE, 2 * self._limits.max_message_bytes)
+        if secret_key:
+            router.setsockopt(zmq.CURVE_SERVER, 1)
+            router.setsockopt_string(zmq.CURVE_SECRETKEY, secret_key)
+            router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+            self._zap = self._context.socket(zmq.REP)
+            self._zap.setsockopt(zmq.LINGER, 0)
+            self._zap.bind(ZAP_ADDRESS)
+        return router
+
+    # The I/O thread.
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wakeup, zmq.POLLIN)
+        for opened in filter(None, (self._router, self._zap)):
+            poller.register(opened, zmq.POLLIN)
+        while not self._closing:
+            ready = dict(poller.poll())
+            _drain(self._wakeup)
+            try:
+                while self._outbox:
+                    incoming, frames = self._outbox.popleft()
+                    self._send(self._book_of(incoming.request).finish(incoming.request_id, frames), frames)
+                if self._zap in ready:
+                    self._authenticate()
+                if self._router in ready:
+                    self._receive()
+            except Exception:  # the thread must outlive our own mistakes: without it no trainer is ever answered
+                logger.exception("wire server: unexpected error; going on")
+
+    def _receive(self) -> None:
+        for _ in range(MAX_MESSAGES_PER_TURN):
+            try:
+                identity = self._router.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            frames, fault = self._read_frames()
+            try:
+                if fault:
+                    raise fault
+                self._admit(identity, frames)
+            except KtError as error:
+                self._refuse(identity, error, _request_id(frames))
+
+    def _read_frames(self) -> tuple[list[bytes], FrameError | None]:
+        """One message without its identity. Once it is above a limit, the rest of it is read and dropped."""
+        frames: list[bytes] = []
+        num_frames = num_bytes = 0
+        while self._router.getsockopt(zmq.RCVMORE):
+            frame = self._router.recv()
+            num_frames, num_bytes = num_frames + 1, num_bytes + len(frame)
+            if num_frames <= self._limits.max_frames and num_bytes <= self._limits.max_message_bytes:
+                frames.append(frame)
+        if len(frames) == num_frames:
+            return frames, None
+        return frames, FrameError(
+            "oversized",
+            f"a message of {num_frames} frames and {num_bytes} bytes; allowed are {self._limits.max_frames} frames and "
+            f"{self._limits.max_message_bytes} bytes",
+        )
+
+    def _admit(self, identity: bytes, frames: list[bytes]) -> None:
+        request, arrays = codec.decode_request(frames, self._limits)
+        decision = self._book_of(request).admit(request.request_id, identity, frames)
+        if isinstance(decision, list):
+            self._send(identity, decision)
+        elif decision is Admission.NEW:
+            self._pending.append(Incoming(request, arrays, identity, request.request_id))
+            os.eventfd_write(self._arrived, 1)
+
+    def _book_of(self, request: AnyRequest) -> AnswerBook:
+        return self._looks if isinstance(request, (GetStatus, ListAdapters)) else self._book
+
+    def _refuse(self, identity: bytes, error: KtError, request_id: str) -> None:
+        fault = error.fault if isinstance(error, FrameError) else type(error).__name__
+        if fault not in self._faults_logged:
+            self._faults_logged.add(fault)
+            logger.warning("wire server: refused a message (%s, logged once): %r", fault, str(error))
+        self._send(identity, codec.encode(error_reply(request_id, error)))
+
+    def _send(self, identity: bytes, frames: list[bytes]) -> None:
+        """A client that is gone or does not read is no error: it asks again under the same id when it is back."""
+        try:
+            self._router.send_multipart([identity, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.debug("wire server: an answer was not sent: %s", error)
+
+    def _authenticate(self) -> None:
+        """Answers one ZAP request (ZMQ RFC 27): 200 for an allowed CURVE key, 400 for all else."""
+        assert self._zap is not None
+        version, sequence, _domain, _address, _identity, mechanism, *credentials = self._zap.recv_multipart()
+        allowed = mechanism == b"CURVE" and len(credentials) == 1 and credentials[0] in self._allowed_keys
+        status = [b"200", b"OK"] if allowed else [b"400", b"this public key is not allowed"]
+        self._zap.send_multipart([version, sequence, *status, b"", b""])
+
+
+def _request_id(frames: list[bytes]) -> str:
+    return codec.request_id_of(frames[1]) if len(frames) > 1 and frames[0] == codec.MAGIC else ""
+
+
+def _drain(descriptor: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.eventfd_read(descriptor)
+
+
+def _bind(router: zmq.Socket[Any], address: str) -> None:
+    try:
+        router.bind(address)
+    except zmq.ZMQError as error:
+        raise InvalidValueError(f"address {address!r}: can't listen there: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _bind_ipc(router: zmq.Socket[Any], address: str) -> Iterator[None]:
+    """Binds under a lock, with the socket file 0600; removes the file of a server that died."""
+    path = ipc_path(address)
+    private_directory(path.parent)
+    with exclusive_lock(path.with_name(path.name + ".lock"), f"the resident's address {address}"):
+        _remove_stale_socket(path)
+        mask = os.umask(0o177)
+        try:
+            _bind(router, address)
+        finally:
+            os.umask(mask)
+        path.chmod(0o600)
+        yield
+        router.close(linger=0)
+        path.unlink(missing_ok=True)
+
+
+def _remove_stale_socket(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise InvalidValueError(f"socket {path}: exists and is not a socket; choose another address")
+        path.unlink()

@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from kt_runtime import errors
+from kt_runtime.errors import (
+    ConflictError,
+    InvalidValueError,
+    NumericsError,
+    ProtocolError,
+    RequestTimeoutError,
+    RuntimeFault,
+    ServerBusyError,
+    ServerUnreachableError,
+    UnknownNameError,
+    UserError,
+)
+from kt_runtime.wire import Batch, LoraSettings, ResidentClient, WireServer, codec, messages
+from kt_runtime.wire.address import probe
+
+BATCH = Batch.from_sequences([[1, 2], [3]], [[2, 3], [4]], [[1.0, 0.5], [0.0]])
+
+
+def test_every_call_returns_what_the_resident_answered(resident: Any, make_client: Callable[..., Any]) -> None:
+    client: ResidentClient = make_client()
+    assert client.status().sessions[0].session == "s"
+    assert client.create_session("s", LoraSettings(rank=8, alpha=16.0), start_from="/a").rank == 8
+    for result in (client.forward("s", BATCH, adapter_off=True), client.forward_backward("s", BATCH)):
+        assert [list(sequence) for sequence in result.logprobs] == [[-2.0, -3.0], [-4.0]]
+        assert result.logprobs[0].dtype == np.float32
+        assert (result.loss, result.num_tokens, result.seconds) == (3.5, 3, 0.5)
+    assert client.optim_step("s", 1e-4, beta2=0.95, max_grad_norm=1.0).grad_norm == 1.5
+    assert client.save("s", "/a", optimizer=False, replace=True).path == "/a"
+    assert client.load("s", "/a").session == "s"
+    assert client.publish("s", "support").name == "support"
+    assert client.load_adapter("support", "/a").version == "v"
+    assert client.rollback_adapter("support", "ab").name == "support"
+    assert client.list_adapters()[0].versions[0].lora_id == "i"
+    client.forget_adapter("support")
+    client.drop_adapter("i")
+    client.close_session("s")
+    sent = {type(request) for request in resident.executed}
+    assert sent == set(messages.AnyRequest.__args__)
+    step = next(request for request in resident.executed if isinstance(request, messages.OptimStep))
+    assert (step.beta1, step.beta2, step.max_grad_norm) == (0.9, 0.95, 1.0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConflictError("session 's' exists"),
+        UnknownNameError("session", "t", ["s"]),
+        InvalidValueError("rank 0"),
+        errors.NotFoundError("no /a"),
+        errors.AdapterError("rank 64 above 16"),
+        NumericsError("gradient is inf"),
+        RuntimeFault("ours"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_reply_raises_the_same_class_with_the_same_message(
+    make_resident: Callable[..., Any], make_client: Callable[..., Any], error: errors.KtError
+) -> None:
+    make_resident({"Publish": error})
+    with pytest.raises(type(error)) as caught:
+        make_client().publish("s", "a")
+    assert type(caught.value) is type(error)
+    assert str(caught.value) == str(error)
+
+
+def test_nothing_listening_is_an_error_at_once_that_names_the_address(address: str) -> None:
+    with pytest.raises(ServerUnreachableError, match=address):
+        ResidentClient(address)
+    with pytest.raises(ServerUnreachableError, match=r"tcp://127\.0\.0\.1:1 "):
+        probe("tcp://127.0.0.1:1")
+
+
+def test_a_socket_file_left_by_a_dead_server_is_unreachable(address: str) -> None:
+    path = Path(address.removeprefix("ipc://"))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+    with pytest.raises(ServerUnreachableError, match="refused"):
+        ResidentClient(address)
+
+
+def test_a_server_that_dies_while_asked_is_noticed_before_the_timeout(address: str) -> None:
+    program = (
+        "import sys, time; from kt_runtime.wire import WireServer; server = WireServer(sys.argv[1]); "
+        "print('up', flush=True); server.wait(30); print('asked', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, address], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        with ResidentClient(address, timeout_s=60, resend_s=0.2) as client:
+            ticket = client.submit(messages.GetStatus(request_id="a"))
+            assert process.stdout.readline() == "asked\n"
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            with pytest.raises(ServerUnreachableError, match=address):
+                client.wait(ticket)
+
+
+def test_no_answer_within_the_timeout_is_an_error_and_the_ticket_stays_valid(
+    server: WireServer, make_client: Callable[..., Any], make_resident: Callable[..., Any]
+) -> None:
+    client = make_client(timeout_s=0.2)
+    ticket = client.submit(messages.GetStatus(request_id="a"))
+    with pytest.raises(RequestTimeoutError, match=r"GetStatus \(a\) within 0.2 s; it may still be carried out"):
+        client.wait(ticket)
+    make_resident()
+    reply, _ = client.wait(ticket, timeout_s=10)
+    assert isinstance(reply, messages.StatusReply)
+
+
+def test_a_resent_request_is_carried_out_once(server: WireServer, make_client: Callable[..., Any]) -> None:
+    """The client asks many times before the first answer; all but the first are the server's to recognise."""
+    client = make_client(resend_s=0.01)
+    executed = []
+
+    def answer_late() -> None:
+        time.sleep(0.5)
+        while server.wait(0.3):
+            for incoming in server.take():
+                executed.append(incoming.request_id)
+                server.answer(incoming, messages.DoneReply(request_id=incoming.request_id))
+
+    thread = threading.Thread(target=answer_late)
+    thread.start()
+    client.close_session("s")
+    client.close_session("t")
+    thread.join()
+    assert executed == [f"{client.client_id}-1", f"{client.client_id}-2"]
+
+
+class DroppingProxy:
+    """Between client and server; loses the first `num_lost` answers."""
+
+    def __init__(self, address: str, server_address: str, num_lost: int) -> None:
+        self.num_lost, self.num_asked = num_lost, 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._front, self._back = self._context.socket(zmq.ROUTER), self._context.socket(zmq.DEALER)
+        self._front.bind(address)
+        self._back.connect(server_address)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        identity = b""
+        while not self._stop.is_set():
+            if self._front.poll(5):
+                identity, *frames = self._front.recv_multipart()
+                self.num_asked += 1
+                self._back.send_multipart(frames)
+            if self._back.poll(5):
+                frames = self._back.recv_multipart()
+                if self.num_lost > 0:
+                    self.num_lost -= 1
+                else:
+                    self._front.send_multipart([identity, *frames])
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+
+def test_a_lost_answer_is_asked_for_again_and_the_request_carried_out_once(
+    resident: Any, server: WireServer, socket_directory: Path, make_client: Callable[..., Any]
+) -> None:
+    proxy = DroppingProxy(f"ipc://{socket_directory}/proxy.sock", server.address, num_lost=3)
+    try:
+        client = make_client(f"ipc://{socket_directory}/proxy.sock", resend_s=0.05)
+        assert client.optim_step("s", 1e-3).step == 4
+        assert proxy.num_asked >= 4
+        assert len(resident.executed) == 1
+    finally:
+        proxy.close()
+
+
+def test_forward_backward_calls_may_be_under_way_together_and_are_summed_before_the_step(
+    resident: Any, make_client: Callable[..., Any]
+) -> None:
+    client = make_client()
+    tickets = [client.begin_forward_backward("s", BATCH) for _ in range(10)]
+    client.optim_step("s", 1e-3)
+    kinds = [type(request).__name__ for request in resident.executed]
+    assert kinds == ["ForwardBackward"] * 10 + ["OptimStep"]
+    assert [client.finish_forward(ticket, BATCH).loss for ticket in reversed(tickets)] == [3.5] * 10
+
+
+def test_no_step_is_sent_when_a_pipelined_call_before_it_failed(
+    make_resident: Callable[..., Any], make_client: Callable[..., Any]
+) -> None:
+    resident, client = make_resident({"ForwardBackward": NumericsError("loss is nan")}), make_client()
+    client.begin_forward_backward("s", BATCH)
+    with pytest.raises(NumericsError, match="loss is nan"):
+        client.optim_step("s", 1e-3)
+    assert [type(request).__name__ for request in resident.executed] == ["ForwardBackward"]
+    assert client.optim_step("s", 1e-3).step == 4
+
+
+def test_a_busy_server_is_asked_again_until_it_has_room(
+    make_server: Callable[..., WireServer], make_resident: Callable[..., Any], make_client: Callable[..., Any]
+) -> None:
+    server, client = make_server(max_pending=1), make_client()
+    tickets = [client.begin_forward_backward("s", BATCH) for _ in range(4)]
+    time.sleep(0.2)
+    make_resident(on=server)
+    assert [client.finish_forward(ticket, BATCH).num_tokens for ticket in tickets] == [3] * 4
+
+
+def test_a_server_that_stays_busy_is_a_busy_error(
+    make_server: Callable[..., WireServer], make_client: Callable[..., Any]
+) -> None:
+    make_server(max_pending=1)
+    client = make_client(timeout_s=0.3)
+    client.begin_forward_backward("s", BATCH)
+    with pytest.raises(ServerBusyError, match="in progress"):
+        client.forward("s", BATCH)
+
+
+@pytest.mark.parametrize(
+    "call, reason",
+    [
+        (lambda client: client.publish("s", "../x"), "name"),
+        (lambda client: client.optim_step("s", -1.0), "learning_rate"),
+        (lambda client: client.optim_step("s", float("nan")), "learning_rate is nan"),
+        (lambda client: client.create_session("s", LoraSettings(rank=0, alpha=1.0)), "rank"),
+    ],
+)
+def test_an_invalid_request_is_refused_before_it_is_sent(
+    server: WireServer, make_client: Callable[..., Any], call: Callable[[Any], Any], reason: str
+) -> None:
+    with pytest.raises(ProtocolError, match=reason):
+        call(make_client())
+    assert not server.wait(0.05)
+
+
+def test_a_batch_above_the_limit_is_refused_before_it_is_sent(
+    server: WireServer, make_client: Callable[..., Any]
+) -> None:
+    large = Batch.from_sequences([[1] * 1000], [[1] * 1000])
+    with pytest.raises(ProtocolError, match="at most 10000 are allowed"):
+        make_client(max_message_bytes=10_000).forward("s", large)
+
+
+def test_an_answer_of_another_kind_is_a_protocol_error(server: WireServer, make_client: Callable[..., Any]) -> None:
+    client = make_client()
+    ticket = client.begin_forward_backward("s", BATCH)
+    assert server.wait(10)
+    (incoming,) = server.take()
+    server.answer(incoming, messages.DoneReply(request_id=incoming.request_id))
+    with pytest.raises(ProtocolError, match="DoneReply, not ForwardReply"):
+        client.finish_forward(ticket, BATCH)
+
+
+def test_too_few_logprobs_are_a_protocol_error(server: WireServer, make_client: Callable[..., Any]) -> None:
+    client = make_client()
+    ticket = client.begin_forward_backward("s", BATCH)
+    assert server.wait(10)
+    (incoming,) = server.take()
+    reply = messages.ForwardReply(request_id=incoming.request_id, loss=0.0, num_tokens=3, seconds=0.0)
+    server.answer(incoming, reply, {"logprobs": np.zeros(2, np.float32)})
+    with pytest.raises(ProtocolError, match="2 logprobs for 3 targets"):
+        client.finish_forward(ticket, BATCH)
+
+
+def test_two_clients_do_not_see_each_others_answers(resident: Any, make_client: Callable[..., Any]) -> None:
+    first, second = make_client(), make_client()
+    assert first.client_id != second.client_id
+    tickets = [(client, client.begin_forward_backward("s", BATCH)) for client in (first, second) * 5]
+    for client, ticket in tickets:
+        assert client.finish_forward(ticket, BATCH).loss == 3.5
+    assert len(resident.executed) == 10
+
+
+def test_an_error_without_a_request_id_is_raised(address: str) -> None:
+    """A server of another protocol may not even find the id."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.bind(address)
+    try:
+        with ResidentClient(address, timeout_s=10) as client:
+            ticket = client.submit(messages.GetStatus(request_id="a"))
+            identity = router.recv_multipart()[0]
+            reply = messages.ErrorReply(request_id="", category="user", kind="FromTheFuture", message="no")
+            router.send_multipart([identity, *codec.encode(reply)])
+            with pytest.raises(UserError, match="no") as caught:
+                client.wait(ticket)
+            assert type(caught.value) is UserError
+    finally:
+        context.destroy(linger=0)
