@@ -1,0 +1,264 @@
+"""What a model family's table must say, and what every family shares.
+
+A family describes, from the Hugging Face config alone, three things that must agree with each other: the twin's
+parameters (transformers 5.19), SGLang 0.5.23's parameters that hold the same bytes, and the linear modules that LoRA
+may adapt. A family is mostly a list of `FusedLinear`: one SGLang parameter, and the Hugging Face modules whose rows it
+is made of, in order. Both name lists are derived from it, so that they can't drift apart.
+
+Not described here: routed experts' bytes (the expert store owns them), the rotary tables (computed, not loaded).
+Runs without a quantised dense layer only: SGLang's dense weights must be plain `[out, in]` matrices.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+from kt_runtime.errors import InvalidValueError
+
+ATTENTION: Final = "attention"
+MLP: Final = "mlp"
+SHARED: Final = "shared"
+EXPERTS: Final = "experts"
+GROUPS: Final = (ATTENTION, MLP, SHARED, EXPERTS)
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """One tensor of the twin: rows `start` to `stop` of SGLang's `source` are its value.
+
+    `name`: Hugging Face. `shape`: as the twin's module has it. `is_buffer`: a buffer in the twin, while SGLang may
+    hold a parameter; it keeps SGLang's dtype (float32 for the router's correction bias) whatever the model's dtype is.
+    `source` may have more rows than `stop`: SGLang pads the vocabulary to a multiple of 64.
+    """
+
+    name: str
+    source: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    is_buffer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """A linear module that LoRA may adapt: `y = W x`, W of shape [out_features, in_features].
+
+    Routed experts are one entry per layer and projection, `model.layers.L.mlp.experts.gate_proj`, with `num_experts`
+    matrices; elsewhere `num_experts` is 0. `source` is the SGLang module that computes it, and `start` to `stop` its
+    rows there; modules with the same `source` are one fused group, of which SGLang needs every member's LoRA tensors.
+    Of routed experts it is SGLang's parameter without `_weight`, `...experts.w13` or `...experts.w2`.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    group: str
+    source: str
+    start: int
+    stop: int
+    num_experts: int = 0
+
+    @property
+    def projection(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def layer(self) -> int:
+        return int(self.name.split(".")[2])
+
+    def expert_name(self, expert: int) -> str:
+        """`model.layers.L.mlp.experts.E.gate_proj`, as adapter files name it."""
+        parent, _, projection = self.name.rpartition(".")
+        return f"{parent}.{expert}.{projection}"
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLinear:
+    """SGLang's linear `parent.source`, whose rows are those of `parts` (Hugging Face name, rows) in this order."""
+
+    parent: str
+    source: str
+    in_features: int
+    parts: tuple[tuple[str, int], ...]
+    group: str
+    has_bias: bool = False
+    is_adaptable: bool = True
+
+    def rows(self) -> Iterator[tuple[str, int, int]]:
+        stops = [0]
+        for _, size in self.parts:
+            stops.append(stops[-1] + size)
+        for (name, _), (start, stop) in zip(self.parts, pairwise(stops), strict=True):
+            yield name, start, stop
+
+
+class Family(ABC):
+    """One model family. Instances have no state; `config` is always the content of `config.json`.
+
+    Every method raises InvalidValueError when the config lacks a key, or asks for what SGLang and Hugging Face compute
+    differently, so that serving and training can't disagree silently.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    architectures: tuple[str, ...]
+
+    @abstractmethod
+    def check(self, config: Config) -> None:
+        """Refuses variants of the architecture on which SGLang and the twin would differ."""
+
+    @abstractmethod
+    def attention(self, config: Config) -> list[FusedLinear]:
+        """The linears of `self_attn`, relative to the layer."""
+
+    @abstractmethod
+    def attention_norms(self, config: Config) -> dict[str, int]:
+        """Norms of `self_attn`, named relative to the layer, with their sizes."""
+
+    @abstractmethod
+    def moe_layers(self, config: Config) -> list[int]:
+        """The layers that have routed experts."""
+
+    @abstractmethod
+    def num_experts(self, config: Config) -> int: ...
+
+    def shared_intermediate(self, config: Config) -> int:
+        """Intermediate size of the shared experts, which are one MLP; 0 without any."""
+        return 0
+
+    def has_correction_bias(self, config: Config) -> bool:
+        """True if the router adds a bias per expert to choose experts by (not to weigh them)."""
+        return False
+
+    def num_experts_per_tok(self, config: Config) -> int:
+        return integer(config, "num_experts_per_tok")
+
+    def expert_prefix(self, layer: int) -> str:
+        return f"model.layers.{layer}.mlp.experts"
+
+    def expert_shape(self, config: Config) -> tuple[int, int, int]:
+        """(experts, hidden size, intermediate size) of a layer's routed experts."""
+        return self.num_experts(config), integer(config, "hidden_size"), integer(config, "moe_intermediate_size")
+
+    def twin_sources(self, config: Config) -> list[TensorSource]:
+        """Every parameter of the twin but the routed experts', and the persistent buffers that SGLang has."""
+        self.check(config)
+        hidden, vocabulary = integer(config, "hidden_size"), integer(config, "vocab_size")
+        embedding = "model.embed_tokens.weight"
+        head = embedding if config.get("tie_word_embeddings") else "lm_head.weight"
+        sources = [TensorSource(embedding, embedding, 0, vocabulary, (vocabulary, hidden))]
+        for layer in range(integer(config, "num_hidden_layers")):
+            sources += self._layer_sources(config, layer)
+        sources.append(_whole("model.norm.weight", hidden))
+        sources.append(TensorSource("lm_head.weight", head, 0, vocabulary, (vocabulary, hidden)))
+        return sources
+
+    def lora_modules(self, config: Config) -> list[LoraModule]:
+        """Every linear that can be adapted, in the order of the model. Router, embeddings and lm_head never are."""
+        self.check(config)
+        moe_layers = set(self.moe_layers(config))
+        modules: list[LoraModule] = []
+        for layer in range(integer(config, "num_hidden_layers")):
+            prefix = f"model.layers.{layer}."
+            for linear in self._linears(config, layer):
+                if linear.is_adaptable:
+                    modules += _adaptable(prefix, linear)
+            if layer in moe_layers:
+                modules += self._expert_modules(config, layer)
+        return modules
+
+    def projections(self, config: Config) -> list[str]:
+        """The distinct last names of `lora_modules`, in their order. Also what `--lora-target-modules` must list."""
+        return list(dict.fromkeys(module.projection for module in self.lora_modules(config)))
+
+    def sglang_lora_targets(self, config: Config) -> list[str]:
+        """Value of SGLang's `--lora-target-modules`: it turns these names into those of its fused modules itself.
+
+        Never its `all`: that adds embed_tokens and lm_head, which are not adapted here.
+        """
+        return self.projections(config)
+
+    def _linears(self, config: Config, layer: int) -> list[FusedLinear]:
+        linears = self.attention(config)
+        hidden = integer(config, "hidden_size")
+        if layer not in set(self.moe_layers(config)):
+            linears += _gated_mlp("mlp", hidden, integer(config, "intermediate_size"), MLP)
+        elif shared := self.shared_intermediate(config):
+            linears += _gated_mlp("mlp.shared_experts", hidden, shared, SHARED)
+        return linears
+
+    def _layer_sources(self, config: Config, layer: int) -> list[TensorSource]:
+        prefix, hidden = f"model.layers.{layer}.", integer(config, "hidden_size")
+        sources = [source for linear in self._linears(config, layer) for source in _linear_sources(prefix, linear)]
+        sources += [_whole(f"{prefix}{name}.weight", size) for name, size in self.attention_norms(config).items()]
+        sources += [
+            _whole(f"{prefix}{name}.weight", hidden) for name in ("input_layernorm", "post_attention_layernorm")
+        ]
+        if layer in set(self.moe_layers(config)):
+            experts = self.num_experts(config)
+            sources.append(_whole(f"{prefix}mlp.gate.weight", experts, hidden))
+            if self.has_correction_bias(config):
+                sources.append(_whole(f"{prefix}mlp.gate.e_score_correction_bias", experts, is_buffer=True))
+        return sources
+
+    def _expert_modules(self, config: Config, layer: int) -> list[LoraModule]:
+        experts, hidden, intermediate = self.expert_shape(config)
+        prefix = self.expert_prefix(layer)
+        both, down = f"{prefix}.w13", f"{prefix}.w2"
+        i = intermediate
+        return [
+            LoraModule(f"{prefix}.gate_proj", hidden, i, EXPERTS, both, 0, i, experts),
+            LoraModule(f"{prefix}.up_proj", hidden, i, EXPERTS, both, i, 2 * i, experts),
+            LoraModule(f"{prefix}.down_proj", i, hidden, EXPERTS, down, 0, hidden, experts),
+        ]
+
+
+def integer(config: Config, key: str, *aliases: str) -> int:
+    """The positive integer `config[key]`; `aliases` are other spellings. Raises InvalidValueError naming the key."""
+    value = next((config[name] for name in (key, *aliases) if config.get(name) is not None), None)
+    if value is None:
+        raise InvalidValueError(f"config.json: {key!r} is missing; expected a positive integer")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidValueError(f"config.json: {key!r} is {value!r}; expected a positive integer")
+    return value
+
+
+def require(config: Config, key: str, value: Any, reason: str, *, default: Any = None) -> None:
+    """Raises InvalidValueError unless `config[key]` (`default` if missing) is `value`."""
+    found = config.get(key, default)
+    if found != value:
+        raise InvalidValueError(f"config.json: {key!r} is {found!r}; only {value!r} can be used: {reason}")
+
+
+def _gated_mlp(parent: str, hidden: int, intermediate: int, group: str) -> list[FusedLinear]:
+    parts = (("gate_proj", intermediate), ("up_proj", intermediate))
+    return [
+        FusedLinear(parent, "gate_up_proj", hidden, parts, group),
+        FusedLinear(parent, "down_proj", intermediate, (("down_proj", hidden),), group),
+    ]
+
+
+def _whole(name: str, *shape: int, is_buffer: bool = False) -> TensorSource:
+    return TensorSource(name, name, 0, shape[0], shape, is_buffer)
+
+
+def _linear_sources(prefix: str, linear: FusedLinear) -> Iterator[TensorSource]:
+    parent = f"{prefix}{linear.parent}."
+    for name, start, stop in linear.rows():
+        shape = (stop - start, linear.in_features)
+        yield TensorSource(f"{parent}{name}.weight", f"{parent}{linear.source}.weight", start, stop, shape)
+        if linear.has_bias:
+            yield TensorSource(f"{parent}{name}.bias", f"{parent}{linear.source}.bias", start, stop, shape[:1])
+
+
+def _adaptable(prefix: str, linear: FusedLinear) -> Iterator[LoraModule]:
+    parent = f"{prefix}{linear.parent}."
+    for name, start, stop in linear.rows():
+        source = f"{parent}{linear.source}"
+        yield LoraModule(f"{parent}{name}", linear.in_features, stop - start, linear.group, source, start, stop)

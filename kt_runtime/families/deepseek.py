@@ -1,0 +1,111 @@
+"""DeepSeek-V2, DeepSeek-V3 and Kimi-K2: latent attention (MLA), leading dense layers, shared and routed experts.
+
+Hugging Face: `transformers.models.deepseek_v2`, `.deepseek_v3`. SGLang: `sglang.srt.models.deepseek_v2`, all of them.
+
+- With `q_lora_rank`, SGLang holds q_a_proj and kv_a_proj_with_mqa as `fused_qkv_a_proj_with_mqa`. Without it
+  (DeepSeek-V2-Lite) it holds q_proj and kv_a_proj_with_mqa as they are. Its LoRA code knows only the fused module and
+  `qkv_proj`, so that these two can't be served adapted there: they are not among the family's LoRA modules then.
+- After loading, SGLang keeps `kv_b_proj.weight` as it was and derives w_kc and w_vc from it, which are copies for the
+  absorbed form. The twin shares `kv_b_proj.weight`.
+- SGLang may fuse the shared experts into the routed ones; the server must be started with
+  `--disable-shared-experts-fusion`, or `mlp.shared_experts` does not exist there.
+- SGLang holds `e_score_correction_bias` as a float32 parameter, Hugging Face as a buffer.
+- Layers of multi-token prediction (`num_nextn_predict_layers`) are in neither model.
+"""
+
+from __future__ import annotations
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.families.base import ATTENTION, Config, Family, FusedLinear, integer, require
+
+
+class DeepseekV2(Family):
+    name = "deepseek_v2"
+    model_types: tuple[str, ...] = ("deepseek_v2",)
+    architectures = ("DeepseekV2ForCausalLM",)
+
+    def check(self, config: Config) -> None:
+        require(config, "moe_layer_freq", 1, "Hugging Face has experts in every layer after the dense ones", default=1)
+        require(config, "attention_bias", False, "SGLang 0.5.23's latent attention has no biases", default=False)
+        require(config, "mlp_bias", False, "SGLang 0.5.23's DeepSeek MLP has no biases", default=False)
+        require(config, "hidden_act", "silu", "the expert kernels compute SwiGLU", default="silu")
+        self._first_moe_layer(config)
+        self.check_routing(config)
+
+    def check_routing(self, config: Config) -> None:
+        if config.get("topk_method", "greedy") not in ("greedy", "group_limited_greedy"):
+            raise InvalidValueError(
+                f"config.json: 'topk_method' is {config['topk_method']!r}; DeepSeek-V2's are 'greedy' and "
+                "'group_limited_greedy'"
+            )
+        if config.get("topk_method", "greedy") == "greedy":
+            require(
+                config, "n_group", 1, "with 'greedy', SGLang would choose among groups, Hugging Face not", default=1
+            )
+        require(config, "norm_topk_prob", False, "Hugging Face's DeepSeek-V2 never normalises", default=False)
+        require(config, "scoring_func", "softmax", "the twin's router is DeepSeek-V2's", default="softmax")
+
+    def attention(self, config: Config) -> list[FusedLinear]:
+        hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+        latent, rope = integer(config, "kv_lora_rank"), integer(config, "qk_rope_head_dim")
+        nope, value = integer(config, "qk_nope_head_dim"), integer(config, "v_head_dim")
+        query = heads * (nope + rope)
+        kv_a = ("kv_a_proj_with_mqa", latent + rope)
+        if config.get("q_lora_rank") is None:
+            front = [
+                _attention("q_proj", hidden, ("q_proj", query), is_adaptable=False),
+                _attention("kv_a_proj_with_mqa", hidden, kv_a, is_adaptable=False),
+            ]
+        else:
+            rank = integer(config, "q_lora_rank")
+            front = [
+                _attention("fused_qkv_a_proj_with_mqa", hidden, ("q_a_proj", rank), kv_a),
+                _attention("q_b_proj", rank, ("q_b_proj", query)),
+            ]
+        return [
+            *front,
+            _attention("kv_b_proj", latent, ("kv_b_proj", heads * (nope + value))),
+            _attention("o_proj", heads * value, ("o_proj", hidden)),
+        ]
+
+    def attention_norms(self, config: Config) -> dict[str, int]:
+        norms = {"self_attn.kv_a_layernorm": integer(config, "kv_lora_rank")}
+        if config.get("q_lora_rank") is not None:
+            norms["self_attn.q_a_layernorm"] = integer(config, "q_lora_rank")
+        return norms
+
+    def moe_layers(self, config: Config) -> list[int]:
+        return list(range(self._first_moe_layer(config), integer(config, "num_hidden_layers")))
+
+    def num_experts(self, config: Config) -> int:
+        return integer(config, "n_routed_experts", "num_local_experts", "num_experts")
+
+    def shared_intermediate(self, config: Config) -> int:
+        return integer(config, "moe_intermediate_size") * integer(config, "n_shared_experts")
+
+    def _first_moe_layer(self, config: Config) -> int:
+        layers, first = integer(config, "num_hidden_layers"), config.get("first_k_dense_replace")
+        if not isinstance(first, int) or isinstance(first, bool) or not 0 <= first < layers:
+            raise InvalidValueError(
+                f"config.json: 'first_k_dense_replace' is {first!r}; expected 0 to {layers - 1} "
+                f"(num_hidden_layers is {layers} and one layer at least must have routed experts)"
+            )
+        return first
+
+
+class DeepseekV3(DeepseekV2):
+    name = "deepseek_v3"
+    model_types = ("deepseek_v3", "kimi_k2")
+    architectures = ("DeepseekV3ForCausalLM",)
+
+    def check_routing(self, config: Config) -> None:
+        # SGLang reads this key to decide about sigmoid routing with a bias; Hugging Face's DeepSeek-V3 always does it.
+        require(config, "topk_method", "noaux_tc", "the twin's router is DeepSeek-V3's, with a correction bias")
+        require(config, "scoring_func", "sigmoid", "the twin's router is DeepSeek-V3's", default="sigmoid")
+
+    def has_correction_bias(self, config: Config) -> bool:
+        return True
+
+
+def _attention(source: str, in_features: int, *parts: tuple[str, int], is_adaptable: bool = True) -> FusedLinear:
+    return FusedLinear("self_attn", source, in_features, parts, ATTENTION, is_adaptable=is_adaptable)

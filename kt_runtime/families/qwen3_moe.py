@@ -1,0 +1,52 @@
+"""Qwen3-MoE: grouped-query attention with norms on each head's queries and keys, routed experts in every layer.
+
+Hugging Face: `transformers.models.qwen3_moe`. SGLang: `sglang.srt.models.qwen3_moe`.
+"""
+
+from __future__ import annotations
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.families.base import ATTENTION, Config, Family, FusedLinear, integer, require
+
+
+class Qwen3Moe(Family):
+    name = "qwen3_moe"
+    model_types = ("qwen3_moe",)
+    architectures = ("Qwen3MoeForCausalLM",)
+
+    def check(self, config: Config) -> None:
+        if config.get("mlp_only_layers"):
+            raise InvalidValueError(
+                f"config.json: 'mlp_only_layers' is {config['mlp_only_layers']!r}; only an empty list can be used: "
+                "SGLang 0.5.23 builds routed experts in every Qwen3-MoE layer"
+            )
+        require(config, "decoder_sparse_step", 1, "SGLang 0.5.23 builds routed experts in every layer", default=1)
+        require(config, "tie_word_embeddings", False, "SGLang 0.5.23 never ties Qwen3-MoE's lm_head", default=False)
+        require(config, "hidden_act", "silu", "the expert kernels compute SwiGLU", default="silu")
+
+    def attention(self, config: Config) -> list[FusedLinear]:
+        hidden, head = integer(config, "hidden_size"), _head_dim(config)
+        query = integer(config, "num_attention_heads") * head
+        key = integer(config, "num_key_value_heads") * head
+        bias = bool(config.get("attention_bias", False))
+        parts = (("q_proj", query), ("k_proj", key), ("v_proj", key))
+        return [
+            FusedLinear("self_attn", "qkv_proj", hidden, parts, ATTENTION, bias),
+            FusedLinear("self_attn", "o_proj", query, (("o_proj", hidden),), ATTENTION, bias),
+        ]
+
+    def attention_norms(self, config: Config) -> dict[str, int]:
+        return {"self_attn.q_norm": _head_dim(config), "self_attn.k_norm": _head_dim(config)}
+
+    def moe_layers(self, config: Config) -> list[int]:
+        return list(range(integer(config, "num_hidden_layers")))
+
+    def num_experts(self, config: Config) -> int:
+        # transformers 5 writes `num_local_experts`; checkpoints from before say `num_experts`.
+        return integer(config, "num_experts", "num_local_experts")
+
+
+def _head_dim(config: Config) -> int:
+    if config.get("head_dim") is not None:
+        return integer(config, "head_dim")
+    return integer(config, "hidden_size") // integer(config, "num_attention_heads")

@@ -1,0 +1,29 @@
+"""Which family a checkpoint belongs to, by its config."""
+
+from __future__ import annotations
+
+from kt_runtime.errors import UnknownNameError
+from kt_runtime.families.base import Config, Family
+from kt_runtime.families.deepseek import DeepseekV2, DeepseekV3
+from kt_runtime.families.qwen3_moe import Qwen3Moe
+
+FAMILIES: tuple[Family, ...] = (Qwen3Moe(), DeepseekV2(), DeepseekV3())
+
+
+def family_for(config: Config) -> Family:
+    """The family of a config.json, by `architectures` first and `model_type` second.
+
+    Raises UnknownNameError("model family") listing the known model types.
+    """
+    architectures = config.get("architectures") or []
+    by_architecture = {name: family for family in FAMILIES for name in family.architectures}
+    for name in architectures:
+        if name in by_architecture:
+            return by_architecture[name]
+    model_type = str(config.get("model_type"))
+    by_type = {name: family for family in FAMILIES for name in family.model_types}
+    if architectures or model_type not in by_type:
+        unknown = architectures[0] if architectures else model_type
+        known = by_architecture if architectures else by_type
+        raise UnknownNameError("model family", str(unknown), known, "config.json")
+    return by_type[model_type]

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 10,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 7,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "tie_word_embeddings": False,
+}
+DEEPSEEK_V2 = DEEPSEEK_V3 | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "n_group": 1,
+}
+CONFIGS = {
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe with biases": QWEN3_MOE | {"attention_bias": True},
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v3 with tied embeddings": DEEPSEEK_V3 | {"tie_word_embeddings": True},
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v2 without q_lora_rank": DEEPSEEK_V2 | {"q_lora_rank": None},
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return dict(CONFIGS[request.param])
+
+
+@pytest.fixture
+def config_of() -> Callable[[str], dict[str, Any]]:
+    return lambda name: dict(CONFIGS[name])

@@ -1,0 +1,153 @@
+"""Names and shapes against Hugging Face's own models, built on the meta device."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.families import LoraModule, family_for
+
+ConfigOf = Callable[[str], dict[str, Any]]
+
+
+def build(config: Mapping[str, Any]) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+
+
+def is_expert(name: str) -> bool:
+    return ".mlp.experts." in name
+
+
+def test_twin_sources_are_exactly_the_parameters_of_the_hugging_face_model(config: dict[str, Any]) -> None:
+    model = build(config)
+    expected = {
+        name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if not is_expert(name)
+    }
+    sources = family_for(config).twin_sources(config)
+    assert {source.name: source.shape for source in sources if not source.is_buffer} == expected
+    assert len({source.name for source in sources}) == len(sources)
+
+
+def test_twin_sources_are_exactly_the_persistent_buffers_of_the_hugging_face_model(config: dict[str, Any]) -> None:
+    model = build(config)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in parameters}
+    sources = family_for(config).twin_sources(config)
+    assert {source.name: source.shape for source in sources if source.is_buffer} == expected
+
+
+def test_the_rows_of_each_sglang_tensor_are_used_once_and_without_gaps(config: dict[str, Any]) -> None:
+    rows = defaultdict(list)
+    for source in family_for(config).twin_sources(config):
+        assert source.stop - source.start == source.shape[0]
+        rows[source.source].append((source.start, source.stop))
+    if config["tie_word_embeddings"]:
+        assert len(rows.pop("model.embed_tokens.weight")) == 2
+    for spans in rows.values():
+        spans.sort()
+        assert spans[0][0] == 0
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
+
+
+def test_lora_modules_are_exactly_the_linears_but_lm_head(config: dict[str, Any]) -> None:
+    model = build(config)
+    linears = {
+        name: (module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name != "lm_head"
+    }
+    if config.get("q_lora_rank", 0) is None:
+        # SGLang can't serve adapters on these two (families/deepseek.py).
+        linears = {name: size for name, size in linears.items() if not name.endswith((".q_proj", "_with_mqa"))}
+    dense = [module for module in family_for(config).lora_modules(config) if not module.num_experts]
+    assert {module.name: (module.in_features, module.out_features) for module in dense} == linears
+
+
+def test_expert_modules_match_the_shapes_of_the_fused_experts(config: dict[str, Any]) -> None:
+    model, family = build(config), family_for(config)
+    routed = {module.name: module for module in family.lora_modules(config) if module.num_experts}
+    layers = [layer for layer, block in enumerate(model.model.layers) if hasattr(block.mlp, "experts")]
+    assert family.moe_layers(config) == layers
+    assert len(routed) == 3 * len(layers)
+    for layer in layers:
+        experts = model.get_submodule(family.expert_prefix(layer))
+        count, hidden, intermediate = family.expert_shape(config)
+        assert experts.gate_up_proj.shape == (count, 2 * intermediate, hidden)
+        assert experts.down_proj.shape == (count, hidden, intermediate)
+        for projection in ("gate_proj", "up_proj"):
+            module = routed[f"{family.expert_prefix(layer)}.{projection}"]
+            assert (module.num_experts, module.out_features, module.in_features) == (count, intermediate, hidden)
+            assert module.layer == layer
+        down = routed[f"{family.expert_prefix(layer)}.down_proj"]
+        assert (down.num_experts, down.out_features, down.in_features) == (count, hidden, intermediate)
+    assert family.num_experts_per_tok(config) == 2
+
+
+def test_fused_groups_name_sglang_modules(config_of: ConfigOf) -> None:
+    def group(config: dict[str, Any], source: str) -> list[LoraModule]:
+        return [module for module in family_for(config).lora_modules(config) if module.source.endswith(source)]
+
+    qkv = group(config_of("qwen3_moe"), "layers.0.self_attn.qkv_proj")
+    assert [(module.projection, module.start, module.stop) for module in qkv] == [
+        ("q_proj", 0, 48),
+        ("k_proj", 48, 72),
+        ("v_proj", 72, 96),
+    ]
+    latent = group(config_of("deepseek_v3"), "layers.0.self_attn.fused_qkv_a_proj_with_mqa")
+    assert [module.projection for module in latent] == ["q_a_proj", "kv_a_proj_with_mqa"]
+    experts = group(config_of("deepseek_v3"), "layers.1.mlp.experts.w13")
+    assert [(module.projection, module.start, module.stop) for module in experts] == [
+        ("gate_proj", 0, 16),
+        ("up_proj", 16, 32),
+    ]
+    assert experts[0].expert_name(3) == "model.layers.1.mlp.experts.3.gate_proj"
+
+
+def test_sglang_targets_never_name_router_embeddings_or_head(config: dict[str, Any]) -> None:
+    targets = family_for(config).sglang_lora_targets(config)
+    assert {"gate_proj", "up_proj", "down_proj", "o_proj"} <= set(targets)
+    assert not {"gate", "embed_tokens", "lm_head", "all"} & set(targets)
+
+
+def test_configs_as_transformers_saves_them_give_the_same_tables(config: dict[str, Any]) -> None:
+    saved = AutoConfig.for_model(**config).to_dict()
+    family = family_for(config)
+    assert family.twin_sources(saved) == family.twin_sources(config)
+    assert family.lora_modules(saved) == family.lora_modules(config)
+
+
+@pytest.mark.parametrize(
+    ("base", "key", "value"),
+    [
+        ("qwen3_moe", "mlp_only_layers", [0]),
+        ("qwen3_moe", "decoder_sparse_step", 2),
+        ("qwen3_moe", "tie_word_embeddings", True),
+        ("qwen3_moe", "hidden_size", None),
+        ("qwen3_moe", "num_attention_heads", "four"),
+        ("deepseek_v3", "moe_layer_freq", 2),
+        ("deepseek_v3", "attention_bias", True),
+        ("deepseek_v3", "topk_method", "greedy"),
+        ("deepseek_v3", "n_shared_experts", 0),
+        ("deepseek_v3", "first_k_dense_replace", 3),
+        ("deepseek_v2", "norm_topk_prob", True),
+        ("deepseek_v2", "topk_method", "noaux_tc"),
+        ("deepseek_v2", "n_group", 2),
+    ],
+)
+def test_what_sglang_and_the_twin_would_compute_differently_is_refused(
+    config_of: ConfigOf, base: str, key: str, value: Any
+) -> None:
+    config = config_of(base) | {key: value}
+    with pytest.raises(InvalidValueError, match=f"'{key}'"):
+        family_for(config).twin_sources(config)
