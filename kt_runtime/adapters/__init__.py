@@ -1,0 +1,66 @@
+"""Adapters: their tensors, PEFT directories, the one validator, versions in memory and on disk.
+
+Attributes are imported on first use: names and paths can be checked without loading torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kt_runtime.adapters.directory import OpenDirectory, open_directory
+    from kt_runtime.adapters.groups import complete_groups, without_fillers
+    from kt_runtime.adapters.names import check_adapter_name, confined
+    from kt_runtime.adapters.peft_directory import read_peft_directory, write_peft_directory
+    from kt_runtime.adapters.safetensors_file import read_tensors, write_tensors
+    from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
+    from kt_runtime.adapters.validator import check_adapter
+    from kt_runtime.adapters.version_store import VersionStore
+    from kt_runtime.adapters.versions import AdapterVersion, VersionTable, content_hash
+
+_MODULE_OF = {
+    "AdapterTensors": "tensors",
+    "AdapterVersion": "versions",
+    "LoraPair": "tensors",
+    "OpenDirectory": "directory",
+    "VersionStore": "version_store",
+    "VersionTable": "versions",
+    "check_adapter": "validator",
+    "check_adapter_name": "names",
+    "complete_groups": "groups",
+    "confined": "names",
+    "content_hash": "versions",
+    "open_directory": "directory",
+    "read_peft_directory": "peft_directory",
+    "read_tensors": "safetensors_file",
+    "without_fillers": "groups",
+    "write_peft_directory": "peft_directory",
+    "write_tensors": "safetensors_file",
+}
+
+__all__ = [
+    "AdapterTensors",
+    "AdapterVersion",
+    "LoraPair",
+    "OpenDirectory",
+    "VersionStore",
+    "VersionTable",
+    "check_adapter",
+    "check_adapter_name",
+    "complete_groups",
+    "confined",
+    "content_hash",
+    "open_directory",
+    "read_peft_directory",
+    "read_tensors",
+    "without_fillers",
+    "write_peft_directory",
+    "write_tensors",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,0 +1,91 @@
+"""One rank and one scaling for an adapter whose modules have several.
+
+SGLang serves every module at one rank and at `lora_alpha / r`; it ignores rsLoRA and patterns. So a module of a lower
+rank is padded with zeros, which is exact, and a module of another scaling s has its B multiplied by s / s_common in
+float32: exact when the quotient is a power of two, otherwise to float32's rounding. The common scaling is the one that
+most modules have (the largest among equals), so that most stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
+from kt_runtime.families import LoraModule
+
+
+@dataclass(frozen=True)
+class Part:
+    """One pair of a file: a dense module, or one expert of it (`expert`). `scaling` is what its author trained with."""
+
+    module: LoraModule
+    expert: int | None
+    pair: LoraPair
+    scaling: float
+
+
+def fold(parts: list[Part], plain_alpha: float | None) -> AdapterTensors:
+    """All parts at their common scaling and largest rank; missing experts of an adapted projection become zero pairs.
+
+    `plain_alpha` is lora_alpha where one rank and scaling hold throughout: it is kept as it was written.
+    """
+    rank = max(part.pair.a.shape[-2] for part in parts)
+    common = _common_scaling(parts)
+    dense = {part.module.name: _uniform(part, rank, common) for part in parts if part.expert is None}
+    experts: dict[str, dict[int, Part]] = {}
+    modules: dict[str, LoraModule] = {}
+    for part in parts:
+        modules[part.module.name] = part.module
+        if part.expert is not None:
+            experts.setdefault(part.module.name, {})[part.expert] = part
+    pairs = {
+        name: dense[name] if name in dense else _stack(module, experts[name], rank, common)
+        for name, module in modules.items()
+    }
+    alpha = plain_alpha if plain_alpha is not None else common * rank
+    return AdapterTensors.from_modules(rank, alpha, pairs, _notes(parts, rank, common, alpha))
+
+
+def _common_scaling(parts: list[Part]) -> float:
+    counts = Counter(part.scaling for part in parts)
+    return max(counts, key=lambda scaling: (counts[scaling], scaling))
+
+
+def _uniform(part: Part, rank: int, common: float) -> LoraPair:
+    pair = part.pair.scaled(part.scaling / common).padded(rank)
+    return LoraPair(_owned(pair.a, part.pair.a), _owned(pair.b, part.pair.b))
+
+
+def _owned(tensor: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    # Tensors of a file are views of its bytes: without a copy, one small tensor would keep the whole file in memory.
+    return tensor.clone() if tensor is original else tensor
+
+
+def _stack(module: LoraModule, parts: Mapping[int, Part], rank: int, common: float) -> LoraPair:
+    pairs = {expert: part.pair.scaled(part.scaling / common) for expert, part in parts.items()}
+    dtype = (
+        torch.float32
+        if len({t.dtype for pair in pairs.values() for t in pair}) > 1
+        else next(iter(pairs.values())).a.dtype
+    )
+    a = torch.zeros(module.num_experts, rank, module.in_features, dtype=dtype)
+    b = torch.zeros(module.num_experts, module.out_features, rank, dtype=dtype)
+    for expert, pair in pairs.items():
+        a[expert, : pair.a.shape[0]] = pair.a
+        b[expert, :, : pair.b.shape[1]] = pair.b
+    return LoraPair(a, b)
+
+
+def _notes(parts: list[Part], rank: int, common: float, alpha: float) -> tuple[str, ...]:
+    notes = []
+    rescaled = sum(part.scaling != common for part in parts)
+    padded = sum(part.pair.a.shape[-2] != rank for part in parts)
+    if rescaled:
+        notes.append(f"{rescaled} of {len(parts)} modules had another scaling; folded into lora_B ({alpha:g} / {rank})")
+    if padded:
+        notes.append(f"{padded} of {len(parts)} modules had a rank below {rank}; padded with zeros")
+    return tuple(notes)

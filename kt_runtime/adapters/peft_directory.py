@@ -1,0 +1,224 @@
+"""PEFT adapter directories: `adapter_config.json` and `adapter_model.safetensors`.
+
+Keys are `base_model.model.NAME.lora_A.weight` and `.lora_B.weight` (the prefix may be missing); routed experts have one
+pair per expert, `NAME = model.layers.L.mlp.experts.E.gate_proj`. SGLang 0.5.23 and PEFT 0.21 both read this form; PEFT
+drops the shared experts' and dense MLPs' parts of a DeepSeek adapter that has routed experts too, without a word.
+
+A directory is opened once, and validated whole before anything of it is used. Not read: KTransformers'
+`fused_expert_lora.safetensors`, sharded files, PEFT's fused experts (`target_parameters`); each is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from kt_runtime.adapters.directory import OpenDirectory, open_directory
+from kt_runtime.adapters.folding import Part, fold
+from kt_runtime.adapters.groups import complete_groups
+from kt_runtime.adapters.peft_config import MAX_CONFIG_BYTES, PeftSettings, make_config, parse_config
+from kt_runtime.adapters.safetensors_file import MAX_HEADER_BYTES, read_tensors, write_tensors
+from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
+from kt_runtime.adapters.validator import check_adapter, check_shape, unknown_module
+from kt_runtime.errors import AdapterError, InvalidValueError
+from kt_runtime.families import Family, LoraModule
+from kt_runtime.files import write_directory
+
+CONFIG_FILE = "adapter_config.json"
+TENSOR_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+_REFUSED_FILES = {
+    "fused_expert_lora.safetensors": "KTransformers' expert file is not read; convert it with "
+    "convert_kt_to_sglang_adapter.py, which merges it into adapter_model.safetensors",
+    "adapter_model.safetensors.index.json": "sharded adapters are not read; save it as one adapter_model.safetensors",
+}
+_KEY = re.compile(r"(?P<name>.+)\.lora_(?P<letter>[AB])\.weight")
+_EXPERT = re.compile(r"(?P<parent>.+\.experts)\.(?P<expert>0|[1-9][0-9]{0,5})\.(?P<projection>\w+)")
+
+
+def read_peft_directory(
+    path: str | os.PathLike[str],
+    family: Family,
+    config: Mapping[str, Any],
+    max_rank: int,
+    base_model: str | None = None,
+) -> AdapterTensors:
+    """The adapter in `path`: one rank, scaling folded, groups complete, checked.
+
+    `base_model` is the served model's name; an adapter that names another one gets a note, no error. What was changed
+    is in the result's `notes`. Raises NotFoundError or AdapterError; the message begins with the file.
+    """
+    with open_directory(path) as directory:
+        _check_file_names(directory)
+        settings = parse_config(
+            directory.read(CONFIG_FILE, MAX_CONFIG_BYTES), max_rank, str(directory.path / CONFIG_FILE)
+        )
+        where = str(directory.path / TENSOR_FILE)
+        tensors = read_tensors(directory.read(TENSOR_FILE, _largest_file(family, config, max_rank)), where)
+    if not tensors:
+        raise AdapterError(f"{where}: has no LoRA tensors")
+    parts = _parts(tensors, settings, family, config, where)
+    adapter = fold(parts, settings.alpha if settings.is_plain else None)
+    completed = complete_groups(adapter, family, config)
+    check_adapter(completed, family, config, max_rank, where)
+    filled = [name for name in completed.modules if name not in adapter.modules]
+    return replace(completed, notes=(*adapter.notes, *_notes(filled, settings, base_model)))
+
+
+def write_peft_directory(
+    path: Path,
+    adapter: AdapterTensors,
+    family: Family,
+    config: Mapping[str, Any],
+    *,
+    max_rank: int,
+    base_model: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    extra: Mapping[str, bytes] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes the directory `path` atomically: after a crash at any moment it is there whole, or not at all.
+
+    Incomplete groups are completed with zeros. `extra` files (an optimizer's state, a version's description) come and
+    go with the directory. Raises AdapterError as `check_adapter`; ConflictError if `path` exists, unless `overwrite`.
+    """
+    extra = extra or {}
+    for name in extra:
+        if name in ("", CONFIG_FILE, TENSOR_FILE) or PurePosixPath(name).name != name or name.startswith("."):
+            raise InvalidValueError(
+                f"extra file {name!r}: expected a plain file name of its own, without a leading dot"
+            )
+    completed = complete_groups(adapter, family, config) if adapter.modules else adapter
+    check_adapter(completed, family, config, max_rank, str(path))
+    settings = make_config(completed.rank, completed.alpha, completed.targets, base_model)
+
+    def fill(directory: Path) -> None:
+        write_tensors(
+            directory / TENSOR_FILE, {PREFIX + key: tensor for key, tensor in completed.tensors.items()}, dtype
+        )
+        (directory / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+        for name, data in extra.items():
+            (directory / name).write_bytes(data)
+
+    write_directory(path, fill, replace=overwrite)
+
+
+def _check_file_names(directory: OpenDirectory) -> None:
+    for name in directory.file_names():
+        if name in _REFUSED_FILES:
+            raise AdapterError(f"{directory.path / name}: {_REFUSED_FILES[name]}")
+        if name.startswith("adapter_model") and name != TENSOR_FILE:
+            raise AdapterError(
+                f"{directory.path / name}: refused: it may hold pickled code, or a part only; expected {TENSOR_FILE}"
+            )
+
+
+def _largest_file(family: Family, config: Mapping[str, Any], max_rank: int) -> int:
+    """More than any honest adapter of this model has: every module at the largest rank in float32."""
+    features = sum(
+        (module.in_features + module.out_features) * max(1, module.num_experts)
+        for module in family.lora_modules(config)
+    )
+    return features * max_rank * 4 + MAX_HEADER_BYTES + 8
+
+
+def _parts(
+    tensors: Mapping[str, torch.Tensor],
+    settings: PeftSettings,
+    family: Family,
+    config: Mapping[str, Any],
+    where: str,
+) -> list[Part]:
+    """One part per complete pair, in the model's order; every key is used or refused."""
+    known = {module.name: module for module in family.lora_modules(config)}
+    order = {name: position for position, name in enumerate(known)}
+    pairs: dict[tuple[str, int], dict[str, str]] = {}
+    for key in tensors:
+        name, letter = _split(key, where)
+        module, expert = _find(name, known, family, key, where)
+        letters = pairs.setdefault((module.name, -1 if expert is None else expert), {})
+        if letter in letters:
+            raise AdapterError(f"{where}: {key!r} and {letters[letter]!r} are the same tensor, with and without prefix")
+        letters[letter] = key
+    return [
+        _part(known[name], None if expert < 0 else expert, letters, tensors, settings, where)
+        for (name, expert), letters in sorted(pairs.items(), key=lambda item: (order[item[0][0]], item[0][1]))
+    ]
+
+
+def _split(key: str, where: str) -> tuple[str, str]:
+    match = _KEY.fullmatch(key)
+    if match and not match["name"].endswith(".base_layer"):
+        return match["name"].removeprefix(PREFIX), match["letter"]
+    if match or re.search(r"\.experts\.lora_", key):
+        raise AdapterError(f"{where}: {key!r} is PEFT's fused form of experts, which does not say what it adapts")
+    reasons = {"magnitude": "DoRA is not supported", "embedding": "embeddings are never adapted here"}
+    reason = next(
+        (text for part, text in reasons.items() if part in key), "expected NAME.lora_A.weight or NAME.lora_B.weight"
+    )
+    raise AdapterError(f"{where}: unknown key {key!r}: {reason}")
+
+
+def _find(
+    name: str, known: Mapping[str, LoraModule], family: Family, key: str, where: str
+) -> tuple[LoraModule, int | None]:
+    module = known.get(name)
+    if module is not None and not module.num_experts:
+        return module, None
+    if module is not None or re.search(r"\.experts$", name):
+        raise AdapterError(
+            f"{where}: {key!r} is a fused form of experts; expected one pair per expert, experts.E.gate_proj"
+        )
+    match = _EXPERT.fullmatch(name)
+    stacked = known.get(f"{match['parent']}.{match['projection']}") if match else None
+    if match is None or stacked is None or not stacked.num_experts:
+        raise unknown_module(name, list(known), family, f"{where}: unknown key {key!r}")
+    expert = int(match["expert"])
+    if expert >= stacked.num_experts:
+        raise AdapterError(
+            f"{where}: {key!r}: there is no expert {expert}; the model has 0 to {stacked.num_experts - 1}"
+        )
+    return stacked, expert
+
+
+def _part(
+    module: LoraModule,
+    expert: int | None,
+    letters: Mapping[str, str],
+    tensors: Mapping[str, torch.Tensor],
+    settings: PeftSettings,
+    where: str,
+) -> Part:
+    name = module.name if expert is None else module.expert_name(expert)
+    for letter in "AB":
+        if letter not in letters:
+            raise AdapterError(f"{where}: '{name}.lora_{letter}.weight' is missing; its other half is there")
+    rank = settings.rank_of(name)
+    check_shape(letters["A"], tensors[letters["A"]], (rank, module.in_features), where)
+    check_shape(letters["B"], tensors[letters["B"]], (module.out_features, rank), where)
+    pair = LoraPair(tensors[letters["A"]], tensors[letters["B"]])
+    return Part(module, expert, pair, settings.scaling_of(name))
+
+
+def _notes(filled: list[str], settings: PeftSettings, base_model: str | None) -> list[str]:
+    notes = []
+    if filled:
+        shown = ", ".join(filled[:3]) + (", ..." if len(filled) > 3 else "")
+        notes.append(f"{len(filled)} modules were filled with zeros, to complete their fused group: {shown}")
+    if settings.use_rslora:
+        notes.append("rsLoRA: lora_alpha / sqrt(r) was folded into lora_alpha / r")
+    if base_model and settings.base_model and _basename(settings.base_model) != _basename(base_model):
+        notes.append(f"the adapter was made for {settings.base_model!r}, the served model is {base_model!r}")
+    return notes
+
+
+def _basename(model: str) -> str:
+    return model.rstrip("/").rpartition("/")[2].lower()

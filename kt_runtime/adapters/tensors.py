@@ -1,0 +1,119 @@
+"""The tensors of one adapter, with one rank and one scaling: what is served, trained, hashed and written.
+
+Names are Hugging Face's without PEFT's prefix. Legend: E experts, R rank.
+
+    dense linear      model.layers.0.self_attn.q_proj         A [R, in]      B [out, R]
+    routed experts    model.layers.1.mlp.experts.gate_proj    A [E, R, in]   B [E, out, R]
+
+y = W x + (alpha / rank) B A x. An adapter file has one pair per expert, `...mlp.experts.3.gate_proj`; here they are one
+pair per layer and projection, because everything that computes with them wants them so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from kt_runtime.families import LoraModule
+
+
+class LoraPair(NamedTuple):
+    """`a` [R, in] and `b` [out, R], each with a leading E for routed experts."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+    @property
+    def is_stacked(self) -> bool:
+        return self.a.dim() == 3
+
+    def padded(self, rank: int) -> LoraPair:
+        """The same product at a higher rank: zero rows for `a`, zero columns for `b`."""
+        missing = rank - self.a.shape[-2]
+        if missing == 0:
+            return self
+        return LoraPair(
+            torch.nn.functional.pad(self.a, (0, 0, 0, missing)), torch.nn.functional.pad(self.b, (0, missing))
+        )
+
+    def scaled(self, factor: float) -> LoraPair:
+        """The product times `factor`, computed into `b` in float32; unchanged when `factor` is exactly 1."""
+        return self if factor == 1.0 else LoraPair(self.a, self.b.to(torch.float32) * factor)
+
+
+@dataclass(frozen=True)
+class AdapterTensors:
+    """`modules` by name, as the module's docstring says. `notes`: what was changed when it was read, for people.
+
+    The tensors are not copied: whoever changes them in place changes the adapter.
+    """
+
+    rank: int
+    alpha: float
+    modules: Mapping[str, LoraPair]
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_modules(
+        cls,
+        rank: int,
+        alpha: float,
+        modules: Mapping[str, LoraPair | tuple[torch.Tensor, torch.Tensor]],
+        notes: tuple[str, ...] = (),
+    ) -> AdapterTensors:
+        """From (A, B) pairs, routed experts stacked. Checks nothing: `check_adapter` does."""
+        return cls(rank, alpha, {name: LoraPair(*pair) for name, pair in modules.items()}, notes)
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Flat, with one entry per expert: `NAME.lora_A.weight`, `NAME.lora_B.weight`. Views, no copies."""
+        flat: dict[str, torch.Tensor] = {}
+        for name, pair in self.modules.items():
+            if not pair.is_stacked:
+                flat[f"{name}.lora_A.weight"], flat[f"{name}.lora_B.weight"] = pair
+                continue
+            parent, _, projection = name.rpartition(".")
+            for expert, (a, b) in enumerate(zip(pair.a.unbind(0), pair.b.unbind(0), strict=True)):
+                flat[f"{parent}.{expert}.{projection}.lora_A.weight"] = a
+                flat[f"{parent}.{expert}.{projection}.lora_B.weight"] = b
+        return flat
+
+    @property
+    def targets(self) -> list[str]:
+        """The distinct projections that are adapted somewhere, sorted: PEFT's `target_modules`."""
+        return sorted({name.rpartition(".")[2] for name in self.modules})
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(pair.a.nbytes + pair.b.nbytes for pair in self.modules.values())
+
+    def stacked_experts(self, layer: int) -> dict[str, LoraPair]:
+        """The layer's routed experts by projection: `{"gate_proj": (A [E, R, in], B [E, out, R]), ...}`.
+
+        Only what the adapter has: empty for a layer whose routed experts are not adapted.
+        """
+        prefix = f"model.layers.{layer}.mlp.experts."
+        return {name.removeprefix(prefix): pair for name, pair in self.modules.items() if name.startswith(prefix)}
+
+
+def zero_pair(module: LoraModule, rank: int, dtype: torch.dtype = torch.float32) -> LoraPair:
+    """The pair that changes nothing, of the shapes that `module` needs."""
+    stack = (module.num_experts,) if module.num_experts else ()
+    return LoraPair(
+        torch.zeros(*stack, rank, module.in_features, dtype=dtype),
+        torch.zeros(*stack, module.out_features, rank, dtype=dtype),
+    )
+
+
+def expected_shapes(module: LoraModule, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of A and B in an AdapterTensors."""
+    stack = (module.num_experts,) if module.num_experts else ()
+    return (*stack, rank, module.in_features), (*stack, module.out_features, rank)

@@ -1,0 +1,191 @@
+"""Published versions on disk, for rollback and restarts.
+
+    ROOT/NAME/HASH/adapter_config.json, adapter_model.safetensors, version.json     one PEFT directory per version
+    ROOT/NAME/current.json      {"format": 1, "served": [HASH, ...]}                what the name means: the last one
+
+Directories and `current.json` appear by renaming; a crash leaves the old state or the new one, and temporary names,
+which listings skip. `current.json` is written after the version that it names. One process writes a store at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kt_runtime.adapters.directory import open_directory
+from kt_runtime.adapters.groups import complete_groups
+from kt_runtime.adapters.names import NAME_PATTERN, check_adapter_name
+from kt_runtime.adapters.peft_directory import read_peft_directory, write_peft_directory
+from kt_runtime.adapters.tensors import AdapterTensors
+from kt_runtime.adapters.versions import AdapterVersion, content_hash
+from kt_runtime.errors import AdapterError, UnknownNameError
+from kt_runtime.families import Family
+from kt_runtime.files import TEMPORARY_PREFIX, visible_entries, write_json
+
+CURRENT_FILE = "current.json"
+VERSION_FILE = "version.json"
+_HASH = re.compile(r"[0-9a-f]{64}")
+_MAX_JSON_BYTES = 1 << 20
+
+
+class VersionStore:
+    """Versions of the adapters of one model below `root`, which is created. At most `kept` versions of each name."""
+
+    def __init__(self, root: Path, family: Family, config: Mapping[str, Any], max_rank: int, kept: int = 8) -> None:
+        self.root = root
+        self._family, self._config, self._max_rank, self._kept = family, config, max_rank, kept
+        root.mkdir(parents=True, exist_ok=True)
+
+    def save(
+        self, name: str, adapter: AdapterTensors, *, created: float, source: str = "", base_model: str | None = None
+    ) -> AdapterVersion:
+        """Writes a version, unless it is there already, and returns it. Does not change what `name` means.
+
+        Tensors keep their numbers exactly: float32 if any of them is, else as they are. Raises as `check_adapter`.
+        """
+        check_adapter_name(name)
+        stored = _in_one_dtype(complete_groups(adapter, self._family, self._config))
+        version = AdapterVersion(content_hash(stored), created, stored.rank, float(stored.alpha), source)
+        path = self.root / name / version.hash
+        if path.is_dir():
+            return self._describe(path)
+        described = {
+            "hash": version.hash,
+            "created": created,
+            "rank": version.rank,
+            "alpha": version.alpha,
+            "source": source,
+        }
+        write_peft_directory(
+            path,
+            stored,
+            self._family,
+            self._config,
+            max_rank=self._max_rank,
+            base_model=base_model,
+            dtype=next(iter(stored.modules.values())).a.dtype,
+            extra={VERSION_FILE: json.dumps(described).encode()},
+        )
+        return version
+
+    def load(self, name: str, version_hash: str) -> AdapterTensors:
+        """Reads and validates a version. Raises UnknownNameError; AdapterError if its content does not fit its hash."""
+        check_adapter_name(name)
+        path = self.root / name / version_hash
+        if not _HASH.fullmatch(version_hash) or not path.is_dir():
+            raise UnknownNameError("version", version_hash, self._hashes(name), f"adapter {name!r}")
+        adapter = read_peft_directory(path, self._family, self._config, self._max_rank)
+        found = content_hash(adapter)
+        if found != version_hash:
+            raise AdapterError(f"{path}: its content has the hash {found}; it was changed after it was published")
+        return adapter
+
+    def names(self) -> list[str]:
+        """Names that mean a version, sorted."""
+        entries = visible_entries(self.root)
+        return [path.name for path in entries if NAME_PATTERN.fullmatch(path.name) and (path / CURRENT_FILE).is_file()]
+
+    def versions(self, name: str) -> list[AdapterVersion]:
+        """Every complete version of `name`, the oldest first; those that can't be described are left out."""
+        found = []
+        for version_hash in self._hashes(name):
+            try:
+                found.append(self._describe(self.root / name / version_hash))
+            except AdapterError:
+                continue
+        return sorted(found, key=lambda version: (version.created, version.hash))
+
+    def point(self, name: str, served: list[str]) -> None:
+        """Lets `name` mean `served[-1]`, after a crash too, and removes versions beyond those kept.
+
+        `served` is VersionTable's. Raises UnknownNameError if the version is not stored.
+        """
+        check_adapter_name(name)
+        hashes = self._hashes(name)
+        if not served or served[-1] not in hashes:
+            raise UnknownNameError("version", served[-1] if served else "", hashes, f"adapter {name!r}")
+        write_json(
+            self.root / name / CURRENT_FILE, {"format": 1, "served": [item for item in served if item in hashes]}
+        )
+        self._remove_oldest(name, keep=served[-1])
+
+    def served(self, name: str) -> list[str]:
+        """Hashes that `name` meant, in order, the current one last. Raises UnknownNameError, AdapterError."""
+        check_adapter_name(name)
+        path = self.root / name
+        if not (path / CURRENT_FILE).is_file():
+            raise UnknownNameError("adapter", name, self.names())
+        hashes = set(self._hashes(name))
+        value = _read_json(path, CURRENT_FILE)
+        served = value.get("served")
+        if value.get("format") != 1 or not isinstance(served, list) or not served:
+            raise AdapterError(f'{path / CURRENT_FILE}: expected {{"format": 1, "served": [hash, ...]}}')
+        if served[-1] not in hashes:
+            raise AdapterError(f"{path / CURRENT_FILE}: names version {str(served[-1])[:64]!r}, which is not stored")
+        return [item for item in served if item in hashes]
+
+    def forget(self, name: str) -> None:
+        """`name` means nothing any more, after a restart neither; its versions stay. An unknown name is ignored."""
+        check_adapter_name(name)
+        (self.root / name / CURRENT_FILE).unlink(missing_ok=True)
+
+    def remove(self, name: str) -> None:
+        """Forgets `name` and removes its versions. An unknown name is ignored."""
+        check_adapter_name(name)
+        path = self.root / name
+        (path / CURRENT_FILE).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+
+    def clean(self) -> None:
+        """Removes what a crash left half written. Call it before anything is written, never beside a writer."""
+        for directory in [self.root, *visible_entries(self.root)]:
+            for entry in directory.glob(f"{TEMPORARY_PREFIX}*") if directory.is_dir() else ():
+                shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+
+    def _hashes(self, name: str) -> list[str]:
+        entries = visible_entries(self.root / name)
+        return [path.name for path in entries if _HASH.fullmatch(path.name) and path.is_dir()]
+
+    def _describe(self, path: Path) -> AdapterVersion:
+        value = _read_json(path, VERSION_FILE)
+        try:
+            return AdapterVersion(
+                hash=path.name,
+                created=float(value["created"]),
+                rank=int(value["rank"]),
+                alpha=float(value["alpha"]),
+                source=str(value["source"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise AdapterError(f"{path / VERSION_FILE}: not a version's description: {error!r}") from None
+
+    def _remove_oldest(self, name: str, keep: str) -> None:
+        hashes = [version.hash for version in self.versions(name)]
+        for version_hash in [item for item in hashes if item != keep][: max(0, len(hashes) - self._kept)]:
+            shutil.rmtree(self.root / name / version_hash, ignore_errors=True)
+
+
+def _in_one_dtype(adapter: AdapterTensors) -> AdapterTensors:
+    dtypes = {tensor.dtype for pair in adapter.modules.values() for tensor in pair}
+    if len(dtypes) == 1:
+        return adapter
+    modules = {name: (pair.a.to(torch.float32), pair.b.to(torch.float32)) for name, pair in adapter.modules.items()}
+    return AdapterTensors.from_modules(adapter.rank, adapter.alpha, modules, adapter.notes)
+
+
+def _read_json(directory: Path, name: str) -> dict[str, Any]:
+    with open_directory(directory) as opened:
+        data = opened.read(name, _MAX_JSON_BYTES)
+    try:
+        value = json.loads(bytes(data))
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{directory / name}: invalid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise AdapterError(f"{directory / name}: expected a JSON object")
+    return value

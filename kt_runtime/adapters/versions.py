@@ -1,0 +1,178 @@
+"""Which version of an adapter a name means, and what it meant before.
+
+A version is immutable and known by its content hash. A name has a list of versions that it has meant, the newest last:
+to publish appends, to roll back cuts. Versions cut off stay known, so that one can go forward to them by hash, until
+more than `kept` of a name are known. Requests in flight are counted by the engine, not here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from kt_runtime.adapters.names import check_adapter_name
+from kt_runtime.adapters.tensors import AdapterTensors
+from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
+
+SHOWN_HASH_CHARACTERS = 16
+_SHORTEST_PREFIX = 4
+
+
+@dataclass(frozen=True)
+class AdapterVersion:
+    """`hash`: 64 hexadecimal digits. `created`: seconds since 1970. `source`: where it came from, for people.
+
+    `lora_id`: under which the engine has it loaded, or None while it hasn't.
+    """
+
+    hash: str
+    created: float
+    rank: int
+    alpha: float
+    source: str = ""
+    lora_id: str | None = None
+
+    @property
+    def shown_hash(self) -> str:
+        return self.hash[:SHOWN_HASH_CHARACTERS]
+
+
+def content_hash(adapter: AdapterTensors) -> str:
+    """SHA-256 over rank, alpha, and of each tensor in the order of the names: name, dtype, shape, bytes.
+
+    Two adapters with the same hash compute the same. The same numbers in another dtype are another version.
+    """
+    digest = hashlib.sha256(f"kt-runtime adapter 1\n{adapter.rank}\n{float(adapter.alpha)!r}\n".encode())
+    for name, tensor in sorted(adapter.tensors.items()):
+        stored = tensor.detach().to("cpu").contiguous()
+        digest.update(f"{name}\n{stored.dtype}\n{list(stored.shape)}\n".encode())
+        digest.update(stored.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+@dataclass
+class _Entry:
+    """`served`: hashes in the order in which the name meant them, the current one last, each once."""
+
+    versions: dict[str, AdapterVersion] = field(default_factory=dict)
+    served: list[str] = field(default_factory=list)
+
+
+class VersionTable:
+    """Names, their current versions and `kept` versions of history each. Every method may be called by any thread."""
+
+    def __init__(self, kept: int = 8) -> None:
+        if kept < 1:
+            raise InvalidValueError(f"kept versions: {kept}; expected at least 1")
+        self._kept = kept
+        self._entries: dict[str, _Entry] = {}
+        self._lock = threading.Lock()
+
+    def publish(self, name: str, version: AdapterVersion) -> AdapterVersion | None:
+        """Lets `name` mean `version`; returns the version it meant before. Raises InvalidValueError for a bad name."""
+        check_adapter_name(name)
+        with self._lock:
+            entry = self._entries.setdefault(name, _Entry())
+            before = _current(entry)
+            entry.versions.pop(version.hash, None)
+            entry.versions[version.hash] = version
+            entry.served = [item for item in entry.served if item != version.hash] + [version.hash]
+            self._forget_oldest(entry)
+            return before
+
+    def rollback_target(self, name: str, to: str | None = None) -> AdapterVersion:
+        """The version that `rollback` would choose: the one before the current, or the one whose hash begins with `to`.
+
+        Raises UnknownNameError for an unknown name or hash; ConflictError if there is no earlier version, or if `to`
+        fits several or is the current one.
+        """
+        with self._lock:
+            return self._target(name, to)
+
+    def rollback(self, name: str, to: str | None = None, lora_id: str | None = None) -> AdapterVersion:
+        """Lets `name` mean an earlier version (or, with `to`, any known one), loaded as `lora_id`; returns it."""
+        with self._lock:
+            target = replace(self._target(name, to), lora_id=lora_id)
+            entry = self._entries[name]
+            entry.versions[target.hash] = target
+            if target.hash in entry.served:
+                entry.served = entry.served[: entry.served.index(target.hash) + 1]
+            else:
+                entry.served.append(target.hash)
+            return target
+
+    def unload(self, name: str) -> AdapterVersion:
+        """Forgets `name` and its history; returns the version it meant. Raises UnknownNameError."""
+        with self._lock:
+            current = _current(self._entry(name))
+            del self._entries[name]
+            assert current is not None
+            return current
+
+    def current(self, name: str) -> AdapterVersion:
+        """Raises UnknownNameError for a name that means nothing."""
+        with self._lock:
+            entry = self._entry(name)
+            return entry.versions[entry.served[-1]]
+
+    def history(self, name: str) -> list[AdapterVersion]:
+        """Every known version of `name`, in the order of publication. Raises UnknownNameError."""
+        with self._lock:
+            return list(self._entry(name).versions.values())
+
+    def served(self, name: str) -> list[str]:
+        """Hashes of the versions that `rollback` goes back through, the current one last. Raises UnknownNameError."""
+        with self._lock:
+            return list(self._entry(name).served)
+
+    def current_versions(self) -> dict[str, AdapterVersion]:
+        """Every name with its current version, sorted by name."""
+        with self._lock:
+            return {name: entry.versions[entry.served[-1]] for name, entry in sorted(self._entries.items())}
+
+    def restore(self, name: str, versions: list[AdapterVersion], served: list[str]) -> None:
+        """Puts back what `history` and `served` gave before a restart. Hashes without a version are left out."""
+        check_adapter_name(name)
+        known = {version.hash: version for version in versions}
+        kept = [item for item in served if item in known]
+        if not kept:
+            raise UnknownNameError("version", served[-1] if served else "", known, f"adapter {name!r}")
+        with self._lock:
+            self._entries[name] = _Entry(known, kept)
+            self._forget_oldest(self._entries[name])
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            raise UnknownNameError("adapter", name, self._entries)
+        return self._entries[name]
+
+    def _target(self, name: str, to: str | None) -> AdapterVersion:
+        entry = self._entry(name)
+        if to is None:
+            if len(entry.served) < 2:
+                raise ConflictError(f"adapter {name!r}: no version is known from before {entry.served[-1][:16]}")
+            return entry.versions[entry.served[-2]]
+        found = [item for item in entry.versions if item.startswith(to)] if len(to) >= _SHORTEST_PREFIX else []
+        if not found:
+            shown = [item[:SHOWN_HASH_CHARACTERS] for item in entry.versions]
+            raise UnknownNameError("version", to, shown, f"adapter {name!r}")
+        if len(found) > 1:
+            raise ConflictError(f"adapter {name!r}: {to!r} is the beginning of {len(found)} versions; give more digits")
+        if found[0] == entry.served[-1]:
+            raise ConflictError(f"adapter {name!r}: {found[0][:16]} is the current version already")
+        return entry.versions[found[0]]
+
+    def _forget_oldest(self, entry: _Entry) -> None:
+        for item in list(entry.versions):
+            if len(entry.versions) <= self._kept:
+                return
+            if item != entry.served[-1]:
+                del entry.versions[item]
+                entry.served = [other for other in entry.served if other != item]
+
+
+def _current(entry: _Entry) -> AdapterVersion | None:
+    return entry.versions[entry.served[-1]] if entry.served else None

@@ -1,0 +1,165 @@
+"""Against PEFT 0.21 itself, on tiny Hugging Face models in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from kt_runtime.adapters import AdapterTensors, content_hash, read_peft_directory, write_peft_directory
+from kt_runtime.errors import AdapterError
+
+DENSE = {
+    "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "deepseek_v3": ["q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj"],
+}
+Deltas = dict[str, torch.Tensor]
+
+
+def random_peft_model(model: Any, **settings: Any) -> Any:
+    wrapped = peft.get_peft_model(model.build(), peft.LoraConfig(**settings))
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    return wrapped
+
+
+def peft_deltas(wrapped: Any) -> Deltas:
+    """What PEFT adds to each weight, by module name."""
+    return {
+        name.removeprefix("base_model.model."): module.get_delta_weight("default")
+        for name, module in wrapped.named_modules()
+        if isinstance(module, peft.tuners.lora.Linear)
+    }
+
+
+def our_deltas(adapter: AdapterTensors) -> Deltas:
+    return {name: adapter.scaling * pair.b @ pair.a for name, pair in adapter.modules.items()}
+
+
+def read(model: Any, path: Path) -> AdapterTensors:
+    return read_peft_directory(path, model.family, model.config, max_rank=8)
+
+
+def assert_same(ours: Deltas, theirs: Deltas, tolerance: float) -> None:
+    for name, delta in ours.items():
+        expected = theirs.get(name, torch.zeros_like(delta))
+        torch.testing.assert_close(delta, expected, rtol=tolerance, atol=tolerance)
+    assert ours.keys() >= theirs.keys()
+
+
+def merge(model: nn.Module, adapter: AdapterTensors) -> None:
+    """Adds the adapter to the weights by hand, routed experts into transformers' fused parameters."""
+    for name, (a, b) in adapter.modules.items():
+        delta = adapter.scaling * torch.matmul(b, a)
+        if a.dim() == 2:
+            cast(nn.Linear, model.get_submodule(name)).weight.data += delta
+            continue
+        experts: Any = model.get_submodule(name.rpartition(".")[0])
+        if name.endswith("down_proj"):
+            experts.down_proj.data += delta
+        else:
+            half = experts.gate_up_proj.shape[1] // 2
+            rows = slice(0, half) if name.endswith("gate_proj") else slice(half, None)
+            experts.gate_up_proj.data[:, rows] += delta
+
+
+def test_a_plain_adapter_made_by_peft_loads_as_it_is(tmp_path: Path, model: Any) -> None:
+    targets = DENSE[model.family.name]
+    wrapped = random_peft_model(model, r=4, lora_alpha=16, target_modules=targets, lora_dropout=0.1)
+    wrapped.save_pretrained(tmp_path / "a")
+    adapter = read(model, tmp_path / "a")
+    assert (adapter.rank, adapter.alpha, adapter.targets) == (4, 16.0, sorted(targets))
+    assert adapter.notes == ()
+    assert_same(our_deltas(adapter), peft_deltas(wrapped), 1e-6)
+
+
+def test_patterns_that_contradict_each_other_are_refused(tmp_path: Path, qwen: Any) -> None:
+    # PEFT takes the first, and sorts them when it saves: the file does not say which one was trained with.
+    patterns = {"o_proj": 8, r"layers\.1\.self_attn\..*_proj": 2}
+    for key in ("rank_pattern", "alpha_pattern"):
+        settings = {"r": 4, "target_modules": ["o_proj"], key: patterns}
+        random_peft_model(qwen, **settings).save_pretrained(tmp_path / key)
+        with pytest.raises(AdapterError, match=rf"{key}: several patterns match 'model.layers.1.self_attn.o_proj'"):
+            read(qwen, tmp_path / key)
+
+
+def test_every_second_group_member_alone_loads_completed(tmp_path: Path, model: Any) -> None:
+    wrapped = random_peft_model(model, r=4, lora_alpha=8, target_modules=DENSE[model.family.name][1::2])
+    wrapped.save_pretrained(tmp_path / "a")
+    assert_same(our_deltas(read(model, tmp_path / "a")), peft_deltas(wrapped), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_rslora": True},
+        {"rank_pattern": {"o_proj": 8, r"layers\.1\.self_attn\.[qkv]_proj": 2}},
+        {"alpha_pattern": {"o_proj": 3, "layers.1.self_attn.q_proj": 40}},
+        {"use_rslora": True, "rank_pattern": {"o_proj": 7}, "alpha_pattern": {"model.layers.0.self_attn.k_proj": 5}},
+    ],
+)
+def test_rslora_and_patterns_are_folded_to_what_peft_computes(
+    tmp_path: Path, qwen: Any, settings: dict[str, Any]
+) -> None:
+    wrapped = random_peft_model(qwen, r=4, lora_alpha=8, target_modules=DENSE["qwen3_moe"], **settings)
+    wrapped.save_pretrained(tmp_path / "a")
+    adapter = read(qwen, tmp_path / "a")
+    assert adapter.notes
+    assert_same(our_deltas(adapter), peft_deltas(wrapped), 2e-6)
+    # What is served after it is written once more is the same: nothing is folded twice.
+    write_peft_directory(tmp_path / "b", adapter, qwen.family, qwen.config, max_rank=8)
+    again = read(qwen, tmp_path / "b")
+    assert again.notes == ()
+    assert content_hash(again) == content_hash(adapter)
+
+
+def test_fused_experts_of_peft_are_refused_by_key(tmp_path: Path, qwen: Any) -> None:
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    random_peft_model(qwen, r=4, target_modules=[], target_parameters=targets).save_pretrained(tmp_path / "a")
+    with pytest.raises(AdapterError, match=r"target_parameters is .*one pair per expert"):
+        read(qwen, tmp_path / "a")
+
+
+def test_dora_of_peft_is_refused_by_key(tmp_path: Path, qwen: Any) -> None:
+    random_peft_model(qwen, r=4, target_modules=["o_proj"], use_dora=True).save_pretrained(tmp_path / "a")
+    with pytest.raises(AdapterError, match="use_dora"):
+        read(qwen, tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("fixture", "targets"),
+    [("qwen", ["all"]), ("deepseek", ["attention"]), ("deepseek", ["attention", "experts"])],
+)
+def test_what_we_write_gives_the_same_logits_in_peft(
+    tmp_path: Path, request: pytest.FixtureRequest, fixture: str, targets: list[str]
+) -> None:
+    model: Any = request.getfixturevalue(fixture)
+    adapter = model.adapter(*targets, rank=4, alpha=8.0)
+    write_peft_directory(tmp_path / "a", adapter, model.family, model.config, max_rank=8)
+    tokens = torch.arange(2 * 12).reshape(2, 12) * 3 % model.config["vocab_size"]
+    plain, merged = model.build(), model.build()
+    merge(merged, adapter)
+    with torch.no_grad():
+        base, expected = plain(tokens).logits, merged(tokens).logits
+        found = peft.PeftModel.from_pretrained(plain, str(tmp_path / "a"))(tokens).logits
+    effect = (expected - base).abs().max().item()
+    error = (found - expected).abs().max().item()
+    print(f"{fixture} {targets}: effect {effect:.3g}, PEFT's difference {error:.3g}")
+    assert effect > 0.1
+    assert error < 1e-4 * max(1.0, expected.abs().max().item())
+
+
+def test_peft_reads_back_the_targets_that_we_write(tmp_path: Path, model: Any, write_raw: Callable[..., Path]) -> None:
+    adapter = model.adapter("attention")
+    write_peft_directory(tmp_path / "a", adapter, model.family, model.config, max_rank=8, base_model="tiny")
+    settings = peft.PeftConfig.from_pretrained(str(tmp_path / "a"))
+    assert isinstance(settings, peft.LoraConfig)
+    assert (settings.r, settings.lora_alpha, settings.base_model_name_or_path) == (4, 8, "tiny")
+    assert settings.target_modules == set(adapter.targets)

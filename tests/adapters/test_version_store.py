@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kt_runtime.adapters import VersionStore, VersionTable, complete_groups, content_hash
+from kt_runtime.errors import AdapterError, InvalidValueError, UnknownNameError
+
+
+def open_store(model: Any, root: Path, kept: int = 8) -> VersionStore:
+    return VersionStore(root, model.family, model.config, max_rank=8, kept=kept)
+
+
+def test_a_version_is_loaded_bit_for_bit_under_its_hash(tmp_path: Path, model: Any) -> None:
+    store, adapter = open_store(model, tmp_path / "versions"), model.adapter("o_proj", "gate_proj", rank=3, alpha=0.7)
+    version = store.save("x", adapter, created=5.0, source="test", base_model="tiny")
+    again = open_store(model, tmp_path / "versions").load("x", version.hash)
+    assert content_hash(again) == version.hash == content_hash(complete_groups(adapter, model.family, model.config))
+    assert store.versions("x") == [version]
+    assert (version.created, version.source, version.rank, version.alpha) == (5.0, "test", 3, 0.7)
+
+
+def test_bfloat16_and_mixed_dtypes_keep_their_numbers(tmp_path: Path, qwen: Any) -> None:
+    adapter, store = qwen.adapter("o_proj"), open_store(qwen, tmp_path)
+    name, (a, b) = next(iter(adapter.modules.items()))
+    for pairs in (
+        {name: (a.bfloat16(), b.bfloat16())},
+        {**adapter.modules, name: (a.bfloat16(), b)},
+    ):
+        version = store.save("x", type(adapter).from_modules(4, 8.0, pairs), created=0.0)
+        assert torch.equal(store.load("x", version.hash).modules[name].a.float(), a.bfloat16().float())
+
+
+def test_saving_the_same_content_again_writes_nothing(tmp_path: Path, qwen: Any) -> None:
+    store = open_store(qwen, tmp_path)
+    first = store.save("x", qwen.adapter("o_proj"), created=1.0, source="first")
+    assert store.save("x", qwen.adapter("o_proj"), created=2.0, source="second") == first
+
+
+def test_a_name_means_nothing_until_it_points_and_then_survives_a_restart(tmp_path: Path, qwen: Any) -> None:
+    store, table = open_store(qwen, tmp_path), VersionTable()
+    for seed in range(3):
+        table.publish("x", store.save("x", qwen.adapter("o_proj", seed=seed), created=float(seed)))
+        if seed == 0:
+            assert store.names() == []
+        store.point("x", table.served("x"))
+    table.rollback("x")
+    store.point("x", table.served("x"))
+    again, restored = open_store(qwen, tmp_path), VersionTable()
+    assert again.names() == ["x"]
+    restored.restore("x", again.versions("x"), again.served("x"))
+    assert restored.current("x").hash == table.current("x").hash
+    assert restored.rollback("x").created == 0.0
+
+
+def test_only_the_newest_versions_and_the_current_one_are_kept(tmp_path: Path, qwen: Any) -> None:
+    store = open_store(qwen, tmp_path, kept=2)
+    versions = [store.save("x", qwen.adapter("o_proj", seed=seed), created=float(seed)) for seed in range(4)]
+    store.point("x", [versions[0].hash])
+    assert [version.created for version in store.versions("x")] == [0.0, 3.0]
+    with pytest.raises(UnknownNameError, match=f"adapter 'x': unknown version '{versions[1].hash}'"):
+        store.load("x", versions[1].hash)
+
+
+def test_temporary_entries_and_foreign_files_are_not_listed(tmp_path: Path, qwen: Any) -> None:
+    store = open_store(qwen, tmp_path)
+    version = store.save("x", qwen.adapter("o_proj"), created=0.0)
+    store.point("x", [version.hash])
+    for path in (tmp_path / ".tmp-a", tmp_path / "x" / ".tmp-b", tmp_path / "x" / "notes", tmp_path / "y"):
+        path.mkdir()
+    (tmp_path / "x" / ("0" * 64)).mkdir()
+    assert store.names() == ["x"]
+    assert store.versions("x") == [version]
+    store.clean()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "y"]
+    store.load("x", version.hash)
+
+
+def test_a_version_that_was_tampered_with_is_refused(tmp_path: Path, qwen: Any) -> None:
+    store = open_store(qwen, tmp_path)
+    version = store.save("x", qwen.adapter("o_proj"), created=0.0)
+    path = tmp_path / "x" / version.hash / "adapter_model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-4] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(AdapterError, match="it was changed after it was published"):
+        store.load("x", version.hash)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"format": 2, "served": ["a"]}', '{"format": 1, "served": []}', '{"format": 1, "served": ["a"]}'],
+)
+def test_a_damaged_pointer_is_refused_by_its_file(tmp_path: Path, qwen: Any, content: str) -> None:
+    store = open_store(qwen, tmp_path)
+    store.point("x", [store.save("x", qwen.adapter("o_proj"), created=0.0).hash])
+    (tmp_path / "x" / "current.json").write_text(content)
+    with pytest.raises(AdapterError, match=r"current\.json: "):
+        store.served("x")
+
+
+def test_unknown_names_and_versions_and_paths_are_refused(tmp_path: Path, qwen: Any) -> None:
+    store = open_store(qwen, tmp_path)
+    with pytest.raises(UnknownNameError, match="unknown adapter 'x'"):
+        store.served("x")
+    for call in (
+        lambda: store.save("../x", qwen.adapter("o_proj"), created=0.0),
+        lambda: store.load("..", "0" * 64),
+        lambda: store.remove("."),
+    ):
+        with pytest.raises(InvalidValueError, match="adapter name"):
+            call()
+    with pytest.raises(UnknownNameError, match=r"unknown version '\.\./\.\./x'"):
+        store.load("x", "../../x")
+    with pytest.raises(UnknownNameError, match="unknown version"):
+        store.point("x", ["0" * 64])
+
+
+def test_remove_forgets_a_name(tmp_path: Path, qwen: Any) -> None:
+    store = open_store(qwen, tmp_path)
+    store.point("x", [store.save("x", qwen.adapter("o_proj"), created=0.0).hash])
+    store.remove("x")
+    store.remove("x")
+    assert store.names() == []
+    assert not (tmp_path / "x").exists()
+
+
+# Forks a writer for each n, which is killed before its n-th fsync, rename or replace, until one comes through.
+WRITERS = """
+import json, os, signal, sys
+from pathlib import Path
+import peft, torch
+from kt_runtime.adapters import AdapterTensors, VersionStore
+from kt_runtime.families import family_for, resolve_targets
+
+root, config = Path(sys.argv[1]), json.loads(sys.argv[2])
+
+def publish(store, value, served):
+    modules = resolve_targets(config, ["o_proj"])
+    pairs = {m.name: (torch.full((8, m.in_features), value), torch.ones(m.out_features, 8)) for m in modules}
+    version = store.save("x", AdapterTensors.from_modules(8, 8.0, pairs), created=value)
+    store.point("x", [*served, version.hash])
+    return [*served, version.hash]
+
+def kill_before(number):
+    left = [number]
+    def counted(function):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+        return call
+    for name in ("fsync", "rename", "replace"):
+        setattr(os, name, counted(getattr(os, name)))
+
+for number in range(1, 100):
+    writer = os.fork()
+    if not writer:
+        store = VersionStore(root / str(number), family_for(config), config, max_rank=8)
+        served = publish(store, 1.0, [])
+        kill_before(number)
+        publish(store, 2.0, served)
+        os._exit(0)
+    status = os.waitpid(writer, 0)[1]
+    if not status:
+        print(number)
+        break
+    assert os.WTERMSIG(status) == signal.SIGKILL, status
+"""
+
+
+def test_killing_the_writer_at_any_step_leaves_whole_versions_only(tmp_path: Path, qwen: Any) -> None:
+    command = [sys.executable, "-c", WRITERS, str(tmp_path), json.dumps(qwen.config)]
+    steps = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
+    assert steps > 8
+    counts = []
+    for number in range(1, steps + 1):
+        root = tmp_path / str(number)
+        store = open_store(qwen, root)
+        versions, served = store.versions("x"), store.served("x")
+        assert store.names() == ["x"]
+        assert versions[0].hash == served[0]
+        assert len(served) <= len(versions) <= 2
+        for version in versions:
+            store.load("x", version.hash)
+        counts.append((len(versions), len(served)))
+        store.clean()
+        assert len(list((root / "x").iterdir())) == len(versions) + 1
+    assert counts == sorted(counts)
+    assert counts[0] == (1, 1)
+    assert counts[-1] == (2, 2)
