@@ -12,7 +12,7 @@ import httpx
 
 from kt_runtime import errors
 from kt_runtime.errors import InvalidValueError, RuntimeFault, ServerUnreachableError, UserError
-from kt_runtime.wire import ResidentClient, default_address
+from kt_runtime.wire import ResidentClient
 
 URL_VARIABLE = "KT_RUNTIME_URL"
 KEY_VARIABLE = "KT_RUNTIME_API_KEY"
@@ -37,15 +37,14 @@ def server_url(option: str | None) -> str:
     return url.rstrip("/")
 
 
-def resident_client(url: str, timeout_s: float = 600.0) -> ResidentClient:
-    """The training protocol's client for the server at `url`, which must be on this machine."""
-    parts = urlsplit(url)
-    if parts.hostname not in LOOPBACK:
+def resident_client(api: ServerAPI, timeout_s: float = 600.0) -> ResidentClient:
+    """The training protocol's client for a server on this machine; the server says where its resident listens."""
+    if urlsplit(api.url).hostname not in LOOPBACK:
         raise InvalidValueError(
-            f"server URL {url}: training talks to the server through a socket file, so it runs on that machine; "
+            f"server URL {api.url}: training talks to the server through a socket file, so it runs on that machine; "
             f"use {DEFAULT_URL} there"
         )
-    return ResidentClient(default_address(parts.port or 80), timeout_s=timeout_s)
+    return ResidentClient(api.get("/kt/status")["wire_address"], timeout_s=timeout_s)
 
 
 class ServerAPI:

@@ -43,7 +43,7 @@ def command(
         examples = read_examples(recipe, Renderer(_local_directory(recipe)), say)
         say(f"{num_steps(recipe, len(examples))} optimizer steps; nothing was started or changed")
         return
-    with _server(recipe, url, api_key, say) as api, resident_client(api.url) as client:
+    with _server(recipe, url, api_key, say) as api, resident_client(api) as client:
         status = client.status()
         _check_model(recipe, status.model, status.model_directory)
         examples = read_examples(recipe, Renderer(Path(status.model_directory)), say)

@@ -1,0 +1,130 @@
+"""Clients for the demo: streams that are answered all the while, and a probe for a new version's first token."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httpx
+
+REQUEST_SECONDS = 60.0
+
+
+def chat_stream(http: httpx.Client, model: str, question: str, max_tokens: int = 32) -> Iterator[str]:
+    """Yields the answer piece by piece from /v1/chat/completions. Raises httpx errors and RuntimeError."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+    }
+    finished = False
+    with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise RuntimeError(str(event["error"]))
+            for choice in event["choices"]:
+                finished = finished or choice["finish_reason"] is not None
+                if choice["delta"].get("content"):
+                    yield choice["delta"]["content"]
+    if not finished:
+        raise RuntimeError("the stream ended without a finish reason")
+
+
+def chat(http: httpx.Client, model: str, question: str) -> str:
+    return "".join(chat_stream(http, model, question))
+
+
+@dataclass
+class Streams:
+    """`number` clients that ask one question after the other until stopped, each answer a stream.
+
+    `adapter` may be set while they run: from then on every other client asks for it. Counters are under `_lock`.
+    """
+
+    url: str
+    model: str
+    questions: list[str]
+    number: int
+    adapter: str | None = None
+    total: int = 0
+    failed: int = 0
+    longest_wait_s: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._ask, args=(index,), daemon=True) for index in range(self.number)]
+
+    def __enter__(self) -> Streams:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(REQUEST_SECONDS)
+
+    def _ask(self, index: int) -> None:
+        count = index
+        with httpx.Client(base_url=self.url, timeout=REQUEST_SECONDS, trust_env=False) as http:
+            while not self._stop.is_set():
+                model = f"{self.model}:{self.adapter}" if self.adapter and index % 2 else self.model
+                self._stream(http, model, self.questions[count % len(self.questions)])
+                count += self.number
+
+    def _stream(self, http: httpx.Client, model: str, question: str) -> None:
+        before, longest, failure = time.monotonic(), 0.0, None
+        try:
+            for _ in chat_stream(http, model, question):
+                now = time.monotonic()
+                before, longest = now, max(longest, now - before)
+        except (httpx.HTTPError, RuntimeError, ValueError) as error:
+            failure = f"{model}: {question!r}: {type(error).__name__}: {error}"
+        with self._lock:
+            self.total += 1
+            self.longest_wait_s = max(self.longest_wait_s, longest)
+            if failure:
+                self.failed += 1
+                self.failures.append(failure)
+
+
+class FirstToken:
+    """Asks for an adapter again and again until it answers; `at` is the Unix time of its first token then."""
+
+    def __init__(self, url: str, model: str, adapter: str, question: str, pause_s: float = 0.02) -> None:
+        self._url, self._model, self._question, self._pause_s = url, f"{model}:{adapter}", question, pause_s
+        self.at: float | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._probe, daemon=True)
+
+    def __enter__(self) -> FirstToken:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(REQUEST_SECONDS)
+
+    def wait(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
+    def _probe(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=REQUEST_SECONDS, trust_env=False) as http:
+            while not self._stop.is_set():
+                try:
+                    for _ in chat_stream(http, self._model, self._question, max_tokens=1):
+                        self.at = time.time()
+                        return
+                except (httpx.HTTPError, RuntimeError):
+                    time.sleep(self._pause_s)  # not published yet

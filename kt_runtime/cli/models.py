@@ -1,0 +1,170 @@
+"""`kt-runtime models`: the presets, what they need, and checkpoints made from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Column, Table
+
+from kt_runtime.errors import KtError, NotFoundError
+from kt_runtime.families import family_for
+from kt_runtime.serve.checkpoint import BF16_BYTES, count_parameters
+from kt_runtime.serve.checkpoint_files import check_checkpoint, read_config
+from kt_runtime.serve.machine_memory import available_cpu_bytes
+from kt_runtime.serve.make_model import make_model
+from kt_runtime.serve.memory import ServingShape, format_bytes, plan_memory
+from kt_runtime.serve.models import find_preset, locate, models_directory, not_found_message
+from kt_runtime.serve.presets import is_preset, load_preset, preset_names
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group(name="models", help=__doc__, invoke_without_command=True)
+@json_option
+@click.pass_context
+def command(ctx: click.Context, as_json: bool) -> None:
+    if ctx.invoked_subcommand is not None:
+        return
+    rows = [_summary(name) for name in preset_names()]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(
+        Column("preset", no_wrap=True),
+        "family",
+        Column("total", no_wrap=True),
+        Column("active", no_wrap=True),
+        Column("bf16", no_wrap=True),
+        Column("on this machine", overflow="fold"),
+        title="presets, their parameters, and their size in bf16",
+    )
+    for row in rows:
+        table.add_row(
+            row["name"],
+            row["family"],
+            format_count(row["parameters_total"]),
+            format_count(row["parameters_active"]),
+            format_bytes(row["bf16_bytes"]),
+            row["directory"] or ("can be made" if row["is_made"] else "no"),
+        )
+    Console().print(table)
+
+
+@command.command()
+@click.argument("name")
+@click.argument("directory", type=click.Path(path_type=Path), required=False)
+@click.option("--seed", default=0, show_default=True, help="Of the random weights.")
+@click.option("--force", is_flag=True, help="Replace DIRECTORY if it exists.")
+@json_option
+def make(name: str, directory: Path | None, seed: int, force: bool, as_json: bool) -> None:
+    """Write a checkpoint of preset NAME with random weights to DIRECTORY.
+
+    Without DIRECTORY it is written where `--model NAME` finds it.
+    """
+    preset = load_preset(name)
+    target = directory if directory is not None else models_directory() / preset.name
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(preset.name)
+        written = make_model(
+            preset,
+            target,
+            seed,
+            replace=force,
+            progress=lambda done_bytes, total_bytes: bar.update(task, completed=done_bytes, total=total_bytes),
+        )
+    answer = {"name": preset.name, "directory": str(written.resolve()), "seed": seed}
+    click.echo(json.dumps(answer) if as_json else f"{preset.name} is in {written}")
+
+
+@command.command()
+@click.argument("name")
+@json_option
+def show(name: str, as_json: bool) -> None:
+    """What NAME is, needs, and whether it can be used. A preset, a directory, or an entry of the Hugging Face cache."""
+    details = describe(name)
+    if as_json:
+        click.echo(json.dumps(details, indent=2))
+        return
+    console = Console()
+    facts = Table(show_header=False)
+    for key in ("name", "description", "note", "hub_ids", "family", "directory", "problem"):
+        if details.get(key):
+            value = details[key]
+            facts.add_row(key.replace("_", " "), ", ".join(value) if isinstance(value, list) else str(value))
+    facts.add_row("parameters", format_count(details["parameters_total"]))
+    facts.add_row("active per token", format_count(details["parameters_active"]))
+    console.print(facts)
+    memory = Table(
+        "memory, served and trained on CPUs", "needed", title="for 8192 cached tokens, 4 LoRA slots of rank 16"
+    )
+    for need in details["memory"]:
+        memory.add_row(need["what"], format_bytes(need["size_bytes"]))
+    memory.add_section()
+    memory.add_row("in all", format_bytes(details["memory_bytes"]))
+    memory.add_row("free now", format_bytes(details["memory_free_bytes"]))
+    console.print(memory)
+
+
+def describe(name: str) -> dict[str, Any]:
+    """Raises NotFoundError when `name` is neither a preset nor found on this machine."""
+    preset = load_preset(name) if is_preset(name) else None
+    directory, places = locate(name, preset)
+    if preset is not None:
+        config, details = preset.config, _summary(preset.name) | {"note": preset.note}
+    elif directory is not None:
+        config = read_config(directory)
+        details = {"name": name, "directory": str(directory)} | _sizes(config)
+    else:
+        raise NotFoundError(not_found_message(name, preset, places))
+    details["problem"] = _problem(directory) if directory is not None else None
+    plan = plan_memory(config, ServingShape(), name)
+    needs = [{"what": need.what, "device": need.device, "size_bytes": need.size_bytes} for need in plan.needs]
+    return details | {
+        "memory": needs,
+        "memory_bytes": plan.total_bytes("cpu"),
+        "memory_free_bytes": available_cpu_bytes(),
+        "config": config,
+    }
+
+
+def format_count(number: int) -> str:
+    """Three significant digits, such as `671B` or `0.93M`."""
+    for unit, size in (("T", 10**12), ("B", 10**9)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number / 10**6:.3g}M"
+
+
+def _summary(name: str) -> dict[str, Any]:
+    preset = load_preset(name)
+    directory = find_preset(preset)
+    return {
+        "name": preset.name,
+        "description": preset.description,
+        "hub_ids": list(preset.hub_ids),
+        "is_made": preset.is_made,
+        "directory": str(directory) if directory else None,
+    } | _sizes(preset.config)
+
+
+def _sizes(config: dict[str, Any]) -> dict[str, Any]:
+    counts = count_parameters(config)
+    return {
+        "family": family_for(config).name,
+        "parameters_total": counts.total,
+        "parameters_active": counts.active,
+        "bf16_bytes": counts.total * BF16_BYTES,
+    }
+
+
+def _problem(directory: Path) -> str | None:
+    try:
+        check_checkpoint(directory)
+    except KtError as error:
+        return str(error)
+    return None

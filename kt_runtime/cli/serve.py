@@ -1,0 +1,43 @@
+"""`kt-runtime serve`: one server for SGLang's HTTP API, OpenAI's, adapters and training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kt_runtime.cli.connection import KEY_VARIABLE
+
+
+@click.command(name="serve", context_settings={"ignore_unknown_options": False})
+@click.option("--model", required=True, help="A preset, a directory, or an entry of the Hugging Face cache.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
+@click.option("--port", default=30000, show_default=True, type=int)
+@click.option(
+    "--api-key",
+    envvar=KEY_VARIABLE,
+    help=f"What clients must present. Better in the environment, where `ps` doesn't show it. [env: {KEY_VARIABLE}]",
+)
+@click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float32.")
+@click.option("--context-tokens", type=int, help="The longest sequence. [default: the model's]")
+@click.option("--max-total-tokens", default=16384, show_default=True, help="Tokens that the KV cache holds.")
+@click.option("--max-running-requests", default=32, show_default=True, type=int)
+@click.option("--max-lora-rank", default=16, show_default=True, help="The highest rank an adapter may have.")
+@click.option("--lora-slots", default=8, show_default=True, help="Adapter versions in one batch; the base counts.")
+@click.option("--adapter-dir", type=click.Path(path_type=Path), help="Where published versions are kept.")
+@click.option("--expert-isa", help="Instruction set of the expert kernels. [default: the best there is]")
+@click.option("--expert-threads", type=int, help="Threads for the routed experts. [default: all cores]")
+@click.option("--training-share", default=0.5, show_default=True, help="Most of the time that training may take.")
+@click.option("--microbatch-tokens", default=2048, show_default=True, help="Tokens that training computes at once.")
+@click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where the sockets are. [default: the user's]")
+@click.argument("passed_on", nargs=-1, type=click.UNPROCESSED, metavar="[-- SGLANG OPTIONS]")
+def command(**options: Any) -> None:
+    """Load a model once; serve it, and train adapters on it while it serves.
+
+    What follows `--` goes to SGLang, except what kt-runtime decides. The server ends on Ctrl-C or SIGTERM.
+    """
+    from kt_runtime.serve.launch import serve
+    from kt_runtime.serve.options import ServeOptions
+
+    serve(ServeOptions(**options), lambda line: click.echo(line))
