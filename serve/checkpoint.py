@@ -1,0 +1,77 @@
+"""What tensors a checkpoint of a config holds, under the names that the hub uses.
+
+Routed experts lie on disk one matrix per expert and projection (`model.layers.1.mlp.experts.0.gate_proj.weight`),
+though transformers 5 and SGLang fuse them in memory. Everything else has the name of its Hugging Face parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from kt_runtime.families.registry import family_for
+
+BF16_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTensor:
+    """`dtype`: BF16, or F32 for the router's correction bias, as safetensors spells them. Matrices are [out, in]."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "BF16"
+    is_routed_expert: bool = False
+
+    @property
+    def num_parameters(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_parameters * (4 if self.dtype == "F32" else BF16_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCount:
+    """`active`: the parameters that one token's forward pass reads, embedding and head included."""
+
+    total: int
+    active: int
+    dense: int
+    routed: int
+
+
+def checkpoint_tensors(config: Mapping[str, Any]) -> Iterator[CheckpointTensor]:
+    """Every tensor of the checkpoint. Raises UnknownNameError for a family that is not known."""
+    family = family_for(config)
+    yield from dense_tensors(config)
+    num_experts, hidden, intermediate = family.expert_shape(config)
+    for layer in family.moe_layers(config):
+        for expert in range(num_experts):
+            prefix = f"{family.expert_prefix(layer)}.{expert}"
+            for projection in ("gate_proj", "up_proj"):
+                yield CheckpointTensor(f"{prefix}.{projection}.weight", (intermediate, hidden), is_routed_expert=True)
+            yield CheckpointTensor(f"{prefix}.down_proj.weight", (hidden, intermediate), is_routed_expert=True)
+
+
+def dense_tensors(config: Mapping[str, Any]) -> Iterator[CheckpointTensor]:
+    """All but the routed experts. A tied head is on disk once, as the embedding."""
+    is_tied = bool(config.get("tie_word_embeddings"))
+    for source in family_for(config).twin_sources(config):
+        if not (is_tied and source.name == "lm_head.weight"):
+            yield CheckpointTensor(source.name, source.shape, "F32" if source.is_buffer else "BF16")
+
+
+def count_parameters(config: Mapping[str, Any]) -> ParameterCount:
+    """From shapes alone: fast also where the experts are tens of thousands of tensors."""
+    family = family_for(config)
+    dense = sum(tensor.num_parameters for tensor in dense_tensors(config))
+    num_experts, hidden, intermediate = family.expert_shape(config)
+    one_expert = 3 * hidden * intermediate
+    num_moe_layers = len(family.moe_layers(config))
+    routed = num_moe_layers * num_experts * one_expert
+    active = dense + num_moe_layers * family.num_experts_per_tok(config) * one_expert
+    return ParameterCount(dense + routed, active, dense, routed)

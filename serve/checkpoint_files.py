@@ -1,0 +1,172 @@
+"""Checks a checkpoint directory whole, before a byte of it is used: configuration, tokenizer, weights.
+
+Of the weights only the safetensors headers are read. Every error names the file, and what this version can use.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kt_runtime.errors import CheckpointError
+from kt_runtime.families.registry import family_for
+from kt_runtime.serve.checkpoint import checkpoint_tensors
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".msgpack", ".h5", ".onnx")
+LARGEST_HEADER_BYTES = 100_000_000
+BF16_ONLY = "this version uses bf16 checkpoints only"
+
+
+def check_checkpoint(directory: Path) -> dict[str, Any]:
+    """Returns the content of config.json.
+
+    Raises CheckpointError for missing, torn, quantised or foreign files, UnknownNameError for a model family that is
+    not known, InvalidValueError for a config that serving and training would compute differently.
+    """
+    config = read_config(directory)
+    check_quantization(directory, config)
+    family_for(config).check(config)
+    check_tokenizer(directory)
+    check_weights(directory, config)
+    return config
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory}: no config.json there; a checkpoint has config.json, weights and a tokenizer"
+        )
+    config = _read_json(path)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: holds a {type(config).__name__}, expected an object")
+    return config
+
+
+def check_quantization(directory: Path, config: Mapping[str, Any]) -> None:
+    settings = config.get("quantization_config") or config.get("compression_config")
+    if not settings:
+        return
+    if isinstance(settings, dict):
+        details = [settings.get(key) for key in ("quant_method", "fmt", "format") if settings.get(key)]
+        blocks = settings.get("weight_block_size")
+        details += [f"blocks of {'x'.join(map(str, blocks))}"] if isinstance(blocks, list) else []
+        name = ", ".join(map(str, details)) or "unnamed method"
+    else:
+        name = str(settings)
+    raise CheckpointError(f"{directory / 'config.json'}: the weights are quantised ({name}); {BF16_ONLY}")
+
+
+def check_tokenizer(directory: Path) -> None:
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise CheckpointError(f"{directory}: no tokenizer; looked for {', '.join(TOKENIZER_FILES)}")
+
+
+def check_weights(directory: Path, config: Mapping[str, Any]) -> None:
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    weight_map, shards = _shards(directory)
+    for shard in shards:
+        for name, entry in read_header(directory / shard).items():
+            found[name] = (shard, entry)
+    for name, shard in weight_map.items():
+        if name not in found or found[name][0] != shard:
+            raise CheckpointError(f"{directory / INDEX}: says that {name!r} is in {shard}, but it is not there")
+    _check_dtypes(directory, found)
+    missing = []
+    for tensor in checkpoint_tensors(config):
+        if tensor.name not in found:
+            missing.append(tensor.name)
+            continue
+        shard, entry = found[tensor.name]
+        if tuple(entry["shape"]) != tensor.shape:
+            raise CheckpointError(
+                f"{directory / shard}: {tensor.name!r} has shape {entry['shape']}, but by config.json"
+                f" {list(tensor.shape)}"
+            )
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(f"{directory}: the weights lack {', '.join(missing[:3])}{more}")
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """The tensors of a safetensors file: name → dtype, shape, data_offsets.
+
+    Raises CheckpointError when the header can't be read, or when the file has not the size that its header says.
+    """
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size_bytes < 8 or length > min(LARGEST_HEADER_BYTES, size_bytes - 8):
+            raise CheckpointError(f"{path}: not a safetensors file, or cut short ({size_bytes:,} bytes)")
+        try:
+            header = json.loads(file.read(length))
+            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+            dtypes_and_shapes = [(entry["dtype"], list(entry["shape"])) for entry in tensors.values()]
+        except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
+            raise CheckpointError(f"{path}: the safetensors header can't be understood: {error}") from error
+    expected_bytes = 8 + length + end
+    if size_bytes != expected_bytes or len(dtypes_and_shapes) != len(tensors):
+        raise CheckpointError(
+            f"{path}: {size_bytes:,} bytes, but its header describes {expected_bytes:,}; the download is incomplete"
+        )
+    return tensors
+
+
+def _check_dtypes(directory: Path, found: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
+    others: Counter[str] = Counter()
+    example = {}
+    for name, (_, entry) in found.items():
+        is_bias = name.endswith("e_score_correction_bias")
+        if entry["dtype"] != "BF16" and not (is_bias and entry["dtype"] == "F32"):
+            others[entry["dtype"]] += 1
+            example[entry["dtype"]] = name
+    if others:
+        dtype, count = others.most_common(1)[0]
+        raise CheckpointError(f"{directory}: {count} tensors are {dtype}, such as {example[dtype]!r}; {BF16_ONLY}")
+
+
+def _shards(directory: Path) -> tuple[dict[str, str], list[str]]:
+    """(the index's tensor name → file, all files). A checkpoint of one file has no index."""
+    if (directory / INDEX).is_file():
+        return _indexed_shards(directory)
+    if (directory / SINGLE).is_file():
+        return {}, [SINGLE]
+    others = sorted(path.name for path in directory.iterdir() if path.suffix in OTHER_WEIGHTS)
+    if others:
+        listed = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        raise CheckpointError(f"{directory}: the weights are in {listed}; only safetensors files are read")
+    raise CheckpointError(f"{directory}: no weights; looked for {SINGLE} and {INDEX}")
+
+
+def _indexed_shards(directory: Path) -> tuple[dict[str, str], list[str]]:
+    path = directory / INDEX
+    index = _read_json(path)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{path}: no 'weight_map' of tensor names to files")
+    shards = sorted(set(weight_map.values()))
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{path}: {shard!r} is not a plain file name")
+    missing = [shard for shard in shards if not (directory / shard).is_file()]
+    if missing:
+        listed = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise CheckpointError(
+            f"{directory}: {len(missing)} of {len(shards)} weight files are missing: {listed};"
+            " the download is incomplete"
+        )
+    return weight_map, shards
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from error

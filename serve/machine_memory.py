@@ -1,0 +1,86 @@
+"""Memory that is free on this machine: the CPU's within the control group's limit, and the GPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+NO_LIMIT_BYTES = 2**60
+
+
+def available_memory(with_gpu: bool) -> dict[str, int]:
+    """Free bytes by device. With several GPUs it is the first one's: one rank uses one GPU."""
+    free = {"cpu": available_cpu_bytes()}
+    if with_gpu:
+        import torch
+
+        free["gpu"] = torch.cuda.mem_get_info(0)[0]
+    return free
+
+
+def total_cpu_bytes() -> int:
+    return _meminfo()["MemTotal"]
+
+
+def available_cpu_bytes(cgroup: Path = CGROUP) -> int:
+    """The kernel's MemAvailable, or less if a control group (a container's limit) leaves less."""
+    return max(0, min([_meminfo()["MemAvailable"], *_left_in_groups(cgroup)]))
+
+
+def huge_pages() -> dict[str, int]:
+    """Bytes of reserved huge pages, in all and free."""
+    info = _meminfo()
+    size_bytes = info.get("Hugepagesize", 0)
+    return {
+        "total_bytes": info.get("HugePages_Total", 0) * size_bytes,
+        "free_bytes": info.get("HugePages_Free", 0) * size_bytes,
+    }
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """What each enclosing control group leaves: version 2, then version 1. Page cache can be given back."""
+    for line in _read_text(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            names = ("memory.max", "memory.current", "inactive_file")
+            group_root = root
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            group_root = root / "memory"
+        else:
+            continue
+        group = group_root / path.lstrip("/")
+        while True:
+            left = _left_in_group(group, *names)
+            if left is not None:
+                yield left
+            if group == group_root or group_root not in group.parents:
+                break
+            group = group.parent
+
+
+def _left_in_group(group: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
+    limit, usage = _read_text(group / limit_name).strip(), _read_text(group / usage_name).strip()
+    if not limit.isdecimal() or not usage.isdecimal() or int(limit) >= NO_LIMIT_BYTES:
+        return None
+    statistics = dict(line.split(None, 1) for line in _read_text(group / "memory.stat").splitlines() if " " in line)
+    return int(limit) - int(usage) + int(statistics.get(cache_name, 0))
+
+
+def _meminfo() -> dict[str, int]:
+    """/proc/meminfo in bytes; counts of pages stay counts."""
+    values = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        number, *unit = rest.split()
+        values[name] = int(number) * (1024 if unit == ["kB"] else 1)
+    return values
+
+
+def _read_text(path: Path) -> str:
+    """Empty where there is no such file: each kernel has another set of control group files."""
+    try:
+        return path.read_text()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return ""

@@ -1,0 +1,64 @@
+"""Presets: the names that `--model` knows, one JSON file each in `configs/models/`.
+
+A file holds `description`, `hub_ids` (Hugging Face repositories to look for in the local cache, first found wins; none
+for presets that `kt-runtime models make` writes), an optional `note` for people, and `config`: the content of the
+checkpoint's own config.json.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any
+
+import msgspec
+
+from kt_runtime.errors import UnknownNameError
+
+
+class _PresetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    description: str
+    hub_ids: tuple[str, ...]
+    config: dict[str, Any]
+    note: str | None = None
+
+
+class Preset(msgspec.Struct, frozen=True):
+    """`is_made`: its checkpoint is written here, with random weights, instead of coming from the hub."""
+
+    name: str
+    description: str
+    hub_ids: tuple[str, ...]
+    config: dict[str, Any]
+    note: str | None = None
+
+    @property
+    def is_made(self) -> bool:
+        return not self.hub_ids
+
+
+def configs() -> Traversable:
+    """The package data of `configs/`."""
+    return files("kt_runtime").joinpath("configs")
+
+
+@cache
+def preset_names() -> tuple[str, ...]:
+    entries = configs().joinpath("models").iterdir()
+    return tuple(sorted(entry.name.removesuffix(".json") for entry in entries if entry.name.endswith(".json")))
+
+
+def is_preset(name: str) -> bool:
+    return name.casefold() in {known.casefold() for known in preset_names()}
+
+
+def load_preset(name: str) -> Preset:
+    """The preset called `name`, upper or lower case. Raises UnknownNameError listing the known names."""
+    by_folded_name = {known.casefold(): known for known in preset_names()}
+    if name.casefold() not in by_folded_name:
+        raise UnknownNameError("preset", name, preset_names())
+    known = by_folded_name[name.casefold()]
+    data = configs().joinpath("models", f"{known}.json").read_bytes()
+    parsed = msgspec.json.decode(data, type=_PresetFile)
+    return Preset(known, parsed.description, parsed.hub_ids, parsed.config, parsed.note)

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kt_runtime import __version__
+from kt_runtime.cli import main as module
+from kt_runtime.errors import InvalidValueError, ServerUnreachableError
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def raise_error(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(module.importlib, "import_module", raise_error)
+
+
+def test_help_lists_every_command_and_says_what_it_does(run: Run) -> None:
+    result = run("--help")
+    assert result.returncode == 0
+    for name, line in module.COMMANDS.items():
+        assert f"{name} " in result.stdout and line in result.stdout
+
+
+def test_help_answers_in_well_under_a_second(run: Run) -> None:
+    durations_s = []
+    for _ in range(3):
+        start = time.perf_counter()
+        run("--help")
+        durations_s.append(time.perf_counter() - start)
+    assert min(durations_s) < 0.8
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["models"], ["models", "show", "Kimi-K2"]])
+def test_light_commands_import_no_heavy_library(arguments: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys; from kt_runtime.cli.main import main; status = main(sys.argv[1:]);"
+        "heavy = {'torch', 'transformers', 'sglang', 'numpy.testing', 'peft'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else status)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_version_is_the_packages(run: Run) -> None:
+    assert run("--version").stdout.strip() == f"kt-runtime, version {__version__}"
+
+
+def test_every_command_of_the_table_is_there() -> None:
+    context = module.click.Context(module.cli)
+    for name in module.COMMANDS:
+        command = module.cli.get_command(context, name)
+        assert isinstance(command, module.click.Command) and command.name == name
+
+
+def test_a_misspelt_command_gets_the_nearest_one(run: Run) -> None:
+    result = run("modles")
+    assert result.returncode == 2
+    assert result.stderr.startswith("kt-runtime: unknown command 'modles'; did you mean 'models'?")
+    assert result.stdout == ""
+
+
+def test_a_misspelt_option_is_the_users_mistake(run: Run) -> None:
+    result = run("models", "make", "--sed", "1")
+    assert result.returncode == 2
+    assert "--seed" in result.stderr
+
+
+def test_the_users_mistake_gives_one_line_and_no_traceback(run: Run) -> None:
+    result = run("models", "show", "nosuch")
+    assert result.returncode == 2
+    assert result.stderr.startswith("kt-runtime: model 'nosuch' is not on this machine; looked at: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(run: Run) -> None:
+    result = run("--debug", "models", "show", "nosuch")
+    assert result.returncode == 2
+    assert "Traceback" in result.stderr and "NotFoundError" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (InvalidValueError("x is 3; must be 2"), 2, "kt-runtime: x is 3; must be 2\n"),
+        (ServerUnreachableError("no server"), 1, "kt-runtime: no server\n"),
+        (ZeroDivisionError("oops"), 1, "kt-runtime: unexpected ZeroDivisionError: oops\n"),
+        (KeyboardInterrupt(), 130, "kt-runtime: interrupted\n"),
+    ],
+)
+def test_exit_status_and_message_follow_the_kind_of_error(
+    error: BaseException,
+    status: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fail_with(monkeypatch, error)
+    assert module.main(["models"]) == status
+    shown = capsys.readouterr().err
+    assert message in shown and "Traceback" not in shown
+    assert ("--debug" in shown) == (status == 1)
+
+
+def test_our_faults_traceback_is_shown_with_debug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_with(monkeypatch, ZeroDivisionError("oops"))
+    assert module.main(["--debug", "models"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
+    command = f"'{sys.executable}' -m kt_runtime.cli.main models show Kimi-K2 --json | true"
+    result = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.stderr == ""
