@@ -1,0 +1,38 @@
+// Groups the (token, position) pairs of a batch by expert, and within an expert by adapter slot.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "base/status.h"
+#include "ops/call.h"
+
+namespace kt {
+
+struct PairRange {
+  int64_t expert;
+  int64_t slot;  // -1 for the base, or where slots are not told apart
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+};
+
+// Pairs in the order expert, slot, token, position. Every per-pair array of a call is in this order.
+struct Routing {
+  int64_t first_token = 0, num_tokens = 0, top_k = 0;
+  std::vector<int64_t> token;        // of each pair
+  std::vector<float> weight;         // of each pair
+  std::vector<int64_t> pair_of;      // [num_tokens, top_k] -> pair, or -1
+  std::vector<PairRange> experts;    // one per expert with pairs
+  std::vector<PairRange> groups;     // one per expert and slot (>= 0) with pairs: the LoRA work
+  std::vector<int64_t> first_group;  // of each entry of `experts`, plus an end
+
+  int64_t num_pairs() const { return static_cast<int64_t>(token.size()); }
+};
+
+// Ids outside [-1, E), slots outside [-1, S), NaN or Inf among routing weights or activations.
+Status check_call(const ExpertShape& shape, const RoutedCall& call);
+Status check_finite(const TensorView& matrix, const char* name);
+
+void route(const ExpertShape& shape, const RoutedCall& call, int64_t first_token, int64_t num_tokens, Routing* routing);
+
+}  // namespace kt

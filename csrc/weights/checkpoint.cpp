@@ -1,0 +1,71 @@
+#include "weights/checkpoint.h"
+
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include "weights/json.h"
+
+namespace kt {
+
+Status Checkpoint::open(const std::string& directory, std::shared_ptr<Checkpoint>* checkpoint) {
+  auto opened = std::make_shared<Checkpoint>();
+  opened->directory_ = directory;
+  std::error_code ignored;
+  const std::string index = directory + "/model.safetensors.index.json", single = "model.safetensors";
+  if (std::filesystem::exists(index, ignored)) {
+    KT_RETURN_IF_ERROR(opened->open_index(index));
+  } else if (std::filesystem::exists(directory + "/" + single, ignored)) {
+    std::shared_ptr<SafetensorsFile> file;
+    KT_RETURN_IF_ERROR(opened->open_file(single, &file));
+    for (const auto& [name, entry] : file->tensors()) opened->tensors_[name] = {file.get(), &entry};
+  } else {
+    return {StatusCode::kNotFound,
+            directory + ": neither model.safetensors.index.json nor model.safetensors is in this directory"};
+  }
+  *checkpoint = std::move(opened);
+  return {};
+}
+
+Status Checkpoint::open_file(const std::string& name, std::shared_ptr<SafetensorsFile>* file) {
+  auto& slot = files_[name];
+  if (!slot) KT_RETURN_IF_ERROR(SafetensorsFile::open(directory_ + "/" + name, &slot));
+  *file = slot;
+  return {};
+}
+
+Status Checkpoint::open_index(const std::string& index_path) {
+  std::ifstream stream(index_path, std::ios::binary);
+  std::ostringstream text;
+  text << stream.rdbuf();
+  if (!stream) return bad_checkpoint(index_path + ": cannot be read");
+  Json index;
+  std::string error;
+  if (!parse_json(text.str(), &index, &error)) return bad_checkpoint(index_path + ": not JSON: " + error);
+  const Json* map = index.find("weight_map");
+  if (map == nullptr || map->kind != Json::Kind::kObject)
+    return bad_checkpoint(index_path + ": has no weight_map object");
+  for (const auto& [name, shard] : map->object) {
+    const std::string& file_name = shard.string;
+    if (shard.kind != Json::Kind::kString || file_name.empty() || file_name.find('/') != std::string::npos) {
+      return bad_checkpoint(index_path + ": shard of '" + name + "' is not a file name in this directory");
+    }
+    std::shared_ptr<SafetensorsFile> file;
+    KT_RETURN_IF_ERROR(open_file(file_name, &file));
+    const auto found = file->tensors().find(name);
+    if (found == file->tensors().end()) {
+      return bad_checkpoint(file->path() + ": tensor '" + name + "' is missing, though the index places it here");
+    }
+    tensors_[name] = {file.get(), &found->second};
+  }
+  return {};
+}
+
+Status Checkpoint::find(const std::string& name, Tensor* tensor) const {
+  const auto found = tensors_.find(name);
+  if (found == tensors_.end()) return bad_checkpoint(directory_ + ": tensor '" + name + "' is missing");
+  *tensor = found->second;
+  return {};
+}
+
+}  // namespace kt

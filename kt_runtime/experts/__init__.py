@@ -1,0 +1,17 @@
+"""The expert store: routed experts on the CPU, one packed copy for serving and training."""
+
+from __future__ import annotations
+
+from kt_runtime.experts.function import routed_experts
+from kt_runtime.experts.layer import ExpertGradients, ExpertLayer, ExpertShape, LoraSlot
+from kt_runtime.experts.store import ExpertStore, available_isas
+
+__all__ = [
+    "ExpertGradients",
+    "ExpertLayer",
+    "ExpertShape",
+    "ExpertStore",
+    "LoraSlot",
+    "available_isas",
+    "routed_experts",
+]

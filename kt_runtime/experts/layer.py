@@ -1,0 +1,200 @@
+"""One layer's routed experts.
+
+Shapes: T tokens, K experts per token, H hidden, I intermediate, E experts, R LoRA rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kt_runtime import _experts
+from kt_runtime.errors import ConflictError, InvalidValueError
+from kt_runtime.experts.native import capsule, require_tensor, translate
+
+LORA_TENSORS = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    num_experts: int
+    hidden: int
+    intermediate: int
+
+
+@dataclass
+class LoraSlot:
+    """One adapter for all experts of a layer: y = W x + scaling * B (A x), for gate, up and down.
+
+    Tensors are float32 or bfloat16, contiguous in the last dimension, other strides free; None in pairs where a
+    projection has no adapter. A [E, R, in], B [E, out, R]; the rank may differ from projection to projection.
+    """
+
+    gate_a: Tensor | None = None  # [E, R, H]
+    gate_b: Tensor | None = None  # [E, I, R]
+    up_a: Tensor | None = None  # [E, R, H]
+    up_b: Tensor | None = None  # [E, I, R]
+    down_a: Tensor | None = None  # [E, R, I]
+    down_b: Tensor | None = None  # [E, H, R]
+    scaling: float = 1.0
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order of LORA_TENSORS."""
+        return (self.gate_a, self.gate_b, self.up_a, self.up_b, self.down_a, self.down_b)
+
+    def zeros(self) -> LoraSlot:
+        """Float32 zeros of the same shapes, in CPU memory: where gradients are summed."""
+        return self.with_tensors([None if t is None else _zeros(t.shape) for t in self.tensors()])
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> LoraSlot:
+        gate_a, gate_b, up_a, up_b, down_a, down_b = tensors
+        return LoraSlot(gate_a, gate_b, up_a, up_b, down_a, down_b, self.scaling)
+
+
+@dataclass
+class ExpertGradients:
+    """`x` has the dtype of x, `weights` and the tensors of `slots` are float32. None for a slot that was None."""
+
+    x: Tensor
+    weights: Tensor
+    slots: list[LoraSlot | None]
+
+
+class ExpertLayer:
+    """The routed experts of one layer: sum over k of weights[t, k] * expert(ids[t, k], x[t]).
+
+    A token's result depends on that token alone: not on the batch around it, its order, other tokens' adapters or the
+    number of threads. CUDA tensors are staged through pinned host buffers (staging.py). Calls may come from several
+    threads at once. Errors: InvalidValueError for a wrong shape, dtype, device, id or slot; NumericsError for NaN or
+    Inf in x, weights or grad_out; ConflictError after the store was closed.
+    """
+
+    def __init__(self, native: _experts.Layer, shape: ExpertShape) -> None:
+        self._native: _experts.Layer | None = native
+        self.shape = shape
+
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        *,
+        slots: Sequence[LoraSlot | None] = (),
+        token_slots: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, H] float32 or bfloat16; ids [T, K] int32 or int64, -1: not routed; weights [T, K] float32.
+
+        token_slots [T] int32: index into `slots`, -1 for the base alone. Sums are float32; the result, in `out` where
+        given, is rounded once to the dtype of x. Not differentiable: `routed_experts` is.
+        """
+        require_tensor(x, "x")
+        if x.is_cuda:
+            from kt_runtime.experts import staging
+
+            return staging.forward(self, x, ids, weights, slots, token_slots, out)
+        if out is None:
+            out = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
+        native = self.native()
+        try:
+            native.forward(
+                capsule(x, "x"),
+                capsule(ids, "ids"),
+                capsule(weights, "weights"),
+                _slot_capsules(slots),
+                None if token_slots is None else capsule(token_slots, "token_slots"),
+                capsule(out, "out"),
+            )
+        except _experts.NativeError as error:
+            raise translate(error) from None
+        return out
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        *,
+        slots: Sequence[LoraSlot | None] = (),
+        token_slots: Tensor | None = None,
+        into: Sequence[LoraSlot | None] | None = None,
+    ) -> ExpertGradients:
+        """Gradients for grad_out [T, H] of what `forward` gave for the other arguments. Activations are computed again.
+
+        Gradients of the slots are added to `into` where given (float32 tensors of the slots' shapes), else are fresh.
+        """
+        require_tensor(x, "x")
+        require_tensor(weights, "weights")
+        if x.is_cuda:
+            from kt_runtime.experts import staging
+
+            return staging.backward(self, grad_out, x, ids, weights, slots, token_slots, into)
+        native = self.native()
+        given: Sequence[LoraSlot | None] = [None] * len(slots) if into is None else into
+        if len(given) != len(slots):
+            raise InvalidValueError(f"into has {len(given)} entries for {len(slots)} slots")
+        grads = [g if g is not None or s is None else s.zeros() for s, g in zip(slots, given, strict=True)]
+        result = ExpertGradients(
+            torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False),
+            torch.empty_like(weights, memory_format=torch.contiguous_format, requires_grad=False),
+            grads,
+        )
+        try:
+            native.backward(
+                capsule(grad_out, "grad_out"),
+                capsule(x, "x"),
+                capsule(ids, "ids"),
+                capsule(weights, "weights"),
+                _slot_capsules(slots),
+                None if token_slots is None else capsule(token_slots, "token_slots"),
+                capsule(result.x, "gradient of x"),
+                capsule(result.weights, "gradient of weights"),
+                _slot_capsules(grads),
+            )
+        except _experts.NativeError as error:
+            raise translate(error) from None
+        return result
+
+    def unpacked(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Plain bfloat16 copies: gate [I, H], up [I, H], down [H, I]."""
+        inner, hidden = self.shape.intermediate, self.shape.hidden
+        gate, up, down = (
+            torch.empty(rows, cols, dtype=torch.bfloat16, device="cpu")
+            for rows, cols in ((inner, hidden), (inner, hidden), (hidden, inner))
+        )
+        try:
+            self.native().unpack(expert, capsule(gate, "gate"), capsule(up, "up"), capsule(down, "down"))
+        except _experts.NativeError as error:
+            raise translate(error) from None
+        return gate, up, down
+
+    def native(self) -> _experts.Layer:
+        if self._native is None:
+            raise ConflictError("the expert store of this layer is closed")
+        return self._native
+
+    def close(self) -> None:
+        """Drops the weights; a call that is running finishes on them first."""
+        self._native = None
+
+
+def _zeros(shape: torch.Size) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device="cpu")
+
+
+def _slot_capsules(slots: Sequence[LoraSlot | None]) -> list[tuple[Any, ...] | None]:
+    """What the native side takes per slot: the six tensors in the order of LORA_TENSORS, then the scaling."""
+    return [None if slot is None else _one_slot(slot, f"slots[{i}]") for i, slot in enumerate(slots)]
+
+
+def _one_slot(slot: LoraSlot, where: str) -> tuple[Any, ...]:
+    made = [
+        None if tensor is None else capsule(tensor, f"{where}.{name}")
+        for name, tensor in zip(LORA_TENSORS, slot.tensors(), strict=True)
+    ]
+    return (*made, float(slot.scaling))

@@ -1,0 +1,171 @@
+"""CUDA tensors through pinned host buffers: device to host, compute on the CPU, host to device.
+
+Inputs are copied on the current stream and awaited by an event, so the caller's stream order holds. The result is
+copied back without waiting; the pinned buffer is not written again before that copy is over. Buffers belong to a thread
+and are reused by calls of that thread. LoRA tensors are copied once and again when they change (their autograd
+version counts in-place writes).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.experts.layer import ExpertGradients, LoraSlot
+
+if TYPE_CHECKING:
+    from kt_runtime.experts.layer import ExpertLayer
+
+
+class PinnedBuffer:
+    """Pinned bytes that grow, and the event after which they may be written again."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._in_use: torch.cuda.Event | None = None
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A contiguous pinned tensor of the same shape and dtype. Waits for the last copy out of this buffer."""
+        if self._in_use is not None:
+            self._in_use.synchronize()
+            self._in_use = None
+        wanted = tensor.numel() * tensor.element_size()
+        if self._bytes.numel() < wanted:
+            self._bytes = torch.empty(wanted, dtype=torch.uint8, pin_memory=True)
+        return self._bytes[:wanted].view(tensor.dtype).view(tensor.shape)
+
+    def busy_until(self, event: torch.cuda.Event) -> None:
+        self._in_use = event
+
+
+class _Buffers(threading.local):
+    def __init__(self) -> None:
+        self.named: dict[str, PinnedBuffer] = {}
+        # id of the CUDA tensor -> (the tensor, its version when copied, the host copy)
+        self.adapters: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+
+    def get(self, name: str) -> PinnedBuffer:
+        return self.named.setdefault(name, PinnedBuffer())
+
+
+_buffers = _Buffers()
+
+
+def forward(
+    layer: ExpertLayer,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    slots: Sequence[LoraSlot | None],
+    token_slots: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """ExpertLayer.forward for a CUDA x; the result is on its device, valid in the order of the current stream."""
+    with torch.cuda.device(x.device):
+        inputs = _to_host({"x": x, "ids": ids, "weights": weights, "token_slots": token_slots}, x.device)
+        buffer = _buffers.get("out")
+        host_out = buffer.like(inputs["x"])
+        layer.forward(
+            inputs["x"],
+            inputs["ids"],
+            inputs["weights"],
+            slots=[_host_slot(slot) for slot in slots],
+            token_slots=inputs.get("token_slots"),
+            out=host_out,
+        )
+        result = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False) if out is None else out
+        _to_device(host_out, result, buffer)
+        return result
+
+
+def backward(
+    layer: ExpertLayer,
+    grad_out: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    slots: Sequence[LoraSlot | None],
+    token_slots: Tensor | None,
+    into: Sequence[LoraSlot | None] | None,
+) -> ExpertGradients:
+    """ExpertLayer.backward for a CUDA x. Gradients of a slot are on the device of that slot's tensors."""
+    with torch.cuda.device(x.device):
+        named = {"grad_out": grad_out, "x": x, "ids": ids, "weights": weights, "token_slots": token_slots}
+        inputs = _to_host(named, x.device)
+        host = layer.backward(
+            inputs["grad_out"],
+            inputs["x"],
+            inputs["ids"],
+            inputs["weights"],
+            slots=[_host_slot(slot) for slot in slots],
+            token_slots=inputs.get("token_slots"),
+        )
+        grads = [_like_slot(g, s) for g, s in zip(host.slots, slots, strict=True)]
+        if into is not None:
+            grads = [_added(target, g) for target, g in zip(into, grads, strict=True)]
+        return ExpertGradients(host.x.to(x.device), host.weights.to(x.device), grads)
+
+
+def _to_host(tensors: dict[str, Tensor | None], device: torch.device) -> dict[str, Tensor]:
+    copies: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor) or tensor.device != device:
+            where = tensor.device if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InvalidValueError(f"{name} is on {where}, x on {device}: they must be on one device")
+        copies[name] = _buffers.get(name).like(tensor)
+        copies[name].copy_(tensor.detach(), non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    done.synchronize()
+    return copies
+
+
+def _to_device(host: Tensor, device_tensor: Tensor, buffer: PinnedBuffer) -> None:
+    device_tensor.copy_(host, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    buffer.busy_until(copied)
+
+
+def _host_slot(slot: LoraSlot | None) -> LoraSlot | None:
+    if slot is None:
+        return None
+    return slot.with_tensors([None if t is None else _host_adapter(t) for t in slot.tensors()])
+
+
+def _host_adapter(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    if tensor.is_inference():  # has no version to compare
+        return tensor.detach().to("cpu")
+    known = _buffers.adapters.get(id(tensor))
+    if known is not None and known[0]() is tensor and known[1] == tensor._version:
+        return known[2]
+    copy = tensor.detach().to("cpu").contiguous()
+    cache, key = _buffers.adapters, id(tensor)
+    cache[key] = (weakref.ref(tensor, lambda _: cache.pop(key, None)), tensor._version, copy)
+    return copy
+
+
+def _like_slot(grads: LoraSlot | None, slot: LoraSlot | None) -> LoraSlot | None:
+    if grads is None or slot is None:
+        return None
+    pairs = zip(grads.tensors(), slot.tensors(), strict=True)
+    return grads.with_tensors([None if g is None or t is None else g.to(t.device) for g, t in pairs])
+
+
+def _added(target: LoraSlot | None, grads: LoraSlot | None) -> LoraSlot | None:
+    if target is None or grads is None:
+        return grads
+    for total, grad in zip(target.tensors(), grads.tensors(), strict=True):
+        if total is not None and grad is not None:
+            total.add_(grad)
+    return target

@@ -1,0 +1,74 @@
+// Shared by the C++ tests: random data, comparison with a stated tolerance, a list of failures.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/bf16.h"
+#include "kernels/tiles.h"
+
+namespace kt_test {
+
+class Report {
+ public:
+  // |got - wanted| <= tolerance * scale, and got is a number.
+  void close(const std::string& what, double got, double wanted, double tolerance, double scale) {
+    ++checks_;
+    const double error = std::fabs(got - wanted);
+    if (error <= tolerance * scale) {
+      if (scale > 0) worst_ = std::fmax(worst_, error / scale);
+      return;
+    }
+    fail(what + ": got " + std::to_string(got) + ", expected " + std::to_string(wanted));
+  }
+  void equal(const std::string& what, bool same) {
+    ++checks_;
+    if (!same) fail(what);
+  }
+  void fail(const std::string& message) {
+    if (++failures_ <= 20) std::printf("FAIL %s\n", message.c_str());
+  }
+  long checks() const { return checks_; }
+  long failures() const { return failures_; }
+  double worst() const { return worst_; }
+
+ private:
+  long checks_ = 0, failures_ = 0;
+  double worst_ = 0;
+};
+
+class Random {
+ public:
+  explicit Random(unsigned seed) : engine_(seed) {}
+  float normal() { return normal_(engine_); }
+  uint16_t bf16() { return kt::float_to_bf16(normal()); }
+  int64_t below(int64_t bound) { return static_cast<int64_t>(engine_() % static_cast<uint64_t>(bound)); }
+  std::vector<float> floats(int64_t count) {
+    std::vector<float> values(static_cast<size_t>(count));
+    for (float& value : values) value = normal();
+    return values;
+  }
+  std::vector<uint16_t> bf16s(int64_t count) {
+    std::vector<uint16_t> values(static_cast<size_t>(count));
+    for (uint16_t& value : values) value = bf16();
+    return values;
+  }
+
+ private:
+  std::mt19937_64 engine_;
+  std::normal_distribution<float> normal_;
+};
+
+// Sums of `length` float32 products, relative to the sum of magnitudes: rounding grows at worst linearly and typically
+// with the root of the length.
+inline double sum_tolerance(int64_t length) { return 6e-8 * 4 * std::sqrt(static_cast<double>(length) + 1); }
+
+void test_tiles(const kt::Tiles& tiles, Report& report);
+void test_layer(const kt::Tiles& tiles, Report& report);
+
+}  // namespace kt_test

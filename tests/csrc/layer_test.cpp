@@ -1,0 +1,219 @@
+// A whole layer, forward and backward, on one instruction set. Forward: double precision. Backward: the derivative of
+// the double-precision forward along random directions, by central differences.
+#include <cstring>
+
+#include "checks.h"
+#include "ops/forward.h"
+
+namespace kt_test {
+namespace {
+
+template <class T>
+kt::TensorView view(std::vector<T>& data, kt::DType dtype, std::vector<int64_t> shape) {
+  kt::TensorView made;
+  made.data = data.data();
+  made.dtype = dtype;
+  made.ndim = static_cast<int>(shape.size());
+  int64_t stride = 1;
+  for (int i = made.ndim - 1; i >= 0; --i) {
+    made.shape[i] = shape[static_cast<size_t>(i)];
+    made.strides[i] = stride;
+    stride *= made.shape[i];
+  }
+  return made;
+}
+
+struct Case {
+  int64_t tokens, top_k;
+  kt::ExpertShape shape;
+  int64_t rank;
+  bool bf16;
+};
+
+constexpr double kScaling = 0.5;
+
+// Everything one call needs; x and the adapter are held in float and rounded to bf16 where the case says so.
+struct Problem {
+  Problem(const Case& c, Random& random) : config(c), layer(c.shape) {
+    const auto [experts, hidden, inner] = c.shape;
+    for (int part = 0; part < 3; ++part) {
+      plain[part] = random.bf16s(experts * hidden * inner);
+      const kt::PackedShape shape = part < 2 ? layer.in_shape() : layer.out_shape();
+      for (uint16_t& bits : plain[part])
+        bits = kt::float_to_bf16(kt::bf16_to_float(bits) / std::sqrt(static_cast<float>(shape.cols)));
+      for (int64_t e = 0; e < experts; ++e) {
+        uint16_t* to = part == 0 ? layer.gate_data(e) : part == 1 ? layer.up_data(e) : layer.down_data(e);
+        kt::pack_bf16(plain[part].data() + e * hidden * inner, shape.cols, shape, to);
+      }
+      const int64_t in = part < 2 ? hidden : inner, out = part < 2 ? inner : hidden;
+      lora[2 * part] = random.floats(experts * c.rank * in);
+      lora[2 * part + 1] = random.floats(experts * out * c.rank);
+      for (float& value : lora[2 * part]) value *= 0.2f;
+      for (float& value : lora[2 * part + 1]) value *= 0.2f;
+    }
+    x = random.floats(c.tokens * hidden);
+    x_bf16.resize(x.size());
+    for (size_t i = 0; i < x.size(); ++i) {
+      x_bf16[i] = kt::float_to_bf16(x[i]);
+      if (c.bf16) x[i] = kt::bf16_to_float(x_bf16[i]);
+    }
+    weights = random.floats(c.tokens * c.top_k);
+    for (int64_t i = 0; i < c.tokens * c.top_k; ++i) ids.push_back(static_cast<int32_t>(random.below(experts + 1) - 1));
+    for (int64_t t = 0; t < c.tokens; ++t) token_slots.push_back(static_cast<int32_t>(random.below(2) - 1));
+  }
+
+  kt::LoraSlot slot(std::vector<float> (&tensors)[6]) {
+    const auto [experts, hidden, inner] = config.shape;
+    kt::LoraSlot made;
+    made.scaling = static_cast<float>(kScaling);
+    for (int part = 0; part < 3; ++part) {
+      const int64_t in = part < 2 ? hidden : inner, out = part < 2 ? inner : hidden;
+      made.pairs[part].a = view(tensors[2 * part], kt::DType::kF32, {experts, config.rank, in});
+      made.pairs[part].b = view(tensors[2 * part + 1], kt::DType::kF32, {experts, out, config.rank});
+    }
+    return made;
+  }
+
+  kt::RoutedCall call() {
+    kt::RoutedCall made;
+    const std::vector<int64_t> rows = {config.tokens, config.shape.hidden}, routed = {config.tokens, config.top_k};
+    made.x = config.bf16 ? view(x_bf16, kt::DType::kBf16, rows) : view(x, kt::DType::kF32, rows);
+    made.ids = view(ids, kt::DType::kI32, routed);
+    made.weights = view(weights, kt::DType::kF32, routed);
+    made.token_slots = view(token_slots, kt::DType::kI32, {config.tokens});
+    made.slots = {slot(lora)};
+    return made;
+  }
+
+  Case config;
+  kt::ExpertLayer layer;
+  std::vector<uint16_t> plain[3], x_bf16;
+  std::vector<float> lora[6], x, weights;
+  std::vector<int32_t> ids, token_slots;
+};
+
+// The arguments that gradients are taken of, in double.
+struct Point {
+  std::vector<double> x, weights, lora[6];
+  explicit Point(const Problem& p) : x(p.x.begin(), p.x.end()), weights(p.weights.begin(), p.weights.end()) {
+    for (int i = 0; i < 6; ++i) lora[i].assign(p.lora[i].begin(), p.lora[i].end());
+  }
+};
+
+std::vector<double> project(const Problem& p, const Point& at, int part, int64_t expert, bool adapted,
+                            const std::vector<double>& in) {
+  const int64_t cols = static_cast<int64_t>(in.size()),
+                rows = part < 2 ? p.config.shape.intermediate : p.config.shape.hidden;
+  const int64_t rank = p.config.rank;
+  std::vector<double> out(static_cast<size_t>(rows), 0.0), low(static_cast<size_t>(rank), 0.0);
+  for (int64_t r = 0; r < rank; ++r) {
+    for (int64_t k = 0; k < cols; ++k) low[r] += at.lora[2 * part][(expert * rank + r) * cols + k] * in[k];
+  }
+  for (int64_t n = 0; n < rows; ++n) {
+    for (int64_t k = 0; k < cols; ++k)
+      out[n] += kt::bf16_to_float(p.plain[part][(expert * rows + n) * cols + k]) * in[k];
+    for (int64_t r = 0; adapted && r < rank; ++r)
+      out[n] += kScaling * at.lora[2 * part + 1][(expert * rows + n) * rank + r] * low[r];
+  }
+  return out;
+}
+
+std::vector<double> reference(const Problem& p, const Point& at) {
+  const int64_t hidden = p.config.shape.hidden;
+  std::vector<double> out(static_cast<size_t>(p.config.tokens * hidden), 0.0);
+  for (int64_t t = 0; t < p.config.tokens; ++t) {
+    const std::vector<double> x(at.x.begin() + t * hidden, at.x.begin() + (t + 1) * hidden);
+    for (int64_t k = 0; k < p.config.top_k; ++k) {
+      const int64_t expert = p.ids[t * p.config.top_k + k];
+      if (expert < 0) continue;
+      const bool adapted = p.token_slots[t] >= 0;
+      std::vector<double> h = project(p, at, 0, expert, adapted, x);
+      const std::vector<double> up = project(p, at, 1, expert, adapted, x);
+      for (size_t i = 0; i < h.size(); ++i) h[i] = h[i] / (1.0 + std::exp(-h[i])) * up[i];
+      const std::vector<double> y = project(p, at, 2, expert, adapted, h);
+      for (int64_t i = 0; i < hidden; ++i) out[t * hidden + i] += at.weights[t * p.config.top_k + k] * y[i];
+    }
+  }
+  return out;
+}
+
+double norm(const std::vector<double>& values) {
+  double sum = 0;
+  for (const double value : values) sum += value * value;
+  return std::sqrt(sum);
+}
+
+void test_forward(Problem& p, const kt::Tiles& tiles, Report& report) {
+  std::vector<float> out(p.x.size(), NAN);
+  std::vector<uint16_t> out_bf16(p.x.size());
+  const std::vector<int64_t> shape = {p.config.tokens, p.config.shape.hidden};
+  const kt::TensorView result =
+      p.config.bf16 ? view(out_bf16, kt::DType::kBf16, shape) : view(out, kt::DType::kF32, shape);
+  const kt::Status status = kt::forward({p.layer, tiles, 2}, p.call(), result);
+  if (!status.ok()) return report.fail("forward: " + status.message());
+  const std::vector<double> wanted = reference(p, Point(p));
+  std::vector<double> error(wanted.size());
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    error[i] = (p.config.bf16 ? kt::bf16_to_float(out_bf16[i]) : out[i]) - wanted[i];
+  }
+  report.close("forward", norm(error), 0.0, p.config.bf16 ? 4e-3 : 2e-6, norm(wanted));
+}
+
+// <gradient, direction> against the slope of <grad_out, forward> along the direction.
+void test_direction(const Problem& p, const std::vector<float>& grad_out, const std::vector<float>& gradient,
+                    std::vector<double> Point::*x, int lora_index, const char* name, Random& random, Report& report) {
+  constexpr double kStep = 1e-5;
+  std::vector<double> direction(gradient.size());
+  double got = 0, slope = 0;
+  for (size_t i = 0; i < direction.size(); ++i) {
+    direction[i] = random.normal();
+    got += direction[i] * gradient[i];
+  }
+  for (const double sign : {1.0, -1.0}) {
+    Point at(p);
+    std::vector<double>& moved = x ? at.*x : at.lora[lora_index];
+    for (size_t i = 0; i < moved.size(); ++i) moved[i] += sign * kStep * direction[i];
+    const std::vector<double> out = reference(p, at);
+    for (size_t i = 0; i < out.size(); ++i) slope += sign * out[i] * grad_out[i] / (2 * kStep);
+  }
+  const std::vector<double> wide(gradient.begin(), gradient.end());
+  report.close(std::string("gradient of ") + name, got, slope, p.config.bf16 ? 8e-3 : 1e-5, norm(wide) + 1e-3);
+}
+
+void test_backward(Problem& p, const kt::Tiles& tiles, Random& random, Report& report) {
+  const std::vector<int64_t> shape = {p.config.tokens, p.config.shape.hidden};
+  std::vector<float> grad_out = random.floats(static_cast<int64_t>(p.x.size())), x_grad(p.x.size()),
+                     weight_grad(p.weights.size());
+  std::vector<uint16_t> x_grad_bf16(p.x.size());
+  std::vector<float> lora_grad[6];
+  for (int i = 0; i < 6; ++i) lora_grad[i].assign(p.lora[i].size(), 0.0f);
+  kt::RoutedGradients gradients;
+  gradients.x = p.config.bf16 ? view(x_grad_bf16, kt::DType::kBf16, shape) : view(x_grad, kt::DType::kF32, shape);
+  gradients.weights = view(weight_grad, kt::DType::kF32, {p.config.tokens, p.config.top_k});
+  gradients.slots = {p.slot(lora_grad)};
+  const kt::Status status =
+      kt::backward({p.layer, tiles, 2}, p.call(), view(grad_out, kt::DType::kF32, shape), gradients);
+  if (!status.ok()) return report.fail("backward: " + status.message());
+  for (size_t i = 0; p.config.bf16 && i < x_grad.size(); ++i) x_grad[i] = kt::bf16_to_float(x_grad_bf16[i]);
+  test_direction(p, grad_out, x_grad, &Point::x, 0, "x", random, report);
+  test_direction(p, grad_out, weight_grad, &Point::weights, 0, "weights", random, report);
+  static const char* const kNames[] = {"gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b"};
+  for (int i = 0; i < 6; ++i) test_direction(p, grad_out, lora_grad[i], nullptr, i, kNames[i], random, report);
+}
+
+}  // namespace
+
+void test_layer(const kt::Tiles& tiles, Report& report) {
+  Random random(2);
+  const Case cases[] = {
+      {1, 1, {1, 1, 1}, 1, false},  {5, 2, {3, 33, 17}, 3, false}, {19, 3, {2, 64, 48}, 4, false},
+      {7, 2, {4, 31, 15}, 8, true}, {40, 2, {2, 80, 33}, 2, true}, {0, 2, {2, 16, 16}, 1, false},
+  };
+  for (const Case& c : cases) {
+    Problem problem(c, random);
+    test_forward(problem, tiles, report);
+    test_backward(problem, tiles, random, report);
+  }
+}
+
+}  // namespace kt_test

@@ -1,0 +1,44 @@
+"""Builds the C++ test program and runs it natively on every instruction set of this machine."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kt_runtime.experts import available_isas
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
+    assert cmake is not None, "cmake is needed to build the C++ tests: pip install 'kt-runtime[test]' brings it"
+    build = tmp_path_factory.mktemp("csrc") / "build"
+    options = ["-DKT_BUILD_PYTHON=OFF", "-DKT_BUILD_TESTS=ON", "-DCMAKE_BUILD_TYPE=Release"]
+    subprocess.run([cmake, "-S", ROOT, "-B", build, *options], check=True, capture_output=True, text=True)
+    built = subprocess.run([cmake, "--build", build, "--parallel", "2"], capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return build / "tests" / "csrc" / "kt_kernel_tests"
+
+
+def run(program: Path, *arguments: str) -> tuple[int, str]:
+    result = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=600, check=False)
+    return result.returncode, result.stdout
+
+
+@pytest.mark.parametrize("isa", available_isas())
+def test_kernels_agree_with_double_precision(program, isa):
+    status, output = run(program, "--isa", isa)
+    assert status == 0, output
+    assert f"isa {isa}:" in output and "\npassed\n" in output
+
+
+def test_an_instruction_set_that_cannot_run_fails_and_lists_those_that_can(program):
+    status, output = run(program, "--isa", "avx1024")
+    assert status == 1
+    assert "instruction set 'avx1024' is unknown; available: " + ", ".join(available_isas()) in output

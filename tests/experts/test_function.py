@@ -1,0 +1,94 @@
+"""routed_experts: gradients reach x, routing weights and adapters, as torch's own autograd gives them in float32."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from kt_runtime.experts import LoraSlot, routed_experts
+
+TOLERANCE = 1e-5
+
+
+def plain_torch(experts, x, ids, weights, lora):
+    """The same in float32 torch operations, expert by expert."""
+    gate, up, down = experts.gate.float(), experts.up.float(), experts.down.float()
+
+    def linear(weight, rows, a, b, expert):
+        y = rows @ weight[expert].T
+        return y if a is None else y + lora.scaling * ((rows @ a[expert].float().T) @ b[expert].float().T)
+
+    out = torch.zeros(x.shape)
+    for expert in range(gate.shape[0]):
+        token, position = torch.where(ids == expert)
+        rows = x.float()[token]
+        g = linear(gate, rows, lora.gate_a, lora.gate_b, expert)
+        u = linear(up, rows, lora.up_a, lora.up_b, expert)
+        y = linear(down, silu(g) * u, lora.down_a, lora.down_b, expert)
+        out = out.index_add(0, token, weights[token, position, None] * y)
+    return out
+
+
+def gradients(run, p, lora_dtype):
+    x, weights = p.x.clone().requires_grad_(), p.weights.clone().requires_grad_()
+    tensors = [t.detach().to(lora_dtype).requires_grad_() for t in p.slots[0].tensors()]
+    out = run(x, weights, LoraSlot(*tensors, scaling=0.75))
+    (out * p.grad_out).sum().backward()
+    return out.detach(), [x.grad, weights.grad, *[t.grad for t in tensors]]
+
+
+@pytest.mark.parametrize(("hidden", "inner", "tokens"), [(33, 17, 9), (128, 64, 120)])
+def test_gradients_equal_those_of_plain_torch(hidden, inner, tokens, make_problem, build_layer):
+    p = make_problem(5, hidden, inner, tokens, 3, ranks=(6,))
+    layer = build_layer(p.experts)
+    got, got_grads = gradients(lambda x, w, lora: routed_experts(layer, x, p.ids, w, lora), p, torch.float32)
+    want, want_grads = gradients(lambda x, w, lora: plain_torch(p.experts, x, p.ids, w, lora), p, torch.float32)
+    for g, w in zip([got, *got_grads], [want, *want_grads], strict=True):
+        assert (g - w).norm() <= TOLERANCE * w.norm()
+
+
+def test_gradients_of_bfloat16_adapters_have_their_dtype(make_problem, build_layer):
+    p = make_problem(3, 32, 16, 8, 2, ranks=(4,))
+    layer = build_layer(p.experts)
+    _, grads = gradients(lambda x, w, lora: routed_experts(layer, x, p.ids, w, lora), p, torch.bfloat16)
+    assert [g.dtype for g in grads] == [torch.float32] * 2 + [torch.bfloat16] * 6
+
+
+def test_only_what_requires_gradients_gets_them(make_problem, build_layer):
+    p = make_problem(3, 32, 16, 8, 2, ranks=(4,))
+    layer = build_layer(p.experts)
+    slot = p.slots[0]
+    slot.up_b.requires_grad_()
+    routed_experts(layer, p.x, p.ids, p.weights, slot).sum().backward()
+    assert slot.up_b.grad is not None and slot.up_b.grad.abs().sum() > 0
+    assert p.x.grad is None and slot.gate_a.grad is None
+
+
+def test_without_an_adapter_x_gets_its_gradient(make_problem, build_layer):
+    p = make_problem(3, 32, 16, 8, 2)
+    layer = build_layer(p.experts)
+    x = p.x.clone().requires_grad_()
+    # A summed output has an expanded gradient, whose last stride is zero.
+    routed_experts(layer, x, p.ids, p.weights, None).sum().backward()
+    wanted = layer.backward(torch.ones_like(p.x), p.x, p.ids, p.weights).x
+    assert torch.equal(x.grad, wanted)
+
+
+def test_ten_sgd_steps_lower_a_loss(make_problem, build_layer):
+    p = make_problem(4, 48, 32, 30, 2, ranks=(8,))
+    layer = build_layer(p.experts)
+    tensors = [t.clone().requires_grad_() for t in p.slots[0].tensors()]
+    optimizer = torch.optim.SGD(tensors, lr=0.05)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = (
+            (routed_experts(layer, p.x, p.ids, p.weights, LoraSlot(*tensors, scaling=1.0)) - p.grad_out).pow(2).mean()
+        )
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert all(after < before for before, after in pairwise(losses))

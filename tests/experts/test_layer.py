@@ -1,0 +1,233 @@
+"""ExpertLayer.forward and backward against the float64 reference, on every instruction set of this machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kt_runtime.errors import InvalidValueError, NumericsError
+from kt_runtime.experts import LoraSlot, available_isas
+
+EDGES = st.sampled_from([1, 2, 15, 16, 17, 31, 32, 33, 47, 65])
+SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@st.composite
+def cases(draw):
+    return {
+        "num_experts": draw(st.integers(1, 5)),
+        "hidden": draw(EDGES),
+        "inner": draw(EDGES),
+        "tokens": draw(st.sampled_from([0, 1, 2, 7, 13])),
+        "top_k": draw(st.integers(1, 3)),
+        "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        "ranks": draw(st.sampled_from([(), (4,), (1, 8), (3, 0, 17)])),
+        "lora_dtype": draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        "id_dtype": draw(st.sampled_from([torch.int32, torch.int64])),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+def as_reference(slots, leaves=False):
+    """Slots as the reference takes them; with `leaves`, in float64 with gradients."""
+    made = []
+    for slot in slots:
+        if slot is None:
+            made.append(None)
+            continue
+        tensors = slot.tensors()
+        if leaves:
+            tensors = tuple(None if t is None else t.double().requires_grad_() for t in tensors)
+        made.append((tensors, slot.scaling))
+    return made
+
+
+def forward(layer, p, rows=slice(None)):
+    token_slots = None if p.token_slots is None else p.token_slots[rows]
+    return layer.forward(p.x[rows], p.ids[rows], p.weights[rows], slots=p.slots, token_slots=token_slots)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@SETTINGS
+@given(case=cases())
+def test_forward_is_the_reference(isa, case, make_problem, build_layer, reference, assert_close):
+    p = make_problem(**case)
+    out = forward(build_layer(p.experts, isa), p)
+    wanted = reference.routed_experts(
+        p.experts, p.x, p.ids, p.weights, slots=as_reference(p.slots), token_slots=p.token_slots
+    )
+    assert out.dtype == p.x.dtype and out.shape == p.x.shape
+    assert_close(out, wanted, p.length, isa)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@SETTINGS
+@given(case=cases())
+def test_backward_is_autograd_of_the_reference(isa, case, make_problem, build_layer, reference, assert_close):
+    p = make_problem(**case)
+    x, weights = p.x.double().requires_grad_(), p.weights.double().requires_grad_()
+    slots = as_reference(p.slots, leaves=True)
+    out = reference.routed_experts(p.experts, x, p.ids, weights, slots=slots, token_slots=p.token_slots)
+    leaves = [t for slot in slots if slot for t in slot[0]]
+    wanted = torch.autograd.grad(out, [x, weights, *leaves], p.grad_out.double(), allow_unused=True)
+    wanted = [torch.zeros_like(t) if g is None else g for g, t in zip(wanted, [x, weights, *leaves], strict=True)]
+
+    layer = build_layer(p.experts, isa)
+    got = layer.backward(p.grad_out, p.x, p.ids, p.weights, slots=p.slots, token_slots=p.token_slots)
+    assert [s is None for s in got.slots] == [s is None for s in p.slots]
+    lora = [t for slot in got.slots if slot for t in slot.tensors()]
+    assert got.x.dtype == p.x.dtype
+    assert all(t.dtype == torch.float32 for t in [got.weights, *lora])
+    for g, w in zip([got.x, got.weights, *lora], wanted, strict=True):
+        assert_close(g, w, 4 * p.length, isa)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_alone_gives_the_same_bits_as_in_any_batch(isa, dtype, make_problem, build_layer):
+    p = make_problem(6, 96, 80, 61, 3, dtype=dtype, ranks=(4, 9))
+    layer = build_layer(p.experts, isa)
+    whole = forward(layer, p)
+    for t in range(p.x.shape[0]):
+        assert torch.equal(forward(layer, p, slice(t, t + 1))[0], whole[t])
+    order = torch.randperm(p.x.shape[0], generator=torch.Generator().manual_seed(5))
+    assert torch.equal(forward(layer, p, order), whole[order])
+
+
+@pytest.mark.parametrize("isa", available_isas())
+def test_a_tokens_bits_do_not_depend_on_other_tokens_adapters(isa, make_problem, build_layer):
+    p = make_problem(4, 64, 48, 20, 2, ranks=(4, 16))
+    layer = build_layer(p.experts, isa)
+    mixed = forward(layer, p)
+    for slot in (-1, 0, 1):
+        alone = torch.full_like(p.token_slots, slot)
+        same = layer.forward(p.x, p.ids, p.weights, slots=p.slots, token_slots=alone)
+        assert torch.equal(same[p.token_slots == slot], mixed[p.token_slots == slot])
+    assert torch.equal(layer.forward(p.x, p.ids, p.weights)[p.token_slots == -1], mixed[p.token_slots == -1])
+
+
+@pytest.mark.parametrize("isa", available_isas())
+def test_results_do_not_depend_on_the_number_of_threads(isa, make_problem, build_layer):
+    p = make_problem(5, 160, 96, 150, 3, dtype=torch.bfloat16, ranks=(8,))
+    outputs, gradients = [], []
+    for num_threads in (1, 2, 5):
+        layer = build_layer(p.experts, isa, num_threads)
+        outputs.append(forward(layer, p))
+        g = layer.backward(p.grad_out, p.x, p.ids, p.weights, slots=p.slots, token_slots=p.token_slots)
+        gradients.append([g.x, g.weights, *g.slots[0].tensors()])
+    for out, grads in zip(outputs[1:], gradients[1:], strict=True):
+        assert torch.equal(out, outputs[0])
+        assert all(torch.equal(a, b) for a, b in zip(grads, gradients[0], strict=True))
+
+
+@pytest.mark.parametrize("isa", available_isas())
+def test_bfloat16_and_float32_input_agree_on_the_same_numbers(isa, make_problem, build_layer):
+    p = make_problem(3, 70, 40, 9, 2, dtype=torch.bfloat16)
+    layer = build_layer(p.experts, isa)
+    exact = layer.forward(p.x.float(), p.ids, p.weights)
+    torch.testing.assert_close(layer.forward(p.x, p.ids, p.weights).float(), exact, rtol=2.0**-7, atol=1e-4)
+
+
+def test_strided_and_misaligned_tensors_are_read_in_place(make_problem, build_layer):
+    p = make_problem(4, 33, 17, 12, 2, ranks=(5,))
+    layer = build_layer(p.experts)
+    wanted = forward(layer, p)
+
+    def awkward(tensor):
+        padded = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 3), float("nan")).to(tensor.dtype)
+        padded[..., 1:-2] = tensor
+        return padded[..., 1:-2]
+
+    slots = [LoraSlot(*[awkward(t) for t in p.slots[0].tensors()], scaling=p.slots[0].scaling)]
+    out = awkward(torch.zeros_like(p.x))
+    ids = torch.nn.functional.pad(p.ids, (1, 2), value=99)[:, 1:-2]
+    got = layer.forward(awkward(p.x), ids, awkward(p.weights), slots=slots, token_slots=p.token_slots, out=out)
+    assert got is out and torch.equal(got, wanted)
+
+
+def test_gradients_are_added_to_given_tensors(make_problem, build_layer):
+    p = make_problem(3, 24, 16, 6, 2, ranks=(4,))
+    layer = build_layer(p.experts)
+    arguments = {"slots": p.slots, "token_slots": p.token_slots}
+    once = layer.backward(p.grad_out, p.x, p.ids, p.weights, **arguments).slots[0]
+    into = p.slots[0].zeros()
+    for _ in range(2):
+        layer.backward(p.grad_out, p.x, p.ids, p.weights, **arguments, into=[into])
+    for twice, single in zip(into.tensors(), once.tensors(), strict=True):
+        torch.testing.assert_close(twice, 2 * single)
+
+
+def test_an_adapter_may_cover_some_projections_only(make_problem, build_layer, reference, assert_close):
+    p = make_problem(3, 20, 18, 7, 2, ranks=(4,))
+    slot = LoraSlot(down_a=p.slots[0].down_a, down_b=p.slots[0].down_b, scaling=2.0)
+    got = build_layer(p.experts).forward(p.x, p.ids, p.weights, slots=[slot], token_slots=p.token_slots)
+    wanted = reference.routed_experts(
+        p.experts, p.x, p.ids, p.weights, slots=as_reference([slot]), token_slots=p.token_slots
+    )
+    assert_close(got, wanted, p.length, "down only")
+
+
+def test_batches_larger_than_the_scratch_give_the_same_bits(make_problem, build_layer):
+    # Scratch holds some 128 MiB of pairs: this call needs several rounds, its parts one each.
+    p = make_problem(2, 1024, 16, 9000, 4, ranks=(2,))
+    layer = build_layer(p.experts)
+    whole = forward(layer, p)
+    parts = [forward(layer, p, slice(first, first + 3000)) for first in range(0, 9000, 3000)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def replaced(**changes):
+    def change(arguments):
+        arguments.update(changes)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            replaced(ids=torch.tensor([[4, 0]] * 5).int()),
+            InvalidValueError,
+            r"ids\[0, 0\] is 4; allowed: 0 to 3, or -1",
+        ),
+        (replaced(ids=torch.tensor([[-2, 0]] * 5).int()), InvalidValueError, r"is -2"),
+        (replaced(ids=torch.zeros(5, 2)), InvalidValueError, r"ids has dtype float32; allowed: int32 or int64"),
+        (replaced(ids=torch.zeros(4, 2).int()), InvalidValueError, r"ids has shape \[4, 2\]; expected \[5, any\]"),
+        (replaced(weights=torch.zeros(5, 2).bfloat16()), InvalidValueError, r"weights has dtype bfloat16"),
+        (replaced(weights=torch.full((5, 2), float("inf"))), NumericsError, r"weights\[0, 0\] is NaN or Inf"),
+        (replaced(x=torch.zeros(5, 23)), InvalidValueError, r"x has shape \[5, 23\]; expected \[any, 24\]"),
+        (replaced(x=torch.zeros(5, 24).half()), InvalidValueError, r"x has dtype .*; allowed: float32 or bfloat16"),
+        (replaced(x=torch.zeros(24, 5).t()), InvalidValueError, r"x is not contiguous in its last dimension"),
+        (replaced(x=[[0.0]]), InvalidValueError, r"x is a list, expected a torch.Tensor"),
+        (replaced(x=torch.zeros(5, 24).index_fill(1, torch.tensor([7]), float("nan"))), NumericsError, r"x\[0, 7\]"),
+        (
+            replaced(token_slots=torch.ones(5).int()),
+            InvalidValueError,
+            r"token_slots\[0\] is 1; allowed: -1 for the base",
+        ),
+        (replaced(token_slots=torch.zeros(5).long()), InvalidValueError, r"token_slots has dtype int64"),
+        (replaced(slots=[LoraSlot(gate_a=torch.zeros(4, 2, 24))]), InvalidValueError, r"slots\[0\].gate_b is missing"),
+        (
+            replaced(slots=[LoraSlot(gate_a=torch.zeros(4, 2, 24), gate_b=torch.zeros(4, 16, 3))]),
+            InvalidValueError,
+            r"slots\[0\].gate_b has shape \[4, 16, 3\]; expected \[4, 16, 2\]",
+        ),
+        (replaced(out=torch.zeros(5, 24).bfloat16()), InvalidValueError, r"out has dtype bfloat16; allowed: float32"),
+    ],
+)
+def test_bad_input_is_named(change, error, message, make_problem, build_layer):
+    p = make_problem(4, 24, 16, 5, 2)
+    arguments = {"x": p.x, "ids": p.ids, "weights": p.weights}
+    change(arguments)
+    with pytest.raises(error, match=message):
+        build_layer(p.experts).forward(**arguments)
+
+
+def test_nan_in_the_outputs_gradient_is_named(make_problem, build_layer):
+    p = make_problem(2, 24, 16, 3, 2)
+    p.grad_out[2, 5] = float("inf")
+    with pytest.raises(NumericsError, match=r"grad_out\[2, 5\] is NaN or Inf"):
+        build_layer(p.experts).backward(p.grad_out, p.x, p.ids, p.weights)

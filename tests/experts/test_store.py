@@ -1,0 +1,233 @@
+"""ExpertStore.load: what it accepts, and what it says about what it refuses."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kt_runtime.errors import CheckpointError, ConflictError, InvalidValueError, NotFoundError, UnknownNameError
+from kt_runtime.experts import ExpertShape, ExpertStore, available_isas
+
+SHAPE = ExpertShape(num_experts=3, hidden=40, intermediate=24)
+KEY = "model.layers.1.mlp.experts"
+
+
+@pytest.fixture
+def experts(reference):
+    return reference.random_experts(SHAPE.num_experts, SHAPE.hidden, SHAPE.intermediate, seed=3)
+
+
+@pytest.fixture
+def tensors(experts, expert_tensors):
+    return expert_tensors(experts, KEY)
+
+
+def load(directory, **options):
+    return ExpertStore.load(directory, {1: KEY}, SHAPE, **options)
+
+
+def assert_holds(store, experts):
+    for e in range(SHAPE.num_experts):
+        for got, wanted in zip(store.layers[1].unpacked(e), (experts.gate, experts.up, experts.down), strict=True):
+            assert torch.equal(got, wanted[e])
+
+
+def test_one_file_with_a_key_per_expert(tmp_path, experts, tensors):
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_holds(load(tmp_path), experts)
+
+
+def test_shards_with_an_index(tmp_path, experts, tensors):
+    names = sorted(tensors)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in files.items():
+        save_file({name: tensors[name] for name in held}, tmp_path / file)
+    weight_map = {name: file for file, held in files.items() for name in held}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert_holds(load(tmp_path), experts)
+
+
+def test_fused_keys(tmp_path, experts):
+    fused = {
+        f"{KEY}.gate_up_proj": torch.cat([experts.gate, experts.up], dim=1),
+        f"{KEY}.down_proj": experts.down.clone(),
+    }
+    save_file(fused, tmp_path / "model.safetensors")
+    assert_holds(load(tmp_path), experts)
+
+
+def test_figures_and_progress(tmp_path, tensors):
+    save_file(tensors, tmp_path / "model.safetensors")
+    seen = []
+    store = load(tmp_path, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 1)]
+    assert store.weight_bytes == 3 * 3 * 40 * 24 * 2
+    # Rows round up to 16, columns to 32: gate and up 32 x 64, down 48 x 32.
+    assert store.resident_bytes == 3 * (2 * 32 * 64 + 48 * 32) * 2
+    assert store.isa == available_isas()[0]
+    assert store.num_threads >= 1
+
+
+def test_fingerprint_tells_weights_apart_and_not_instruction_sets(tmp_path, tensors):
+    save_file(tensors, tmp_path / "model.safetensors")
+    prints = {load(tmp_path, isa=isa).fingerprint() for isa in available_isas()}
+    assert len(prints) == 1 and len(prints.copy().pop()) == 64
+    name = f"{KEY}.2.down_proj.weight"
+    tensors[name][39, 23] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert load(tmp_path).fingerprint() not in prints
+
+
+def test_closed_store_refuses(tmp_path, tensors):
+    save_file(tensors, tmp_path / "model.safetensors")
+    store = load(tmp_path)
+    layer = store.layers[1]
+    store.close()
+    store.close()
+    with pytest.raises(ConflictError, match="closed"):
+        layer.forward(torch.zeros(1, 40), torch.zeros(1, 1).int(), torch.ones(1, 1))
+    with pytest.raises(ConflictError, match="closed"):
+        store.fingerprint()
+
+
+def test_calls_from_several_threads_agree(tmp_path, tensors):
+    save_file(tensors, tmp_path / "model.safetensors")
+    layer = load(tmp_path, num_threads=2).layers[1]
+    x, ids = torch.randn(400, 40), torch.randint(0, 3, (400, 2))
+    weights = torch.rand(400, 2)
+    wanted = layer.forward(x, ids, weights)
+    results = []
+    workers = [
+        threading.Thread(target=lambda: results.extend(layer.forward(x, ids, weights) for _ in range(20)))
+        for _ in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(results) == 80 and all(torch.equal(result, wanted) for result in results)
+
+
+def test_unknown_instruction_set_lists_the_available(tmp_path, tensors):
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UnknownNameError, match=r"unknown instruction set for this machine 'avx3'.*portable"):
+        load(tmp_path, isa="avx3")
+
+
+@pytest.mark.parametrize("num_threads", [0, -1])
+def test_thread_count_must_be_positive(tmp_path, num_threads):
+    with pytest.raises(InvalidValueError, match="num_threads"):
+        load(tmp_path, num_threads=num_threads)
+
+
+def test_missing_directory_says_what_was_looked_for(tmp_path):
+    with pytest.raises(NotFoundError, match=r"model\.safetensors\.index\.json nor model\.safetensors"):
+        load(tmp_path / "nothing")
+
+
+def drop(tensors):
+    del tensors[f"{KEY}.1.up_proj.weight"]
+
+
+def reshape(tensors):
+    tensors[f"{KEY}.1.up_proj.weight"] = torch.zeros(24, 41, dtype=torch.bfloat16)
+
+
+def retype(tensors):
+    tensors[f"{KEY}.0.gate_proj.weight"] = torch.zeros(24, 40)
+
+
+def poison(tensors):
+    tensors[f"{KEY}.2.down_proj.weight"][39, 23] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (drop, r"tensor 'model.layers.1.mlp.experts.1.up_proj.weight' is missing"),
+        (reshape, r"1.up_proj.weight' has shape \[24, 41\], expected \[24, 40\]"),
+        (retype, r"0.gate_proj.weight' has dtype F32, expected BF16"),
+        (poison, r"2.down_proj.weight' holds NaN or Inf at element 959"),
+    ],
+)
+def test_unfit_tensors_are_named(tmp_path, tensors, spoil, message):
+    spoil(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def safetensors_bytes(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(begin: int, end: int, shape: list[int], dtype: str = "BF16") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "too short"),
+        (b"\x00" * 7, "too short"),
+        (struct.pack("<Q", 1 << 60) + b"{}", "header length 1152921504606846976 is not possible"),
+        (struct.pack("<Q", 100) + b"{}", "header length 100 is not possible"),
+        (safetensors_bytes(b"[1, 2]"), "header is not an object"),
+        (safetensors_bytes(b'{"a": '), "header is not JSON"),
+        (safetensors_bytes(b'{"a": 1, "a": 2}'), "duplicate key"),
+        (safetensors_bytes(b"[" * 100), "nested too deeply"),
+        (safetensors_bytes({"a": entry(0, 8, [4])}, b"1234"), "out of range: the file holds 4 bytes"),
+        (safetensors_bytes({"a": entry(8, 0, [4])}, b"12345678"), "out of range"),
+        (safetensors_bytes({"a": entry(0, 6, [4])}, b"123456"), "span 6 bytes, shape and dtype need 8"),
+        (safetensors_bytes({"a": entry(0, 4, [2]), "b": entry(2, 6, [2])}, b"123456"), "overlap or leave a gap"),
+        (safetensors_bytes({"a": entry(2, 6, [2])}, b"123456"), "overlap or leave a gap"),
+        (safetensors_bytes({"a": entry(0, 4, [2])}, b"123456"), "2 bytes after the last tensor"),
+        (safetensors_bytes({"a": entry(0, 4, [1 << 40, 1 << 40])}, b"1234"), "shape too large"),
+        (safetensors_bytes({"a": entry(0, 4, [-2])}, b"1234"), "needs dtype, shape and data_offsets"),
+        (safetensors_bytes({"a": entry(0, 4, [2], "BF17")}, b"1234"), "unknown dtype 'BF17'"),
+        (safetensors_bytes({"a": {"dtype": "BF16"}}), "needs dtype, shape and data_offsets"),
+    ],
+)
+def test_broken_safetensors_are_refused(tmp_path, content, message):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0.1, 0.5, 0.999])
+def test_truncated_checkpoint_is_refused(tmp_path, tensors, keep):
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * keep)])
+    with pytest.raises(CheckpointError):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "not JSON"),
+        ("{}", "no weight_map"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "not a file name in this directory"),
+        ('{"weight_map": {"a": 3}}', "not a file name in this directory"),
+        ('{"weight_map": {"a": "model.safetensors"}}', "tensor 'a' is missing, though the index places it here"),
+    ],
+)
+def test_broken_index_is_refused(tmp_path, tensors, index, message):
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_missing_shard_is_not_found(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(NotFoundError, match=r"gone\.safetensors: No such file"):
+        load(tmp_path)

@@ -1,0 +1,119 @@
+"""CUDA tensors through the expert store's pinned buffers give what the same numbers give on the CPU, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.experts import ExpertLayer, ExpertShape, ExpertStore, LoraSlot, routed_experts
+
+SHAPE = ExpertShape(num_experts=6, hidden=96, intermediate=48)
+TOKENS, TOP_K, RANK = 40, 3, 4
+
+
+@pytest.fixture(scope="module")
+def layer(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayer:
+    directory: Path = tmp_path_factory.mktemp("experts")
+    generator = torch.Generator().manual_seed(0)
+    e, h, i = SHAPE.num_experts, SHAPE.hidden, SHAPE.intermediate
+    tensors = {
+        "m.gate_up_proj": (torch.randn(e, 2 * i, h, generator=generator) / h**0.5).bfloat16(),
+        "m.down_proj": (torch.randn(e, h, i, generator=generator) / i**0.5).bfloat16(),
+    }
+    save_file(tensors, directory / "model.safetensors")
+    return ExpertStore.load(directory, {0: "m"}, SHAPE).layers[0]
+
+
+def call(dtype: torch.dtype, seed: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(TOKENS, SHAPE.hidden, generator=generator).to(dtype),
+        "ids": torch.randint(-1, SHAPE.num_experts, (TOKENS, TOP_K), generator=generator),
+        "weights": torch.rand(TOKENS, TOP_K, generator=generator),
+    }
+
+
+def adapter(seed: int = 2) -> LoraSlot:
+    generator = torch.Generator().manual_seed(seed)
+    e, h, i = SHAPE.num_experts, SHAPE.hidden, SHAPE.intermediate
+    shapes = [(e, RANK, h), (e, i, RANK), (e, RANK, h), (e, i, RANK), (e, RANK, i), (e, h, RANK)]
+    tensors = [torch.randn(shape, generator=generator) * 0.2 for shape in shapes]
+    return LoraSlot(scaling=0.5).with_tensors(tensors)
+
+
+def on_gpu(slot: LoraSlot) -> LoraSlot:
+    return slot.with_tensors([None if t is None else t.cuda() for t in slot.tensors()])
+
+
+def cuda(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cuda() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_gives_the_same_bits(layer, dtype):
+    arguments, slot = call(dtype), adapter()
+    token_slots = torch.arange(TOKENS).remainder(2).sub(1).int()
+    wanted = layer.forward(**arguments, slots=[slot], token_slots=token_slots)
+    got = layer.forward(**cuda(arguments), slots=[on_gpu(slot)], token_slots=token_slots.cuda())
+    assert got.is_cuda and torch.equal(got.cpu(), wanted)
+
+
+def test_calls_follow_each_other_without_mixing(layer):
+    calls = [call(torch.bfloat16, seed) for seed in range(20)]
+    wanted = [layer.forward(**arguments) for arguments in calls]
+    got = [layer.forward(**cuda(arguments)) for arguments in calls]
+    assert all(torch.equal(g.cpu(), w) for g, w in zip(got, wanted, strict=True))
+
+
+def test_input_is_awaited_on_the_current_stream(layer):
+    arguments = cuda(call(torch.float32))
+    wanted = layer.forward(**cuda(call(torch.float32)))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = torch.zeros_like(arguments["x"])
+        torch.cuda._sleep(50_000_000)
+        late.copy_(arguments["x"])
+        got = layer.forward(late, arguments["ids"], arguments["weights"])
+    stream.synchronize()
+    assert torch.equal(got, wanted)
+
+
+def test_backward_gives_the_same_bits(layer):
+    arguments, slot = call(torch.float32), adapter()
+    token_slots = torch.zeros(TOKENS, dtype=torch.int32)
+    grad_out = torch.randn(TOKENS, SHAPE.hidden, generator=torch.Generator().manual_seed(3))
+    wanted = layer.backward(grad_out, **arguments, slots=[slot], token_slots=token_slots)
+    got = layer.backward(grad_out.cuda(), **cuda(arguments), slots=[on_gpu(slot)], token_slots=token_slots.cuda())
+    pairs = zip(got.slots[0].tensors(), wanted.slots[0].tensors(), strict=True)
+    for g, w in [(got.x, wanted.x), (got.weights, wanted.weights), *pairs]:
+        assert g.is_cuda and torch.equal(g.cpu(), w)
+
+
+def test_an_adapter_changed_in_place_is_copied_again(layer):
+    arguments, slot = cuda(call(torch.float32)), on_gpu(adapter())
+    token_slots = torch.zeros(TOKENS, dtype=torch.int32).cuda()
+    before = layer.forward(**arguments, slots=[slot], token_slots=token_slots)
+    slot.down_b.mul_(2)
+    after = layer.forward(**arguments, slots=[slot], token_slots=token_slots)
+    assert not torch.equal(before, after)
+
+
+def test_gradients_flow_on_the_device(layer):
+    arguments = cuda(call(torch.float32))
+    x = arguments["x"].requires_grad_()
+    slot = on_gpu(adapter())
+    tensors = [t.requires_grad_() for t in slot.tensors()]
+    routed_experts(layer, x, arguments["ids"], arguments["weights"], slot.with_tensors(tensors)).sum().backward()
+    assert all(t.grad is not None and t.grad.is_cuda for t in [x, *tensors])
+
+
+def test_tensors_on_different_devices_are_refused(layer):
+    arguments = cuda(call(torch.float32))
+    arguments["ids"] = arguments["ids"].cpu()
+    with pytest.raises(InvalidValueError, match="ids is on cpu, x on cuda:0"):
+        layer.forward(**arguments)

@@ -1,0 +1,76 @@
+"""Adapters to test with: made at random, written as PEFT directories, and merged into a Hugging Face model.
+
+Written from PEFT's formula y = W x + (alpha / r) B A x and its file format alone; of kt-runtime it uses the list of a
+model's modules and the type of an adapter only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from kt_runtime.adapters import AdapterTensors, LoraPair
+from kt_runtime.families import family_for
+
+
+def random_adapter(
+    config: Mapping[str, Any], *, rank: int, alpha: float, seed: int, only: Collection[str] = ()
+) -> AdapterTensors:
+    """Neither A nor B is zero. `only`: groups ("attention", ...) or projections ("q_proj", ...); empty: all."""
+    generator = torch.Generator().manual_seed(seed)
+    modules = {}
+    for module in family_for(config).lora_modules(config):
+        if only and module.group not in only and module.projection not in only:
+            continue
+        stack = (module.num_experts,) if module.num_experts else ()
+        a = torch.randn(*stack, rank, module.in_features, generator=generator) / module.in_features**0.5
+        b = torch.randn(*stack, module.out_features, rank, generator=generator) * 0.3
+        modules[module.name] = LoraPair(a, b)
+    return AdapterTensors.from_modules(rank, alpha, modules)
+
+
+def write_adapter(directory: Path, adapter: AdapterTensors) -> Path:
+    """A directory as PEFT 0.21 would save it, one pair of tensors per expert."""
+    directory.mkdir(parents=True)
+    tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.tensors.items()}
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": adapter.targets,
+        "bias": "none",
+        "base_model_name_or_path": None,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
+
+
+@torch.no_grad()
+def merge(model: torch.nn.Module, adapter: AdapterTensors) -> torch.nn.Module:
+    """Adds the adapter to the weights of a Hugging Face model (transformers 5), in place."""
+    parameters = dict(model.named_parameters())
+    for name, pair in adapter.modules.items():
+        rows(parameters, name).add_(delta(pair, adapter.scaling))
+    return model
+
+
+def delta(pair: LoraPair, scaling: float) -> torch.Tensor:
+    return scaling * (pair.b @ pair.a)
+
+
+def rows(parameters: Mapping[str, torch.Tensor], module: str) -> torch.Tensor:
+    """The weight of `module`: for routed experts, its rows of the fused parameter [E, out, in]."""
+    parent, _, projection = module.rpartition(".")
+    if not parent.endswith(".experts"):
+        return parameters[f"{module}.weight"]
+    if projection == "down_proj":
+        return parameters[f"{parent}.down_proj"]
+    gate, up = parameters[f"{parent}.gate_up_proj"].chunk(2, dim=1)
+    return gate if projection == "gate_proj" else up

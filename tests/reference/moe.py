@@ -1,0 +1,79 @@
+"""The one reference for routed experts: plain loops over tokens, float64, autograd does the backward.
+
+T tokens, K experts per token, H hidden, I intermediate, E experts, R rank. Nothing here is fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+Lora = tuple[Sequence[Tensor | None], float]
+"""(gate_a, gate_b, up_a, up_b, down_a, down_b), each [E, R, in] or [E, out, R] or None in pairs; then the scaling."""
+
+
+@dataclass(frozen=True)
+class ReferenceExperts:
+    gate: Tensor  # [E, I, H]
+    up: Tensor  # [E, I, H]
+    down: Tensor  # [E, H, I]
+
+    def double(self) -> ReferenceExperts:
+        return ReferenceExperts(self.gate.double(), self.up.double(), self.down.double())
+
+
+def random_experts(num_experts: int, hidden: int, intermediate: int, seed: int = 0) -> ReferenceExperts:
+    """bfloat16 weights with outputs of the order of their inputs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, cols: int) -> Tensor:
+        return (torch.randn(num_experts, rows, cols, generator=generator) / cols**0.5).bfloat16()
+
+    return ReferenceExperts(matrix(intermediate, hidden), matrix(intermediate, hidden), matrix(hidden, intermediate))
+
+
+def routed_experts(
+    experts: ReferenceExperts,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    slots: Sequence[Lora | None] = (),
+    token_slots: Tensor | None = None,
+) -> Tensor:
+    """sum over k of weights[t, k] * expert(ids[t, k], x[t]), in float64; ids of -1 contribute nothing.
+
+    Arguments may be of any floating type and are widened; gradients flow to those that require them.
+    """
+    wide = experts.double()
+    rows = []
+    for t in range(x.shape[0]):
+        slot = -1 if token_slots is None else int(token_slots[t])
+        lora = slots[slot] if slot >= 0 else None
+        total = x[t].double() * 0.0  # part of the graph even where nothing is routed
+        for k in range(ids.shape[1]):
+            expert = int(ids[t, k])
+            if expert >= 0:
+                total = total + weights[t, k].double() * one_expert(wide, expert, x[t].double(), lora)
+        rows.append(total)
+    return torch.stack(rows) if rows else x.double()
+
+
+def one_expert(experts: ReferenceExperts, expert: int, x: Tensor, lora: Lora | None) -> Tensor:
+    gate = projection(experts.gate[expert], x, lora, 0, expert)
+    up = projection(experts.up[expert], x, lora, 1, expert)
+    return projection(experts.down[expert], silu(gate) * up, lora, 2, expert)
+
+
+def projection(weight: Tensor, x: Tensor, lora: Lora | None, part: int, expert: int) -> Tensor:
+    """W x + scaling * B (A x); `part` is 0 for gate, 1 for up, 2 for down."""
+    y = weight @ x
+    if lora is None:
+        return y
+    tensors, scaling = lora
+    a, b = tensors[2 * part], tensors[2 * part + 1]
+    return y if a is None or b is None else y + scaling * (b[expert].double() @ (a[expert].double() @ x))
