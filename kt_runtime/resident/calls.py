@@ -1,0 +1,209 @@
+"""What each request about a training session does, as a generator of slices that returns the answer.
+
+A session exists from the end of its `CreateSession` to its `CloseSession`. Everything is checked when a request's turn
+comes, not when it arrives: the ones before it may create the session that it names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from kt_runtime.adapters import AdapterVersion, read_peft_directory
+from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
+from kt_runtime.families import resolve_targets
+from kt_runtime.resident import state
+from kt_runtime.resident.batches import TrainingBatch
+from kt_runtime.resident.executor import Slices
+from kt_runtime.resident.host import Host
+from kt_runtime.resident.lora import LoraModules
+from kt_runtime.resident.optimizer import StepSettings
+from kt_runtime.resident.publishing import Publisher
+from kt_runtime.resident.session import Session
+from kt_runtime.resident.slices import CallResult
+from kt_runtime.resident.twin import Twin
+from kt_runtime.wire import messages
+from kt_runtime.wire.messages import (
+    CloseSession,
+    CreateSession,
+    Forward,
+    ForwardBackward,
+    ForwardReply,
+    Load,
+    OptimStep,
+    Publish,
+    Reply,
+    Save,
+)
+
+SessionRequest = CreateSession | Forward | ForwardBackward | OptimStep | Save | Load | Publish | CloseSession
+Arrays = Mapping[str, np.ndarray]
+
+
+class Answers:
+    """How a request is answered: `reply` or `fail`, once each. `later`: from a function run on the writing thread."""
+
+    def __init__(
+        self,
+        reply: Callable[[Reply, Arrays | None], None],
+        fail: Callable[[str, Exception], None],
+        later: Callable[[str, Callable[[], Reply]], None],
+    ) -> None:
+        self.reply, self.fail, self.later = reply, fail, later
+
+    def when_moved(self, request: Any, name: str) -> Callable[[AdapterVersion | Exception], None]:
+        """Answers with a `PublishReply` once the name has moved; its time counts from now."""
+        started = time.monotonic()
+
+        def done(outcome: AdapterVersion | Exception) -> None:
+            if isinstance(outcome, Exception):
+                self.fail(request.request_id, outcome)
+                return
+            reply = messages.PublishReply(
+                request_id=request.request_id,
+                name=name,
+                version=outcome.hash,
+                lora_id=outcome.lora_id or "",
+                publish_ms=1000 * (time.monotonic() - started),
+            )
+            self.reply(reply, None)
+
+        return done
+
+
+class SessionCalls:
+    """`microbatch_tokens`: padded tokens that go through a layer at once."""
+
+    def __init__(self, host: Host, twin: Twin, publisher: Publisher, answers: Answers, microbatch_tokens: int) -> None:
+        self._host, self._twin, self._publisher, self._answers = host, twin, publisher, answers
+        self._lora = LoraModules(twin)
+        self._max_tokens = microbatch_tokens
+        self._sessions: dict[str, Session] = {}
+        self._sessions_made = 0
+
+    def infos(self) -> list[messages.SessionInfo]:
+        return [session.info() for session in self._sessions.values()]
+
+    def slices(self, request: SessionRequest, arrays: Arrays) -> Slices:
+        """The request's work. Its result is None: it answers by itself when all has gone well."""
+        match request:
+            case CreateSession():
+                return self._create(request)
+            case Forward() | ForwardBackward():
+                return self._forward(request, arrays)
+            case OptimStep():
+                return self._optim_step(request)
+            case Save():
+                return self._save(request)
+            case Load():
+                return self._load(request)
+            case Publish():
+                return self._publish(request)
+            case CloseSession():
+                return self._close(request)
+
+    def _session(self, name: str) -> Session:
+        if name not in self._sessions:
+            raise UnknownNameError("session", name, self._sessions)
+        return self._sessions[name]
+
+    def _create(self, request: CreateSession) -> Slices:
+        yield from ()
+        if request.session in self._sessions:
+            raise ConflictError(f"session {request.session!r} exists already; close it, or choose another name")
+        settings = request.lora
+        if settings.rank > self._host.max_lora_rank:
+            raise InvalidValueError(
+                f"LoRA rank {settings.rank}: this server serves adapters up to rank {self._host.max_lora_rank} "
+                "(--max-lora-rank)"
+            )
+        modules = resolve_targets(self._host.config, settings.targets)
+        self._sessions_made += 1
+        session = Session(request.session, f"s{self._sessions_made}", self._twin, self._lora, modules, settings)
+        try:
+            if request.start_from is not None:
+                self._start_from(session, request.start_from)
+        except Exception:
+            session.close()
+            raise
+        self._sessions[request.session] = session
+        self._answers.reply(messages.SessionReply(request_id=request.request_id, info=session.info()), None)
+
+    def _start_from(self, session: Session, path: str) -> None:
+        directory = state.checked_path(path)
+        adapter = read_peft_directory(directory, self._twin.family, self._host.config, self._host.max_lora_rank)
+        session.set_masters(state.masters_from(adapter, session, str(directory)))
+
+    def _forward(self, request: Forward | ForwardBackward, arrays: Arrays) -> Slices:
+        session, started = self._session(request.session), time.monotonic()
+        batch = TrainingBatch(request.lengths, arrays["tokens"], arrays["targets"], arrays["weights"])
+        batch.check(self._twin.vocabulary, self._host.context_tokens)
+        result: CallResult
+        if isinstance(request, Forward):
+            result = yield from session.forward(
+                batch, request.loss.name, self._max_tokens, adapter_off=request.adapter_off
+            )
+        else:
+            result = yield from session.forward_backward(batch, request.loss.name, self._max_tokens)
+        reply = ForwardReply(
+            request_id=request.request_id,
+            loss=result.loss,
+            num_tokens=len(batch.tokens),
+            seconds=time.monotonic() - started,
+        )
+        self._answers.reply(reply, {"logprobs": result.logprobs.numpy()})
+
+    def _optim_step(self, request: OptimStep) -> Slices:
+        session = self._session(request.session)
+        settings = StepSettings(
+            learning_rate=request.learning_rate,
+            beta1=request.beta1,
+            beta2=request.beta2,
+            epsilon=request.epsilon,
+            weight_decay=request.weight_decay,
+            max_grad_norm=request.max_grad_norm,
+            lora_plus_ratio=request.lora_plus_ratio,
+        )
+        norm: float = yield from session.optim_step(settings)
+        reply = messages.OptimReply(
+            request_id=request.request_id, step=session.step, grad_norm=norm, finished_at=time.time()
+        )
+        self._answers.reply(reply, None)
+
+    def _save(self, request: Save) -> Slices:
+        """Copies the state now and writes it beside the engine: the session goes on meanwhile."""
+        yield from ()
+        path = state.checked_path(request.path)
+        session = self._session(request.session)
+        if path.exists() and not request.replace:
+            raise ConflictError(f"{path} exists already; choose another path, or save with replace")
+        snapshot = state.snapshot(session, optimizer=request.optimizer)
+
+        def write() -> Reply:
+            content = state.write(path, snapshot, self._twin.family, self._host, replace=request.replace)
+            return messages.SavedReply(
+                request_id=request.request_id, path=str(path), content_hash=content, step=snapshot.saved.step
+            )
+
+        self._answers.later(request.request_id, write)
+
+    def _load(self, request: Load) -> Slices:
+        yield from ()
+        session = self._session(request.session)
+        state.load(state.checked_path(request.path), session, self._twin.family, self._host)
+        self._answers.reply(messages.SessionReply(request_id=request.request_id, info=session.info()), None)
+
+    def _publish(self, request: Publish) -> Slices:
+        yield from ()
+        session = self._session(request.session)
+        done = self._answers.when_moved(request, request.name)
+        self._publisher.publish(request.name, state.masters(session), f"session {session.name}", done)
+
+    def _close(self, request: CloseSession) -> Slices:
+        yield from ()
+        self._session(request.session).close()
+        del self._sessions[request.session]
+        self._answers.reply(messages.DoneReply(request_id=request.request_id), None)

@@ -1,0 +1,64 @@
+"""What the resident needs of the engine that serves the model. SGLang implements it; tests use a fake.
+
+Nothing here knows SGLang. All calls come from the engine's own thread, between two of its batches, except where a
+method says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from kt_runtime.adapters import AdapterTensors
+    from kt_runtime.experts import ExpertStore
+
+
+class Host(Protocol):
+    engine_version: str
+    model: str
+    """The name or directory that the user gave."""
+    model_directory: str
+    config: dict[str, Any]
+    """The Hugging Face config as in config.json."""
+    device: torch.device
+    dtype: torch.dtype
+    max_lora_rank: int
+    context_tokens: int
+    experts: ExpertStore
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The engine's parameters and buffers by the engine's names. The twin takes views of them."""
+        ...
+
+    def is_serving(self) -> bool:
+        """True while any request is running or waiting."""
+        ...
+
+    def install_adapter(self, lora_id: str, name: str, adapter: AdapterTensors) -> None:
+        """Makes the adapter servable under `lora_id`; the caller may change its tensors afterwards.
+
+        Raises ConflictError when there is no room for another adapter. Nothing is changed on an error.
+        """
+        ...
+
+    def drop_adapter(self, lora_id: str) -> None:
+        """Frees an adapter that no request uses any more. An unknown id is ignored."""
+        ...
+
+    def move_name(self, name: str, version: str, lora_id: str, done: Callable[[Exception | None], None]) -> None:
+        """Asks the frontend to let `name` mean `lora_id` from now on; `done` is called in a later turn.
+
+        The frontend drops the former version (`DropAdapter`) once the last request that uses it has ended.
+        """
+        ...
+
+    def poll(self) -> None:
+        """Called once per turn on rank 0: the moment to call `done` of the moves that the frontend has answered."""
+        ...
+
+    def close(self) -> None:
+        """Called once, at the end."""
+        ...

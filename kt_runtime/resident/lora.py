@@ -1,0 +1,134 @@
+"""LoRA on the twin: several adapters side by side on one base, float32 masters, one of them active at a time.
+
+Dense modules are wrapped by PEFT's own layer (`peft.tuners.lora.Linear`), routed experts get stacked A and B that the
+expert store takes. Never `get_peft_model` on the whole model: what it leaves out of a fused-expert model it leaves out
+silently.
+
+A parameter is called `<module>.lora_A` or `<module>.lora_B`, with module names as in `kt_runtime.families`.
+
+Shapes: dense A [R, in], B [out, R]; routed experts A [E, R, in], B [E, out, R].
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear as PeftLinear
+from torch import nn
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.experts import LoraSlot
+from kt_runtime.families import LoraModule
+from kt_runtime.resident.twin import Twin
+
+
+class LoraModules:
+    """All adapters on one twin, by key. A key has no dots (PEFT keeps it in a ModuleDict)."""
+
+    def __init__(self, twin: Twin) -> None:
+        self._twin = twin
+        self._parameters: dict[str, dict[int, dict[str, nn.Parameter]]] = {}
+        self._modules: dict[str, list[LoraModule]] = {}
+        self._dropouts: dict[str, float] = {}
+        self._selected: dict[int, tuple[str | None, bool]] = {}
+
+    def create(
+        self, key: str, modules: Sequence[LoraModule], *, rank: int, alpha: float, dropout: float, seed: int
+    ) -> dict[str, nn.Parameter]:
+        """Adds an adapter and returns its parameters: A uniform as in PEFT, B zero.
+
+        Each module's A depends on `seed` and the module's name alone. Raises InvalidValueError for dropout on routed
+        experts, which the expert store does not compute.
+        """
+        if dropout > 0 and any(module.num_experts for module in modules):
+            raise InvalidValueError(
+                f"LoRA dropout {dropout}: routed experts can't be trained with dropout; use dropout 0, or targets "
+                "without the experts (attention, mlp, shared)"
+            )
+        self._selected.clear()
+        config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, init_lora_weights=False)  # type: ignore[arg-type]
+        by_layer: dict[int, dict[str, nn.Parameter]] = defaultdict(dict)
+        experts: dict[str, LoraSlot] = {}
+        with torch.random.fork_rng(devices=[]):
+            for module in modules:
+                a, b = _initial(module, rank, seed, self._twin.device)
+                by_layer[module.layer][f"{module.name}.lora_A"] = a
+                by_layer[module.layer][f"{module.name}.lora_B"] = b
+                if module.num_experts:
+                    parent, _, projection = module.name.rpartition(".")
+                    slot = experts.setdefault(parent, LoraSlot(scaling=alpha / rank))
+                    setattr(slot, projection.replace("_proj", "_a"), a)
+                    setattr(slot, projection.replace("_proj", "_b"), b)
+                else:
+                    self._wrap(module.name, key, config, a, b)
+        for parent, slot in experts.items():
+            self._twin.experts[parent].adapters[key] = slot
+        self._parameters[key], self._modules[key] = dict(by_layer), list(modules)
+        self._dropouts[key] = dropout
+        return {name: value for layer in by_layer.values() for name, value in layer.items()}
+
+    def remove(self, key: str) -> None:
+        """Takes an adapter away; a module that no adapter is left on becomes the plain one again."""
+        self._selected.clear()
+        for module in self._modules.pop(key):
+            if module.num_experts:
+                self._twin.experts[module.name.rpartition(".")[0]].adapters.pop(key, None)
+                continue
+            wrapped = self._twin.submodule(module.name)
+            assert isinstance(wrapped, PeftLinear)
+            wrapped.delete_adapter(key)
+            if not wrapped.lora_A:
+                self._twin.replace(module.name, wrapped.get_base_layer())
+        del self._parameters[key], self._dropouts[key]
+
+    def parameters(self, key: str, layer: int) -> dict[str, nn.Parameter]:
+        return self._parameters[key].get(layer, {})
+
+    def lowest_layer(self, key: str) -> int:
+        return min(self._parameters[key])
+
+    def has_dropout(self, key: str) -> bool:
+        return self._dropouts[key] > 0
+
+    def select(self, layer: int, key: str | None, *, dropout: bool) -> None:
+        """From now on the adapter `key` is active in this layer, and no other; None: the base alone."""
+        if self._selected.get(layer) == (key, dropout):
+            return
+        for module in self._twin.layer(layer).modules():
+            if isinstance(module, PeftLinear):
+                module.set_adapter([] if key is None else [key])
+                module.train(dropout)
+        experts = self._twin.experts_of(layer)
+        if experts is not None:
+            experts.active = key
+        self._selected[layer] = (key, dropout)
+
+    def _wrap(self, name: str, key: str, config: LoraConfig, a: nn.Parameter, b: nn.Parameter) -> None:
+        module = self._twin.submodule(name)
+        if isinstance(module, PeftLinear):
+            module.update_layer(key, config.r, lora_alpha=config.lora_alpha, config=config)
+        else:
+            module = PeftLinear(module, key, config, r=config.r, lora_alpha=config.lora_alpha)
+            self._twin.replace(name, module)
+        # PEFT gives adapters the base's dtype; masters are float32 whatever the base is.
+        module.lora_A[key].weight = a
+        module.lora_B[key].weight = b
+        module.set_adapter([])
+        module.eval()
+
+
+def _initial(module: LoraModule, rank: int, seed: int, device: torch.device) -> tuple[nn.Parameter, nn.Parameter]:
+    """A: Kaiming-uniform with a = sqrt(5), as PEFT: uniform in ±1/sqrt(in). B: zero."""
+    digest = hashlib.sha256(f"{seed}:{module.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    stack = (module.num_experts,) if module.num_experts else ()
+    a = torch.empty(*stack, rank, module.in_features)
+    bound = 1 / math.sqrt(module.in_features)
+    a.uniform_(-bound, bound, generator=generator)
+    b = torch.zeros(*stack, module.out_features, rank)
+    return nn.Parameter(a.to(device)), nn.Parameter(b.to(device))

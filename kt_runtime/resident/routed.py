@@ -1,0 +1,56 @@
+"""The twin's routed part: experts that the expert store computes, and a router with the serving arithmetic.
+
+Shapes: T tokens, K experts per token, E experts, H hidden, R LoRA rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kt_runtime.experts import ExpertStore, LoraSlot, routed_experts
+
+
+class RoutedExperts(nn.Module):
+    """In the place of Hugging Face's fused expert module; has no parameters of its own.
+
+    `adapters`: LoRA by key; `active` picks one, None the base alone. `padding` [T]: True for rows that are no token,
+    None without any; they cost nothing and come out as zeros.
+    """
+
+    def __init__(self, store: ExpertStore, layer: int) -> None:
+        super().__init__()
+        self._layer = store.layers[layer]
+        self.adapters: dict[str, LoraSlot] = {}
+        self.active: str | None = None
+        self.padding: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[T, H], [T, K], [T, K] to [T, H]: the weighted sum of each token's experts."""
+        if self.padding is not None:
+            ids = ids.masked_fill(self.padding[:, None], -1)
+        slot = self.adapters.get(self.active) if self.active is not None else None
+        return routed_experts(self._layer, hidden, ids, weights.float(), slot)
+
+
+class SoftmaxRouter(nn.Module):
+    """Qwen3-MoE's router as SGLang 0.5.23 computes it (`sglang.srt.layers.moe.topk.fused_topk_torch_native`).
+
+    Against Hugging Face's: the routing weights stay float32 instead of being rounded to the model's dtype. In float32
+    both are the same. DeepSeek's routers need no counterpart: both sides compute them in float32.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.top_k, self.normalises = int(config.num_experts_per_tok), bool(config.norm_topk_prob)
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits [T, E], weights [T, K], ids [T, K], as Hugging Face's router returns them."""
+        logits = nn.functional.linear(hidden, self.weight)
+        weights, ids = torch.topk(logits.float().softmax(-1), self.top_k, dim=-1)
+        if self.normalises:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights, ids

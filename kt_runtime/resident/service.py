@@ -1,0 +1,275 @@
+"""The resident: takes the training protocol's requests, runs them as slices between the engine's batches, answers.
+
+The engine calls, on its own thread, once per turn: `decisions` (rank 0), `apply` with what was broadcast (every rank),
+`turn` (every rank). None of them raises because of a request: the user's mistakes and our own faults become error
+replies, and the engine goes on serving.
+
+Requests that name a session keep their order within the session. The others (status, adapters by name or directory) are
+carried out as they arrive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kt_runtime import __version__
+from kt_runtime.adapters import VersionStore
+from kt_runtime.errors import UserError
+from kt_runtime.resident.calls import Answers, Arrays, SessionCalls, SessionRequest
+from kt_runtime.resident.decisions import Arrived, Decisions, Moved, decode, encode
+from kt_runtime.resident.executor import Executor, Work
+from kt_runtime.resident.host import Host
+from kt_runtime.resident.memory import resident_set_bytes
+from kt_runtime.resident.publishing import Publisher
+from kt_runtime.resident.settings import ResidentSettings
+from kt_runtime.resident.twin import Twin
+from kt_runtime.wire import messages
+from kt_runtime.wire.failures import error_from, error_reply
+from kt_runtime.wire.messages import AnyRequest, Reply
+from kt_runtime.wire.server import Incoming, WireServer
+
+logger = logging.getLogger(__name__)
+
+SERVING_BUDGET_SECONDS = 0.01
+IDLE_BUDGET_SECONDS = 0.05
+"""How long one turn's slices should take: how long a request may wait for the engine because of training."""
+
+
+class Server(Protocol):
+    """What the resident needs of `WireServer`."""
+
+    @property
+    def has_pending(self) -> bool: ...
+
+    @property
+    def wakeup_fd(self) -> int: ...
+
+    def take(self) -> list[Incoming]: ...
+
+    def answer(self, incoming: Incoming, reply: Reply, arrays: Mapping[str, np.ndarray] | None = None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@contextlib.contextmanager
+def _training_mode() -> Iterator[None]:
+    """The engine's loop runs in inference mode, whose tensors can't be trained on; gradients stay off until needed."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class Resident:
+    """`server` is None on every rank but 0. Not thread-safe."""
+
+    @classmethod
+    def start(cls, host: Host, settings: ResidentSettings) -> Resident:
+        """On rank 0: builds the twin and listens at `settings.wire_address`. Closing it closes the host too.
+
+        What was published before is served again from the first turn on.
+        """
+        return cls(host, settings, WireServer(settings.wire_address))
+
+    def __init__(
+        self,
+        host: Host,
+        settings: ResidentSettings,
+        server: Server | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host, self._server = host, server
+        self.twin = Twin(host)
+        self.executor = Executor(settings.training_share, clock)
+        self._fingerprint: str | None = None
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kt-write")
+        self._moved: deque[Moved] = deque()
+        self._written: deque[tuple[str, Future[Reply]]] = deque()
+        self._unanswered: dict[str, Incoming] = {}
+        self._plan = (0, False)
+        self._salt = uuid.uuid4().hex
+        self.publisher = Publisher(
+            host,
+            self.twin.family,
+            VersionStore(
+                Path(settings.adapter_directory),
+                self.twin.family,
+                host.config,
+                host.max_lora_rank,
+                settings.kept_versions,
+            ),
+            settings.kept_versions,
+            self._background,
+            self._on_moved,
+        )
+        self._answers = Answers(self._answer, self._fail, self._answer_later)
+        self.calls = SessionCalls(host, self.twin, self.publisher, self._answers, settings.microbatch_tokens)
+        logger.info(
+            "training twin: %d bytes shared with the engine, %d copied", self.twin.shared_bytes, self.twin.copied_bytes
+        )
+
+    # What the engine calls.
+
+    @property
+    def wakeup_fd(self) -> int:
+        """Polls readable when a request waits."""
+        assert self._server is not None
+        return self._server.wakeup_fd
+
+    def has_work(self) -> bool:
+        """True while the engine should not sleep: slices to run, requests to take, answers that wait for a turn."""
+        waiting = bool(self._moved or self._written) or self.publisher.is_waiting or not self.executor.is_idle
+        return waiting or (self._server is not None and self._server.has_pending)
+
+    def decisions(self) -> list[bytes]:
+        """Rank 0: what is to be done in this turn, for every rank's `apply`; empty when there is nothing."""
+        assert self._server is not None
+        self._host.poll()
+        self._answer_written()
+        arrived = []
+        for incoming in self._server.take():
+            self._unanswered[incoming.request_id] = incoming
+            arrays = [(name, value.dtype.str, value.tobytes()) for name, value in incoming.arrays.items()]
+            arrived.append(Arrived(incoming.request, arrays))
+        moved = [self._moved.popleft() for _ in range(len(self._moved))]
+        is_serving = self._host.is_serving()
+        budget = SERVING_BUDGET_SECONDS if is_serving else IDLE_BUDGET_SECONDS
+        num_slices = self.executor.plan(is_serving, budget) or (1 if arrived and not is_serving else 0)
+        decided, self._salt = Decisions(arrived, moved, num_slices, is_serving, self._salt), ""
+        return [] if decided.is_empty else [encode(decided)]
+
+    def apply(self, payloads: Sequence[bytes]) -> None:
+        """Every rank, with the payloads of `decisions` as broadcast. Slices run in `turn`."""
+        with _training_mode():
+            for payload in payloads:
+                decided = decode(payload)
+                if decided.salt:
+                    self.publisher.start(decided.salt)
+                for moved in decided.moved:
+                    self._finish_move(moved)
+                for arrived in decided.arrived:
+                    arrays = {name: np.frombuffer(data, kind) for name, kind, data in arrived.arrays}
+                    self._dispatch(arrived.request, arrays)
+                self._plan = (decided.num_slices, decided.is_serving)
+
+    def turn(self) -> None:
+        """Every rank: runs the slices that the last `apply` was told of."""
+        (num_slices, is_serving), self._plan = self._plan, (0, False)
+        if num_slices:
+            with _training_mode():
+                self.executor.run(num_slices, is_serving)
+
+    def close(self) -> None:
+        """Ends training, finishes what is being written, stops listening. Calls that were under way leave no trace."""
+        self.executor.close()
+        self._background.shutdown(wait=True)
+        if self._server is not None:
+            self._answer_written()
+            self._server.close()
+        self._host.close()
+
+    # Requests.
+
+    def _dispatch(self, request: AnyRequest, arrays: Arrays) -> None:
+        if isinstance(request, SessionRequest):
+            request_id = request.request_id
+            slices = self.calls.slices(request, arrays)
+            work = Work(request.session, slices, lambda _: None, lambda error: self._fail(request_id, error))
+            self.executor.submit(work)
+            return
+        try:
+            reply = self._immediate(request)
+        except Exception as error:  # noqa: BLE001 - answered and logged by _fail
+            self._fail(request.request_id, error)
+            return
+        if reply is not None:
+            self._answer(reply, None)
+
+    def _finish_move(self, moved: Moved) -> None:
+        try:
+            self.publisher.finish(moved.lora_id, None if moved.error is None else error_from(moved.error))
+        except Exception:
+            logger.exception("moving a name to %s went wrong; serving goes on", moved.lora_id)
+
+    def _immediate(self, request: AnyRequest) -> Reply | None:
+        """The reply, or None when it comes later."""
+        match request:
+            case messages.GetStatus():
+                return self._status(request)
+            case messages.ListAdapters():
+                return messages.AdaptersReply(request_id=request.request_id, adapters=self.publisher.adapters())
+            case messages.LoadAdapter():
+                done = self._answers.when_moved(request, request.name)
+                self.publisher.load(request.name, request.path, done)
+                return None
+            case messages.RollbackAdapter():
+                done = self._answers.when_moved(request, request.name)
+                self.publisher.rollback(request.name, request.adapter_version, done)
+                return None
+            case messages.ForgetAdapter():
+                self.publisher.forget(request.name)
+            case messages.DropAdapter():
+                self.publisher.drop(request.lora_id)
+        return messages.DoneReply(request_id=request.request_id)
+
+    def _status(self, request: messages.GetStatus) -> Reply:
+        if self._fingerprint is None or request.verify_weights:
+            self._fingerprint = self.twin.weights_fingerprint()
+        return messages.StatusReply(
+            request_id=request.request_id,
+            runtime_version=__version__,
+            sglang_version=self._host.engine_version,
+            model=self._host.model,
+            model_directory=self._host.model_directory,
+            family=self.twin.family.name,
+            fingerprint=self._fingerprint,
+            dtype=str(self._host.dtype).removeprefix("torch."),
+            device=str(self._host.device),
+            max_lora_rank=self._host.max_lora_rank,
+            context_tokens=self._host.context_tokens,
+            weights_shared_bytes=self.twin.shared_bytes,
+            weights_copied_bytes=self.twin.copied_bytes,
+            expert_isa=self._host.experts.isa,
+            expert_bytes=self._host.experts.resident_bytes,
+            rss_bytes=resident_set_bytes(),
+            sessions=self.calls.infos(),
+        )
+
+    # Answers.
+
+    def _answer(self, reply: Reply, arrays: Arrays | None) -> None:
+        incoming = self._unanswered.pop(reply.request_id, None)
+        if incoming is not None and self._server is not None:
+            self._server.answer(incoming, reply, arrays)
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        if not isinstance(error, UserError):
+            logger.error("request %s failed; serving goes on", request_id, exc_info=error)
+        self._answer(error_reply(request_id, error), None)
+
+    def _answer_later(self, request_id: str, function: Callable[[], Reply]) -> None:
+        """Rank 0 alone writes files; its answer is sent in the turn that finds it done."""
+        if self._server is not None:
+            self._written.append((request_id, self._background.submit(function)))
+
+    def _answer_written(self) -> None:
+        while self._written and self._written[0][1].done():
+            request_id, future = self._written.popleft()
+            error = future.exception()
+            if isinstance(error, Exception):
+                self._fail(request_id, error)
+            elif error is None:
+                self._answer(future.result(), None)
+
+    def _on_moved(self, lora_id: str, error: Exception | None) -> None:
+        self._moved.append(Moved(lora_id, None if error is None else error_reply("", error)))

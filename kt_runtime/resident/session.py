@@ -1,0 +1,117 @@
+"""A training session: one adapter's float32 masters, its accumulated gradient and its optimizer.
+
+Creating, calling and stepping are generators for the executor. A session changes only when one of them ends: a call's
+gradient is added, or a step's moments and masters belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kt_runtime.errors import ConflictError, InvalidValueError
+from kt_runtime.families import LoraModule
+from kt_runtime.resident.batches import TrainingBatch, split
+from kt_runtime.resident.executor import Slices
+from kt_runtime.resident.lora import LoraModules
+from kt_runtime.resident.losses import SLOPES
+from kt_runtime.resident.optimizer import AdamW, StepSettings, clip
+from kt_runtime.resident.slices import Call, CallResult, training_call
+from kt_runtime.resident.twin import Twin
+from kt_runtime.wire.messages import LoraSettings, SessionInfo
+
+
+class Session:
+    """`key`: its adapters' key in `LoraModules`. `step`: finished optimizer steps. `calls`: finished gradient calls."""
+
+    def __init__(
+        self, name: str, key: str, twin: Twin, lora: LoraModules, modules: Sequence[LoraModule], settings: LoraSettings
+    ) -> None:
+        self.name, self.key, self.settings, self.modules = name, key, settings, list(modules)
+        self._twin, self._lora = twin, lora
+        self.parameters = lora.create(
+            key,
+            modules,
+            rank=settings.rank,
+            alpha=settings.alpha,
+            dropout=settings.dropout,
+            seed=settings.seed,
+        )
+        self.gradient: dict[str, torch.Tensor] = {}
+        self.optimizer = AdamW(self.parameters)
+        self.step = 0
+        self.calls = 0
+
+    def info(self) -> SessionInfo:
+        return SessionInfo(
+            session=self.name,
+            rank=self.settings.rank,
+            alpha=self.settings.alpha,
+            step=self.step,
+            modules=[module.name for module in self.modules],
+            num_parameters=sum(parameter.numel() for parameter in self.parameters.values()),
+        )
+
+    def forward(self, batch: TrainingBatch, loss: str, max_tokens: int, *, adapter_off: bool) -> Slices:
+        """Log-probabilities without dropout; nothing changes. Returns a `CallResult`."""
+        return (yield from self._call(batch, loss, max_tokens, backward=False, adapter_off=adapter_off))
+
+    def forward_backward(self, batch: TrainingBatch, loss: str, max_tokens: int) -> Slices:
+        """Adds the loss's gradient to the accumulated one when everything has gone well. Returns a `CallResult`."""
+        result: CallResult = yield from self._call(batch, loss, max_tokens, backward=True, adapter_off=False)
+        for name, value in result.gradient.items():
+            if name in self.gradient:
+                self.gradient[name] += value
+            else:
+                self.gradient[name] = value
+        self.calls += 1
+        return result
+
+    def optim_step(self, settings: StepSettings) -> Slices:
+        """One AdamW step over the accumulated gradient, which is cleared in any case. Returns the norm before clipping.
+
+        Raises ConflictError without a gradient, NumericsError for one that is not finite; the masters are as they were.
+        """
+        gradient, self.gradient = self.gradient, {}
+        if not gradient:
+            raise ConflictError(
+                f"session {self.name!r}: no gradient since the last step; send forward_backward before optim_step"
+            )
+        with torch.no_grad():
+            norm = clip(gradient, settings.max_grad_norm)
+        for _ in self.optimizer.apply(gradient, settings):
+            yield True
+        self.step += 1
+        return norm
+
+    def close(self) -> None:
+        """Frees masters, gradient and moments."""
+        self._lora.remove(self.key)
+        self.parameters, self.gradient = {}, {}
+        self.optimizer = AdamW({})
+
+    def set_masters(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Copies `tensors` into the masters. Names and shapes are the caller's to check."""
+        with torch.no_grad():
+            for name, value in tensors.items():
+                self.parameters[name].copy_(value)
+
+    def _call(self, batch: TrainingBatch, loss: str, max_tokens: int, *, backward: bool, adapter_off: bool) -> Slices:
+        if loss not in SLOPES:
+            raise InvalidValueError(f"loss {loss!r}: this server computes {', '.join(sorted(SLOPES))}")
+        call = Call(
+            self._twin,
+            self._lora,
+            None if adapter_off else self.key,
+            SLOPES[loss],
+            backward,
+            hash_seed(self.settings.seed, self.calls),
+        )
+        microbatches = split(batch, max_tokens, self._twin.device)
+        return (yield from training_call(call, microbatches, len(batch.tokens)))
+
+
+def hash_seed(seed: int, calls: int) -> int:
+    """Dropout's seed of one call: the same after a session was saved and loaded."""
+    return (seed << 32) ^ calls

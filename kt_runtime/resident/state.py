@@ -1,0 +1,190 @@
+"""A training session on disk: a PEFT directory that anybody can serve, and what it takes to go on training.
+
+    adapter_config.json, adapter_model.safetensors    the masters in float32, as `kt_runtime.adapters` writes them
+    session.json                                      `SavedSession`
+    optimizer.safetensors                             AdamW's state, float32: NAME.lora_A.first, .second, .steps
+
+The optimizer may be left out. A gradient that has not been stepped over is not saved. The directory appears whole or
+not at all. Loading checks everything before anything is changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import safetensors.torch
+import torch
+
+from kt_runtime.adapters import (
+    AdapterTensors,
+    complete_groups,
+    content_hash,
+    open_directory,
+    read_peft_directory,
+    read_tensors,
+    write_peft_directory,
+)
+from kt_runtime.errors import AdapterError, ConflictError, InvalidValueError
+from kt_runtime.families import Family
+from kt_runtime.resident.host import Host
+from kt_runtime.resident.session import Session
+
+SESSION_FILE = "session.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+MAX_SESSION_BYTES = 1 << 20
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class SavedSession(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`step`, `calls`: where training was. `modules`: what it adapted, without what completes fused groups."""
+
+    format: int = 1
+    rank: int
+    alpha: float
+    step: Count
+    calls: Count
+    modules: list[str]
+    has_optimizer: bool
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A session's state at one moment, in memory of its own: training may go on while it is written."""
+
+    saved: SavedSession
+    adapter: AdapterTensors
+    optimizer: dict[str, torch.Tensor]
+
+
+def checked_path(path: str) -> Path:
+    """An absolute path. Raises InvalidValueError otherwise: a client does not know the server's working directory."""
+    if not path.startswith("/") or "\0" in path or ".." in Path(path).parts:
+        raise InvalidValueError(f"path {path!r}: must be absolute, without '..'")
+    return Path(path)
+
+
+def snapshot(session: Session, *, optimizer: bool) -> Snapshot:
+    """Copies masters (and moments) to memory of their own, on the CPU."""
+    saved = SavedSession(
+        rank=session.settings.rank,
+        alpha=session.settings.alpha,
+        step=session.step,
+        calls=session.calls,
+        modules=[module.name for module in session.modules],
+        has_optimizer=optimizer,
+    )
+    state = session.optimizer.tensors() if optimizer else {}
+    return Snapshot(saved, masters(session), {name: _copied(tensor) for name, tensor in state.items()})
+
+
+def masters(session: Session) -> AdapterTensors:
+    """A copy of the session's masters as an adapter: what is published and saved."""
+    pairs = {
+        module.name: (
+            _copied(session.parameters[f"{module.name}.lora_A"]),
+            _copied(session.parameters[f"{module.name}.lora_B"]),
+        )
+        for module in session.modules
+    }
+    return AdapterTensors.from_modules(session.settings.rank, session.settings.alpha, pairs)
+
+
+def write(path: Path, snapshot: Snapshot, family: Family, host: Host, *, replace: bool) -> str:
+    """Writes the directory and returns the adapter's content hash. Raises ConflictError when it exists."""
+    extra = {SESSION_FILE: msgspec.json.encode(snapshot.saved)}
+    if snapshot.saved.has_optimizer:
+        extra[OPTIMIZER_FILE] = safetensors.torch.save(snapshot.optimizer)
+    write_peft_directory(
+        path,
+        snapshot.adapter,
+        family,
+        host.config,
+        max_rank=host.max_lora_rank,
+        base_model=host.model,
+        extra=extra,
+        overwrite=replace,
+    )
+    return content_hash(complete_groups(snapshot.adapter, family, host.config))
+
+
+def load(path: Path, session: Session, family: Family, host: Host) -> None:
+    """Sets masters, moments and counters from `path`, and clears the gradient.
+
+    A directory without `session.json` sets the masters alone, to be trained from step 0. Raises NotFoundError,
+    AdapterError and ConflictError, and changes nothing then.
+    """
+    adapter = read_peft_directory(path, family, host.config, host.max_lora_rank)
+    tensors = masters_from(adapter, session, str(path))
+    saved, optimizer = _read_session(path, session)
+    missing = [module.name for module in session.modules if f"{module.name}.lora_A" not in tensors]
+    if missing:
+        raise ConflictError(f"{path}: has no tensors for {missing[0]!r}, which session {session.name!r} trains")
+    session.set_masters(tensors)
+    session.optimizer.restore(optimizer)
+    session.gradient = {}
+    session.step, session.calls = (saved.step, saved.calls) if saved else (0, 0)
+
+
+def masters_from(adapter: AdapterTensors, session: Session, where: str) -> dict[str, torch.Tensor]:
+    """The adapter's tensors as values for the session's masters; its scaling is folded into B where it differs.
+
+    Raises ConflictError when the ranks differ or the adapter adapts what the session does not train.
+    """
+    settings = session.settings
+    if adapter.rank != settings.rank:
+        raise ConflictError(f"{where}: rank {adapter.rank}; session {session.name!r} has rank {settings.rank}")
+    trained = {module.name for module in session.modules}
+    factor = adapter.scaling / (settings.alpha / settings.rank)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, pair in adapter.modules.items():
+        if name in trained:
+            scaled = pair.scaled(factor)
+            tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"] = scaled.a, scaled.b
+        elif pair.a.any() or pair.b.any():  # all zero: completes a fused group
+            raise ConflictError(f"{where}: adapts {name!r}, which session {session.name!r} does not train")
+    return tensors
+
+
+def _read_session(path: Path, session: Session) -> tuple[SavedSession | None, dict[str, torch.Tensor]]:
+    with open_directory(path) as directory:
+        if SESSION_FILE not in directory.file_names():
+            return None, {}
+        where = path / SESSION_FILE
+        try:
+            saved = msgspec.json.decode(bytes(directory.read(SESSION_FILE, MAX_SESSION_BYTES)), type=SavedSession)
+        except msgspec.MsgspecError as error:
+            raise AdapterError(f"{where}: {error}") from None
+        if saved.format != 1:
+            raise AdapterError(f"{where}: format {saved.format}; this version reads format 1")
+        if not saved.has_optimizer:
+            return saved, {}
+        largest = 2 * sum(value.nbytes for value in session.parameters.values()) + MAX_SESSION_BYTES * 64
+        state = read_tensors(directory.read(OPTIMIZER_FILE, largest), str(path / OPTIMIZER_FILE))
+    _check_optimizer(state, session, path / OPTIMIZER_FILE)
+    return saved, state
+
+
+def _check_optimizer(state: dict[str, torch.Tensor], session: Session, where: Path) -> None:
+    expected: dict[str, Any] = {}
+    for name, parameter in session.parameters.items():
+        expected |= {f"{name}.first": parameter.shape, f"{name}.second": parameter.shape, f"{name}.steps": ()}
+    for name, tensor in state.items():
+        if name not in expected:
+            raise AdapterError(f"{where}: unknown key {name!r}; session {session.name!r} does not train it")
+        if tuple(tensor.shape) != tuple(expected[name]) or tensor.dtype != torch.float32:
+            raise AdapterError(
+                f"{where}: {name!r} is {tensor.dtype} {list(tensor.shape)}; expected float32 {list(expected[name])}"
+            )
+        if not torch.isfinite(tensor).all():
+            raise AdapterError(f"{where}: {name!r} contains NaN or Inf")
+        kinds = [f"{name.rpartition('.')[0]}.{kind}" for kind in ("first", "second", "steps")]
+        missing = [kind for kind in kinds if kind not in state]
+        if missing:
+            raise AdapterError(f"{where}: {missing[0]!r} is missing")
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", torch.float32, copy=True)

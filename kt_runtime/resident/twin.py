@@ -1,0 +1,176 @@
+"""The training twin: the Hugging Face model of the same config over the engine's own storage.
+
+The model is built on the meta device, then each parameter becomes a view of rows of the engine's tensor, as the
+family's table says. Routed experts become one module that calls the expert store (`routed.py`). A parameter that the
+table does not name, or that the engine does not have, is an error at start, never a silent copy.
+
+Left out: the model's own `forward`. The slices call embedding, layers, norm and head one by one, so that no mask is
+built and nothing is cached.
+
+Shapes: B sequences, S tokens of each, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from kt_runtime.errors import CheckpointError, suggestion
+from kt_runtime.families import Family, TensorSource, family_for
+from kt_runtime.resident.host import Host
+from kt_runtime.resident.routed import RoutedExperts, SoftmaxRouter
+
+Positions = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""What a family's rotary embedding gives: cos and sin, or one complex tensor."""
+
+
+class Twin:
+    """`experts`: the routed-expert module of each MoE layer by its name. `device`, `dtype`: the engine's."""
+
+    def __init__(self, host: Host) -> None:
+        self.family: Family = family_for(host.config)
+        self.device, self.dtype = host.device, host.dtype
+        self._store = host.experts
+        self.experts: dict[str, RoutedExperts] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            self._model = _on_meta(self.family, host.config, host.dtype)
+            self._place_experts(host.config)
+            sources = self.family.twin_sources(host.config)
+            self._views = _share(self._model, sources, host.tensors())
+            self._model.model.rotary_emb = type(self._model.model.rotary_emb)(self._model.config).to(host.device)
+        self._refuse_leftovers()
+        self._model.eval()
+        self.shared_bytes = sum(view.nbytes for view in self._views.values()) + host.experts.resident_bytes
+        self.copied_bytes = 0
+
+    @property
+    def num_layers(self) -> int:
+        return int(self._model.config.num_hidden_layers)
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self._model.config.vocab_size)
+
+    @property
+    def head(self) -> torch.Tensor:
+        """lm_head's weight [V, H]."""
+        return self._model.lm_head.weight
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[B, S] to [B, S, H]."""
+        return self._model.model.embed_tokens(tokens)
+
+    def positions(self, hidden: torch.Tensor) -> Positions:
+        """Rotary tables for positions 0 to S - 1."""
+        return self._model.model.rotary_emb(hidden, torch.arange(hidden.shape[1], device=hidden.device)[None])
+
+    def run_layer(self, layer: int, hidden: torch.Tensor, positions: Positions) -> torch.Tensor:
+        """One decoder layer, causal over each sequence: [B, S, H] to the same."""
+        return self.layer(layer)(hidden, attention_mask=None, position_embeddings=positions, use_cache=False)
+
+    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.model.norm(hidden)
+
+    def layer(self, layer: int) -> nn.Module:
+        return self._model.model.layers[layer]
+
+    def experts_of(self, layer: int) -> RoutedExperts | None:
+        return self.experts.get(self.family.expert_prefix(layer))
+
+    def submodule(self, name: str) -> nn.Module:
+        return self._model.get_submodule(name)
+
+    def replace(self, name: str, module: nn.Module) -> None:
+        self._model.set_submodule(name, module)
+
+    def views(self) -> Mapping[str, torch.Tensor]:
+        """Every dense parameter and buffer by its Hugging Face name: views of the engine's tensors."""
+        return self._views
+
+    @contextlib.contextmanager
+    def padding(self, padding: torch.Tensor | None) -> Iterator[None]:
+        """Meanwhile the rows of [B * S] where `padding` is True are no tokens to the routed experts; None: all are."""
+        for module in self.experts.values():
+            module.padding = padding
+        try:
+            yield
+        finally:
+            for module in self.experts.values():
+                module.padding = None
+
+    def weights_fingerprint(self) -> str:
+        """sha256 over the dense tensors' names, types, shapes and bytes, and over the expert store's fingerprint."""
+        digest = hashlib.sha256()
+        for name in sorted(self._views):
+            view = self._views[name]
+            digest.update(f"{name}:{view.dtype}:{tuple(view.shape)};".encode())
+            digest.update(view.detach().contiguous().cpu().view(torch.uint8).numpy().data)
+        digest.update(self._store.fingerprint(fresh=True).encode())
+        return digest.hexdigest()
+
+    def _place_experts(self, config: Mapping[str, Any]) -> None:
+        for layer in self.family.moe_layers(config):
+            prefix = self.family.expert_prefix(layer)
+            self.experts[prefix] = RoutedExperts(self._store, layer)
+            self.replace(prefix, self.experts[prefix])
+            if self.family.name == "qwen3_moe":
+                with torch.device("meta"):
+                    self.replace(f"{prefix.rpartition('.')[0]}.gate", SoftmaxRouter(self._model.config))
+
+    def _refuse_leftovers(self) -> None:
+        tensors = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        left = sorted(name for name, tensor in tensors.items() if tensor.is_meta)
+        if left:
+            raise CheckpointError(
+                f"the training twin has {len(left)} tensors that the family {self.family.name!r} maps to nothing of "
+                f"the engine's: {', '.join(left[:5])}"
+            )
+
+
+def _on_meta(family: Family, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    ours = {key: value for key, value in config.items() if key not in ("model_type", "auto_map", "quantization_config")}
+    hf_config: PretrainedConfig = AutoConfig.for_model(family.name, **ours)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+
+
+def _share(
+    model: nn.Module, sources: list[TensorSource], engine: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Makes each source's tensor of `model` a view of the engine's; returns the views by name."""
+    views: dict[str, torch.Tensor] = {}
+    for source in sources:
+        view = _view(source, engine)
+        parent, _, leaf = source.name.rpartition(".")
+        module = model.get_submodule(parent)
+        if source.is_buffer:
+            module.register_buffer(leaf, view)
+        else:
+            setattr(module, leaf, nn.Parameter(view, requires_grad=False))
+        views[source.name] = getattr(module, leaf)
+    return views
+
+
+def _view(source: TensorSource, engine: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if source.source not in engine:
+        raise CheckpointError(
+            f"the training twin's {source.name} should be a view of the engine's {source.source!r}, which is not there"
+            f"{suggestion(source.source, engine)}"
+        )
+    whole = engine[source.source].detach()
+    view = whole[source.start : source.stop]
+    if tuple(view.shape) != source.shape:
+        raise CheckpointError(
+            f"the training twin's {source.name} has shape {list(source.shape)}, but rows {source.start}:{source.stop} "
+            f"of the engine's {source.source} {list(whole.shape)} have {list(view.shape)}"
+        )
+    expected = whole.data_ptr() + source.start * whole.stride(0) * whole.element_size()
+    if view.data_ptr() != expected:
+        raise CheckpointError(f"the training twin's {source.name} is not a view of the engine's {source.source}")
+    return view

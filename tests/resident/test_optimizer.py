@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kt_runtime.errors import NumericsError
+from kt_runtime.resident import optimizer
+from kt_runtime.resident.optimizer import AdamW, StepSettings, clip
+
+
+def parameters(seed: int = 0) -> dict[str, torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"m.lora_A": (4, 16), "m.lora_B": (16, 4), "n.lora_A": (8, 4, 16), "n.lora_B": (8, 16, 4)}
+    return {name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+
+
+def gradients(step: int) -> dict[str, torch.Tensor]:
+    return {name: value.detach() * 0.3 for name, value in parameters(100 + step).items()}
+
+
+@pytest.mark.parametrize("ratio", [1.0, 16.0])
+@pytest.mark.parametrize("slice_elements", [1, 1 << 22], ids=["one parameter a slice", "one slice"])
+def test_steps_equal_torch_s_adamw_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch, ratio: float, slice_elements: int
+) -> None:
+    monkeypatch.setattr(optimizer, "SLICE_ELEMENTS", slice_elements)
+    ours, theirs = parameters(), parameters()
+    groups = [
+        {"params": [value for name, value in theirs.items() if name.endswith("A")], "lr": 1e-3},
+        {"params": [value for name, value in theirs.items() if name.endswith("B")], "lr": 1e-3 * ratio},
+    ]
+    reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
+    adamw = AdamW(ours)
+    for step in range(10):
+        for name, value in gradients(step).items():
+            theirs[name].grad = value
+        reference.step()
+        settings = StepSettings(1e-3, beta2=0.95, weight_decay=0.1, lora_plus_ratio=ratio)
+        slices = len(list(adamw.apply(gradients(step), settings)))
+        assert slices == (4 if slice_elements == 1 else 0)
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def test_clipping_equals_torch_s() -> None:
+    ours, theirs = gradients(0), parameters()
+    for name, value in gradients(0).items():
+        theirs[name].grad = value
+    expected = torch.nn.utils.clip_grad_norm_([theirs[name] for name in sorted(theirs)], 0.5)
+    assert clip(ours, 0.5) == float(expected)
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name].grad), name
+
+
+def test_no_clipping_leaves_the_gradient_as_it_is() -> None:
+    ours = gradients(0)
+    assert clip(ours, 0.0) > 1
+    assert all(torch.equal(value, gradients(0)[name]) for name, value in ours.items())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_gradient_that_is_not_finite_is_refused_by_name(bad: float) -> None:
+    broken = gradients(0)
+    broken["n.lora_A"][3, 2, 1] = bad
+    with pytest.raises(NumericsError, match=r"n\.lora_A"):
+        clip(broken, 1.0)
+
+
+def test_restored_state_continues_bit_for_bit() -> None:
+    settings = StepSettings(1e-2)
+    ours = parameters()
+    adamw = AdamW(ours)
+    for step in range(3):
+        list(adamw.apply(gradients(step), settings))
+    copied = {name: torch.nn.Parameter(value.detach().clone()) for name, value in ours.items()}
+    restored = AdamW(copied)
+    restored.restore(adamw.tensors())
+    for step in range(3, 6):
+        list(adamw.apply(gradients(step), settings))
+        list(restored.apply(gradients(step), settings))
+    assert all(torch.equal(value, copied[name]) for name, value in ours.items())

@@ -1,0 +1,358 @@
+"""The resident with a real wire server and a real client, over a fake engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kt_runtime.errors import (
+    AdapterError,
+    ConflictError,
+    InvalidValueError,
+    NotFoundError,
+    NumericsError,
+    RuntimeFault,
+    UnknownNameError,
+)
+from kt_runtime.resident.service import Resident
+from kt_runtime.resident.settings import ResidentSettings
+from kt_runtime.wire.batch import Batch
+from kt_runtime.wire.client import ResidentClient
+from kt_runtime.wire.messages import (
+    ForwardBackward,
+    LoraSettings,
+    OptimStep,
+)
+
+LORA = LoraSettings(rank=4, alpha=8.0)
+
+
+class Engine:
+    """The engine's loop on a thread of its own, in inference mode as SGLang's."""
+
+    def __init__(self, host: Any, root: Path) -> None:
+        self.host = host
+        self.settings = ResidentSettings(
+            model=host.model,
+            model_directory=host.model_directory,
+            wire_address=f"ipc://{root}/wire/r.sock",
+            names_address="",
+            adapter_directory=str(root / "adapters"),
+            microbatch_tokens=32,
+        )
+        self.paused, self._stop = threading.Event(), threading.Event()
+        self.resident = Resident.start(host, self.settings)
+        self.payloads: list[list[bytes]] = []
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while not self._stop.is_set():
+                if not self.paused.is_set():
+                    decided = self.resident.decisions()
+                    self.payloads += [decided] if decided else []
+                    self.resident.apply(decided)
+                    self.resident.turn()
+                if self.paused.is_set() or not self.resident.has_work():
+                    time.sleep(0.001)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.resident.close()
+
+    def client(self, **settings: Any) -> ResidentClient:
+        return ResidentClient(self.settings.wire_address, timeout_s=60, **settings)
+
+
+@pytest.fixture
+def start(make_host: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def begin(family: str = "deepseek_v3", root: str = "a") -> Engine:
+        (tmp_path / root).mkdir(exist_ok=True)
+        engines.append(Engine(make_host(family), tmp_path / root))
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def engine(start: Callable[..., Engine]) -> Engine:
+    return start()
+
+
+@pytest.fixture
+def client(engine: Engine) -> Iterator[ResidentClient]:
+    with engine.client() as opened:
+        yield opened
+
+
+def sequences(seed: int = 0, *lengths: int) -> Batch:
+    random = np.random.default_rng(seed)
+    tokens = [random.integers(0, 300, length).tolist() for length in lengths or (20, 9)]
+    return Batch.from_sequences(tokens, [[*row[1:], 0] for row in tokens])
+
+
+def train(client: ResidentClient, session: str, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        losses.append(client.forward_backward(session, sequences(step % 2)).loss)
+        client.optim_step(session, 1e-2)
+    return losses
+
+
+def test_status_tells_what_is_shared_and_that_nothing_is_copied(engine: Engine, client: ResidentClient) -> None:
+    status = client.status()
+    assert status.family == "deepseek_v3"
+    assert status.dtype == "float32"
+    assert status.weights_copied_bytes == 0
+    assert status.weights_shared_bytes > status.expert_bytes > 0
+    assert status.rss_bytes > 10**8
+    assert status.fingerprint == engine.resident.twin.weights_fingerprint()
+
+
+def test_a_session_from_creation_to_close(engine: Engine, client: ResidentClient, tmp_path: Path) -> None:
+    before = client.status().fingerprint
+    info = client.create_session("a", LORA)
+    assert info.step == 0
+    assert info.num_parameters == sum(v.numel() for v in engine.resident.calls._sessions["a"].parameters.values())
+    losses = train(client, "a", 6)
+    assert losses[-1] < losses[0]
+    published = client.publish("a", "bob")
+    assert engine.host.names == {"bob": published.lora_id}
+    assert published.publish_ms > 0
+    saved = client.save("a", str(tmp_path / "saved"))
+    assert saved.step == 6
+    assert saved.content_hash == published.version
+    expected = train(client, "a", 2)
+    assert client.load("a", str(tmp_path / "saved")).step == 6
+    assert train(client, "a", 2) == expected
+    assert [session.session for session in client.status().sessions] == ["a"]
+    client.close_session("a")
+    assert client.status(verify_weights=True).fingerprint == before
+    assert client.status().sessions == []
+
+
+def test_a_served_version_keeps_its_tensors_while_training_goes_on(engine: Engine, client: ResidentClient) -> None:
+    client.create_session("a", LORA)
+    first = client.publish("a", "bob")
+    train(client, "a", 1)
+    second = client.publish("a", "bob")
+    assert first.version != second.version
+    one, two = (engine.host.installed[reply.lora_id] for reply in (first, second))
+    name = "model.layers.1.mlp.experts.up_proj"
+    assert not one.modules[name].b.any()
+    assert two.modules[name].b.any()
+
+
+def test_a_second_session_starts_from_what_the_first_saved(client: ResidentClient, tmp_path: Path) -> None:
+    client.create_session("a", LORA)
+    train(client, "a", 2)
+    client.save("a", str(tmp_path / "saved"))
+    client.create_session("b", LoraSettings(rank=4, alpha=8.0, seed=5), start_from=str(tmp_path / "saved"))
+    assert client.forward("a", sequences()).loss == client.forward("b", sequences()).loss
+    with pytest.raises(ConflictError, match="rank 4"):
+        client.create_session("c", LoraSettings(rank=2, alpha=8.0), start_from=str(tmp_path / "saved"))
+    assert {session.session for session in client.status().sessions} == {"a", "b"}
+
+
+def test_two_sessions_at_once_get_what_each_gets_alone(start: Callable[..., Engine]) -> None:
+    def alone(root: str, seed: int) -> list[float]:
+        with start(root=root).client() as client:
+            client.create_session("x", LoraSettings(rank=4, alpha=8.0, seed=seed))
+            return train(client, "x", 4)
+
+    engine = start(root="both")
+    found: dict[int, list[float]] = {}
+
+    def one(seed: int) -> None:
+        with engine.client() as client:
+            client.create_session(f"session{seed}", LoraSettings(rank=4, alpha=8.0, seed=seed))
+            found[seed] = train(client, f"session{seed}", 4)
+
+    threads = [threading.Thread(target=one, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[1] == alone("one", 1)
+    assert found[2] == alone("two", 2)
+
+
+def test_a_request_sent_twice_is_carried_out_once(client: ResidentClient) -> None:
+    client.create_session("a", LORA)
+    client.forward_backward("a", sequences())
+    request = OptimStep(request_id="the very same", session="a", learning_rate=1e-2)
+    first = client.wait(client.submit(request))[0]
+    second = client.wait(client.submit(request))[0]
+    assert first == second
+    assert client.status().sessions[0].step == 1
+
+
+def test_mistakes_are_answered_and_change_nothing(client: ResidentClient, tmp_path: Path) -> None:
+    client.create_session("a", LORA)
+    with pytest.raises(ConflictError, match="exists already"):
+        client.create_session("a", LORA)
+    with pytest.raises(InvalidValueError, match="rank 17"):
+        client.create_session("b", LoraSettings(rank=17, alpha=1.0))
+    with pytest.raises(UnknownNameError, match="q_prj"):
+        client.create_session("b", LoraSettings(rank=4, alpha=1.0, targets=["q_prj"]))
+    with pytest.raises(UnknownNameError, match=r"unknown session 'nobody'.*known: a"):
+        client.forward("nobody", sequences())
+    with pytest.raises(InvalidValueError, match=r"257 tokens.*256"):
+        client.forward_backward("a", sequences(0, 257))
+    with pytest.raises(InvalidValueError, match="300"):
+        client.forward_backward("a", Batch.from_sequences([[1, 300]], [[1, 2]]))
+    with pytest.raises(ConflictError, match="no gradient"):
+        client.optim_step("a", 1e-3)
+    with pytest.raises(NotFoundError):
+        client.load("a", str(tmp_path / "nothing"))
+    with pytest.raises(InvalidValueError, match="absolute"):
+        client.save("a", "here")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConflictError, match="exists"):
+        client.save("a", str(tmp_path / "there"))
+    with pytest.raises(AdapterError):
+        client.load_adapter("bob", str(tmp_path / "there"))
+    with pytest.raises(UnknownNameError):
+        client.rollback_adapter("bob")
+    assert [(session.session, session.step) for session in client.status().sessions] == [("a", 0)]
+    assert client.list_adapters() == []
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_cleared(engine: Engine, client: ResidentClient) -> None:
+    client.create_session("a", LORA)
+    client.forward_backward("a", sequences())
+    session = engine.resident.calls._sessions["a"]
+    before = {name: value.detach().clone() for name, value in session.parameters.items()}
+    next(iter(session.gradient.values())).fill_(float("nan"))
+    with pytest.raises(NumericsError, match="no step was made"):
+        client.optim_step("a", 1e-2)
+    assert all(torch.equal(before[name], value) for name, value in session.parameters.items())
+    train(client, "a", 1)
+    assert client.status().sessions[0].step == 1
+
+
+def test_a_fault_of_ours_is_answered_and_the_engine_goes_on(
+    engine: Engine, client: ResidentClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.create_session("a", LORA)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.resident.twin, "final_norm", lambda hidden: 1 / 0)
+        with pytest.raises(RuntimeFault, match="ZeroDivisionError"):
+            client.forward_backward("a", sequences())
+    assert not engine.resident.calls._sessions["a"].gradient
+    train(client, "a", 1)
+
+
+def test_publish_load_rollback_list_and_drop(engine: Engine, client: ResidentClient, tmp_path: Path) -> None:
+    client.create_session("a", LORA)
+    first = client.publish("a", "bob")
+    train(client, "a", 1)
+    second = client.publish("a", "bob")
+    client.save("a", str(tmp_path / "saved"), optimizer=False)
+    assert client.load_adapter("carol", str(tmp_path / "saved")).version == second.version
+    back = client.rollback_adapter("bob")
+    assert back.version == first.version
+    adapters = {adapter.name: adapter for adapter in client.list_adapters()}
+    assert adapters["bob"].current == first.version
+    assert [version.source for version in adapters["bob"].versions] == ["session a"] * 2
+    assert adapters["carol"].versions[0].source == str(tmp_path / "saved")
+    client.drop_adapter(first.lora_id)
+    client.drop_adapter("never heard of")
+    assert first.lora_id not in engine.host.installed
+    client.forget_adapter("carol")
+    assert [adapter.name for adapter in client.list_adapters()] == ["bob"]
+
+
+def test_a_name_that_can_not_be_moved_is_an_error_and_the_copy_is_dropped(
+    engine: Engine, client: ResidentClient
+) -> None:
+    client.create_session("a", LORA)
+    engine.host.move_error = ConflictError("the frontend said no")
+    with pytest.raises(ConflictError, match="said no"):
+        client.publish("a", "bob")
+    assert engine.host.installed == {}
+    assert client.list_adapters() == []
+
+
+def test_published_names_are_served_again_after_a_restart(start: Callable[..., Engine]) -> None:
+    first = start()
+    with first.client() as client:
+        client.create_session("a", LORA)
+        version = client.publish("a", "bob").version
+    first.close()
+    second = start()
+    first.close = lambda: None  # type: ignore[method-assign]
+    with second.client() as client:
+        deadline = time.monotonic() + 20
+        while client.list_adapters()[0].current is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert client.list_adapters()[0].current == version
+
+
+def test_a_client_that_goes_away_in_a_call_leaves_the_server_working(engine: Engine) -> None:
+    with engine.client() as client:
+        client.create_session("a", LORA)
+        client.begin_forward_backward("a", sequences(0, *[30] * 40))
+    with engine.client() as client:
+        client.create_session("b", LORA)
+        train(client, "b", 1)
+        assert {session.session for session in client.status().sessions} == {"a", "b"}
+
+
+def test_every_rank_does_what_rank_0_decides(make_host: Callable[..., Any], tmp_path: Path) -> None:
+    """Rank 1 sees payloads alone: no socket, no clock, no frontend."""
+    host, other = make_host(), make_host()
+    (tmp_path / "0").mkdir()
+    engine = Engine(host, tmp_path / "0")
+    follower = Resident(other, msgspec.structs.replace(engine.settings, adapter_directory=str(tmp_path / "1")), None)
+    try:
+        with engine.client() as client:
+            client.create_session("a", LORA)
+            train(client, "a", 2)
+            published = client.publish("a", "bob")
+    finally:
+        engine.close()
+    for payload in engine.payloads:
+        follower.apply(payload)
+        follower.turn()
+    ours = engine.resident.calls._sessions["a"].parameters
+    theirs = follower.calls._sessions["a"].parameters
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    assert set(other.installed) == {published.lora_id}
+    assert [info.current for info in follower.publisher.adapters()] == [published.version]
+    follower.close()
+
+
+def test_a_request_that_names_another_session_first_is_not_held_up(engine: Engine, client: ResidentClient) -> None:
+    """Sessions take turns between microbatches: a short call does not wait for the end of a long one."""
+    client.create_session("long", LORA)
+    client.create_session("short", LORA)
+    engine.paused.set()
+    batch = sequences(0, *[30] * 20)
+    long = client.begin_forward_backward("long", batch)
+    short = client.submit(
+        ForwardBackward(request_id="short", session="short", lengths=[5]),
+        {
+            "tokens": np.ones(5, np.int32),
+            "targets": np.ones(5, np.int32),
+            "weights": np.ones(5, np.float32),
+        },
+    )
+    engine.paused.clear()
+    client.wait(short)
+    assert long.reply is None
+    client.finish_forward(long, batch)
