@@ -1,4 +1,4 @@
-"""Adapters on a real server in float32, against Hugging Face with the same adapter merged: greedy tokens and logprobs."""
+"""Adapters on a real server in float32, against Hugging Face with the same adapter merged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "halves": (
         4,
         ("q_proj", "q_a_proj", "kv_b_proj", "up_proj"),
-    ),  # SGLang wants fused parts complete; files need not be
+    ),  # parts of fused linears
 }
 
 

@@ -1,0 +1,105 @@
+"""SGLang's command line for a server of ours.
+
+Symbol: `sglang.srt.server_args.ServerArgs.add_cli_args` (SGLang 0.5.23), read for the names of its options only.
+
+Why each fixed option: training runs between two batches of the scheduler, so batches must not overlap, and CUDA graphs
+would hide the model from it. Shared experts must not be fused into the routed ones, which are the expert store's.
+Strict LoRA loading makes a key that SGLang does not know an error. The warm-up request only delays the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from kt_runtime.families import family_for
+from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND
+
+SYMBOLS = ("sglang.srt.server_args.ServerArgs.add_cli_args",)
+ALWAYS = (
+    *("--disable-overlap-schedule", "--disable-shared-experts-fusion", "--skip-server-warmup"),
+    *("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
+    *("--enable-lora", "--lora-strict-loading"),
+)
+# The token pool is bounded by --max-total-tokens. SGLang also wants this share of the memory for weights and pool, and
+# the experts, which may be nearly all of it, count as used.
+CPU_MEMORY_SHARE = 0.95
+
+
+class Options(Protocol):
+    """What is asked for; `serve.options.ServeOptions`. `lora_slots`: adapters in a batch, the base is one of them."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def context_tokens(self) -> int | None: ...
+    @property
+    def max_total_tokens(self) -> int: ...
+    @property
+    def max_running_requests(self) -> int: ...
+    @property
+    def max_lora_rank(self) -> int: ...
+    @property
+    def lora_slots(self) -> int: ...
+    @property
+    def passed_on(self) -> Sequence[str]: ...
+
+
+class Model(Protocol):
+    """Which model; `serve.models.ResolvedModel`. `config` is the content of its config.json."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+
+def server_arguments(options: Options, model: Model, *, on_cpu: bool | None = None) -> list[str]:
+    """Arguments for SGLang's parser; what the user passes on comes last. `on_cpu`: None asks torch.
+
+    Raises UnknownNameError for a model of no known family, InvalidValueError for a variant that can't be served.
+    """
+    if on_cpu is None:
+        on_cpu = not _has_cuda()
+    values: dict[str, object] = {
+        "model-path": model.directory,
+        "served-model-name": model.name,
+        "host": options.host,
+        "port": options.port,
+        "dtype": options.dtype,
+        "max-total-tokens": options.max_total_tokens,
+        "max-running-requests": options.max_running_requests,
+        "max-lora-rank": options.max_lora_rank,
+        "max-loras-per-batch": options.lora_slots,
+        "lora-backend": "torch_native" if on_cpu else "csgmv",
+    }
+    if options.context_tokens is not None:
+        values["context-length"] = options.context_tokens
+    if on_cpu:
+        values |= {"device": "cpu", "attention-backend": ATTENTION_BACKEND, "mem-fraction-static": CPU_MEMORY_SHARE}
+    targets = family_for(model.config).sglang_lora_targets(model.config)
+    fixed = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+    return [*fixed, *ALWAYS, "--lora-target-modules", *targets, *options.passed_on]
+
+
+def option_names() -> frozenset[str]:
+    """Every option of SGLang's server, with its dashes."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    return frozenset(name for action in parser._actions for name in action.option_strings)
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

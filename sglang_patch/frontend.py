@@ -1,0 +1,265 @@
+"""Runs SGLang 0.5.23's HTTP server in this process, with kt-runtime's frontend around it.
+
+Symbols and reasons:
+
+- `sglang.srt.entrypoints.http_server.launch_server` is called with our tokenizer manager; `app` gets our middleware and
+  routes, and its lifespan is wrapped, so that the names channel lives in the server's own event loop.
+- `http_server._freeze_gc_after_server_warmup`: hooked. SGLang posts to its own route before it listens, without the API
+  key, which it does not know; here the same call is made directly.
+- `OpenAIServingBase._parse_model_parameter`: hooked. `/v1/models` lists an adapter by its plain name, but a request
+  with that name as `model` silently gets the base; here the plain name means the adapter, as `base:adapter` does.
+
+Only the frontend process installs these: the modules are heavy and the scheduler has no use for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from kt_runtime.errors import RuntimeFault
+from kt_runtime.sglang_patch.hooks import Hooks
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from kt_runtime.sglang_patch.frontend_manager import AdapterService, FrontendManager
+    from kt_runtime.sglang_patch.frontend_registry import VersionedRegistry
+
+logger = logging.getLogger(__name__)
+
+HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+FREEZE_GC = f"{HTTP_SERVER}._freeze_gc_after_server_warmup"
+PARSE_MODEL = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase._parse_model_parameter"
+SYMBOLS = (
+    f"{HTTP_SERVER}.app",
+    f"{HTTP_SERVER}.launch_server",
+    FREEZE_GC,
+    PARSE_MODEL,
+    "sglang.srt.entrypoints.engine.init_tokenizer_manager",
+    "sglang.srt.managers.io_struct.LoRAUpdateOutput",
+    "sglang.srt.managers.io_struct.ShutdownReq",
+    "sglang.srt.managers.tokenizer_manager.SignalHandler",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager",
+    "sglang.srt.lora.lora_registry.LoRARef",
+    "sglang.srt.lora.lora_registry.LoRARegistry",
+    "sglang.srt.plugins.load_plugins",
+    "sglang.srt.server_args.prepare_server_args",
+    "sglang.srt.utils.kill_process_tree",
+)
+
+DRAIN_SECONDS = 10.0  # what running requests get to finish after the first SIGTERM or SIGINT
+STOP_SECONDS = 25.0  # after which the process ends whatever is still running
+ENGINE_EXIT_SECONDS = 5.0
+
+
+@dataclass
+class Engine:
+    """What the rest of the frontend may use of SGLang, in SGLang's event loop."""
+
+    manager: FrontendManager
+
+    @property
+    def registry(self) -> VersionedRegistry:
+        registry: VersionedRegistry = self.manager.lora_registry
+        return registry
+
+    def num_requests(self) -> int:
+        return len(self.manager.rid_to_state)
+
+    def set_adapters(self, adapters: AdapterService) -> None:
+        self.manager.adapters = adapters
+
+
+class Frontend(Protocol):
+    """Implemented by `serve/launch.py`."""
+
+    def prepare(self, app: FastAPI) -> None:
+        """Adds middleware and routes, before the server starts."""
+        ...
+
+    def session(self, app: FastAPI, engine: Engine) -> contextlib.AbstractAsyncContextManager[None]:
+        """Entered in the event loop before the first request, left after the last."""
+        ...
+
+    def announce(self) -> None:
+        """Called in a thread of its own while the server starts to listen; must end soon after `stop`."""
+        ...
+
+    def stop(self) -> None:
+        """The server is about to end. May be called in any thread, more than once."""
+        ...
+
+    def clean_up(self) -> None:
+        """Removes what the server left on disk. The last thing called, once all of SGLang's processes have ended."""
+        ...
+
+
+def run(arguments: list[str], frontend: Frontend) -> NoReturn:
+    """Serves until SIGTERM or SIGINT, then ends this process. `arguments` are SGLang's, as on its command line.
+
+    Raises RuntimeFault when one of SGLang's processes dies while the model loads. No process of SGLang outlives this.
+    """
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    hooks = Hooks(on_cpu=False)
+    install(hooks)
+    hooks.apply()
+    server = _Server(frontend)
+    with contextlib.ExitStack() as ending:  # in reverse order, each step also when one before it fails
+        ending.callback(frontend.clean_up)
+        ending.callback(kill_process_tree, os.getpid(), include_parent=False, wait_timeout=60)
+        ending.callback(server.wait_for_engine)
+        ending.callback(frontend.stop)
+        server.run(arguments)
+    # All is done and removed. SGLang's ZMQ contexts and threads may still hold the interpreter back for half a minute.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def install(hooks: Hooks) -> None:
+    hooks.around(FREEZE_GC, freeze_gc_directly)
+    hooks.around(PARSE_MODEL, adapter_by_plain_name)
+
+
+def freeze_gc_directly(_original: Callable[..., None], server_args: Any) -> None:
+    """Called in SGLang's warm-up thread."""
+    from sglang.srt.entrypoints import http_server
+
+    manager = http_server.get_global_state().tokenizer_manager
+    if manager.event_loop is not None:
+        asyncio.run_coroutine_threadsafe(manager.freeze_gc(), manager.event_loop)
+
+
+def adapter_by_plain_name(original: Callable[..., Any], serving: Any, model: str) -> tuple[str, str | None]:
+    manager = serving.tokenizer_manager
+    if model != manager.served_model_name and model in manager.lora_registry.names():
+        return manager.served_model_name, model
+    base, adapter = original(serving, model)
+    return base, adapter
+
+
+class _Server:
+    """One run of SGLang's server and its two ways to end: asked by a signal, or because a child process died."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self.frontend = frontend
+        self.manager: FrontendManager | None = None
+        self._num_signals = 0
+        self._asked_to_end = False
+
+    def run(self, arguments: list[str]) -> None:
+        from sglang.srt.entrypoints import http_server
+        from sglang.srt.server_args import prepare_server_args
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _end_while_loading)
+        server_args = prepare_server_args(arguments)
+        server_args.resolve_once()
+        self.frontend.prepare(http_server.app)
+        router = http_server.app.router
+        router.lifespan_context = functools.partial(self._lifespan, router.lifespan_context)
+        http_server.launch_server(
+            server_args,
+            init_tokenizer_manager_func=self._init_manager,
+            launch_callback=self.frontend.announce,
+        )
+
+    def _init_manager(self, server_args: Any, port_args: Any) -> Any:
+        from sglang.srt.entrypoints.engine import init_tokenizer_manager
+
+        from kt_runtime.sglang_patch.frontend_manager import FrontendManager
+
+        signal.signal(signal.SIGQUIT, _engine_died_while_loading)
+        manager, templates = init_tokenizer_manager(server_args, port_args, TokenizerManagerClass=FrontendManager)
+        manager.on_stop, manager.on_failure = self._stop, self._fail
+        self.manager = manager
+        return manager, templates
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, original: Callable[[Any], Any], app: FastAPI) -> AsyncIterator[Any]:
+        assert self.manager is not None
+        self.manager.auto_create_handle_loop()  # installs SGLang's signal handlers, which are ours
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._stop)
+        async with self.frontend.session(app, Engine(self.manager)), original(app) as state:
+            yield state
+        self._ask_engine_to_end()
+
+    def _stop(self) -> None:
+        """Runs in the event loop. Stops listening, lets requests finish for a while; a second signal ends at once."""
+        assert self.manager is not None
+        self._num_signals += 1
+        if self._num_signals > 1:
+            self._end_now(1)
+        logger.info("stopping: %d requests have %g s to finish", len(self.manager.rid_to_state), DRAIN_SECONDS)
+        self.frontend.stop()
+        loop = asyncio.get_running_loop()
+        loop.call_later(DRAIN_SECONDS, functools.partial(self.manager.abort_request, abort_all=True))
+        deadline = threading.Timer(STOP_SECONDS, self._end_now, [1])
+        deadline.daemon = True
+        deadline.start()
+        if self.manager._server_stop_hook is not None:
+            self.manager._server_stop_hook()
+
+    def _fail(self) -> None:
+        logger.error("one of SGLang's processes has died; ending the server (its log above says why)")
+        self._end_now(1)
+
+    def _end_now(self, status: int) -> None:
+        from sglang.srt.utils import kill_process_tree
+
+        self.frontend.stop()
+        self._stop_watchdog()
+        kill_process_tree(os.getpid(), include_parent=False)
+        self.frontend.clean_up()
+        os._exit(status)
+
+    def _ask_engine_to_end(self) -> None:
+        """Lets the scheduler free the device and close its sockets itself. Called in the event loop that it needs."""
+        from sglang.srt.managers.io_struct import ShutdownReq
+
+        assert self.manager is not None
+        self._stop_watchdog()
+        self.manager._dispatch_to_scheduler(ShutdownReq())
+        self._asked_to_end = True
+
+    def wait_for_engine(self) -> None:
+        import psutil
+
+        if self._asked_to_end:
+            schedulers = [child for child in psutil.Process().children() if "scheduler" in _title(child)]
+            psutil.wait_procs(schedulers, timeout=ENGINE_EXIT_SECONDS)
+
+    def _stop_watchdog(self) -> None:
+        if self.manager is not None and self.manager._subprocess_watchdog is not None:
+            self.manager._subprocess_watchdog._stop_event.set()
+
+
+def _title(process: Any) -> str:
+    import psutil
+
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _end_while_loading(_number: int, _frame: Any) -> None:
+    raise SystemExit(0)
+
+
+def _engine_died_while_loading(_number: int, _frame: Any) -> None:
+    raise RuntimeFault("one of SGLang's processes died while the model was loaded; the log above says why")

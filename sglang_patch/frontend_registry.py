@@ -1,0 +1,99 @@
+"""SGLang 0.5.23's LoRA registry with names that can move. Used in the frontend process only.
+
+Symbol: `sglang.srt.lora.lora_registry.LoRARegistry`, subclassed. Reasons:
+
+- SGLang can only take a name away, wait until it is unused, and add it again: requests in between fail. Here a name
+  moves in one step, and the usage counters of the former copy live on.
+- `acquire` looks a name up, lets other coroutines run, and only then counts. A copy could look unused in between and be
+  dropped under a request. Here nothing is awaited between the two, so no lock is needed: all callers share one loop.
+- `release` of an id that was never acquired (a request that failed before) is ignored instead of failing a task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry
+
+
+class UsageCounter:
+    """How many requests use one serving copy. Belongs to one event loop; nothing but `wait_for_zero` ever waits."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+
+    def value(self) -> int:
+        return self.count
+
+    def change(self, by: int) -> None:
+        self.count += by
+        if self.count <= 0:
+            self._unused.set()
+        else:
+            self._unused.clear()
+
+    async def wait_for_zero(self) -> None:
+        while self.count > 0:
+            await self._unused.wait()
+
+
+class VersionedRegistry(LoRARegistry):
+    """SGLang calls the async methods; the frontend of kt-runtime calls the others, in the same event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counters: dict[str, UsageCounter] = {}
+
+    def move(self, name: str, lora_id: str) -> str | None:
+        former = self._registry.get(name)
+        self._registry[name] = LoRARef(lora_id=lora_id, lora_name=name)
+        self._counters.setdefault(lora_id, UsageCounter())
+        return former.lora_id if former else None
+
+    def remove(self, name: str) -> str | None:
+        former = self._registry.pop(name, None)
+        return former.lora_id if former else None
+
+    def names(self) -> dict[str, str]:
+        return {name: ref.lora_id for name, ref in self._registry.items()}
+
+    def num_in_flight(self, lora_id: str) -> int:
+        counter = self._counters.get(lora_id)
+        return counter.value() if counter else 0
+
+    async def wait_unused(self, lora_id: str) -> None:
+        counter = self._counters.get(lora_id)
+        if counter is not None:
+            await counter.wait_for_zero()
+
+    def forget(self, lora_id: str) -> None:
+        self._counters.pop(lora_id, None)
+
+    async def acquire(self, lora_name: str | list[str | None]) -> str | list[str | None]:  # type: ignore[override]
+        """Raises ValueError, which SGLang answers with status 400, before anything is counted."""
+        if isinstance(lora_name, str):
+            found = self._lookup(lora_name)
+            self._counters[found].change(+1)
+            return found
+        lora_ids = [None if name is None else self._lookup(name) for name in lora_name]
+        for lora_id in lora_ids:
+            if lora_id is not None:
+                self._counters[lora_id].change(+1)
+        return lora_ids
+
+    async def release(self, lora_id: str | list[str | None] | None) -> None:  # type: ignore[override]
+        for one in [lora_id] if lora_id is None or isinstance(lora_id, str) else lora_id:
+            if one is not None and one in self._counters:
+                self._counters[one].change(-1)
+
+    async def get_unregistered_loras(self, lora_name: set[str]) -> list[str]:
+        """SGLang would load these from their paths; our adapters have none, and `acquire` names what is missing."""
+        return []
+
+    def _lookup(self, name: str) -> str:
+        ref = self._registry.get(name)
+        if ref is None:
+            raise ValueError(f"unknown adapter {name!r}; served are: {', '.join(sorted(self._registry)) or 'none'}")
+        return ref.lora_id

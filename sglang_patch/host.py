@@ -1,0 +1,72 @@
+"""SGLang's scheduler as the resident's host: implements `kt_runtime.resident.host.Host`.
+
+Symbols (SGLang 0.5.23): attributes of `Scheduler` and of its `ModelRunner`, read and not changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kt_runtime.adapters import AdapterTensors
+from kt_runtime.resident.names import NamesChannel
+from kt_runtime.resident.settings import ResidentSettings
+from kt_runtime.sglang_patch import lora_install, moe
+from kt_runtime.sglang_patch.version import PINNED
+
+SYMBOLS = (
+    "sglang.srt.managers.scheduler.Scheduler.is_fully_idle",
+    "sglang.srt.managers.scheduler.Scheduler.tp_worker",
+    "sglang.srt.managers.tp_worker.TpModelWorker.model_runner",
+    "sglang.srt.model_executor.model_runner.ModelRunner.device",
+    "sglang.srt.model_executor.model_runner.ModelRunner.dtype",
+    "sglang.srt.model_executor.model_runner.ModelRunner.lora_manager",
+    "sglang.srt.model_executor.model_runner.ModelRunner.model",
+    "sglang.srt.model_executor.model_runner.ModelRunner.model_config",
+)
+
+
+class SGLangHost:
+    """Lives in the scheduler process; every method is called from its thread."""
+
+    engine_version = PINNED
+
+    def __init__(self, scheduler: Any, settings: ResidentSettings) -> None:
+        self._scheduler = scheduler
+        self._runner = scheduler.tp_worker.model_runner
+        self._names = NamesChannel(settings.names_address)
+        self.model = settings.model
+        self.model_directory = settings.model_directory
+        self.config: dict[str, Any] = json.loads((Path(settings.model_directory) / "config.json").read_text())
+        self.device = torch.device(self._runner.device)
+        self.dtype: torch.dtype = self._runner.dtype
+        self.max_lora_rank = int(self._runner.lora_manager.max_lora_rank)
+        self.context_tokens = int(self._runner.model_config.context_len)
+        self.experts = moe.expert_store()
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        model = self._runner.model
+        return {**dict(model.named_buffers()), **dict(model.named_parameters())}
+
+    def is_serving(self) -> bool:
+        return not self._scheduler.is_fully_idle()
+
+    def install_adapter(self, lora_id: str, name: str, adapter: AdapterTensors) -> None:
+        lora_install.install_adapter(self._runner.lora_manager, self.config, lora_id, name, adapter)
+
+    def drop_adapter(self, lora_id: str) -> None:
+        lora_install.drop_adapter(self._runner.lora_manager, lora_id)
+
+    def move_name(self, name: str, version: str, lora_id: str, done: Callable[[Exception | None], None]) -> None:
+        self._names.send(name, version, lora_id, done)
+
+    def poll(self) -> None:
+        """Takes the frontend's answers to `move_name`; called once per turn."""
+        self._names.poll()
+
+    def close(self) -> None:
+        self._names.close()

@@ -1,0 +1,125 @@
+"""An adapter in the form that SGLang's LoRA memory pool holds: one A and one B per fused linear and layer.
+
+Stands where SGLang 0.5.23 expects its own `sglang.srt.lora.lora.LoRAAdapter` (symbol; not patched): in
+`LoRAManager.loras`, where `config.r` and `scaling` are read for every batch. Reason for a class of ours: SGLang's keeps
+one tensor per expert and joins them in Python loops, needs q with v, fills missing parts with wrong shapes, and loses
+the scaling of experts in the rounding of B.
+
+Legend: E experts, R rank, P parts of the fused linear (3 for qkv_proj, 2 for gate_up_proj, else 1).
+
+    dense linear      A [P * R, in]      B [out of all parts, R]
+    routed experts    A [E, P * R, in]   B [E, out of all parts, R]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from kt_runtime.adapters import AdapterTensors
+from kt_runtime.adapters.tensors import expected_shapes
+from kt_runtime.errors import AdapterError, UnknownNameError
+from kt_runtime.families import LoraModule
+
+POOL_NAMES = {"w13": "gate_up_proj_moe", "w2": "down_proj_moe"}
+"""The pool's names for routed experts, by the last name of `LoraModule.source`; dense linears have the same there."""
+
+PoolKey = tuple[str, int]
+"""(name in the pool, layer)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLora:
+    """A and B of one fused linear, as above, and its number of parts."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankAndAlpha:
+    """What SGLang reads of a loaded adapter's config for every batch."""
+
+    r: int
+    lora_alpha: float
+
+
+@dataclass(frozen=True)
+class InstalledAdapter:
+    """Immutable: the tensors are its own. `weights` has only what the adapter changes.
+
+    `layers` and `embedding_layers` are what SGLang looks into for its own adapters' tensors.
+    """
+
+    uid: str
+    config: RankAndAlpha
+    weights: Mapping[PoolKey, FusedLora]
+    layers: tuple[()] = ()
+    embedding_layers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def scaling(self) -> float:
+        return self.config.lora_alpha / self.config.r
+
+    @property
+    def expert_scaling(self) -> float:
+        """The factor for routed experts: SGLang's own adapters have it multiplied into B already, these have not."""
+        return self.scaling
+
+    @property
+    def adapts_experts(self) -> bool:
+        return any(name in POOL_NAMES.values() for name, _ in self.weights)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(weight.a.nbytes + weight.b.nbytes for weight in self.weights.values())
+
+
+def build_adapter(
+    uid: str, adapter: AdapterTensors, modules: Iterable[LoraModule], dtype: torch.dtype
+) -> InstalledAdapter:
+    """Copies `adapter` into the pool's form and dtype. `modules`: all that can be adapted in the model.
+
+    A missing part of a fused linear gets A = 0 and B = 0. Raises UnknownNameError for a module that the model does not
+    have, and AdapterError for a tensor of the wrong shape.
+    """
+    by_name = {module.name: module for module in modules}
+    for name in adapter.modules:
+        if name not in by_name:
+            raise UnknownNameError("module", name, by_name, where=f"adapter {uid}")
+    touched = {by_name[name].source for name in adapter.modules}
+    fused: dict[str, list[LoraModule]] = {}
+    for module in by_name.values():
+        if module.source in touched:
+            fused.setdefault(module.source, []).append(module)
+    with torch.inference_mode(False), torch.no_grad():
+        weights = {pool_key(members[0]): _fuse(members, adapter, dtype) for members in fused.values()}
+    return InstalledAdapter(uid, RankAndAlpha(adapter.rank, adapter.alpha), weights)
+
+
+def pool_key(module: LoraModule) -> PoolKey:
+    last = module.source.rpartition(".")[2]
+    return (POOL_NAMES.get(last, last) if module.num_experts else last), module.layer
+
+
+def _fuse(members: list[LoraModule], adapter: AdapterTensors, dtype: torch.dtype) -> FusedLora:
+    members = sorted(members, key=lambda module: module.start)
+    first, rank = members[0], adapter.rank
+    stack = (first.num_experts,) if first.num_experts else ()
+    a = torch.zeros(*stack, len(members) * rank, first.in_features, dtype=dtype)
+    b = torch.zeros(*stack, members[-1].stop, rank, dtype=dtype)
+    for part, module in enumerate(members):
+        pair = adapter.modules.get(module.name)
+        if pair is None:
+            continue
+        found = tuple(pair.a.shape), tuple(pair.b.shape)
+        if found != expected_shapes(module, rank):
+            raise AdapterError(
+                f"{module.name}: lora_A and lora_B have shapes {found}, expected {expected_shapes(module, rank)}"
+            )
+        a[..., part * rank : (part + 1) * rank, :].copy_(pair.a)
+        b[..., module.start : module.stop, :].copy_(pair.b)
+    return FusedLora(a, b, len(members))

@@ -1,0 +1,46 @@
+"""Root-mean-square norms on a CPU, rounded as Hugging Face rounds them.
+
+Symbol: `sglang.srt.layers.layernorm.RMSNorm.forward_native` (SGLang 0.5.23). Reason: SGLang normalises the float32 sum
+of hidden state and residual and rounds once, behind the weight; Hugging Face, and so the training twin, rounds the sum
+to the model's dtype first, and the normalised state again before the weight. In bf16 that alone sends a token to other
+experts now and then, and training would then learn from probabilities that serving never had.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kt_runtime.sglang_patch.hooks import Hooks
+
+SYMBOLS = ("sglang.srt.layers.layernorm.RMSNorm.forward_native",)
+
+
+def install(hooks: Hooks) -> None:
+    if hooks.on_cpu:
+        hooks.around(SYMBOLS[0], _forward)
+
+
+def _forward(
+    original: Any,
+    norm: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    post_residual_addition: torch.Tensor | None = None,
+    quant_linear: Any = None,
+) -> Any:
+    special = norm.fp32_residual or norm.variance_size_override is not None or norm.override_orig_dtype is not None
+    if special or post_residual_addition is not None:
+        return original(norm, x, residual, post_residual_addition, quant_linear)
+    if residual is None:
+        return normalised(x, norm.weight, norm.variance_epsilon)
+    total = residual + x
+    return normalised(total, norm.weight, norm.variance_epsilon), total
+
+
+def normalised(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """weight * x / rms(x), x [..., H]; statistics in float32, the product in x's dtype."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return weight * wide.to(x.dtype)

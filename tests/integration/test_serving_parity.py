@@ -1,0 +1,96 @@
+"""The served base against Hugging Face in float32: greedy tokens and logprobs, cached or not, alone or batched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+NEW_TOKENS = 12
+LOGPROB_TOLERANCE = 1e-4  # float32, sums in another order; some 5e-6 is seen
+LENGTHS = (1, 2, 7, 33, 150, 400)  # in chunks of 64 tokens and pages of 8
+
+
+@dataclass(frozen=True)
+class Expected:
+    """`tokens`: prompt and greedy continuation. `logprobs[i]`: of tokens[i + 1], given those before it."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@pytest.fixture(scope="module")
+def expected(float32_server: Any) -> list[Expected]:
+    """What Hugging Face says about prompts of several lengths; the last two share a prefix with another one."""
+    model = AutoModelForCausalLM.from_pretrained(float32_server.model_directory, dtype=torch.float32).eval()
+    g = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 700, (length,), generator=g).tolist() for length in LENGTHS]
+    prompts += [prompts[4][:100] + prompts[3], prompts[4] + prompts[2]]
+    return [hugging_face(model, prompt) for prompt in prompts]
+
+
+@torch.no_grad()
+def hugging_face(model: torch.nn.Module, prompt: list[int]) -> Expected:
+    tokens = list(prompt)
+    for _ in range(NEW_TOKENS):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    scores = model(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)
+    return Expected(prompt, tokens, scores.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist())
+
+
+def generate(served: Any, prompts: list[list[int]], **options: Any) -> list[dict[str, Any]]:
+    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, **options}
+    answers: list[dict[str, Any]] = served.api.post("/generate", body)
+    return answers
+
+
+def check(answer: dict[str, Any], expected: Expected) -> float:
+    """The largest difference of a logprob, of prompt tokens too where the answer has them."""
+    assert expected.prompt + answer["output_ids"] == expected.tokens
+    meta = answer["meta_info"]
+    found = [item[0] for item in meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]]
+    largest = max(abs(a - b) for a, b in zip(found, expected.logprobs[-len(found) :], strict=True))
+    assert largest <= LOGPROB_TOLERANCE
+    return largest
+
+
+def flush_cache(served: Any) -> None:
+    httpx.post(f"{served.api.url}/flush_cache", params={"timeout": 30}, timeout=60).raise_for_status()
+
+
+def test_greedy_tokens_and_logprobs_equal_hugging_faces(float32_server: Any, expected: list[Expected]) -> None:
+    flush_cache(float32_server)
+    answers = [generate(float32_server, [case.prompt], logprob_start_len=0)[0] for case in expected]
+    largest = max(check(answer, case) for answer, case in zip(answers, expected, strict=True))
+    print(f"{float32_server.preset}: largest difference of a logprob {largest:.1e}")
+
+
+def test_a_batch_answers_as_each_prompt_does_alone(float32_server: Any, expected: list[Expected]) -> None:
+    flush_cache(float32_server)
+    for answer, case in zip(generate(float32_server, [case.prompt for case in expected]), expected, strict=True):
+        check(answer, case)
+
+
+def test_a_cached_prefix_answers_as_a_cold_one(float32_server: Any, expected: list[Expected]) -> None:
+    flush_cache(float32_server)
+    long, shares_100, continues = expected[4], expected[6], expected[7]
+    assert generate(float32_server, [long.prompt])[0]["meta_info"]["cached_tokens"] == 0
+    for case, at_least in ((shares_100, 96), (continues, 144), (long, 144)):
+        answer = generate(float32_server, [case.prompt])[0]
+        assert at_least <= answer["meta_info"]["cached_tokens"] < len(case.prompt)
+        check(answer, case)
+
+
+def test_a_batch_of_hits_and_misses_answers_as_each_does_cold(float32_server: Any, expected: list[Expected]) -> None:
+    flush_cache(float32_server)
+    generate(float32_server, [expected[4].prompt])
+    answers = generate(float32_server, [case.prompt for case in expected])
+    assert [answer["meta_info"]["cached_tokens"] > 0 for answer in answers].count(True) >= 3
+    for answer, case in zip(answers, expected, strict=True):
+        check(answer, case)

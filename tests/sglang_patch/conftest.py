@@ -1,0 +1,112 @@
+"""SGLang's own LoRA manager and layers in this process, with our patches, around a tiny model in float32."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+REFERENCE = Path(__file__).parents[1] / "reference" / "lora.py"
+MAX_RANK, SLOTS = 8, 4
+
+
+@pytest.fixture(scope="session")
+def reference() -> ModuleType:
+    """tests/reference/lora.py."""
+    spec = importlib.util.spec_from_file_location("reference_lora", REFERENCE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def patched_sglang() -> None:
+    """SGLang with our hooks, which stay for the rest of this process."""
+    from sglang.srt.runtime_context import get_parallel  # noqa: F401  (SGLang resolves its platform first)
+
+    from kt_runtime.sglang_patch.plugin import install_patches
+
+    install_patches()
+
+
+@pytest.fixture(scope="module", params=["tiny-deepseek-v3", "tiny-qwen3-moe"])
+def served(
+    request: pytest.FixtureRequest, patched_sglang: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SimpleNamespace]:
+    """`model`, its `manager` with four slots of rank 8, and `config`."""
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers.moe.utils import initialize_moe_config
+    from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.model_loader import get_model
+    from sglang.srt.runtime_context import SpawnRanks, get_parallel, process_model_config, publish, reset_context
+    from sglang.srt.server_args import ServerArgs
+
+    from kt_runtime.families import family_for
+    from kt_runtime.serve.make_model import make_model
+    from kt_runtime.sglang_patch import moe
+
+    directory = tmp_path_factory.mktemp("model") / request.param
+    make_model(request.param, directory, seed=0)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    arguments = ServerArgs(
+        model_path=str(directory),
+        device="cpu",
+        dtype="float32",
+        attention_backend="kt_cpu",
+        disable_overlap_schedule=True,
+        disable_shared_experts_fusion=True,
+        disable_cuda_graph=True,
+        enable_lora=True,
+        lora_backend="torch_native",
+        max_lora_rank=MAX_RANK,
+        lora_target_modules=family_for(config).sglang_lora_targets(config),
+    )
+    reset_context()
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0))
+    rendezvous = tmp_path_factory.mktemp("rendezvous") / "file"
+    parallel_state.init_distributed_environment(
+        world_size=1, rank=0, local_rank=0, backend="gloo", distributed_init_method=f"file://{rendezvous}"
+    )
+    parallel_state.initialize_model_parallel(backend="gloo")
+    initialize_moe_config()
+    model_config = process_model_config()
+    model = get_model(model_config=model_config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
+    manager = LoRAManager(
+        base_model=model,
+        base_hf_config=model_config.hf_config,
+        max_loras_per_batch=SLOTS,
+        load_config=LoadConfig(),
+        dtype=torch.float32,
+        server_args=arguments,
+        lora_backend="torch_native",
+        max_lora_rank=MAX_RANK,
+        target_modules=set(family_for(config).sglang_lora_targets(config)),
+    )
+    assert get_parallel().tp_size == 1
+    yield SimpleNamespace(model=model, manager=manager, config=config)
+    moe.expert_store().close()
+    moe._store = None
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    reset_context()
+
+
+@pytest.fixture
+def manager(served: SimpleNamespace) -> Iterator[Any]:
+    """The manager without adapters; those of the test are dropped afterwards."""
+    from kt_runtime.sglang_patch.lora_install import drop_adapter
+
+    yield served.manager
+    for lora_id in list(served.manager.loras):
+        drop_adapter(served.manager, lora_id)
+    served.manager.reset_lora_batch()

@@ -1,0 +1,51 @@
+"""SGLang's own parser takes the arguments that we compute."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from kt_runtime.serve.make_model import make_model
+from kt_runtime.serve.models import resolve_model
+from kt_runtime.serve.options import ServeOptions
+from kt_runtime.sglang_patch.arguments import option_names, server_arguments
+
+
+@pytest.fixture(scope="module")
+def parser(patched_sglang: None) -> argparse.ArgumentParser:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+@pytest.mark.parametrize("preset", ["tiny-deepseek-v3", "tiny-qwen3-moe"])
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_sglang_parses_them(parser: argparse.ArgumentParser, tmp_path: Path, preset: str, on_cpu: bool) -> None:
+    make_model(preset, tmp_path / "model", seed=0)
+    options = ServeOptions(model="", port=1234, dtype="float32", context_tokens=512, lora_slots=3, max_lora_rank=8)
+    arguments = server_arguments(options, resolve_model(tmp_path / "model"), on_cpu=on_cpu)
+    parsed = parser.parse_args(arguments)
+    assert (parsed.port, parsed.dtype, parsed.context_length) == (1234, "float32", 512)
+    assert (parsed.max_loras_per_batch, parsed.max_lora_rank, parsed.lora_strict_loading) == (3, 8, True)
+    assert parsed.attention_backend == ("kt_cpu" if on_cpu else None)
+    assert parsed.lora_backend == ("torch_native" if on_cpu else "csgmv")
+    assert "gate_proj" in parsed.lora_target_modules
+    assert parsed.disable_overlap_schedule
+    assert parsed.disable_shared_experts_fusion
+
+
+def test_what_the_user_passes_on_comes_last(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    make_model("tiny-qwen3-moe", tmp_path / "model", seed=0)
+    options = ServeOptions(model="", passed_on=("--mem-fraction-static", "0.5"))
+    parsed = parser.parse_args(server_arguments(options, resolve_model(tmp_path / "model"), on_cpu=True))
+    assert parsed.mem_fraction_static == 0.5
+
+
+def test_option_names_are_complete_and_dashed(patched_sglang: None) -> None:
+    names = option_names()
+    assert {"--model-path", "--page-size", "--no-lora-strict-loading"} <= names
+    assert all(name.startswith("-") for name in names)

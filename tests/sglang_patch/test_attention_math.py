@@ -1,0 +1,82 @@
+"""Attention in blocks against the definition in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kt_runtime.sglang_patch import attention_math
+from kt_runtime.sglang_patch.attention_math import attend_decode, attend_sequence
+
+# query heads, key heads, key size, value size; the last is absorbed MLA: one key head, values shorter than keys
+SHAPES = [(4, 4, 16, 16), (8, 2, 32, 32), (6, 1, 24, 16)]
+TOLERANCE = 2e-6
+
+
+def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, cap: float = 0.0) -> torch.Tensor:
+    """One query at a time, one head at a time."""
+    tokens, heads, _ = q.shape
+    group, prefix = heads // k.shape[1], k.shape[0] - tokens
+    out = torch.empty(tokens, heads, v.shape[-1], dtype=torch.float64)
+    for t in range(tokens):
+        for h in range(heads):
+            seen = slice(0, prefix + t + 1)
+            scores = k[seen, h // group].double() @ q[t, h].double() * scaling
+            if cap:
+                scores = cap * torch.tanh(scores / cap)
+            out[t, h] = torch.softmax(scores, 0) @ v[seen, h // group].double()
+    return out
+
+
+def tensors(shape: tuple[int, ...], tokens: int, keys: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    heads, k_heads, size, v_size = shape
+    g = torch.Generator().manual_seed(seed)
+    k = torch.randn(keys, k_heads, size, generator=g)
+    return torch.randn(tokens, heads, size, generator=g), k, torch.randn(keys, k_heads, v_size, generator=g)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("tokens", "prefix"), [(1, 0), (7, 0), (5, 9), (1, 20), (33, 3)])
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_extend_is_causal_attention_over_prefix_and_new_keys(
+    shape: tuple[int, ...], tokens: int, prefix: int, cap: float
+) -> None:
+    q, k, v = tensors(shape, tokens, prefix + tokens)
+    found = attend_sequence(q, k, v, prefix, 0.3, cap)
+    torch.testing.assert_close(found.double(), definition(q, k, v, 0.3, cap), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("budget", [1, 100, 1000])
+def test_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
+    q, k, v = tensors(SHAPES[1], 19, 30)
+    whole = attend_sequence(q, k, v, 11, 0.2)
+    monkeypatch.setattr(attention_math, "SCORE_BUDGET", budget)
+    torch.testing.assert_close(attend_sequence(q, k, v, 11, 0.2), whole, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_cached_prefix_gives_what_the_whole_sequence_gives(shape: tuple[int, ...]) -> None:
+    q, k, v = tensors(shape, 24, 24)
+    whole = attend_sequence(q, k, v, 0, 0.25)
+    torch.testing.assert_close(attend_sequence(q[10:], k, v, 10, 0.25), whole[10:], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_a_padded_decode_batch_gives_each_sequence_its_own_answer(shape: tuple[int, ...], cap: float) -> None:
+    lengths = [1, 12, 7]
+    rows = [tensors(shape, 1, length, seed) for seed, length in enumerate(lengths)]
+    keys, values = (torch.full((3, 12, *rows[0][part].shape[1:]), 99.0) for part in (1, 2))  # padding must not leak
+    for index, (_, k, v) in enumerate(rows):
+        keys[index, : len(k)], values[index, : len(v)] = k, v
+    found = attend_decode(torch.cat([q for q, _, _ in rows]), keys, values, torch.tensor(lengths), 0.3, cap)
+    for index, (q, k, v) in enumerate(rows):
+        expected = definition(q, k, v, 0.3, cap)[0]
+        torch.testing.assert_close(found[index].double(), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_bfloat16_inputs_are_computed_in_float32() -> None:
+    q, k, v = (tensor.bfloat16() for tensor in tensors(SHAPES[1], 6, 9))
+    torch.testing.assert_close(
+        attend_sequence(q, k, v, 3, 0.3).double(), definition(q, k, v, 0.3), atol=TOLERANCE, rtol=0
+    )

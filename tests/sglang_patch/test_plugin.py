@@ -1,0 +1,57 @@
+"""The plugin patches all or ends the process; what it says it touches exists."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+from kt_runtime.errors import ConflictError
+from kt_runtime.sglang_patch import plugin, version
+from kt_runtime.sglang_patch.hooks import check_applied
+
+PATCHED = [(module, symbol) for module in plugin.PATCHES for symbol in plugin.patch_module(module).SYMBOLS]
+
+
+def test_another_sglang_version_ends_the_process_and_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "installed_version", lambda: "0.5.22")
+    with pytest.raises(SystemExit) as caught:
+        plugin.register()
+    assert "0.5.22" in str(caught.value)
+    assert version.PINNED in str(caught.value)
+
+
+def test_a_hook_that_did_not_take_is_an_error_that_names_it() -> None:
+    check_applied(["a.b", "c.d"], {"a.b", "c.d", "e.f"})
+    with pytest.raises(ConflictError, match=r"c\.d"):
+        check_applied(["a.b", "c.d"], {"a.b"})
+
+
+@pytest.mark.parametrize(("module", "symbol"), PATCHED)
+def test_every_symbol_that_is_touched_exists(patched_sglang: None, module: str, symbol: str) -> None:
+    try:
+        pkgutil.resolve_name(symbol)
+    except AttributeError:  # an attribute that instances get
+        parent, _, attribute = symbol.rpartition(".")
+        assert f"self.{attribute}" in inspect.getsource(pkgutil.resolve_name(parent))
+
+
+@pytest.mark.parametrize("module", plugin.PATCHES)
+def test_every_patch_says_what_it_touches_and_why(module: str) -> None:
+    patch = plugin.patch_module(module)
+    assert patch.SYMBOLS
+    assert all(symbol.startswith("sglang.") for symbol in patch.SYMBOLS)
+    assert "0.5.23" in patch.__doc__
+
+
+def test_discovering_the_platform_does_not_import_sglang() -> None:
+    code = (
+        "import sys; from kt_runtime.sglang_patch import platform, plugin; name = platform.activate(); "
+        "print(name, [module for module in sys.modules if module.split('.')[0] == 'sglang'])"
+    )
+    out = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert out[1:] == ["[]"]
+    assert out[0] in ("None", "kt_runtime.sglang_patch.platform:CpuPlatform")
