@@ -4,7 +4,8 @@ Symbol: `sglang.srt.server_args.ServerArgs.add_cli_args` (SGLang 0.5.23), read f
 
 Why each fixed option: training runs between two batches of the scheduler, so batches must not overlap, and CUDA graphs
 would hide the model from it. Shared experts must not be fused into the routed ones, which are the expert store's.
-Strict LoRA loading makes a key that SGLang does not know an error. The warm-up request only delays the start.
+Strict LoRA loading makes a key that SGLang does not know an error. The warm-up request only delays the start. An idle
+scheduler sleeps, instead of keeping a core busy (`turns.py` wakes it for training).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SYMBOLS = ("sglang.srt.server_args.ServerArgs.add_cli_args",)
 ALWAYS = (
     *("--disable-overlap-schedule", "--disable-shared-experts-fusion", "--skip-server-warmup"),
     *("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
-    *("--enable-lora", "--lora-strict-loading"),
+    *("--enable-lora", "--lora-strict-loading", "--sleep-on-idle"),
 )
 # The token pool is bounded by --max-total-tokens. SGLang also wants this share of the memory for weights and pool, and
 # the experts, which may be nearly all of it, count as used.

@@ -26,6 +26,7 @@ def make_base(preset: str, directory: Path, say: Callable[[str], None]) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    torch.set_num_threads(1)  # for matrices this small more threads only wait for each other
     untrained = directory.with_name(directory.name + "-untrained")
     make_model(preset, untrained, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(untrained)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -36,7 +37,12 @@ def server(model: str, arguments: list[str], log_path: Path, *, api_key: str | N
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [*command, *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            [*command, *arguments],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
     try:
         api = ServerAPI(f"http://127.0.0.1:{port}", api_key)
@@ -44,6 +50,12 @@ def server(model: str, arguments: list[str], log_path: Path, *, api_key: str | N
         yield api
     finally:
         _stop(process)
+
+
+def _end_with_parent() -> None:
+    """In the server's process: the kernel sends it SIGTERM when whoever started it dies, in whatever way (prctl(2))."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], api: ServerAPI, log_path: Path) -> None:

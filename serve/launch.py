@@ -1,0 +1,204 @@
+"""`kt-runtime serve`: from options to a running server, and to nothing left behind when it ends.
+
+Everything that can be wrong is checked before the model is loaded: options, port, model, memory, sockets. SGLang's
+HTTP server then runs in this process, and starts its scheduler with the resident in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kt_runtime.errors import InvalidValueError, KtError
+from kt_runtime.files import exclusive_lock
+from kt_runtime.resident.settings import ResidentSettings
+from kt_runtime.serve.auth import AccessMiddleware, AccessPolicy, ApiKey
+from kt_runtime.serve.machine_memory import available_memory
+from kt_runtime.serve.memory import ServingShape, check_fits, plan_memory
+from kt_runtime.serve.models import ResolvedModel, resolve_model
+from kt_runtime.serve.options import ServeOptions, check_port_is_free
+from kt_runtime.serve.sglang_options import check_passed_on
+from kt_runtime.wire import ResidentClient, runtime_directory
+from kt_runtime.wire.address import ipc_path, private_directory
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from kt_runtime.sglang_patch.frontend import Engine
+
+logger = logging.getLogger(__name__)
+
+KEY_VARIABLE = "KT_RUNTIME_API_KEY"
+POLL_SECONDS = 0.2
+RESIDENT_SECONDS = 60.0
+
+
+def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
+    """Ends this process when the server was asked to end. `say` gets the line that says that the server is ready.
+
+    Raises what is wrong with the options, the model or this machine before anything is loaded, and RuntimeFault when
+    one of SGLang's processes dies while the model is loaded.
+    """
+    from kt_runtime.sglang_patch import arguments, frontend
+
+    key = _take_key(options.api_key)
+    check_passed_on(options.passed_on, arguments.option_names())
+    check_port_is_free(options.host, options.port)
+    model = resolve_model(options.model)
+    _check_memory(options, model)
+    directory = private_directory(options.runtime_dir) if options.runtime_dir else runtime_directory()
+    with exclusive_lock(directory / f"serve-{options.port}.lock", f"a server's place for port {options.port}"):
+        settings = _settings(options, model, directory)
+        os.environ.update(settings.to_environment())
+        sglang_arguments = arguments.server_arguments(options, model)
+        frontend.run(sglang_arguments, _Frontend(options, model, settings, key, directory, say))
+
+
+class _Frontend:
+    """Our side of SGLang's HTTP server; implements `sglang_patch.frontend.Frontend`."""
+
+    def __init__(
+        self,
+        options: ServeOptions,
+        model: ResolvedModel,
+        settings: ResidentSettings,
+        key: ApiKey | None,
+        directory: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self._options, self._model, self._settings, self._say = options, model, settings, say
+        self._policy = AccessPolicy(options.host, key)
+        self._stopping = threading.Event()
+        self._scratch = directory / f"sglang-{options.port}"
+        shutil.rmtree(self._scratch, ignore_errors=True)  # of a server that was killed; the lock says it is gone
+        # SGLang makes its own sockets with `tempfile`; in a private directory nobody else can reach them.
+        tempfile.tempdir = str(private_directory(self._scratch))
+
+    def prepare(self, app: FastAPI) -> None:
+        app.add_middleware(AccessMiddleware, policy=self._policy)
+
+    @contextlib.asynccontextmanager
+    async def session(self, app: FastAPI, engine: Engine) -> AsyncIterator[None]:
+        from kt_runtime.serve.adapters import Adapters, ResidentCalls, drop_adapter
+        from kt_runtime.serve.names import NamesServer
+        from kt_runtime.serve.routes import adapter_routes
+
+        resident = ResidentCalls(self._settings.wire_address)
+        try:
+            drop = partial(drop_adapter, resident)
+            async with NamesServer(self._settings.names_address, engine.registry, drop) as names:
+                adapters = Adapters(resident, names, engine.num_requests)
+                engine.set_adapters(adapters)
+                app.include_router(adapter_routes(adapters))
+                yield
+        finally:
+            resident.close()
+
+    def announce(self) -> None:
+        """Waits for the port and for the resident, then says that the server is ready."""
+        host, port = self._options.url.rpartition(":")[0].removeprefix("http://").strip("[]"), self._options.port
+        while not self._stopping.is_set() and not _listens(host, port):
+            self._stopping.wait(POLL_SECONDS)
+        while not self._stopping.is_set() and not self._resident_answers():
+            self._stopping.wait(POLL_SECONDS)
+        if not self._stopping.is_set():
+            url = self._options.url
+            self._say(
+                f"kt-runtime is ready: {url}, model {self._model.name} ({self._model.directory}); "
+                f"adapters: {url}/kt/adapters, status: {url}/kt/status"
+            )
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def clean_up(self) -> None:
+        for address in (self._settings.wire_address, self._settings.names_address):
+            ipc_path(address).unlink(missing_ok=True)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _resident_answers(self) -> bool:
+        try:
+            with ResidentClient(self._settings.wire_address, timeout_s=RESIDENT_SECONDS) as client:
+                client.status()
+        except KtError as error:
+            logger.debug("the resident does not answer yet: %s", error)
+            return False
+        return True
+
+
+def _take_key(key: str | None) -> ApiKey | None:
+    """Takes the key out of the environment, which SGLang's processes inherit, and of `sys.argv`, which it may dump."""
+    os.environ.pop(KEY_VARIABLE, None)
+    if key is None:
+        return None
+    sys.argv[:] = [argument.replace(key, "***") if key else argument for argument in sys.argv]
+    return ApiKey(key)
+
+
+def _settings(options: ServeOptions, model: ResolvedModel, directory: Path) -> ResidentSettings:
+    settings = ResidentSettings(
+        model=model.name,
+        model_directory=str(model.directory),
+        wire_address=f"ipc://{directory / f'resident-{options.port}.sock'}",
+        names_address=f"ipc://{directory / f'names-{options.port}.sock'}",
+        adapter_directory=str(adapter_directory(options, model)),
+        expert_isa=options.expert_isa,
+        expert_threads=options.expert_threads,
+        training_share=options.training_share,
+        microbatch_tokens=options.microbatch_tokens,
+    )
+    for address in (settings.wire_address, settings.names_address):
+        ipc_path(address)
+    return settings
+
+
+def adapter_directory(options: ServeOptions, model: ResolvedModel) -> Path:
+    """Created if missing. The default one is this model's alone: adapters of one model do not fit another."""
+    directory = options.adapter_dir
+    if directory is None:
+        data = os.environ.get("XDG_DATA_HOME")
+        base = Path(data) if data and Path(data).is_absolute() else Path.home() / ".local" / "share"
+        digest = hashlib.sha256(os.fsencode(model.directory)).hexdigest()[:8]
+        directory = base / "kt-runtime" / "adapters" / f"{model.directory.name}-{digest}"
+    directory = directory.expanduser().absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidValueError(f"--adapter-dir {directory}: can't be created ({error.strerror})") from None
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise InvalidValueError(f"--adapter-dir {directory}: this user may not write there")
+    return directory
+
+
+def _check_memory(options: ServeOptions, model: ResolvedModel) -> None:
+    import torch
+
+    with_gpu = torch.cuda.is_available()
+    shape = ServingShape(
+        device="gpu" if with_gpu else "cpu",
+        max_total_tokens=options.max_total_tokens,
+        activation_bytes=4 if options.dtype == "float32" else 2,
+        lora_slots=options.lora_slots,
+        lora_rank=options.max_lora_rank,
+        training_tokens=options.microbatch_tokens,
+    )
+    check_fits(plan_memory(model.config, shape, model.name), available_memory(with_gpu))
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 1.0).close()
+    except OSError:
+        return False
+    return True

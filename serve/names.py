@@ -1,0 +1,163 @@
+"""The frontend's end of the names channel: the resident says which version a name means from now on.
+
+A ROUTER socket in the HTTP server's event loop; one frame of msgpack each way (`MoveName`, `NameMoved`). A move takes
+effect between two requests, in one step: a request is of the version before or of the one after. The version before is
+dropped in the resident once the last request that began with it has ended; until then both stay loaded.
+
+A move carries the moment until which the resident waits for it (CLOCK_MONOTONIC, which all processes of a machine
+share). A later one is refused, so that the resident never gives up a version that a name then comes to mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kt_runtime.errors import ConflictError, KtError, UserError
+from kt_runtime.wire.address import ipc_path
+from kt_runtime.wire.messages import MoveName, NameMoved
+
+logger = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 64 * 1024
+FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 30.0
+
+_decode_move = msgspec.msgpack.Decoder(MoveName).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Registry(Protocol):
+    """Which name means which serving copy (`lora_id`), and how many requests use each copy."""
+
+    def move(self, name: str, lora_id: str) -> str | None:
+        """Lets `name` mean `lora_id`; returns what it meant before."""
+        ...
+
+    def remove(self, name: str) -> str | None:
+        """Takes `name` away; returns what it meant."""
+        ...
+
+    def names(self) -> dict[str, str]: ...
+
+    def num_in_flight(self, lora_id: str) -> int: ...
+
+    async def wait_unused(self, lora_id: str) -> None: ...
+
+    def forget(self, lora_id: str) -> None:
+        """No request will use `lora_id` any more."""
+        ...
+
+
+class NamesServer:
+    """Listens inside `async with`. `drop(lora_id)` frees a serving copy in the resident; it is tried until it works."""
+
+    def __init__(self, address: str, registry: Registry, drop: Callable[[str], Awaitable[None]]) -> None:
+        self.address, self.registry = address, registry
+        self._drop = drop
+        self._draining: dict[str, asyncio.Task[None]] = {}
+        self._dropping: set[str] = set()
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        self._fault_logged = False
+
+    async def __aenter__(self) -> NamesServer:
+        path = ipc_path(self.address)
+        path.unlink(missing_ok=True)  # of a server that was killed; the directory is ours alone and locked
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.bind(self.address)
+        os.chmod(path, 0o600)
+        self._task = asyncio.create_task(self._serve())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks = [self._task, *self._draining.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._context.destroy(linger=0)
+        ipc_path(self.address).unlink(missing_ok=True)
+
+    def move(self, move: MoveName) -> None:
+        """Raises ConflictError when the move comes too late or to a copy that is being dropped."""
+        late_s = time.monotonic() - move.expires_at
+        if late_s > 0:
+            raise ConflictError(f"the move of {move.name!r} came {late_s:.1f} s after the resident stopped waiting")
+        if move.lora_id in self._dropping:
+            raise ConflictError(f"adapter {move.name!r}: serving copy {move.lora_id} is being dropped")
+        former = self.registry.move(move.name, move.lora_id)
+        logger.info("adapter %s is version %s now (%s)", move.name, move.adapter_version[:16], move.lora_id)
+        if former is not None and former != move.lora_id:
+            self._drain(former)
+
+    def remove(self, name: str) -> str | None:
+        """Takes `name` away at once. Requests that began with it finish; then its copy is dropped."""
+        former = self.registry.remove(name)
+        if former is not None:
+            self._drain(former)
+        return former
+
+    @property
+    def draining(self) -> dict[str, int]:
+        """Serving copies that no name means any more -> requests that still use them."""
+        return {lora_id: self.registry.num_in_flight(lora_id) for lora_id in self._draining}
+
+    async def _serve(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            answer = self._answer(frames[1:])
+            with contextlib.suppress(zmq.ZMQError):  # whoever asked is gone
+                await self._socket.send_multipart([frames[0], _encode(answer)])
+
+    def _answer(self, frames: list[Any]) -> NameMoved:
+        try:
+            move = _decode_move(frames[0] if len(frames) == 1 else b"")
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            if not self._fault_logged:
+                self._fault_logged = True
+                logger.warning("names channel: refused a message (logged once): %s", error)
+            return NameMoved(move_id="", error=f"not a move: {error}")
+        try:
+            self.move(move)
+        except KtError as error:
+            return NameMoved(move_id=move.move_id, error=str(error))
+        return NameMoved(move_id=move.move_id)
+
+    def _drain(self, lora_id: str) -> None:
+        if lora_id not in self._draining:
+            self._draining[lora_id] = asyncio.create_task(self._drop_when_unused(lora_id))
+
+    async def _drop_when_unused(self, lora_id: str) -> None:
+        try:
+            await self.registry.wait_unused(lora_id)
+            if lora_id in self.registry.names().values():
+                return  # a name has come back to it
+            self._dropping.add(lora_id)
+            self.registry.forget(lora_id)
+            await self._drop_until_done(lora_id)
+        finally:
+            self._dropping.discard(lora_id)
+            self._draining.pop(lora_id, None)
+
+    async def _drop_until_done(self, lora_id: str) -> None:
+        pause_s = FIRST_RETRY_SECONDS
+        while True:
+            try:
+                await self._drop(lora_id)
+                return
+            except UserError:
+                logger.exception("serving copy %s was not dropped", lora_id)
+                return
+            except KtError as error:
+                logger.warning("serving copy %s is not dropped yet, trying again in %g s: %s", lora_id, pause_s, error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_RETRY_SECONDS)

@@ -1,0 +1,92 @@
+"""What `kt-runtime serve` is asked for, checked as far as that goes without a model."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kt_runtime.errors import ConflictError, InvalidValueError, suggestion
+
+DTYPES = ("bfloat16", "float32")
+LOWEST_VALUES = {
+    "max_total_tokens": 16,
+    "max_running_requests": 1,
+    "max_lora_rank": 1,
+    "lora_slots": 2,
+    "context_tokens": 16,
+    "expert_threads": 1,
+    "microbatch_tokens": 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """`max_total_tokens`: of the prefix cache and all running requests together. `context_tokens`: None, the model's.
+
+    `lora_slots`: adapter versions that one batch may hold; the base takes one of them. `adapter_dir`: None, a directory
+    of this model's in the user's data directory. `expert_isa`, `expert_threads`: None, the best there is.
+    `training_share`: the largest share of the time that training may take while requests are served.
+    `runtime_dir`: where the sockets are; None, the user's. `passed_on`: options of SGLang's.
+    """
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 30000
+    api_key: str | None = field(default=None, repr=False)
+    dtype: str = "bfloat16"
+    context_tokens: int | None = None
+    max_total_tokens: int = 16384
+    max_running_requests: int = 32
+    max_lora_rank: int = 16
+    lora_slots: int = 8
+    adapter_dir: Path | None = None
+    expert_isa: str | None = None
+    expert_threads: int | None = None
+    training_share: float = 0.5
+    microbatch_tokens: int = 2048
+    runtime_dir: Path | None = None
+    passed_on: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises InvalidValueError for a value outside its range."""
+        if self.dtype not in DTYPES:
+            raise InvalidValueError(f"--dtype {self.dtype!r}{suggestion(self.dtype, DTYPES)}")
+        if not 0 < self.port < 65536:
+            raise InvalidValueError(f"--port {self.port}: allowed are 1 to 65535")
+        if not 0 < self.training_share <= 1:
+            raise InvalidValueError(f"--training-share {self.training_share:g}: must be above 0 and at most 1")
+        for name, lowest in LOWEST_VALUES.items():
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise InvalidValueError(f"--{name.replace('_', '-')} {value}: must be at least {lowest}")
+
+    @property
+    def url(self) -> str:
+        """Where a program on this machine reaches the server."""
+        host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+
+def check_port_is_free(host: str, port: int) -> None:
+    """Binds and lets go again, before hours are spent on loading a model. Another program may still come in between."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise InvalidValueError(f"--host {host!r}: is no address of this machine ({error})") from None
+    with socket.socket(family, socket.SOCK_STREAM) as opened:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            opened.bind(address)
+        except OSError as error:
+            raise _refusal(error, host, port) from None
+
+
+def _refusal(error: OSError, host: str, port: int) -> Any:
+    if error.errno == errno.EADDRINUSE:
+        return ConflictError(f"port {port} on {host} is in use by another program; choose another with --port")
+    if error.errno == errno.EACCES:
+        return InvalidValueError(f"--port {port}: this user may not listen there; choose one above 1023")
+    return InvalidValueError(f"--host {host!r}: can't listen there ({error.strerror})")

@@ -1,0 +1,207 @@
+"""The access table and the middleware, on a plain ASGI app; and the table against SGLang's real routes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.serve import auth
+from kt_runtime.serve.auth import Access, AccessMiddleware, AccessPolicy, ApiKey, is_loopback, rule_for
+
+KEY = "correct-horse-battery"
+GUARDED = ("POST", "/kt/adapters")
+LOCAL_HOST = (b"host", b"127.0.0.1:30000")
+
+
+def bearer(key: str) -> tuple[bytes, bytes]:
+    return (b"authorization", b"Bearer " + key.encode())
+
+
+def status_of(policy: AccessPolicy, method: str, path: str, *headers: tuple[bytes, bytes]) -> int:
+    denial = policy.decide(method, path, headers)
+    return 200 if denial is None else denial.status
+
+
+class TestWithKey:
+    policy = AccessPolicy("0.0.0.0", ApiKey(KEY))
+
+    def test_every_kind_of_route_but_probes_needs_the_key(self) -> None:
+        for method, path in [("GET", "/kt/status"), ("POST", "/generate"), GUARDED, ("WEBSOCKET", "/v1/realtime")]:
+            assert status_of(self.policy, method, path) == 401, path
+            assert status_of(self.policy, method, path, bearer(KEY)) == 200, path
+        assert status_of(self.policy, "GET", "/health") == 200
+
+    @pytest.mark.parametrize(
+        "wrong", ["", "wrong", KEY[:-1], KEY + "x", KEY.upper(), KEY[0], " " + KEY, KEY + "\x00", "é" * 8]
+    )
+    def test_anything_but_the_key_itself_is_refused(self, wrong: str) -> None:
+        assert status_of(self.policy, "POST", "/generate", bearer(wrong)) == 401
+        assert status_of(self.policy, "POST", "/generate", (b"x-api-key", wrong.encode())) == 401
+
+    def test_key_is_taken_from_either_header_and_not_as_another_scheme(self) -> None:
+        assert status_of(self.policy, "POST", "/generate", (b"x-api-key", KEY.encode())) == 200
+        assert status_of(self.policy, "POST", "/generate", (b"authorization", b"bearer " + KEY.encode())) == 200
+        assert status_of(self.policy, "POST", "/generate", (b"authorization", b"Basic " + KEY.encode())) == 401
+        assert status_of(self.policy, "POST", "/generate", (b"authorization", KEY.encode())) == 401
+
+    def test_second_credential_is_no_second_guess(self) -> None:
+        assert status_of(self.policy, "POST", "/generate", bearer("wrong-key"), bearer(KEY)) == 401
+        assert status_of(self.policy, "POST", "/generate", bearer(KEY), (b"x-api-key", b"wrong-key")) == 401
+
+    def test_refused_routes_stay_refused_with_the_key(self) -> None:
+        assert status_of(self.policy, "POST", "/update_weights_from_tensor") == 401
+        denial = self.policy.decide("POST", "/update_weights_from_tensor", [bearer(KEY)])
+        assert denial is not None and denial.status == 403 and "weights never change" in denial.message
+
+    def test_route_without_a_rule_needs_the_key(self) -> None:
+        assert status_of(self.policy, "POST", "/new_route") == 401
+
+    def test_key_of_another_length_is_compared_by_digest(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        compared: list[tuple[int, int]] = []
+        monkeypatch.setattr(auth.hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or False)
+        ApiKey(KEY).matches(b"a")
+        assert compared == [(32, 32)]
+
+
+class TestWithoutKey:
+    @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "no-such-host.invalid", ""])
+    def test_beyond_loopback_everything_guarded_is_denied(self, host: str) -> None:
+        policy = AccessPolicy(host, None)
+        for rule in auth.RULES:
+            if rule.access in (Access.GUARDED, Access.REFUSED):
+                method = next(iter(rule.methods or {"POST"}))
+                assert status_of(policy, method, rule.path, LOCAL_HOST) == 403, rule.path
+        assert status_of(policy, "POST", "/new_route", LOCAL_HOST) == 403
+        assert status_of(policy, "POST", "/generate") == status_of(policy, "GET", "/v1/models") == 200
+
+    def test_denial_says_what_to_do(self) -> None:
+        denial = AccessPolicy("0.0.0.0", None).decide(*GUARDED, [])
+        assert denial is not None and "KT_RUNTIME_API_KEY" in denial.message and "127.0.0.1" in denial.message
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.9.9.9"])
+    def test_on_loopback_this_machines_programs_may_change_the_server(self, host: str) -> None:
+        policy = AccessPolicy(host, None)
+        assert status_of(policy, *GUARDED, LOCAL_HOST) == 200
+        assert status_of(policy, *GUARDED, (b"host", b"[::1]:30000"), (b"origin", b"http://localhost:3000")) == 200
+        assert status_of(policy, "POST", "/update_weights_from_disk", LOCAL_HOST) == 403
+
+    @pytest.mark.parametrize("origin", [b"https://example.org", b"null", b"http://127.0.0.1.example.org", b"\xff"])
+    def test_web_pages_of_other_sites_may_not_change_it(self, origin: bytes) -> None:
+        assert status_of(AccessPolicy("127.0.0.1", None), *GUARDED, LOCAL_HOST, (b"origin", origin)) == 403
+
+    def test_names_that_resolve_to_this_machine_may_not_change_it(self) -> None:
+        assert status_of(AccessPolicy("127.0.0.1", None), *GUARDED, (b"host", b"rebound.example.org")) == 403
+
+
+@pytest.mark.parametrize(
+    "key", ["", "short", "with space in it", "tab\tin-the-key", "nul\0in-the-key", "schlüssel-key"]
+)
+def test_unusable_key_is_refused_without_being_quoted(key: str) -> None:
+    with pytest.raises(InvalidValueError) as raised:
+        ApiKey(key)
+    assert not key or key not in str(raised.value)
+
+
+def test_key_object_does_not_hold_the_key() -> None:
+    assert KEY not in repr(vars(ApiKey(KEY))) + repr(AccessPolicy("::1", ApiKey(KEY)))
+
+
+def test_name_that_resolves_to_nothing_is_not_loopback() -> None:
+    assert not is_loopback("no-such-host.invalid") and is_loopback("localhost")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "access"),
+    [
+        ("GET", "/v1/models/org/name", Access.READ),
+        ("GET", "/hicache/storage-backend", Access.READ),
+        ("DELETE", "/hicache/storage-backend", Access.REFUSED),
+        ("POST", "/dumper/configure", Access.REFUSED),
+        ("DELETE", "/kt/adapters/a", Access.GUARDED),
+        ("GET", "/kt/adapters/a", Access.READ),
+        ("GET", "/flush_cache", Access.GUARDED),
+    ],
+)
+def test_rule_is_chosen_by_path_and_method(method: str, path: str, access: Access) -> None:
+    rule = rule_for(method, path)
+    assert rule is not None and rule.access is access
+
+
+@pytest.mark.parametrize("path", ["/health/x", "//generate", "/generate/", "/kt/adapters/a/b", "/healthx", "/kt"])
+def test_path_that_only_resembles_a_rule_has_none(path: str) -> None:
+    assert rule_for("POST", path) is None
+
+
+def call(policy: AccessPolicy, scope: dict[str, Any]) -> list[Any]:
+    sent: list[Any] = []
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        await send("passed")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(AccessMiddleware(app, policy)(scope, None, send))  # type: ignore[arg-type]
+    return sent
+
+
+def test_denied_request_gets_json_and_never_reaches_the_app(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [bearer("guessed-the-key")]}
+    start, body = call(AccessPolicy("127.0.0.1", ApiKey(KEY)), scope)
+    assert start["status"] == 401 and (b"www-authenticate", b"Bearer") in start["headers"]
+    assert json.loads(body["body"])["error"]["kind"] == "Unauthorized"
+    assert KEY not in caplog.text and "guessed-the-key" not in caplog.text
+
+
+def test_websockets_are_denied_too() -> None:
+    policy = AccessPolicy("127.0.0.1", ApiKey(KEY))
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": []}
+    assert call(policy, scope)[0]["type"] == "websocket.close"
+    assert call(policy, {**scope, "headers": [bearer(KEY)]}) == ["passed"]
+
+
+def test_path_prefix_of_a_proxy_is_taken_off() -> None:
+    scope = {"type": "http", "method": "GET", "path": "/llm/health", "root_path": "/llm", "headers": []}
+    assert call(AccessPolicy("127.0.0.1", ApiKey(KEY)), scope) == ["passed"]
+
+
+def test_lifespan_passes() -> None:
+    assert call(AccessPolicy("127.0.0.1", ApiKey(KEY)), {"type": "lifespan"}) == ["passed"]
+
+
+def all_routes(router: Any) -> list[tuple[str, str]]:
+    """(method, path) of every route, also of included routers."""
+    found = []
+    for route in router.routes:
+        inner = getattr(route, "original_router", None)
+        if inner is not None:
+            prefix = getattr(route.include_context, "prefix", "")
+            found += [(method, prefix + path) for method, path in all_routes(inner)]
+        elif getattr(route, "methods", None):
+            found += [(method, route.path) for method in route.methods]
+        else:
+            found.append(("WEBSOCKET", route.path))
+    return found
+
+
+def test_every_route_of_sglang_and_ours_is_classified() -> None:
+    from fastapi import FastAPI
+    from sglang.srt.entrypoints import http_server
+
+    from kt_runtime.serve.routes import adapter_routes
+
+    ours = FastAPI()
+    ours.include_router(adapter_routes(None))  # type: ignore[arg-type]
+    routes = all_routes(http_server.app.router) + all_routes(ours.router)
+    assert ("POST", "/generate") in routes and ("POST", "/kt/adapters/{name}/rollback") in routes
+    assert ("GET", "/v1/loads") in routes and ("POST", "/scale_elastic_ep") in routes
+    unclassified = [route for route in routes if rule_for(*route) is None]
+    assert not unclassified, f"say in serve/auth.py who may call: {unclassified}"
+    harmless = {rule_for(*route).access for route in routes if "weight" in route[1]}  # type: ignore[union-attr]
+    assert harmless == {Access.REFUSED, Access.GUARDED}

@@ -1,0 +1,251 @@
+"""What is checked before a model is loaded. The server itself: tests/integration/test_http.py."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from kt_runtime.cli.serve import command
+from kt_runtime.errors import ConflictError, InvalidValueError, KtError, NotFoundError, UnknownNameError
+from kt_runtime.resident.settings import ENVIRONMENT_VARIABLE, ResidentSettings
+from kt_runtime.serve import launch
+from kt_runtime.serve.make_model import make_model
+from kt_runtime.serve.options import ServeOptions, check_port_is_free
+from kt_runtime.serve.sglang_options import HARMLESS, REFUSED, check_passed_on, reason_against
+
+KEY = "correct-horse-battery"
+KNOWN = {"--tp-size", "--watchdog-timeout", "--log-level", "--api-key", "--sleep-on-idle", "--speculative-algorithm"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    make_model("tiny-qwen3-moe", tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        number = opened.getsockname()[1]
+    yield number
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Calls of SGLang's server, which is not run: (arguments, frontend, settings in the environment)."""
+    import tempfile
+
+    from kt_runtime.sglang_patch import frontend
+
+    calls: list[Any] = []
+
+    def run(arguments: list[str], ours: Any) -> None:
+        settings = msgspec.json.decode(os.environ[ENVIRONMENT_VARIABLE], type=ResidentSettings)
+        calls.append(SimpleNamespace(arguments=arguments, frontend=ours, settings=settings, environ=dict(os.environ)))
+
+    monkeypatch.setattr(frontend, "run", run)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
+    yield calls
+
+
+def options(model: Path, port: int, directory: Path, **values: Any) -> ServeOptions:
+    return ServeOptions(
+        model=str(model), port=port, runtime_dir=directory, adapter_dir=directory / "adapters", **values
+    )
+
+
+def test_server_is_started_with_settings_that_the_resident_can_read(
+    started: list[Any], model: Path, port: int, private_directory: Path
+) -> None:
+    asked = options(model, port, private_directory, training_share=0.25, passed_on=("--log-level", "error"))
+    launch.serve(asked, print)
+    (call,) = started
+    assert call.settings.model_directory == str(model) and call.settings.training_share == 0.25
+    assert call.settings.wire_address == f"ipc://{private_directory}/resident-{port}.sock"
+    assert call.settings.names_address == f"ipc://{private_directory}/names-{port}.sock"
+    assert Path(call.settings.adapter_directory).is_dir()
+    assert call.arguments[-2:] == ["--log-level", "error"] and "--enable-lora" in call.arguments
+    scratch = private_directory / f"sglang-{port}"
+    assert stat.S_IMODE(scratch.stat().st_mode) == 0o700
+    call.frontend.clean_up()
+    assert not scratch.exists() and not list(private_directory.glob("*.sock"))
+
+
+def test_key_reaches_neither_sglang_nor_its_processes(
+    started: list[Any], model: Path, port: int, private_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KT_RUNTIME_API_KEY", KEY)
+    monkeypatch.setattr(sys, "argv", ["kt-runtime", "serve", "--api-key", KEY, f"--api-key={KEY}"])
+    launch.serve(options(model, port, private_directory, api_key=KEY), print)
+    (call,) = started
+    assert KEY not in repr((call.arguments, call.environ, call.settings, vars(call.frontend), sys.argv))
+    assert call.frontend._policy.decide("GET", "/v1/models", []) is not None
+
+
+def test_model_that_does_not_exist_is_refused_before_anything_starts(
+    started: list[Any], port: int, private_directory: Path
+) -> None:
+    with pytest.raises(NotFoundError, match="looked at"):
+        launch.serve(options(private_directory / "none", port, private_directory), print)
+    assert not started
+
+
+def test_model_that_does_not_fit_is_refused_with_the_bytes(
+    started: list[Any], model: Path, port: int, private_directory: Path
+) -> None:
+    asked = options(model, port, private_directory, max_total_tokens=10**12)
+    with pytest.raises(InvalidValueError, match=r"does not fit.*--max-total-tokens"):
+        launch.serve(asked, print)
+    assert not started
+
+
+def test_second_server_of_a_port_is_refused_by_the_lock(
+    started: list[Any], model: Path, port: int, private_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kt_runtime.sglang_patch import frontend
+
+    asked = options(model, port, private_directory)
+    monkeypatch.setattr(frontend, "run", lambda *_: launch.serve(asked, print))
+    with pytest.raises(ConflictError, match=f"in use by process {os.getpid()}"):
+        launch.serve(asked, print)
+
+
+def test_port_in_use_is_refused_and_named() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        number = other.getsockname()[1]
+        with pytest.raises(ConflictError, match=rf"port {number} on 127.0.0.1 is in use.*--port"):
+            check_port_is_free("127.0.0.1", number)
+    check_port_is_free("127.0.0.1", number)
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
+def test_host_that_is_not_this_machines_is_refused(host: str, port: int) -> None:
+    with pytest.raises(InvalidValueError, match="--host"):
+        check_port_is_free(host, port)
+
+
+def test_runtime_directory_that_others_may_enter_is_refused(
+    started: list[Any], model: Path, port: int, private_directory: Path
+) -> None:
+    (private_directory / "open").mkdir(mode=0o755)
+    with pytest.raises(InvalidValueError, match="0700"):
+        launch.serve(options(model, port, private_directory / "open"), print)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dtype": "bfloat"}, "did you mean 'bfloat16'"),
+        ({"port": 0}, "--port 0"),
+        ({"training_share": 0.0}, "--training-share"),
+        ({"training_share": float("nan")}, "--training-share"),
+        ({"max_lora_rank": 0}, "--max-lora-rank 0"),
+        ({"lora_slots": 1}, "--lora-slots 1: must be at least 2"),
+        ({"expert_threads": -1}, "--expert-threads"),
+    ],
+)
+def test_options_outside_their_range_are_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        ServeOptions(model="m", **values)
+
+
+def test_key_is_not_in_the_options_repr() -> None:
+    assert KEY not in repr(ServeOptions(model="m", api_key=KEY))
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:30000"), ("0.0.0.0", "http://127.0.0.1:30000"), ("::", "http://[::1]:30000")],
+)
+def test_url_is_one_that_this_machine_can_reach(host: str, url: str) -> None:
+    assert ServeOptions(model="m", host=host).url == url
+
+
+def test_default_adapter_directory_belongs_to_one_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    directories = {
+        launch.adapter_directory(ServeOptions(model="m"), SimpleNamespace(directory=Path(path)))  # type: ignore[arg-type]
+        for path in ("/models/a", "/models/b", "/other/a")
+    }
+    assert len(directories) == 3 and all(path.is_dir() and path.is_relative_to(tmp_path) for path in directories)
+
+
+class TestPassedOn:
+    def test_what_kt_runtime_does_not_decide_may_pass(self) -> None:
+        check_passed_on(["--watchdog-timeout", "-1", "--log-level=error", "--sleep-on-idle"], KNOWN)
+        check_passed_on(["--tp-size", "1"], KNOWN)
+        check_passed_on(["--tp-size=1"], KNOWN)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--tp-size", "2"], "--tp-size can't be passed on.*one rank"),
+            (["--log-level", "error", "--tp-size=2"], "one rank"),
+            (["--api-key", KEY], "SGLang logs its arguments"),
+            (["--speculative-algorithm", "EAGLE"], "training runs between"),
+            (["error"], "not an option"),
+        ],
+    )
+    def test_what_it_decides_is_refused_with_the_reason(self, arguments: list[str], message: str) -> None:
+        with pytest.raises(InvalidValueError, match=message) as raised:
+            check_passed_on(arguments, KNOWN)
+        assert KEY not in str(raised.value)
+
+    @pytest.mark.parametrize("short", ["--tp", "--tp-siz", "--api", "--admin-api-ke", "--speculative-algo"])
+    def test_abbreviations_do_not_slip_past(self, short: str) -> None:
+        with pytest.raises(UnknownNameError, match="option of SGLang"):
+            check_passed_on([short, "2"], KNOWN)
+
+    def test_every_option_that_is_refused_exists_in_sglang(self) -> None:
+        from kt_runtime.sglang_patch.arguments import option_names
+
+        known = option_names()
+        for name in [*HARMLESS, *(name for _, names in REFUSED for name in names.split())]:
+            stem = name.rstrip("*")
+            assert any(option == name or (stem != name and option.startswith(stem)) for option in known), name
+
+    def test_everything_that_the_server_fixes_is_refused_when_passed_on(self) -> None:
+        for option in ("--model-path", "--host", "--port", "--max-lora-rank", "--lora-backend", "--enable-lora"):
+            assert reason_against(option), option
+
+
+def test_command_line_passes_what_follows_the_dashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ServeOptions] = []
+    monkeypatch.setattr(launch, "serve", lambda asked, say: seen.append(asked))
+    result = CliRunner().invoke(
+        command,
+        ["--model", "tiny-qwen3-moe", "--port", "1234", "--", "--log-level", "error"],
+        env={"KT_RUNTIME_API_KEY": KEY},
+        catch_exceptions=False,
+    )
+    assert result.exit_code == 0 and seen[0].passed_on == ("--log-level", "error")
+    assert seen[0].port == 1234 and seen[0].api_key == KEY
+
+
+def test_help_does_not_show_the_key_of_the_environment() -> None:
+    assert KEY not in CliRunner().invoke(command, ["--help"], env={"KT_RUNTIME_API_KEY": KEY}).output
+
+
+def test_sglang_option_without_the_dashes_is_an_error() -> None:
+    result = CliRunner().invoke(command, ["--model", "m", "--log-level", "error"])
+    assert result.exit_code == 2 and "No such option" in result.output
+
+
+def test_all_errors_here_are_the_users(port: int) -> None:
+    with pytest.raises(KtError) as raised:
+        ServeOptions(model="m", port=-1)
+    assert raised.value.exit_status == 2
