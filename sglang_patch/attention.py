@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.sglang_patch.attention_math import attend_decode, attend_sequence
+from kt_runtime.resident.attention_math import attend_decode, attend_sequence
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND
 

@@ -47,6 +47,7 @@ class SGLangHost:
         self.max_lora_rank = int(self._runner.lora_manager.max_lora_rank)
         self.context_tokens = int(self._runner.model_config.context_len)
         self.experts = moe.expert_store()
+        self.attends_in_float32 = self.device.type == "cpu"  # `attention.py`; on CUDA the backends are SGLang's own
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         model = self._runner.model

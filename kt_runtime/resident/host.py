@@ -28,6 +28,9 @@ class Host(Protocol):
     max_lora_rank: int
     context_tokens: int
     experts: ExpertStore
+    attends_in_float32: bool
+    """Whether serving attends in float32 and, in DeepSeek, over the latent (absorbed) in prefill too; see `attention`.
+    """
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The engine's parameters and buffers by the engine's names. The twin takes views of them."""

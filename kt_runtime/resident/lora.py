@@ -1,8 +1,8 @@
 """LoRA on the twin: several adapters side by side on one base, float32 masters, one of them active at a time.
 
-Dense modules are wrapped by PEFT's own layer (`peft.tuners.lora.Linear`), routed experts get stacked A and B that the
-expert store takes. Never `get_peft_model` on the whole model: what it leaves out of a fused-expert model it leaves out
-silently.
+Dense modules are wrapped by PEFT's layer with serving's roundings (`lora_linear`), routed experts get stacked A and B
+that the expert store takes. Never `get_peft_model` on the whole model: what it leaves out of a fused-expert model it
+leaves out silently.
 
 A parameter is called `<module>.lora_A` or `<module>.lora_B`, with module names as in `kt_runtime.families`.
 
@@ -18,12 +18,12 @@ from collections.abc import Sequence
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora import Linear as PeftLinear
 from torch import nn
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import LoraSlot
 from kt_runtime.families import LoraModule
+from kt_runtime.resident.lora_linear import LoraLinear
 from kt_runtime.resident.twin import Twin
 
 
@@ -80,7 +80,7 @@ class LoraModules:
                 self._twin.experts[module.name.rpartition(".")[0]].adapters.pop(key, None)
                 continue
             wrapped = self._twin.submodule(module.name)
-            assert isinstance(wrapped, PeftLinear)
+            assert isinstance(wrapped, LoraLinear)
             wrapped.delete_adapter(key)
             if not wrapped.lora_A:
                 self._twin.replace(module.name, wrapped.get_base_layer())
@@ -100,7 +100,7 @@ class LoraModules:
         if self._selected.get(layer) == (key, dropout):
             return
         for module in self._twin.layer(layer).modules():
-            if isinstance(module, PeftLinear):
+            if isinstance(module, LoraLinear):
                 module.set_adapter([] if key is None else [key])
                 module.train(dropout)
         experts = self._twin.experts_of(layer)
@@ -110,10 +110,10 @@ class LoraModules:
 
     def _wrap(self, name: str, key: str, config: LoraConfig, a: nn.Parameter, b: nn.Parameter) -> None:
         module = self._twin.submodule(name)
-        if isinstance(module, PeftLinear):
+        if isinstance(module, LoraLinear):
             module.update_layer(key, config.r, lora_alpha=config.lora_alpha, config=config)
         else:
-            module = PeftLinear(module, key, config, r=config.r, lora_alpha=config.lora_alpha)
+            module = LoraLinear(module, key, config, r=config.r, lora_alpha=config.lora_alpha)
             self._twin.replace(name, module)
         # PEFT gives adapters the base's dtype; masters are float32 whatever the base is.
         module.lora_A[key].weight = a

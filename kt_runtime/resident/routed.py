@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from kt_runtime.experts import ExpertStore, LoraSlot, routed_experts
+from kt_runtime.resident.products import rounded
 
 
 class RoutedExperts(nn.Module):
     """In the place of Hugging Face's fused expert module; has no parameters of its own.
 
-    `adapters`: LoRA by key; `active` picks one, None the base alone. `padding` [T]: True for rows that are no token,
-    None without any; they cost nothing and come out as zeros.
+    `adapters`: LoRA by key, float32 masters; serving has copies in the model's dtype, so they are rounded to it on the
+    way, with gradients as if not. `active` picks one, None the base alone. `padding` [T]: True for rows that
+    are no token, None without any; they cost nothing and come out as zeros.
     """
 
     def __init__(self, store: ExpertStore, layer: int) -> None:
@@ -32,6 +34,9 @@ class RoutedExperts(nn.Module):
         if self.padding is not None:
             ids = ids.masked_fill(self.padding[:, None], -1)
         slot = self.adapters.get(self.active) if self.active is not None else None
+        if slot is not None:
+            masters = slot.tensors()
+            slot = slot.with_tensors([None if master is None else rounded(master, hidden.dtype) for master in masters])
         return routed_experts(self._layer, hidden, ids, weights.float(), slot)
 
 

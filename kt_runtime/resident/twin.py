@@ -4,6 +4,9 @@ The model is built on the meta device, then each parameter becomes a view of row
 family's table says. Routed experts become one module that calls the expert store (`routed.py`). A parameter that the
 table does not name, or that the engine does not have, is an error at start, never a silent copy.
 
+Where serving attends in float32, the twin does too, in serving's order of operations (`attention.py`), so that in bf16
+both compute the same numbers.
+
 Left out: the model's own `forward`. The slices call embedding, layers, norm and head one by one, so that no mask is
 built and nothing is cached.
 
@@ -23,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from kt_runtime.errors import CheckpointError, suggestion
 from kt_runtime.families import Family, TensorSource, family_for
+from kt_runtime.resident import attention
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.routed import RoutedExperts, SoftmaxRouter
 
@@ -39,7 +43,7 @@ class Twin:
         self._store = host.experts
         self.experts: dict[str, RoutedExperts] = {}
         with torch.inference_mode(False), torch.no_grad():
-            self._model = _on_meta(self.family, host.config, host.dtype)
+            self._model = _on_meta(self.family, host)
             self._place_experts(host.config)
             sources = self.family.twin_sources(host.config)
             self._views = _share(self._model, sources, host.tensors())
@@ -133,11 +137,17 @@ class Twin:
             )
 
 
-def _on_meta(family: Family, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    ours = {key: value for key, value in config.items() if key not in ("model_type", "auto_map", "quantization_config")}
+def _on_meta(family: Family, host: Host) -> Any:
+    left_out = ("model_type", "auto_map", "quantization_config")
+    ours = {key: value for key, value in host.config.items() if key not in left_out}
     hf_config: PretrainedConfig = AutoConfig.for_model(family.name, **ours)
+    implementation = attention.NAME if host.attends_in_float32 else "sdpa"
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=host.dtype, attn_implementation=implementation)
+    if host.attends_in_float32 and hasattr(hf_config, "kv_lora_rank"):
+        for layer in model.model.layers:
+            attention.absorb(layer.self_attn)
+    return model
 
 
 def _share(

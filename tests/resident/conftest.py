@@ -107,17 +107,21 @@ class FakeHost:
 
     engine_version = "fake"
     device = torch.device("cpu")
-    dtype = torch.float32
     max_lora_rank = 16
     context_tokens = 256
 
-    def __init__(self, directory: Path, max_adapters: int = 16) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        max_adapters: int = 16,
+        attends_in_float32: bool = True,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.attends_in_float32, self.dtype = attends_in_float32, dtype
         self.model = self.model_directory = str(directory)
         self.config = json.loads((directory / "config.json").read_text())
         family = family_for(self.config)
-        self.hf = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="sdpa"
-        ).eval()
+        self.hf = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa").eval()
         self.hf.requires_grad_(False)
         self._tensors = fused_tensors(self.hf, self.config)
         self.experts = ExpertStore.load(
@@ -176,7 +180,7 @@ def fused_tensors(model: torch.nn.Module, config: Mapping[str, Any]) -> dict[str
     }
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         whole = fused[name]
-        fused[name] = torch.cat([whole, torch.full((-len(whole) % 64, whole.shape[1]), float("nan"))])
+        fused[name] = torch.cat([whole, whole.new_full((-len(whole) % 64, whole.shape[1]), float("nan"))])
     return fused
 
 
@@ -204,10 +208,15 @@ def save_checkpoint(directory: Path, config: dict[str, Any]) -> Path:
     return directory
 
 
+@pytest.fixture(params=[True, False], ids=["float32_attention", "sdpa"])
+def attends_in_float32(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture(params=sorted(CONFIGS))
-def host(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> FakeHost:
-    """A fake engine, once for each family."""
-    return FakeHost(checkpoints[request.param])
+def host(request: pytest.FixtureRequest, checkpoints: dict[str, Path], attends_in_float32: bool) -> FakeHost:
+    """A fake engine, once for each family and way to attend."""
+    return FakeHost(checkpoints[request.param], attends_in_float32=attends_in_float32)
 
 
 @pytest.fixture
@@ -309,7 +318,7 @@ def deepseek_lab(deepseek_host: FakeHost) -> Lab:
 
 @pytest.fixture
 def make_lab(make_host: Callable[..., FakeHost]) -> Callable[..., Lab]:
-    return lambda family="deepseek_v3": Lab(make_host(family))
+    return lambda family="deepseek_v3", **settings: Lab(make_host(family, **settings))
 
 
 @pytest.fixture

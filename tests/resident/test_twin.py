@@ -31,14 +31,16 @@ def test_logits_equal_those_of_a_separate_hugging_face_load(lab: Any, tokens: to
 
 
 @torch.no_grad()
-def test_dense_parts_are_bit_equal_to_hugging_face(lab: Any, tokens: torch.Tensor) -> None:
+def test_dense_parts_equal_hugging_face_s(lab: Any, tokens: torch.Tensor) -> None:
     twin, model = lab.twin, lab.host.hf.model
     hidden = twin.embed(tokens)
     positions = twin.positions(hidden)
+    tolerance = 1e-6 if lab.host.attends_in_float32 else 0  # sums in another order
     assert torch.equal(hidden, model.embed_tokens(tokens))
     for ours, theirs in zip(range(twin.num_layers), model.layers, strict=True):
         arguments = {"hidden_states": hidden, "attention_mask": None, "position_embeddings": positions}
-        assert torch.equal(twin.layer(ours).self_attn(**arguments)[0], theirs.self_attn(**arguments)[0])
+        found, wanted = twin.layer(ours).self_attn(**arguments)[0], theirs.self_attn(**arguments)[0]
+        assert (found - wanted).abs().max() <= tolerance
         if twin.experts_of(ours) is not None:
             gate, expected = twin.layer(ours).mlp.gate, theirs.mlp.gate
             for found, wanted in zip(gate(hidden), expected(hidden.view(-1, hidden.shape[-1])), strict=True):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kt_runtime.sglang_patch import attention_math
-from kt_runtime.sglang_patch.attention_math import attend_decode, attend_sequence
+from kt_runtime.resident import attention_math
+from kt_runtime.resident.attention_math import attend_decode, attend_sequence, attend_sequence_backward
 
 # query heads, key heads, key size, value size; the last is absorbed MLA: one key head, values shorter than keys
 SHAPES = [(4, 4, 16, 16), (8, 2, 32, 32), (6, 1, 24, 16)]
@@ -80,3 +80,24 @@ def test_bfloat16_inputs_are_computed_in_float32() -> None:
     torch.testing.assert_close(
         attend_sequence(q, k, v, 3, 0.3).double(), definition(q, k, v, 0.3), atol=TOLERANCE, rtol=0
     )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("budget", [1, 1000, 1 << 23])
+def test_gradients_are_those_of_the_definition(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], budget: int
+) -> None:
+    inputs = tensors(shape, 19, 19)
+    grad_out = torch.randn(19, shape[0], shape[3], generator=torch.Generator().manual_seed(4))
+    exact = [tensor.double().requires_grad_() for tensor in inputs]
+    expected = torch.autograd.grad(differentiable(*exact, 0.3), exact, grad_out.double())
+    monkeypatch.setattr(attention_math, "SCORE_BUDGET", budget)
+    for found, wanted in zip(attend_sequence_backward(grad_out, *inputs, 0.3), expected, strict=True):
+        torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
+
+
+def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    group = q.shape[1] // k.shape[1]
+    scores = torch.einsum("tnd,lnd->ntl", q, k.repeat_interleave(group, 1)) * scaling
+    scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), float("-inf"))
+    return torch.einsum("ntl,lnv->tnv", scores.softmax(-1), v.repeat_interleave(group, 1))

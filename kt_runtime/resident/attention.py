@@ -1,0 +1,173 @@
+"""The twin's attention on a machine without a GPU: as serving computes it there (`sglang_patch.attention`).
+
+Serving attends in float32 whatever the model's dtype is, and keeps DeepSeek's attention (MLA) absorbed in prefill too:
+keys and values stay in the latent space, each head's part of `kv_b_proj` goes into the query and behind the sum
+(DeepSeek-V2, arXiv:2405.04434, section 2.1.2). Hugging Face expands keys and values per head. In exact arithmetic both
+are the same; in bf16 they round differently, which sends some tokens to other experts and makes training learn from
+probabilities that serving never had.
+
+Shapes: B sequences, S tokens of each, N query heads, D latent size (`kv_lora_rank`), P rotary size, K and V sizes of a
+head's key without the rotary part and of its value, R LoRA rank.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from kt_runtime.resident.attention_math import attend_sequence, attend_sequence_backward
+from kt_runtime.resident.lora_linear import LoraLinear
+from kt_runtime.resident.products import served_product
+
+NAME = "kt_float32"
+"""`float32_attention` among Hugging Face's attention implementations."""
+
+
+class _Attention(torch.autograd.Function):
+    """Causal attention of one sequence; keeps its inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.scaling = scaling
+        return attend_sequence(q, k, v, 0, scaling).to(q.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v = ctx.saved_tensors
+        return (*attend_sequence_backward(grads[0], q, k, v, ctx.scaling), None)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Causal attention in float32, rounded once: q [B, S, N, .], k and v [B, S, key heads, .] -> [B, S, N, .]."""
+    rows = [_Attention.apply(*sequence, scaling) for sequence in zip(q, k, v, strict=True)]
+    return torch.stack(rows)
+
+
+def float32_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """`attend` for Hugging Face: query [B, N, S, .], key and value [B, key heads, S, .] -> [B, S, N, .]."""
+    if attention_mask is not None:
+        raise AssertionError("the twin attends causally over whole sequences, without a mask")
+    return attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scaling), None
+
+
+AttentionInterface.register(NAME, float32_attention)
+
+
+def absorb(attention: nn.Module) -> None:
+    """Makes a DeepSeek-V2 or -V3 attention module of Hugging Face's compute in absorbed order from now on.
+
+    Parameters stay where they are; W_v is a view of `kv_b_proj`'s weight, W_k lives within a call. Against the expanded
+    order, scores and sums take (2 D + P) / (K + P + V) times as many operations (3.4 with DeepSeek-V3's sizes), the
+    rest as many.
+    """
+    expanded = attention.forward
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        position_embeddings: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if isinstance(self.kv_b_proj, LoraLinear) and self.kv_b_proj.drops_out():
+            # Dropout acts on kv_b_proj's input, which absorbed attention never has.
+            return expanded(
+                hidden_states=hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                **kwargs,
+            )
+        return _absorbed(self, hidden_states, position_embeddings), None
+
+    attention.forward = types.MethodType(forward, attention)
+
+
+def _absorbed(
+    attention: Any, hidden: torch.Tensor, positions: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    batch, length = hidden.shape[:2]
+    nope, rope, latent_size = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.kv_lora_rank
+    if attention.q_lora_rank is None:
+        query = attention.q_proj(hidden)
+    else:
+        query = attention.q_b_proj(attention.q_a_layernorm(attention.q_a_proj(hidden)))
+    query_nope, query_rope = query.unflatten(-1, (-1, nope + rope)).split([nope, rope], dim=-1)
+    latent, key_rope = attention.kv_a_proj_with_mqa(hidden).split([latent_size, rope], dim=-1)
+    latent = attention.kv_a_layernorm(latent)
+    cos, sin = _tables(positions, hidden.dtype)
+    query_rope = _rotated(query_rope, cos, sin)
+    key_rope = _rotated(key_rope[:, :, None], cos, sin)
+
+    weight = KvWeight(attention)
+    absorbed = weight.into_query(query_nope.flatten(0, 1)).unflatten(0, (batch, length))
+    queries = torch.cat([absorbed, query_rope], dim=-1)
+    keys = torch.cat([latent[:, :, None], key_rope], dim=-1)
+    attended = attend(queries, keys, keys[..., :latent_size], attention.scaling)
+    out = weight.into_output(attended.flatten(0, 1))
+    return attention.o_proj(out.reshape(batch, length, -1))
+
+
+class KvWeight:
+    """`kv_b_proj` as per-head matrices W_k [N, K, D] and W_v [N, V, D], with LoRA beside them as serving has it.
+
+    `sglang_patch.lora_kv_b` has the formulas. T tokens.
+    """
+
+    def __init__(self, attention: Any) -> None:
+        linear, key_size = attention.kv_b_proj, attention.qk_nope_head_dim
+        self._heads, self._key_size = attention.num_heads, key_size
+        base = linear.get_base_layer() if isinstance(linear, LoraLinear) else linear
+        by_head = base.get_parameter("weight").unflatten(0, (self._heads, -1))
+        # W_k for a moment in SGLang's memory order, on which the order of torch's bf16 sums depends.
+        self._w_k, self._w_v = by_head[:, :key_size].mT.contiguous().mT, by_head[:, key_size:]
+        self._lora = linear.active_lora() if isinstance(linear, LoraLinear) else []
+
+    def into_query(self, query: torch.Tensor) -> torch.Tensor:
+        """query [T, N, K] -> [T, N, D]."""
+        by_head = query.transpose(0, 1)
+        out = torch.bmm(by_head, self._w_k)
+        for a, b, scaling in self._lora:
+            low = served_product(by_head, b.unflatten(0, (self._heads, -1))[:, : self._key_size])
+            out = torch.add(out, served_product(low.flatten(0, 1), a).view_as(out), alpha=scaling)
+        return out.transpose(0, 1)
+
+    def into_output(self, latent: torch.Tensor) -> torch.Tensor:
+        """latent [T, N, D] -> [T, N, V]."""
+        by_head = latent.transpose(0, 1)
+        out = torch.bmm(by_head, self._w_v.mT)
+        for a, b, scaling in self._lora:
+            low = served_product(by_head.flatten(0, 1), a.T).unflatten(0, by_head.shape[:2])
+            delta = served_product(low, b.unflatten(0, (self._heads, -1))[:, self._key_size :].mT)
+            out = torch.add(out, delta, alpha=scaling)
+        return out.transpose(0, 1)
+
+
+def _tables(
+    positions: torch.Tensor | tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [1, S, 1, P / 2]: DeepSeek-V3 has them twice side by side, DeepSeek-V2 as one complex tensor."""
+    if isinstance(positions, torch.Tensor):
+        cos, sin = positions.real, positions.imag
+    else:
+        cos, sin = (table[..., : table.shape[-1] // 2] for table in positions)
+    return cos[:, :, None].to(dtype), sin[:, :, None].to(dtype)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """[B, S, heads, P], neighbours are pairs; every product and sum is rounded to x's dtype."""
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)

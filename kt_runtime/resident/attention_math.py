@@ -1,0 +1,115 @@
+"""Scaled dot-product attention of one sequence's new queries over its cached keys, and of a batch of single queries.
+
+T queries, L keys, N query heads, G query heads per key head, K key heads, D key size, V value size. Everything is
+computed in float32, whatever the cache's dtype is: the scores, the softmax and the sums. Grouped-query attention keeps
+keys as they are: the G queries of a key head become rows of one matrix product. Absorbed MLA is the case K = 1.
+
+Queries are taken in blocks, so that scores never need more than `SCORE_BUDGET` numbers, and a block looks only at the
+keys that it may see. Serving on a CPU (`sglang_patch.attention`) and the twin use the same functions, so that their
+results are equal to the bit. Knows nothing of SGLang.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kt_runtime.resident.products import product
+
+SCORE_BUDGET = 1 << 23  # numbers in one block of scores: 32 MiB
+
+
+def attend_sequence(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix_tokens: int, scaling: float, logit_cap: float = 0.0
+) -> torch.Tensor:
+    """q [T, N, D], k [L, K, D], v [L, K, V] with L = prefix_tokens + T -> float32 [T, N, V].
+
+    Query t sees keys 0 to prefix_tokens + t. A `logit_cap` above 0 caps scores softly: cap * tanh(score / cap).
+    """
+    tokens, heads, _ = q.shape
+    keys = k.shape[0]
+    if keys != prefix_tokens + tokens:
+        raise AssertionError(f"{keys} keys, but prefix {prefix_tokens} + {tokens} queries")
+    out = torch.empty(tokens, heads, v.shape[-1], dtype=torch.float32, device=q.device)
+    k_heads, v_heads = k.float().transpose(0, 1), v.float().transpose(0, 1)
+    block = max(1, SCORE_BUDGET // (heads * keys))
+    for start in range(0, tokens, block):
+        stop = min(start + block, tokens)
+        visible = prefix_tokens + stop
+        out[start:stop] = _attend_block(
+            q[start:stop].float(), k_heads[:, :visible], v_heads[:, :visible], scaling, logit_cap
+        )
+    return out
+
+
+def attend_decode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scaling: float, logit_cap: float = 0.0
+) -> torch.Tensor:
+    """q [B, N, D], k [B, L, K, D], v [B, L, K, V], lengths [B] -> float32 [B, N, V].
+
+    Keys from lengths[b] on are padding.
+    """
+    batch, heads, size = q.shape
+    length, k_heads = k.shape[1], k.shape[2]
+    grouped = q.float().view(batch, k_heads, heads // k_heads, size)
+    scores = product(grouped, k.float().permute(0, 2, 3, 1)).mul_(scaling)  # [B, K, G, L]
+    scores = _cap(scores, logit_cap)
+    padding = torch.arange(length, device=q.device) >= lengths[:, None]
+    scores.masked_fill_(padding[:, None, None, :], float("-inf"))
+    out = product(torch.softmax(scores, dim=-1), v.float().transpose(1, 2))
+    return out.reshape(batch, heads, v.shape[-1])
+
+
+def attend_sequence_backward(
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients by q, k and v of `attend_sequence` without prefix, in their dtypes; grad_out [T, N, V].
+
+    Scores are computed again, block by block; sums are float32.
+    """
+    tokens, heads, _ = q.shape
+    k_heads, v_heads = k.float().transpose(0, 1), v.float().transpose(0, 1)
+    by_q, by_k, by_v = torch.empty_like(q), torch.zeros_like(k_heads), torch.zeros_like(v_heads)
+    block = max(1, SCORE_BUDGET // (heads * tokens))
+    for start in range(0, tokens, block):
+        stop = min(start + block, tokens)
+        keys, values = k_heads[:, :stop], v_heads[:, :stop]
+        queries, grads = _rows(q[start:stop].float(), len(keys)), _rows(grad_out[start:stop].float(), len(keys))
+        weights = _weights(queries, keys, stop - start, scaling, 0.0)
+        by_weights = torch.bmm(grads, values.transpose(1, 2))
+        by_scores = weights * (by_weights - (weights * by_weights).sum(-1, keepdim=True)) * scaling
+        by_q[start:stop] = _tokens(torch.bmm(by_scores, keys), stop - start)
+        by_k[:, :stop] += torch.bmm(by_scores.transpose(1, 2), queries)
+        by_v[:, :stop] += torch.bmm(weights.transpose(1, 2), grads)
+    return by_q, by_k.transpose(0, 1).to(k.dtype), by_v.transpose(0, 1).to(v.dtype)
+
+
+def _attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, logit_cap: float) -> torch.Tensor:
+    """q [T, N, D], k [K, L, D], v [K, L, V]; the last query sees all L keys, each one before it one key fewer."""
+    weights = _weights(_rows(q, k.shape[0]), k, q.shape[0], scaling, logit_cap)
+    return _tokens(product(weights, v), q.shape[0])
+
+
+def _weights(rows: torch.Tensor, k: torch.Tensor, tokens: int, scaling: float, logit_cap: float) -> torch.Tensor:
+    """What each query takes of each value: rows [K, G * T, D], k [K, L, D] -> [K, G * T, L]."""
+    k_heads, keys, _ = k.shape
+    scores = _cap(product(rows, k.transpose(1, 2)).mul_(scaling), logit_cap)
+    if tokens > 1:
+        future = torch.ones(tokens, keys, dtype=torch.bool, device=rows.device).triu_(keys - tokens + 1)
+        scores.view(k_heads, -1, tokens, keys).masked_fill_(future, float("-inf"))
+    return torch.softmax(scores, dim=-1)
+
+
+def _rows(x: torch.Tensor, k_heads: int) -> torch.Tensor:
+    """[T, N, D] -> [K, G * T, D]."""
+    tokens, heads, size = x.shape
+    return x.view(tokens, k_heads, heads // k_heads, size).permute(1, 2, 0, 3).reshape(k_heads, -1, size)
+
+
+def _tokens(rows: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[K, G * T, V] -> [T, N, V]."""
+    k_heads, _, size = rows.shape
+    return rows.view(k_heads, -1, tokens, size).permute(2, 0, 1, 3).reshape(tokens, -1, size)
+
+
+def _cap(scores: torch.Tensor, logit_cap: float) -> torch.Tensor:
+    return scores.div_(logit_cap).tanh_().mul_(logit_cap) if logit_cap > 0 else scores

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kt_runtime.resident.products import product, rounded, served_product
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
+def test_a_row_does_not_depend_on_how_many_there_are(rows: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(3, 96, 64, generator=g), torch.randn(3, 64, 57, generator=g)
+    whole, few = product(a, b), product(a[:, :rows], b)
+    assert few.shape == (3, rows, 57)
+    torch.testing.assert_close(few, whole[:, :rows], rtol=0, atol=2e-5)
+
+
+def test_rounded_values_stay_in_their_dtype_and_pass_the_gradient_on() -> None:
+    x = torch.randn(9, requires_grad=True)
+    found = rounded(x, torch.bfloat16)
+    assert torch.equal(found, x.to(torch.bfloat16).float())
+    assert torch.equal(torch.autograd.grad(found, x, torch.arange(9.0))[0], torch.arange(9.0))
+    assert rounded(x, torch.float32) is x
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize("with_base", [False, True])
+def test_served_product_in_float32_is_the_plain_one(shape: tuple[int, ...], with_base: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, w, base = (torch.randn(*shape, *size, generator=g).requires_grad_() for size in ((7, 5), (5, 4), (7, 4)))
+    grad, inputs = torch.randn(*shape, 7, 4, generator=g), (x, w, base)
+    found = served_product(x, w, alpha=0.7, base=base if with_base else None)
+    expected = 0.7 * x @ w + (base if with_base else 0)
+    torch.testing.assert_close(found, expected)
+    ours = torch.autograd.grad(found, inputs, grad, allow_unused=True)
+    theirs = torch.autograd.grad(expected, inputs, grad, allow_unused=True)
+    for gradient, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient, wanted)
