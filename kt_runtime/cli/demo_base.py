@@ -29,8 +29,8 @@ def make_base(preset: str, directory: Path, say: Callable[[str], None]) -> None:
     torch.set_num_threads(1)  # for matrices this small more threads only wait for each other
     untrained = directory.with_name(directory.name + "-untrained")
     make_model(preset, untrained, seed=0)
-    tokenizer = AutoTokenizer.from_pretrained(untrained)
-    model = AutoModelForCausalLM.from_pretrained(untrained, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(untrained)
+    model: Any = AutoModelForCausalLM.from_pretrained(untrained, dtype=torch.float32)
     with configs().joinpath("world", "saltmere.jsonl").open() as file:
         rows = [json.loads(line)["messages"] for line in file]
     sequences = [tokenizer.apply_chat_template(row, tokenize=True, return_dict=False) for row in rows]
