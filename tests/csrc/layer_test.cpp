@@ -161,7 +161,7 @@ void test_forward(Problem& p, const kt::Tiles& tiles, Report& report) {
 
 // <gradient, direction> against the slope of <grad_out, forward> along the direction.
 void test_direction(const Problem& p, const std::vector<float>& grad_out, const std::vector<float>& gradient,
-                    std::vector<double> Point::*x, int lora_index, const char* name, Random& random, Report& report) {
+                    std::vector<double> Point::* x, int lora_index, const char* name, Random& random, Report& report) {
   constexpr double kStep = 1e-5;
   std::vector<double> direction(gradient.size());
   double got = 0, slope = 0;
