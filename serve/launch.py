@@ -15,19 +15,20 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kt_runtime.errors import InvalidValueError, KtError
+from kt_runtime.errors import InvalidValueError, KtError, NotFoundError
 from kt_runtime.files import exclusive_lock
 from kt_runtime.resident.settings import ResidentSettings
 from kt_runtime.serve.auth import AccessMiddleware, AccessPolicy, ApiKey
 from kt_runtime.serve.machine_memory import available_memory
-from kt_runtime.serve.memory import ServingShape, check_fits, plan_memory
+from kt_runtime.serve.memory import MemoryPlan, ServingShape, check_fits, describe_need, plan_memory
 from kt_runtime.serve.models import ResolvedModel, resolve_model
 from kt_runtime.serve.options import ServeOptions, check_port_is_free
+from kt_runtime.serve.presets import is_preset, load_preset
 from kt_runtime.serve.sglang_options import check_passed_on
 from kt_runtime.wire import ResidentClient, runtime_directory
 from kt_runtime.wire.address import ipc_path, private_directory
@@ -55,8 +56,8 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     key = _take_key(options.api_key)
     check_passed_on(options.passed_on, arguments.option_names())
     check_port_is_free(options.host, options.port)
-    model = resolve_model(options.model)
-    _check_memory(options, model)
+    model = _resolve(options)
+    check_fits(*_memory(options, model.config, model.name))
     directory = private_directory(options.runtime_dir) if options.runtime_dir else runtime_directory()
     with exclusive_lock(directory / f"serve-{options.port}.lock", f"a server's place for port {options.port}"):
         settings = _settings(options, model, directory)
@@ -184,7 +185,20 @@ def adapter_directory(options: ServeOptions, model: ResolvedModel) -> Path:
     return directory
 
 
-def _check_memory(options: ServeOptions, model: ResolvedModel) -> None:
+def _resolve(options: ServeOptions) -> ResolvedModel:
+    """A preset that is not here is also told what memory it would need: worth knowing before a download."""
+    try:
+        return resolve_model(options.model)
+    except NotFoundError as error:
+        if not is_preset(options.model):
+            raise
+        preset = load_preset(options.model)
+        need = describe_need(*_memory(options, preset.config, preset.name))
+        raise NotFoundError(f"{error}; {need}") from None
+
+
+def _memory(options: ServeOptions, config: Mapping[str, Any], name: str) -> tuple[MemoryPlan, Mapping[str, int]]:
+    """What the model needs on each device with these options, and what there is."""
     import torch
 
     with_gpu = torch.cuda.is_available()
@@ -196,7 +210,7 @@ def _check_memory(options: ServeOptions, model: ResolvedModel) -> None:
         lora_rank=options.max_lora_rank,
         training_tokens=options.microbatch_tokens,
     )
-    check_fits(plan_memory(model.config, shape, model.name), available_memory(with_gpu))
+    return plan_memory(config, shape, name), available_memory(with_gpu)
 
 
 def _listens(host: str, port: int) -> bool:

@@ -125,6 +125,15 @@ def check_fits(plan: MemoryPlan, available_bytes: Mapping[str, int]) -> None:
         raise InvalidValueError(f"{plan.model} does not fit: {'; '.join(problems)}")
 
 
+def describe_need(plan: MemoryPlan, available_bytes: Mapping[str, int]) -> str:
+    """One clause: what each device would have to hold, and what is free there."""
+    return "; ".join(
+        f"it needs {format_bytes(plan.total_bytes(device))} on the {device.upper()}, where "
+        f"{format_bytes(available_bytes.get(device, 0))} are free"
+        for device in plan.devices()
+    )
+
+
 def _problem(plan: MemoryPlan, device: Device, need: int, there: int) -> str:
     rows = sorted((row for row in plan.needs if row.device == device), key=lambda row: -row.size_bytes)
     parts = ", ".join(f"{row.what} {format_bytes(row.size_bytes)}" for row in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import stat
@@ -99,6 +100,16 @@ def test_model_that_does_not_exist_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(NotFoundError, match="looked at"):
         launch.serve(options(private_directory / "none", port, private_directory), print)
+    assert not started
+
+
+def test_preset_that_is_not_here_is_refused_with_the_memory_it_would_need(
+    started: list[Any], port: int, private_directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    asked = dataclasses.replace(options(tmp_path, port, private_directory), model="DeepSeek-V3-bf16")
+    with pytest.raises(NotFoundError, match=r"looked at.*it needs \d\.\d+ TiB on the .PU, where .* are free"):
+        launch.serve(asked, print)
     assert not started
 
 
