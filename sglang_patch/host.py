@@ -19,7 +19,10 @@ from kt_runtime.sglang_patch import lora_install, moe
 from kt_runtime.sglang_patch.version import PINNED
 
 SYMBOLS = (
+    "sglang.srt.managers.scheduler.Scheduler.chunked_req",
+    "sglang.srt.managers.scheduler.Scheduler.collect_inflight_reqs",
     "sglang.srt.managers.scheduler.Scheduler.is_fully_idle",
+    "sglang.srt.managers.scheduler.Scheduler.waiting_queue",
     "sglang.srt.managers.scheduler.Scheduler.tp_worker",
     "sglang.srt.managers.tp_worker.TpModelWorker.model_runner",
     "sglang.srt.model_executor.model_runner.ModelRunner.device",
@@ -39,6 +42,7 @@ class SGLangHost:
         self._scheduler = scheduler
         self._runner = scheduler.tp_worker.model_runner
         self._names = NamesChannel(settings.names_address)
+        self._to_drop: set[str] = set()
         self.model = settings.model
         self.model_directory = settings.model_directory
         self.config: dict[str, Any] = json.loads((Path(settings.model_directory) / "config.json").read_text())
@@ -60,14 +64,25 @@ class SGLangHost:
         lora_install.install_adapter(self._runner.lora_manager, self.config, lora_id, name, adapter)
 
     def drop_adapter(self, lora_id: str) -> None:
-        lora_install.drop_adapter(self._runner.lora_manager, lora_id)
+        """At once, or when its last request has ended: an aborted one may outlive the frontend's count."""
+        self._to_drop.add(lora_id)
+        self._drop_unused()
 
     def move_name(self, name: str, version: str, lora_id: str, done: Callable[[Exception | None], None]) -> None:
         self._names.send(name, version, lora_id, done)
 
     def poll(self) -> None:
-        """Takes the frontend's answers to `move_name`; called once per turn."""
+        """Takes the frontend's answers to `move_name`, frees what is no longer used; called once per turn."""
         self._names.poll()
+        self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        if not self._to_drop:
+            return
+        in_use = lora_install.adapters_in_use(self._scheduler)
+        for lora_id in self._to_drop - in_use:
+            lora_install.drop_adapter(self._runner.lora_manager, lora_id)
+        self._to_drop &= in_use
 
     def close(self) -> None:
         self._names.close()

@@ -96,9 +96,7 @@ def drop_adapter(manager: Any, lora_id: str) -> None:
 
 def adapters_in_use(scheduler: Any) -> set[str]:
     """LoRA ids of the requests that the scheduler has, waiting or running."""
-    requests = list(scheduler.waiting_queue)
-    for batch in (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch):
-        requests += batch.reqs if batch is not None else []
+    requests = [*scheduler.waiting_queue, *scheduler.collect_inflight_reqs()]
     if scheduler.chunked_req is not None:
         requests.append(scheduler.chunked_req)
     return {request.lora_id for request in requests if request.lora_id is not None and not request.finished()}

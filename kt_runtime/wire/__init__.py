@@ -1,6 +1,6 @@
 """The training protocol over ZMQ: messages, codec, the resident's server and the trainer's client."""
 
-from kt_runtime.wire.address import default_address, runtime_directory
+from kt_runtime.wire.address import runtime_directory
 from kt_runtime.wire.batch import Batch
 from kt_runtime.wire.client import ForwardResult, ResidentClient, Ticket
 from kt_runtime.wire.failures import error_from, error_reply
@@ -16,7 +16,6 @@ __all__ = [
     "ResidentClient",
     "Ticket",
     "WireServer",
-    "default_address",
     "error_from",
     "error_reply",
     "runtime_directory",

@@ -23,15 +23,6 @@ def runtime_directory() -> Path:
     return private_directory(Path(tempfile.gettempdir()) / f"kt-runtime-{os.geteuid()}")
 
 
-def default_address(port: int) -> str:
-    """The resident's address beside an HTTP server on `port`."""
-    if not 0 < port < 65536:
-        raise InvalidValueError(f"port {port}: allowed are 1 to 65535")
-    address = f"ipc://{runtime_directory() / f'resident-{port}.sock'}"
-    ipc_path(address)
-    return address
-
-
 def private_directory(path: Path) -> Path:
     """Creates `path` with mode 0700, or checks that it is a directory of this user that nobody else may enter."""
     try:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 
 import pytest
 import torch
+from reference import moe
 from safetensors.torch import save_file
 from torch import Tensor
 
 from kt_runtime.experts import ExpertLayer, ExpertShape, ExpertStore, LoraSlot
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from reference import moe
 
 torch.set_num_threads(1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import lora
 from transformers import AutoModelForCausalLM
 
 from kt_runtime.adapters import AdapterTensors
@@ -22,7 +22,6 @@ from kt_runtime.cli.server_process import server
 from kt_runtime.errors import KtError
 from kt_runtime.serve.make_model import make_model
 
-REFERENCE = Path(__file__).parents[1] / "reference" / "lora.py"
 NEW_TOKENS = 12
 LOGPROB_TOLERANCE = 2e-4  # float32, sums in another order
 PROMPTS = [[3 + (7 * index + 11 * step) % 690 for step in range(length)] for index, length in enumerate((5, 17, 40))]
@@ -72,13 +71,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
-    """tests/reference/lora.py."""
-    spec = importlib.util.spec_from_file_location("reference_lora", REFERENCE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return lora
 
 
 @pytest.fixture(scope="module", params=["tiny-deepseek-v3", "tiny-qwen3-moe"])

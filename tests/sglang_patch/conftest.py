@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from reference import lora
 
-REFERENCE = Path(__file__).parents[1] / "reference" / "lora.py"
 MAX_RANK, SLOTS = 8, 4
 
 
 @pytest.fixture(scope="session")
 def reference() -> ModuleType:
-    """tests/reference/lora.py."""
-    spec = importlib.util.spec_from_file_location("reference_lora", REFERENCE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return lora
 
 
 @pytest.fixture(scope="session")

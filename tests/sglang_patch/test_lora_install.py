@@ -164,11 +164,10 @@ def test_adapters_of_waiting_and_running_requests_are_in_use() -> None:
     def request(lora_id: str | None, finished: bool = False) -> SimpleNamespace:
         return SimpleNamespace(lora_id=lora_id, finished=lambda: finished)
 
+    running = [request("running"), request("done", finished=True)]
     scheduler = SimpleNamespace(
         waiting_queue=[request("waiting"), request(None)],
-        running_batch=SimpleNamespace(reqs=[request("running"), request("done", finished=True)]),
-        last_batch=None,
-        cur_batch=SimpleNamespace(reqs=[request("current")]),
+        collect_inflight_reqs=lambda: running,
         chunked_req=request("chunked"),
     )
-    assert adapters_in_use(scheduler) == {"waiting", "running", "current", "chunked"}
+    assert adapters_in_use(scheduler) == {"waiting", "running", "chunked"}

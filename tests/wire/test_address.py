@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.wire.address import default_address, ipc_path, private_directory, runtime_directory
+from kt_runtime.wire.address import ipc_path, private_directory, runtime_directory
 
 
 @pytest.fixture
@@ -56,22 +56,12 @@ def test_a_directory_whose_parent_is_missing_is_refused(socket_directory: Path) 
         private_directory(socket_directory / "a" / "b")
 
 
-def test_default_address_is_named_after_the_port(temporary: Path) -> None:
-    assert default_address(30000) == f"ipc://{temporary}/kt-runtime-{os.geteuid()}/resident-30000.sock"
-
-
-@pytest.mark.parametrize("port", [0, -1, 65536])
-def test_a_port_out_of_range_is_refused(port: int) -> None:
-    with pytest.raises(InvalidValueError, match=f"port {port}: allowed are 1 to 65535"):
-        default_address(port)
-
-
 def test_a_path_longer_than_a_socket_may_have_is_refused(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = temporary / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
     with pytest.raises(InvalidValueError, match=r"107 bytes.*set XDG_RUNTIME_DIR or TMPDIR"):
-        default_address(30000)
+        ipc_path(f"ipc://{runtime_directory() / 'resident-30000.sock'}")
     assert ipc_path("ipc:///" + "x" * 106)
     with pytest.raises(InvalidValueError, match="has 108"):
         ipc_path("ipc:///" + "ü" * 53 + "x")
