@@ -6,11 +6,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find csrc kt_runtime sglang_patch serve train configs -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo test check format clean help
+.PHONY: demo test test-amx test-sanitize check format clean help
+
+# The C++ test program needs a compiler and cmake only; cmake comes with the environment where the system has none.
+CMAKE ?= $(or $(shell command -v cmake),$(BIN)/cmake)
+CMAKE_INSTALLED := $(if $(shell command -v cmake),,$(VENV)/installed)
+KERNEL_TESTS = $(CMAKE) -S . -B build/$@ -DKT_BUILD_PYTHON=OFF -DKT_BUILD_TESTS=ON
+KERNEL_BUILD = $(CMAKE) --build build/$@ --parallel $(shell getconf _NPROCESSORS_ONLN) --target kt_kernel_tests
 
 help:
 	@echo "make demo    install, then train an adapter inside a running server and see the answer change (about four minutes)"
 	@echo "make test    install, then run every test"
+	@echo "make test-amx       run the AMX kernels' tests on AMX instructions: here, else through the command in AMX_RUNNER"
+	@echo "make test-sanitize  run the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make check   linters, types, and the import-direction test"
 	@echo "make format  apply ruff's and clang-format's formatting"
 	@echo "make clean   remove the build tree and the environment"
@@ -35,6 +43,25 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+# AMX_RUNNER: a command that runs the (static) program given to it on an emulated processor with AMX, as `sde64 -spr --`.
+test-amx: $(CMAKE_INSTALLED)
+	$(KERNEL_TESTS) -DKT_STATIC_TESTS=ON
+	$(KERNEL_BUILD)
+	@program=build/$@/tests/csrc/kt_kernel_tests; log=build/$@/amx.log; \
+	if $$program --list | grep -qx amx; then runner=; options='--isa amx'; \
+	elif [ -n "$$AMX_RUNNER" ]; then runner=$$AMX_RUNNER; options='--isa amx --quick'; \
+	else echo "This processor or its kernel offers no AMX, and AMX_RUNNER names no command that emulates it (as AMX_RUNNER='sde64 -spr --')"; exit 2; fi; \
+	echo "$$runner $$program $$options"; \
+	$$runner $$program $$options >$$log; status=$$?; cat $$log; \
+	[ $$status = 0 ] || exit $$status; \
+	grep -q '^isa amx: [1-9][0-9]* checks, 0 failures' $$log || { echo "FAIL another instruction set than amx ran"; exit 1; }
+
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -O1 -g
+test-sanitize: $(CMAKE_INSTALLED)
+	$(KERNEL_TESTS) -DCMAKE_BUILD_TYPE=Sanitize -DCMAKE_CXX_FLAGS="$(SANITIZERS)"
+	$(KERNEL_BUILD)
+	build/$@/tests/csrc/kt_kernel_tests
 
 check: $(VENV)/check-installed
 	$(BIN)/ruff check .

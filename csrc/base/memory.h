@@ -12,6 +12,8 @@ class AlignedBuffer {
   AlignedBuffer() = default;
   // Contents are undefined. Throws std::bad_alloc.
   explicit AlignedBuffer(size_t bytes);
+  // The same on a memory node, where the system grants it (mbind, preferred); its number is the operating system's.
+  AlignedBuffer(size_t bytes, int node);
   ~AlignedBuffer();
   AlignedBuffer(AlignedBuffer&& other) noexcept { swap(other); }
   AlignedBuffer& operator=(AlignedBuffer&& other) noexcept {

@@ -1,34 +1,84 @@
 // The packed layout of a weight matrix W [rows, cols], shared by every instruction set.
 //
-// Rows in blocks of 16, columns in pairs, a pair of 16 rows in one cache line. As an index expression (units: bf16):
+// Rows in blocks of 16. A block is one run of bytes that starts on a cache line; each part is padded to whole lines:
 //
-//   packed[((row / 16) * pairs + col / 2) * 32 + (row % 16) * 2 + col % 2]  =  W[row, col]
+//   row scales    16 float32                                 all formats but bf16
+//   group scales  fp8: groups float32; int: groups x 16 float16     only where the format has a group
+//   zeros         groups x 16 uint8                          only where zero points are stored
+//   lines         64 bytes each, in the order of the columns
 //
-// pairs = cols rounded up to a multiple of 32, divided by 2. Rows and columns beyond the matrix hold zero. One line is
-// the second operand of vdpbf16ps; 16 lines are one AMX B tile; the even (odd) columns of a line widen to 16 floats
-// by a shift (a mask). Reading a block's lines in order is one forward stream.
+// Where W[row, col] lies in the lines of its block, with r = row % 16 (the unit is an element of the encoding):
+//
+//   bf16  line col / 2: element 2 * r + col % 2                   the second operand of vdpbf16ps; 16 lines: an AMX
+//   tile int8  line col / 4: byte 4 * r + col % 4                      the second operand of vpdpbusd; 16 lines: an AMX
+//   tile int4  line col / 8: byte 4 * r + col % 4, low nibble if col % 8 < 4, else the high one    two int8 lines in
+//   one fp8   line col / 4: byte 16 * (r / 4) + 8 * (col % 4 / 2) + 2 * (r % 4) + col % 2
+//         so that interleaving the bytes of each 128-bit lane with others gives two bf16 lines in order
+//
+// Columns are padded to a multiple of 32, rows to 16. Padding decodes to zero: in added rows the row scale
+// is 0, in added columns the code is the zero.
+// Reading a block's lines in order is one forward stream.
 #pragma once
 
 #include <cstdint>
+
+#include "kernels/format.h"
 
 namespace kt {
 
 inline constexpr int64_t kBlockRows = 16;
 inline constexpr int64_t kColumnUnit = 32;
-inline constexpr int64_t kLine = 2 * kBlockRows;  // elements in one line
+inline constexpr int64_t kLineBytes = 64;
+
+constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 struct PackedShape {
   int64_t rows = 0, cols = 0;
+  Format format{};
 
   constexpr int64_t blocks() const { return (rows + kBlockRows - 1) / kBlockRows; }
   constexpr int64_t padded_rows() const { return blocks() * kBlockRows; }
-  constexpr int64_t padded_cols() const { return (cols + kColumnUnit - 1) / kColumnUnit * kColumnUnit; }
+  constexpr int64_t padded_cols() const { return round_up(cols, kColumnUnit); }
   constexpr int64_t pairs() const { return padded_cols() / 2; }
-  constexpr int64_t block_elements() const { return pairs() * kLine; }
-  constexpr int64_t elements() const { return blocks() * block_elements(); }
-  constexpr int64_t index(int64_t row, int64_t col) const {
-    return ((row / kBlockRows) * pairs() + col / 2) * kLine + (row % kBlockRows) * 2 + col % 2;
+
+  // Columns that share a scale, and how many such groups a row has (the last may be shorter): the whole row where the
+  // format has no group.
+  constexpr int64_t group() const { return format.group ? format.group : padded_cols(); }
+  constexpr int64_t groups() const { return (padded_cols() + group() - 1) / group(); }
+  // The same for activations in int8.
+  constexpr int64_t activation_group() const { return format.group ? format.group : kActivationGroup; }
+  constexpr int64_t activation_groups() const { return (padded_cols() + activation_group() - 1) / activation_group(); }
+
+  constexpr int64_t columns_per_line() const {
+    return format.encoding == Encoding::kBf16 ? 2 : format.encoding == Encoding::kInt4 ? 8 : 4;
   }
+  constexpr int64_t row_scale_bytes() const {
+    return format.encoding == Encoding::kBf16 ? 0 : kBlockRows * static_cast<int64_t>(sizeof(float));
+  }
+  constexpr int64_t group_scale_bytes() const {
+    if (format.group == 0) return 0;
+    return round_up(groups() * (format.encoding == Encoding::kFp8 ? 4 : 2 * kBlockRows), kLineBytes);
+  }
+  constexpr int64_t zero_bytes() const { return format.zero_points ? round_up(groups() * kBlockRows, kLineBytes) : 0; }
+  constexpr int64_t line_offset() const { return row_scale_bytes() + group_scale_bytes() + zero_bytes(); }
+  constexpr int64_t block_bytes() const { return line_offset() + padded_cols() / columns_per_line() * kLineBytes; }
+  constexpr int64_t bytes() const { return blocks() * block_bytes(); }
 };
+
+// One packed block: where its parts are.
+struct Block {
+  const float* row_scales;   // 16; null for bf16
+  const void* group_scales;  // float[groups] for fp8, float16 bits [groups][16] for integers; null without a group
+  const uint8_t* zeros;      // [groups][16]; null where they are not stored
+  const uint8_t* lines;
+};
+
+inline Block block_at(const PackedShape& shape, const uint8_t* packed, int64_t block) {
+  const uint8_t* base = packed + block * shape.block_bytes();
+  const uint8_t *groups = base + shape.row_scale_bytes(), *zeros = groups + shape.group_scale_bytes();
+  return {shape.row_scale_bytes() ? reinterpret_cast<const float*>(base) : nullptr,
+          shape.group_scale_bytes() ? groups : nullptr, shape.zero_bytes() ? zeros : nullptr,
+          base + shape.line_offset()};
+}
 
 }  // namespace kt

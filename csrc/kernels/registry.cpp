@@ -8,12 +8,14 @@ extern const Tiles kPortableTiles;
 #if defined(KT_HAVE_X86_KERNELS)
 extern const Tiles kAvx2Tiles;
 extern const Tiles kAvx512Tiles;
+extern const Tiles kAmxTiles;
 #endif
 
 namespace {
 
 const Tiles* const kBuiltIn[] = {
 #if defined(KT_HAVE_X86_KERNELS)
+    &kAmxTiles,
     &kAvx512Tiles,
     &kAvx2Tiles,
 #endif

@@ -1,11 +1,19 @@
-// What an instruction set must provide. Formats unpack a tile, instruction sets multiply one: a new weight format
-// hands its blocks over in the layout of layout.h, a new instruction set fills in one more Tiles.
+// What an instruction set must provide. A new weight format is one decoder, a new instruction set one more Tiles.
 //
-// Every element of a result is one chain of additions in the order of the inner index, whatever the other rows and
-// columns of the call are. So a token's result does not depend on the batch, nor on how work is cut for threads.
+// Three ways to multiply, chosen by the caller for a whole call, never by the number of rows:
+//   multiply        float32 activations; weights decoded to float32; exact products, float32 sums
+//   multiply_bf16   bf16 activations and weights (bf16, fp8), float32 sums
+//   multiply_int8   activations quantized to int8 by group, integer weights, exact integer sums within a group
+//
+// Every element of a result is one chain of additions in the order of the inner index (group by group, where the
+// weights have groups), whatever the other rows and columns of the call are. So a token's result does not depend on the
+// batch, nor on how work is cut for threads. A kernel may choose another register tile for few rows than for many, not
+// another order. No allocation, no threads: panels lie on the stack (64 KiB at most).
 #pragma once
 
 #include <cstdint>
+
+#include "kernels/layout.h"
 
 namespace kt {
 
@@ -21,29 +29,104 @@ struct PlainProduct {
   bool accumulate;
 };
 
-// c[m, 16 * b + i] = sum over k of a[m, k] * W(16 * b + i, k) for m < rows, b < blocks; `weights` points to the first
-// block; a has 2 * pairs columns (padding zero), c 16 * blocks.
+// c[m, n] = factor * sum over i of a[m * lda + i] * b[n * ldb + i]: rows of a against rows of b. b is float32, or bf16
+// where b_bf16 is given. For few n (a LoRA's rank).
+struct RowProduct {
+  int64_t rows, cols, inner;
+  const float* a;
+  int64_t lda;
+  const float* b;
+  const uint16_t* b_bf16;
+  int64_t ldb;
+  float factor;
+  float* c;
+  int64_t ldc;
+};
+
+// Consecutive blocks of a packed matrix. The weights of a matrix in pieces (NUMA nodes) are several of these.
+struct PackedBlocks {
+  PackedShape shape;    // of the whole matrix
+  const uint8_t* data;  // the first of these blocks
+  int64_t blocks;
+};
+
+// c[m, 16 * b + i] = sum over k of a[m, k] * W(16 * b + i, k) for m < rows, b < blocks. a has shape.padded_cols()
+// columns (padding zero), c has 16 * blocks. Neither a nor c need be aligned.
 template <class T>
 struct PackedProduct {
   int64_t rows;
   const T* a;
   int64_t lda;
-  const uint16_t* weights;
-  int64_t pairs, blocks;
+  PackedBlocks weights;
   float* c;
   int64_t ldc;
 };
+
+// Rows of int8 activations as `quantize` leaves them. `values` is the instruction set's own order of the codes; scales
+// and sums (of the codes of a group) are [rows][shape.activation_groups()], ld_groups apart.
+struct QuantizedRows {
+  const uint8_t* values;
+  int64_t ld;  // bytes
+  const float* scales;
+  const int32_t* sums;
+  int64_t ld_groups;
+};
+
+struct IntegerProduct {
+  int64_t rows;
+  QuantizedRows a;
+  PackedBlocks weights;
+  float* c;
+  int64_t ldc;
+};
+
+// out[m, j] (+)= sum over n of in[m, n] * W(n, first_col + j), for m < rows, j < cols; W decoded with its scales. `in`
+// comes as `transpose_rows` leaves it. first_col and cols are multiples of 32; columns up to shape.padded_cols() may be
+// asked for and are zero beyond shape.cols. The matrix is given in pieces of consecutive blocks, in order.
+template <class T>
+struct TransposedProduct {
+  int64_t rows;
+  const T* in;  // float: [padded_rows][padded m]; bf16: [padded_rows / 2][padded m][2]
+  int64_t ld;   // padded m: round_up(rows, kTokenUnit)
+  const PackedBlocks* pieces;
+  int64_t num_pieces;
+  int64_t first_col, cols;
+  float* out;
+  int64_t ldo;
+  bool accumulate;
+};
+inline constexpr int64_t kTokenUnit = 8;
 
 struct Tiles {
   const char* name;
   uint32_t required;  // bits of CpuFeature
 
-  void (*multiply)(const PackedProduct<float>&);
-  // Activations in bf16, products and sums in float32. Null: widen the activations and use `multiply`.
-  void (*multiply_bf16)(const PackedProduct<uint16_t>&);
-  // out[i * ld + j] = W(i, 2 * first_pair + j) of one block, i < 16, j < 2 * num_pairs; num_pairs is a multiple of 16.
-  void (*unpack_rows)(const uint16_t* block, int64_t first_pair, int64_t num_pairs, float* out, int64_t ld);
+  void (*multiply)(const PackedProduct<float>&);          // any encoding
+  void (*multiply_bf16)(const PackedProduct<uint16_t>&);  // bf16, fp8. Null: widen the activations, use `multiply`
+  void (*multiply_int8)(const IntegerProduct&);           // int8, int4
+  void (*multiply_transposed)(const TransposedProduct<float>&);
+  void (*multiply_transposed_bf16)(const TransposedProduct<uint16_t>&);  // null where multiply_bf16 is
   void (*product)(const PlainProduct&);
+  void (*row_product)(const RowProduct&);
+
+  // One row of `cols` floats -> codes in `values` (quantized_bytes(shape) bytes, padding zero), scales and sums by
+  // group. A group of zeros has scale 0. Codes are round-to-nearest-even of x * 127 / absmax.
+  int64_t (*quantized_bytes)(const PackedShape&);
+  void (*quantize)(const PackedShape&, const float* row, uint8_t* values, float* scales, int32_t* sums);
+
+  // in[m * ld + n] -> the operand of a transposed product: out[n * ld_out + m], padding zero in n (to padded_rows) and
+  // m.
+  void (*transpose_rows)(const float* in, int64_t ld, int64_t rows, int64_t cols, float* out, int64_t ld_out);
+  void (*transpose_rows_bf16)(const float* in, int64_t ld, int64_t rows, int64_t cols, uint16_t* out, int64_t ld_out);
+
+  // Elementwise; every element through the same arithmetic wherever it stands in the array.
+  void (*widen)(const uint16_t* from, int64_t count, float* to);                // bf16 -> float32
+  void (*narrow)(const float* from, int64_t count, uint16_t* to);               // float32 -> bf16, nearest even
+  void (*swiglu)(const float* gate, const float* up, int64_t count, float* h);  // silu(gate) * up
+  // With dh the gradient of h before the routing weight: returns <h, dh>, and gate, up become their gradients times
+  // `weight`.
+  double (*swiglu_backward)(float* gate, float* up, const float* dh, float weight, int64_t count);
+  void (*add_scaled)(const float* from, float factor, int64_t count, float* to);  // to += factor * from
 };
 
 }  // namespace kt

@@ -5,228 +5,350 @@
 //   d gate  = w * d h * up * silu'(gate)
 //   d x     = W_gate^T d gate + W_up^T d up (+ LoRA), summed over the token's pairs in their order
 //   d A, B  = products over the pairs of an (expert, slot) group, in token order
+//
+// The weights are read from the same packed copy as in forward: products with a transposed matrix run along the tokens
+// (kernels/tiles.h), so the gradients are turned, not the weights.
 #include <algorithm>
-#include <cmath>
+#include <cstring>
 
 #include "ops/forward.h"
+#include "ops/forward_pass.h"
 #include "ops/lora.h"
-#include "ops/stages.h"
 
 namespace kt {
 namespace {
 
-constexpr int64_t kTaskCols = 64;
+constexpr int64_t kColumnsInTask = 64;  // where an expert is cut between threads
 
-// Per-pair arrays of one chunk; reused by the calling thread.
-struct BackwardScratch {
-  AlignedBuffer x, x_bf16, grad, gate, up, h, dh;
-  AlignedBuffer low[kNumProjections], dlow[kNumProjections];
+// The right-hand side of a transposed product, in the type that it is multiplied in.
+struct Turned {
+  float* f32 = nullptr;
+  uint16_t* bf16 = nullptr;
+  int64_t ld = 0;  // padded number of tokens
 };
 
-struct Rows {
+struct BackwardBuffers {
+  AlignedBuffer x, grad, gate, up, h, dh, low_down, y;
+  AlignedBuffer dlow[kNumProjections], turned[kNumProjections];
+  static BackwardBuffers& all() {
+    static thread_local BackwardBuffers buffers;
+    return buffers;
+  }
+  static BackwardBuffers& own() {
+    static thread_local BackwardBuffers buffers;
+    return buffers;
+  }
+};
+
+// Arrays of one expert's pairs: rows of `hidden` or `inner` floats, or of the rank.
+struct ExpertRows {
   float *x, *grad, *gate, *up, *h, *dh;
-  float *low[kNumProjections], *dlow[kNumProjections];
-  int64_t rank;  // row stride of low and dlow
+  float* low_down;  // scaled by the routing weight
+  float* dlow[kNumProjections];
+  Turned grad_turned, gate_turned, up_turned;
 };
 
-class BackwardChunk {
+class BackwardPass {
  public:
-  BackwardChunk(const Engine& engine, const RoutedCall& call, const Routing& routing, const RoutedGradients& gradients)
-      : engine_(engine), call_(call), routing_(routing), gradients_(gradients), strides_(engine.layer) {}
+  BackwardPass(const Engine& engine, const RoutedCall& call, const TensorView& grad_out, const RetainedChunk& chunk,
+               const RoutedGradients& gradients)
+      : engine_(engine),
+        call_(call),
+        grad_out_(grad_out),
+        chunk_(chunk),
+        routing_(chunk.routing),
+        gradients_(gradients),
+        hidden_(engine.layer.shape().hidden),
+        inner_(engine.layer.shape().intermediate),
+        ld_hidden_(activation_stride(hidden_)),
+        ld_inner_(activation_stride(inner_)),
+        bf16_(call.x.dtype == DType::kBf16 && engine.tiles.multiply_transposed_bf16 != nullptr),
+        lora_in_(max_rank(call.slots, kGate) > 0 || max_rank(call.slots, kUp) > 0),
+        lora_down_(max_rank(call.slots, kDown) > 0) {}
 
-  void run(const TensorView& grad_out) {
-    reserve();
-    recompute(grad_out);
-    down_backward();
-    activation_backward();
-    input_backward();
-    adapter_gradients();
-    combine(engine_, routing_, rows_.grad, strides_.hidden, false, gradients_.x);
+  void run() {
+    BackwardBuffers& buffers = BackwardBuffers::all();
+    y_ = buffers.y.reserve<float>(routing_.num_pairs() * ld_hidden_);
+    clear_weight_gradients();
+    const int num_threads = threads_for(engine_, routing_);
+    const auto num_experts = static_cast<int64_t>(routing_.experts.size());
+    const auto sum_up = [&](int64_t token) {
+      combine_pairs(engine_, routing_, y_, ld_hidden_, false, token, gradients_.x);
+    };
+    Phase phases[kMaxPhases];
+    if (expert_tasks(engine_, routing_, num_threads)) {
+      const auto whole = [&](int64_t task) { whole_expert(routing_.by_size[static_cast<size_t>(task)]); };
+      phases[0] = phase_of(num_experts, whole);
+      phases[1] = phase_of(routing_.num_tokens, sum_up);
+      ThreadPool::instance().run_phases(phases, 2, num_threads);
+      return;
+    }
+    reserve_all();
+    const int64_t inner_ranges = ranges_of(inner_), hidden_ranges = ranges_of(hidden_);
+    const auto load_expert = [&](int64_t index) { load(index, rows_of(index)); };
+    const auto dh_columns = [&](int64_t task) {
+      const int64_t index = task / inner_ranges;
+      down_columns(index, rows_of(index), task % inner_ranges * kColumnsInTask, kColumnsInTask);
+    };
+    const auto activate = [&](int64_t index) { activation(index, rows_of(index)); };
+    const auto dx_columns = [&](int64_t task) {
+      const int64_t index = task / hidden_ranges;
+      input_columns(index, rows_of(index), task % hidden_ranges * kColumnsInTask, kColumnsInTask);
+    };
+    phases[0] = phase_of(num_experts, load_expert);
+    phases[1] = phase_of(num_experts * inner_ranges, dh_columns);
+    phases[2] = phase_of(num_experts, activate);
+    phases[3] = phase_of(num_experts * hidden_ranges, dx_columns);
+    phases[4] = phase_of(routing_.num_tokens, sum_up);
+    ThreadPool::instance().run_phases(phases, 5, num_threads);
   }
 
  private:
-  void reserve() {
-    static thread_local BackwardScratch scratch;
-    const int64_t pairs = routing_.num_pairs();
-    rows_.x = scratch.x.reserve<float>(pairs * strides_.hidden);
-    rows_.grad = scratch.grad.reserve<float>(pairs * strides_.hidden);
-    rows_.gate = scratch.gate.reserve<float>(pairs * strides_.inner);
-    rows_.up = scratch.up.reserve<float>(pairs * strides_.inner);
-    rows_.h = scratch.h.reserve<float>(pairs * strides_.inner);
-    rows_.dh = scratch.dh.reserve<float>(pairs * strides_.inner);
-    if (call_.x.dtype == DType::kBf16 && engine_.tiles.multiply_bf16) {
-      x_bf16_ = scratch.x_bf16.reserve<uint16_t>(pairs * strides_.hidden);
+  static int64_t ranges_of(int64_t cols) { return (round_up(cols, kColumnUnit) + kColumnsInTask - 1) / kColumnsInTask; }
+  const PairRange& run_of(int64_t index) const { return routing_.experts[static_cast<size_t>(index)]; }
+
+  // Arrays for `pairs` pairs whose turned rows take `turned` tokens in all.
+  ExpertRows reserve(BackwardBuffers* b, int64_t pairs, int64_t turned) const {
+    ExpertRows rows{};
+    if (lora_in_) rows.x = b->x.reserve<float>(pairs * ld_hidden_);
+    rows.grad = b->grad.reserve<float>(pairs * ld_hidden_);
+    rows.gate = b->gate.reserve<float>(pairs * ld_inner_);
+    rows.up = b->up.reserve<float>(pairs * ld_inner_);
+    if (lora_down_) rows.h = b->h.reserve<float>(pairs * ld_inner_);
+    rows.dh = b->dh.reserve<float>(pairs * ld_inner_);
+    rows.low_down = b->low_down.reserve<float>(pairs * chunk_.rank);
+    for (int part = 0; part < kNumProjections; ++part)
+      rows.dlow[part] = b->dlow[part].reserve<float>(pairs * chunk_.rank);
+    const auto turn = [&](AlignedBuffer& buffer, int64_t cols) {
+      Turned made;
+      const int64_t count = round_up(cols, kBlockRows) * turned;
+      (bf16_ ? (void)(made.bf16 = buffer.reserve<uint16_t>(count)) : (void)(made.f32 = buffer.reserve<float>(count)));
+      return made;
+    };
+    rows.grad_turned = turn(b->turned[0], hidden_);
+    rows.gate_turned = turn(b->turned[1], inner_);
+    rows.up_turned = turn(b->turned[2], inner_);
+    return rows;
+  }
+
+  void reserve_all() {
+    turned_begin_.assign(1, 0);
+    for (const PairRange& run : routing_.experts)
+      turned_begin_.push_back(turned_begin_.back() + round_up(run.size(), kTokenUnit));
+    all_ = reserve(&BackwardBuffers::all(), routing_.num_pairs(), turned_begin_.back());
+  }
+
+  ExpertRows rows_of(int64_t index) const {
+    const PairRange& run = run_of(index);
+    const int64_t at = run.begin, turned = turned_begin_[static_cast<size_t>(index)];
+    ExpertRows rows = all_;
+    if (rows.x) rows.x += at * ld_hidden_;
+    if (rows.h) rows.h += at * ld_inner_;
+    rows.grad += at * ld_hidden_;
+    for (float** row : {&rows.gate, &rows.up, &rows.dh}) *row += at * ld_inner_;
+    rows.low_down += at * chunk_.rank;
+    for (float*& row : rows.dlow) row += at * chunk_.rank;
+    const auto move = [&](Turned& t, int64_t cols) {
+      if (t.bf16) t.bf16 += turned * round_up(cols, kBlockRows);
+      if (t.f32) t.f32 += turned * round_up(cols, kBlockRows);
+    };
+    move(rows.grad_turned, hidden_);
+    move(rows.gate_turned, inner_);
+    move(rows.up_turned, inner_);
+    return rows;
+  }
+
+  void turn(const float* rows, int64_t ld, int64_t count, int64_t cols, Turned* turned) const {
+    turned->ld = round_up(count, kTokenUnit);
+    if (turned->bf16) {
+      engine_.tiles.transpose_rows_bf16(rows, ld, count, cols, turned->bf16, turned->ld);
+    } else {
+      engine_.tiles.transpose_rows(rows, ld, count, cols, turned->f32, turned->ld);
     }
-    rows_.rank = 0;
-    for (const Projection part : {kGate, kUp, kDown}) rows_.rank = std::max(rows_.rank, max_rank(call_.slots, part));
-    for (int part = 0; part < kNumProjections; ++part) {
-      rows_.low[part] = scratch.low[part].reserve<float>(pairs * rows_.rank);
-      rows_.dlow[part] = scratch.dlow[part].reserve<float>(pairs * rows_.rank);
+  }
+
+  void multiply_transposed(int64_t expert, Projection part, int64_t rows, const Turned& in, int64_t first, int64_t cols,
+                           float* out, int64_t ld, bool accumulate) const {
+    PackedBlocks pieces[kMaxNodes];
+    const int num_pieces = engine_.layer.num_nodes();
+    for (int node = 0; node < num_pieces; ++node) pieces[node] = engine_.layer.piece(expert, part, node).blocks;
+    const int64_t turned_ld = round_up(rows, kTokenUnit);
+    if (in.bf16) {
+      engine_.tiles.multiply_transposed_bf16(
+          {rows, in.bf16, turned_ld, pieces, num_pieces, first, cols, out, ld, accumulate});
+    } else {
+      engine_.tiles.multiply_transposed(
+          {rows, in.f32, turned_ld, pieces, num_pieces, first, cols, out, ld, accumulate});
     }
   }
 
-  // Through the same steps as forward, so that the activations are the same to the last bit.
-  void recompute(const TensorView& grad_out) {
-    gather_rows(engine_, routing_, call_.x, strides_.hidden, rows_.x);
-    gather_rows(engine_, routing_, grad_out, strides_.hidden, rows_.grad);
-    if (x_bf16_) gather_bf16_rows(engine_, routing_, call_.x, strides_.hidden, x_bf16_);
-    GateUpInput input{rows_.x, x_bf16_, {rows_.low[kGate], rows_.low[kUp]}, rows_.rank};
-    for (const Projection part : {kGate, kUp})
-      lora_low(engine_, routing_, call_, part, rows_.x, strides_.hidden, rows_.low[part], rows_.rank);
-    gate_up(engine_, routing_, call_, input, rows_.h, rows_.gate, rows_.up);
-    lora_low(engine_, routing_, call_, kDown, rows_.h, strides_.inner, rows_.low[kDown], rows_.rank);
-  }
-
-  // body(group, slot) for every (expert, slot) group.
+  // body(group, slot, first row of the group within the expert's rows)
   template <class Body>
-  void for_each_group(int64_t multiply_adds, Body&& body) {
-    for_each_task(engine_, static_cast<int64_t>(routing_.groups.size()), multiply_adds, [&](int64_t g) {
-      const PairRange& group = routing_.groups[static_cast<size_t>(g)];
-      body(group, call_.slots[static_cast<size_t>(group.slot)]);
-    });
-  }
-
-  // body(index into experts, first column, padded number of columns), cut into tasks.
-  template <class Body>
-  void for_each_columns(int64_t padded_cols, int64_t inner, Body&& body) {
-    const int64_t ranges = (padded_cols + kTaskCols - 1) / kTaskCols;
-    const int64_t num_tasks = static_cast<int64_t>(routing_.experts.size()) * ranges;
-    for_each_task(engine_, num_tasks, routing_.num_pairs() * padded_cols * inner, [&](int64_t task) {
-      const int64_t first = (task % ranges) * kTaskCols;
-      body(task / ranges, first, std::min(kTaskCols, padded_cols - first));
-    });
-  }
-
-  // Adds A^T dlow to columns of `out` for the groups of one expert.
-  void add_adapter_columns(int64_t index, Projection part, int64_t first, int64_t count, float* out, int64_t ld) {
+  void for_each_group(int64_t index, Body&& body) const {
     const auto at = static_cast<size_t>(index);
     for (int64_t g = routing_.first_group[at]; g < routing_.first_group[at + 1]; ++g) {
       const PairRange& group = routing_.groups[static_cast<size_t>(g)];
-      lora_down_backward(engine_.tiles, call_.slots[static_cast<size_t>(group.slot)], part, group.expert, group.size(),
-                         rows_.dlow[part] + group.begin * rows_.rank, rows_.rank, first, count,
-                         out + group.begin * ld + first, ld);
+      body(group, call_.slots[static_cast<size_t>(group.slot)], group.begin - run_of(index).begin);
     }
   }
 
-  void down_backward() {
-    const int64_t hidden = engine_.layer.shape().hidden, inner = engine_.layer.shape().intermediate;
-    for_each_group(routing_.num_pairs() * hidden * rows_.rank, [&](const PairRange& group, const LoraSlot& slot) {
-      lora_up_backward(engine_.tiles, slot, kDown, group.expert, group.size(),
-                       rows_.grad + group.begin * strides_.hidden, strides_.hidden,
-                       rows_.dlow[kDown] + group.begin * rows_.rank, rows_.rank);
-    });
-    for_each_columns(engine_.layer.out_shape().padded_cols(), hidden, [&](int64_t index, int64_t first, int64_t count) {
-      const PairRange& run = routing_.experts[static_cast<size_t>(index)];
-      multiply_transposed(engine_.tiles, engine_.layer.down(run.expert), run.size(),
-                          rows_.grad + run.begin * strides_.hidden, strides_.hidden, first, count,
-                          rows_.dh + run.begin * strides_.inner + first, strides_.inner, false);
-      add_adapter_columns(index, kDown, first, std::min(count, inner - first), rows_.dh, strides_.inner);
+  const float* low(int64_t pair, Projection part) const { return chunk_.low_rows(part) + pair * chunk_.rank; }
+
+  void load(int64_t index, ExpertRows rows) const {
+    const PairRange& run = run_of(index);
+    for (int64_t m = 0; m < run.size(); ++m) {
+      const int64_t token = routing_.token[static_cast<size_t>(run.begin + m)];
+      widen_row(engine_.tiles, grad_out_, token, rows.grad + m * ld_hidden_);
+      if (rows.x) widen_row(engine_.tiles, call_.x, token, rows.x + m * ld_hidden_);
+    }
+    turn(rows.grad, ld_hidden_, run.size(), hidden_, &rows.grad_turned);
+    for_each_group(index, [&](const PairRange& group, const LoraSlot& slot, int64_t m) {
+      lora_up_backward(engine_.tiles, slot, kDown, run.expert, group.size(), rows.grad + m * ld_hidden_, ld_hidden_,
+                       rows.dlow[kDown] + m * chunk_.rank, chunk_.rank);
     });
   }
 
-  // dh becomes w * dh; gate and up become their gradients; low and dlow of down are scaled by w for adapter_gradients.
-  void activation_backward() {
-    const int64_t inner = engine_.layer.shape().intermediate;
-    weight_grad_.resize(static_cast<size_t>(routing_.num_pairs()));
-    for_each_task(engine_, routing_.num_pairs(), routing_.num_pairs() * inner * 8, [&](int64_t pair) {
+  // dh = W_down^T g (+ LoRA), some columns.
+  void down_columns(int64_t index, const ExpertRows& rows, int64_t first, int64_t cols) const {
+    const PairRange& run = run_of(index);
+    cols = std::min(cols, round_up(inner_, kColumnUnit) - first);
+    multiply_transposed(run.expert, kDown, run.size(), rows.grad_turned, first, cols, rows.dh + first, ld_inner_,
+                        false);
+    for_each_group(index, [&](const PairRange& group, const LoraSlot& slot, int64_t m) {
+      lora_down_backward(engine_.tiles, slot, kDown, run.expert, group.size(), rows.dlow[kDown] + m * chunk_.rank,
+                         chunk_.rank, first, std::min(cols, inner_ - first), rows.dh + m * ld_inner_ + first,
+                         ld_inner_);
+    });
+  }
+
+  // gate and up become their gradients; the gradients of the routing weights and of the adapters.
+  void activation(int64_t index, ExpertRows rows) const {
+    const PairRange& run = run_of(index);
+    const int64_t rank = chunk_.rank;
+    const auto bytes = static_cast<size_t>(inner_) * sizeof(float);
+    for (int64_t m = 0; m < run.size(); ++m) {
+      const int64_t pair = run.begin + m;
       const float weight = routing_.weight[static_cast<size_t>(pair)];
-      float *gate = rows_.gate + pair * strides_.inner, *up = rows_.up + pair * strides_.inner;
-      const float *h = rows_.h + pair * strides_.inner, *dh = rows_.dh + pair * strides_.inner;
-      double weight_grad = 0.0;
-      for (int64_t i = 0; i < inner; ++i) {
-        weight_grad += static_cast<double>(h[i]) * static_cast<double>(dh[i]);
-        const float sigmoid = 1.0f / (1.0f + std::exp(-gate[i])), scaled = weight * dh[i];
-        const float up_grad = scaled * gate[i] * sigmoid;
-        gate[i] = scaled * up[i] * sigmoid * (1.0f + gate[i] * (1.0f - sigmoid));
-        up[i] = up_grad;
+      float *gate = rows.gate + m * ld_inner_, *up = rows.up + m * ld_inner_;
+      std::memcpy(gate, chunk_.gate_rows() + pair * ld_inner_, bytes);
+      std::memcpy(up, chunk_.up_rows() + pair * ld_inner_, bytes);
+      if (rows.h) engine_.tiles.swiglu(gate, up, inner_, rows.h + m * ld_inner_);
+      const double weight_grad = engine_.tiles.swiglu_backward(gate, up, rows.dh + m * ld_inner_, weight, inner_);
+      set_weight_gradient(pair, static_cast<float>(weight_grad));
+      for (int64_t r = 0; lora_down_ && r < rank; ++r) {
+        rows.low_down[m * rank + r] = weight * low(pair, kDown)[r];
+        rows.dlow[kDown][m * rank + r] *= weight;
       }
-      weight_grad_[static_cast<size_t>(pair)] = static_cast<float>(weight_grad);
-      for (int64_t r = 0; r < rows_.rank; ++r) {
-        rows_.low[kDown][pair * rows_.rank + r] *= weight;
-        rows_.dlow[kDown][pair * rows_.rank + r] *= weight;
-      }
+    }
+    turn(rows.gate, ld_inner_, run.size(), inner_, &rows.gate_turned);
+    turn(rows.up, ld_inner_, run.size(), inner_, &rows.up_turned);
+    for_each_group(index, [&](const PairRange& group, const LoraSlot& slot, int64_t m) {
+      adapter_gradients(group, slot, m, rows);
     });
-    for (int64_t flat = 0; flat < routing_.num_tokens * routing_.top_k; ++flat) {
-      const int64_t pair = routing_.pair_of[static_cast<size_t>(flat)],
-                    token = routing_.first_token + flat / routing_.top_k;
-      gradients_.weights.as<float>()[token * gradients_.weights.strides[0] + flat % routing_.top_k] =
-          pair < 0 ? 0.0f : weight_grad_[static_cast<size_t>(pair)];
+  }
+
+  void adapter_gradients(const PairRange& group, const LoraSlot& slot, int64_t m, const ExpertRows& rows) const {
+    const LoraSlot& into = gradients_.slots[static_cast<size_t>(group.slot)];
+    const int64_t rank = chunk_.rank, count = group.size(), expert = group.expert;
+    for (const Projection part : {kGate, kUp}) {
+      const float* grad = (part == kGate ? rows.gate : rows.up) + m * ld_inner_;
+      float* dlow = rows.dlow[part] + m * rank;
+      lora_up_backward(engine_.tiles, slot, part, expert, count, grad, ld_inner_, dlow, rank);
+      lora_weight_gradients(engine_.tiles, into.pairs[part], expert, count, rows.x + m * ld_hidden_, ld_hidden_, grad,
+                            ld_inner_, low(group.begin, part), dlow, rank);
+    }
+    if (!lora_down_) return;
+    lora_weight_gradients(engine_.tiles, into.pairs[kDown], expert, count, rows.h + m * ld_inner_, ld_inner_,
+                          rows.grad + m * ld_hidden_, ld_hidden_, rows.low_down + m * rank, rows.dlow[kDown] + m * rank,
+                          rank);
+  }
+
+  // d x of the pairs, some columns.
+  void input_columns(int64_t index, const ExpertRows& rows, int64_t first, int64_t cols) const {
+    const PairRange& run = run_of(index);
+    cols = std::min(cols, round_up(hidden_, kColumnUnit) - first);
+    float* out = y_ + run.begin * ld_hidden_ + first;
+    multiply_transposed(run.expert, kGate, run.size(), rows.gate_turned, first, cols, out, ld_hidden_, false);
+    multiply_transposed(run.expert, kUp, run.size(), rows.up_turned, first, cols, out, ld_hidden_, true);
+    for (const Projection part : {kGate, kUp}) {
+      for_each_group(index, [&](const PairRange& group, const LoraSlot& slot, int64_t m) {
+        lora_down_backward(engine_.tiles, slot, part, run.expert, group.size(), rows.dlow[part] + m * chunk_.rank,
+                           chunk_.rank, first, std::min(cols, hidden_ - first), out + m * ld_hidden_, ld_hidden_);
+      });
     }
   }
 
-  void adapter_gradients() {
-    // Two passes: the gradients of down need the output's gradient, whose rows input_backward overwrites.
-    for_each_group(
-        4 * routing_.num_pairs() * strides_.hidden * rows_.rank, [&](const PairRange& group, const LoraSlot&) {
-          const LoraSlot& into = gradients_.slots[static_cast<size_t>(group.slot)];
-          for (const Projection part : {kGate, kUp}) {
-            const float* grad = part == kGate ? rows_.gate : rows_.up;
-            lora_weight_gradients(
-                engine_.tiles, into.pairs[part], group.expert, group.size(), rows_.x + group.begin * strides_.hidden,
-                strides_.hidden, grad + group.begin * strides_.inner, strides_.inner,
-                rows_.low[part] + group.begin * rows_.rank, rows_.dlow[part] + group.begin * rows_.rank, rows_.rank);
-          }
-        });
+  void whole_expert(int64_t index) const {
+    const int64_t most = routing_.most_pairs;
+    const ExpertRows rows = reserve(&BackwardBuffers::own(), most, round_up(most, kTokenUnit));
+    load(index, rows);
+    down_columns(index, rows, 0, inner_ + kColumnUnit);
+    activation(index, rows);
+    input_columns(index, rows, 0, hidden_ + kColumnUnit);
   }
 
-  void down_adapter_gradients() {
-    for_each_group(
-        2 * routing_.num_pairs() * strides_.hidden * rows_.rank, [&](const PairRange& group, const LoraSlot&) {
-          lora_weight_gradients(engine_.tiles, gradients_.slots[static_cast<size_t>(group.slot)].pairs[kDown],
-                                group.expert, group.size(), rows_.h + group.begin * strides_.inner, strides_.inner,
-                                rows_.grad + group.begin * strides_.hidden, strides_.hidden,
-                                rows_.low[kDown] + group.begin * rows_.rank,
-                                rows_.dlow[kDown] + group.begin * rows_.rank, rows_.rank);
-        });
+  void clear_weight_gradients() const {
+    for (int64_t flat = 0; flat < routing_.num_tokens * routing_.top_k; ++flat) {
+      if (routing_.pair_of[static_cast<size_t>(flat)] < 0) *weight_gradient(flat) = 0.0f;
+    }
   }
-
-  void input_backward() {
-    down_adapter_gradients();
-    const int64_t hidden = engine_.layer.shape().hidden, inner = engine_.layer.shape().intermediate;
-    for_each_group(2 * routing_.num_pairs() * inner * rows_.rank, [&](const PairRange& group, const LoraSlot& slot) {
-      for (const Projection part : {kGate, kUp}) {
-        const float* grad = part == kGate ? rows_.gate : rows_.up;
-        lora_up_backward(engine_.tiles, slot, part, group.expert, group.size(), grad + group.begin * strides_.inner,
-                         strides_.inner, rows_.dlow[part] + group.begin * rows_.rank, rows_.rank);
-      }
-    });
-    for_each_columns(
-        engine_.layer.in_shape().padded_cols(), 2 * inner, [&](int64_t index, int64_t first, int64_t count) {
-          const PairRange& run = routing_.experts[static_cast<size_t>(index)];
-          float* out = rows_.grad + run.begin * strides_.hidden + first;
-          const int64_t at = run.begin * strides_.inner;
-          multiply_transposed(engine_.tiles, engine_.layer.gate(run.expert), run.size(), rows_.gate + at,
-                              strides_.inner, first, count, out, strides_.hidden, false);
-          multiply_transposed(engine_.tiles, engine_.layer.up(run.expert), run.size(), rows_.up + at, strides_.inner,
-                              first, count, out, strides_.hidden, true);
-          for (const Projection part : {kGate, kUp})
-            add_adapter_columns(index, part, first, std::min(count, hidden - first), rows_.grad, strides_.hidden);
-        });
+  void set_weight_gradient(int64_t pair, float value) const {
+    const int64_t token = routing_.token[static_cast<size_t>(pair)] - routing_.first_token;
+    for (int64_t flat = token * routing_.top_k; flat < (token + 1) * routing_.top_k; ++flat) {
+      if (routing_.pair_of[static_cast<size_t>(flat)] == pair) *weight_gradient(flat) = value;
+    }
+  }
+  float* weight_gradient(int64_t flat) const {
+    const int64_t token = routing_.first_token + flat / routing_.top_k;
+    return gradients_.weights.as<float>() + token * gradients_.weights.strides[0] + flat % routing_.top_k;
   }
 
   const Engine& engine_;
   const RoutedCall& call_;
+  const TensorView& grad_out_;
+  const RetainedChunk& chunk_;
   const Routing& routing_;
   const RoutedGradients& gradients_;
-  const Strides strides_;
-  Rows rows_{};
-  uint16_t* x_bf16_ = nullptr;
-  std::vector<float> weight_grad_;
+  const int64_t hidden_, inner_, ld_hidden_, ld_inner_;
+  const bool bf16_, lora_in_, lora_down_;
+  std::vector<int64_t> turned_begin_;  // of each expert's tokens among all turned ones
+  ExpertRows all_{};
+  float* y_ = nullptr;
 };
+
+Status check_retained(const Engine& engine, const RoutedCall& call, const Retained& retained) {
+  int64_t tokens = 0;
+  for (const RetainedChunk& chunk : retained.chunks) {
+    if (chunk.routing.first_token != tokens || chunk.routing.top_k != call.ids.shape[1] ||
+        chunk.rank != max_rank_of_all(call)) {
+      return invalid_value("the retained activations are of another call");
+    }
+    tokens += chunk.routing.num_tokens;
+  }
+  if (tokens == call.x.shape[0] && engine.layer.shape().hidden == call.x.shape[1]) return {};
+  return invalid_value("the retained activations are of " + std::to_string(tokens) + " tokens, x has " +
+                       std::to_string(call.x.shape[0]));
+}
 
 }  // namespace
 
 Status backward(const Engine& engine, const RoutedCall& call, const TensorView& grad_out,
-                const RoutedGradients& gradients) {
+                const RoutedGradients& gradients, const Retained* retained) {
   KT_RETURN_IF_ERROR(check_call(engine.layer.shape(), call));
   KT_RETURN_IF_ERROR(check_finite(grad_out, "grad_out"));
-  const Strides strides(engine.layer);
+  if (retained) {
+    KT_RETURN_IF_ERROR(check_retained(engine, call, *retained));
+    for (const RetainedChunk& chunk : retained->chunks) BackwardPass(engine, call, grad_out, chunk, gradients).run();
+    return {};
+  }
+  static thread_local RetainedChunk recomputed;
   const int64_t num_tokens = call.x.shape[0];
-  const int64_t step = tokens_at_once(call, 2 * strides.hidden + 4 * strides.inner);
-  Routing routing;
+  const int64_t step = tokens_at_once(engine.layer, call, 2 * ForwardPass::bytes_per_pair(engine));
   for (int64_t first = 0; first < num_tokens; first += step) {
-    route(engine.layer.shape(), call, first, std::min(step, num_tokens - first), &routing);
-    BackwardChunk(engine, call, routing, gradients).run(grad_out);
+    route(engine.layer.shape(), call, first, std::min(step, num_tokens - first), &recomputed.routing);
+    recomputed.reserve(engine.layer, call);
+    ForwardPass(engine, call, recomputed.routing, &recomputed).run_kept();
+    BackwardPass(engine, call, grad_out, recomputed, gradients).run();
   }
   return {};
 }

@@ -9,10 +9,6 @@
 
 namespace kt {
 
-enum Projection { kGate = 0, kUp = 1, kDown = 2 };
-inline constexpr int kNumProjections = 3;
-inline constexpr const char* kProjectionNames[] = {"gate", "up", "down"};
-
 // y += scaling * B (A x) for one projection of all experts: a [E, R, in], b [E, out, R], float32 or bfloat16, last
 // dimension contiguous, others at any stride. Both or neither are present.
 struct LoraPair {
@@ -47,5 +43,16 @@ struct Engine {
   const Tiles& tiles;
   int num_threads;
 };
+
+// How a call multiplies; see kernels/tiles.h.
+enum class Arithmetic { kFloat, kBf16, kInt8 };
+
+// float32 activations are multiplied exactly. bfloat16 ones are quantized to int8 for integer weights, else multiplied
+// as they are where the instruction set can, else widened.
+inline Arithmetic arithmetic_of(const Engine& engine, const RoutedCall& call) {
+  if (call.x.dtype != DType::kBf16) return Arithmetic::kFloat;
+  if (engine.layer.format().integer()) return Arithmetic::kInt8;
+  return engine.tiles.multiply_bf16 ? Arithmetic::kBf16 : Arithmetic::kFloat;
+}
 
 }  // namespace kt

@@ -1,61 +1,352 @@
 #include "ops/forward.h"
 
 #include <algorithm>
+#include <cstring>
+#include <mutex>
 
+#include "ops/forward_pass.h"
 #include "ops/lora.h"
-#include "ops/stages.h"
 
 namespace kt {
 namespace {
 
-// Kept by the calling thread between calls, so that a call of the same size allocates nothing.
-struct ForwardScratch {
-  AlignedBuffer x, x_bf16, h, low_gate, low_up, low_down;
-};
+constexpr int64_t kBlocksAtOnce = 8;  // of gate and up in one go: 128 columns of h
+constexpr int64_t kDownBlocksAtOnce = 16;
+constexpr int64_t kBlocksInTask = 4;  // where an expert is cut between threads
 
-void forward_chunk(const Engine& engine, const RoutedCall& call, const Routing& routing, const TensorView& out) {
-  static thread_local ForwardScratch scratch;
-  const Strides strides(engine.layer);
-  const int64_t pairs = routing.num_pairs();
-  const int64_t ld_in = std::max(max_rank(call.slots, kGate), max_rank(call.slots, kUp));
-  const int64_t ld_down = max_rank(call.slots, kDown);
-
-  float* x = scratch.x.reserve<float>(pairs * strides.hidden);
-  GateUpInput input;
-  if (call.x.dtype == DType::kBf16 && engine.tiles.multiply_bf16) {
-    uint16_t* rows = scratch.x_bf16.reserve<uint16_t>(pairs * strides.hidden);
-    gather_bf16_rows(engine, routing, call.x, strides.hidden, rows);
-    input.x_bf16 = rows;
-  }
-  if (!input.x_bf16 || ld_in > 0) gather_rows(engine, routing, call.x, strides.hidden, x);
-  input.x = x;
-  input.ld_low = ld_in;
-  float* low[2] = {scratch.low_gate.reserve<float>(pairs * ld_in), scratch.low_up.reserve<float>(pairs * ld_in)};
-  for (const Projection part : {kGate, kUp}) {
-    lora_low(engine, routing, call, part, x, strides.hidden, low[part], ld_in);
-    input.low[part] = low[part];
-  }
-  float* h = scratch.h.reserve<float>(pairs * strides.inner);
-  gate_up(engine, routing, call, input, h, nullptr, nullptr);
-
-  float* low_down = scratch.low_down.reserve<float>(pairs * ld_down);
-  lora_low(engine, routing, call, kDown, h, strides.inner, low_down, ld_down);
-  float* y = x;  // the input rows are no longer needed
-  down(engine, routing, call, h, low_down, ld_down, y);
-  combine(engine, routing, y, strides.hidden, true, out);
+template <class Body>
+void for_each_group(const Routing& routing, int64_t index, Body&& body) {
+  const auto at = static_cast<size_t>(index);
+  for (int64_t g = routing.first_group[at]; g < routing.first_group[at + 1]; ++g)
+    body(routing.groups[static_cast<size_t>(g)]);
 }
 
 }  // namespace
 
-Status forward(const Engine& engine, const RoutedCall& call, const TensorView& out) {
+void RetainedChunk::reserve(const ExpertLayer& layer, const RoutedCall& call) {
+  const int64_t pairs = routing.num_pairs(), ld = activation_stride(layer.shape().intermediate);
+  rank = max_rank_of_all(call);
+  gate.reserve<float>(pairs * ld);
+  up.reserve<float>(pairs * ld);
+  for (AlignedBuffer& rows : low) rows.reserve<float>(pairs * rank);
+}
+
+namespace {
+
+// Chunks whose memory waits for its next use. Never destroyed: a Retained may outlive static objects.
+struct SpareChunks {
+  static constexpr size_t kMost = 2;
+  std::mutex mutex;
+  std::vector<RetainedChunk> chunks;
+  static SpareChunks& instance() {
+    static SpareChunks* const spare = new SpareChunks;
+    return *spare;
+  }
+};
+
+}  // namespace
+
+Retained::~Retained() {
+  SpareChunks& spare = SpareChunks::instance();
+  std::lock_guard lock(spare.mutex);
+  for (RetainedChunk& chunk : chunks) {
+    if (spare.chunks.size() < SpareChunks::kMost) spare.chunks.push_back(std::move(chunk));
+  }
+}
+
+RetainedChunk& Retained::add_chunk() {
+  SpareChunks& spare = SpareChunks::instance();
+  std::lock_guard lock(spare.mutex);
+  if (spare.chunks.empty()) return chunks.emplace_back();
+  chunks.push_back(std::move(spare.chunks.back()));
+  spare.chunks.pop_back();
+  return chunks.back();
+}
+
+int64_t Retained::bytes() const {
+  size_t bytes = 0;
+  for (const RetainedChunk& chunk : chunks) {
+    bytes += chunk.gate.bytes() + chunk.up.bytes();
+    for (const AlignedBuffer& low : chunk.low) bytes += low.bytes();
+  }
+  return static_cast<int64_t>(bytes);
+}
+
+int64_t max_rank_of_all(const RoutedCall& call) {
+  return std::max({max_rank(call.slots, kGate), max_rank(call.slots, kUp), max_rank(call.slots, kDown)});
+}
+
+void widen_row(const Tiles& tiles, const TensorView& matrix, int64_t token, float* values) {
+  const int64_t at = token * matrix.strides[0], cols = matrix.shape[1];
+  if (matrix.dtype == DType::kBf16) {
+    tiles.widen(matrix.as<uint16_t>() + at, cols, values);
+  } else {
+    std::memcpy(values, matrix.as<float>() + at, static_cast<size_t>(cols) * sizeof(float));
+  }
+}
+
+void combine_pairs(const Engine& engine, const Routing& routing, const float* rows, int64_t ld, bool weighted,
+                   int64_t token, const TensorView& out) {
+  static thread_local AlignedBuffer scratch;
+  const int64_t cols = out.shape[1], at = (routing.first_token + token) * out.strides[0];
+  float* sum = out.dtype == DType::kBf16 ? scratch.reserve<float>(cols) : out.as<float>() + at;
+  std::fill(sum, sum + cols, 0.0f);
+  for (int64_t position = 0; position < routing.top_k; ++position) {
+    const int64_t pair = routing.pair_of[static_cast<size_t>(token * routing.top_k + position)];
+    if (pair < 0) continue;
+    const float factor = weighted ? routing.weight[static_cast<size_t>(pair)] : 1.0f;
+    engine.tiles.add_scaled(rows + pair * ld, factor, cols, sum);
+  }
+  if (out.dtype == DType::kBf16) engine.tiles.narrow(sum, cols, out.as<uint16_t>() + at);
+}
+
+// Kept by a thread between calls, so that a call of the same size allocates nothing.
+struct ForwardPass::Buffers {
+  OperandBuffer x, h, tokens;
+  AlignedBuffer low[kNumProjections], y, sums, row;
+  static Buffers& all() {
+    static thread_local Buffers buffers;
+    return buffers;
+  }
+  static Buffers& own() {  // of a thread that works on one expert
+    static thread_local Buffers buffers;
+    return buffers;
+  }
+};
+
+ForwardPass::ForwardPass(const Engine& engine, const RoutedCall& call, const Routing& routing, RetainedChunk* keep)
+    : engine_(engine),
+      call_(call),
+      routing_(routing),
+      keep_(keep),
+      arithmetic_(arithmetic_of(engine, call)),
+      rank_(keep ? keep->rank : max_rank_of_all(call)),
+      with_lora_in_(max_rank(call.slots, kGate) > 0 || max_rank(call.slots, kUp) > 0),
+      with_lora_down_(max_rank(call.slots, kDown) > 0),
+      ld_y_(activation_stride(engine.layer.shape().hidden)) {}
+
+int64_t ForwardPass::bytes_per_pair(const Engine& engine) {
+  const ExpertShape& shape = engine.layer.shape();
+  return (3 * activation_stride(shape.hidden) + 2 * activation_stride(shape.intermediate)) *
+         static_cast<int64_t>(sizeof(float));
+}
+
+ForwardPass::Rows ForwardPass::reserve(Buffers* buffers, int64_t pairs) const {
+  Rows rows{};
+  rows.x = buffers->x.reserve(engine_.tiles, engine_.layer.in_shape(), arithmetic_, pairs, with_lora_in_);
+  // h is computed in float32 before it is narrowed or quantized
+  rows.h = buffers->h.reserve(engine_.tiles, engine_.layer.out_shape(), arithmetic_, pairs, true);
+  for (int part = 0; part < kNumProjections; ++part) rows.low[part] = buffers->low[part].reserve<float>(pairs * rank_);
+  return rows;
+}
+
+ForwardPass::Rows ForwardPass::rows_of(const PairRange& run) const {
+  Rows rows{all_.x.from(run.begin), all_.h.from(run.begin), {}};
+  for (int part = 0; part < kNumProjections; ++part) rows.low[part] = all_.low[part] + run.begin * rank_;
+  return rows;
+}
+
+ForwardPass::Rows ForwardPass::own_rows() const { return reserve(&Buffers::own(), routing_.most_pairs); }
+
+float* ForwardPass::low_of(const Rows& rows, const PairRange& run, Projection part) const {
+  return keep_ ? keep_->low_rows(part) + run.begin * rank_ : rows.low[part];
+}
+
+void ForwardPass::prepare_token(int64_t token) {
+  const PackedShape shape = engine_.layer.in_shape();
+  float* row = Buffers::own().row.reserve<float>(shape.cols);
+  widen_row(engine_.tiles, call_.x, routing_.first_token + token, row);
+  finish_row(engine_.tiles, shape, tokens_, token, row);
+}
+
+// The run's rows of x, gathered.
+void ForwardPass::load(const PairRange& run, const Rows& rows) const {
+  const PackedShape shape = engine_.layer.in_shape();
+  for (int64_t m = 0; m < run.size(); ++m) {
+    const int64_t token = routing_.token[static_cast<size_t>(run.begin + m)];
+    const Operand at = rows.x.from(m);
+    if (at.codes) copy_row(shape, tokens_, token - routing_.first_token, rows.x, m);
+    if (at.bf16) {
+      std::memcpy(at.bf16, call_.x.as<uint16_t>() + token * call_.x.strides[0],
+                  static_cast<size_t>(shape.cols) * sizeof(uint16_t));
+      std::fill(at.bf16 + shape.cols, at.bf16 + at.ld, uint16_t{0});
+    }
+    if (at.f32) {
+      widen_row(engine_.tiles, call_.x, token, at.f32);
+      std::fill(at.f32 + shape.cols, at.f32 + at.ld, 0.0f);
+    }
+  }
+}
+
+void ForwardPass::low(int64_t index, Projection part, const Operand& input, const Rows& rows) const {
+  if (max_rank(call_.slots, part) == 0) return;
+  const PairRange& run = routing_.experts[static_cast<size_t>(index)];
+  for_each_group(routing_, index, [&](const PairRange& group) {
+    const int64_t first = group.begin - run.begin;
+    lora_down(engine_.tiles, call_.slots[static_cast<size_t>(group.slot)], part, run.expert, group.size(),
+              input.f32 + first * input.ld, input.ld, low_of(rows, run, part) + first * rank_, rank_);
+  });
+}
+
+// h = silu(gate) * up for columns of `blocks` blocks of one expert.
+void ForwardPass::gate_up(int64_t index, int64_t block, int64_t blocks, const Rows& rows) const {
+  const PairRange& run = routing_.experts[static_cast<size_t>(index)];
+  const PackedShape shape = engine_.layer.in_shape();
+  const int64_t first = block * kBlockRows, width = blocks * kBlockRows;
+  const int64_t ld = keep_ ? rows.h.ld : width;
+  float* sums[2];
+  if (keep_) {
+    sums[0] = keep_->gate_rows() + run.begin * ld + first;
+    sums[1] = keep_->up_rows() + run.begin * ld + first;
+  } else {
+    sums[0] = Buffers::own().sums.reserve<float>(2 * run.size() * width);
+    sums[1] = sums[0] + run.size() * width;
+  }
+  for (const Projection part : {kGate, kUp}) {
+    for (int node = 0; node < engine_.layer.num_nodes(); ++node) {
+      const auto piece = engine_.layer.piece(run.expert, part, node);
+      const int64_t begin = std::max(block, piece.first),
+                    end = std::min(block + blocks, piece.first + piece.blocks.blocks);
+      if (begin >= end) continue;
+      const PackedBlocks weights{shape, piece.blocks.data + (begin - piece.first) * shape.block_bytes(), end - begin};
+      multiply_rows(engine_.tiles, rows.x, run.size(), weights, sums[part] + (begin - block) * kBlockRows, ld);
+    }
+    const int64_t count = std::min(width, shape.rows - first);
+    for_each_group(routing_, index, [&](const PairRange& group) {
+      const int64_t m = group.begin - run.begin;
+      lora_up(engine_.tiles, call_.slots[static_cast<size_t>(group.slot)], part, run.expert, group.size(),
+              low_of(rows, run, part) + m * rank_, rank_, first, count, sums[part] + m * ld, ld);
+    });
+  }
+  // Rows beyond the matrix decode to zero, so h is zero there; only columns beyond the last block are left to clear.
+  const int64_t end = block + blocks == shape.blocks() ? rows.h.ld : first + width;
+  for (int64_t m = 0; m < run.size(); ++m) {
+    float* h = rows.h.f32 + m * rows.h.ld;
+    engine_.tiles.swiglu(sums[0] + m * ld, sums[1] + m * ld, width, h + first);
+    std::fill(h + first + width, h + end, 0.0f);
+  }
+}
+
+// All columns of h are there: its low-rank product, and its rows as `down` takes them.
+void ForwardPass::finish_h(int64_t index, const Rows& rows, bool for_down) const {
+  const PairRange& run = routing_.experts[static_cast<size_t>(index)];
+  low(index, kDown, rows.h, rows);
+  if (!for_down || arithmetic_ == Arithmetic::kFloat) return;
+  for (int64_t m = 0; m < run.size(); ++m)
+    finish_row(engine_.tiles, engine_.layer.out_shape(), rows.h, m, rows.h.f32 + m * rows.h.ld);
+}
+
+void ForwardPass::down(int64_t index, int64_t block, int64_t blocks, const Rows& rows) const {
+  const PairRange& run = routing_.experts[static_cast<size_t>(index)];
+  const PackedShape shape = engine_.layer.out_shape();
+  const int64_t first = block * kBlockRows, count = std::min(blocks * kBlockRows, shape.rows - first);
+  float* y = y_ + run.begin * ld_y_;
+  for (int node = 0; node < engine_.layer.num_nodes(); ++node) {
+    const auto piece = engine_.layer.piece(run.expert, kDown, node);
+    const int64_t begin = std::max(block, piece.first),
+                  end = std::min(block + blocks, piece.first + piece.blocks.blocks);
+    if (begin >= end) continue;
+    const PackedBlocks weights{shape, piece.blocks.data + (begin - piece.first) * shape.block_bytes(), end - begin};
+    multiply_rows(engine_.tiles, rows.h, run.size(), weights, y + begin * kBlockRows, ld_y_);
+  }
+  for_each_group(routing_, index, [&](const PairRange& group) {
+    const int64_t m = group.begin - run.begin;
+    lora_up(engine_.tiles, call_.slots[static_cast<size_t>(group.slot)], kDown, run.expert, group.size(),
+            low_of(rows, run, kDown) + m * rank_, rank_, first, count, y + m * ld_y_ + first, ld_y_);
+  });
+}
+
+void ForwardPass::whole_expert(int64_t index, const Rows& rows, bool with_down) const {
+  const PairRange& run = routing_.experts[static_cast<size_t>(index)];
+  load(run, rows);
+  for (const Projection part : {kGate, kUp}) low(index, part, rows.x, rows);
+  const int64_t in_blocks = engine_.layer.in_shape().blocks(), out_blocks = engine_.layer.out_shape().blocks();
+  for (int64_t block = 0; block < in_blocks; block += kBlocksAtOnce)
+    gate_up(index, block, std::min(kBlocksAtOnce, in_blocks - block), rows);
+  finish_h(index, rows, with_down);
+  if (!with_down) return;
+  for (int64_t block = 0; block < out_blocks; block += kDownBlocksAtOnce)
+    down(index, block, std::min(kDownBlocksAtOnce, out_blocks - block), rows);
+}
+
+void ForwardPass::combine(int64_t token, const TensorView& out) const {
+  combine_pairs(engine_, routing_, y_, ld_y_, true, token, out);
+}
+
+void ForwardPass::run_tasks(const TensorView* out) {
+  const int num_threads = threads_for(engine_, routing_);
+  const auto num_experts = static_cast<int64_t>(routing_.experts.size());
+  const int num_nodes = engine_.layer.num_nodes();
+  const bool by_expert = expert_tasks(engine_, routing_, num_threads);
+  const auto run_of = [&](int64_t index) -> const PairRange& { return routing_.experts[static_cast<size_t>(index)]; };
+  if (!by_expert) all_ = reserve(&Buffers::all(), routing_.num_pairs());
+
+  const auto prepare = [&](int64_t token) { prepare_token(token); };
+  const auto whole = [&](int64_t task) {
+    whole_expert(routing_.by_size[static_cast<size_t>(task)], own_rows(), out != nullptr);
+  };
+  const auto load_expert = [&](int64_t index) {
+    const Rows rows = rows_of(run_of(index));
+    load(run_of(index), rows);
+    for (const Projection part : {kGate, kUp}) low(index, part, rows.x, rows);
+  };
+  const BlockRanges in_ranges(engine_.layer, kGate, num_experts, kBlocksInTask);
+  const auto gate_up_range = [&](int node, int64_t task) {
+    in_ranges.visit(node, task, [&](int64_t index, int64_t block, int64_t blocks) {
+      gate_up(index, block, blocks, rows_of(run_of(index)));
+    });
+  };
+  const auto finish = [&](int64_t index) { finish_h(index, rows_of(run_of(index)), out != nullptr); };
+  const BlockRanges out_ranges(engine_.layer, kDown, num_experts, kBlocksInTask);
+  const auto down_range = [&](int node, int64_t task) {
+    out_ranges.visit(node, task, [&](int64_t index, int64_t block, int64_t blocks) {
+      down(index, block, blocks, rows_of(run_of(index)));
+    });
+  };
+  const auto sum_up = [&](int64_t token) { combine(token, *out); };
+
+  Phase phases[kMaxPhases];
+  int count = 0;
+  if (arithmetic_ == Arithmetic::kInt8) phases[count++] = phase_of(routing_.num_tokens, prepare);
+  if (by_expert) {
+    phases[count++] = phase_of(num_experts, whole);
+  } else {
+    phases[count++] = phase_of(num_experts, load_expert);
+    phases[count++] = phase_by_node(num_nodes, in_ranges.num_tasks(), gate_up_range);
+    phases[count++] = phase_of(num_experts, finish);
+    if (out) phases[count++] = phase_by_node(num_nodes, out_ranges.num_tasks(), down_range);
+  }
+  if (out) phases[count++] = phase_of(routing_.num_tokens, sum_up);
+  ThreadPool::instance().run_phases(phases, count, num_threads);
+}
+
+void ForwardPass::run(const TensorView& out) {
+  Buffers& buffers = Buffers::all();
+  y_ = buffers.y.reserve<float>(routing_.num_pairs() * ld_y_);
+  if (arithmetic_ == Arithmetic::kInt8)
+    tokens_ = buffers.tokens.reserve(engine_.tiles, engine_.layer.in_shape(), arithmetic_, routing_.num_tokens, false);
+  run_tasks(&out);
+}
+
+void ForwardPass::run_kept() {
+  if (arithmetic_ == Arithmetic::kInt8) {
+    tokens_ =
+        Buffers::all().tokens.reserve(engine_.tiles, engine_.layer.in_shape(), arithmetic_, routing_.num_tokens, false);
+  }
+  run_tasks(nullptr);
+}
+
+Status forward(const Engine& engine, const RoutedCall& call, const TensorView& out, Retained* retained) {
   KT_RETURN_IF_ERROR(check_call(engine.layer.shape(), call));
-  const Strides strides(engine.layer);
+  static thread_local Routing own_routing;
   const int64_t num_tokens = call.x.shape[0];
-  const int64_t step = tokens_at_once(call, 2 * strides.hidden + strides.inner);
-  Routing routing;
+  const int64_t step = tokens_at_once(engine.layer, call, ForwardPass::bytes_per_pair(engine));
   for (int64_t first = 0; first < num_tokens; first += step) {
-    route(engine.layer.shape(), call, first, std::min(step, num_tokens - first), &routing);
-    forward_chunk(engine, call, routing, out);
+    RetainedChunk* keep = retained ? &retained->add_chunk() : nullptr;
+    Routing* routing = keep ? &keep->routing : &own_routing;
+    route(engine.layer.shape(), call, first, std::min(step, num_tokens - first), routing);
+    if (keep) keep->reserve(engine.layer, call);
+    ForwardPass(engine, call, *routing, keep).run(out);
   }
   return {};
 }

@@ -39,22 +39,16 @@ const float* widened(const TensorView& tensor, int64_t expert, const Part& part,
   return out;
 }
 
-void scale_rows(float* rows, int64_t count, int64_t cols, int64_t ld, float factor) {
-  for (int64_t m = 0; m < count; ++m) {
-    for (int64_t i = 0; i < cols; ++i) rows[m * ld + i] *= factor;
-  }
-}
-
 }  // namespace
 
 void lora_down(const Tiles& tiles, const LoraSlot& slot, Projection projection, int64_t expert, int64_t rows,
                const float* x, int64_t ldx, float* low, int64_t ld) {
   const LoraPair& pair = slot.pairs[projection];
   if (!pair.present()) return;
-  const int64_t rank = pair.rank(), in = pair.a.shape[2];
-  const float* a = widened(pair.a, expert, {0, rank, 0, in}, true, rank);
-  tiles.product({rows, rank, in, x, ldx, 1, a, rank, low, ld, false});
-  scale_rows(low, rows, rank, ld, slot.scaling);
+  const int64_t rank = pair.rank(), in = pair.a.shape[2], at = expert * pair.a.strides[0];
+  const bool bf16 = pair.a.dtype == DType::kBf16;
+  tiles.row_product({rows, rank, in, x, ldx, bf16 ? nullptr : pair.a.as<float>() + at,
+                     bf16 ? pair.a.as<uint16_t>() + at : nullptr, pair.a.strides[1], slot.scaling, low, ld});
 }
 
 void lora_up(const Tiles& tiles, const LoraSlot& slot, Projection projection, int64_t expert, int64_t rows,
@@ -69,10 +63,10 @@ void lora_up_backward(const Tiles& tiles, const LoraSlot& slot, Projection proje
                       const float* grad, int64_t ldg, float* low_grad, int64_t ld) {
   const LoraPair& pair = slot.pairs[projection];
   if (!pair.present()) return;
+  // B is turned once: then its rows are as long as those of the gradient, and the product runs along both.
   const int64_t rank = pair.rank(), out = pair.b.shape[1];
-  const float* b = widened(pair.b, expert, {0, out, 0, rank}, false, rank);
-  tiles.product({rows, rank, out, grad, ldg, 1, b, rank, low_grad, ld, false});
-  scale_rows(low_grad, rows, rank, ld, slot.scaling);
+  const float* b = widened(pair.b, expert, {0, out, 0, rank}, true, out);
+  tiles.row_product({rows, rank, out, grad, ldg, b, nullptr, out, slot.scaling, low_grad, ld});
 }
 
 void lora_down_backward(const Tiles& tiles, const LoraSlot& slot, Projection projection, int64_t expert, int64_t rows,

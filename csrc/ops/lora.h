@@ -1,7 +1,8 @@
 // Low-rank products for the pairs of one (expert, slot) group: y += scaling * B (A x).
 //
-// Adapter tensors are widened to float32 scratch of the thread, in the orientation that lets a plain product run along
-// contiguous memory. `low` arrays hold scaling * A x: [pairs, rank], row stride `ld`.
+// A is read as it lies. Parts of B are widened to float32 scratch of the thread, in the orientation that lets a product
+// run along contiguous memory. `low` arrays hold scaling * A x: [pairs, rank], row stride `ld`. The work grows with the
+// group's pairs: an adapter that no token uses costs nothing.
 #pragma once
 
 #include "ops/call.h"

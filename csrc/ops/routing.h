@@ -22,17 +22,21 @@ struct Routing {
   std::vector<int64_t> token;        // of each pair
   std::vector<float> weight;         // of each pair
   std::vector<int64_t> pair_of;      // [num_tokens, top_k] -> pair, or -1
-  std::vector<PairRange> experts;    // one per expert with pairs
+  std::vector<PairRange> experts;    // one per expert with pairs, in the order of their numbers
+  std::vector<int64_t> by_size;      // indices into `experts`, most pairs first
   std::vector<PairRange> groups;     // one per expert and slot (>= 0) with pairs: the LoRA work
   std::vector<int64_t> first_group;  // of each entry of `experts`, plus an end
+
+  int64_t most_pairs = 0;  // of one expert
 
   int64_t num_pairs() const { return static_cast<int64_t>(token.size()); }
 };
 
+// Keeps the memory of its vectors when it is filled again.
+void route(const ExpertShape& shape, const RoutedCall& call, int64_t first_token, int64_t num_tokens, Routing* routing);
+
 // Ids outside [-1, E), slots outside [-1, S), NaN or Inf among routing weights or activations.
 Status check_call(const ExpertShape& shape, const RoutedCall& call);
 Status check_finite(const TensorView& matrix, const char* name);
-
-void route(const ExpertShape& shape, const RoutedCall& call, int64_t first_token, int64_t num_tokens, Routing* routing);
 
 }  // namespace kt

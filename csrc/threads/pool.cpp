@@ -4,25 +4,80 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <exception>
 #include <mutex>
 #include <system_error>
 #include <thread>
 
+#include "threads/topology.h"
+
 #if defined(__linux__)
 #include <sched.h>
 #endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace kt {
+namespace {
 
-int default_num_threads() {
-#if defined(__linux__)
-  cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return std::max(1, CPU_COUNT(&allowed));
+constexpr int kSpins = 400;  // about 10 to 20 microseconds
+
+void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
 #endif
-  return std::max(1u, std::thread::hardware_concurrency());
 }
+
+// Until `value` is `wanted`: spins, then sleeps. Who changes it must notify.
+template <class T>
+void wait_for(const std::atomic<T>& value, T wanted) {
+  for (int i = 0; i < kSpins; ++i) {
+    if (value.load(std::memory_order_acquire) == wanted) return;
+    relax();
+  }
+  for (T seen = value.load(std::memory_order_acquire); seen != wanted; seen = value.load(std::memory_order_acquire))
+    value.wait(seen, std::memory_order_acquire);
+}
+
+int current_node() {
+#if defined(__linux__)
+  if (topology().nodes.size() > 1) return topology().node_of(sched_getcpu());
+#endif
+  return 0;
+}
+
+// Worker `index` belongs to processor `index` in an order that takes nodes in turn, so that few threads are spread over
+// all nodes. Number 0 is left to the caller, who runs where it likes.
+struct Seat {
+  int node, processor;
+};
+
+Seat seat_of(int index) {
+  const Topology& t = topology();
+  int at = index % t.num_processors();
+  for (size_t round = 0;; ++round) {
+    for (size_t node = 0; node < t.nodes.size(); ++node) {
+      if (round >= t.nodes[node].processors.size()) continue;
+      if (at-- == 0) return {static_cast<int>(node), t.nodes[node].processors[round]};
+    }
+  }
+}
+
+void pin_to(int processor) {
+#if defined(__linux__)
+  cpu_set_t mask;
+  CPU_ZERO(&mask);
+  CPU_SET(processor, &mask);
+  (void)sched_setaffinity(0, sizeof mask, &mask);  // refused: the thread goes where it is sent
+#else
+  (void)processor;
+#endif
+}
+
+}  // namespace
+
+int default_num_threads() { return topology().num_processors(); }
 
 // Never destroyed: workers may still sleep on it while the process exits.
 struct ThreadPool::Shared {
@@ -30,15 +85,28 @@ struct ThreadPool::Shared {
   const pid_t process = getpid();
   int num_workers = 0;  // under one_job
 
-  std::mutex mutex;  // guards all below but the counter
-  std::condition_variable wake, idle;
-  int wanted = 0;  // workers that may still join the present job
-  int active = 0;
-  Task task = nullptr;
-  void* self = nullptr;
-  int64_t num_tasks = 0;
+  struct alignas(64) Counter {
+    std::atomic<int64_t> value{0};
+  };
+  struct alignas(64) Counter32 {
+    std::atomic<int32_t> value{0};  // 32 bits: a futex without a proxy
+  };
+
+  // Written by the caller while no worker is active and the job is closed.
+  const Phase* phases = nullptr;
+  int num_phases = 0;
+  int num_helpers = 0;
+  Counter next[kMaxPhases][kMaxNodes];
+  Counter left[kMaxPhases];    // tasks that have not ended
+  Counter32 over[kMaxPhases];  // 1 when none is left
+
+  std::atomic<bool> open{false};
+  alignas(64) std::atomic<int32_t> active{0};  // workers that may touch the job
+  alignas(64) std::atomic<int32_t> jobs{0};    // workers sleep until it changes
+
+  std::atomic<bool> failed{false};
+  std::mutex error_mutex;
   std::exception_ptr error;
-  std::atomic<int64_t> next{0};
 };
 
 ThreadPool::Shared& ThreadPool::shared() {
@@ -51,32 +119,48 @@ ThreadPool& ThreadPool::instance() {
   return pool;
 }
 
-void ThreadPool::take_tasks() {
+void ThreadPool::take_tasks(int node) {
   Shared& s = shared();
-  for (;;) {
-    const int64_t task = s.next.fetch_add(1, std::memory_order_relaxed);
-    if (task >= s.num_tasks) return;
-    try {
-      s.task(s.self, task);
-    } catch (...) {
-      std::lock_guard lock(s.mutex);
-      if (!s.error) s.error = std::current_exception();
-      s.next.store(s.num_tasks, std::memory_order_relaxed);
+  for (int p = 0; p < s.num_phases; ++p) {
+    const Phase& phase = s.phases[p];
+    int64_t ended = 0;
+    for (int step = 0; step < phase.num_queues; ++step) {
+      const int queue = (node + step) % phase.num_queues;
+      for (;;) {
+        const int64_t task = s.next[p][queue].value.fetch_add(1, std::memory_order_relaxed);
+        if (task >= phase.num_tasks[queue]) break;
+        ++ended;
+        if (s.failed.load(std::memory_order_relaxed)) continue;
+        try {
+          phase.task(phase.self, queue, task);
+        } catch (...) {
+          std::lock_guard lock(s.error_mutex);
+          if (!s.error) s.error = std::current_exception();
+          s.failed.store(true, std::memory_order_relaxed);
+        }
+      }
+    }
+    if (ended && s.left[p].value.fetch_sub(ended, std::memory_order_acq_rel) == ended) {
+      s.over[p].value.store(1, std::memory_order_release);
+      s.over[p].value.notify_all();
+    } else {
+      wait_for(s.over[p].value, int32_t{1});
     }
   }
 }
 
-void ThreadPool::work() {
+void ThreadPool::work(int index) {
   Shared& s = shared();
-  std::unique_lock lock(s.mutex);
+  const Seat seat = seat_of(index);
+  pin_to(seat.processor);
+  int32_t seen = 0;
   for (;;) {
-    s.wake.wait(lock, [&] { return s.wanted > 0; });
-    --s.wanted;
-    ++s.active;
-    lock.unlock();
-    take_tasks();
-    lock.lock();
-    if (--s.active == 0) s.idle.notify_one();
+    s.jobs.wait(seen, std::memory_order_acquire);
+    seen = s.jobs.load(std::memory_order_acquire);
+    s.active.fetch_add(1);
+    // Either the caller sees this worker as active before it changes the job, or this worker sees the job closed.
+    if (s.open.load() && index <= s.num_helpers) take_tasks(seat.node);
+    if (s.active.fetch_sub(1) == 1) s.active.notify_all();
   }
 }
 
@@ -84,7 +168,7 @@ void ThreadPool::add_workers(int wanted) {
   Shared& s = shared();
   while (s.num_workers < wanted) {
     try {
-      std::thread([this] { work(); }).detach();
+      std::thread([this, index = s.num_workers + 1] { work(index); }).detach();
     } catch (const std::system_error&) {
       return;  // no more threads to be had: the job runs on those there are
     }
@@ -92,29 +176,38 @@ void ThreadPool::add_workers(int wanted) {
   }
 }
 
-void ThreadPool::run_erased(int64_t num_tasks, int num_threads, Task task, void* self) {
+void ThreadPool::run_phases(const Phase* phases, int num_phases, int num_threads) {
   Shared& s = shared();
+  int64_t most_tasks = 0;
+  for (int p = 0; p < num_phases; ++p) most_tasks = std::max(most_tasks, phases[p].all_tasks());
   std::unique_lock job(s.one_job, std::defer_lock);
-  const int helpers = static_cast<int>(std::min<int64_t>(num_threads, num_tasks)) - 1;
+  const int helpers = static_cast<int>(std::min<int64_t>(num_threads, most_tasks)) - 1;
   if (helpers <= 0 || s.process != getpid() || !job.try_lock()) {
-    for (int64_t i = 0; i < num_tasks; ++i) task(self, i);
+    for (int p = 0; p < num_phases; ++p) {
+      for (int queue = 0; queue < phases[p].num_queues; ++queue) {
+        for (int64_t task = 0; task < phases[p].num_tasks[queue]; ++task) phases[p].task(phases[p].self, queue, task);
+      }
+    }
     return;
   }
   add_workers(helpers);
-  {
-    std::lock_guard lock(s.mutex);
-    s.task = task;
-    s.self = self;
-    s.num_tasks = num_tasks;
-    s.error = nullptr;
-    s.next.store(0, std::memory_order_relaxed);
-    s.wanted = helpers;
+  wait_for(s.active, int32_t{0});  // a worker that woke late for the job before
+  s.phases = phases;
+  s.num_phases = num_phases;
+  s.num_helpers = helpers;
+  for (int p = 0; p < num_phases; ++p) {
+    for (int queue = 0; queue < phases[p].num_queues; ++queue) s.next[p][queue].value.store(0);
+    s.left[p].value.store(phases[p].all_tasks());
+    s.over[p].value.store(phases[p].all_tasks() == 0 ? 1 : 0);
   }
-  for (int i = 0; i < helpers; ++i) s.wake.notify_one();
-  take_tasks();
-  std::unique_lock lock(s.mutex);
-  s.wanted = 0;
-  s.idle.wait(lock, [&] { return s.active == 0; });
+  s.failed.store(false);
+  s.error = nullptr;
+  s.open.store(true);
+  s.jobs.fetch_add(1);
+  s.jobs.notify_all();
+  take_tasks(current_node());
+  s.open.store(false);
+  wait_for(s.active, int32_t{0});
   if (s.error) std::rethrow_exception(s.error);
 }
 

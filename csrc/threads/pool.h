@@ -1,8 +1,11 @@
-// The process's one pool of worker threads.
+// The process's one pool of worker threads, each pinned to a processor of its own.
 //
-// Workers sleep between jobs; none spins. The caller works too, and never waits for a worker that has not yet woken:
-// a job that is over before a worker wakes costs nothing more. A second caller that comes while the pool is busy, and
-// a forked child (which has no workers), do their job alone.
+// A job is a sequence of phases; a phase is a number of tasks, in one queue for each memory node. A thread takes tasks
+// of its own node first, then others'; a phase begins when the last task of the phase before has ended. Workers sleep
+// between jobs; within a job a thread that waits for the end of a phase spins for some microseconds, then sleeps. The
+// caller works too, and never waits for a worker that has not yet woken: a job that is over before a worker wakes costs
+// nothing more. A second caller that comes while the pool is busy, and a forked child (which has no workers), do their
+// job alone.
 #pragma once
 
 #include <cstdint>
@@ -13,27 +16,62 @@ namespace kt {
 // Processors that this process may run on (its affinity mask).
 int default_num_threads();
 
+inline constexpr int kMaxNodes = 8;
+inline constexpr int kMaxPhases = 8;
+
+struct Phase {
+  int num_queues = 0;
+  int64_t num_tasks[kMaxNodes] = {};
+  void (*task)(void* self, int queue, int64_t task) = nullptr;
+  void* self = nullptr;
+
+  int64_t all_tasks() const {
+    int64_t count = 0;
+    for (int queue = 0; queue < num_queues; ++queue) count += num_tasks[queue];
+    return count;
+  }
+};
+
+// A phase of one queue that calls body(task). `body` must outlive the job.
+template <class Body>
+Phase phase_of(int64_t num_tasks, Body& body) {
+  return {1,
+          {num_tasks},
+          [](void* self, int, int64_t task) { (*static_cast<Body*>(self))(task); },
+          const_cast<void*>(static_cast<const void*>(&body))};
+}
+
+// A phase of a queue a node that calls body(node, task).
+template <class Body>
+Phase phase_by_node(int num_nodes, const int64_t* num_tasks, Body& body) {
+  Phase phase{num_nodes,
+              {},
+              [](void* self, int node, int64_t task) { (*static_cast<Body*>(self))(node, task); },
+              const_cast<void*>(static_cast<const void*>(&body))};
+  for (int node = 0; node < num_nodes; ++node) phase.num_tasks[node] = num_tasks[node];
+  return phase;
+}
+
 class ThreadPool {
  public:
   static ThreadPool& instance();
 
-  // Calls body(task) once for each task in [0, num_tasks), on at most `num_threads` threads, and returns when all are
-  // done. The first exception that a task throws is rethrown here.
+  // Runs the phases on at most `num_threads` threads and returns when all are done. The first exception that a task
+  // throws is rethrown here; tasks that have not begun by then are left out.
+  void run_phases(const Phase* phases, int num_phases, int num_threads);
+
+  // One phase: body(task) once for each task in [0, num_tasks).
   template <class Body>
   void run(int64_t num_tasks, int num_threads, Body&& body) {
-    using Plain = std::remove_reference_t<Body>;
-    run_erased(
-        num_tasks, num_threads, [](void* self, int64_t task) { (*static_cast<Plain*>(self))(task); },
-        const_cast<void*>(static_cast<const void*>(&body)));
+    const Phase phase = phase_of(num_tasks, body);
+    run_phases(&phase, 1, num_threads);
   }
 
  private:
-  using Task = void (*)(void*, int64_t);
   ThreadPool() = default;
-  void run_erased(int64_t num_tasks, int num_threads, Task task, void* self);
   void add_workers(int wanted);
-  void work();
-  void take_tasks();
+  void work(int index);
+  void take_tasks(int node);
 
   struct Shared;
   static Shared& shared();

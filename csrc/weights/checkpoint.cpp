@@ -7,6 +7,19 @@
 #include "weights/json.h"
 
 namespace kt {
+namespace {
+
+Status read_json(const std::string& path, Json* value) {
+  std::ifstream stream(path, std::ios::binary);
+  std::ostringstream text;
+  text << stream.rdbuf();
+  if (!stream) return bad_checkpoint(path + ": cannot be read");
+  std::string error;
+  if (!parse_json(text.str(), value, &error)) return bad_checkpoint(path + ": not JSON: " + error);
+  return {};
+}
+
+}  // namespace
 
 Status Checkpoint::open(const std::string& directory, std::shared_ptr<Checkpoint>* checkpoint) {
   auto opened = std::make_shared<Checkpoint>();
@@ -23,8 +36,24 @@ Status Checkpoint::open(const std::string& directory, std::shared_ptr<Checkpoint
     return {StatusCode::kNotFound,
             directory + ": neither model.safetensors.index.json nor model.safetensors is in this directory"};
   }
+  KT_RETURN_IF_ERROR(opened->read_config());
   *checkpoint = std::move(opened);
   return {};
+}
+
+Status Checkpoint::read_config() {
+  const std::string path = directory_ + "/config.json";
+  std::error_code ignored;
+  if (!std::filesystem::exists(path, ignored)) return {};
+  return read_json(path, &config_);
+}
+
+const Json* Checkpoint::quantization() const {
+  for (const Json* holder : {static_cast<const Json*>(&config_), config_.find("text_config")}) {
+    const Json* found = holder ? holder->find("quantization_config") : nullptr;
+    if (found && found->kind == Json::Kind::kObject) return found;
+  }
+  return nullptr;
 }
 
 Status Checkpoint::open_file(const std::string& name, std::shared_ptr<SafetensorsFile>* file) {
@@ -35,13 +64,8 @@ Status Checkpoint::open_file(const std::string& name, std::shared_ptr<Safetensor
 }
 
 Status Checkpoint::open_index(const std::string& index_path) {
-  std::ifstream stream(index_path, std::ios::binary);
-  std::ostringstream text;
-  text << stream.rdbuf();
-  if (!stream) return bad_checkpoint(index_path + ": cannot be read");
   Json index;
-  std::string error;
-  if (!parse_json(text.str(), &index, &error)) return bad_checkpoint(index_path + ": not JSON: " + error);
+  KT_RETURN_IF_ERROR(read_json(index_path, &index));
   const Json* map = index.find("weight_map");
   if (map == nullptr || map->kind != Json::Kind::kObject)
     return bad_checkpoint(index_path + ": has no weight_map object");

@@ -71,6 +71,10 @@ class Parser {
         return parse_word("false");
       case 'n':
         return parse_word("null");
+      case 'N':
+      case 'I':
+        value->kind = Json::Kind::kNumber;
+        return parse_word(text_[at_] == 'N' ? "NaN" : "Infinity");
       default:
         return parse_number(value);
     }
@@ -78,6 +82,11 @@ class Parser {
 
   bool parse_number(Json* value) {
     const size_t start = at_;
+    if (text_.substr(at_, 9) == "-Infinity") {
+      value->kind = Json::Kind::kNumber;
+      at_ += 9;
+      return true;
+    }
     bool digits_only = true;
     while (at_ < text_.size() && (std::string_view("+-.eE0123456789").find(text_[at_]) != std::string_view::npos)) {
       digits_only &= text_[at_] >= '0' && text_[at_] <= '9';
@@ -86,6 +95,7 @@ class Parser {
     const std::string_view number = text_.substr(start, at_ - start);
     if (number.empty()) return fail("not a JSON value");
     value->kind = Json::Kind::kNumber;
+    value->string = number;
     value->integral = digits_only && number.size() <= 18;
     if (value->integral) {
       for (const char digit : number) value->integer = value->integer * 10 + (digit - '0');

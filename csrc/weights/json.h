@@ -1,5 +1,5 @@
 // The part of JSON (RFC 8259) that weight files use, read strictly: no duplicate keys, no trailing bytes, bounded
-// depth.
+// depth. NaN and Infinity, which Python's json writes into config.json, are numbers that are not integral.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,9 @@ struct Json {
 
   Kind kind = Kind::kNull;
   bool boolean = false;
-  bool integral = false;  // a number that is a non-negative integer below 2^63, in `integer`
+  bool integral = false;  // a number that is a non-negative integer below 10^18, in `integer`
   int64_t integer = 0;
-  std::string string;
+  std::string string;  // of a string; of a number, as it is written
   std::vector<Json> array;
   std::vector<std::pair<std::string, Json>> object;  // sorted by key
 

@@ -1,114 +1,103 @@
 #include "weights/loader.h"
 
+#include <algorithm>
 #include <mutex>
+#include <optional>
+#include <vector>
 
 #include "threads/pool.h"
+#include "weights/quantize.h"
+#include "weights/reader.h"
+#include "weights/scheme.h"
+#include "weights/source.h"
 
 namespace kt {
 namespace {
 
-// Where one matrix lies in the checkpoint.
-struct Source {
-  std::string name;
-  Checkpoint::Tensor tensor{};
-  int64_t first_byte = 0;
-};
+// Codes that are read, checked and packed at a time: they stay in the second-level cache.
+constexpr int64_t kStripBytes = 256 << 10;
 
-std::string shape_text(const std::vector<int64_t>& shape) {
-  std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
-  return text + "]";
+// What is kept: the scheme's own format, or the one asked for.
+Status choose_format(const Scheme& scheme, const std::string& prefix, const std::string& wanted, Format* format) {
+  *format = scheme.format();
+  if (wanted.empty()) return {};
+  const bool int8 = wanted == "int8";
+  if (!int8 && wanted != "int4")
+    return {StatusCode::kUnknownName, "unknown expert format '" + wanted + "'; known: int4, int8"};
+  if (scheme.integer())
+    return invalid_value("expert format '" + wanted + "' quantizes bf16 and fp8 checkpoints, but the experts under '" +
+                         prefix + "' are " + format_name(*format) + " already: leave the expert format out");
+  *format = int8 ? Format{Encoding::kInt8, 0, false} : Format{Encoding::kInt4, kInt4Group, false};
+  return {};
 }
 
-Status check_tensor(const Checkpoint::Tensor& tensor, const std::string& name, const std::vector<int64_t>& wanted) {
-  const std::string where = tensor.file->path() + ": tensor '" + name + "'";
-  if (tensor.entry->dtype != "BF16")
-    return bad_checkpoint(where + " has dtype " + tensor.entry->dtype + ", expected BF16");
-  if (tensor.entry->shape != wanted) {
-    return bad_checkpoint(where + " has shape " + shape_text(tensor.entry->shape) + ", expected " + shape_text(wanted));
+// Reads the matrix strip by strip into its pieces.
+Status load_matrix(const Scheme& scheme, const MatrixSource& source, int64_t expert, Projection part,
+                   ExpertLayer& layer) {
+  const PackedShape shape = layer.shape_of(part);
+  MatrixReader reader(scheme, source, shape.rows, shape.cols);
+  KT_RETURN_IF_ERROR(reader.prepare());
+  std::optional<StripQuantizer> quantizer;
+  if (!(scheme.format() == layer.format())) quantizer.emplace(layer.format());
+  const int64_t row_bytes = shape.cols * (scheme.storage == Storage::kDense ? 2 : 1);
+  const int64_t strip_blocks = std::max<int64_t>(1, kStripBytes / (row_bytes * kBlockRows));
+  for (int node = 0; node < layer.num_nodes(); ++node) {
+    const ExpertLayer::Piece piece = layer.piece(expert, part, node);
+    for (int64_t block = 0; block < piece.blocks.blocks; block += strip_blocks) {
+      const int64_t count = std::min(strip_blocks, piece.blocks.blocks - block);
+      const int64_t first_row = (piece.first + block) * kBlockRows;
+      PlainMatrix strip;
+      KT_RETURN_IF_ERROR(reader.read(first_row, std::min(count * kBlockRows, shape.rows - first_row), &strip));
+      if (quantizer) strip = quantizer->quantized(strip);
+      pack_blocks(strip, 0, count, layer.piece_data(expert, part, node) + block * shape.block_bytes());
+    }
   }
   return {};
 }
 
-class LayerReader {
+// The error of the first matrix in order, whichever thread met one first.
+class FirstError {
  public:
-  LayerReader(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape)
-      : checkpoint_(checkpoint), prefix_(prefix), shape_(shape) {
-    fused_ = checkpoint.contains(prefix + ".gate_up_proj");
+  bool skips(int64_t task) {
+    std::lock_guard lock(mutex_);
+    return !error_.ok() && task > task_;
   }
-
-  // Names, types and shapes of everything, before a byte of it is read.
-  Status locate(std::vector<Source>* sources) const {
-    for (int64_t expert = 0; expert < shape_.num_experts; ++expert) {
-      for (int part = 0; part < 3; ++part) {
-        Source source;
-        KT_RETURN_IF_ERROR(fused_ ? locate_fused(expert, part, &source) : locate_single(expert, part, &source));
-        sources->push_back(std::move(source));
-      }
-    }
-    return {};
+  void add(int64_t task, Status error) {
+    std::lock_guard lock(mutex_);
+    if (!error_.ok() && task > task_) return;
+    task_ = task;
+    error_ = std::move(error);
   }
+  const Status& error() const { return error_; }
 
  private:
-  Status locate_single(int64_t expert, int part, Source* source) const {
-    static const char* const kParts[] = {"gate_proj", "up_proj", "down_proj"};
-    source->name = prefix_ + "." + std::to_string(expert) + "." + kParts[part] + ".weight";
-    KT_RETURN_IF_ERROR(checkpoint_.find(source->name, &source->tensor));
-    const int64_t hidden = shape_.hidden, inner = shape_.intermediate;
-    return check_tensor(source->tensor, source->name,
-                        part < 2 ? std::vector<int64_t>{inner, hidden} : std::vector<int64_t>{hidden, inner});
-  }
-
-  Status locate_fused(int64_t expert, int part, Source* source) const {
-    const int64_t experts = shape_.num_experts, hidden = shape_.hidden, inner = shape_.intermediate;
-    source->name = prefix_ + (part < 2 ? ".gate_up_proj" : ".down_proj");
-    KT_RETURN_IF_ERROR(checkpoint_.find(source->name, &source->tensor));
-    const int64_t matrix_bytes = hidden * inner * 2;
-    source->first_byte = part < 2 ? (2 * expert + part) * matrix_bytes : expert * matrix_bytes;
-    return check_tensor(
-        source->tensor, source->name,
-        part < 2 ? std::vector<int64_t>{experts, 2 * inner, hidden} : std::vector<int64_t>{experts, hidden, inner});
-  }
-
-  const Checkpoint& checkpoint_;
-  const std::string& prefix_;
-  const ExpertShape shape_;
-  bool fused_;
+  std::mutex mutex_;
+  int64_t task_ = 0;
+  Status error_;
 };
-
-Status read_matrix(const Source& source, PackedShape shape, uint16_t* packed) {
-  AlignedBuffer plain(static_cast<size_t>(shape.rows * shape.cols) * 2);
-  auto* rows = static_cast<uint16_t*>(plain.data());
-  const int64_t bytes = shape.rows * shape.cols * 2;
-  KT_RETURN_IF_ERROR(source.tensor.file->read(*source.tensor.entry, source.first_byte, bytes, rows));
-  const int64_t bad = pack_bf16(rows, shape.cols, shape, packed);
-  if (bad < 0) return {};
-  return {StatusCode::kBadCheckpoint, source.tensor.file->path() + ": tensor '" + source.name +
-                                          "' holds NaN or Inf at element " +
-                                          std::to_string(source.first_byte / 2 + bad)};
-}
 
 }  // namespace
 
-Status load_layer(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape, int num_threads,
-                  std::shared_ptr<ExpertLayer>* layer) {
-  std::vector<Source> sources;
-  KT_RETURN_IF_ERROR(LayerReader(checkpoint, prefix, shape).locate(&sources));
-  auto loaded = std::make_shared<ExpertLayer>(shape);
-  std::mutex mutex;
-  Status first_error;
-  ThreadPool::instance().run(static_cast<int64_t>(sources.size()), num_threads, [&](int64_t task) {
-    const int64_t expert = task / 3, part = task % 3;
-    uint16_t* packed = part == 0   ? loaded->gate_data(expert)
-                       : part == 1 ? loaded->up_data(expert)
-                                   : loaded->down_data(expert);
-    const Status status =
-        read_matrix(sources[static_cast<size_t>(task)], part < 2 ? loaded->in_shape() : loaded->out_shape(), packed);
-    if (status.ok()) return;
-    std::lock_guard lock(mutex);
-    if (first_error.ok()) first_error = status;
+Status load_layer(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape,
+                  const LoadOptions& options, std::shared_ptr<ExpertLayer>* layer) {
+  Scheme scheme;
+  Format format;
+  KT_RETURN_IF_ERROR(find_scheme(checkpoint, prefix, shape, &scheme));
+  KT_RETURN_IF_ERROR(choose_format(scheme, prefix, options.format, &format));
+  std::vector<MatrixSource> sources;
+  for (int64_t expert = 0; expert < shape.num_experts; ++expert) {
+    for (const Projection part : {kGate, kUp, kDown})
+      KT_RETURN_IF_ERROR(locate(checkpoint, prefix, scheme, shape, expert, part, &sources.emplace_back()));
+  }
+  auto loaded = std::make_shared<ExpertLayer>(shape, format, options.num_nodes);
+  FirstError first_error;
+  ThreadPool::instance().run(static_cast<int64_t>(sources.size()), options.num_threads, [&](int64_t task) {
+    if (first_error.skips(task)) return;
+    Status status = load_matrix(scheme, sources[static_cast<size_t>(task)], task / kNumProjections,
+                                static_cast<Projection>(task % kNumProjections), *loaded);
+    if (!status.ok()) first_error.add(task, std::move(status));
   });
-  KT_RETURN_IF_ERROR(first_error);
+  KT_RETURN_IF_ERROR(first_error.error());
   *layer = std::move(loaded);
   return {};
 }

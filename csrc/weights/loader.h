@@ -10,10 +10,16 @@
 
 namespace kt {
 
-// `prefix` is for example "model.layers.3.mlp.experts". Accepts one tensor per expert and projection
-// (prefix.E.gate_proj.weight ...) or the fused pair prefix.gate_up_proj [E, 2I, H] and prefix.down_proj [E, H, I].
-// Only bfloat16, only finite values. Besides the packed copy it holds one matrix per thread.
-Status load_layer(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape, int num_threads,
-                  std::shared_ptr<ExpertLayer>* layer);
+struct LoadOptions {
+  int num_threads = 1;
+  int num_nodes = 1;   // memory nodes that the matrices are cut for
+  std::string format;  // "int8" or "int4": quantize a bf16 or fp8 checkpoint while loading; empty: as it is stored
+};
+
+// `prefix` is for example "model.layers.3.mlp.experts". The format is found from the checkpoint (scheme.h). Names,
+// types and shapes of all tensors are checked before one is read, values while reading. Besides the packed copy at most
+// one matrix per thread is held.
+Status load_layer(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape,
+                  const LoadOptions& options, std::shared_ptr<ExpertLayer>* layer);
 
 }  // namespace kt

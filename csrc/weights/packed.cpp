@@ -1,50 +1,120 @@
 #include "weights/packed.h"
 
-#include <algorithm>
 #include <cstring>
 
 #include "base/bf16.h"
+#include "base/fp16.h"
+#include "base/fp8.h"
+#include "threads/topology.h"
 
 namespace kt {
 namespace {
 
-int64_t first_non_finite(const uint16_t* row, int64_t count) {
-  // One pass without branches, which compilers vectorise; a second one only for the rare error.
-  unsigned bad = 0;
-  for (int64_t i = 0; i < count; ++i) bad |= static_cast<unsigned>((row[i] & 0x7f80u) == 0x7f80u);
-  if (!bad) return -1;
-  return std::find_if(row, row + count, [](uint16_t bits) { return !bf16_is_finite(bits); }) - row;
+// Byte of W[r, col] within the lines of its block; for int4 the nibble is chosen by col % 8.
+int64_t byte_in_lines(Encoding encoding, int64_t r, int64_t col) {
+  switch (encoding) {
+    case Encoding::kBf16:
+      return col / 2 * kLineBytes + (2 * r + col % 2) * 2;
+    case Encoding::kFp8:
+      return col / 4 * kLineBytes + 16 * (r / 4) + 8 * (col % 4 / 2) + 2 * (r % 4) + col % 2;
+    case Encoding::kInt8:
+      return col / 4 * kLineBytes + 4 * r + col % 4;
+    case Encoding::kInt4:
+      return col / 8 * kLineBytes + 4 * r + col % 4;
+  }
+  return 0;
 }
 
 }  // namespace
 
-int64_t pack_bf16(const uint16_t* rows, int64_t row_stride, PackedShape shape, uint16_t* packed) {
-  const int64_t full_pairs = shape.cols / 2;
-  for (int64_t block = 0; block < shape.blocks(); ++block) {
-    uint16_t* out = packed + block * shape.block_elements();
-    const int64_t in_block = std::min(kBlockRows, shape.rows - block * kBlockRows);
-    if (in_block < kBlockRows || shape.cols < shape.padded_cols()) {
-      std::memset(out, 0, static_cast<size_t>(shape.block_elements()) * sizeof *out);
-    }
-    for (int64_t i = 0; i < in_block; ++i) {
-      const int64_t row = block * kBlockRows + i;
-      const uint16_t* from = rows + row * row_stride;
-      const int64_t bad = first_non_finite(from, shape.cols);
-      if (bad >= 0) return row * shape.cols + bad;
-      for (int64_t pair = 0; pair < full_pairs; ++pair) std::memcpy(out + pair * kLine + 2 * i, from + 2 * pair, 4);
-      if (shape.cols % 2) out[full_pairs * kLine + 2 * i] = from[shape.cols - 1];
-    }
+double decode(const PackedShape& shape, const uint8_t* packed, int64_t row, int64_t col) {
+  const Block block = block_at(shape, packed, row / kBlockRows);
+  const int64_t r = row % kBlockRows, g = col / shape.group();
+  const Encoding encoding = shape.format.encoding;
+  const uint8_t* at = block.lines + byte_in_lines(encoding, r, col);
+  if (encoding == Encoding::kBf16) {
+    uint16_t bits;
+    std::memcpy(&bits, at, sizeof bits);
+    return bf16_to_float(bits);
   }
-  return -1;
+  double scale = block.row_scales[r];
+  if (encoding == Encoding::kFp8) {
+    if (block.group_scales) scale *= static_cast<const float*>(block.group_scales)[g];
+    return scale * fp8_to_float(*at);
+  }
+  if (block.group_scales) scale *= fp16_to_float(static_cast<const uint16_t*>(block.group_scales)[g * kBlockRows + r]);
+  const int code = encoding == Encoding::kInt4 ? (col % 8 < 4 ? *at & 15 : *at >> 4) : *at;
+  const auto zero = block.zeros ? block.zeros[g * kBlockRows + r] : shape.format.default_zero();
+  return scale * static_cast<double>(code - zero);
 }
 
-void unpack_bf16(const PackedMatrix& matrix, uint16_t* rows) {
-  const PackedShape& shape = matrix.shape;
-  for (int64_t row = 0; row < shape.rows; ++row) {
-    for (int64_t col = 0; col < shape.cols; ++col) rows[row * shape.cols + col] = matrix.data[shape.index(row, col)];
+ExpertLayer::ExpertLayer(ExpertShape shape, Format format, int num_nodes) : shape_(shape), format_(format) {
+  for (int node = 0; node < num_nodes; ++node) nodes_.emplace_back();
+  const auto& system_nodes = topology().nodes;
+  for (int node = 0; node < num_nodes; ++node) {
+    const auto at = static_cast<size_t>(node);
+    const auto bytes = static_cast<size_t>(shape.num_experts * node_expert_bytes(node));
+    const bool placed = num_nodes > 1 && at < system_nodes.size();
+    nodes_[at] = placed ? AlignedBuffer(bytes, system_nodes[at].id) : AlignedBuffer(bytes);
   }
 }
 
-ExpertLayer::ExpertLayer(ExpertShape shape) : shape_(shape), data_(static_cast<size_t>(resident_bytes())) {}
+int64_t ExpertLayer::first_block(Projection part, int node) const {
+  return shape_of(part).blocks() * node / num_nodes();
+}
+
+int64_t ExpertLayer::node_expert_bytes(int node) const {
+  int64_t bytes = 0;
+  for (const Projection part : {kGate, kUp, kDown})
+    bytes += (first_block(part, node + 1) - first_block(part, node)) * shape_of(part).block_bytes();
+  return bytes;
+}
+
+int64_t ExpertLayer::offset(int64_t expert, Projection part, int node) const {
+  int64_t at = expert * node_expert_bytes(node);
+  for (const Projection before : {kGate, kUp}) {
+    if (before < part)
+      at += (first_block(before, node + 1) - first_block(before, node)) * shape_of(before).block_bytes();
+  }
+  return at;
+}
+
+ExpertLayer::Piece ExpertLayer::piece(int64_t expert, Projection part, int node) const {
+  const auto* data = static_cast<const uint8_t*>(nodes_[static_cast<size_t>(node)].data());
+  const int64_t first = first_block(part, node);
+  return {first, {shape_of(part), data + offset(expert, part, node), first_block(part, node + 1) - first}};
+}
+
+uint8_t* ExpertLayer::piece_data(int64_t expert, Projection part, int node) {
+  return static_cast<uint8_t*>(nodes_[static_cast<size_t>(node)].data()) + offset(expert, part, node);
+}
+
+int64_t ExpertLayer::resident_bytes() const {
+  int64_t bytes = 0;
+  for (int node = 0; node < num_nodes(); ++node) bytes += shape_.num_experts * node_expert_bytes(node);
+  return bytes;
+}
+
+int64_t ExpertLayer::weight_bytes() const {
+  int64_t bits = 0;
+  for (const Projection part : {kGate, kUp, kDown}) {
+    const PackedShape shape = shape_of(part);
+    const int64_t elements = shape.rows * shape.cols;
+    const int64_t group = format_.group ? format_.group : shape.cols, groups = (shape.cols + group - 1) / group;
+    switch (format_.encoding) {
+      case Encoding::kBf16:
+        bits += elements * 16;
+        break;
+      case Encoding::kFp8:
+        bits += elements * 8 + (format_.group ? (shape.rows + 127) / 128 : shape.rows) * groups * 32;
+        break;
+      default: {
+        const int64_t code_bits = format_.encoding == Encoding::kInt4 ? 4 : 8;
+        bits += elements * code_bits + shape.rows * groups * (16 + (format_.zero_points ? code_bits : 0));
+      }
+    }
+  }
+  return shape_.num_experts * bits / 8;
+}
 
 }  // namespace kt

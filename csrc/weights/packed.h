@@ -1,64 +1,75 @@
-// One weight matrix in the packed layout, and the experts of one layer.
-//
-// A format that is stored otherwise (int4, fp8) differs only here: its `panel` unpacks into the caller's scratch what
-// bf16 returns as it lies.
+// One weight matrix in the packed layout (kernels/layout.h), and the experts of one layer.
 #pragma once
 
 #include <cstdint>
-#include <memory>
+#include <vector>
 
 #include "base/memory.h"
 #include "kernels/layout.h"
+#include "kernels/tiles.h"
 
 namespace kt {
 
-struct PackedMatrix {
-  PackedShape shape;
-  const uint16_t* data;
+enum Projection { kGate = 0, kUp = 1, kDown = 2 };
+inline constexpr int kNumProjections = 3;
+inline constexpr const char* kProjectionNames[] = {"gate", "up", "down"};
 
-  // The blocks from `block` on, in the layout of layout.h.
-  const uint16_t* panel(int64_t block) const { return data + block * shape.block_elements(); }
+// A matrix before it is packed, row by row without padding.
+struct PlainMatrix {
+  PackedShape shape;
+  const void* codes;     // [rows, cols]: bf16 bits (uint16_t), else one byte an element: fp8 bits or the integer code
+  const float* scales;   // [rows, groups]: W = scale * (code - zero); null for bf16. For fp8 all rows of a block agree
+                         // where the format has a group
+  const uint8_t* zeros;  // [rows, groups]; null where the format stores none
 };
 
-// Copies rows of 16-bit values, `row_stride` apart, into the packed layout; padding becomes zero.
-// Returns the index (row * cols + col) of the first value that is not finite, or -1.
-int64_t pack_bf16(const uint16_t* rows, int64_t row_stride, PackedShape shape, uint16_t* packed);
+// Writes blocks [block, block + count) to `packed`, the place of the first of them. Integer group scales are kept as
+// float16 times a power of two for the row: exact for scales that came as float16 or bfloat16 and lie within a factor
+// of 2^20 of the row's largest.
+void pack_blocks(const PlainMatrix& matrix, int64_t block, int64_t count, uint8_t* packed);
 
-// The inverse: plain rows, without padding.
-void unpack_bf16(const PackedMatrix& matrix, uint16_t* rows);
+// W[row, col] as it is multiplied. For tests, exports and errors; slow.
+double decode(const PackedShape& shape, const uint8_t* packed, int64_t row, int64_t col);
 
 struct ExpertShape {
   int64_t num_experts = 0, hidden = 0, intermediate = 0;
 };
 
-// The routed experts of one layer: per expert gate, up and down, one after another in one allocation. Never changes
-// after loading, so calls from several threads need no lock.
+// The routed experts of one layer, packed. With several memory nodes each holds a range of every matrix's blocks, so
+// that a thread of that node reads from its own memory. Never changes after loading: calls from several threads need no
+// lock.
 class ExpertLayer {
  public:
-  explicit ExpertLayer(ExpertShape shape);
+  // Blocks [first, first + blocks.blocks) of a matrix.
+  struct Piece {
+    int64_t first;
+    PackedBlocks blocks;
+  };
+
+  ExpertLayer(ExpertShape shape, Format format, int num_nodes);
 
   const ExpertShape& shape() const { return shape_; }
-  PackedShape in_shape() const { return {shape_.intermediate, shape_.hidden}; }   // gate and up
-  PackedShape out_shape() const { return {shape_.hidden, shape_.intermediate}; }  // down
+  const Format& format() const { return format_; }
+  int num_nodes() const { return static_cast<int>(nodes_.size()); }
+  PackedShape in_shape() const { return {shape_.intermediate, shape_.hidden, format_}; }   // gate and up
+  PackedShape out_shape() const { return {shape_.hidden, shape_.intermediate, format_}; }  // down
+  PackedShape shape_of(Projection part) const { return part == kDown ? out_shape() : in_shape(); }
 
-  PackedMatrix gate(int64_t expert) const { return {in_shape(), gate_data(expert)}; }
-  PackedMatrix up(int64_t expert) const { return {in_shape(), up_data(expert)}; }
-  PackedMatrix down(int64_t expert) const { return {out_shape(), down_data(expert)}; }
+  Piece piece(int64_t expert, Projection part, int node) const;
+  uint8_t* piece_data(int64_t expert, Projection part, int node);  // while loading
 
-  uint16_t* gate_data(int64_t expert) const { return base() + expert * expert_elements(); }
-  uint16_t* up_data(int64_t expert) const { return gate_data(expert) + in_shape().elements(); }
-  uint16_t* down_data(int64_t expert) const { return up_data(expert) + in_shape().elements(); }
-
-  int64_t resident_bytes() const { return shape_.num_experts * expert_elements() * 2; }
-  int64_t weight_bytes() const { return shape_.num_experts * shape_.hidden * shape_.intermediate * 3 * 2; }
-  const void* bytes() const { return data_.data(); }
+  int64_t resident_bytes() const;
+  // What the weights take in this format without padding: codes, scales and zeros as a checkpoint stores them.
+  int64_t weight_bytes() const;
 
  private:
-  int64_t expert_elements() const { return 2 * in_shape().elements() + out_shape().elements(); }
-  uint16_t* base() const { return static_cast<uint16_t*>(data_.data()); }
+  int64_t first_block(Projection part, int node) const;
+  int64_t node_expert_bytes(int node) const;
+  int64_t offset(int64_t expert, Projection part, int node) const;
 
   ExpertShape shape_;
-  AlignedBuffer data_;
+  Format format_;
+  std::vector<AlignedBuffer> nodes_;
 };
 
 }  // namespace kt

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <string>
@@ -68,7 +69,12 @@ class Random {
 // with the root of the length.
 inline double sum_tolerance(int64_t length) { return 6e-8 * 4 * std::sqrt(static_cast<double>(length) + 1); }
 
-void test_tiles(const kt::Tiles& tiles, Report& report);
-void test_layer(const kt::Tiles& tiles, Report& report);
+void test_threads(Report& report);                             // threads_test.cpp
+void test_float(const kt::Tiles& tiles, Report& report);       // float_test.cpp
+void test_integer(const kt::Tiles& tiles, Report& report);     // integer_test.cpp
+void test_transposed(const kt::Tiles& tiles, Report& report);  // transposed_test.cpp
+void test_rows(const kt::Tiles& tiles, Report& report);        // rows_test.cpp
+void test_layer(const kt::Tiles& tiles, Report& report);       // layer_test.cpp
+void test_amx(const kt::Tiles& tiles, Report& report);         // amx_test.cpp
 
 }  // namespace kt_test

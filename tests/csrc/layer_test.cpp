@@ -2,8 +2,8 @@
 // the double-precision forward along random directions, by central differences.
 #include <cstring>
 
-#include "checks.h"
 #include "ops/forward.h"
+#include "packed_case.h"
 
 namespace kt_test {
 namespace {
@@ -28,22 +28,28 @@ struct Case {
   kt::ExpertShape shape;
   int64_t rank;
   bool bf16;
+  kt::Format format{};
+  // int8 activations are as wide as a step of 1/127 of their group's largest; all else is rounding of bf16.
+  double forward_tolerance() const { return !bf16 ? 2e-6 : format.integer() ? 4e-2 : 6e-3; }
+  double backward_tolerance() const { return !bf16 ? 1e-5 : format.integer() ? 6e-2 : 1.2e-2; }
 };
 
 constexpr double kScaling = 0.5;
 
 // Everything one call needs; x and the adapter are held in float and rounded to bf16 where the case says so.
 struct Problem {
-  Problem(const Case& c, Random& random) : config(c), layer(c.shape) {
+  Problem(const Case& c, Random& random) : config(c), layer(c.shape, c.format, 1), two_nodes(c.shape, c.format, 2) {
     const auto [experts, hidden, inner] = c.shape;
     for (int part = 0; part < 3; ++part) {
-      plain[part] = random.bf16s(experts * hidden * inner);
-      const kt::PackedShape shape = part < 2 ? layer.in_shape() : layer.out_shape();
-      for (uint16_t& bits : plain[part])
-        bits = kt::float_to_bf16(kt::bf16_to_float(bits) / std::sqrt(static_cast<float>(shape.cols)));
+      const kt::PackedShape shape = layer.shape_of(static_cast<kt::Projection>(part));
       for (int64_t e = 0; e < experts; ++e) {
-        uint16_t* to = part == 0 ? layer.gate_data(e) : part == 1 ? layer.up_data(e) : layer.down_data(e);
-        kt::pack_bf16(plain[part].data() + e * hidden * inner, shape.cols, shape, to);
+        const PackedCase matrix(shape.rows, shape.cols, c.format, random,
+                                1 / std::sqrt(static_cast<float>(shape.cols)));
+        pack(&layer, matrix, e, part);
+        pack(&two_nodes, matrix, e, part);
+        for (int64_t row = 0; row < shape.rows; ++row) {
+          for (int64_t col = 0; col < shape.cols; ++col) plain[part].push_back(matrix.at(row, col));
+        }
       }
       const int64_t in = part < 2 ? hidden : inner, out = part < 2 ? inner : hidden;
       lora[2 * part] = random.floats(experts * c.rank * in);
@@ -60,6 +66,14 @@ struct Problem {
     weights = random.floats(c.tokens * c.top_k);
     for (int64_t i = 0; i < c.tokens * c.top_k; ++i) ids.push_back(static_cast<int32_t>(random.below(experts + 1) - 1));
     for (int64_t t = 0; t < c.tokens; ++t) token_slots.push_back(static_cast<int32_t>(random.below(2) - 1));
+  }
+
+  static void pack(kt::ExpertLayer* into, const PackedCase& matrix, int64_t expert, int part) {
+    const auto projection = static_cast<kt::Projection>(part);
+    for (int node = 0; node < into->num_nodes(); ++node) {
+      const auto piece = into->piece(expert, projection, node);
+      kt::pack_blocks(matrix.plain(), piece.first, piece.blocks.blocks, into->piece_data(expert, projection, node));
+    }
   }
 
   kt::LoraSlot slot(std::vector<float> (&tensors)[6]) {
@@ -86,8 +100,9 @@ struct Problem {
   }
 
   Case config;
-  kt::ExpertLayer layer;
-  std::vector<uint16_t> plain[3], x_bf16;
+  kt::ExpertLayer layer, two_nodes;
+  std::vector<double> plain[3];
+  std::vector<uint16_t> x_bf16;
   std::vector<float> lora[6], x, weights;
   std::vector<int32_t> ids, token_slots;
 };
@@ -110,8 +125,7 @@ std::vector<double> project(const Problem& p, const Point& at, int part, int64_t
     for (int64_t k = 0; k < cols; ++k) low[r] += at.lora[2 * part][(expert * rank + r) * cols + k] * in[k];
   }
   for (int64_t n = 0; n < rows; ++n) {
-    for (int64_t k = 0; k < cols; ++k)
-      out[n] += kt::bf16_to_float(p.plain[part][(expert * rows + n) * cols + k]) * in[k];
+    for (int64_t k = 0; k < cols; ++k) out[n] += p.plain[part][(expert * rows + n) * cols + k] * in[k];
     for (int64_t r = 0; adapted && r < rank; ++r)
       out[n] += kScaling * at.lora[2 * part + 1][(expert * rows + n) * rank + r] * low[r];
   }
@@ -156,7 +170,7 @@ void test_forward(Problem& p, const kt::Tiles& tiles, Report& report) {
   for (size_t i = 0; i < wanted.size(); ++i) {
     error[i] = (p.config.bf16 ? kt::bf16_to_float(out_bf16[i]) : out[i]) - wanted[i];
   }
-  report.close("forward", norm(error), 0.0, p.config.bf16 ? 4e-3 : 2e-6, norm(wanted));
+  report.close("forward", norm(error), 0.0, p.config.forward_tolerance(), norm(wanted));
 }
 
 // <gradient, direction> against the slope of <grad_out, forward> along the direction.
@@ -177,28 +191,67 @@ void test_direction(const Problem& p, const std::vector<float>& grad_out, const 
     for (size_t i = 0; i < out.size(); ++i) slope += sign * out[i] * grad_out[i] / (2 * kStep);
   }
   const std::vector<double> wide(gradient.begin(), gradient.end());
-  report.close(std::string("gradient of ") + name, got, slope, p.config.bf16 ? 8e-3 : 1e-5, norm(wide) + 1e-3);
+  report.close(std::string("gradient of ") + name, got, slope, p.config.backward_tolerance(), norm(wide) + 1e-3);
+}
+
+// All results of one forward and backward, as bits.
+struct Gradients {
+  explicit Gradients(const Problem& p)
+      : out(p.x.size(), NAN), x(p.x.size()), weights(p.weights.size()), out_bf16(p.x.size()), x_bf16(p.x.size()) {
+    for (int i = 0; i < 6; ++i) lora[i].assign(p.lora[i].size(), 0.0f);
+  }
+  bool operator==(const Gradients& other) const {
+    bool same = same_bits(weights, other.weights) && out_bf16 == other.out_bf16 && x_bf16 == other.x_bf16 &&
+                same_bits(x, other.x) && same_bits(out, other.out);
+    for (int i = 0; i < 6; ++i) same = same && same_bits(lora[i], other.lora[i]);
+    return same;
+  }
+  static bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+    return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+  }
+  std::vector<float> out, x, weights, lora[6];
+  std::vector<uint16_t> out_bf16, x_bf16;
+};
+
+bool run(Problem& p, const kt::ExpertLayer& layer, const kt::Tiles& tiles, int num_threads, bool retain,
+         std::vector<float>& grad_out, Gradients* result, Report& report) {
+  const std::vector<int64_t> shape = {p.config.tokens, p.config.shape.hidden};
+  const kt::Engine engine{layer, tiles, num_threads};
+  const bool bf16 = p.config.bf16;
+  kt::Retained retained;
+  kt::RoutedGradients gradients;
+  gradients.x = bf16 ? view(result->x_bf16, kt::DType::kBf16, shape) : view(result->x, kt::DType::kF32, shape);
+  gradients.weights = view(result->weights, kt::DType::kF32, {p.config.tokens, p.config.top_k});
+  gradients.slots = {p.slot(result->lora)};
+  kt::Status status =
+      kt::forward(engine, p.call(),
+                  bf16 ? view(result->out_bf16, kt::DType::kBf16, shape) : view(result->out, kt::DType::kF32, shape),
+                  retain ? &retained : nullptr);
+  if (status.ok())
+    status =
+        kt::backward(engine, p.call(), view(grad_out, kt::DType::kF32, shape), gradients, retain ? &retained : nullptr);
+  if (!status.ok()) report.fail(status.message());
+  return status.ok();
 }
 
 void test_backward(Problem& p, const kt::Tiles& tiles, Random& random, Report& report) {
-  const std::vector<int64_t> shape = {p.config.tokens, p.config.shape.hidden};
-  std::vector<float> grad_out = random.floats(static_cast<int64_t>(p.x.size())), x_grad(p.x.size()),
-                     weight_grad(p.weights.size());
-  std::vector<uint16_t> x_grad_bf16(p.x.size());
-  std::vector<float> lora_grad[6];
-  for (int i = 0; i < 6; ++i) lora_grad[i].assign(p.lora[i].size(), 0.0f);
-  kt::RoutedGradients gradients;
-  gradients.x = p.config.bf16 ? view(x_grad_bf16, kt::DType::kBf16, shape) : view(x_grad, kt::DType::kF32, shape);
-  gradients.weights = view(weight_grad, kt::DType::kF32, {p.config.tokens, p.config.top_k});
-  gradients.slots = {p.slot(lora_grad)};
-  const kt::Status status =
-      kt::backward({p.layer, tiles, 2}, p.call(), view(grad_out, kt::DType::kF32, shape), gradients);
-  if (!status.ok()) return report.fail("backward: " + status.message());
-  for (size_t i = 0; p.config.bf16 && i < x_grad.size(); ++i) x_grad[i] = kt::bf16_to_float(x_grad_bf16[i]);
-  test_direction(p, grad_out, x_grad, &Point::x, 0, "x", random, report);
-  test_direction(p, grad_out, weight_grad, &Point::weights, 0, "weights", random, report);
+  std::vector<float> grad_out = random.floats(static_cast<int64_t>(p.x.size()));
+  Gradients got(p);
+  if (!run(p, p.layer, tiles, 1, false, grad_out, &got, report)) return;
+  for (const int num_threads : {1, 3}) {
+    for (const bool retain : {false, true}) {
+      for (const kt::ExpertLayer* layer : {&p.layer, &p.two_nodes}) {
+        Gradients again(p);
+        if (!run(p, *layer, tiles, num_threads, retain, grad_out, &again, report)) return;
+        report.equal("bits depend on threads, retention or memory nodes", again == got);
+      }
+    }
+  }
+  for (size_t i = 0; p.config.bf16 && i < got.x.size(); ++i) got.x[i] = kt::bf16_to_float(got.x_bf16[i]);
+  test_direction(p, grad_out, got.x, &Point::x, 0, "x", random, report);
+  test_direction(p, grad_out, got.weights, &Point::weights, 0, "weights", random, report);
   static const char* const kNames[] = {"gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b"};
-  for (int i = 0; i < 6; ++i) test_direction(p, grad_out, lora_grad[i], nullptr, i, kNames[i], random, report);
+  for (int i = 0; i < 6; ++i) test_direction(p, grad_out, got.lora[i], nullptr, i, kNames[i], random, report);
 }
 
 }  // namespace
@@ -213,6 +266,15 @@ void test_layer(const kt::Tiles& tiles, Report& report) {
     Problem problem(c, random);
     test_forward(problem, tiles, report);
     test_backward(problem, tiles, random, report);
+  }
+  // Large enough for several threads (schedule.h), with every format.
+  for (const kt::Format& format : all_formats()) {
+    for (const bool bf16 : {false, true}) {
+      const int64_t cols = format.group ? 2 * format.group : 96;
+      Problem problem({24, 2, {3, cols, cols}, 4, bf16, format}, random);
+      test_forward(problem, tiles, report);
+      test_backward(problem, tiles, random, report);
+    }
   }
 }
 

@@ -1,7 +1,11 @@
 // Checks the kernels of every instruction set of this machine against double precision.
 //
-//   kt_kernel_tests             all that are available
+//   kt_kernel_tests             all that are available, and amx-model: AMX's kernels on a software model of its tiles
 //   kt_kernel_tests --isa NAME  that one; fails where it can't run, so that a lane meant for it never passes on another
+//   kt_kernel_tests --isa NAME --quick
+//                               the same without the tests of whole layers, which take most of the time and call no
+//                               kernel that the others don't: for emulators
+//   kt_kernel_tests --list      prints the names of both, one a line
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -10,36 +14,73 @@
 #include "checks.h"
 #include "kernels/registry.h"
 
+namespace kt {
+extern const Tiles kAmxModelTiles;
+}
+
 namespace {
 
-bool run(const kt::Tiles& tiles) {
+constexpr struct {
+  const char* name;
+  void (*run)(const kt::Tiles&, kt_test::Report&);
+} kTests[] = {
+    {"float", kt_test::test_float}, {"integer", kt_test::test_integer}, {"transposed", kt_test::test_transposed},
+    {"rows", kt_test::test_rows},   {"layer", kt_test::test_layer},     {"amx", kt_test::test_amx},
+};
+
+bool run(const kt::Tiles& tiles, bool quick) {
   kt_test::Report report;
-  kt_test::test_tiles(tiles, report);
-  kt_test::test_layer(tiles, report);
+  for (const auto& test : kTests) {
+    if (quick && test.run == kt_test::test_layer) continue;
+    const long before = report.checks();
+    test.run(tiles, report);
+    std::printf("%s %s: %ld checks\n", tiles.name, test.name, report.checks() - before);
+    std::fflush(stdout);
+  }
   std::printf("isa %s: %ld checks, %ld failures, worst error %.2e of the sum of magnitudes\n", tiles.name,
               report.checks(), report.failures(), report.worst());
+  return report.failures() == 0 && report.checks() > 0;
+}
+
+bool run_threads() {
+  kt_test::Report report;
+  kt_test::test_threads(report);
+  std::printf("threads: %ld checks, %ld failures\n", report.checks(), report.failures());
   return report.failures() == 0;
+}
+
+std::vector<const kt::Tiles*> all_tiles() {
+  std::vector<const kt::Tiles*> all = kt::available_tiles();
+  all.push_back(&kt::kAmxModelTiles);
+  return all;
+}
+
+// Only the one called `name`; empty, and said why, where it cannot run.
+std::vector<const kt::Tiles*> named_tiles(const char* name) {
+  for (const kt::Tiles* tiles : all_tiles()) {
+    if (std::strcmp(tiles->name, name) == 0) return {tiles};
+  }
+  const kt::Tiles* none = nullptr;
+  std::printf("FAIL %s\n", kt::find_tiles(name, &none).message().c_str());
+  return {};
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 1 && !(argc == 3 && std::strcmp(argv[1], "--isa") == 0)) {
-    std::printf("usage: %s [--isa NAME]\n", argv[0]);
+  const std::string option = argc > 1 ? argv[1] : "";
+  if (argc == 2 && option == "--list") {
+    for (const kt::Tiles* tiles : all_tiles()) std::printf("%s\n", tiles->name);
+    return 0;
+  }
+  const bool one = argc >= 3 && option == "--isa", quick = argc == 4 && std::strcmp(argv[3], "--quick") == 0;
+  if (argc != 1 && !(one && (argc == 3 || quick))) {
+    std::printf("usage: %s [--isa NAME [--quick] | --list]\n", argv[0]);
     return 2;
   }
-  std::vector<const kt::Tiles*> wanted = kt::available_tiles();
-  if (argc == 3) {
-    const kt::Tiles* tiles = nullptr;
-    const kt::Status status = kt::find_tiles(argv[2], &tiles);
-    if (!status.ok() || std::strcmp(tiles->name, argv[2]) != 0) {
-      std::printf("FAIL %s\n", status.ok() ? "another instruction set was chosen" : status.message().c_str());
-      return 1;
-    }
-    wanted = {tiles};
-  }
-  bool passed = true;
-  for (const kt::Tiles* tiles : wanted) passed &= run(*tiles);
+  const std::vector<const kt::Tiles*> wanted = one ? named_tiles(argv[2]) : all_tiles();
+  bool passed = !wanted.empty() && run_threads();
+  for (const kt::Tiles* tiles : wanted) passed &= run(*tiles, quick);
   std::printf(passed ? "passed\n" : "failed\n");
   return passed ? 0 : 1;
 }

@@ -1,4 +1,4 @@
-"""Builds the C++ test program and runs it natively on every instruction set of this machine."""
+"""Builds the C++ test program, runs it on every instruction set of this machine and on the model of AMX's tiles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(program: Path, *arguments: str) -> tuple[int, str]:
     return result.returncode, result.stdout
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", [*available_isas(), "amx-model"])
 def test_kernels_agree_with_double_precision(program, isa):
     status, output = run(program, "--isa", isa)
     assert status == 0, output
@@ -42,3 +42,10 @@ def test_an_instruction_set_that_cannot_run_fails_and_lists_those_that_can(progr
     status, output = run(program, "--isa", "avx1024")
     assert status == 1
     assert "instruction set 'avx1024' is unknown; available: " + ", ".join(available_isas()) in output
+
+
+@pytest.mark.skipif("amx" in available_isas(), reason="this machine has AMX")
+def test_the_lane_for_amx_fails_where_there_is_none(program):
+    status, output = run(program, "--isa", "amx")
+    assert status == 1
+    assert "instruction set 'amx' is not available on this machine" in output

@@ -1,0 +1,181 @@
+#include "bind/layer.h"
+
+#include <pybind11/stl.h>
+
+#include <vector>
+
+#include "base/bf16.h"
+
+namespace py = pybind11;
+
+namespace kt {
+namespace {
+
+const char* kind_name(StatusCode code) {
+  switch (code) {
+    case StatusCode::kInvalidValue:
+      return "invalid_value";
+    case StatusCode::kUnknownName:
+      return "unknown_name";
+    case StatusCode::kNotFound:
+      return "not_found";
+    case StatusCode::kBadCheckpoint:
+      return "bad_checkpoint";
+    case StatusCode::kNumerics:
+      return "numerics";
+    default:
+      return "ok";
+  }
+}
+
+// Slots arrive as None or (gate_a, gate_b, up_a, up_b, down_a, down_b, scaling), pairs of capsules or of None.
+std::vector<LoraSlot> parse_slots(const py::sequence& slots, const ExpertShape& shape, bool gradients) {
+  static const char* const kNames[] = {"gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b"};
+  const std::vector<DType> dtypes =
+      gradients ? std::vector<DType>{DType::kF32} : std::vector<DType>{DType::kF32, DType::kBf16};
+  std::vector<LoraSlot> parsed;
+  for (const py::handle item : slots) {
+    LoraSlot& slot = parsed.emplace_back();
+    if (item.is_none()) continue;
+    const auto fields = py::reinterpret_borrow<py::tuple>(item);
+    const std::string prefix = "slots[" + std::to_string(parsed.size() - 1) + "].";
+    for (size_t part = 0; part < kNumProjections; ++part) {
+      const py::handle a = fields[2 * part], b = fields[2 * part + 1];
+      if (a.is_none() && b.is_none()) continue;
+      const std::string a_name = prefix + kNames[2 * part], b_name = prefix + kNames[2 * part + 1];
+      if (a.is_none() || b.is_none()) {
+        throw BindError{"invalid_value", (a.is_none() ? a_name : b_name) + " is missing: A and B come in pairs"};
+      }
+      const int64_t in = part == kDown ? shape.intermediate : shape.hidden,
+                    out = part == kDown ? shape.hidden : shape.intermediate;
+      LoraPair& pair = slot.pairs[part];
+      pair.a = view_of(a, {a_name.c_str(), dtypes, {shape.num_experts, -1, in}, false});
+      pair.b = view_of(b, {b_name.c_str(), dtypes, {shape.num_experts, out, pair.a.shape[1]}, false});
+    }
+    slot.scaling = fields[6].cast<float>();
+    if (!(slot.scaling - slot.scaling == 0.0f))
+      throw BindError{"invalid_value", prefix + "scaling is not a finite number"};
+  }
+  return parsed;
+}
+
+RoutedCall parse_call(const ExpertShape& shape, py::handle x, py::handle ids, py::handle weights,
+                      const py::sequence& slots, py::handle token_slots) {
+  RoutedCall call;
+  call.x = view_of(x, {"x", {DType::kF32, DType::kBf16}, {-1, shape.hidden}});
+  const int64_t tokens = call.x.shape[0];
+  call.ids = view_of(ids, {"ids", {DType::kI32, DType::kI64}, {tokens, -1}});
+  call.weights = view_of(weights, {"weights", {DType::kF32}, {tokens, call.ids.shape[1]}});
+  call.slots = parse_slots(slots, shape, false);
+  if (!token_slots.is_none()) call.token_slots = view_of(token_slots, {"token_slots", {DType::kI32}, {tokens}});
+  return call;
+}
+
+template <class Call>
+void run(Call&& call) {
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = call();
+  }
+  check(status);
+}
+
+void unpack_matrix(const ExpertLayer& layer, int64_t expert, Projection part, py::handle target) {
+  const PackedShape shape = layer.shape_of(part);
+  const bool bf16 = shape.format.encoding == Encoding::kBf16;
+  const TensorRule rule{kProjectionNames[part], {bf16 ? DType::kBf16 : DType::kF32}, {shape.rows, shape.cols}, true};
+  const TensorView out = view_of(target, rule);
+  for (int node = 0; node < layer.num_nodes(); ++node) {
+    const auto piece = layer.piece(expert, part, node);
+    const int64_t first = piece.first * kBlockRows,
+                  end = std::min(shape.rows, first + piece.blocks.blocks * kBlockRows);
+    for (int64_t row = first; row < end; ++row) {
+      for (int64_t col = 0; col < shape.cols; ++col) {
+        const auto value = static_cast<float>(decode(shape, piece.blocks.data, row - first, col));
+        if (bf16) {
+          out.as<uint16_t>()[row * shape.cols + col] = float_to_bf16(value);
+        } else {
+          out.as<float>()[row * shape.cols + col] = value;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void check(const Status& status) {
+  if (!status.ok()) throw BindError{kind_name(status.code()), status.message()};
+}
+
+std::shared_ptr<Retained> NativeLayer::forward(py::handle x, py::handle ids, py::handle weights,
+                                               const py::sequence& slots, py::handle token_slots, py::handle out,
+                                               bool retain) const {
+  const RoutedCall call = parse_call(layer_->shape(), x, ids, weights, slots, token_slots);
+  const TensorView result = view_of(out, {"out", {call.x.dtype}, {call.x.shape[0], call.x.shape[1]}});
+  const auto retained = retain ? std::make_shared<Retained>() : nullptr;
+  run([&] { return kt::forward(engine(), call, result, retained.get()); });
+  return retained;
+}
+
+void NativeLayer::backward(py::handle grad_out, py::handle x, py::handle ids, py::handle weights,
+                           const py::sequence& slots, py::handle token_slots, py::handle x_grad,
+                           py::handle weights_grad, const py::sequence& slot_grads,
+                           const std::shared_ptr<Retained>& retained) const {
+  const RoutedCall call = parse_call(layer_->shape(), x, ids, weights, slots, token_slots);
+  const std::vector<int64_t> shape = {call.x.shape[0], call.x.shape[1]};
+  const TensorView grad = view_of(grad_out, {"grad_out", {DType::kF32, DType::kBf16}, shape});
+  RoutedGradients gradients;
+  gradients.x = view_of(x_grad, {"gradient of x", {call.x.dtype}, shape});
+  gradients.weights = view_of(weights_grad, {"gradient of weights", {DType::kF32}, {shape[0], call.ids.shape[1]}});
+  gradients.slots = parse_slots(slot_grads, layer_->shape(), true);
+  if (gradients.slots.size() != call.slots.size()) throw BindError{"invalid_value", "one gradient slot for each slot"};
+  for (size_t i = 0; i < call.slots.size(); ++i) {
+    for (int part = 0; part < kNumProjections; ++part) {
+      if (gradients.slots[i].pairs[part].rank() == call.slots[i].pairs[part].rank()) continue;
+      throw BindError{"invalid_value",
+                      "gradients of slots[" + std::to_string(i) + "]." + kProjectionNames[part] + " have another rank"};
+    }
+  }
+  run([&] { return kt::backward(engine(), call, grad, gradients, retained.get()); });
+}
+
+void NativeLayer::check_expert(int64_t expert) const {
+  if (expert >= 0 && expert < layer_->shape().num_experts) return;
+  throw BindError{"invalid_value", "expert " + std::to_string(expert) + " is out of range; there are " +
+                                       std::to_string(layer_->shape().num_experts)};
+}
+
+void NativeLayer::unpack(int64_t expert, py::handle gate, py::handle up, py::handle down) const {
+  check_expert(expert);
+  unpack_matrix(*layer_, expert, kGate, gate);
+  unpack_matrix(*layer_, expert, kUp, up);
+  unpack_matrix(*layer_, expert, kDown, down);
+}
+
+PieceBytes NativeLayer::piece_bytes(int64_t expert, int projection, int node) const {
+  check_expert(expert);
+  if (projection < 0 || projection >= kNumProjections || node < 0 || node >= layer_->num_nodes())
+    throw BindError{"invalid_value", "no such projection or memory node"};
+  const auto piece = layer_->piece(expert, static_cast<Projection>(projection), node);
+  return {layer_, piece.blocks.data, piece.blocks.blocks * piece.blocks.shape.block_bytes()};
+}
+
+void bind_layer(py::module_& module) {
+  py::class_<Retained, std::shared_ptr<Retained>>(module, "Retained").def_property_readonly("bytes", &Retained::bytes);
+  py::class_<PieceBytes>(module, "PieceBytes", py::buffer_protocol()).def_buffer([](const PieceBytes& piece) {
+    return py::buffer_info(const_cast<uint8_t*>(piece.data), 1, "B", 1, {piece.bytes}, {1}, true);
+  });
+  py::class_<NativeLayer>(module, "Layer")
+      .def("forward", &NativeLayer::forward)
+      .def("backward", &NativeLayer::backward)
+      .def("unpack", &NativeLayer::unpack)
+      .def("piece_bytes", &NativeLayer::piece_bytes)
+      .def_property_readonly("format", &NativeLayer::format)
+      .def_property_readonly("num_nodes", &NativeLayer::num_nodes)
+      .def_property_readonly("weight_bytes", &NativeLayer::weight_bytes)
+      .def_property_readonly("resident_bytes", &NativeLayer::resident_bytes);
+}
+
+}  // namespace kt

@@ -1,0 +1,60 @@
+// One layer with the instruction set and thread count of its store, as Python sees it.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+
+#include "base/status.h"
+#include "bind/dlpack.h"
+#include "ops/forward.h"
+
+namespace kt {
+
+// Throws BindError for a status that is not ok.
+void check(const Status& status);
+
+// The packed bytes of one matrix on one memory node, read-only; keeps the layer alive.
+struct PieceBytes {
+  std::shared_ptr<const ExpertLayer> layer;
+  const uint8_t* data;
+  int64_t bytes;
+};
+
+class NativeLayer {
+ public:
+  NativeLayer(std::shared_ptr<ExpertLayer> layer, const Tiles* tiles, int num_threads)
+      : layer_(std::move(layer)), tiles_(tiles), num_threads_(num_threads) {}
+
+  // Gives what `backward` takes as `retained` where `retain` is set, else null.
+  std::shared_ptr<Retained> forward(pybind11::handle x, pybind11::handle ids, pybind11::handle weights,
+                                    const pybind11::sequence& slots, pybind11::handle token_slots, pybind11::handle out,
+                                    bool retain) const;
+
+  void backward(pybind11::handle grad_out, pybind11::handle x, pybind11::handle ids, pybind11::handle weights,
+                const pybind11::sequence& slots, pybind11::handle token_slots, pybind11::handle x_grad,
+                pybind11::handle weights_grad, const pybind11::sequence& slot_grads,
+                const std::shared_ptr<Retained>& retained) const;
+
+  // Into bfloat16 tensors for a bf16 layer, else float32.
+  void unpack(int64_t expert, pybind11::handle gate, pybind11::handle up, pybind11::handle down) const;
+
+  PieceBytes piece_bytes(int64_t expert, int projection, int node) const;
+  std::string format() const { return format_name(layer_->format()); }
+  int num_nodes() const { return layer_->num_nodes(); }
+  int64_t weight_bytes() const { return layer_->weight_bytes(); }
+  int64_t resident_bytes() const { return layer_->resident_bytes(); }
+
+ private:
+  Engine engine() const { return {*layer_, *tiles_, num_threads_}; }
+  void check_expert(int64_t expert) const;
+
+  std::shared_ptr<ExpertLayer> layer_;
+  const Tiles* tiles_;
+  int num_threads_;
+};
+
+void bind_layer(pybind11::module_& module);
+
+}  // namespace kt

@@ -1,0 +1,10 @@
+// Checkpoint, open_checkpoint and load_layer of the compiled module.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace kt {
+
+void bind_loading(pybind11::module_& module);
+
+}  // namespace kt

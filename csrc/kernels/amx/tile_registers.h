@@ -1,0 +1,217 @@
+// The eight tile registers, as these kernels use them, and the one inner loop of all of them.
+//
+//   tiles 0..3   C[r][b] = tile 2 * r + b     float32 or int32 sums
+//   tiles 4, 5   A[r]                         rows x (pairs of bf16 or quads of int8) along the inner index
+//   tiles 6, 7   B[b]                         pairs or quads along the inner index x 16 columns
+//
+// Rate of the full 2 x 2: 4 products of 16 cycles for 4 tile loads of about 8, so that products bound it; each of the
+// four chains waits 52 cycles for its last product, less than the 64 of a step. (Intel 64 and IA-32 Architectures
+// Optimization Reference Manual, chapter 20.)
+//
+// The instructions are written as assembler rather than through GCC's intrinsics, which take literal tile numbers only
+// and do not tell the compiler that a tile load reads memory: plain stores to its source could be delayed past it.
+//
+// With KT_AMX_MODEL the same kernels run on a software model of the registers (tests only), on any processor.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/amx/kernels.h"
+#if defined(KT_AMX_MODEL)
+#include "tile_model.h"
+#endif
+
+namespace kt::amx::inline KT_AMX_BUILD {
+namespace {
+
+#if defined(KT_AMX_MODEL)
+
+inline void load_config(const void* config) { kt_test::tile_model::load_config(config); }
+inline void release_tiles() { kt_test::tile_model::release(); }
+
+template <int kTile>
+inline void zero_tile() {
+  kt_test::tile_model::zero(kTile);
+}
+template <int kTile>
+inline void load_tile(const uint8_t* base, int64_t stride) {
+  kt_test::tile_model::load(kTile, base, stride);
+}
+template <int kTile>
+inline void store_tile(void* base, int64_t stride) {
+  kt_test::tile_model::store(kTile, base, stride);
+}
+
+struct DotBf16 {
+  template <int kC, int kA, int kB>
+  static void run() {
+    kt_test::tile_model::dot_bf16(kC, kA, kB);
+  }
+};
+struct DotS8U8 {
+  template <int kC, int kA, int kB>
+  static void run() {
+    kt_test::tile_model::dot_s8u8(kC, kA, kB);
+  }
+};
+struct DotS8S8 {
+  template <int kC, int kA, int kB>
+  static void run() {
+    kt_test::tile_model::dot_s8s8(kC, kA, kB);
+  }
+};
+
+#else
+
+inline void load_config(const void* config) { __asm__ volatile("ldtilecfg (%0)" ::"r"(config) : "memory"); }
+inline void release_tiles() { __asm__ volatile("tilerelease" ::: "memory"); }
+
+template <int kTile>
+inline void zero_tile() {
+  __asm__ volatile("tilezero %%tmm%c0" ::"i"(kTile));
+}
+template <int kTile>
+inline void load_tile(const uint8_t* base, int64_t stride) {
+  __asm__ volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(base), "r"(stride) : "memory");
+}
+template <int kTile>
+inline void store_tile(void* base, int64_t stride) {
+  __asm__ volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(kTile), "r"(base), "r"(stride) : "memory");
+}
+
+struct DotBf16 {  // bf16 pairs, float32 sums
+  template <int kC, int kA, int kB>
+  static void run() {
+    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+  }
+};
+struct DotS8U8 {  // signed times unsigned bytes, int32 sums
+  template <int kC, int kA, int kB>
+  static void run() {
+    __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+  }
+};
+struct DotS8S8 {  // signed bytes, int32 sums
+  template <int kC, int kA, int kB>
+  static void run() {
+    __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+  }
+};
+
+#endif
+
+// Rows and bytes a row of each register: the operand of LDTILECFG (palette 1).
+class TileConfig {
+ public:
+  TileConfig() { bytes_[0] = 1; }
+  void set(int tile, int64_t rows, int64_t row_bytes) {
+    bytes_[16 + 2 * tile] = static_cast<uint8_t>(row_bytes);
+    bytes_[48 + tile] = static_cast<uint8_t>(rows);
+  }
+  const void* bytes() const { return bytes_; }
+
+ private:
+  alignas(64) uint8_t bytes_[64] = {};
+};
+
+// The registers of this thread, from here to the end of the scope. Released after each call: tile data in use would
+// make every task switch save 8 KiB.
+class TileSession {
+ public:
+  TileSession() = default;
+  explicit TileSession(const TileConfig& config) { configure(config); }
+  ~TileSession() { release_tiles(); }
+  TileSession(const TileSession&) = delete;
+  TileSession& operator=(const TileSession&) = delete;
+  void configure(const TileConfig& config) { load_config(config.bytes()); }
+};
+
+// Rows of a call in tiles of equal height, so that one configuration serves all: tile t holds rows [start, start +
+// height).
+// The last may begin among rows of the one before it, whose results need not be given again.
+struct RowTiles {
+  explicit RowTiles(int64_t num_rows)
+      : rows(num_rows), count((num_rows + 15) / 16), height((num_rows + count - 1) / count) {}
+  int64_t start(int64_t tile) const { return tile * height < rows - height ? tile * height : rows - height; }
+  int64_t repeated(int64_t tile) const { return tile * height - start(tile); }  // rows that an earlier tile holds too
+
+  const int64_t rows, count, height;
+};
+
+// For activations in A, `step_bytes` of a row at a time, and packed lines of weights in B.
+inline TileConfig config_of(const RowTiles& rows, int64_t step_bytes) {
+  TileConfig config;
+  for (int tile = 0; tile < 4; ++tile) config.set(tile, rows.height, kLineBytes);
+  for (int tile = 4; tile < 6; ++tile) config.set(tile, rows.height, step_bytes);
+  for (int tile = 6; tile < 8; ++tile) config.set(tile, step_bytes / 4, kLineBytes);
+  return config;
+}
+
+// Tiles along the inner index: rows of one are `stride` bytes apart, tiles `step` bytes.
+struct TileRun {
+  const uint8_t* at;
+  int64_t stride, step;
+};
+
+// How far ahead of a stream of weights to prefetch: memory's latency times its bandwidth, some times over.
+constexpr int64_t kStreamAhead = 4096;
+
+// C[r][b] += A[r] * B[b] over `steps` tiles of the inner index. kAhead: B are weights read for the first time.
+template <class Dot, int kR, int kB, bool kAhead = false>
+inline void accumulate(const TileRun* a, const TileRun* b, int64_t steps) {
+  const uint8_t *a0 = a[0].at, *a1 = a[kR - 1].at, *b0 = b[0].at, *b1 = b[kB - 1].at;
+  for (int64_t step = 0; step < steps; ++step) {
+    if constexpr (kAhead) {
+      for (int64_t line = 0; line < b[0].step; line += kLineBytes) {
+        __builtin_prefetch(b0 + kStreamAhead + line);
+        if constexpr (kB == 2) __builtin_prefetch(b1 + kStreamAhead + line);
+      }
+    }
+    load_tile<6>(b0, b[0].stride);
+    load_tile<4>(a0, a[0].stride);
+    Dot::template run<0, 4, 6>();
+    if constexpr (kB == 2) {
+      load_tile<7>(b1, b[1].stride);
+      Dot::template run<1, 4, 7>();
+      b1 += b[1].step;
+    }
+    if constexpr (kR == 2) {
+      load_tile<5>(a1, a[1].stride);
+      Dot::template run<2, 5, 6>();
+      if constexpr (kB == 2) Dot::template run<3, 5, 7>();
+      a1 += a[1].step;
+    }
+    a0 += a[0].step;
+    b0 += b[0].step;
+  }
+}
+
+// each.template operator()<tile>(r, b) for the C[r][b] in use.
+template <int kR, int kB, class Each>
+inline void for_each_sum(Each each) {
+  each.template operator()<0>(0, 0);
+  if constexpr (kB == 2) each.template operator()<1>(0, 1);
+  if constexpr (kR == 2) each.template operator()<2>(1, 0);
+  if constexpr (kR == 2 && kB == 2) each.template operator()<3>(1, 1);
+}
+
+template <int kR, int kB>
+inline void zero_sums() {
+  for_each_sum<kR, kB>([]<int kTile>(int, int) { zero_tile<kTile>(); });
+}
+
+// work.template operator()<R, B>() for the tiles and blocks that are left.
+template <class Work>
+inline void with_blocking(int64_t row_tiles, int64_t blocks, Work work) {
+  if (row_tiles > 1 && blocks > 1)
+    work.template operator()<2, 2>();
+  else if (row_tiles > 1)
+    work.template operator()<2, 1>();
+  else if (blocks > 1)
+    work.template operator()<1, 2>();
+  else
+    work.template operator()<1, 1>();
+}
+
+}  // namespace
+}  // namespace kt::amx::inline KT_AMX_BUILD

@@ -1,0 +1,201 @@
+// Transposed products in bf16: TDPBF16PS on the transposed result.
+//
+// Step: A = 16 columns k of W x 32 rows n (pairs of n, from two blocks), B = 16 pairs of n x 16 tokens of the
+// activations as they lie, C = 16 k x 16 tokens. Blocking: 2 tiles of k x 2 of tokens (the last may be of 8).
+//
+// Panel: up to 32 blocks (512 n) x 32 k, [pair of blocks][k][32 n] on the stack (32 KiB); two packed lines of bf16 are
+// two rows of it by two permutations, other encodings are scaled in float32 and rounded to bf16. It serves up to 128
+// tokens.
+// Their sums [32 k][128 tokens] (16 KiB) wait on the stack for the next n, so that each is one chain in the order of n,
+// wherever the matrix is cut into pieces. An odd last block is paired with zeros.
+#include <cstring>
+
+#include "base/bf16.h"
+#include "kernels/amx/columns.h"
+#include "kernels/amx/tile_registers.h"
+#include "kernels/amx/transpose.h"
+
+namespace kt::amx::inline KT_AMX_BUILD {
+namespace {
+
+constexpr int64_t kPanelBlocks = 32, kPanelCols = 32, kPanelTokens = 128, kTileTokens = 16;
+constexpr int64_t kPairs = kBlockRows;  // of n in a step
+constexpr int64_t kPairBytes = 4;
+
+using Panel = uint8_t[kPanelBlocks / 2][kPanelCols][kLineBytes];
+
+// Two lines: 16 n x 2 k each. Their even elements are row k of a panel, the odd ones row k + 1.
+inline void interleave_lines(const uint8_t* first, const uint8_t* second, uint8_t* out) {
+  using Line = uint16_t __attribute__((vector_size(64)));
+  const auto x = load<Line>(first), y = load<Line>(second);
+  const Line even = __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36,
+                                            38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62);
+  const Line odd = __builtin_shufflevector(x, y, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37,
+                                           39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63);
+  store(even, out);
+  store(odd, out + kLineBytes);
+}
+
+class TransposedTiles {
+ public:
+  explicit TransposedTiles(const TransposedProduct<uint16_t>& p) : p_(p), shape_(p.pieces[0].shape) {
+    for (int64_t i = 0; i < p.num_pieces; ++i) blocks_ += p.pieces[i].blocks;
+  }
+
+  void run() {
+    // Equal shares of the tokens, in whole tiles.
+    const int64_t tiles = (p_.ld + kTileTokens - 1) / kTileTokens, most = kPanelTokens / kTileTokens;
+    const int64_t shares = (tiles + most - 1) / most, share = (tiles + shares - 1) / shares * kTileTokens;
+    for (int64_t m = 0; m < p_.ld; m += share) {
+      const int64_t tokens = p_.ld - m < share ? p_.ld - m : share;
+      for (int64_t col = 0; col < p_.cols; col += kPanelCols) run_columns(m, tokens, col);
+    }
+  }
+
+ private:
+  using Sums = float[kPanelCols][kPanelTokens];
+
+  void run_columns(int64_t m, int64_t tokens, int64_t col) {
+    alignas(64) Panel panel;
+    alignas(64) Sums sums = {};
+    for (int64_t block = 0; block < blocks_; block += kPanelBlocks) {
+      const int64_t count = blocks_ - block < kPanelBlocks ? blocks_ - block : kPanelBlocks;
+      for (int64_t i = 0; i < count; i += 2) fill(block + i, i + 1 < count, col, panel[i / 2]);
+      if (block + kPanelBlocks < blocks_) prefetch(block + kPanelBlocks, col);
+      for (int64_t at = 0; at < tokens; at += 2 * kTileTokens) {
+        if (tokens - at > kTileTokens) {
+          add_panel<2>(panel, block, count, m, at, tokens, sums);
+        } else {
+          add_panel<1>(panel, block, count, m, at, tokens, sums);
+        }
+      }
+    }
+    write(m, tokens, col, sums);
+  }
+
+  Block block_of(int64_t block) const {
+    int64_t piece = 0;
+    for (; block >= p_.pieces[piece].blocks; ++piece) block -= p_.pieces[piece].blocks;
+    return block_at(shape_, p_.pieces[piece].data, block);
+  }
+
+  // Columns of blocks `block` and the next one, which exists if `both`.
+  void fill(int64_t block, bool both, int64_t col, uint8_t (&out)[kPanelCols][kLineBytes]) const {
+    col += p_.first_col;
+    const Block first = block_of(block);
+    if (shape_.format.encoding == Encoding::kBf16) {
+      alignas(64) static constexpr uint8_t kZeros[kLineBytes] = {};
+      const uint8_t* x = first.lines + col / 2 * kLineBytes;
+      const uint8_t* y = both ? block_of(block + 1).lines + col / 2 * kLineBytes : kZeros;
+      for (int64_t k = 0; k < kPanelCols; k += 2)
+        interleave_lines(x + k / 2 * kLineBytes, both ? y + k / 2 * kLineBytes : kZeros, out[k]);
+      return;
+    }
+    constexpr int64_t kHalf = kLineBytes / 2;
+    ColumnDecoder(shape_, first, col).decode(out[0], kLineBytes);
+    if (both) {
+      ColumnDecoder(shape_, block_of(block + 1), col).decode(out[0] + kHalf, kLineBytes);
+    } else {
+      for (int64_t k = 0; k < kPanelCols; ++k) std::memset(out[k] + kHalf, 0, kHalf);
+    }
+  }
+
+  void prefetch(int64_t block, int64_t col) const {
+    const int64_t per_line = shape_.columns_per_line(), line = (p_.first_col + col) / per_line;
+    for (int64_t i = block; i < block + kPanelBlocks && i < blocks_; ++i) {
+      const uint8_t* lines = block_of(i).lines + line * kLineBytes;
+      for (int64_t j = 0; j < kPanelCols / per_line; ++j) __builtin_prefetch(lines + j * kLineBytes, 0, 2);
+    }
+  }
+
+  // Tokens [at, at + 16 * kB) of a share, fewer in its last tile.
+  template <int kB>
+  void add_panel(const Panel& panel, int64_t block, int64_t count, int64_t m, int64_t at, int64_t tokens,
+                 Sums& sums) const {
+    const TileSession session(config_of_tokens(tokens - at));
+    TileRun a[2], b[kB];
+    for (int i = 0; i < 2; ++i) a[i] = {panel[0][16 * i], kLineBytes, kPanelCols * kLineBytes};
+    const auto* in = reinterpret_cast<const uint8_t*>(p_.in) + (block * kBlockRows / 2 * p_.ld + m + at) * kPairBytes;
+    const int64_t stride = p_.ld * kPairBytes;
+    for (int i = 0; i < kB; ++i) b[i] = {in + i * kTileTokens * kPairBytes, stride, kPairs * stride};
+    for_each_sum<2, kB>([&]<int kTile>(int r, int i) {
+      load_tile<kTile>(reinterpret_cast<const uint8_t*>(&sums[16 * r][at + kTileTokens * i]), sizeof sums[0]);
+    });
+    accumulate<DotBf16, 2, kB>(a, b, count / 2);
+    if (count % 2) add_last_block<kB>(panel[count / 2], in + count / 2 * kPairs * stride, tokens - at);
+    for_each_sum<2, kB>(
+        [&]<int kTile>(int r, int i) { store_tile<kTile>(&sums[16 * r][at + kTileTokens * i], sizeof sums[0]); });
+  }
+
+  // The activations end with this block: those of its 8 pairs, and zeros for the tile's other 8.
+  template <int kB>
+  void add_last_block(const uint8_t (&panel)[kPanelCols][kLineBytes], const uint8_t* in, int64_t tokens) const {
+    alignas(64) uint8_t pairs[kB][kPairs][kLineBytes] = {};
+    TileRun a[2], b[kB];
+    for (int i = 0; i < 2; ++i) a[i] = {panel[16 * i], kLineBytes, 0};
+    for (int i = 0; i < kB; ++i) {
+      const int64_t bytes = tile_tokens(tokens, i) * kPairBytes;
+      for (int64_t pair = 0; pair < kPairs / 2; ++pair) {
+        std::memcpy(pairs[i][pair], in + (pair * p_.ld + i * kTileTokens) * kPairBytes, static_cast<size_t>(bytes));
+      }
+      b[i] = {pairs[i][0], kLineBytes, 0};
+    }
+    accumulate<DotBf16, 2, kB>(a, b, 1);
+  }
+
+  // Of tile i where `tokens` are left: 16, 8, or none.
+  static int64_t tile_tokens(int64_t tokens, int i) {
+    const int64_t left = tokens - i * kTileTokens;
+    return left < kTileTokens ? left : kTileTokens;
+  }
+
+  static TileConfig config_of_tokens(int64_t tokens) {
+    TileConfig config;
+    config.set(4, 16, kLineBytes);
+    config.set(5, 16, kLineBytes);
+    for (int i = 0; i < 2 && tile_tokens(tokens, i) > 0; ++i) {
+      for (const int tile : {i, i + 2, i + 6}) config.set(tile, 16, tile_tokens(tokens, i) * kPairBytes);
+    }
+    return config;
+  }
+
+  void write(int64_t m, int64_t tokens, int64_t col, const Sums& sums) const {
+    const int64_t end = m + tokens < p_.rows ? m + tokens : p_.rows;
+    for (int64_t row = m; row < end; row += 16) {
+      for (int64_t k = 0; k < kPanelCols; k += 16) {
+        Square square;
+        square.read(&sums[k][row - m], kPanelTokens);
+        square.transpose();
+        for (int64_t i = 0; i < 16 && row + i < end; ++i)
+          square.give(i, p_.accumulate, p_.out + (row + i) * p_.ldo + col + k);
+      }
+    }
+  }
+
+  const TransposedProduct<uint16_t>& p_;
+  const PackedShape& shape_;
+  int64_t blocks_ = 0;
+};
+
+}  // namespace
+
+void multiply_transposed_bf16(const TransposedProduct<uint16_t>& p) {
+  if (p.rows > 0 && p.num_pieces > 0) TransposedTiles(p).run();
+}
+
+#if defined(KT_AMX_MODEL)
+void transpose_rows_bf16(const float* in, int64_t ld, int64_t rows, int64_t cols, uint16_t* out, int64_t ld_out) {
+  const int64_t padded_rows = round_up(rows, kTokenUnit), padded_cols = round_up(cols, kBlockRows);
+  for (int64_t n = 0; n < padded_cols; ++n) {
+    for (int64_t m = 0; m < padded_rows; ++m) {
+      out[(n / 2 * ld_out + m) * 2 + n % 2] = n < cols && m < rows ? float_to_bf16(in[m * ld + n]) : uint16_t{0};
+    }
+  }
+}
+#else
+void transpose_rows_bf16(const float* in, int64_t ld, int64_t rows, int64_t cols, uint16_t* out, int64_t ld_out) {
+  base::transpose_rows_bf16(in, ld, rows, cols, out, ld_out);
+}
+#endif
+
+}  // namespace kt::amx::inline KT_AMX_BUILD

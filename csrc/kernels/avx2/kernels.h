@@ -1,0 +1,29 @@
+// The kernels of this instruction set, by file. Contracts: kernels/tiles.h.
+#pragma once
+
+#include "kernels/tiles.h"
+
+namespace kt::avx2 {
+
+// float.cpp
+void multiply(const PackedProduct<float>& p);
+
+// integer.cpp
+void multiply_int8(const IntegerProduct& p);
+int64_t quantized_bytes(const PackedShape& shape);
+void quantize(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums);
+
+// transposed.cpp
+void multiply_transposed(const TransposedProduct<float>& p);
+void transpose_rows(const float* in, int64_t ld, int64_t rows, int64_t cols, float* out, int64_t ld_out);
+
+// rows.cpp
+void product(const PlainProduct& p);
+void row_product(const RowProduct& p);
+void widen(const uint16_t* from, int64_t count, float* to);
+void narrow(const float* from, int64_t count, uint16_t* to);
+void swiglu(const float* gate, const float* up, int64_t count, float* h);
+double swiglu_backward(float* gate, float* up, const float* dh, float weight, int64_t count);
+void add_scaled(const float* from, float factor, int64_t count, float* to);
+
+}  // namespace kt::avx2

@@ -1,0 +1,162 @@
+// The loops around the register tiles of integer products, once for all instruction sets. An ISA gives
+//
+//   struct Isa {
+//     static constexpr int kMaxRows, kMaxBlocks;  // of a register tile; kMaxBlocks 1 or 2
+//     static constexpr int kFewRows;              // up to this many rows are few; at most kMaxRows
+//     static constexpr int64_t kChunkBytes;       // of packed lines that stay in the first-level cache
+//     template <Encoding, int kRows, int kBlocks> static void tile(const IntegerTile&);
+//   };
+//
+// Few rows: one block after the other, all its groups at once: one forward stream, prefetched some distance ahead. Many
+// rows: kMaxBlocks blocks, a chunk of groups after the other, which all row tiles use while it lies in the first-level
+// cache and each fetches its part of the next chunk into the second; float totals lie in c between chunks. The order of
+// additions is the order of groups in either case.
+//
+// Include only in a kernel's own translation unit, with Isa in an unnamed namespace.
+#pragma once
+
+#include <xmmintrin.h>
+
+#include <array>
+#include <cstdint>
+#include <utility>
+
+#include "kernels/layout.h"
+#include "kernels/tiles.h"
+
+namespace kt {
+namespace {
+
+// Bytes to ask for ahead of one forward stream: the latency of memory times its bandwidth, some times over.
+constexpr int64_t kStreamAhead = 4096;
+
+// What a register tile computes: groups [first, end) of some rows with one block or two. c holds the totals of the
+// groups before `first`.
+struct IntegerTile {
+  PackedShape shape;
+  const uint8_t* a;  // from here down: of the tile's first row
+  int64_t lda;
+  const float* a_scales;
+  const int32_t* a_sums;
+  int64_t ld_groups;
+  float* c;
+  int64_t ldc;
+  Block blocks[2];
+  int64_t first, end;
+  int64_t fetch_first, fetch_step;  // groups in which to prefetch
+  int64_t ahead;                    // how many bytes ahead of the group's own lines
+  bool near;                        // into the first-level cache
+};
+
+// The columns of a group, and its lines in a block.
+struct GroupSpan {
+  int64_t col, cols, line_begin, lines;
+};
+
+template <Encoding kEncoding>
+inline GroupSpan group_span(const PackedShape& shape, int64_t g) {
+  constexpr int64_t kPerLine = kEncoding == Encoding::kInt4 ? 8 : 4;
+  const int64_t group = shape.activation_group(), col = g * group, left = shape.padded_cols() - col;
+  const int64_t cols = group < left ? group : left;
+  return {col, cols, col / kPerLine * kLineBytes, cols / kPerLine};
+}
+
+template <int kBlocks>
+inline void prefetch_group(const IntegerTile& t, const GroupSpan& span) {
+  for (int b = 0; b < kBlocks; ++b) {
+    const auto* from = reinterpret_cast<const char*>(t.blocks[b].lines) + span.line_begin + t.ahead;
+    if (t.near) {
+      for (int64_t i = 0; i < span.lines; ++i) _mm_prefetch(from + i * kLineBytes, _MM_HINT_T0);
+    } else {
+      for (int64_t i = 0; i < span.lines; ++i) _mm_prefetch(from + i * kLineBytes, _MM_HINT_T1);
+    }
+  }
+}
+
+using TileFunction = void (*)(const IntegerTile&);
+
+template <class Isa, Encoding kEncoding, int kBlocks, int... kRows>
+constexpr std::array<TileFunction, sizeof...(kRows) + 1> tile_functions(std::integer_sequence<int, kRows...>) {
+  return {nullptr, Isa::template tile<kEncoding, kRows + 1, kBlocks>...};
+}
+
+template <class Isa, Encoding kEncoding>
+inline TileFunction tile_function(int64_t rows, int blocks) {
+  using Rows = std::make_integer_sequence<int, Isa::kMaxRows>;
+  static constexpr auto kOne = tile_functions<Isa, kEncoding, 1>(Rows{});
+  static constexpr auto kMost = tile_functions<Isa, kEncoding, Isa::kMaxBlocks>(Rows{});
+  return (blocks == 1 ? kOne : kMost)[static_cast<size_t>(rows)];
+}
+
+template <class Isa, Encoding kEncoding>
+inline void run_tile(const IntegerProduct& p, int64_t row, int64_t rows, int64_t block, int blocks, IntegerTile& t) {
+  t.a = p.a.values + row * p.a.ld;
+  t.a_scales = p.a.scales + row * p.a.ld_groups;
+  t.a_sums = p.a.sums + row * p.a.ld_groups;
+  t.c = p.c + row * p.ldc + block * kBlockRows;
+  tile_function<Isa, kEncoding>(rows, blocks)(t);
+}
+
+template <class Isa, Encoding kEncoding>
+inline void multiply_blocks(const IntegerProduct& p, int64_t block, int blocks, int64_t next_blocks, IntegerTile& t) {
+  const PackedShape& shape = p.weights.shape;
+  const int64_t groups = shape.activation_groups();
+  const int64_t tiles = (p.rows + Isa::kMaxRows - 1) / Isa::kMaxRows;
+  const int64_t group_bytes = shape.activation_group() / shape.columns_per_line() * kLineBytes;
+  const int64_t chunk_bytes = Isa::kChunkBytes / blocks;
+  const int64_t at_once = chunk_bytes > group_bytes ? chunk_bytes / group_bytes : 1;
+  t.near = false;
+  for (t.first = 0; t.first < groups; t.first = t.end) {
+    t.end = t.first + at_once < groups ? t.first + at_once : groups;
+    const bool last = t.end == groups;
+    t.ahead = last ? blocks * shape.block_bytes() - t.first * group_bytes : at_once * group_bytes;
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t row = p.rows * i / tiles, rows = p.rows * (i + 1) / tiles - row;
+      t.fetch_first = last && next_blocks < blocks ? groups : t.first + i;
+      t.fetch_step = tiles;
+      run_tile<Isa, kEncoding>(p, row, rows, block, blocks, t);
+    }
+  }
+}
+
+template <class Isa, Encoding kEncoding>
+inline void multiply_encoded(const IntegerProduct& p) {
+  static_assert(Isa::kFewRows <= Isa::kMaxRows && Isa::kMaxBlocks <= 2);
+  const PackedShape& shape = p.weights.shape;
+  IntegerTile t{};
+  t.shape = shape;
+  t.lda = p.a.ld;
+  t.ld_groups = p.a.ld_groups;
+  t.ldc = p.ldc;
+  const bool few = p.rows <= Isa::kFewRows;
+  for (int64_t block = 0; block < p.weights.blocks;) {
+    const int64_t left = p.weights.blocks - block;
+    const int blocks = few || left == 1 ? 1 : Isa::kMaxBlocks;
+    for (int b = 0; b < blocks; ++b) t.blocks[b] = block_at(shape, p.weights.data, block + b);
+    if (few) {
+      t.first = 0;
+      t.end = shape.activation_groups();
+      t.fetch_first = 0;
+      t.fetch_step = 1;
+      t.ahead = kStreamAhead;
+      t.near = true;
+      run_tile<Isa, kEncoding>(p, 0, p.rows, block, 1, t);
+    } else {
+      multiply_blocks<Isa, kEncoding>(p, block, blocks, left - blocks, t);
+    }
+    block += blocks;
+  }
+}
+
+template <class Isa>
+inline void multiply_integer(const IntegerProduct& p) {
+  if (p.rows == 0) return;
+  if (p.weights.shape.format.encoding == Encoding::kInt4) {
+    multiply_encoded<Isa, Encoding::kInt4>(p);
+  } else {
+    multiply_encoded<Isa, Encoding::kInt8>(p);
+  }
+}
+
+}  // namespace
+}  // namespace kt

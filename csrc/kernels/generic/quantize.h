@@ -1,0 +1,73 @@
+// Activations to int8, once for all instruction sets: plain loops that the compiler vectorises for the unit that
+// includes this. Include only in a kernel's own translation unit.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/layout.h"
+
+namespace kt {
+namespace {
+
+constexpr int64_t kQuantizeUnit = kColumnUnit;  // groups are multiples of it
+
+// The largest magnitude. Compared as integers, which orders floats of one sign, and a NaN above all of them.
+inline float largest_magnitude(const float* x, int64_t count) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    int32_t bits;
+    std::memcpy(&bits, x + i, sizeof bits);
+    bits &= 0x7fffffff;
+    largest = largest < bits ? bits : largest;
+  }
+  float value;
+  std::memcpy(&value, &largest, sizeof value);
+  return value;
+}
+
+// codes[i] = x[i] * factor, |x[i] * factor| < 127.5, to nearest even; the sum of them. Adding 1.5 * 2^23 leaves the
+// rounded integer in the low bits, defined for any input and without a conversion that traps or saturates.
+inline int32_t round_codes(const float* x, float factor, int8_t* codes) {
+  int32_t sum = 0;
+  for (int64_t i = 0; i < kQuantizeUnit; ++i) {
+    const float shifted = x[i] * factor + 12582912.0f;
+    int32_t bits;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    const auto code = static_cast<int8_t>(bits);  // 1.5 * 2^23 is 0x4b400000: the low byte is the code
+    codes[i] = code;
+    sum += code;
+  }
+  return sum;
+}
+
+// `store(unit, codes)` writes kQuantizeUnit codes where the kernel wants them. Groups whose largest magnitude is too
+// small for its inverse (below 4e-37) count as zero. A group with NaN or infinity gets a scale that is not finite.
+template <class Store>
+inline void quantize_row(const PackedShape& shape, const float* row, float* scales, int32_t* sums, Store store) {
+  const int64_t group = shape.activation_group(), padded = shape.padded_cols();
+  for (int64_t g = 0; g < shape.activation_groups(); ++g) {
+    const int64_t begin = g * group, end = begin + group < padded ? begin + group : padded;
+    const int64_t real = end < shape.cols ? end : shape.cols;
+    const float largest = largest_magnitude(row + begin, real - begin);
+    const bool zero = largest < 4e-37f;
+    const float factor = zero ? 0.0f : 127.0f / largest;
+    scales[g] = zero ? 0.0f : largest / 127.0f;
+    int32_t sum = 0;
+    for (int64_t col = begin; col < end; col += kQuantizeUnit) {
+      alignas(64) int8_t codes[kQuantizeUnit];
+      if (col + kQuantizeUnit <= shape.cols) {
+        sum += round_codes(row + col, factor, codes);
+      } else {
+        float tail[kQuantizeUnit] = {};
+        std::memcpy(tail, row + col, static_cast<size_t>(shape.cols - col) * sizeof(float));
+        sum += round_codes(tail, factor, codes);
+      }
+      store(col / kQuantizeUnit, codes);
+    }
+    sums[g] = sum;
+  }
+}
+
+}  // namespace
+}  // namespace kt

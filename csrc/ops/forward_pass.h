@@ -1,0 +1,68 @@
+// The forward pass of one run of tokens: the steps, and two ways to order them (schedule.h).
+#pragma once
+
+#include "ops/operand.h"
+#include "ops/retained.h"
+#include "ops/schedule.h"
+
+namespace kt {
+
+class ForwardPass {
+ public:
+  // `keep`: where gate, up and the low-rank products are to stay, or null.
+  ForwardPass(const Engine& engine, const RoutedCall& call, const Routing& routing, RetainedChunk* keep);
+
+  // Everything up to the output.
+  void run(const TensorView& out);
+  // Only what is kept, for a backward pass that finds nothing retained.
+  void run_kept();
+
+  // Bytes of the rows that live until the end of a pass, for each pair.
+  static int64_t bytes_per_pair(const Engine& engine);
+
+ private:
+  // Per-pair arrays: of all pairs, or of one expert's in the memory of the thread that works on it.
+  struct Rows {
+    Operand x, h;
+    float* low[kNumProjections];
+  };
+  struct Buffers;
+
+  Rows reserve(Buffers* buffers, int64_t pairs) const;
+  Rows rows_of(const PairRange& run) const;
+  Rows own_rows() const;
+  float* low_of(const Rows& rows, const PairRange& run, Projection part) const;
+
+  void prepare_token(int64_t token);
+  void load(const PairRange& run, const Rows& rows) const;
+  void low(int64_t index, Projection part, const Operand& input, const Rows& rows) const;
+  void gate_up(int64_t index, int64_t block, int64_t blocks, const Rows& rows) const;
+  void finish_h(int64_t index, const Rows& rows, bool for_down) const;
+  void down(int64_t index, int64_t block, int64_t blocks, const Rows& rows) const;
+  void whole_expert(int64_t index, const Rows& rows, bool with_down) const;
+  void combine(int64_t token, const TensorView& out) const;
+  void run_tasks(const TensorView* out);
+
+  const Engine& engine_;
+  const RoutedCall& call_;
+  const Routing& routing_;
+  RetainedChunk* const keep_;
+  const Arithmetic arithmetic_;
+  const int64_t rank_;
+  const bool with_lora_in_, with_lora_down_;
+  const int64_t ld_y_;
+  Operand tokens_;  // int8: a token is quantized once, not for each of its experts
+  Rows all_{};      // of all pairs, where experts are cut
+  float* y_ = nullptr;
+};
+
+// out[t] = sum over positions, in their order, of factor * rows[pair]; factor 1 unless `weighted`.
+void combine_pairs(const Engine& engine, const Routing& routing, const float* rows, int64_t ld, bool weighted,
+                   int64_t token, const TensorView& out);
+
+// values [count] of row `token` of a float32 or bf16 matrix, as float32.
+void widen_row(const Tiles& tiles, const TensorView& matrix, int64_t token, float* values);
+
+int64_t max_rank_of_all(const RoutedCall& call);
+
+}  // namespace kt

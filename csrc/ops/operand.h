@@ -1,0 +1,47 @@
+// Rows of activations in the form in which a packed product takes them: float32, bf16, or int8 with scales and sums.
+#pragma once
+
+#include "base/memory.h"
+#include "ops/call.h"
+
+namespace kt {
+
+struct Operand {
+  Arithmetic arithmetic = Arithmetic::kFloat;
+  float* f32 = nullptr;  // also beside the others where a caller wants it (LoRA)
+  uint16_t* bf16 = nullptr;
+  uint8_t* codes = nullptr;
+  float* scales = nullptr;
+  int32_t* sums = nullptr;
+  int64_t ld = 0;        // elements of f32 and bf16
+  int64_t ld_codes = 0;  // bytes
+  int64_t ld_groups = 0;
+
+  Operand from(int64_t row) const;
+};
+
+// Row stride of activations for a matrix with so many columns: padding as the packed layout wants, and one cache line
+// more, so that the rows of a register tile do not all fall into the same sets of the first-level cache.
+inline int64_t activation_stride(int64_t cols) { return round_up(cols, kColumnUnit) + 16; }
+
+// Memory for operands; grows, never shrinks.
+class OperandBuffer {
+ public:
+  // Room for `rows` rows of activations of a matrix of this shape. `with_f32`: the float32 rows too, in any arithmetic.
+  Operand reserve(const Tiles& tiles, const PackedShape& shape, Arithmetic arithmetic, int64_t rows, bool with_f32);
+
+ private:
+  AlignedBuffer f32_, bf16_, codes_, scales_, sums_;
+};
+
+// Row `row` of `operand` from its float32 values (which may be its own f32 row): narrows or quantizes as needed.
+void finish_row(const Tiles& tiles, const PackedShape& shape, const Operand& operand, int64_t row, const float* values);
+
+// Copies what the arithmetic needs (and f32 where both have it) of row `from` of `source`.
+void copy_row(const PackedShape& shape, const Operand& source, int64_t from, const Operand& target, int64_t to);
+
+// c = rows of the operand times the blocks, transposed: c[m, 16 * b + i].
+void multiply_rows(const Tiles& tiles, const Operand& operand, int64_t rows, const PackedBlocks& blocks, float* c,
+                   int64_t ldc);
+
+}  // namespace kt

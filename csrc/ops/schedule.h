@@ -1,0 +1,64 @@
+// How the work of a call is cut into tasks for the pool; no choice here changes a result.
+#pragma once
+
+#include <algorithm>
+
+#include "ops/call.h"
+#include "ops/routing.h"
+#include "threads/pool.h"
+
+namespace kt {
+
+// Below this many multiply-adds, waking other threads takes longer than the work.
+inline constexpr int64_t kAloneBelow = 1 << 20;
+
+inline int threads_for(const Engine& engine, const Routing& routing) {
+  const ExpertShape& shape = engine.layer.shape();
+  return routing.num_pairs() * shape.hidden * shape.intermediate * 3 < kAloneBelow ? 1 : engine.num_threads;
+}
+
+// With many experts for each thread, one task does everything for an expert: its intermediates stay in that core's
+// cache, and there is nothing to wait for. Else the matrices of an expert are cut between threads, and on several
+// memory nodes always, so that each node reads its own weights.
+inline bool expert_tasks(const Engine& engine, const Routing& routing, int num_threads) {
+  constexpr int64_t kExpertsPerThread = 16;
+  return num_threads == 1 || (engine.layer.num_nodes() == 1 &&
+                              static_cast<int64_t>(routing.experts.size()) >= kExpertsPerThread * num_threads);
+}
+
+// The longest run of tokens whose per-pair rows stay within a budget; at least one. The budget grows with the layer, so
+// that a large model's weights are not read again for every few tokens.
+inline int64_t tokens_at_once(const ExpertLayer& layer, const RoutedCall& call, int64_t bytes_per_pair) {
+  constexpr int64_t kLeast = int64_t{128} << 20, kMost = int64_t{1} << 30;
+  const int64_t budget = std::clamp(layer.resident_bytes() / 4, kLeast, kMost);
+  return std::max<int64_t>(1, budget / (std::max<int64_t>(1, call.ids.shape[1]) * bytes_per_pair));
+}
+
+// Ranges of a projection's blocks, node by node: the tasks of one phase.
+class BlockRanges {
+ public:
+  BlockRanges(const ExpertLayer& layer, Projection part, int64_t num_experts, int64_t at_once)
+      : layer_(layer), part_(part), at_once_(at_once) {
+    for (int node = 0; node < layer.num_nodes(); ++node) {
+      ranges_[node] = (layer.piece(0, part, node).blocks.blocks + at_once - 1) / at_once;
+      num_tasks_[node] = ranges_[node] * num_experts;
+    }
+  }
+  const int64_t* num_tasks() const { return num_tasks_; }
+
+  // body(expert index, first block, blocks)
+  template <class Body>
+  void visit(int node, int64_t task, Body&& body) const {
+    const auto piece = layer_.piece(0, part_, node);
+    const int64_t first = (task % ranges_[node]) * at_once_;
+    body(task / ranges_[node], piece.first + first, std::min(at_once_, piece.blocks.blocks - first));
+  }
+
+ private:
+  const ExpertLayer& layer_;
+  const Projection part_;
+  const int64_t at_once_;
+  int64_t ranges_[kMaxNodes] = {}, num_tasks_[kMaxNodes] = {};
+};
+
+}  // namespace kt

@@ -1,0 +1,202 @@
+#include "weights/reader.h"
+
+#include <algorithm>
+#include <string>
+
+#include "base/bf16.h"
+#include "base/fp16.h"
+#include "weights/unpack.h"
+
+namespace kt {
+namespace {
+
+// Beyond it a weight would overflow float32 in the arithmetic.
+constexpr float kScaleLimit = 1e30f;
+
+int64_t element_bytes(const TensorPart& part) {
+  const std::string& dtype = part.tensor.entry->dtype;
+  return dtype == "I64" ? 8 : dtype == "F32" || dtype == "I32" ? 4 : dtype == "BF16" || dtype == "F16" ? 2 : 1;
+}
+
+Status bad_element(const TensorPart& part, const std::string& what, int64_t element) {
+  return bad_checkpoint(part.where() + " holds " + what + " at element " + std::to_string(part.first + element));
+}
+
+// Where row `row` of eight (or, with 8 bits, four) stands in its word, in codes.
+int64_t place_in_word(const Scheme& scheme, int64_t row) {
+  static constexpr int kAwqPlace[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+  const int64_t at = row % scheme.codes_per_word();
+  return scheme.storage == Storage::kAwq ? kAwqPlace[at] : at;
+}
+
+}  // namespace
+
+MatrixReader::MatrixReader(const Scheme& scheme, const MatrixSource& source, int64_t rows, int64_t cols)
+    : scheme_(scheme),
+      source_(source),
+      shape_{rows, cols, scheme.format()},
+      stored_groups_(scheme.group ? (cols + scheme.group - 1) / scheme.group : 1) {}
+
+// `count` elements of the part from `first` on.
+Status MatrixReader::read_part(const TensorPart& part, int64_t first, int64_t count, void* to) const {
+  const int64_t bytes = element_bytes(part);
+  return part.tensor.file->read(*part.tensor.entry, (part.first + first) * bytes, count * bytes, to);
+}
+
+Status MatrixReader::prepare() {
+  if (source_.shape.present()) KT_RETURN_IF_ERROR(check_shape());
+  if (source_.group_index.present()) KT_RETURN_IF_ERROR(check_group_index());
+  if (source_.scales.present()) KT_RETURN_IF_ERROR(read_scales());
+  if (source_.zeros.present()) KT_RETURN_IF_ERROR(read_zeros());
+  if (scheme_.storage != Storage::kGptq && scheme_.storage != Storage::kAwq) return {};
+  const int64_t words = shape_.rows * shape_.cols / scheme_.codes_per_word();
+  return read_part(source_.codes, 0, words, raw_.reserve<uint32_t>(words));
+}
+
+Status MatrixReader::check_shape() const {
+  int64_t wide[2];
+  if (element_bytes(source_.shape) == 8) {
+    KT_RETURN_IF_ERROR(read_part(source_.shape, 0, 2, wide));
+  } else {
+    int32_t narrow[2];
+    KT_RETURN_IF_ERROR(read_part(source_.shape, 0, 2, narrow));
+    std::copy(narrow, narrow + 2, wide);
+  }
+  if (wide[0] == shape_.rows && wide[1] == shape_.cols) return {};
+  return bad_checkpoint(source_.shape.where() + " holds [" + std::to_string(wide[0]) + ", " + std::to_string(wide[1]) +
+                        "], expected [" + std::to_string(shape_.rows) + ", " + std::to_string(shape_.cols) + "]");
+}
+
+Status MatrixReader::check_group_index() const {
+  std::vector<int32_t> index(static_cast<size_t>(shape_.cols));
+  KT_RETURN_IF_ERROR(read_part(source_.group_index, 0, shape_.cols, index.data()));
+  const int64_t group = scheme_.group ? scheme_.group : shape_.cols;
+  for (int64_t col = 0; col < shape_.cols; ++col) {
+    if (index[static_cast<size_t>(col)] == col / group) continue;
+    return bad_checkpoint(source_.group_index.where() + " puts column " + std::to_string(col) + " into group " +
+                          std::to_string(index[static_cast<size_t>(col)]) + ", expected " +
+                          std::to_string(col / group) +
+                          ": columns in the order of their activations (desc_act) are not supported");
+  }
+  return {};
+}
+
+Status MatrixReader::read_scales() {
+  const bool blocks = scheme_.storage == Storage::kFp8Blocks;
+  const bool transposed = scheme_.storage == Storage::kGptq || scheme_.storage == Storage::kAwq;
+  const int64_t stored_rows = blocks ? (source_.first_row + shape_.rows + kFp8Block - 1) / kFp8Block : shape_.rows;
+  const int64_t count = stored_rows * stored_groups_;
+  std::vector<float> stored(static_cast<size_t>(count));
+  if (element_bytes(source_.scales) == 4) {
+    KT_RETURN_IF_ERROR(read_part(source_.scales, 0, count, stored.data()));
+  } else {
+    std::vector<uint16_t> narrow(static_cast<size_t>(count));
+    KT_RETURN_IF_ERROR(read_part(source_.scales, 0, count, narrow.data()));
+    const auto widen = source_.scales.tensor.entry->dtype == "BF16" ? bf16_to_float : fp16_to_float;
+    std::transform(narrow.begin(), narrow.end(), stored.begin(), widen);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const float scale = stored[static_cast<size_t>(i)];
+    if (!(scale > 0.0f && scale < kScaleLimit))
+      return bad_element(source_.scales, "scale " + std::to_string(scale) + " (allowed: above 0, below 1e30)", i);
+  }
+  const int64_t groups = shape_.groups();
+  scales_.resize(static_cast<size_t>(shape_.rows * groups));
+  for (int64_t row = 0; row < shape_.rows; ++row) {
+    const int64_t stored_row = blocks ? (source_.first_row + row) / kFp8Block : row;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t from = std::min(g, stored_groups_ - 1);
+      scales_[static_cast<size_t>(row * groups + g)] =
+          stored[static_cast<size_t>(transposed ? from * shape_.rows + row : stored_row * stored_groups_ + from)];
+    }
+  }
+  return {};
+}
+
+Status MatrixReader::read_zeros() {
+  const int64_t count = source_.zeros.tensor.entry->bytes / element_bytes(source_.zeros);
+  const int64_t per_word = scheme_.codes_per_word(), groups = shape_.groups(), words_of_rows = shape_.rows / per_word;
+  std::vector<uint32_t> words;
+  std::vector<uint8_t> bytes;
+  if (scheme_.storage == Storage::kInt8) {
+    bytes.resize(static_cast<size_t>(count));
+    KT_RETURN_IF_ERROR(read_part(source_.zeros, 0, count, bytes.data()));
+  } else {
+    words.resize(static_cast<size_t>(count));
+    KT_RETURN_IF_ERROR(read_part(source_.zeros, 0, count, words.data()));
+  }
+  zeros_.resize(static_cast<size_t>(shape_.rows * groups));
+  for (int64_t row = 0; row < shape_.rows; ++row) {
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t from = std::min(g, stored_groups_ - 1);
+      uint32_t zero;
+      if (scheme_.storage == Storage::kInt8) {
+        zero = bytes[static_cast<size_t>(row * stored_groups_ + from)] ^ 0x80u;
+      } else {
+        const int64_t at = scheme_.storage == Storage::kPacked ? row / per_word * stored_groups_ + from
+                                                               : from * words_of_rows + row / per_word;
+        zero = words[static_cast<size_t>(at)] >> (place_in_word(scheme_, row) * scheme_.bits);
+        zero = (zero + static_cast<uint32_t>(scheme_.zero_added)) & ((1u << scheme_.bits) - 1);
+        if (!scheme_.zero_points && zero != 1u << (scheme_.bits - 1))
+          return bad_element(source_.zeros,
+                             "zero point " + std::to_string(zero) + " of output " + std::to_string(row) +
+                                 ", but quantization_config says symmetric,",
+                             at);
+      }
+      zeros_[static_cast<size_t>(row * groups + g)] = static_cast<uint8_t>(zero);
+    }
+  }
+  return {};
+}
+
+Status MatrixReader::read(int64_t first, int64_t count, PlainMatrix* strip) {
+  KT_RETURN_IF_ERROR(read_codes(first, count));
+  const int64_t at = first * shape_.groups();
+  *strip = {{count, shape_.cols, shape_.format},
+            codes_.data(),
+            scales_.empty() ? nullptr : scales_.data() + at,
+            scheme_.zero_points ? zeros_.data() + at : nullptr};
+  return {};
+}
+
+Status MatrixReader::read_codes(int64_t first, int64_t count) {
+  const int64_t cols = shape_.cols, elements = count * cols;
+  if (scheme_.storage == Storage::kDense) {
+    auto* values = codes_.reserve<uint16_t>(elements);
+    KT_RETURN_IF_ERROR(read_part(source_.codes, first * cols, elements, values));
+    const int64_t bad = first_not_finite(values, elements);
+    return bad < 0 ? Status() : bad_element(source_.codes, "NaN or Inf", first * cols + bad);
+  }
+  auto* codes = codes_.reserve<uint8_t>(elements);
+  if (scheme_.storage == Storage::kGptq) {
+    unpack_gptq(static_cast<const uint32_t*>(raw_.data()), scheme_.bits, shape_.rows, cols, first, count, codes);
+    return {};
+  }
+  if (scheme_.storage == Storage::kAwq) {
+    unpack_awq(static_cast<const uint32_t*>(raw_.data()), shape_.rows, cols, first, count, codes);
+    return {};
+  }
+  if (scheme_.storage == Storage::kPacked) {
+    const int64_t words = (cols + scheme_.codes_per_word() - 1) / scheme_.codes_per_word();
+    auto* raw = raw_.reserve<uint8_t>(count * words * 4);
+    KT_RETURN_IF_ERROR(read_part(source_.codes, first * words, count * words, raw));
+    for (int64_t row = 0; row < count; ++row) {
+      const uint8_t* from = raw + row * words * 4;
+      if (scheme_.bits == 4) {
+        unpack_nibbles(from, cols, codes + row * cols);
+      } else {
+        std::copy(from, from + cols, codes + row * cols);
+      }
+    }
+    return {};
+  }
+  KT_RETURN_IF_ERROR(read_part(source_.codes, first * cols, elements, codes));
+  if (scheme_.storage == Storage::kInt8) {
+    unpack_signed(codes, elements, codes);
+    return {};
+  }
+  const int64_t bad = first_fp8_nan(codes, elements);
+  return bad < 0 ? Status() : bad_element(source_.codes, "NaN", first * cols + bad);
+}
+
+}  // namespace kt

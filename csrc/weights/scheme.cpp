@@ -1,0 +1,276 @@
+#include "weights/scheme.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace kt {
+namespace {
+
+constexpr const char* kSupported =
+    "; supported: bfloat16, fp8 (e4m3, blocks of 128 x 128), compressed-tensors (pack-quantized, int-quantized, "
+    "float-quantized), gptq, awq";
+
+std::string text_of(const Json* value) {
+  if (value == nullptr) return "missing";
+  switch (value->kind) {
+    case Json::Kind::kNull:
+      return "null";
+    case Json::Kind::kBool:
+      return value->boolean ? "true" : "false";
+    case Json::Kind::kNumber:
+      return value->string;
+    case Json::Kind::kString:
+      return "'" + value->string + "'";
+    case Json::Kind::kArray: {
+      std::string text = "[";
+      for (const Json& item : value->array) text += (text.size() > 1 ? ", " : "") + text_of(&item);
+      return text + "]";
+    }
+    default:
+      return "an object";
+  }
+}
+
+bool is_true(const Json* value) { return value && value->kind == Json::Kind::kBool && value->boolean; }
+bool is_text(const Json* value, const char* wanted) {
+  return value && value->kind == Json::Kind::kString && value->string == wanted;
+}
+bool is_absent(const Json* value) { return value == nullptr || value->kind == Json::Kind::kNull; }
+
+// [128, 128]
+bool is_fp8_block(const Json* value) {
+  return value && value->kind == Json::Kind::kArray && value->array.size() == 2 &&
+         std::all_of(value->array.begin(), value->array.end(),
+                     [](const Json& size) { return size.integral && size.integer == kFp8Block; });
+}
+
+class SchemeFinder {
+ public:
+  SchemeFinder(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape)
+      : checkpoint_(checkpoint), prefix_(prefix), shape_(shape), config_(checkpoint.quantization()) {
+    if (config_ && config_->find("quant_method") && config_->find("quant_method")->kind == Json::Kind::kString)
+      method_ = config_->find("quant_method")->string;
+  }
+
+  Status find(Scheme* scheme) {
+    if (has(prefix_ + ".gate_up_proj")) return find_fused(scheme);
+    base_ = prefix_ + ".0.gate_proj";
+    if (has(base_ + ".weight_packed")) {
+      scheme->storage = Storage::kPacked;
+      return from_compressed(scheme);
+    }
+    if (has(base_ + ".qweight")) return find_transposed(scheme);
+    if (has(base_ + ".weight")) return find_plain(scheme);
+    return bad_checkpoint(checkpoint_.directory() + ": no experts under '" + prefix_ + "': tensor '" + base_ +
+                          ".weight' is missing (nor .weight_packed, nor .qweight, nor '" + prefix_ + ".gate_up_proj')");
+  }
+
+ private:
+  bool has(const std::string& name) const { return checkpoint_.contains(name); }
+
+  Status config_error(const std::string& key, const Json* value, const std::string& allowed) const {
+    return bad_checkpoint(checkpoint_.directory() + "/config.json: quantization_config: " + key + " is " +
+                          text_of(value) + ", but experts under '" + prefix_ + "' need " + allowed);
+  }
+  Status method_error(const std::string& allowed) const {
+    if (config_ == nullptr) {
+      return bad_checkpoint(checkpoint_.directory() + ": tensors under '" + base_ +
+                            "' are quantized, but config.json has no quantization_config; expected quant_method " +
+                            allowed);
+    }
+    return config_error("quant_method", config_->find("quant_method"), allowed);
+  }
+  Status dtype_error(const std::string& name, const std::string& allowed) const {
+    Checkpoint::Tensor tensor{};
+    KT_RETURN_IF_ERROR(checkpoint_.find(name, &tensor));
+    return bad_checkpoint(tensor.file->path() + ": tensor '" + name + "' has dtype " + tensor.entry->dtype +
+                          ", expected " + allowed + kSupported);
+  }
+  std::string dtype(const std::string& name) const {
+    Checkpoint::Tensor tensor{};
+    return checkpoint_.find(name, &tensor).ok() ? tensor.entry->dtype : "";
+  }
+
+  Status find_fused(Scheme* scheme) {
+    base_ = prefix_ + ".gate_up_proj";
+    scheme->fused = true;
+    if (dtype(base_) == "F8_E4M3") return find_fp8_blocks("_scale_inv", scheme);
+    if (dtype(base_) != "BF16") return dtype_error(base_, "BF16 or F8_E4M3");
+    return dense("_scale_inv", scheme);
+  }
+
+  Status find_plain(Scheme* scheme) {
+    const std::string name = base_ + ".weight", type = dtype(name);
+    if (type == "BF16") return dense(".weight_scale", scheme);
+    if (type == "F8_E4M3") {
+      if (has(base_ + ".weight_scale_inv")) return find_fp8_blocks(".weight_scale_inv", scheme);
+      scheme->storage = Storage::kFp8Rows;
+      return from_compressed(scheme);
+    }
+    if (type == "I8") {
+      scheme->storage = Storage::kInt8;
+      return from_compressed(scheme);
+    }
+    return dtype_error(name, "BF16, F8_E4M3 or I8");
+  }
+
+  // Experts may be left out of a quantized checkpoint, so quantization_config says nothing about them.
+  Status dense(const std::string& scale_suffix, Scheme* scheme) const {
+    for (const std::string& suffix : {scale_suffix, scale_suffix + "_inv"}) {
+      if (has(base_ + suffix))
+        return bad_checkpoint(checkpoint_.directory() + ": tensor '" + base_ + suffix + "' is a scale, but '" + base_ +
+                              "' is BF16, which has none");
+    }
+    *scheme = {Storage::kDense, scheme->fused, 16, 0, false, 0, ""};
+    return {};
+  }
+
+  Status find_fp8_blocks(const std::string& suffix, Scheme* scheme) const {
+    if (config_) {
+      if (method_ != "fp8") return method_error("'fp8'");
+      const Json* block = config_->find("weight_block_size");
+      if (!is_fp8_block(block)) return config_error("weight_block_size", block, "[128, 128]");
+    }
+    *scheme = {Storage::kFp8Blocks, scheme->fused, 8, kFp8Block, false, 0, suffix};
+    return {};
+  }
+
+  Status find_transposed(Scheme* scheme) const {
+    if (method_ == "gptq") return find_gptq(scheme);
+    if (method_ == "awq") return find_awq(scheme);
+    return method_error("'gptq' or 'awq' (tensor '" + base_ + ".qweight')");
+  }
+
+  // -1 is one group for the whole row.
+  Status read_group(const std::string& key, const Json* value, Scheme* scheme) const {
+    const bool whole = value && value->kind == Json::Kind::kNumber && value->string == "-1";
+    if (!whole && !(value && value->integral && value->integer > 0 && value->integer % kColumnUnit == 0))
+      return config_error(key, value, "a multiple of 32, or -1 for one group a row");
+    scheme->group = whole ? 0 : value->integer;
+    return {};
+  }
+
+  Status read_bits(const std::string& key, const Json* value, bool eight, Scheme* scheme) const {
+    if (!(value && value->integral && (value->integer == 4 || (eight && value->integer == 8))))
+      return config_error(key, value, eight ? "4 or 8" : "4");
+    scheme->bits = static_cast<int>(value->integer);
+    return {};
+  }
+
+  Status find_gptq(Scheme* scheme) const {
+    *scheme = {Storage::kGptq, false, 4, 0, true, 1, ".scales"};
+    KT_RETURN_IF_ERROR(read_bits("bits", config_->find("bits"), true, scheme));
+    KT_RETURN_IF_ERROR(read_group("group_size", config_->find("group_size"), scheme));
+    const Json* layout = config_->find("checkpoint_format");
+    if (is_text(layout, "gptq_v2")) {
+      scheme->zero_added = 0;
+    } else if (!is_absent(layout) && !is_text(layout, "gptq")) {
+      return config_error("checkpoint_format", layout, "'gptq' or 'gptq_v2'");
+    }
+    if (is_true(config_->find("desc_act")) && !has(base_ + ".g_idx"))
+      return config_error("desc_act", config_->find("desc_act"), "g_idx, which is missing, or desc_act false");
+    scheme->zero_points = !is_true(config_->find("sym"));
+    return {};
+  }
+
+  Status find_awq(Scheme* scheme) const {
+    *scheme = {Storage::kAwq, false, 4, 0, true, 0, ".scales"};
+    KT_RETURN_IF_ERROR(read_bits("bits", config_->find("bits"), false, scheme));
+    KT_RETURN_IF_ERROR(read_group("group_size", config_->find("group_size"), scheme));
+    const Json* version = config_->find("version");
+    if (!is_absent(version) && !is_text(version, "gemm") && !is_text(version, "GEMM"))
+      return config_error("version", version, "'gemm'");
+    const Json* zeros = config_->find("zero_point");
+    if (zeros && !is_true(zeros)) return config_error("zero_point", zeros, "true");
+    return {};
+  }
+
+  // compressed-tensors: the group of config_groups that describes the experts. Of several the first that fits the
+  // tensors of the first expert.
+  Status from_compressed(Scheme* scheme) const {
+    if (method_ != "compressed-tensors") return method_error("'compressed-tensors'");
+    const Json* groups = config_->find("config_groups");
+    if (groups == nullptr || groups->kind != Json::Kind::kObject || groups->object.empty())
+      return config_error("config_groups", groups, "at least one group");
+    Status first_error;
+    for (const auto& [name, group] : groups->object) {
+      Scheme candidate = *scheme;
+      Status status = from_group("config_groups." + name + ".weights", group.find("weights"), &candidate);
+      if (status.ok() && (groups->object.size() == 1 || fits(candidate))) {
+        *scheme = candidate;
+        return {};
+      }
+      if (first_error.ok()) first_error = status;
+    }
+    if (!first_error.ok()) return first_error;
+    return config_error("config_groups", groups, "one that fits tensor '" + base_ + ".weight_scale'");
+  }
+
+  Status from_group(const std::string& where, const Json* weights, Scheme* scheme) const {
+    if (weights == nullptr || weights->kind != Json::Kind::kObject) return config_error(where, weights, "an object");
+    const bool fp8 = scheme->storage == Storage::kFp8Rows;
+    const Json *type = weights->find("type"), *bits = weights->find("num_bits"), *strategy = weights->find("strategy");
+    if (!is_text(type, fp8 ? "float" : "int")) return config_error(where + ".type", type, fp8 ? "'float'" : "'int'");
+    const Json* order = weights->find("actorder");
+    if (is_text(order, "group") || has(base_ + ".weight_g_idx"))
+      return config_error(where + ".actorder", order, "groups of neighbouring columns (no weight_g_idx)");
+    scheme->scale_suffix = ".weight_scale";
+    KT_RETURN_IF_ERROR(read_bits(where + ".num_bits", bits, true, scheme));
+    if (scheme->storage != Storage::kPacked && scheme->bits != 8) return config_error(where + ".num_bits", bits, "8");
+    if (fp8 && is_text(strategy, "block")) {
+      const Json* block = weights->find("block_structure");
+      if (!is_fp8_block(block)) return config_error(where + ".block_structure", block, "[128, 128]");
+      scheme->storage = Storage::kFp8Blocks;
+      scheme->group = kFp8Block;
+      return {};
+    }
+    scheme->group = 0;
+    if (!fp8 && is_text(strategy, "group")) {
+      KT_RETURN_IF_ERROR(read_group(where + ".group_size", weights->find("group_size"), scheme));
+    } else if (!is_text(strategy, "channel")) {
+      return config_error(where + ".strategy", strategy, fp8 ? "'channel' or 'block'" : "'group' or 'channel'");
+    }
+    const Json* symmetric = weights->find("symmetric");
+    scheme->zero_points = !fp8 && symmetric && !is_true(symmetric);
+    return {};
+  }
+
+  bool fits(const Scheme& candidate) const {
+    Checkpoint::Tensor codes{}, scales{};
+    const std::string name = base_ + (candidate.storage == Storage::kPacked ? ".weight_packed" : ".weight");
+    if (!checkpoint_.find(name, &codes).ok() || !checkpoint_.find(base_ + ".weight_scale", &scales).ok()) return false;
+    if (codes.entry->shape.size() != 2 || scales.entry->shape.size() != 2) return false;
+    const int64_t words = candidate.storage == Storage::kPacked
+                              ? round_up(shape_.hidden, candidate.codes_per_word()) / candidate.codes_per_word()
+                              : shape_.hidden;
+    const int64_t groups = candidate.group ? (shape_.hidden + candidate.group - 1) / candidate.group : 1;
+    return codes.entry->shape[1] == words && scales.entry->shape[1] == groups;
+  }
+
+  const Checkpoint& checkpoint_;
+  const std::string& prefix_;
+  const ExpertShape shape_;
+  const Json* config_;
+  std::string method_, base_;
+};
+
+}  // namespace
+
+Format Scheme::format() const {
+  switch (storage) {
+    case Storage::kDense:
+      return {Encoding::kBf16, 0, false};
+    case Storage::kFp8Blocks:
+      return {Encoding::kFp8, kFp8Block, false};
+    case Storage::kFp8Rows:
+      return {Encoding::kFp8, 0, false};
+    default:
+      return {bits == 4 ? Encoding::kInt4 : Encoding::kInt8, group == 0 && zero_points ? 128 : group, zero_points};
+  }
+}
+
+Status find_scheme(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape, Scheme* scheme) {
+  return SchemeFinder(checkpoint, prefix, shape).find(scheme);
+}
+
+}  // namespace kt

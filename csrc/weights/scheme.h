@@ -1,0 +1,53 @@
+// How a checkpoint stores the experts of a layer. Found from the tensors' names and types, and from quantization_config
+// in config.json, which must agree. `cols` are a matrix's inputs, `rows` its outputs; words are 32 bits, first code
+// lowest.
+//
+//   dense         .weight BF16 [rows, cols]
+//   fp8_blocks    .weight F8_E4M3 [rows, cols], .weight_scale_inv (DeepSeek-V3; compressed-tensors: .weight_scale)
+//                 [rows / 128, cols / 128], rounded up: W = scale * value
+//   fp8_rows      .weight F8_E4M3, .weight_scale [rows, 1]               compressed-tensors "float-quantized", channel
+//   int8          .weight I8, .weight_scale [rows, groups], perhaps .weight_zero_point I8 [rows, groups]
+//                                                                        compressed-tensors "int-quantized"
+//   packed        .weight_packed I32 [rows, words of cols], .weight_scale [rows, groups], .weight_shape [2], perhaps
+//                 .weight_zero_point I32 [words of rows, groups]; codes are stored with 2^(bits - 1) added
+//                                                                        compressed-tensors "pack-quantized", Kimi-K2
+//   gptq          .qweight I32 [words of cols, rows], .qzeros I32 [groups, words of rows], .scales [groups, rows],
+//                 .g_idx I32 [cols]; zeros are stored less one (modulo 2^bits), unless checkpoint_format is gptq_v2
+//   awq           .qweight I32 [cols, rows / 8], .qzeros I32 [groups, rows / 8], .scales [groups, rows]; nibble i of a
+//                 word holds row 0, 2, 4, 6, 1, 3, 5, 7 of its eight ("gemm" version)
+//
+// dense and fp8_blocks may be fused: prefix.gate_up_proj [E, 2I, H] and prefix.down_proj [E, H, I], the scales under
+// ..._scale_inv.
+#pragma once
+
+#include <string>
+
+#include "base/status.h"
+#include "kernels/format.h"
+#include "weights/checkpoint.h"
+#include "weights/packed.h"
+
+namespace kt {
+
+enum class Storage { kDense, kFp8Blocks, kFp8Rows, kInt8, kPacked, kGptq, kAwq };
+
+inline constexpr int64_t kFp8Block = 128;
+
+struct Scheme {
+  Storage storage = Storage::kDense;
+  bool fused = false;
+  int bits = 16;      // of a code
+  int64_t group = 0;  // columns that share a scale; 0: a row has one
+  bool zero_points = false;
+  int zero_added = 0;  // to what is stored: 1 for the first version of GPTQ
+  std::string scale_suffix;
+
+  bool integer() const { return storage >= Storage::kInt8; }
+  int64_t codes_per_word() const { return 32 / bits; }
+  // One scale and zero a row is kept as groups of 128 columns that agree: zeros are stored by group.
+  Format format() const;
+};
+
+Status find_scheme(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape, Scheme* scheme);
+
+}  // namespace kt

@@ -1,0 +1,156 @@
+#include "weights/source.h"
+
+#include <algorithm>
+
+namespace kt {
+namespace {
+
+using Sizes = std::vector<int64_t>;
+
+int64_t divide_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
+
+std::string text_of(const Sizes& sizes) {
+  std::string text = "[";
+  for (size_t i = 0; i < sizes.size(); ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
+  return text + "]";
+}
+
+std::string text_of(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : " or ") + name;
+  return text;
+}
+
+const std::vector<std::string> kScaleTypes = {"F32", "BF16", "F16"};
+
+class Locator {
+ public:
+  Locator(const Checkpoint& checkpoint, const std::string& prefix, const Scheme& scheme, ExpertShape shape,
+          int64_t expert, Projection part)
+      : checkpoint_(checkpoint),
+        prefix_(prefix),
+        scheme_(scheme),
+        shape_(shape),
+        expert_(expert),
+        part_(part),
+        rows_(part == kDown ? shape.hidden : shape.intermediate),
+        cols_(part == kDown ? shape.intermediate : shape.hidden),
+        groups_(scheme.group ? cols_ / scheme.group : 1) {
+    static const char* const kNames[] = {".gate_proj", ".up_proj", ".down_proj"};
+    base_ = prefix + "." + std::to_string(expert) + kNames[part];
+  }
+
+  Status locate(MatrixSource* source) const {
+    KT_RETURN_IF_ERROR(check_sizes());
+    if (scheme_.fused) return locate_fused(source);
+    switch (scheme_.storage) {
+      case Storage::kDense:
+        return find(".weight", {"BF16"}, {rows_, cols_}, &source->codes);
+      case Storage::kFp8Blocks:
+        KT_RETURN_IF_ERROR(find(".weight", {"F8_E4M3"}, {rows_, cols_}, &source->codes));
+        return find(scheme_.scale_suffix, kScaleTypes, {divide_up(rows_, kFp8Block), divide_up(cols_, kFp8Block)},
+                    &source->scales);
+      case Storage::kFp8Rows:
+        KT_RETURN_IF_ERROR(find(".weight", {"F8_E4M3"}, {rows_, cols_}, &source->codes));
+        return find(scheme_.scale_suffix, kScaleTypes, {rows_, 1}, &source->scales);
+      case Storage::kInt8:
+        KT_RETURN_IF_ERROR(find(".weight", {"I8"}, {rows_, cols_}, &source->codes));
+        return locate_compressed({"I8"}, {rows_, groups_}, source);
+      case Storage::kPacked:
+        KT_RETURN_IF_ERROR(find(".weight_packed", {"I32"}, {rows_, words(cols_)}, &source->codes));
+        KT_RETURN_IF_ERROR(find(".weight_shape", {"I32", "I64"}, {2}, &source->shape));
+        return locate_compressed({"I32"}, {words(rows_), groups_}, source);
+      default:
+        return locate_transposed(source);
+    }
+  }
+
+ private:
+  int64_t words(int64_t codes) const { return divide_up(codes, scheme_.codes_per_word()); }
+
+  Status size_error(const char* what, int64_t size, int64_t unit) const {
+    return bad_checkpoint(checkpoint_.directory() + ": '" + base_ + "' has " + std::to_string(size) + " " + what +
+                          ", not a multiple of " + std::to_string(unit) + " as its format needs");
+  }
+  Status check_sizes() const {
+    if (scheme_.integer() && scheme_.group && cols_ % scheme_.group)
+      return size_error("inputs, in groups", cols_, scheme_.group);
+    const bool transposed = scheme_.storage == Storage::kGptq || scheme_.storage == Storage::kAwq;
+    if (transposed && rows_ % scheme_.codes_per_word()) return size_error("outputs", rows_, scheme_.codes_per_word());
+    if (scheme_.storage == Storage::kGptq && cols_ % scheme_.codes_per_word())
+      return size_error("inputs", cols_, scheme_.codes_per_word());
+    if (scheme_.fused && scheme_.storage == Storage::kFp8Blocks && shape_.intermediate % kBlockRows)
+      return size_error("outputs, fused in fp8", shape_.intermediate, kBlockRows);
+    return {};
+  }
+
+  Status find_named(const std::string& name, const std::vector<std::string>& dtypes, const Sizes& wanted,
+                    TensorPart* part) const {
+    part->name = name;
+    KT_RETURN_IF_ERROR(checkpoint_.find(name, &part->tensor));
+    const TensorEntry& entry = *part->tensor.entry;
+    if (std::find(dtypes.begin(), dtypes.end(), entry.dtype) == dtypes.end())
+      return bad_checkpoint(part->where() + " has dtype " + entry.dtype + ", expected " + text_of(dtypes));
+    if (entry.shape != wanted)
+      return bad_checkpoint(part->where() + " has shape " + text_of(entry.shape) + ", expected " + text_of(wanted));
+    return {};
+  }
+  Status find(const std::string& suffix, const std::vector<std::string>& dtypes, const Sizes& wanted,
+              TensorPart* part) const {
+    return find_named(base_ + suffix, dtypes, wanted, part);
+  }
+
+  Status locate_fused(MatrixSource* source) const {
+    const bool down = part_ == kDown;
+    const int64_t all_rows = down ? rows_ : 2 * rows_;
+    const std::string name = prefix_ + (down ? ".down_proj" : ".gate_up_proj");
+    const bool fp8 = scheme_.storage == Storage::kFp8Blocks;
+    KT_RETURN_IF_ERROR(
+        find_named(name, {fp8 ? "F8_E4M3" : "BF16"}, {shape_.num_experts, all_rows, cols_}, &source->codes));
+    source->first_row = part_ == kUp ? rows_ : 0;
+    source->codes.first = (expert_ * all_rows + source->first_row) * cols_;
+    if (!fp8) return {};
+    const int64_t scale_rows = divide_up(all_rows, kFp8Block), scale_cols = divide_up(cols_, kFp8Block);
+    KT_RETURN_IF_ERROR(find_named(name + scheme_.scale_suffix, kScaleTypes,
+                                  {shape_.num_experts, scale_rows, scale_cols}, &source->scales));
+    source->scales.first = expert_ * scale_rows * scale_cols;
+    return {};
+  }
+
+  Status locate_compressed(const std::vector<std::string>& zero_types, const Sizes& zero_sizes,
+                           MatrixSource* source) const {
+    KT_RETURN_IF_ERROR(find(".weight_scale", kScaleTypes, {rows_, groups_}, &source->scales));
+    if (scheme_.zero_points) return find(".weight_zero_point", zero_types, zero_sizes, &source->zeros);
+    if (!checkpoint_.contains(base_ + ".weight_zero_point")) return {};
+    return bad_checkpoint(checkpoint_.directory() + ": tensor '" + base_ +
+                          ".weight_zero_point' is there, but quantization_config says symmetric");
+  }
+
+  Status locate_transposed(MatrixSource* source) const {
+    const bool gptq = scheme_.storage == Storage::kGptq;
+    KT_RETURN_IF_ERROR(
+        find(".qweight", {"I32"}, gptq ? Sizes{words(cols_), rows_} : Sizes{cols_, words(rows_)}, &source->codes));
+    KT_RETURN_IF_ERROR(find(".scales", kScaleTypes, {groups_, rows_}, &source->scales));
+    KT_RETURN_IF_ERROR(find(".qzeros", {"I32"}, {groups_, words(rows_)}, &source->zeros));
+    if (!gptq || !checkpoint_.contains(base_ + ".g_idx")) return {};
+    return find(".g_idx", {"I32"}, {cols_}, &source->group_index);
+  }
+
+  const Checkpoint& checkpoint_;
+  const std::string& prefix_;
+  const Scheme& scheme_;
+  const ExpertShape shape_;
+  const int64_t expert_;
+  const Projection part_;
+  const int64_t rows_, cols_, groups_;
+  std::string base_;
+};
+
+}  // namespace
+
+Status locate(const Checkpoint& checkpoint, const std::string& prefix, const Scheme& scheme, ExpertShape shape,
+              int64_t expert, Projection part, MatrixSource* source) {
+  return Locator(checkpoint, prefix, scheme, shape, expert, part).locate(source);
+}
+
+}  // namespace kt

@@ -1,0 +1,250 @@
+// LoRA products and elementwise kernels: sizes around the tiles' edges, misaligned pointers, NaN beside the operands,
+// extreme values.
+#include <algorithm>
+
+#include "checks.h"
+
+namespace kt_test {
+namespace {
+
+constexpr float kPoison = std::numeric_limits<float>::quiet_NaN(), kInf = std::numeric_limits<float>::infinity();
+
+bool same_bits(float a, float b) { return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b)); }
+
+void test_product(const kt::Tiles& tiles, int64_t rows, int64_t cols, int64_t inner, bool transposed, bool accumulate,
+                  Random& random, Report& report) {
+  const int64_t a_row = transposed ? 1 : inner + 2, a_col = transposed ? rows + 3 : 1;
+  const int64_t ldb = cols + 1, ldc = cols + 2;
+  const auto a = random.floats(rows * a_row + inner * a_col + 1), b = random.floats(inner * ldb + 1);
+  std::vector<float> c = random.floats(rows * ldc + 1);
+  for (int64_t m = 0; m < rows; ++m) {
+    for (int64_t n = cols; n < ldc; ++n) c[static_cast<size_t>(1 + m * ldc + n)] = kPoison;
+  }
+  const std::vector<float> before = c;
+  tiles.product({rows, cols, inner, a.data() + 1, a_row, a_col, b.data() + 1, ldb, c.data() + 1, ldc, accumulate});
+  for (int64_t m = 0; m < rows; ++m) {
+    for (int64_t n = 0; n < ldc; ++n) {
+      const float got = c[static_cast<size_t>(1 + m * ldc + n)];
+      if (n >= cols) {
+        report.equal("product writes beyond its columns", std::isnan(got));
+        continue;
+      }
+      double sum = accumulate ? before[static_cast<size_t>(1 + m * ldc + n)] : 0.0, scale = std::fabs(sum);
+      for (int64_t i = 0; i < inner; ++i) {
+        const double term = static_cast<double>(a[static_cast<size_t>(1 + m * a_row + i * a_col)]) *
+                            b[static_cast<size_t>(1 + i * ldb + n)];
+        sum += term;
+        scale += std::fabs(term);
+      }
+      report.close("product", got, sum, sum_tolerance(inner), scale);
+    }
+  }
+}
+
+// Random rows with NaN between them, one element off any alignment.
+std::vector<float> poisoned_rows(int64_t rows, int64_t width, int64_t ld, Random& random) {
+  std::vector<float> values(static_cast<size_t>(1 + rows * ld), kPoison);
+  for (int64_t m = 0; m < rows; ++m) {
+    for (int64_t i = 0; i < width; ++i) values[static_cast<size_t>(1 + m * ld + i)] = kt::bf16_to_float(random.bf16());
+  }
+  return values;
+}
+
+void test_row_product(const kt::Tiles& tiles, int64_t rows, int64_t cols, int64_t inner, bool bf16, Random& random,
+                      Report& report) {
+  const int64_t lda = inner + 2, ldb = inner + 3, ldc = cols + 1;
+  const std::vector<float> a = poisoned_rows(rows, inner, lda, random), b = poisoned_rows(cols, inner, ldb, random);
+  std::vector<uint16_t> narrow;
+  for (const float value : b) narrow.push_back(kt::float_to_bf16(value));
+  std::vector<float> c(static_cast<size_t>(1 + rows * ldc), kPoison);
+  const float factor = 0.75f;
+  const auto product = [&](int64_t m, int64_t n, int64_t count_m, int64_t count_n, float* to, int64_t ld) {
+    tiles.row_product({count_m, count_n, inner, a.data() + 1 + m * lda, lda, bf16 ? nullptr : b.data() + 1 + n * ldb,
+                       bf16 ? narrow.data() + 1 + n * ldb : nullptr, ldb, factor, to, ld});
+  };
+  product(0, 0, rows, cols, c.data() + 1, ldc);
+  report.equal("row_product writes before", std::isnan(c[0]));
+  for (int64_t m = 0; m < rows; ++m) {
+    for (int64_t n = 0; n < cols; ++n) {
+      const float got = c[static_cast<size_t>(1 + m * ldc + n)];
+      double sum = 0, scale = 0;
+      for (int64_t i = 0; i < inner; ++i) {
+        const double term = factor * static_cast<double>(a[static_cast<size_t>(1 + m * lda + i)]) *
+                            b[static_cast<size_t>(1 + n * ldb + i)];
+        sum += term;
+        scale += std::fabs(term);
+      }
+      report.close("row_product", got, sum, sum_tolerance(inner), scale);
+      float alone = kPoison;
+      product(m, n, 1, 1, &alone, 1);
+      report.equal("row_product depends on the other rows", same_bits(alone, got));
+    }
+    report.equal("row_product writes beyond", std::isnan(c[static_cast<size_t>(1 + m * ldc + cols)]));
+  }
+}
+
+void test_conversions(const kt::Tiles& tiles, Random& random, Report& report) {
+  std::vector<uint16_t> all(65536);
+  for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint16_t>(i);
+  std::vector<float> wide(all.size());
+  tiles.widen(all.data(), 65536, wide.data());
+  for (size_t i = 0; i < all.size(); ++i) report.equal("widen", same_bits(wide[i], kt::bf16_to_float(all[i])));
+
+  std::vector<float> values = wide;
+  for (int i = 0; i < 20000; ++i) {
+    const auto bits = static_cast<uint32_t>(random.below(int64_t{1} << 32));
+    values.push_back(0);
+    std::memcpy(&values.back(), &bits, sizeof bits);
+    // Halfway between two bf16, and one unit to either side.
+    const uint32_t tie = (bits & 0xffff0000u) + 0x8000u + static_cast<uint32_t>(i % 3) - 1;
+    values.push_back(0);
+    std::memcpy(&values.back(), &tie, sizeof tie);
+  }
+  std::vector<uint16_t> narrow(values.size());
+  tiles.narrow(values.data(), static_cast<int64_t>(values.size()), narrow.data());
+  for (size_t i = 0; i < values.size(); ++i) report.equal("narrow", narrow[i] == kt::float_to_bf16(values[i]));
+
+  for (int64_t count = 0; count <= 70; ++count) {
+    const std::vector<float> from = random.floats(count + 1);
+    std::vector<float> to(static_cast<size_t>(count + 2), 3.0f);
+    std::vector<uint16_t> bits(static_cast<size_t>(count + 2), 7);
+    tiles.narrow(from.data() + 1, count, bits.data() + 1);
+    tiles.widen(bits.data() + 1, count, to.data() + 1);
+    for (int64_t i = 1; i <= count; ++i) {
+      const auto at = static_cast<size_t>(i);
+      report.equal("narrow and widen", to[at] == kt::bf16_to_float(kt::float_to_bf16(from[at])));
+    }
+    report.equal("conversions write beside",
+                 to.front() == 3.0f && to.back() == 3.0f && bits.front() == 7 && bits.back() == 7);
+    std::vector<float> sum = random.floats(count + 2);
+    const std::vector<float> before = sum;
+    tiles.add_scaled(from.data() + 1, 0.3f, count, sum.data() + 1);
+    for (int64_t i = 0; i < count + 2; ++i) {
+      const auto at = static_cast<size_t>(i);
+      const bool inside = i > 0 && i <= count;
+      volatile float product = inside ? 0.3f * from[at] : 0.0f;  // rounded before it is added
+      report.equal("add_scaled", sum[at] == (inside ? before[at] + product : before[at]));
+    }
+  }
+}
+
+// Gates over the whole range of float32, dense where SiLU bends.
+std::vector<float> gates(Random& random) {
+  std::vector<float> values = {0.0f,   -0.0f,   1e-45f,   -1e-45f, 1e-38f,  -1e-38f, 1e-20f,  -1e-20f, 1e38f,
+                               -1e38f, 3.4e38f, -3.4e38f, 129.9f,  -129.9f, 130.1f,  -130.1f, 103.9f,  -103.9f};
+  for (int i = 0; i < 4000; ++i) values.push_back(-140.0f + 0.07f * static_cast<float>(i) + 0.01f * random.normal());
+  for (int i = 0; i < 2000; ++i) values.push_back(2.0f * random.normal());
+  for (int i = -126; i < 128; ++i) {
+    values.push_back(std::ldexp(1.0f + std::fabs(random.normal()), i));
+    values.push_back(-values.back());
+  }
+  return values;
+}
+
+long double sigmoid(long double g) { return 1.0L / (1.0L + std::exp(-g)); }
+
+// One unit in the last place of a float32 of this size.
+double ulp(long double value) {
+  int exponent;
+  std::frexp(static_cast<double>(value), &exponent);
+  return std::ldexp(1.0, std::max(exponent - 24, -149));
+}
+
+void test_swiglu(const kt::Tiles& tiles, Random& random, Report& report) {
+  const std::vector<float> gate = gates(random);
+  const auto count = static_cast<int64_t>(gate.size());
+  const std::vector<float> one(gate.size(), 1.0f), up = random.floats(count);
+  std::vector<float> silu(gate.size()), h(gate.size() + 1, kPoison);
+  tiles.swiglu(gate.data(), one.data(), count, silu.data());
+  tiles.swiglu(gate.data(), up.data(), count, h.data());
+  report.equal("swiglu writes beyond", std::isnan(h.back()));
+  for (size_t i = 0; i < gate.size(); ++i) {
+    const long double wanted = gate[i] < -1000 ? 0.0L : gate[i] * sigmoid(gate[i]);
+    report.close("silu(" + std::to_string(gate[i]) + ")", silu[i], static_cast<double>(wanted), 3 * 0x1p-24,
+                 0x1p24 * ulp(wanted));
+    report.equal("silu has the sign of the gate", std::signbit(silu[i]) == std::signbit(gate[i]));
+    volatile float product = silu[i] * up[i];
+    report.equal("swiglu is silu times up", h[i] == product);
+    float alone = kPoison;
+    tiles.swiglu(&gate[i], &up[i], 1, &alone);
+    report.equal("swiglu depends on the place", same_bits(alone, h[i]));
+  }
+  const float edge[] = {-kInf, kInf, kInf, kPoison, 1.0f, -kInf}, edge_up[] = {2.0f, 2.0f, -2.0f, 1.0f, kPoison, -2.0f};
+  const float wanted[] = {-0.0f, kInf, -kInf, kPoison, kPoison, 0.0f};
+  for (const int64_t repeat : {1, 5}) {  // in the rest and in vectors
+    std::vector<float> g, u, out(static_cast<size_t>(6 * repeat));
+    for (int64_t i = 0; i < 6 * repeat; ++i) {
+      g.push_back(edge[i % 6]);
+      u.push_back(edge_up[i % 6]);
+    }
+    tiles.swiglu(g.data(), u.data(), 6 * repeat, out.data());
+    for (size_t i = 0; i < out.size(); ++i) report.equal("swiglu at infinity", same_bits(out[i], wanted[i % 6]));
+  }
+}
+
+void test_swiglu_backward(const kt::Tiles& tiles, int64_t count, const std::vector<float>& gate, Random& random,
+                          Report& report) {
+  const float weight = 0.37f;
+  const std::vector<float> up = random.floats(count + 2), dh = random.floats(count + 2);
+  std::vector<float> dgate = gate, dup = up;
+  const double dot = tiles.swiglu_backward(dgate.data() + 1, dup.data() + 1, dh.data() + 1, weight, count);
+  long double wanted = 0, scale = 0;
+  for (int64_t i = 1; i <= count; ++i) {
+    const auto at = static_cast<size_t>(i);
+    const long double g = std::max(gate[at], -1000.0f), s = sigmoid(g), h = g * s * up[at];
+    wanted += h * dh[at];
+    scale += std::fabs(h * dh[at]);
+    const long double outer = static_cast<long double>(weight) * dh[at];
+    if (std::fabs(gate[at]) < 1000) {
+      const double size = static_cast<double>(std::fabs(outer * up[at]) * s * (1 + std::fabs(g) * (1 - s)));
+      report.close("gradient of gate", dgate[at], static_cast<double>(outer * up[at] * s * (1 + g * (1 - s))), 6e-7,
+                   size + 1e-36);  // subnormal results have fewer digits
+      report.close("gradient of up", dup[at], static_cast<double>(outer * g * s), 6e-7,
+                   static_cast<double>(std::fabs(outer * g * s)) + 1e-36);
+    }
+    float g1 = gate[at], u1 = up[at];
+    tiles.swiglu_backward(&g1, &u1, &dh[at], weight, 1);
+    report.equal("swiglu_backward depends on the place", same_bits(g1, dgate[at]) && same_bits(u1, dup[at]));
+  }
+  report.close("<h, dh>", dot, static_cast<double>(wanted), 3e-7, static_cast<double>(scale));
+  report.equal("swiglu_backward writes beside", dgate.front() == gate.front() && dgate.back() == gate.back() &&
+                                                    dup.front() == up.front() && dup.back() == up.back());
+}
+
+void test_gradient_limits(const kt::Tiles& tiles, Report& report) {
+  float gate[] = {-kInf, kInf, -3e38f, 3e38f, kPoison}, up[] = {2, 2, 2, 2, 2};
+  const float dh[] = {1, 1, 1, 1, 1}, wanted[] = {0, 1, 0, 1, kPoison};
+  tiles.swiglu_backward(gate, up, dh, 0.5f, 5);
+  for (int i = 0; i < 5; ++i)
+    report.equal("gradient of gate at its limits", gate[i] == wanted[i] || same_bits(gate[i], wanted[i]));
+}
+
+}  // namespace
+
+void test_rows(const kt::Tiles& tiles, Report& report) {
+  Random random(4);
+  for (const int64_t rows : {1, 2, 5, 6, 7, 12, 13, 29}) {
+    for (const int64_t cols : {1, 3, 8, 15, 16, 17, 33, 64}) {
+      for (const int64_t inner : {0, 1, 7, 33}) {
+        for (const int variant : {0, 1, 2, 3})
+          test_product(tiles, rows, cols, inner, variant & 1, variant & 2, random, report);
+      }
+    }
+  }
+  for (const int64_t rows : {1, 2, 3, 4, 5, 9, 11}) {
+    for (const int64_t cols : {1, 2, 3, 4, 5, 7, 8, 13}) {
+      for (const int64_t inner : {0, 1, 7, 8, 15, 16, 17, 33, 100}) {
+        for (const bool bf16 : {false, true}) test_row_product(tiles, rows, cols, inner, bf16, random, report);
+      }
+    }
+  }
+  test_conversions(tiles, random, report);
+  test_swiglu(tiles, random, report);
+  for (const int64_t count : {0, 1, 3, 7, 8, 9, 17, 40, 513, 1030})
+    test_swiglu_backward(tiles, count, random.floats(count + 2), random, report);
+  const std::vector<float> wide = gates(random);
+  test_swiglu_backward(tiles, static_cast<int64_t>(wide.size()) - 2, wide, random, report);
+  test_gradient_limits(tiles, report);
+}
+
+}  // namespace kt_test
