@@ -8,17 +8,38 @@ class NativeError(RuntimeError):
 
 class Checkpoint: ...
 
-class Layer:
-    """Supports the buffer protocol: its packed bytes, read-only."""
+class Retained:
+    """Activations between a forward and its backward."""
 
+    @property
+    def bytes(self) -> int: ...
+
+class PieceBytes:
+    """Supports the buffer protocol: the packed bytes of one matrix on one memory node, read-only."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class Layer:
+    @property
+    def format(self) -> str: ...
+    @property
+    def num_nodes(self) -> int: ...
     @property
     def weight_bytes(self) -> int: ...
     @property
     def resident_bytes(self) -> int: ...
-    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def piece_bytes(self, expert: int, projection: int, node: int, /) -> PieceBytes: ...
     def forward(
-        self, x: Any, ids: Any, weights: Any, slots: Sequence[tuple[Any, ...] | None], token_slots: Any, out: Any, /
-    ) -> None: ...
+        self,
+        x: Any,
+        ids: Any,
+        weights: Any,
+        slots: Sequence[tuple[Any, ...] | None],
+        token_slots: Any,
+        out: Any,
+        retain: bool,
+        /,
+    ) -> Retained | None: ...
     def backward(
         self,
         grad_out: Any,
@@ -30,6 +51,7 @@ class Layer:
         x_grad: Any,
         weights_grad: Any,
         slot_grads: Sequence[tuple[Any, ...] | None],
+        retained: Retained | None,
         /,
     ) -> None: ...
     def unpack(self, expert: int, gate: Any, up: Any, down: Any, /) -> None: ...
@@ -37,6 +59,7 @@ class Layer:
 def available_isas() -> list[str]: ...
 def resolve_isa(name: str) -> str: ...
 def default_num_threads() -> int: ...
+def memory_nodes() -> list[list[int]]: ...
 def open_checkpoint(directory: str) -> Checkpoint: ...
 def load_layer(
     checkpoint: Checkpoint,
@@ -46,5 +69,10 @@ def load_layer(
     intermediate: int,
     isa: str,
     num_threads: int,
+    expert_format: str,
+    num_nodes: int,
     /,
-) -> Layer: ...
+) -> Layer:
+    """expert_format "": as the checkpoint stores it. num_nodes 0: the memory nodes of this machine."""
+def measure_peak(isa: str, operation: str, num_threads: int, passes: int = 60) -> float: ...
+def measure_read(isa: str, num_threads: int, bytes: int, passes: int = 24) -> float: ...

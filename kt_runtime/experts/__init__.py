@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kt_runtime.experts.function import routed_experts
-from kt_runtime.experts.layer import ExpertGradients, ExpertLayer, ExpertShape, LoraSlot
+from kt_runtime.experts.layer import ExpertGradients, ExpertLayer, ExpertShape, LoraSlot, Retained
 from kt_runtime.experts.store import ExpertStore, available_isas
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "ExpertShape",
     "ExpertStore",
     "LoraSlot",
+    "Retained",
     "available_isas",
     "routed_experts",
 ]

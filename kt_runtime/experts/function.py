@@ -1,4 +1,7 @@
-"""Routed experts as one differentiable operation. Saved for backward: inputs only; activations are computed again."""
+"""Routed experts as one differentiable operation.
+
+Between forward and backward the layer's activations are kept, or, where the caller prefers memory, only the inputs.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ class _RoutedExperts(torch.autograd.Function):
         ctx: Any,
         layer: ExpertLayer,
         scaling: float | None,
+        retain: bool,
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
@@ -23,7 +27,12 @@ class _RoutedExperts(torch.autograd.Function):
     ) -> Tensor:
         ctx.layer, ctx.scaling = layer, scaling
         ctx.save_for_backward(x, ids, weights, *lora_tensors)
-        return layer.forward(x, ids, weights, **_slot_arguments(scaling, lora_tensors, x))
+        slots = _slot_arguments(scaling, lora_tensors, x)
+        if not retain:
+            ctx.retained = None
+            return layer.forward(x, ids, weights, **slots)
+        out, ctx.retained = layer.forward_retaining(x, ids, weights, **slots)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -33,10 +42,12 @@ class _RoutedExperts(torch.autograd.Function):
         if grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
         slots = _slot_arguments(ctx.scaling, tuple(lora_tensors), x)
-        grads = ctx.layer.backward(grad_out, x, ids, weights, **slots)
+        grads = ctx.layer.backward(grad_out, x, ids, weights, **slots, retained=ctx.retained)
+        ctx.retained = None  # a second backward computes them again
         slot = grads.slots[0] if grads.slots else None
         lora_grads = [None] * len(lora_tensors) if slot is None else slot.tensors()
         return (
+            None,
             None,
             None,
             grads.x,
@@ -46,13 +57,18 @@ class _RoutedExperts(torch.autograd.Function):
         )
 
 
-def routed_experts(layer: ExpertLayer, x: Tensor, ids: Tensor, weights: Tensor, lora: LoraSlot | None) -> Tensor:
+def routed_experts(
+    layer: ExpertLayer, x: Tensor, ids: Tensor, weights: Tensor, lora: LoraSlot | None, *, retain: bool = True
+) -> Tensor:
     """ExpertLayer.forward with gradients for x, weights and the tensors of `lora`, each in its own dtype.
 
-    x [T, H], ids [T, K], weights [T, K] float32; `lora` applies to every token. Not twice differentiable.
+    x [T, H], ids [T, K], weights [T, K] float32; `lora` applies to every token. Not twice differentiable. retain: keep
+    the activations for backward, which costs about half as much then; nothing is kept where no gradient is wanted.
     """
     tensors = () if lora is None else lora.tensors()
-    return _RoutedExperts.apply(layer, None if lora is None else lora.scaling, x, ids, weights, *tensors)
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weights, *tensors))
+    scaling = None if lora is None else lora.scaling
+    return _RoutedExperts.apply(layer, scaling, retain and wanted, x, ids, weights, *tensors)
 
 
 def _slot_arguments(scaling: float | None, tensors: tuple[Tensor | None, ...], x: Tensor) -> dict[str, Any]:

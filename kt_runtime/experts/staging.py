@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.experts.layer import ExpertGradients, LoraSlot
+from kt_runtime.experts.layer import ExpertGradients, LoraSlot, Retained
 
 if TYPE_CHECKING:
     from kt_runtime.experts.layer import ExpertLayer
@@ -65,13 +65,16 @@ def forward(
     slots: Sequence[LoraSlot | None],
     token_slots: Tensor | None,
     out: Tensor | None,
-) -> Tensor:
+    *,
+    retain: bool,
+) -> tuple[Tensor, Retained | None]:
     """ExpertLayer.forward for a CUDA x; the result is on its device, valid in the order of the current stream."""
     with torch.cuda.device(x.device):
         inputs = _to_host({"x": x, "ids": ids, "weights": weights, "token_slots": token_slots}, x.device)
         buffer = _buffers.get("out")
         host_out = buffer.like(inputs["x"])
-        layer.forward(
+        run = layer.forward_retaining if retain else layer.forward
+        done = run(
             inputs["x"],
             inputs["ids"],
             inputs["weights"],
@@ -81,7 +84,7 @@ def forward(
         )
         result = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False) if out is None else out
         _to_device(host_out, result, buffer)
-        return result
+        return result, done[1] if isinstance(done, tuple) else None
 
 
 def backward(
@@ -93,6 +96,7 @@ def backward(
     slots: Sequence[LoraSlot | None],
     token_slots: Tensor | None,
     into: Sequence[LoraSlot | None] | None,
+    retained: Retained | None,
 ) -> ExpertGradients:
     """ExpertLayer.backward for a CUDA x. Gradients of a slot are on the device of that slot's tensors."""
     with torch.cuda.device(x.device):
@@ -105,6 +109,7 @@ def backward(
             inputs["weights"],
             slots=[_host_slot(slot) for slot in slots],
             token_slots=inputs.get("token_slots"),
+            retained=retained,
         )
         grads = [_like_slot(g, s) for g, s in zip(host.slots, slots, strict=True)]
         if into is not None:

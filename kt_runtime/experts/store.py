@@ -9,8 +9,11 @@ from types import MappingProxyType
 
 from kt_runtime import _experts
 from kt_runtime.errors import ConflictError, InvalidValueError
+from kt_runtime.experts.formats import joined_format, requested_format
 from kt_runtime.experts.layer import ExpertLayer, ExpertShape
 from kt_runtime.experts.native import resolve_isa, translated_errors
+
+NUM_PROJECTIONS = 3  # gate, up, down
 
 
 def available_isas() -> list[str]:
@@ -21,7 +24,9 @@ def available_isas() -> list[str]:
 class ExpertStore:
     """Owns the packed weights. `layers` maps the model's layer index to its ExpertLayer; weights never change.
 
-    `weight_bytes` is what the weights take as plain bfloat16, `resident_bytes` what they take packed, with padding.
+    `format`: how the weights are encoded (formats.py); layers of different formats are joined by "+".
+    `weight_bytes`: what the weights take in that format without padding, as a checkpoint stores them: codes, scales
+    and zero points. `resident_bytes`: what they take packed, with padding.
     """
 
     def __init__(self, layers: Mapping[int, ExpertLayer], shape: ExpertShape, isa: str, num_threads: int) -> None:
@@ -32,8 +37,10 @@ class ExpertStore:
         self.num_threads = num_threads
         self._closed = False
         self._fingerprint: str | None = None
-        self.weight_bytes = sum(layer.native().weight_bytes for layer in self._layers.values())
-        self.resident_bytes = sum(layer.native().resident_bytes for layer in self._layers.values())
+        natives = [layer.native() for layer in self._layers.values()]
+        self.format = joined_format(native.format for native in natives)
+        self.weight_bytes = sum(native.weight_bytes for native in natives)
+        self.resident_bytes = sum(native.resident_bytes for native in natives)
 
     @classmethod
     def load(
@@ -44,42 +51,62 @@ class ExpertStore:
         *,
         isa: str | None = None,
         num_threads: int | None = None,
+        expert_format: str | None = None,
+        num_nodes: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> ExpertStore:
-        """Reads bf16 experts from a Hugging Face checkpoint directory, one layer at a time.
+        """Reads the experts from a Hugging Face checkpoint directory, one layer at a time.
 
-        layer_keys: layer index -> prefix such as "model.layers.3.mlp.experts". Under it, either one tensor per expert
-        (`.E.gate_proj.weight`, ...) or the fused `.gate_up_proj` [E, 2I, H] and `.down_proj` [E, H, I].
+        The format is found from the tensors and config.json's quantization_config: bfloat16, fp8 e4m3 in blocks of
+        128 x 128 (DeepSeek), compressed-tensors (pack-quantized, int-quantized, float-quantized), GPTQ, AWQ.
+
+        layer_keys: layer index -> prefix such as "model.layers.3.mlp.experts". Under it, either tensors per expert
+        (`.E.gate_proj.weight`, ...) or, in bfloat16 and fp8, the fused `.gate_up_proj` [E, 2I, H] and `.down_proj`
+        [E, H, I].
         isa: one of available_isas(), None for the best. num_threads: None for all processors that the process may use.
+        expert_format: "int8" or "int4" quantizes a bfloat16 or fp8 checkpoint while loading; None keeps its format.
+        num_nodes: memory nodes that each matrix is cut for, None for those of the machine.
         progress: called with (layers loaded, layers in all) after each layer.
 
-        NotFoundError: no checkpoint there. CheckpointError: broken file, missing tensor, wrong shape or dtype, NaN or
-        Inf. UnknownNameError: an instruction set that is not available. InvalidValueError: a shape or thread count.
+        NotFoundError: no checkpoint there. CheckpointError: broken file, missing tensor, wrong shape or dtype, an
+        unknown or contradictory format, NaN or Inf. UnknownNameError: an instruction set that is not available, an
+        unknown expert_format. InvalidValueError: a shape, thread or node count; an expert_format for a checkpoint
+        that is integer already.
         """
         isa = resolve_isa(isa)
+        wanted = requested_format(expert_format)
         if num_threads is None:
             num_threads = _experts.default_num_threads()
-        if num_threads < 1:
-            raise InvalidValueError(f"num_threads is {num_threads}; allowed: 1 or more")
+        for name, value in (("num_threads", num_threads), ("num_nodes", num_nodes)):
+            if value is not None and value < 1:
+                raise InvalidValueError(f"{name} is {value}; allowed: 1 or more")
         layers: dict[int, ExpertLayer] = {}
         with translated_errors():
             checkpoint = _experts.open_checkpoint(str(directory))
             for index, prefix in layer_keys.items():
                 sizes = (shape.num_experts, shape.hidden, shape.intermediate)
-                layers[index] = ExpertLayer(_experts.load_layer(checkpoint, prefix, *sizes, isa, num_threads), shape)
+                native = _experts.load_layer(checkpoint, prefix, *sizes, isa, num_threads, wanted, num_nodes or 0)
+                layers[index] = ExpertLayer(native, shape)
                 if progress is not None:
                     progress(len(layers), len(layer_keys))
         return cls(layers, shape, isa, num_threads)
 
     def fingerprint(self, *, fresh: bool = False) -> str:
-        """sha256, in hex, of the packed bytes of all layers. Computed once, or anew when `fresh`."""
+        """sha256, in hex, of format, shape and packed weights of all layers. Computed once, or anew when `fresh`.
+
+        The same for every instruction set and number of memory nodes.
+        """
         if self._closed:
             raise ConflictError("the expert store is closed")
         if self._fingerprint is None or fresh:
-            digest = hashlib.sha256(f"kt packed bf16 v1 {self.shape}".encode())
+            digest = hashlib.sha256(f"kt packed v2 {self.shape}".encode())
             for index, layer in sorted(self._layers.items()):
-                digest.update(f"layer {index}".encode())
-                digest.update(memoryview(layer.native()))
+                native = layer.native()
+                digest.update(f"layer {index} {native.format}".encode())
+                for expert in range(self.shape.num_experts):
+                    for projection in range(NUM_PROJECTIONS):
+                        for node in range(native.num_nodes):
+                            digest.update(native.piece_bytes(expert, projection, node))
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
+from reference import quantized
 from safetensors.torch import save_file
 
 from kt_runtime.errors import CheckpointError, ConflictError, InvalidValueError, NotFoundError, UnknownNameError
@@ -69,13 +72,14 @@ def test_figures_and_progress(tmp_path, tensors):
     assert store.weight_bytes == 3 * 3 * 40 * 24 * 2
     # Rows round up to 16, columns to 32: gate and up 32 x 64, down 48 x 32.
     assert store.resident_bytes == 3 * (2 * 32 * 64 + 48 * 32) * 2
+    assert store.format == "bf16"
     assert store.isa == available_isas()[0]
     assert store.num_threads >= 1
 
 
-def test_fingerprint_tells_weights_apart_and_not_instruction_sets(tmp_path, tensors):
+def test_fingerprint_tells_weights_apart_and_not_instruction_sets_or_memory_nodes(tmp_path, tensors):
     save_file(tensors, tmp_path / "model.safetensors")
-    prints = {load(tmp_path, isa=isa).fingerprint() for isa in available_isas()}
+    prints = {load(tmp_path, isa=isa, num_nodes=nodes).fingerprint() for isa in available_isas() for nodes in (1, 2)}
     assert len(prints) == 1 and len(prints.copy().pop()) == 64
     name = f"{KEY}.2.down_proj.weight"
     tensors[name][39, 23] += 1
@@ -113,6 +117,68 @@ def test_calls_from_several_threads_agree(tmp_path, tensors):
     assert len(results) == 80 and all(torch.equal(result, wanted) for result in results)
 
 
+BUFFER_BYTES = 4 << 20  # strips of two threads: they do not grow with the layer, and these layers are small
+LOAD_AND_MEASURE = """
+import ctypes, json, re, sys
+from pathlib import Path
+from kt_runtime.experts import ExpertShape, ExpertStore
+
+def status_bytes(name):
+    return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text()).group(1)) * 1024
+
+def load(directory, expert_format, sizes):
+    return ExpertStore.load(Path(directory), {0: "m"}, ExpertShape(*sizes), num_threads=2, expert_format=expert_format)
+
+for directory, expert_format, sizes in json.load(sys.stdin):
+    load(directory, expert_format, [2, *sizes[1:]])  # threads and their stacks are there afterwards
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status_bytes("VmRSS")
+    store = load(directory, expert_format, sizes)
+    print(json.dumps([store.weight_bytes, store.resident_bytes, status_bytes("VmHWM") - before]))
+    store.close()
+"""
+
+
+def test_loading_needs_little_more_memory_than_the_weights(tmp_path, reference):
+    """In a process of its own, where nothing else allocates. The bar: at most 1.1 times the weights' bytes."""
+    one = reference.random_experts(1, 768, 512)
+    cases = []
+    for scheme, expert_format in [
+        ("bf16", None),
+        ("fp8", None),
+        ("int4_g32", None),
+        ("awq_g128", None),
+        ("bf16", "int4"),
+    ]:
+        directory, num_experts = tmp_path / scheme, 40 if scheme == "bf16" else 80
+        cases.append((str(directory), expert_format, (num_experts, 768, 512)))
+        if directory.exists():
+            continue
+        directory.mkdir()
+        tensors, _ = quantized.checkpoint_tensors(one, scheme, "m")
+        copies = {
+            key.replace("m.0.", f"m.{e}."): tensor.clone()
+            for key, tensor in tensors.items()
+            for e in range(num_experts)
+        }
+        save_file(copies, directory / "model.safetensors")
+        quantized.write_config(directory, scheme)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD_AND_MEASURE],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    for case, line in zip(cases, done.stdout.splitlines(), strict=True):
+        weight_bytes, resident_bytes, extra_bytes = json.loads(line)
+        assert extra_bytes >= 0.9 * resident_bytes, case  # it was measured
+        assert extra_bytes <= 1.1 * weight_bytes + BUFFER_BYTES, (case, extra_bytes / weight_bytes)
+
+
 def test_unknown_instruction_set_lists_the_available(tmp_path, tensors):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UnknownNameError, match=r"unknown instruction set for this machine 'avx3'.*portable"):
@@ -142,6 +208,15 @@ def retype(tensors):
     tensors[f"{KEY}.0.gate_proj.weight"] = torch.zeros(24, 40)
 
 
+def retype_other(tensors):
+    tensors[f"{KEY}.2.up_proj.weight"] = torch.zeros(24, 40)
+
+
+def empty(tensors):
+    for name in list(tensors):
+        tensors[name.replace("experts", "specialists")] = tensors.pop(name)
+
+
 def poison(tensors):
     tensors[f"{KEY}.2.down_proj.weight"][39, 23] = float("nan")
 
@@ -151,7 +226,9 @@ def poison(tensors):
     [
         (drop, r"tensor 'model.layers.1.mlp.experts.1.up_proj.weight' is missing"),
         (reshape, r"1.up_proj.weight' has shape \[24, 41\], expected \[24, 40\]"),
-        (retype, r"0.gate_proj.weight' has dtype F32, expected BF16"),
+        (retype, r"0.gate_proj.weight' has dtype F32, expected BF16, F8_E4M3 or I8; supported: bfloat16, fp8"),
+        (retype_other, r"2.up_proj.weight' has dtype F32, expected BF16"),
+        (empty, r"no experts under 'model.layers.1.mlp.experts': tensor '.*0.gate_proj.weight' is missing"),
         (poison, r"2.down_proj.weight' holds NaN or Inf at element 959"),
     ],
 )

@@ -1,0 +1,201 @@
+"""Layers of every format against the float64 reference on the weights that the checkpoint stands for.
+
+float32 activations are multiplied exactly, bfloat16 ones quantized to int8 by groups where the weights are integers;
+each of the three products then adds the rounding of its input, about 0.5 % of its norm for normal values.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reference.quantized import SCHEMES, write_checkpoint
+
+from kt_runtime.errors import InvalidValueError, NumericsError
+from kt_runtime.experts import ExpertShape, ExpertStore, LoraSlot, available_isas, routed_experts
+
+INTEGER_ACTIVATIONS = 0.02  # of the layer's output, for large layers; a few rows of a small one vary about it
+SMALL_LAYER = 2.5
+BF16_ACTIVATIONS = 2.0**-7
+SETTINGS = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+DISTINCT = [
+    "bf16",
+    "fp8",
+    "fp8_channel",
+    "int8",
+    "int8_g128_zp",
+    "int4_g32",
+    "int4_g128",
+    "awq_g128",
+    "gptq_int8_g32_zp",
+]
+
+
+@pytest.fixture(scope="module")
+def open_layer(tmp_path_factory):
+    """open_layer(experts, scheme, isa, ...) -> the layer, and the experts that its checkpoint stands for."""
+    root = tmp_path_factory.mktemp("quantized")
+    made = iter(range(1_000_000))
+
+    def build(experts, scheme, isa=None, num_threads=2, **options):
+        directory = root / str(next(made))
+        directory.mkdir()
+        values = write_checkpoint(directory, {"m": experts}, scheme)["m"]
+        num_experts, inner, hidden = experts.gate.shape
+        shape = ExpertShape(num_experts, hidden, inner)
+        store = ExpertStore.load(directory, {0: "m"}, shape, isa=isa, num_threads=num_threads, **options)
+        (directory / "model.safetensors").unlink()
+        return store.layers[0], values
+
+    return build
+
+
+def lora_of(slot, leaves):
+    return [(leaves, slot.scaling)]
+
+
+def tolerance_of(dtype, scheme):
+    if dtype == torch.float32:
+        return 2e-6
+    return SMALL_LAYER * INTEGER_ACTIVATIONS if "int" in SCHEMES[scheme].format else BF16_ACTIVATIONS
+
+
+def relative(got, wanted):
+    return ((got.double() - wanted).norm() / wanted.norm().clamp_min(1e-30)).item()
+
+
+@st.composite
+def cases(draw):
+    scheme = draw(st.sampled_from(sorted(SCHEMES)))
+    sizes = st.sampled_from([128, 256, 384])  # what GPTQ and AWQ can pack, with any group
+    return {
+        "scheme": scheme,
+        "num_experts": draw(st.integers(1, 4)),
+        "hidden": draw(sizes),
+        "inner": draw(sizes),
+        "tokens": draw(st.sampled_from([1, 2, 5, 13, 40])),
+        "top_k": draw(st.integers(1, 3)),
+        "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        "num_nodes": draw(st.sampled_from([1, 2, 3])),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@SETTINGS
+@given(case=cases())
+def test_forward_and_backward_are_the_reference_on_the_checkpoints_weights(
+    isa, case, make_problem, open_layer, reference
+):
+    scheme, num_nodes = case["scheme"], case["num_nodes"]
+    p = make_problem(**{k: v for k, v in case.items() if k not in ("scheme", "num_nodes")}, ranks=(4,))
+    layer, values = open_layer(p.experts, scheme, isa, num_nodes=num_nodes)
+    assert layer.format == SCHEMES[scheme].format
+    slot = p.slots[0]
+    leaves = [t.double().requires_grad_() for t in slot.tensors()]
+    x, weights = p.x.double().requires_grad_(), p.weights.double().requires_grad_()
+    wanted = reference.routed_experts(values, x, p.ids, weights, slots=lora_of(slot, leaves), token_slots=p.token_slots)
+    out, retained = layer.forward_retaining(p.x, p.ids, p.weights, slots=p.slots, token_slots=p.token_slots)
+    limit = tolerance_of(case["dtype"], scheme)
+    if wanted.norm() > 0:
+        assert relative(out, wanted) <= limit
+    wanted_grads = torch.autograd.grad(wanted, [x, weights, *leaves], p.grad_out.double(), allow_unused=True)
+    calls = [
+        layer.backward(p.grad_out, p.x, p.ids, p.weights, slots=p.slots, token_slots=p.token_slots, retained=kept)
+        for kept in (retained, None)
+    ]
+    first, second = ([g.x, g.weights, *g.slots[0].tensors()] for g in calls)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "retained and recomputed differ"
+    for i, (got, grad) in enumerate(zip(first, wanted_grads, strict=True)):
+        if grad is None or grad.norm() == 0:
+            assert got.abs().max() == 0
+            continue
+        # The gradient of a routing weight is an inner product that may cancel: it is as exact as its factors are large.
+        scale = p.grad_out.norm().item() * wanted.norm().item() if i == 1 else 0.0
+        assert (got.double() - grad).norm() <= 3 * limit * max(scale, grad.norm().item())
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("scheme", DISTINCT)
+def test_a_tokens_bits_do_not_depend_on_batch_threads_or_memory_nodes(isa, scheme, make_problem, open_layer):
+    p = make_problem(3, 256, 384, 90, 2, dtype=torch.bfloat16)
+    layer, _ = open_layer(p.experts, scheme, isa, num_threads=1)
+    whole = layer.forward(p.x, p.ids, p.weights)
+    for t in range(0, 90, 7):
+        rows = slice(t, t + 1)
+        assert torch.equal(layer.forward(p.x[rows], p.ids[rows], p.weights[rows])[0], whole[t])
+    for options in ({"num_threads": 2}, {"num_threads": 5}, {"num_threads": 2, "num_nodes": 4}):
+        other, _ = open_layer(p.experts, scheme, isa, **options)
+        assert torch.equal(other.forward(p.x, p.ids, p.weights), whole)
+        assert other.unpacked(1)[2].equal(layer.unpacked(1)[2])
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8_g128", "int4_g32", "gptq_int4_g128_zp", "awq_g128"])
+def test_integer_products_are_the_same_on_every_vector_instruction_set(scheme, make_problem, open_layer):
+    """Sums of integers are exact, and the vector kernels scale them with the same fused operations in the same order.
+
+    The portable kernels round the product and the sum apart, so they agree only to float32's precision.
+    """
+    p = make_problem(3, 256, 128, 20, 2, dtype=torch.bfloat16)
+    outputs = {isa: open_layer(p.experts, scheme, isa)[0].forward(p.x, p.ids, p.weights) for isa in available_isas()}
+    reference = outputs.pop("portable")
+    for isa, out in outputs.items():
+        assert relative(out, reference.double()) < 2.0**-8, isa
+    assert len({tuple(out.flatten().tolist()) for out in outputs.values()}) <= 1
+
+
+def test_int8_activations_cost_what_the_docstring_says(make_problem, open_layer, reference):
+    p = make_problem(2, 1024, 512, 16, 2, dtype=torch.bfloat16)
+    layer, values = open_layer(p.experts, "int8")
+    wanted = reference.routed_experts(values, p.x, p.ids, p.weights)
+    exact = layer.forward(p.x.float(), p.ids, p.weights)
+    quantized = layer.forward(p.x, p.ids, p.weights)
+    assert relative(exact, wanted) < 1e-6
+    assert 0.002 < relative(quantized, wanted) < INTEGER_ACTIVATIONS
+
+
+def test_training_on_int4_lowers_the_loss_as_autograd_on_the_same_weights_does(make_problem, open_layer, reference):
+    p = make_problem(2, 128, 128, 12, 2)
+    layer, values = open_layer(p.experts, "int4_g32")
+    target = torch.randn(12, 128, generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(4)
+    ours = LoraSlot(scaling=1.0).with_tensors(
+        [
+            (0.1 * torch.randn(2, *shape, generator=generator)).requires_grad_()
+            for shape in ((4, 128), (128, 4), (4, 128), (128, 4), (4, 128), (128, 4))
+        ]
+    )
+    theirs = [t.detach().double().requires_grad_() for t in ours.tensors()]
+    slots = torch.zeros(12, dtype=torch.int32)
+    losses = []
+    for _ in range(5):
+        mine = (routed_experts(layer, p.x, p.ids, p.weights, ours) - target).pow(2).mean()
+        wanted = reference.routed_experts(values, p.x, p.ids, p.weights, slots=[(theirs, 1.0)], token_slots=slots)
+        other = (wanted - target.double()).pow(2).mean()
+        losses.append((mine.item(), other.item()))
+        for loss, tensors in ((mine, ours.tensors()), (other, theirs)):
+            for tensor, grad in zip(tensors, torch.autograd.grad(loss, tensors), strict=True):
+                tensor.data -= 0.5 * grad
+    assert losses[-1][0] < losses[0][0]
+    for mine, other in losses:
+        assert mine == pytest.approx(other, rel=1e-5)
+
+
+def test_nan_among_activations_is_refused_in_every_format(make_problem, open_layer):
+    p = make_problem(2, 128, 128, 3, 2, dtype=torch.bfloat16)
+    for scheme in DISTINCT:
+        layer, _ = open_layer(p.experts, scheme)
+        x = p.x.clone()
+        x[1, 17] = float("nan")
+        with pytest.raises(NumericsError, match=r"x\[1, 17\] is NaN or Inf"):
+            layer.forward(x, p.ids, p.weights)
+
+
+def test_retained_activations_of_another_call_are_refused(make_problem, open_layer):
+    p = make_problem(2, 128, 128, 6, 2)
+    layer, _ = open_layer(p.experts, "int8")
+    _, retained = layer.forward_retaining(p.x[:4], p.ids[:4], p.weights[:4])
+    assert retained.bytes >= int((p.ids[:4] >= 0).sum()) * 8 * 128
+    with pytest.raises(InvalidValueError, match="retained activations are of 4 tokens, x has 6"):
+        layer.backward(p.grad_out, p.x, p.ids, p.weights, retained=retained)
