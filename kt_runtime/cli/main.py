@@ -28,6 +28,7 @@ COMMANDS = {
     "serve": "Start a server: SGLang's HTTP API, OpenAI's, adapters, training.",
     "train": "Train a LoRA adapter on the resident model.",
     "adapter": "Load, unload, list, show and roll back adapters.",
+    "bench": "Time the expert kernels against this machine's limits.",
     "demo": "Train an adapter inside a running server and see its answer change.",
 }
 

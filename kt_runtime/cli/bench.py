@@ -1,0 +1,95 @@
+"""`kt-runtime bench`: how fast this machine is, and how near kt-runtime comes to it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import click
+
+
+@click.group(name="bench", help=__doc__)
+def command() -> None:
+    pass
+
+
+@command.command(name="experts")
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    help="dsv2lite, qwen3, dsv3, kimi, or experts x top-k x hidden x intermediate x rank, as 64x6x2048x1408x8."
+    " [default: dsv2lite, qwen3]",
+)
+@click.option(
+    "--format",
+    "formats",
+    multiple=True,
+    help="bf16, fp8, int8, int4, int4_g32, int4_g128, int4_g128_zp, int8_g128. [default: bf16, fp8, int8, int4]",
+)
+@click.option("--isa", "isas", multiple=True, help="Kernels: amx, avx512, avx2, portable. [default: the best here]")
+@click.option("--threads", type=int, multiple=True, help="[default: 1 and all]")
+@click.option("--tokens", type=int, multiple=True, help="In a batch. [default: 1, 4, 16, 64, 512]")
+@click.option(
+    "--op",
+    "ops",
+    type=click.Choice(["forward", "forward_backward"]),
+    multiple=True,
+    help="[default: forward; forward_backward with the most tokens only]",
+)
+@click.option("--experts", "num_experts", type=int, help="Fewer experts than the shape has, so that it fits.")
+@click.option(
+    "--peer",
+    type=click.Path(path_type=Path),
+    metavar="PYTHON",
+    help="Also measure kt-kernel, installed for that interpreter.",
+)
+@click.option("--torch/--no-torch", "with_torch", default=True, show_default=True, help="Also measure PyTorch.")
+@click.option("--runs", default=5, show_default=True, help="Calls of a case, at least.")
+@click.option("--seconds", default=0.5, show_default=True, help="Time of a case, at least; five times as long ends it.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def experts(
+    shapes: tuple[str, ...],
+    formats: tuple[str, ...],
+    isas: tuple[str, ...],
+    threads: tuple[int, ...],
+    tokens: tuple[int, ...],
+    ops: tuple[str, ...],
+    num_experts: int | None,
+    peer: Path | None,
+    with_torch: bool,
+    runs: int,
+    seconds: float,
+    as_json: bool,
+) -> None:
+    """Time the experts of one layer against the machine's limits, PyTorch and kt-kernel.
+
+    \b
+    Options that name several things may be given several times. Progress goes to stderr.
+    What is measured and how: docs/bench.md.
+    """
+    from kt_runtime.cli.bench_experts.plan import make_plan
+    from kt_runtime.cli.bench_experts.report import print_report
+    from kt_runtime.cli.bench_experts.run import Run
+    from kt_runtime.cli.bench_experts.timing import Patience
+
+    plan = make_plan(
+        shapes=shapes,
+        formats=formats,
+        isas=isas,
+        threads=threads,
+        tokens=tokens,
+        ops=ops,
+        num_experts=num_experts,
+        peer=peer,
+        with_torch=with_torch,
+        patience=Patience(runs, seconds),
+    )
+    # Ended by a signal or by Ctrl-C, the temporary checkpoints are removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    result = Run(plan, lambda line: click.echo(line, err=True)).result()
+    if as_json:
+        click.echo(json.dumps(result, indent=2))
+    else:
+        print_report(result)

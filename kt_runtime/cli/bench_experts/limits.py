@@ -1,0 +1,89 @@
+"""What the machine can do at most, measured in the same run, and the time that a case needs at least.
+
+limit_ratio of a row = time at the limits / measured time. Time at the limits is the longer of
+  bytes of the experts that the batch touches / DRAM read bandwidth
+  operations / peak of the instruction that the format's path multiplies with, two operations for a multiply-add.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kt_runtime.experts import machine
+
+READ_BUFFER_BYTES = 512 << 20
+LARGEST_READ_BUFFER_BYTES = 4 << 30
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+# Backward multiplies the gradients of gate, up and down with their matrices: as much as forward again. Activations that
+# were not retained cost gate and up once more.
+BACKWARD = 1.0
+RECOMPUTED = 2 / 3
+
+
+@dataclass(frozen=True)
+class Limits:
+    isa: str
+    threads: int
+    dram_bytes_per_s: float
+    bf16_flops: float
+    int8_ops: float
+
+    def peak(self, path: str) -> float:
+        return {"bf16": self.bf16_flops, "int8": self.int8_ops}[path]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a call must do at least."""
+
+    weight_bytes: float
+    operations: dict[str, float]  # by path: "bf16", "int8"
+
+    def limit(self, limits: Limits) -> tuple[float, str]:
+        """Seconds, and what bounds them: "dram", or the path that takes longest."""
+        seconds = {path: count / limits.peak(path) for path, count in self.operations.items()}
+        reading = self.weight_bytes / limits.dram_bytes_per_s
+        if reading >= sum(seconds.values()):
+            return reading, "dram"
+        return sum(seconds.values()), max(seconds, key=lambda path: seconds[path])
+
+
+def forward_work(touched_bytes: float, operations: float, path: str) -> Work:
+    return Work(touched_bytes, {path: operations})
+
+
+def training_work(touched_bytes: float, operations: float, path: str, recomputed: bool) -> Work:
+    """Forward and backward; `operations` and `touched_bytes` are those of forward.
+
+    Gradients are not quantized: backward's operations are held against the bf16 peak in every format.
+    """
+    forwards = 1 + (RECOMPUTED if recomputed else 0)
+    counts = {"bf16": BACKWARD * operations}
+    counts[path] = counts.get(path, 0) + forwards * operations
+    return Work((forwards + BACKWARD) * touched_bytes, counts)
+
+
+def measure_limits(isa: str, threads: int, free_bytes: int) -> Limits:
+    """Best of many short passes: other processes lower a pass, never raise it."""
+    buffer_bytes = min(
+        max(READ_BUFFER_BYTES, 16 * last_level_cache_bytes()), LARGEST_READ_BUFFER_BYTES, free_bytes // 4
+    )
+    return Limits(
+        isa,
+        threads,
+        machine.read_rate(isa, threads, buffer_bytes),
+        machine.peak_rate(isa, "bf16", threads),
+        machine.peak_rate(isa, "int8", threads),
+    )
+
+
+def last_level_cache_bytes() -> int:
+    """Of the caches that processor 0 reads through; 0 where the system does not say."""
+    sizes = [0]
+    for file in CACHES.glob("index*/size"):
+        text = file.read_text().strip()
+        unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
+        sizes.append(int(text.rstrip("KMG")) * unit)
+    return max(sizes)
