@@ -12,22 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from kt_runtime.errors import CheckpointError
+from kt_runtime.families.quantization import METHODS, Quantization, StoredTensor, quantization_of
 from kt_runtime.families.registry import family_for
-from kt_runtime.serve.checkpoint import checkpoint_tensors
+from kt_runtime.serve.checkpoint import CheckpointTensor, checkpoint_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".msgpack", ".h5", ".onnx")
 LARGEST_HEADER_BYTES = 100_000_000
-BF16_ONLY = "this version uses bf16 checkpoints only"
+FOREIGN_SETTINGS = ("hf_quant_config.json", "quant_model_description.json")
+PLAIN = ("BF16", "F16", "F32")
+Found = Mapping[str, tuple[str, dict[str, Any]]]
+"""The checkpoint's tensors: name → shard, entry of its header."""
 
 
 def check_checkpoint(directory: Path) -> dict[str, Any]:
     """Returns the content of config.json.
 
-    Raises CheckpointError for missing, torn, quantised or foreign files, UnknownNameError for a model family that is
-    not known, InvalidValueError for a config that serving and training would compute differently.
+    Raises CheckpointError for missing, torn or foreign files, UnknownNameError for a model family or quantisation that
+    is not known, InvalidValueError for a config that serving and training would compute differently.
     """
     config = read_config(directory)
     check_quantization(directory, config)
@@ -49,18 +53,15 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def check_quantization(directory: Path, config: Mapping[str, Any]) -> None:
-    settings = config.get("quantization_config") or config.get("compression_config")
-    if not settings:
-        return
-    if isinstance(settings, dict):
-        details = [settings.get(key) for key in ("quant_method", "fmt", "format") if settings.get(key)]
-        blocks = settings.get("weight_block_size")
-        details += [f"blocks of {'x'.join(map(str, blocks))}"] if isinstance(blocks, list) else []
-        name = ", ".join(map(str, details)) or "unnamed method"
-    else:
-        name = str(settings)
-    raise CheckpointError(f"{directory / 'config.json'}: the weights are quantised ({name}); {BF16_ONLY}")
+def check_quantization(directory: Path, config: Mapping[str, Any]) -> Quantization | None:
+    quantization = quantization_of(config)
+    others = [name for name in FOREIGN_SETTINGS if (directory / name).is_file()]
+    if others and quantization is None:
+        raise CheckpointError(
+            f"{directory / others[0]}: the weights are quantised in a way that config.json does not say; "
+            f"methods that can be read: {', '.join(METHODS)}"
+        )
+    return quantization
 
 
 def check_tokenizer(directory: Path) -> None:
@@ -77,21 +78,54 @@ def check_weights(directory: Path, config: Mapping[str, Any]) -> None:
     for name, shard in weight_map.items():
         if name not in found or found[name][0] != shard:
             raise CheckpointError(f"{directory / INDEX}: says that {name!r} is in {shard}, but it is not there")
-    _check_dtypes(directory, found)
+    quantization = quantization_of(config)
+    if quantization is None:
+        _check_dtypes(directory, found)
     missing = []
     for tensor in checkpoint_tensors(config):
-        if tensor.name not in found:
-            missing.append(tensor.name)
-            continue
-        shard, entry = found[tensor.name]
-        if tuple(entry["shape"]) != tensor.shape:
-            raise CheckpointError(
-                f"{directory / shard}: {tensor.name!r} has shape {entry['shape']}, but by config.json"
-                f" {list(tensor.shape)}"
-            )
+        is_quantized = quantization is not None and _is_quantized(tensor, quantization, found)
+        expected = _quantized(tensor, quantization) if quantization is not None and is_quantized else _plain(tensor)
+        for name, stored in expected.items():
+            if name in found:
+                _check_tensor(directory, found[name], name, stored)
+            elif not stored.is_optional:
+                missing.append(name)
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"{directory}: the weights lack {', '.join(missing[:3])}{more}")
+
+
+def _is_quantized(tensor: CheckpointTensor, quantization: Quantization, found: Found) -> bool:
+    """Whether it is stored as `quantization` says; many checkpoints keep some of their matrices as they were."""
+    if len(tensor.shape) != 2 or (tensor.name in found and found[tensor.name][1]["dtype"] in PLAIN):
+        return False
+    return any(name in found for name in _quantized(tensor, quantization))
+
+
+def _quantized(tensor: CheckpointTensor, quantization: Quantization) -> dict[str, StoredTensor]:
+    module = tensor.name.removesuffix(".weight")
+    try:
+        stored = quantization.stored(tensor.shape)
+    except CheckpointError as error:
+        raise CheckpointError(f"{tensor.name!r}: {error}") from None
+    return {f"{module}.{part}": entry for part, entry in stored.items()}
+
+
+def _plain(tensor: CheckpointTensor) -> dict[str, StoredTensor]:
+    dtypes = ("BF16",) if tensor.is_routed_expert else PLAIN
+    return {tensor.name: StoredTensor(dtypes, tensor.shape)}
+
+
+def _check_tensor(directory: Path, found: tuple[str, dict[str, Any]], name: str, expected: StoredTensor) -> None:
+    shard, entry = found
+    if tuple(entry["shape"]) != expected.shape:
+        raise CheckpointError(
+            f"{directory / shard}: {name!r} has shape {entry['shape']}, but by config.json {list(expected.shape)}"
+        )
+    if entry["dtype"] not in expected.dtypes:
+        raise CheckpointError(
+            f"{directory / shard}: {name!r} is {entry['dtype']}; allowed: {', '.join(expected.dtypes)}"
+        )
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
@@ -119,7 +153,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     return tensors
 
 
-def _check_dtypes(directory: Path, found: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
+def _check_dtypes(directory: Path, found: Found) -> None:
     others: Counter[str] = Counter()
     example = {}
     for name, (_, entry) in found.items():
@@ -129,7 +163,10 @@ def _check_dtypes(directory: Path, found: Mapping[str, tuple[str, dict[str, Any]
             example[entry["dtype"]] = name
     if others:
         dtype, count = others.most_common(1)[0]
-        raise CheckpointError(f"{directory}: {count} tensors are {dtype}, such as {example[dtype]!r}; {BF16_ONLY}")
+        raise CheckpointError(
+            f"{directory}: {count} tensors are {dtype}, such as {example[dtype]!r}; without a 'quantization_config' in"
+            " config.json all must be BF16"
+        )
 
 
 def _shards(directory: Path) -> tuple[dict[str, str], list[str]]:

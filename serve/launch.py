@@ -159,6 +159,7 @@ def _settings(options: ServeOptions, model: ResolvedModel, directory: Path) -> R
         adapter_directory=str(adapter_directory(options, model)),
         expert_isa=options.expert_isa,
         expert_threads=options.expert_threads,
+        expert_format=options.expert_format,
         training_share=options.training_share,
         microbatch_tokens=options.microbatch_tokens,
     )
@@ -209,6 +210,7 @@ def _memory(options: ServeOptions, config: Mapping[str, Any], name: str) -> tupl
         lora_slots=options.lora_slots,
         lora_rank=options.max_lora_rank,
         training_tokens=options.microbatch_tokens,
+        expert_format=options.expert_format,
     )
     return plan_memory(config, shape, name), available_memory(with_gpu)
 

@@ -1,8 +1,9 @@
 """How much memory a model needs to be served and trained, and how much there is.
 
-Computed from config.json alone, before anything is loaded. Weights are bf16. Sizes of what SGLang allocates follow its
-0.5.23 pools: latent attention caches kv_lora_rank + qk_rope_head_dim numbers per token and layer, grouped-query
-attention 2 * num_key_value_heads * head_dim. What can only be estimated says so.
+Computed from config.json alone, before anything is loaded. Attention and dense weights have the server's dtype, also
+where the checkpoint has them quantised; experts have the checkpoint's format, or the one they are quantised to. Sizes
+of what SGLang allocates follow its 0.5.23 pools: latent attention caches kv_lora_rank + qk_rope_head_dim numbers per
+token and layer, grouped-query attention 2 * num_key_value_heads * head_dim. What can only be estimated says so.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kt_runtime.errors import InvalidValueError
+from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.families.base import EXPERTS, LoraModule, integer
+from kt_runtime.families.quantization import BF16, QUANTIZED_WHILE_LOADING, ExpertFormat, quantization_of
 from kt_runtime.families.registry import family_for
-from kt_runtime.serve.checkpoint import BF16_BYTES, count_parameters, dense_tensors
+from kt_runtime.serve.checkpoint import count_parameters, dense_tensors
 
 Device = Literal["cpu", "gpu"]
 
@@ -32,6 +34,7 @@ class ServingShape:
 
     `lora_targets`: last names of the adapted modules (`q_proj`, ...), None for all that the family can adapt.
     `activation_bytes`: 2 for bf16, 4 for float32, also for the KV cache. `training_tokens`: of one microbatch.
+    `expert_format`: what experts are quantised to while they are loaded, None: nothing.
     """
 
     device: Device = "cpu"
@@ -42,6 +45,7 @@ class ServingShape:
     lora_targets: Collection[str] | None = None
     training_sessions: int = 1
     training_tokens: int = 2048
+    expert_format: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +75,15 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
     device = shape.device
     counts = count_parameters(config)
     dense_bytes = counts.dense * shape.activation_bytes
+    stored, held = expert_formats(config, shape.expert_format)
     num_moe_layers = len(family_for(config).moe_layers(config))
-    one_layer_bytes = counts.routed * BF16_BYTES // max(num_moe_layers, 1)
     sequence = shape.max_total_tokens * cached_numbers_per_token(config)
     slots, masters = lora_parameters(config, shape)
     needs = [
         MemoryNeed("attention and dense weights", device, dense_bytes),
         MemoryNeed("absorbed copies of kv_b_proj", device, _absorbed_parameters(config) * shape.activation_bytes),
-        MemoryNeed("routed experts, packed", "cpu", counts.routed * BF16_BYTES),
-        MemoryNeed("one layer of experts while loading", "cpu", one_layer_bytes),
+        MemoryNeed("routed experts, packed", "cpu", num_moe_layers * layer_bytes(config, held)),
+        MemoryNeed("one layer of experts while loading", "cpu", layer_bytes(config, stored)),
         MemoryNeed("KV cache", device, sequence * shape.activation_bytes, ("--max-total-tokens",)),
         MemoryNeed("LoRA slots", device, slots * shape.activation_bytes, ("--max-loras-per-batch", "--max-lora-rank")),
         MemoryNeed("trained adapters and their optimizer", device, masters, ("--max-lora-rank",)),
@@ -87,6 +91,32 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
         MemoryNeed("SGLang's processes (estimate)", "cpu", PROCESSES_BYTES),
     ]
     return MemoryPlan(model, tuple(need for need in needs if need.size_bytes > 0))
+
+
+def expert_formats(config: Mapping[str, Any], quantized_to: str | None) -> tuple[ExpertFormat, ExpertFormat]:
+    """(the format that the experts have in the checkpoint, the format that they are held in).
+
+    Raises UnknownNameError for a format that experts can't be quantised to, InvalidValueError where the checkpoint's
+    are integers already: rounding them again would only lose accuracy.
+    """
+    quantization = quantization_of(config)
+    stored = BF16 if quantization is None else quantization.expert_format
+    if quantized_to is None:
+        return stored, stored
+    if quantized_to not in QUANTIZED_WHILE_LOADING:
+        raise UnknownNameError("expert format", quantized_to, QUANTIZED_WHILE_LOADING, "--expert-format")
+    if quantization is not None and stored.encoding not in ("bf16", "fp8_e4m3"):
+        raise InvalidValueError(
+            f"--expert-format {quantized_to}: this checkpoint's experts are quantised to integers already "
+            f"({quantization.description}); leave the option out, they are held as they are"
+        )
+    return stored, QUANTIZED_WHILE_LOADING[quantized_to]
+
+
+def layer_bytes(config: Mapping[str, Any], held: ExpertFormat) -> int:
+    """What the routed experts of one layer take in memory, with padding."""
+    num_experts, hidden, intermediate = family_for(config).expert_shape(config)
+    return num_experts * (2 * held.packed_bytes(intermediate, hidden) + held.packed_bytes(hidden, intermediate))
 
 
 def cached_numbers_per_token(config: Mapping[str, Any]) -> int:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kt_runtime.errors import ConflictError, InvalidValueError, suggestion
+from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError, suggestion
+from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING
 
 DTYPES = ("bfloat16", "float32")
 LOWEST_VALUES = {
@@ -28,6 +29,7 @@ class ServeOptions:
 
     `lora_slots`: adapter versions that one batch may hold; the base takes one of them. `adapter_dir`: None, a directory
     of this model's in the user's data directory. `expert_isa`, `expert_threads`: None, the best there is.
+    `expert_format`: what a bf16 or fp8 checkpoint's experts are quantised to while loading; None, as they are.
     `training_share`: the largest share of the time that training may take while requests are served.
     `runtime_dir`: where the sockets are; None, the user's. `passed_on`: options of SGLang's.
     """
@@ -45,19 +47,22 @@ class ServeOptions:
     adapter_dir: Path | None = None
     expert_isa: str | None = None
     expert_threads: int | None = None
+    expert_format: str | None = None
     training_share: float = 0.5
     microbatch_tokens: int = 2048
     runtime_dir: Path | None = None
     passed_on: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises InvalidValueError for a value outside its range."""
+        """Raises InvalidValueError for a value outside its range, UnknownNameError for an unknown format."""
         if self.dtype not in DTYPES:
             raise InvalidValueError(f"--dtype {self.dtype!r}{suggestion(self.dtype, DTYPES)}")
         if not 0 < self.port < 65536:
             raise InvalidValueError(f"--port {self.port}: allowed are 1 to 65535")
         if not 0 < self.training_share <= 1:
             raise InvalidValueError(f"--training-share {self.training_share:g}: must be above 0 and at most 1")
+        if self.expert_format is not None and self.expert_format not in QUANTIZED_WHILE_LOADING:
+            raise UnknownNameError("expert format", self.expert_format, QUANTIZED_WHILE_LOADING, "--expert-format")
         for name, lowest in LOWEST_VALUES.items():
             value = getattr(self, name)
             if value is not None and value < lowest:

@@ -5,17 +5,21 @@ Symbol: `sglang.srt.server_args.ServerArgs.add_cli_args` (SGLang 0.5.23), read f
 Why each fixed option: training runs between two batches of the scheduler, so batches must not overlap, and CUDA graphs
 would hide the model from it. Shared experts must not be fused into the routed ones, which are the expert store's.
 Strict LoRA loading makes a key that SGLang does not know an error. The warm-up request only delays the start. An idle
-scheduler sleeps, instead of keeping a core busy (`turns.py` wakes it for training).
+scheduler sleeps, instead of keeping a core busy (`turns.py` wakes it for training). A quantised checkpoint is no
+quantised model to SGLang: experts are the store's, and `weights.py` dequantises the rest; `unquant` keeps SGLang from
+looking for fp8 weights by itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from kt_runtime.families import family_for
+from kt_runtime.families.quantization import CONFIG_KEYS, quantization_of
 from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND
 
 SYMBOLS = ("sglang.srt.server_args.ServerArgs.add_cli_args",)
@@ -23,6 +27,10 @@ ALWAYS = (
     *("--disable-overlap-schedule", "--disable-shared-experts-fusion", "--skip-server-warmup"),
     *("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
     *("--enable-lora", "--lora-strict-loading", "--sleep-on-idle"),
+)
+NOT_QUANTIZED = (
+    *("--quantization", "unquant"),
+    *("--json-model-override-args", json.dumps(dict.fromkeys(CONFIG_KEYS))),
 )
 # The token pool is bounded by --max-total-tokens. SGLang also wants this share of the memory for weights and pool, and
 # the experts, which may be nearly all of it, count as used.
@@ -88,7 +96,8 @@ def server_arguments(options: Options, model: Model, *, on_cpu: bool | None = No
         values |= {"device": "cpu", "attention-backend": ATTENTION_BACKEND, "mem-fraction-static": CPU_MEMORY_SHARE}
     targets = family_for(model.config).sglang_lora_targets(model.config)
     fixed = [text for name, value in values.items() for text in (f"--{name}", str(value))]
-    return [*fixed, *ALWAYS, "--lora-target-modules", *targets, *options.passed_on]
+    unquantized = NOT_QUANTIZED if quantization_of(model.config) is not None else ()
+    return [*fixed, *ALWAYS, *unquantized, "--lora-target-modules", *targets, *options.passed_on]
 
 
 def option_names() -> frozenset[str]:

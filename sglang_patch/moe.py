@@ -96,6 +96,7 @@ def _load_store(directory: Path) -> ExpertStore:
         ExpertShape(*family.expert_shape(config)),
         isa=settings.expert_isa if settings else None,
         num_threads=settings.expert_threads if settings else None,
+        expert_format=settings.expert_format if settings else None,
     )
 
 

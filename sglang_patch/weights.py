@@ -1,19 +1,26 @@
-"""SGLang's loader does not read the routed experts, which the expert store reads itself.
+"""SGLang's loader does not read the routed experts, and gets every other tensor as if nothing were quantised.
 
 Symbols (SGLang 0.5.23): `model_loader.weight_utils.safetensors_weights_iterator` and
 `.buffered_multi_thread_safetensors_weights_iterator`. Reason: they read whole files; of a large MoE model that is the
 terabyte which must not be read twice, and SGLang warns about every tensor that it has no parameter for.
+
+Quantised matrices are dequantised one by one on the way: `arguments.py` tells SGLang that the checkpoint is not
+quantised, so that its linear layers are plain ones, which the training twin and LoRA share, and which need no kernels
+that the wheel has not for CPUs.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
+from kt_runtime.experts.dequantize import plain_tensors
+from kt_runtime.families.quantization import quantization_of
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.moe import keeps_experts_in_store, model_config
 
@@ -29,16 +36,25 @@ def install(hooks: Hooks) -> None:
         hooks.around(symbol, _without_experts)
 
 
-def dense_tensors(files: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of everything but the routed experts, in the order of the files."""
-    for file in files:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a dict)
-                if not ROUTED_EXPERT.search(name):
-                    yield name, opened.get_tensor(name)
+def dense_tensors(
+    files: Iterable[str], dtype: torch.dtype, gptq_zero_offset: int = 1
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of everything but the routed experts, in the order of the files.
+
+    A matrix that is quantised in the checkpoint comes as `dtype`, everything else as it is stored.
+    """
+    return plain_tensors(files, dtype, _is_dense, gptq_zero_offset=gptq_zero_offset)
+
+
+def _is_dense(name: str) -> bool:
+    return ROUTED_EXPERT.search(name) is None
 
 
 def _without_experts(original: Any, hf_weights_files: list[str], *args: Any, **kwargs: Any) -> Any:
-    if keeps_experts_in_store(model_config().hf_config):
-        return dense_tensors(hf_weights_files)
-    return original(hf_weights_files, *args, **kwargs)
+    config = model_config()
+    if not keeps_experts_in_store(config.hf_config):
+        return original(hf_weights_files, *args, **kwargs)
+    # SGLang's own config was told that nothing is quantised.
+    content = json.loads((Path(config.model_path) / "config.json").read_text(encoding="utf-8"))
+    quantization = quantization_of(content)
+    return dense_tensors(hf_weights_files, config.dtype, 1 if quantization is None else quantization.stored_zero_offset)

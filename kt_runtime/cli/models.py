@@ -17,7 +17,7 @@ from kt_runtime.serve.checkpoint import BF16_BYTES, count_parameters
 from kt_runtime.serve.checkpoint_files import check_checkpoint, read_config
 from kt_runtime.serve.machine_memory import available_cpu_bytes
 from kt_runtime.serve.make_model import make_model
-from kt_runtime.serve.memory import ServingShape, format_bytes, plan_memory
+from kt_runtime.serve.memory import ServingShape, expert_formats, format_bytes, layer_bytes, plan_memory
 from kt_runtime.serve.models import find_preset, locate, models_directory, not_found_message
 from kt_runtime.serve.presets import is_preset, load_preset, preset_names
 
@@ -39,9 +39,9 @@ def command(ctx: click.Context, as_json: bool) -> None:
         "family",
         Column("total", no_wrap=True),
         Column("active", no_wrap=True),
-        Column("bf16", no_wrap=True),
+        Column("weights", no_wrap=True),
         Column("on this machine", overflow="fold"),
-        title="presets, their parameters, and their size in bf16",
+        title="presets, their parameters, and what their weights take in memory",
     )
     for row in rows:
         table.add_row(
@@ -49,7 +49,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
             row["family"],
             format_count(row["parameters_total"]),
             format_count(row["parameters_active"]),
-            format_bytes(row["bf16_bytes"]),
+            format_bytes(row["weights_bytes"]),
             row["directory"] or ("can be made" if row["is_made"] else "no"),
         )
     Console().print(table)
@@ -96,6 +96,7 @@ def show(name: str, as_json: bool) -> None:
         if details.get(key):
             value = details[key]
             facts.add_row(key.replace("_", " "), ", ".join(value) if isinstance(value, list) else str(value))
+    facts.add_row("experts", details["expert_format"])
     facts.add_row("parameters", format_count(details["parameters_total"]))
     facts.add_row("active per token", format_count(details["parameters_active"]))
     console.print(facts)
@@ -154,11 +155,15 @@ def _summary(name: str) -> dict[str, Any]:
 
 def _sizes(config: dict[str, Any]) -> dict[str, Any]:
     counts = count_parameters(config)
+    held, _ = expert_formats(config, None)
+    experts_bytes = len(family_for(config).moe_layers(config)) * layer_bytes(config, held)
     return {
         "family": family_for(config).name,
         "parameters_total": counts.total,
         "parameters_active": counts.active,
         "bf16_bytes": counts.total * BF16_BYTES,
+        "expert_format": held.name,
+        "weights_bytes": counts.dense * BF16_BYTES + experts_bytes,
     }
 
 

@@ -28,6 +28,11 @@ from kt_runtime.cli.connection import KEY_VARIABLE
 @click.option("--adapter-dir", type=click.Path(path_type=Path), help="Where published versions are kept.")
 @click.option("--expert-isa", help="Instruction set of the expert kernels. [default: the best there is]")
 @click.option("--expert-threads", type=int, help="Threads for the routed experts. [default: all cores]")
+@click.option(
+    "--expert-format",
+    metavar="int8|int4",
+    help="Quantize a bf16 or fp8 checkpoint's experts while loading. [default: the checkpoint's own format]",
+)
 @click.option("--training-share", default=0.5, show_default=True, help="Most of the time that training may take.")
 @click.option("--microbatch-tokens", default=2048, show_default=True, help="Tokens that training computes at once.")
 @click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where the sockets are. [default: the user's]")

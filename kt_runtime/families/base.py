@@ -6,7 +6,7 @@ may adapt. A family is mostly a list of `FusedLinear`: one SGLang parameter, and
 is made of, in order. Both name lists are derived from it, so that they can't drift apart.
 
 Not described here: routed experts' bytes (the expert store owns them), the rotary tables (computed, not loaded).
-Runs without a quantised dense layer only: SGLang's dense weights must be plain `[out, in]` matrices.
+SGLang's dense weights are plain `[out, in]` matrices, also where the checkpoint has them quantised (`quantization.py`).
 """
 
 from __future__ import annotations

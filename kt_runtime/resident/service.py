@@ -239,6 +239,7 @@ class Resident:
             context_tokens=self._host.context_tokens,
             weights_shared_bytes=self.twin.shared_bytes,
             weights_copied_bytes=self.twin.copied_bytes,
+            expert_format=self._host.experts.format,
             expert_isa=self._host.experts.isa,
             expert_bytes=self._host.experts.resident_bytes,
             rss_bytes=resident_set_bytes(),

@@ -19,7 +19,8 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """`wire_address`: ZMQ endpoint of the training protocol. `names_address`: where the frontend moves names.
 
     `adapter_directory`: published versions are kept here, for rollback and restarts. `expert_isa`, `expert_threads`:
-    None lets the expert store choose. `training_share`: the largest share of the time that training may take while
+    None lets the expert store choose. `expert_format`: what the experts are quantised to while they are loaded, None:
+    they stay as they are. `training_share`: the largest share of the time that training may take while
     requests are being served, in (0, 1]; with nothing to serve, training has all of it. `microbatch_tokens`: padded
     tokens that training sends through a layer at once; fewer make shorter pauses for serving.
     """
@@ -31,6 +32,7 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     adapter_directory: str
     expert_isa: str | None = None
     expert_threads: int | None = None
+    expert_format: str | None = None
     training_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
     kept_versions: Annotated[int, msgspec.Meta(ge=1)] = 8
     microbatch_tokens: Annotated[int, msgspec.Meta(ge=1)] = 2048

@@ -215,6 +215,7 @@ class StatusReply(Reply, tag="status"):
     context_tokens: int
     weights_shared_bytes: int
     weights_copied_bytes: int
+    expert_format: str
     expert_isa: str
     expert_bytes: int
     rss_bytes: int

@@ -27,6 +27,10 @@ def test_the_list_as_json_has_sizes_and_where_it_is(run: Run) -> None:
     assert rows["DeepSeek-V3-bf16"]["family"] == "deepseek_v3"
     assert rows["DeepSeek-V3-bf16"]["parameters_total"] == 671_026_419_200
     assert rows["DeepSeek-V3-bf16"]["bf16_bytes"] == 2 * 671_026_419_200
+    assert rows["DeepSeek-V3-bf16"]["weights_bytes"] == 2 * 671_026_419_200
+    assert rows["DeepSeek-V3"]["weights_bytes"] == pytest.approx(653.9e9 + 2 * 17.1e9, rel=0.01)
+    formats = {name: row["expert_format"] for name, row in rows.items()}
+    assert (formats["Kimi-K2"], formats["Kimi-K2-Thinking"]) == ("fp8_e4m3_g128", "int4_g32")
     assert {row["directory"] for row in rows.values()} == {None}
 
 
@@ -60,10 +64,10 @@ def test_only_made_presets_can_be_made(run: Run, name: str, reason: str) -> None
 def test_show_says_what_a_preset_needs(run: Run) -> None:
     details = json.loads(run("models", "show", "Kimi-K2", "--json").stdout)
     assert details["config"]["n_routed_experts"] == 384 and "fp8" in details["note"]
-    assert details["memory_bytes"] == sum(need["size_bytes"] for need in details["memory"]) > 2 * 1.02e12
+    assert details["memory_bytes"] == sum(need["size_bytes"] for need in details["memory"]) > 1.02e12
     assert details["directory"] is None and details["problem"] is None
     text = run("models", "show", "Kimi-K2").stdout
-    assert "routed experts, packed" in text and "1.85 TiB" in text
+    assert "routed experts, packed" in text and "948 GiB" in text and "fp8_e4m3_g128" in text
 
 
 def test_show_of_a_broken_directory_says_why_it_cant_be_used(run: Run, tmp_path: Path) -> None:

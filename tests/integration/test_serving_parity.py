@@ -2,62 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from reference import greedy
+from reference.greedy import Expected
 
 NEW_TOKENS = 12
 LOGPROB_TOLERANCE = 1e-4  # float32, sums in another order; some 5e-6 is seen
 LENGTHS = (1, 2, 7, 33, 150, 400)  # in chunks of 64 tokens and pages of 8
 
 
-@dataclass(frozen=True)
-class Expected:
-    """`tokens`: prompt and greedy continuation. `logprobs[i]`: of tokens[i + 1], given those before it."""
-
-    prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float]
-
-
 @pytest.fixture(scope="module")
 def expected(float32_server: Any) -> list[Expected]:
     """What Hugging Face says about prompts of several lengths; the last two share a prefix with another one."""
-    model = AutoModelForCausalLM.from_pretrained(float32_server.model_directory, dtype=torch.float32).eval()
+    model = greedy.load_hugging_face(float32_server.model_directory)
     g = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 700, (length,), generator=g).tolist() for length in LENGTHS]
     prompts += [prompts[4][:100] + prompts[3], prompts[4] + prompts[2]]
-    return [hugging_face(model, prompt) for prompt in prompts]
-
-
-@torch.no_grad()
-def hugging_face(model: torch.nn.Module, prompt: list[int]) -> Expected:
-    tokens = list(prompt)
-    for _ in range(NEW_TOKENS):
-        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    scores = model(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)
-    return Expected(prompt, tokens, scores.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist())
+    return [greedy.hugging_face(model, prompt, NEW_TOKENS) for prompt in prompts]
 
 
 def generate(served: Any, prompts: list[list[int]], **options: Any) -> list[dict[str, Any]]:
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, **options}
-    answers: list[dict[str, Any]] = served.api.post("/generate", body)
-    return answers
+    return greedy.generate(served.api, prompts, NEW_TOKENS, **options)
 
 
 def check(answer: dict[str, Any], expected: Expected) -> float:
-    """The largest difference of a logprob, of prompt tokens too where the answer has them."""
-    assert expected.prompt + answer["output_ids"] == expected.tokens
-    meta = answer["meta_info"]
-    found = [item[0] for item in meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]]
-    largest = max(abs(a - b) for a, b in zip(found, expected.logprobs[-len(found) :], strict=True))
-    assert largest <= LOGPROB_TOLERANCE
-    return largest
+    return greedy.check(answer, expected, LOGPROB_TOLERANCE)
 
 
 def flush_cache(served: Any) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference.quantized import SCHEMES
+from reference.quantized_checkpoint import quantize_checkpoint
 from safetensors.torch import load_file, save_file
 
 from kt_runtime.errors import CheckpointError, InvalidValueError, UnknownNameError
@@ -38,8 +40,10 @@ def edit_config(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def edit_weights(directory: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    path = directory / "model.safetensors"
+def edit_weights(
+    directory: Path, edit: Callable[[dict[str, torch.Tensor]], object], shard: str = "model.safetensors"
+) -> None:
+    path = directory / shard
     tensors = load_file(path)
     edit(tensors)
     save_file(tensors, path, {"format": "pt"})
@@ -80,17 +84,49 @@ def test_a_variant_that_training_would_compute_differently_is_refused(checkpoint
     assert "hidden_act" in refusal(checkpoint, InvalidValueError)
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}, "fp8, e4m3, blocks of 128x128"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors, pack-quantized"),
-        ({"bits": 4}, "unnamed method"),
-    ],
-)
-def test_quantised_checkpoints_are_refused_with_their_format(checkpoint: Path, settings: object, named: str) -> None:
-    edit_config(checkpoint, quantization_config=settings)
-    assert f"quantised ({named}); this version uses bf16 checkpoints only" in refusal(checkpoint)
+@pytest.mark.parametrize("scheme", ["fp8", "int4_g32", "int8", "gptq_int4_g32", "awq_g32"])
+@pytest.mark.parametrize("experts_only", [True, False])
+def test_quantised_checkpoints_pass_whatever_part_of_them_is(
+    made: Path, tmp_path: Path, scheme: str, experts_only: bool
+) -> None:
+    directory, _ = quantize_checkpoint(made, tmp_path, scheme, experts_only=experts_only)
+    assert check_checkpoint(directory)["quantization_config"]["quant_method"]
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "mxfp4", "fp9"])
+def test_an_unknown_quantisation_is_refused_by_name_with_the_known_ones(checkpoint: Path, method: str) -> None:
+    edit_config(checkpoint, quantization_config={"quant_method": method})
+    message = refusal(checkpoint, UnknownNameError)
+    assert f"unknown quant_method '{method}'" in message and "awq, compressed-tensors, fp8, gptq" in message
+
+
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quant_model_description.json"])
+def test_quantisation_that_only_another_file_declares_is_refused(checkpoint: Path, name: str) -> None:
+    (checkpoint / name).write_text("{}")
+    assert f"{name}: the weights are quantised in a way that config.json does not say" in refusal(checkpoint)
+
+
+def test_a_quantised_matrix_without_its_scales_is_refused_by_name(made: Path, tmp_path: Path) -> None:
+    directory, _ = quantize_checkpoint(made, tmp_path, "fp8")
+    scale = EXPERT + "_scale_inv"
+    edit_weights(directory, lambda tensors: tensors.pop(scale), "model-00002-of-00002.safetensors")
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    index["weight_map"].pop(scale)
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"the weights lack {scale}" in refusal(directory)
+
+
+def test_quantised_tensors_of_another_shape_or_type_are_refused(made: Path, tmp_path: Path) -> None:
+    directory, _ = quantize_checkpoint(made, tmp_path, "int4_g32")
+    edit_config(directory, quantization_config=SCHEMES["int4_g128"].config)
+    assert "q_a_proj.weight_scale' has shape [64, 4], but by config.json [64, 1]" in refusal(directory)
+    edit_config(directory, quantization_config=SCHEMES["int8_packed_g32_zp"].config)
+    assert "weight_packed' has shape" in refusal(directory)
+    edit_config(directory, quantization_config=SCHEMES["int4_g32"].config)
+    shard = "model-00002-of-00002.safetensors"
+    name = EXPERT + "_scale"
+    edit_weights(directory, lambda tensors: tensors.update({name: tensors[name].double()}), shard)
+    assert f"{shard}: '{name}' is F64; allowed: F32, BF16, F16" in refusal(directory)
 
 
 def test_other_dtypes_are_refused_by_name(checkpoint: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner
+from reference.quantized_checkpoint import quantize_checkpoint
 
 from kt_runtime.cli.serve import command
 from kt_runtime.errors import ConflictError, InvalidValueError, KtError, NotFoundError, UnknownNameError
@@ -82,6 +83,20 @@ def test_server_is_started_with_settings_that_the_resident_can_read(
     assert stat.S_IMODE(scratch.stat().st_mode) == 0o700
     call.frontend.clean_up()
     assert not scratch.exists() and not list(private_directory.glob("*.sock"))
+
+
+def test_expert_format_is_asked_of_the_resident_and_is_refused_for_integer_checkpoints(
+    started: list[Any], model: Path, port: int, private_directory: Path, tmp_path: Path
+) -> None:
+    launch.serve(options(model, port, private_directory, expert_format="int4"), print)
+    (call,) = started
+    assert call.settings.expert_format == "int4"
+    quantized, _ = quantize_checkpoint(model, tmp_path, "int4_g32")
+    with pytest.raises(InvalidValueError, match=r"--expert-format int8: this checkpoint's experts are quantised"):
+        launch.serve(options(quantized, port, private_directory, expert_format="int8"), print)
+    assert len(started) == 1
+    with pytest.raises(UnknownNameError, match=r"unknown expert format 'fp4'; known: int4, int8"):
+        options(model, port, private_directory, expert_format="fp4")
 
 
 def test_key_reaches_neither_sglang_nor_its_processes(

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from kt_runtime.errors import InvalidValueError
+from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.families import family_for
+from kt_runtime.serve.checkpoint import count_parameters
 from kt_runtime.serve.memory import (
     GIB,
     MemoryPlan,
@@ -39,6 +41,38 @@ def test_experts_are_on_the_cpu_and_the_rest_on_the_gpu_when_there_is_one() -> N
     experts = {need.what for need in plan.needs if need.device == "cpu"}
     assert "routed experts, packed" in experts and "KV cache" not in experts
     assert plan_memory(V3, ServingShape()).devices() == ["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "bytes_a_weight"),
+    [("DeepSeek-V3-bf16", 2), ("DeepSeek-V3", 1), ("Kimi-K2", 1), ("Kimi-K2-Thinking", 0.5625)],
+)
+def test_experts_are_counted_in_the_checkpoints_format_and_the_rest_is_not(preset: str, bytes_a_weight: float) -> None:
+    config = load_preset(preset).config
+    plan = plan_memory(config, ServingShape())
+    routed = count_parameters(config).routed
+    assert row(plan, "routed experts") == pytest.approx(bytes_a_weight * routed, rel=5e-3)
+    layers = len(family_for(config).moe_layers(config))
+    assert row(plan, "one layer") == pytest.approx(bytes_a_weight * routed / layers, rel=5e-3)
+    assert row(plan, "attention and dense") == 2 * count_parameters(config).dense
+
+
+@pytest.mark.parametrize(("held", "bytes_a_weight"), [("int8", 1), ("int4", 0.5625)])
+@pytest.mark.parametrize("preset", ["DeepSeek-V3-bf16", "DeepSeek-V3", "Qwen3-30B-A3B"])
+def test_experts_quantised_while_loading_are_counted_so(preset: str, held: str, bytes_a_weight: float) -> None:
+    config = load_preset(preset).config
+    plan, plain = plan_memory(config, ServingShape(expert_format=held)), plan_memory(config, ServingShape())
+    assert row(plan, "routed experts") == pytest.approx(bytes_a_weight * count_parameters(config).routed, rel=1e-2)
+    assert row(plan, "one layer") == row(plain, "one layer")
+
+
+def test_an_expert_format_that_cannot_be_is_refused() -> None:
+    with pytest.raises(
+        InvalidValueError, match=r"quantised to integers already.*4 bits, groups of 32.*leave the option"
+    ):
+        plan_memory(load_preset("Kimi-K2-Thinking").config, ServingShape(expert_format="int8"))
+    with pytest.raises(UnknownNameError, match=r"unknown expert format 'int5'; did you mean 'int[48]'"):
+        plan_memory(TINY, ServingShape(expert_format="int5"))
 
 
 def test_needs_scale_with_what_is_asked_for() -> None:

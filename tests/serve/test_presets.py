@@ -10,8 +10,10 @@ from kt_runtime.serve.presets import is_preset, load_preset, preset_names
 # Billions of parameters as the models' own pages give them, without the layer of multi-token prediction.
 PUBLISHED = {
     "DeepSeek-V3-bf16": (671, 37),
+    "DeepSeek-V3": (671, 37),
     "DeepSeek-V2-Lite": (15.7, 2.4),
     "Kimi-K2": (1026, 32),
+    "Kimi-K2-Thinking": (1026, 32),
     "Qwen3-30B-A3B": (30.5, 3.3),
     "Qwen3-235B-A22B": (235, 22),
 }

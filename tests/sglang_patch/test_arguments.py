@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
+from reference.quantized_checkpoint import quantize_checkpoint
 
 from kt_runtime.serve.make_model import make_model
 from kt_runtime.serve.models import resolve_model
@@ -36,6 +38,23 @@ def test_sglang_parses_them(parser: argparse.ArgumentParser, tmp_path: Path, pre
     assert "gate_proj" in parsed.lora_target_modules
     assert parsed.disable_overlap_schedule
     assert parsed.disable_shared_experts_fusion
+
+
+def test_a_quantised_checkpoint_is_no_quantised_model_to_sglang(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    from sglang.srt.utils.hf_transformers import get_config
+
+    make_model("tiny-deepseek-v3", tmp_path / "model", seed=0)
+    directory, _ = quantize_checkpoint(tmp_path / "model", tmp_path, "fp8")
+    model = resolve_model(directory)
+    assert model.config["quantization_config"]["quant_method"] == "fp8"
+    parsed = parser.parse_args(server_arguments(ServeOptions(model=""), model, on_cpu=True))
+    assert parsed.quantization == "unquant"
+    overrides = json.loads(parsed.json_model_override_args)
+    read = get_config(str(directory), trust_remote_code=False, model_override_args=overrides)
+    assert read.quantization_config is None
+    assert read.hidden_size == model.config["hidden_size"]
 
 
 def test_what_the_user_passes_on_comes_last(parser: argparse.ArgumentParser, tmp_path: Path) -> None:

@@ -1,0 +1,235 @@
+"""Quantised matrices that are no routed experts, turned into plain ones while a checkpoint is read.
+
+    W[row, col] = scale[row, col / group] * (code - zero[row, col / group])
+
+How each method stores codes, scales and zeros is in `kt_runtime.families.quantization`; which method it is, this module
+tells from the tensors' names, types and shapes. Arithmetic is float32, rounded once. One matrix is in memory at a time
+beside its codes; scales may lie in another file than the codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import ceil
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from kt_runtime.errors import CheckpointError
+
+FP8_BLOCK = 128
+ROWS_AT_ONCE = 256
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the nibbles of an AWQ word belong: column i of eight is in nibble AWQ_ORDER[i]."""
+
+PLAIN = (torch.bfloat16, torch.float16, torch.float32)
+PARTS = {
+    "weight_packed": ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
+    "qweight": ("scales", "qzeros", "g_idx"),
+    "weight": ("weight_scale_inv", "weight_scale", "weight_zero_point", "input_scale"),
+}
+"""By the last part of the name of a matrix's codes: its other tensors, where it has them."""
+CODES = tuple(f".{name}" for name in PARTS)
+
+
+def plain_tensors(
+    files: Iterable[str],
+    dtype: torch.dtype,
+    is_wanted: Callable[[str], bool] = lambda name: True,
+    *,
+    gptq_zero_offset: int = 1,
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a checkpoint as if it had never been quantised, in the order of the files.
+
+    A quantised matrix comes as `NAME.weight` [out, in] of `dtype`; all other tensors come as they are stored. Tensors
+    that are not `is_wanted` are left out. `gptq_zero_offset`: what GPTQ's zeros are more than what is stored for them,
+    0 in its second version. Raises CheckpointError for a quantised matrix that can't be understood.
+    """
+    files = list(files)
+    places: dict[str, str] = {}
+    for file in files:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            places.update(dict.fromkeys((name for name in opened.keys() if is_wanted(name)), file))  # noqa: SIM118
+    for file in files:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                if places.get(name) != file or _is_part(name, places):
+                    continue
+                parts = _parts(name, places)
+                codes = opened.get_tensor(name)
+                if not parts and (codes.dtype in PLAIN or not name.endswith(CODES)):
+                    yield name, codes
+                    continue
+                module = name.rpartition(".")[0]
+                tensors = {part: _read(f"{module}.{part}", places[f"{module}.{part}"], opened, file) for part in parts}
+                try:
+                    weight = dequantized(codes, tensors, dtype, gptq_zero_offset)
+                except (ValueError, RuntimeError) as error:
+                    raise CheckpointError(f"{file}: {name!r} can't be dequantised: {error}") from error
+                yield f"{module}.weight", weight
+
+
+def dequantized(codes: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype, gptq_zero_offset: int = 1) -> Tensor:
+    """The matrix [out, in] of which `codes` and `parts` (by the last part of their names) are what is stored.
+
+    Raises ValueError for a combination of names, types and shapes that no method has.
+    """
+    if "weight_scale_inv" in parts:
+        return from_fp8(codes, parts["weight_scale_inv"], dtype)
+    if {"weight_shape", "weight_scale"} <= set(parts):
+        return from_packed(codes, parts, dtype)
+    if "weight_scale" in parts:
+        if codes.dtype == torch.float8_e4m3fn and parts["weight_scale"].shape != (codes.shape[0], 1):
+            return from_fp8(codes, parts["weight_scale"], dtype)
+        return from_bytes(codes, parts["weight_scale"], parts.get("weight_zero_point"), dtype)
+    if {"scales", "qzeros"} <= set(parts):
+        if codes.shape[1] == parts["scales"].shape[1]:
+            return from_gptq(codes, parts, dtype, gptq_zero_offset)
+        return from_awq(codes, parts, dtype)
+    raise ValueError(f"beside it are only {', '.join(sorted(parts)) or 'no scales'}")
+
+
+def from_fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """e4m3 [out, in] times the scale of its block of 128x128, as DeepSeek-V3 ships it."""
+    rows, cols = codes.shape
+    _check_shape("the scales' tensor", scales, ceil(rows / FP8_BLOCK), ceil(cols / FP8_BLOCK))
+    if codes.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"dtype is {codes.dtype}, expected torch.float8_e4m3fn")
+    out = torch.empty(rows, cols, dtype=dtype)
+    columns = torch.arange(cols) // FP8_BLOCK
+    for block, scale in enumerate(scales.float()):
+        some = slice(block * FP8_BLOCK, (block + 1) * FP8_BLOCK)
+        out[some] = codes[some].float() * scale[columns]
+    return out
+
+
+def from_bytes(codes: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """compressed-tensors `int-quantized` (int8) and `float-quantized` (e4m3): [out, in], scales [out, groups]."""
+    rows, cols = codes.shape
+    group = _group(cols, scales.shape[1])
+    _check_shape("weight_scale", scales, rows, cols // group)
+    if codes.dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise ValueError(f"dtype is {codes.dtype}, expected torch.int8 or torch.float8_e4m3fn")
+    columns = torch.arange(cols) // group
+
+    def some_rows(some: slice) -> Tensor:
+        values = codes[some].float()
+        if zeros is not None:
+            values.sub_(zeros[some].float()[:, columns])
+        return values.mul_(scales[some].float()[:, columns])
+
+    return _by_rows(rows, cols, dtype, some_rows)
+
+
+def from_packed(codes: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """compressed-tensors `pack-quantized`: signed codes plus 2^(bits - 1), packed along the columns."""
+    if "weight_g_idx" in parts:
+        raise ValueError("its columns are in another order (weight_g_idx), which this version can't use")
+    rows, cols = (int(size) for size in parts["weight_shape"])
+    scales = parts["weight_scale"].float()
+    bits = _bits(codes.shape[1], cols)
+    group = _group(cols, scales.shape[1])
+    if codes.shape[0] != rows:
+        raise ValueError(f"shape is {list(codes.shape)}, but by weight_shape {[rows, cols]}")
+    _check_shape("weight_scale", scales, rows, cols // group)
+    zeros = torch.full((rows, scales.shape[1]), float(2 ** (bits - 1)))
+    if "weight_zero_point" in parts:
+        zeros = unpacked(parts["weight_zero_point"].T, bits)[:, :rows].T.float()
+    columns = torch.arange(cols) // group
+
+    def some_rows(some: slice) -> Tensor:
+        values = unpacked(codes[some], bits)[:, :cols].float()
+        return values.sub_(zeros[some][:, columns]).mul_(scales[some][:, columns])
+
+    return _by_rows(rows, cols, dtype, some_rows)
+
+
+def from_gptq(codes: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype, zero_offset: int = 1) -> Tensor:
+    """GPTQ: codes packed along the columns of W and stored transposed; qzeros are `zero_offset` less than the zeros."""
+    scales, rows = parts["scales"].float(), codes.shape[1]
+    bits = _bits(parts["qzeros"].shape[1], rows)
+    cols = codes.shape[0] * (32 // bits)
+    group = _group(cols, scales.shape[0])
+    zeros = ((unpacked(parts["qzeros"], bits)[:, :rows] + zero_offset) & (2**bits - 1)).float()
+    _check_order(parts.get("g_idx"), cols, group)
+    columns = torch.arange(cols) // group
+
+    def some_rows(some: slice) -> Tensor:
+        values = unpacked(codes[:, some].T, bits).float()
+        return values.sub_(zeros[:, some].T[:, columns]).mul_(scales[:, some].T[:, columns])
+
+    return _by_rows(rows, cols, dtype, some_rows)
+
+
+def from_awq(codes: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """AWQ (`gemm`): stored transposed, eight rows of W in a word in the order 0 2 4 6 1 3 5 7."""
+    scales, cols = parts["scales"].float(), codes.shape[0]
+    rows = scales.shape[1]
+    _check_shape("qweight", codes, cols, ceil(rows / 8))
+    group = _group(cols, scales.shape[0])
+    zeros = unpacked(parts["qzeros"], 4, AWQ_ORDER)[:, :rows].float()
+    columns = torch.arange(cols) // group
+
+    def some_words(some: slice) -> Tensor:
+        values = unpacked(codes[:, some.start // 8 : ceil(some.stop / 8)], 4, AWQ_ORDER).T[: some.stop - some.start]
+        return values.float().sub_(zeros[:, some].T[:, columns]).mul_(scales[:, some].T[:, columns])
+
+    return _by_rows(rows, cols, dtype, some_words)
+
+
+def unpacked(words: Tensor, bits: int, order: Iterable[int] | None = None) -> Tensor:
+    """int32 [N, M] to the unsigned codes in it, lowest bits first: uint8 [N, M * 32 / bits]."""
+    places = torch.arange(32 // bits) if order is None else torch.tensor(list(order))
+    shifted = words.unsqueeze(-1).bitwise_right_shift((places * bits).to(torch.int32))
+    return shifted.bitwise_and_(2**bits - 1).to(torch.uint8).flatten(1)
+
+
+def _by_rows(rows: int, cols: int, dtype: torch.dtype, values: Callable[[slice], Tensor]) -> Tensor:
+    out = torch.empty(rows, cols, dtype=dtype)
+    for start in range(0, rows, ROWS_AT_ONCE):
+        some = slice(start, min(start + ROWS_AT_ONCE, rows))
+        out[some] = values(some)
+    return out
+
+
+def _is_part(name: str, places: Mapping[str, str]) -> bool:
+    module, _, last = name.rpartition(".")
+    return any(last in parts and f"{module}.{codes}" in places for codes, parts in PARTS.items())
+
+
+def _parts(name: str, places: Mapping[str, str]) -> list[str]:
+    module, _, last = name.rpartition(".")
+    return [part for part in PARTS.get(last, ()) if f"{module}.{part}" in places]
+
+
+def _read(name: str, place: str, opened: Any, file: str) -> Any:
+    if place == file:
+        return opened.get_tensor(name)
+    with safe_open(place, framework="pt", device="cpu") as other:
+        return other.get_tensor(name)
+
+
+def _bits(words: int, codes: int) -> int:
+    for bits in (4, 8):
+        if words == ceil(codes * bits / 32):
+            return bits
+    raise ValueError(f"{words} words hold {codes} codes of neither 4 nor 8 bits")
+
+
+def _group(cols: int, num_groups: int) -> int:
+    """Columns that share a scale."""
+    if num_groups < 1 or cols % num_groups:
+        raise ValueError(f"{cols} columns are not {num_groups} groups of one size")
+    return cols // num_groups
+
+
+def _check_order(g_idx: Tensor | None, cols: int, group: int) -> None:
+    if g_idx is not None and not torch.equal(g_idx.long(), torch.arange(cols) // group):
+        raise ValueError("its columns are in another order (g_idx), which this version can't use")
+
+
+def _check_shape(name: str, tensor: Tensor, *shape: int) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")

@@ -1,0 +1,301 @@
+"""What the `quantization_config` of a config.json says: how matrices lie on disk, and how large experts are in memory.
+
+A quantised matrix `NAME.weight` [out, in] lies on disk as several tensors. With P = 32 / bits codes in an int32, and
+G groups of columns that share a scale:
+
+    fp8                 weight F8_E4M3 [out, in], weight_scale_inv [ceil(out / 128), ceil(in / 128)]
+    compressed-tensors  weight_packed [out, ceil(in / P)], weight_scale [out, G], weight_shape [2]; with zero points
+      pack-quantized    weight_zero_point [ceil(out / P), G]
+      int-quantized     weight I8 [out, in], weight_scale [out, G]; with zero points weight_zero_point I8 [out, G]
+      float-quantized   weight F8_E4M3 [out, in], weight_scale [out, 1] or in blocks as with fp8
+    gptq                qweight [in / P, out], scales [G, out], qzeros [G, out / P] (one less than the zero, but not in
+                        `gptq_v2`), g_idx [in]
+    awq                 qweight [in, out / P], scales [G, out], qzeros [G, out / P], codes in the order 0 2 4 6 1 3 5 7
+
+Which matrices are quantised is not read from the config (`ignore`, `modules_to_not_convert`): the checkpoint's tensors
+say it. Here is only what the config can say: the method, and parameters that this version can't use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from kt_runtime.errors import CheckpointError, UnknownNameError
+from kt_runtime.families.base import Config
+
+FP8_BLOCK = 128
+ZERO_POINT_GROUP = 128  # the store's groups where a checkpoint has one zero point a row
+FLOAT_QUANTIZED = "compressed-tensors float-quantized"
+CODE_BITS = (4, 8)
+BLOCK_ROWS, COLUMN_UNIT, LINE_BYTES = 16, 32, 64  # csrc/kernels/layout.h
+CONFIG_KEYS = ("quantization_config", "compression_config")
+SCALES = ("F32", "BF16", "F16")
+INT32 = ("I32",)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFormat:
+    """How the expert store holds a matrix. `group`: columns that share a scale, 0: a row's all.
+
+    `encoding`: "bf16", "fp8_e4m3", "int8" or "int4".
+    """
+
+    encoding: str
+    group: int = 0
+    zero_points: bool = False
+
+    @property
+    def name(self) -> str:
+        """As `kt_runtime._experts` names it, such as `int4_g128_zp`."""
+        return self.encoding + (f"_g{self.group}" if self.group else "") + ("_zp" if self.zero_points else "")
+
+    def packed_bytes(self, rows: int, cols: int) -> int:
+        """Of one matrix in the packed layout, as csrc/kernels/layout.h lays it out."""
+        cols = _round_up(cols, COLUMN_UNIT)
+        groups = ceil(cols / self.group) if self.group else 0
+        scale_bytes = 0 if self.encoding == "bf16" else BLOCK_ROWS * 4
+        scale_bytes += _round_up(groups * (4 if self.encoding == "fp8_e4m3" else 2 * BLOCK_ROWS), LINE_BYTES)
+        zero_bytes = _round_up(groups * BLOCK_ROWS, LINE_BYTES) if self.zero_points else 0
+        bits = {"bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4}[self.encoding]
+        return ceil(rows / BLOCK_ROWS) * (scale_bytes + zero_bytes + cols * BLOCK_ROWS * bits // 8)
+
+
+BF16 = ExpertFormat("bf16")
+QUANTIZED_WHILE_LOADING = {"int8": ExpertFormat("int8"), "int4": ExpertFormat("int4", 32)}
+"""By the names that `--expert-format` takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """`dtypes`: what is allowed, as safetensors spells it."""
+
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...]
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """`method`: quant_method, for compressed-tensors with its format. `symmetric`: all zeros are the middle code.
+
+    `group`: columns that share a scale, 0: a row's all. `stored_zero_offset`: what zeros are more than what is stored
+    for them.
+    """
+
+    method: str
+    bits: int
+    group: int
+    symmetric: bool = True
+    stored_zero_offset: int = 0
+
+    @property
+    def description(self) -> str:
+        group = f"groups of {self.group}" if self.group else "one scale a row"
+        if self.group and self.expert_format.encoding == "fp8_e4m3":
+            group = f"blocks of {self.group}x{self.group}"
+        return f"{self.method}, {self.bits} bits, {group}" + ("" if self.symmetric else ", zero points")
+
+    @property
+    def expert_format(self) -> ExpertFormat:
+        encoding = "fp8_e4m3" if self.method in ("fp8", FLOAT_QUANTIZED) else f"int{self.bits}"
+        group = self.group or (0 if self.symmetric else ZERO_POINT_GROUP)
+        return ExpertFormat(encoding, group, not self.symmetric)
+
+    def stored(self, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
+        """The tensors of a quantised matrix [out, in] by the last part of their names; the first holds the codes.
+
+        Raises CheckpointError for a matrix whose columns are not whole groups.
+        """
+        return _STORED[self.method](self, *shape)
+
+    def num_groups(self, cols: int) -> int:
+        if self.group and cols % self.group:
+            raise CheckpointError(f"a quantised matrix has {cols} columns, which are not whole groups of {self.group}")
+        return cols // self.group if self.group else 1
+
+
+def quantization_of(config: Config) -> Quantization | None:
+    """None for a checkpoint that is not quantised.
+
+    Raises UnknownNameError for a method or format that is not known, CheckpointError for parameters of a known one that
+    can't be used.
+    """
+    key, settings = next(((key, config[key]) for key in CONFIG_KEYS if config.get(key)), ("", None))
+    if settings is None:
+        return None
+    where = f"config.json: {key}"
+    if not isinstance(settings, Mapping):
+        raise CheckpointError(f"{where} is {settings!r}; expected an object with 'quant_method'")
+    method = settings.get("quant_method", "compressed-tensors" if key == "compression_config" else None)
+    if not isinstance(method, str) or method not in _READERS:
+        raise UnknownNameError("quant_method", str(method), _READERS, where)
+    return _READERS[method](settings, where)
+
+
+def _fp8(settings: Mapping[str, Any], where: str) -> Quantization:
+    _require(settings, where, "fmt", "e4m3", default="e4m3")
+    _require(settings, where, "weight_block_size", [FP8_BLOCK, FP8_BLOCK])
+    _require(settings, where, "activation_scheme", "dynamic", default="dynamic")
+    return Quantization("fp8", 8, FP8_BLOCK)
+
+
+def _gptq(settings: Mapping[str, Any], where: str) -> Quantization:
+    layout = settings.get("checkpoint_format") or "gptq"
+    if layout not in ("gptq", "gptq_v2"):
+        raise UnknownNameError("checkpoint_format", str(layout), ("gptq", "gptq_v2"), where)
+    _require(settings, where, "desc_act", False, default=False)
+    _require_not(settings, where, "dynamic", "each module must have the same parameters")
+    bits, group = _choice(settings, where, "bits", CODE_BITS), _group(settings, where, "group_size")
+    return Quantization("gptq", bits, group, _boolean(settings, where, "sym", True), 1 if layout == "gptq" else 0)
+
+
+def _awq(settings: Mapping[str, Any], where: str) -> Quantization:
+    if str(settings.get("version", "gemm")).lower() != "gemm":
+        _require(settings, where, "version", "gemm")
+    bits, group = _choice(settings, where, "bits", (4,)), _group(settings, where, "group_size")
+    _require(settings, where, "zero_point", True, default=True)
+    return Quantization("awq", bits, group, symmetric=False)
+
+
+def _compressed(settings: Mapping[str, Any], where: str) -> Quantization:
+    groups = settings.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        found = sorted(groups) if isinstance(groups, Mapping) else groups
+        raise CheckpointError(f"{where}: 'config_groups' is {found!r}; expected an object with one group")
+    name, group = next(iter(groups.items()))
+    where_group = f"{where}: config_groups: {name}"
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"{where_group}: 'weights' is {weights!r}; expected an object")
+    layout = group.get("format") or settings.get("format")
+    if layout == "float-quantized":
+        _require(weights, where_group, "type", "float")
+        _require(weights, where_group, "num_bits", 8)
+        if _choice(weights, where_group, "strategy", ("channel", "block")) == "channel":
+            return Quantization(FLOAT_QUANTIZED, 8, 0)
+        _require(weights, where_group, "block_structure", [FP8_BLOCK, FP8_BLOCK])
+        return Quantization(FLOAT_QUANTIZED, 8, FP8_BLOCK)
+    formats = {"pack-quantized": CODE_BITS, "int-quantized": (8,)}
+    if layout not in formats:
+        raise UnknownNameError("compressed-tensors format", str(layout), (*formats, "float-quantized"), where)
+    _require(weights, where_group, "type", "int", default="int")
+    _require(weights, where_group, "dynamic", False, default=False)
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        _require(weights, where_group, "actorder", None)
+    bits = _choice(weights, where_group, "num_bits", formats[layout])
+    strategy = _choice(weights, where_group, "strategy", ("group", "channel"))
+    columns = _group(weights, where_group, "group_size") if strategy == "group" else 0
+    symmetric = _boolean(weights, where_group, "symmetric", True)
+    return Quantization(f"compressed-tensors {layout}", bits, columns, symmetric)
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any], str], Quantization]] = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed,
+    "gptq": _gptq,
+    "awq": _awq,
+}
+
+METHODS = tuple(_READERS)
+
+
+def _stored_fp8(q: Quantization, rows: int, cols: int) -> dict[str, StoredTensor]:
+    blocks = (ceil(rows / FP8_BLOCK), ceil(cols / FP8_BLOCK))
+    return {
+        "weight": StoredTensor(("F8_E4M3",), (rows, cols)),
+        "weight_scale_inv": StoredTensor(SCALES, blocks),
+    }
+
+
+def _stored_packed(q: Quantization, rows: int, cols: int) -> dict[str, StoredTensor]:
+    per_word, groups = 32 // q.bits, q.num_groups(cols)
+    tensors = {
+        "weight_packed": StoredTensor(INT32, (rows, ceil(cols / per_word))),
+        "weight_scale": StoredTensor(SCALES, (rows, groups)),
+        "weight_shape": StoredTensor(("I64", "I32"), (2,)),
+    }
+    if not q.symmetric:
+        tensors["weight_zero_point"] = StoredTensor(INT32, (ceil(rows / per_word), groups))
+    return tensors
+
+
+def _stored_int8(q: Quantization, rows: int, cols: int) -> dict[str, StoredTensor]:
+    groups = q.num_groups(cols)
+    tensors = {"weight": StoredTensor(("I8",), (rows, cols)), "weight_scale": StoredTensor(SCALES, (rows, groups))}
+    if not q.symmetric:
+        tensors["weight_zero_point"] = StoredTensor(("I8",), (rows, groups))
+    return tensors
+
+
+def _stored_float(q: Quantization, rows: int, cols: int) -> dict[str, StoredTensor]:
+    scales = (ceil(rows / FP8_BLOCK), ceil(cols / FP8_BLOCK)) if q.group else (rows, 1)
+    return {"weight": StoredTensor(("F8_E4M3",), (rows, cols)), "weight_scale": StoredTensor(SCALES, scales)}
+
+
+def _stored_gptq(q: Quantization, rows: int, cols: int) -> dict[str, StoredTensor]:
+    per_word, groups = 32 // q.bits, q.num_groups(cols)
+    return {
+        "qweight": StoredTensor(INT32, (ceil(cols / per_word), rows)),
+        "scales": StoredTensor(SCALES, (groups, rows)),
+        "qzeros": StoredTensor(INT32, (groups, ceil(rows / per_word))),
+        "g_idx": StoredTensor(INT32, (cols,), is_optional=True),
+    }
+
+
+def _stored_awq(q: Quantization, rows: int, cols: int) -> dict[str, StoredTensor]:
+    per_word, groups = 32 // q.bits, q.num_groups(cols)
+    return {
+        "qweight": StoredTensor(INT32, (cols, ceil(rows / per_word))),
+        "scales": StoredTensor(SCALES, (groups, rows)),
+        "qzeros": StoredTensor(INT32, (groups, ceil(rows / per_word))),
+    }
+
+
+_STORED: dict[str, Callable[[Quantization, int, int], dict[str, StoredTensor]]] = {
+    "fp8": _stored_fp8,
+    "compressed-tensors pack-quantized": _stored_packed,
+    "compressed-tensors int-quantized": _stored_int8,
+    FLOAT_QUANTIZED: _stored_float,
+    "gptq": _stored_gptq,
+    "awq": _stored_awq,
+}
+
+
+def _require(settings: Mapping[str, Any], where: str, key: str, value: Any, *, default: Any = None) -> None:
+    found = settings.get(key)
+    if (default if found is None else found) != value:
+        raise CheckpointError(f"{where}: {key!r} is {found!r}; only {value!r} can be used")
+
+
+def _require_not(settings: Mapping[str, Any], where: str, key: str, reason: str) -> None:
+    if settings.get(key):
+        raise CheckpointError(f"{where}: {key!r} is {settings[key]!r}; {reason}")
+
+
+def _choice(settings: Mapping[str, Any], where: str, key: str, allowed: tuple[Any, ...]) -> Any:
+    found = settings.get(key)
+    if isinstance(found, bool) or found not in allowed:
+        raise CheckpointError(f"{where}: {key!r} is {found!r}; allowed: {', '.join(map(str, allowed))}")
+    return found
+
+
+def _group(settings: Mapping[str, Any], where: str, key: str) -> int:
+    """0 for -1, which stands for the whole row."""
+    found = settings.get(key)
+    if not isinstance(found, int) or isinstance(found, bool) or (found != -1 and (found < 1 or found % COLUMN_UNIT)):
+        raise CheckpointError(f"{where}: {key!r} is {found!r}; allowed: -1, or a multiple of {COLUMN_UNIT}")
+    return max(found, 0)
+
+
+def _boolean(settings: Mapping[str, Any], where: str, key: str, default: bool) -> bool:
+    found = settings.get(key, default)
+    if not isinstance(found, bool):
+        raise CheckpointError(f"{where}: {key!r} is {found!r}; expected true or false")
+    return found
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

@@ -1,0 +1,57 @@
+"""Greedy answers of Hugging Face in float32, and how a server's are compared with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+@dataclass(frozen=True)
+class Expected:
+    """`tokens`: prompt and greedy continuation. `logprobs[i]`: of tokens[i + 1], given those before it."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+
+
+def load_hugging_face(directory: Path) -> torch.nn.Module:
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return model
+
+
+@torch.no_grad()
+def hugging_face(model: torch.nn.Module, prompt: list[int], new_tokens: int) -> Expected:
+    tokens = list(prompt)
+    for _ in range(new_tokens):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return Expected(prompt, tokens, logprobs_of(model, tokens))
+
+
+@torch.no_grad()
+def logprobs_of(model: torch.nn.Module, tokens: list[int]) -> list[float]:
+    """Of tokens[1:], each given those before it."""
+    scores = model(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)
+    return scores.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+
+def generate(api: Any, prompts: list[list[int]], new_tokens: int, **options: Any) -> list[dict[str, Any]]:
+    """`api`: a ServerAPI. Greedy, with log-probabilities."""
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, **options}
+    answers: list[dict[str, Any]] = api.post("/generate", body)
+    return answers
+
+
+def check(answer: dict[str, Any], expected: Expected, tolerance: float) -> float:
+    """The largest difference of a logprob, of prompt tokens too where the answer has them."""
+    assert expected.prompt + answer["output_ids"] == expected.tokens
+    meta = answer["meta_info"]
+    found = [item[0] for item in meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]]
+    largest = max(abs(a - b) for a, b in zip(found, expected.logprobs[-len(found) :], strict=True))
+    assert largest <= tolerance
+    return largest
