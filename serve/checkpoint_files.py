@@ -30,7 +30,7 @@ Found = Mapping[str, tuple[str, dict[str, Any]]]
 def check_checkpoint(directory: Path) -> dict[str, Any]:
     """Returns the content of config.json.
 
-    Raises CheckpointError for missing, torn or foreign files, UnknownNameError for a model family or quantisation that
+    Raises CheckpointError for missing, torn or foreign files, UnknownNameError for a model family or quantization that
     is not known, InvalidValueError for a config that serving and training would compute differently.
     """
     config = read_config(directory)
@@ -58,7 +58,7 @@ def check_quantization(directory: Path, config: Mapping[str, Any]) -> Quantizati
     others = [name for name in FOREIGN_SETTINGS if (directory / name).is_file()]
     if others and quantization is None:
         raise CheckpointError(
-            f"{directory / others[0]}: the weights are quantised in a way that config.json does not say; "
+            f"{directory / others[0]}: the weights are quantized in a way that config.json does not say; "
             f"methods that can be read: {', '.join(METHODS)}"
         )
     return quantization

@@ -1,7 +1,7 @@
 """How much memory a model needs to be served and trained, and how much there is.
 
 Computed from config.json alone, before anything is loaded. Attention and dense weights have the server's dtype, also
-where the checkpoint has them quantised; experts have the checkpoint's format, or the one they are quantised to. Sizes
+where the checkpoint has them quantized; experts have the checkpoint's format, or the one they are quantized to. Sizes
 of what SGLang allocates follow its 0.5.23 pools: latent attention caches kv_lora_rank + qk_rope_head_dim numbers per
 token and layer, grouped-query attention 2 * num_key_value_heads * head_dim. What can only be estimated says so.
 """
@@ -34,7 +34,7 @@ class ServingShape:
 
     `lora_targets`: last names of the adapted modules (`q_proj`, ...), None for all that the family can adapt.
     `activation_bytes`: 2 for bf16, 4 for float32, also for the KV cache. `training_tokens`: of one microbatch.
-    `expert_format`: what experts are quantised to while they are loaded, None: nothing.
+    `expert_format`: what experts are quantized to while they are loaded, None: nothing.
     """
 
     device: Device = "cpu"
@@ -96,7 +96,7 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
 def expert_formats(config: Mapping[str, Any], quantized_to: str | None) -> tuple[ExpertFormat, ExpertFormat]:
     """(the format that the experts have in the checkpoint, the format that they are held in).
 
-    Raises UnknownNameError for a format that experts can't be quantised to, InvalidValueError where the checkpoint's
+    Raises UnknownNameError for a format that experts can't be quantized to, InvalidValueError where the checkpoint's
     are integers already: rounding them again would only lose accuracy.
     """
     quantization = quantization_of(config)
@@ -107,7 +107,7 @@ def expert_formats(config: Mapping[str, Any], quantized_to: str | None) -> tuple
         raise UnknownNameError("expert format", quantized_to, QUANTIZED_WHILE_LOADING, "--expert-format")
     if quantization is not None and stored.encoding not in ("bf16", "fp8_e4m3"):
         raise InvalidValueError(
-            f"--expert-format {quantized_to}: this checkpoint's experts are quantised to integers already "
+            f"--expert-format {quantized_to}: this checkpoint's experts are quantized to integers already "
             f"({quantization.description}); leave the option out, they are held as they are"
         )
     return stored, QUANTIZED_WHILE_LOADING[quantized_to]

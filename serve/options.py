@@ -29,7 +29,7 @@ class ServeOptions:
 
     `lora_slots`: adapter versions that one batch may hold; the base takes one of them. `adapter_dir`: None, a directory
     of this model's in the user's data directory. `expert_isa`, `expert_threads`: None, the best there is.
-    `expert_format`: what a bf16 or fp8 checkpoint's experts are quantised to while loading; None, as they are.
+    `expert_format`: what a bf16 or fp8 checkpoint's experts are quantized to while loading; None, as they are.
     `training_share`: the largest share of the time that training may take while requests are served.
     `runtime_dir`: where the sockets are; None, the user's. `passed_on`: options of SGLang's.
     """

@@ -5,8 +5,8 @@ Symbol: `sglang.srt.server_args.ServerArgs.add_cli_args` (SGLang 0.5.23), read f
 Why each fixed option: training runs between two batches of the scheduler, so batches must not overlap, and CUDA graphs
 would hide the model from it. Shared experts must not be fused into the routed ones, which are the expert store's.
 Strict LoRA loading makes a key that SGLang does not know an error. The warm-up request only delays the start. An idle
-scheduler sleeps, instead of keeping a core busy (`turns.py` wakes it for training). A quantised checkpoint is no
-quantised model to SGLang: experts are the store's, and `weights.py` dequantises the rest; `unquant` keeps SGLang from
+scheduler sleeps, instead of keeping a core busy (`turns.py` wakes it for training). A quantized checkpoint is no
+quantized model to SGLang: experts are the store's, and `weights.py` dequantizes the rest; `unquant` keeps SGLang from
 looking for fp8 weights by itself.
 """
 

@@ -1,6 +1,6 @@
 """SGLang's routed experts are computed by the expert store, and exist there only.
 
-Symbol (SGLang 0.5.23): `sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__` gets a quantisation method of
+Symbol (SGLang 0.5.23): `sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__` gets a quantization method of
 ours, `StoreMethod`. Reason: the wheel has no CPU kernel for experts, and on a GPU machine experts live in host memory.
 The layers stay `FusedMoE` instances, without expert parameters, so that SGLang's model, loader and LoRA code finds them
 where it expects them. Each gets a method `experts_forward(x, topk_output, slots=(), token_slots=None)`; a LoRA layer

@@ -1,11 +1,11 @@
-"""SGLang's loader does not read the routed experts, and gets every other tensor as if nothing were quantised.
+"""SGLang's loader does not read the routed experts, and gets every other tensor as if nothing were quantized.
 
 Symbols (SGLang 0.5.23): `model_loader.weight_utils.safetensors_weights_iterator` and
 `.buffered_multi_thread_safetensors_weights_iterator`. Reason: they read whole files; of a large MoE model that is the
 terabyte which must not be read twice, and SGLang warns about every tensor that it has no parameter for.
 
-Quantised matrices are dequantised one by one on the way: `arguments.py` tells SGLang that the checkpoint is not
-quantised, so that its linear layers are plain ones, which the training twin and LoRA share, and which need no kernels
+Quantized matrices are dequantized one by one on the way: `arguments.py` tells SGLang that the checkpoint is not
+quantized, so that its linear layers are plain ones, which the training twin and LoRA share, and which need no kernels
 that the wheel has not for CPUs.
 """
 
@@ -41,7 +41,7 @@ def dense_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of everything but the routed experts, in the order of the files.
 
-    A matrix that is quantised in the checkpoint comes as `dtype`, everything else as it is stored.
+    A matrix that is quantized in the checkpoint comes as `dtype`, everything else as it is stored.
     """
     return plain_tensors(files, dtype, _is_dense, gptq_zero_offset=gptq_zero_offset)
 
@@ -54,7 +54,7 @@ def _without_experts(original: Any, hf_weights_files: list[str], *args: Any, **k
     config = model_config()
     if not keeps_experts_in_store(config.hf_config):
         return original(hf_weights_files, *args, **kwargs)
-    # SGLang's own config was told that nothing is quantised.
+    # SGLang's own config was told that nothing is quantized.
     content = json.loads((Path(config.model_path) / "config.json").read_text(encoding="utf-8"))
     quantization = quantization_of(content)
     return dense_tensors(hf_weights_files, config.dtype, 1 if quantization is None else quantization.stored_zero_offset)

@@ -1,4 +1,4 @@
-"""Quantised matrices that are no routed experts, turned into plain ones while a checkpoint is read.
+"""Quantized matrices that are no routed experts, turned into plain ones while a checkpoint is read.
 
     W[row, col] = scale[row, col / group] * (code - zero[row, col / group])
 
@@ -41,11 +41,11 @@ def plain_tensors(
     *,
     gptq_zero_offset: int = 1,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a checkpoint as if it had never been quantised, in the order of the files.
+    """(name, tensor) of a checkpoint as if it had never been quantized, in the order of the files.
 
-    A quantised matrix comes as `NAME.weight` [out, in] of `dtype`; all other tensors come as they are stored. Tensors
+    A quantized matrix comes as `NAME.weight` [out, in] of `dtype`; all other tensors come as they are stored. Tensors
     that are not `is_wanted` are left out. `gptq_zero_offset`: what GPTQ's zeros are more than what is stored for them,
-    0 in its second version. Raises CheckpointError for a quantised matrix that can't be understood.
+    0 in its second version. Raises CheckpointError for a quantized matrix that can't be understood.
     """
     files = list(files)
     places: dict[str, str] = {}
@@ -67,7 +67,7 @@ def plain_tensors(
                 try:
                     weight = dequantized(codes, tensors, dtype, gptq_zero_offset)
                 except (ValueError, RuntimeError) as error:
-                    raise CheckpointError(f"{file}: {name!r} can't be dequantised: {error}") from error
+                    raise CheckpointError(f"{file}: {name!r} can't be dequantized: {error}") from error
                 yield f"{module}.weight", weight
 
 

@@ -6,7 +6,7 @@ may adapt. A family is mostly a list of `FusedLinear`: one SGLang parameter, and
 is made of, in order. Both name lists are derived from it, so that they can't drift apart.
 
 Not described here: routed experts' bytes (the expert store owns them), the rotary tables (computed, not loaded).
-SGLang's dense weights are plain `[out, in]` matrices, also where the checkpoint has them quantised (`quantization.py`).
+SGLang's dense weights are plain `[out, in]` matrices, also where the checkpoint has them quantized (`quantization.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the `quantization_config` of a config.json says: how matrices lie on disk, and how large experts are in memory.
 
-A quantised matrix `NAME.weight` [out, in] lies on disk as several tensors. With P = 32 / bits codes in an int32, and
+A quantized matrix `NAME.weight` [out, in] lies on disk as several tensors. With P = 32 / bits codes in an int32, and
 G groups of columns that share a scale:
 
     fp8                 weight F8_E4M3 [out, in], weight_scale_inv [ceil(out / 128), ceil(in / 128)]
@@ -12,7 +12,7 @@ G groups of columns that share a scale:
                         `gptq_v2`), g_idx [in]
     awq                 qweight [in, out / P], scales [G, out], qzeros [G, out / P], codes in the order 0 2 4 6 1 3 5 7
 
-Which matrices are quantised is not read from the config (`ignore`, `modules_to_not_convert`): the checkpoint's tensors
+Which matrices are quantized is not read from the config (`ignore`, `modules_to_not_convert`): the checkpoint's tensors
 say it. Here is only what the config can say: the method, and parameters that this version can't use.
 """
 
@@ -105,7 +105,7 @@ class Quantization:
         return ExpertFormat(encoding, group, not self.symmetric)
 
     def stored(self, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
-        """The tensors of a quantised matrix [out, in] by the last part of their names; the first holds the codes.
+        """The tensors of a quantized matrix [out, in] by the last part of their names; the first holds the codes.
 
         Raises CheckpointError for a matrix whose columns are not whole groups.
         """
@@ -113,12 +113,12 @@ class Quantization:
 
     def num_groups(self, cols: int) -> int:
         if self.group and cols % self.group:
-            raise CheckpointError(f"a quantised matrix has {cols} columns, which are not whole groups of {self.group}")
+            raise CheckpointError(f"a quantized matrix has {cols} columns, which are not whole groups of {self.group}")
         return cols // self.group if self.group else 1
 
 
 def quantization_of(config: Config) -> Quantization | None:
-    """None for a checkpoint that is not quantised.
+    """None for a checkpoint that is not quantized.
 
     Raises UnknownNameError for a method or format that is not known, CheckpointError for parameters of a known one that
     can't be used.

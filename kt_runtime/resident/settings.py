@@ -19,7 +19,7 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """`wire_address`: ZMQ endpoint of the training protocol. `names_address`: where the frontend moves names.
 
     `adapter_directory`: published versions are kept here, for rollback and restarts. `expert_isa`, `expert_threads`:
-    None lets the expert store choose. `expert_format`: what the experts are quantised to while they are loaded, None:
+    None lets the expert store choose. `expert_format`: what the experts are quantized to while they are loaded, None:
     they stay as they are. `training_share`: the largest share of the time that training may take while
     requests are being served, in (0, 1]; with nothing to serve, training has all of it. `microbatch_tokens`: padded
     tokens that training sends through a layer at once; fewer make shorter pauses for serving.

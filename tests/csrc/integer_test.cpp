@@ -213,15 +213,17 @@ void check_codes(const kt::Tiles& tiles, Encoding encoding, Random& random, Repo
   uint8_t* data = packed.data() + (64 - reinterpret_cast<uintptr_t>(packed.data()) % 64) % 64;
   kt::pack_blocks({shape, codes.data(), scales.data(), nullptr}, 0, shape.blocks(), data);
   std::vector<float> in = random.floats(2 * shape.cols);
+  const int64_t group = shape.activation_group();
   for (int64_t k = 0; k < shape.cols; ++k)  // ties
-    in[static_cast<size_t>(shape.cols + k)] = k == 0 ? 127.0f : 0.5f * static_cast<float>(k - 50);
+    in[static_cast<size_t>(shape.cols + k)] = k % group == 0 ? 127.0f : 0.5f * static_cast<float>(k - 50);
   const Quantized a(tiles, shape, in, 2);
   std::vector<float> c(static_cast<size_t>(2 * shape.rows));
   tiles.multiply_int8({2, a.rows(0), {shape, data, shape.blocks()}, c.data(), shape.rows});
   for (int64_t m = 0; m < 2; ++m) {
     const Definition wanted = define(shape, in.data() + m * shape.cols);
     for (int64_t k = 0; k < shape.cols; ++k) {
-      const float value = static_cast<float>(wanted.codes[static_cast<size_t>(k)]) * wanted.scales[0];
+      const float value =
+          static_cast<float>(wanted.codes[static_cast<size_t>(k)]) * wanted.scales[static_cast<size_t>(k / group)];
       report.equal(std::string(tiles.name) + " code of column " + std::to_string(k),
                    c[static_cast<size_t>(m * shape.rows + k)] == value);
     }

@@ -1,4 +1,4 @@
-"""Dequantised matrices against the exact values that the reference writer knows, over every scheme."""
+"""Dequantized matrices against the exact values that the reference writer knows, over every scheme."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_cannot_be_understood_is_an_error_that_names_the_tensor(
     save_file({f"model.q_proj.{part}": tensor for part, tensor in tensors.items()}, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match=said) as refused:
         list(plain_tensors([str(tmp_path / "a.safetensors")], torch.float32))
-    assert re.search(r"a\.safetensors: 'model\.q_proj\.\w+' can't be dequantised", str(refused.value))
+    assert re.search(r"a\.safetensors: 'model\.q_proj\.\w+' can't be dequantized", str(refused.value))
 
 
 def test_columns_in_another_order_are_refused(tmp_path: Path) -> None:

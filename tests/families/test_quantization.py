@@ -43,7 +43,7 @@ def test_every_scheme_is_read_and_its_tensors_are_known(name: str) -> None:
         assert DTYPES[tensor.dtype] in entry.dtypes
 
 
-def test_a_checkpoint_that_is_not_quantised_has_none() -> None:
+def test_a_checkpoint_that_is_not_quantized_has_none() -> None:
     assert quantization_of({}) is None
     assert quantization_of({"quantization_config": None}) is None
 

@@ -1,7 +1,7 @@
-"""Servers of quantised checkpoints: what they answer, that they train in place, and that both agree.
+"""Servers of quantized checkpoints: what they answer, that they train in place, and that both agree.
 
-In float32 the experts multiply exactly in every format, so that answers equal those of Hugging Face with dequantised
-weights. In bf16 the experts of integer formats quantise their activations to int8, in training as in serving.
+In float32 the experts multiply exactly in every format, so that answers equal those of Hugging Face with dequantized
+weights. In bf16 the experts of integer formats quantize their activations to int8, in training as in serving.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Served:
-    """`plain`: a checkpoint of the same weights, dequantised to float32."""
+    """`plain`: a checkpoint of the same weights, dequantized to float32."""
 
     case: Case
     api: ServerAPI
@@ -98,7 +98,7 @@ def rounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     yield from started(request.param, "bfloat16", tmp_path_factory.mktemp("rounded"))
 
 
-def test_in_float32_answers_are_those_of_the_dequantised_weights(exact: Served) -> None:
+def test_in_float32_answers_are_those_of_the_dequantized_weights(exact: Served) -> None:
     model = greedy.load_hugging_face(exact.plain)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 700, (length,), generator=generator).tolist() for length in (1, 7, 33, 150)]
@@ -139,7 +139,7 @@ def test_training_on_it_lowers_a_loss_publishes_and_agrees_with_serving(rounded:
         tokens, served = answers[None]
         correct = np.array([greedy.logprobs_of(model, row)[-served.shape[1] :] for row in tokens])
         mean = float(np.abs(correct - served).mean())
-        print(f"{rounded.case}: mean |difference| from the dequantised weights in float32 {mean:.4f}")
+        print(f"{rounded.case}: mean |difference| from the dequantized weights in float32 {mean:.4f}")
         assert mean <= rounded.case.largest_mean
         assert client.status(verify_weights=True).fingerprint == status.fingerprint
         client.close_session("parity")
@@ -150,7 +150,7 @@ def test_training_on_it_lowers_a_loss_publishes_and_agrees_with_serving(rounded:
     [
         ("bitsandbytes", (), "unknown quant_method 'bitsandbytes'; known: awq, compressed-tensors, fp8, gptq"),
         (None, ("--expert-format", "int5"), "unknown expert format 'int5'; did you mean 'int"),
-        ("int4_g32", ("--expert-format", "int8"), "quantised to integers already"),
+        ("int4_g32", ("--expert-format", "int8"), "quantized to integers already"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_status_2(

@@ -1,4 +1,4 @@
-"""A bf16 checkpoint of ours quantised, and beside it the same model in float32 with the weights that it then means."""
+"""A bf16 checkpoint of ours quantized, and beside it the same model in float32 with the weights that it then means."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 def quantize_checkpoint(source: Path, place: Path, scheme: str, *, experts_only: bool = False) -> tuple[Path, Path]:
     """Writes `place/quantized` and `place/dequantized` from the one-file checkpoint `source`; returns both.
 
-    In the quantised one, codes and plain tensors are in the first shard and scales in the second, so that no matrix is
+    In the quantized one, codes and plain tensors are in the first shard and scales in the second, so that no matrix is
     in one file. `experts_only`: the rest stays bf16, as Kimi-K2-Thinking has it.
     """
     stored: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})

@@ -86,7 +86,7 @@ def test_a_variant_that_training_would_compute_differently_is_refused(checkpoint
 
 @pytest.mark.parametrize("scheme", ["fp8", "int4_g32", "int8", "gptq_int4_g32", "awq_g32"])
 @pytest.mark.parametrize("experts_only", [True, False])
-def test_quantised_checkpoints_pass_whatever_part_of_them_is(
+def test_quantized_checkpoints_pass_whatever_part_of_them_is(
     made: Path, tmp_path: Path, scheme: str, experts_only: bool
 ) -> None:
     directory, _ = quantize_checkpoint(made, tmp_path, scheme, experts_only=experts_only)
@@ -94,19 +94,19 @@ def test_quantised_checkpoints_pass_whatever_part_of_them_is(
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "mxfp4", "fp9"])
-def test_an_unknown_quantisation_is_refused_by_name_with_the_known_ones(checkpoint: Path, method: str) -> None:
+def test_an_unknown_quantization_is_refused_by_name_with_the_known_ones(checkpoint: Path, method: str) -> None:
     edit_config(checkpoint, quantization_config={"quant_method": method})
     message = refusal(checkpoint, UnknownNameError)
     assert f"unknown quant_method '{method}'" in message and "awq, compressed-tensors, fp8, gptq" in message
 
 
 @pytest.mark.parametrize("name", ["hf_quant_config.json", "quant_model_description.json"])
-def test_quantisation_that_only_another_file_declares_is_refused(checkpoint: Path, name: str) -> None:
+def test_quantization_that_only_another_file_declares_is_refused(checkpoint: Path, name: str) -> None:
     (checkpoint / name).write_text("{}")
-    assert f"{name}: the weights are quantised in a way that config.json does not say" in refusal(checkpoint)
+    assert f"{name}: the weights are quantized in a way that config.json does not say" in refusal(checkpoint)
 
 
-def test_a_quantised_matrix_without_its_scales_is_refused_by_name(made: Path, tmp_path: Path) -> None:
+def test_a_quantized_matrix_without_its_scales_is_refused_by_name(made: Path, tmp_path: Path) -> None:
     directory, _ = quantize_checkpoint(made, tmp_path, "fp8")
     scale = EXPERT + "_scale_inv"
     edit_weights(directory, lambda tensors: tensors.pop(scale), "model-00002-of-00002.safetensors")
@@ -116,7 +116,7 @@ def test_a_quantised_matrix_without_its_scales_is_refused_by_name(made: Path, tm
     assert f"the weights lack {scale}" in refusal(directory)
 
 
-def test_quantised_tensors_of_another_shape_or_type_are_refused(made: Path, tmp_path: Path) -> None:
+def test_quantized_tensors_of_another_shape_or_type_are_refused(made: Path, tmp_path: Path) -> None:
     directory, _ = quantize_checkpoint(made, tmp_path, "int4_g32")
     edit_config(directory, quantization_config=SCHEMES["int4_g128"].config)
     assert "q_a_proj.weight_scale' has shape [64, 4], but by config.json [64, 1]" in refusal(directory)

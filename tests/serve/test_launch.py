@@ -92,7 +92,7 @@ def test_expert_format_is_asked_of_the_resident_and_is_refused_for_integer_check
     (call,) = started
     assert call.settings.expert_format == "int4"
     quantized, _ = quantize_checkpoint(model, tmp_path, "int4_g32")
-    with pytest.raises(InvalidValueError, match=r"--expert-format int8: this checkpoint's experts are quantised"):
+    with pytest.raises(InvalidValueError, match=r"--expert-format int8: this checkpoint's experts are quantized"):
         launch.serve(options(quantized, port, private_directory, expert_format="int8"), print)
     assert len(started) == 1
     with pytest.raises(UnknownNameError, match=r"unknown expert format 'fp4'; known: int4, int8"):

@@ -59,7 +59,7 @@ def test_experts_are_counted_in_the_checkpoints_format_and_the_rest_is_not(prese
 
 @pytest.mark.parametrize(("held", "bytes_a_weight"), [("int8", 1), ("int4", 0.5625)])
 @pytest.mark.parametrize("preset", ["DeepSeek-V3-bf16", "DeepSeek-V3", "Qwen3-30B-A3B"])
-def test_experts_quantised_while_loading_are_counted_so(preset: str, held: str, bytes_a_weight: float) -> None:
+def test_experts_quantized_while_loading_are_counted_so(preset: str, held: str, bytes_a_weight: float) -> None:
     config = load_preset(preset).config
     plan, plain = plan_memory(config, ServingShape(expert_format=held)), plan_memory(config, ServingShape())
     assert row(plan, "routed experts") == pytest.approx(bytes_a_weight * count_parameters(config).routed, rel=1e-2)
@@ -68,7 +68,7 @@ def test_experts_quantised_while_loading_are_counted_so(preset: str, held: str, 
 
 def test_an_expert_format_that_cannot_be_is_refused() -> None:
     with pytest.raises(
-        InvalidValueError, match=r"quantised to integers already.*4 bits, groups of 32.*leave the option"
+        InvalidValueError, match=r"quantized to integers already.*4 bits, groups of 32.*leave the option"
     ):
         plan_memory(load_preset("Kimi-K2-Thinking").config, ServingShape(expert_format="int8"))
     with pytest.raises(UnknownNameError, match=r"unknown expert format 'int5'; did you mean 'int[48]'"):

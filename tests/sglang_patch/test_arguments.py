@@ -40,7 +40,7 @@ def test_sglang_parses_them(parser: argparse.ArgumentParser, tmp_path: Path, pre
     assert parsed.disable_shared_experts_fusion
 
 
-def test_a_quantised_checkpoint_is_no_quantised_model_to_sglang(
+def test_a_quantized_checkpoint_is_no_quantized_model_to_sglang(
     parser: argparse.ArgumentParser, tmp_path: Path
 ) -> None:
     from sglang.srt.utils.hf_transformers import get_config

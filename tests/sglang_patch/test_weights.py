@@ -29,7 +29,7 @@ def test_routed_experts_are_left_out_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int4_g32", "gptq_int4_g32", "awq_g32"])
-def test_quantised_tensors_come_as_if_they_had_never_been_quantised(tmp_path: Path, scheme: str) -> None:
+def test_quantized_tensors_come_as_if_they_had_never_been_quantized(tmp_path: Path, scheme: str) -> None:
     make_model("tiny-deepseek-v3", tmp_path / "model", seed=0)
     quantized, plain = quantize_checkpoint(tmp_path / "model", tmp_path, scheme)
     with safe_open(plain / "model.safetensors", framework="pt") as opened:
