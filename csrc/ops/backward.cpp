@@ -6,8 +6,9 @@
 //   d x     = W_gate^T d gate + W_up^T d up (+ LoRA), summed over the token's pairs in their order
 //   d A, B  = products over the pairs of an (expert, slot) group, in token order
 //
-// The weights are read from the same packed copy as in forward: products with a transposed matrix run along the tokens
-// (kernels/tiles.h), so the gradients are turned, not the weights.
+// The weights are read from the same packed copy as in forward: a product with the transposed matrix turns a small
+// panel of it at a time, on the stack (kernels/generic/transposed.h), and takes its gradients turned by
+// `transpose_rows`.
 #include <algorithm>
 #include <cstring>
 
