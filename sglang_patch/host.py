@@ -19,6 +19,7 @@ from kt_runtime.sglang_patch import lora_install, moe
 from kt_runtime.sglang_patch.version import PINNED
 
 SYMBOLS = (
+    "sglang.srt.managers.scheduler.Scheduler.chunked_prefill_size",
     "sglang.srt.managers.scheduler.Scheduler.chunked_req",
     "sglang.srt.managers.scheduler.Scheduler.collect_inflight_reqs",
     "sglang.srt.managers.scheduler.Scheduler.is_fully_idle",
@@ -50,6 +51,7 @@ class SGLangHost:
         self.dtype: torch.dtype = self._runner.dtype
         self.max_lora_rank = int(self._runner.lora_manager.max_lora_rank)
         self.context_tokens = int(self._runner.model_config.context_len)
+        self.chunked_prefill_tokens = int(scheduler.chunked_prefill_size or 0)
         self.experts = moe.expert_store()
         self.attends_in_float32 = self.device.type == "cpu"  # `attention.py`; on CUDA the backends are SGLang's own
 

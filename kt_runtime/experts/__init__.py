@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kt_runtime.experts.function import routed_experts
+from kt_runtime.experts.function import routed_experts, routed_experts_for_backward
 from kt_runtime.experts.layer import ExpertGradients, ExpertLayer, ExpertShape, LoraSlot, Retained
 from kt_runtime.experts.store import ExpertStore, available_isas
 
@@ -15,4 +15,5 @@ __all__ = [
     "Retained",
     "available_isas",
     "routed_experts",
+    "routed_experts_for_backward",
 ]

@@ -19,6 +19,7 @@ class _RoutedExperts(torch.autograd.Function):
         ctx: Any,
         layer: ExpertLayer,
         scaling: float | None,
+        compute: bool,
         retain: bool,
         x: Tensor,
         ids: Tensor,
@@ -27,9 +28,11 @@ class _RoutedExperts(torch.autograd.Function):
     ) -> Tensor:
         ctx.layer, ctx.scaling = layer, scaling
         ctx.save_for_backward(x, ids, weights, *lora_tensors)
+        ctx.retained = None
+        if not compute:
+            return torch.zeros_like(x, memory_format=torch.contiguous_format)
         slots = _slot_arguments(scaling, lora_tensors, x)
         if not retain:
-            ctx.retained = None
             return layer.forward(x, ids, weights, **slots)
         out, ctx.retained = layer.forward_retaining(x, ids, weights, **slots)
         return out
@@ -47,6 +50,7 @@ class _RoutedExperts(torch.autograd.Function):
         slot = grads.slots[0] if grads.slots else None
         lora_grads = [None] * len(lora_tensors) if slot is None else slot.tensors()
         return (
+            None,
             None,
             None,
             None,
@@ -68,7 +72,18 @@ def routed_experts(
     tensors = () if lora is None else lora.tensors()
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weights, *tensors))
     scaling = None if lora is None else lora.scaling
-    return _RoutedExperts.apply(layer, scaling, retain and wanted, x, ids, weights, *tensors)
+    return _RoutedExperts.apply(layer, scaling, True, retain and wanted, x, ids, weights, *tensors)
+
+
+def routed_experts_for_backward(
+    layer: ExpertLayer, x: Tensor, ids: Tensor, weights: Tensor, lora: LoraSlot | None
+) -> Tensor:
+    """`routed_experts` whose result nobody looks at: zeros [T, H], with the gradients of the real one, to the bit.
+
+    For recomputation: backward needs gate and up, which it computes itself, a third less than forward computes.
+    """
+    tensors = () if lora is None else lora.tensors()
+    return _RoutedExperts.apply(layer, None if lora is None else lora.scaling, False, False, x, ids, weights, *tensors)
 
 
 def _slot_arguments(scaling: float | None, tensors: tuple[Tensor | None, ...], x: Tensor) -> dict[str, Any]:

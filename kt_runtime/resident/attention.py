@@ -6,6 +6,9 @@ keys and values stay in the latent space, each head's part of `kv_b_proj` goes i
 are the same; in bf16 they round differently, which sends some tokens to other experts and makes training learn from
 probabilities that serving never had.
 
+A row that forks (`batches.Branch`) is attended to in two parts, its first sequence, and the second's rest over prefix
+and rest: what is computed is what two separate rows would compute.
+
 Shapes: B sequences, S tokens of each, N query heads, D latent size (`kv_lora_rank`), P rotary size, K and V sizes of a
 head's key without the rotary part and of its value, R LoRA rank.
 """
@@ -20,21 +23,26 @@ from torch import nn
 from transformers import AttentionInterface
 
 from kt_runtime.resident.attention_math import attend_sequence, attend_sequence_backward
+from kt_runtime.resident.batches import Branch
 from kt_runtime.resident.lora_linear import LoraLinear
-from kt_runtime.resident.products import served_product
+from kt_runtime.resident.products import frozen_bmm, served_product
 
 NAME = "kt_float32"
 """`float32_attention` among Hugging Face's attention implementations."""
 
 
+Branches = tuple[Branch, ...] | None
+"""Where each row forks; None: no row does."""
+
+
 class _Attention(torch.autograd.Function):
-    """Causal attention of one sequence; keeps its inputs only."""
+    """Causal attention of the last queries over all keys of one sequence; keeps its inputs only."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.scaling = scaling
-        return attend_sequence(q, k, v, 0, scaling).to(q.dtype)
+        return attend_sequence(q, k, v, len(k) - len(q), scaling).to(q.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -43,10 +51,34 @@ class _Attention(torch.autograd.Function):
         return (*attend_sequence_backward(grads[0], q, k, v, ctx.scaling), None)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, branches: Branches = None
+) -> torch.Tensor:
     """Causal attention in float32, rounded once: q [B, S, N, .], k and v [B, S, key heads, .] -> [B, S, N, .]."""
-    rows = [_Attention.apply(*sequence, scaling) for sequence in zip(q, k, v, strict=True)]
-    return torch.stack(rows)
+    if branches is None:
+        return torch.stack([_Attention.apply(*row, scaling) for row in zip(q, k, v, strict=True)])
+    rows = zip(q, k, v, branches, strict=True)
+    return torch.stack([_forked(*row, scaling) for row in rows])
+
+
+def _forked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, branch: Branch, scaling: float) -> torch.Tensor:
+    """One row: q [S, N, .], k and v [S, key heads, .] -> [S, N, .]."""
+    first, second = slice(0, branch.second), slice(branch.second, None)
+    parts = [_Attention.apply(q[first], k[first], v[first], scaling)]
+    if branch.second < len(q):
+        keys, values = (torch.cat([x[: branch.prefix], x[second]]) for x in (k, v))
+        parts.append(_Attention.apply(q[second], keys, values, scaling))
+    return torch.cat(parts)
+
+
+def visible_keys(branches: tuple[Branch, ...], length: int, device: torch.device) -> torch.Tensor:
+    """[B, 1, S, S]: True where a query may look, for attention that takes a mask."""
+    place = torch.arange(length, device=device)
+    causal = place[:, None] >= place
+    ends = torch.tensor([[branch.prefix, branch.second] for branch in branches], device=device)
+    prefix, second = ends[:, 0, None, None], ends[:, 1, None, None]
+    hidden = (place[:, None] >= second) & (place >= prefix) & (place < second)
+    return (causal & ~hidden)[:, None]
 
 
 def float32_attention(
@@ -56,12 +88,13 @@ def float32_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float,
+    branches: Branches = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """`attend` for Hugging Face: query [B, N, S, .], key and value [B, key heads, S, .] -> [B, S, N, .]."""
     if attention_mask is not None:
         raise AssertionError("the twin attends causally over whole sequences, without a mask")
-    return attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scaling), None
+    return attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scaling, branches), None
 
 
 AttentionInterface.register(NAME, float32_attention)
@@ -81,6 +114,7 @@ def absorb(attention: nn.Module) -> None:
         hidden_states: torch.Tensor,
         position_embeddings: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
+        branches: Branches = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         if isinstance(self.kv_b_proj, LoraLinear) and self.kv_b_proj.drops_out():
@@ -89,15 +123,19 @@ def absorb(attention: nn.Module) -> None:
                 hidden_states=hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
+                branches=branches,
                 **kwargs,
             )
-        return _absorbed(self, hidden_states, position_embeddings), None
+        return _absorbed(self, hidden_states, position_embeddings, branches), None
 
     attention.forward = types.MethodType(forward, attention)
 
 
 def _absorbed(
-    attention: Any, hidden: torch.Tensor, positions: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    attention: Any,
+    hidden: torch.Tensor,
+    positions: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    branches: Branches,
 ) -> torch.Tensor:
     batch, length = hidden.shape[:2]
     nope, rope, latent_size = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.kv_lora_rank
@@ -116,7 +154,7 @@ def _absorbed(
     absorbed = weight.into_query(query_nope.flatten(0, 1)).unflatten(0, (batch, length))
     queries = torch.cat([absorbed, query_rope], dim=-1)
     keys = torch.cat([latent[:, :, None], key_rope], dim=-1)
-    attended = attend(queries, keys, keys[..., :latent_size], attention.scaling)
+    attended = attend(queries, keys, keys[..., :latent_size], attention.scaling, branches)
     out = weight.into_output(attended.flatten(0, 1))
     return attention.o_proj(out.reshape(batch, length, -1))
 
@@ -139,7 +177,7 @@ class KvWeight:
     def into_query(self, query: torch.Tensor) -> torch.Tensor:
         """query [T, N, K] -> [T, N, D]."""
         by_head = query.transpose(0, 1)
-        out = torch.bmm(by_head, self._w_k)
+        out = frozen_bmm(by_head, self._w_k)
         for a, b, scaling in self._lora:
             low = served_product(by_head, b.unflatten(0, (self._heads, -1))[:, : self._key_size])
             out = torch.add(out, served_product(low.flatten(0, 1), a).view_as(out), alpha=scaling)
@@ -148,7 +186,7 @@ class KvWeight:
     def into_output(self, latent: torch.Tensor) -> torch.Tensor:
         """latent [T, N, D] -> [T, N, V]."""
         by_head = latent.transpose(0, 1)
-        out = torch.bmm(by_head, self._w_v.mT)
+        out = frozen_bmm(by_head, self._w_v.mT)
         for a, b, scaling in self._lora:
             low = served_product(by_head.flatten(0, 1), a.T).unflatten(0, by_head.shape[:2])
             delta = served_product(low, b.unflatten(0, (self._heads, -1))[:, self._key_size :].mT)
@@ -159,7 +197,7 @@ class KvWeight:
 def _tables(
     positions: torch.Tensor | tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [1, S, 1, P / 2]: DeepSeek-V3 has them twice side by side, DeepSeek-V2 as one complex tensor."""
+    """cos and sin [1 or B, S, 1, P / 2]: DeepSeek-V3 has them twice side by side, DeepSeek-V2 as one complex tensor."""
     if isinstance(positions, torch.Tensor):
         cos, sin = positions.real, positions.imag
     else:

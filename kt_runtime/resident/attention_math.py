@@ -4,9 +4,9 @@ T queries, L keys, N query heads, G query heads per key head, K key heads, D key
 computed in float32, whatever the cache's dtype is: the scores, the softmax and the sums. Grouped-query attention keeps
 keys as they are: the G queries of a key head become rows of one matrix product. Absorbed MLA is the case K = 1.
 
-Queries are taken in blocks, so that scores never need more than `SCORE_BUDGET` numbers, and a block looks only at the
-keys that it may see. Serving on a CPU (`sglang_patch.attention`) and the twin use the same functions, so that their
-results are equal to the bit. Knows nothing of SGLang.
+Queries are taken in blocks, whose scores stay in the caches where they can and never need more than `SCORE_BUDGET`
+numbers, and a block looks only at the keys that it may see. Serving on a CPU (`sglang_patch.attention`) and the twin
+use the same functions, so that their results are equal to the bit. Knows nothing of SGLang.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from kt_runtime.resident.products import product
 
 SCORE_BUDGET = 1 << 23  # numbers in one block of scores: 32 MiB
+CACHED_SCORES = 1 << 19  # as many stay in the caches
+FEWEST_QUERIES = 64  # in a block, where the budget allows: keys and values are read once for each
 
 
 def attend_sequence(
@@ -31,9 +33,7 @@ def attend_sequence(
         raise AssertionError(f"{keys} keys, but prefix {prefix_tokens} + {tokens} queries")
     out = torch.empty(tokens, heads, v.shape[-1], dtype=torch.float32, device=q.device)
     k_heads, v_heads = k.float().transpose(0, 1), v.float().transpose(0, 1)
-    block = max(1, SCORE_BUDGET // (heads * keys))
-    for start in range(0, tokens, block):
-        stop = min(start + block, tokens)
+    for start, stop in _blocks(tokens, heads * keys):
         visible = prefix_tokens + stop
         out[start:stop] = _attend_block(
             q[start:stop].float(), k_heads[:, :visible], v_heads[:, :visible], scaling, logit_cap
@@ -62,25 +62,33 @@ def attend_decode(
 def attend_sequence_backward(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients by q, k and v of `attend_sequence` without prefix, in their dtypes; grad_out [T, N, V].
+    """Gradients by q [T, N, D], k [L, K, D] and v [L, K, V] of `attend_sequence`, in their dtypes; grad_out [T, N, V].
 
-    Scores are computed again, block by block; sums are float32.
+    The prefix is the keys before the last T. Scores are computed again, block by block; sums are float32.
     """
     tokens, heads, _ = q.shape
+    prefix_tokens = k.shape[0] - tokens
     k_heads, v_heads = k.float().transpose(0, 1), v.float().transpose(0, 1)
     by_q, by_k, by_v = torch.empty_like(q), torch.zeros_like(k_heads), torch.zeros_like(v_heads)
-    block = max(1, SCORE_BUDGET // (heads * tokens))
-    for start in range(0, tokens, block):
-        stop = min(start + block, tokens)
-        keys, values = k_heads[:, :stop], v_heads[:, :stop]
+    for start, stop in _blocks(tokens, heads * k.shape[0]):
+        visible = prefix_tokens + stop
+        keys, values = k_heads[:, :visible], v_heads[:, :visible]
         queries, grads = _rows(q[start:stop].float(), len(keys)), _rows(grad_out[start:stop].float(), len(keys))
         weights = _weights(queries, keys, stop - start, scaling, 0.0)
-        by_weights = torch.bmm(grads, values.transpose(1, 2))
-        by_scores = weights * (by_weights - (weights * by_weights).sum(-1, keepdim=True)) * scaling
+        by_v[:, :visible].baddbmm_(weights.transpose(1, 2), grads)
+        by_scores = torch.bmm(grads, values.transpose(1, 2))
+        mean = torch.linalg.vecdot(by_scores, weights).unsqueeze(-1)
+        by_scores.sub_(mean).mul_(weights.mul_(scaling))
         by_q[start:stop] = _tokens(torch.bmm(by_scores, keys), stop - start)
-        by_k[:, :stop] += torch.bmm(by_scores.transpose(1, 2), queries)
-        by_v[:, :stop] += torch.bmm(weights.transpose(1, 2), grads)
+        by_k[:, :visible].baddbmm_(by_scores.transpose(1, 2), queries)
     return by_q, by_k.transpose(0, 1).to(k.dtype), by_v.transpose(0, 1).to(v.dtype)
+
+
+def _blocks(tokens: int, scores_of_one: int) -> list[tuple[int, int]]:
+    """[start, stop) of the blocks of queries; `scores_of_one`: what one query needs at most."""
+    block = max(FEWEST_QUERIES, CACHED_SCORES // scores_of_one)
+    block = max(1, min(block, SCORE_BUDGET // scores_of_one))
+    return [(start, min(start + block, tokens)) for start in range(0, tokens, block)]
 
 
 def _attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, logit_cap: float) -> torch.Tensor:
@@ -94,8 +102,8 @@ def _weights(rows: torch.Tensor, k: torch.Tensor, tokens: int, scaling: float, l
     k_heads, keys, _ = k.shape
     scores = _cap(product(rows, k.transpose(1, 2)).mul_(scaling), logit_cap)
     if tokens > 1:
-        future = torch.ones(tokens, keys, dtype=torch.bool, device=rows.device).triu_(keys - tokens + 1)
-        scores.view(k_heads, -1, tokens, keys).masked_fill_(future, float("-inf"))
+        future = torch.ones(tokens, tokens, dtype=torch.bool, device=rows.device).triu_(1)
+        scores.view(k_heads, -1, tokens, keys)[..., keys - tokens :].masked_fill_(future, float("-inf"))
     return torch.softmax(scores, dim=-1)
 
 

@@ -1,9 +1,17 @@
 """How the sequences of one training call are cut into microbatches.
 
-Sequences are padded on the right: with causal attention nothing that is real ever looks at padding, so that no mask is
+Rows are padded on the right: with causal attention nothing that is real ever looks at padding, so that no mask is
 needed; padding never reaches the routed experts nor the loss.
 
-Shapes: B sequences, S longest of them, N real tokens of the call, M real tokens of the microbatch.
+A row holds one sequence, or a pair of a preference loss with its shared prompt once:
+
+    prefix | rest of the first | rest of the second | padding
+
+Both rests continue the prefix: their positions count from its end, and the second does not see the first (`Branch`).
+The prefix are the leading positions on which both have the same token and target and weight 0, so that what is computed
+there is the same for both, and all that the loss wants of it is the log-probabilities.
+
+Shapes: B rows, S longest of them, N tokens of the call, M loss tokens of the microbatch.
 """
 
 from __future__ import annotations
@@ -16,6 +24,8 @@ import numpy.typing as npt
 import torch
 
 from kt_runtime.errors import InvalidValueError
+
+Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -42,11 +52,24 @@ class TrainingBatch:
 
 
 @dataclass(frozen=True)
-class Microbatch:
-    """`tokens` [B, S], padded with 0. `real` [M]: index into the flattened [B * S] of each real token. `padding`
-    [B * S]: True where none is; None when all are real.
+class Branch:
+    """Where a row forks: positions from `second` on see the first `prefix` ones, and themselves causally."""
 
-    `where` [M]: index of the same tokens in the call's flat arrays. `targets`, `weights`: [M].
+    prefix: int
+    second: int
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """`tokens` [B, S], padded with 0. `padding` [B * S]: True where none is; None when all are real.
+
+    `positions` [B, S] and `branches`, one for each row: None when no row forks, so that positions are 0 to S - 1.
+
+    Loss tokens: `real` [M]: index into the flattened [B * S], twice for a prefix that two sequences share. `where` [M]:
+    index of the same tokens in the call's flat arrays. `targets`, `weights`: [M]. `sequence` [M]: index of the sequence
+    in the call; both sequences of a pair are in one microbatch. `where` and `sequence` are on the CPU.
+
+    `num_computed`: tokens that go through the layers.
     """
 
     tokens: torch.Tensor
@@ -55,35 +78,77 @@ class Microbatch:
     where: torch.Tensor
     targets: torch.Tensor
     weights: torch.Tensor
+    sequence: torch.Tensor
+    num_computed: int
+    positions: torch.Tensor | None = None
+    branches: tuple[Branch, ...] | None = None
 
 
-def split(batch: TrainingBatch, max_tokens: int, device: torch.device) -> list[Microbatch]:
-    """Sequences by falling length, as many in a microbatch as fit into `max_tokens` with padding; one at least."""
+@dataclass(frozen=True)
+class _Row:
+    """Sequence `first`, and `second` without its first `prefix` tokens behind it, or None."""
+
+    first: int
+    second: int | None
+    prefix: int
+    length: int
+
+
+def split(batch: TrainingBatch, max_tokens: int, device: torch.device, *, pairs: bool = False) -> list[Microbatch]:
+    """Rows by falling length, as many in a microbatch as fit into `max_tokens` with padding; one at least.
+
+    pairs: sequences 2 i and 2 i + 1 share a row and their prefix. Raises InvalidValueError for an odd number of them.
+    """
     starts = np.cumsum([0, *batch.lengths])
-    order = sorted(range(len(batch.lengths)), key=lambda index: -batch.lengths[index])
-    groups: list[list[int]] = []
-    for index in order:
-        if groups and (len(groups[-1]) + 1) * batch.lengths[groups[-1][0]] <= max_tokens:
-            groups[-1].append(index)
+    rows = sorted(_pairs(batch, starts) if pairs else _singles(batch), key=lambda row: -row.length)
+    groups: list[list[_Row]] = []
+    for row in rows:
+        if groups and (len(groups[-1]) + 1) * groups[-1][0].length <= max_tokens:
+            groups[-1].append(row)
         else:
-            groups.append([index])
+            groups.append([row])
     return [_microbatch(batch, group, starts, device) for group in groups]
 
 
-def _microbatch(
-    batch: TrainingBatch, group: list[int], starts: npt.NDArray[np.int64], device: torch.device
-) -> Microbatch:
-    longest = batch.lengths[group[0]]
-    tokens = np.zeros((len(group), longest), dtype=np.int64)
-    real, where = [], []
+def _singles(batch: TrainingBatch) -> list[_Row]:
+    return [_Row(index, None, 0, length) for index, length in enumerate(batch.lengths)]
+
+
+def _pairs(batch: TrainingBatch, starts: Integers) -> list[_Row]:
+    if len(batch.lengths) % 2:
+        raise InvalidValueError(f"{len(batch.lengths)} sequences are no pairs: chosen and rejected must take turns")
+    rows = []
+    for first in range(0, len(batch.lengths), 2):
+        prefix = _common_prefix(batch, starts, first)
+        rows.append(_Row(first, first + 1, prefix, batch.lengths[first] + batch.lengths[first + 1] - prefix))
+    return rows
+
+
+def _common_prefix(batch: TrainingBatch, starts: Integers, first: int) -> int:
+    shorter = min(batch.lengths[first], batch.lengths[first + 1])
+    one, other = (slice(int(start), int(start) + shorter) for start in starts[first : first + 2])
+    same = (batch.tokens[one] == batch.tokens[other]) & (batch.targets[one] == batch.targets[other])
+    same &= (batch.weights[one] == 0) & (batch.weights[other] == 0)
+    return int(np.argmin(np.append(same, False)))
+
+
+def _microbatch(batch: TrainingBatch, rows: list[_Row], starts: Integers, device: torch.device) -> Microbatch:
+    longest = rows[0].length
+    tokens = np.zeros((len(rows), longest), dtype=np.int64)
+    positions = np.zeros_like(tokens)
     is_padding = np.ones(tokens.shape, dtype=bool)
-    for row, index in enumerate(group):
-        length, start = batch.lengths[index], int(starts[index])
-        tokens[row, :length] = batch.tokens[start : start + length]
-        is_padding[row, :length] = False
-        real.append(np.arange(length) + row * longest)
-        where.append(np.arange(length) + start)
+    real, where, sequence = [], [], []
+    for number, row in enumerate(rows):
+        is_padding[number, : row.length] = False
+        for index, places in _places(batch, row):
+            flat = np.arange(len(places)) + starts[index]
+            tokens[number, places] = batch.tokens[flat]
+            positions[number, places] = np.arange(len(places))
+            real.append(places + number * longest)
+            where.append(flat)
+            sequence.append(np.full(len(places), index))
     flat = np.concatenate(where)
+    forks = any(row.second is not None for row in rows)
     return Microbatch(
         tokens=torch.from_numpy(tokens).to(device),
         real=torch.from_numpy(np.concatenate(real)).to(device),
@@ -91,4 +156,16 @@ def _microbatch(
         where=torch.from_numpy(flat),
         targets=torch.from_numpy(batch.targets[flat].astype(np.int64)).to(device),
         weights=torch.from_numpy(batch.weights[flat].astype(np.float32)).to(device),
+        sequence=torch.from_numpy(np.concatenate(sequence)),
+        num_computed=sum(row.length for row in rows),
+        positions=torch.from_numpy(positions).to(device) if forks else None,
+        branches=tuple(Branch(row.prefix, batch.lengths[row.first]) for row in rows) if forks else None,
     )
+
+
+def _places(batch: TrainingBatch, row: _Row) -> list[tuple[int, Integers]]:
+    """For each sequence of the row its index and where in the row its tokens are."""
+    first = np.arange(batch.lengths[row.first])
+    if row.second is None:
+        return [(row.first, first)]
+    return [(row.first, first), (row.second, np.append(first[: row.prefix], np.arange(len(first), row.length)))]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kt_runtime.adapters import AdapterVersion, read_peft_directory
+from kt_runtime.adapters import AdapterTensors, AdapterVersion, read_adapter, without_fillers
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
 from kt_runtime.families import resolve_targets
 from kt_runtime.resident import state
@@ -21,6 +21,7 @@ from kt_runtime.resident.executor import Slices
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.lora import LoraModules
 from kt_runtime.resident.optimizer import StepSettings
+from kt_runtime.resident.preference import check_pairs
 from kt_runtime.resident.publishing import Publisher
 from kt_runtime.resident.session import Session
 from kt_runtime.resident.slices import CallResult
@@ -34,6 +35,7 @@ from kt_runtime.wire.messages import (
     ForwardReply,
     Load,
     OptimStep,
+    PreferenceLoss,
     Publish,
     Reply,
     Save,
@@ -121,38 +123,49 @@ class SessionCalls:
                 "(--max-lora-rank)"
             )
         modules = resolve_targets(self._host.config, settings.targets)
+        start_from, reference = self._read(request.start_from), self._read(request.reference)
         self._sessions_made += 1
         session = Session(request.session, f"s{self._sessions_made}", self._twin, self._lora, modules, settings)
         try:
-            if request.start_from is not None:
-                self._start_from(session, request.start_from)
+            if start_from is not None:
+                masters = state.masters_from(without_fillers(start_from), session, str(request.start_from))
+                session.set_masters(masters)
+            if reference is not None:
+                session.add_reference(without_fillers(reference), self._twin.family.lora_modules(self._host.config))
         except Exception:
             session.close()
             raise
         self._sessions[request.session] = session
         self._answers.reply(messages.SessionReply(request_id=request.request_id, info=session.info()), None)
 
-    def _start_from(self, session: Session, path: str) -> None:
+    def _read(self, path: str | None) -> AdapterTensors | None:
+        if path is None:
+            return None
         directory = state.checked_path(path)
-        adapter = read_peft_directory(directory, self._twin.family, self._host.config, self._host.max_lora_rank)
-        session.set_masters(state.masters_from(adapter, session, str(directory)))
+        return read_adapter(directory, self._twin.family, self._host.config, self._host.max_lora_rank)
 
     def _forward(self, request: Forward | ForwardBackward, arrays: Arrays) -> Slices:
         session, started = self._session(request.session), time.monotonic()
         batch = TrainingBatch(request.lengths, arrays["tokens"], arrays["targets"], arrays["weights"])
         batch.check(self._twin.vocabulary, self._host.context_tokens)
-        result: CallResult
+        if isinstance(request.loss, PreferenceLoss):
+            check_pairs(request.lengths, batch.weights)
+        reference = arrays.get("reference")
         if isinstance(request, Forward):
-            result = yield from session.forward(
-                batch, request.loss.name, self._max_tokens, adapter_off=request.adapter_off
-            )
+            slices = session.forward(batch, request.loss, self._max_tokens, model=request.model, reference=reference)
         else:
-            result = yield from session.forward_backward(batch, request.loss.name, self._max_tokens)
+            slices = session.forward_backward(
+                batch, request.loss, self._max_tokens, reference=reference, activations=request.activations
+            )
+        result: CallResult = yield from slices
         reply = ForwardReply(
             request_id=request.request_id,
             loss=result.loss,
             num_tokens=len(batch.tokens),
             seconds=time.monotonic() - started,
+            metrics=result.metrics,
+            num_correct=result.num_correct,
+            num_computed=result.num_computed,
         )
         self._answers.reply(reply, {"logprobs": result.logprobs.numpy()})
 

@@ -27,6 +27,8 @@ class Host(Protocol):
     dtype: torch.dtype
     max_lora_rank: int
     context_tokens: int
+    chunked_prefill_tokens: int
+    """Prompt tokens that serving computes at once, 0: no limit."""
     experts: ExpertStore
     attends_in_float32: bool
     """Whether serving attends in float32 and, in DeepSeek, over the latent (absorbed) in prefill too; see `attention`.

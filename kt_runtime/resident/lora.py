@@ -14,12 +14,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from peft import LoraConfig
 from torch import nn
 
+from kt_runtime.adapters import AdapterTensors
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import LoraSlot
 from kt_runtime.families import LoraModule
@@ -50,27 +51,52 @@ class LoraModules:
                 f"LoRA dropout {dropout}: routed experts can't be trained with dropout; use dropout 0, or targets "
                 "without the experts (attention, mlp, shared)"
             )
-        self._selected.clear()
         config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, init_lora_weights=False)  # type: ignore[arg-type]
+        with torch.random.fork_rng(devices=[]):
+            by_layer = self._place(
+                key, ((module, *_initial(module, rank, seed, self._twin.device)) for module in modules), config
+            )
+        return {name: value for layer in by_layer.values() for name, value in layer.items()}
+
+    def create_frozen(self, key: str, adapter: AdapterTensors, modules: Sequence[LoraModule]) -> None:
+        """Adds `adapter`, copied to float32, which nothing trains. `modules`: all that the model has.
+
+        Raises InvalidValueError for a module that is none of them.
+        """
+        by_name = {module.name: module for module in modules}
+        unknown = [name for name in adapter.modules if name not in by_name]
+        if unknown:
+            raise InvalidValueError(f"the reference adapter adapts {unknown[0]!r}, which the model does not have")
+        config = LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, init_lora_weights=False)  # type: ignore[arg-type]
+
+        def frozen(tensor: torch.Tensor) -> nn.Parameter:
+            return nn.Parameter(tensor.detach().to(self._twin.device, torch.float32, copy=True), requires_grad=False)
+
+        self._place(key, ((by_name[name], frozen(a), frozen(b)) for name, (a, b) in adapter.modules.items()), config)
+
+    def _place(
+        self, key: str, pairs: Iterable[tuple[LoraModule, nn.Parameter, nn.Parameter]], config: LoraConfig
+    ) -> dict[int, dict[str, nn.Parameter]]:
+        """Puts (module, A, B) into the twin; returns the parameters by layer and name."""
+        self._selected.clear()
         by_layer: dict[int, dict[str, nn.Parameter]] = defaultdict(dict)
         experts: dict[str, LoraSlot] = {}
-        with torch.random.fork_rng(devices=[]):
-            for module in modules:
-                a, b = _initial(module, rank, seed, self._twin.device)
-                by_layer[module.layer][f"{module.name}.lora_A"] = a
-                by_layer[module.layer][f"{module.name}.lora_B"] = b
-                if module.num_experts:
-                    parent, _, projection = module.name.rpartition(".")
-                    slot = experts.setdefault(parent, LoraSlot(scaling=alpha / rank))
-                    setattr(slot, projection.replace("_proj", "_a"), a)
-                    setattr(slot, projection.replace("_proj", "_b"), b)
-                else:
-                    self._wrap(module.name, key, config, a, b)
+        self._modules[key] = []
+        for module, a, b in pairs:
+            by_layer[module.layer][f"{module.name}.lora_A"] = a
+            by_layer[module.layer][f"{module.name}.lora_B"] = b
+            self._modules[key].append(module)
+            if module.num_experts:
+                parent, _, projection = module.name.rpartition(".")
+                slot = experts.setdefault(parent, LoraSlot(scaling=config.lora_alpha / config.r))
+                setattr(slot, projection.replace("_proj", "_a"), a)
+                setattr(slot, projection.replace("_proj", "_b"), b)
+            else:
+                self._wrap(module.name, key, config, a, b)
         for parent, slot in experts.items():
             self._twin.experts[parent].adapters[key] = slot
-        self._parameters[key], self._modules[key] = dict(by_layer), list(modules)
-        self._dropouts[key] = dropout
-        return {name: value for layer in by_layer.values() for name, value in layer.items()}
+        self._parameters[key], self._dropouts[key] = dict(by_layer), float(config.lora_dropout)
+        return self._parameters[key]
 
     def remove(self, key: str) -> None:
         """Takes an adapter away; a module that no adapter is left on becomes the plain one again."""

@@ -1,60 +1,96 @@
-"""Losses over the log-probabilities of given targets, a few tokens at a time.
+"""What a loss is to the resident, the cross-entropy, and the two steps between hidden states and log-probabilities.
 
-The logits of a whole microbatch never exist at once: `target_logprobs` handles as many tokens as fit into
-`MAX_LOGITS_ELEMENTS`, and turns the loss's derivative by each log-probability straight into the gradient by the hidden
-state. With p = softmax(z) and c = dL/dlogp[t], dL/dz = c * (onehot(t) - p).
+A loss sees log-probabilities of given targets and nothing else, and gives its derivative by each of them. From there
+`hidden_gradient` goes back to the hidden state: with p = softmax(z) and c = dL/dlogp[t], dL/dz = c * (onehot(t) - p).
 
 Logits are computed in the model's dtype and the log-softmax in float32, as SGLang 0.5.23 does when it serves
-(`sglang.srt.layers.logits_processor`).
+(`sglang.srt.layers.logits_processor`). `loss_slices` goes through the vocabulary's rows a few tokens at a time.
 
-Shapes: N tokens, H hidden, V vocabulary.
+Shapes: N tokens, M loss tokens of a microbatch, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
+from kt_runtime.resident.products import gradient_product
+
 MAX_LOGITS_ELEMENTS = 1 << 24  # 64 MiB in float32
 
-LossSlope = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(logprobs [N], weights [N]) -> dL/dlogprobs [N], all float32. Token i's slope depends on token i alone."""
+
+@dataclass(frozen=True)
+class LossTokens:
+    """What a loss is computed from, all [M]. `sequence`: to which sequence of the call a token belongs, on the CPU.
+
+    `mean_logits`: over the vocabulary; only for a loss that `is_paired`, empty otherwise.
+    """
+
+    logprobs: torch.Tensor
+    weights: torch.Tensor
+    sequence: torch.Tensor
+    mean_logits: torch.Tensor
 
 
-def cross_entropy_slope(logprobs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """L = sum(weights * -logprobs)."""
-    return -weights
+@dataclass(frozen=True)
+class LossValue:
+    """`slopes` [M]: dL/dlogprob, float32. `metrics`: sums, which add up over microbatches."""
+
+    loss: float
+    slopes: torch.Tensor
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
-def weighted_loss(logprobs: torch.Tensor, weights: torch.Tensor) -> float:
-    """sum(weights * -logprobs), added up in float64. A weight of 0 takes the token out, whatever its logprob is."""
-    counted = weights != 0
-    return float(-(weights[counted].double() * logprobs[counted].double()).sum())
+class LossFunction(Protocol):
+    """`is_paired`: sequences 2 i and 2 i + 1 of the call belong together and come in one microbatch."""
+
+    is_paired: bool
+
+    def slopes_ahead(self, weights: torch.Tensor) -> torch.Tensor | None:
+        """The slopes [M], where they do not depend on the log-probabilities: one pass over the vocabulary is enough."""
+        ...
+
+    def value(self, tokens: LossTokens) -> LossValue: ...
 
 
-SLOPES: dict[str, LossSlope] = {"cross_entropy": cross_entropy_slope}
+class WeightedCrossEntropy:
+    """L = sum(weights * -logprobs). A weight of 0 takes the token out, whatever its log-probability is."""
+
+    is_paired = False
+
+    def slopes_ahead(self, weights: torch.Tensor) -> torch.Tensor | None:
+        return -weights
+
+    def value(self, tokens: LossTokens) -> LossValue:
+        counted = tokens.weights != 0
+        loss = -(tokens.weights[counted].double() * tokens.logprobs[counted].double()).sum()
+        return LossValue(float(loss), -tokens.weights)
 
 
 def tokens_per_chunk(vocabulary: int) -> int:
     return max(1, MAX_LOGITS_ELEMENTS // vocabulary)
 
 
-def target_logprobs(
-    hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of `targets` [N] and of everything: ([N], [N, V]), float32.
-
-    `hidden` [N, H] comes after the final norm; `head` [V, H] is lm_head's weight.
-    """
-    everything = torch.log_softmax(torch.nn.functional.linear(hidden, head).float(), dim=-1)
-    return everything.gather(1, targets[:, None])[:, 0], everything
+def log_softmax(hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and log-probabilities [N, V], float32. `hidden` [N, H] comes after the final norm; `head` [V, H]."""
+    logits = torch.nn.functional.linear(hidden, head).float()
+    return logits, torch.log_softmax(logits, dim=-1)
 
 
 def hidden_gradient(
     everything: torch.Tensor, targets: torch.Tensor, slopes: torch.Tensor, head: torch.Tensor
 ) -> torch.Tensor:
-    """Gradient [N, H] by the hidden state, in the head's dtype. Overwrites `everything` (as from `target_logprobs`)."""
+    """Gradient [N, H] by the hidden state, in the head's dtype; `everything` as from `log_softmax`, overwritten.
+
+    A token of slope 0 costs nothing.
+    """
+    gradient = torch.zeros(len(targets), head.shape[1], dtype=head.dtype, device=head.device)
+    rows = slopes.nonzero()[:, 0]
+    if len(rows) < len(targets):
+        everything, targets, slopes = everything[rows], targets[rows], slopes[rows]
     by_logits = everything.exp_().mul_(-slopes[:, None])
     by_logits.scatter_add_(1, targets[:, None], slopes[:, None])
-    return by_logits.to(head.dtype) @ head
+    gradient[rows] = gradient_product(by_logits.to(head.dtype), head)
+    return gradient

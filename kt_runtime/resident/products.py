@@ -3,10 +3,15 @@
 `served_product` is for LoRA, of which serving has copies in the model's dtype. `product` is for float32: with fewer
 than four rows, BLAS takes other kernels, which add in another order, so that a token would get other numbers when it is
 decoded alone than in training, and in bf16 now and then other experts.
+
+Gradients have no counterpart in serving. On a CPU without instructions for bf16, PyTorch multiplies bf16 matrices that
+are not transposed one number at a time (0.9 GFLOP/s where float32 has 150), so there gradients are multiplied in
+float32 and rounded once: `gradient_product`, and `frozen_linear` and `frozen_bmm`, which use it in backward.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -70,3 +75,54 @@ def served_product(
     not (straight-through, Bengio et al. 2013, arXiv:1308.3432), and the master's is a float32 sum in its own dtype.
     """
     return _ServedProduct.apply(x, master, alpha, base)
+
+
+@cache
+def _cpu_multiplies_bf16() -> bool:
+    """Whether PyTorch hands products of bf16 matrices on a CPU to oneDNN."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _in_software(values: torch.Tensor) -> bool:
+    """Whether products of matrices like `values` should rather be computed in float32."""
+    return values.dtype == torch.bfloat16 and values.device.type == "cpu" and not _cpu_multiplies_bf16()
+
+
+def gradient_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [..., M, K] times b [..., K, N], in their dtype; float32 inside where that is faster. For gradients only."""
+    return (a.float() @ b.float()).to(a.dtype) if _in_software(a) else a @ b
+
+
+class _Frozen(torch.autograd.Function):
+    """x times a matrix that is not trained; `transposed`: whether the matrix is [N, K] instead of [K, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.transposed = transposed
+        return functional.linear(x, weight) if transposed else torch.bmm(x, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return gradient_product(grads[0], weight if ctx.transposed else weight.mT), None, None
+
+
+def frozen_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`torch.nn.functional.linear` with a gradient for x alone: x [..., K], weight [N, K] -> [..., N]."""
+    if bias is not None or not _in_software(x):
+        return functional.linear(x, weight, bias)
+    return _Frozen.apply(x, weight, True)
+
+
+def frozen_bmm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`torch.bmm` with a gradient for x alone."""
+    return _Frozen.apply(x, weight, False) if _in_software(x) else torch.bmm(x, weight)
+
+
+class FrozenLinear(torch.nn.Linear):
+    """A linear layer of the base: as `torch.nn.Linear`, but never trained itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return frozen_linear(x, self.weight, self.bias)

@@ -32,7 +32,7 @@ from kt_runtime.adapters import (
     check_adapter_name,
     complete_groups,
     content_hash,
-    read_peft_directory,
+    read_adapter,
 )
 from kt_runtime.errors import ConflictError, KtError, UnknownNameError
 from kt_runtime.families import Family
@@ -96,9 +96,9 @@ class Publisher:
         self._begin(_Operation(name, completed, version, False, done))
 
     def load(self, name: str, path: str, done: Done) -> None:
-        """As `publish`, of the PEFT directory at `path`. Raises NotFoundError too."""
+        """As `publish`, of the PEFT directory or GGUF file at `path`. Raises NotFoundError too."""
         check_adapter_name(name)
-        adapter = read_peft_directory(path, self._family, self._host.config, self._host.max_lora_rank, self._host.model)
+        adapter = read_adapter(path, self._family, self._host.config, self._host.max_lora_rank, self._host.model)
         for note in adapter.notes:
             logger.info("adapter %r from %s: %s", name, path, note)
         self.publish(name, adapter, path, done)

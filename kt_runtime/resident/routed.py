@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kt_runtime.experts import ExpertStore, LoraSlot, routed_experts
-from kt_runtime.resident.products import rounded
+from kt_runtime.experts import ExpertStore, LoraSlot, routed_experts, routed_experts_for_backward
+from kt_runtime.resident.products import frozen_linear, rounded
 
 
 class RoutedExperts(nn.Module):
@@ -19,7 +19,8 @@ class RoutedExperts(nn.Module):
 
     `adapters`: LoRA by key, float32 masters; serving has copies in the model's dtype, so they are rounded to it on the
     way, with gradients as if not. `active` picks one, None the base alone. `padding` [T]: True for rows that
-    are no token, None without any; they cost nothing and come out as zeros.
+    are no token, None without any; they cost nothing and come out as zeros. `needs_output` False: all comes out as
+    zeros, for backward alone, which computes the activations itself.
     """
 
     def __init__(self, store: ExpertStore, layer: int) -> None:
@@ -28,6 +29,7 @@ class RoutedExperts(nn.Module):
         self.adapters: dict[str, LoraSlot] = {}
         self.active: str | None = None
         self.padding: torch.Tensor | None = None
+        self.needs_output = True
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """[T, H], [T, K], [T, K] to [T, H]: the weighted sum of each token's experts."""
@@ -37,7 +39,8 @@ class RoutedExperts(nn.Module):
         if slot is not None:
             masters = slot.tensors()
             slot = slot.with_tensors([None if master is None else rounded(master, hidden.dtype) for master in masters])
-        return routed_experts(self._layer, hidden, ids, weights.float(), slot)
+        compute = routed_experts if self.needs_output else routed_experts_for_backward
+        return compute(self._layer, hidden, ids, weights.float(), slot)
 
 
 class SoftmaxRouter(nn.Module):
@@ -54,7 +57,7 @@ class SoftmaxRouter(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits [T, E], weights [T, K], ids [T, K], as Hugging Face's router returns them."""
-        logits = nn.functional.linear(hidden, self.weight)
+        logits = frozen_linear(hidden, self.weight)
         weights, ids = torch.topk(logits.float().softmax(-1), self.top_k, dim=-1)
         if self.normalises:
             weights = weights / weights.sum(-1, keepdim=True)

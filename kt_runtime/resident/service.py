@@ -88,7 +88,7 @@ class Resident:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._host, self._server = host, server
+        self._host, self._settings, self._server = host, settings, server
         self.twin = Twin(host)
         self.executor = Executor(settings.training_share, clock)
         self._fingerprint: str | None = None
@@ -242,6 +242,9 @@ class Resident:
             expert_format=self._host.experts.format,
             expert_isa=self._host.experts.isa,
             expert_bytes=self._host.experts.resident_bytes,
+            expert_threads=self._host.experts.num_threads,
+            chunked_prefill_tokens=self._host.chunked_prefill_tokens,
+            microbatch_tokens=self._settings.microbatch_tokens,
             rss_bytes=resident_set_bytes(),
             sessions=self.calls.infos(),
         )

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from kt_runtime.errors import ConflictError, InvalidValueError
+from kt_runtime.adapters import AdapterTensors
+from kt_runtime.errors import ConflictError
 from kt_runtime.families import LoraModule
 from kt_runtime.resident.batches import TrainingBatch, split
 from kt_runtime.resident.executor import Slices
 from kt_runtime.resident.lora import LoraModules
-from kt_runtime.resident.losses import SLOPES
+from kt_runtime.resident.losses import LossFunction, WeightedCrossEntropy
 from kt_runtime.resident.optimizer import AdamW, StepSettings, clip
+from kt_runtime.resident.preference import PreferenceLossFunction
 from kt_runtime.resident.slices import Call, CallResult, training_call
 from kt_runtime.resident.twin import Twin
-from kt_runtime.wire.messages import LoraSettings, SessionInfo
+from kt_runtime.wire.messages import Activations, CrossEntropy, LoraSettings, Loss, Model, SessionInfo
+
+Reference = npt.NDArray[np.float32] | None
+"""Of each sequence of a call, the reference's log-probability summed over the counted targets."""
 
 
 class Session:
@@ -38,6 +45,7 @@ class Session:
             dropout=settings.dropout,
             seed=settings.seed,
         )
+        self._adapter_of: dict[Model, str | None] = {"policy": key, "base": None, "reference": None}
         self.gradient: dict[str, torch.Tensor] = {}
         self.optimizer = AdamW(self.parameters)
         self.step = 0
@@ -53,13 +61,37 @@ class Session:
             num_parameters=sum(parameter.numel() for parameter in self.parameters.values()),
         )
 
-    def forward(self, batch: TrainingBatch, loss: str, max_tokens: int, *, adapter_off: bool) -> Slices:
-        """Log-probabilities without dropout; nothing changes. Returns a `CallResult`."""
-        return (yield from self._call(batch, loss, max_tokens, backward=False, adapter_off=adapter_off))
+    def add_reference(self, adapter: AdapterTensors, model_modules: Sequence[LoraModule]) -> None:
+        """From now on the model "reference" is the base with `adapter`, which stays as it is now. Once per session."""
+        key = f"{self.key}_reference"
+        self._lora.create_frozen(key, adapter, model_modules)
+        self._adapter_of["reference"] = key
 
-    def forward_backward(self, batch: TrainingBatch, loss: str, max_tokens: int) -> Slices:
+    def forward(
+        self,
+        batch: TrainingBatch,
+        loss: Loss,
+        max_tokens: int,
+        *,
+        model: Model = "policy",
+        reference: Reference = None,
+    ) -> Slices:
+        """Log-probabilities without dropout; nothing changes. Returns a `CallResult`."""
+        return (yield from self._call(batch, _function(loss, reference), max_tokens, self._adapter_of[model]))
+
+    def forward_backward(
+        self,
+        batch: TrainingBatch,
+        loss: Loss,
+        max_tokens: int,
+        *,
+        reference: Reference = None,
+        activations: Activations = "recompute",
+    ) -> Slices:
         """Adds the loss's gradient to the accumulated one when everything has gone well. Returns a `CallResult`."""
-        result: CallResult = yield from self._call(batch, loss, max_tokens, backward=True, adapter_off=False)
+        result: CallResult = yield from self._call(
+            batch, _function(loss, reference), max_tokens, self.key, backward=True, activations=activations
+        )
         for name, value in result.gradient.items():
             if name in self.gradient:
                 self.gradient[name] += value
@@ -86,8 +118,9 @@ class Session:
         return norm
 
     def close(self) -> None:
-        """Frees masters, gradient and moments."""
-        self._lora.remove(self.key)
+        """Frees masters, reference, gradient and moments."""
+        for key in filter(None, self._adapter_of.values()):
+            self._lora.remove(key)
         self.parameters, self.gradient = {}, {}
         self.optimizer = AdamW({})
 
@@ -97,19 +130,24 @@ class Session:
             for name, value in tensors.items():
                 self.parameters[name].copy_(value)
 
-    def _call(self, batch: TrainingBatch, loss: str, max_tokens: int, *, backward: bool, adapter_off: bool) -> Slices:
-        if loss not in SLOPES:
-            raise InvalidValueError(f"loss {loss!r}: this server computes {', '.join(sorted(SLOPES))}")
-        call = Call(
-            self._twin,
-            self._lora,
-            None if adapter_off else self.key,
-            SLOPES[loss],
-            backward,
-            hash_seed(self.settings.seed, self.calls),
-        )
-        microbatches = split(batch, max_tokens, self._twin.device)
+    def _call(
+        self,
+        batch: TrainingBatch,
+        loss: LossFunction,
+        max_tokens: int,
+        adapter: str | None,
+        *,
+        backward: bool = False,
+        activations: Activations = "recompute",
+    ) -> Slices:
+        seed = hash_seed(self.settings.seed, self.calls)
+        call = Call(self._twin, self._lora, adapter, loss, backward, seed, retain=activations == "retain")
+        microbatches = split(batch, max_tokens, self._twin.device, pairs=loss.is_paired)
         return (yield from training_call(call, microbatches, len(batch.tokens)))
+
+
+def _function(loss: Loss, reference: Reference) -> LossFunction:
+    return WeightedCrossEntropy() if isinstance(loss, CrossEntropy) else PreferenceLossFunction(loss, reference)
 
 
 def hash_seed(seed: int, calls: int) -> int:

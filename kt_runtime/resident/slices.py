@@ -1,8 +1,9 @@
 """One training call as a sequence of slices: embedding, each layer forward, the loss, each layer backward.
 
-Forward keeps only the input of each layer (activation checkpointing, Chen et al. 2016); backward recomputes a layer and
-goes through it at once, last to first. Microbatches come one after the other, so that only one has kept inputs. Between
-any two slices the engine may serve.
+Either forward keeps only the input of each layer (activation checkpointing, Chen et al. 2016), and backward recomputes
+a layer and goes through it at once, last to first. Or it retains what autograd needs of each layer, its experts'
+activations with it, and backward frees it layer by layer. Both give the same gradients. Microbatches come one after
+the other, so that only one has anything kept. Between any two slices the engine may serve.
 
 The call's gradient lives in the generator until the end: a call that dies half-way leaves none. Dropout draws from a
 seed per (session, call, microbatch, layer), the same when a layer is recomputed, and leaves the process's generators
@@ -18,45 +19,47 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from kt_runtime.errors import NumericsError
 from kt_runtime.resident.batches import Microbatch
 from kt_runtime.resident.lora import LoraModules
-from kt_runtime.resident.losses import (
-    LossSlope,
-    hidden_gradient,
-    target_logprobs,
-    tokens_per_chunk,
-    weighted_loss,
-)
-from kt_runtime.resident.twin import Twin
+from kt_runtime.resident.loss_slices import loss_of
+from kt_runtime.resident.losses import LossFunction
+from kt_runtime.resident.twin import Positions, Twin
 
 
 @dataclass(frozen=True)
 class Call:
     """What stays the same over one call. `adapter`: the key in `LoraModules`, None for the base alone.
 
-    `backward` False: log-probabilities only, without dropout. `seed`: of this call's dropout.
+    `backward` False: log-probabilities only, without dropout. `seed`: of this call's dropout. `retain`: backward takes
+    what forward computed instead of computing it again.
     """
 
     twin: Twin
     lora: LoraModules
     adapter: str | None
-    slope: LossSlope
+    loss: LossFunction
     backward: bool
     seed: int
+    retain: bool = False
 
 
 @dataclass
 class CallResult:
-    """`logprobs` [N], float32, on the CPU. `gradient`: by parameter name, empty without backward."""
+    """`logprobs` [N], float32, on the CPU. `gradient`: by parameter name, empty without backward.
+
+    `metrics`, `num_correct`, `num_computed`: as in `wire.messages.ForwardReply`.
+    """
 
     loss: float
     logprobs: torch.Tensor
     gradient: dict[str, torch.Tensor]
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_correct: int = 0
+    num_computed: int = 0
 
 
 def training_call(call: Call, microbatches: list[Microbatch], num_tokens: int) -> Generator[bool, None, CallResult]:
@@ -72,84 +75,64 @@ def training_call(call: Call, microbatches: list[Microbatch], num_tokens: int) -
     return result
 
 
+@dataclass
+class _Kept:
+    """What forward keeps of a layer: its input as a leaf of autograd's, and its output where the graph is retained."""
+
+    leaf: torch.Tensor
+    output: torch.Tensor | None
+
+
 def _microbatch(call: Call, microbatch: Microbatch, index: int, result: CallResult) -> Iterator[None]:
     twin = call.twin
     with _slice(call, microbatch, index, -1, grad=False):
         hidden = twin.embed(microbatch.tokens)
-        positions = twin.positions(hidden)
+        positions = twin.positions(hidden, microbatch.positions)
     yield
-    inputs: list[torch.Tensor] = []
+    kept: list[_Kept] = []
     lowest = call.lora.lowest_layer(call.adapter) if call.backward and call.adapter else twin.num_layers
     for layer in range(twin.num_layers):
-        with _slice(call, microbatch, index, layer, grad=False):
-            inputs.append(hidden if layer >= lowest else hidden.new_empty(0))
-            hidden = twin.run_layer(layer, hidden, positions)
+        retain = call.retain and layer >= lowest
+        with _slice(call, microbatch, index, layer, grad=retain):
+            leaf = hidden.detach().requires_grad_(layer > lowest)
+            output = twin.run_layer(layer, leaf, positions, microbatch.branches)
+            if layer >= lowest:
+                kept.append(_Kept(leaf, output if retain else None))
+            hidden = output.detach()
+            del leaf, output
         yield
-    by_hidden = yield from _loss(call, microbatch, index, hidden, result)
+    result.num_computed += microbatch.num_computed
+    by_hidden = yield from loss_of(call, microbatch, hidden, result)
     if by_hidden is None:
         return
+    del hidden
     for layer in range(twin.num_layers - 1, lowest - 1, -1):
         with _slice(call, microbatch, index, layer, grad=True):
-            by_hidden = _layer_backward(
-                call, layer, inputs.pop(), positions, by_hidden, needs_input=layer > lowest, gradient=result.gradient
-            )
+            by_hidden = _layer_backward(call, microbatch, layer, kept.pop(), positions, by_hidden, result.gradient)
         yield
-
-
-def _loss(
-    call: Call, microbatch: Microbatch, index: int, hidden: torch.Tensor, result: CallResult
-) -> Generator[None, None, torch.Tensor | None]:
-    """Loss of the real tokens, chunk by chunk; the gradient by the last layer's output [B, S, H], None without."""
-    twin = call.twin
-    size = tokens_per_chunk(twin.vocabulary)
-    with _slice(call, microbatch, index, twin.num_layers, grad=False):
-        normed = twin.final_norm(hidden.flatten(0, 1)[microbatch.real])
-    by_normed, loss = torch.zeros_like(normed), 0.0
-    for start in range(0, len(normed), size):
-        chunk = slice(start, start + size)
-        targets, weights = microbatch.targets[chunk], microbatch.weights[chunk]
-        with _slice(call, microbatch, index, twin.num_layers, grad=False):
-            logprobs, everything = target_logprobs(normed[chunk], twin.head, targets)
-            loss += weighted_loss(logprobs, weights)
-            result.logprobs[microbatch.where[chunk]] = logprobs.cpu()
-            if call.backward:
-                slopes = call.slope(logprobs, weights)
-                by_normed[chunk] = hidden_gradient(everything, targets, slopes, twin.head)
-        yield
-    if not torch.isfinite(torch.tensor(loss)):
-        raise NumericsError(f"the loss is {loss}; nothing was added to the gradient")
-    result.loss += loss
-    if not call.backward:
-        return None
-    with _slice(call, microbatch, index, twin.num_layers, grad=True):
-        return _norm_backward(twin, hidden, microbatch, by_normed)
-
-
-def _norm_backward(twin: Twin, hidden: torch.Tensor, microbatch: Microbatch, by_normed: torch.Tensor) -> torch.Tensor:
-    leaf = hidden.detach().requires_grad_()
-    normed = twin.final_norm(leaf.flatten(0, 1)[microbatch.real])
-    return torch.autograd.grad(normed, leaf, by_normed)[0]
 
 
 def _layer_backward(
     call: Call,
+    microbatch: Microbatch,
     layer: int,
-    kept: torch.Tensor,
-    positions: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kept: _Kept,
+    positions: Positions,
     by_output: torch.Tensor,
-    *,
-    needs_input: bool,
     gradient: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Recomputes a layer, adds its parameters' gradients to `gradient`, returns the gradient by its input.
+    """Adds a layer's parameters' gradients to `gradient`, returns the gradient by its input.
 
-    Without `needs_input` nothing below has a parameter, and what comes back is `by_output`.
+    Where the input needs none, nothing below has a parameter, and what comes back is `by_output`.
     """
     assert call.adapter is not None
     parameters = call.lora.parameters(call.adapter, layer)
-    leaf = kept.detach().requires_grad_(needs_input)
-    output = call.twin.run_layer(layer, leaf, positions)
-    wanted = list(parameters.values()) + ([leaf] if needs_input else [])
+    output = kept.output
+    if output is None:
+        with call.twin.recomputing(layer):
+            output = call.twin.run_layer(layer, kept.leaf, positions, microbatch.branches)
+    needs_input = kept.leaf.requires_grad
+    wanted = list(parameters.values()) + ([kept.leaf] if needs_input else [])
     found = torch.autograd.grad(output, wanted, by_output, allow_unused=True)
     for name, value in zip(parameters, found, strict=False):
         if value is not None:

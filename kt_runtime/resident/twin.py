@@ -28,6 +28,7 @@ from kt_runtime.errors import CheckpointError, suggestion
 from kt_runtime.families import Family, TensorSource, family_for
 from kt_runtime.resident import attention
 from kt_runtime.resident.host import Host
+from kt_runtime.resident.products import FrozenLinear
 from kt_runtime.resident.routed import RoutedExperts, SoftmaxRouter
 
 Positions = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -41,6 +42,7 @@ class Twin:
         self.family: Family = family_for(host.config)
         self.device, self.dtype = host.device, host.dtype
         self._store = host.experts
+        self._attends_in_float32 = host.attends_in_float32
         self.experts: dict[str, RoutedExperts] = {}
         with torch.inference_mode(False), torch.no_grad():
             self._model = _on_meta(self.family, host)
@@ -70,13 +72,22 @@ class Twin:
         """[B, S] to [B, S, H]."""
         return self._model.model.embed_tokens(tokens)
 
-    def positions(self, hidden: torch.Tensor) -> Positions:
-        """Rotary tables for positions 0 to S - 1."""
-        return self._model.model.rotary_emb(hidden, torch.arange(hidden.shape[1], device=hidden.device)[None])
+    def positions(self, hidden: torch.Tensor, places: torch.Tensor | None = None) -> Positions:
+        """Rotary tables for the positions `places` [B, S]; None: 0 to S - 1."""
+        if places is None:
+            places = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        return self._model.model.rotary_emb(hidden, places)
 
-    def run_layer(self, layer: int, hidden: torch.Tensor, positions: Positions) -> torch.Tensor:
-        """One decoder layer, causal over each sequence: [B, S, H] to the same."""
-        return self.layer(layer)(hidden, attention_mask=None, position_embeddings=positions, use_cache=False)
+    def run_layer(
+        self, layer: int, hidden: torch.Tensor, positions: Positions, branches: attention.Branches = None
+    ) -> torch.Tensor:
+        """One decoder layer, causal over each row, which may fork (`branches`): [B, S, H] to the same."""
+        mask = None
+        if branches is not None and not self._attends_in_float32:
+            mask, branches = attention.visible_keys(branches, hidden.shape[1], hidden.device), None
+        return self.layer(layer)(
+            hidden, attention_mask=mask, position_embeddings=positions, use_cache=False, branches=branches
+        )
 
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.model.norm(hidden)
@@ -96,6 +107,22 @@ class Twin:
     def views(self) -> Mapping[str, torch.Tensor]:
         """Every dense parameter and buffer by its Hugging Face name: views of the engine's tensors."""
         return self._views
+
+    @contextlib.contextmanager
+    def recomputing(self, layer: int) -> Iterator[None]:
+        """Meanwhile the layer runs for its gradients alone: what its routed experts would give is left out (zeros).
+
+        Backward needs their activations, which it computes by itself, and no sum of theirs.
+        """
+        module = self.experts_of(layer)
+        if module is None:
+            yield
+            return
+        module.needs_output = False
+        try:
+            yield
+        finally:
+            module.needs_output = True
 
     @contextlib.contextmanager
     def padding(self, padding: torch.Tensor | None) -> Iterator[None]:
@@ -147,6 +174,9 @@ def _on_meta(family: Family, host: Host) -> Any:
     if host.attends_in_float32 and hasattr(hf_config, "kv_lora_rank"):
         for layer in model.model.layers:
             attention.absorb(layer.self_attn)
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = FrozenLinear
     return model
 
 

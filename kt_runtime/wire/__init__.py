@@ -4,15 +4,17 @@ from kt_runtime.wire.address import runtime_directory
 from kt_runtime.wire.batch import Batch
 from kt_runtime.wire.client import ForwardResult, ResidentClient, Ticket
 from kt_runtime.wire.failures import error_from, error_reply
-from kt_runtime.wire.messages import LoraSettings, Loss
+from kt_runtime.wire.messages import CrossEntropy, LoraSettings, Loss, PreferenceLoss
 from kt_runtime.wire.server import Incoming, WireServer
 
 __all__ = [
     "Batch",
+    "CrossEntropy",
     "ForwardResult",
     "Incoming",
     "LoraSettings",
     "Loss",
+    "PreferenceLoss",
     "ResidentClient",
     "Ticket",
     "WireServer",

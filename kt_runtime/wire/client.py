@@ -23,7 +23,17 @@ from kt_runtime.wire.batch import Batch
 from kt_runtime.wire.codec import Arrays, Limits
 from kt_runtime.wire.failures import error_from
 from kt_runtime.wire.keys import key_bytes
-from kt_runtime.wire.messages import AnyReply, AnyRequest, ErrorReply, LoraSettings, Loss, SessionInfo
+from kt_runtime.wire.messages import (
+    Activations,
+    AnyReply,
+    AnyRequest,
+    CrossEntropy,
+    ErrorReply,
+    LoraSettings,
+    Loss,
+    Model,
+    SessionInfo,
+)
 
 FIRST_RESEND_SECONDS = 5.0
 LAST_RESEND_SECONDS = 60.0
@@ -38,12 +48,15 @@ _R = TypeVar("_R", bound=messages.Reply)
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """`loss`: sum over tokens of weight * -logprob. `logprobs`: of each target, one float32 array per sequence."""
+    """`logprobs`: of each target, one float32 array per sequence. The others as in `messages.ForwardReply`."""
 
     loss: float
     logprobs: list[npt.NDArray[np.float32]]
     num_tokens: int
     seconds: float
+    metrics: dict[str, float]
+    num_correct: int
+    num_computed: int
 
 
 @dataclass(eq=False)
@@ -119,38 +132,91 @@ class ResidentClient:
         request = messages.GetStatus(request_id=self._next_id(), verify_weights=verify_weights)
         return self._call(request, messages.StatusReply)
 
-    def create_session(self, session: str, lora: LoraSettings, start_from: str | None = None) -> SessionInfo:
-        request = messages.CreateSession(request_id=self._next_id(), session=session, lora=lora, start_from=start_from)
+    def create_session(
+        self, session: str, lora: LoraSettings, start_from: str | None = None, *, reference: str | None = None
+    ) -> SessionInfo:
+        """`start_from` and `reference` are PEFT directories on the resident's file system."""
+        request = messages.CreateSession(
+            request_id=self._next_id(), session=session, lora=lora, start_from=start_from, reference=reference
+        )
         return self._call(request, messages.SessionReply).info
 
     def forward(
-        self, session: str, batch: Batch, loss: Loss | None = None, *, adapter_off: bool = False
+        self,
+        session: str,
+        batch: Batch,
+        loss: Loss | None = None,
+        *,
+        model: Model = "policy",
+        reference: npt.ArrayLike | None = None,
     ) -> ForwardResult:
+        """`reference` [number of sequences]: needed by a `PreferenceLoss` that `has_reference`, of the policy."""
+        return self._forward_result(self.begin_forward(session, batch, loss, model=model, reference=reference), batch)
+
+    def begin_forward(
+        self,
+        session: str,
+        batch: Batch,
+        loss: Loss | None = None,
+        *,
+        model: Model = "policy",
+        reference: npt.ArrayLike | None = None,
+    ) -> Ticket:
+        """As `forward`, without waiting; `finish_forward(ticket, batch)` gives the result."""
         request = messages.Forward(
             request_id=self._next_id(),
             session=session,
             lengths=batch.lengths,
-            loss=loss or Loss(),
-            adapter_off=adapter_off,
+            loss=loss or CrossEntropy(),
+            model=model,
         )
-        return self._forward_result(self.submit(request, _arrays(batch)), batch)
+        return self.submit(request, _arrays(batch, reference))
 
-    def forward_backward(self, session: str, batch: Batch, loss: Loss | None = None) -> ForwardResult:
-        return self._forward_result(self.begin_forward_backward(session, batch, loss), batch)
+    def forward_backward(
+        self,
+        session: str,
+        batch: Batch,
+        loss: Loss | None = None,
+        *,
+        reference: npt.ArrayLike | None = None,
+        activations: Activations = "recompute",
+    ) -> ForwardResult:
+        ticket = self.begin_forward_backward(session, batch, loss, reference=reference, activations=activations)
+        return self._forward_result(ticket, batch)
 
-    def begin_forward_backward(self, session: str, batch: Batch, loss: Loss | None = None) -> Ticket:
+    def begin_forward_backward(
+        self,
+        session: str,
+        batch: Batch,
+        loss: Loss | None = None,
+        *,
+        reference: npt.ArrayLike | None = None,
+        activations: Activations = "recompute",
+    ) -> Ticket:
         """As `forward_backward`, without waiting; `finish_forward(ticket, batch)` gives the result."""
         request = messages.ForwardBackward(
-            request_id=self._next_id(), session=session, lengths=batch.lengths, loss=loss or Loss()
+            request_id=self._next_id(),
+            session=session,
+            lengths=batch.lengths,
+            loss=loss or CrossEntropy(),
+            activations=activations,
         )
-        return self.submit(request, _arrays(batch))
+        return self.submit(request, _arrays(batch, reference))
 
     def finish_forward(self, ticket: Ticket, batch: Batch) -> ForwardResult:
         reply, arrays = self.wait(ticket)
         answer = self._expect(reply, messages.ForwardReply)
         if len(arrays["logprobs"]) != batch.num_tokens:
             raise ProtocolError(f"{self.address}: {len(arrays['logprobs'])} logprobs for {batch.num_tokens} targets")
-        return ForwardResult(answer.loss, batch.split(arrays["logprobs"]), answer.num_tokens, answer.seconds)
+        return ForwardResult(
+            answer.loss,
+            batch.split(arrays["logprobs"]),
+            answer.num_tokens,
+            answer.seconds,
+            answer.metrics,
+            answer.num_correct,
+            answer.num_computed,
+        )
 
     def optim_step(self, session: str, learning_rate: float, **settings: Any) -> messages.OptimReply:
         """`settings`: beta1, beta2, epsilon, weight_decay, max_grad_norm, lora_plus_ratio."""
@@ -320,5 +386,8 @@ def _check_keys(address: str, keys: dict[str, str | None]) -> None:
             key_bytes(key, what)
 
 
-def _arrays(batch: Batch) -> dict[str, npt.NDArray[Any]]:
-    return {"tokens": batch.tokens, "targets": batch.targets, "weights": batch.weights}
+def _arrays(batch: Batch, reference: npt.ArrayLike | None) -> dict[str, npt.NDArray[Any]]:
+    arrays: dict[str, npt.NDArray[Any]] = {"tokens": batch.tokens, "targets": batch.targets, "weights": batch.weights}
+    if reference is not None:
+        arrays["reference"] = np.asarray(reference, np.float32)
+    return arrays

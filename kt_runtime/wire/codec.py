@@ -30,6 +30,7 @@ from kt_runtime.wire.messages import (
     Forward,
     ForwardBackward,
     ForwardReply,
+    PreferenceLoss,
     Reply,
     Request,
 )
@@ -47,6 +48,7 @@ ARRAYS_OF: dict[type, dict[str, str]] = {
     ForwardBackward: {"tokens": "int32", "targets": "int32", "weights": "float32"},
     ForwardReply: {"logprobs": "float32"},
 }
+PER_SEQUENCE = {"reference": "float32"}  # carried beside those by some losses, see `arrays_of`
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,16 @@ def _read_arrays(descriptors: list[ArrayDescriptor], frames: Sequence[bytes]) ->
     return arrays
 
 
+def arrays_of(message: Request | Reply) -> dict[str, str]:
+    """Names and dtypes of the arrays that `message` carries."""
+    wanted = ARRAYS_OF.get(type(message), {})
+    if isinstance(message, Forward | ForwardBackward) and isinstance(message.loss, PreferenceLoss):
+        is_policy = isinstance(message, ForwardBackward) or message.model == "policy"
+        if message.loss.has_reference and is_policy:
+            return wanted | PER_SEQUENCE
+    return wanted
+
+
 def _dtype_name(name: str, array: npt.NDArray[Any]) -> Any:
     for known, dtype in DTYPES.items():
         if array.dtype == dtype:
@@ -214,27 +226,35 @@ def _dtype_name(name: str, array: npt.NDArray[Any]) -> Any:
 
 
 def _check_arrays(message: Request | Reply, arrays: Arrays) -> None:
-    """The arrays must be the ones that this type of message carries, flat, finite and as long as `lengths` say."""
-    where, wanted = type(message).__name__, ARRAYS_OF.get(type(message), {})
+    """The arrays must be the ones that this message carries, flat, finite and as long as `lengths` say."""
+    where, wanted = type(message).__name__, arrays_of(message)
     if set(arrays) != set(wanted):
         raise FrameError(
             "arrays",
             f"{where}: arrays {sorted(arrays)}; this message carries {sorted(wanted) or 'none'}",
         )
-    lengths = getattr(message, "lengths", None)
     for name, array in arrays.items():
-        problem = None
+        problem = _length_problem(name, len(array), message) if array.ndim == 1 else None
         if array.dtype != DTYPES[wanted[name]]:
             problem = f"dtype {array.dtype}; it must be {wanted[name]}"
         elif array.ndim != 1:
             problem = f"shape {list(array.shape)}; it must be one-dimensional"
-        elif lengths is not None and len(array) != sum(lengths):
-            problem = f"{len(array)} elements, but the lengths add up to {sum(lengths)}"
-        elif array.dtype.kind == "f" and not np.isfinite(array).all():
+        elif problem is None and array.dtype.kind == "f" and not np.isfinite(array).all():
             first = int(np.argmin(np.isfinite(array)))
             raise FrameError("nonfinite", f"{where}: {name}[{first}] is {array[first]}; numbers must be finite")
         if problem:
             raise FrameError("arrays", f"{where}: array {name!r} has {problem}")
+
+
+def _length_problem(name: str, length: int, message: Request | Reply) -> str | None:
+    if not isinstance(message, Forward | ForwardBackward):
+        return None
+    if name in PER_SEQUENCE:
+        wanted, why = len(message.lengths), f"there are {len(message.lengths)} sequences"
+    else:
+        wanted = sum(message.lengths)
+        why = f"the lengths add up to {wanted}"
+    return None if length == wanted else f"{length} elements, but {why}"
 
 
 def _check_finite(value: Any, where: str) -> None:
@@ -247,3 +267,6 @@ def _check_finite(value: Any, where: str) -> None:
     elif isinstance(value, list) and value and isinstance(value[0], msgspec.Struct):
         for index, item in enumerate(value):
             _check_finite(item, f"{where}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_finite(item, f"{where}[{key!r}]")

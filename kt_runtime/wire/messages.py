@@ -14,7 +14,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+from kt_runtime.errors import InvalidValueError
+
+PROTOCOL_VERSION = 2
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}\Z")]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -50,38 +52,83 @@ class GetStatus(Request, tag="get_status"):
 class CreateSession(Request, tag="create_session"):
     """Opens a training session: one adapter's fp32 masters and its optimizer state beside the shared base.
 
-    `start_from`: a PEFT directory on the resident's file system whose tensors the masters begin with.
+    `start_from`: a PEFT directory on the resident's file system whose tensors the masters begin with. `reference`:
+    another one, of any rank and targets that the server can serve, which stays as it is; `Forward` with the model
+    "reference" computes with it, or with the base alone where there is none.
     """
 
     session: Name
     lora: LoraSettings
     start_from: str | None = None
+    reference: str | None = None
 
 
-class Loss(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    name: Literal["cross_entropy"] = "cross_entropy"
+class CrossEntropy(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="cross_entropy", tag_field="name"):
+    """sum(weights * -logprob): a sum, so that calls add up exactly; the client normalises through the weights."""
+
+
+class PreferenceLoss(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="preference", tag_field="name"):
+    """`scale` * the sum over pairs of sequences, 2 i the chosen answer and 2 i + 1 the rejected one.
+
+    A target counts where its weight is not 0; the weights' values don't matter. Each sequence has a counted target.
+    The formulas are in `kt_runtime.resident.preference`. `label_smoothing` is for sigmoid alone, `gamma` for simpo.
+    `ftx`: adds ftx * the mean -logprob of the chosen answer, with any kind.
+    """
+
+    kind: Literal["sigmoid", "hinge", "ipo", "orpo", "simpo"]
+    beta: Annotated[float, msgspec.Meta(gt=0)]
+    label_smoothing: Annotated[float, msgspec.Meta(ge=0, lt=0.5)] = 0.0
+    ftx: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    gamma: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    scale: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+
+    def __post_init__(self) -> None:
+        for name, kind in (("label_smoothing", "sigmoid"), ("gamma", "simpo")):
+            if getattr(self, name) and self.kind != kind:
+                raise InvalidValueError(
+                    f"preference loss {self.kind!r}: {name} is {getattr(self, name)}; only {kind!r} knows it"
+                )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with a reference's log-probabilities."""
+        return self.kind in ("sigmoid", "hinge", "ipo")
+
+
+Loss = CrossEntropy | PreferenceLoss
+Model = Literal["policy", "base", "reference"]
+Activations = Literal["recompute", "retain"]
 
 
 class Forward(Request, tag="forward"):
-    """Log-probabilities of the targets; state is unchanged.
+    """Log-probabilities of the targets and the loss; state is unchanged.
 
     Buffers: `tokens` int32 [N], `targets` int32 [N] (already shifted: targets[i] is the token after tokens[i]),
-    `weights` float32 [N], N = sum(lengths). The loss is sum(weights * -logprob), a sum on purpose: several calls add
-    up exactly, and the client normalises through the weights. `adapter_off` computes with the base alone.
+    `weights` float32 [N], N = sum(lengths). `model`: what computes: the session's adapter, the base alone, or the
+    session's reference. Nothing drops out.
+
+    A `PreferenceLoss` that has a reference takes a fourth buffer where the model is the policy: `reference` float32
+    [number of sequences], the sum of the reference's log-probabilities over each sequence's counted targets. Another
+    model takes none: it is compared with itself.
     """
 
     session: Name
     lengths: Lengths
-    loss: Loss = msgspec.field(default_factory=Loss)
-    adapter_off: bool = False
+    loss: Loss = msgspec.field(default_factory=CrossEntropy)
+    model: Model = "policy"
 
 
 class ForwardBackward(Request, tag="forward_backward"):
-    """As `Forward`, and adds the loss's gradient to the session's accumulated gradient."""
+    """As `Forward` of the policy, with the session's dropout, and adds the loss's gradient to the accumulated one.
+
+    `activations`: whether backward recomputes each layer, or keeps what forward computed and takes memory for it; the
+    result is the same.
+    """
 
     session: Name
     lengths: Lengths
-    loss: Loss = msgspec.field(default_factory=Loss)
+    loss: Loss = msgspec.field(default_factory=CrossEntropy)
+    activations: Activations = "recompute"
 
 
 class OptimStep(Request, tag="optim_step"):
@@ -201,7 +248,11 @@ class SessionInfo(msgspec.Struct, kw_only=True):
 
 
 class StatusReply(Reply, tag="status"):
-    """`fingerprint`: hash of the model's weights. Bytes: parameters shared with and copied from SGLang."""
+    """`fingerprint`: hash of the model's weights. Bytes: parameters shared with and copied from SGLang.
+
+    `expert_threads`: CPU threads that compute routed experts. `chunked_prefill_tokens`: prompt tokens that serving
+    computes at once, 0: no limit. `microbatch_tokens`: padded tokens that training sends through a layer at once.
+    """
 
     runtime_version: str
     sglang_version: str
@@ -218,6 +269,9 @@ class StatusReply(Reply, tag="status"):
     expert_format: str
     expert_isa: str
     expert_bytes: int
+    expert_threads: int
+    chunked_prefill_tokens: int
+    microbatch_tokens: int
     rss_bytes: int
     sessions: list[SessionInfo]
 
@@ -227,11 +281,19 @@ class SessionReply(Reply, tag="session"):
 
 
 class ForwardReply(Reply, tag="forward_result"):
-    """Buffer: `logprobs` float32 [N], the log-probability of each target. `loss` is the weighted sum."""
+    """Buffer: `logprobs` float32 [N], the log-probability of each target. `loss` is a sum, as the request's loss says.
+
+    `metrics`: sums over the pairs of a `PreferenceLoss`, by the names under which LLaMA-Factory logs their means; empty
+    otherwise. `num_correct`: tokens of a weight other than 0 whose most probable next token is the target.
+    `num_computed`: tokens that went through the layers, a prompt that a pair shares once.
+    """
 
     loss: float
     num_tokens: int
     seconds: float
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    num_correct: int = 0
+    num_computed: int = 0
 
 
 class OptimReply(Reply, tag="optim_result"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from kt_runtime.experts import LoraSlot, routed_experts
+from kt_runtime.experts import LoraSlot, routed_experts, routed_experts_for_backward
 
 TOLERANCE = 1e-5
 
@@ -92,3 +92,16 @@ def test_ten_sgd_steps_lower_a_loss(make_problem, build_layer):
         optimizer.step()
         losses.append(loss.item())
     assert all(after < before for before, after in pairwise(losses))
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_for_backward_alone_nothing_is_computed_forward_and_gradients_are_the_same_bits(
+    retain, make_problem, build_layer
+):
+    p = make_problem(5, 64, 32, 40, 2, ranks=(6,))
+    layer = build_layer(p.experts)
+    _, want = gradients(lambda x, w, lora: routed_experts(layer, x, p.ids, w, lora, retain=retain), p, torch.float32)
+    out, got = gradients(lambda x, w, lora: routed_experts_for_backward(layer, x, p.ids, w, lora), p, torch.float32)
+    assert not out.any()
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g, w)

@@ -34,7 +34,7 @@ def test_k3_kl_between_training_and_sampling(api: ServerAPI) -> None:
         client.optim_step("parity", 0.005)
         client.publish("parity", "tuned")
         for adapter in (None, "tuned"):
-            value, largest = k3(client, "parity", *sampled(api, adapter), adapter_off=adapter is None)
+            value, largest = k3(client, "parity", *sampled(api, adapter), model="policy" if adapter else "base")
             print(
                 f"{client.status().family} {adapter or 'base'}: k3 KL {value:.2e}, largest |difference| {largest:.3f}"
             )

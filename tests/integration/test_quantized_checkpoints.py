@@ -131,7 +131,7 @@ def test_training_on_it_lowers_a_loss_publishes_and_agrees_with_serving(rounded:
         answers = {}
         for adapter in (None, "tuned"):
             tokens, served = sampled(rounded.api, adapter)
-            value, largest = k3(client, "parity", tokens, served, adapter_off=adapter is None)
+            value, largest = k3(client, "parity", tokens, served, model="policy" if adapter else "base")
             print(f"{rounded.case} {adapter or 'base'}: k3 KL {value:.2e}, largest |difference| {largest:.3f}")
             assert 0 <= value <= LARGEST_K3
             answers[adapter] = (tokens, served)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kt_runtime.wire import Batch, ResidentClient
+from kt_runtime.wire.messages import Model
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 24, 48
 
@@ -27,11 +28,11 @@ def sampled(api: Any, adapter: str | None) -> tuple[list[list[int]], np.ndarray]
 
 
 def k3(
-    client: ResidentClient, session: str, rows: list[list[int]], served: np.ndarray, adapter_off: bool
+    client: ResidentClient, session: str, rows: list[list[int]], served: np.ndarray, model: Model
 ) -> tuple[float, float]:
-    """(k3 KL of training and sampling, the largest difference of a log-probability) in `session`."""
+    """(k3 KL of training and sampling, the largest difference of a log-probability), by `model` of `session`."""
     batch = Batch.from_sequences([row[:-1] for row in rows], [row[1:] for row in rows])
-    result = client.forward(session, batch, adapter_off=adapter_off)
+    result = client.forward(session, batch, model=model)
     trained = np.stack([row[-NEW_TOKENS:] for row in result.logprobs]).astype(np.float64)
     difference = trained - served
     return float(np.mean(np.expm1(difference) - difference)), float(np.abs(difference).max())

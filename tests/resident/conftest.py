@@ -25,7 +25,7 @@ from kt_runtime.resident.optimizer import StepSettings
 from kt_runtime.resident.session import Session
 from kt_runtime.resident.slices import CallResult
 from kt_runtime.resident.twin import Twin
-from kt_runtime.wire.messages import LoraSettings
+from kt_runtime.wire.messages import CrossEntropy, LoraSettings, Loss
 
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -109,6 +109,7 @@ class FakeHost:
     device = torch.device("cpu")
     max_lora_rank = 16
     context_tokens = 256
+    chunked_prefill_tokens = 128
 
     def __init__(
         self,
@@ -253,27 +254,39 @@ class Lab:
                         parameter.normal_(0, 0.05, generator=generator)
         return session
 
-    def forward_backward(self, session: Session, batch: TrainingBatch, max_tokens: int = 64) -> CallResult:
-        return run(session.forward_backward(batch, "cross_entropy", max_tokens))
+    def forward_backward(
+        self, session: Session, batch: TrainingBatch, max_tokens: int = 64, loss: Loss | None = None, **options: Any
+    ) -> CallResult:
+        return run(session.forward_backward(batch, loss or CrossEntropy(), max_tokens, **options))
 
-    def forward(self, session: Session, batch: TrainingBatch, max_tokens: int = 64, **options: Any) -> CallResult:
-        return run(session.forward(batch, "cross_entropy", max_tokens, **{"adapter_off": False} | options))
+    def forward(
+        self, session: Session, batch: TrainingBatch, max_tokens: int = 64, loss: Loss | None = None, **options: Any
+    ) -> CallResult:
+        return run(session.forward(batch, loss or CrossEntropy(), max_tokens, **options))
 
     def step(self, session: Session, learning_rate: float = 1e-2, **settings: Any) -> float:
         return run(session.optim_step(StepSettings(learning_rate, **settings)))
 
     def plain_loss(self, session: Session, values: Mapping[str, torch.Tensor], batch: TrainingBatch) -> torch.Tensor:
         """The loss by the plain Hugging Face model with the LoRA products added to its weights, for autograd."""
-        weights = merged_weights(self.host.hf, session.modules, values, session.settings.alpha / session.settings.rank)
         total, start = torch.zeros(()), 0
-        for length in batch.lengths:
-            part = slice(start, start + length)
-            tokens = torch.from_numpy(batch.tokens[part].astype("int64"))
-            logits = torch.func.functional_call(self.host.hf, weights, (tokens[None],)).logits[0]
+        for logits in self.plain_logits(session, values, batch):
+            part = slice(start, start + len(logits))
             logprobs = logits.log_softmax(-1).gather(1, torch.from_numpy(batch.targets[part].astype("int64"))[:, None])
             total = total - (logprobs[:, 0] * torch.from_numpy(batch.weights[part])).sum()
-            start += length
+            start += len(logits)
         return total
+
+    def plain_logits(
+        self, session: Session, values: Mapping[str, torch.Tensor], batch: TrainingBatch
+    ) -> list[torch.Tensor]:
+        """[tokens, V] of each sequence, computed alone by that model."""
+        weights = merged_weights(self.host.hf, session.modules, values, session.settings.alpha / session.settings.rank)
+        sequences = np.split(batch.tokens.astype("int64"), np.cumsum(batch.lengths)[:-1])
+        return [
+            torch.func.functional_call(self.host.hf, weights, (torch.from_numpy(tokens)[None],)).logits[0]
+            for tokens in sequences
+        ]
 
 
 def run(slices: Generator[bool, None, Any]) -> Any:
@@ -341,3 +354,33 @@ def make_batch() -> Callable[..., TrainingBatch]:
 @pytest.fixture
 def batch(make_batch: Callable[..., TrainingBatch]) -> TrainingBatch:
     return make_batch(17, 30, 9, 1)
+
+
+@pytest.fixture
+def make_pairs() -> Callable[..., TrainingBatch]:
+    """Pairs from (prompt, chosen, rejected) lengths: the prompt's tokens are shared, the answers' targets count."""
+
+    def make(*lengths: tuple[int, int, int], seed: int = 0) -> TrainingBatch:
+        random = np.random.default_rng(seed)
+        tokens, targets, weights, ends = [], [], [], []
+        for prompt_length, *answers in lengths:
+            prompt = random.integers(0, 300, prompt_length)
+            for answer_length in answers:
+                whole = np.concatenate([prompt, random.integers(0, 300, answer_length)])
+                tokens.append(whole[:-1])
+                targets.append(whole[1:])
+                weights.append(np.arange(1, len(whole)) >= prompt_length)
+                ends.append(len(whole) - 1)
+        return TrainingBatch(
+            ends,
+            np.concatenate(tokens).astype(np.int32),
+            np.concatenate(targets).astype(np.int32),
+            np.concatenate(weights).astype(np.float32),
+        )
+
+    return make
+
+
+@pytest.fixture
+def pairs(make_pairs: Callable[..., TrainingBatch]) -> TrainingBatch:
+    return make_pairs((9, 6, 11), (3, 8, 2), (14, 1, 7))

@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kt_runtime.resident.products import product, rounded, served_product
+from kt_runtime.resident.products import (
+    FrozenLinear,
+    frozen_bmm,
+    frozen_linear,
+    product,
+    rounded,
+    served_product,
+)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
@@ -36,3 +43,28 @@ def test_served_product_in_float32_is_the_plain_one(shape: tuple[int, ...], with
     theirs = torch.autograd.grad(expected, inputs, grad, allow_unused=True)
     for gradient, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_matrix_gives_torch_s_bits_forward_and_the_exact_gradient_rounded(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(2)
+    x, weight = (torch.randn(*shape, generator=g).to(dtype) for shape in ((3, 20, 32), (48, 32)))
+    by_out = torch.randn(3, 20, 48, generator=g).to(dtype)
+    leaf = x.clone().requires_grad_()
+    out = frozen_linear(leaf, weight)
+    assert torch.equal(out, torch.nn.functional.linear(x, weight))
+    exact = (by_out.double() @ weight.double()).to(dtype)
+    torch.testing.assert_close(torch.autograd.grad(out, leaf, by_out)[0], exact, rtol=0.01, atol=1e-4)
+    stacked = weight.T.expand(3, -1, -1)
+    out = frozen_bmm(leaf, stacked)
+    assert torch.equal(out, torch.bmm(x, stacked))
+    torch.testing.assert_close(torch.autograd.grad(out, leaf, by_out)[0], exact, rtol=0.01, atol=1e-4)
+
+
+def test_a_bias_is_added_and_a_frozen_layer_is_a_linear_layer() -> None:
+    layer = torch.nn.Linear(8, 6, dtype=torch.bfloat16)
+    x = torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True)
+    plain = layer(x)
+    layer.__class__ = FrozenLinear
+    assert isinstance(layer, torch.nn.Linear)
+    assert torch.equal(layer(x), plain)

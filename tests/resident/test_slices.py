@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 import torch
 
 from kt_runtime.errors import NumericsError
+from kt_runtime.experts import ExpertLayer
 from kt_runtime.resident.batches import split
-from kt_runtime.resident.losses import cross_entropy_slope
-from kt_runtime.resident.slices import Call, training_call
+from kt_runtime.resident.losses import WeightedCrossEntropy
+from kt_runtime.resident.slices import Call, _Kept, training_call
 from kt_runtime.resident.slices import _slice as surroundings
+from kt_runtime.wire.messages import CrossEntropy
 
 
 def leaves(session: Any) -> dict[str, torch.Tensor]:
@@ -70,10 +73,10 @@ def test_logprobs_are_the_model_s_whatever_the_microbatches(deepseek_lab: Any, b
     assert not session.gradient
 
 
-def test_adapter_off_computes_with_the_base_alone(deepseek_lab: Any, batch: Any) -> None:
+def test_the_model_base_computes_with_the_base_alone(deepseek_lab: Any, batch: Any) -> None:
     session = deepseek_lab.session()
     base = {name: torch.zeros_like(value) for name, value in session.parameters.items()}
-    found = deepseek_lab.forward(session, batch, adapter_off=True)
+    found = deepseek_lab.forward(session, batch, model="base")
     assert found.loss == pytest.approx(float(deepseek_lab.plain_loss(session, base, batch)), rel=1e-5)
     assert abs(found.loss - deepseek_lab.forward(session, batch).loss) > 1e-3
 
@@ -81,20 +84,20 @@ def test_adapter_off_computes_with_the_base_alone(deepseek_lab: Any, batch: Any)
 def test_a_call_has_one_slice_per_layer_and_direction(deepseek_lab: Any, make_batch: Any) -> None:
     session = deepseek_lab.session()
     microbatches, layers = 2, deepseek_lab.twin.num_layers
-    slices = list(session.forward_backward(make_batch(20, 20), "cross_entropy", 20))
+    slices = list(session.forward_backward(make_batch(20, 20), CrossEntropy(), 20))
     # embedding, each layer forward, one chunk of the loss, each layer backward, end of the microbatch
     assert len(slices) == microbatches * (1 + layers + 1 + layers + 1)
     assert sum(slices) == microbatches
 
 
 def test_a_call_without_backward_has_no_backward_slices(deepseek_lab: Any, make_batch: Any) -> None:
-    slices = list(deepseek_lab.session().forward(make_batch(20), "cross_entropy", 20, adapter_off=False))
+    slices = list(deepseek_lab.session().forward(make_batch(20), CrossEntropy(), 20))
     assert len(slices) == 1 + deepseek_lab.twin.num_layers + 1 + 1
 
 
 def test_layers_below_the_lowest_adapted_one_are_not_recomputed(deepseek_lab: Any, make_batch: Any) -> None:
     session = deepseek_lab.session(["experts"])  # layer 0 is dense
-    slices = list(session.forward_backward(make_batch(20), "cross_entropy", 20))
+    slices = list(session.forward_backward(make_batch(20), CrossEntropy(), 20))
     assert len(slices) == 1 + 3 + 1 + 2 + 1
 
 
@@ -102,9 +105,9 @@ def test_a_call_that_dies_half_way_leaves_no_gradient(deepseek_lab: Any, batch: 
     session = deepseek_lab.session()
     deepseek_lab.forward_backward(session, batch)
     before = {name: value.clone() for name, value in session.gradient.items()}
-    num_slices = len(list(deepseek_lab.session().forward_backward(batch, "cross_entropy", 32)))
+    num_slices = len(list(deepseek_lab.session().forward_backward(batch, CrossEntropy(), 32)))
     for cut in (1, num_slices // 2, num_slices - 1):
-        slices = session.forward_backward(batch, "cross_entropy", 32)
+        slices = session.forward_backward(batch, CrossEntropy(), 32)
         for _ in range(cut):
             next(slices)
         slices.close()
@@ -127,7 +130,7 @@ def test_two_sessions_slice_by_slice_equal_each_alone_bit_for_bit(make_lab: Any,
     losses: dict[int, list[float]] = {1: [], 2: []}
     for step in range(3):
         works = {
-            seed: session.forward_backward(make_batch(20, 9, seed=seed + step), "cross_entropy", 20)
+            seed: session.forward_backward(make_batch(20, 9, seed=seed + step), CrossEntropy(), 20)
             for seed, session in sessions.items()
         }
         while works:
@@ -147,7 +150,7 @@ def test_dropout_is_the_same_when_a_layer_is_recomputed(deepseek_lab: Any, make_
     """The gradient is that of one graph over all layers, in which nothing is recomputed."""
     session, twin = deepseek_lab.session(["attention", "mlp"], dropout=0.3), deepseek_lab.twin
     (microbatch,) = split(make_batch(12, 12), 100, torch.device("cpu"))
-    call = Call(twin, deepseek_lab.lora, session.key, cross_entropy_slope, True, seed=5)
+    call = Call(twin, deepseek_lab.lora, session.key, WeightedCrossEntropy(), True, seed=5)
     slices = training_call(call, [microbatch], 24)
     while True:
         try:
@@ -169,6 +172,45 @@ def test_dropout_is_the_same_when_a_layer_is_recomputed(deepseek_lab: Any, make_
     assert abs(result.loss - deepseek_lab.forward(session, make_batch(12, 12)).loss) > 1e-3
     for name, wanted in zip(result.gradient, expected, strict=True):
         assert (result.gradient[name] - wanted).norm() <= 1e-4 * wanted.norm(), name
+
+
+@pytest.mark.parametrize(("targets", "dropout"), [(["all"], 0.0), (["attention"], 0.3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_retained_activations_give_the_gradients_of_recomputed_ones_to_the_bit(
+    make_lab: Any, batch: Any, family: str, dtype: torch.dtype, targets: list[str], dropout: float
+) -> None:
+    lab, calls = make_lab(family, dtype=dtype), {}
+    for activations in ("recompute", "retain"):
+        session = lab.session(targets, dropout=dropout)
+        calls[activations] = lab.forward_backward(session, batch, 32, activations=activations)
+    assert calls["retain"].loss == calls["recompute"].loss
+    assert torch.equal(calls["retain"].logprobs, calls["recompute"].logprobs)
+    assert calls["retain"].gradient.keys() == calls["recompute"].gradient.keys()
+    for name, value in calls["recompute"].gradient.items():
+        assert torch.equal(calls["retain"].gradient[name], value), name
+
+
+def test_retained_activations_are_those_of_one_microbatch_and_of_its_experts(
+    deepseek_lab: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, twin = deepseek_lab.session(), deepseek_lab.twin
+    retained, plain = 0, ExpertLayer.forward_retaining
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal retained
+        retained += 1
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(ExpertLayer, "forward_retaining", counting)
+    most = 0
+    for _ in session.forward_backward(make_batch(20, 20), CrossEntropy(), 20, activations="retain"):
+        gc.collect()
+        shapes = [tuple(kept.output.shape) for kept in gc.get_objects() if isinstance(kept, _Kept)]
+        most = max(most, len(shapes))
+        assert all(shape == (1, 20, 64) for shape in shapes)
+    assert most == twin.num_layers
+    assert retained == 2 * len(twin.experts)
 
 
 def test_dropout_leaves_the_process_s_random_numbers_alone(deepseek_lab: Any, batch: Any) -> None:

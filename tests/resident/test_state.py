@@ -30,20 +30,42 @@ def load(lab: Any, session: Any, path: Path) -> None:
     state.load(path, session, lab.twin.family, lab.host)
 
 
-@pytest.mark.parametrize(("targets", "dropout"), [(["all"], 0.0), (["attention"], 0.2)])
+RSLORA_ALPHA = 16.0 * 6**0.5  # scaling 16 / sqrt(6) at rank 6, as a client folds it
+
+
+@pytest.mark.parametrize(
+    ("targets", "settings"),
+    [
+        (["all"], {}),
+        (["attention"], {"dropout": 0.2}),
+        (["attention", "mlp", "shared"], {"dropout": 0.3, "rank": 6, "alpha": RSLORA_ALPHA}),
+        (["down_proj"], {"alpha": 0.1}),
+    ],
+    ids=["all", "dropout", "dropout and rsLoRA", "part of a fused group"],
+)
 def test_training_goes_on_bit_for_bit_after_save_and_load(
-    deepseek_lab: Any, make_lab: Any, make_batch: Any, tmp_path: Path, targets: list[str], dropout: float
+    deepseek_lab: Any, make_lab: Any, make_batch: Any, tmp_path: Path, targets: list[str], settings: dict[str, Any]
 ) -> None:
-    session = deepseek_lab.session(targets, dropout=dropout)
+    """Masters, moments, counters and the next losses, in another process's session with other first values."""
+    session = deepseek_lab.session(targets, **settings)
     train(deepseek_lab, session, make_batch, range(3))
     save(deepseek_lab, session, tmp_path / "saved")
-    expected = train(deepseek_lab, session, make_batch, range(3, 6))
-
     other = make_lab()
-    restored = other.session(targets, dropout=dropout, fill=False)
+    restored = other.session(targets, fill=False, **settings)
     load(other, restored, tmp_path / "saved")
-    assert restored.step == 3
+    assert (restored.step, restored.calls) == (3, 3)
+    assert_same(session.parameters, restored.parameters)
+    assert_same(session.optimizer.tensors(), restored.optimizer.tensors())
+
+    expected = train(deepseek_lab, session, make_batch, range(3, 6))
     assert train(other, restored, make_batch, range(3, 6)) == expected
+    assert_same(session.parameters, restored.parameters)
+    assert_same(session.optimizer.tensors(), restored.optimizer.tensors())
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 def test_a_snapshot_does_not_change_with_the_session(deepseek_lab: Any, make_batch: Any, tmp_path: Path) -> None:

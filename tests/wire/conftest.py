@@ -52,7 +52,15 @@ class FakeResident:
             case messages.Forward() | messages.ForwardBackward():
                 logprobs = -incoming.arrays["targets"].astype(np.float32)
                 loss = float((-logprobs * incoming.arrays["weights"]).sum())
-                reply = messages.ForwardReply(request_id=request_id, loss=loss, num_tokens=len(logprobs), seconds=0.5)
+                reply = messages.ForwardReply(
+                    request_id=request_id,
+                    loss=loss,
+                    num_tokens=len(logprobs),
+                    seconds=0.5,
+                    metrics={"logps/chosen": -5.0},
+                    num_correct=1,
+                    num_computed=3,
+                )
                 return reply, {"logprobs": logprobs}
             case messages.OptimStep():
                 return messages.OptimReply(request_id=request_id, step=4, grad_norm=1.5, finished_at=1e9), {}

@@ -28,7 +28,7 @@ from kt_runtime.errors import (
     UnknownNameError,
     UserError,
 )
-from kt_runtime.wire import Batch, LoraSettings, ResidentClient, WireServer, codec, messages
+from kt_runtime.wire import Batch, LoraSettings, PreferenceLoss, ResidentClient, WireServer, codec, messages
 from kt_runtime.wire.address import probe
 
 BATCH = Batch.from_sequences([[1, 2], [3]], [[2, 3], [4]], [[1.0, 0.5], [0.0]])
@@ -37,11 +37,12 @@ BATCH = Batch.from_sequences([[1, 2], [3]], [[2, 3], [4]], [[1.0, 0.5], [0.0]])
 def test_every_call_returns_what_the_resident_answered(resident: Any, make_client: Callable[..., Any]) -> None:
     client: ResidentClient = make_client()
     assert client.status().sessions[0].session == "s"
-    assert client.create_session("s", LoraSettings(rank=8, alpha=16.0), start_from="/a").rank == 8
-    for result in (client.forward("s", BATCH, adapter_off=True), client.forward_backward("s", BATCH)):
+    assert client.create_session("s", LoraSettings(rank=8, alpha=16.0), start_from="/a", reference="/b").rank == 8
+    for result in (client.forward("s", BATCH, model="base"), client.forward_backward("s", BATCH, activations="retain")):
         assert [list(sequence) for sequence in result.logprobs] == [[-2.0, -3.0], [-4.0]]
         assert result.logprobs[0].dtype == np.float32
         assert (result.loss, result.num_tokens, result.seconds) == (3.5, 3, 0.5)
+        assert (result.metrics, result.num_correct, result.num_computed) == ({"logps/chosen": -5.0}, 1, 3)
     assert client.optim_step("s", 1e-4, beta2=0.95, max_grad_norm=1.0).grad_norm == 1.5
     assert client.save("s", "/a", optimizer=False, replace=True).path == "/a"
     assert client.load("s", "/a").session == "s"
@@ -56,6 +57,20 @@ def test_every_call_returns_what_the_resident_answered(resident: Any, make_clien
     assert sent == set(messages.AnyRequest.__args__)
     step = next(request for request in resident.executed if isinstance(request, messages.OptimStep))
     assert (step.beta1, step.beta2, step.max_grad_norm) == (0.9, 0.95, 1.0)
+    created, forward, backward = resident.executed[1:4]
+    assert (created.reference, forward.model, backward.activations) == ("/b", "base", "retain")
+
+
+def test_a_preference_loss_travels_with_its_reference(resident: Any, make_client: Callable[..., Any]) -> None:
+    client: ResidentClient = make_client()
+    loss = PreferenceLoss(kind="ipo", beta=0.1)
+    client.forward("s", BATCH, loss, reference=[-1.5, -2.5])
+    ticket = client.begin_forward("s", BATCH, loss, model="reference")
+    assert client.finish_forward(ticket, BATCH).num_tokens == 3
+    client.forward_backward("s", BATCH, loss, reference=np.array([-1.5, -2.5]))
+    assert [request.loss for request in resident.executed] == [loss] * 3
+    with pytest.raises(ProtocolError, match="this message carries"):
+        client.forward_backward("s", BATCH, loss)
 
 
 @pytest.mark.parametrize(

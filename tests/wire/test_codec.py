@@ -11,24 +11,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kt_runtime.errors import ProtocolError
+from kt_runtime.errors import InvalidValueError, ProtocolError
 from kt_runtime.wire import codec, messages
 from kt_runtime.wire.codec import FrameError, Limits
-from kt_runtime.wire.messages import Forward, ForwardBackward, ForwardReply, GetStatus, OptimStep
+from kt_runtime.wire.messages import Forward, ForwardBackward, ForwardReply, GetStatus, OptimStep, PreferenceLoss
 
 LORA = messages.LoraSettings(rank=8, alpha=16.0, dropout=0.1, targets=["attention", "experts"], seed=7)
 INFO = messages.SessionInfo(session="s", rank=8, alpha=16.0, step=3, modules=["q_proj"], num_parameters=64)
 FORWARD = ForwardBackward(request_id="c-1", session="s", lengths=[2, 1])
+DPO = PreferenceLoss(kind="sigmoid", beta=0.1, label_smoothing=0.2, ftx=0.5, scale=0.25)
+PAIR = ForwardBackward(request_id="c-1", session="s", lengths=[2, 1], loss=DPO, activations="retain")
 ARRAYS = {
     "tokens": np.array([1, 2, 3], np.int32),
     "targets": np.array([2, 3, 2**31 - 1], np.int32),
     "weights": np.array([0.0, 0.5, -1.0], np.float32),
 }
+REFERENCE = np.array([-10.5, -3.0], np.float32)
 REQUESTS = [
     GetStatus(request_id="c-1"),
-    messages.CreateSession(request_id="c-1", session="s", lora=LORA, start_from="/a/ü"),
-    Forward(request_id="c-1", session="s", lengths=[2, 1], adapter_off=True),
+    messages.CreateSession(request_id="c-1", session="s", lora=LORA, start_from="/a/ü", reference="/b"),
+    Forward(request_id="c-1", session="s", lengths=[2, 1], model="base"),
+    Forward(request_id="c-1", session="s", lengths=[2, 1], model="reference", loss=DPO),
+    Forward(request_id="c-1", session="s", lengths=[2, 1], loss=DPO),
     FORWARD,
+    PAIR,
     OptimStep(request_id="c-1", session="s", learning_rate=1e-4, max_grad_norm=1.0),
     messages.Save(request_id="c-1", session="s", path="/a", optimizer=False, replace=True),
     messages.Load(request_id="c-1", session="s", path="/a"),
@@ -44,6 +50,9 @@ REPLIES = [
     messages.ErrorReply(request_id="c-1", category="user", kind="ConflictError", message="no"),
     messages.SessionReply(request_id="c-1", info=INFO),
     ForwardReply(request_id="c-1", loss=-1.5, num_tokens=3, seconds=0.1),
+    ForwardReply(
+        request_id="c-1", loss=0.7, num_tokens=3, seconds=0.1, metrics={"rewards/chosen": -1.0}, num_correct=2
+    ),
     messages.OptimReply(request_id="c-1", step=1, grad_norm=0.25, finished_at=1.7e9),
     messages.SavedReply(request_id="c-1", path="/a", content_hash="ff", step=2),
     messages.PublishReply(request_id="c-1", name="a", version="v", lora_id="i", publish_ms=1.0),
@@ -53,8 +62,8 @@ REPLIES = [
 
 
 def arrays_for(message: Any) -> dict[str, np.ndarray]:
-    values = {**ARRAYS, "logprobs": np.array([-1.0, -0.0, -3.4e38], np.float32)}
-    return {name: values[name] for name in codec.ARRAYS_OF.get(type(message), {})}
+    values = {**ARRAYS, "logprobs": np.array([-1.0, -0.0, -3.4e38], np.float32), "reference": REFERENCE}
+    return {name: values[name] for name in codec.arrays_of(message)}
 
 
 def assert_same_arrays(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
@@ -177,6 +186,7 @@ def descriptors(**changes: Any) -> bytes:
 
 GOOD = codec.encode(FORWARD, ARRAYS)
 INFINITE_WEIGHTS = np.array([1, np.inf, 1], np.float32).tobytes()
+PREFERENCE: dict[str, Any] = {"name": "preference", "kind": "ipo", "beta": 0.1}
 MALFORMED = {
     "no frame": ([], "0 frames"),
     "two frames": (GOOD[:2], "2 frames"),
@@ -194,7 +204,7 @@ MALFORMED = {
     "no type": ([GOOD[0], header(type=...), *GOOD[2:]], "type"),
     "unknown field": ([GOOD[0], header(adaptor_off=True), *GOOD[2:]], "adaptor_off"),
     "missing field": ([GOOD[0], header(session=...), *GOOD[2:]], "session"),
-    "wrong version": ([GOOD[0], header(version=2), *GOOD[2:]], "protocol version 2; this side speaks 1"),
+    "wrong version": ([GOOD[0], header(version=1), *GOOD[2:]], "protocol version 1; this side speaks 2"),
     "no version": ([GOOD[0], header(version=...), *GOOD[2:]], "protocol version None"),
     "empty request id": ([GOOD[0], header(request_id=""), *GOOD[2:]], "request_id"),
     "long request id": ([GOOD[0], header(request_id="x" * 129), *GOOD[2:]], "request_id"),
@@ -205,6 +215,10 @@ MALFORMED = {
     "empty sequence": ([GOOD[0], header(lengths=[3, 0]), *GOOD[2:]], "lengths"),
     "lengths of another sum": ([GOOD[0], header(lengths=[3, 2**63]), *GOOD[2:]], "3 elements, but the lengths add up"),
     "unknown loss": ([GOOD[0], header(loss={"name": "__import__"}), *GOOD[2:]], "loss"),
+    "unknown model": ([GOOD[0], header(model="reference"), *GOOD[2:]], "model"),
+    "unknown kind of preference": ([GOOD[0], header(loss=PREFERENCE | {"kind": "kto_pair"}), *GOOD[2:]], "loss.kind"),
+    "a setting of another kind": ([GOOD[0], header(loss=PREFERENCE | {"gamma": 0.5}), *GOOD[2:]], "only 'simpo' knows"),
+    "no reference": ([GOOD[0], header(loss=PREFERENCE), *GOOD[2:]], "carries .*'reference'"),
     "unknown dtype": ([*GOOD[:2], descriptors(dtype="object"), *GOOD[3:]], "object"),
     "other dtype": ([*GOOD[:2], descriptors(dtype="float32"), *GOOD[3:]], "tokens.*must be int32"),
     "negative shape": ([*GOOD[:2], descriptors(shape=[-3]), *GOOD[3:]], "shape"),
@@ -225,6 +239,42 @@ MALFORMED = {
 def test_malformed_frames_are_refused_with_the_reason(frames: list[bytes], message: str) -> None:
     with pytest.raises(ProtocolError, match=re.compile(message, re.IGNORECASE)):
         codec.decode_request(frames)
+
+
+def test_only_a_preference_loss_of_the_policy_with_a_reference_takes_its_log_probabilities() -> None:
+    takes = {
+        (kind, model): "reference"
+        in codec.arrays_of(
+            Forward(request_id="a", session="s", lengths=[1, 1], model=model, loss=PreferenceLoss(kind=kind, beta=1.0))
+        )
+        for kind in ("sigmoid", "hinge", "ipo", "orpo", "simpo")
+        for model in ("policy", "base", "reference")
+    }
+    assert {key for key, value in takes.items() if value} == {(k, "policy") for k in ("sigmoid", "hinge", "ipo")}
+
+
+@pytest.mark.parametrize(
+    ("reference", "reason"),
+    [
+        (np.zeros(3, np.float32), "3 elements, but there are 2 sequences"),
+        (np.array([0, np.nan], np.float32), r"reference\[1\] is nan"),
+        (np.zeros((2, 1), np.float32), "one-dimensional"),
+        (np.zeros(2, np.int32), "must be float32"),
+    ],
+)
+def test_a_reference_must_be_one_finite_number_per_sequence(reference: np.ndarray, reason: str) -> None:
+    with pytest.raises(ProtocolError, match=reason):
+        codec.encode(PAIR, {**ARRAYS, "reference": reference})
+
+
+def test_a_loss_without_a_reference_refuses_one() -> None:
+    with pytest.raises(ProtocolError, match=r"reference.*this message carries"):
+        codec.encode(FORWARD, {**ARRAYS, "reference": REFERENCE})
+
+
+def test_a_preference_loss_refuses_what_its_kind_does_not_know() -> None:
+    with pytest.raises(InvalidValueError, match=r"'hinge': label_smoothing is 0\.1; only 'sigmoid'"):
+        PreferenceLoss(kind="hinge", beta=0.1, label_smoothing=0.1)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
