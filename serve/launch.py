@@ -7,6 +7,7 @@ HTTP server then runs in this process, and starts its scheduler with the residen
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import logging
 import os
@@ -21,13 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kt_runtime.errors import InvalidValueError, KtError, NotFoundError
+from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING, quantization_of
 from kt_runtime.files import exclusive_lock
 from kt_runtime.resident.settings import ResidentSettings
 from kt_runtime.serve.auth import AccessMiddleware, AccessPolicy, ApiKey
 from kt_runtime.serve.machine_memory import available_memory
-from kt_runtime.serve.memory import MemoryPlan, ServingShape, check_fits, describe_need, plan_memory
+from kt_runtime.serve.memory import MemoryPlan, ServingShape, check_fits, describe_need, expert_formats, plan_memory
 from kt_runtime.serve.models import ResolvedModel, resolve_model
 from kt_runtime.serve.options import ServeOptions, check_port_is_free
+from kt_runtime.serve.placement import module_names, read_placement
 from kt_runtime.serve.presets import is_preset, load_preset
 from kt_runtime.serve.sglang_options import check_passed_on
 from kt_runtime.wire import ResidentClient, runtime_directory
@@ -57,6 +60,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     check_passed_on(options.passed_on, arguments.option_names())
     check_port_is_free(options.host, options.port)
     model = _resolve(options)
+    options = _placed(options, model, say)
     check_fits(*_memory(options, model.config, model.name))
     directory = private_directory(options.runtime_dir) if options.runtime_dir else runtime_directory()
     with exclusive_lock(directory / f"serve-{options.port}.lock", f"a server's place for port {options.port}"):
@@ -102,7 +106,7 @@ class _Frontend:
         try:
             drop = partial(drop_adapter, resident)
             async with NamesServer(self._settings.names_address, engine.registry, drop) as names:
-                adapters = Adapters(resident, names, engine.num_requests)
+                adapters = Adapters(resident, names, engine.num_requests, self._settings.adapter_directory)
                 engine.set_adapters(adapters)
                 app.include_router(adapter_routes(adapters))
                 yield
@@ -184,6 +188,33 @@ def adapter_directory(options: ServeOptions, model: ResolvedModel) -> Path:
     if not os.access(directory, os.W_OK | os.X_OK):
         raise InvalidValueError(f"--adapter-dir {directory}: this user may not write there")
     return directory
+
+
+def _placed(options: ServeOptions, model: ResolvedModel, say: Callable[[str], None]) -> ServeOptions:
+    """The options with what `--placement` asks for. Raises InvalidValueError for a file that is wrong for the model,
+    and when `--expert-format` says otherwise."""
+    if options.placement is None:
+        return options
+    placement = read_placement(options.placement, module_names(model.config))
+    for note in placement.notes:
+        say(note)
+    wanted, given = placement.expert_format, options.expert_format
+    if wanted is None:
+        return options
+    if given is not None and given != wanted:
+        raise InvalidValueError(
+            f"--expert-format {given}: {options.placement} asks for {wanted} experts; leave one of the two out"
+        )
+    # bf16 is no format to quantize to: it is what an unquantized checkpoint has, and a quantized one can't give.
+    if wanted not in QUANTIZED_WHILE_LOADING:
+        if quantization_of(model.config) is not None:
+            say(f"{options.placement}: asks for {wanted} experts: they stay as the checkpoint has them")
+        return options
+    try:
+        expert_formats(model.config, wanted)
+    except InvalidValueError as error:
+        raise InvalidValueError(f"{options.placement}: asks for {wanted} experts: {error}") from None
+    return dataclasses.replace(options, expert_format=wanted)
 
 
 def _resolve(options: ServeOptions) -> ResolvedModel:

@@ -30,6 +30,7 @@ class ServeOptions:
     `lora_slots`: adapter versions that one batch may hold; the base takes one of them. `adapter_dir`: None, a directory
     of this model's in the user's data directory. `expert_isa`, `expert_threads`: None, the best there is.
     `expert_format`: what a bf16 or fp8 checkpoint's experts are quantized to while loading; None, as they are.
+    `placement`: a KTransformers rule file, which may set `expert_format`.
     `training_share`: the largest share of the time that training may take while requests are served.
     `runtime_dir`: where the sockets are; None, the user's. `passed_on`: options of SGLang's.
     """
@@ -48,6 +49,7 @@ class ServeOptions:
     expert_isa: str | None = None
     expert_threads: int | None = None
     expert_format: str | None = None
+    placement: Path | None = None
     training_share: float = 0.5
     microbatch_tokens: int = 2048
     runtime_dir: Path | None = None

@@ -33,6 +33,11 @@ from kt_runtime.cli.connection import KEY_VARIABLE
     metavar="int8|int4",
     help="Quantize a bf16 or fp8 checkpoint's experts while loading. [default: the checkpoint's own format]",
 )
+@click.option(
+    "--placement",
+    type=click.Path(path_type=Path),
+    help="A KTransformers rule file (kt_optimize_rule): its experts' format is taken, the rest checked.",
+)
 @click.option("--training-share", default=0.5, show_default=True, help="Most of the time that training may take.")
 @click.option("--microbatch-tokens", default=2048, show_default=True, help="Tokens that training computes at once.")
 @click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where the sockets are. [default: the user's]")

@@ -99,6 +99,52 @@ def test_expert_format_is_asked_of_the_resident_and_is_refused_for_integer_check
         options(model, port, private_directory, expert_format="fp4")
 
 
+PLACEMENT = """\
+- match: {name: "mlp\\\\.experts$"}
+  replace:
+    class: ktransformers.operators.experts.KTransformersExperts
+    kwargs: {generate_device: cpu, generate_op: KExpertsCPU, out_device: "cuda:1", backend: AMXInt8}
+- match: {name: "^lm_head"}
+  replace: {class: ktransformers.operators.linear.KTransformersLinear, kwargs: {generate_device: "cuda:0"}}
+"""
+
+
+def test_placement_sets_the_expert_format_and_says_what_it_can_not_do(
+    started: list[Any], model: Path, port: int, private_directory: Path, tmp_path: Path
+) -> None:
+    rules, lines = tmp_path / "rules.yaml", list[str]()
+    rules.write_text(PLACEMENT)
+    launch.serve(options(model, port, private_directory, placement=rules), lines.append)
+    assert started[0].settings.expert_format == "int8"
+    assert lines == [f"{rules}: spreads layers over 2 GPUs: kt-runtime serves on one device"]
+    with pytest.raises(InvalidValueError, match=r"--expert-format int4: .*rules.yaml asks for int8 experts"):
+        launch.serve(options(model, port, private_directory, placement=rules, expert_format="int4"), print)
+    quantized, _ = quantize_checkpoint(model, tmp_path / "int4", "int4_g32")
+    with pytest.raises(InvalidValueError, match=r"rules.yaml: asks for int8 experts: .*experts are quantized"):
+        launch.serve(options(quantized, port, private_directory, placement=rules), print)
+    rules.write_text(PLACEMENT.replace("AMXInt8", "AMXBF16"))
+    launch.serve(options(model, port, private_directory, placement=rules), print)
+    launch.serve(options(quantized, port, private_directory, placement=rules), lines.append)
+    assert [call.settings.expert_format for call in started[1:]] == [None, None]
+    assert lines[-1] == f"{rules}: asks for bf16 experts: they stay as the checkpoint has them"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [(("lm_head", "lm_hea$"), "matches no module of the model"), (("AMXInt8", "AMXInt4"), "unknown backend")],
+)
+def test_placement_that_is_wrong_for_the_model_is_refused_before_anything_starts(
+    started: list[Any], model: Path, port: int, private_directory: Path, change: tuple[str, str], expected: str
+) -> None:
+    rules = private_directory / "rules.yaml"
+    rules.write_text(PLACEMENT.replace(*change))
+    result = CliRunner().invoke(
+        command, ["--model", str(model), "--port", str(port), "--placement", str(rules)], standalone_mode=False
+    )
+    assert isinstance(result.exception, InvalidValueError) and expected in str(result.exception)
+    assert not started
+
+
 def test_key_reaches_neither_sglang_nor_its_processes(
     started: list[Any], model: Path, port: int, private_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

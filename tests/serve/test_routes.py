@@ -39,7 +39,7 @@ async def frontend(resident: Any, directory: Path) -> AsyncIterator[Frontend]:
     names_address = f"ipc://{directory}/names.sock"
     resident.move = lambda name, version, lora_id: move_and_wait(names_address, name, version, lora_id)
     async with NamesServer(names_address, registry, lambda lora_id: drop_adapter(calls, lora_id)) as names:
-        adapters = Adapters(calls, names, lambda: 3)
+        adapters = Adapters(calls, names, lambda: 3, "/the/adapters")
         app = FastAPI()
         app.include_router(adapter_routes(adapters))
         transport = httpx.ASGITransport(app=app)
@@ -82,6 +82,7 @@ def test_adapter_is_loaded_moved_shown_rolled_back_and_taken_away(resident: Any,
             assert resident.received(m.RollbackAdapter)[0].adapter_version == "abcd"
             status = (await front.http.get("/kt/status")).json()
             assert status["draining"] == {first: 1} and status["requests_in_flight"] == 3
+            assert status["adapter_directory"] == "/the/adapters"
             assert status["wire_address"] == resident.address and status["adapters"] == front.registry.names()
             assert not resident.received(m.DropAdapter)
             await front.registry.release(first)
@@ -155,6 +156,21 @@ def test_path_that_is_no_local_directory_never_reaches_the_resident(
         async with frontend(resident, private_directory) as front:
             answer = await front.http.post("/kt/adapters", json={"name": "a", "path": path})
             assert answer.status_code == status and not resident.requests
+
+    asyncio.run(scenario())
+
+
+def test_a_gguf_file_reaches_the_resident_and_other_files_do_not(resident: Any, private_directory: Path) -> None:
+    for name in ("adapter.gguf", "adapter.safetensors"):
+        (private_directory / name).touch()
+
+    async def scenario() -> None:
+        async with frontend(resident, private_directory) as front:
+            for name, status in (("adapter.gguf", 200), ("adapter.safetensors", 404), ("nothing.gguf", 404)):
+                body = {"name": "a", "path": str(private_directory / name)}
+                assert (await front.http.post("/kt/adapters", json=body)).status_code == status
+            (request,) = resident.received(m.LoadAdapter)
+            assert request.path == str(private_directory / "adapter.gguf")
 
     asyncio.run(scenario())
 

@@ -1,0 +1,194 @@
+"""From the bytes of a recipe or placement file to values that know their line.
+
+PyYAML's `compose` is used instead of `load`: its nodes carry line numbers and show duplicate keys. Plain scalars are
+then read by YAML 1.2's core rules, not by PyYAML's 1.1: `1e-4` is a number, `010` and `no` are text (no octal, no
+silent False), and nothing but text, numbers, truth values, null, lists and mappings can come out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import reprlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kt_runtime.errors import InvalidValueError, NotFoundError
+
+LARGEST_BYTES = 1 << 20
+SECRET_ENDINGS = ("token", "api_key", "secret", "password", "webhook_url")
+
+_NULLS = {"", "~", "null", "Null", "NULL"}
+_TRUTHS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]{0,30})")
+_NUMBER = re.compile(r"[-+]?((0|[1-9][0-9]*)?\.[0-9]+|(0|[1-9][0-9]*)\.?)([eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_TAG = "tag:yaml.org,2002:"
+_PLAIN_TAGS = {_TAG + kind for kind in ("str", "int", "float", "bool", "null", "timestamp", "value", "seq", "map")}
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 80
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One `key: value`. `where` is file:line or "command line". A mapping as value is the tuple of its entries."""
+
+    key: str
+    value: Any
+    where: str
+
+
+def shown(key: str, value: Any) -> str:
+    """The value for a message: short, and never a secret."""
+    if is_secret(key) and value is not None:
+        return "***"
+    return _short.repr(plain(value))
+
+
+def shown_key(key: str) -> str:
+    return key if key.isprintable() and 0 < len(key) <= 80 else _short.repr(key)
+
+
+def is_secret(key: str) -> bool:
+    return key.casefold().endswith(SECRET_ENDINGS)
+
+
+def plain(value: Any) -> Any:
+    """The value without places: mappings become dictionaries."""
+    if isinstance(value, tuple):
+        return {item.key: plain(item.value) for item in value}
+    return [plain(item) for item in value] if isinstance(value, list) else value
+
+
+def read_file(path: Path, kind: str) -> yaml.Node:
+    """The file's one document. `kind` names the file in messages ("recipe").
+
+    Raises NotFoundError for a missing file and InvalidValueError, with the line, for one that is not UTF-8 or not YAML.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_BYTES + 1)
+    except FileNotFoundError:
+        raise NotFoundError(f"{path}: no such {kind}") from None
+    except (OSError, ValueError) as error:
+        raise InvalidValueError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(raw) > LARGEST_BYTES:
+        raise InvalidValueError(f"{path}: is larger than {LARGEST_BYTES} bytes; a {kind} is a short text")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise InvalidValueError(f"{path}:{line}: byte {raw[error.start]:#04x} is not UTF-8; save it as UTF-8") from None
+    node = compose(_json_as_yaml(text, path) if path.suffix == ".json" else text, str(path))
+    if node is None:
+        raise InvalidValueError(f"{path}: is empty")
+    return node
+
+
+def compose(text: str, name: str) -> yaml.Node | None:
+    """The document's node, None for an empty one. Raises InvalidValueError with the line."""
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else 1
+        raise InvalidValueError(f"{name}:{line}: not valid YAML: {error.problem or error.context}") from None
+    except yaml.reader.ReaderError as error:
+        line = text[: error.position].count("\n") + 1
+        raise InvalidValueError(f"{name}:{line}: not valid YAML: character {error.character:#06x}") from None
+    except RecursionError:
+        raise InvalidValueError(f"{name}: not valid YAML: nested too deeply") from None
+
+
+def _json_as_yaml(text: str, path: Path) -> str:
+    """JSON that YAML's parser takes as well, line for line: it refuses tabs between values, where JSON allows them."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
+    except (RecursionError, ValueError) as error:
+        raise InvalidValueError(f"{path}: not valid JSON: {error}") from None
+    return text.replace("\t", " ")
+
+
+def in_order(lines: list[str], path: Path) -> list[str]:
+    """Sorted by their place in the file; those without a line, and the command line's, come last."""
+
+    def line(text: str) -> float:
+        number = text.removeprefix(f"{path}:").partition(":")[0]
+        return int(number) if text.startswith(f"{path}:") and number.isdecimal() else math.inf
+
+    return sorted(lines, key=line)
+
+
+def all_problems(path: Path, problems: list[str]) -> InvalidValueError:
+    """One error that lists all problems of a file, in its order."""
+    count = len(problems)
+    lines = "\n".join(f"  {problem}" for problem in in_order(problems, path))
+    return InvalidValueError(f"{path}: {count} problem{'s' * (count > 1)}\n{lines}")
+
+
+class Values:
+    """Reads nodes into values; collects what is wrong in `problems`, each with its place.
+
+    `name`: the file, for places. `has_lines`: False for text of the command line, whose place is its name alone.
+    """
+
+    def __init__(self, name: str, problems: list[str], *, has_lines: bool = True) -> None:
+        self._name, self._problems, self._has_lines, self._seen = name, problems, has_lines, set[int]()
+
+    def entries(self, node: yaml.MappingNode) -> list[Entry]:
+        """A mapping's entries in order; duplicate keys and keys that are not text are problems."""
+        entries: list[Entry] = []
+        first: dict[str, str] = {}
+        for key_node, value_node in node.value:
+            where = self.where(key_node)
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._problems.append(f"{where}: a key must be text, not a list or mapping")
+                continue
+            key = str(key_node.value)
+            if key in first:
+                self._problems.append(f"{where}: {shown_key(key)} stands at {first[key]} already")
+                continue
+            first[key] = where
+            try:
+                entries.append(Entry(key, self.value(value_node), where))
+            except ValueError as error:
+                self._problems.append(f"{where}: {shown_key(key)}: {error}")
+        return entries
+
+    def value(self, node: yaml.Node) -> Any:
+        """Raises ValueError for tags that would make objects and for aliases, which would allow endless values."""
+        if id(node) in self._seen:
+            raise ValueError("an alias (*name) is not read here; write the value out")
+        self._seen.add(id(node))
+        if node.tag not in _PLAIN_TAGS:
+            raise ValueError(f"the tag {_short.repr(node.tag)} is not allowed; only text, numbers, lists and mappings")
+        if isinstance(node, yaml.MappingNode):
+            return tuple(self.entries(node))
+        if isinstance(node, yaml.SequenceNode):
+            return [self.value(item) for item in node.value]
+        assert isinstance(node, yaml.ScalarNode)
+        return _scalar(node.value) if node.style is None else node.value
+
+    def where(self, node: yaml.Node) -> str:
+        return f"{self._name}:{node.start_mark.line + 1}" if self._has_lines else self._name
+
+
+def _scalar(text: str) -> Any:
+    if text in _NULLS:
+        return None
+    if text in _TRUTHS:
+        return _TRUTHS[text]
+    if _WHOLE.fullmatch(text):
+        return int(text)
+    if _NUMBER.fullmatch(text):
+        return float(text)
+    if _NOT_FINITE.fullmatch(text):
+        return float(text.replace(".", "", 1))
+    return text

@@ -1,0 +1,15 @@
+"""Recipes in LLaMA-Factory's vocabulary: `read_recipe` checks a file and returns a `Recipe`.
+
+kt_runtime.documents   bytes -> values that know their line (YAML or JSON, no surprises)
+checks       what one value may be
+fields       the Recipe: honoured keys, defaults, types
+aliases, kt_config, others   keys that mean the same, are compared, refused or without effect
+constraints  what several keys must agree on
+schedules    the settings of transformers' learning-rate schedules
+table        all keys with their class; docs/recipes.md is generated from it
+"""
+
+from kt_runtime.train.recipe.fields import Recipe
+from kt_runtime.train.recipe.reading import read_recipe
+
+__all__ = ["Recipe", "read_recipe"]

@@ -1,0 +1,179 @@
+"""What several keys must agree on. Each function looks at a draft whose values have been checked one by one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from kt_runtime.train.recipe.checks import nearest
+from kt_runtime.train.recipe.draft import Draft
+from kt_runtime.train.recipe.schedules import BY_METRIC, check_arguments
+
+PURPOSES = ("train", "predict", "chat", "export")
+_PREFERENCE_KEYS = ("pref_beta", "pref_loss", "pref_ftx", "dpo_label_smoothing", "simpo_gamma")
+_SFT_ONLY = ("packing", "train_on_prompt", "mask_history", "predict_with_generate")
+_NEED_DATA = ("do_eval", "do_predict", "eval_on_start")
+
+
+def check(draft: Draft, purpose: str) -> None:
+    """Adds problems and notes; fills in defaults that depend on other keys."""
+    for look in _ALL:
+        look(draft)
+    _required(draft, purpose)
+    if purpose == "train":
+        _paths(draft)
+
+
+def _required(draft: Draft, purpose: str) -> None:
+    needed = ["model_name_or_path"]
+    if purpose == "train":
+        needed += ["output_dir"] + ["dataset"] * bool(draft.get("do_train"))
+    for key in needed:
+        if not draft.values.get(key) and not draft.is_written(key):
+            draft.problem(key, "is missing")
+        elif draft.is_written(key) and draft.written[key] is None:
+            draft.problem(key, "must not be null here")
+    if purpose == "predict" and not (draft.get("eval_dataset") or draft.get("dataset")):
+        draft.problem("eval_dataset", "is missing: name the data to answer, in eval_dataset or dataset")
+
+
+def _tasks(draft: Draft) -> None:
+    asked = [key for key in ("do_eval", "do_predict") if draft.get(key)]
+    if not asked and not draft.is_written("do_train"):
+        draft.values["do_train"] = True
+    elif not asked and draft.values.get("do_train") is False:
+        draft.problem("do_train", "nothing is left to do; say do_train, do_eval or do_predict: true")
+    if draft.get("do_predict") and not draft.get("predict_with_generate"):
+        draft.problem("do_predict", "needs predict_with_generate: true")
+
+
+def _stage(draft: Draft) -> None:
+    if draft.get("stage") == "dpo":
+        for key in _SFT_ONLY:
+            if draft.get(key):
+                draft.problem(key, "works with stage: sft only")
+        smoothing, loss = draft.get("dpo_label_smoothing"), draft.get("pref_loss")
+        if smoothing and loss != "sigmoid":
+            draft.problem("dpo_label_smoothing", f"works with pref_loss: sigmoid only, not {loss}")
+        if draft.get("ref_model_adapters") and loss in ("orpo", "simpo"):
+            draft.problem("ref_model_adapters", f"pref_loss {loss} has no reference; leave one of the two out")
+        return
+    for key in _PREFERENCE_KEYS:
+        if key in draft.values and draft.values[key] != draft.default(key):
+            draft.note(key, "no effect with stage: sft")
+    if draft.get("ref_model_adapters"):
+        draft.problem("ref_model_adapters", "works with stage: dpo only")
+
+
+def _data(draft: Draft) -> None:
+    if draft.get("train_on_prompt") and draft.get("mask_history"):
+        draft.problem("mask_history", f"excludes train_on_prompt, at {draft.where('train_on_prompt')}")
+    if draft.get("val_size") and draft.get("eval_dataset"):
+        draft.problem("val_size", f"excludes eval_dataset, at {draft.where('eval_dataset')}")
+    if draft.get("val_size") and not draft.get("dataset") and not draft.is_written("dataset"):
+        draft.problem("val_size", "is held out from dataset, which is missing")
+    if draft.get("eval_on_each_dataset") and not draft.get("eval_dataset"):
+        draft.problem("eval_on_each_dataset", "needs eval_dataset")
+    probabilities = draft.get("interleave_probs")
+    if probabilities is None:
+        return
+    if draft.get("mix_strategy") == "concat":
+        draft.problem("interleave_probs", "needs mix_strategy: interleave_under, interleave_over or interleave_once")
+    for key in ("dataset", "eval_dataset"):
+        listed = draft.get(key)
+        if listed and len(listed) != len(probabilities):
+            draft.problem("interleave_probs", f"must be one for each {key}: {len(listed)}, not {len(probabilities)}")
+
+
+def _template(draft: Draft) -> None:
+    template = draft.get("template")
+    if template is None:
+        return
+    from kt_runtime.train.templates import AUTO, TEMPLATES
+
+    known = (AUTO, *TEMPLATES)
+    if template not in known:
+        listed = ", ".join(known)
+        draft.problem(
+            "template", f"no template of a model that is served here{nearest(template, known)}; known: {listed}"
+        )
+
+
+def _evaluation(draft: Draft) -> None:
+    strategy, has_data = draft.get("eval_strategy"), bool(draft.get("eval_dataset") or draft.get("val_size"))
+    for key in [key for key in _NEED_DATA if draft.get(key)] + ["eval_strategy"] * (strategy != "no"):
+        if not has_data and not draft.is_written("eval_dataset") and not draft.is_written("val_size"):
+            draft.problem(key, "needs data to evaluate on: eval_dataset, or val_size")
+    if strategy == "steps" and draft.get("eval_steps") is None:
+        draft.values["eval_steps"] = draft.get("logging_steps")
+    for key in ("early_stopping_steps", "load_best_model_at_end"):
+        if draft.get(key) and strategy == "no":
+            draft.problem(key, "needs evaluation while training: eval_strategy: steps or epoch")
+    by_metric = draft.get("lr_scheduler_type") in BY_METRIC
+    if by_metric and strategy == "no":
+        draft.problem("lr_scheduler_type", "follows evaluation: it needs eval_strategy: steps or epoch")
+    if by_metric or draft.get("early_stopping_steps") or draft.get("load_best_model_at_end"):
+        metric = draft.values["metric_for_best_model"] = draft.get("metric_for_best_model") or "loss"
+        if draft.get("greater_is_better") is None:
+            draft.values["greater_is_better"] = not metric.endswith("loss")
+
+
+def _best_model(draft: Draft) -> None:
+    """As transformers: an evaluation must have a checkpoint to go back to."""
+    if not draft.get("load_best_model_at_end") or draft.get("eval_strategy") == "no":
+        return
+    save, evaluate = draft.get("save_strategy"), draft.get("eval_strategy")
+    if save != evaluate:
+        draft.problem("load_best_model_at_end", f"needs save_strategy ({save}) and eval_strategy ({evaluate}) alike")
+    elif save == "steps" and draft.get("save_steps") % draft.get("eval_steps"):
+        steps = f"save_steps ({draft.get('save_steps')})"
+        draft.problem(
+            "load_best_model_at_end", f"needs {steps} to be a multiple of eval_steps ({draft.get('eval_steps')})"
+        )
+
+
+def _schedule(draft: Draft) -> None:
+    name, given = draft.get("lr_scheduler_type"), draft.get("lr_scheduler_kwargs") or {}
+    checked, wrong = check_arguments(name, given)
+    for key, what in wrong:
+        full = f"lr_scheduler_kwargs.{key}" if key else "lr_scheduler_kwargs"
+        if key:
+            draft.written[full] = given[key]
+            draft.places.setdefault(full, draft.where("lr_scheduler_kwargs"))
+        elif not draft.is_written(full):
+            full = "lr_scheduler_type"
+        draft.problem(full, what)
+    draft.values["lr_scheduler_kwargs"] = checked
+    rate = draft.get("learning_rate")
+    if name == "polynomial" and not wrong and checked.get("lr_end", 1e-7) >= rate:
+        draft.problem("learning_rate", f"must be above the schedule's lr_end, {checked.get('lr_end', 1e-7):g}")
+    if draft.get("warmup_steps") and draft.get("warmup_ratio"):
+        draft.note("warmup_ratio", f"no effect: warmup_steps, at {draft.where('warmup_steps')}, goes first")
+
+
+def _publishing(draft: Draft) -> None:
+    if draft.get("publish_every_steps") and not draft.get("publish") and not draft.is_written("publish"):
+        draft.problem("publish_every_steps", "needs publish: NAME, the adapter's name on the server")
+
+
+def _paths(draft: Draft) -> None:
+    """Before anything else is done: no hub is ever asked for what is not here. An adapter may be one GGUF file."""
+    for key in ("adapter_name_or_path", "ref_model_adapters"):
+        path = draft.get(key)
+        if path is not None and not os.path.exists(path):
+            draft.problem(key, f"{path} is not on this machine, and nothing is downloaded")
+    resumed = draft.get("resume_from_checkpoint")
+    if resumed is not None and not isinstance(resumed, bool) and not os.path.isdir(resumed):
+        draft.problem("resume_from_checkpoint", f"{resumed} is not a directory on this machine")
+
+
+_ALL: tuple[Callable[[Draft], None], ...] = (
+    _tasks,
+    _stage,
+    _data,
+    _template,
+    _evaluation,
+    _best_model,
+    _schedule,
+    _publishing,
+)

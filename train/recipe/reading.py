@@ -1,0 +1,117 @@
+"""Reads a recipe file and the command line's `key=value`, and reports everything that is wrong with them at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kt_runtime.documents import Entry, Values, all_problems, compose, in_order, is_secret, read_file, shown_key
+from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.train.recipe import constraints
+from kt_runtime.train.recipe.aliases import ALIASES
+from kt_runtime.train.recipe.checks import nearest, truth
+from kt_runtime.train.recipe.draft import Draft
+from kt_runtime.train.recipe.fields import NULLABLE, Recipe
+from kt_runtime.train.recipe.others import REFUSED, WARNED
+from kt_runtime.train.recipe.table import CHECKS, KNOWN
+
+COMMAND_LINE = "command line"
+
+
+def read_recipe(path: Path, overrides: list[str] | None = None, purpose: str = "train") -> tuple[Recipe, list[str]]:
+    """Returns the recipe, and notes: one line for each key that has no effect here and deserves one.
+
+    `purpose` (train, predict, chat, export) decides which keys are needed. `output_dir` is relative to the working
+    directory; a `dataset_dir` that is not there is looked for beside the recipe.
+
+    Raises NotFoundError for a missing file and InvalidValueError with every problem found, each with its line.
+    """
+    if purpose not in constraints.PURPOSES:
+        raise UnknownNameError("purpose", purpose, constraints.PURPOSES)
+    draft = Draft(str(path))
+    for entry in _entries(path, overrides or [], draft.problems):
+        _take(draft, entry)
+    for key, alias in ALIASES.items():
+        if key in draft.values:
+            alias.apply(draft, draft.values.pop(key))
+    constraints.check(draft, purpose)
+    if draft.problems:
+        raise all_problems(path, draft.problems)
+    return _recipe(draft, path), in_order(draft.notes, path)
+
+
+def _recipe(draft: Draft, path: Path) -> Recipe:
+    # A key that is written as null but whose attribute has no null is at its default.
+    values = {key: value for key, value in draft.values.items() if value is not None or key in NULLABLE}
+    directory = draft.get("dataset_dir")
+    if not directory.is_dir() and (path.parent / directory).is_dir():
+        values["dataset_dir"] = path.parent / directory
+    return Recipe(**values, places=draft.places, source=draft.source)
+
+
+def _take(draft: Draft, entry: Entry) -> None:
+    """One key: its value checked, or refused, or noted."""
+    key = entry.key
+    draft.put(key, entry.value, entry.where)
+    if isinstance(entry.value, tuple):
+        draft.places.update({f"{key}.{part.key}": part.where for part in entry.value})
+    if key in CHECKS:
+        try:
+            draft.values[key] = CHECKS[key](draft.written[key])
+        except ValueError as error:
+            draft.problem(key, str(error))
+    elif key in REFUSED:
+        if not _is_among(draft.written[key], REFUSED[key].passing):
+            draft.problem(key, f"refused: {REFUSED[key].reason}")
+    elif key in WARNED:
+        warned = WARNED[key]
+        if warned.reason and not _is_among(draft.written[key], (None, warned.default)):
+            draft.note(key, f"no effect: {warned.reason}")
+    else:
+        draft.problem(key, f"no such key{nearest(key, list(KNOWN))}")
+
+
+def _is_among(value: Any, passing: tuple[Any, ...]) -> bool:
+    if any(isinstance(known, bool) for known in passing) and isinstance(value, str):
+        try:
+            value = truth(value)
+        except ValueError:
+            return False
+    return value in passing
+
+
+def _entries(path: Path, overrides: list[str], problems: list[str]) -> list[Entry]:
+    node = read_file(path, "recipe")
+    if not isinstance(node, yaml.MappingNode):
+        raise InvalidValueError(f"{path}:{node.start_mark.line + 1}: a recipe is a mapping of keys to values")
+    entries = {entry.key: entry for entry in Values(str(path), problems).entries(node)}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key.strip():
+            problems.append(f"{COMMAND_LINE}: {shown_key(override)} is not of the form key=value")
+            continue
+        try:
+            value = _override(text)
+        except ValueError as error:
+            said = "***" if is_secret(key) else shown_key(text)
+            problems.append(f"{COMMAND_LINE}: {shown_key(key)}: {said}: {error}")
+            continue
+        entries[key.strip()] = Entry(key.strip(), value, COMMAND_LINE)
+    return list(entries.values())
+
+
+def _override(text: str) -> Any:
+    """A value as YAML reads it. Raises ValueError."""
+    try:
+        node = compose(text, COMMAND_LINE)
+    except InvalidValueError:
+        raise ValueError("the value is not valid YAML") from None
+    if node is None:
+        return None
+    problems: list[str] = []
+    value = Values(COMMAND_LINE, problems, has_lines=False).value(node)
+    if problems:
+        raise ValueError(problems[0].removeprefix(f"{COMMAND_LINE}: "))
+    return value
