@@ -1,56 +1,97 @@
-"""Batches and schedules: every row once per epoch, weights that make the step's loss a mean, Hugging Face's rates."""
+"""Batches: every row once per epoch, an order that any step can be planned from, one wire sequence per example."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kt_runtime.train import batches, schedule
+from kt_runtime.train.examples import Example, Pair
 from kt_runtime.train.recipe import Recipe
-from kt_runtime.train.rendering import Example
 
 
-def recipe(**values: object) -> Recipe:
-    defaults = {"model_name_or_path": "m", "output_dir": Path("o"), "dataset": ("d",), "dataset_dir": Path("d")}
-    return Recipe(**{**defaults, **values})  # type: ignore[arg-type]
+def recipe(**keys: Any) -> Recipe:
+    values = {"model_name_or_path": "m", "dataset": ("d",), "output_dir": Path("o"), "cutoff_len": 16}
+    return Recipe(**{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **values, **keys})
 
 
-EXAMPLES = [Example([i] * (i + 2), [i] * (i + 2), [False] + [True] * (i + 1)) for i in range(7)]
+def example(length: int, first: int = 0) -> Example:
+    return Example.of(range(first, first + length + 1), [False, False, *[True] * (length - 1)])
+
+
+EXAMPLES = [example(length, 100 * length) for length in (2, 3, 4, 5, 6, 7, 8)]
+
+
+def firsts(steps: list[list[list[Any]]]) -> list[list[list[int]]]:
+    return [[[int(item.tokens[0]) for item in micro] for micro in step] for step in steps]
 
 
 def test_every_example_comes_once_per_epoch() -> None:
-    settings = recipe(per_device_train_batch_size=2, gradient_accumulation_steps=2)
-    two_epochs = list(batches.steps(EXAMPLES, settings, 4))
-    assert [[len(batch.lengths) for batch in step] for step in two_epochs] == [[2, 2], [2, 1], [2, 2], [2, 1]]
-    for epoch in (two_epochs[:2], two_epochs[2:]):
-        lengths = sorted(length for step in epoch for batch in step for length in batch.lengths)
-        assert lengths == [2, 3, 4, 5, 6, 7, 8]
+    steps = list(batches.plan(EXAMPLES, recipe(), 4))
+    assert [[len(micro) for micro in step] for step in steps] == [[2, 2], [2, 1], [2, 2], [2, 1]]
+    for epoch in (steps[:2], steps[2:]):
+        assert sorted(item.num_tokens for step in epoch for micro in step for item in micro) == [2, 3, 4, 5, 6, 7, 8]
+    assert firsts(steps[:2]) != firsts(steps[2:])
 
 
-def test_the_order_depends_on_the_seed_alone() -> None:
-    def order(seed: int) -> list[int]:
-        steps = batches.steps(EXAMPLES, recipe(per_device_train_batch_size=1, seed=seed), 7)
-        return [batch.lengths[0] for step in steps for batch in step]
-
-    assert order(1) == order(1)
-    assert order(1) != order(2)
+@given(st.integers(0, 9), st.booleans())
+def test_a_run_resumes_at_any_step(first_step: int, packing: bool) -> None:
+    settings = recipe(packing=packing)
+    whole = list(batches.plan(EXAMPLES, settings, 9))
+    assert firsts(list(batches.plan(EXAMPLES, settings, 9, first_step))) == firsts(whole[first_step:])
 
 
-def test_a_steps_weights_add_up_to_one_over_its_trained_tokens() -> None:
-    settings = recipe(per_device_train_batch_size=3, gradient_accumulation_steps=2)
-    for step in batches.steps(EXAMPLES, settings, 2):
-        assert sum(float(batch.weights.sum()) for batch in step) == pytest.approx(1.0, rel=1e-6)
-        assert len({float(weight) for batch in step for weight in batch.weights if weight}) == 1
+def test_the_order_depends_on_the_data_seed_and_else_on_the_seed() -> None:
+    def order(**keys: Any) -> list[list[list[int]]]:
+        return firsts(list(batches.plan(EXAMPLES, recipe(**keys), 2)))
+
+    assert order(seed=1) == order(seed=1) == order(seed=2, data_seed=1)
+    assert order(seed=1) != order(seed=2)
+    assert order(seed=1, disable_shuffling=True) == [[[200, 300], [400, 500]], [[600, 700], [800]]]
 
 
-@pytest.mark.parametrize(("values", "steps"), [({}, 3), ({"num_train_epochs": 1.0}, 1), ({"max_steps": 5}, 5)])
-def test_the_number_of_steps(values: dict[str, object], steps: int) -> None:
-    assert schedule.num_steps(recipe(**values), 7) == steps
+def test_a_packed_micro_batch_holds_the_examples_of_its_bins() -> None:
+    settings = recipe(packing=True, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+    assert batches.num_sequences(EXAMPLES, settings) == batches.steps_per_epoch(EXAMPLES, settings) == 3
+    steps = list(batches.plan(EXAMPLES, settings, 3))
+    packed = [sum(item.num_tokens for item in micro) for step in steps for micro in step]
+    assert len(packed) == 3 and sum(packed) == 35 and max(packed) <= 16
+    (micro,) = max(steps, key=lambda step: len(step[0]))
+    assert batches.to_batch(micro, 1.0).lengths == [item.num_tokens for item in micro]
 
 
-def test_a_cosine_with_warmup_has_hugging_faces_rates() -> None:
-    rates = schedule.learning_rates(recipe(learning_rate=1.0, lr_scheduler_type="cosine", warmup_ratio=0.2), steps=10)
-    assert rates[:3] == [0.0, 0.5, 1.0]
-    assert rates[6] == pytest.approx(0.5)
-    assert rates[9] == pytest.approx(0.0380602, abs=1e-6)
+def test_pairs_are_not_packed() -> None:
+    pairs = [Pair(example(3), example(4))] * 5
+    assert batches.num_sequences(pairs, recipe(packing=True)) == 5
+
+
+@pytest.mark.parametrize(("count", "keys", "steps"), [(7, {}, 2), (8, {}, 2), (9, {}, 3), (1, {"packing": True}, 1)])
+def test_steps_are_counted_as_hugging_face_does(count: int, keys: dict[str, Any], steps: int) -> None:
+    examples = [EXAMPLES[0]] * count
+    assert batches.steps_per_epoch(examples, recipe(**keys)) == steps
+    total = schedule.num_steps(recipe(num_train_epochs=1.5, **keys), batches.num_sequences(examples, recipe(**keys)))
+    assert total == -(-steps * 3 // 2)
+
+
+@given(st.lists(st.integers(2, 9), min_size=1, max_size=6))
+def test_a_batch_holds_every_token_with_its_weight(lengths: Sequence[int]) -> None:
+    items = [example(length, 50 * length) for length in lengths]
+    batch = batches.to_batch(items, 0.25)
+    assert batch.lengths == list(lengths)
+    np.testing.assert_array_equal(batch.tokens, np.concatenate([item.tokens for item in items]))
+    np.testing.assert_array_equal(batch.targets, np.concatenate([item.targets for item in items]))
+    np.testing.assert_array_equal(batch.weights, np.concatenate([item.trained * np.float32(0.25) for item in items]))
+
+
+def test_a_pair_travels_as_chosen_then_rejected_with_ones_where_it_counts() -> None:
+    pairs = [Pair(example(3, 10), example(4, 20)), Pair(example(5, 30), example(2, 40))]
+    batch = batches.to_batch(pairs, 0.125)
+    assert batch.lengths == [3, 4, 5, 2]
+    assert [int(part[0]) for part in np.split(batch.tokens, [3, 7, 12])] == [10, 20, 30, 40]
+    assert batch.weights.tolist() == [0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1, 0, 1]

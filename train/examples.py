@@ -1,0 +1,72 @@
+"""What a run trains on once text has become tokens: one sequence, or two answers to one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Example:
+    """`tokens` and `targets` int32 [n], `trained` bool [n]: targets[i] follows tokens[i], trained[i] says if it counts.
+
+    `where` is the row's place, for messages. `of` makes tokens and targets views of one array: 5 bytes a token.
+    """
+
+    tokens: Tokens
+    targets: Tokens
+    trained: Mask
+    where: str = ""
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("tokens", np.int32), ("targets", np.int32), ("trained", np.bool_)):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
+        if not self.tokens.shape == self.targets.shape == self.trained.shape or self.tokens.ndim != 1:
+            shapes = [list(array.shape) for array in (self.tokens, self.targets, self.trained)]
+            raise ValueError(f"tokens, targets, trained: shapes {shapes}; they must be one-dimensional and equal")
+
+    @classmethod
+    def of(cls, ids: Sequence[int] | Tokens, trained: Sequence[bool] | Mask, where: str = "") -> Example:
+        """From a sequence of n + 1 token ids and whether each is trained on; the first id has nothing before it."""
+        whole = np.asarray(ids, np.int32)
+        return cls(whole[:-1], whole[1:], np.array(trained[1:], np.bool_), where)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_trained(self) -> int:
+        return int(np.count_nonzero(self.trained))
+
+    @property
+    def ids(self) -> Tokens:
+        """int32 [n + 1]: the whole sequence."""
+        return np.concatenate((self.tokens, self.targets[-1:]))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pair:
+    """Two answers to one prompt, each as an example of its own; their `trained` masks count the answers only."""
+
+    chosen: Example
+    rejected: Example
+    where: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.chosen.num_tokens + self.rejected.num_tokens
+
+    @property
+    def num_trained(self) -> int:
+        return self.chosen.num_trained + self.rejected.num_trained
+
+    @property
+    def examples(self) -> tuple[Example, Example]:
+        return self.chosen, self.rejected

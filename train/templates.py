@@ -1,0 +1,196 @@
+"""LLaMA-Factory's templates of the supported families, as data, for recipes that name one.
+
+Without a name the model's own chat template is used, which is what the server answers with. A named template is
+honoured as LLaMA-Factory 0.9.4 to 0.9.5 render it: each slot is tokenised on its own, a reasoning template puts an
+empty think block into every answer that has none. Tools are left to the model's own chat template.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.train.pieces import Messages, Piece, Tools
+
+AUTO = "auto"
+BOS, EOS, CONTENT = "{bos}", "{eos}", "{content}"
+
+THINK, END_THINK = "<think>", "</think>"
+EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
+_THOUGHT = re.compile(r"<think>\n.*?\n</think>\n\n", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """Slots: text in which `{content}` stands for the message's, or the whole slot `{bos}` or `{eos}`.
+
+    `reasoning`: answers hold a think block, an empty one where the data have none. `end`: what ends an answer.
+    """
+
+    user: tuple[str, ...]
+    assistant: tuple[str, ...] = (CONTENT, EOS)
+    system: tuple[str, ...] = (CONTENT,)
+    prefix: tuple[str, ...] = ()
+    default_system: str = ""
+    reasoning: bool = False
+    end: str = EOS
+
+
+_CHATML_USER = ("<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n",)
+_CHATML_ANSWER = ("{content}<|im_end|>\n",)
+_CHATML_SYSTEM = ("<|im_start|>system\n{content}<|im_end|>\n",)
+_DEEPSEEK3_USER = ("<｜User｜>{content}<｜Assistant｜>",)
+
+
+def _chatml(default_system: str = "", *, reasoning: bool = False) -> Template:
+    return Template(
+        user=_CHATML_USER,
+        assistant=_CHATML_ANSWER,
+        system=_CHATML_SYSTEM,
+        default_system=default_system,
+        reasoning=reasoning,
+        end="<|im_end|>",
+    )
+
+
+TEMPLATES: dict[str, Template] = {
+    "alpaca": Template(
+        user=("### Instruction:\n{content}\n\n### Response:\n",),
+        assistant=(CONTENT, EOS, "\n\n"),
+        default_system="Below is an instruction that describes a task. "
+        "Write a response that appropriately completes the request.\n\n",
+    ),
+    "chatml": _chatml(),
+    "deepseek": Template(user=("User: {content}\n\nAssistant:",), system=("{content}\n\n",), prefix=(BOS,)),
+    "deepseek3": Template(user=_DEEPSEEK3_USER, prefix=(BOS,)),
+    "deepseekr1": Template(user=_DEEPSEEK3_USER, prefix=(BOS,), reasoning=True),
+    "default": Template(
+        user=("Human: {content}", EOS, "\nAssistant:"),
+        assistant=(CONTENT, EOS, "\n"),
+        system=("System: {content}", EOS, "\n"),
+    ),
+    "empty": Template(user=(CONTENT,), assistant=(CONTENT,), end=""),
+    "llama3": Template(
+        user=(
+            "<|start_header_id|>user<|end_header_id|>\n\n{content}<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        assistant=("{content}<|eot_id|>",),
+        system=("<|start_header_id|>system<|end_header_id|>\n\n{content}<|eot_id|>",),
+        prefix=(BOS,),
+        end="<|eot_id|>",
+    ),
+    "moonlight": Template(
+        user=("<|im_user|>user<|im_middle|>{content}<|im_end|><|im_assistant|>assistant<|im_middle|>",),
+        assistant=("{content}<|im_end|>",),
+        system=("<|im_system|>system<|im_middle|>{content}<|im_end|>",),
+        default_system="You are a helpful assistant provided by Moonshot-AI.",
+        end="<|im_end|>",
+    ),
+    "qwen": _chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
+    "qwen3": _chatml(reasoning=True),
+    "qwen3_nothink": _chatml(),
+}
+
+
+def named(name: str | None, where: str) -> Template | None:
+    """None for the model's own chat template. Raises UnknownNameError with the nearest known name."""
+    if name is None or name == AUTO:
+        return None
+    if name not in TEMPLATES:
+        raise UnknownNameError("template", name, [AUTO, *TEMPLATES], where=where)
+    return TEMPLATES[name]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTemplate:
+    """Renders messages with a template of LLaMA-Factory's. `enable_thinking` None means True, its default there."""
+
+    name: str
+    template: Template
+    bos: str
+    eos: str
+    enable_thinking: bool | None = None
+
+    @property
+    def end(self) -> str:
+        return self.eos if self.template.end == EOS else self.template.end
+
+    def conversation(self, messages: Messages, tools: Tools, where: str, *, last_only: bool) -> list[Piece]:
+        self._refuse_tools(tools, where)
+        if self._silent:
+            messages = [_without_thought(message) for message in messages]
+        pieces = self._opening(messages)
+        turns = _turns(messages)
+        for number, message in enumerate(turns, start=1):
+            turn = self._turn(message, where)
+            pieces += turn if number == len(turns) or not last_only else [piece.none for piece in turn]
+        return pieces
+
+    def prompt(self, messages: Messages, tools: Tools, where: str) -> list[Piece]:
+        """Reasoning of earlier turns is left out, as LLaMA-Factory's chat and preference training do."""
+        self._refuse_tools(tools, where)
+        pieces = self._opening(messages)
+        for message in _turns(messages):
+            if message["role"] == "assistant" and not message.get("tool_calls"):
+                earlier = _without_thought(message) if self.template.reasoning else message
+                pieces += self._fill(self.template.assistant, earlier["content"])
+            else:
+                pieces += self._turn(message, where)
+        return [*pieces, Piece(EMPTY_THOUGHT)] if self._silent else pieces
+
+    def reply(
+        self, messages: Messages, answer: dict[str, Any], tools: Tools, where: str
+    ) -> tuple[list[Piece], list[Piece]]:
+        message = _without_thought(answer) if self._silent else answer
+        return self.prompt(messages, tools, where), [
+            piece for piece in self._turn(message, where) if piece.num_answer_chars
+        ]
+
+    @property
+    def _silent(self) -> bool:
+        """Whether the empty think block is the prompt's instead of the answer's."""
+        return self.template.reasoning and self.enable_thinking is False
+
+    def _turn(self, message: dict[str, Any], where: str) -> list[Piece]:
+        if message["role"] == "user":
+            return self._fill(self.template.user, message["content"])
+        if message["role"] != "assistant" or message.get("tool_calls"):
+            raise self._unrendered("tool call" if message.get("tool_calls") else f"{message['role']} turn", where)
+        answer = [piece.whole for piece in self._fill(self.template.assistant, message["content"])]
+        if not self.template.reasoning or THINK in message["content"] or END_THINK in message["content"]:
+            return answer
+        thought = Piece(EMPTY_THOUGHT)
+        return [thought if self._silent else thought.whole, *answer]
+
+    def _opening(self, messages: Messages) -> list[Piece]:
+        given = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
+        system = given or self.template.default_system
+        return self._fill(self.template.prefix, "") + (self._fill(self.template.system, system) if system else [])
+
+    def _fill(self, slots: tuple[str, ...], content: str) -> list[Piece]:
+        special = {BOS: self.bos, EOS: self.eos}
+        texts = [special[slot] if slot in special else slot.replace(CONTENT, content) for slot in slots]
+        return [Piece(text) for text in texts if text]
+
+    def _refuse_tools(self, tools: Tools, where: str) -> None:
+        if tools:
+            raise self._unrendered("list of tools", where)
+
+    def _unrendered(self, what: str, where: str) -> InvalidValueError:
+        return InvalidValueError(
+            f"{where}: template {self.name!r} renders user and assistant turns only, this row has a {what}; leave "
+            "`template` out: the model's own chat template renders tools"
+        )
+
+
+def _turns(messages: Messages) -> Messages:
+    return messages[1:] if messages and messages[0]["role"] == "system" else messages
+
+
+def _without_thought(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] != "assistant":
+        return message
+    return {**message, "content": _THOUGHT.sub("", message["content"]).lstrip("\n")}
