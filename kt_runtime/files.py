@@ -52,6 +52,29 @@ def write_json(path: Path, value: Any) -> None:
     write_file(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
+def write_new_file(path: Path, fill: Callable[[Path], None]) -> None:
+    """Calls `fill(temporary)` to write a file, then gives it the name `path` in one step.
+
+    Raises ConflictError when `path` exists. The parent directory is created if missing.
+    """
+    if os.path.lexists(path):
+        raise ConflictError(f"{path} exists already; choose another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    directory = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=path.parent))
+    try:
+        temporary = directory / path.name
+        fill(temporary)
+        with temporary.open("rb") as opened:
+            os.fsync(opened.fileno())
+        try:
+            os.link(temporary, path)  # unlike a rename, never replaces
+        except FileExistsError:
+            raise ConflictError(f"{path} was created by somebody else meanwhile; choose another name") from None
+        fsync_directory(path.parent)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def write_directory(path: Path, fill: Callable[[Path], None], *, replace: bool = False) -> None:
     """Calls `fill(temporary)` to write files, then moves the whole directory to `path`.
 

@@ -82,10 +82,20 @@ def _new_id() -> str:
 
 
 class Adapters:
-    """`num_requests` counts the requests that the frontend has under way, of all adapters and the base."""
+    """`num_requests` counts the requests that the frontend has under way, of all adapters and the base.
 
-    def __init__(self, resident: ResidentCalls, names: NamesServer, num_requests: Callable[[], int]) -> None:
+    `adapter_directory`: where the resident keeps published versions.
+    """
+
+    def __init__(
+        self,
+        resident: ResidentCalls,
+        names: NamesServer,
+        num_requests: Callable[[], int],
+        adapter_directory: str | None = None,
+    ) -> None:
         self._resident, self._names, self._num_requests = resident, names, num_requests
+        self._adapter_directory = adapter_directory
 
     async def status(self, verify_weights: bool = False) -> dict[str, Any]:
         """`verify_weights`: hash the model's weights anew, which takes as long as reading them."""
@@ -95,6 +105,7 @@ class Adapters:
         return {
             **_fields(reply),
             "wire_address": self._resident.address,
+            "adapter_directory": self._adapter_directory,
             "requests_in_flight": self._num_requests(),
             "adapters": self._names.registry.names(),
             "draining": self._names.draining,
@@ -118,9 +129,9 @@ class Adapters:
         return adapters[name]
 
     async def load(self, name: str, path: str) -> dict[str, Any]:
-        """Serves the PEFT directory at `path` as `name`; a name that is there already moves to it."""
-        directory = local_directory(path)
-        return await self._change(messages.LoadAdapter(request_id=_new_id(), name=adapter_name(name), path=directory))
+        """Serves the PEFT directory or GGUF file at `path` as `name`; a name that is there already moves to it."""
+        place = local_adapter(path)
+        return await self._change(messages.LoadAdapter(request_id=_new_id(), name=adapter_name(name), path=place))
 
     async def rollback(self, name: str, version: str | None) -> dict[str, Any]:
         return await self._change(
@@ -156,14 +167,16 @@ def adapter_name(name: str) -> str:
         ) from None
 
 
-def local_directory(path: str) -> str:
-    """The absolute path of an existing directory on the server's machine. Nothing is ever downloaded."""
+def local_adapter(path: str) -> str:
+    """The absolute path of a directory or of a file NAME.gguf on the server's machine. Nothing is ever downloaded."""
     if not path or "\0" in path or len(path) > MAX_PATH_CHARACTERS:
-        raise InvalidValueError(f"adapter path {path[:100]!r}: must be the path of a directory")
+        raise InvalidValueError(f"adapter path {path[:100]!r}: must be the path of a directory or of a .gguf file")
     absolute = os.path.abspath(path)
-    if not os.path.isdir(absolute):
+    is_gguf = absolute.lower().endswith(".gguf") and os.path.isfile(absolute)
+    if not is_gguf and not os.path.isdir(absolute):
         raise NotFoundError(
-            f"adapter path {path!r}: no such directory on the server's machine; adapters are not downloaded from a hub"
+            f"adapter path {path!r}: no such directory or .gguf file on the server's machine; adapters are not "
+            "downloaded from a hub"
         )
     return absolute
 

@@ -169,6 +169,11 @@ def _check_dtypes(directory: Path, found: Found) -> None:
         )
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that hold a checkpoint's weights. Raises CheckpointError."""
+    return [directory / shard for shard in _shards(directory)[1]]
+
+
 def _shards(directory: Path) -> tuple[dict[str, str], list[str]]:
     """(the index's tensor name → file, all files). A checkpoint of one file has no index."""
     if (directory / INDEX).is_file():

@@ -21,6 +21,7 @@ from kt_runtime.files import (
     write_directory,
     write_file,
     write_json,
+    write_new_file,
 )
 
 # Runs `operation` in a child that kills itself at the nth line executed in files.py, shutil.py or the operation
@@ -256,6 +257,36 @@ def test_of_two_writers_of_one_new_name_the_second_is_refused(tmp_path: Path) ->
 def test_missing_parents_are_created(tmp_path: Path) -> None:
     write_directory(tmp_path / "a" / "b" / "target", lambda directory: None)
     assert (tmp_path / "a" / "b" / "target").is_dir()
+
+
+def test_a_new_file_appears_whole_or_not_at_all_and_replaces_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "a"
+    seen: list[list[str]] = []
+
+    def fill(temporary: Path) -> None:
+        temporary.write_text("whole")
+        seen.append([path.name for path in visible_entries(target.parent)])
+
+    def fail(temporary: Path) -> None:
+        temporary.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_new_file(target, fail)
+    assert os.listdir(target.parent) == []
+    write_new_file(target, fill)
+    assert seen == [[]] and target.read_text() == "whole"
+    with pytest.raises(ConflictError, match="exists already"):
+        write_new_file(target, fill)
+
+    def late(temporary: Path) -> None:
+        temporary.write_text("late")
+        (tmp_path / "b").write_text("first")
+
+    with pytest.raises(ConflictError, match="somebody else meanwhile"):
+        write_new_file(tmp_path / "b", late)
+    assert (tmp_path / "b").read_text() == "first"
+    assert sorted(os.listdir(tmp_path)) == ["b", "deep"]
 
 
 def test_temporary_entries_are_not_listed(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kt_runtime.adapters.directory import OpenDirectory, open_directory
+    from kt_runtime.adapters.gguf_lora import not_applied, read_gguf_adapter, write_gguf_adapter
     from kt_runtime.adapters.groups import complete_groups, without_fillers
     from kt_runtime.adapters.names import check_adapter_name, confined
     from kt_runtime.adapters.peft_directory import read_peft_directory, write_peft_directory
     from kt_runtime.adapters.safetensors_file import read_tensors, write_tensors
+    from kt_runtime.adapters.source import read_adapter
     from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
     from kt_runtime.adapters.validator import check_adapter
     from kt_runtime.adapters.version_store import VersionStore
@@ -31,10 +33,14 @@ _MODULE_OF = {
     "complete_groups": "groups",
     "confined": "names",
     "content_hash": "versions",
+    "not_applied": "gguf_lora",
     "open_directory": "directory",
+    "read_adapter": "source",
+    "read_gguf_adapter": "gguf_lora",
     "read_peft_directory": "peft_directory",
     "read_tensors": "safetensors_file",
     "without_fillers": "groups",
+    "write_gguf_adapter": "gguf_lora",
     "write_peft_directory": "peft_directory",
     "write_tensors": "safetensors_file",
 }
@@ -51,10 +57,14 @@ __all__ = [
     "complete_groups",
     "confined",
     "content_hash",
+    "not_applied",
     "open_directory",
+    "read_adapter",
+    "read_gguf_adapter",
     "read_peft_directory",
     "read_tensors",
     "without_fillers",
+    "write_gguf_adapter",
     "write_peft_directory",
     "write_tensors",
 ]

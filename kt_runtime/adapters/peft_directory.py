@@ -4,8 +4,9 @@ Keys are `base_model.model.NAME.lora_A.weight` and `.lora_B.weight` (the prefix 
 pair per expert, `NAME = model.layers.L.mlp.experts.E.gate_proj`. SGLang 0.5.23 and PEFT 0.21 both read this form; PEFT
 drops the shared experts' and dense MLPs' parts of a DeepSeek adapter that has routed experts too, without a word.
 
-A directory is opened once, and validated whole before anything of it is used. Not read: KTransformers'
-`fused_expert_lora.safetensors`, sharded files, PEFT's fused experts (`target_parameters`); each is refused by name.
+A directory is opened once, and validated whole before anything of it is used. KTransformers' experts are read from
+their own file beside it (`kt_experts.py`). Not read: sharded files, PEFT's fused experts (`target_parameters`); each is
+refused by name.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from kt_runtime.adapters.directory import OpenDirectory, open_directory
 from kt_runtime.adapters.folding import Part, fold
 from kt_runtime.adapters.groups import complete_groups
+from kt_runtime.adapters.kt_experts import FUSED_FILE, WRAPPER, per_expert_tensors
 from kt_runtime.adapters.peft_config import MAX_CONFIG_BYTES, PeftSettings, make_config, parse_config
 from kt_runtime.adapters.safetensors_file import MAX_HEADER_BYTES, read_tensors, write_tensors
 from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
@@ -36,8 +38,6 @@ TENSOR_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 _REFUSED_FILES = {
-    "fused_expert_lora.safetensors": "KTransformers' expert file is not read; convert it with "
-    "convert_kt_to_sglang_adapter.py, which merges it into adapter_model.safetensors",
     "adapter_model.safetensors.index.json": "sharded adapters are not read; save it as one adapter_model.safetensors",
 }
 _KEY = re.compile(r"(?P<name>.+)\.lora_(?P<letter>[AB])\.weight")
@@ -62,7 +62,11 @@ def read_peft_directory(
             directory.read(CONFIG_FILE, MAX_CONFIG_BYTES), max_rank, str(directory.path / CONFIG_FILE)
         )
         where = str(directory.path / TENSOR_FILE)
-        tensors = read_tensors(directory.read(TENSOR_FILE, _largest_file(family, config, max_rank)), where)
+        largest = largest_file(family, config, max_rank)
+        tensors = read_tensors(directory.read(TENSOR_FILE, largest), where)
+        if FUSED_FILE in directory.file_names():
+            tensors = _with_kt_experts(tensors, settings, directory, largest, family, config)
+            where = str(directory.path)
     if not tensors:
         raise AdapterError(f"{where}: has no LoRA tensors")
     parts = _parts(tensors, settings, family, config, where)
@@ -121,7 +125,32 @@ def _check_file_names(directory: OpenDirectory) -> None:
             )
 
 
-def _largest_file(family: Family, config: Mapping[str, Any], max_rank: int) -> int:
+def _with_kt_experts(
+    tensors: Mapping[str, torch.Tensor],
+    settings: PeftSettings,
+    directory: OpenDirectory,
+    largest: int,
+    family: Family,
+    config: Mapping[str, Any],
+) -> dict[str, torch.Tensor]:
+    where = str(directory.path / FUSED_FILE)
+    if not settings.is_plain:
+        raise AdapterError(
+            f"{where}: beside it, {CONFIG_FILE} has use_rslora, rank_pattern or alpha_pattern; what they mean for "
+            "KTransformers' experts is not known"
+        )
+    known = {module.name: module for module in family.lora_modules(config)}
+    experts = per_expert_tensors(read_tensors(directory.read(FUSED_FILE, largest), where), known, where)
+    others = {name.replace(WRAPPER, ""): tensor for name, tensor in tensors.items()}
+    if len(others) < len(tensors):
+        raise AdapterError(f"{directory.path / TENSOR_FILE}: has modules with and without {WRAPPER!r} in their names")
+    twice = next((name for name in others if name.removeprefix(PREFIX) in experts), None)
+    if twice is not None:
+        raise AdapterError(f"{where}: {twice!r} is in {TENSOR_FILE} too")
+    return others | experts
+
+
+def largest_file(family: Family, config: Mapping[str, Any], max_rank: int) -> int:
     """More than any honest adapter of this model has: every module at the largest rank in float32."""
     features = sum(
         (module.in_features + module.out_features) * max(1, module.num_experts)
@@ -209,15 +238,20 @@ def _part(
 
 
 def _notes(filled: list[str], settings: PeftSettings, base_model: str | None) -> list[str]:
-    notes = []
-    if filled:
-        shown = ", ".join(filled[:3]) + (", ..." if len(filled) > 3 else "")
-        notes.append(f"{len(filled)} modules were filled with zeros, to complete their fused group: {shown}")
+    notes = filler_notes(filled)
     if settings.use_rslora:
         notes.append("rsLoRA: lora_alpha / sqrt(r) was folded into lora_alpha / r")
     if base_model and settings.base_model and _basename(settings.base_model) != _basename(base_model):
         notes.append(f"the adapter was made for {settings.base_model!r}, the served model is {base_model!r}")
     return notes
+
+
+def filler_notes(filled: list[str]) -> list[str]:
+    """What to say of the modules that `complete_groups` added."""
+    if not filled:
+        return []
+    shown = ", ".join(filled[:3]) + (", ..." if len(filled) > 3 else "")
+    return [f"{len(filled)} modules were filled with zeros, to complete their fused group: {shown}"]
 
 
 def _basename(model: str) -> str:

@@ -1,4 +1,4 @@
-"""`kt-runtime adapter`: load, unload, list, show and roll back the adapters of a running server."""
+"""`kt-runtime adapter`: load, unload, list, show, roll back and export the adapters of a running server."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ def _api(url: str | None, api_key: str | None) -> ServerAPI:
 
 @command.command()
 @click.argument("name")
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("path", type=click.Path(path_type=Path))
 @server_options
 @json_option
-def load(name: str, directory: Path, url: str | None, api_key: str | None, as_json: bool) -> None:
-    """Serve the PEFT adapter in DIRECTORY (on the server's machine) as NAME."""
-    answer = _api(url, api_key).post("/kt/adapters", {"name": name, "path": str(directory.resolve())})
+def load(name: str, path: Path, url: str | None, api_key: str | None, as_json: bool) -> None:
+    """Serve the adapter at PATH as NAME.
+
+    PATH is a PEFT directory or a GGUF file, on the server's machine.
+    """
+    answer = _api(url, api_key).post("/kt/adapters", {"name": name, "path": str(path.resolve())})
     _say(answer, as_json)
 
 
@@ -99,6 +102,54 @@ def show(name: str, url: str | None, api_key: str | None, as_json: bool) -> None
             version["source"],
         )
     Console().print(table)
+
+
+@command.command()
+@click.argument("source", metavar="NAME|PATH")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["peft", "merged", "gguf"]),
+    default="peft",
+    show_default=True,
+    help="A PEFT directory, a whole checkpoint with the adapter merged in, or llama.cpp's LoRA file.",
+)
+@click.option("--version", help="Of a served NAME: a version's hash or the beginning of it. [default: the current one]")
+@click.option("--base", help="The base model, as for serve. [default: the server's, or what the adapter names]")
+@click.option("--shard-size", default=5.0, show_default=True, help="Of a merged checkpoint's files, in GB.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="[default: peft the adapter's, merged the base's (bfloat16 if that is quantized), gguf float32]",
+)
+@server_options
+@json_option
+def export(
+    source: str,
+    out: Path,
+    form: str,
+    version: str | None,
+    base: str | None,
+    shard_size: float,
+    dtype: str | None,
+    url: str | None,
+    api_key: str | None,
+    as_json: bool,
+) -> None:
+    """Write the adapter NAME of the server, or the one at PATH, to OUT, which must not exist.
+
+    PATH is a PEFT directory (KTransformers' included) or a GGUF file.
+    """
+    from kt_runtime.cli.adapter_place import choose_adapter
+    from kt_runtime.cli.exports import export_adapter
+
+    notes: list[str] = []
+    say = notes.append if as_json else lambda line: click.echo(line, err=True)
+    chosen = choose_adapter(source, version, base, lambda: _api(url, api_key))
+    export_adapter(chosen, out, form, say, dtype=dtype, shard_gigabytes=shard_size)
+    answer = {"format": form, "path": str(out.resolve()), "adapter": chosen.described, "notes": notes}
+    click.echo(json.dumps(answer) if as_json else f"{chosen.described} is in {out}")
 
 
 def _current(adapter: dict[str, Any]) -> dict[str, Any] | None:

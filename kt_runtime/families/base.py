@@ -108,6 +108,8 @@ class Family(ABC):
     name: str
     model_types: tuple[str, ...]
     architectures: tuple[str, ...]
+    gguf_architecture: str
+    """`general.architecture` of llama.cpp's files of this family."""
 
     @abstractmethod
     def check(self, config: Config) -> None:

@@ -23,6 +23,7 @@ class DeepseekV2(Family):
     name = "deepseek_v2"
     model_types: tuple[str, ...] = ("deepseek_v2",)
     architectures = ("DeepseekV2ForCausalLM",)
+    gguf_architecture = "deepseek2"
 
     def check(self, config: Config) -> None:
         require(config, "moe_layer_freq", 1, "Hugging Face has experts in every layer after the dense ones", default=1)

@@ -13,6 +13,7 @@ class Qwen3Moe(Family):
     name = "qwen3_moe"
     model_types = ("qwen3_moe",)
     architectures = ("Qwen3MoeForCausalLM",)
+    gguf_architecture = "qwen3moe"
 
     def check(self, config: Config) -> None:
         if config.get("mlp_only_layers"):

@@ -1,0 +1,44 @@
+"""An adapter added to the weights of its base: W + (alpha / rank) B A, rounded once to the weight's type."""
+
+from __future__ import annotations
+
+import torch
+
+from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
+
+ROWS_AT_ONCE = 1024
+
+
+class Merger:
+    """Merges the tensors of a checkpoint one by one, under their Hugging Face names; routed experts one by one too.
+
+    `left`: names of adapted matrices that have not come yet.
+    """
+
+    def __init__(self, adapter: AdapterTensors) -> None:
+        self._scaling = adapter.scaling
+        flat = adapter.tensors
+        modules = [name.removesuffix(".lora_A.weight") for name in flat if name.endswith(".lora_A.weight")]
+        self._pairs = {
+            f"{module}.weight": LoraPair(flat[f"{module}.lora_A.weight"], flat[f"{module}.lora_B.weight"])
+            for module in modules
+        }
+        self.left = {name for name, pair in self._pairs.items() if bool(pair.a.any()) and bool(pair.b.any())}
+
+    def merged(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`weight` as `dtype`, with its part of the adapter if it has one. `weight` itself stays as it is."""
+        if name not in self.left:
+            return weight.to(dtype)
+        self.left.discard(name)
+        return add_pair(weight, self._pairs[name], self._scaling, dtype)
+
+
+def add_pair(weight: torch.Tensor, pair: LoraPair, scaling: float, dtype: torch.dtype) -> torch.Tensor:
+    """W [out, in] + scaling * B A as `dtype`, rounded once: computed in float32, for a float32 result in float64."""
+    computed = torch.float64 if dtype == torch.float32 else torch.float32
+    a, b = pair.a.to(computed), pair.b.to(computed)
+    result = torch.empty(weight.shape, dtype=dtype)
+    for start in range(0, weight.shape[0], ROWS_AT_ONCE):
+        some = slice(start, start + ROWS_AT_ONCE)
+        result[some] = torch.addmm(weight[some].to(computed), b[some], a, alpha=scaling)
+    return result

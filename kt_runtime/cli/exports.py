@@ -1,0 +1,102 @@
+"""The forms in which an adapter leaves kt-runtime: a PEFT directory, a merged checkpoint, a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kt_runtime.adapters import not_applied, without_fillers, write_gguf_adapter, write_peft_directory
+from kt_runtime.cli.adapter_place import MAX_RANK, ChosenAdapter
+from kt_runtime.cli.merged_checkpoint import write_merged
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.families import EXPERTS, MLP, SHARED
+from kt_runtime.families.quantization import quantization_of
+from kt_runtime.serve.memory import format_bytes
+
+FORMATS = ("peft", "merged", "gguf")
+GIGABYTE = 10**9
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPE_NAMES = tuple(_DTYPES)
+Say = Callable[[str], None]
+
+
+def export_adapter(
+    chosen: ChosenAdapter, path: Path, form: str, say: Say, *, dtype: str | None = None, shard_gigabytes: float = 5.0
+) -> None:
+    """Writes `path`, which must not exist; there is nothing there when anything fails. `say` gets one line per remark.
+
+    `dtype`: None is the adapter's own for "peft", float32 for "gguf", the base's for "merged". Raises UserErrors.
+    """
+    for note in chosen.adapter.notes:
+        say(note)
+    _WRITERS[form](chosen, path, say, _DTYPES[dtype] if dtype is not None else None, shard_gigabytes)
+
+
+def _peft(chosen: ChosenAdapter, path: Path, say: Say, dtype: torch.dtype | None, _: float) -> None:
+    adapter = without_fillers(chosen.adapter)
+    found = {tensor.dtype for pair in adapter.modules.values() for tensor in pair}
+    own = found.pop() if len(found) == 1 else torch.float32
+    write_peft_directory(
+        path,
+        adapter,
+        chosen.family,
+        chosen.config,
+        max_rank=MAX_RANK,
+        base_model=chosen.base_name,
+        dtype=dtype or own,
+    )
+    groups = {module.group for module in chosen.family.lora_modules(chosen.config) if module.name in adapter.modules}
+    if EXPERTS in groups and groups & {MLP, SHARED}:
+        say(
+            "this adapter changes routed experts and shared or dense MLPs: kt-runtime and SGLang read all of it, PEFT "
+            "0.21 silently drops the shared and dense parts; for PEFT's users export --format merged"
+        )
+
+
+def _gguf(chosen: ChosenAdapter, path: Path, say: Say, dtype: torch.dtype | None, _: float) -> None:
+    write_gguf_adapter(
+        path,
+        chosen.adapter,
+        chosen.family,
+        chosen.config,
+        max_rank=MAX_RANK,
+        base_model=chosen.base_name,
+        dtype=dtype or torch.float32,
+    )
+    if unused := not_applied(chosen.adapter, chosen.family):
+        say(
+            f"llama.cpp reads the parts for {', '.join(unused)}, but its {chosen.family.gguf_architecture} graph does "
+            "not use them; what it answers is exact only with --format merged"
+        )
+
+
+def _merged(chosen: ChosenAdapter, path: Path, say: Say, dtype: torch.dtype | None, shard_gigabytes: float) -> None:
+    if dtype == torch.float16:
+        raise InvalidValueError("--dtype float16: a merged checkpoint is bfloat16 or float32")
+    if not shard_gigabytes > 0:
+        raise InvalidValueError(f"shard size {shard_gigabytes:g} GB: expected more than 0")
+    if (quantization := quantization_of(chosen.config)) is not None:
+        say(f"the base is quantized ({quantization.description}); the merged checkpoint is {_name(dtype)}")
+    columns = (TextColumn("merging"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("merging", total=None)
+        written_bytes = write_merged(
+            chosen.base,
+            chosen.adapter,
+            path,
+            shard_bytes=max(1, int(shard_gigabytes * GIGABYTE)),
+            dtype=dtype if dtype == torch.float32 else None,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    say(f"merged into {chosen.base_name}: {format_bytes(written_bytes)} of weights")
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype or torch.bfloat16).removeprefix("torch.")
+
+
+_WRITERS = {"peft": _peft, "merged": _merged, "gguf": _gguf}

@@ -1,0 +1,296 @@
+"""GGUF LoRA files: what the `gguf` package reads of ours, what we read of everybody's, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kt_runtime.adapters import (
+    AdapterTensors,
+    content_hash,
+    not_applied,
+    read_adapter,
+    read_gguf_adapter,
+    read_peft_directory,
+    write_gguf_adapter,
+    write_peft_directory,
+)
+from kt_runtime.adapters.gguf_lora import tensor_names
+from kt_runtime.errors import AdapterError, ConflictError, NotFoundError, UserError
+
+EXPRESSIBLE = {
+    "qwen3moe": ("all",),
+    "deepseek2": ("q_a_proj", "q_b_proj", "o_proj", "mlp", "shared", "experts"),
+}
+BLOCK0 = "blk.0.attn_output.weight"
+Edit = Callable[[dict[str, Any], dict[str, np.ndarray[Any, Any]]], None]
+
+
+def write(model: Any, path: Path, adapter: AdapterTensors, **options: Any) -> Path:
+    write_gguf_adapter(path, adapter, model.family, model.config, max_rank=8, **options)
+    return path
+
+
+def read(model: Any, path: Path) -> AdapterTensors:
+    return read_gguf_adapter(path, model.family, model.config, max_rank=8)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a file with the `gguf` package itself: `make(edit)` for Qwen's o_proj in both layers, rank 4."""
+
+    def make_file(edit: Edit | None = None, name: str = "made.gguf") -> Path:
+        keys: dict[str, Any] = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 8.0}
+        tensors: dict[str, np.ndarray[Any, Any]] = {}
+        for layer in range(2):
+            tensors[f"blk.{layer}.attn_output.weight.lora_a"] = np.full((4, 48), 0.5, np.float32)
+            tensors[f"blk.{layer}.attn_output.weight.lora_b"] = np.full((32, 4), 0.25, np.float32)
+        if edit is not None:
+            edit(keys, tensors)
+        writer = gguf.GGUFWriter(tmp_path / name, keys.pop("arch", "qwen3moe"))
+        for key, value in keys.items():
+            {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}[
+                type(value)
+            ](key, value)
+        for key, tensor in tensors.items():
+            writer.add_tensor(key, tensor)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return tmp_path / name
+
+    return make_file
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_peft_to_gguf_to_peft_is_exact(
+    data: st.DataObject, model: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    place = tmp_path_factory.mktemp("round")
+    choices = EXPRESSIBLE[model.family.gguf_architecture]
+    targets = data.draw(st.lists(st.sampled_from(choices), min_size=1, unique=True))
+    rank, alpha = data.draw(st.integers(1, 8)), data.draw(st.floats(0.125, 64, width=32))
+    adapter = model.adapter(*targets, rank=rank, alpha=alpha, seed=data.draw(st.integers(0, 99)))
+    write_peft_directory(place / "a", adapter, model.family, model.config, max_rank=8)
+    first = read_peft_directory(place / "a", model.family, model.config, 8)
+    second = read(model, write(model, place / "b.gguf", first))
+    write_peft_directory(place / "c", second, model.family, model.config, max_rank=8)
+    assert content_hash(second) == content_hash(first)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (place / "c" / name).read_bytes() == (place / "a" / name).read_bytes()
+
+
+def test_the_gguf_package_finds_llama_cpps_names_keys_and_shapes(tmp_path: Path, model: Any) -> None:
+    adapter = model.adapter(*EXPRESSIBLE[model.family.gguf_architecture], rank=4, alpha=6.0)
+    reader = gguf.GGUFReader(write(model, tmp_path / "a.gguf", adapter, base_model="tiny"))
+    values = {key: reader.fields[key].contents() for key in reader.fields}
+    assert values["general.type"] == "adapter"
+    assert values["general.architecture"] == model.family.gguf_architecture
+    assert (values["adapter.type"], values["adapter.lora.alpha"]) == ("lora", 6.0)
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    last, hidden = "blk.1.ffn_gate_exps.weight.lora", model.config["hidden_size"]
+    assert found[f"{last}_a"].shape.tolist() == [hidden, 4, 4]  # the innermost first: in, rank, experts
+    assert found[f"{last}_b"].shape.tolist() == [4, 16, 4]
+    experts = adapter.modules["model.layers.1.mlp.experts.gate_proj"]
+    assert np.array_equal(found[f"{last}_a"].data, experts.a.numpy())
+    assert np.array_equal(found[f"{last}_b"].data, experts.b.numpy())
+    output = adapter.modules["model.layers.0.self_attn.o_proj"]
+    assert np.array_equal(found[f"{BLOCK0}.lora_b"].data, output.b.numpy())
+
+
+def test_every_module_of_a_family_has_the_name_that_llama_cpp_gives_it(qwen: Any, deepseek: Any) -> None:
+    names = tensor_names(deepseek.family, deepseek.config) | tensor_names(qwen.family, qwen.config)
+    block0 = {name.removeprefix("model.layers.0."): found for name, found in names.items() if ".0." in name}
+    assert block0 == {
+        "self_attn.q_proj": "blk.0.attn_q",
+        "self_attn.k_proj": "blk.0.attn_k",
+        "self_attn.v_proj": "blk.0.attn_v",
+        "self_attn.o_proj": "blk.0.attn_output",
+        "self_attn.q_a_proj": "blk.0.attn_q_a",
+        "self_attn.kv_a_proj_with_mqa": "blk.0.attn_kv_a_mqa",
+        "self_attn.q_b_proj": "blk.0.attn_q_b",
+        "self_attn.kv_b_proj": "blk.0.attn_kv_b",
+        "mlp.gate_proj": "blk.0.ffn_gate",
+        "mlp.up_proj": "blk.0.ffn_up",
+        "mlp.down_proj": "blk.0.ffn_down",
+        "mlp.experts.gate_proj": "blk.0.ffn_gate_exps",
+        "mlp.experts.up_proj": "blk.0.ffn_up_exps",
+        "mlp.experts.down_proj": "blk.0.ffn_down_exps",
+    }
+    assert names["model.layers.1.mlp.shared_experts.down_proj"] == "blk.1.ffn_down_shexp"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_written_rounded_and_read_as_it_is(tmp_path: Path, qwen: Any, dtype: torch.dtype) -> None:
+    adapter = qwen.adapter("o_proj", "experts")
+    found = read(qwen, write(qwen, tmp_path / "a.gguf", adapter, dtype=dtype))
+    assert {tensor.dtype for tensor in found.tensors.values()} == {dtype}
+    assert all(torch.equal(found.tensors[name], tensor.to(dtype)) for name, tensor in adapter.tensors.items())
+
+
+def test_kv_b_proj_is_refused_by_name_unless_it_changes_nothing(tmp_path: Path, deepseek: Any) -> None:
+    adapter = deepseek.adapter("attention")
+    with pytest.raises(AdapterError, match=r"layers\.0\.self_attn\.kv_b_proj' and 1 more: llama\.cpp.*merged"):
+        write(deepseek, tmp_path / "a.gguf", adapter)
+    assert list(tmp_path.iterdir()) == []
+    for name, pair in adapter.modules.items():
+        if name.endswith("kv_b_proj"):
+            pair.b.zero_()
+    found = read(deepseek, write(deepseek, tmp_path / "a.gguf", adapter))
+    assert not any(name.endswith("kv_b_proj") for name in found.modules)
+    assert not_applied(found, deepseek.family) == ["kv_a_proj_with_mqa", "q_a_proj", "q_b_proj"]
+
+
+def test_an_old_files_kv_b_is_read_and_the_split_halves_are_refused(make: Any, deepseek: Any) -> None:
+    def old(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+        tensors.clear()
+        keys["arch"] = "deepseek2"
+        tensors["blk.1.attn_kv_b.weight.lora_a"] = np.ones((2, 8), np.float32)
+        tensors["blk.1.attn_kv_b.weight.lora_b"] = np.ones((56, 2), np.float32)
+
+    assert list(read(deepseek, make(old)).modules) == ["model.layers.1.self_attn.kv_b_proj"]
+
+    def split(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+        old(keys, tensors)
+        tensors["blk.1.attn_k_b.weight.lora_a"] = np.ones((4, 2, 6), np.float32)
+
+    with pytest.raises(AdapterError, match=r"attn_k_b.weight.lora_a': a half of kv_b_proj"):
+        read(deepseek, make(split))
+
+
+def test_ranks_may_differ_and_alpha_may_be_missing(make: Any, qwen: Any) -> None:
+    def edit(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+        tensors["blk.1.attn_output.weight.lora_a"] = np.full((2, 48), 0.5, np.float32)
+        tensors["blk.1.attn_output.weight.lora_b"] = np.full((32, 2), 0.25, np.float32)
+
+    adapter = read(qwen, make(edit))
+    deltas = [adapter.scaling * (pair.b @ pair.a)[0, 0].item() for pair in adapter.modules.values()]
+    assert deltas == [8 / 4 * 4 * 0.125, 8 / 2 * 2 * 0.125]
+
+    def without_alpha(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+        del keys["adapter.lora.alpha"]
+
+    assert read(qwen, make(without_alpha)).scaling == 1.0
+
+
+def key(name: str, value: Any) -> Edit:
+    return lambda keys, tensors: keys.update({name: value})
+
+
+def tensor(name: str, value: np.ndarray[Any, Any] | None) -> Edit:
+    def edit(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+        tensors.pop(name, None)
+        if value is not None:
+            tensors[name] = value
+
+    return edit
+
+
+F32 = np.float32
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (key("general.type", "model"), "general.type is 'model'; expected 'adapter'"),
+        (key("adapter.type", "dora"), "adapter.type is 'dora'; expected 'lora'"),
+        (key("arch", "deepseek2"), "general.architecture is 'deepseek2'; expected 'qwen3moe'"),
+        (key("adapter.lora.alpha", float("nan")), "adapter.lora.alpha is nan"),
+        (key("adapter.lora.alpha", -1.0), "adapter.lora.alpha is -1"),
+        (key("adapter.alora.invocation_tokens", [1, 2]), "activated LoRA"),
+        (key("general.alignment", 48), "general.alignment is 48; expected a power of two"),
+        (tensor(f"{BLOCK0}.lora_b", None), "'blk.0.attn_output.weight.lora_b' is missing"),
+        (tensor(f"{BLOCK0}.lora_a", np.zeros((4, 49), F32)), r"lora_a' has shape \[4, 49\]; expected \[4, 48\]"),
+        (tensor(f"{BLOCK0}.lora_b", np.zeros((32, 5), F32)), r"lora_b' has shape \[32, 5\]; expected \[32, 4\]"),
+        (tensor(f"{BLOCK0}.lora_a", np.zeros((4, 4, 48), F32)), r"lora_a' has shape \[4, 4, 48\]"),
+        (tensor(f"{BLOCK0}.lora_a", np.zeros((9, 48), F32)), "its rank .* is 9, above"),
+        (tensor(f"{BLOCK0}.lora_a", np.full((4, 48), np.nan, F32)), "o_proj.lora_A.weight' contains NaN"),
+        (tensor(f"{BLOCK0}.lora_a", np.zeros((4, 48), np.float64)), "is of type F64; F32, F16 and BF16 are read"),
+        (tensor(f"{BLOCK0}.lora_a", np.zeros(48, F32)), "its rank.* is 0"),
+        (tensor("blk.0.attn_norm.weight", np.zeros(32, F32)), "unknown tensor 'blk.0.attn_norm.weight'; expected NAME"),
+        (tensor("blk.0.attn_outptu.weight.lora_a", np.zeros((4, 4), F32)), "did you mean 'blk.0.attn_output'"),
+        (tensor("blk.7.attn_output.weight.lora_a", np.zeros((4, 4), F32)), "unknown tensor 'blk.7"),
+        (tensor("token_embd.weight.lora_a", np.zeros((4, 4), F32)), "never adapted"),
+        (tensor("blk.0.ffn_gate_inp.weight.lora_a", np.zeros((4, 4), F32)), "never adapted"),
+    ],
+)
+def test_a_broken_file_is_refused_with_the_reason(make: Any, qwen: Any, edit: Edit, message: str) -> None:
+    path = make(edit)
+    with pytest.raises(AdapterError, match=message) as refused:
+        read(qwen, path)
+    assert str(refused.value).startswith(str(path))
+
+
+def test_a_quantized_file_is_refused_by_its_type(tmp_path: Path, qwen: Any) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "q.gguf", "qwen3moe")
+    kind = gguf.GGMLQuantizationType.Q8_0
+    data = gguf.quants.quantize(np.ones((4, 64), np.float32), kind)
+    writer.add_tensor(f"{BLOCK0}.lora_a", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(AdapterError, match=r"is of type Q8_0; F32, F16 and BF16 are read.*--outtype f32"):
+        read(qwen, tmp_path / "q.gguf")
+
+
+def test_no_tensors_no_file_a_directory_and_a_link_are_refused(make: Any, tmp_path: Path, qwen: Any) -> None:
+    with pytest.raises(AdapterError, match="has no LoRA tensors"):
+        read(qwen, make(lambda keys, tensors: tensors.clear()))
+    with pytest.raises(AdapterError, match=r"nothing\.gguf: can't be opened"):
+        read(qwen, tmp_path / "nothing.gguf")
+    with pytest.raises(NotFoundError):
+        read(qwen, tmp_path / "nowhere" / "a.gguf")
+    (tmp_path / "d.gguf").mkdir()
+    with pytest.raises(AdapterError, match="is a directory"):
+        read(qwen, tmp_path / "d.gguf")
+    (tmp_path / "link.gguf").symlink_to(make())
+    with pytest.raises(AdapterError, match="link"):
+        read(qwen, tmp_path / "link.gguf")
+
+
+def test_an_existing_file_is_not_replaced(tmp_path: Path, qwen: Any) -> None:
+    path = write(qwen, tmp_path / "a.gguf", qwen.adapter("o_proj"))
+    before = path.read_bytes()
+    with pytest.raises(ConflictError, match="exists already"):
+        write(qwen, path, qwen.adapter("o_proj", seed=1))
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.gguf"]
+
+
+def test_the_ending_of_the_name_decides_what_is_read(tmp_path: Path, qwen: Any) -> None:
+    adapter = qwen.adapter("o_proj")
+    write_peft_directory(tmp_path / "a", adapter, qwen.family, qwen.config, max_rank=8)
+    for path in (tmp_path / "a", write(qwen, tmp_path / "A.GGUF", adapter)):
+        assert content_hash(read_adapter(path, qwen.family, qwen.config, 8)) == content_hash(adapter)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_damaged_file_is_refused_or_read_but_never_crashes(
+    data: st.DataObject, make: Any, tmp_path: Path, qwen: Any
+) -> None:
+    if not (tmp_path / "good.gguf").exists():
+        make(name="good.gguf")
+    whole = bytearray((tmp_path / "good.gguf").read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        position = data.draw(st.integers(0, 500))
+        whole[position : position + 8] = data.draw(
+            st.sampled_from([b"\xff" * 8, b"\0" * 8, b"\xff\xff\xff\x7f\0\0\0\0"]) | st.binary(min_size=1, max_size=8)
+        )
+    cut = data.draw(st.sampled_from([len(whole), len(whole) // 2, 100, 24, 3, 0]))
+    (tmp_path / "bad.gguf").write_bytes(whole[:cut])
+    try:
+        read(qwen, tmp_path / "bad.gguf")
+    except UserError as error:
+        assert "bad.gguf" in str(error)

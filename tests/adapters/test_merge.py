@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kt_runtime.adapters.merge import Merger, add_pair
+from kt_runtime.adapters.tensors import LoraPair
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_sum_is_the_exact_one_rounded_once(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(1300, 33, generator=generator).to(dtype)  # more rows than are added at once
+    pair = LoraPair(torch.randn(5, 33, generator=generator), torch.randn(1300, 5, generator=generator))
+    before = weight.clone()
+    found = add_pair(weight, pair, 0.75, dtype)
+    exact = weight.double() + 0.75 * pair.b.double() @ pair.a.double()
+    assert found.dtype == dtype and torch.equal(weight, before)
+    # A float32 sum may fall on the other side of the middle between two bf16 numbers, hardly ever.
+    differing = (found != exact.to(dtype)).double().mean().item()
+    assert differing < 1e-3
+    assert torch.allclose(found.double(), exact, rtol=2.0**-8 if dtype == torch.bfloat16 else 2.0**-23, atol=1e-6)
+
+
+def test_dense_modules_and_single_experts_are_found_by_their_checkpoint_names(model: Any) -> None:
+    adapter = model.adapter("o_proj", "down_proj")
+    merger = Merger(adapter)
+    o_proj, expert = "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.experts.3.down_proj"
+    assert {f"{o_proj}.weight", f"{expert}.weight"} <= merger.left
+    weight = torch.randn(32, 16)
+    pair = adapter.modules["model.layers.1.mlp.experts.down_proj"]
+    found = merger.merged(f"{expert}.weight", weight, torch.float32)
+    torch.testing.assert_close(found, weight + adapter.scaling * pair.b[3] @ pair.a[3])
+    assert f"{expert}.weight" not in merger.left and f"{o_proj}.weight" in merger.left
+    other = torch.randn(4, 4)
+    assert torch.equal(merger.merged("model.layers.0.mlp.gate.weight", other, torch.float32), other)
+
+
+def test_pairs_that_change_nothing_are_not_waited_for(qwen: Any) -> None:
+    adapter = qwen.adapter("o_proj")
+    adapter.modules["model.layers.1.self_attn.o_proj"].b.zero_()
+    assert Merger(adapter).left == {"model.layers.0.self_attn.o_proj.weight"}

@@ -1,0 +1,115 @@
+"""`kt-runtime adapter export` of adapters on disk; names of a server are in tests/integration/test_exports.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import lora
+
+from kt_runtime.adapters import AdapterTensors, content_hash, read_adapter, write_peft_directory
+from kt_runtime.cli.main import main
+from kt_runtime.families import family_for
+from kt_runtime.serve.make_model import make_model
+
+Call = Callable[..., tuple[int, str, str]]
+PRESET = "tiny-deepseek-v3"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(PRESET, tmp_path_factory.mktemp("models") / PRESET, seed=4)
+
+
+@pytest.fixture
+def config(model: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return found
+
+
+def write(path: Path, config: dict[str, Any], *only: str, base: str | None = PRESET) -> tuple[Path, AdapterTensors]:
+    adapter = lora.random_adapter(config, rank=4, alpha=8.0, seed=3, only=only)
+    write_peft_directory(path, adapter, family_for(config), config, max_rank=4, base_model=base)
+    return path, adapter
+
+
+@pytest.fixture
+def call(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """The command in this process, which has imported torch already: (exit status, stdout, stderr)."""
+    monkeypatch.setenv("KT_RUNTIME_MODELS", str(model.parent))
+    monkeypatch.setenv("KT_RUNTIME_URL", "http://127.0.0.1:9")
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        status = main(["adapter", "export", *map(str, arguments)])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def exported(call: Call, *arguments: str | Path) -> dict[str, Any]:
+    status, out, err = call(*arguments, "--json")
+    assert status == 0, err
+    answer: dict[str, Any] = json.loads(out)
+    return answer
+
+
+def refused(call: Call, *arguments: str | Path) -> str:
+    status, _, err = call(*arguments)
+    assert status == 2 and "Traceback" not in err
+    return err
+
+
+def test_from_peft_to_gguf_and_back_the_tensors_stay_the_same(
+    call: Call, config: dict[str, Any], tmp_path: Path
+) -> None:
+    path, adapter = write(tmp_path / "a", config, "q_a_proj", "kv_a_proj_with_mqa", "o_proj", "shared", "experts")
+    answer = exported(call, path, tmp_path / "a.gguf", "--format", "gguf")
+    assert answer["path"] == str(tmp_path / "a.gguf")
+    (note,) = answer["notes"]
+    assert "llama.cpp reads the parts for kv_a_proj_with_mqa, q_a_proj" in note
+    answer = exported(call, tmp_path / "a.gguf", tmp_path / "b", "--base", PRESET)
+    assert any("PEFT 0.21 silently drops the shared and dense parts" in note for note in answer["notes"])
+    again = read_adapter(tmp_path / "b", family_for(config), config, 4)
+    assert content_hash(again) == content_hash(adapter)
+    assert json.loads((tmp_path / "b" / "adapter_config.json").read_text())["base_model_name_or_path"] == PRESET
+
+
+def test_a_dtype_is_that_of_the_files(call: Call, config: dict[str, Any], tmp_path: Path) -> None:
+    path, adapter = write(tmp_path / "a", config, "o_proj")
+    exported(call, path, tmp_path / "b", "--dtype", "bfloat16")
+    exported(call, path, tmp_path / "b.gguf", "--format", "gguf", "--dtype", "float16")
+    for place, dtype in ((tmp_path / "b", torch.bfloat16), (tmp_path / "b.gguf", torch.float16)):
+        found = read_adapter(place, family_for(config), config, 4).tensors
+        assert all(torch.equal(found[name], tensor.to(dtype)) for name, tensor in adapter.tensors.items())
+
+
+def test_merged_is_a_checkpoint_and_nothing_overwrites(call: Call, config: dict[str, Any], tmp_path: Path) -> None:
+    path, _ = write(tmp_path / "a", config)
+    arguments = (path, tmp_path / "m", "--format", "merged", "--shard-size", "0.001")
+    answer = exported(call, *arguments)
+    assert answer["notes"][-1].startswith(f"merged into {PRESET}: ")
+    assert len(list((tmp_path / "m").glob("model-*.safetensors"))) > 1
+    assert f"{tmp_path / 'm'} exists already" in refused(call, *arguments)
+
+
+def test_what_cannot_be_exported_is_refused_with_what_to_do(call: Call, config: dict[str, Any], tmp_path: Path) -> None:
+    path, _ = write(tmp_path / "a", config, base=None)
+    out = tmp_path / "out"
+    base = ("--base", PRESET)
+    assert "kv_b_proj" in refused(call, path, out, *base, "--format", "gguf")
+    assert "no base_model_name_or_path; say with --base" in refused(call, path, out)
+    assert "model 'tiny-deepsek' is not on this machine" in refused(call, path, out, "--base", "tiny-deepsek")
+    assert "only served names have versions" in refused(call, path, out, *base, "--version", "ab")
+    assert "float16: a merged checkpoint is" in refused(
+        call, path, out, *base, "--format", "merged", "--dtype", "float16"
+    )
+    assert "expected more than 0" in refused(call, path, out, *base, "--format", "merged", "--shard-size", "0")
+    assert "'nobody' is no adapter's path here, and as a name it needs a server" in refused(call, "nobody", out)
+    assert "no such adapter" in refused(call, tmp_path / "nothing.gguf", out)
+    (tmp_path / "empty.gguf").touch()
+    assert "truncated" in refused(call, tmp_path / "empty.gguf", out, *base)
+    assert not out.exists()
