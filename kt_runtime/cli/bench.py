@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from kt_runtime.wire.messages import Activations
 
 
 @click.group(name="bench", help=__doc__)
@@ -89,6 +93,52 @@ def experts(
     # Ended by a signal or by Ctrl-C, the temporary checkpoints are removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     result = Run(plan, lambda line: click.echo(line, err=True)).result()
+    if as_json:
+        click.echo(json.dumps(result, indent=2))
+    else:
+        print_report(result)
+
+
+@command.command(name="train")
+@click.option(
+    "--model", default="bench-qwen3-moe", show_default=True, help="A preset that can be made, or a directory."
+)
+@click.option("--layers", type=int, help="Fewer layers than the preset has.")
+@click.option(
+    "--targets",
+    type=click.Choice(["attention", "attention+experts"]),
+    multiple=True,
+    help="What LoRA is on. [default: both]",
+)
+@click.option(
+    "--activations", type=click.Choice(["retain", "recompute"]), multiple=True, help="In backward. [default: both]"
+)
+@click.option("--sequences", default=8, show_default=True, help="In a step.")
+@click.option("--tokens", default=256, show_default=True, help="In a sequence.")
+@click.option("--micro-batch", default=1, show_default=True, help="Sequences that both sides compute at once.")
+@click.option("--steps", default=3, show_default=True, help="Counted steps; one more goes before.")
+@click.option("--rank", default=8, show_default=True, help="Of LoRA.")
+@click.option("--dtype", help="The server's: bfloat16 or float32. [default: the faster one here]")
+@click.option("--peer-dtype", help="The peer's: bfloat16 or float32. [default: the faster one here, by a short step]")
+@click.option(
+    "--peer/--no-peer", "with_peer", default=True, show_default=True, help="Also measure Hugging Face + PEFT."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def train(as_json: bool, targets: tuple[str, ...], activations: tuple[Activations, ...], **options: Any) -> None:
+    """Time LoRA fine-tuning through a real server against Hugging Face + PEFT doing the same.
+
+    \b
+    Options that name several things may be given several times. Progress goes to stderr.
+    What is measured and how: docs/bench.md.
+    """
+    from kt_runtime.cli.bench_train.plan import ACTIVATIONS, TARGETS, Plan
+    from kt_runtime.cli.bench_train.report import print_report
+    from kt_runtime.cli.bench_train.run import run
+
+    plan = Plan(targets=targets or TARGETS, activations=activations or ACTIVATIONS, **options)
+    # Ended by a signal or by Ctrl-C, the server ends and the temporary checkpoint is removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    result = run(plan, lambda line: click.echo(line, err=True))
     if as_json:
         click.echo(json.dumps(result, indent=2))
     else:

@@ -1,0 +1,1 @@
+"""Training through a real server against Hugging Face + PEFT doing the same."""

@@ -1,0 +1,94 @@
+"""Hugging Face + PEFT as the peer: one process for each measurement, which takes its memory with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kt_runtime.cli.bench_train.plan import DTYPES, LEARNING_RATE, Plan
+from kt_runtime.cli.bench_train.rows import Measured
+from kt_runtime.errors import RuntimeFault
+
+SCRIPT = Path(__file__).with_name("peer_script.py")
+TIMEOUT_S = 3600.0
+PROBE_TOKENS = 32  # enough to tell a dtype that is multiplied in software from one that is not
+
+
+@dataclass
+class Peer:
+    """`probes`: tokens/s of one short step by dtype. `dtype`: in which it is measured, the faster one unless given."""
+
+    plan: Plan
+    model: Path
+    sequences: npt.NDArray[np.int64]
+    say: Callable[[str], None]
+    probes: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    dtype: str = ""
+
+    def choose_dtype(self) -> None:
+        if self.plan.peer_dtype is not None:
+            self.dtype = self.plan.peer_dtype
+            return
+        some = self.sequences[:1, :PROBE_TOKENS]
+        for dtype in DTYPES:
+            self.say(f"Hugging Face + PEFT: {some.shape[1]} tokens in {dtype}")
+            answer = self._ask("attention", dtype, some, [(0, 1)], 2)
+            self.probes[dtype] = some.shape[1] / min(answer["seconds"])
+        self.dtype = max(self.probes, key=lambda dtype: self.probes[dtype])
+
+    def measure(self, targets: str) -> Measured:
+        self.say(f"Hugging Face + PEFT: {targets} in {self.dtype}")
+        steps = self.plan.warmup_steps + self.plan.steps
+        answer = self._ask(targets, self.dtype, self.sequences, self.plan.micro_batches(), steps)
+        measured = Measured(answer["seconds"][self.plan.warmup_steps :], answer["losses"], answer["peak_bytes"])
+        self.facts[targets] = {name: answer[name] for name in ("parameters", "loading_peak_bytes", "experts")}
+        self.say(f"Hugging Face + PEFT: {targets}: {measured.tokens_per_s(self.plan.step_tokens):.1f} tokens/s")
+        return measured
+
+    def as_json(self) -> dict[str, Any]:
+        versions = {name: version(name) for name in ("torch", "transformers", "peft")}
+        probes = {"dtype": self.dtype, "probe_tokens": PROBE_TOKENS, "probe_tokens_per_s": self.probes}
+        return versions | probes | {"by_targets": self.facts}
+
+    def _ask(
+        self,
+        targets: str,
+        dtype: str,
+        sequences: npt.NDArray[np.int64],
+        micro_batches: list[tuple[int, int]],
+        steps: int,
+    ) -> dict[str, Any]:
+        question = {
+            "model": str(self.model),
+            "dtype": dtype,
+            "targets": targets,
+            "rank": self.plan.rank,
+            "alpha": self.plan.alpha,
+            "learning_rate": LEARNING_RATE,
+            "sequences": sequences.tolist(),
+            "micro_batches": micro_batches,
+            "steps": steps,
+            "threads": len(os.sched_getaffinity(0)),
+        }
+        done = subprocess.run(
+            [sys.executable, "-P", str(SCRIPT), json.dumps(question)],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        if done.returncode != 0:
+            end = "\n".join(done.stderr.splitlines()[-15:])
+            raise RuntimeFault(f"Hugging Face + PEFT ended with status {done.returncode}:\n{end}")
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return answer

@@ -1,0 +1,79 @@
+"""What is trained, how often, and by whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.wire.messages import Activations
+
+PRESET = "bench-qwen3-moe"
+TARGETS = ("attention", "attention+experts")
+ACTIVATIONS: tuple[Activations, ...] = ("retain", "recompute")
+DTYPES = ("bfloat16", "float32")
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step is `sequences` of `tokens` each, `micro_batch` of them at once, then AdamW.
+
+    `model`: a preset that can be made, or a checkpoint's directory. `layers`: None, as the model has. `dtype`,
+    `peer_dtype`: None: the faster one on this machine. `warmup_steps` are not counted.
+    """
+
+    model: str = PRESET
+    layers: int | None = None
+    targets: tuple[str, ...] = TARGETS
+    activations: tuple[Activations, ...] = ACTIVATIONS
+    sequences: int = 8
+    tokens: int = 256
+    micro_batch: int = 1
+    steps: int = 3
+    warmup_steps: int = 1
+    rank: int = 8
+    alpha: float = 16.0
+    dtype: str | None = None
+    peer_dtype: str | None = None
+    with_peer: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises InvalidValueError for a number below 1, UnknownNameError for an unknown name."""
+        for name in ("sequences", "micro_batch", "steps", "rank"):
+            if getattr(self, name) < 1:
+                raise InvalidValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; must be 1 or more")
+        if self.tokens < 2:
+            raise InvalidValueError(f"--tokens is {self.tokens}; must be 2 or more: each token is to predict the next")
+        if self.layers is not None and self.layers < 1:
+            raise InvalidValueError(f"--layers is {self.layers}; must be 1 or more")
+        for dtype in (self.dtype, self.peer_dtype):
+            if dtype is not None and dtype not in DTYPES:
+                raise UnknownNameError("dtype", dtype, DTYPES)
+
+    @property
+    def step_tokens(self) -> int:
+        return self.sequences * self.tokens
+
+    def micro_batches(self) -> list[tuple[int, int]]:
+        """[first, end) of the sequences that are computed at once."""
+        starts = range(0, self.sequences, self.micro_batch)
+        return [(start, min(start + self.micro_batch, self.sequences)) for start in starts]
+
+    def facts(self, model: Path | str) -> dict[str, Any]:
+        names = ("sequences", "tokens", "micro_batch", "steps", "warmup_steps", "rank", "alpha", "layers")
+        return {"model": str(model)} | {name: getattr(self, name) for name in names}
+
+
+def sequences_of(plan: Plan, vocabulary: int) -> npt.NDArray[np.int64]:
+    """[sequences, tokens]: the same random tokens for both sides, and in every step."""
+    return np.random.default_rng(0).integers(3, vocabulary, (plan.sequences, plan.tokens))
+
+
+def lora_targets(name: str) -> list[str]:
+    """`attention+experts` as the server's target groups."""
+    return name.split("+")
