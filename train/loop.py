@@ -1,145 +1,110 @@
-"""One training run: sends batches to the resident, steps its optimizer, keeps the journal, saves, publishes.
+"""One training run: sends batches to the resident, steps its optimizer, evaluates, saves, publishes.
 
 The trainer owns the recipe and the data; the resident owns the model, the masters and the optimizer's state. When the
-trainer dies, the resident goes on serving; the next run over the same output directory closes the orphaned session.
+trainer dies, the resident goes on serving; the next run over the same output directory closes the orphaned session and
+goes on from the last complete checkpoint.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 
-from kt_runtime.errors import ConflictError, InvalidValueError
-from kt_runtime.files import exclusive_lock, visible_entries, write_file
-from kt_runtime.train import batches, schedule
-from kt_runtime.train.data import read_datasets
+from kt_runtime.errors import InvalidValueError, KtError
+from kt_runtime.files import exclusive_lock
+from kt_runtime.train import batches, checkpoints, schedule
+from kt_runtime.train.cadence import Cadence
+from kt_runtime.train.checkpoints import Checkpoint
+from kt_runtime.train.display import Display
+from kt_runtime.train.examples import Pair
+from kt_runtime.train.inputs import Inputs
+from kt_runtime.train.interruption import Interruption
 from kt_runtime.train.journal import Journal
 from kt_runtime.train.recipe import Recipe
-from kt_runtime.train.rendering import Example, Renderer
-from kt_runtime.wire import Batch, ResidentClient
-from kt_runtime.wire.messages import LoraSettings, PublishReply
+from kt_runtime.train.run_identity import identity, settings
+from kt_runtime.train.session import objective_of, open_session, session_name, start_tracking
+from kt_runtime.train.training import RunResult, Training
+from kt_runtime.wire import ResidentClient
+from kt_runtime.wire.messages import StatusReply
 
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 LOCK_FILE = ".kt-runtime.lock"
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """`optim_finished_at`: Unix time, seconds, at which the last optimizer step had ended in the resident."""
-
-    steps: int
-    loss_first: float
-    loss_last: float
-    optim_finished_at: float
-    checkpoint: str
-    published: PublishReply | None
-
-
-def read_examples(recipe: Recipe, renderer: Renderer, say: Callable[[str], None]) -> list[Example]:
-    """Reads and renders the recipe's data; prints the first example with its trained tokens marked."""
-    conversations = read_datasets(recipe.dataset_dir, recipe.dataset, recipe.max_samples)
-    rendered = [renderer.render(row, recipe.cutoff_len, recipe.train_on_prompt) for row in conversations]
-    examples = [example for example in rendered if example is not None]
-    if dropped := len(rendered) - len(examples):
-        say(f"{dropped} of {len(rendered)} rows have no trained token within cutoff_len={recipe.cutoff_len}: left out")
-    if not examples:
-        raise InvalidValueError(
-            f"cutoff_len: {recipe.cutoff_len}: leaves no trained token in any of {len(rendered)} rows"
-        )
-    say(f"{len(examples)} examples; the first, trained tokens between «»:\n{renderer.marked(examples[0])}")
-    return examples
-
-
-def prepare_output(recipe: Recipe) -> None:
-    """Creates the output directory. Raises ConflictError when it holds a run that the recipe would overwrite."""
-    recipe.output_dir.mkdir(parents=True, exist_ok=True)
-    results = [entry.name for entry in visible_entries(recipe.output_dir) if entry.name != LOCK_FILE]
-    if results and not recipe.overwrite_output_dir:
-        raise ConflictError(
-            f"output_dir: {recipe.output_dir}: holds {results[0]} of an earlier run; choose another directory or say "
-            "overwrite_output_dir: true"
-        )
-
-
-def run(client: ResidentClient, recipe: Recipe, examples: list[Example], say: Callable[[str], None]) -> RunResult:
-    """Trains, saves and publishes. Raises ConflictError when another trainer uses the same output directory."""
-    prepare_output(recipe)
-    with exclusive_lock(recipe.output_dir / LOCK_FILE, "output directory"):
-        session = session_name(recipe.output_dir)
-        if session in [info.session for info in client.status().sessions]:
-            client.close_session(session)
-        info = client.create_session(session, _lora_settings(recipe))
-        say(f"training {info.num_parameters:,} parameters in {len(info.modules)} modules at rank {info.rank}")
-        try:
-            return _train(client, session, recipe, examples, say)
-        finally:
-            client.close_session(session)
-
-
-def session_name(output_dir: Path) -> str:
-    """The same for every run over one output directory."""
-    absolute = str(output_dir.resolve())
-    readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", output_dir.name).strip("-.") or "run"
-    return f"{readable[:64]}-{hashlib.sha256(absolute.encode()).hexdigest()[:8]}"
-
-
-def _lora_settings(recipe: Recipe) -> LoraSettings:
-    return LoraSettings(
-        rank=recipe.lora_rank,
-        alpha=recipe.served_alpha,
-        dropout=recipe.lora_dropout,
-        targets=list(recipe.lora_target),
-        seed=recipe.seed,
-    )
-
-
-def _train(
-    client: ResidentClient, session: str, recipe: Recipe, examples: list[Example], say: Callable[[str], None]
+def run(
+    client: ResidentClient,
+    recipe: Recipe,
+    inputs: Inputs,
+    display: Display,
+    *,
+    parameters: int = 0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> RunResult:
-    total = schedule.num_steps(recipe, len(examples))
-    rates = schedule.learning_rates(recipe, total)
-    per_step = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
-    journal = Journal(recipe.output_dir, total, len(examples) / per_step, say)
-    finished_at = 0.0
-    for step, micro_batches in enumerate(batches.steps(examples, recipe, total), start=1):
-        loss = _accumulate(client, session, micro_batches)
-        answer = client.optim_step(
-            session,
-            rates[step - 1],
-            beta1=recipe.adam_beta1,
-            beta2=recipe.adam_beta2,
-            epsilon=recipe.adam_epsilon,
-            weight_decay=recipe.weight_decay,
-            max_grad_norm=recipe.max_grad_norm,
-            lora_plus_ratio=recipe.loraplus_lr_ratio or 1.0,
+    """Trains, evaluates, saves and publishes. Raises ConflictError when another trainer uses the output directory.
+
+    `parameters`: of the model, how many one token meets. A first SIGINT ends the run after its step; it is saved.
+    """
+    recipe.output_dir.mkdir(parents=True, exist_ok=True)
+    with exclusive_lock(recipe.output_dir / LOCK_FILE, "output directory"):
+        checkpoint = checkpoints.to_resume(recipe)
+        status = client.status()
+        check_lengths(recipe, inputs, status.context_tokens)
+        identified = identity(recipe, inputs, status.fingerprint)
+        if checkpoint is not None:
+            for change in checkpoints.check_same_run(checkpoint, identified, settings(recipe)):
+                display.say(change)
+        with (
+            _session(client, status, recipe, checkpoint, display) as session,
+            start_tracking(recipe, first_step=checkpoint.step if checkpoint else 0) as trackers,
+            Interruption(display.say) as interruption,
+        ):
+            cadence = _cadence(recipe, inputs)
+            journal = Journal(recipe.output_dir, cadence, display, trackers, parameters=parameters, clock=clock)
+            objective = objective_of(client, session, recipe, inputs.train)
+            training = Training(
+                client, session, recipe, inputs, journal, objective, cadence, display, interruption, status
+            )
+            training.start(checkpoint)
+            return training.finish(training.steps())
+
+
+def check_lengths(recipe: Recipe, inputs: Inputs, context_tokens: int) -> None:
+    """Raises InvalidValueError for a row that is longer than the server's context."""
+    rows = [row for found in (inputs.train, *inputs.evaluation.values()) for row in found]
+    sequences = (each for row in rows for each in (row.examples if isinstance(row, Pair) else (row,)))
+    longest = max(sequences, key=lambda each: each.num_tokens, default=None)
+    if longest is not None and longest.num_tokens > context_tokens:
+        raise InvalidValueError(
+            f"{recipe.where('cutoff_len')}: cutoff_len: {recipe.cutoff_len}: {longest.where} has {longest.num_tokens} "
+            f"tokens, and the server's context is {context_tokens}; lower cutoff_len, or serve with a longer context"
         )
-        finished_at = answer.finished_at
-        num_tokens = sum(batch.num_tokens for batch in micro_batches)
-        write = step % recipe.logging_steps == 0 or step in (1, total)
-        journal.step(loss, num_tokens, rates[step - 1], answer.grad_norm, write=write)
-        if step % recipe.save_steps == 0 and step < total:
-            _save(client, session, recipe, step, say)
-    published = client.publish(session, recipe.publish) if recipe.publish else None
-    if published:
-        say(f"published {published.name} as version {published.version[:16]} in {published.publish_ms:.0f} ms")
-    checkpoint = _save(client, session, recipe, total, say)
-    journal.finish(recipe.output_dir)
-    for name in ADAPTER_FILES:
-        write_file(recipe.output_dir / name, (checkpoint / name).read_bytes())
-    return RunResult(total, journal.losses[0], journal.losses[-1], finished_at, str(checkpoint), published)
 
 
-def _accumulate(client: ResidentClient, session: str, micro_batches: list[Batch]) -> float:
-    """Sends all micro-batches before it waits for the first, so that the resident never waits for the trainer."""
-    tickets = [client.begin_forward_backward(session, batch) for batch in micro_batches]
-    return sum(client.finish_forward(ticket, batch).loss for ticket, batch in zip(tickets, micro_batches, strict=True))
+def _cadence(recipe: Recipe, inputs: Inputs) -> Cadence:
+    if not recipe.do_train:
+        return Cadence(recipe, 0, 1)
+    total = schedule.num_steps(recipe, batches.num_sequences(inputs.train, recipe))
+    return Cadence(recipe, total, batches.steps_per_epoch(inputs.train, recipe))
 
 
-def _save(client: ResidentClient, session: str, recipe: Recipe, step: int, say: Callable[[str], None]) -> Path:
-    path = (recipe.output_dir / f"checkpoint-{step}").resolve()
-    client.save(session, str(path), replace=recipe.overwrite_output_dir)
-    say(f"saved {path}")
-    return path
+@contextlib.contextmanager
+def _session(
+    client: ResidentClient, status: StatusReply, recipe: Recipe, checkpoint: Checkpoint | None, display: Display
+) -> Iterator[str]:
+    """A session for the run's time. KeyboardInterrupt leaves it open: closing it would wait for the calls under way."""
+    name = session_name(recipe.output_dir)
+    if name in [info.session for info in status.sessions]:
+        client.close_session(name)
+    open_session(client, name, recipe, display.say)
+    try:
+        if checkpoint is not None:
+            client.load(name, str(checkpoint.path))
+        yield name
+    except KtError:
+        with contextlib.suppress(KtError):
+            client.close_session(name)
+        raise
+    except Exception:
+        client.close_session(name)
+        raise
+    client.close_session(name)

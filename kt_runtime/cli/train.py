@@ -1,99 +1,199 @@
-"""`kt-runtime train`: LoRA fine-tuning on the resident model of a running server, or of one started for the run."""
+"""`kt-runtime train`: LoRA fine-tuning on the resident model of a running server, or of one started for the run.
+
+Ctrl-C ends a run after the step that it is in, saves it and says how to go on (exit status 130); a second Ctrl-C ends
+it at once.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-import tempfile
-from collections.abc import Iterator
+import shlex
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kt_runtime.cli.connection import ServerAPI, resident_client, server_options, server_url
-from kt_runtime.errors import ConflictError
+from kt_runtime.cli.main import INTERRUPTED_STATUS
+from kt_runtime.cli.run_server import check_model, local_directory, running_server
+from kt_runtime.errors import InvalidValueError, KtError, UserError
 
 if TYPE_CHECKING:
+    from kt_runtime.train.display import Display
+    from kt_runtime.train.inputs import Inputs
+    from kt_runtime.train.loop import RunResult
     from kt_runtime.train.recipe import Recipe
+    from kt_runtime.wire.messages import StatusReply
+
+ABANDON_SECONDS = 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Everything that is known before training. `config`: of the model's config.json."""
+
+    recipe: Recipe
+    inputs: Inputs
+    config: dict[str, Any]
 
 
 @click.command(name="train", help=__doc__)
 @click.option("--recipe", "recipe_path", required=True, type=click.Path(path_type=Path), help="A YAML or JSON recipe.")
-@click.option("--check", is_flag=True, help="Check recipe and data, print the plan, and change nothing.")
+@click.option("--check", is_flag=True, help="Check recipe, data and adapter, print the plan, and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 @click.argument("overrides", nargs=-1)
 @server_options
 def command(
     recipe_path: Path, check: bool, as_json: bool, overrides: tuple[str, ...], url: str | None, api_key: str | None
-) -> None:
-    from kt_runtime.train.loop import read_examples, run
+) -> int:
+    from kt_runtime.train.display import display_for
+
+    with display_for(sys.stderr if as_json else sys.stdout) as display:
+        recipe = _read(recipe_path, overrides, display.say)
+        api = ServerAPI(server_url(url), api_key)
+        status = api.get("/kt/status") if api.answers() else None
+        prepared = _prepare(recipe, status, display.say)
+        if check:
+            from kt_runtime.cli.train_check import check_run
+
+            check_run(prepared.recipe, prepared.inputs, prepared.config, api if status else None, display.say)
+            return 0
+        result = _run(prepared, url, api_key, display)
+        if result.interrupted:
+            _say_how_to_go_on(result, prepared.recipe, recipe_path, overrides, url, display.say)
+    if as_json:
+        click.echo(json.dumps(_as_json(result)))
+    return INTERRUPTED_STATUS if result.interrupted else 0
+
+
+def _read(path: Path, overrides: tuple[str, ...], say: Callable[[str], None]) -> Recipe:
     from kt_runtime.train.recipe import read_recipe
-    from kt_runtime.train.rendering import Renderer
-    from kt_runtime.train.schedule import num_steps
+    from kt_runtime.train.trackers import check_trackers
 
-    def say(line: str) -> None:
-        click.echo(line, err=as_json)
-
-    recipe, notes = read_recipe(recipe_path, list(overrides))
+    recipe, notes = read_recipe(path, list(overrides))
     for note in notes:
         say(note)
-    if check:
-        examples = read_examples(recipe, Renderer(_local_directory(recipe)), say)
-        say(f"{num_steps(recipe, len(examples))} optimizer steps; nothing was started or changed")
-        return
-    with _server(recipe, url, api_key, say) as api, resident_client(api) as client:
-        status = client.status()
-        _check_model(recipe, status.model, status.model_directory)
-        examples = read_examples(recipe, Renderer(Path(status.model_directory)), say)
-        result = run(client, recipe, examples, say)
-    if as_json:
-        published = result.published
-        click.echo(
-            json.dumps(
-                {
-                    **dataclasses.asdict(dataclasses.replace(result, published=None)),
-                    "published": published
-                    and {"name": published.name, "version": published.version, "publish_ms": published.publish_ms},
-                }
-            )
+    if not (recipe.do_train or recipe.do_eval):
+        raise InvalidValueError(
+            f"{path}: neither do_train nor do_eval is true, so there is nothing to do; `kt-runtime predict --recipe "
+            f"{path}` writes answers to a dataset"
+        )
+    if recipe.do_predict:
+        from kt_runtime.train.metrics import check_packages
+
+        check_packages()
+    check_trackers(recipe.report_to)
+    return recipe
+
+
+def _prepare(recipe: Recipe, status: dict[str, Any] | None, say: Callable[[str], None]) -> Prepared:
+    """Reads model directory, adapter and data before any server is started or asked for anything but its status."""
+    from kt_runtime.cli.starting_adapter import with_starting_adapter
+    from kt_runtime.train.inputs import read_inputs
+    from kt_runtime.train.rendering import Renderer
+
+    model = recipe.model_name_or_path
+    directory = local_directory(model) if status is None else check_model(model, status)
+    config = json.loads((directory / "config.json").read_bytes())
+    max_rank = None if status is None else int(status["max_lora_rank"])
+    recipe = with_starting_adapter(recipe, config, max_rank, say)
+    _check_lora(recipe, config, max_rank)
+    renderer = Renderer(directory, recipe)
+    if comparison := renderer.comparison():
+        say(comparison)
+    return Prepared(recipe, read_inputs(recipe, renderer, say), config)
+
+
+def _check_lora(recipe: Recipe, config: dict[str, Any], max_rank: int | None) -> None:
+    """Raises, with the recipe's line, what the resident would refuse once the run has begun."""
+    from kt_runtime.families import resolve_targets
+    from kt_runtime.families.base import EXPERTS
+
+    if max_rank is not None and recipe.lora_rank > max_rank:
+        raise InvalidValueError(
+            f"{recipe.where('lora_rank')}: lora_rank: {recipe.lora_rank}: the server serves adapters up to rank "
+            f"{max_rank}; lower it, or start the server with --max-lora-rank {recipe.lora_rank}"
+        )
+    try:
+        modules = resolve_targets(config, recipe.lora_target)
+    except UserError as error:
+        raise InvalidValueError(f"{recipe.where('lora_target')}: lora_target: {error}") from None
+    has_dropout = recipe.lora_dropout > 0 and recipe.stage == "sft"
+    if has_dropout and any(module.group == EXPERTS for module in modules):
+        raise InvalidValueError(
+            f"{recipe.where('lora_dropout')}: lora_dropout: {recipe.lora_dropout:g}: routed experts can't be trained "
+            "with dropout; say lora_dropout: 0, or a lora_target without them, as attention,mlp,shared"
         )
 
 
-@contextlib.contextmanager
-def _server(recipe: Recipe, url: str | None, api_key: str | None, say: object) -> Iterator[ServerAPI]:
-    """The running server, or one that is started for the run and ended after it."""
-    from kt_runtime.cli.server_process import server
+def _run(prepared: Prepared, url: str | None, api_key: str | None, display: Display) -> RunResult:
+    from kt_runtime.serve.checkpoint import count_parameters
+    from kt_runtime.train.loop import run
+    from kt_runtime.train.session import session_name
 
-    assert callable(say)
-    api = ServerAPI(server_url(url), api_key)
-    if api.answers():
-        yield api
+    recipe = prepared.recipe
+    parameters = count_parameters(prepared.config).active
+    with running_server(recipe.model_name_or_path, url, api_key, display.say, max_lora_rank=recipe.lora_rank) as api:
+        check_model(recipe.model_name_or_path, api.get("/kt/status"))
+        with resident_client(api) as client:
+            say_resident_notes(recipe, client.status(), display.say)
+            try:
+                result = run(client, recipe, prepared.inputs, display, parameters=parameters)
+            except KeyboardInterrupt:
+                _abandon(api, session_name(recipe.output_dir))
+                raise
+        if recipe.do_predict and not result.interrupted:
+            from kt_runtime.cli.predict import predict_after_training
+
+            predict_after_training(api, api_key, recipe, display.say)
+        return result
+
+
+def say_resident_notes(recipe: Recipe, status: StatusReply, say: Callable[[str], None]) -> None:
+    """What the recipe says about placement and memory, where the resident model has it otherwise."""
+    from kt_runtime.serve.resident_notes import placement_notes, resident_notes
+
+    for note in [*placement_notes(recipe, status), *resident_notes(recipe, status)]:
+        say(note)
+
+
+def _abandon(api: ServerAPI, session: str) -> None:
+    """Asks the server, over a connection of its own, to drop the session once its call has ended; waits for little."""
+    with contextlib.suppress(KtError), resident_client(api, timeout_s=ABANDON_SECONDS) as client:
+        client.close_session(session)
+
+
+def _say_how_to_go_on(
+    result: RunResult,
+    recipe: Recipe,
+    recipe_path: Path,
+    overrides: tuple[str, ...],
+    url: str | None,
+    say: Callable[[str], None],
+) -> None:
+    if result.checkpoint is None:
+        say("interrupted before the first step: nothing to save")
         return
-    log = Path(tempfile.mkdtemp(prefix="kt-runtime-")) / "server.log"
-    say(f"no server at {api.url}: starting one for this run with {recipe.model_name_or_path}; its log is {log}")
-    with server(recipe.model_name_or_path, ["--max-lora-rank", str(max(16, recipe.lora_rank))], log) as started:
-        yield started
-
-
-def _local_directory(recipe: Recipe) -> Path:
-    from kt_runtime.serve.models import resolve_model
-
-    return Path(resolve_model(recipe.model_name_or_path).directory)
-
-
-def _check_model(recipe: Recipe, model: str, directory: str) -> None:
-    """Raises ConflictError when the recipe's model is not the resident one."""
-    wanted = recipe.model_name_or_path
-    if wanted in (model, directory) or Path(wanted).resolve() == Path(directory).resolve():
+    if recipe.save_only_model:
+        say(
+            f"interrupted after step {result.steps}; the adapter is in {result.checkpoint}, without its optimizer's "
+            "state (save_only_model: true), so the run can't go on from there"
+        )
         return
-    from kt_runtime.errors import KtError
+    kept = [override for override in overrides if not override.startswith("resume_from_checkpoint=")]
+    command = ["kt-runtime", "train", "--recipe", str(recipe_path), *(["--url", url] if url else []), *kept]
+    say(f"interrupted after step {result.steps}; go on with:")
+    say(f"  {shlex.join([*command, f'resume_from_checkpoint={result.checkpoint}'])}")
 
-    with contextlib.suppress(KtError):
-        if _local_directory(recipe).resolve() == Path(directory).resolve():
-            return
-    raise ConflictError(
-        f"model_name_or_path: {wanted}: the server's resident model is {model} ({directory}); name that one, or train "
-        "without a server, so that one is started with the recipe's model"
-    )
+
+def _as_json(result: RunResult) -> dict[str, Any]:
+    published = result.published
+    return {
+        **dataclasses.asdict(dataclasses.replace(result, published=None)),
+        "published": published
+        and {"name": published.name, "version": published.version, "publish_ms": published.publish_ms},
+    }

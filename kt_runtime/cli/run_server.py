@@ -1,0 +1,94 @@
+"""The server that a command works with: the running one, or one started for the command with the recipe's model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kt_runtime.cli.connection import ServerAPI, server_url
+from kt_runtime.cli.server_process import server
+from kt_runtime.errors import ConflictError, KtError, ServerUnreachableError
+
+LEAST_LORA_RANK = 16  # `kt-runtime serve`'s default
+CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+MAX_HEADER_BYTES, COMPARED_BYTES = 100_000_000, 1 << 16
+
+
+@contextlib.contextmanager
+def running_server(
+    model: str, url: str | None, api_key: str | None, say: Callable[[str], None], *, max_lora_rank: int = 0
+) -> Iterator[ServerAPI]:
+    """The running server, or one that is started with `model` and ended when the context ends.
+
+    `url`: what the user said by --url, or None. A server named so must be there: ServerUnreachableError if it is not.
+    `max_lora_rank`: the highest rank that a server started here must take.
+    """
+    api = ServerAPI(server_url(url), api_key)
+    if api.answers():
+        yield api
+        return
+    if url is not None:
+        raise ServerUnreachableError(
+            f"--url {url}: no server answers there; without --url, one is started with {model} for this command"
+        )
+    local_directory(model)  # said at once when there is no such model
+    log = Path(tempfile.mkdtemp(prefix="kt-runtime-")) / "server.log"
+    say(f"no server at {api.url}: starting one for this run with {model}; its log is {log}")
+    rank = str(max(LEAST_LORA_RANK, max_lora_rank))
+    with server(model, ["--max-lora-rank", rank], log, api_key=api_key) as started:
+        yield started
+
+
+def local_directory(model: str) -> Path:
+    """The directory on this machine that `model` (a preset, a directory, a hub cache entry) names."""
+    from kt_runtime.serve.models import resolve_model
+
+    return Path(resolve_model(model).directory)
+
+
+def check_model(wanted: str, status: Mapping[str, Any], where: str = "model_name_or_path") -> Path:
+    """The model's directory on this machine. Raises ConflictError when `wanted` is not the resident model.
+
+    `status`: the fields "model" and "model_directory" of GET /kt/status. Two directories hold the same model when their
+    paths are the same, or their configuration and list of weights.
+    """
+    resident, directory = str(status["model"]), Path(status["model_directory"])
+    found: Path | None = None
+    with contextlib.suppress(KtError):
+        found = local_directory(wanted)
+    if wanted in (resident, str(directory)) or (found and same_checkpoint(found, directory)):
+        return directory if directory.is_dir() else found or directory
+    raise ConflictError(
+        f"{where}: {wanted}: the server's resident model is {resident} ({directory}); name that one, or end that "
+        "server, and one is started with this model"
+    )
+
+
+def same_checkpoint(one: Path, other: Path) -> bool:
+    """True if both are one directory, or hold the same configuration, list of weights and beginnings of weights."""
+    if one.resolve() == other.resolve():
+        return True
+    try:
+        return _identity(one) == _identity(other)
+    except (OSError, ValueError):
+        return False
+
+
+def _identity(directory: Path) -> tuple[Any, bytes, list[tuple[int, bytes]]]:
+    """Fine-tuned checkpoints share configuration and index with their base, so that some weights are read as well."""
+    config = json.loads((directory / CONFIG_FILE).read_bytes())
+    index = (directory / INDEX_FILE).read_bytes() if (directory / INDEX_FILE).is_file() else b""
+    files = sorted(set(json.loads(index)["weight_map"].values())) if index else [WEIGHTS_FILE]
+    return config, index, [_beginning(directory / files[0]), _beginning(directory / files[-1])]
+
+
+def _beginning(path: Path) -> tuple[int, bytes]:
+    """Size, header and first weights of a safetensors file."""
+    with path.open("rb") as opened:
+        header_bytes = int.from_bytes(opened.read(8), "little")
+        opened.seek(0)
+        return path.stat().st_size, opened.read(8 + min(header_bytes, MAX_HEADER_BYTES) + COMPARED_BYTES)

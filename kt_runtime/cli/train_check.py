@@ -1,0 +1,95 @@
+"""`kt-runtime train --check`: everything that can be known before a run, without changing anything anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kt_runtime.cli.connection import ServerAPI, resident_client
+from kt_runtime.families import resolve_targets
+
+if TYPE_CHECKING:
+    from kt_runtime.train.inputs import Inputs
+    from kt_runtime.train.recipe import Recipe
+
+Say = Callable[[str], None]
+
+
+def check_run(recipe: Recipe, inputs: Inputs, config: dict[str, Any], api: ServerAPI | None, say: Say) -> None:
+    """Prints what the run would do. Raises what would stop it. `api`: the running server, asked for its status only."""
+    from kt_runtime.cli.train import say_resident_notes
+    from kt_runtime.train.loop import check_lengths
+
+    if api is None:
+        _check_placement(recipe, say)
+        say("no server is running: one would be started for the run")
+    else:
+        with resident_client(api) as client:
+            status = client.status()
+        say_resident_notes(recipe, status, say)
+        check_lengths(recipe, inputs, status.context_tokens)
+        say(f"the resident model is {status.model} at {api.url}")
+    _print_plan(recipe, inputs, config, say)
+    say("checked: nothing was started or changed")
+
+
+def _check_placement(recipe: Recipe, say: Say) -> None:
+    """Without a server a rule file is only read: what it asks for is compared once there is one."""
+    from kt_runtime.serve.placement import read_placement
+
+    rule = recipe.kt_optimize_rule
+    if rule is None:
+        return
+    found = next((path for path in (rule, Path(recipe.source).parent / rule) if path.is_file()), None)
+    for note in read_placement(found, None).notes if found else ():
+        say(note)
+
+
+def _print_plan(recipe: Recipe, inputs: Inputs, config: dict[str, Any], say: Say) -> None:
+    from kt_runtime.train.checkpoints import to_resume
+    from kt_runtime.train.dpo import described_reference
+    from kt_runtime.train.targets import patterns
+
+    checkpoint = to_resume(recipe)
+    modules = resolve_targets(config, recipe.lora_target)
+    parameters = sum(
+        recipe.lora_rank * (module.in_features + module.out_features) * max(1, module.num_experts) for module in modules
+    )
+    say(f"would train {parameters:,} parameters in {len(modules)} modules at rank {recipe.lora_rank}:")
+    for pattern in patterns(module.name for module in modules):
+        say(f"  {pattern}")
+    if recipe.stage == "dpo":
+        say(described_reference(recipe))
+    if recipe.do_train:
+        _print_steps(recipe, inputs, say)
+    for name, rows in inputs.evaluation.items():
+        say(f"evaluation{f' of {name}' if name else ''}: {len(rows)} rows, eval_strategy: {recipe.eval_strategy}")
+    if checkpoint is not None:
+        say(f"would go on from {checkpoint.path}, step {checkpoint.step}")
+    else:
+        _print_beginning(recipe.output_dir, say)
+    if recipe.publish:
+        every = f" and every {recipe.publish_every_steps} steps" if recipe.publish_every_steps else ""
+        say(f"would publish the adapter as {recipe.publish} at the end{every}")
+
+
+def _print_steps(recipe: Recipe, inputs: Inputs, say: Say) -> None:
+    from kt_runtime.train import batches, schedule
+
+    total = schedule.num_steps(recipe, batches.num_sequences(inputs.train, recipe))
+    an_epoch = batches.steps_per_epoch(inputs.train, recipe)
+    rates = schedule.learning_rates(recipe, total)
+    tokens = sum(row.num_tokens for row in inputs.train)
+    trained = sum(row.num_trained for row in inputs.train)
+    say(
+        f"{total} optimizer steps of {recipe.per_device_train_batch_size} x {recipe.gradient_accumulation_steps} "
+        f"sequences ({total / an_epoch:.2f} epochs of {an_epoch} steps); an epoch has {tokens:,} tokens, of which "
+        f"{trained:,} are trained"
+    )
+    first, highest, last = rates[0], max(rates), rates[-1]
+    say(f"learning rate {recipe.lr_scheduler_type}: first {first:.2e}, highest {highest:.2e}, last {last:.2e}")
+
+
+def _print_beginning(output_dir: Path, say: Say) -> None:
+    say(f"would begin at step 0, in {output_dir}{' (replacing what is there)' if output_dir.exists() else ''}")

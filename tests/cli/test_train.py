@@ -1,0 +1,132 @@
+"""`kt-runtime train` without a server: what is said, and refused, before one would be started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kt_runtime.adapters import AdapterTensors, write_peft_directory
+from kt_runtime.cli import starting_adapter
+from kt_runtime.cli.main import main
+from kt_runtime.errors import ConflictError
+from kt_runtime.families import family_for, resolve_targets
+from kt_runtime.serve.make_model import make_model
+from kt_runtime.serve.presets import load_preset
+from kt_runtime.train.recipe import Recipe
+
+CONFIG = load_preset("tiny-deepseek-v3").config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("tiny-deepseek-v3", tmp_path_factory.mktemp("model") / "model", seed=1)
+
+
+@pytest.fixture
+def check(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `train --check` on a small recipe; returns the exit status and everything that was printed."""
+    monkeypatch.setenv("KT_RUNTIME_URL", "http://127.0.0.1:9")
+    (tmp_path / "dataset_info.json").write_text('{"d": {"file_name": "d.json"}}')
+    rows = [{"instruction": f"What is {number}?", "output": f"A number, {number}."} for number in range(6)]
+    (tmp_path / "d.json").write_text(json.dumps(rows))
+    recipe = tmp_path / "r.yaml"
+
+    def run(*overrides: str, text: str = "") -> tuple[int, str]:
+        recipe.write_text(
+            f"model_name_or_path: {model}\ndataset: d\ndataset_dir: {tmp_path}\noutput_dir: {tmp_path}/out\n"
+            f"per_device_train_batch_size: 2\nlearning_rate: 1e-4\nnum_train_epochs: 2\n{text}"
+        )
+        status = main(["train", "--check", "--recipe", str(recipe), *overrides])
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    return run
+
+
+def write_adapter(path: Path, targets: list[str], rank: int = 4, drop: str = "") -> Path:
+    modules = [module for module in resolve_targets(CONFIG, targets) if module.name != drop]
+    generator = torch.Generator().manual_seed(1)
+    pairs = {}
+    for module in modules:
+        experts = (module.num_experts,) if module.num_experts else ()
+        a = torch.randn(*experts, rank, module.in_features, generator=generator)
+        pairs[module.name] = (a, torch.randn(*experts, module.out_features, rank, generator=generator))
+    adapter = AdapterTensors.from_modules(rank, 8.0, pairs)
+    write_peft_directory(path, adapter, family_for(CONFIG), CONFIG, max_rank=64)
+    return path
+
+
+def test_check_prints_the_plan_and_changes_nothing(check: Any, tmp_path: Path) -> None:
+    status, said = check()
+    assert status == 0, said
+    for text in (
+        "6 examples; the first, trained tokens between «»",
+        "6 optimizer steps of 2 x 1 sequences (2.00 epochs of 3 steps)",
+        "would train 121,728 parameters in 30 modules at rank 8:",
+        "model.layers.{1-2}.mlp.experts.{gate_proj,up_proj,down_proj}",
+        "would begin at step 0",
+        "nothing was started or changed",
+    ):
+        assert text in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lora_target: q_prj\n", r"r.yaml:8: lora_target: unknown LoRA target 'q_prj'; did you mean"),
+        ("lora_dropout: 0.1\n", "r.yaml:8: lora_dropout: 0.1: routed experts can't be trained with dropout"),
+        ("do_predict: true\npredict_with_generate: true\neval_dataset: d\n", "kt-runtime predict --recipe"),
+        ("report_to: wandbb\n", "wandbb"),
+        ("adapter_name_or_path: /no/such\n", "r.yaml:8: adapter_name_or_path"),
+        ("cutoff_len: 3\n", "cutoff_len: 3"),
+    ],
+)
+def test_what_would_stop_a_run_is_said_with_its_line(check: Any, text: str, message: str) -> None:
+    status, said = check(text=text)
+    assert status == 2 and message in said, said
+
+
+def test_a_starting_adapter_is_read_whole_and_its_settings_hold(check: Any, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", ["attention", "experts"])
+    status, said = check(text=f"adapter_name_or_path: {adapter}\n")
+    assert status == 0, said
+    assert f"goes on with the adapter {adapter}: rank 4, alpha 8, targets attention, experts" in said
+    assert "in 21 modules at rank 4" in said
+    status, said = check(text=f"adapter_name_or_path: {adapter}\nlora_rank: 16\n")
+    assert status == 2 and "r.yaml:9: lora_rank: 16: training goes on with the adapter" in said
+    (adapter / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
+    status, said = check(text=f"adapter_name_or_path: {adapter}\n")
+    assert status == 2 and "adapter_model.safetensors" in said
+
+
+@pytest.mark.parametrize("targets", ["all", "attention", "mlp,shared", "experts", "q_a_proj,kv_a_proj_with_mqa"])
+def test_an_adapters_modules_are_named_as_targets(targets: str, tmp_path: Path) -> None:
+    names = targets.split(",")
+    adapter = starting_adapter._read(write_adapter(tmp_path / "a", names), CONFIG, 64)
+    assert set(starting_adapter.targets_of(adapter, CONFIG, "a")) == set(names)
+
+
+def test_an_adapter_of_some_layers_needs_a_target_in_the_recipe(tmp_path: Path) -> None:
+    place = write_adapter(tmp_path / "a", ["o_proj"], drop="model.layers.1.self_attn.o_proj")
+    adapter = starting_adapter._read(place, CONFIG, 64)
+    with pytest.raises(ConflictError, match=r"adapts model.layers.0.self_attn.o_proj, but not every module"):
+        starting_adapter.targets_of(adapter, CONFIG, "a")
+
+
+def test_a_recipe_without_an_adapter_stays_as_it_is(tmp_path: Path) -> None:
+    recipe = Recipe(model_name_or_path="m")
+    assert starting_adapter.with_starting_adapter(recipe, CONFIG, None, print) is recipe
+
+
+def test_a_run_that_would_be_resumed_is_named(check: Any, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "adapter_model.safetensors").write_bytes(b"")
+    status, said = check()
+    assert status == 2 and "overwrite_output_dir: true to start over" in said
+    status, said = check("overwrite_output_dir=true")
+    assert status == 0 and "(replacing what is there)" in said

@@ -1,0 +1,195 @@
+"""A resident that counts instead of computing: its losses depend on every call and step before, as a model's do."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kt_runtime.files import write_directory
+from kt_runtime.train.examples import Example, Pair
+from kt_runtime.train.recipe import Recipe
+from kt_runtime.wire import Batch, ForwardResult
+from kt_runtime.wire.messages import OptimReply, PublishReply, SavedReply, SessionInfo
+
+
+@dataclass
+class FakeResident:
+    """Stands in for `ResidentClient`. `log`: what was asked of it, in order. `on_step`: called after every step."""
+
+    model_directory: Path
+    sessions: dict[str, dict[str, float]] = field(default_factory=dict)
+    log: list[tuple[Any, ...]] = field(default_factory=list)
+    on_step: Callable[[int], None] = lambda step: None
+    eval_losses: list[float] = field(default_factory=list)
+    context_tokens: int = 512
+
+    def status(self) -> Any:
+        sessions = [SimpleNamespace(session=name) for name in self.sessions]
+        return SimpleNamespace(
+            sessions=sessions,
+            fingerprint="base",
+            model_directory=str(self.model_directory),
+            context_tokens=self.context_tokens,
+            max_lora_rank=64,
+        )
+
+    def create_session(self, name: str, lora: Any, start_from: Any = None, *, reference: Any = None) -> SessionInfo:
+        assert name not in self.sessions
+        self.sessions[name] = {"value": 1.0, "step": 0, "calls": 0, "gradient": 0.0}
+        self.log.append(("create", lora, start_from, reference))
+        modules = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]
+        return SessionInfo(session=name, rank=lora.rank, alpha=lora.alpha, step=0, modules=modules, num_parameters=9)
+
+    def begin_forward_backward(
+        self, name: str, batch: Batch, loss: Any = None, *, reference: Any = None, activations: str = "recompute"
+    ) -> ForwardResult:
+        session = self.sessions[name]
+        session["calls"] += 1
+        result = self._result(session, batch, loss, reference, session["calls"])
+        session["gradient"] += result.loss
+        self.log.append(("forward_backward", batch, loss, reference, activations))
+        return result
+
+    def begin_forward(
+        self, name: str, batch: Batch, loss: Any = None, *, model: str = "policy", reference: Any = None
+    ) -> ForwardResult:
+        self.log.append(("forward", batch, loss, model, reference))
+        result = self._result(self.sessions[name], batch, loss, reference, 0)
+        if model == "policy" and self.eval_losses:
+            scaled = self.eval_losses.pop(0) * float(np.count_nonzero(batch.weights))
+            return ForwardResult(scaled, result.logprobs, result.num_tokens, 0.0, result.metrics, 1, result.num_tokens)
+        return result
+
+    def finish_forward(self, ticket: ForwardResult, batch: Batch) -> ForwardResult:
+        return ticket
+
+    def optim_step(self, name: str, learning_rate: float, **settings: float) -> OptimReply:
+        session = self.sessions[name]
+        session["value"] -= learning_rate * session["gradient"]
+        session["step"] += 1
+        norm, session["gradient"] = abs(session["gradient"]), 0.0
+        self.log.append(("optim_step", learning_rate, settings))
+        self.on_step(int(session["step"]))
+        return OptimReply(request_id="", step=int(session["step"]), grad_norm=norm, finished_at=0.0)
+
+    def save(self, name: str, path: str, *, optimizer: bool = True, replace: bool = False) -> SavedReply:
+        state = dict(self.sessions[name])
+
+        def fill(directory: Path) -> None:
+            (directory / "adapter_model.safetensors").write_text(repr(state["value"]))
+            (directory / "adapter_config.json").write_text("{}")
+            (directory / "session.json").write_text(json.dumps(state))
+            if optimizer:
+                (directory / "optimizer.safetensors").write_bytes(b"")
+
+        write_directory(Path(path), fill, replace=replace)
+        self.log.append(("save", Path(path).name))
+        return SavedReply(request_id="", path=path, content_hash="", step=int(state["step"]))
+
+    def load(self, name: str, path: str) -> None:
+        self.sessions[name] = json.loads((Path(path) / "session.json").read_text())
+        self.log.append(("load", Path(path).name))
+
+    def publish(self, name: str, adapter: str) -> PublishReply:
+        self.log.append(("publish", adapter, int(self.sessions[name]["step"])))
+        return PublishReply(request_id="", name=adapter, version="v" * 64, lora_id="l", publish_ms=1.0)
+
+    def close_session(self, name: str) -> None:
+        del self.sessions[name]
+
+    def count(self, what: str) -> int:
+        return sum(entry[0] == what for entry in self.log)
+
+    def _result(
+        self, session: dict[str, float], batch: Batch, loss: Any, reference: Any, calls: float
+    ) -> ForwardResult:
+        logprobs = -(batch.targets % 7 + 1).astype(np.float32) * np.float32(0.1)
+        value = session["value"] * float(np.dot(batch.weights.astype(np.float64), -logprobs)) + 1e-3 * calls
+        metrics = {}
+        if loss is not None:
+            assert (reference is None) == (not loss.has_reference) or calls == 0
+            value *= loss.scale
+            num_pairs = len(batch.lengths) / 2
+            metrics = {"rewards/accuracies": 0.5 * num_pairs, "rewards/margins": num_pairs}
+        return ForwardResult(value, batch.split(logprobs), batch.num_tokens, 0.0, metrics, 1, batch.num_tokens)
+
+
+@dataclass
+class Lines:
+    """A display for tests."""
+
+    lines: list[str] = field(default_factory=list)
+    positions: list[tuple[int, int]] = field(default_factory=list)
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def progress(self, done: int, total: int, facts: Any) -> None:
+        self.positions.append((done, total))
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __contains__(self, text: str) -> bool:
+        return any(text in line for line in self.lines)
+
+
+@pytest.fixture
+def resident(tmp_path: Path) -> FakeResident:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "tokenizer.json").write_text("{}")
+    return FakeResident(model)
+
+
+@pytest.fixture
+def display() -> Lines:
+    return Lines()
+
+
+@pytest.fixture
+def make_recipe(tmp_path: Path) -> Callable[..., Recipe]:
+    """A recipe of 12 steps over 6 rows (2 a step, 3 steps an epoch), logged at every step."""
+
+    def make(**keys: Any) -> Recipe:
+        values: dict[str, Any] = {
+            "model_name_or_path": "tiny",
+            "dataset": ("d",),
+            "do_train": True,
+            "output_dir": tmp_path / "out",
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 2,
+            "num_train_epochs": 4.0,
+            "learning_rate": 0.01,
+            "logging_steps": 1,
+        }
+        return Recipe(**{**values, **keys})
+
+    return make
+
+
+@pytest.fixture
+def examples() -> list[Example]:
+    generator = np.random.default_rng(3)
+    return [Example.of(generator.integers(3, 90, 6 + row), [False] * 3 + [True] * (3 + row)) for row in range(6)]
+
+
+@pytest.fixture
+def pairs(examples: list[Example]) -> list[Pair]:
+    return [Pair(first, second) for first, second in zip(examples, reversed(examples), strict=True)]
+
+
+@pytest.fixture
+def interrupt() -> Callable[[], None]:
+    return lambda: signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,48 @@
+"""At which optimizer steps a run logs, saves, evaluates and publishes. Steps count from 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kt_runtime.train.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """`epoch_steps`: optimizer steps of one pass over the data, the last, smaller one included."""
+
+    recipe: Recipe
+    total_steps: int
+    epoch_steps: int
+
+    def epoch(self, step: int) -> float:
+        """Passes over the data after `step`."""
+        return step / self.epoch_steps
+
+    def logs(self, step: int) -> bool:
+        """The last step is always logged, so that the shortest run has a loss."""
+        is_first = step == 1 and self.recipe.logging_first_step
+        return (
+            is_first
+            or step == self.total_steps
+            or self._due(step, self.recipe.logging_strategy, self.recipe.logging_steps)
+        )
+
+    def saves(self, step: int) -> bool:
+        is_last = step == self.total_steps and self.recipe.save_strategy != "no"
+        return is_last or self._due(step, self.recipe.save_strategy, self.recipe.save_steps)
+
+    def evaluates(self, step: int) -> bool:
+        every = self.recipe.eval_steps or self.recipe.logging_steps
+        is_last = step == self.total_steps and self.recipe.eval_strategy == "epoch"
+        return is_last or self._due(step, self.recipe.eval_strategy, every)
+
+    def publishes(self, step: int) -> bool:
+        """While training goes on; the end publishes by itself."""
+        every = self.recipe.publish_every_steps
+        return bool(self.recipe.publish and every and step % every == 0 and step < self.total_steps)
+
+    def _due(self, step: int, strategy: str, every: int) -> bool:
+        if strategy == "no":
+            return False
+        return step % (every if strategy == "steps" else self.epoch_steps) == 0

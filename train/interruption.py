@@ -1,0 +1,40 @@
+"""Ctrl-C: the first asks a run to stop after the step that it is in, the second stops the process at once."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+MESSAGE = "interrupted: finishing this step, then saving; Ctrl-C again stops at once, without saving"
+
+
+class Interruption:
+    """A context in which the first SIGINT sets `requested` and the next raises KeyboardInterrupt.
+
+    Signals reach the main thread only: in another thread nothing is installed, and `requested` stays False.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._previous: Any = None
+        self.requested = False
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        with contextlib.suppress(RuntimeError):  # the signal came amidst a write to the same stream
+            self._say(MESSAGE)

@@ -1,0 +1,81 @@
+"""The resident's side of a run: its session, with the adapter that it trains, and what it is trained for."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+from kt_runtime.train.dpo import Dpo, described_reference, reference_adapter
+from kt_runtime.train.objective import Objective, Row
+from kt_runtime.train.recipe import Recipe
+from kt_runtime.train.run_identity import all_settings
+from kt_runtime.train.sft import Sft
+from kt_runtime.train.targets import patterns
+from kt_runtime.train.trackers import Tracker, open_trackers
+from kt_runtime.wire import LoraSettings, ResidentClient
+from kt_runtime.wire.messages import Activations, SessionInfo
+
+Say = Callable[[str], None]
+
+
+def session_name(output_dir: Path) -> str:
+    """The same for every run over one output directory."""
+    absolute = str(output_dir.resolve())
+    readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", output_dir.name).strip("-.") or "run"
+    return f"{readable[:64]}-{hashlib.sha256(absolute.encode()).hexdigest()[:8]}"
+
+
+def lora_settings(recipe: Recipe) -> LoraSettings:
+    """Preference training compares two models: dropout would make each call another policy, so there is none."""
+    return LoraSettings(
+        rank=recipe.lora_rank,
+        alpha=recipe.served_alpha,
+        dropout=0.0 if recipe.stage == "dpo" else recipe.lora_dropout,
+        targets=list(recipe.lora_target),
+        seed=recipe.seed,
+    )
+
+
+def open_session(client: ResidentClient, name: str, recipe: Recipe, say: Say) -> SessionInfo:
+    """Creates the session and prints what it trains and, in preference training, against which reference."""
+    reference = reference_adapter(recipe)
+    info = client.create_session(
+        name, lora_settings(recipe), _absolute(recipe.adapter_name_or_path), reference=_absolute(reference)
+    )
+    say(described_session(info))
+    if recipe.stage == "dpo":
+        say(described_reference(recipe))
+        if recipe.lora_dropout:
+            say(f"{recipe.where('lora_dropout')}: lora_dropout: {recipe.lora_dropout:g}: not used; dpo has no dropout")
+    return info
+
+
+def described_session(info: SessionInfo) -> str:
+    head = f"training {info.num_parameters:,} parameters in {len(info.modules)} modules at rank {info.rank}:"
+    return "\n  ".join([head, *patterns(info.modules)])
+
+
+def objective_of(client: ResidentClient, session: str, recipe: Recipe, train: Sequence[Row]) -> Objective:
+    activations = cast(Activations, recipe.activations)
+    if recipe.stage == "dpo":
+        return Dpo(client, session, recipe, train, activations)
+    return Sft(client, session, activations)
+
+
+@contextlib.contextmanager
+def start_tracking(recipe: Recipe, first_step: int = 0) -> Iterator[list[Tracker]]:
+    """The recipe's trackers, closed when the context ends. `first_step`: after which a resumed run goes on."""
+    with contextlib.ExitStack() as stack:
+        name = recipe.run_name or recipe.output_dir.resolve().name
+        trackers = open_trackers(recipe.report_to, recipe.output_dir, name, all_settings(recipe), first_step)
+        for tracker in trackers:
+            stack.callback(tracker.close)
+        yield trackers
+
+
+def _absolute(path: Path | None) -> str | None:
+    return None if path is None else str(path.resolve())

@@ -1,0 +1,49 @@
+"""Supervised fine-tuning: the mean cross-entropy of a step's trained tokens, however they lie in micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kt_runtime.train.batches import to_batch
+from kt_runtime.train.objective import Call, Outcome, Row, Totals, chunks, in_flight
+from kt_runtime.wire import ResidentClient
+from kt_runtime.wire.messages import Activations
+
+
+class Sft:
+    def __init__(self, client: ResidentClient, session: str, activations: Activations) -> None:
+        self._client, self._session, self._activations = client, session, activations
+
+    def accumulate(self, micro_batches: Sequence[Sequence[Row]]) -> Outcome:
+        rows = [row for micro_batch in micro_batches for row in micro_batch]
+        weight = 1.0 / sum(row.num_trained for row in rows)
+        batches = [to_batch(micro_batch, weight) for micro_batch in micro_batches]
+        tickets = [
+            self._client.begin_forward_backward(self._session, batch, activations=self._activations)
+            for batch in batches
+        ]
+        results = [self._client.finish_forward(*call) for call in zip(tickets, batches, strict=True)]
+        return Outcome(
+            loss=sum(result.loss for result in results),
+            num_tokens=sum(result.num_computed for result in results),
+            num_samples=len(rows),
+        )
+
+    def evaluate(self, rows: Sequence[Row], batch_size: int, stop: Callable[[], bool]) -> Totals | None:
+        totals = Totals()
+        for result, chunk in in_flight(self._client, self._calls(rows, batch_size), stop):
+            trained = sum(row.num_trained for row in chunk)
+            totals.add(result, count=trained, trained_tokens=trained)
+        return None if stop() else totals
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, arrays: Mapping[str, Any]) -> None:
+        pass
+
+    def _calls(self, rows: Sequence[Row], batch_size: int) -> Iterator[Call]:
+        for chunk in chunks(rows, batch_size):
+            batch = to_batch(chunk, 1.0)
+            yield self._client.begin_forward(self._session, batch), batch, chunk

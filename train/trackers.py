@@ -1,0 +1,159 @@
+"""`report_to`: trackers of runs, each imported only when a recipe names it.
+
+Nothing leaves the machine unless the user has said so: wandb runs offline where neither WANDB_MODE nor WANDB_API_KEY
+nor a login says otherwise, and the others likewise.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from kt_runtime.errors import InvalidValueError, UnknownNameError
+
+PROJECT = "kt-runtime"
+WANDB_HOSTS = ("api.wandb.ai",)
+
+
+class Tracker(Protocol):
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Raises UnknownNameError, or InvalidValueError naming the package that a named tracker lacks."""
+    for name in names:
+        if name not in TRACKERS:
+            raise UnknownNameError("tracker", name, TRACKERS, where="report_to")
+        if importlib.util.find_spec(name) is None:
+            raise InvalidValueError(f"report_to: {name}: is not installed; `pip install {name}`, or report_to: none")
+
+
+def open_trackers(
+    names: tuple[str, ...], directory: Path, run_name: str, settings: Mapping[str, Any], first_step: int = 0
+) -> list[Tracker]:
+    """One tracker per name. `settings`: the recipe's values, for the trackers' own record of a run.
+
+    `first_step`: where a resumed run goes on; what TensorBoard has of later steps is no longer shown.
+    """
+    check_trackers(names)
+    return [TRACKERS[name](directory, run_name, settings, first_step) for name in names]
+
+
+def named(values: Mapping[str, float]) -> dict[str, float]:
+    """As Hugging Face's trainer reports them: `train/loss`, `eval/loss`."""
+    return {
+        f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": value
+        for key, value in values.items()
+    }
+
+
+class _TensorBoard:
+    def __init__(self, directory: Path, run_name: str, settings: Mapping[str, Any], first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(
+            str(directory / "runs" / run_name), purge_step=first_step + 1 if first_step else None
+        )
+        self._writer.add_text("recipe", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for key, value in named(values).items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, directory: Path, run_name: str, settings: Mapping[str, Any], first_step: int) -> None:
+        import wandb
+
+        mode = None if wandb_is_configured(os.environ) else "offline"
+        project = os.environ.get("WANDB_PROJECT", PROJECT)
+        self._run = wandb.init(project=project, name=run_name, dir=str(directory), mode=mode, config=dict(settings))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(named(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def wandb_is_configured(environment: Mapping[str, str]) -> bool:
+    """True if the user has chosen a mode, given a key, or logged in: then wandb does what they chose."""
+    if environment.get("WANDB_MODE") or environment.get("WANDB_API_KEY"):
+        return True
+    try:
+        logins = netrc.netrc(environment.get("NETRC")).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
+    hosts = [*WANDB_HOSTS, environment.get("WANDB_BASE_URL", "").partition("://")[2].strip("/")]
+    return any(host in logins for host in hosts if host)
+
+
+class _Swanlab:
+    def __init__(self, directory: Path, run_name: str, settings: Mapping[str, Any], first_step: int) -> None:
+        import swanlab
+
+        mode = None if os.environ.get("SWANLAB_MODE") or os.environ.get("SWANLAB_API_KEY") else "offline"
+        logs = str(directory / "swanlog")
+        self._run = swanlab.init(
+            project=PROJECT, experiment_name=run_name, logdir=logs, mode=mode, config=dict(settings)
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(named(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Trackio:
+    """Keeps its runs on this machine unless it is told of a space."""
+
+    def __init__(self, directory: Path, run_name: str, settings: Mapping[str, Any], first_step: int) -> None:
+        import trackio
+
+        self._run = trackio.init(project=PROJECT, name=run_name, config=dict(settings))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(named(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Mlflow:
+    """Writes below the output directory unless MLFLOW_TRACKING_URI says where."""
+
+    def __init__(self, directory: Path, run_name: str, settings: Mapping[str, Any], first_step: int) -> None:
+        import mlflow
+
+        self._mlflow = mlflow
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
+            mlflow.set_tracking_uri((directory / "mlruns").resolve().as_uri())
+        mlflow.start_run(run_name=run_name)
+        mlflow.log_params({key: str(value)[:500] for key, value in settings.items()})
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(named(values), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+# A name in a recipe is that of the package too.
+TRACKERS: dict[str, Callable[[Path, str, Mapping[str, Any], int], Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
+    "swanlab": _Swanlab,
+    "trackio": _Trackio,
+    "mlflow": _Mlflow,
+}

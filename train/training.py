@@ -1,0 +1,264 @@
+"""A run's own course: its beginning, its steps with what happens between them, its end."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from kt_runtime.errors import ConflictError
+from kt_runtime.files import TEMPORARY_PREFIX, write_json
+from kt_runtime.train import batches, checkpoints, plots, schedule
+from kt_runtime.train.cadence import Cadence
+from kt_runtime.train.checkpoints import Checkpoint
+from kt_runtime.train.display import Display
+from kt_runtime.train.evaluation import Best, Evaluator
+from kt_runtime.train.inputs import Inputs
+from kt_runtime.train.interruption import Interruption
+from kt_runtime.train.journal import Journal
+from kt_runtime.train.objective import Objective
+from kt_runtime.train.recipe import Recipe
+from kt_runtime.train.result_files import write_results
+from kt_runtime.train.run_identity import identity, settings
+from kt_runtime.wire import ResidentClient
+from kt_runtime.wire.messages import OptimReply, PublishReply, StatusReply
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """`optim_finished_at`: Unix time, seconds, at which the last optimizer step had ended in the resident.
+
+    `checkpoint`: the last one saved, None if there is none. `interrupted`: the run can go on from there.
+    """
+
+    steps: int
+    loss_first: float
+    loss_last: float
+    optim_finished_at: float
+    checkpoint: str | None
+    published: PublishReply | None
+    resumed_from: str | None = None
+    interrupted: bool = False
+
+
+@dataclass
+class Training:
+    """A run under way. `start`, then `steps`, then `finish` with what `steps` returned."""
+
+    client: ResidentClient
+    session: str
+    recipe: Recipe
+    inputs: Inputs
+    journal: Journal
+    objective: Objective
+    cadence: Cadence
+    display: Display
+    interruption: Interruption
+    status: StatusReply
+
+    def __post_init__(self) -> None:
+        self.evaluator = Evaluator(self.objective, self.inputs.evaluation, self.recipe)
+        self.best = Best.of(self.recipe)
+        self.last: Path | None = None
+        self.resumed_from: Path | None = None
+        self.optim_finished_at = 0.0
+        self.schedule = schedule.Schedule(self.recipe, max(self.cadence.total_steps, 1))
+
+    # The beginning.
+
+    def start(self, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is None:
+            self._start_over()
+            if self.recipe.eval_on_start and self.recipe.do_train:
+                self._evaluate()
+            return
+        self.journal.restore(checkpoint.step, checkpoint.state["log_history"], checkpoint.ours["journal"])
+        self.best.restore(checkpoint.ours["best"])
+        self.schedule.restore(checkpoint.ours["schedule"])
+        self.objective.restore(checkpoint.arrays())
+        self.last = self.resumed_from = checkpoint.path
+        left = self.cadence.total_steps - checkpoint.step
+        self.display.say(
+            f"resumed {checkpoint.path} at step {checkpoint.step} of {self.cadence.total_steps} (epoch "
+            f"{self.cadence.epoch(checkpoint.step):.2f}): "
+            + (f"{left} to go" if left > 0 else "nothing is left to train")
+        )
+
+    def _start_over(self) -> None:
+        """Takes away what scripts would take for this run's. Checkpoints and adapter stay until they are replaced."""
+        self.journal.begin()
+        for name in checkpoints.RESULT_FILES:
+            (self.recipe.output_dir / name).unlink(missing_ok=True)
+
+    # Steps.
+
+    def steps(self) -> bool:
+        """Trains to the end; False when it was interrupted before."""
+        if not self.recipe.do_train:
+            return True
+        self._catch_up_evaluation()
+        plan = batches.plan(self.inputs.train, self.recipe, self.cadence.total_steps, first_step=self.journal.done)
+        for micro_batches in plan:
+            if self.interruption.requested:
+                return False
+            if self.best.is_exhausted:
+                self.display.say(
+                    f"stopped after step {self.journal.done}: {self.best.since} evaluations without a better "
+                    f"{self.best.key} than {self.best.metric:.4f} (early_stopping_steps)"
+                )
+                break
+            outcome = self.objective.accumulate(micro_batches)
+            rate = self.schedule.rate(self.journal.done)
+            answer = self._optim_step(rate)
+            self.optim_finished_at = answer.finished_at
+            self.journal.step(outcome, rate, answer.grad_norm)
+            self._after_step(self.journal.done)
+        return not (self.interruption.requested and self.journal.done < self.cadence.total_steps)
+
+    def _optim_step(self, rate: float) -> OptimReply:
+        recipe = self.recipe
+        return self.client.optim_step(
+            self.session,
+            rate,
+            beta1=recipe.adam_beta1,
+            beta2=recipe.adam_beta2,
+            epsilon=recipe.adam_epsilon,
+            weight_decay=recipe.weight_decay,
+            max_grad_norm=recipe.max_grad_norm,
+            lora_plus_ratio=recipe.loraplus_lr_ratio or 1.0,
+        )
+
+    def _after_step(self, step: int) -> None:
+        is_better = self.cadence.evaluates(step) and self._evaluate()
+        if self.cadence.saves(step) or (is_better and self.recipe.load_best_model_at_end):
+            self._save()
+        if self.cadence.publishes(step):
+            self._publish()
+
+    def _evaluate(self) -> bool:
+        """True when it was the best so far. An evaluation that Ctrl-C ends is made by the run that goes on."""
+        figures = self.evaluator.run(lambda: self.interruption.requested)
+        if figures is None:
+            return False
+        self.journal.evaluated(figures)
+        recipe = self.recipe
+        follows = recipe.load_best_model_at_end or recipe.early_stopping_steps or self.schedule.follows_metric
+        if not follows or not self.journal.done:
+            return False
+        is_better = self.best.judge(self.journal.done, figures)
+        self.schedule.evaluated(figures[self.best.key])
+        if is_better and self.recipe.load_best_model_at_end:
+            self.best.checkpoint = str(checkpoints.checkpoint_path(self.recipe.output_dir, self.journal.done))
+        return is_better
+
+    def _catch_up_evaluation(self) -> None:
+        step = self.journal.done
+        evaluated = any(entry["step"] == step and "eval_runtime" in _unnamed(entry) for entry in self.journal.history)
+        if step and self.cadence.evaluates(step) and not evaluated and self._evaluate():
+            self._save()
+
+    # Saving and publishing.
+
+    def _save(self) -> Path:
+        path = checkpoints.checkpoint_path(self.recipe.output_dir, self.journal.done)
+        saved = self.client.save(self.session, str(path), optimizer=not self.recipe.save_only_model, replace=True)
+        if saved.step != self.journal.done:
+            raise ConflictError(
+                f"{path}: the session is at step {saved.step}, this run at {self.journal.done}: another trainer uses it"
+            )
+        checkpoints.finish_checkpoint(
+            path,
+            self.journal.trainer_state(**self.best.hugging_face()),
+            {
+                "identity": identity(self.recipe, self.inputs, self.status.fingerprint),
+                "settings": settings(self.recipe),
+                "journal": self.journal.state(),
+                "best": self.best.state(),
+                "schedule": self.schedule.state(),
+            },
+            self.objective.state(),
+        )
+        self.display.say(f"saved {path}")
+        best = Path(self.best.checkpoint) if self.best.checkpoint else None
+        for removed in checkpoints.prune(self.recipe.output_dir, self.recipe.save_total_limit, best):
+            self.display.say(f"removed {removed} (save_total_limit: {self.recipe.save_total_limit})")
+        self.last = path
+        return path
+
+    def _publish(self) -> PublishReply | None:
+        if not self.recipe.publish:
+            return None
+        published = self.client.publish(self.session, self.recipe.publish)
+        self.display.say(
+            f"published {published.name} as version {published.version[:16]} in {published.publish_ms:.0f} ms"
+        )
+        return published
+
+    # The end.
+
+    def finish(self, is_whole: bool) -> RunResult:
+        if not is_whole:
+            path = checkpoints.checkpoint_path(self.recipe.output_dir, self.journal.done)
+            if self.journal.done and self.last != path:
+                self._save()
+            return self._result(None, interrupted=True)
+        if self.recipe.load_best_model_at_end and self.best.checkpoint and self.best.step != self.journal.done:
+            self.display.say(f"the best {self.best.key}, {self.best.metric}, was at step {self.best.step}: taking that")
+            self.client.load(self.session, self.best.checkpoint)
+        published = self._publish() if self.recipe.do_train else None
+        results = self.journal.finish() if self.recipe.do_train else {}
+        if self.recipe.do_eval and self.inputs.evaluation:
+            results |= self._last_evaluation()
+        if self.recipe.do_train:
+            self._write_adapter(results)
+        if self.recipe.plot_loss:
+            for path in plots.plot(self.recipe.output_dir, self.journal.history, self.display.say):
+                self.display.say(f"wrote {path}")
+        return self._result(published, interrupted=False)
+
+    def _last_evaluation(self) -> dict[str, float]:
+        figures = self.evaluator.run(lambda: self.interruption.requested)
+        if figures is None:
+            self.display.say("the last evaluation was interrupted: there is no eval_results.json")
+            return {}
+        self.journal.evaluated(figures)
+        self.journal.finish_evaluation(figures)
+        return figures
+
+    def _write_adapter(self, results: dict[str, float]) -> None:
+        """The adapter's files are the last checkpoint's, where that is what the session holds now."""
+        output_dir = self.recipe.output_dir
+        holds_best = self.recipe.load_best_model_at_end and self.best.checkpoint
+        source = Path(self.best.checkpoint) if holds_best and self.best.checkpoint else self.last
+        temporary = (output_dir / f"{TEMPORARY_PREFIX}final").resolve()
+        if source is None or (not holds_best and source.name != f"{checkpoints.PREFIX}{self.journal.done}"):
+            self.client.save(self.session, str(temporary), optimizer=False, replace=True)
+            source = temporary
+        write_results(self.recipe, source, Path(self.status.model_directory), results)
+        shutil.rmtree(temporary, ignore_errors=True)
+        write_json(output_dir / checkpoints.STATE_FILE, self.journal.trainer_state(**self.best.hugging_face()))
+
+    def _result(self, published: PublishReply | None, *, interrupted: bool) -> RunResult:
+        return RunResult(
+            steps=self.journal.done,
+            loss_first=self.journal.loss_first,
+            loss_last=self.journal.loss_last,
+            optim_finished_at=self.optim_finished_at,
+            checkpoint=str(self.last) if self.last else None,
+            published=published,
+            resumed_from=str(self.resumed_from) if self.resumed_from else None,
+            interrupted=interrupted,
+        )
+
+
+def described_resume(checkpoint: Checkpoint, cadence: Cadence) -> str:
+    left = cadence.total_steps - checkpoint.step
+    return (
+        f"resumed {checkpoint.path} at step {checkpoint.step} of {cadence.total_steps} (epoch "
+        f"{cadence.epoch(checkpoint.step):.2f}): {f'{left} to go' if left > 0 else 'nothing is left to train'}"
+    )
+
+
+def _unnamed(entry: dict[str, object]) -> set[str]:
+    """The entry's keys, an evaluation of named sets counted as one."""
+    return {"eval_runtime" if key.startswith("eval_") and key.endswith("_runtime") else key for key in entry}
