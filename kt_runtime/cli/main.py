@@ -27,7 +27,10 @@ COMMANDS = {
     "models": "List presets; make a tiny checkpoint of a real architecture.",
     "serve": "Start a server: SGLang's HTTP API, OpenAI's, adapters, training.",
     "train": "Train a LoRA adapter on the resident model.",
-    "adapter": "Load, unload, list, show and roll back adapters.",
+    "predict": "Answer a dataset's questions; BLEU, ROUGE, accuracy.",
+    "chat": "Talk with the resident model or one of its adapters.",
+    "adapter": "Load, unload, list, show, roll back and export adapters.",
+    "export": "Merge an adapter into its model, as a recipe says.",
     "bench": "Time the expert kernels against this machine's limits.",
     "demo": "Train an adapter inside a running server and see its answer change.",
 }

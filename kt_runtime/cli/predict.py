@@ -1,0 +1,105 @@
+"""`kt-runtime predict`: answer a dataset's questions with the resident model and compare the answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kt_runtime.cli.connection import ServerAPI, server_options, server_url
+from kt_runtime.cli.run_server import check_model, local_directory, running_server
+from kt_runtime.cli.temporary_adapter import CONFIG_FILE, adapter_in_use, check_exists, check_served, rank_of
+from kt_runtime.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from kt_runtime.train.recipe import Recipe
+
+
+@click.command(name="predict", help=__doc__)
+@click.option("--recipe", "recipe_path", required=True, type=click.Path(path_type=Path), help="A YAML or JSON recipe.")
+@click.option("--adapter", help="An adapter that is served. [default: the recipe's own]")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON on standard output.")
+@click.argument("overrides", nargs=-1)
+@server_options
+def command(
+    recipe_path: Path,
+    adapter: str | None,
+    as_json: bool,
+    overrides: tuple[str, ...],
+    url: str | None,
+    api_key: str | None,
+) -> None:
+    from kt_runtime.train.metrics import check_packages
+    from kt_runtime.train.recipe import read_recipe
+
+    def say(line: str) -> None:
+        click.echo(line, err=as_json)
+
+    started = time.monotonic()
+    recipe, notes = read_recipe(recipe_path, list(overrides), purpose="predict")
+    check_packages()
+    if recipe.output_dir == Path():
+        raise InvalidValueError(f"{recipe_path}: output_dir is missing; the answers are written there")
+    for note in notes:
+        say(note)
+    results = _predict(recipe, adapter, url, api_key, say, started)
+    if as_json:
+        click.echo(json.dumps(results, indent=2))
+        return
+    for figure, value in results.items():
+        click.echo(f"  {figure:34} {value:10.4f}")
+
+
+def _adapter_directory(recipe: Recipe) -> Path | None:
+    """What the recipe has trained, if it has; else what it names; else None, the base."""
+    trained = recipe.do_train and (recipe.output_dir / CONFIG_FILE).is_file()
+    return recipe.output_dir if trained else recipe.adapter_name_or_path
+
+
+def _predict(
+    recipe: Recipe,
+    adapter: str | None,
+    url: str | None,
+    api_key: str | None,
+    say: Callable[[str], None],
+    started: float,
+) -> dict[str, float]:
+    """Reads everything before a server is started."""
+    from kt_runtime.train.predict import predict, read_rows
+    from kt_runtime.train.rendering import Renderer
+
+    model, running = recipe.model_name_or_path, ServerAPI(server_url(url), api_key)
+    is_running = running.answers()
+    directory = None if adapter else _adapter_directory(recipe)
+    check_exists(directory)
+    if is_running and adapter:
+        check_served(running, adapter)
+    renderer = Renderer(check_model(model, running.get("/kt/status")) if is_running else local_directory(model), recipe)
+    if comparison := renderer.comparison():
+        say(comparison)
+    rows = read_rows(recipe, renderer, say)
+    with (
+        running_server(model, url, api_key, say, max_lora_rank=rank_of(directory)) as api,
+        adapter_in_use(api, adapter, directory, say) as name,
+    ):
+        preparation_s = time.monotonic() - started
+        return predict(api.url, api_key, recipe, renderer, say, name, preparation_s=preparation_s, rows=rows)
+
+
+def predict_after_training(
+    api: ServerAPI, api_key: str | None, recipe: Recipe, say: Callable[[str], None]
+) -> dict[str, float]:
+    """For `do_predict` at the end of `train`: the adapter just trained answers, as it is published or was saved."""
+    from kt_runtime.train.predict import predict
+    from kt_runtime.train.rendering import Renderer
+
+    started = time.monotonic()
+    renderer = Renderer(check_model(recipe.model_name_or_path, api.get("/kt/status")), recipe)
+    directory = None if recipe.publish else _adapter_directory(recipe)
+    with adapter_in_use(api, recipe.publish, directory, say) as name:
+        preparation_s = time.monotonic() - started
+        return predict(api.url, api_key, recipe, renderer, say, name, preparation_s=preparation_s)

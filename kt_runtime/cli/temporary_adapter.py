@@ -1,0 +1,82 @@
+"""An adapter for one command: a name that the server serves already, or a directory that it serves meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kt_runtime.cli.connection import ServerAPI
+from kt_runtime.errors import KtError, NotFoundError, UnknownNameError
+
+PREFIX = "temporary"
+CONFIG_FILE = "adapter_config.json"
+
+
+@contextlib.contextmanager
+def adapter_in_use(
+    api: ServerAPI, name: str | None, directory: Path | None, say: Callable[[str], None]
+) -> Iterator[str | None]:
+    """The name to ask for: `name` if given, else that of `directory` while the context lasts, else None (the base).
+
+    Raises UnknownNameError for a name that is not served, and what the server says against the directory.
+    """
+    if name is not None:
+        check_served(api, name)
+        yield name
+        return
+    if directory is None:
+        yield None
+        return
+    check_exists(directory)
+    temporary = _free_name(api, directory)
+    say(f"serving {directory} as {temporary} meanwhile")
+    api.post("/kt/adapters", {"name": temporary, "path": str(directory.resolve())})
+    try:
+        yield temporary
+    finally:
+        try:
+            api.delete(f"/kt/adapters/{temporary}")
+        except KtError as error:
+            say(f"{temporary} could not be unloaded: {error}")
+
+
+def check_exists(directory: Path | None) -> None:
+    if directory is not None and not directory.exists():
+        raise NotFoundError(f"adapter_name_or_path: {directory}: no such file or directory; nothing is downloaded")
+
+
+def check_served(api: ServerAPI, name: str) -> None:
+    served = served_names(api)
+    if name not in served:
+        raise UnknownNameError("adapter", name, served, f"{api.url}")
+
+
+def served_names(api: ServerAPI) -> list[str]:
+    return [adapter["name"] for adapter in api.get("/kt/adapters")["adapters"] if adapter["current"]]
+
+
+def rank_of(directory: Path | None) -> int:
+    """The rank in a PEFT directory's configuration, 0 if it can't be told; the server validates it when it loads it."""
+    if directory is None:
+        return 0
+    try:
+        rank = json.loads((directory / CONFIG_FILE).read_bytes())["r"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    return rank if isinstance(rank, int) else 0
+
+
+def _free_name(api: ServerAPI, directory: Path) -> str:
+    """The same for every command with that directory, so that few versions stay in the server's store; else a new one.
+
+    Another command may be using the first.
+    """
+    path = directory.resolve()
+    readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name)[:40]
+    name = f"{PREFIX}-{readable}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    return f"{name}-{secrets.token_hex(3)}" if name in served_names(api) else name
