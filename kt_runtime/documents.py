@@ -174,10 +174,21 @@ class Values:
         if isinstance(node, yaml.SequenceNode):
             return [self.value(item) for item in node.value]
         assert isinstance(node, yaml.ScalarNode)
-        return _scalar(node.value) if node.style is None else node.value
+        return _scalar(node.value) if node.style is None else _joined(node.value)
 
     def where(self, node: yaml.Node) -> str:
         return f"{self._name}:{node.start_mark.line + 1}" if self._has_lines else self._name
+
+
+def _joined(text: str) -> str:
+    """JSON escapes a character above U+FFFF as two (RFC 8259, section 7), which YAML's parser leaves apart.
+
+    Raises ValueError for one of the two alone: it is no character and can't be written anywhere.
+    """
+    try:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+    except UnicodeDecodeError:
+        raise ValueError(f"{_short.repr(text)} has one half of a surrogate pair, which is no character") from None
 
 
 def _scalar(text: str) -> Any:

@@ -70,6 +70,10 @@ def write_new_file(path: Path, fill: Callable[[Path], None]) -> None:
             os.link(temporary, path)  # unlike a rename, never replaces
         except FileExistsError:
             raise ConflictError(f"{path} was created by somebody else meanwhile; choose another name") from None
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS) or path.exists():
+                raise
+            temporary.rename(path)  # a file system without hard links
         fsync_directory(path.parent)
     finally:
         shutil.rmtree(directory, ignore_errors=True)

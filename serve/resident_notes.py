@@ -61,13 +61,23 @@ def placement_notes(recipe: RecipeKeys, status: StatusReply) -> list[str]:
     if rule is None:
         return []
     where = f"{recipe.where('kt_optimize_rule')}: kt_optimize_rule"
-    found = next((path for path in (rule, Path(recipe.source).parent / rule) if path.is_file()), None)
-    if found is not None:
-        placement = read_placement(found, None)
+    if (placement := asked_placement(recipe)) is not None:
         return [f"{where}: {line}" for line in compare(placement, status)]
     placement = placement_of_name(rule.name)
     differences = "; ".join(compare(placement, status)) or "no difference by its name"
     return [f"{where}: {rule} is not here, and placement is the resident model's: {differences}"]
+
+
+def asked_placement(recipe: RecipeKeys) -> Placement | None:
+    """What the recipe's rule file asks for, from the working directory, then beside the recipe; None: there is no file.
+
+    Raises InvalidValueError for a file that is here but broken.
+    """
+    rule = recipe.kt_optimize_rule
+    if rule is None:
+        return None
+    found = next((path for path in (rule, Path(recipe.source).parent / rule) if path.is_file()), None)
+    return read_placement(found, None) if found else None
 
 
 def placement_of_name(name: str) -> Placement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,14 @@ def test_a_value_is_what_it_looks_like(tmp_path: Path, text: str, value: Any) ->
 @pytest.mark.parametrize("text", [".inf", "-.inf", ".nan", "9" * 5000])
 def test_infinity_is_a_number_that_checks_can_refuse(tmp_path: Path, text: str) -> None:
     assert isinstance(entries(tmp_path, f"key: {text}\n")[0]["key"], float)
+
+
+@pytest.mark.parametrize("name", ["file.json", "file.yaml"])
+def test_a_character_that_json_escapes_as_two_is_one(tmp_path: Path, name: str) -> None:
+    text = json.dumps({"smile": "a \N{GRINNING FACE}", "half": "\ud83d", "after": 1})
+    found, problems = entries(tmp_path, text, name)
+    assert found == {"smile": "a \N{GRINNING FACE}", "after": 1}
+    assert len(problems) == 1 and "f:1: half: " in problems[0] and "surrogate" in problems[0]
 
 
 def test_json_is_read_as_json_with_its_lines(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         found = ours["format"]
         checkpoint = Checkpoint(path.resolve(), state)
         _ = checkpoint.step, checkpoint.saved_at
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidValueError(
             f"{where}: is not the state of a kt-runtime run ({type(error).__name__}: {error}); checkpoints of other "
             "trainers can't be gone on from: name their adapter by adapter_name_or_path"
@@ -122,8 +122,9 @@ def to_resume(recipe: Recipe) -> Checkpoint | None:
     """The checkpoint that the recipe goes on from; None: the run begins at step 0.
 
     `resume_from_checkpoint`: a path, or true for the last complete checkpoint of the output directory. Without it, a
-    run goes on from the last complete checkpoint that is there, unless `overwrite_output_dir`. Raises ConflictError for
-    an output directory that holds results and nothing to go on from, NotFoundError and InvalidValueError.
+    run goes on from the last complete checkpoint that is there, unless `overwrite_output_dir`. Without it, a run that
+    only evaluates goes on from none, and replaces nothing. Raises ConflictError for an output directory that holds
+    results and nothing to go on from, NotFoundError and InvalidValueError.
     """
     asked = recipe.resume_from_checkpoint
     if isinstance(asked, Path):
@@ -134,7 +135,7 @@ def to_resume(recipe: Recipe) -> Checkpoint | None:
             broken = f"; {incomplete[0].name} was not finished being written" if incomplete else ""
             raise NotFoundError(f"resume_from_checkpoint: true: {recipe.output_dir} has no complete checkpoint{broken}")
         return _with_optimizer(complete[-1])
-    if recipe.overwrite_output_dir:
+    if recipe.overwrite_output_dir or not recipe.do_train:
         return None
     if complete and asked is None:
         return _with_optimizer(complete[-1])

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from kt_runtime.errors import InvalidValueError, UnknownNameError
@@ -103,9 +104,12 @@ class Best:
     def state(self) -> dict[str, Any]:
         return {"metric": self.metric, "step": self.step, "checkpoint": self.checkpoint, "since": self.since}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], beside: Path) -> None:
+        """`beside`: the checkpoint that is gone on from; the best is looked for there if its directory was renamed."""
         self.metric, self.step = state["metric"], state["step"]
         self.checkpoint, self.since = state["checkpoint"], state["since"]
+        if self.checkpoint and not Path(self.checkpoint).is_dir():
+            self.checkpoint = str(beside.parent / Path(self.checkpoint).name)
 
     def hugging_face(self) -> dict[str, Any]:
         """As `trainer_state.json` names it."""

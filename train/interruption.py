@@ -1,4 +1,4 @@
-"""Ctrl-C: the first asks a run to stop after the step that it is in, the second stops the process at once."""
+"""Ctrl-C, or SIGTERM from a batch system: the first asks a run to stop after its step, the second stops it at once."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MESSAGE = "interrupted: finishing this step, then saving; Ctrl-C again stops at once, without saving"
 
 
 class Interruption:
-    """A context in which the first SIGINT sets `requested` and the next raises KeyboardInterrupt.
+    """A context in which the first of `SIGNALS` sets `requested` and the next raises KeyboardInterrupt.
 
     Signals reach the main thread only: in another thread nothing is installed, and `requested` stays False.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._previous: Any = None
+        self._previous: dict[signal.Signals, Any] = {}
         self.requested = False
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+            self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:

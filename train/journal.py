@@ -17,10 +17,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from kt_runtime.files import write_file, write_json
+from kt_runtime.files import write_file
 from kt_runtime.train.cadence import Cadence
 from kt_runtime.train.display import Display
 from kt_runtime.train.objective import Outcome
+from kt_runtime.train.result_files import add_results
 from kt_runtime.train.trackers import Tracker
 
 LOG_FILE = "trainer_log.jsonl"
@@ -50,6 +51,7 @@ class Journal:
         self.loss_last = 0.0
         self.unwritten: list[dict[str, float]] = []
         self.num_tokens = self.num_samples = 0
+        self._last_step: tuple[float, float] | None = None  # its learning rate and gradient norm
         self._start()
 
     def restore(self, step: int, history: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> None:
@@ -87,6 +89,7 @@ class Journal:
         self.num_tokens += outcome.num_tokens
         self.num_samples += outcome.num_samples
         self.unwritten.append({"loss": outcome.loss, **outcome.metrics})
+        self._last_step = learning_rate, grad_norm
         if self._cadence.logs(self.done):
             self._write_step(learning_rate, grad_norm)
         facts = {"loss": f"{outcome.loss:.4f}", "tokens/s": f"{self._throughput():.0f}", "left": self._remaining()}
@@ -130,7 +133,12 @@ class Journal:
     # At the end.
 
     def finish(self) -> dict[str, Any]:
-        """Writes `train_results.json` and `all_results.json`; returns what is in them."""
+        """Writes `train_results.json` and `all_results.json`; returns what is in them.
+
+        Steps that no line tells of yet get one: a run that stopped early ends between two of them.
+        """
+        if self.unwritten and self._last_step is not None:
+            self._write_step(*self._last_step)
         seconds = max(self._elapsed(), 1e-9)
         results: dict[str, Any] = {
             "epoch": self._cadence.epoch(self.done),
@@ -143,12 +151,12 @@ class Journal:
         if self._cadence.recipe.include_effective_tokens_per_second:
             results["effective_tokens_per_sec"] = self.num_tokens / seconds
         self._record(results)
-        self._write_results("train_results.json", results)
+        add_results(self._directory, "train_results.json", results)
         return results
 
     def finish_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Writes `eval_results.json`, and adds it to `all_results.json`."""
-        self._write_results("eval_results.json", {"epoch": self._cadence.epoch(self.done), **metrics})
+        add_results(self._directory, "eval_results.json", {"epoch": self._cadence.epoch(self.done), **metrics})
 
     # Below: how.
 
@@ -203,12 +211,6 @@ class Journal:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
-
-    def _write_results(self, name: str, results: Mapping[str, Any]) -> None:
-        write_json(self._directory / name, dict(results))
-        together = self._directory / "all_results.json"
-        before = json.loads(together.read_bytes()) if together.is_file() else {}
-        write_json(together, {**before, **results})
 
 
 def _is_figure(key: str) -> bool:

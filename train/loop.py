@@ -46,13 +46,11 @@ def run(
     """
     recipe.output_dir.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(recipe.output_dir / LOCK_FILE, "output directory"):
-        checkpoint = checkpoints.to_resume(recipe)
         status = client.status()
         check_lengths(recipe, inputs, status.context_tokens)
-        identified = identity(recipe, inputs, status.fingerprint)
-        if checkpoint is not None:
-            for change in checkpoints.check_same_run(checkpoint, identified, settings(recipe)):
-                display.say(change)
+        checkpoint, changes = gone_on_from(recipe, inputs, status.fingerprint)
+        for change in changes:
+            display.say(change)
         with (
             _session(client, status, recipe, checkpoint, display) as session,
             start_tracking(recipe, first_step=checkpoint.step if checkpoint else 0) as trackers,
@@ -66,6 +64,19 @@ def run(
             )
             training.start(checkpoint)
             return training.finish(training.steps())
+
+
+def gone_on_from(recipe: Recipe, inputs: Inputs, fingerprint: str | None) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint that the run goes on from, and a line for each setting that has changed since.
+
+    `fingerprint`: of the resident model; None: not known yet, and taken to be the checkpoint's. Raises as
+    `checkpoints.to_resume` and `checkpoints.check_same_run`.
+    """
+    checkpoint = checkpoints.to_resume(recipe)
+    if checkpoint is None:
+        return None, []
+    identified = identity(recipe, inputs, fingerprint or checkpoint.ours["identity"]["model"])
+    return checkpoint, checkpoints.check_same_run(checkpoint, identified, settings(recipe))
 
 
 def check_lengths(recipe: Recipe, inputs: Inputs, context_tokens: int) -> None:
@@ -100,11 +111,8 @@ def _session(
         if checkpoint is not None:
             client.load(name, str(checkpoint.path))
         yield name
-    except KtError:
-        with contextlib.suppress(KtError):
-            client.close_session(name)
-        raise
     except Exception:
-        client.close_session(name)
+        with contextlib.suppress(KtError):  # what has gone wrong before matters more
+            client.close_session(name)
         raise
     client.close_session(name)

@@ -11,18 +11,18 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
 
 from kt_runtime.errors import InvalidValueError, ServerUnreachableError
-from kt_runtime.files import write_file, write_json
+from kt_runtime.files import write_file
 from kt_runtime.train.data import Conversation, Preference, read_datasets
 from kt_runtime.train.evaluation import split
 from kt_runtime.train.generation import Generator, Progress, Prompt
 from kt_runtime.train.metrics import Scorer, means
+from kt_runtime.train.result_files import add_results
 
 if TYPE_CHECKING:
     from kt_runtime.train.recipe import Recipe
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PREDICTIONS_FILE = "generated_predictions.jsonl"
 PARTIAL_FILE = f"{PREDICTIONS_FILE}.partial"
-RESULTS_FILE, ALL_RESULTS_FILE = "predict_results.json", "all_results.json"
+RESULTS_FILE = "predict_results.json"
 STATUS_SECONDS = 30.0
 
 
@@ -72,7 +72,7 @@ def predict(
     results = {f"predict_{name}": value for name, value in figures.items()}
     results |= _speed(len(asked), recipe.per_device_eval_batch_size, seconds, preparation_s)
     results = dict(sorted(results.items()))
-    _write_results(recipe.output_dir, results)
+    add_results(recipe.output_dir, RESULTS_FILE, results)
     say(f"{recipe.output_dir / PREDICTIONS_FILE}: {len(asked)} predictions; figures are in {RESULTS_FILE}")
     return results
 
@@ -202,18 +202,6 @@ def _speed(num_rows: int, rows_per_step: int, seconds: float, preparation_s: flo
         "predict_samples_per_second": round(num_rows / max(seconds, 1e-9), 3),
         "predict_steps_per_second": round(math.ceil(num_rows / rows_per_step) / max(seconds, 1e-9), 3),
     }
-
-
-def _write_results(directory: Path, results: dict[str, float]) -> None:
-    write_json(directory / RESULTS_FILE, results)
-    path = directory / ALL_RESULTS_FILE
-    before: Any = {}
-    if path.is_file():
-        try:
-            before = json.loads(path.read_bytes())
-        except ValueError:
-            before = {}
-    write_json(path, {**(before if isinstance(before, dict) else {}), **results})
 
 
 def _context_tokens(url: str, api_key: str | None) -> int:

@@ -42,8 +42,7 @@ class Renderer:
     def __init__(self, model_directory: Path, recipe: Recipe) -> None:
         self.recipe = recipe
         self.tokenizer: Any = _load_tokenizer(Path(model_directory))
-        options = {} if recipe.enable_thinking is None else {"enable_thinking": recipe.enable_thinking}
-        self._served = ChatTemplate(self.tokenizer, options) if self.tokenizer.chat_template else None
+        self._served = ChatTemplate(self.tokenizer, self.options) if self.tokenizer.chat_template else None
         self._named = self._named_template()
         template: Template | None = self._named or self._served
         if template is None:
@@ -83,6 +82,19 @@ class Renderer:
         return ids
 
     @property
+    def options(self) -> dict[str, Any]:
+        """What the model's chat template is given beside the messages: a request's `chat_template_kwargs`."""
+        recipe = self.recipe
+        options: dict[str, Any] = {}
+        if recipe.enable_thinking is not None:
+            options["enable_thinking"] = recipe.enable_thinking
+        if recipe.preserve_thinking:
+            options["preserve_thinking"] = True
+        if recipe.reasoning_effort is not None:
+            options["reasoning_effort"] = recipe.reasoning_effort
+        return options
+
+    @property
     def end(self) -> str | None:
         """What ends an answer in a named template, which the server may not know; None for the server's own."""
         return self._named.end if self._named else None
@@ -105,11 +117,14 @@ class Renderer:
         return compare(self._named, self._served, self.tokenizer, self.recipe.where("template"))
 
     def _named_template(self) -> templates.NamedTemplate | None:
-        template = templates.named(self.recipe.template, self.recipe.where("template"))
+        recipe = self.recipe
+        template = templates.named(recipe.template, recipe.where("template"))
         if template is None:
             return None
         bos, eos = self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
-        return templates.NamedTemplate(str(self.recipe.template), template, bos, eos, self.recipe.enable_thinking)
+        return templates.NamedTemplate(
+            str(recipe.template), template, bos, eos, recipe.enable_thinking, recipe.preserve_thinking
+        )
 
     def _rendered(self, rows: Sequence[Row], tally: Tally) -> list[Example | Pair | None]:
         tally.num_rows += len(rows)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kt_runtime.files import write_file
+from kt_runtime.files import write_file, write_json
 from kt_runtime.train.checkpoints import ADAPTER_FILES, copy_file
 from kt_runtime.train.recipe import Recipe
 
+ALL_RESULTS_FILE = "all_results.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -32,6 +34,17 @@ _SHOWN_SETTINGS = (
     "lora_rank",
     "lora_target",
 )
+
+
+def add_results(directory: Path, name: str, results: Mapping[str, Any]) -> None:
+    """Writes file `name`, and adds the results to `all_results.json`; what can't be read there is replaced."""
+    write_json(directory / name, dict(results))
+    path = directory / ALL_RESULTS_FILE
+    try:
+        before = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        before = {}
+    write_json(path, {**(before if isinstance(before, dict) else {}), **results})
 
 
 def write_results(recipe: Recipe, adapter: Path, model_directory: Path, results: Mapping[str, Any]) -> None:

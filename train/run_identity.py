@@ -14,7 +14,10 @@ FIXED = (
     *("stage", "seed", "data_seed", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("packing", "disable_shuffling", "lora_rank", "lora_target", "lora_dropout", "use_rslora", "lora_alpha"),
 )
-FIXED_DPO = ("pref_loss", "pref_beta", "pref_ftx", "dpo_label_smoothing", "simpo_gamma", "ref_model_adapters")
+FIXED_DPO = (
+    *("pref_loss", "pref_beta", "pref_ftx", "dpo_label_smoothing", "simpo_gamma", "ref_model_adapters"),
+    "adapter_name_or_path",  # the reference, where ref_model_adapters names no other
+)
 FREE = (
     *("learning_rate", "num_train_epochs", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs"),
     *("warmup_ratio", "warmup_steps", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"),

@@ -88,14 +88,3 @@ def _is_json(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def learning_rates(recipe: Recipe, steps: int) -> list[float]:
-    """One rate per optimizer step. Raises InvalidValueError for a schedule that follows a metric: use `Schedule`."""
-    schedule = Schedule(recipe, steps)
-    if schedule.follows_metric:
-        raise InvalidValueError(
-            f"{recipe.where('lr_scheduler_type')}: lr_scheduler_type: {recipe.lr_scheduler_type}: its rates are known "
-            "only while training; choose a schedule that is a function of the step"
-        )
-    return [schedule.rate(step) for step in range(steps)]

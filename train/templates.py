@@ -113,6 +113,7 @@ class NamedTemplate:
     bos: str
     eos: str
     enable_thinking: bool | None = None
+    preserve_thinking: bool = False
 
     @property
     def end(self) -> str:
@@ -130,12 +131,13 @@ class NamedTemplate:
         return pieces
 
     def prompt(self, messages: Messages, tools: Tools, where: str) -> list[Piece]:
-        """Reasoning of earlier turns is left out, as LLaMA-Factory's chat and preference training do."""
+        """Reasoning of earlier turns is left out unless it is preserved, as in LLaMA-Factory's chat and preferences."""
         self._refuse_tools(tools, where)
         pieces = self._opening(messages)
         for message in _turns(messages):
             if message["role"] == "assistant" and not message.get("tool_calls"):
-                earlier = _without_thought(message) if self.template.reasoning else message
+                forgets = self.template.reasoning and not self.preserve_thinking
+                earlier = _without_thought(message) if forgets else message
                 pieces += self._fill(self.template.assistant, earlier["content"])
             else:
                 pieces += self._turn(message, where)

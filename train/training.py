@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from kt_runtime.errors import ConflictError
+from kt_runtime.errors import ConflictError, KtError, NumericsError
 from kt_runtime.files import TEMPORARY_PREFIX, write_json
 from kt_runtime.train import batches, checkpoints, plots, schedule
 from kt_runtime.train.cadence import Cadence
@@ -68,12 +69,13 @@ class Training:
 
     def start(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is None:
-            self._start_over()
-            if self.recipe.eval_on_start and self.recipe.do_train:
-                self._evaluate()
+            if self.recipe.do_train:
+                self._start_over()
+                if self.recipe.eval_on_start:
+                    self._evaluate()
             return
         self.journal.restore(checkpoint.step, checkpoint.state["log_history"], checkpoint.ours["journal"])
-        self.best.restore(checkpoint.ours["best"])
+        self.best.restore(checkpoint.ours["best"], beside=checkpoint.path)
         self.schedule.restore(checkpoint.ours["schedule"])
         self.objective.restore(checkpoint.arrays())
         self.last = self.resumed_from = checkpoint.path
@@ -107,9 +109,13 @@ class Training:
                     f"{self.best.key} than {self.best.metric:.4f} (early_stopping_steps)"
                 )
                 break
-            outcome = self.objective.accumulate(micro_batches)
             rate = self.schedule.rate(self.journal.done)
-            answer = self._optim_step(rate)
+            try:
+                outcome = self.objective.accumulate(micro_batches)
+                answer = self._optim_step(rate)
+            except NumericsError:
+                self._rescue()
+                raise
             self.optim_finished_at = answer.finished_at
             self.journal.step(outcome, rate, answer.grad_norm)
             self._after_step(self.journal.done)
@@ -185,6 +191,12 @@ class Training:
         self.last = path
         return path
 
+    def _rescue(self) -> None:
+        """Saves the steps before one whose numbers are no numbers; that step has changed nothing."""
+        if self.journal.done and self.last != checkpoints.checkpoint_path(self.recipe.output_dir, self.journal.done):
+            with contextlib.suppress(KtError):  # the step's own error is told
+                self._save()
+
     def _publish(self) -> PublishReply | None:
         if not self.recipe.publish:
             return None
@@ -249,14 +261,6 @@ class Training:
             resumed_from=str(self.resumed_from) if self.resumed_from else None,
             interrupted=interrupted,
         )
-
-
-def described_resume(checkpoint: Checkpoint, cadence: Cadence) -> str:
-    left = cadence.total_steps - checkpoint.step
-    return (
-        f"resumed {checkpoint.path} at step {checkpoint.step} of {cadence.total_steps} (epoch "
-        f"{cadence.epoch(checkpoint.step):.2f}): {f'{left} to go' if left > 0 else 'nothing is left to train'}"
-    )
 
 
 def _unnamed(entry: dict[str, object]) -> set[str]:

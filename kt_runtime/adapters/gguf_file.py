@@ -138,6 +138,8 @@ def _read_entry(cursor: _Cursor) -> tuple[str, _Entry]:
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
         raise AdapterError(f"{cursor.where}: tensor {name!r} has {dimensions} dimensions; expected 1 to 4")
     lengths = [cursor.number("Q") for _ in range(dimensions)]
+    if 0 in lengths:
+        raise AdapterError(f"{cursor.where}: tensor {name!r} is empty: its dimensions are {lengths}")
     kind, offset = cursor.number("I"), cursor.number("Q")
     if kind not in _DTYPES:
         raise AdapterError(
@@ -179,8 +181,6 @@ def _views(
 
 def _view(data: bytearray, position: int, entry: _Entry) -> torch.Tensor:
     count = math.prod(entry.shape)
-    if not count:
-        return torch.empty(entry.shape, dtype=entry.dtype)
     return torch.frombuffer(data, dtype=entry.dtype, count=count, offset=position).reshape(entry.shape)
 
 

@@ -114,8 +114,8 @@ def _follow(conversation: Conversation, recipe: Recipe, status: dict[str, Any]) 
         _say(comparison)
         conversation.render = renderer.prompt
         conversation.sampling = conversation.options | stopping(renderer)
-    elif recipe.enable_thinking is not None:
-        conversation.options["chat_template_kwargs"] = {"enable_thinking": recipe.enable_thinking}
+    elif renderer.options:
+        conversation.options["chat_template_kwargs"] = renderer.options
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +18,8 @@ from kt_runtime.families import EXPERTS, MLP, SHARED
 from kt_runtime.families.quantization import quantization_of
 from kt_runtime.serve.memory import format_bytes
 
-FORMATS = ("peft", "merged", "gguf")
 GIGABYTE = 10**9
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DTYPE_NAMES = tuple(_DTYPES)
 Say = Callable[[str], None]
 
 
@@ -77,7 +76,7 @@ def _gguf(chosen: ChosenAdapter, path: Path, say: Say, dtype: torch.dtype | None
 def _merged(chosen: ChosenAdapter, path: Path, say: Say, dtype: torch.dtype | None, shard_gigabytes: float) -> None:
     if dtype == torch.float16:
         raise InvalidValueError("--dtype float16: a merged checkpoint is bfloat16 or float32")
-    if not shard_gigabytes > 0:
+    if not 0 < shard_gigabytes < math.inf:
         raise InvalidValueError(f"shard size {shard_gigabytes:g} GB: expected more than 0")
     if (quantization := quantization_of(chosen.config)) is not None:
         say(f"the base is quantized ({quantization.description}); the merged checkpoint is {_name(dtype)}")

@@ -36,7 +36,6 @@ from kt_runtime.serve.checkpoint_files import (
 )
 from kt_runtime.serve.memory import format_bytes
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _RESERVE_BYTES = 1 << 26  # configs, tokenizer, headers
 Progress = Callable[[int, int], None]

@@ -99,7 +99,8 @@ def predict_after_training(
 
     started = time.monotonic()
     renderer = Renderer(check_model(recipe.model_name_or_path, api.get("/kt/status")), recipe)
-    directory = None if recipe.publish else _adapter_directory(recipe)
-    with adapter_in_use(api, recipe.publish, directory, say) as name:
+    published = recipe.publish if recipe.do_train else None
+    directory = None if published else _adapter_directory(recipe)
+    with adapter_in_use(api, published, directory, say) as name:
         preparation_s = time.monotonic() - started
         return predict(api.url, api_key, recipe, renderer, say, name, preparation_s=preparation_s)

@@ -31,16 +31,21 @@ def running_server(
     if api.answers():
         yield api
         return
-    if url is not None:
-        raise ServerUnreachableError(
-            f"--url {url}: no server answers there; without --url, one is started with {model} for this command"
-        )
+    check_named_server(url, model)
     local_directory(model)  # said at once when there is no such model
     log = Path(tempfile.mkdtemp(prefix="kt-runtime-")) / "server.log"
     say(f"no server at {api.url}: starting one for this run with {model}; its log is {log}")
     rank = str(max(LEAST_LORA_RANK, max_lora_rank))
     with server(model, ["--max-lora-rank", rank], log, api_key=api_key) as started:
         yield started
+
+
+def check_named_server(url: str | None, model: str) -> None:
+    """For a URL at which nothing answers. Raises ServerUnreachableError if it is the user's own choice."""
+    if url is not None:
+        raise ServerUnreachableError(
+            f"--url {url}: no server answers there; without --url, one is started with {model} for this command"
+        )
 
 
 def local_directory(model: str) -> Path:

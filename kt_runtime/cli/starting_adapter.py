@@ -46,14 +46,14 @@ def with_starting_adapter(
             f"{recipe.adapter_name_or_path}, which has rank {adapter.rank}; leave lora_rank out"
         )
     changes: dict[str, Any] = {"lora_rank": adapter.rank}
-    if "lora_alpha" not in recipe.places:
+    if recipe.lora_alpha is None:
         changes |= {"lora_alpha": adapter.alpha, "use_rslora": False}
     if "lora_target" not in recipe.places:
         changes["lora_target"] = targets_of(adapter, config, str(recipe.adapter_name_or_path))
     changed = dataclasses.replace(recipe, **changes)
     say(
         f"goes on with the adapter {recipe.adapter_name_or_path}: rank {changed.lora_rank}, alpha "
-        f"{changed.lora_alpha:g}, targets {', '.join(changed.lora_target)}"
+        f"{changed.served_alpha:g}, targets {', '.join(changed.lora_target)}"
     )
     return changed
 

@@ -19,7 +19,8 @@ import click
 
 from kt_runtime.cli.connection import ServerAPI, resident_client, server_options, server_url
 from kt_runtime.cli.main import INTERRUPTED_STATUS
-from kt_runtime.cli.run_server import check_model, local_directory, running_server
+from kt_runtime.cli.run_server import check_model, check_named_server, local_directory, running_server
+from kt_runtime.documents import is_secret
 from kt_runtime.errors import InvalidValueError, KtError, UserError
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from kt_runtime.wire.messages import StatusReply
 
 ABANDON_SECONDS = 3.0
+# One call may be 16,384 tokens through the largest models' experts on the CPU, behind other sessions and many streams.
+# A server that has died is noticed within a minute all the same, and Ctrl-C ends the waiting.
+CALL_SECONDS = 86400.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +60,8 @@ def command(
         recipe = _read(recipe_path, overrides, display.say)
         api = ServerAPI(server_url(url), api_key)
         status = api.get("/kt/status") if api.answers() else None
+        if status is None:
+            check_named_server(url, recipe.model_name_or_path)
         prepared = _prepare(recipe, status, display.say)
         if check:
             from kt_runtime.cli.train_check import check_run
@@ -91,21 +97,28 @@ def _read(path: Path, overrides: tuple[str, ...], say: Callable[[str], None]) ->
 
 
 def _prepare(recipe: Recipe, status: dict[str, Any] | None, say: Callable[[str], None]) -> Prepared:
-    """Reads model directory, adapter and data before any server is started or asked for anything but its status."""
+    """Reads model directory, adapter, rule file, data and checkpoint, and raises what is wrong with them, before any
+    server is started or asked for anything but its status."""
     from kt_runtime.cli.starting_adapter import with_starting_adapter
+    from kt_runtime.serve.checkpoint_files import read_config
+    from kt_runtime.serve.resident_notes import asked_placement
     from kt_runtime.train.inputs import read_inputs
+    from kt_runtime.train.loop import gone_on_from
     from kt_runtime.train.rendering import Renderer
 
     model = recipe.model_name_or_path
     directory = local_directory(model) if status is None else check_model(model, status)
-    config = json.loads((directory / "config.json").read_bytes())
+    config = read_config(directory)
     max_rank = None if status is None else int(status["max_lora_rank"])
     recipe = with_starting_adapter(recipe, config, max_rank, say)
     _check_lora(recipe, config, max_rank)
+    asked_placement(recipe)
     renderer = Renderer(directory, recipe)
     if comparison := renderer.comparison():
         say(comparison)
-    return Prepared(recipe, read_inputs(recipe, renderer, say), config)
+    inputs = read_inputs(recipe, renderer, say)
+    gone_on_from(recipe, inputs, None)
+    return Prepared(recipe, inputs, config)
 
 
 def _check_lora(recipe: Recipe, config: dict[str, Any], max_rank: int | None) -> None:
@@ -139,7 +152,7 @@ def _run(prepared: Prepared, url: str | None, api_key: str | None, display: Disp
     parameters = count_parameters(prepared.config).active
     with running_server(recipe.model_name_or_path, url, api_key, display.say, max_lora_rank=recipe.lora_rank) as api:
         check_model(recipe.model_name_or_path, api.get("/kt/status"))
-        with resident_client(api) as client:
+        with resident_client(api, timeout_s=CALL_SECONDS) as client:
             say_resident_notes(recipe, client.status(), display.say)
             try:
                 result = run(client, recipe, prepared.inputs, display, parameters=parameters)
@@ -184,7 +197,8 @@ def _say_how_to_go_on(
             "state (save_only_model: true), so the run can't go on from there"
         )
         return
-    kept = [override for override in overrides if not override.startswith("resume_from_checkpoint=")]
+    keys = {override: override.partition("=")[0].strip() for override in overrides}
+    kept = [text for text, key in keys.items() if key != "resume_from_checkpoint" and not is_secret(key)]
     command = ["kt-runtime", "train", "--recipe", str(recipe_path), *(["--url", url] if url else []), *kept]
     say(f"interrupted after step {result.steps}; go on with:")
     say(f"  {shlex.join([*command, f'resume_from_checkpoint={result.checkpoint}'])}")

@@ -19,39 +19,35 @@ Say = Callable[[str], None]
 def check_run(recipe: Recipe, inputs: Inputs, config: dict[str, Any], api: ServerAPI | None, say: Say) -> None:
     """Prints what the run would do. Raises what would stop it. `api`: the running server, asked for its status only."""
     from kt_runtime.cli.train import say_resident_notes
+    from kt_runtime.serve.resident_notes import asked_placement
     from kt_runtime.train.loop import check_lengths
 
+    fingerprint = None
     if api is None:
-        _check_placement(recipe, say)
+        placement = asked_placement(recipe)
+        for note in placement.notes if placement else ():
+            say(note)
         say("no server is running: one would be started for the run")
     else:
         with resident_client(api) as client:
             status = client.status()
+        fingerprint = status.fingerprint
         say_resident_notes(recipe, status, say)
         check_lengths(recipe, inputs, status.context_tokens)
         say(f"the resident model is {status.model} at {api.url}")
-    _print_plan(recipe, inputs, config, say)
+    _print_plan(recipe, inputs, config, fingerprint, say)
     say("checked: nothing was started or changed")
 
 
-def _check_placement(recipe: Recipe, say: Say) -> None:
-    """Without a server a rule file is only read: what it asks for is compared once there is one."""
-    from kt_runtime.serve.placement import read_placement
-
-    rule = recipe.kt_optimize_rule
-    if rule is None:
-        return
-    found = next((path for path in (rule, Path(recipe.source).parent / rule) if path.is_file()), None)
-    for note in read_placement(found, None).notes if found else ():
-        say(note)
-
-
-def _print_plan(recipe: Recipe, inputs: Inputs, config: dict[str, Any], say: Say) -> None:
-    from kt_runtime.train.checkpoints import to_resume
+def _print_plan(recipe: Recipe, inputs: Inputs, config: dict[str, Any], fingerprint: str | None, say: Say) -> None:
+    """`fingerprint`: of the resident model, None while there is none."""
     from kt_runtime.train.dpo import described_reference
+    from kt_runtime.train.loop import gone_on_from
     from kt_runtime.train.targets import patterns
 
-    checkpoint = to_resume(recipe)
+    checkpoint, changes = gone_on_from(recipe, inputs, fingerprint)
+    for change in changes:
+        say(change)
     modules = resolve_targets(config, recipe.lora_target)
     parameters = sum(
         recipe.lora_rank * (module.in_features + module.out_features) * max(1, module.num_experts) for module in modules
@@ -67,7 +63,7 @@ def _print_plan(recipe: Recipe, inputs: Inputs, config: dict[str, Any], say: Say
         say(f"evaluation{f' of {name}' if name else ''}: {len(rows)} rows, eval_strategy: {recipe.eval_strategy}")
     if checkpoint is not None:
         say(f"would go on from {checkpoint.path}, step {checkpoint.step}")
-    else:
+    elif recipe.do_train:
         _print_beginning(recipe.output_dir, say)
     if recipe.publish:
         every = f" and every {recipe.publish_every_steps} steps" if recipe.publish_every_steps else ""
@@ -79,7 +75,6 @@ def _print_steps(recipe: Recipe, inputs: Inputs, say: Say) -> None:
 
     total = schedule.num_steps(recipe, batches.num_sequences(inputs.train, recipe))
     an_epoch = batches.steps_per_epoch(inputs.train, recipe)
-    rates = schedule.learning_rates(recipe, total)
     tokens = sum(row.num_tokens for row in inputs.train)
     trained = sum(row.num_trained for row in inputs.train)
     say(
@@ -87,8 +82,13 @@ def _print_steps(recipe: Recipe, inputs: Inputs, say: Say) -> None:
         f"sequences ({total / an_epoch:.2f} epochs of {an_epoch} steps); an epoch has {tokens:,} tokens, of which "
         f"{trained:,} are trained"
     )
-    first, highest, last = rates[0], max(rates), rates[-1]
-    say(f"learning rate {recipe.lr_scheduler_type}: first {first:.2e}, highest {highest:.2e}, last {last:.2e}")
+    rates = schedule.Schedule(recipe, total)
+    if rates.follows_metric:
+        say(f"learning rate {recipe.lr_scheduler_type}: first {rates[0]:.2e}, then as evaluations say")
+        return
+    highest = max(rates[0], rates[min(schedule.num_warmup_steps(recipe, total), total - 1)])  # where warm-up ends
+    last = rates[total - 1]
+    say(f"learning rate {recipe.lr_scheduler_type}: first {rates[0]:.2e}, highest {highest:.2e}, last {last:.2e}")
 
 
 def _print_beginning(output_dir: Path, say: Say) -> None:

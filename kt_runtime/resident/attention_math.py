@@ -6,7 +6,8 @@ keys as they are: the G queries of a key head become rows of one matrix product.
 
 Queries are taken in blocks, whose scores stay in the caches where they can and never need more than `SCORE_BUDGET`
 numbers, and a block looks only at the keys that it may see. Serving on a CPU (`sglang_patch.attention`) and the twin
-use the same functions, so that their results are equal to the bit. Knows nothing of SGLang.
+use the same functions. The order in which BLAS adds depends on the number of keys, so blocks end at the same keys of a
+sequence however much of it is cached: what is left are float32's last bits. Knows nothing of SGLang.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kt_runtime.resident.products import product
 SCORE_BUDGET = 1 << 23  # numbers in one block of scores: 32 MiB
 CACHED_SCORES = 1 << 19  # as many stay in the caches
 FEWEST_QUERIES = 64  # in a block, where the budget allows: keys and values are read once for each
+BLOCK_UNITS = (64, 16, 4)  # a block is a multiple of the first it holds: BLAS adds alike for 64 and 128 keys, not 109
 
 
 def attend_sequence(
@@ -33,7 +35,7 @@ def attend_sequence(
         raise AssertionError(f"{keys} keys, but prefix {prefix_tokens} + {tokens} queries")
     out = torch.empty(tokens, heads, v.shape[-1], dtype=torch.float32, device=q.device)
     k_heads, v_heads = k.float().transpose(0, 1), v.float().transpose(0, 1)
-    for start, stop in _blocks(tokens, heads * keys):
+    for start, stop in _blocks(prefix_tokens, tokens, heads * keys):
         visible = prefix_tokens + stop
         out[start:stop] = _attend_block(
             q[start:stop].float(), k_heads[:, :visible], v_heads[:, :visible], scaling, logit_cap
@@ -70,7 +72,7 @@ def attend_sequence_backward(
     prefix_tokens = k.shape[0] - tokens
     k_heads, v_heads = k.float().transpose(0, 1), v.float().transpose(0, 1)
     by_q, by_k, by_v = torch.empty_like(q), torch.zeros_like(k_heads), torch.zeros_like(v_heads)
-    for start, stop in _blocks(tokens, heads * k.shape[0]):
+    for start, stop in _blocks(prefix_tokens, tokens, heads * k.shape[0]):
         visible = prefix_tokens + stop
         keys, values = k_heads[:, :visible], v_heads[:, :visible]
         queries, grads = _rows(q[start:stop].float(), len(keys)), _rows(grad_out[start:stop].float(), len(keys))
@@ -84,11 +86,17 @@ def attend_sequence_backward(
     return by_q, by_k.transpose(0, 1).to(k.dtype), by_v.transpose(0, 1).to(v.dtype)
 
 
-def _blocks(tokens: int, scores_of_one: int) -> list[tuple[int, int]]:
-    """[start, stop) of the blocks of queries; `scores_of_one`: what one query needs at most."""
+def _blocks(prefix_tokens: int, tokens: int, scores_of_one: int) -> list[tuple[int, int]]:
+    """[start, stop) of the blocks of queries; `scores_of_one`: what one query needs at most.
+
+    They end where the sequence, prefix included, has a multiple of a block, however much of it is prefix.
+    """
     block = max(FEWEST_QUERIES, CACHED_SCORES // scores_of_one)
     block = max(1, min(block, SCORE_BUDGET // scores_of_one))
-    return [(start, min(start + block, tokens)) for start in range(0, tokens, block)]
+    block -= block % next((unit for unit in BLOCK_UNITS if unit <= block), 1)
+    first = min(block - prefix_tokens % block, tokens)
+    starts = [0, *range(first, tokens, block)]
+    return list(zip(starts, [*starts[1:], tokens], strict=True))
 
 
 def _attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, logit_cap: float) -> torch.Tensor:

@@ -52,10 +52,9 @@ class LoraModules:
                 "without the experts (attention, mlp, shared)"
             )
         config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, init_lora_weights=False)  # type: ignore[arg-type]
-        with torch.random.fork_rng(devices=[]):
-            by_layer = self._place(
-                key, ((module, *_initial(module, rank, seed, self._twin.device)) for module in modules), config
-            )
+        by_layer = self._place(
+            key, ((module, *_initial(module, rank, seed, self._twin.device)) for module in modules), config
+        )
         return {name: value for layer in by_layer.values() for name, value in layer.items()}
 
     def create_frozen(self, key: str, adapter: AdapterTensors, modules: Sequence[LoraModule]) -> None:
@@ -77,22 +76,27 @@ class LoraModules:
     def _place(
         self, key: str, pairs: Iterable[tuple[LoraModule, nn.Parameter, nn.Parameter]], config: LoraConfig
     ) -> dict[int, dict[str, nn.Parameter]]:
-        """Puts (module, A, B) into the twin; returns the parameters by layer and name."""
+        """Puts (module, A, B) into the twin, all or none; returns the parameters by layer and name."""
         self._selected.clear()
         by_layer: dict[int, dict[str, nn.Parameter]] = defaultdict(dict)
         experts: dict[str, LoraSlot] = {}
         self._modules[key] = []
-        for module, a, b in pairs:
-            by_layer[module.layer][f"{module.name}.lora_A"] = a
-            by_layer[module.layer][f"{module.name}.lora_B"] = b
-            self._modules[key].append(module)
-            if module.num_experts:
-                parent, _, projection = module.name.rpartition(".")
-                slot = experts.setdefault(parent, LoraSlot(scaling=config.lora_alpha / config.r))
-                setattr(slot, projection.replace("_proj", "_a"), a)
-                setattr(slot, projection.replace("_proj", "_b"), b)
-            else:
-                self._wrap(module.name, key, config, a, b)
+        try:
+            with torch.random.fork_rng(devices=[]):  # PEFT draws first values, which are replaced at once
+                for module, a, b in pairs:
+                    by_layer[module.layer][f"{module.name}.lora_A"] = a
+                    by_layer[module.layer][f"{module.name}.lora_B"] = b
+                    if module.num_experts:
+                        parent, _, projection = module.name.rpartition(".")
+                        slot = experts.setdefault(parent, LoraSlot(scaling=config.lora_alpha / config.r))
+                        setattr(slot, projection.replace("_proj", "_a"), a)
+                        setattr(slot, projection.replace("_proj", "_b"), b)
+                    else:
+                        self._wrap(module.name, key, config, a, b)
+                    self._modules[key].append(module)
+        except BaseException:  # out of memory: what is placed already goes with the rest
+            self.remove(key)
+            raise
         for parent, slot in experts.items():
             self._twin.experts[parent].adapters[key] = slot
         self._parameters[key], self._dropouts[key] = dict(by_layer), float(config.lora_dropout)
@@ -110,7 +114,8 @@ class LoraModules:
             wrapped.delete_adapter(key)
             if not wrapped.lora_A:
                 self._twin.replace(module.name, wrapped.get_base_layer())
-        del self._parameters[key], self._dropouts[key]
+        self._parameters.pop(key, None)
+        self._dropouts.pop(key, None)
 
     def parameters(self, key: str, layer: int) -> dict[str, nn.Parameter]:
         return self._parameters[key].get(layer, {})

@@ -165,6 +165,14 @@ def _sum_by(index: torch.Tensor, values: torch.Tensor, size: int) -> torch.Tenso
     return torch.zeros(size, dtype=torch.float64).index_add_(0, index, values.double())
 
 
+def _rounding(settings: PreferenceLoss, answers: Answers) -> torch.Tensor:
+    """[P]: a margin up to this comes from the reference's sums being float32, and prefers neither answer."""
+    if not settings.has_reference:
+        return torch.zeros(len(answers.sums), dtype=torch.float64)
+    sums = answers.reference / answers.counts if settings.kind in AVERAGED else answers.reference
+    return settings.beta * 2.0**-23 * sums.abs().sum(1)
+
+
 @torch.no_grad()
 def _metrics(settings: PreferenceLoss, answers: Answers, logits: torch.Tensor) -> dict[str, float]:
     """Sums over the pairs of what LLaMA-Factory logs as means. `logits` [P, 2]: means over sequence and vocabulary."""
@@ -173,7 +181,7 @@ def _metrics(settings: PreferenceLoss, answers: Answers, logits: torch.Tensor) -
     found = {
         "rewards/chosen": reward[:, 0],
         "rewards/rejected": reward[:, 1],
-        "rewards/accuracies": (reward[:, 0] > reward[:, 1]).double(),
+        "rewards/accuracies": (_margin(reward) > _rounding(settings, answers)).double(),
         "rewards/margins": _margin(reward),
         "logps/chosen": logps[:, 0],
         "logps/rejected": logps[:, 1],

@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 FEWEST_ROWS = 8
+WIDENED_ROWS = 1 << 14  # of a bf16 matrix that are float32 at a time: 256 MiB with a hidden size of 4096
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -89,8 +90,20 @@ def _in_software(values: torch.Tensor) -> bool:
 
 
 def gradient_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [..., M, K] times b [..., K, N], in their dtype; float32 inside where that is faster. For gradients only."""
-    return (a.float() @ b.float()).to(a.dtype) if _in_software(a) else a @ b
+    """a [..., M, K] times b [..., K, N], in their dtype; float32 inside where that is faster. For gradients only.
+
+    A matrix with more than `WIDENED_ROWS` rows, as a head with its vocabulary, is widened piece by piece.
+    """
+    if not _in_software(a):
+        return a @ b
+    if b.dim() != 2 or len(b) <= WIDENED_ROWS:
+        return (a.float() @ b.float()).to(a.dtype)
+    rows = a.flatten(0, -2)
+    total = torch.zeros(len(rows), b.shape[1])
+    for start in range(0, len(b), WIDENED_ROWS):
+        piece = slice(start, start + WIDENED_ROWS)
+        total.addmm_(rows[:, piece].float(), b[piece].float())
+    return total.view(*a.shape[:-1], -1).to(a.dtype)
 
 
 class _Frozen(torch.autograd.Function):

@@ -71,6 +71,7 @@ HUGE = 1 << 60
         (file([], [entry(b"x", [9], 0, 0)], ONE), "truncated: tensor 'x' ends at byte"),
         (file([], [entry(b"x", [HUGE, HUGE, HUGE, HUGE], 0, 0)], ONE), "truncated: tensor 'x'"),
         (file([], [entry(b"x", [1] * 5, 0, 0)], ONE), "5 dimensions"),
+        (file([], [entry(b"x", [0, 1 << 63], 0, 0)], b""), "tensor 'x' is empty"),
         (file([], [entry(b"x", [8], 99, 0)], ONE), "type 99, which is unknown"),
         (file([], [entry(b"x", [8], 0, 0)], ONE * 3), "64 bytes after the last tensor"),
         (file([], [], bytearray(20 << 20)), "bytes after the last tensor"),

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from kt_runtime.adapters import AdapterTensors, write_peft_directory
-from kt_runtime.cli import starting_adapter
+from kt_runtime.cli import starting_adapter, train
 from kt_runtime.cli.main import main
 from kt_runtime.errors import ConflictError
 from kt_runtime.families import family_for, resolve_targets
 from kt_runtime.serve.make_model import make_model
 from kt_runtime.serve.presets import load_preset
+from kt_runtime.train.loop import RunResult
 from kt_runtime.train.recipe import Recipe
 
 CONFIG = load_preset("tiny-deepseek-v3").config
@@ -97,6 +98,7 @@ def test_a_starting_adapter_is_read_whole_and_its_settings_hold(check: Any, tmp_
     assert status == 0, said
     assert f"goes on with the adapter {adapter}: rank 4, alpha 8, targets attention, experts" in said
     assert "in 21 modules at rank 4" in said
+    assert "rank 4, alpha 8," in check(text=f"adapter_name_or_path: {adapter}\nlora_alpha: null\n")[1]
     status, said = check(text=f"adapter_name_or_path: {adapter}\nlora_rank: 16\n")
     assert status == 2 and "r.yaml:9: lora_rank: 16: training goes on with the adapter" in said
     (adapter / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
@@ -130,3 +132,28 @@ def test_a_run_that_would_be_resumed_is_named(check: Any, tmp_path: Path) -> Non
     assert status == 2 and "overwrite_output_dir: true to start over" in said
     status, said = check("overwrite_output_dir=true")
     assert status == 0 and "(replacing what is there)" in said
+
+
+def test_what_is_wrong_with_output_and_placement_is_said_before_a_server_starts(check: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    status, said = check(f"output_dir={tmp_path}/file/out")
+    assert status == 2 and f"output_dir: '{tmp_path}/file/out': {tmp_path}/file is not a directory" in said
+    status, said = check(f"kt_optimize_rule={tmp_path}/file")
+    assert status == 2 and f"{tmp_path}/file: is empty" in said
+    status, said = check("--url", "http://127.0.0.1:9")
+    assert status == 1 and "no server answers there" in said
+
+
+def test_a_schedule_that_follows_evaluations_and_a_run_without_end_can_be_checked(check: Any) -> None:
+    status, said = check("lr_scheduler_type=reduce_lr_on_plateau", "val_size=2", "eval_strategy=epoch")
+    assert status == 0 and "reduce_lr_on_plateau: first 1.00e-04, then as evaluations say" in said
+    status, said = check("max_steps=1000000000000", "warmup_steps=10")
+    assert status == 0 and "first 0.00e+00, highest 1.00e-04, last 1.00e-16" in said
+
+
+def test_the_line_to_go_on_with_repeats_no_secret(tmp_path: Path) -> None:
+    result = RunResult(3, 1.0, 1.0, 0.0, "out/checkpoint-3", None, interrupted=True)
+    said: list[str] = []
+    overrides = ("hf_hub_token=hf_x", "seed=3", "resume_from_checkpoint=old")
+    train._say_how_to_go_on(result, Recipe(model_name_or_path="m"), Path("r.yaml"), overrides, None, said.append)
+    assert said[-1].split("train ")[1] == "--recipe r.yaml seed=3 resume_from_checkpoint=out/checkpoint-3"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kt_runtime.resident import attention_math
-from kt_runtime.resident.attention_math import attend_decode, attend_sequence, attend_sequence_backward
+from kt_runtime.resident.attention_math import _blocks, attend_decode, attend_sequence, attend_sequence_backward
 
 # query heads, key heads, key size, value size; the last is absorbed MLA: one key head, values shorter than keys
 SHAPES = [(4, 4, 16, 16), (8, 2, 32, 32), (6, 1, 24, 16)]
@@ -52,6 +52,15 @@ def test_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch, budget: in
     whole = attend_sequence(q, k, v, 11, 0.2)
     monkeypatch.setattr(attention_math, "SCORE_BUDGET", budget)
     torch.testing.assert_close(attend_sequence(q, k, v, 11, 0.2), whole, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("scores_of_one", [100, 9600, 1 << 17])
+@pytest.mark.parametrize("prefix", [5, 64, 100, 333])
+def test_blocks_end_at_the_same_keys_whatever_is_cached(prefix: int, scores_of_one: int) -> None:
+    whole = _blocks(0, 600, scores_of_one)
+    blocks = _blocks(prefix, 600 - prefix, scores_of_one)
+    assert [start for start, _ in blocks] == [0, *(stop for _, stop in blocks[:-1])]
+    assert [prefix + stop for _, stop in blocks] == [stop for _, stop in whole if stop > prefix]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -7,6 +7,7 @@ import torch
 from peft.tuners.lora import Linear as PeftLinear
 
 from kt_runtime.errors import InvalidValueError
+from kt_runtime.resident.lora import LoraModules
 
 
 def test_b_begins_at_zero_and_a_within_peft_s_bounds(deepseek_lab: Any) -> None:
@@ -46,6 +47,25 @@ def test_a_closed_session_leaves_the_plain_modules_behind(deepseek_lab: Any, bat
     model = deepseek_lab.twin._model
     assert not any(isinstance(module, PeftLinear) for module in model.modules())
     assert not any(experts.adapters for experts in deepseek_lab.twin.experts.values())
+
+
+def test_an_adapter_that_does_not_fit_into_memory_leaves_nothing_behind(
+    deepseek_lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrap, calls = LoraModules._wrap, []
+
+    def full(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise MemoryError
+        wrap(*arguments)
+
+    monkeypatch.setattr(LoraModules, "_wrap", full)
+    with pytest.raises(MemoryError):
+        deepseek_lab.session(["attention"])
+    assert len(calls) == 4
+    assert not any(isinstance(module, PeftLinear) for module in deepseek_lab.twin._model.modules())
+    assert not deepseek_lab.lora._modules
 
 
 def test_one_session_does_not_change_another_s_result(deepseek_lab: Any, batch: Any) -> None:

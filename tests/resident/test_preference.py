@@ -12,7 +12,7 @@ from reference.trl_dpo import dpo_loss
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.resident.losses import LossTokens, LossValue
-from kt_runtime.resident.preference import PreferenceLossFunction, check_pairs
+from kt_runtime.resident.preference import Answers, PreferenceLossFunction, _metrics, check_pairs
 from kt_runtime.wire.messages import PreferenceLoss
 
 # Four sequences, that is two pairs; the prompt's tokens don't count.
@@ -185,3 +185,12 @@ def test_what_is_no_pair_is_refused() -> None:
     check_pairs([2, 1], np.array([0, 1, -1], np.float32))
     with pytest.raises(InvalidValueError, match=r"pair 1: the rejected answer \(sequence 3\) has no target"):
         check_pairs([2, 1, 1, 2], np.array([0, 1, 1, 1, 0, 0], np.float32))
+
+
+def test_a_margin_that_the_reference_s_rounding_makes_prefers_neither_answer() -> None:
+    sums = torch.tensor([[-31.0000001, -17.0000003], [-31.5, -40.25]], dtype=torch.float64)
+    reference = torch.tensor(sums.float().numpy() + np.array([[0, 0], [-1, 1]], np.float32), dtype=torch.float64)
+    answers = Answers(sums, torch.full((2, 2), 5.0, dtype=torch.float64), reference)
+    for kind in ("sigmoid", "ipo"):
+        found = _metrics(PreferenceLoss(kind=kind, beta=0.1), answers, torch.zeros(2, 2))
+        assert found["rewards/accuracies"] == 1

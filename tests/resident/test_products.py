@@ -3,10 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kt_runtime.resident import products
 from kt_runtime.resident.products import (
     FrozenLinear,
     frozen_bmm,
     frozen_linear,
+    gradient_product,
     product,
     rounded,
     served_product,
@@ -68,3 +70,14 @@ def test_a_bias_is_added_and_a_frozen_layer_is_a_linear_layer() -> None:
     layer.__class__ = FrozenLinear
     assert isinstance(layer, torch.nn.Linear)
     assert torch.equal(layer(x), plain)
+
+
+def test_a_head_is_widened_piece_by_piece_to_the_same_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(*shape, generator=g).bfloat16() for shape in ((2, 5, 300), (300, 24)))
+    expected = a.double() @ b.double()
+    monkeypatch.setattr(products, "_in_software", lambda values: True)
+    monkeypatch.setattr(products, "WIDENED_ROWS", 128)
+    found = gradient_product(a, b)
+    assert found.dtype == torch.bfloat16 and found.shape == (2, 5, 24)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=1e-3)

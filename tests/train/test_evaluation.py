@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,11 +55,22 @@ def test_figures_are_means_and_named_by_dataset(make_recipe: Any) -> None:
     assert named.run(lambda: True) is None
 
 
+def test_the_best_checkpoint_is_found_where_the_run_was_moved_to(make_recipe: Any, tmp_path: Path) -> None:
+    best, again = Best.of(make_recipe()), Best.of(make_recipe())
+    best.judge(3, {"eval_loss": 1.0})
+    best.checkpoint = str(tmp_path / "old" / "checkpoint-3")
+    again.restore(best.state(), tmp_path / "new" / "checkpoint-5")
+    assert again.checkpoint == str(tmp_path / "new" / "checkpoint-3")
+    (tmp_path / "old" / "checkpoint-3").mkdir(parents=True)
+    again.restore(best.state(), tmp_path / "new" / "checkpoint-5")
+    assert again.checkpoint == best.checkpoint
+
+
 def test_the_best_is_the_lowest_loss_or_the_highest_of_anything_else(make_recipe: Any) -> None:
     best = Best.of(make_recipe(early_stopping_steps=2))
     assert [best.judge(step, {"eval_loss": loss}) for step, loss in enumerate([3.0, 2.0, 2.0])] == [True, True, False]
     again = Best.of(make_recipe(early_stopping_steps=2))
-    again.restore(best.state())
+    again.restore(best.state(), Path("checkpoint-2"))
     assert not again.is_exhausted and not again.judge(4, {"eval_loss": 2.5}) and again.is_exhausted
     accuracy = Best.of(make_recipe(metric_for_best_model="accuracy"))
     assert [accuracy.judge(0, {"eval_accuracy": value}) for value in (0.5, 0.4, 0.6)] == [True, False, True]

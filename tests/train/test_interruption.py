@@ -22,6 +22,14 @@ def test_once_asks_and_twice_stops(interrupt: Callable[[], None]) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_batch_system_s_sigterm_asks_as_well() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Interruption(lambda line: None) as interruption:
+        signal.raise_signal(signal.SIGTERM)
+        assert interruption.requested
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_other_threads_may_train_too() -> None:
     def use() -> None:
         with Interruption(print) as interruption:

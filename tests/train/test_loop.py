@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kt_runtime.errors import ConflictError, InvalidValueError, RuntimeFault
+from kt_runtime.errors import ConflictError, InvalidValueError, NumericsError, RuntimeFault
 from kt_runtime.train.inputs import Inputs
 from kt_runtime.train.loop import run
 
@@ -193,12 +193,30 @@ def test_early_stopping_ends_after_evaluations_that_are_no_better(resident, disp
     assert result.steps == 4 and "2 evaluations without a better eval_loss than 1.0000" in display
 
 
+def test_steps_before_an_early_end_are_logged(resident, display, make_recipe, examples, tmp_path) -> None:
+    resident.eval_losses = [3.0, 1.0, 2.0, 2.5]
+    recipe = make_recipe(eval_strategy="steps", eval_steps=1, early_stopping_steps=2, logging_steps=3)
+    run(resident, recipe, Inputs(examples[:4], {"": examples[4:]}), display)
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history if "loss" in entry] == [3, 4]
+
+
 def test_do_eval_alone_evaluates_and_leaves_no_adapter(resident, display, make_recipe, examples, tmp_path) -> None:
     recipe = make_recipe(do_train=False, do_eval=True, dataset=(), eval_on_each_dataset=True)
     run(resident, recipe, Inputs([], {"a": examples[:2], "b": examples[2:]}), display)
     results = json.loads((tmp_path / "out" / "eval_results.json").read_text())
     assert {"eval_a_loss", "eval_b_loss", "eval_b_runtime"} <= set(results) and resident.count("optim_step") == 0
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_do_eval_alone_leaves_what_training_left(resident, display, make_recipe, examples, tmp_path) -> None:
+    run(resident, make_recipe(max_steps=2), Inputs(examples, {}), display)
+    log, state = (tmp_path / "out" / "trainer_log.jsonl").read_text(), (tmp_path / "out/trainer_state.json").read_text()
+    recipe = make_recipe(do_train=False, do_eval=True, dataset=(), eval_dataset=("d",))
+    result = run(resident, recipe, Inputs([], {"": examples[:2]}), display)
+    assert result.resumed_from is None and (tmp_path / "out/trainer_state.json").read_text() == state
+    assert (tmp_path / "out" / "trainer_log.jsonl").read_text().startswith(log)
+    assert {"train_loss", "eval_loss"} <= set(json.loads((tmp_path / "out" / "all_results.json").read_text()))
 
 
 def test_rows_longer_than_the_context_are_refused_before_a_session_exists(
@@ -228,3 +246,20 @@ def test_an_incomplete_checkpoint_is_never_gone_on_from(resident, display, make_
     shutil.copytree(out / "checkpoint-10", out / "checkpoint-11")
     result = run(resident, make_recipe(save_steps=5, resume_from_checkpoint=True), inputs, display)
     assert result.resumed_from == str((out / "checkpoint-5").resolve()) and result.steps == 12
+
+
+def test_steps_before_one_that_is_not_finite_are_saved(resident, display, make_recipe, inputs, monkeypatch) -> None:
+    compute = resident.begin_forward_backward
+
+    def overflow(*arguments: Any, **settings: Any) -> Any:
+        if resident.count("optim_step") == 6:
+            raise NumericsError("the loss is nan")
+        return compute(*arguments, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resident, "begin_forward_backward", overflow)
+        with pytest.raises(NumericsError, match="nan"):
+            run(resident, make_recipe(save_steps=5), inputs, display)
+    saved = [entry[1] for entry in resident.log if entry[0] == "save"]
+    assert saved == ["checkpoint-5", "checkpoint-6"] and resident.sessions == {}
+    assert run(resident, make_recipe(save_steps=5), inputs, display).resumed_from.endswith("checkpoint-6")

@@ -47,6 +47,19 @@ BROKEN: list[tuple[str, str]] = [
     ("eval_on_each_dataset: true", "4: eval_on_each_dataset: True: needs eval_dataset"),
     ("do_predict: true\nval_size: 5", "4: do_predict: True: needs predict_with_generate: true"),
     ("do_train: false", "4: do_train: False: nothing is left to do"),
+    (
+        "val_size: 5\neval_strategy: epoch\nearly_stopping_steps: 2\nmetric_for_best_model: accuracy",
+        "7: metric_for_best_model: 'accuracy': needs compute_accuracy: true",
+    ),
+    (
+        "val_size: 5\neval_strategy: epoch\nearly_stopping_steps: 2\nmetric_for_best_model: eval_los",
+        "7: metric_for_best_model: 'eval_los': no figure of an evaluation; did you mean loss?; known: loss, accuracy",
+    ),
+    (
+        "eval_dataset: a,b\neval_strategy: epoch\neval_on_each_dataset: true\nearly_stopping_steps: 2\n"
+        "metric_for_best_model: loss",
+        "8: metric_for_best_model: 'loss': eval_on_each_dataset has figures of each dataset alone: a_loss, b_loss",
+    ),
     ("load_best_model_at_end: true", "4: load_best_model_at_end: True: needs evaluation while training"),
     ("early_stopping_steps: 2", "4: early_stopping_steps: 2: needs evaluation while training"),
     (
@@ -138,7 +151,8 @@ def test_a_disagreement_is_one_problem_with_its_line(tmp_path: Path, text: str, 
         ("stage: dpo\npref_loss: simpo\npref_ftx: 0.5", "pref_ftx", 0.5),
         ("val_size: 5\neval_strategy: epoch\nlr_scheduler_type: reduce_lr_on_plateau", "metric_for_best_model", "loss"),
         (
-            "val_size: 5\neval_strategy: epoch\nearly_stopping_steps: 2\nmetric_for_best_model: accuracy",
+            "val_size: 5\neval_strategy: epoch\nearly_stopping_steps: 2\nmetric_for_best_model: accuracy\n"
+            "compute_accuracy: true",
             "greater_is_better",
             True,
         ),

@@ -142,6 +142,7 @@ def test_keys_that_need_others_reach_the_recipe(tmp_path: Path) -> None:
         save_steps=10,
         load_best_model_at_end=True,
         early_stopping_steps=3,
+        metric_for_best_model="b_loss",
         mix_strategy="interleave_over",
         interleave_probs="0.5,0.5",
         lr_scheduler_type="cosine_with_min_lr",
@@ -150,7 +151,7 @@ def test_keys_that_need_others_reach_the_recipe(tmp_path: Path) -> None:
         publish_every_steps=5,
     )
     preferred, _ = read(tmp_path, stage="dpo", ref_model_adapters=".")
-    assert evaluated.metric_for_best_model == "loss" and evaluated.greater_is_better is False
+    assert evaluated.metric_for_best_model == "b_loss" and evaluated.greater_is_better is False
     for key in TOGETHER:
         assert DEFAULTS[key] != getattr(preferred if key == "ref_model_adapters" else evaluated, key)
 

@@ -203,6 +203,8 @@ def test_without_thinking_the_empty_block_is_the_prompts(make: Make) -> None:
     turns = (user("Who?"), assistant("Mara."), user("Where?"), assistant("<think>\nhm\n</think>\n\nThe cliff."))
     assert trained_runs(renderer, renderer.render(row(turns))) == ["Mara.<|im_end|>\n", "The cliff.<|im_end|>\n"]
     assert renderer.prompt(turns[:1]) == served_prompt(renderer, turns[:1], enable_thinking=False)
+    told = make("qwen3", preserve_thinking=True, reasoning_effort="low").options
+    assert told == {"enable_thinking": True, "preserve_thinking": True, "reasoning_effort": "low"}
 
 
 def test_what_the_template_does_to_think_blocks_is_said_once(make: Make) -> None:

@@ -113,6 +113,9 @@ def test_reasoning_templates_keep_think_blocks_or_put_empty_ones_into_the_prompt
     assert marked(silent, turns) == RENDERED["qwen3"].replace(f"«{EMPTY}", f"{EMPTY}«")
     assert silent.tokenizer.decode(silent.prompt(turns[:3])).endswith(f"assistant\n{EMPTY}")
     assert "hm" not in silent.tokenizer.decode(silent.prompt(turns[:3]))
+    for preserve in (False, True):
+        renderer = make("qwen3", "qwen3", preserve_thinking=preserve)
+        assert ("hm" in renderer.tokenizer.decode(renderer.prompt(turns[:3]))) is preserve
 
 
 def test_mask_history_trains_the_last_answer_only(make: Make) -> None:

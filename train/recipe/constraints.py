@@ -11,6 +11,10 @@ from kt_runtime.train.recipe.schedules import BY_METRIC, check_arguments
 
 PURPOSES = ("train", "predict", "chat", "export")
 _PREFERENCE_KEYS = ("pref_beta", "pref_loss", "pref_ftx", "dpo_label_smoothing", "simpo_gamma")
+_PREFERENCE_FIGURES = (
+    *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected"),
+    *("logits/chosen", "logits/rejected", "sft_loss", "odds_ratio_loss"),
+)
 _SFT_ONLY = ("packing", "train_on_prompt", "mask_history", "predict_with_generate")
 _NEED_DATA = ("do_eval", "do_predict", "eval_on_start")
 
@@ -22,6 +26,8 @@ def check(draft: Draft, purpose: str) -> None:
     _required(draft, purpose)
     if purpose == "train":
         _paths(draft)
+    if purpose in ("train", "predict"):
+        _output(draft)
 
 
 def _required(draft: Draft, purpose: str) -> None:
@@ -116,6 +122,25 @@ def _evaluation(draft: Draft) -> None:
         metric = draft.values["metric_for_best_model"] = draft.get("metric_for_best_model") or "loss"
         if draft.get("greater_is_better") is None:
             draft.values["greater_is_better"] = not metric.endswith("loss")
+        _metric(draft, metric.removeprefix("eval_"))
+
+
+def _metric(draft: Draft, metric: str) -> None:
+    """What is missing is said now, not after the first evaluation."""
+    if draft.get("eval_on_each_dataset") and (listed := draft.get("eval_dataset")):
+        prefix = next((f"{name}_" for name in listed if metric.startswith(f"{name}_")), None)
+        if prefix is None:
+            figures = ", ".join(f"{name}_loss" for name in listed)
+            draft.problem("metric_for_best_model", f"eval_on_each_dataset has figures of each dataset alone: {figures}")
+            return
+        metric = metric.removeprefix(prefix)
+    known = ("loss", "accuracy", *(_PREFERENCE_FIGURES if draft.get("stage") == "dpo" else ()))
+    if metric not in known:
+        draft.problem(
+            "metric_for_best_model", f"no figure of an evaluation{nearest(metric, known)}; known: {', '.join(known)}"
+        )
+    elif metric == "accuracy" and not draft.get("compute_accuracy"):
+        draft.problem("metric_for_best_model", "needs compute_accuracy: true")
 
 
 def _best_model(draft: Draft) -> None:
@@ -156,6 +181,12 @@ def _publishing(draft: Draft) -> None:
         draft.problem("publish_every_steps", "needs publish: NAME, the adapter's name on the server")
 
 
+def _answers(draft: Draft) -> None:
+    """LLaMA-Factory's default, 1024, passes silently; there, too, max_new_tokens goes first wherever it is above 0."""
+    if draft.get("max_length") not in (None, 1024):
+        draft.note("max_length", "no effect: max_new_tokens goes first")
+
+
 def _paths(draft: Draft) -> None:
     """Before anything else is done: no hub is ever asked for what is not here. An adapter may be one GGUF file."""
     for key in ("adapter_name_or_path", "ref_model_adapters"):
@@ -167,6 +198,18 @@ def _paths(draft: Draft) -> None:
         draft.problem("resume_from_checkpoint", f"{resumed} is not a directory on this machine")
 
 
+def _output(draft: Draft) -> None:
+    """Before a model is loaded: whether the directory is one, or can be made."""
+    wanted = draft.values.get("output_dir")
+    if wanted is None:
+        return
+    nearest_there = next(str(path) for path in (wanted.absolute(), *wanted.absolute().parents) if os.path.exists(path))
+    if not os.path.isdir(nearest_there):
+        draft.problem("output_dir", f"{nearest_there} is not a directory")
+    elif not os.access(nearest_there, os.W_OK | os.X_OK):
+        draft.problem("output_dir", f"{nearest_there} can't be written to")
+
+
 _ALL: tuple[Callable[[Draft], None], ...] = (
     _tasks,
     _stage,
@@ -176,4 +219,5 @@ _ALL: tuple[Callable[[Draft], None], ...] = (
     _best_model,
     _schedule,
     _publishing,
+    _answers,
 )

@@ -102,7 +102,6 @@ class Recipe:
     enable_thinking: bool | None = key(True, optional(truth), "for reasoning templates")
     preserve_thinking: bool = key(False, truth, "for reasoning templates: keep earlier turns' thoughts")
     reasoning_effort: str | None = key(None, optional(text), "for reasoning templates")
-    tool_format: str | None = key(None, optional(text), "only for rows with tools")
 
     # output
     output_dir: Path = key(Path(), checks.path, "needed to train")
@@ -162,7 +161,7 @@ class Recipe:
     skip_special_tokens: bool = key(True, truth, "as SGLang takes it")
 
     # export
-    export_dir: Path | None = key(None, optional(checks.path), "where `adapter export` writes")
+    export_dir: Path | None = key(None, optional(checks.path), "where `kt-runtime export` writes")
     export_size: int = key(5, whole(1), "GB of the largest file")
 
     # KTransformers

@@ -42,7 +42,7 @@ _DTYPE = "the server computes in its own dtype, bfloat16 or float32 (`kt-runtime
 _FROZEN_ROUTER = "the router is frozen; leave it out"
 _REWARD = "belongs to ppo, kto and reward models; this version trains sft and dpo"
 _LOSS = "changes the loss in a way that this version does not compute; leave it out"
-_EXPORT = "`kt-runtime adapter export` writes bf16 to export_dir; quantize or upload afterwards"
+_EXPORT = "`kt-runtime export` writes plain weights to export_dir; quantize or upload afterwards"
 _GPU_EXPERTS = "extra experts on the GPU can't be served; leave it out, lora_target: all adapts every routed expert"
 _HUB = "nothing is uploaded; upload output_dir afterwards"
 
@@ -245,6 +245,7 @@ WARNED: Mapping[str, Warned] = {
     ),
     **_warned("the loss is computed in float32 anyway", upcast_lmhead_output=False),
     **_warned("padding is never trained on", ignore_pad_token_for_loss=True),
+    **_warned("the model's own chat template renders tools", tool_format=None),
     **_warned("a repeated run is the same on one machine anyway", full_determinism=False),
     **_warned("evaluation keeps figures only", eval_accumulation_steps=None, prediction_loss_only=False),
     **_warned("evaluation keeps figures only", include_for_metrics=None, batch_eval_metrics=False),

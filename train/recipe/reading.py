@@ -45,10 +45,11 @@ def read_recipe(path: Path, overrides: list[str] | None = None, purpose: str = "
 def _recipe(draft: Draft, path: Path) -> Recipe:
     # A key that is written as null but whose attribute has no null is at its default.
     values = {key: value for key, value in draft.values.items() if value is not None or key in NULLABLE}
+    places = {key: place for key, place in draft.places.items() if draft.written.get(key, place) is not None}
     directory = draft.get("dataset_dir")
     if not directory.is_dir() and (path.parent / directory).is_dir():
         values["dataset_dir"] = path.parent / directory
-    return Recipe(**values, places=draft.places, source=draft.source)
+    return Recipe(**values, places=places, source=draft.source)
 
 
 def _take(draft: Draft, entry: Entry) -> None:

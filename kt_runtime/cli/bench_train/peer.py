@@ -82,7 +82,8 @@ class Peer:
             "threads": len(os.sched_getaffinity(0)),
         }
         done = subprocess.run(
-            [sys.executable, "-P", str(SCRIPT), json.dumps(question)],
+            [sys.executable, "-P", str(SCRIPT)],
+            input=json.dumps(question),  # an argument may have 128 KiB
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,

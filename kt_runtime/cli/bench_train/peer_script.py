@@ -1,6 +1,6 @@
 """Hugging Face + PEFT fine-tuning the same checkpoint, in a process of its own.
 
-Reads one JSON argument (`peer.question`), prints one JSON line: seconds and losses of the steps, peak memory of the
+Reads JSON from stdin (`peer.Peer._ask`), prints one JSON line: seconds and losses of the steps, peak memory of the
 steps and of loading. Knows nothing of kt-runtime.
 """
 
@@ -57,7 +57,7 @@ def peak_bytes() -> int:
 
 
 def main() -> None:
-    question = json.loads(sys.argv[1])
+    question = json.load(sys.stdin)
     torch.set_num_threads(question["threads"])
     torch.manual_seed(0)
     dtype = getattr(torch, question["dtype"])

@@ -43,9 +43,7 @@ class Row:
             "step_seconds": self.ours.seconds,
             "losses": self.ours.losses,
             "peak_bytes": self.ours.peak_bytes,
-            "slower_than_attention": None
-            if not self.attention_tokens_per_s
-            else 1 - rate / self.attention_tokens_per_s,
+            "slower_than_attention": self._slower_by(rate),
         }
         return values | self._peer_values(rate)
 
