@@ -1,10 +1,10 @@
 // Integer products with AVX-512 VNNI.
 //
-// Register tile: up to 8 rows x 2 blocks of 16 rows of weights: 16 registers of int32 sums of the group, 2 of weights
-// (4 for int4), 1 or 2 of broadcast activations, 1 mask. The float32 totals lie in c, touched once a group.
-// Activations: codes in the order of the columns; 4 columns are one broadcast dword. Weights: unsigned codes, a line is
-// the first operand of vpdpbusd as it lies; a line of int4 becomes two by `and` and a shift. The zero point enters as
-// the start of a sum: -zero * (sum of the activations' codes).
+// Register tile: up to 8 rows x 2 blocks of 16 rows of weights, or 1 row x 4 blocks: 16 registers of int32 sums of the
+// group at most, 2 of weights (4 for int4), 1 or 2 of broadcast activations, 1 mask. The float32 totals lie in c,
+// touched once a group. Activations: codes in the order of the columns; 4 columns are one broadcast dword. Weights:
+// unsigned codes, a line is the first operand of vpdpbusd as it lies; a line of int4 becomes two by `and` and a shift.
+// The zero point enters as the start of a sum: -zero * (sum of the activations' codes).
 //
 // Expected on Zen 4 (one vpdpbusd a cycle): a line of 2 blocks takes 16 cycles beside 10 loads. A group costs 2 more
 // multiplications a sum, a quarter on top for groups of 32.
@@ -47,12 +47,12 @@ inline void start(const IntegerTile& t, int64_t g, int32_t default_zero, Sums<kR
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const Lanes from = Lanes(_mm512_mullo_epi32(_mm512_set1_epi32(-default_zero), codes_sum(t, r, g)));
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int b = 0; b < kBlocks; ++b) sum.at[r][b] = from;
     }
     return;
   }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int b = 0; b < kBlocks; ++b) {
     const auto* at = reinterpret_cast<const __m128i*>(t.blocks[b].zeros + g * kBlockRows);
     const __m512i minus_zero = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_cvtepu8_epi32(_mm_loadu_si128(at)));
@@ -67,7 +67,7 @@ inline void add_line(const __m512i* w, const uint8_t* a, int64_t lda, Sums<kRows
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
     const __m512i x = _mm512_set1_epi32(dword(a + r * lda));
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) sum.at[r][b] = Lanes(_mm512_dpbusd_epi32(__m512i(sum.at[r][b]), w[b], x));
   }
 }
@@ -81,7 +81,7 @@ inline void add_group(const IntegerTile& t, const GroupSpan& span, Sums<kRows, k
   int64_t i = 0;
   do {
     __m512i w[kBlocks], high[kBlocks];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) {
       w[b] = _mm512_load_si512(lines[b] + i * kLineBytes);
       if constexpr (kEncoding == Encoding::kInt4) {
@@ -101,7 +101,7 @@ inline void add_group(const IntegerTile& t, const GroupSpan& span, Sums<kRows, k
 // c is the memory of the totals, so that the registers are free for a larger tile of sums.
 template <int kRows, int kBlocks>
 inline void finish_group(const IntegerTile& t, int64_t g, const Sums<kRows, kBlocks>& sum) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int b = 0; b < kBlocks; ++b) {
     const auto* halves = static_cast<const uint16_t*>(t.blocks[b].group_scales);
     __m512 scale = _mm512_set1_ps(1.0f);
@@ -119,6 +119,7 @@ inline void finish_group(const IntegerTile& t, int64_t g, const Sums<kRows, kBlo
 struct Avx512 {
   static constexpr int kMaxRows = 8, kMaxBlocks = 2, kFewRows = 4;
   static constexpr int64_t kChunkBytes = 16384;
+  static constexpr int few_blocks(int rows) { return rows == 1 ? 4 : 2; }
 
   template <Encoding kEncoding, int kRows, int kBlocks>
   static void tile(const IntegerTile& in) {

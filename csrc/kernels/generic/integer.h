@@ -1,16 +1,18 @@
 // The loops around the register tiles of integer products, once for all instruction sets. An ISA gives
 //
 //   struct Isa {
-//     static constexpr int kMaxRows, kMaxBlocks;  // of a register tile; kMaxBlocks 1 or 2
+//     static constexpr int kMaxRows, kMaxBlocks;  // of a register tile of many rows; kMaxBlocks 1 or 2
 //     static constexpr int kFewRows;              // up to this many rows are few; at most kMaxRows
+//     static constexpr int few_blocks(int rows);  // of a register tile of few rows: 1, 2 or 4
 //     static constexpr int64_t kChunkBytes;       // of packed lines that stay in the first-level cache
 //     template <Encoding, int kRows, int kBlocks> static void tile(const IntegerTile&);
 //   };
 //
-// Few rows: one block after the other, all its groups at once: one forward stream, prefetched some distance ahead. Many
-// rows: kMaxBlocks blocks, a chunk of groups after the other, which all row tiles use while it lies in the first-level
-// cache and each fetches its part of the next chunk into the second; float totals lie in c between chunks. The order of
-// additions is the order of groups in either case.
+// Few rows: blocks side by side, all their groups at once, each a forward stream that is prefetched some distance
+// ahead: a single stream does not keep enough lines under way to reach the bandwidth of memory. Many rows: kMaxBlocks
+// blocks, a chunk of groups after the other, which all row tiles use while it lies in the first-level cache and each
+// fetches its part of the next chunk into the second; float totals lie in c between chunks. The order of additions is
+// the order of groups in either case.
 //
 // Include only in a kernel's own translation unit, with Isa in an unnamed namespace.
 #pragma once
@@ -27,10 +29,11 @@
 namespace kt {
 namespace {
 
-// Bytes to ask for ahead of one forward stream: the latency of memory times its bandwidth, some times over.
+// Bytes to ask for ahead of all forward streams: the latency of memory times its bandwidth, some times over.
 constexpr int64_t kStreamAhead = 4096;
+constexpr int kMostBlocks = 4;  // of any register tile
 
-// What a register tile computes: groups [first, end) of some rows with one block or two. c holds the totals of the
+// What a register tile computes: groups [first, end) of some rows with one block or more. c holds the totals of the
 // groups before `first`.
 struct IntegerTile {
   PackedShape shape;
@@ -41,10 +44,11 @@ struct IntegerTile {
   int64_t ld_groups;
   float* c;
   int64_t ldc;
-  Block blocks[2];
+  Block blocks[kMostBlocks];
   int64_t first, end;
   int64_t fetch_first, fetch_step;  // groups in which to prefetch
   int64_t ahead;                    // how many bytes ahead of the group's own lines
+  int64_t block_end, turn;          // bytes from a block's lines to its end; from there to the stream's next block
   bool near;                        // into the first-level cache
 };
 
@@ -63,8 +67,9 @@ inline GroupSpan group_span(const PackedShape& shape, int64_t g) {
 
 template <int kBlocks>
 inline void prefetch_group(const IntegerTile& t, const GroupSpan& span) {
+  const int64_t at = span.line_begin + t.ahead, ahead = at < t.block_end ? at : at + t.turn;
   for (int b = 0; b < kBlocks; ++b) {
-    const auto* from = reinterpret_cast<const char*>(t.blocks[b].lines) + span.line_begin + t.ahead;
+    const auto* from = reinterpret_cast<const char*>(t.blocks[b].lines) + ahead;
     if (t.near) {
       for (int64_t i = 0; i < span.lines; ++i) _mm_prefetch(from + i * kLineBytes, _MM_HINT_T0);
     } else {
@@ -80,21 +85,28 @@ constexpr std::array<TileFunction, sizeof...(kRows) + 1> tile_functions(std::int
   return {nullptr, Isa::template tile<kEncoding, kRows + 1, kBlocks>...};
 }
 
+template <class Isa, Encoding kEncoding, int... kRows>
+constexpr std::array<TileFunction, sizeof...(kRows) + 1> few_functions(std::integer_sequence<int, kRows...>) {
+  return {nullptr, Isa::template tile<kEncoding, kRows + 1, Isa::few_blocks(kRows + 1)>...};
+}
+
+// Of one block, of kMaxBlocks for many rows, or of few_blocks(rows) for few.
 template <class Isa, Encoding kEncoding>
-inline TileFunction tile_function(int64_t rows, int blocks) {
+inline TileFunction tile_function(int64_t rows, int blocks, bool few) {
   using Rows = std::make_integer_sequence<int, Isa::kMaxRows>;
   static constexpr auto kOne = tile_functions<Isa, kEncoding, 1>(Rows{});
   static constexpr auto kMost = tile_functions<Isa, kEncoding, Isa::kMaxBlocks>(Rows{});
-  return (blocks == 1 ? kOne : kMost)[static_cast<size_t>(rows)];
+  static constexpr auto kFew = few_functions<Isa, kEncoding>(std::make_integer_sequence<int, Isa::kFewRows>());
+  const auto at = static_cast<size_t>(rows);
+  return blocks == 1 ? kOne[at] : few ? kFew[at] : kMost[at];
 }
 
-template <class Isa, Encoding kEncoding>
-inline void run_tile(const IntegerProduct& p, int64_t row, int64_t rows, int64_t block, int blocks, IntegerTile& t) {
+inline void run_tile(const IntegerProduct& p, int64_t row, int64_t block, TileFunction tile, IntegerTile& t) {
   t.a = p.a.values + row * p.a.ld;
   t.a_scales = p.a.scales + row * p.a.ld_groups;
   t.a_sums = p.a.sums + row * p.a.ld_groups;
   t.c = p.c + row * p.ldc + block * kBlockRows;
-  tile_function<Isa, kEncoding>(rows, blocks)(t);
+  tile(t);
 }
 
 template <class Isa, Encoding kEncoding>
@@ -106,6 +118,7 @@ inline void multiply_blocks(const IntegerProduct& p, int64_t block, int blocks, 
   const int64_t chunk_bytes = Isa::kChunkBytes / blocks;
   const int64_t at_once = chunk_bytes > group_bytes ? chunk_bytes / group_bytes : 1;
   t.near = false;
+  t.turn = 0;
   for (t.first = 0; t.first < groups; t.first = t.end) {
     t.end = t.first + at_once < groups ? t.first + at_once : groups;
     const bool last = t.end == groups;
@@ -114,33 +127,36 @@ inline void multiply_blocks(const IntegerProduct& p, int64_t block, int blocks, 
       const int64_t row = p.rows * i / tiles, rows = p.rows * (i + 1) / tiles - row;
       t.fetch_first = last && next_blocks < blocks ? groups : t.first + i;
       t.fetch_step = tiles;
-      run_tile<Isa, kEncoding>(p, row, rows, block, blocks, t);
+      run_tile(p, row, block, tile_function<Isa, kEncoding>(rows, blocks, false), t);
     }
   }
 }
 
 template <class Isa, Encoding kEncoding>
 inline void multiply_encoded(const IntegerProduct& p) {
-  static_assert(Isa::kFewRows <= Isa::kMaxRows && Isa::kMaxBlocks <= 2);
+  static_assert(Isa::kFewRows <= Isa::kMaxRows && Isa::kMaxBlocks <= 2 && Isa::few_blocks(1) <= kMostBlocks);
   const PackedShape& shape = p.weights.shape;
   IntegerTile t{};
   t.shape = shape;
   t.lda = p.a.ld;
   t.ld_groups = p.a.ld_groups;
   t.ldc = p.ldc;
+  t.block_end = shape.block_bytes() - shape.line_offset();
   const bool few = p.rows <= Isa::kFewRows;
+  const int at_once = few ? Isa::few_blocks(static_cast<int>(p.rows)) : Isa::kMaxBlocks;
   for (int64_t block = 0; block < p.weights.blocks;) {
     const int64_t left = p.weights.blocks - block;
-    const int blocks = few || left == 1 ? 1 : Isa::kMaxBlocks;
+    const int blocks = left < at_once ? 1 : at_once;
     for (int b = 0; b < blocks; ++b) t.blocks[b] = block_at(shape, p.weights.data, block + b);
     if (few) {
       t.first = 0;
       t.end = shape.activation_groups();
       t.fetch_first = 0;
       t.fetch_step = 1;
-      t.ahead = kStreamAhead;
+      t.ahead = kStreamAhead / blocks;
+      t.turn = (blocks - 1) * shape.block_bytes();
       t.near = true;
-      run_tile<Isa, kEncoding>(p, 0, p.rows, block, 1, t);
+      run_tile(p, 0, block, tile_function<Isa, kEncoding>(p.rows, blocks, true), t);
     } else {
       multiply_blocks<Isa, kEncoding>(p, block, blocks, left - blocks, t);
     }
