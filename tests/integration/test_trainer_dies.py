@@ -27,6 +27,7 @@ from kt_runtime.wire.messages import ErrorReply, LoraSettings
 TRAINER = textwrap.dedent(
     """
     import sys
+    import time
     import numpy as np
     from kt_runtime.wire import Batch, ResidentClient
     from kt_runtime.wire import messages
@@ -42,6 +43,7 @@ TRAINER = textwrap.dedent(
         client.submit(messages.OptimStep(request_id="step", session="doomed", learning_rate=0.01))
     else:
         client.submit(messages.Save(request_id="save", session="doomed", path=path))
+    time.sleep(0.5)  # ZMQ sends on a thread of its own
     print("sent", flush=True)
     sys.stdin.read()
     """

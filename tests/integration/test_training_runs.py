@@ -32,7 +32,7 @@ SHORTER = {
         "do_train=true",
         "do_predict=true",
         "predict_with_generate=true",
-        "max_samples=4",
+        "val_size=4",
         "max_new_tokens=8",
     ],
     "sft": ["max_steps=4", "eval_steps=2", "save_steps=2", "publish_every_steps=2"],
