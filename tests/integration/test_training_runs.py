@@ -35,7 +35,7 @@ SHORTER = {
         "val_size=4",
         "max_new_tokens=8",
     ],
-    "sft": ["max_steps=4", "eval_steps=2", "save_steps=2", "publish_every_steps=2"],
+    "sft": ["max_steps=4", "eval_steps=2", "save_steps=2", "publish_every_steps=2", "publish=shorter"],
     "sft-resume": ["max_steps=3", "save_steps=2"],
 }
 
@@ -122,7 +122,7 @@ def test_every_recipe_runs(
     if name == "sft":
         assert [step for step, _ in logged(out, "eval_loss")] == [2, 4, 4]
         assert 0 <= json.loads((out / "eval_results.json").read_text())["eval_accuracy"] <= 1
-        assert len(api.get("/kt/adapters/pebble")["versions"]) == 2
+        assert len(api.get("/kt/adapters/shorter")["versions"]) == 2
         assert (out / "training_eval_loss.png").is_file()
 
 
