@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kt_runtime.adapters.directory import open_directory
-from kt_runtime.adapters.folding import Part, fold
+from kt_runtime.adapters.folding import Part
 from kt_runtime.adapters.gguf_file import MAX_HEADER_BYTES, GgufFile, parse_gguf
 from kt_runtime.adapters.groups import complete_groups
-from kt_runtime.adapters.peft_directory import filler_notes, largest_file
+from kt_runtime.adapters.peft_directory import filler_notes, folded_whole, largest_file
 from kt_runtime.adapters.tensors import AdapterTensors, LoraPair, expected_shapes
 from kt_runtime.adapters.validator import check_adapter, check_rank, check_shape, unknown_module
 from kt_runtime.errors import AdapterError
@@ -61,11 +61,9 @@ def read_gguf_adapter(
     alpha = _check_keys(file, family, where)
     parts = _parts(file, alpha, family, config, max_rank, where)
     ranks = {part.pair.a.shape[-2] for part in parts}
-    adapter = fold(parts, alpha if alpha and len(ranks) == 1 else None)
-    completed = complete_groups(adapter, family, config)
-    check_adapter(completed, family, config, max_rank, where)
-    filled = [name for name in completed.modules if name not in adapter.modules]
-    return replace(completed, notes=(*adapter.notes, *filler_notes(filled)))
+    common = alpha if alpha and len(ranks) == 1 else None
+    adapter, filled = folded_whole(parts, common, family, config, max_rank, where)
+    return replace(adapter, notes=(*adapter.notes, *filler_notes(filled)))
 
 
 def write_gguf_adapter(

@@ -70,11 +70,21 @@ def read_peft_directory(
     if not tensors:
         raise AdapterError(f"{where}: has no LoRA tensors")
     parts = _parts(tensors, settings, family, config, where)
-    adapter = fold(parts, settings.alpha if settings.is_plain else None)
+    adapter, filled = folded_whole(
+        parts, settings.alpha if settings.is_plain else None, family, config, max_rank, where
+    )
+    return replace(adapter, notes=(*adapter.notes, *_notes(filled, settings, base_model)))
+
+
+def folded_whole(
+    parts: list[Part], alpha: float | None, family: Family, config: Mapping[str, Any], max_rank: int, where: str
+) -> tuple[AdapterTensors, list[str]]:
+    """The parts as one checked adapter, and the modules that complete its groups. Raises as `check_adapter`."""
+    adapter = fold(parts, alpha)
     completed = complete_groups(adapter, family, config)
     check_adapter(completed, family, config, max_rank, where)
     filled = [name for name in completed.modules if name not in adapter.modules]
-    return replace(completed, notes=(*adapter.notes, *_notes(filled, settings, base_model)))
+    return replace(completed, notes=adapter.notes), filled
 
 
 def write_peft_directory(

@@ -31,7 +31,7 @@ COMMANDS = {
     "chat": "Talk with the resident model or one of its adapters.",
     "adapter": "Load, unload, list, show, roll back and export adapters.",
     "export": "Merge an adapter into its model, as a recipe says.",
-    "bench": "Time the expert kernels against this machine's limits.",
+    "bench": "Time expert kernels and training against limits and peers.",
     "demo": "Train an adapter inside a running server and see its answer change.",
 }
 

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from kt_runtime.adapters import AdapterTensors, without_fillers
 from kt_runtime.adapters.source import read_adapter
+from kt_runtime.cli.adapter_place import MAX_RANK
 from kt_runtime.errors import ConflictError
 from kt_runtime.families import family_for, resolve_targets
 from kt_runtime.families.base import GROUPS
 
 if TYPE_CHECKING:
     from kt_runtime.train.recipe import Recipe
-
-# Of adapters that are only read here; the server has its own limit.
-LARGEST_RANK = 1024
 
 
 def with_starting_adapter(
@@ -32,7 +30,7 @@ def with_starting_adapter(
     `max_rank`: the server's, None while there is none. Reads the adapter and the one in `ref_model_adapters` whole.
     Raises AdapterError, NotFoundError, and ConflictError for a recipe that contradicts its adapter.
     """
-    rank_limit = max_rank or LARGEST_RANK
+    rank_limit = max_rank or MAX_RANK
     if recipe.ref_model_adapters:
         _read(recipe.ref_model_adapters, config, rank_limit)
     if not recipe.adapter_name_or_path:
