@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kt_runtime.errors import ConflictError
+from kt_runtime.errors import ConflictError, NumericsError
 
 TEMPORARY_PREFIX = ".tmp-"
 
@@ -49,7 +49,12 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_file(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+    """As `write_file`. Raises NumericsError for NaN and infinity, which JSON does not have."""
+    try:
+        text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise NumericsError(f"{path}: not written, since a value in it is no number: {error}") from None
+    write_file(path, f"{text}\n".encode())
 
 
 def write_new_file(path: Path, fill: Callable[[Path], None]) -> None:
@@ -110,6 +115,21 @@ def write_directory(path: Path, fill: Callable[[Path], None], *, replace: bool =
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def move_directory(source: Path, path: Path) -> None:
+    """Gives directory `source`, whose content is on disk, the name `path` in one step; what was there is removed
+    afterwards, of a link only the link. Both must have the same parent."""
+    if os.path.lexists(path):
+        _exchange(source, path)
+        fsync_directory(path.parent)
+        if source.is_dir() and not source.is_symlink():
+            shutil.rmtree(source)
+        else:
+            source.unlink()
+    else:
+        _rename_to_new(source, path)
+    fsync_directory(path.parent)
+
+
 def _rename_to_new(temporary: Path, path: Path) -> None:
     try:
         os.rename(temporary, path)
@@ -150,8 +170,24 @@ def exclusive_lock(path: Path, purpose: str) -> Iterator[None]:
         except BlockingIOError:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             raise ConflictError(f"{path}: {purpose} is in use by process {holder}") from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # on a full disk nobody learns who has it; it is held all the same
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)
+
+
+def lock_holder(path: Path) -> str | None:
+    """The process that holds `exclusive_lock(path)`, None if nobody does. Holds the lock, shared, for a moment."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+    finally:
+        os.close(descriptor)
+    return None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 
 from kt_runtime import files
-from kt_runtime.errors import ConflictError
+from kt_runtime.errors import ConflictError, NumericsError
 from kt_runtime.files import (
     TEMPORARY_PREFIX,
     exclusive_lock,
+    lock_holder,
+    move_directory,
     visible_entries,
     write_directory,
     write_file,
@@ -321,3 +324,51 @@ def test_a_killed_processes_lock_is_free(tmp_path: Path) -> None:
         process.wait()
     with exclusive_lock(tmp_path / "lock", "x"):
         assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_who_holds_a_lock_can_be_asked_without_taking_it(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert lock_holder(path) is None and not path.exists()
+    with exclusive_lock(path, "x"):
+        assert lock_holder(path) == str(os.getpid())
+    assert lock_holder(path) is None
+    with exclusive_lock(path, "x"):
+        pass
+
+
+def test_a_lock_is_held_on_a_full_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", refuse)
+    in_use = pytest.raises(ConflictError, match="in use by process unknown")
+    with exclusive_lock(tmp_path / "lock", "x"), in_use, exclusive_lock(tmp_path / "lock", "x"):
+        pass
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_directory_is_moved_over_another_and_nothing_is_left(tmp_path: Path, exists: bool) -> None:
+    source, target = tmp_path / f"{TEMPORARY_PREFIX}new", tmp_path / "target"
+    for directory, text in ((source, "new"), (target, "old"))[: 1 + exists]:
+        directory.mkdir()
+        (directory / text).write_text(text)
+    move_directory(source, target)
+    assert [path.name for path in tmp_path.iterdir()] == ["target"] and [path.name for path in target.iterdir()] == [
+        "new"
+    ]
+
+
+def test_a_directory_is_moved_over_a_link_whose_target_stays(tmp_path: Path) -> None:
+    for name in ("target", f"{TEMPORARY_PREFIX}new"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    move_directory(tmp_path / f"{TEMPORARY_PREFIX}new", tmp_path / "link")
+    assert not (tmp_path / "link").is_symlink() and {path.name for path in tmp_path.iterdir()} == {"target", "link"}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_json_has_no_nan_and_the_old_file_stays(tmp_path: Path, value: float) -> None:
+    write_json(tmp_path / "a.json", {"loss": 1.0})
+    with pytest.raises(NumericsError, match=r"a\.json: not written"):
+        write_json(tmp_path / "a.json", {"loss": [value]})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"loss": 1.0}

@@ -1,5 +1,8 @@
-"""The prefix cache's disk tier belongs here: page records, quota, eviction. It comes with its own issue.
+"""The prefix cache's disk tier: pages of KV as checksummed records in a directory, with a byte quota and LRU eviction.
 
-Until then SGLang's prefix cache is what there is: in memory, keyed by the id of each published adapter version, so that
-KV of one version is never another's.
+It knows keys (text), bytes and files; not models, tokens, tensors or SGLang. Who uses what:
+
+- `DiskTier` is what a server holds: never raises while serving, reads ahead, writes behind.
+- `PageStore` is the directory itself, synchronous; `inspection` is what the command line looks at it with.
+- All file access goes through `filesystem`.
 """

@@ -1,0 +1,53 @@
+"""Whether the disk can be used now, for reading and for writing. Says once when it stops and once when it is back."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+
+logger = logging.getLogger(__name__)
+
+
+class Use(enum.Enum):
+    READING = "reading from"
+    WRITING = "writing to"
+
+
+class Availability:
+    """`where` is for messages. Thread-safe."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._lock = threading.Lock()
+        self._reasons: dict[Use, str] = {}
+        self._late: set[Use] = set()
+
+    def __getitem__(self, use: Use) -> bool:
+        return use not in self._reasons
+
+    def reason(self, use: Use) -> str | None:
+        """Why it can't be used; None if it can."""
+        return self._reasons.get(use)
+
+    def is_late(self, use: Use) -> bool:
+        """True if it can't be used because a call hangs: it can again when the call has come back."""
+        return use in self._late
+
+    def lose(self, reason: object, *uses: Use, is_late: bool = False) -> None:
+        """From now on the cache does without. Nothing happens if it does so already, but a call that hangs is no longer
+        what is waited for if there is another reason."""
+        with self._lock:
+            lost = [use for use in uses if use not in self._reasons]
+            self._reasons |= dict.fromkeys(uses if not is_late else lost, str(reason))
+            self._late = self._late | set(lost) if is_late else self._late - set(uses)
+        if lost:
+            what = " and ".join(use.value for use in lost)
+            logger.warning("cache: %s %s stopped, serving goes on without: %s", what, self._where, reason)
+
+    def regain(self, *uses: Use) -> None:
+        with self._lock:
+            back = [use for use in uses if self._reasons.pop(use, None) is not None]
+            self._late -= set(uses)
+        if back:
+            logger.info("cache: %s %s works again", " and ".join(use.value for use in back), self._where)

@@ -1,0 +1,283 @@
+"""Which record lies in which slot, who is the least recently used, and which slot comes next. In memory only.
+
+A location is `segment number << 32 | slot`. Not thread-safe: the store's lock is held around every call.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from kt_runtime.cache.index_log import DROP, PUT
+from kt_runtime.cache.segment import FILE_HEADER_BYTES, Geometry
+
+_SLOT_BITS = 32
+_SLOT_MASK = (1 << _SLOT_BITS) - 1
+_LARGEST_SEGMENT = 128 << 20
+_SMALLEST_SEGMENT = 256 << 10
+_MOST_SEGMENTS = 4096  # of one size of slot: a directory never gets near 10,000 entries
+
+
+def location(number: int, slot: int) -> int:
+    return number << _SLOT_BITS | slot
+
+
+def parts(place: int) -> tuple[int, int]:
+    return place >> _SLOT_BITS, place & _SLOT_MASK
+
+
+def segment_bytes_for(quota_bytes: int) -> int:
+    """Small enough that one segment is little of the quota, large enough that their number stays small."""
+    return max(min(_LARGEST_SEGMENT, max(_SMALLEST_SEGMENT, quota_bytes // 64)), quota_bytes // _MOST_SEGMENTS)
+
+
+@dataclass
+class Segment:
+    """`owners[s]`: the record in slot s, None if the slot is free, b"" while something is being written there."""
+
+    geometry: Geometry
+    owners: list[bytes | None] = field(default_factory=list)
+    live: int = 0
+
+    @property
+    def file_bytes(self) -> int:
+        return FILE_HEADER_BYTES + len(self.owners) * self.geometry.slot_bytes
+
+
+class Catalog:
+    """`room_bytes`: what the segment files may have together; set again by the owner when the index grows."""
+
+    def __init__(self, quota_bytes: int) -> None:
+        self.quota_bytes = quota_bytes
+        self.room_bytes = quota_bytes
+        self.segments: dict[int, Segment] = {}
+        self.used_bytes = 0
+        self.evicted: list[bytes] = []
+        self.removed: list[int] = []
+        self._records: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._free: dict[int, list[int]] = {}  # slot_bytes -> heap of locations
+        self._growing: dict[int, int] = {}  # slot_bytes -> number of the segment that has room at its end
+        self._pins: dict[int, int] = {}
+        self._empty: set[int] = set()  # segments without a live record
+        self._next_number = 1
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, record: bytes) -> bool:
+        return record in self._records
+
+    def oldest_first(self) -> Iterator[tuple[bytes, int]]:
+        return iter(self._records.items())
+
+    def find(self, record: bytes) -> int | None:
+        return self._records.get(record)
+
+    def touch(self, record: bytes) -> bool:
+        """The record becomes the most recently used; False if there is none."""
+        if record not in self._records:
+            return False
+        self._records.move_to_end(record)
+        return True
+
+    def pin(self, place: int) -> None:
+        """The slot keeps its record until `unpin`."""
+        self._pins[place] = self._pins.get(place, 0) + 1
+
+    def unpin(self, place: int) -> None:
+        """A record dropped meanwhile frees its slot now."""
+        left = self._pins.pop(place) - 1
+        if left:
+            self._pins[place] = left
+        elif (segment := self.segments.get(place >> _SLOT_BITS)) and segment.owners[parts(place)[1]] is None:
+            self._release(place, segment)
+
+    # Building up, on open
+
+    def add_segment(self, geometry: Geometry, num_slots: int) -> None:
+        """A segment found on disk, all of its slots free until `load_changes` says otherwise; then `finish_loading`."""
+        segment = Segment(geometry, [None] * num_slots)
+        self.segments[geometry.number] = segment
+        self.used_bytes += segment.file_bytes
+        self._next_number = max(self._next_number, geometry.number + 1)
+
+    def finish_loading(self) -> None:
+        for number, segment in self.segments.items():
+            segment.live = len(segment.owners) - segment.owners.count(None)
+            if segment.live == 0:
+                self._empty.add(number)
+            size = segment.geometry.slot_bytes
+            free = self._free.setdefault(size, [])
+            free.extend(location(number, slot) for slot, owner in enumerate(segment.owners) if owner is None)
+            if len(segment.owners) < segment.geometry.capacity:
+                self._growing[size] = number
+        for free in self._free.values():
+            heapq.heapify(free)
+
+    def load_changes(self, changes: Iterable[tuple[int, int, int, bytes]]) -> None:
+        """(kind, segment, slot, record), in the order in which they happened; see `index_log`. Whatever was in a slot
+        is out when another record is put there. Slots that don't exist (the file was cut) are passed over.
+
+        One loop without calls: there may be millions.
+        """
+        records, move = self._records, self._records.move_to_end
+        owners = {number: segment.owners for number, segment in self.segments.items()}
+        nothing: list[bytes | None] = []
+        for kind, number, slot, record in changes:
+            if kind == PUT:
+                slots = owners.get(number, nothing)
+                if slot >= len(slots):
+                    continue
+                former = records.pop(record, None)
+                if former is not None:
+                    owners[former >> _SLOT_BITS][former & _SLOT_MASK] = None
+                previous = slots[slot]
+                if previous is not None:
+                    del records[previous]
+                slots[slot] = record
+                records[record] = number << _SLOT_BITS | slot
+            elif kind == DROP:
+                former = records.pop(record, None)
+                if former is not None:
+                    owners[former >> _SLOT_BITS][former & _SLOT_MASK] = None
+            elif record in records:
+                move(record)
+
+    def _disown(self, place: int) -> Segment:
+        number, slot = parts(place)
+        segment = self.segments[number]
+        segment.owners[slot] = None
+        segment.live -= 1
+        if segment.live == 0:
+            self._empty.add(number)
+        return segment
+
+    # Living
+
+    def put(self, record: bytes, place: int) -> None:
+        """Enters a record written to a slot that `allocate` gave. Replaces the record's former slot."""
+        self.drop(record)
+        number, slot = parts(place)
+        self.segments[number].owners[slot] = record
+        self._records[record] = place
+
+    def drop(self, record: bytes) -> bool:
+        place = self._records.pop(record, None)
+        if place is None:
+            return False
+        segment = self._disown(place)
+        if place not in self._pins:
+            self._release(place, segment)
+        return True
+
+    def give_up(self, place: int) -> None:
+        """Frees a slot that `allocate` gave and that was not written."""
+        self._release(place, self._disown(place))
+
+    def allocate(self, slot_bytes: int) -> int | None:
+        """A slot to write to, evicting what was used least recently if the quota asks for it.
+
+        `evicted` and `removed` (segment numbers) grow by what had to go; the caller deletes the files and empties both.
+        None: the record doesn't fit, or everything that could go is being read.
+        """
+        if FILE_HEADER_BYTES + slot_bytes > self.room_bytes:
+            return None
+        while True:
+            place = self._free_slot(slot_bytes)
+            if place is None:
+                place = self._new_slot(slot_bytes)
+            if place is not None:
+                number, slot = parts(place)
+                self.segments[number].owners[slot] = b""
+                self.segments[number].live += 1
+                self._empty.discard(number)
+                return place
+            if not self._make_room(slot_bytes):
+                return None
+
+    def shrink(self) -> bool:
+        """Removes whole segments until they fit `room_bytes` again. False if they can't."""
+        while self.used_bytes > self.room_bytes:
+            if not self._make_room(0):
+                return False
+        return True
+
+    def remove_empty(self) -> None:
+        """Takes all segments away that hold nothing."""
+        for number in list(self._empty):
+            self._remove(number)
+
+    def _free_slot(self, slot_bytes: int) -> int | None:
+        free = self._free.get(slot_bytes, [])
+        while free:
+            place = heapq.heappop(free)
+            number, slot = parts(place)
+            segment = self.segments.get(number)
+            if segment is not None and segment.owners[slot] is None:
+                return place
+        return None
+
+    def _new_slot(self, slot_bytes: int) -> int | None:
+        number = self._growing.get(slot_bytes)
+        if number is not None:
+            segment = self.segments[number]
+            if len(segment.owners) < segment.geometry.capacity:
+                if self.used_bytes + slot_bytes > self.room_bytes:
+                    return None
+                return self._grow(segment)
+        if self.used_bytes + FILE_HEADER_BYTES + slot_bytes > self.room_bytes:
+            return None
+        capacity = max(1, (segment_bytes_for(self.quota_bytes) - FILE_HEADER_BYTES) // slot_bytes)
+        segment = Segment(Geometry(self._next_number, slot_bytes, capacity))
+        self.segments[self._next_number] = segment
+        self._growing[slot_bytes] = self._next_number
+        self._next_number += 1
+        self.used_bytes += FILE_HEADER_BYTES
+        return self._grow(segment)
+
+    def _grow(self, segment: Segment) -> int:
+        segment.owners.append(None)
+        self.used_bytes += segment.geometry.slot_bytes
+        return location(segment.geometry.number, len(segment.owners) - 1)
+
+    def _make_room(self, slot_bytes: int) -> bool:
+        """Frees a slot of that size by evicting the oldest record, or a whole segment if that record's slot is of
+        another size: single slots of another size would be of no use."""
+        for number in list(self._empty):
+            if self.segments[number].geometry.slot_bytes != slot_bytes and self._remove(number):
+                return True
+        for record, place in self._records.items():
+            number, _ = parts(place)
+            segment = self.segments[number]
+            if segment.geometry.slot_bytes == slot_bytes:
+                if place in self._pins:
+                    continue
+                self.evicted.append(record)
+                return self.drop(record)
+            if self._remove(number):
+                return True
+        return False
+
+    def _remove(self, number: int) -> bool:
+        """Takes the segment away with all its records. False if one of its slots is in use."""
+        segment = self.segments[number]
+        busy = any(number == parts(place)[0] for place in self._pins)
+        if busy or b"" in segment.owners:
+            return False
+        for owner in segment.owners:
+            if owner is not None:
+                self.evicted.append(owner)
+                del self._records[owner]
+        self.used_bytes -= segment.file_bytes
+        del self.segments[number]
+        self._empty.discard(number)
+        size = segment.geometry.slot_bytes
+        if self._growing.get(size) == number:
+            del self._growing[size]
+        self.removed.append(number)
+        return True
+
+    def _release(self, place: int, segment: Segment) -> None:
+        heapq.heappush(self._free.setdefault(segment.geometry.slot_bytes, []), place)

@@ -1,0 +1,157 @@
+"""Every access of the disk tier to files. A test puts a file system in its place that forgets, tears, fails or waits.
+
+Methods raise OSError like the system calls that they stand for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from kt_runtime.cache.record import Buffer
+from kt_runtime.files import exclusive_lock, fsync_directory, lock_holder
+
+_MOST_PIECES = 1024  # IOV_MAX on Linux: more pieces need another call
+_LARGE_WRITE = 256 << 10
+_LIBC = ctypes.CDLL(None)
+
+
+class OpenFile(Protocol):
+    def read_into(self, pieces: Sequence[bytearray | memoryview], offset: int) -> int:
+        """Fills `pieces` in order with the bytes from `offset`; returns how many there were (fewer at the end)."""
+
+    def write_from(self, pieces: Sequence[Buffer], offset: int) -> None:
+        """Writes `pieces` in order from `offset`. After an OSError any part of them may be written."""
+
+    def sync(self) -> None:
+        """Returns when what was written survives a power cut."""
+
+    def size(self) -> int: ...
+
+    def truncate(self, size: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FileSystem(Protocol):
+    def make_directory(self, path: Path) -> None:
+        """With parents; nothing happens if it exists. Only the owner may enter it."""
+
+    def identity(self, path: Path) -> tuple[int, int]:
+        """Device and inode: another directory under the same name has another one."""
+
+    def names(self, path: Path) -> list[str]: ...
+
+    def open(self, path: Path, *, write: bool = False, create: bool = False) -> OpenFile: ...
+
+    def remove(self, path: Path) -> None: ...
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Replaces `new`."""
+
+    def sync_directory(self, path: Path) -> None: ...
+
+    def lock(self, path: Path, purpose: str) -> contextlib.AbstractContextManager[None]:
+        """Raises ConflictError, naming the process that has it, if another one does."""
+
+    def lock_holder(self, path: Path) -> str | None:
+        """The process that has it, None if nobody does."""
+
+
+class _DiskFile:
+    """Reads of one file wait for each other: the system reads ahead for who reads in order, and threads that read
+    neighbouring places at the same time are slower than one."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._reading = threading.Lock()
+
+    def read_into(self, pieces: Sequence[bytearray | memoryview], offset: int) -> int:
+        views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
+        done = 0
+        with self._reading:
+            while views:
+                count = os.preadv(self._descriptor, views[:_MOST_PIECES], offset + done)
+                if count == 0:
+                    break
+                done += count
+                views = _rest(views, count)
+        return done
+
+    def write_from(self, pieces: Sequence[Buffer], offset: int) -> None:
+        views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
+        start = offset
+        while views:
+            count = os.pwritev(self._descriptor, views[:_MOST_PIECES], offset)
+            offset += count
+            views = _rest(views, count)
+        if offset - start >= _LARGE_WRITE:
+            _begin_writing_back(self._descriptor, start, offset - start)
+
+    def sync(self) -> None:
+        os.fdatasync(self._descriptor)
+
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self._descriptor, size)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _begin_writing_back(descriptor: int, offset: int, size: int) -> None:
+    """The disk works while the next pages are prepared, and `sync` finds little left to do. Only Linux has it
+    (sync_file_range(2)); what goes wrong here, `sync` reports."""
+    begin = getattr(_LIBC, "sync_file_range", None)
+    if begin is not None:
+        write = 2  # SYNC_FILE_RANGE_WRITE: begin, don't wait
+        begin(descriptor, ctypes.c_int64(offset), ctypes.c_int64(size), write)
+
+
+def _rest(views: list[memoryview], count: int) -> list[memoryview]:
+    """What remains of `views` after their first `count` bytes."""
+    for position, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[position + 1 :]]
+        count -= len(view)
+    return []
+
+
+class DiskFiles:
+    """The real thing."""
+
+    def make_directory(self, path: Path) -> None:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def identity(self, path: Path) -> tuple[int, int]:
+        status = os.stat(path)
+        return status.st_dev, status.st_ino
+
+    def names(self, path: Path) -> list[str]:
+        return os.listdir(path)
+
+    def open(self, path: Path, *, write: bool = False, create: bool = False) -> OpenFile:
+        flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_CREAT if create else 0) | os.O_CLOEXEC | os.O_NOFOLLOW
+        return _DiskFile(os.open(path, flags, 0o600))
+
+    def remove(self, path: Path) -> None:
+        os.unlink(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.replace(old, new)
+
+    def sync_directory(self, path: Path) -> None:
+        fsync_directory(path)
+
+    def lock(self, path: Path, purpose: str) -> contextlib.AbstractContextManager[None]:
+        return exclusive_lock(path, purpose)
+
+    def lock_holder(self, path: Path) -> str | None:
+        return lock_holder(path)

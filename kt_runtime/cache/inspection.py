@@ -1,0 +1,195 @@
+"""What `kt-runtime cache stat|verify|clear` does with a cache directory. Opens it for the time of the call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kt_runtime.cache.filesystem import DiskFiles, FileSystem
+from kt_runtime.cache.index_log import DROP, PUT, IndexLog
+from kt_runtime.cache.page_store import PageStore
+from kt_runtime.errors import NotFoundError
+
+FOREIGN = "a file that is no segment of this format"
+LOST = "gone: its segment was cut off, damaged or removed"
+UNREADABLE = "the system refused to read it"
+
+_ANY = bytes(16)  # no record is looked up by key here, so the namespace does not matter
+_QUOTA = 1 << 62  # looking at a cache evicts nothing
+_MOST_TRIES = 10
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """`disk_bytes`: segments and index. `slot_bytes`: bytes of a record on disk -> number of records.
+
+    `aside`: names of the damaged records that were kept, `aside_bytes` in all. `holder`: the process that writes there.
+    """
+
+    records: int
+    disk_bytes: int
+    slot_bytes: dict[int, int]
+    aside: tuple[str, ...]
+    aside_bytes: int
+    holder: str | None
+
+
+@dataclass(frozen=True)
+class Damage:
+    """`record`: its id, or the file's name. `kept_as`: the file that it can be looked at in, None: there was no room,
+    or it stayed where it is because it could not be read."""
+
+    record: str
+    fault: str
+    kept_as: str | None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """`records`: those that were read. `index_was_right`: False, it was damaged and was written anew."""
+
+    records: int
+    damaged: tuple[Damage, ...]
+    index_was_right: bool
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """What was wrong -> number of records."""
+        return dict(Counter(damage.fault for damage in self.damaged))
+
+
+def statistics(path: Path, files: FileSystem | None = None) -> Statistics:
+    """Also of a directory that a server is using. Raises NotFoundError if there is no cache."""
+    files = files or DiskFiles()
+    store = _open_to_look(path, files)
+    try:
+        aside = _aside(path, files)
+        return Statistics(
+            len(store),
+            store.used_bytes,
+            store.slot_sizes(),
+            tuple(sorted(aside)),
+            sum(aside.values()),
+            files.lock_holder(path / "lock"),
+        )
+    finally:
+        store.abandon()
+
+
+def verify(
+    path: Path, files: FileSystem | None = None, progress: Callable[[int, int], None] | None = None
+) -> Verification:
+    """Reads every record, in the order of use; damaged ones are put aside. Raises NotFoundError if there is none and
+    ConflictError while a server is using it: what it writes just then would look damaged.
+
+    `progress(done_bytes, total_bytes)` is called after each record.
+    """
+    files = files or DiskFiles()
+    check_is_cache(path, files)
+    indexed, is_right = _indexed(path, files)
+    before = _aside(path, files)
+    store = PageStore(path, _QUOTA, _ANY, files=files)
+    try:
+        foreign = sorted(_aside(path, files).keys() - before.keys())
+        found = [(name, FOREIGN) for name in foreign]
+        found += [("", FOREIGN)] * (store.counters["corrupt"] - len(foreign))  # there was no room to keep them
+        records = store.records()
+        lost = indexed - set(records)
+        if lost:
+            store.rewrite_index()  # they are reported once, as the others are
+        found += [(record.hex(), LOST) for record in sorted(lost)]
+        found += _check_all(store, records, progress)
+        kept = _aside(path, files)
+        damaged = tuple(Damage(name, fault, _kept_as(name, fault, path, kept)) for name, fault in found)
+        return Verification(len(records), damaged, is_right)
+    finally:
+        store.close()
+
+
+def clear(path: Path, files: FileSystem | None = None) -> int:
+    """Removes all records; returns how many there were. What was put aside stays. Raises as `verify` does."""
+    files = files or DiskFiles()
+    check_is_cache(path, files)
+    store = PageStore(path, _QUOTA, _ANY, files=files)
+    try:
+        return store.clear()
+    finally:
+        store.close()
+
+
+def check_is_cache(path: Path, files: FileSystem | None = None) -> None:
+    """Raises NotFoundError if there is no cache at `path`: a directory that is none is not made one."""
+    try:
+        names = (files or DiskFiles()).names(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFoundError(f"{path} does not exist, or is no directory") from None
+    if "segments" not in names:
+        raise NotFoundError(f"{path} is no cache directory: it has no 'segments'")
+
+
+def _open_to_look(path: Path, files: FileSystem) -> PageStore:
+    """A server may take a segment away between its name was read and it is opened."""
+    for _ in range(_MOST_TRIES):
+        try:
+            return PageStore(path, _QUOTA, _ANY, files=files, read_only=True)
+        except NotFoundError:
+            raise
+        except FileNotFoundError as error:
+            last = error
+    raise last
+
+
+def _check_all(
+    store: PageStore, records: list[bytes], progress: Callable[[int, int], None] | None
+) -> list[tuple[str, str]]:
+    """(record, what is wrong with it)."""
+    found = []
+    total_bytes = sum(size * count for size, count in store.slot_sizes().items())
+    for number, record in enumerate(records, start=1):
+        try:
+            fault = store.check_record(record)
+        except OSError as error:
+            found.append((record.hex(), f"{UNREADABLE} ({error.strerror})"))
+        else:
+            found += [] if fault is None else [(record.hex(), fault.value)]
+        if progress is not None:
+            progress(total_bytes * number // len(records), total_bytes)
+    return found
+
+
+def _indexed(path: Path, files: FileSystem) -> tuple[set[bytes], bool]:
+    """The records that the index says are there, and whether it is whole. None that is damaged is relied on."""
+    if "index.log" not in files.names(path):
+        return set(), True
+    log = IndexLog(files, path / "index.log", write=False)
+    try:
+        places: dict[bytes, tuple[int, int]] = {}
+        owners: dict[tuple[int, int], bytes] = {}
+        for kind, number, slot, record in log.replay():
+            if kind == PUT:
+                places.pop(owners.pop((number, slot), b""), None)
+                places[record], owners[number, slot] = (number, slot), record
+            elif kind == DROP:
+                owners.pop(places.pop(record, (0, 0)), None)
+        return (set(), False) if log.is_damaged else (set(places), True)
+    finally:
+        log.close()
+
+
+def _aside(path: Path, files: FileSystem) -> dict[str, int]:
+    """What was put aside: name -> bytes."""
+    if "aside" not in files.names(path):
+        return {}
+    sizes = {}
+    for name in files.names(path / "aside"):
+        file = files.open(path / "aside" / name)
+        sizes[name] = file.size()
+        file.close()
+    return sizes
+
+
+def _kept_as(name: str, fault: str, path: Path, kept: dict[str, int]) -> str | None:
+    file = name if fault == FOREIGN else f"{name}.bad"
+    return str(path / "aside" / file) if file in kept else None

@@ -1,0 +1,396 @@
+"""Records in a cache directory, under a quota. Synchronous; raises OSError when the disk does.
+
+Any number of threads may read, one may write. A slot that is being read keeps its record until the read is over.
+After `kill -9` everything is there whose `write` had returned; after a power cut everything of before the last `sync`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kt_runtime.cache.catalog import Catalog, parts
+from kt_runtime.cache.counters import Counters
+from kt_runtime.cache.directory import CacheDirectory
+from kt_runtime.cache.filesystem import DiskFiles, FileSystem
+from kt_runtime.cache.in_use import InUse
+from kt_runtime.cache.index_log import DROP, ENTRY_BYTES, PUT, USE, Change
+from kt_runtime.cache.page import Page, neighbours
+from kt_runtime.cache.record import HEADER_BYTES, Fault, check_slot, record_id
+from kt_runtime.cache.segment import Geometry, slot_bytes_for
+from kt_runtime.cache.slot_io import read_slots, write_slots
+from kt_runtime.errors import InvalidValueError
+
+SMALLEST_QUOTA = 1 << 20
+_HISTORY_BYTES = 256 << 10
+_MOST_CHANGES = 100_000
+_LARGEST_TRANSFER = 32 << 20
+
+logger = logging.getLogger(__name__)
+
+
+class PageStore:
+    """Open on construction. Raises ConflictError if another process writes to the directory, InvalidValueError for a
+    quota below 1 MiB, NotFoundError if `read_only` and there is no such directory.
+
+    `namespace`: 16 bytes that every record read or written here carries; records of others share directory and quota.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        quota_bytes: int,
+        namespace: bytes,
+        *,
+        files: FileSystem | None = None,
+        counters: Counters | None = None,
+        read_only: bool = False,
+    ) -> None:
+        if quota_bytes < SMALLEST_QUOTA:
+            raise InvalidValueError(f"cache quota: {quota_bytes} bytes; allowed: {SMALLEST_QUOTA} (1 MiB) and more")
+        self.namespace, self.read_only = namespace, read_only
+        self.counters = counters or Counters()
+        self._lock = threading.Lock()
+        self._changes: list[Change] = []
+        self._dirty: set[int] = set()
+        self._cut: set[int] = set()  # segments that somebody may have cut off, their own header with them
+        self._sequence = 0
+        self._catalog = Catalog(quota_bytes)
+        self._directory = CacheDirectory(
+            path,
+            files or DiskFiles(),
+            self._catalog,
+            self.counters,
+            aside_bytes=quota_bytes // 200,
+            read_only=read_only,
+        )
+        self._in_use = InUse(self._directory.close)
+        self._index_is_behind = not self._directory.index_is_right
+        if not read_only:
+            try:
+                self._catalog.room_bytes = quota_bytes - self._index_bytes()
+                self._catalog.shrink()  # the quota may be smaller than last time
+                self._note_evictions()
+                self._delete_removed()
+                self._append_changes()
+            except BaseException:
+                self._directory.close()
+                raise
+
+    # Looking up
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._catalog)
+
+    @property
+    def used_bytes(self) -> int:
+        """Segments and index."""
+        with self._lock:
+            return self._catalog.used_bytes + self._index_bytes()
+
+    def is_in_place(self) -> bool:
+        """False if the directory was removed, emptied or replaced since it was opened."""
+        return self._directory.is_in_place()
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        records = [record_id(self.namespace, key) for key in keys]
+        with self._lock:
+            return [record in self._catalog for record in records]
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """`keys` is a prefix, page after page, and was used just now. Its first page becomes the most recently used:
+        a page is of no use without those before it, so it must go before them."""
+        records = [record_id(self.namespace, key) for key in keys]
+        with self._lock:
+            for record in reversed(records):
+                if self._catalog.touch(record) and not self.read_only:
+                    self._changes.append(Change(USE, 0, 0, record))
+            if len(self._changes) > _MOST_CHANGES:  # the disk can't be written to: the index is written whole later
+                self._changes.clear()
+                self._index_is_behind = True
+
+    def slot_sizes(self) -> dict[int, int]:
+        """Bytes of a record on disk -> number of records."""
+        sizes: dict[int, int] = {}
+        with self._lock:
+            for segment in self._catalog.segments.values():
+                size = segment.geometry.slot_bytes
+                sizes[size] = sizes.get(size, 0) + segment.live
+        return sizes
+
+    def records(self) -> list[bytes]:
+        """Ids of all records of all namespaces, least recently used first."""
+        with self._lock:
+            return [record for record, _ in self._catalog.oldest_first()]
+
+    # Reading
+
+    def read(self, pages: Sequence[Page]) -> list[bool]:
+        """Fills the pieces of each page that is there and right. The pieces of the others hold anything afterwards.
+
+        Raises OSError if the disk refused a read and nothing could be read at all.
+        """
+        hits: set[bytes] = set()
+        error: OSError | None = None
+        with self._in_use.using() as is_open:
+            found = self._pin(pages) if is_open else []
+            try:
+                for group in neighbours(found, _LARGEST_TRANSFER):
+                    try:
+                        hits |= self._read_group(group)
+                    except OSError as failure:
+                        self.counters.add("read_errors")
+                        error = failure
+            finally:
+                self._unpin([place for _, place in found])
+        results = [page.key in hits for page in pages]
+        self.counters.add("hits", sum(results))
+        self.counters.add("misses", len(results) - sum(results))
+        self.counters.add("bytes_read", sum(page.payload_bytes for page in pages if page.key in hits))
+        if error is not None and not hits:
+            raise error
+        return results
+
+    def _pin(self, pages: Sequence[Page]) -> list[tuple[Page, int]]:
+        """The pages that are there, with their locations, in the order of these."""
+        found = []
+        records = [record_id(self.namespace, page.key) for page in pages]
+        with self._lock:
+            for page, record in zip(pages, records, strict=True):
+                place = self._catalog.find(record)
+                if place is not None:
+                    self._catalog.pin(place)
+                    found.append((page, place))
+        return sorted(found, key=lambda item: item[1])
+
+    def _unpin(self, places: Sequence[int]) -> None:
+        with self._lock:
+            for place in places:
+                self._catalog.unpin(place)
+
+    def _read_group(self, group: list[tuple[Page, int]]) -> set[bytes]:
+        """The keys of those that are right. All have one size and lie side by side."""
+        number, slot = parts(group[0][1])
+        pages = [page for page, _ in group]
+        faults = read_slots(self._directory.segments[number], self._geometry(number), slot, pages, self.namespace)
+        for (page, place), fault in zip(group, faults, strict=True):
+            if fault is not None:
+                self._refuse(record_id(self.namespace, page.key), place, fault)
+        return {page.key for page, fault in zip(pages, faults, strict=True) if fault is None}
+
+    def _geometry(self, number: int) -> Geometry:
+        return self._catalog.segments[number].geometry
+
+    def _refuse(self, record: bytes, place: int, fault: Fault) -> None:
+        """The record, which is pinned, is counted, put aside and forgotten."""
+        number, slot = parts(place)
+        self.counters.add("corrupt")
+        level = logging.DEBUG if self.read_only else logging.WARNING  # beside a server that writes it is no news
+        logger.log(level, "cache record %s, slot %d of %08d.seg: %s; not used", record.hex(), slot, number, fault.value)
+        if not self.read_only:
+            geometry, source = self._geometry(number), self._directory.segments[number]
+            self._directory.aside.keep(f"{record.hex()}.bad", source, geometry.offset(slot), geometry.slot_bytes)
+        with self._lock:
+            if fault in (Fault.EMPTY, Fault.TORN) and not self.read_only:
+                self._cut.add(number)
+            if self._catalog.find(record) == place:
+                self._catalog.drop(record)
+                if not self.read_only:
+                    self._changes.append(Change(DROP, 0, 0, record))
+
+    def check_record(self, record: bytes) -> Fault | None:
+        """Reads a record of whatever namespace. One that is not right is put aside. None also if there is none."""
+        with self._lock:
+            place = self._catalog.find(record)
+            if place is None:
+                return None
+            self._catalog.pin(place)
+        try:
+            number, slot = parts(place)
+            data = bytearray(self._geometry(number).slot_bytes)
+            self._directory.segments[number].read_into([data], self._geometry(number).offset(slot))
+            fault = check_slot(data, record)
+            if fault is not None:
+                self._refuse(record, place, fault)
+            return fault
+        finally:
+            self._unpin([place])
+
+    # Writing: one thread
+
+    def write(self, pages: Sequence[Page]) -> int:
+        """Stores `pages`, in order side by side where there is room; returns how many of them are stored afterwards.
+
+        The first of `pages` becomes the most recently used record (see `use`).
+        """
+        with self._in_use.using() as is_open:
+            if not is_open or self.read_only:
+                return 0
+            todo, num_known = self._allocate(pages)
+            try:
+                self._delete_removed()
+                for number in self._catalog.segments.keys() - self._directory.segments.keys():
+                    self._directory.create_segment(self._geometry(number))
+                    self._dirty.add(number)
+                self._mend_headers()
+                for run in neighbours(todo, _LARGEST_TRANSFER):
+                    self._write_run(run)
+            except BaseException:
+                with self._lock:
+                    for _, place in todo:
+                        self._catalog.give_up(place)
+                raise
+            self._enter(todo)
+            self._append_changes()
+            return num_known + len(todo)
+
+    def _allocate(self, pages: Sequence[Page]) -> tuple[list[tuple[Page, int]], int]:
+        """Pages with a slot for each, and the number of those that are stored already."""
+        todo: list[tuple[Page, int]] = []
+        seen: set[bytes] = set()
+        num_known = 0
+        with self._lock:
+            self._set_room()
+            for page in pages:
+                record = record_id(self.namespace, page.key)
+                if record in self._catalog or record in seen:
+                    num_known += 1
+                    continue
+                place = self._catalog.allocate(slot_bytes_for(page.payload_bytes))
+                if place is None:
+                    break  # the pages after it would be of no use without it
+                seen.add(record)
+                todo.append((page, place))
+            self._note_evictions()
+        self.counters.add("dropped", len(pages) - num_known - len(todo))
+        return todo, num_known
+
+    def _mend_headers(self) -> None:
+        """Without its header a segment, and what is written to it now, would be put aside when it is opened again."""
+        with self._lock:
+            cut = list(self._cut)
+        for number in cut:
+            if number in self._catalog.segments:
+                self._directory.segments[number].write_from([self._geometry(number).encode()], 0)
+            with self._lock:
+                self._cut.discard(number)
+
+    def _note_evictions(self) -> None:
+        """Under the lock."""
+        self.counters.add("evictions", len(self._catalog.evicted))
+        self._changes.extend(Change(DROP, 0, 0, record) for record in self._catalog.evicted)
+        self._catalog.evicted.clear()
+
+    def _delete_removed(self) -> None:
+        while self._catalog.removed:
+            self._directory.delete_segment(self._catalog.removed[-1])
+            self._dirty.discard(self._catalog.removed.pop())
+
+    def _write_run(self, run: list[tuple[Page, int]]) -> None:
+        number, slot = parts(run[0][1])
+        self._sequence = max(self._sequence, time.time_ns())
+        self._dirty.add(number)
+        pages = [page for page, _ in run]
+        file = self._directory.segments[number]
+        write_slots(file, self._geometry(number), slot, pages, self.namespace, self._sequence)
+        self._sequence += len(run)
+
+    def _enter(self, written: list[tuple[Page, int]]) -> None:
+        with self._lock:
+            for page, place in reversed(written):
+                record = record_id(self.namespace, page.key)
+                self._catalog.put(record, place)
+                self._changes.append(Change(PUT, *parts(place), record))
+        self.counters.add("records_written", len(written))
+        self.counters.add("bytes_written", sum(page.payload_bytes for page, _ in written))
+
+    def _append_changes(self) -> None:
+        index = self._directory.index
+        assert index is not None
+        with self._lock:
+            changes, self._changes = self._changes, []
+            is_behind, self._index_is_behind = self._index_is_behind, False
+            largest = self._largest_index()
+        try:
+            if is_behind or index.size_bytes + len(changes) * ENTRY_BYTES > largest:
+                with self._lock:
+                    places = list(self._catalog.oldest_first())
+                index.rewrite(Change(PUT, *parts(place), record) for record, place in places)
+            elif changes:
+                index.append(changes)
+        except OSError:
+            self._index_is_behind = True  # `changes` are not in it: the next one that works is written whole
+            raise
+
+    def rewrite_index(self) -> None:
+        """Writes the index anew, without what it says of slots that are gone."""
+        self._index_is_behind = True
+        self._append_changes()
+
+    def sync(self) -> None:
+        """What was written before survives a power cut when this returns."""
+        with self._in_use.using() as is_open:
+            index = self._directory.index
+            if not is_open or self.read_only or index is None:
+                return
+            for number in sorted(self._dirty & self._directory.segments.keys()):
+                self._directory.segments[number].sync()
+                self._dirty.discard(number)
+            self._directory.sync_names()
+            self._append_changes()
+            index.sync()
+
+    def probe(self, size: int) -> None:
+        """Raises OSError if `size` bytes can't be written now. What is written is removed again."""
+        self._directory.probe(size)
+
+    def probe_reading(self) -> None:
+        """Raises OSError if a segment can't be read now."""
+        with self._in_use.using() as is_open:
+            for number in list(self._directory.segments)[-1:] if is_open else []:
+                self._directory.segments[number].read_into([bytearray(HEADER_BYTES)], 0)
+
+    def clear(self) -> int:
+        """Removes all records, of all namespaces; returns how many there were."""
+        with self._in_use.using() as is_open:
+            if not is_open:
+                return 0
+            with self._lock:
+                num_records = len(self._catalog)
+                for record, _ in list(self._catalog.oldest_first()):
+                    self._catalog.drop(record)
+                self._catalog.remove_empty()
+                self._index_is_behind = True
+            self._delete_removed()
+            self._append_changes()
+            return num_records
+
+    # The quota: segments, index (with a rewritten one beside it for a moment), and what is put aside
+
+    def _index_bytes(self) -> int:
+        return self._directory.index.size_bytes if self._directory.index else 0
+
+    def _largest_index(self) -> int:
+        """The index is rewritten when it is larger: twice what it needs, and some for a cache that is nearly empty."""
+        history = min(_HISTORY_BYTES, self._catalog.quota_bytes // 256)
+        return 2 * len(self._catalog) * ENTRY_BYTES + history
+
+    def _set_room(self) -> None:
+        """Under the lock. Reserves for the index what it may grow to, so that segments need not give way to it."""
+        index_bytes = self._largest_index() + len(self._catalog) * ENTRY_BYTES
+        self._catalog.room_bytes = self._catalog.quota_bytes - index_bytes - self._catalog.quota_bytes // 200
+
+    def abandon(self) -> None:
+        """Closes, when the last thread has left, and writes nothing more: the directory is gone or somebody else's."""
+        self._in_use.abandon()
+
+    def close(self) -> None:
+        """Writes the order of use, then closes. Raises OSError if that could not be written."""
+        try:
+            self.sync()
+        finally:
+            self.abandon()

@@ -1,0 +1,245 @@
+"""Threads that read pages before they are asked for, into memory of their own.
+
+Nothing is ever read straight into the caller's memory: a read may hang for longer than the caller waits, and would then
+write into memory that belongs to somebody else. The copy from our memory costs little beside the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kt_runtime.cache.availability import Availability, Use
+from kt_runtime.cache.buffers import BufferPool
+from kt_runtime.cache.counters import Counters
+from kt_runtime.cache.page import Page
+
+logger = logging.getLogger(__name__)
+
+_JOB_BYTES = 4 << 20
+_FAILURES = 3  # reads in a row that the system refused: then the disk is not used until one works
+
+
+@dataclass
+class _Entry:
+    """One page on its way. `buffer` goes back to the pool when nobody waits and nobody reads any more."""
+
+    key: bytes
+    buffer: memoryview
+    is_done: bool = False
+    hit: bool = False
+    is_given_up: bool = False
+
+
+@dataclass
+class _Job:
+    entries: list[_Entry]
+    started_s: float | None = None
+
+
+class ReadAhead:
+    """`read` is `PageStore.read` or what stands for it; it may raise OSError. All pages have `page_bytes`."""
+
+    def __init__(
+        self,
+        read: Callable[[Sequence[Page]], list[bool]],
+        page_bytes: int,
+        *,
+        memory_bytes: int,
+        num_threads: int,
+        patience_s: float,
+        availability: Availability,
+        counters: Counters,
+    ) -> None:
+        self._read, self._page_bytes, self._patience_s = read, page_bytes, patience_s
+        self._availability, self._counters = availability, counters
+        self._pool = BufferPool(max(memory_bytes, page_bytes))
+        self._pages_per_job = max(1, _JOB_BYTES // page_bytes)
+        self._changed = threading.Condition()
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # not yet asked for
+        self._queued: deque[_Job] = deque()
+        self._running: list[_Job] = []
+        self._failures = 0
+        self._is_closed = False
+        names = (f"cache-read-{number}" for number in range(num_threads))
+        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, keys: Sequence[bytes]) -> int:
+        """Begins to read `keys`, as far as there is memory; returns how many of them are on their way. Doesn't wait."""
+        if not self._availability[Use.READING] or self._is_closed:
+            return 0
+        count, fresh, wanted = 0, list[_Entry](), set(keys)
+        with self._changed:
+            for key in keys:
+                if key not in self._entries:
+                    buffer = self._buffer(wanted)
+                    if buffer is None:
+                        break
+                    self._entries[key] = _Entry(key, buffer)
+                    fresh.append(self._entries[key])
+                count += 1
+            step = self._pages_per_job
+            self._queued.extend(_Job(fresh[first : first + step]) for first in range(0, len(fresh), step))
+            self._changed.notify_all()
+        return count
+
+    def take(self, pages: Sequence[Page], limit_s: float = math.inf) -> list[bool]:
+        """Fills the pages that are right, up to the first that is not: what follows is of no use without it.
+
+        Waits for the disk, but not longer than `patience_s` for any page, and begins none after `limit_s`.
+        """
+        keys = [page.key for page in pages]
+        results = [False] * len(pages)
+        deadline = time.monotonic() + limit_s
+        for position, page in enumerate(pages):
+            if time.monotonic() > deadline:
+                break
+            if position % self._pages_per_job == 0:
+                self.start(keys[position:])
+            entry = self._entry(keys[position:])
+            if entry is None or not self._wait(entry):
+                break
+            if entry.hit:
+                _copy(entry.buffer, page.pieces)
+            self._pool.give_back(entry.buffer)
+            if not entry.hit:
+                break
+            results[position] = True
+        else:
+            return results
+        self.forget(keys)
+        return results
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """They won't be asked for."""
+        with self._changed:
+            for key in keys:
+                entry = self._entries.pop(key, None)
+                if entry is not None:
+                    self._give_up(entry)
+
+    def close(self, timeout_s: float) -> bool:
+        """False if a read still hangs after `timeout_s`; its thread ends with it."""
+        with self._changed:
+            self._is_closed = True
+            self._fail_queued()
+            self._changed.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _entry(self, keys: Sequence[bytes]) -> _Entry | None:
+        """The first of `keys`, on its way at last; None if there is no memory for it within `patience_s`."""
+        deadline = time.monotonic() + self._patience_s
+        while self._availability[Use.READING] and not self._is_closed:
+            with self._changed:
+                entry = self._entries.pop(keys[0], None)
+            if entry is not None or time.monotonic() > deadline:
+                return entry
+            if not self.start(keys):
+                with self._changed:
+                    self._changed.wait(0.1 * self._patience_s)  # others have the memory: theirs are being read
+        return None
+
+    def _buffer(self, wanted: set[bytes]) -> memoryview | None:
+        """Under the lock. Other pages that nobody came for make room, the oldest first."""
+        buffer = self._pool.take(self._page_bytes)
+        while buffer is None:
+            others = (entry for key, entry in self._entries.items() if entry.is_done and key not in wanted)
+            unclaimed = next(others, None)
+            if unclaimed is None:
+                return None
+            self._give_up(self._entries.pop(unclaimed.key))
+            buffer = self._pool.take(self._page_bytes)
+        return buffer
+
+    def _give_up(self, entry: _Entry) -> None:
+        """Under the lock."""
+        entry.is_given_up = True
+        if entry.is_done:
+            self._pool.give_back(entry.buffer)
+
+    def _wait(self, entry: _Entry) -> bool:
+        """False if it takes too long: then the disk counts as hanging until its reads have come back."""
+        with self._changed:
+            if self._changed.wait_for(lambda: entry.is_done, self._patience_s):
+                return True
+            self._give_up(entry)
+            self._fail_queued()
+            if self._running:  # whoever ends the last of these says that the disk is back
+                reason = f"a read takes longer than {self._patience_s:g} s"
+                self._availability.lose(reason, Use.READING, is_late=True)
+        self._counters.add("late")
+        return False
+
+    def _fail_queued(self) -> None:
+        """Under the lock."""
+        while self._queued:
+            self._finish(self._queued.popleft(), [])
+
+    def _finish(self, job: _Job, hits: list[bool]) -> None:
+        """Under the lock."""
+        for position, entry in enumerate(job.entries):
+            entry.is_done = True
+            entry.hit = position < len(hits) and hits[position]
+            if entry.is_given_up:
+                self._pool.give_back(entry.buffer)
+        self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queued or self._is_closed)
+                if not self._queued:
+                    return
+                job = self._queued.popleft()
+                job.started_s = time.monotonic()
+                self._running.append(job)
+            hits, error = self._run(job)
+            with self._changed:
+                self._running.remove(job)
+                self._finish(job, hits)
+                self._failures = self._failures + 1 if error else 0
+                is_overdue = any(self._is_overdue(other) for other in self._running)
+            ends_waiting = not is_overdue and self._availability.is_late(Use.READING)
+            if self._failures >= _FAILURES or (error and ends_waiting):
+                self._availability.lose(error, Use.READING)
+            elif ends_waiting and not error:
+                self._availability.regain(Use.READING)
+
+    def _run(self, job: _Job) -> tuple[list[bool], Exception | None]:
+        pages = [Page(entry.key, [entry.buffer]) for entry in job.entries if not entry.is_given_up]
+        try:
+            found = iter(self._read(pages))
+        except OSError as error:
+            return [], error
+        except Exception as error:
+            logger.exception("cache: reading failed for a reason of our own; the pages count as missing")
+            return [], error
+        read = {page.key for page in pages}
+        return [entry.key in read and next(found) for entry in job.entries], None
+
+    def _is_overdue(self, job: _Job) -> bool:
+        return job.started_s is not None and time.monotonic() - job.started_s > self._patience_s
+
+    def was_refused(self) -> bool:
+        """True while reading is off because the system refused reads; somebody else must find out when it is over."""
+        return not self._availability[Use.READING] and not self._availability.is_late(Use.READING)
+
+    def forget_failures(self) -> None:
+        self._failures = 0
+
+
+def _copy(source: memoryview, pieces: Sequence[bytearray | memoryview]) -> None:
+    offset = 0
+    for piece in pieces:
+        memoryview(piece).cast("B")[:] = source[offset : offset + len(piece)]
+        offset += len(piece)

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from kt_runtime.cache.availability import Availability, Use
+from kt_runtime.cache.counters import Counters
+from kt_runtime.cache.page import Page
+from kt_runtime.cache.read_ahead import ReadAhead
+
+SIZE = 64
+
+
+def page(key: bytes) -> Page:
+    return Page(key, [bytearray(SIZE)])
+
+
+def test_memory_of_a_read_that_hangs_is_nobody_elses() -> None:
+    hangs, seen = threading.Event(), dict[bytes, int]()
+
+    def read(pages: Sequence[Page]) -> list[bool]:
+        for one in pages:
+            seen[one.key] = id(one.pieces[0])
+            if one.key == b"slow":
+                hangs.wait(30)
+            one.pieces[0][:] = one.key[:1] * SIZE
+        return [True] * len(pages)
+
+    availability = Availability("a disk")
+    reader = ReadAhead(
+        read,
+        SIZE,
+        memory_bytes=2 * SIZE,
+        num_threads=2,
+        patience_s=0.05,
+        availability=availability,
+        counters=Counters(),
+    )
+    assert reader.take([page(b"slow")]) == [False]
+    assert not availability[Use.READING]
+    availability.regain(Use.READING)
+    for number in range(5):
+        other = page(b"other-%d" % number)
+        assert reader.take([other]) == [True]
+        assert other.pieces[0] == b"o" * SIZE
+        assert seen[other.key] != seen[b"slow"]
+    hangs.set()
+    assert reader.close(5.0)
+    assert reader.start([b"late"]) <= 1  # nobody reads it any more, and nothing is raised
+
+
+def test_pages_nobody_came_for_make_room_for_others() -> None:
+    def read(pages: Sequence[Page]) -> list[bool]:
+        return [True] * len(pages)
+
+    reader = ReadAhead(
+        read,
+        SIZE,
+        memory_bytes=4 * SIZE,
+        num_threads=1,
+        patience_s=5.0,
+        availability=Availability("a disk"),
+        counters=Counters(),
+    )
+    for start in range(0, 40, 4):
+        assert reader.take([page(b"taken-%d" % start)]) == [True]
+        reader.start([b"%d" % number for number in range(start, start + 4)])
+    assert reader.close(5.0)
+
+
+def test_a_read_that_hangs_and_then_fails_is_left_to_be_tried_out() -> None:
+    """Nothing is read while reading is off: if nobody tried, it would stay off for ever."""
+    hangs = threading.Event()
+
+    def read(pages: Sequence[Page]) -> list[bool]:
+        assert hangs.wait(30)
+        raise OSError("gone for good")
+
+    availability = Availability("a disk")
+    reader = ReadAhead(
+        read,
+        SIZE,
+        memory_bytes=2 * SIZE,
+        num_threads=2,
+        patience_s=0.05,
+        availability=availability,
+        counters=Counters(),
+    )
+    assert reader.take([page(b"slow")]) == [False]
+    assert availability.is_late(Use.READING)
+    assert not reader.was_refused()
+    hangs.set()
+    assert reader.close(5.0)
+    assert reader.was_refused()
+    assert availability.reason(Use.READING) == "gone for good"
+
+
+def test_a_read_that_works_beside_the_last_one_that_failed_does_not_hide_that_reading_is_off() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def read(pages: Sequence[Page]) -> list[bool]:
+        if pages[0].key != b"slow":
+            raise OSError("refused")
+        begun.set()
+        assert may_end.wait(30)
+        return [True] * len(pages)
+
+    availability = Availability("a disk")
+    reader = ReadAhead(
+        read,
+        SIZE,
+        memory_bytes=8 * SIZE,
+        num_threads=2,
+        patience_s=5.0,
+        availability=availability,
+        counters=Counters(),
+    )
+    assert reader.start([b"slow"]) == 1
+    assert begun.wait(5)
+    while availability[Use.READING]:
+        assert reader.take([page(b"other")]) == [False]
+    may_end.set()
+    assert reader.close(5.0)
+    assert not availability[Use.READING]
+    assert reader.was_refused()
+
+
+def test_a_slow_disk_keeps_its_caller_no_longer_than_asked_and_what_it_gave_counts() -> None:
+    def read(pages: Sequence[Page]) -> list[bool]:
+        time.sleep(0.05)
+        return [True] * len(pages)
+
+    reader = ReadAhead(
+        read,
+        5 << 20,  # a read each
+        memory_bytes=40 << 20,
+        num_threads=1,
+        patience_s=5.0,
+        availability=Availability("a disk"),
+        counters=Counters(),
+    )
+    pages = [Page(b"%d" % number, [bytearray(5 << 20)]) for number in range(8)]
+    results = reader.take(pages, 0.12)
+    assert results[0] and not results[-1]
+    assert results == sorted(results, reverse=True)
+    assert reader.close(5.0)
