@@ -11,6 +11,7 @@
 #include "bind/loading.h"
 #include "bind/machine.h"
 #include "kernels/registry.h"
+#include "ops/retained.h"
 #include "threads/pool.h"
 #include "threads/topology.h"
 
@@ -50,6 +51,7 @@ PYBIND11_MODULE(_experts, module) {
     for (const auto& node : kt::topology().nodes) nodes.push_back(node.processors);
     return nodes;
   });
+  module.def("free_spare_memory", &kt::Retained::free_spare);
   kt::bind_layer(module);
   kt::bind_loading(module);
   kt::bind_machine(module);

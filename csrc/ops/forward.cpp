@@ -35,7 +35,6 @@ namespace {
 
 // Chunks whose memory waits for its next use. Never destroyed: a Retained may outlive static objects.
 struct SpareChunks {
-  static constexpr size_t kMost = 2;
   std::mutex mutex;
   std::vector<RetainedChunk> chunks;
   static SpareChunks& instance() {
@@ -49,9 +48,13 @@ struct SpareChunks {
 Retained::~Retained() {
   SpareChunks& spare = SpareChunks::instance();
   std::lock_guard lock(spare.mutex);
-  for (RetainedChunk& chunk : chunks) {
-    if (spare.chunks.size() < SpareChunks::kMost) spare.chunks.push_back(std::move(chunk));
-  }
+  for (RetainedChunk& chunk : chunks) spare.chunks.push_back(std::move(chunk));
+}
+
+void Retained::free_spare() {
+  SpareChunks& spare = SpareChunks::instance();
+  std::lock_guard lock(spare.mutex);
+  spare.chunks.clear();
 }
 
 RetainedChunk& Retained::add_chunk() {

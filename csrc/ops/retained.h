@@ -21,14 +21,15 @@ struct RetainedChunk {
   float* low_rows(Projection part) const { return static_cast<float*>(low[part].data()); }
 };
 
-// Memory of the last few is kept for the next: a layer's forward and backward come in turns, and fresh pages of that
-// size cost several percent of a forward pass.
+// The memory is kept for the next calls, as much as was in use at once, until `free_spare`: the kernel clears fresh
+// pages, which takes as long as a third of a forward pass.
 struct Retained {
   Retained() = default;
   ~Retained();
   Retained(const Retained&) = delete;
   Retained& operator=(const Retained&) = delete;
 
+  static void free_spare();
   RetainedChunk& add_chunk();
   int64_t bytes() const;
   std::vector<RetainedChunk> chunks;

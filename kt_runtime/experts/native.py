@@ -49,6 +49,11 @@ def resolve_isa(name: str | None) -> str:
         raise UnknownNameError("instruction set for this machine", name or "", _experts.available_isas()) from None
 
 
+def free_spare_memory() -> None:
+    """Returns what backward's retained activations took to the system; it is kept between calls otherwise."""
+    _experts.free_spare_memory()
+
+
 def require_tensor(value: object, name: str) -> None:
     if not isinstance(value, torch.Tensor):
         raise InvalidValueError(f"{name} is a {type(value).__name__}, expected a torch.Tensor")

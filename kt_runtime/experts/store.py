@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol, TypeVar
 
 from kt_runtime import _experts
 from kt_runtime.errors import ConflictError, InvalidValueError
@@ -14,6 +15,15 @@ from kt_runtime.experts.layer import ExpertLayer, ExpertShape
 from kt_runtime.experts.native import resolve_isa, translated_errors
 
 NUM_PROJECTIONS = 3  # gate, up, down
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+class Each(Protocol):
+    """The built-in `map`, or an executor's, whose threads share the work."""
+
+    def __call__(self, function: Callable[[_T], _R], items: Iterable[_T], /) -> Iterable[_R]: ...
 
 
 def available_isas() -> list[str]:
@@ -91,24 +101,29 @@ class ExpertStore:
                     progress(len(layers), len(layer_keys))
         return cls(layers, shape, isa, num_threads)
 
-    def fingerprint(self, *, fresh: bool = False) -> str:
+    def fingerprint(self, *, fresh: bool = False, each: Each = map) -> str:
         """sha256, in hex, of format, shape and packed weights of all layers. Computed once, or anew when `fresh`.
 
-        The same for every instruction set and number of memory nodes.
+        The same for every instruction set and number of memory nodes. `each` hashes the experts.
         """
         if self._closed:
             raise ConflictError("the expert store is closed")
         if self._fingerprint is None or fresh:
-            digest = hashlib.sha256(f"kt packed v2 {self.shape}".encode())
-            for index, layer in sorted(self._layers.items()):
-                native = layer.native()
-                digest.update(f"layer {index} {native.format}".encode())
-                for expert in range(self.shape.num_experts):
-                    for projection in range(NUM_PROJECTIONS):
-                        for node in range(native.num_nodes):
-                            digest.update(native.piece_bytes(expert, projection, node))
+            digest = hashlib.sha256(f"kt packed v3 {self.shape}".encode())
+            experts = [(index, expert) for index in sorted(self._layers) for expert in range(self.shape.num_experts)]
+            for found in each(self._digest, experts):
+                digest.update(found)
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
+
+    def _digest(self, place: tuple[int, int]) -> bytes:
+        index, expert = place
+        native = self._layers[index].native()
+        digest = hashlib.sha256(f"layer {index} expert {expert} {native.format};".encode())
+        for projection in range(NUM_PROJECTIONS):
+            for node in range(native.num_nodes):
+                digest.update(native.piece_bytes(expert, projection, node))
+        return digest.digest()
 
     def close(self) -> None:
         """Frees the weights. Later calls on its layers raise ConflictError; closing twice is fine."""

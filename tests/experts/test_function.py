@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from kt_runtime.experts import LoraSlot, routed_experts, routed_experts_for_backward
+from kt_runtime.experts import LoraSlot, free_spare_memory, routed_experts, routed_experts_for_backward
+from kt_runtime.resident.memory import give_back_freed_memory, resident_set_bytes
 
 TOLERANCE = 1e-5
 
@@ -105,3 +106,17 @@ def test_for_backward_alone_nothing_is_computed_forward_and_gradients_are_the_sa
     assert not out.any()
     for g, w in zip(got, want, strict=True):
         assert torch.equal(g, w)
+
+
+def test_memory_of_retained_activations_is_kept_for_the_next_call_until_it_is_given_back(
+    make_problem, build_layer
+) -> None:
+    p = make_problem(4, 64, 1024, 2048, 4)
+    layer = build_layer(p.experts)
+    retained = [layer.forward_retaining(p.x, p.ids, p.weights)[1] for _ in range(2)]
+    held = sum(each.bytes for each in retained)
+    retained.clear()
+    before = resident_set_bytes()
+    free_spare_memory()
+    give_back_freed_memory()  # the C library may have been told to keep it, by a test before this one
+    assert before - resident_set_bytes() > held // 2 > 1 << 25
