@@ -30,7 +30,7 @@ from kt_runtime.wire.address import probe
 from kt_runtime.wire.failures import error_from
 from kt_runtime.wire.messages import AnyRequest, ErrorReply, Reply
 
-STATUS_SECONDS, CHANGE_SECONDS = 15.0, 300.0
+STATUS_SECONDS, CHANGE_SECONDS, HASH_SECONDS = 15.0, 300.0, 5.0
 RESEND_SECONDS, BUSY_SECONDS = 5.0, 0.2
 MAX_PATH_CHARACTERS = 4096
 
@@ -98,8 +98,11 @@ class Adapters:
         self._adapter_directory = adapter_directory
 
     async def status(self, verify_weights: bool = False) -> dict[str, Any]:
-        """`verify_weights`: hash the model's weights anew, which takes as long as reading them."""
-        request = messages.GetStatus(request_id=_new_id(), verify_weights=verify_weights)
+        """`verify_weights`: hash the model's weights anew, which takes as long as reading them.
+
+        After the start of a large model the hash is not known for a while, and then empty in the answer.
+        """
+        request = messages.GetStatus(request_id=_new_id(), verify_weights=verify_weights, wait_s=HASH_SECONDS)
         timeout_s = CHANGE_SECONDS if verify_weights else STATUS_SECONDS
         reply = await self._resident.call(request, messages.StatusReply, timeout_s)
         return {

@@ -80,7 +80,7 @@ RULES: tuple[Rule, ...] = (
     *_rules(Access.GENERATE, "/v1/messages/count_tokens /api/chat /api/generate /invocations", "POST"),
     *_rules(Access.GENERATE, "/vertex_generate /parse_function_call /separate_reasoning", "POST"),
     *_rules(Access.GENERATE, "/v1/realtime", "WEBSOCKET"),
-    *_rules(Access.GUARDED, "/kt/adapters /kt/adapters/{name}/rollback", "POST"),
+    *_rules(Access.GUARDED, "/kt/adapters /kt/adapters/{name}/rollback /kt/cache/clear", "POST"),
     *_rules(Access.GUARDED, "/kt/adapters/{name}", "DELETE"),
     *_rules(Access.GUARDED, "/load_lora_adapter /unload_lora_adapter /abort_request", "POST"),
     *_rules(Access.GUARDED, "/v1/responses/{response_id}/cancel /pause_generation /continue_generation", "POST"),
@@ -88,7 +88,7 @@ RULES: tuple[Rule, ...] = (
     *_rules(Access.GUARDED, "/start_profile /stop_profile /set_trace_level /configure_logging", "GET POST"),
     *_rules(Access.GUARDED, "/start_expert_distribution_record /stop_expert_distribution_record", "GET POST"),
     *_rules(Access.GUARDED, "/dump_expert_distribution_record /get_weights_by_name", "GET POST"),
-    *_rules(Access.GUARDED, "/add_external_corpus /remove_external_corpus /hicache/storage-backend/clear", "POST"),
+    *_rules(Access.GUARDED, "/add_external_corpus /remove_external_corpus", "POST"),
     *_rules(
         Access.REFUSED,
         "/update_weights_from_disk /update_weights_from_tensor /update_weights_from_distributed "
@@ -116,6 +116,12 @@ RULES: tuple[Rule, ...] = (
         "/hicache/storage-backend",
         "PUT DELETE",
         reason="it loads code by name; choose the cache when the server starts",
+    ),
+    *_rules(
+        Access.REFUSED,
+        "/hicache/storage-backend/clear",
+        "POST",
+        reason="pages would stay in memory and never be written again; POST /kt/cache/clear empties all tiers",
     ),
 )
 

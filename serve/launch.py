@@ -26,13 +26,15 @@ from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING, quantizati
 from kt_runtime.files import exclusive_lock
 from kt_runtime.resident.settings import ResidentSettings
 from kt_runtime.serve.auth import AccessMiddleware, AccessPolicy, ApiKey
+from kt_runtime.serve.cache import CachePlan, describe, lack_of_room, plan_cache
+from kt_runtime.serve.cache_directory import cache_directory, check_directory, claimed
 from kt_runtime.serve.machine_memory import available_memory
 from kt_runtime.serve.memory import MemoryPlan, ServingShape, check_fits, describe_need, expert_formats, plan_memory
 from kt_runtime.serve.models import ResolvedModel, resolve_model
 from kt_runtime.serve.options import ServeOptions, check_port_is_free
 from kt_runtime.serve.placement import module_names, read_placement
 from kt_runtime.serve.presets import is_preset, load_preset
-from kt_runtime.serve.sglang_options import check_passed_on
+from kt_runtime.serve.sglang_options import check_chunks, check_passed_on
 from kt_runtime.wire import ResidentClient, runtime_directory
 from kt_runtime.wire.address import ipc_path, private_directory
 
@@ -57,18 +59,27 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     from kt_runtime.sglang_patch import arguments, frontend
 
     key = _take_key(options.api_key)
-    check_passed_on(options.passed_on, arguments.option_names())
+    check_passed_on(options.passed_on, arguments.option_names(), with_tiers=options.asks_for_cache)
     check_port_is_free(options.host, options.port)
     model = _resolve(options)
     options = _placed(options, model, say)
+    place = cache_directory(options.cache_dir, model.directory) if options.cache_disk_bytes else None
+    options = _with_cache(options, model.config, place)
     check_fits(*_memory(options, model.config, model.name))
     directory = private_directory(options.runtime_dir) if options.runtime_dir else runtime_directory()
-    with exclusive_lock(directory / f"serve-{options.port}.lock", f"a server's place for port {options.port}"):
+    with contextlib.ExitStack() as held:
+        held.enter_context(
+            exclusive_lock(directory / f"serve-{options.port}.lock", f"a server's place for port {options.port}")
+        )
+        if options.cache is not None:
+            _prepare_cache(options.cache, _longest_tokens(options, model.config), directory, held, say)
         settings = _settings(options, model, directory)
         os.environ.update(settings.to_environment())
         # Threads that spin while they wait take the cores from the trainer, the tokenizer and the expert pool: with two
         # other processes at work a decode step took 550 ms instead of 20. SGLang's processes inherit this.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        # SGLang would count in this directory, together with whatever another program or an earlier server left there.
+        os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
         sglang_arguments = arguments.server_arguments(options, model)
         frontend.run(sglang_arguments, _Frontend(options, model, settings, key, directory, say))
 
@@ -99,8 +110,9 @@ class _Frontend:
     @contextlib.asynccontextmanager
     async def session(self, app: FastAPI, engine: Engine) -> AsyncIterator[None]:
         from kt_runtime.serve.adapters import Adapters, ResidentCalls, drop_adapter
+        from kt_runtime.serve.cache_clearing import CacheClearing
         from kt_runtime.serve.names import NamesServer
-        from kt_runtime.serve.routes import adapter_routes
+        from kt_runtime.serve.routes import adapter_routes, cache_routes
 
         resident = ResidentCalls(self._settings.wire_address)
         try:
@@ -109,6 +121,7 @@ class _Frontend:
                 adapters = Adapters(resident, names, engine.num_requests, self._settings.adapter_directory)
                 engine.set_adapters(adapters)
                 app.include_router(adapter_routes(adapters))
+                app.include_router(cache_routes(CacheClearing(adapters.status, engine)))
                 yield
         finally:
             resident.close()
@@ -138,7 +151,7 @@ class _Frontend:
     def _resident_answers(self) -> bool:
         try:
             with ResidentClient(self._settings.wire_address, timeout_s=RESIDENT_SECONDS) as client:
-                client.status()
+                client.status(wait_s=0)
         except KtError as error:
             logger.debug("the resident does not answer yet: %s", error)
             return False
@@ -166,10 +179,50 @@ def _settings(options: ServeOptions, model: ResolvedModel, directory: Path) -> R
         expert_format=options.expert_format,
         training_share=options.training_share,
         microbatch_tokens=options.microbatch_tokens,
+        **_cache_settings(options.cache),
     )
     for address in (settings.wire_address, settings.names_address):
         ipc_path(address)
     return settings
+
+
+def _cache_settings(cache: CachePlan | None) -> dict[str, Any]:
+    if cache is None:
+        return {}
+    return {
+        "cache_directory": None if cache.directory is None else str(cache.directory),
+        "cache_disk_bytes": cache.disk_bytes,
+        "cache_page_tokens": cache.page_tokens,
+        "cache_read_only": cache.read_only,
+    }
+
+
+def _with_cache(options: ServeOptions, config: Mapping[str, Any], directory: Path | None) -> ServeOptions:
+    """The options with the prefix cache's plan, which also says how many tokens the KV cache holds."""
+    plan = plan_cache(options, config, directory)
+    if plan is None:
+        return options
+    check_chunks(options.passed_on, plan.page_tokens)
+    return dataclasses.replace(options, cache=plan, max_total_tokens=plan.device_tokens)
+
+
+def _longest_tokens(options: ServeOptions, config: Mapping[str, Any]) -> int:
+    return options.context_tokens or int(config.get("max_position_embeddings") or options.max_total_tokens)
+
+
+def _prepare_cache(
+    cache: CachePlan, longest_tokens: int, runtime: Path, held: contextlib.ExitStack, say: Callable[[str], None]
+) -> None:
+    """Claims the disk tier's directory for as long as `held` is open. Raises what `check_directory` raises."""
+    say(describe(cache))
+    if note := lack_of_room(cache, longest_tokens):
+        say(note)
+    if cache.directory is None:
+        return
+    if not cache.read_only:
+        held.enter_context(claimed(cache.directory, runtime))
+    for note in check_directory(cache.directory, cache.disk_bytes, read_only=cache.read_only):
+        say(note)
 
 
 def adapter_directory(options: ServeOptions, model: ResolvedModel) -> Path:
@@ -225,7 +278,8 @@ def _resolve(options: ServeOptions) -> ResolvedModel:
         if not is_preset(options.model):
             raise
         preset = load_preset(options.model)
-        need = describe_need(*_memory(options, preset.config, preset.name))
+        planned = _with_cache(options, preset.config, None)
+        need = describe_need(*_memory(planned, preset.config, preset.name))
         raise NotFoundError(f"{error}; {need}") from None
 
 
@@ -242,6 +296,8 @@ def _memory(options: ServeOptions, config: Mapping[str, Any], name: str) -> tupl
         lora_rank=options.max_lora_rank,
         training_tokens=options.microbatch_tokens,
         expert_format=options.expert_format,
+        cache=options.cache,
+        tokens_option="--max-total-tokens" if options.cache_device_bytes is None else "--cache-device",
     )
     return plan_memory(config, shape, name), available_memory(with_gpu)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.families.base import EXPERTS, LoraModule, integer
@@ -18,12 +18,17 @@ from kt_runtime.families.quantization import BF16, QUANTIZED_WHILE_LOADING, Expe
 from kt_runtime.families.registry import family_for
 from kt_runtime.serve.checkpoint import count_parameters, dense_tensors
 
+if TYPE_CHECKING:
+    from kt_runtime.serve.cache import CachePlan
+
 Device = Literal["cpu", "gpu"]
 
 GIB = 2**30
 # Three Python processes with torch and SGLang imported. Measured with a tiny model on CPUs: 0.75 to 0.9 GiB each, what
 # they share divided among them.
 PROCESSES_BYTES = 5 * GIB // 2
+# What SGLang's `prepare_mha_write_back_staging` keeps at most on the GPU.
+STAGED_PAGES = 64
 # fp32 master, gradient and both moments of AdamW.
 TRAINED_PARAMETER_BYTES = 4 * 4
 
@@ -35,6 +40,7 @@ class ServingShape:
     `lora_targets`: last names of the adapted modules (`q_proj`, ...), None for all that the family can adapt.
     `activation_bytes`: 2 for bf16, 4 for float32, also for the KV cache. `training_tokens`: of one microbatch.
     `expert_format`: what experts are quantized to while they are loaded, None: nothing.
+    `cache`: the prefix cache's tiers beside the KV cache, `tokens_option`: the option that says how large that is.
     """
 
     device: Device = "cpu"
@@ -46,6 +52,8 @@ class ServingShape:
     training_sessions: int = 1
     training_tokens: int = 2048
     expert_format: str | None = None
+    cache: CachePlan | None = None
+    tokens_option: str = "--max-total-tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +85,37 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
     dense_bytes = counts.dense * shape.activation_bytes
     stored, held = expert_formats(config, shape.expert_format)
     num_moe_layers = len(family_for(config).moe_layers(config))
-    sequence = shape.max_total_tokens * cached_numbers_per_token(config)
+    # SGLang's pools have one page more than they offer.
+    tokens = shape.max_total_tokens + (shape.cache.page_tokens if shape.cache else 0)
+    sequence = tokens * cached_numbers_per_token(config)
     slots, masters = lora_parameters(config, shape)
     needs = [
         MemoryNeed("attention and dense weights", device, dense_bytes),
         MemoryNeed("absorbed copies of kv_b_proj", device, _absorbed_parameters(config) * shape.activation_bytes),
         MemoryNeed("routed experts, packed", "cpu", num_moe_layers * layer_bytes(config, held)),
         MemoryNeed("one layer of experts while loading", "cpu", layer_bytes(config, stored)),
-        MemoryNeed("KV cache", device, sequence * shape.activation_bytes, ("--max-total-tokens",)),
+        MemoryNeed("KV cache", device, sequence * shape.activation_bytes, (shape.tokens_option,)),
+        *_cache_needs(config, shape),
         MemoryNeed("LoRA slots", device, slots * shape.activation_bytes, ("--max-loras-per-batch", "--max-lora-rank")),
         MemoryNeed("trained adapters and their optimizer", device, masters, ("--max-lora-rank",)),
         MemoryNeed("training activations (estimate)", device, _activation_bytes(config, shape)),
         MemoryNeed("SGLang's processes (estimate)", "cpu", PROCESSES_BYTES),
     ]
     return MemoryPlan(model, tuple(need for need in needs if need.size_bytes > 0))
+
+
+def _cache_needs(config: Mapping[str, Any], shape: ServingShape) -> list[MemoryNeed]:
+    cache = shape.cache
+    if cache is None:
+        return []
+    # Latent attention has one tensor per layer, which SGLang copies without a stop on the GPU.
+    is_staged = shape.device == "gpu" and not config.get("kv_lora_rank")
+    staged_pages = min(STAGED_PAGES, cache.host_tokens // cache.page_tokens) if is_staged else 0
+    return [
+        MemoryNeed("prefix cache's host tier", "cpu", cache.host_bytes, ("--cache-host",)),
+        MemoryNeed("pages on their way to the host tier", "gpu", staged_pages * cache.page_bytes),
+        MemoryNeed("prefix cache's disk buffers and index", "cpu", cache.disk_memory_bytes, ("--cache-disk",)),
+    ]
 
 
 def expert_formats(config: Mapping[str, Any], quantized_to: str | None) -> tuple[ExpertFormat, ExpertFormat]:

@@ -6,10 +6,13 @@ import errno
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError, suggestion
 from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING
+
+if TYPE_CHECKING:
+    from kt_runtime.serve.cache import CachePlan
 
 DTYPES = ("bfloat16", "float32")
 LOWEST_VALUES = {
@@ -20,7 +23,12 @@ LOWEST_VALUES = {
     "context_tokens": 16,
     "expert_threads": 1,
     "microbatch_tokens": 1,
+    "cache_device_bytes": 0,
+    "cache_host_bytes": 0,
+    "cache_disk_bytes": 0,
+    "cache_page_tokens": 1,
 }
+LARGEST_PAGE_TOKENS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +41,11 @@ class ServeOptions:
     `placement`: a KTransformers rule file, which may set `expert_format`.
     `training_share`: the largest share of the time that training may take while requests are served.
     `runtime_dir`: where the sockets are; None, the user's. `passed_on`: options of SGLang's.
+
+    `cache_device_bytes`: what the KV cache takes, instead of `max_total_tokens`. `cache_host_bytes`: None, 0 or what
+    `cache_disk_bytes` needs. `cache_dir`: None, one of this model's in the user's cache directory. `cache_read_only`:
+    take pages from the disk, put none there. `cache_page_tokens`: None, what suits the tiers. `cache`: what all this
+    comes to for the model, filled in by `launch`; None: SGLang's own prefix cache and nothing else.
     """
 
     model: str
@@ -54,6 +67,13 @@ class ServeOptions:
     microbatch_tokens: int = 2048
     runtime_dir: Path | None = None
     passed_on: tuple[str, ...] = ()
+    cache_device_bytes: int | None = None
+    cache_host_bytes: int | None = None
+    cache_disk_bytes: int = 0
+    cache_dir: Path | None = None
+    cache_read_only: bool = False
+    cache_page_tokens: int | None = None
+    cache: CachePlan | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidValueError for a value outside its range, UnknownNameError for an unknown format."""
@@ -68,7 +88,27 @@ class ServeOptions:
         for name, lowest in LOWEST_VALUES.items():
             value = getattr(self, name)
             if value is not None and value < lowest:
-                raise InvalidValueError(f"--{name.replace('_', '-')} {value}: must be at least {lowest}")
+                option = name.removesuffix("_bytes").replace("_", "-")
+                raise InvalidValueError(f"--{option} {value}: must be at least {lowest}")
+        self._check_cache()
+
+    def _check_cache(self) -> None:
+        page = self.cache_page_tokens
+        if page is not None and (page > LARGEST_PAGE_TOKENS or page & (page - 1)):
+            allowed = ", ".join(str(2**power) for power in range(LARGEST_PAGE_TOKENS.bit_length()))
+            raise InvalidValueError(f"--cache-page-tokens {page}: allowed are {allowed}")
+        if not self.cache_disk_bytes:
+            for name in ("cache_dir", "cache_read_only"):
+                if getattr(self, name):
+                    raise InvalidValueError(
+                        f"--{name.replace('_', '-')}: there is no disk tier; say how large it may be with --cache-disk"
+                    )
+
+    @property
+    def asks_for_cache(self) -> bool:
+        """Whether any size of the prefix cache's tiers is given."""
+        sizes = (self.cache_device_bytes, self.cache_page_tokens)
+        return any(size is not None for size in sizes) or bool(self.cache_host_bytes or self.cache_disk_bytes)
 
     @property
     def url(self) -> str:

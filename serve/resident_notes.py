@@ -11,7 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from kt_runtime.serve.placement import Placement, read_placement
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING
+from kt_runtime.serve.memory import expert_formats
+from kt_runtime.serve.placement import Placement, module_names, read_placement
 from kt_runtime.wire.messages import StatusReply
 
 _FORMATS = {"rawint4": "int4", "mxfp4": "mxfp4", "bf16": "bf16", "int8": "int8", "fp8": "fp8"}
@@ -68,16 +71,30 @@ def placement_notes(recipe: RecipeKeys, status: StatusReply) -> list[str]:
     return [f"{where}: {rule} is not here, and placement is the resident model's: {differences}"]
 
 
-def asked_placement(recipe: RecipeKeys) -> Placement | None:
-    """What the recipe's rule file asks for, from the working directory, then beside the recipe; None: there is no file.
-
-    Raises InvalidValueError for a file that is here but broken.
-    """
+def rule_file(recipe: RecipeKeys) -> Path | None:
+    """The recipe's rule file, from the working directory, then beside the recipe; None: there is none."""
     rule = recipe.kt_optimize_rule
     if rule is None:
         return None
-    found = next((path for path in (rule, Path(recipe.source).parent / rule) if path.is_file()), None)
-    return read_placement(found, None) if found else None
+    return next((path for path in (rule, Path(recipe.source).parent / rule) if path.is_file()), None)
+
+
+def asked_placement(recipe: RecipeKeys, config: Mapping[str, Any] | None = None) -> Placement | None:
+    """What the recipe's rule file asks for; None: there is no file.
+
+    `config`: of the model that a server is to be started with, by this file. Raises InvalidValueError for a file that
+    is here but broken and, with `config`, for what `kt-runtime serve --placement` refuses.
+    """
+    found = rule_file(recipe)
+    if found is None:
+        return None
+    placement = read_placement(found, module_names(config) if config is not None else None)
+    if config is not None and placement.expert_format in QUANTIZED_WHILE_LOADING:
+        try:
+            expert_formats(config, placement.expert_format)
+        except InvalidValueError as error:
+            raise InvalidValueError(f"{found}: asks for {placement.expert_format} experts: {error}") from None
+    return placement
 
 
 def placement_of_name(name: str) -> Placement:

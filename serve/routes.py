@@ -22,6 +22,7 @@ from kt_runtime.errors import (
     UserError,
 )
 from kt_runtime.serve.adapters import Adapters
+from kt_runtime.serve.cache_clearing import CacheClearing
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,16 @@ def adapter_routes(adapters: Adapters) -> APIRouter:
     @router.delete("/adapters/{name}")
     async def unload(name: str) -> JSONResponse:
         return await _answer(lambda: adapters.unload(name))
+
+    return router
+
+
+def cache_routes(clearing: CacheClearing) -> APIRouter:
+    router = APIRouter(prefix="/kt/cache", tags=["kt-runtime"])
+
+    @router.post("/clear")
+    async def clear() -> JSONResponse:
+        return await _answer(clearing.clear)
 
     return router
 

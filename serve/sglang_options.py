@@ -57,9 +57,42 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "kt-runtime's access rules and routes cover SGLang's one Python HTTP server only",
         "--grpc-* --smg-* --enable-http2 --sidecar --sidecar-args --fastapi-root-path --enable-ssl-refresh",
     ),
-    ("versions are swapped under running requests; that is tested with the prefix cache on", "--disable-radix-cache"),
+    (
+        "versions are swapped under running requests; that is tested with the prefix cache on",
+        "--disable-radix-cache --enable-mis",
+    ),
     ("the OpenAI routes need the tokenizer", "--skip-tokenizer-init"),
+    (
+        "kt-runtime's own options set up the tiers of the prefix cache: --cache-host, --cache-disk, --cache-dir",
+        "--hicache-* --enable-hierarchical-cache --enable-hicache --file-storage-path",
+    ),
+    (
+        "the prefix cache has one owner, which knows adapter versions; another would serve pages of older ones",
+        "--radix-cache-backend --enable-lmcache --lmcache-config-file --enable-flexkv --flexkv-config-file "
+        "--enable-unified-cache-external-linker --unified-cache-external-linker-* --enable-linker-mla-dedup",
+    ),
+    (
+        "events name an adapter by its place in the cache's keys, which hold its content's hash here",
+        "--kv-events-config",
+    ),
+    (
+        "the pages of the host and disk tiers have SGLang's plain layout",
+        "--enable-hisparse --hisparse-config --enable-kv-cache-sharding --enable-page-major-kv-layout "
+        "--enable-unified-memory --enable-dsa-cache-layer-split",
+    ),
 )
+
+# What holds only where kt-runtime sets up the prefix cache's tiers.
+REFUSED_WITH_TIERS: tuple[tuple[str, str], ...] = (
+    ("use --cache-page-tokens", "--page-size --c128-page-size"),
+    ("sizes of the prefix cache are computed for KV of the server's --dtype", "--kv-cache-dtype"),
+    (
+        "SGLang 0.5.23's scheduler ends when a streaming session's next turn is looked up in the tiers",
+        "--enable-streaming-session",
+    ),
+    ("it keeps KV of its own beside the tiers", "--enable-session-radix-cache --prefill-only-disable-kv-cache"),
+)
+CHUNK_OPTION = "--chunked-prefill-size"
 
 # Values that say what is so anyway.
 HARMLESS: dict[str, str] = {
@@ -70,18 +103,18 @@ HARMLESS: dict[str, str] = {
 }
 
 
-def reason_against(option: str) -> str | None:
-    for reason, names in REFUSED:
+def reason_against(option: str, *, with_tiers: bool = False) -> str | None:
+    for reason, names in REFUSED + (REFUSED_WITH_TIERS if with_tiers else ()):
         for name in names.split():
             if option == name or (name.endswith("*") and option.startswith(name[:-1])):
                 return reason
     return None
 
 
-def check_passed_on(arguments: Sequence[str], known: Collection[str]) -> None:
+def check_passed_on(arguments: Sequence[str], known: Collection[str], *, with_tiers: bool = False) -> None:
     """Raises InvalidValueError or UnknownNameError for the first argument that can't be passed on.
 
-    `known`: the names of SGLang's options, each in full.
+    `known`: the names of SGLang's options, each in full. `with_tiers`: kt-runtime sets up the prefix cache's tiers.
     """
     if arguments and not arguments[0].startswith("-"):
         raise InvalidValueError(f"after `--`: {arguments[0]!r} is not an option of SGLang's; options begin with --")
@@ -92,9 +125,21 @@ def check_passed_on(arguments: Sequence[str], known: Collection[str]) -> None:
         if name not in known:
             raise UnknownNameError("option of SGLang", name, known, where="after `--`")
         following = arguments[position + 1] if position + 1 < len(arguments) else ""
-        reason = reason_against(name)
+        reason = reason_against(name, with_tiers=with_tiers)
         if reason and HARMLESS.get(name) != (value if equals else following):
             raise InvalidValueError(f"{name} can't be passed on to SGLang: {reason}")
+
+
+def check_chunks(arguments: Sequence[str], page_tokens: int) -> None:
+    """Raises InvalidValueError if prompts are computed in chunks that are no whole pages: SGLang would end with an
+    assertion."""
+    for position, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name != CHUNK_OPTION:
+            continue
+        value = value if equals else "".join(arguments[position + 1 : position + 2])
+        if _is_number(value) and float(value) > 0 and float(value) % page_tokens:
+            raise InvalidValueError(f"{CHUNK_OPTION} {value}: must be a multiple of --cache-page-tokens, {page_tokens}")
 
 
 def _is_number(text: str) -> bool:

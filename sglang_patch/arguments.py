@@ -5,9 +5,14 @@ Symbol: `sglang.srt.server_args.ServerArgs.add_cli_args` (SGLang 0.5.23), read f
 Why each fixed option: training runs between two batches of the scheduler, so batches must not overlap, and CUDA graphs
 would hide the model from it. Shared experts must not be fused into the routed ones, which are the expert store's.
 Strict LoRA loading makes a key that SGLang does not know an error. The warm-up request only delays the start. An idle
-scheduler sleeps, instead of keeping a core busy (`turns.py` wakes it for training). A quantized checkpoint is no
-quantized model to SGLang: experts are the store's, and `weights.py` dequantizes the rest; `unquant` keeps SGLang from
-looking for fp8 weights by itself.
+scheduler sleeps, instead of keeping a core busy (`turns.py` wakes it for training). `/metrics` answers, and OpenAI's
+`usage` says how much of a prompt was cached. A quantized checkpoint is no quantized model to SGLang: experts are the
+store's, and `weights.py` dequantizes the rest; `unquant` keeps SGLang from looking for fp8 weights by itself.
+
+Why the cache's: a page of the host pool in one piece of memory ("page first") is what a disk wants. `direct` copies are
+those that `cache_host_copies.py` has for a CPU; `kernel` ones are SGLang's for a GPU. Every page is written down as
+soon as it is computed. A request waits for the disk, since computing again takes longer; the disk tier gives up on a
+disk that hangs before SGLang gives up on the disk tier.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from kt_runtime.errors import InvalidValueError
 from kt_runtime.families import family_for
 from kt_runtime.families.quantization import CONFIG_KEYS, quantization_of
 from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND
@@ -26,15 +32,46 @@ SYMBOLS = ("sglang.srt.server_args.ServerArgs.add_cli_args",)
 ALWAYS = (
     *("--disable-overlap-schedule", "--disable-shared-experts-fusion", "--skip-server-warmup"),
     *("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
-    *("--enable-lora", "--lora-strict-loading", "--sleep-on-idle"),
+    *("--enable-lora", "--lora-strict-loading", "--sleep-on-idle", "--enable-metrics", "--enable-cache-report"),
 )
 NOT_QUANTIZED = (
     *("--quantization", "unquant"),
     *("--json-model-override-args", json.dumps(dict.fromkeys(CONFIG_KEYS))),
 )
+CACHE_TIERS = (
+    *("--enable-hierarchical-cache", "--hicache-write-policy", "write_through"),
+    *("--hicache-storage-prefetch-policy", "timeout"),
+)
+DISK_BACKEND = {
+    "backend_name": "kt-runtime",
+    "module_path": "kt_runtime.sglang_patch.cache_backend",
+    "class_name": "DiskBackend",
+    "interface_v1": 1,
+    "prefetch_timeout_base": 3.0,
+    "prefetch_timeout_per_ki_token": 1.0,
+    "hicache_storage_pass_prefix_keys": True,
+}
 # The token pool is bounded by --max-total-tokens. SGLang also wants this share of the memory for weights and pool, and
 # the experts, which may be nearly all of it, count as used.
 CPU_MEMORY_SHARE = 0.95
+
+
+class Cache(Protocol):
+    """The prefix cache's tiers; `serve.cache.CachePlan`. 0: the tier is not there.
+
+    `host_ratio`: the host pool's tokens by the device pool's, as SGLang's rounding needs it.
+    """
+
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def device_tokens(self) -> int: ...
+    @property
+    def host_tokens(self) -> int: ...
+    @property
+    def host_ratio(self) -> float: ...
+    @property
+    def disk_bytes(self) -> int: ...
 
 
 class Options(Protocol):
@@ -56,6 +93,8 @@ class Options(Protocol):
     def max_lora_rank(self) -> int: ...
     @property
     def lora_slots(self) -> int: ...
+    @property
+    def cache(self) -> Cache | None: ...
     @property
     def passed_on(self) -> Sequence[str]: ...
 
@@ -94,10 +133,33 @@ def server_arguments(options: Options, model: Model, *, on_cpu: bool | None = No
         values["context-length"] = options.context_tokens
     if on_cpu:
         values |= {"device": "cpu", "attention-backend": ATTENTION_BACKEND, "mem-fraction-static": CPU_MEMORY_SHARE}
+    cache = options.cache
+    if cache is not None:
+        values |= {"max-total-tokens": cache.device_tokens, "page-size": cache.page_tokens}
+    tiers = _tiers(cache, model, on_cpu) if cache is not None and cache.host_tokens else []
     targets = family_for(model.config).sglang_lora_targets(model.config)
     fixed = [text for name, value in values.items() for text in (f"--{name}", str(value))]
     unquantized = NOT_QUANTIZED if quantization_of(model.config) is not None else ()
-    return [*fixed, *ALWAYS, *unquantized, "--lora-target-modules", *targets, *options.passed_on]
+    return [*fixed, *ALWAYS, *tiers, *unquantized, "--lora-target-modules", *targets, *options.passed_on]
+
+
+def _tiers(cache: Cache, model: Model, on_cpu: bool) -> list[str]:
+    if model.config.get("index_topk"):
+        raise InvalidValueError(
+            f"--cache-host: {model.name} has sparse attention (index_topk {model.config['index_topk']}), whose index "
+            "is kept beside the keys and values; the cache's tiers have room for these only"
+        )
+    copies, layout = ("direct", "page_first_direct") if on_cpu else ("kernel", "page_first")
+    values: dict[str, object] = {
+        "hicache-ratio": cache.host_ratio,
+        "hicache-io-backend": copies,
+        "hicache-mem-layout": layout,
+    }
+    if cache.disk_bytes:
+        # A look-up takes microseconds: worth it for a single page.
+        extra = {**DISK_BACKEND, "prefetch_threshold": cache.page_tokens}
+        values |= {"hicache-storage-backend": "dynamic", "hicache-storage-backend-extra-config": json.dumps(extra)}
+    return [*CACHE_TIERS, *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
 
 
 def option_names() -> frozenset[str]:

@@ -48,6 +48,8 @@ SYMBOLS = (
     "sglang.srt.entrypoints.engine.init_tokenizer_manager",
     "sglang.srt.managers.io_struct.LoRAUpdateOutput",
     "sglang.srt.managers.io_struct.ShutdownReq",
+    "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.clear_hicache_storage",
+    "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.flush_cache",
     "sglang.srt.managers.tokenizer_manager.SignalHandler",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager",
     "sglang.srt.lora.lora_registry.LoRARef",
@@ -59,7 +61,7 @@ SYMBOLS = (
 
 DRAIN_SECONDS = 10.0  # what running requests get to finish after the first SIGTERM or SIGINT
 STOP_SECONDS = 25.0  # after which the process ends whatever is still running
-ENGINE_EXIT_SECONDS = 5.0
+ENGINE_EXIT_SECONDS = 12.0  # the disk tier writes what it has been given (`cache_backend.CLOSING_SECONDS`)
 
 
 @dataclass
@@ -78,6 +80,14 @@ class Engine:
 
     def set_adapters(self, adapters: AdapterService) -> None:
         self.manager.adapters = adapters
+
+    async def flush_memory_tiers(self, wait_s: float) -> bool:
+        """Empties the prefix cache's device and host tiers once nothing is computed. False if it takes longer."""
+        return bool((await self.manager.flush_cache(timeout_s=wait_s)).success)
+
+    async def clear_disk_tier(self) -> None:
+        """Asks the scheduler to; what it writes may not be gone yet."""
+        await self.manager.clear_hicache_storage()
 
 
 class Frontend(Protocol):

@@ -6,6 +6,7 @@ applies the hooks itself and fails if one of them did not take.
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,6 +21,7 @@ class Hooks:
     def __init__(self, on_cpu: bool) -> None:
         self.on_cpu = on_cpu
         self.targets: list[str] = []
+        self._attributes: list[tuple[str, Any, bool]] = []
 
     def before(self, target: str, hook: Hook) -> None:
         """`hook(*args, **kwargs)` returns `(args, kwargs)` to change them, or None."""
@@ -37,12 +39,22 @@ class Hooks:
         """`hook` stands in the place of the function or class `target`."""
         self._register(target, hook, "REPLACE")
 
+    def add(self, target: str, value: Any) -> None:
+        """`value` becomes the attribute `target`, which must not be there yet."""
+        self._attributes.append((target, value, False))
+
+    def set(self, target: str, value: Any) -> None:
+        """`value` becomes the attribute `target`, which must be there: a number, say, that is no function to hook."""
+        self._attributes.append((target, value, True))
+
     def apply(self) -> None:
-        """Applies what was registered. Raises ConflictError naming the targets that SGLang could not patch."""
+        """Applies what was registered. Raises ConflictError naming the targets that could not be patched."""
         from sglang.srt.plugins.hook_registry import HookRegistry
 
         HookRegistry.apply_hooks()
         check_applied(self.targets, HookRegistry._patched)
+        for target, value, is_there in self._attributes:
+            _set_attribute(target, value, is_there)
 
     def _register(self, target: str, hook: Hook, kind: str) -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -55,3 +67,17 @@ def check_applied(targets: Iterable[str], applied: Iterable[str]) -> None:
     missing = sorted(set(targets) - set(applied))
     if missing:
         raise ConflictError(f"SGLang could not be patched at {', '.join(missing)}; the log has the reason")
+
+
+def _set_attribute(target: str, value: Any, is_there: bool) -> None:
+    parent, _, name = target.rpartition(".")
+    owner = pkgutil.resolve_name(parent)
+    found = getattr(owner, name, _ABSENT)
+    if found is value:  # patched before, in the same process
+        return
+    if is_there != (found is not _ABSENT):
+        raise ConflictError(f"SGLang could not be patched: {target} {'is missing' if is_there else 'exists already'}")
+    setattr(owner, name, value)
+
+
+_ABSENT = object()

@@ -15,8 +15,9 @@ import torch
 from kt_runtime.adapters import AdapterTensors
 from kt_runtime.resident.names import NamesChannel
 from kt_runtime.resident.settings import ResidentSettings
-from kt_runtime.sglang_patch import lora_install, moe
+from kt_runtime.sglang_patch import cache_metrics, cache_namespace, lora_install, moe
 from kt_runtime.sglang_patch.version import PINNED
+from kt_runtime.wire.messages import CacheTier
 
 SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.chunked_prefill_size",
@@ -53,17 +54,17 @@ class SGLangHost:
         self.context_tokens = int(self._runner.model_config.context_len)
         self.chunked_prefill_tokens = int(scheduler.chunked_prefill_size or 0)
         self.experts = moe.expert_store()
+        self.weights = cache_namespace.fingerprint(self._runner)
         self.attends_in_float32 = self.device.type == "cpu"  # `attention.py`; on CUDA the backends are SGLang's own
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        model = self._runner.model
-        return {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        return cache_namespace.named_tensors(self._runner.model)
 
     def is_serving(self) -> bool:
         return not self._scheduler.is_fully_idle()
 
-    def install_adapter(self, lora_id: str, name: str, adapter: AdapterTensors) -> None:
-        lora_install.install_adapter(self._runner.lora_manager, self.config, lora_id, name, adapter)
+    def install_adapter(self, lora_id: str, name: str, version: str, adapter: AdapterTensors) -> None:
+        lora_install.install_adapter(self._runner.lora_manager, self.config, lora_id, name, version, adapter)
 
     def drop_adapter(self, lora_id: str) -> None:
         """At once, or when its last request has ended: an aborted one may outlive the frontend's count."""
@@ -86,5 +87,9 @@ class SGLangHost:
             lora_install.drop_adapter(self._runner.lora_manager, lora_id)
         self._to_drop &= in_use
 
+    def cache_tiers(self) -> list[CacheTier]:
+        return cache_metrics.tiers(self._scheduler)
+
     def close(self) -> None:
+        self.weights.close()
         self._names.close()

@@ -6,8 +6,8 @@ patterns, drops unknown keys with a warning, and our weight reader would keep ro
 and `drop_adapter` are called by the host; they read and write `LoRAManager.loras`, `.configs`, `.lora_refs`,
 `.num_pinned_loras` and `LoRAMemoryPool.uid_to_buffer_id`, `.buffer_id_to_uid`, `.eviction_policy`.
 
-Everything here runs in the scheduler's thread. KV of an adapter is never another's: SGLang's `Req` appends the LoRA id
-to the key of the prefix cache, and a published version always has a fresh id.
+Everything here runs in the scheduler's thread. What an id stands for never changes while it is loaded, and KV belongs
+to the adapter's content (`cache_keys.py`), which is told the content of each id here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kt_runtime.adapters import AdapterTensors, read_peft_directory
+from kt_runtime.adapters import AdapterTensors, as_version, content_hash, read_peft_directory
 from kt_runtime.errors import AdapterError, ConflictError, KtError, RuntimeFault, UnknownNameError
 from kt_runtime.families import family_for
+from kt_runtime.sglang_patch import cache_keys
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora_adapter import POOL_NAMES, InstalledAdapter, build_adapter
 
@@ -48,14 +49,14 @@ def install(hooks: Hooks) -> None:
 
 
 def install_adapter(
-    manager: Any, config: Mapping[str, Any], lora_id: str, name: str, adapter: AdapterTensors
+    manager: Any, config: Mapping[str, Any], lora_id: str, name: str, version: str, adapter: AdapterTensors
 ) -> InstalledAdapter:
     """Makes `adapter` servable under `lora_id`, from a copy of its tensors.
 
-    `config`: the model's, as in config.json. The copy into the pool's memory happens in the first batch that uses it.
-    `name` is for messages: several versions of one name may be installed. Raises ConflictError when `lora_id` is taken,
-    `--max-loaded-loras` are loaded or memory does not suffice, AdapterError or UnknownNameError when the server can't
-    hold such an adapter; then nothing has changed.
+    `config`: the model's, as in config.json. `version`: hash of the adapter's content. `name` is for messages: several
+    versions of one name may be installed. The copy into the pool's memory happens in the first batch that uses it.
+    Raises ConflictError when `lora_id` is taken, `--max-loaded-loras` are loaded or memory does not suffice,
+    AdapterError or UnknownNameError when the server can't hold such an adapter; then nothing has changed.
     """
     from sglang.srt.lora.lora_config import LoRAConfig
     from sglang.srt.lora.lora_registry import LoRARef
@@ -70,6 +71,7 @@ def install_adapter(
     manager.configs[lora_id] = LoRAConfig.from_dict(_peft_config(adapter))
     manager.loras[lora_id] = installed
     manager.lora_refs[lora_id] = reference
+    cache_keys.register(lora_id, version)
     logger.info("installed adapter %s as %s: rank %d, %d bytes", name, lora_id, adapter.rank, installed.num_bytes)
     return installed
 
@@ -87,6 +89,7 @@ def drop_adapter(manager: Any, lora_id: str) -> None:
     if slot is not None:
         pool.buffer_id_to_uid[slot] = EMPTY_SLOT
         pool.eviction_policy.remove(lora_id)
+    cache_keys.forget(lora_id)
     manager.configs.pop(lora_id, None)
     manager.loras.pop(lora_id, None)
     reference = manager.lora_refs.pop(lora_id, None)
@@ -112,8 +115,8 @@ def load_directory(original: Callable[..., Any], manager: Any, lora_ref: Any) ->
     try:
         _check_name(manager, lora_ref)
         highest = getattr(manager, "max_lora_rank", None) or MAX_RANK_AT_START
-        adapter = read_peft_directory(lora_ref.lora_path, family, config, highest)
-        install_adapter(manager, config, lora_ref.lora_id, lora_ref.lora_name, adapter)
+        adapter = as_version(read_peft_directory(lora_ref.lora_path, family, config, highest), family, config)
+        install_adapter(manager, config, lora_ref.lora_id, lora_ref.lora_name, content_hash(adapter), adapter)
     except KtError as error:
         return manager.create_lora_update_result(success=False, error_message=str(error))
     manager.lora_refs[lora_ref.lora_id] = lora_ref

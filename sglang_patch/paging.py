@@ -1,8 +1,14 @@
-"""Pages of more than one token on a CPU.
+"""Pages of more than one token.
 
-Symbol: `sglang.srt.mem_cache.allocation.get_last_loc` (SGLang 0.5.23), which finds the cache slot of a sequence's last
-token. Reason: for every attention backend but two that it knows by name, it starts a Triton kernel. Its own torch
-version is right for `kt_cpu`.
+SGLang 0.5.23:
+
+- `sglang.srt.mem_cache.allocation.get_last_loc`, which finds the cache slot of a sequence's last token: on a CPU, for
+  every attention backend but two that it knows by name, it starts a Triton kernel. Its own torch version is right for
+  `kt_cpu`.
+- `sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info`, whose answer holds the longest prompt that is taken. A
+  request is begun once there is room for its prompt and a page more (`PrefillBudget.check_prefill`): a prompt within a
+  page of the whole pool would wait for ever, and all requests behind it. Within two pages, its answer would be cut to
+  nothing (`max_new_tokens_for_memory`). Both are refused instead.
 """
 
 from __future__ import annotations
@@ -11,12 +17,29 @@ from typing import Any
 
 from kt_runtime.sglang_patch.hooks import Hooks
 
-SYMBOLS = ("sglang.srt.mem_cache.allocation.get_last_loc", "sglang.srt.mem_cache.allocation.get_last_loc_torch")
+SYMBOLS = (
+    "sglang.srt.mem_cache.allocation.get_last_loc",
+    "sglang.srt.mem_cache.allocation.get_last_loc_torch",
+    "sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info",
+)
+POOL_TOKENS, LONGEST_PROMPT = 0, 5  # positions in the answer of get_worker_info
 
 
 def install(hooks: Hooks) -> None:
     if hooks.on_cpu:
         hooks.replace(SYMBOLS[0], _get_last_loc)
+    hooks.after(SYMBOLS[2], _shorten_longest_prompt)
+
+
+def longest_prompt(pool_tokens: int, page_tokens: int) -> int:
+    """SGLang takes prompts shorter than this, or cuts longer ones to it."""
+    return pool_tokens - 2 * page_tokens
+
+
+def _shorten_longest_prompt(info: tuple[Any, ...], worker: Any) -> tuple[Any, ...]:
+    page_tokens = worker.model_runner.token_to_kv_pool_allocator.page_size
+    longest = min(info[LONGEST_PROMPT], longest_prompt(info[POOL_TOKENS], page_tokens))
+    return (*info[:LONGEST_PROMPT], longest, *info[LONGEST_PROMPT + 1 :])
 
 
 def _get_last_loc(*args: Any, **kwargs: Any) -> Any:

@@ -15,12 +15,15 @@ from kt_runtime.errors import KtError
 from kt_runtime.sglang_patch.version import check_version
 
 PATCHES = (
-    *("platform", "attention", "paging", "router", "norms", "moe", "weights", "hicache"),
+    *("signals", "platform", "attention", "paging", "router", "norms", "moe", "weights"),
     *("lora_pinned_memory", "lora_kv_b", "lora_pool", "lora_experts", "lora_install"),
+    *("cache_host_pool", "cache_host_copies", "cache_page_hash", "cache_keys", "cache_namespace"),
+    *("cache_events", "cache_metrics"),
     "turns",
 )
 TOUCHED_OTHERWISE = ("host", "frontend", "arguments")
-"""Modules that read or call SGLang without patching it in every process; `frontend` speaks for `frontend_*` too."""
+"""Modules that read or call SGLang without patching it in every process; `frontend` speaks for `frontend_*` too,
+`cache_events` for `cache_backend`."""
 
 
 def register() -> None:

@@ -85,7 +85,12 @@ def _turn(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     return received
 
 
+def has_work() -> bool:
+    """True while the resident could train: the scheduler's thread must not rest then."""
+    return _resident is not None and bool(_resident.has_work())
+
+
 def _sleep(original: Callable[..., Any], sleeper: Any, *args: Any, **kwargs: Any) -> Any:
-    if _resident is not None and _resident.has_work():
+    if has_work():
         return None
     return original(sleeper, *args, **kwargs)

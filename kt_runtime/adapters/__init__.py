@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
     from kt_runtime.adapters.validator import check_adapter
     from kt_runtime.adapters.version_store import VersionStore
-    from kt_runtime.adapters.versions import AdapterVersion, VersionTable, content_hash
+    from kt_runtime.adapters.versions import AdapterVersion, VersionTable, as_version, content_hash
 
 _MODULE_OF = {
     "AdapterTensors": "tensors",
@@ -28,6 +28,7 @@ _MODULE_OF = {
     "OpenDirectory": "directory",
     "VersionStore": "version_store",
     "VersionTable": "versions",
+    "as_version": "versions",
     "check_adapter": "validator",
     "check_adapter_name": "names",
     "complete_groups": "groups",
@@ -52,6 +53,7 @@ __all__ = [
     "OpenDirectory",
     "VersionStore",
     "VersionTable",
+    "as_version",
     "check_adapter",
     "check_adapter_name",
     "complete_groups",

@@ -16,14 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kt_runtime.adapters.directory import open_directory
-from kt_runtime.adapters.groups import complete_groups
 from kt_runtime.adapters.names import NAME_PATTERN, check_adapter_name
 from kt_runtime.adapters.peft_directory import read_peft_directory, write_peft_directory
 from kt_runtime.adapters.tensors import AdapterTensors
-from kt_runtime.adapters.versions import AdapterVersion, content_hash
+from kt_runtime.adapters.versions import AdapterVersion, as_version, content_hash
 from kt_runtime.errors import AdapterError, UnknownNameError
 from kt_runtime.families import Family
 from kt_runtime.files import TEMPORARY_PREFIX, visible_entries, write_json
@@ -50,7 +47,7 @@ class VersionStore:
         Tensors keep their numbers exactly: float32 if any of them is, else as they are. Raises as `check_adapter`.
         """
         check_adapter_name(name)
-        stored = _in_one_dtype(complete_groups(adapter, self._family, self._config))
+        stored = as_version(adapter, self._family, self._config)
         version = AdapterVersion(content_hash(stored), created, stored.rank, float(stored.alpha), source)
         path = self.root / name / version.hash
         if path.is_dir():
@@ -169,14 +166,6 @@ class VersionStore:
         hashes = [version.hash for version in self.versions(name)]
         for version_hash in [item for item in hashes if item != keep][: max(0, len(hashes) - self._kept)]:
             shutil.rmtree(self.root / name / version_hash, ignore_errors=True)
-
-
-def _in_one_dtype(adapter: AdapterTensors) -> AdapterTensors:
-    dtypes = {tensor.dtype for pair in adapter.modules.values() for tensor in pair}
-    if len(dtypes) == 1:
-        return adapter
-    modules = {name: (pair.a.to(torch.float32), pair.b.to(torch.float32)) for name, pair in adapter.modules.items()}
-    return AdapterTensors.from_modules(adapter.rank, adapter.alpha, modules, adapter.notes)
 
 
 def _read_json(directory: Path, name: str) -> dict[str, Any]:

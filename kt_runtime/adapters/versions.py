@@ -13,9 +13,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from kt_runtime.adapters.groups import complete_groups
 from kt_runtime.adapters.names import check_adapter_name
 from kt_runtime.adapters.tensors import AdapterTensors
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
+from kt_runtime.families import Family
+from kt_runtime.families.base import Config
 
 SHOWN_HASH_CHARACTERS = 16
 _SHORTEST_PREFIX = 4
@@ -38,6 +41,15 @@ class AdapterVersion:
     @property
     def shown_hash(self) -> str:
         return self.hash[:SHOWN_HASH_CHARACTERS]
+
+
+def as_version(adapter: AdapterTensors, family: Family, config: Config) -> AdapterTensors:
+    """`adapter` as a version holds it and its hash covers it: groups complete, all in one dtype.
+
+    So what was published, what is read from the version's directory and what is read from any other directory with the
+    same content have the same hash.
+    """
+    return complete_groups(adapter, family, config).in_one_dtype()
 
 
 def content_hash(adapter: AdapterTensors) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kt_runtime.cli.connection import KEY_VARIABLE
+from kt_runtime.errors import InvalidValueError
 
 
 @click.command(name="serve", context_settings={"ignore_unknown_options": False})
@@ -21,7 +22,7 @@ from kt_runtime.cli.connection import KEY_VARIABLE
 )
 @click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float32.")
 @click.option("--context-tokens", type=int, help="The longest sequence. [default: the model's]")
-@click.option("--max-total-tokens", default=16384, show_default=True, help="Tokens that the KV cache holds.")
+@click.option("--max-total-tokens", type=int, help="Tokens that the KV cache holds. [default: 16384]")
 @click.option("--max-running-requests", default=32, show_default=True, type=int)
 @click.option("--max-lora-rank", default=16, show_default=True, help="The highest rank an adapter may have.")
 @click.option("--lora-slots", default=8, show_default=True, help="Adapter versions in one batch; the base counts.")
@@ -40,14 +41,45 @@ from kt_runtime.cli.connection import KEY_VARIABLE
 )
 @click.option("--training-share", default=0.5, show_default=True, help="Most of the time that training may take.")
 @click.option("--microbatch-tokens", default=2048, show_default=True, help="Tokens that training computes at once.")
+@click.option("--cache-device", metavar="SIZE", help="What the KV cache takes, instead of --max-total-tokens.")
+@click.option("--cache-host", metavar="SIZE", help="Prefixes kept in memory beside the KV cache, which they include.")
+@click.option("--cache-disk", metavar="SIZE", help="Prefixes kept in --cache-dir, also across restarts.")
+@click.option(
+    "--cache-dir", type=click.Path(path_type=Path), help="Where. [default: this model's, in the user's cache directory]"
+)
+@click.option("--cache-read-only", is_flag=True, help="Take prefixes from --cache-dir and put none there.")
+@click.option(
+    "--cache-page-tokens",
+    type=int,
+    help="Tokens of a page, the unit of all tiers. [default: 64; 1 for a device tier alone]",
+)
 @click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where the sockets are. [default: the user's]")
 @click.argument("passed_on", nargs=-1, type=click.UNPROCESSED, metavar="[-- SGLANG OPTIONS]")
 def command(**options: Any) -> None:
     """Load a model once; serve it, and train adapters on it while it serves.
+
+    A SIZE is in bytes or has a unit: 512MiB, 20G; 0 is without. Docs: docs/cache.md.
 
     What follows `--` goes to SGLang, except what kt-runtime decides. The server ends on Ctrl-C or SIGTERM.
     """
     from kt_runtime.serve.launch import serve
     from kt_runtime.serve.options import ServeOptions
 
-    serve(ServeOptions(**options), lambda line: click.echo(line))
+    serve(ServeOptions(**_with_sizes(options)), lambda line: click.echo(line))
+
+
+def _with_sizes(options: dict[str, Any]) -> dict[str, Any]:
+    """Fields of ServeOptions: sizes in bytes; what is not given is left out, for the default."""
+    from kt_runtime.serve.sizes import parse_size
+
+    if options["cache_device"] is not None and options["max_total_tokens"] is not None:
+        raise InvalidValueError("--cache-device and --max-total-tokens say the same in two ways: leave out one of them")
+    fields = {}
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name in ("cache_device", "cache_host", "cache_disk"):
+            fields[f"{name}_bytes"] = parse_size(value, f"--{name.replace('_', '-')}")
+        else:
+            fields[name] = value
+    return fields

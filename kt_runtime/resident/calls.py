@@ -14,12 +14,14 @@ import numpy as np
 
 from kt_runtime.adapters import AdapterTensors, AdapterVersion, read_adapter, without_fillers
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
+from kt_runtime.experts import free_spare_memory
 from kt_runtime.families import resolve_targets
 from kt_runtime.resident import state
 from kt_runtime.resident.batches import TrainingBatch
 from kt_runtime.resident.executor import Slices
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.lora import LoraModules
+from kt_runtime.resident.memory import give_back_freed_memory, keep_freed_memory
 from kt_runtime.resident.optimizer import StepSettings
 from kt_runtime.resident.preference import check_pairs
 from kt_runtime.resident.publishing import Publisher
@@ -124,6 +126,8 @@ class SessionCalls:
             )
         modules = resolve_targets(self._host.config, settings.targets)
         start_from, reference = self._read(request.start_from), self._read(request.reference)
+        if self._host.device.type == "cpu":
+            keep_freed_memory()
         self._sessions_made += 1
         session = Session(request.session, f"s{self._sessions_made}", self._twin, self._lora, modules, settings)
         try:
@@ -219,4 +223,7 @@ class SessionCalls:
         yield from ()
         self._session(request.session).close()
         del self._sessions[request.session]
+        if not self._sessions:
+            free_spare_memory()
+            give_back_freed_memory()
         self._answers.reply(messages.DoneReply(request_id=request.request_id), None)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from kt_runtime.adapters import AdapterTensors
     from kt_runtime.experts import ExpertStore
+    from kt_runtime.resident.fingerprint import WeightsFingerprint
+    from kt_runtime.wire.messages import CacheTier
 
 
 class Host(Protocol):
@@ -30,6 +32,8 @@ class Host(Protocol):
     chunked_prefill_tokens: int
     """Prompt tokens that serving computes at once, 0: no limit."""
     experts: ExpertStore
+    weights: WeightsFingerprint
+    """Of all that the twin computes with."""
     attends_in_float32: bool
     """Whether serving attends in float32 and, in DeepSeek, over the latent (absorbed) in prefill too; see `attention`.
     """
@@ -42,9 +46,10 @@ class Host(Protocol):
         """True while any request is running or waiting."""
         ...
 
-    def install_adapter(self, lora_id: str, name: str, adapter: AdapterTensors) -> None:
+    def install_adapter(self, lora_id: str, name: str, version: str, adapter: AdapterTensors) -> None:
         """Makes the adapter servable under `lora_id`; the caller may change its tensors afterwards.
 
+        `version`: its content hash. What the engine keeps of earlier requests is used again for the same content only.
         Raises ConflictError when there is no room for another adapter. Nothing is changed on an error.
         """
         ...
@@ -62,6 +67,10 @@ class Host(Protocol):
 
     def poll(self) -> None:
         """Called once per turn on rank 0: the moment to call `done` of the moves that the frontend has answered."""
+        ...
+
+    def cache_tiers(self) -> list[CacheTier]:
+        """The prefix cache's tiers as they are now, nearest first."""
         ...
 
     def close(self) -> None:

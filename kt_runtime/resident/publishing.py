@@ -28,9 +28,9 @@ from kt_runtime.adapters import (
     AdapterVersion,
     VersionStore,
     VersionTable,
+    as_version,
     check_adapter,
     check_adapter_name,
-    complete_groups,
     content_hash,
     read_adapter,
 )
@@ -88,7 +88,7 @@ class Publisher:
         Raises AdapterError when it can't be served and ConflictError without room for another one.
         """
         check_adapter_name(name)
-        completed = complete_groups(adapter, self._family, self._host.config)
+        completed = as_version(adapter, self._family, self._host.config)
         check_adapter(completed, self._family, self._host.config, self._host.max_lora_rank, f"adapter {name!r}")
         version = AdapterVersion(
             content_hash(completed), time.time(), completed.rank, float(completed.alpha), source, self._fresh_id()
@@ -208,7 +208,7 @@ class Publisher:
     def _install(self, operation: _Operation) -> None:
         lora_id = operation.version.lora_id
         assert lora_id is not None
-        self._host.install_adapter(lora_id, operation.name, operation.adapter)
+        self._host.install_adapter(lora_id, operation.name, operation.version.hash, operation.adapter)
         self._installed.add(lora_id)
         self._under_way[lora_id] = operation
 

@@ -33,6 +33,7 @@ from kt_runtime.resident.host import Host
 from kt_runtime.resident.memory import resident_set_bytes
 from kt_runtime.resident.publishing import Publisher
 from kt_runtime.resident.settings import ResidentSettings
+from kt_runtime.resident.statuses import Statuses
 from kt_runtime.resident.twin import Twin
 from kt_runtime.wire import messages
 from kt_runtime.wire.failures import error_from, error_reply
@@ -91,7 +92,6 @@ class Resident:
         self._host, self._settings, self._server = host, settings, server
         self.twin = Twin(host)
         self.executor = Executor(settings.training_share, clock)
-        self._fingerprint: str | None = None
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kt-write")
         self._moved: deque[Moved] = deque()
         self._written: deque[tuple[str, Future[Reply]]] = deque()
@@ -112,6 +112,9 @@ class Resident:
             self._background,
             self._on_moved,
         )
+        self._statuses = Statuses(
+            host.weights, self._status, lambda reply: self._answer(reply, None), self._fail, clock
+        )
         self._answers = Answers(self._answer, self._fail, self._answer_later)
         self.calls = SessionCalls(host, self.twin, self.publisher, self._answers, settings.microbatch_tokens)
         logger.info(
@@ -129,13 +132,14 @@ class Resident:
     def has_work(self) -> bool:
         """True while the engine should not sleep: slices to run, requests to take, answers that wait for a turn."""
         waiting = bool(self._moved or self._written) or self.publisher.is_waiting or not self.executor.is_idle
-        return waiting or (self._server is not None and self._server.has_pending)
+        return waiting or self._statuses.is_waiting or (self._server is not None and self._server.has_pending)
 
     def decisions(self) -> list[bytes]:
         """Rank 0: what is to be done in this turn, for every rank's `apply`; empty when there is nothing."""
         assert self._server is not None
         self._host.poll()
         self._answer_written()
+        self._statuses.answer_due()
         arrived = []
         for incoming in self._server.take():
             self._unanswered[incoming.request_id] = incoming
@@ -205,7 +209,9 @@ class Resident:
         """The reply, or None when it comes later."""
         match request:
             case messages.GetStatus():
-                return self._status(request)
+                if self._server is not None:
+                    self._statuses.ask(request)
+                return None
             case messages.ListAdapters():
                 return messages.AdaptersReply(request_id=request.request_id, adapters=self.publisher.adapters())
             case messages.LoadAdapter():
@@ -222,17 +228,15 @@ class Resident:
                 self.publisher.drop(request.lora_id)
         return messages.DoneReply(request_id=request.request_id)
 
-    def _status(self, request: messages.GetStatus) -> Reply:
-        if self._fingerprint is None or request.verify_weights:
-            self._fingerprint = self.twin.weights_fingerprint()
+    def _status(self, request_id: str, fingerprint: str) -> Reply:
         return messages.StatusReply(
-            request_id=request.request_id,
+            request_id=request_id,
             runtime_version=__version__,
             sglang_version=self._host.engine_version,
             model=self._host.model,
             model_directory=self._host.model_directory,
             family=self.twin.family.name,
-            fingerprint=self._fingerprint,
+            fingerprint=fingerprint,
             dtype=str(self._host.dtype).removeprefix("torch."),
             device=str(self._host.device),
             max_lora_rank=self._host.max_lora_rank,
@@ -247,6 +251,7 @@ class Resident:
             microbatch_tokens=self._settings.microbatch_tokens,
             rss_bytes=resident_set_bytes(),
             sessions=self.calls.infos(),
+            cache=self._host.cache_tiers(),
         )
 
     # Answers.

@@ -23,6 +23,9 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     they stay as they are. `training_share`: the largest share of the time that training may take while
     requests are being served, in (0, 1]; with nothing to serve, training has all of it. `microbatch_tokens`: padded
     tokens that training sends through a layer at once; fewer make shorter pauses for serving.
+
+    The prefix cache's disk tier: `cache_directory` None or `cache_disk_bytes` 0, there is none. `cache_page_tokens`:
+    of a page in all tiers. `cache_read_only`: nothing is written to the directory.
     """
 
     model: str
@@ -36,6 +39,10 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     training_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
     kept_versions: Annotated[int, msgspec.Meta(ge=1)] = 8
     microbatch_tokens: Annotated[int, msgspec.Meta(ge=1)] = 2048
+    cache_directory: str | None = None
+    cache_disk_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    cache_page_tokens: Annotated[int, msgspec.Meta(ge=1)] = 1
+    cache_read_only: bool = False
 
     def to_environment(self) -> dict[str, str]:
         return {ENVIRONMENT_VARIABLE: msgspec.json.encode(self).decode()}

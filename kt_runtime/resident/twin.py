@@ -16,7 +16,6 @@ Shapes: B sequences, S tokens of each, H hidden, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,7 +26,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from kt_runtime.errors import CheckpointError, suggestion
 from kt_runtime.families import Family, TensorSource, family_for
 from kt_runtime.resident import attention
+from kt_runtime.resident.fingerprint import hash_weights
 from kt_runtime.resident.host import Host
+from kt_runtime.resident.norms import FrozenRmsNorm, is_rms_norm
 from kt_runtime.resident.products import FrozenLinear
 from kt_runtime.resident.routed import RoutedExperts, SoftmaxRouter
 
@@ -136,14 +137,8 @@ class Twin:
                 module.padding = None
 
     def weights_fingerprint(self) -> str:
-        """sha256 over the dense tensors' names, types, shapes and bytes, and over the expert store's fingerprint."""
-        digest = hashlib.sha256()
-        for name in sorted(self._views):
-            view = self._views[name]
-            digest.update(f"{name}:{view.dtype}:{tuple(view.shape)};".encode())
-            digest.update(view.detach().contiguous().cpu().view(torch.uint8).numpy().data)
-        digest.update(self._store.fingerprint(fresh=True).encode())
-        return digest.hexdigest()
+        """`hash_weights` of what the twin computes with, anew."""
+        return hash_weights(self._views, self._store)
 
     def _place_experts(self, config: Mapping[str, Any]) -> None:
         for layer in self.family.moe_layers(config):
@@ -177,6 +172,8 @@ def _on_meta(family: Family, host: Host) -> Any:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FrozenLinear
+        elif is_rms_norm(module):
+            module.__class__ = FrozenRmsNorm
     return model
 
 
@@ -195,6 +192,11 @@ def _share(
             setattr(module, leaf, nn.Parameter(view, requires_grad=False))
         views[source.name] = getattr(module, leaf)
     return views
+
+
+def dense_views(config: Mapping[str, Any], engine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The engine's dense weights by their Hugging Face names: what a twin shares. Raises CheckpointError as it does."""
+    return {source.name: _view(source, engine) for source in family_for(config).twin_sources(config)}
 
 
 def _view(source: TensorSource, engine: Mapping[str, torch.Tensor]) -> torch.Tensor:

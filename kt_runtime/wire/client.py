@@ -128,8 +128,9 @@ class ResidentClient:
 
     # One method per message.
 
-    def status(self, *, verify_weights: bool = False) -> messages.StatusReply:
-        request = messages.GetStatus(request_id=self._next_id(), verify_weights=verify_weights)
+    def status(self, *, verify_weights: bool = False, wait_s: float | None = None) -> messages.StatusReply:
+        """`wait_s`: for the weights' hash, as in `messages.GetStatus`."""
+        request = messages.GetStatus(request_id=self._next_id(), verify_weights=verify_weights, wait_s=wait_s)
         return self._call(request, messages.StatusReply)
 
     def create_session(

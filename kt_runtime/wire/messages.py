@@ -44,9 +44,14 @@ class LoraSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GetStatus(Request, tag="get_status"):
-    """`verify_weights`: hash the model's weights anew instead of answering with the hash that is known."""
+    """`verify_weights`: hash the model's weights anew instead of answering with the hash that is known.
+
+    `wait_s`: how long the answer may wait for that hash, which takes a pass over all weights after the start. After it
+    the answer comes without. None: as long as it takes, as with `verify_weights`.
+    """
 
     verify_weights: bool = False
+    wait_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
 class CreateSession(Request, tag="create_session"):
@@ -247,11 +252,44 @@ class SessionInfo(msgspec.Struct, kw_only=True):
     num_parameters: int
 
 
+class CacheTier(msgspec.Struct, kw_only=True):
+    """One tier of the prefix cache, "device", "host" or "disk", counted from the server's start on.
+
+    A page is the KV of `page_tokens` tokens, `page_bytes` bytes. `hits` and `misses`: pages that this tier was asked
+    for and had or had not; what one tier misses, the next one is asked for. `evictions`: pages removed to make room.
+    `bytes_read`, `bytes_written`: copied from and to the tier (0 on the device, where pages are used in place).
+    `used_bytes`, `capacity_bytes`: what the `pages` in it take now, and may take.
+
+    The disk's alone: `corrupt` records (each a miss too), `counters` (all of `kt_runtime.cache.counters`), `directory`,
+    `read_only` (pages are never written there), and why it is not read or written just now (None: it is).
+    """
+
+    tier: str
+    page_tokens: int
+    page_bytes: int
+    pages: int
+    used_bytes: int
+    capacity_bytes: int
+    hits: int
+    misses: int
+    evictions: int
+    bytes_read: int = 0
+    bytes_written: int = 0
+    corrupt: int = 0
+    counters: dict[str, int] = msgspec.field(default_factory=dict)
+    directory: str | None = None
+    read_only: bool = False
+    reading_stopped: str | None = None
+    writing_stopped: str | None = None
+
+
 class StatusReply(Reply, tag="status"):
-    """`fingerprint`: hash of the model's weights. Bytes: parameters shared with and copied from SGLang.
+    """`fingerprint`: hash of the model's weights; empty while it is not known. Bytes: parameters shared with and copied
+    from SGLang.
 
     `expert_threads`: CPU threads that compute routed experts. `chunked_prefill_tokens`: prompt tokens that serving
     computes at once, 0: no limit. `microbatch_tokens`: padded tokens that training sends through a layer at once.
+    `cache`: the prefix cache's tiers, nearest first; empty where the engine doesn't say.
     """
 
     runtime_version: str
@@ -274,6 +312,7 @@ class StatusReply(Reply, tag="status"):
     microbatch_tokens: int
     rss_bytes: int
     sessions: list[SessionInfo]
+    cache: list[CacheTier] = msgspec.field(default_factory=list)
 
 
 class SessionReply(Reply, tag="session"):

@@ -24,6 +24,13 @@ from kt_runtime.serve.presets import configs
 RECIPES = Path(str(configs().joinpath("recipes")))
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 RUN_SECONDS = 300
+COSINE = ["lr_scheduler_type=cosine"]
+RULES = """\
+- match: {name: "mlp.experts$"}
+  replace:
+    class: ktransformers.operators.experts.KTransformersExperts
+    kwargs: {generate_device: cpu, generate_op: KSFTExpertsCPU, backend: AMXInt8}
+"""
 
 # Shorter than as written, so that each recipe's last step, checkpoint and evaluation come soon.
 SHORTER = {
@@ -239,12 +246,35 @@ def test_going_on_with_an_adapter_takes_its_rank_and_compares_with_it(
     assert losses[0][1] == pytest.approx(0.6931, abs=1e-3)  # policy and reference are the same at first
 
 
+def test_the_best_is_saved_the_output_directory_gone_on_from_and_its_adapter_asked(
+    command: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    steps = ["val_size=4", "eval_strategy=steps", "eval_steps=0.5", "logging_steps=0.25", "save_strategy=best"]
+    assert main(command("sft-resume", "max_steps=4", *steps, "lr_scheduler_kwargs.num_cycles=0.5", *COSINE)) == 0
+    best = json.loads((out / "trainer_state.json").read_text())["best_global_step"]
+    assert [at for at, _ in logged(out, "eval_loss")] == [2, 4] and [at for at, _ in logged(out)] == [1, 2, 3, 4]
+    assert f"checkpoint-{best}" in {path.name for path in out.glob("checkpoint-*")} <= {"checkpoint-2", "checkpoint-4"}
+    assert main(command("sft-resume", "max_steps=6", *steps, *COSINE, f"resume_from_checkpoint={out}")) == 0
+    assert "resumed " in capsys.readouterr().out and [at for at, _ in logged(out)][-1] == 6
+    others = [f"output_dir={tmp_path / 'other'}", f"adapter_name_or_path={out}", "val_size=4", "do_train=false"]
+    assert main([*command("sft-resume"), *others, "do_eval=true"]) == 0
+    assert not (tmp_path / "other" / "adapter_config.json").exists()
+    answers = ["do_predict=true", "predict_with_generate=true", "max_new_tokens=4"]
+    assert main([*command("sft-resume"), *others, *answers]) == 0
+    results = json.loads((tmp_path / "other" / "all_results.json").read_text())
+    assert {"eval_loss", "predict_bleu-4"} <= set(results) and f"serving {out} as" in capsys.readouterr().out
+
+
 def test_without_a_server_one_is_started_and_ended(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text(RULES)
     arguments = ["train", "--recipe", str(RECIPES / "sft-resume.yaml"), f"model_name_or_path={model}"]
+    placed = f"kt_optimize_rule={tmp_path / 'rules.yaml'}"
     trainer = start(
-        [*arguments, f"output_dir={tmp_path / 'out'}", "max_steps=500"], KT_RUNTIME_URL="http://127.0.0.1:9"
+        [*arguments, f"output_dir={tmp_path / 'out'}", "max_steps=500", placed], KT_RUNTIME_URL="http://127.0.0.1:9"
     )
-    read_until(trainer, "step 2/500")
+    begun = "".join(read_until(trainer, "step 2/500"))
+    assert f"its placement is that of {tmp_path / 'rules.yaml'}" in begun and "asks for int8" not in begun
     processes = psutil.Process(trainer.pid).children(recursive=True)
     assert len(processes) >= 2
     trainer.send_signal(signal.SIGINT)

@@ -20,12 +20,13 @@ from kt_runtime.errors import ConflictError
 from kt_runtime.experts import ExpertShape, ExpertStore
 from kt_runtime.families import LoraModule, family_for, resolve_targets
 from kt_runtime.resident.batches import TrainingBatch
+from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights
 from kt_runtime.resident.lora import LoraModules
 from kt_runtime.resident.optimizer import StepSettings
 from kt_runtime.resident.session import Session
 from kt_runtime.resident.slices import CallResult
-from kt_runtime.resident.twin import Twin
-from kt_runtime.wire.messages import CrossEntropy, LoraSettings, Loss
+from kt_runtime.resident.twin import Twin, dense_views
+from kt_runtime.wire.messages import CacheTier, CrossEntropy, LoraSettings, Loss
 
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -131,13 +132,28 @@ class FakeHost:
             ExpertShape(*family.expert_shape(self.config)),
             num_threads=1,
         )
+        self.weights = WeightsFingerprint(
+            lambda each: hash_weights(dense_views(self.config, self._tensors), self.experts, each)
+        )
         self.serving = False
         self.max_adapters = max_adapters
         self.installed: dict[str, AdapterTensors] = {}
+        self.versions: dict[str, str] = {}
         self.names: dict[str, str] = {}
         self.moves: list[tuple[str, str, str, Callable[[Exception | None], None]]] = []
         self.move_error: Exception | None = None
         self.closed = False
+        self.cache = CacheTier(
+            tier="device",
+            page_tokens=8,
+            page_bytes=64,
+            pages=1,
+            used_bytes=64,
+            capacity_bytes=640,
+            hits=2,
+            misses=3,
+            evictions=0,
+        )
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self._tensors
@@ -145,10 +161,11 @@ class FakeHost:
     def is_serving(self) -> bool:
         return self.serving
 
-    def install_adapter(self, lora_id: str, name: str, adapter: AdapterTensors) -> None:
+    def install_adapter(self, lora_id: str, name: str, version: str, adapter: AdapterTensors) -> None:
         if len(self.installed) >= self.max_adapters:
             raise ConflictError(f"no room for another adapter: {len(self.installed)} are loaded")
         copied = {key: (pair.a.clone(), pair.b.clone()) for key, pair in adapter.modules.items()}
+        self.versions[lora_id] = version
         self.installed[lora_id] = AdapterTensors.from_modules(adapter.rank, adapter.alpha, copied)
 
     def drop_adapter(self, lora_id: str) -> None:
@@ -165,7 +182,11 @@ class FakeHost:
                 self.names[name] = lora_id
             done(self.move_error)
 
+    def cache_tiers(self) -> list[CacheTier]:
+        return [self.cache]
+
     def close(self) -> None:
+        self.weights.close()
         self.closed = True
 
 

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kt_runtime.adapters import AdapterVersion, VersionStore
+from kt_runtime.adapters import AdapterVersion, LoraPair, VersionStore, content_hash
 from kt_runtime.errors import AdapterError, ConflictError, NotFoundError, UnknownNameError
 from kt_runtime.resident import state
 from kt_runtime.resident.publishing import Publisher
@@ -95,6 +96,48 @@ def test_the_same_content_again_succeeds_under_a_fresh_id(desk: Desk) -> None:
     assert desk.host.names["bob"] == second.lora_id
     desk.written()
     assert len(desk.store.versions("bob")) == 1
+
+
+def test_the_engine_is_told_the_content_of_every_id(desk: Desk) -> None:
+    for name, seed in (("bob", 1), ("bob", 2), ("alice", 1)):
+        desk.publish(name, seed)
+        desk.settle()
+    desk.publisher.rollback("bob", None, desk.outcomes.append)
+    desk.settle()
+    first, second, other, back = desk.outcomes
+    assert first.hash == other.hash == back.hash != second.hash
+    assert len({version.lora_id for version in desk.outcomes}) == 4
+    assert {version.lora_id: version.hash for version in desk.outcomes} == desk.host.versions
+    assert all(content_hash(desk.host.installed[lora_id]) == told for lora_id, told in desk.host.versions.items())
+
+
+def test_content_has_one_hash_published_written_read_and_restarted(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    """Of two dtypes too, as folding different scalings gives them: files have one."""
+    desk = make_desk("one")
+    plain = desk.adapter(1)
+    first = next(iter(plain.modules))
+    mixed = replace(
+        plain, modules={**plain.modules, first: LoraPair(plain.modules[first].a.bfloat16(), plain.modules[first].b)}
+    )
+    for name, adapter in (("plain", plain), ("mixed", mixed)):
+        desk.publisher.publish(name, adapter, "a test", desk.outcomes.append)
+        desk.settle()
+    desk.written()
+    published = {info.name: info.current for info in desk.publisher.adapters()}
+    assert published["plain"] != published["mixed"]
+    for name, version in published.items():
+        desk.publisher.load(f"{name}-again", str(tmp_path / "versions" / name / str(version)), desk.outcomes.append)
+        desk.settle()
+        assert desk.current(f"{name}-again") == version
+    desk.written()
+
+    restarted = make_desk("two")
+    restarted.settle()
+    assert {name: restarted.current(name) for name in published} == published
+    assert set(restarted.host.versions.values()) == set(published.values())
+    assert not restarted.host.versions.keys() & desk.host.versions.keys()
 
 
 def test_rollback_goes_back_also_before_anything_is_written(desk: Desk) -> None:

@@ -120,6 +120,7 @@ def test_status_tells_what_is_shared_and_that_nothing_is_copied(engine: Engine, 
     assert status.weights_copied_bytes == 0
     assert status.weights_shared_bytes > status.expert_bytes > 0
     assert status.rss_bytes > 10**8
+    assert status.cache == engine.host.cache_tiers()
     assert status.fingerprint == engine.resident.twin.weights_fingerprint()
 
 

@@ -1,22 +1,31 @@
-"""A resident made of nothing but the wire: answers adapter requests from a table in memory, and records them."""
+"""What servers are tested with: a resident that is only its wire, and a launch that ends before SGLang's server."""
 
 from __future__ import annotations
 
+import os
+import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kt_runtime.errors import KtError, UnknownNameError
+from kt_runtime.resident.settings import ENVIRONMENT_VARIABLE, ResidentSettings
+from kt_runtime.serve.make_model import make_model
 from kt_runtime.wire import Incoming, WireServer, error_reply
 from kt_runtime.wire import messages as m
 
 
 class FakeResident:
-    """`adapters` maps names to (version, lora_id). `errors` maps a message type to the error it is answered with."""
+    """Answers adapter requests from a table in memory, and records them.
+
+    `adapters` maps names to (version, lora_id). `errors` maps a message type to the error it is answered with.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.wire = WireServer(f"ipc://{directory}/resident.sock")
@@ -102,3 +111,34 @@ def resident(private_directory: Path) -> Iterator[FakeResident]:
     fake = FakeResident(private_directory)
     yield fake
     fake.close()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    make_model("tiny-qwen3-moe", tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        number = opened.getsockname()[1]
+    yield number
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Calls of SGLang's server, which is not run: (arguments, frontend, settings in the environment)."""
+    from kt_runtime.sglang_patch import frontend
+
+    calls: list[Any] = []
+
+    def run(arguments: list[str], ours: Any) -> None:
+        settings = msgspec.json.decode(os.environ[ENVIRONMENT_VARIABLE], type=ResidentSettings)
+        calls.append(SimpleNamespace(arguments=arguments, frontend=ours, settings=settings, environ=dict(os.environ)))
+
+    monkeypatch.setattr(frontend, "run", run)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
+    yield calls

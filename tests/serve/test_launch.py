@@ -7,65 +7,21 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from click.testing import CliRunner
 from reference.quantized_checkpoint import quantize_checkpoint
+from reference.serve_options import options
 
 from kt_runtime.cli.serve import command
 from kt_runtime.errors import ConflictError, InvalidValueError, KtError, NotFoundError, UnknownNameError
-from kt_runtime.resident.settings import ENVIRONMENT_VARIABLE, ResidentSettings
 from kt_runtime.serve import launch
-from kt_runtime.serve.make_model import make_model
 from kt_runtime.serve.options import ServeOptions, check_port_is_free
-from kt_runtime.serve.sglang_options import HARMLESS, REFUSED, check_passed_on, reason_against
 
 KEY = "correct-horse-battery"
-KNOWN = {"--tp-size", "--watchdog-timeout", "--log-level", "--api-key", "--sleep-on-idle", "--speculative-algorithm"}
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    make_model("tiny-qwen3-moe", tmp_path / "model")
-    return tmp_path / "model"
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        number = opened.getsockname()[1]
-    yield number
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Calls of SGLang's server, which is not run: (arguments, frontend, settings in the environment)."""
-    import tempfile
-
-    from kt_runtime.sglang_patch import frontend
-
-    calls: list[Any] = []
-
-    def run(arguments: list[str], ours: Any) -> None:
-        settings = msgspec.json.decode(os.environ[ENVIRONMENT_VARIABLE], type=ResidentSettings)
-        calls.append(SimpleNamespace(arguments=arguments, frontend=ours, settings=settings, environ=dict(os.environ)))
-
-    monkeypatch.setattr(frontend, "run", run)
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
-    yield calls
-
-
-def options(model: Path, port: int, directory: Path, **values: Any) -> ServeOptions:
-    return ServeOptions(
-        model=str(model), port=port, runtime_dir=directory, adapter_dir=directory / "adapters", **values
-    )
 
 
 def test_server_is_started_with_settings_that_the_resident_can_read(
@@ -228,6 +184,11 @@ def test_runtime_directory_that_others_may_enter_is_refused(
         ({"max_lora_rank": 0}, "--max-lora-rank 0"),
         ({"lora_slots": 1}, "--lora-slots 1: must be at least 2"),
         ({"expert_threads": -1}, "--expert-threads"),
+        ({"cache_page_tokens": 48}, "--cache-page-tokens 48: allowed are 1, 2, 4, .*, 1024"),
+        ({"cache_page_tokens": 2048}, "--cache-page-tokens 2048"),
+        ({"cache_page_tokens": 0}, "--cache-page-tokens 0: must be at least 1"),
+        ({"cache_dir": Path("/c")}, "--cache-dir: there is no disk tier; .*--cache-disk"),
+        ({"cache_read_only": True, "cache_host_bytes": 1}, "--cache-read-only: there is no disk tier"),
     ],
 )
 def test_options_outside_their_range_are_refused_by_name(values: dict[str, Any], message: str) -> None:
@@ -254,45 +215,6 @@ def test_default_adapter_directory_belongs_to_one_model(monkeypatch: pytest.Monk
         for path in ("/models/a", "/models/b", "/other/a")
     }
     assert len(directories) == 3 and all(path.is_dir() and path.is_relative_to(tmp_path) for path in directories)
-
-
-class TestPassedOn:
-    def test_what_kt_runtime_does_not_decide_may_pass(self) -> None:
-        check_passed_on(["--watchdog-timeout", "-1", "--log-level=error", "--sleep-on-idle"], KNOWN)
-        check_passed_on(["--tp-size", "1"], KNOWN)
-        check_passed_on(["--tp-size=1"], KNOWN)
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--tp-size", "2"], "--tp-size can't be passed on.*one rank"),
-            (["--log-level", "error", "--tp-size=2"], "one rank"),
-            (["--api-key", KEY], "SGLang logs its arguments"),
-            (["--speculative-algorithm", "EAGLE"], "training runs between"),
-            (["error"], "not an option"),
-        ],
-    )
-    def test_what_it_decides_is_refused_with_the_reason(self, arguments: list[str], message: str) -> None:
-        with pytest.raises(InvalidValueError, match=message) as raised:
-            check_passed_on(arguments, KNOWN)
-        assert KEY not in str(raised.value)
-
-    @pytest.mark.parametrize("short", ["--tp", "--tp-siz", "--api", "--admin-api-ke", "--speculative-algo"])
-    def test_abbreviations_do_not_slip_past(self, short: str) -> None:
-        with pytest.raises(UnknownNameError, match="option of SGLang"):
-            check_passed_on([short, "2"], KNOWN)
-
-    def test_every_option_that_is_refused_exists_in_sglang(self) -> None:
-        from kt_runtime.sglang_patch.arguments import option_names
-
-        known = option_names()
-        for name in [*HARMLESS, *(name for _, names in REFUSED for name in names.split())]:
-            stem = name.rstrip("*")
-            assert any(option == name or (stem != name and option.startswith(stem)) for option in known), name
-
-    def test_everything_that_the_server_fixes_is_refused_when_passed_on(self) -> None:
-        for option in ("--model-path", "--host", "--port", "--max-lora-rank", "--lora-backend", "--enable-lora"):
-            assert reason_against(option), option
 
 
 def test_command_line_passes_what_follows_the_dashes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,57 @@ def patched_sglang() -> None:
     from kt_runtime.sglang_patch.plugin import install_patches
 
     install_patches()
+
+
+@dataclass(frozen=True)
+class Pools:
+    """SGLang's device pool and its host pool of twice the size, both in memory. `layers`: the device's tensors."""
+
+    device: Any
+    host: Any
+    layers: list[torch.Tensor]
+    num_layers: int
+    is_mla: bool
+
+    def copy_to_host(self, device_slots: torch.Tensor) -> torch.Tensor:
+        """Returns the host's slots."""
+        from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine
+
+        slots = self.host.alloc(len(device_slots))
+        L2TransferEngine("direct").submit_device_to_host([L2Transfer(self.host, self.device, slots, device_slots)])
+        return slots
+
+    def copy_to_device(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
+        from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine
+
+        transfer = L2Transfer(self.host, self.device, host_slots, device_slots)
+        L2TransferEngine("direct").submit_host_to_device(
+            [transfer], transfer_layer_id_max=self.num_layers, on_layer_done=lambda layer: None
+        )
+
+
+@pytest.fixture(params=["MHA-layer_first", "MHA-page_first_direct", "MLA-layer_first", "MLA-page_first_direct"])
+def pools(request: pytest.FixtureRequest, patched_sglang: None) -> Pools:
+    """Three layers in bf16, 1024 tokens in pages of 64, filled at random."""
+    from sglang.srt.mem_cache import memory_pool
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+    kind, layout = request.param.split("-")
+    common = {"size": 1024, "page_size": 64, "dtype": torch.bfloat16, "layer_num": 3, "device": "cpu"}
+    sizes = {"device_capacity_tokens": 1024, "start_layer": 0, "end_layer": 3}
+    if kind == "MHA":
+        device = memory_pool.MHATokenToKVPool(**common, head_num=2, head_dim=16, enable_memory_saver=False)
+        host = MHATokenToKVPoolHost(device._mha_buffer_info(), 2.0, 0, 64, layout, **sizes)
+        layers = [*device.k_buffer, *device.v_buffer]
+    else:
+        device = memory_pool.MLATokenToKVPool(**common, kv_lora_rank=32, qk_rope_head_dim=16, enable_memory_saver=False)
+        host = MLATokenToKVPoolHost(device._mla_buffer_info(), 2.0, 0, 64, layout, **sizes, target_layer_num=3)
+        layers = list(device.kv_buffer)
+    generator = torch.Generator().manual_seed(0)
+    for layer in layers:
+        layer.copy_(torch.randn(layer.shape, generator=generator))
+    return Pools(device, host, layers, 3, kind == "MLA")
 
 
 @pytest.fixture(scope="module", params=["tiny-deepseek-v3", "tiny-qwen3-moe"])

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import pkgutil
 from pathlib import Path
 
 import pytest
 from reference.quantized_checkpoint import quantize_checkpoint
 
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.serve.cache import CachePlan
 from kt_runtime.serve.make_model import make_model
 from kt_runtime.serve.models import resolve_model
 from kt_runtime.serve.options import ServeOptions
@@ -68,3 +72,37 @@ def test_option_names_are_complete_and_dashed(patched_sglang: None) -> None:
     names = option_names()
     assert {"--model-path", "--page-size", "--no-lora-strict-loading"} <= names
     assert all(name.startswith("-") for name in names)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_the_caches_tiers_are_sglangs_with_our_disk_behind_them(
+    parser: argparse.ArgumentParser, tmp_path: Path, on_cpu: bool
+) -> None:
+    make_model("tiny-qwen3-moe", tmp_path / "model", seed=0)
+    plan = CachePlan(16, 768, 512, 1024, 1 << 20, tmp_path / "cache")
+    options = ServeOptions(model="", cache=plan)
+    parsed = parser.parse_args(server_arguments(options, resolve_model(tmp_path / "model"), on_cpu=on_cpu))
+    assert (parsed.max_total_tokens, parsed.page_size, parsed.enable_hierarchical_cache) == (512, 16, True)
+    assert (int(512 * parsed.hicache_ratio) // 16 + 1) * 16 == 1024  # as SGLang computes it
+    copies = ("direct", "page_first_direct") if on_cpu else ("kernel", "page_first")
+    assert (parsed.hicache_io_backend, parsed.hicache_mem_layout) == copies
+    assert parsed.hicache_write_policy == "write_through"
+    extra = json.loads(parsed.hicache_storage_backend_extra_config)
+    assert (parsed.hicache_storage_backend, extra["prefetch_threshold"]) == ("dynamic", 16)
+    assert pkgutil.resolve_name(f"{extra['module_path']}:{extra['class_name']}").__name__ == "DiskBackend"
+
+
+@pytest.mark.parametrize("plan", [None, CachePlan(1, 768, 512, 0, 0, None)])
+def test_without_a_host_tier_sglang_is_asked_for_none(tmp_path: Path, plan: CachePlan | None) -> None:
+    make_model("tiny-qwen3-moe", tmp_path / "model", seed=0)
+    arguments = server_arguments(ServeOptions(model="", cache=plan), resolve_model(tmp_path / "model"), on_cpu=True)
+    assert not [argument for argument in arguments if "hicache" in argument or "hierarchical" in argument]
+
+
+def test_sparse_attention_is_refused_with_tiers_and_by_name(tmp_path: Path) -> None:
+    make_model("tiny-deepseek-v3", tmp_path / "sparse", seed=0)
+    model = resolve_model(tmp_path / "sparse")
+    model = dataclasses.replace(model, config={**model.config, "index_topk": 2048})
+    plan = CachePlan(16, 480, 512, 1024, 0, None)
+    with pytest.raises(InvalidValueError, match=r"sparse.*index_topk 2048"):
+        server_arguments(ServeOptions(model="", cache=plan), model, on_cpu=True)

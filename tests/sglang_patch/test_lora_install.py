@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from kt_runtime.adapters import AdapterTensors, LoraPair
+from kt_runtime.adapters import AdapterTensors, LoraPair, VersionStore, as_version, content_hash
 from kt_runtime.errors import AdapterError, ConflictError, UnknownNameError
+from kt_runtime.families import family_for
 from kt_runtime.sglang_patch import lora_install
+from kt_runtime.sglang_patch.cache_keys import cache_key
 from kt_runtime.sglang_patch.lora_install import adapters_in_use, drop_adapter, install_adapter
 
 
@@ -42,7 +44,7 @@ def load(manager: Any, directory: Path, name: str, pinned: bool = False) -> Any:
 
 def test_dropping_leaves_what_was_there_before(served: SimpleNamespace, manager: Any, adapter: AdapterTensors) -> None:
     before = state(manager)
-    install_adapter(manager, served.config, "one", "name", adapter)
+    install_adapter(manager, served.config, "one", "name", "content", adapter)
     manager.fetch_new_loras({"one", None})
     assert state(manager) != before
     drop_adapter(manager, "one")
@@ -54,15 +56,15 @@ def test_dropping_leaves_what_was_there_before(served: SimpleNamespace, manager:
 def test_versions_of_one_name_stand_beside_each_other(
     served: SimpleNamespace, manager: Any, adapter: AdapterTensors
 ) -> None:
-    install_adapter(manager, served.config, "one", "name", adapter)
-    install_adapter(manager, served.config, "two", "name", adapter)
+    install_adapter(manager, served.config, "one", "name", "content", adapter)
+    install_adapter(manager, served.config, "two", "name", "content", adapter)
     manager.fetch_new_loras({"one", "two", None})
     assert manager.validate_lora_batch({"one", "two", None})
 
 
 def test_a_freed_slot_is_used_again(served: SimpleNamespace, manager: Any, adapter: AdapterTensors) -> None:
     for round_trip in range(10):
-        install_adapter(manager, served.config, f"v{round_trip}", "name", adapter)
+        install_adapter(manager, served.config, f"v{round_trip}", "name", "content", adapter)
         manager.fetch_new_loras({f"v{round_trip}", None})
         drop_adapter(manager, f"v{round_trip}")
     assert len(manager.memory_pool.uid_to_buffer_id) == 1  # the base
@@ -71,7 +73,7 @@ def test_a_freed_slot_is_used_again(served: SimpleNamespace, manager: Any, adapt
 def test_later_changes_of_the_tensors_are_not_served(
     served: SimpleNamespace, manager: Any, adapter: AdapterTensors
 ) -> None:
-    install_adapter(manager, served.config, "one", "name", adapter)
+    install_adapter(manager, served.config, "one", "name", "content", adapter)
     kept = adapter.modules["model.layers.0.self_attn.o_proj"].a.clone()
     for pair in adapter.modules.values():
         pair.a.zero_()
@@ -81,10 +83,10 @@ def test_later_changes_of_the_tensors_are_not_served(
 
 
 def test_a_taken_id_is_refused(served: SimpleNamespace, manager: Any, adapter: AdapterTensors) -> None:
-    install_adapter(manager, served.config, "one", "name", adapter)
+    install_adapter(manager, served.config, "one", "name", "content", adapter)
     before = state(manager)
     with pytest.raises(ConflictError, match="'one' is already in use"):
-        install_adapter(manager, served.config, "one", "name", adapter)
+        install_adapter(manager, served.config, "one", "name", "content", adapter)
     assert state(manager) == before
 
 
@@ -94,10 +96,10 @@ def test_without_room_nothing_is_installed(
     from sglang.srt import runtime_context
 
     monkeypatch.setattr(runtime_context, "get_lora", lambda: SimpleNamespace(max_loaded_loras=1))
-    install_adapter(manager, served.config, "one", "first", adapter)
+    install_adapter(manager, served.config, "one", "first", "content", adapter)
     before = state(manager)
     with pytest.raises(ConflictError, match=r"max-loaded-loras allows 1; unload one of: first#one"):
-        install_adapter(manager, served.config, "two", "second", adapter)
+        install_adapter(manager, served.config, "two", "second", "content", adapter)
     assert state(manager) == before
 
 
@@ -107,7 +109,7 @@ def test_without_memory_nothing_is_installed(
     monkeypatch.setattr(lora_install, "_available_bytes", lambda: 1000)
     before = state(manager)
     with pytest.raises(ConflictError, match=r"bytes of memory, 1000 are available; unload one of: none"):
-        install_adapter(manager, served.config, "one", "name", adapter)
+        install_adapter(manager, served.config, "one", "name", "content", adapter)
     assert state(manager) == before
 
 
@@ -117,10 +119,10 @@ def test_what_the_server_cannot_hold_is_refused(
     before = state(manager)
     with pytest.raises(AdapterError, match="rank 16 is above the server's --max-lora-rank 8"):
         big = reference.random_adapter(served.config, rank=16, alpha=1.0, seed=0, only=["o_proj"])
-        install_adapter(manager, served.config, "one", "name", big)
+        install_adapter(manager, served.config, "one", "name", "content", big)
     with pytest.raises(UnknownNameError, match="lm_head"):
         other = AdapterTensors.from_modules(4, 8.0, {"lm_head": LoraPair(torch.ones(4, 4), torch.ones(4, 4))})
-        install_adapter(manager, served.config, "one", "name", other)
+        install_adapter(manager, served.config, "one", "name", "content", other)
     assert state(manager) == before
 
 
@@ -171,3 +173,24 @@ def test_adapters_of_waiting_and_running_requests_are_in_use() -> None:
         chunked_req=request("chunked"),
     )
     assert adapters_in_use(scheduler) == {"waiting", "running", "chunked"}
+
+
+def test_an_installed_id_is_kept_under_its_content_until_it_is_dropped(
+    served: SimpleNamespace, manager: Any, adapter: AdapterTensors
+) -> None:
+    install_adapter(manager, served.config, "one", "name", "content", adapter)
+    assert cache_key("one", None) == "kt1|content|-"
+    drop_adapter(manager, "one")
+    assert "content" not in cache_key("one", None)
+
+
+def test_a_directory_has_the_content_of_what_was_published(
+    served: SimpleNamespace, manager: Any, adapter: AdapterTensors, reference: ModuleType, tmp_path: Path
+) -> None:
+    family = family_for(served.config)
+    published = content_hash(as_version(adapter, family, served.config))
+    assert load(manager, reference.write_adapter(tmp_path / "adapter", adapter), "name").success
+    assert cache_key("id-name", None) == f"kt1|{published}|-"
+    stored = VersionStore(tmp_path / "store", family, served.config, 8).save("x", adapter, created=0.0)
+    assert load(manager, tmp_path / "store" / "x" / stored.hash, "other").success
+    assert cache_key("id-other", None) == cache_key("id-name", None)

@@ -26,7 +26,7 @@ def adapters(served: SimpleNamespace, manager: Any, reference: ModuleType) -> di
         "large": reference.random_adapter(served.config, rank=8, alpha=8.0, seed=2),
     }
     for name, adapter in made.items():
-        install_adapter(manager, served.config, name, name, adapter)
+        install_adapter(manager, served.config, name, name, "content", adapter)
     return made
 
 
@@ -176,7 +176,7 @@ def test_what_an_adapter_leaves_out_is_the_base_also_in_a_used_slot(
         for name in list(manager.loras):
             drop_adapter(manager, name)
         partial = reference.random_adapter(served.config, rank=2, alpha=4.0, seed=3, only=[only])
-        install_adapter(manager, served.config, only, only, partial)
+        install_adapter(manager, served.config, only, only, "content", partial)
         check_dense(served, {only: partial}, [only, None, only, only])
         check_experts(served, {only: partial}, [only, None, only, only])
 
@@ -187,7 +187,7 @@ def test_more_adapters_than_slots_take_turns(served: SimpleNamespace, manager: A
         for i in range(5)
     }
     for name, adapter in made.items():
-        install_adapter(manager, served.config, name, name, adapter)
+        install_adapter(manager, served.config, name, name, "content", adapter)
     for lora_ids in (["a0", "a1", "a2", None], ["a3", "a4", "a3", None], ["a0", "a4", "a2", "a1"], [None] * 4):
         check_dense(served, made, lora_ids)
         check_experts(served, made, lora_ids)

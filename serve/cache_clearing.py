@@ -1,0 +1,70 @@
+"""Empties the prefix cache of a running server: all of its tiers, since a page that is left in memory would not be
+written to the disk a second time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from kt_runtime.errors import ConflictError, RequestTimeoutError
+
+IDLE_SECONDS = 30.0
+DISK_SECONDS = 30.0
+POLL_SECONDS = 0.05
+
+Tiers = dict[str, dict[str, Any]]
+
+
+class Engine(Protocol):
+    """`sglang_patch.frontend.Engine`."""
+
+    async def flush_memory_tiers(self, wait_s: float) -> bool: ...
+
+    async def clear_disk_tier(self) -> None: ...
+
+
+class CacheClearing:
+    """`status`: the server's, as `/kt/status` answers."""
+
+    def __init__(self, status: Callable[[], Awaitable[dict[str, Any]]], engine: Engine) -> None:
+        self._status, self._engine = status, engine
+
+    async def clear(self) -> dict[str, Any]:
+        """`{"cleared": {tier: pages that were in it}}`.
+
+        A full disk can be emptied. Raises ConflictError while requests are computed, or if the disk tier's directory
+        can't be reached or is only read, and RequestTimeoutError if the disk takes too long.
+        """
+        before = await self._tiers()
+        disk = before.get("disk")
+        if disk is not None and (disk["read_only"] or disk["reading_stopped"]):
+            reason = disk["reading_stopped"] or "this server only reads it"
+            raise ConflictError(f"the cache's disk tier, {disk['directory']}, can't be emptied now: {reason}")
+        if not await self._engine.flush_memory_tiers(IDLE_SECONDS):
+            raise ConflictError(
+                f"requests were under way for {IDLE_SECONDS:g} s; the cache is emptied when none is; try again"
+            )
+        if disk is not None:
+            await self._clear_disk(disk)
+        return {"cleared": {name: tier["pages"] for name, tier in before.items()}}
+
+    async def _clear_disk(self, before: dict[str, Any]) -> None:
+        await self._engine.clear_disk_tier()
+        deadline = time.monotonic() + DISK_SECONDS
+        while True:
+            disk = (await self._tiers())["disk"]
+            # Requests go on meanwhile, and what they compute is written again.
+            if disk["pages"] == 0 or disk["counters"]["cleared"] > before["counters"]["cleared"]:
+                return
+            if time.monotonic() > deadline:
+                raise RequestTimeoutError(
+                    f"the cache's disk tier, {disk['directory']}, still holds {disk['pages']} records after "
+                    f"{DISK_SECONDS:g} s{': ' + disk['writing_stopped'] if disk['writing_stopped'] else ''}"
+                )
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _tiers(self) -> Tiers:
+        return {tier["tier"]: tier for tier in (await self._status())["cache"]}

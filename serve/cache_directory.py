@@ -1,0 +1,141 @@
+"""The directory of the prefix cache's disk tier, looked at before a model is loaded for hours.
+
+The tier itself copes with a disk that fills up or goes away while it serves; what is wrong from the beginning is the
+user's to know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from kt_runtime.cache.filesystem import DiskFiles
+from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError
+from kt_runtime.files import exclusive_lock
+from kt_runtime.serve.memory import format_bytes
+
+# What the disk tier puts into its directory (`kt_runtime.cache.directory`), and what a file system does.
+OWN_NAMES = frozenset({"lock", "index.log", "segments", "aside", "probe"})
+FILE_SYSTEMS_NAMES = frozenset({"lost+found"})
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def caches_directory() -> Path:
+    """Where the disk tiers of all models are unless `--cache-dir` says otherwise; it may not exist."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    base = Path(home) if home and Path(home).is_absolute() else _expanded(Path("~")) / ".cache"
+    return base / "kt-runtime" / "prefix"
+
+
+def cache_directory(asked: Path | None, model_directory: Path) -> Path:
+    """Where the disk tier is: `asked`, or one of this model's in the user's cache directory. Nothing is created."""
+    if asked is None:
+        digest = hashlib.sha256(os.fsencode(model_directory)).hexdigest()[:8]
+        asked = caches_directory() / f"{model_directory.name}-{digest}"
+    return _expanded(asked).absolute()
+
+
+def _expanded(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError:  # a user without an entry in passwd, as in some containers
+        raise InvalidValueError(f"--cache-dir: {path} is not known here; name a directory by its full path") from None
+
+
+def check_directory(directory: Path, disk_bytes: int, *, read_only: bool) -> list[str]:
+    """Creates the directory if it may be written. Returns what the user should know.
+
+    Raises ConflictError if another server writes there, NotFoundError if there is nothing to read, InvalidValueError
+    for a directory that can't be used or that others may write to.
+    """
+    try:
+        if directory.exists() and not directory.is_dir():
+            raise InvalidValueError(f"--cache-dir {directory}: is no directory")
+        if read_only:
+            _check_readable(directory)
+            _check_writers(directory)
+            return []
+        DiskFiles().make_directory(directory)
+        _check_writers(directory)
+        _check_content(directory)
+        _check_access(directory, os.W_OK | os.X_OK, "may not write there")
+        with exclusive_lock(directory / "lock", f"cache directory {directory}"):
+            pass
+    except ConflictError as error:
+        raise ConflictError(
+            f"--cache-dir {error}: one server writes to a cache directory; name another one, or say --cache-read-only"
+        ) from None
+    except NotFoundError:  # which is an OSError, too
+        raise
+    except OSError as error:
+        if error.errno not in FULL:
+            raise InvalidValueError(f"--cache-dir {directory}: {_reason(error)}") from None
+        return [f"prefix cache: the disk of {directory} is full; nothing is kept there until there is room"]
+    return _lack_of_room(directory, disk_bytes)
+
+
+@contextlib.contextmanager
+def claimed(directory: Path, runtime_directory: Path) -> Iterator[None]:
+    """While it lasts no other server of this user's is started with `directory`, also while the first is still loading
+    its model. Raises ConflictError. No file in `directory` itself stays open: its disk may be taken away."""
+    digest = hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:16]
+    with exclusive_lock(runtime_directory / f"cache-{digest}.lock", f"--cache-dir {directory}"):
+        yield
+
+
+def _check_readable(directory: Path) -> None:
+    if not (directory / "segments").is_dir():
+        raise NotFoundError(f"--cache-dir {directory}: there is no prefix cache to read (no 'segments')")
+    _check_access(directory, os.R_OK | os.X_OK, "may not read there")
+
+
+def _check_access(directory: Path, mode: int, what: str) -> None:
+    if not os.access(directory, mode):
+        read_only = mode & os.W_OK and os.statvfs(directory).f_flag & os.ST_RDONLY
+        raise InvalidValueError(
+            f"--cache-dir {directory}: {_reason(OSError(errno.EROFS, '')) if read_only else f'this user {what}'}"
+        )
+
+
+def _check_writers(directory: Path) -> None:
+    """Pages that anybody can change would change answers, also of a server that only reads them."""
+    mode = stat.S_IMODE(directory.stat().st_mode)
+    if mode & stat.S_IWOTH:
+        raise InvalidValueError(
+            f"--cache-dir {directory}: every user may write there (mode {mode:04o}), hence change what models answer; "
+            "name a directory of your own"
+        )
+
+
+def _check_content(directory: Path) -> None:
+    """Files of another kind are not mixed with the cache's."""
+    names = {name for name in os.listdir(directory) if not name.startswith(".")} - FILE_SYSTEMS_NAMES
+    foreign = sorted(names - OWN_NAMES)
+    if foreign and "segments" not in names:
+        raise InvalidValueError(
+            f"--cache-dir {directory}: holds other things ({', '.join(foreign[:3])}{', ...' * (len(foreign) > 3)}); "
+            "name an empty directory, or one that does not exist"
+        )
+
+
+def _reason(error: OSError) -> str:
+    if error.errno == errno.EROFS:
+        return "is on a read-only file system; name another, or say --cache-read-only to use what is in it"
+    return f"can't be used ({error.strerror})"
+
+
+def _lack_of_room(directory: Path, disk_bytes: int) -> list[str]:
+    free = shutil.disk_usage(directory).free
+    used = sum(path.stat().st_size for path in (directory / "segments").glob("*.seg"))
+    if free + used >= disk_bytes:
+        return []
+    return [
+        f"prefix cache: --cache-disk {format_bytes(disk_bytes)}, and {directory} has {format_bytes(free)} free and "
+        f"{format_bytes(used)} in the cache: when the disk is full, nothing more is kept until there is room"
+    ]

@@ -1,0 +1,41 @@
+"""What becomes of freed memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+
+from kt_runtime.resident.memory import give_back_freed_memory, resident_set_bytes
+
+SIZE = 24 << 20  # above the C library's default threshold for mapping, below the raised one
+
+PROGRAM = f"""
+import torch
+from kt_runtime.resident.memory import give_back_freed_memory, keep_freed_memory, resident_set_bytes
+print(keep_freed_memory())
+before = resident_set_bytes()
+tensors = [torch.ones({SIZE}, dtype=torch.uint8) for _ in range(8)]
+del tensors
+kept = resident_set_bytes()
+give_back_freed_memory()
+print(kept - before, resident_set_bytes() - before)
+"""
+
+
+def test_freed_memory_is_kept_until_it_is_given_back() -> None:
+    """In a process of its own: the setting is the whole process's."""
+    done = subprocess.run([sys.executable, "-P", "-c", PROGRAM], capture_output=True, text=True, check=True)
+    is_set, sizes = done.stdout.splitlines()
+    kept, given_back = (int(size) for size in sizes.split())
+    assert is_set == "True"
+    assert kept > 6 * SIZE
+    assert given_back < SIZE
+
+
+def test_giving_back_nothing_changes_nothing() -> None:
+    tensor = torch.ones(SIZE, dtype=torch.uint8)
+    give_back_freed_memory()
+    assert int(tensor.sum()) == SIZE
+    assert resident_set_bytes() >= SIZE
