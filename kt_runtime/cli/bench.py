@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,10 +94,7 @@ def experts(
     # Ended by a signal or by Ctrl-C, the temporary checkpoints are removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     result = Run(plan, lambda line: click.echo(line, err=True)).result()
-    if as_json:
-        click.echo(json.dumps(result, indent=2))
-    else:
-        print_report(result)
+    _show(result, print_report, as_json)
 
 
 @command.command(name="train")
@@ -115,7 +113,8 @@ def experts(
 )
 @click.option("--sequences", default=8, show_default=True, help="In a step.")
 @click.option("--tokens", default=256, show_default=True, help="In a sequence.")
-@click.option("--micro-batch", default=1, show_default=True, help="Sequences that both sides compute at once.")
+@click.option("--micro-batch", default=1, show_default=True, help="Sequences that the peer computes at once.")
+@click.option("--microbatch-tokens", default=2048, show_default=True, help="Tokens that the server computes at once.")
 @click.option("--steps", default=3, show_default=True, help="Counted steps; one more goes before.")
 @click.option("--rank", default=8, show_default=True, help="Of LoRA.")
 @click.option("--dtype", help="The server's: bfloat16 or float32. [default: the faster one here]")
@@ -139,6 +138,46 @@ def train(as_json: bool, targets: tuple[str, ...], activations: tuple[Activation
     # Ended by a signal or by Ctrl-C, the server ends and the temporary checkpoint is removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     result = run(plan, lambda line: click.echo(line, err=True))
+    _show(result, print_report, as_json)
+
+
+@command.command(name="cache")
+@click.option(
+    "--model", default="bench-qwen3-moe", show_default=True, help="A preset that can be made, or a directory."
+)
+@click.option("--tokens", default=2048, show_default=True, help="Of the prefix: whole pages.")
+@click.option("--page-tokens", default=64, show_default=True, help="Tokens of a page.")
+@click.option("--rounds", default=5, show_default=True, help="Of every measurement.")
+@click.option(
+    "--bandwidth-bytes", default=256 << 20, show_default=True, help="Written and read in a round, without the server."
+)
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    help="On the disk to be measured; a temporary one is made in it. [default: TMPDIR]",
+)
+@click.option("--dtype", help="The server's: bfloat16 or float32. [default: the faster one here]")
+@click.option("--server/--no-server", "with_server", default=True, show_default=True, help="Also measure first tokens.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def cache(as_json: bool, **options: Any) -> None:
+    """Time first tokens from each tier of the prefix cache, and the disk tier against plain files.
+
+    \b
+    Progress goes to stderr.
+    What is measured and how: docs/bench.md.
+    """
+    from kt_runtime.cli.bench_cache.plan import Plan
+    from kt_runtime.cli.bench_cache.report import print_report
+    from kt_runtime.cli.bench_cache.run import run
+
+    plan = Plan(**options)
+    # Ended by a signal or by Ctrl-C, the server ends and the temporary files are removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    result = run(plan, lambda line: click.echo(line, err=True))
+    _show(result, print_report, as_json)
+
+
+def _show(result: dict[str, Any], print_report: Callable[[dict[str, Any]], None], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(result, indent=2))
     else:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_runtime import __version__
+from kt_runtime.serve.cache_directory import caches_directory
 from kt_runtime.serve.hub_cache import hub_cache_directory
 from kt_runtime.serve.machine_memory import available_cpu_bytes, huge_pages, total_cpu_bytes
 from kt_runtime.serve.models import models_directory
@@ -76,7 +77,11 @@ def software_facts() -> dict[str, Any]:
 
 
 def disk_facts() -> dict[str, Any]:
-    places = {"models": models_directory(), "hugging_face_cache": hub_cache_directory()}
+    places = {
+        "models": models_directory(),
+        "hugging_face_cache": hub_cache_directory(),
+        "prefix_caches": caches_directory(),
+    }
     return {name: {"directory": str(path), "free_bytes": _free_bytes(path)} for name, path in places.items()}
 
 

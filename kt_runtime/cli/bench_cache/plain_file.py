@@ -1,0 +1,40 @@
+"""One file written and read from its beginning to its end: what the disk tier is held against."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+CALL_BYTES = 4 << 20  # of one system call
+
+
+def write(path: Path, source: memoryview) -> float:
+    """Seconds to write a new file until it survives a power cut (fdatasync)."""
+    path.unlink(missing_ok=True)
+    started = time.perf_counter()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        offset = 0
+        while offset < len(source):
+            offset += os.pwrite(descriptor, source[offset : offset + CALL_BYTES], offset)
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
+    return time.perf_counter() - started
+
+
+def read(path: Path, target: memoryview) -> float:
+    """Seconds to fill `target`, whose size is the file's."""
+    started = time.perf_counter()
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        offset = 0
+        while offset < len(target):
+            count = os.preadv(descriptor, [target[offset : offset + CALL_BYTES]], offset)
+            if count == 0:
+                raise EOFError(f"{path} ended after {offset} of {len(target)} bytes")
+            offset += count
+    finally:
+        os.close(descriptor)
+    return time.perf_counter() - started

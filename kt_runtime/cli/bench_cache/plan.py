@@ -1,0 +1,46 @@
+"""What is measured, on which model, how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kt_runtime.errors import InvalidValueError, UnknownNameError
+
+PRESET = "bench-qwen3-moe"
+DTYPES = ("bfloat16", "float32")
+# Where a first token can come from, in the order in which they are measured.
+SOURCES = ("cold", "device", "host", "disk", "disk_after_restart")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`model`: a preset that can be made, or a checkpoint's directory. `tokens`: of the prefix, whole pages.
+
+    `directory`: where files are measured and the cache lies, None: the directory for temporary files. `dtype`: None,
+    the faster one on this machine. `rounds`: of every measurement. `bandwidth_bytes`: written and read in a round.
+    """
+
+    model: str = PRESET
+    tokens: int = 2048
+    page_tokens: int = 64
+    rounds: int = 5
+    bandwidth_bytes: int = 256 << 20
+    directory: Path | None = None
+    dtype: str | None = None
+    with_server: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises InvalidValueError for a number that makes no sense, UnknownNameError for an unknown dtype."""
+        for name in ("page_tokens", "rounds", "bandwidth_bytes"):
+            if getattr(self, name) < 1:
+                raise InvalidValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; must be 1 or more")
+        if self.tokens < self.page_tokens or self.tokens % self.page_tokens:
+            raise InvalidValueError(
+                f"--tokens is {self.tokens}; must be a multiple of --page-tokens, which is {self.page_tokens}: "
+                "only whole pages are cached"
+            )
+        if self.directory is not None and not self.directory.is_dir():
+            raise InvalidValueError(f"--directory {self.directory}: must be a directory that is there")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise UnknownNameError("dtype", self.dtype, DTYPES)

@@ -1,0 +1,54 @@
+"""The operating system's own cache of files (page cache), which must not answer for the disk."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+
+
+def drop(*paths: Path) -> None:
+    """Asks the system to forget what it holds of these files, which are written to the disk first."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def cached_share(*paths: Path) -> float | None:
+    """How much of these files the system holds, 0 to 1; None where it doesn't say (mincore(2))."""
+    there = total = 0
+    for path in paths:
+        flags = _resident_pages(path)
+        if flags is None:
+            return None
+        there, total = there + sum(flag & 1 for flag in flags), total + len(flags)
+    return there / total if total else 0.0
+
+
+def _resident_pages(path: Path) -> bytes | None:
+    """One byte for each of the file's memory pages; its lowest bit says whether it is there."""
+    size = path.stat().st_size
+    if size == 0:
+        return b""
+    flags = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
+        start = ctypes.c_char.from_buffer(mapping)
+        failed = ctypes.CDLL(None).mincore(ctypes.byref(start), ctypes.c_size_t(size), flags)
+        del start  # or the mapping can't be closed
+    return None if failed else flags.raw
+
+
+def file_system(path: Path) -> str | None:
+    """The kind of file system that `path` is on, as "ext4" or "tmpfs", whose files are in memory; None if unknown."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return None
+    resolved = path.resolve()
+    around = [(len(mount[1]), mount[2]) for mount in mounts if resolved.is_relative_to(mount[1])]
+    return max(around)[1] if around else None

@@ -1,0 +1,48 @@
+"""Which cache directory a command means, and which there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kt_runtime.cache import inspection
+from kt_runtime.errors import NotFoundError, suggestion
+from kt_runtime.serve.cache_directory import caches_directory
+
+
+def caches_in(path: Path) -> list[Path]:
+    try:
+        return sorted(entry for entry in path.iterdir() if (entry / "segments").is_dir())
+    except OSError:
+        return []
+
+
+def cache_at(path: Path) -> Path:
+    """`path`, absolute. Raises NotFoundError with the caches that are near it if it is none."""
+    path = path.expanduser().absolute()
+    try:
+        inspection.check_is_cache(path)
+    except NotFoundError as error:
+        raise not_at(f"--dir {error}", near=path) from None
+    return path
+
+
+def only_cache(what: str) -> Path:
+    """The one cache in the user's cache directory. Raises NotFoundError if there are more, or none."""
+    found = caches_in(caches_directory())
+    if len(found) == 1:
+        return found[0]
+    raise not_at(f"cache {what}: name the directory with --dir")
+
+
+def not_at(message: str, near: Path | None = None) -> NotFoundError:
+    """`message` with the caches that might have been meant: in and beside `near`, and in the default place."""
+    root = caches_directory()
+    known = set(caches_in(root))
+    if near is not None:
+        known |= {*caches_in(near), *caches_in(near.parent)}
+    if not known:
+        return NotFoundError(f"{message}; there is no cache in {root}")
+    names = sorted(map(str, known))
+    return NotFoundError(
+        f"{message}{suggestion(str(near), names) if near is not None else '; known: ' + ', '.join(names)}"
+    )
