@@ -45,9 +45,14 @@ class Entry:
 
 def shown(key: str, value: Any) -> str:
     """The value for a message: short, and never a secret."""
-    if is_secret(key) and value is not None:
-        return "***"
-    return _short.repr(plain(value))
+    return "***" if is_secret(key) and value is not None else _short.repr(_masked(plain(value)))
+
+
+def _masked(value: Any) -> Any:
+    """Secrets within mappings are secrets as well."""
+    if isinstance(value, dict):
+        return {key: "***" if is_secret(key) else _masked(inside) for key, inside in value.items()}
+    return [_masked(inside) for inside in value] if isinstance(value, list) else value
 
 
 def shown_key(key: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kt_runtime.train.recipe import Recipe
+from kt_runtime.train.recipe.fields import BEST
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,18 @@ class Cadence:
     total_steps: int
     epoch_steps: int
 
+    @property
+    def logging_steps(self) -> int:
+        return self._steps(self.recipe.logging_steps)
+
+    @property
+    def save_steps(self) -> int:
+        return self._steps(self.recipe.save_steps)
+
+    @property
+    def eval_steps(self) -> int:
+        return self._steps(self.recipe.eval_steps or self.recipe.logging_steps)
+
     def epoch(self, step: int) -> float:
         """Passes over the data after `step`."""
         return step / self.epoch_steps
@@ -22,25 +36,27 @@ class Cadence:
     def logs(self, step: int) -> bool:
         """The last step is always logged, so that the shortest run has a loss."""
         is_first = step == 1 and self.recipe.logging_first_step
-        return (
-            is_first
-            or step == self.total_steps
-            or self._due(step, self.recipe.logging_strategy, self.recipe.logging_steps)
-        )
+        return is_first or step == self.total_steps or self._due(step, self.recipe.logging_strategy, self.logging_steps)
 
     def saves(self, step: int) -> bool:
+        """With `save_strategy: best` evaluations say when, and the last step is nothing special."""
+        if self.recipe.save_strategy == BEST:
+            return False
         is_last = step == self.total_steps and self.recipe.save_strategy != "no"
-        return is_last or self._due(step, self.recipe.save_strategy, self.recipe.save_steps)
+        return is_last or self._due(step, self.recipe.save_strategy, self.save_steps)
 
     def evaluates(self, step: int) -> bool:
-        every = self.recipe.eval_steps or self.recipe.logging_steps
         is_last = step == self.total_steps and self.recipe.eval_strategy == "epoch"
-        return is_last or self._due(step, self.recipe.eval_strategy, every)
+        return is_last or self._due(step, self.recipe.eval_strategy, self.eval_steps)
 
     def publishes(self, step: int) -> bool:
         """While training goes on; the end publishes by itself."""
         every = self.recipe.publish_every_steps
         return bool(self.recipe.publish and every and step % every == 0 and step < self.total_steps)
+
+    def _steps(self, asked: float) -> int:
+        """Below 1 a share of all steps, rounded up, as transformers' TrainerState does."""
+        return max(1, math.ceil(self.total_steps * asked)) if asked < 1 else int(asked)
 
     def _due(self, step: int, strategy: str, every: int) -> bool:
         if strategy == "no":

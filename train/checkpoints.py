@@ -5,9 +5,11 @@
     reference.safetensors                             DPO: the reference's log-probabilities computed so far
     trainer_state.json                                what the trainer needs to go on; Hugging Face's keys, and ours
 
-`trainer_state.json` is written last: a directory without it is incomplete, and never gone on from. When several
-checkpoints lie in one directory, the last one is the one saved last, whatever its number: a run that was started over
-may be at step 10 beside an older one's step 500.
+They are written under a temporary name, which becomes `checkpoint-N` when all is there: a checkpoint of the same step
+stays whole until the new one is. A directory without `trainer_state.json` is incomplete, and never gone on from.
+
+When several checkpoints lie in one directory, the last one is that of the highest step in the latest run: a run that
+was started over may be at step 10 beside an older one's step 500. `run` in the state counts them.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError
+from kt_runtime.errors import ConflictError, InvalidValueError, KtError, NotFoundError
 from kt_runtime.files import TEMPORARY_PREFIX, fsync_directory, visible_entries, write_file, write_json
 from kt_runtime.train.recipe import Recipe
+from kt_runtime.train.run_identity import LATER
 
 STATE_FILE = "trainer_state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -38,7 +41,7 @@ PREFIX = "checkpoint-"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete one. `state`: the content of its `trainer_state.json`. `saved_at`: Unix time, seconds."""
+    """A complete one. `state`: the content of its `trainer_state.json`. `run`: 1 and up; 0 before runs were counted."""
 
     path: Path
     state: Mapping[str, Any]
@@ -48,8 +51,8 @@ class Checkpoint:
         return int(self.state["global_step"])
 
     @property
-    def saved_at(self) -> float:
-        return float(self.state[OURS]["saved_at"])
+    def run(self) -> int:
+        return int(self.ours.get("run", 0))
 
     @property
     def ours(self) -> Mapping[str, Any]:
@@ -72,7 +75,7 @@ def checkpoint_path(output_dir: Path, step: int) -> Path:
 
 
 def finish_checkpoint(path: Path, state: Mapping[str, Any], ours: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    """Completes the directory that the resident has written at `path`."""
+    """Completes the directory that the resident has written at `path`. `ours`: what `Checkpoint.ours` gives."""
     if arrays:
         from safetensors.numpy import save
 
@@ -92,11 +95,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
         ours = state[OURS]
         found = ours["format"]
         checkpoint = Checkpoint(path.resolve(), state)
-        _ = checkpoint.step, checkpoint.saved_at
+        _ = checkpoint.step, checkpoint.run
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidValueError(
-            f"{where}: is not the state of a kt-runtime run ({type(error).__name__}: {error}); checkpoints of other "
-            "trainers can't be gone on from: name their adapter by adapter_name_or_path"
+            f"{where}: is not the state of a kt-runtime checkpoint ({type(error).__name__}: {error}); a run's results "
+            "and other trainers' checkpoints can't be gone on from: name their adapter by adapter_name_or_path"
         ) from None
     if found != FORMAT:
         raise InvalidValueError(f"{where}: format {found!r}; this version reads format {FORMAT}")
@@ -107,7 +110,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
-    """(The complete ones, the one saved last at the end; the incomplete ones)."""
+    """(The complete ones, the last one at the end; the incomplete ones)."""
     complete, incomplete = [], []
     for path in visible_entries(output_dir):
         if path.is_dir() and path.name.removeprefix(PREFIX).isdecimal() and path.name.startswith(PREFIX):
@@ -115,26 +118,42 @@ def checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
                 complete.append(read_checkpoint(path))
             except (InvalidValueError, NotFoundError):
                 incomplete.append(path)
-    return sorted(complete, key=lambda checkpoint: (checkpoint.saved_at, checkpoint.step)), incomplete
+    return sorted(complete, key=lambda checkpoint: (checkpoint.run, checkpoint.step)), incomplete
+
+
+def run_number(output_dir: Path, gone_on_from: Checkpoint | None) -> int:
+    """Of the run that begins now: that of the last checkpoint if it goes on from there, otherwise a new one."""
+    complete = checkpoints(output_dir)[0]
+    if gone_on_from and complete and complete[-1].path == gone_on_from.path:
+        return gone_on_from.run
+    return 1 + max((checkpoint.run for checkpoint in complete), default=0)
+
+
+def temporary_path(path: Path) -> Path:
+    """Where the checkpoint `path` is written until it is complete."""
+    return path.with_name(TEMPORARY_PREFIX + path.name)
+
+
+def remove_unfinished(output_dir: Path) -> None:
+    """What a trainer left that died while it saved. Nobody else may be saving there."""
+    for path in output_dir.glob(f"{TEMPORARY_PREFIX}{PREFIX}*"):
+        shutil.rmtree(path)
 
 
 def to_resume(recipe: Recipe) -> Checkpoint | None:
     """The checkpoint that the recipe goes on from; None: the run begins at step 0.
 
-    `resume_from_checkpoint`: a path, or true for the last complete checkpoint of the output directory. Without it, a
-    run goes on from the last complete checkpoint that is there, unless `overwrite_output_dir`. Without it, a run that
-    only evaluates goes on from none, and replaces nothing. Raises ConflictError for an output directory that holds
-    results and nothing to go on from, NotFoundError and InvalidValueError.
+    `resume_from_checkpoint`: a checkpoint, or a directory of checkpoints, whose last complete one is meant; true: that
+    of the output directory. Without it, a run goes on from the last complete checkpoint that is there, unless
+    `overwrite_output_dir`; a run that only evaluates goes on from none, and replaces nothing. Raises ConflictError for
+    an output directory that holds results and nothing to go on from, NotFoundError and InvalidValueError.
     """
     asked = recipe.resume_from_checkpoint
     if isinstance(asked, Path):
-        return _with_optimizer(read_checkpoint(asked))
-    complete, incomplete = checkpoints(recipe.output_dir)
+        return _with_optimizer(_last_in(asked, asked) if any(checkpoints(asked)) else read_checkpoint(asked))
     if asked is True:
-        if not complete:
-            broken = f"; {incomplete[0].name} was not finished being written" if incomplete else ""
-            raise NotFoundError(f"resume_from_checkpoint: true: {recipe.output_dir} has no complete checkpoint{broken}")
-        return _with_optimizer(complete[-1])
+        return _with_optimizer(_last_in(recipe.output_dir, "true"))
+    complete, _ = checkpoints(recipe.output_dir)
     if recipe.overwrite_output_dir or not recipe.do_train:
         return None
     if complete and asked is None:
@@ -155,7 +174,7 @@ def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any], settings
 
     `identity`: what must be equal. `settings`: what may be changed on purpose; each change is a line of the result.
     """
-    was = checkpoint.ours["identity"]
+    was = {**LATER, **checkpoint.ours["identity"]}
     differing = [key for key in identity if was.get(key) != identity[key]]
     if differing:
         lines = "".join(f"\n  {key}: was {was.get(key)!r}, is {identity[key]!r}" for key in differing)
@@ -205,6 +224,19 @@ def copy_file(source: Path, target: Path) -> None:
         Path(temporary).unlink(missing_ok=True)
         raise
     fsync_directory(target.parent)
+
+
+def _last_in(directory: Path, asked: Path | str) -> Checkpoint:
+    complete, incomplete = checkpoints(directory)
+    if complete:
+        return complete[-1]
+    reason = ""
+    try:
+        for path in incomplete[:1]:
+            read_checkpoint(path)
+    except KtError as error:
+        reason = f"; {error}"
+    raise NotFoundError(f"resume_from_checkpoint: {asked}: {directory} has no complete checkpoint{reason}")
 
 
 def _with_optimizer(checkpoint: Checkpoint) -> Checkpoint:

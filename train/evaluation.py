@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kt_runtime.errors import InvalidValueError, UnknownNameError
-from kt_runtime.train.objective import Objective, Row, Totals
+from kt_runtime.train.examples import Pair
+from kt_runtime.train.objective import Objective, Row, Totals, check_finite
 from kt_runtime.train.recipe import Recipe
 
+Item = TypeVar("Item")
 
-def split(rows: list[Row], val_size: float, seed: int) -> tuple[list[Row], list[Row]]:
+
+def split(
+    rows: list[Item], val_size: float, seed: int, identities: Sequence[Hashable] | None = None
+) -> tuple[list[Item], list[Item]]:
     """(Rows to train on, rows held out), both in the order of the data. `val_size`: a share below 1, or a count.
 
-    Which rows are held out depends on the seed and on how many there are.
+    `identities`: one for each row. A row that mixing or `num_samples` repeats counts once, and is held out, once, with
+    all its repeats: otherwise it would be evaluated on and trained on. Which rows are held out depends on the seed and
+    on how many there are.
     """
-    count = ceil(len(rows) * val_size) if val_size < 1 else int(val_size)
-    if count >= len(rows):
+    named = range(len(rows)) if identities is None else identities
+    first = {name: index for index, name in reversed(list(enumerate(named)))}
+    indices = sorted(first.values())
+    count = ceil(len(indices) * val_size) if val_size < 1 else int(val_size)
+    if count >= len(indices):
         raise InvalidValueError(
-            f"val_size: {val_size:g}: would hold out {count} of {len(rows)} rows; at least one must be left to train on"
+            f"val_size: {val_size:g}: would hold out {count} of {len(indices)} rows; at least one must be left to "
+            "train on"
         )
-    held_out = set(random.Random(f"{seed}:validation").sample(range(len(rows)), count))
-    train = [row for index, row in enumerate(rows) if index not in held_out]
+    held_out = set(random.Random(f"{seed}:validation").sample(indices, count))
+    train = [row for row, name in zip(rows, named, strict=True) if first[name] not in held_out]
     return train, [rows[index] for index in sorted(held_out)]
+
+
+def identity_of(row: Row) -> Hashable:
+    """Place and content: rows of a file may share a line, and rows of different places be alike."""
+    digest = hashlib.blake2b(digest_size=16)
+    for example in row.examples if isinstance(row, Pair) else (row,):
+        digest.update(example.ids.tobytes())
+        digest.update(example.trained.tobytes())
+    return row.where, digest.digest()
 
 
 class Evaluator:
@@ -43,7 +64,10 @@ class Evaluator:
         self._objective, self._sets, self._recipe, self._clock = objective, sets, recipe, clock
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
-        """`eval_loss` and the like, `eval_NAME_loss` where there are several sets; None when `stop` said so."""
+        """`eval_loss` and the like, `eval_NAME_loss` where there are several sets; None when `stop` said so.
+
+        Raises NumericsError for a figure that is no number.
+        """
         figures: dict[str, float] = {}
         for name, rows in self._sets.items():
             started = self._clock()
@@ -52,6 +76,7 @@ class Evaluator:
                 return None
             prefix = f"eval_{name}_" if name else "eval_"
             figures |= self._figures(prefix, totals, len(rows), self._clock() - started)
+        check_finite(figures)
         return figures
 
     def _figures(self, prefix: str, totals: Totals, num_rows: int, seconds: float) -> dict[str, float]:
@@ -87,10 +112,12 @@ class Best:
         return cls(key, not key.endswith("loss") if greater is None else greater, recipe.early_stopping_steps)
 
     def judge(self, step: int, figures: Mapping[str, float]) -> bool:
-        """True if this evaluation is the best so far. Raises UnknownNameError when it has no such metric."""
+        """True if this evaluation is the best so far. Raises UnknownNameError when it has no such metric, NumericsError
+        for one that is no number: it would be the best for ever, since nothing is better than NaN."""
         if self.key not in figures:
             raise UnknownNameError("metric", self.key, figures, where="metric_for_best_model")
         value = figures[self.key]
+        check_finite({self.key: value})
         if self.metric is None or (value > self.metric if self.greater_is_better else value < self.metric):
             self.metric, self.step, self.since = value, step, 0
             return True

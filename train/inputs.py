@@ -9,7 +9,7 @@ from functools import cached_property
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.train.data import Conversation, Preference, read_datasets, read_named
-from kt_runtime.train.evaluation import split
+from kt_runtime.train.evaluation import identity_of, split
 from kt_runtime.train.examples import Pair
 from kt_runtime.train.objective import Row
 from kt_runtime.train.recipe import Recipe
@@ -52,7 +52,7 @@ def read_inputs(recipe: Recipe, renderer: Renderer, say: Say) -> Inputs:
             recipe, "eval_dataset", read_datasets(recipe, recipe.eval_dataset, say), renderer, say
         )
     elif recipe.val_size:
-        train, evaluation[""] = split(train, recipe.val_size, recipe.seed)
+        train, evaluation[""] = split(train, recipe.val_size, recipe.seed, [identity_of(row) for row in train])
     _show(train or next(iter(evaluation.values()), []), evaluation, renderer, say)
     return Inputs(train, evaluation)
 

@@ -112,17 +112,17 @@ class Journal:
             "best_model_checkpoint": None,
             **best,
             "epoch": self._cadence.epoch(self.done),
-            "eval_steps": recipe.eval_steps or recipe.logging_steps,
+            "eval_steps": self._cadence.eval_steps,
             "global_step": self.done,
             "is_hyper_param_search": False,
             "is_local_process_zero": True,
             "is_world_process_zero": True,
             "log_history": self.history,
-            "logging_steps": recipe.logging_steps,
+            "logging_steps": self._cadence.logging_steps,
             "max_steps": self._cadence.total_steps,
             "num_input_tokens_seen": self.num_tokens,
             "num_train_epochs": recipe.num_train_epochs,
-            "save_steps": recipe.save_steps,
+            "save_steps": self._cadence.save_steps,
             "stateful_callbacks": {},
             "total_flos": self._flops(),
             "train_batch_size": recipe.per_device_train_batch_size,
@@ -208,7 +208,7 @@ class Journal:
     def _append(self, values: Mapping[str, Any]) -> None:
         line = {"current_steps": self.done, "total_steps": self._cadence.total_steps, **values}
         with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
 

@@ -22,6 +22,7 @@ from kt_runtime.train.inputs import Inputs
 from kt_runtime.train.interruption import Interruption
 from kt_runtime.train.journal import Journal
 from kt_runtime.train.recipe import Recipe
+from kt_runtime.train.reference_logprobs import Serving
 from kt_runtime.train.run_identity import identity, settings
 from kt_runtime.train.session import objective_of, open_session, session_name, start_tracking
 from kt_runtime.train.training import RunResult, Training
@@ -38,11 +39,13 @@ def run(
     display: Display,
     *,
     parameters: int = 0,
+    serving: Serving | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> RunResult:
     """Trains, evaluates, saves and publishes. Raises ConflictError when another trainer uses the output directory.
 
-    `parameters`: of the model, how many one token meets. A first SIGINT ends the run after its step; it is saved.
+    `parameters`: of the model, how many one token meets. `serving`: how to reach the serving path, for a recipe with
+    `ref_logprobs: serving`. A first SIGINT ends the run after its step; it is saved.
     """
     recipe.output_dir.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(recipe.output_dir / LOCK_FILE, "output directory"):
@@ -58,7 +61,7 @@ def run(
         ):
             cadence = _cadence(recipe, inputs)
             journal = Journal(recipe.output_dir, cadence, display, trackers, parameters=parameters, clock=clock)
-            objective = objective_of(client, session, recipe, inputs.train)
+            objective = objective_of(client, session, recipe, inputs.train, serving, display.say)
             training = Training(
                 client, session, recipe, inputs, journal, objective, cadence, display, interruption, status
             )

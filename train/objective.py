@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kt_runtime.errors import NumericsError
 from kt_runtime.train.examples import Example, Pair
 from kt_runtime.wire import Batch, ForwardResult, ResidentClient, Ticket
 
@@ -48,9 +50,20 @@ class Totals:
             self.metrics[name] = self.metrics.get(name, 0.0) + value
 
 
+def check_finite(figures: Mapping[str, float]) -> None:
+    """Raises NumericsError naming a figure that is NaN or infinite."""
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            raise NumericsError(f"{name} is {value}")
+
+
 class Objective(Protocol):
+    def prepare(self, rows: Iterable[Row], stop: Callable[[], bool]) -> None:
+        """Before anything is trained or evaluated, and after `restore`: computes what is known beforehand about `rows`,
+        which the run will come to in this order. Ends early when `stop` says so."""
+
     def accumulate(self, micro_batches: Sequence[Sequence[Row]]) -> Outcome:
-        """Adds the step's gradient to the session's; all calls are sent before the first is waited for."""
+        """Adds the step's gradient to the session's: a step's micro-batches are one call, see `sft`."""
 
     def evaluate(self, rows: Sequence[Row], batch_size: int, stop: Callable[[], bool]) -> Totals | None:
         """Sums over `rows`, with the session as it is; None when `stop` said so in between."""

@@ -19,7 +19,7 @@ import numpy as np
 from kt_runtime.errors import InvalidValueError, ServerUnreachableError
 from kt_runtime.files import write_file
 from kt_runtime.train.data import Conversation, Preference, read_datasets
-from kt_runtime.train.evaluation import split
+from kt_runtime.train.evaluation import identity_of, split
 from kt_runtime.train.generation import Generator, Progress, Prompt
 from kt_runtime.train.metrics import Scorer, means
 from kt_runtime.train.result_files import add_results
@@ -116,9 +116,13 @@ def _read(recipe: Recipe, renderer: Renderer, say: Callable[[str], None]) -> Ite
     """What `val_size` holds out are the same rows as in training with this recipe."""
     if recipe.eval_dataset or not recipe.val_size:
         return read_datasets(recipe, recipe.eval_dataset or recipe.dataset, say)
-    rows: list[Any] = [row for row in read_datasets(recipe, recipe.dataset, say) if renderer.render(row) is not None]
-    held_out: list[Any] = split(rows, recipe.val_size, recipe.seed)[1]
-    return held_out
+    rows: list[Conversation | Preference] = []
+    identities = []
+    for row in read_datasets(recipe, recipe.dataset, say):
+        if (rendered := renderer.render(row)) is not None:
+            rows.append(row)
+            identities.append(identity_of(rendered))
+    return split(rows, recipe.val_size, recipe.seed, identities)[1]
 
 
 def _row(example: Conversation | Preference, renderer: Renderer) -> Row:
@@ -170,7 +174,7 @@ def _answer(
     sampling = sampling_parameters(recipe) | stopping(renderer)
     generator = Generator(url, api_key, adapter, sampling, recipe.per_device_eval_batch_size)
     try:
-        generator.answer(prompts, answered)
+        say(str(generator.answer(prompts, answered)))
     except BaseException:
         if progress.done:
             path = recipe.output_dir / PARTIAL_FILE

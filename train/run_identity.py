@@ -17,7 +17,9 @@ FIXED = (
 FIXED_DPO = (
     *("pref_loss", "pref_beta", "pref_ftx", "dpo_label_smoothing", "simpo_gamma", "ref_model_adapters"),
     "adapter_name_or_path",  # the reference, where ref_model_adapters names no other
+    "ref_logprobs",
 )
+LATER = {"ref_logprobs": "twin"}  # keys of FIXED_DPO that older checkpoints lack, and what they then mean
 FREE = (
     *("learning_rate", "num_train_epochs", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs"),
     *("warmup_ratio", "warmup_steps", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"),

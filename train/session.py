@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
+from kt_runtime.errors import InvalidValueError
 from kt_runtime.train.dpo import Dpo, described_reference, reference_adapter
 from kt_runtime.train.objective import Objective, Row
 from kt_runtime.train.recipe import Recipe
+from kt_runtime.train.reference_logprobs import Serving
 from kt_runtime.train.run_identity import all_settings
 from kt_runtime.train.sft import Sft
 from kt_runtime.train.targets import patterns
@@ -59,10 +61,18 @@ def described_session(info: SessionInfo) -> str:
     return "\n  ".join([head, *patterns(info.modules)])
 
 
-def objective_of(client: ResidentClient, session: str, recipe: Recipe, train: Sequence[Row]) -> Objective:
+def objective_of(
+    client: ResidentClient, session: str, recipe: Recipe, train: Sequence[Row], serving: Serving | None, say: Say
+) -> Objective:
+    """`serving`: how the reference is served; used with `ref_logprobs: serving`, which needs it."""
     activations = cast(Activations, recipe.activations)
     if recipe.stage == "dpo":
-        return Dpo(client, session, recipe, train, activations)
+        if recipe.ref_logprobs == "twin":
+            return Dpo(client, session, recipe, train, activations)
+        if serving is None:
+            where = recipe.where("ref_logprobs")
+            raise InvalidValueError(f"{where}: ref_logprobs: serving: this run has no HTTP server to ask; say twin")
+        return Dpo(client, session, recipe, train, activations, serving, say)
     return Sft(client, session, activations)
 
 

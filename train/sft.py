@@ -1,8 +1,14 @@
-"""Supervised fine-tuning: the mean cross-entropy of a step's trained tokens, however they lie in micro-batches."""
+"""Supervised fine-tuning: the mean cross-entropy of a step's trained tokens, however they lie in micro-batches.
+
+A step's micro-batches travel as one call. What goes through the layers at once is the server's to choose
+(`--microbatch-tokens`): the gradient is the same sum, and experts that lie in CPU memory are read once for all of these
+tokens instead of once for every row. `per_device_train_batch_size` bounds memory where a trainer has only that to bound
+it with; here it says, with `gradient_accumulation_steps`, how many rows make a step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kt_runtime.train.batches import to_batch
@@ -15,20 +21,16 @@ class Sft:
     def __init__(self, client: ResidentClient, session: str, activations: Activations) -> None:
         self._client, self._session, self._activations = client, session, activations
 
+    def prepare(self, rows: Iterable[Row], stop: Callable[[], bool]) -> None:
+        pass
+
     def accumulate(self, micro_batches: Sequence[Sequence[Row]]) -> Outcome:
         rows = [row for micro_batch in micro_batches for row in micro_batch]
         weight = 1.0 / sum(row.num_trained for row in rows)
-        batches = [to_batch(micro_batch, weight) for micro_batch in micro_batches]
-        tickets = [
-            self._client.begin_forward_backward(self._session, batch, activations=self._activations)
-            for batch in batches
-        ]
-        results = [self._client.finish_forward(*call) for call in zip(tickets, batches, strict=True)]
-        return Outcome(
-            loss=sum(result.loss for result in results),
-            num_tokens=sum(result.num_computed for result in results),
-            num_samples=len(rows),
-        )
+        batch = to_batch(rows, weight)
+        ticket = self._client.begin_forward_backward(self._session, batch, activations=self._activations)
+        result = self._client.finish_forward(ticket, batch)
+        return Outcome(loss=result.loss, num_tokens=result.num_computed, num_samples=len(rows))
 
     def evaluate(self, rows: Sequence[Row], batch_size: int, stop: Callable[[], bool]) -> Totals | None:
         totals = Totals()

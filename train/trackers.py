@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from kt_runtime.errors import InvalidValueError, UnknownNameError
 
 PROJECT = "kt-runtime"
+MLFLOW_PARAMETERS = 100  # what its REST API takes at once
 WANDB_HOSTS = ("api.wandb.ai",)
 
 
@@ -140,7 +141,9 @@ class _Mlflow:
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             mlflow.set_tracking_uri((directory / "mlruns").resolve().as_uri())
         mlflow.start_run(run_name=run_name)
-        mlflow.log_params({key: str(value)[:500] for key, value in settings.items()})
+        named = [(key, str(value)[:500]) for key, value in settings.items()]
+        for start in range(0, len(named), MLFLOW_PARAMETERS):
+            mlflow.log_params(dict(named[start : start + MLFLOW_PARAMETERS]))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(named(values), step=step)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kt_runtime.errors import ConflictError, KtError, NumericsError
-from kt_runtime.files import TEMPORARY_PREFIX, write_json
+from kt_runtime.files import TEMPORARY_PREFIX, move_directory, write_json
 from kt_runtime.train import batches, checkpoints, plots, schedule
 from kt_runtime.train.cadence import Cadence
 from kt_runtime.train.checkpoints import Checkpoint
@@ -17,8 +18,9 @@ from kt_runtime.train.evaluation import Best, Evaluator
 from kt_runtime.train.inputs import Inputs
 from kt_runtime.train.interruption import Interruption
 from kt_runtime.train.journal import Journal
-from kt_runtime.train.objective import Objective
+from kt_runtime.train.objective import Objective, Row, check_finite
 from kt_runtime.train.recipe import Recipe
+from kt_runtime.train.recipe.fields import BEST
 from kt_runtime.train.result_files import write_results
 from kt_runtime.train.run_identity import identity, settings
 from kt_runtime.wire import ResidentClient
@@ -61,6 +63,7 @@ class Training:
         self.evaluator = Evaluator(self.objective, self.inputs.evaluation, self.recipe)
         self.best = Best.of(self.recipe)
         self.last: Path | None = None
+        self.run_number = 0
         self.resumed_from: Path | None = None
         self.optim_finished_at = 0.0
         self.schedule = schedule.Schedule(self.recipe, max(self.cadence.total_steps, 1))
@@ -68,11 +71,15 @@ class Training:
     # The beginning.
 
     def start(self, checkpoint: Checkpoint | None) -> None:
+        if self.recipe.do_train:
+            checkpoints.remove_unfinished(self.recipe.output_dir)
+            self.run_number = checkpoints.run_number(self.recipe.output_dir, checkpoint)
         if checkpoint is None:
             if self.recipe.do_train:
                 self._start_over()
-                if self.recipe.eval_on_start:
-                    self._evaluate()
+            self._prepare()
+            if self.recipe.do_train and self.recipe.eval_on_start:
+                self._evaluate()
             return
         self.journal.restore(checkpoint.step, checkpoint.state["log_history"], checkpoint.ours["journal"])
         self.best.restore(checkpoint.ours["best"], beside=checkpoint.path)
@@ -85,12 +92,25 @@ class Training:
             f"{self.cadence.epoch(checkpoint.step):.2f}): "
             + (f"{left} to go" if left > 0 else "nothing is left to train")
         )
+        self._prepare()
 
     def _start_over(self) -> None:
         """Takes away what scripts would take for this run's. Checkpoints and adapter stay until they are replaced."""
         self.journal.begin()
         for name in checkpoints.RESULT_FILES:
             (self.recipe.output_dir / name).unlink(missing_ok=True)
+
+    def _prepare(self) -> None:
+        self.objective.prepare(self._coming_rows(), lambda: self.interruption.requested)
+
+    def _coming_rows(self) -> Iterator[Row]:
+        """What the run will train and evaluate on, in the order in which it comes; a row may come again."""
+        recipe = self.recipe
+        if recipe.do_train:
+            for step in batches.plan(self.inputs.train, recipe, self.cadence.total_steps, first_step=self.journal.done):
+                yield from (row for micro_batch in step for row in micro_batch)
+        if recipe.do_eval or recipe.eval_on_start or recipe.eval_strategy != "no":
+            yield from (row for rows in self.inputs.evaluation.values() for row in rows)
 
     # Steps.
 
@@ -112,10 +132,11 @@ class Training:
             rate = self.schedule.rate(self.journal.done)
             try:
                 outcome = self.objective.accumulate(micro_batches)
+                check_finite({"loss": outcome.loss, **outcome.metrics})
                 answer = self._optim_step(rate)
-            except NumericsError:
-                self._rescue()
-                raise
+                check_finite({"grad_norm": answer.grad_norm})
+            except NumericsError as error:
+                raise self._told(error, micro_batches, rate) from error
             self.optim_finished_at = answer.finished_at
             self.journal.step(outcome, rate, answer.grad_norm)
             self._after_step(self.journal.done)
@@ -136,26 +157,32 @@ class Training:
 
     def _after_step(self, step: int) -> None:
         is_better = self.cadence.evaluates(step) and self._evaluate()
-        if self.cadence.saves(step) or (is_better and self.recipe.load_best_model_at_end):
+        if self.cadence.saves(step) or (is_better and self.keeps_best):
             self._save()
         if self.cadence.publishes(step):
             self._publish()
 
     def _evaluate(self) -> bool:
         """True when it was the best so far. An evaluation that Ctrl-C ends is made by the run that goes on."""
-        figures = self.evaluator.run(lambda: self.interruption.requested)
+        figures = self._figures()
         if figures is None:
             return False
         self.journal.evaluated(figures)
-        recipe = self.recipe
-        follows = recipe.load_best_model_at_end or recipe.early_stopping_steps or self.schedule.follows_metric
-        if not follows or not self.journal.done:
+        if not self.recipe.tracks_best or not self.journal.done:
             return False
         is_better = self.best.judge(self.journal.done, figures)
         self.schedule.evaluated(figures[self.best.key])
-        if is_better and self.recipe.load_best_model_at_end:
+        if is_better and self.keeps_best:
             self.best.checkpoint = str(checkpoints.checkpoint_path(self.recipe.output_dir, self.journal.done))
         return is_better
+
+    def _figures(self) -> dict[str, float] | None:
+        """None when Ctrl-C ended it. Raises NumericsError, with the step, when they are no numbers."""
+        try:
+            return self.evaluator.run(lambda: self.interruption.requested)
+        except NumericsError as error:
+            self._rescue()
+            raise NumericsError(f"evaluation after step {self.journal.done}: {error}{self._where_saved()}") from error
 
     def _catch_up_evaluation(self) -> None:
         step = self.journal.done
@@ -163,19 +190,27 @@ class Training:
         if step and self.cadence.evaluates(step) and not evaluated and self._evaluate():
             self._save()
 
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best evaluation has a checkpoint, which `save_total_limit` leaves."""
+        return self.recipe.load_best_model_at_end or self.recipe.save_strategy == BEST
+
     # Saving and publishing.
 
     def _save(self) -> Path:
         path = checkpoints.checkpoint_path(self.recipe.output_dir, self.journal.done)
-        saved = self.client.save(self.session, str(path), optimizer=not self.recipe.save_only_model, replace=True)
+        temporary = checkpoints.temporary_path(path)
+        saved = self.client.save(self.session, str(temporary), optimizer=not self.recipe.save_only_model, replace=True)
         if saved.step != self.journal.done:
+            shutil.rmtree(temporary)
             raise ConflictError(
                 f"{path}: the session is at step {saved.step}, this run at {self.journal.done}: another trainer uses it"
             )
         checkpoints.finish_checkpoint(
-            path,
+            temporary,
             self.journal.trainer_state(**self.best.hugging_face()),
             {
+                "run": self.run_number,
                 "identity": identity(self.recipe, self.inputs, self.status.fingerprint),
                 "settings": settings(self.recipe),
                 "journal": self.journal.state(),
@@ -184,6 +219,7 @@ class Training:
             },
             self.objective.state(),
         )
+        move_directory(temporary, path)
         self.display.say(f"saved {path}")
         best = Path(self.best.checkpoint) if self.best.checkpoint else None
         for removed in checkpoints.prune(self.recipe.output_dir, self.recipe.save_total_limit, best):
@@ -193,9 +229,31 @@ class Training:
 
     def _rescue(self) -> None:
         """Saves the steps before one whose numbers are no numbers; that step has changed nothing."""
-        if self.journal.done and self.last != checkpoints.checkpoint_path(self.recipe.output_dir, self.journal.done):
+        path = checkpoints.checkpoint_path(self.recipe.output_dir, self.journal.done)
+        if self.recipe.do_train and self.journal.done and self.last != path:
             with contextlib.suppress(KtError):  # the step's own error is told
                 self._save()
+
+    def _told(self, error: NumericsError, micro_batches: list[list[Row]], rate: float) -> NumericsError:
+        """The step, its rows and what to do about it; what was trained before it is saved first."""
+        self._rescue()
+        step, recipe = self.journal.done + 1, self.recipe
+        rows = list(dict.fromkeys(row.where for micro_batch in micro_batches for row in micro_batch if row.where))
+        more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+        named = f"; rows: {', '.join(rows[:3])}{more}" if rows else ""
+        learning = f"{recipe.where('learning_rate')}: learning_rate: {recipe.learning_rate:g}"
+        cause = (
+            f"most often the rate is too high: lower it ({learning}), or warm up for longer"
+            if self.journal.done
+            else "nothing was trained yet: it comes from the base model, the adapter that is gone on with, or the rows"
+        )
+        return NumericsError(
+            f"step {step} of {self.cadence.total_steps}, learning rate {rate:.2e}: {error}; {cause}{named}"
+            f"{self._where_saved()}"
+        )
+
+    def _where_saved(self) -> str:
+        return f"; what was trained before is in {self.last}" if self.last else ""
 
     def _publish(self) -> PublishReply | None:
         if not self.recipe.publish:
@@ -229,7 +287,7 @@ class Training:
         return self._result(published, interrupted=False)
 
     def _last_evaluation(self) -> dict[str, float]:
-        figures = self.evaluator.run(lambda: self.interruption.requested)
+        figures = self._figures()
         if figures is None:
             self.display.say("the last evaluation was interrupted: there is no eval_results.json")
             return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
+from kt_runtime.errors import NumericsError
 
 ROWS_AT_ONCE = 1024
 
@@ -26,11 +27,27 @@ class Merger:
         self.left = {name for name, pair in self._pairs.items() if bool(pair.a.any()) and bool(pair.b.any())}
 
     def merged(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`weight` as `dtype`, with its part of the adapter if it has one. `weight` itself stays as it is."""
+        """`weight` as `dtype`, with its part of the adapter if it has one. `weight` itself stays as it is.
+
+        Raises NumericsError, naming the matrix, for a sum that `dtype` does not hold: float16 ends at 65504.
+        """
         if name not in self.left:
             return weight.to(dtype)
         self.left.discard(name)
-        return add_pair(weight, self._pairs[name], self._scaling, dtype)
+        merged = add_pair(weight, self._pairs[name], self._scaling, dtype)
+        _check_finite(name, merged)
+        return merged
+
+
+def _check_finite(name: str, merged: torch.Tensor) -> None:
+    finite = torch.isfinite(merged)
+    if not bool(finite.all()):
+        row, column = (int(index) for index in (~finite).nonzero()[0])
+        kind = str(merged.dtype).removeprefix("torch.")
+        raise NumericsError(
+            f"{name}[{row}, {column}]: with the adapter added it is {float(merged[row, column])} in {kind}, whose "
+            f"largest value is {torch.finfo(merged.dtype).max:g}; write another type (--dtype float32 or bfloat16)"
+        )
 
 
 def add_pair(weight: torch.Tensor, pair: LoraPair, scaling: float, dtype: torch.dtype) -> torch.Tensor:

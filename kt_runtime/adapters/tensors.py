@@ -12,7 +12,7 @@ pair per layer and projection, because everything that computes with them wants 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -90,6 +90,13 @@ class AdapterTensors:
     def targets(self) -> list[str]:
         """The distinct projections that are adapted somewhere, sorted: PEFT's `target_modules`."""
         return sorted({name.rpartition(".")[2] for name in self.modules})
+
+    def in_one_dtype(self) -> AdapterTensors:
+        """The same numbers: in float32 where the dtypes differ, as a file has them; else itself."""
+        if len({tensor.dtype for pair in self.modules.values() for tensor in pair}) == 1:
+            return self
+        pairs = {name: LoraPair(pair.a.float(), pair.b.float()) for name, pair in self.modules.items()}
+        return replace(self, modules=pairs)
 
     @property
     def num_bytes(self) -> int:

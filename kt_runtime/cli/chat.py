@@ -69,7 +69,12 @@ def command(
             directory = None if adapter else recipe.adapter_name_or_path
             check_exists(directory)
             model, rank = recipe.model_name_or_path, rank_of(directory)
-            api = stack.enter_context(running_server(model, url, api_key, _say, max_lora_rank=rank))
+            from kt_runtime.serve.resident_notes import rule_file
+
+            placement = rule_file(recipe)
+            api = stack.enter_context(
+                running_server(model, url, api_key, _say, max_lora_rank=rank, placement=placement)
+            )
             name = stack.enter_context(adapter_in_use(api, adapter, directory, _say))
         http = stack.enter_context(_http(api.url, api_key))
         status = api.get("/kt/status")

@@ -88,7 +88,7 @@ def _merged(chosen: ChosenAdapter, path: Path, say: Say, dtype: torch.dtype | No
             chosen.adapter,
             path,
             shard_bytes=max(1, int(shard_gigabytes * GIGABYTE)),
-            dtype=dtype if dtype == torch.float32 else None,
+            dtype=dtype,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     say(f"merged into {chosen.base_name}: {format_bytes(written_bytes)} of weights")

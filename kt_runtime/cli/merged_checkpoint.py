@@ -67,16 +67,19 @@ def write_merged(
     """Writes the new directory `path`; returns the bytes of its tensors.
 
     `adapter` must have been checked against the base's config. `dtype`: float32 widens every tensor; None keeps what
-    the base has, bf16 for what is quantized there. Raises CheckpointError for a broken base, ConflictError when `path`
-    exists or the disk is too small.
+    the base has, and is bfloat16 for a quantized one, whose float16 tensors it replaces too: AWQ's and GPTQ's norms and
+    embeddings, which a server that computes in bfloat16 rounds just so. Raises NumericsError for a value beyond its
+    type, CheckpointError for a broken base, ConflictError when `path` exists or the disk is too small.
     """
     config = check_checkpoint(base)
+    quantization = quantization_of(config)
+    if dtype is None and quantization is not None:
+        dtype = torch.bfloat16
     files = weight_files(base)
     places = plan(files, dtype, shard_bytes)
     total_bytes = sum(place.num_bytes for place in places.values())
     _check_disk(path, total_bytes + _RESERVE_BYTES)
     merger = Merger(adapter)
-    quantization = quantization_of(config)
     zero_offset = quantization.stored_zero_offset if quantization is not None else 1
     tensors = plain_tensors([str(file) for file in files], torch.float32, gptq_zero_offset=zero_offset)
 
@@ -99,6 +102,8 @@ def plan(files: list[Path], dtype: torch.dtype | None, shard_bytes: int) -> dict
     for name, entry in _plain_entries(files):
         if dtype == torch.float32 and entry.dtype in PLAIN:
             entry = replace(entry, dtype="F32", num_bytes=math.prod(entry.shape) * 4)
+        elif dtype == torch.bfloat16 and entry.dtype == "F16":
+            entry = replace(entry, dtype="BF16")
         if offset and offset + entry.num_bytes > shard_bytes:
             shard, offset = shard + 1, 0
         places[name] = replace(entry, shard=shard, offset=offset)

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kt_runtime.cli.connection import ServerAPI, server_options, server_url
-from kt_runtime.cli.run_server import check_model, local_directory, running_server
+from kt_runtime.cli.run_server import check_model, check_named_server, local_directory, running_server
 from kt_runtime.cli.temporary_adapter import CONFIG_FILE, adapter_in_use, check_exists, check_served, rank_of
 from kt_runtime.errors import InvalidValueError
 
 if TYPE_CHECKING:
+    from kt_runtime.train.predict import Row
     from kt_runtime.train.recipe import Recipe
+    from kt_runtime.train.rendering import Renderer
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What is known before the first question. `adapter`: the directory that is to answer, None when it is served."""
+
+    renderer: Renderer
+    rows: Sequence[Row]
+    adapter: Path | None
+    is_running: bool
 
 
 @click.command(name="predict", help=__doc__)
@@ -46,7 +59,26 @@ def command(
         raise InvalidValueError(f"{recipe_path}: output_dir is missing; the answers are written there")
     for note in notes:
         say(note)
-    results = _predict(recipe, adapter, url, api_key, say, started)
+    _print(_predict(recipe, adapter, url, api_key, say, started), as_json)
+
+
+def predict_alone(
+    recipe: Recipe, url: str | None, api_key: str | None, say: Callable[[str], None], *, check: bool, as_json: bool
+) -> int:
+    """What `train` does for a recipe that only predicts. `check`: everything is read and nothing is asked."""
+    started = time.monotonic()
+    if not check:
+        _print(_predict(recipe, None, url, api_key, say, started), as_json)
+        return 0
+    prepared = _prepare(recipe, None, url, api_key, say)
+    where = f"the server at {server_url(url)}" if prepared.is_running else "a server started for it"
+    who = f"the adapter {prepared.adapter}" if prepared.adapter else "the base model"
+    say(f"would ask {who} for {len(prepared.rows)} answers, of {where}, and write them to {recipe.output_dir}")
+    say("checked: nothing was started or changed")
+    return 0
+
+
+def _print(results: Mapping[str, float], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(results, indent=2))
         return
@@ -69,7 +101,27 @@ def _predict(
     started: float,
 ) -> dict[str, float]:
     """Reads everything before a server is started."""
-    from kt_runtime.train.predict import predict, read_rows
+    from kt_runtime.serve.resident_notes import rule_file
+    from kt_runtime.train.predict import predict
+
+    prepared = _prepare(recipe, adapter, url, api_key, say)
+    rank, rules = rank_of(prepared.adapter), rule_file(recipe)
+    with (
+        running_server(recipe.model_name_or_path, url, api_key, say, max_lora_rank=rank, placement=rules) as api,
+        adapter_in_use(api, adapter, prepared.adapter, say) as name,
+    ):
+        preparation_s = time.monotonic() - started
+        return predict(
+            api.url, api_key, recipe, prepared.renderer, say, name, preparation_s=preparation_s, rows=prepared.rows
+        )
+
+
+def _prepare(
+    recipe: Recipe, adapter: str | None, url: str | None, api_key: str | None, say: Callable[[str], None]
+) -> _Prepared:
+    from kt_runtime.serve.checkpoint_files import read_config
+    from kt_runtime.serve.resident_notes import asked_placement
+    from kt_runtime.train.predict import read_rows
     from kt_runtime.train.rendering import Renderer
 
     model, running = recipe.model_name_or_path, ServerAPI(server_url(url), api_key)
@@ -78,16 +130,14 @@ def _predict(
     check_exists(directory)
     if is_running and adapter:
         check_served(running, adapter)
-    renderer = Renderer(check_model(model, running.get("/kt/status")) if is_running else local_directory(model), recipe)
+    model_directory = check_model(model, running.get("/kt/status")) if is_running else local_directory(model)
+    if not is_running:
+        check_named_server(url, model)
+    asked_placement(recipe, None if is_running else read_config(model_directory))
+    renderer = Renderer(model_directory, recipe)
     if comparison := renderer.comparison():
         say(comparison)
-    rows = read_rows(recipe, renderer, say)
-    with (
-        running_server(model, url, api_key, say, max_lora_rank=rank_of(directory)) as api,
-        adapter_in_use(api, adapter, directory, say) as name,
-    ):
-        preparation_s = time.monotonic() - started
-        return predict(api.url, api_key, recipe, renderer, say, name, preparation_s=preparation_s, rows=rows)
+    return _Prepared(renderer, read_rows(recipe, renderer, say), directory, is_running)
 
 
 def predict_after_training(

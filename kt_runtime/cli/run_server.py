@@ -20,12 +20,18 @@ MAX_HEADER_BYTES, COMPARED_BYTES = 100_000_000, 1 << 16
 
 @contextlib.contextmanager
 def running_server(
-    model: str, url: str | None, api_key: str | None, say: Callable[[str], None], *, max_lora_rank: int = 0
+    model: str,
+    url: str | None,
+    api_key: str | None,
+    say: Callable[[str], None],
+    *,
+    max_lora_rank: int = 0,
+    placement: Path | None = None,
 ) -> Iterator[ServerAPI]:
     """The running server, or one that is started with `model` and ended when the context ends.
 
     `url`: what the user said by --url, or None. A server named so must be there: ServerUnreachableError if it is not.
-    `max_lora_rank`: the highest rank that a server started here must take.
+    `max_lora_rank`: the highest rank that a server started here must take. `placement`: its rule file.
     """
     api = ServerAPI(server_url(url), api_key)
     if api.answers():
@@ -35,8 +41,11 @@ def running_server(
     local_directory(model)  # said at once when there is no such model
     log = Path(tempfile.mkdtemp(prefix="kt-runtime-")) / "server.log"
     say(f"no server at {api.url}: starting one for this run with {model}; its log is {log}")
-    rank = str(max(LEAST_LORA_RANK, max_lora_rank))
-    with server(model, ["--max-lora-rank", rank], log, api_key=api_key) as started:
+    arguments = ["--max-lora-rank", str(max(LEAST_LORA_RANK, max_lora_rank))]
+    if placement is not None:
+        say(f"its placement is that of {placement}")
+        arguments += ["--placement", str(placement.resolve())]
+    with server(model, arguments, log, api_key=api_key) as started:
         yield started
 
 

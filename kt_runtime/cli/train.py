@@ -1,5 +1,8 @@
 """`kt-runtime train`: LoRA fine-tuning on the resident model of a running server, or of one started for the run.
 
+A recipe with do_predict alone answers its evaluation data, as `kt-runtime predict` does; one with do_eval alone
+evaluates.
+
 Ctrl-C ends a run after the step that it is in, saves it and says how to go on (exit status 130); a second Ctrl-C ends
 it at once.
 """
@@ -11,7 +14,7 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +22,9 @@ import click
 
 from kt_runtime.cli.connection import ServerAPI, resident_client, server_options, server_url
 from kt_runtime.cli.main import INTERRUPTED_STATUS
+from kt_runtime.cli.predict import predict_alone
 from kt_runtime.cli.run_server import check_model, check_named_server, local_directory, running_server
+from kt_runtime.cli.temporary_adapter import adapter_in_use, rank_of
 from kt_runtime.documents import is_secret
 from kt_runtime.errors import InvalidValueError, KtError, UserError
 
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
     from kt_runtime.train.inputs import Inputs
     from kt_runtime.train.loop import RunResult
     from kt_runtime.train.recipe import Recipe
+    from kt_runtime.train.reference_logprobs import Serving
+    from kt_runtime.train.serving_path import ServingPath
     from kt_runtime.wire.messages import StatusReply
 
 ABANDON_SECONDS = 3.0
@@ -58,6 +65,8 @@ def command(
 
     with display_for(sys.stderr if as_json else sys.stdout) as display:
         recipe = _read(recipe_path, overrides, display.say)
+        if not (recipe.do_train or recipe.do_eval):
+            return predict_alone(recipe, url, api_key, display.say, check=check, as_json=as_json)
         api = ServerAPI(server_url(url), api_key)
         status = api.get("/kt/status") if api.answers() else None
         if status is None:
@@ -83,11 +92,6 @@ def _read(path: Path, overrides: tuple[str, ...], say: Callable[[str], None]) ->
     recipe, notes = read_recipe(path, list(overrides))
     for note in notes:
         say(note)
-    if not (recipe.do_train or recipe.do_eval):
-        raise InvalidValueError(
-            f"{path}: neither do_train nor do_eval is true, so there is nothing to do; `kt-runtime predict --recipe "
-            f"{path}` writes answers to a dataset"
-        )
     if recipe.do_predict:
         from kt_runtime.train.metrics import check_packages
 
@@ -112,7 +116,7 @@ def _prepare(recipe: Recipe, status: dict[str, Any] | None, say: Callable[[str],
     max_rank = None if status is None else int(status["max_lora_rank"])
     recipe = with_starting_adapter(recipe, config, max_rank, say)
     _check_lora(recipe, config, max_rank)
-    asked_placement(recipe)
+    asked_placement(recipe, config if status is None else None)
     renderer = Renderer(directory, recipe)
     if comparison := renderer.comparison():
         say(comparison)
@@ -145,17 +149,24 @@ def _check_lora(recipe: Recipe, config: dict[str, Any], max_rank: int | None) ->
 
 def _run(prepared: Prepared, url: str | None, api_key: str | None, display: Display) -> RunResult:
     from kt_runtime.serve.checkpoint import count_parameters
+    from kt_runtime.serve.resident_notes import rule_file
+    from kt_runtime.train.dpo import reference_adapter
     from kt_runtime.train.loop import run
     from kt_runtime.train.session import session_name
 
     recipe = prepared.recipe
     parameters = count_parameters(prepared.config).active
-    with running_server(recipe.model_name_or_path, url, api_key, display.say, max_lora_rank=recipe.lora_rank) as api:
+    rank = max(recipe.lora_rank, rank_of(reference_adapter(recipe)))
+    placement = rule_file(recipe)
+    with running_server(
+        recipe.model_name_or_path, url, api_key, display.say, max_lora_rank=rank, placement=placement
+    ) as api:
         check_model(recipe.model_name_or_path, api.get("/kt/status"))
         with resident_client(api, timeout_s=CALL_SECONDS) as client:
             say_resident_notes(recipe, client.status(), display.say)
             try:
-                result = run(client, recipe, prepared.inputs, display, parameters=parameters)
+                serving = reference_serving(api, api_key, recipe, display.say)
+                result = run(client, recipe, prepared.inputs, display, parameters=parameters, serving=serving)
             except KeyboardInterrupt:
                 _abandon(api, session_name(recipe.output_dir))
                 raise
@@ -164,6 +175,18 @@ def _run(prepared: Prepared, url: str | None, api_key: str | None, display: Disp
 
             predict_after_training(api, api_key, recipe, display.say)
         return result
+
+
+def reference_serving(api: ServerAPI, api_key: str | None, recipe: Recipe, say: Callable[[str], None]) -> Serving:
+    """How the reference's adapter, or the base, is served for `ref_logprobs: serving`."""
+    from kt_runtime.train.serving_path import ServingPath
+
+    @contextlib.contextmanager
+    def served(adapter: Path | None) -> Iterator[ServingPath]:
+        with adapter_in_use(api, None, adapter, say) as name:
+            yield ServingPath(api.url, api_key, name, recipe.per_device_eval_batch_size)
+
+    return served
 
 
 def say_resident_notes(recipe: Recipe, status: StatusReply, say: Callable[[str], None]) -> None:

@@ -10,6 +10,7 @@ from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.families import resolve_targets
 
 if TYPE_CHECKING:
+    from kt_runtime.train.cadence import Cadence
     from kt_runtime.train.inputs import Inputs
     from kt_runtime.train.recipe import Recipe
 
@@ -19,15 +20,16 @@ Say = Callable[[str], None]
 def check_run(recipe: Recipe, inputs: Inputs, config: dict[str, Any], api: ServerAPI | None, say: Say) -> None:
     """Prints what the run would do. Raises what would stop it. `api`: the running server, asked for its status only."""
     from kt_runtime.cli.train import say_resident_notes
-    from kt_runtime.serve.resident_notes import asked_placement
+    from kt_runtime.serve.resident_notes import asked_placement, rule_file
     from kt_runtime.train.loop import check_lengths
 
     fingerprint = None
     if api is None:
-        placement = asked_placement(recipe)
+        placement = asked_placement(recipe, config)
         for note in placement.notes if placement else ():
             say(note)
-        say("no server is running: one would be started for the run")
+        rules = rule_file(recipe)
+        say(f"no server is running: one would be started for the run{f' with --placement {rules}' if rules else ''}")
     else:
         with resident_client(api) as client:
             status = client.status()
@@ -72,6 +74,7 @@ def _print_plan(recipe: Recipe, inputs: Inputs, config: dict[str, Any], fingerpr
 
 def _print_steps(recipe: Recipe, inputs: Inputs, say: Say) -> None:
     from kt_runtime.train import batches, schedule
+    from kt_runtime.train.cadence import Cadence
 
     total = schedule.num_steps(recipe, batches.num_sequences(inputs.train, recipe))
     an_epoch = batches.steps_per_epoch(inputs.train, recipe)
@@ -82,6 +85,7 @@ def _print_steps(recipe: Recipe, inputs: Inputs, say: Say) -> None:
         f"sequences ({total / an_epoch:.2f} epochs of {an_epoch} steps); an epoch has {tokens:,} tokens, of which "
         f"{trained:,} are trained"
     )
+    say(f"would {_cadence(recipe, Cadence(recipe, total, an_epoch))}")
     rates = schedule.Schedule(recipe, total)
     if rates.follows_metric:
         say(f"learning rate {recipe.lr_scheduler_type}: first {rates[0]:.2e}, then as evaluations say")
@@ -89,6 +93,19 @@ def _print_steps(recipe: Recipe, inputs: Inputs, say: Say) -> None:
     highest = max(rates[0], rates[min(schedule.num_warmup_steps(recipe, total), total - 1)])  # where warm-up ends
     last = rates[total - 1]
     say(f"learning rate {recipe.lr_scheduler_type}: first {rates[0]:.2e}, highest {highest:.2e}, last {last:.2e}")
+
+
+def _cadence(recipe: Recipe, cadence: Cadence) -> str:
+    """Shares of all steps as the steps that they are."""
+    strategies = {
+        "log": (recipe.logging_strategy, cadence.logging_steps),
+        "save": (recipe.save_strategy, cadence.save_steps),
+        "evaluate": (recipe.eval_strategy, cadence.eval_steps),
+    }
+    when = {"no": "never", "epoch": "every epoch", "best": "each best evaluation"}
+    return ", ".join(
+        f"{what} {when.get(strategy, f'every {steps} steps')}" for what, (strategy, steps) in strategies.items()
+    )
 
 
 def _print_beginning(output_dir: Path, say: Say) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from kt_runtime.adapters.merge import Merger, add_pair
 from kt_runtime.adapters.tensors import LoraPair
+from kt_runtime.errors import NumericsError
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -36,6 +37,21 @@ def test_dense_modules_and_single_experts_are_found_by_their_checkpoint_names(mo
     assert f"{expert}.weight" not in merger.left and f"{o_proj}.weight" in merger.left
     other = torch.randn(4, 4)
     assert torch.equal(merger.merged("model.layers.0.mlp.gate.weight", other, torch.float32), other)
+
+
+def test_a_sum_beyond_the_types_largest_value_is_an_error_that_names_the_tensor(qwen: Any) -> None:
+    name = "model.layers.0.self_attn.o_proj.weight"
+    adapter = qwen.adapter("o_proj")
+    pair = adapter.modules[name.removesuffix(".weight")]
+    weight = torch.zeros(len(pair.b), pair.a.shape[1], dtype=torch.float16)
+    weight[1, 2] = 65504.0
+    pair.a.zero_()
+    pair.b.zero_()
+    pair.a[0, 2] = 1.0
+    pair.b[1, 0] = 64.0 / adapter.scaling
+    with pytest.raises(NumericsError, match=rf"{name}\[1, 2\]: with the adapter added it is inf in float16.*65504"):
+        Merger(adapter).merged(name, weight, torch.float16)
+    assert Merger(adapter).merged(name, weight, torch.float32)[1, 2] == 65568.0
 
 
 def test_pairs_that_change_nothing_are_not_waited_for(qwen: Any) -> None:

@@ -25,14 +25,11 @@ def test_micro_batches_are_the_step(sequences: int, micro_batch: int) -> None:
 
 
 def test_a_step_s_loss_is_the_mean_over_what_is_predicted() -> None:
-    plan = Plan(sequences=3, tokens=5, micro_batch=2)
-    sequences = sequences_of(plan, 100)
-    batches = [_batch(sequences, first, end) for first, end in plan.micro_batches()]
-    assert sum(float(batch.weights.sum()) for batch in batches) == pytest.approx(1)
-    for batch in batches:
-        counted = batch.weights > 0
-        assert counted.sum() == len(batch.lengths) * 4
-        assert np.array_equal(batch.targets[counted], batch.tokens[1:][counted[:-1]])
+    batch = _batch(sequences_of(Plan(sequences=3, tokens=5), 100))
+    counted = batch.weights > 0
+    assert batch.lengths == [5, 5, 5] and counted.sum() == 3 * 4
+    assert float(batch.weights.sum()) == pytest.approx(1)
+    assert np.array_equal(batch.targets[counted], batch.tokens[1:][counted[:-1]])
 
 
 def test_figures_are_those_of_the_median_step() -> None:

@@ -10,9 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kt_runtime.cli.bench_train import peer
+from kt_runtime.cli.bench_train.plan import Plan
 from kt_runtime.cli.bench_train.report import print_report
+from kt_runtime.errors import RuntimeFault
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -93,6 +97,13 @@ def test_a_wrong_option_is_refused_before_anything_starts(run: Run, arguments: t
     assert done.returncode != 0
     assert message in done.stderr
     assert "starting a server" not in done.stderr
+
+
+def test_a_peer_that_does_not_end_is_a_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(peer, "TIMEOUT_S", 0.01)
+    unasked = peer.Peer(Plan(), tmp_path, np.zeros((1, 4), np.int64), lambda _: None)
+    with pytest.raises(RuntimeFault, match=r"Hugging Face \+ PEFT: attention in .* did not end within 0 s"):
+        unasked.choose_dtype()
 
 
 def test_a_checkpoint_keeps_its_layers(run: Run, tmp_path: Path) -> None:

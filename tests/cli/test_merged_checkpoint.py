@@ -14,7 +14,7 @@ import torch
 from reference import lora
 from reference.greedy import load_hugging_face
 from reference.quantized_checkpoint import quantize_checkpoint
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from kt_runtime.adapters import AdapterTensors
@@ -130,6 +130,21 @@ def small(tmp_path: Path) -> Iterator[Base]:
     adapter = lora.random_adapter(config, rank=2, alpha=4.0, seed=3, only=["o_proj"])
     yield Base(directory=directory, config=config, adapter=adapter)
     assert {entry.name for entry in tmp_path.iterdir()} <= {"small", "out"}  # nothing temporary is left behind
+
+
+def test_what_a_quantized_base_has_in_float16_becomes_bf16_and_can_be_served(tmp_path: Path) -> None:
+    bf16 = make_model("tiny-qwen3-moe", tmp_path / "bf16", seed=4)
+    base, plain = quantize_checkpoint(bf16, tmp_path, "awq_g32", experts_only=True)
+    for file in base.glob("*.safetensors"):
+        halves = {name: t.half() if t.dtype == torch.bfloat16 else t for name, t in load_file(file).items()}
+        save_file(halves, file, metadata={"format": "pt"})
+    adapter = lora.random_adapter(json.loads((plain / "config.json").read_text()), rank=2, alpha=4.0, seed=3)
+    adapter.modules["model.layers.1.self_attn.o_proj"].b.fill_(1e7)  # beyond float16
+    write_merged(base, adapter, tmp_path / "out")
+    found = tensors(tmp_path / "out")
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert all(bool(tensor.isfinite().all()) for tensor in found.values())
+    check_checkpoint(tmp_path / "out")
 
 
 def test_links_of_a_hub_cache_are_followed(

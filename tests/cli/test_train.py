@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from kt_runtime.adapters import AdapterTensors, write_peft_directory
-from kt_runtime.cli import starting_adapter, train
+from kt_runtime.cli import run_server, starting_adapter, train
 from kt_runtime.cli.main import main
 from kt_runtime.errors import ConflictError
 from kt_runtime.families import family_for, resolve_targets
@@ -81,7 +82,6 @@ def test_check_prints_the_plan_and_changes_nothing(check: Any, tmp_path: Path) -
     [
         ("lora_target: q_prj\n", r"r.yaml:8: lora_target: unknown LoRA target 'q_prj'; did you mean"),
         ("lora_dropout: 0.1\n", "r.yaml:8: lora_dropout: 0.1: routed experts can't be trained with dropout"),
-        ("do_predict: true\npredict_with_generate: true\neval_dataset: d\n", "kt-runtime predict --recipe"),
         ("report_to: wandbb\n", "wandbb"),
         ("adapter_name_or_path: /no/such\n", "r.yaml:8: adapter_name_or_path"),
         ("cutoff_len: 3\n", "cutoff_len: 3"),
@@ -149,6 +149,59 @@ def test_a_schedule_that_follows_evaluations_and_a_run_without_end_can_be_checke
     assert status == 0 and "reduce_lr_on_plateau: first 1.00e-04, then as evaluations say" in said
     status, said = check("max_steps=1000000000000", "warmup_steps=10")
     assert status == 0 and "first 0.00e+00, highest 1.00e-04, last 1.00e-16" in said
+
+
+def test_shares_of_steps_are_said_as_steps(check: Any) -> None:
+    status, said = check(
+        "logging_steps=0.3", "save_strategy=best", "val_size=2", "eval_strategy=steps", "eval_steps=0.5"
+    )
+    assert status == 0 and "would log every 2 steps, save each best evaluation, evaluate every 2 steps" in said, said
+    assert "would log every 500 steps, save every 2 steps, evaluate never" in check("save_steps=0.3")[1]
+
+
+def test_a_recipe_that_only_predicts_is_checked_as_predict_reads_it(check: Any, tmp_path: Path) -> None:
+    only = "do_predict: true\npredict_with_generate: true\n"
+    status, said = check(text=f"{only}eval_dataset: d\n")
+    assert status == 0, said
+    assert (
+        f"would ask the base model for 6 answers, of a server started for it, and write them to {tmp_path}/out" in said
+    )
+    assert "nothing was started or changed" in said and not (tmp_path / "out").exists()
+    status, said = check(text=f"{only}val_size: 2\nadapter_name_or_path: {write_adapter(tmp_path / 'a', ['o_proj'])}\n")
+    assert status == 0 and f"would ask the adapter {tmp_path}/a for 2 answers" in said, said
+    status, said = check("--url", "http://127.0.0.1:9", text=f"{only}eval_dataset: d\n")
+    assert status == 1 and "no server answers there" in said
+
+
+RULES = """\
+- match: {name: "mlp.experts$"}
+  replace:
+    class: ktransformers.operators.experts.KTransformersExperts
+    kwargs: {generate_device: cpu, generate_op: KSFTExpertsCPU, backend: AMXInt8}
+"""
+
+
+def test_a_server_started_for_the_run_takes_the_recipes_placement(
+    check: Any, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(RULES)
+    status, said = check(text="kt_optimize_rule: rules.yaml\n")
+    assert status == 0 and f"one would be started for the run with --placement {rules}" in said, said
+    started: list[list[str]] = []
+
+    @contextlib.contextmanager
+    def no_server(model: str, arguments: list[str], log: Path, **_: Any) -> Any:
+        started.append(arguments)
+        yield
+
+    monkeypatch.setattr(run_server, "server", no_server)
+    with run_server.running_server(str(model), None, None, lambda _: None, max_lora_rank=32, placement=rules):
+        pass
+    assert started == [["--max-lora-rank", "32", "--placement", str(rules)]]
+    rules.write_text(RULES.replace("mlp.experts", "mlp.exprts"))
+    status, said = check(text="kt_optimize_rule: rules.yaml\n")
+    assert status == 2 and "rules.yaml:1" in said and "mlp.exprts" in said, said
 
 
 def test_the_line_to_go_on_with_repeats_no_secret(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kt_runtime.files import write_directory
+from kt_runtime.files import TEMPORARY_PREFIX, write_directory
 from kt_runtime.train.examples import Example, Pair
 from kt_runtime.train.recipe import Recipe
 from kt_runtime.wire import Batch, ForwardResult
@@ -91,7 +91,7 @@ class FakeResident:
                 (directory / "optimizer.safetensors").write_bytes(b"")
 
         write_directory(Path(path), fill, replace=replace)
-        self.log.append(("save", Path(path).name))
+        self.log.append(("save", Path(path).name.removeprefix(TEMPORARY_PREFIX)))
         return SavedReply(request_id="", path=path, content_hash="", step=int(state["step"]))
 
     def load(self, name: str, path: str) -> None:

@@ -14,29 +14,48 @@ from kt_runtime.train import checkpoints
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    now = [0.0]
-    monkeypatch.setattr(checkpoints.time, "time", lambda: now[0])
+def make(tmp_path: Path) -> Any:
     (tmp_path / "out").mkdir()
 
-    def checkpoint(step: int, *, optimizer: bool = True, arrays: Any = None) -> Path:
-        now[0] += 1
+    def checkpoint(step: int, *, optimizer: bool = True, arrays: Any = None, run: int = 1) -> Path:
         path = checkpoints.checkpoint_path(tmp_path / "out", step)
         path.mkdir()
         for name in (*checkpoints.ADAPTER_FILES, *[checkpoints.OPTIMIZER_FILE] * optimizer):
             (path / name).write_bytes(b"x")
-        checkpoints.finish_checkpoint(path, {"global_step": step}, {"identity": {}}, arrays or {})
+        checkpoints.finish_checkpoint(path, {"global_step": step}, {"identity": {}, "run": run}, arrays or {})
         return path
 
     return checkpoint
 
 
-def test_the_last_one_is_the_one_saved_last(make: Any, make_recipe: Any) -> None:
-    make(500)
-    make(10)
-    assert [found.step for found in checkpoints.checkpoints(make_recipe().output_dir)[0]] == [500, 10]
+def test_the_last_one_is_the_highest_step_of_the_latest_run(make: Any, make_recipe: Any) -> None:
+    for step, run in ((10, 2), (9, 2), (500, 1)):  # the order of time says nothing
+        make(step, run=run)
+    found = checkpoints.checkpoints(make_recipe().output_dir)[0]
+    assert [checkpoint.step for checkpoint in found] == [500, 9, 10]
     resumed = checkpoints.to_resume(make_recipe(resume_from_checkpoint=True))
     assert resumed and resumed.step == 10
+    out = make_recipe().output_dir
+    assert checkpoints.run_number(out, resumed) == 2  # the same run goes on
+    assert checkpoints.run_number(out, None) == checkpoints.run_number(out, found[0]) == 3
+
+
+def test_an_output_directory_means_its_last_checkpoint(make: Any, make_recipe: Any, tmp_path: Path) -> None:
+    make(3)
+    make(20)
+    elsewhere = make_recipe(resume_from_checkpoint=tmp_path / "out", output_dir=tmp_path / "new")
+    found = checkpoints.to_resume(elsewhere)
+    assert found and found.step == 20
+    for step in (3, 20):
+        (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").unlink()
+    with pytest.raises(
+        NotFoundError,
+        match=r"out has no complete checkpoint; .*checkpoint-20: has no trainer_state.json: .*not finished",
+    ):
+        checkpoints.to_resume(elsewhere)
+    with pytest.raises(InvalidValueError, match=r"model: has no trainer_state.json: it is no checkpoint"):
+        (tmp_path / "model").mkdir()
+        checkpoints.to_resume(make_recipe(resume_from_checkpoint=tmp_path / "model"))
 
 
 def test_arrays_come_back_bit_for_bit(make: Any) -> None:
@@ -67,7 +86,7 @@ def test_a_broken_checkpoint_is_named_or_left_out(make: Any, make_recipe: Any, b
     break_it(path)
     with pytest.raises(InvalidValueError, match=message):
         checkpoints.to_resume(make_recipe(resume_from_checkpoint=path))
-    with pytest.raises(NotFoundError, match="has no complete checkpoint; checkpoint-1 was not finished"):
+    with pytest.raises(NotFoundError, match=rf"has no complete checkpoint; .*checkpoint-1.*{message}"):
         checkpoints.to_resume(make_recipe(resume_from_checkpoint=True))
     assert checkpoints.to_resume(make_recipe()) is None
 

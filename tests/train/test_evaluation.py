@@ -32,6 +32,16 @@ def test_another_seed_holds_out_other_rows() -> None:
     assert split(rows, 10, 1)[1] != split(rows, 10, 2)[1]
 
 
+def test_repeats_of_a_row_are_held_out_together_and_once() -> None:
+    rows: list[Any] = [0, 1, 2, 0, 3, 1, 0]
+    for seed in range(20):
+        train, held_out = split(rows, 2, seed, rows)
+        assert len(held_out) == len(set(held_out)) == 2 and not set(train) & set(held_out)
+        assert train == [row for row in rows if row not in held_out]
+    with pytest.raises(InvalidValueError, match="would hold out 4 of 4 rows"):
+        split(rows, 4, 0, rows)
+
+
 class Counting:
     def evaluate(self, rows: Any, batch_size: int, stop: Any) -> Totals | None:
         return None if stop() else Totals(6.0, 4, 3, 12, {"rewards/margins": 2.0})

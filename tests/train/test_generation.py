@@ -128,6 +128,16 @@ def test_ctrl_c_ends_the_run_and_closes_the_connections() -> None:
     assert list(answers) == [0] or not answers
 
 
+def test_what_came_from_the_prefix_cache_is_counted() -> None:
+    def answer(_: str, body: Any, number: int) -> Answer:
+        status, value = answer_to(body)
+        return status, {**value, "meta_info": {**value["meta_info"], "prompt_tokens": 1000, "cached_tokens": 750}}
+
+    with fake_server(answer) as fake:
+        use = generator(fake.url).answer(PROMPTS, lambda index, text: None)
+    assert str(use) == "12,000 prompt tokens sent, 9,000 of them from the server's prefix cache"
+
+
 def test_progress_says_rate_and_time_left_every_few_seconds() -> None:
     now = [0.0]
     lines: list[str] = []

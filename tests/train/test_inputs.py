@@ -39,6 +39,14 @@ def test_the_first_example_is_shown_with_its_trained_tokens(read: Any) -> None:
     assert "35 examples, 3 to evaluate on; the first" in said[-2] and "«I am Pebble" in said[-1]
 
 
+def test_rows_that_oversampling_repeats_are_not_both_trained_on_and_held_out(read: Any) -> None:
+    both = ("saltmere_identity", "saltmere_turns")
+    inputs = read([], dataset=both, mix_strategy="interleave_over", val_size=8)
+    train, held_out = ({row.where for row in rows} for rows in (inputs.train, inputs.evaluation[""]))
+    assert len(inputs.evaluation[""]) == len(held_out) == 8 and len(inputs.train) > len(train) and not train & held_out
+    assert len(train | held_out) == 38
+
+
 def test_both_answers_of_the_first_pair_are_shown(read: Any) -> None:
     said: list[str] = []
     inputs = read(said, stage="dpo", dataset=("saltmere_preference",))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kt_runtime.errors import ConflictError, InvalidValueError, NumericsError, RuntimeFault
+from kt_runtime.train import training
 from kt_runtime.train.inputs import Inputs
 from kt_runtime.train.loop import run
 
@@ -36,7 +37,7 @@ def test_a_run_leaves_what_scripts_read(resident, display, make_recipe, inputs, 
         "checkpoint-12",
     ]
     assert [entry[2] for entry in resident.log if entry[0] == "publish"] == [4, 8, 12]
-    assert resident.count("forward_backward") == 24 and resident.sessions == {}
+    assert resident.count("forward_backward") == 12 and resident.sessions == {}  # a step travels as one call
     assert [step for step, _ in logged(out)] == list(range(1, 13))
     results = json.loads((out / "train_results.json").read_text())
     assert list(results) == [
@@ -258,8 +259,70 @@ def test_steps_before_one_that_is_not_finite_are_saved(resident, display, make_r
 
     with monkeypatch.context() as patch:
         patch.setattr(resident, "begin_forward_backward", overflow)
-        with pytest.raises(NumericsError, match="nan"):
+        said = r"step 7 of 12, learning rate 5.00e-03: the loss is nan; most often the rate is too high.*checkpoint-6$"
+        with pytest.raises(NumericsError, match=said):
             run(resident, make_recipe(save_steps=5), inputs, display)
     saved = [entry[1] for entry in resident.log if entry[0] == "save"]
     assert saved == ["checkpoint-5", "checkpoint-6"] and resident.sessions == {}
     assert run(resident, make_recipe(save_steps=5), inputs, display).resumed_from.endswith("checkpoint-6")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_evaluation_that_is_no_number_ends_the_run_with_its_steps_saved(
+    resident, display, make_recipe, examples, tmp_path, value
+) -> None:
+    resident.eval_losses = [value]
+    recipe = make_recipe(eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, save_steps=2)
+    with pytest.raises(NumericsError, match=rf"evaluation after step 2: eval_loss is {value}; .*checkpoint-2$"):
+        run(resident, recipe, Inputs(examples[:4], {"": examples[4:]}), display)
+    state = (tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text()
+    assert json.loads(state, parse_constant=pytest.fail)["best_metric"] is None
+
+
+def test_a_loss_that_is_no_number_is_neither_stepped_on_nor_written(
+    resident, display, make_recipe, inputs, monkeypatch, tmp_path
+) -> None:
+    compute = resident.begin_forward_backward
+
+    def nan(*arguments: Any, **settings: Any) -> Any:
+        return dataclasses.replace(compute(*arguments, **settings), loss=float("nan"))
+
+    monkeypatch.setattr(resident, "begin_forward_backward", nan)
+    with pytest.raises(NumericsError, match=r"step 1 of 12, .*: loss is nan; nothing was trained yet"):
+        run(resident, make_recipe(), inputs, display)
+    assert resident.count("optim_step") == 0 and not (tmp_path / "out" / "trainer_log.jsonl").exists()
+
+
+def test_save_strategy_best_saves_best_evaluations_alone(resident, display, make_recipe, examples, tmp_path) -> None:
+    resident.eval_losses = [3.0, 3.5, 1.0, 2.0]
+    recipe = make_recipe(eval_strategy="steps", eval_steps=0.25, save_strategy="best")
+    run(resident, recipe, Inputs(examples[:4], {"": examples[4:]}), display)
+    out = tmp_path / "out"
+    assert [entry[1] for entry in resident.log if entry[0] == "save"] == ["checkpoint-2", "checkpoint-6", "final"]
+    state = json.loads((out / "trainer_state.json").read_text())
+    assert (state["best_global_step"], state["best_metric"], state["global_step"]) == (6, 1.0, 8)
+    assert state["eval_steps"] == 2 and state["best_model_checkpoint"].endswith("checkpoint-6")
+    last, best = ((out / name / "adapter_model.safetensors").read_text() for name in (".", "checkpoint-6"))
+    assert last != best  # load_best_model_at_end is another wish
+    assert ("load", "checkpoint-6") not in resident.log
+
+
+def test_a_crash_while_saving_leaves_the_older_checkpoint_of_the_step(
+    resident, display, make_recipe, inputs, monkeypatch, tmp_path
+) -> None:
+    run(resident, make_recipe(max_steps=4), inputs, display)
+    out = tmp_path / "out"
+    kept = (out / "checkpoint-4" / "trainer_state.json").read_text()
+
+    def crash(*_: Any) -> None:
+        raise OSError("no space")
+
+    again = make_recipe(max_steps=4, overwrite_output_dir=True)
+    for where, name in ((training.checkpoints, "finish_checkpoint"), (training, "move_directory")):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+            patch.setattr(where, name, crash)
+            run(resident, again, inputs, display)
+        assert (out / "checkpoint-4" / "trainer_state.json").read_text() == kept
+        assert (out / ".tmp-checkpoint-4").is_dir()
+    run(resident, again, inputs, display)
+    assert (out / "checkpoint-4" / "trainer_state.json").read_text() != kept and not list(out.glob(".tmp-*"))

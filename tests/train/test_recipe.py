@@ -221,6 +221,55 @@ def test_overrides_win_and_are_typed(tmp_path: Path) -> None:
     assert recipe.where("lora_rank") == "command line"
 
 
+def test_a_dotted_override_sets_one_entry_of_a_mapping(tmp_path: Path) -> None:
+    text = GOOD + "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs:\n  num_cycles: 0.5\n"
+    for least in ("1e-6", "'1e-6'"):
+        recipe, _ = read(
+            tmp_path, text, f"lr_scheduler_kwargs.min_lr={least}", "kt_config.activation_policy.cpu=retain"
+        )
+        assert recipe.lr_scheduler_kwargs == {"num_cycles": 0.5, "min_lr": 1e-6} and recipe.activations == "retain"
+        assert recipe.where("lr_scheduler_kwargs.min_lr") == "command line"
+    recipe, _ = read(tmp_path, text, "lr_scheduler_kwargs='{\"min_lr\": 1}'", "lr_scheduler_kwargs.min_lr=0")
+    assert recipe.lr_scheduler_kwargs == {"min_lr": 0.0}
+    assert read(tmp_path, GOOD, "output_dir='a b'", 'run_name="x: y"')[0].run_name == "x: y"
+
+
+def test_a_dotted_override_that_leads_nowhere_is_a_problem(tmp_path: Path) -> None:
+    overrides = (
+        "seed.x=1",
+        "foo.hf_token=SECRET",
+        "kt_config..x=1",
+        "lr_scheduler_kwargs.mn_lr=1",
+        "a" + ".b" * 99 + "=1",
+    )
+    with pytest.raises(InvalidValueError) as caught:
+        read(tmp_path, GOOD + "lr_scheduler_type: cosine_with_min_lr\n", *overrides)
+    said = str(caught.value)
+    for problem in (
+        "command line: seed: {'x': 1}: must be a whole number",
+        "command line: foo: {'hf_token': '***'}: no such key",
+        "command line: kt_config..x: 1: a part of the key is empty",
+        "command line: lr_scheduler_kwargs.mn_lr: 1: cosine_with_min_lr does not know it; it has",
+        "no key lies deeper than 8 levels",
+    ):
+        assert problem in said, said
+
+
+def test_steps_may_be_shares_of_all_steps(tmp_path: Path) -> None:
+    text = "val_size: 5\neval_strategy: steps\neval_steps: 0.1\nsave_steps: 0.3\nload_best_model_at_end: true\n"
+    recipe, _ = read(tmp_path, GOOD + text, "logging_steps=0.05")
+    assert (recipe.logging_steps, recipe.save_steps, recipe.eval_steps) == (0.05, 0.3, 0.1)
+    recipe, _ = read(tmp_path, GOOD, "logging_steps=10.0")
+    assert recipe.logging_steps == 10 and isinstance(recipe.logging_steps, int)
+
+
+def test_saving_the_best_needs_a_metric_which_is_the_loss(tmp_path: Path) -> None:
+    recipe, _ = read(
+        tmp_path, GOOD + "val_size: 5\neval_strategy: epoch\nsave_strategy: best\nload_best_model_at_end: true\n"
+    )
+    assert (recipe.metric_for_best_model, recipe.greater_is_better, recipe.tracks_best) == ("loss", False, True)
+
+
 def test_a_list_may_be_text_with_commas_or_a_list(tmp_path: Path) -> None:
     for text in ("q_proj, o_proj", "[q_proj, o_proj]", "'q_proj,o_proj'"):
         assert read(tmp_path, GOOD + f"lora_target: {text}\n")[0].lora_target == ("q_proj", "o_proj")

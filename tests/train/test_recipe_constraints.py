@@ -38,6 +38,15 @@ BROKEN: list[tuple[str, str]] = [
         "6: ref_model_adapters: '.': pref_loss orpo has no reference",
     ),
     ("ref_model_adapters: .", "4: ref_model_adapters: '.': works with stage: dpo only"),
+    ("ref_logprobs: serving", "4: ref_logprobs: 'serving': works with stage: dpo only"),
+    (
+        "stage: dpo\nref_logprobs: server",
+        "5: ref_logprobs: 'server': must be one of twin, serving; did you mean serving?",
+    ),
+    (
+        "stage: dpo\npref_loss: simpo\nref_logprobs: serving",
+        "6: ref_logprobs: 'serving': pref_loss simpo has no reference",
+    ),
     ("stage: dpo\nref_model: other", "5: ref_model: 'other': the reference is the resident model"),
     ("publish_every_steps: 5", "4: publish_every_steps: 5: needs publish: NAME"),
     ("publish: a/b", "4: publish: 'a/b': adapter name 'a/b': expected 1 to 128"),
@@ -70,6 +79,17 @@ BROKEN: list[tuple[str, str]] = [
         "val_size: 5\neval_strategy: steps\neval_steps: 3\nsave_steps: 10\nload_best_model_at_end: true",
         "8: load_best_model_at_end: True: needs save_steps (10) to be a multiple of eval_steps (3)",
     ),
+    (
+        "val_size: 5\neval_strategy: steps\neval_steps: 0.2\nsave_steps: 0.3\nload_best_model_at_end: true",
+        "8: load_best_model_at_end: True: needs save_steps (0.3) to be a multiple of eval_steps (0.2)",
+    ),
+    ("save_strategy: best", "4: save_strategy: 'best': needs evaluation while training"),
+    (
+        "val_size: 5\neval_strategy: epoch\nsave_strategy: best\nmetric_for_best_model: x",
+        "7: metric_for_best_model: 'x': no figure",
+    ),
+    ("save_steps: 1.5", "4: save_steps: 1.5: must be a whole number of steps of at least 1, or a share of all"),
+    ("logging_steps: 0", "4: logging_steps: 0: must be a whole number of steps of at least 1, or a share of all"),
     ("interleave_probs: 0.5", "4: interleave_probs: 0.5: must be numbers separated by commas"),
     ("interleave_probs: '1'", "4: interleave_probs: '1': needs mix_strategy: interleave_under"),
     (

@@ -31,7 +31,7 @@ SPECIFIED = {
         lr_scheduler_kwargs warmup_ratio warmup_steps weight_decay max_grad_norm adam_beta1 adam_beta2 adam_epsilon seed
         data_seed optim resume_from_checkpoint load_best_model_at_end metric_for_best_model greater_is_better do_sample
         temperature top_p top_k max_new_tokens max_length repetition_penalty skip_special_tokens export_dir
-        export_size predict_with_generate publish publish_every_steps""",
+        export_size predict_with_generate publish publish_every_steps ref_logprobs""",
     "alias": """adapter_folder infer_backend neat_packing ref_model use_swanlab gradient_checkpointing use_kt
         kt_optimize_rule cpu_infer chunk_size kt_weight_path kt_non_expert_weight_path kt_expert_checkpoint_path
         kt_cpu_activation kt_config create_new_adapter""",
@@ -77,6 +77,7 @@ GOOD_VALUES: dict[str, Any] = {
 TOGETHER = [
     *("do_eval", "do_predict", "eval_on_each_dataset", "eval_strategy", "eval_on_start", "load_best_model_at_end"),
     *("early_stopping_steps", "interleave_probs", "lr_scheduler_kwargs", "publish_every_steps", "ref_model_adapters"),
+    "ref_logprobs",
 ]
 
 
@@ -150,10 +151,10 @@ def test_keys_that_need_others_reach_the_recipe(tmp_path: Path) -> None:
         publish="pebble",
         publish_every_steps=5,
     )
-    preferred, _ = read(tmp_path, stage="dpo", ref_model_adapters=".")
+    preferred, _ = read(tmp_path, stage="dpo", ref_model_adapters=".", ref_logprobs="serving")
     assert evaluated.metric_for_best_model == "b_loss" and evaluated.greater_is_better is False
     for key in TOGETHER:
-        assert DEFAULTS[key] != getattr(preferred if key == "ref_model_adapters" else evaluated, key)
+        assert DEFAULTS[key] != getattr(preferred if key.startswith("ref_") else evaluated, key)
 
 
 @pytest.mark.parametrize("key", HONOURED)

@@ -72,6 +72,16 @@ def test_other_trackers_are_offline_and_get_the_same_names(
         assert asked["set_tracking_uri"][0][0].startswith("file://")
 
 
+def test_mlflow_gets_no_more_parameters_at_once_than_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Recorder("mlflow")
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    settings = {f"key{number}": number for number in range(230)}
+    trackers.open_trackers(("mlflow",), tmp_path, "run", settings)
+    sent = [arguments[0] for call, arguments, _ in package.calls if call == "log_params"]
+    assert [len(part) for part in sent] == [100, 100, 30]
+    assert {key: value for part in sent for key, value in part.items()} == {key: str(n) for key, n in settings.items()}
+
+
 def test_wandb_does_what_its_user_has_set_up(tmp_path: Path) -> None:
     netrc = tmp_path / "netrc"
     netrc.write_text("machine api.wandb.ai login user password secret\n")

@@ -148,6 +148,18 @@ def warmup(value: Any) -> int | float:
     return int(result) if result >= 1 or result == 0 else result
 
 
+def steps(value: Any) -> int | float:
+    """A number of steps, or below 1 the share of all steps, as transformers reads it."""
+    allowed = "must be a whole number of steps of at least 1, or a share of all steps below 1"
+    try:
+        result = number(0, above=True)(value)
+    except ValueError:
+        raise ValueError(allowed) from None
+    if result >= 1 and result != int(result):
+        raise ValueError(allowed)
+    return int(result) if result >= 1 else result
+
+
 def validation_size(value: Any) -> float:
     result = number(0)(value)
     if result >= 1 and result != int(result):

@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 from kt_runtime.train.recipe.checks import nearest
 from kt_runtime.train.recipe.draft import Draft
+from kt_runtime.train.recipe.fields import BEST
 from kt_runtime.train.recipe.schedules import BY_METRIC, check_arguments
 
 PURPOSES = ("train", "predict", "chat", "export")
 _PREFERENCE_KEYS = ("pref_beta", "pref_loss", "pref_ftx", "dpo_label_smoothing", "simpo_gamma")
+_REFERENCE_KEYS = ("ref_model_adapters", "ref_logprobs")
 _PREFERENCE_FIGURES = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected"),
     *("logits/chosen", "logits/rejected", "sft_loss", "odds_ratio_loss"),
@@ -54,6 +56,7 @@ def _tasks(draft: Draft) -> None:
 
 
 def _stage(draft: Draft) -> None:
+    asked_of_reference = [key for key in _REFERENCE_KEYS if draft.get(key) != draft.default(key)]
     if draft.get("stage") == "dpo":
         for key in _SFT_ONLY:
             if draft.get(key):
@@ -61,14 +64,15 @@ def _stage(draft: Draft) -> None:
         smoothing, loss = draft.get("dpo_label_smoothing"), draft.get("pref_loss")
         if smoothing and loss != "sigmoid":
             draft.problem("dpo_label_smoothing", f"works with pref_loss: sigmoid only, not {loss}")
-        if draft.get("ref_model_adapters") and loss in ("orpo", "simpo"):
-            draft.problem("ref_model_adapters", f"pref_loss {loss} has no reference; leave one of the two out")
+        if loss in ("orpo", "simpo"):
+            for key in asked_of_reference:
+                draft.problem(key, f"pref_loss {loss} has no reference; leave one of the two out")
         return
     for key in _PREFERENCE_KEYS:
         if key in draft.values and draft.values[key] != draft.default(key):
             draft.note(key, "no effect with stage: sft")
-    if draft.get("ref_model_adapters"):
-        draft.problem("ref_model_adapters", "works with stage: dpo only")
+    for key in asked_of_reference:
+        draft.problem(key, "works with stage: dpo only")
 
 
 def _data(draft: Draft) -> None:
@@ -112,13 +116,14 @@ def _evaluation(draft: Draft) -> None:
             draft.problem(key, "needs data to evaluate on: eval_dataset, or val_size")
     if strategy == "steps" and draft.get("eval_steps") is None:
         draft.values["eval_steps"] = draft.get("logging_steps")
-    for key in ("early_stopping_steps", "load_best_model_at_end"):
+    saves_best = draft.get("save_strategy") == BEST
+    for key in ["early_stopping_steps", "load_best_model_at_end"] + ["save_strategy"] * saves_best:
         if draft.get(key) and strategy == "no":
             draft.problem(key, "needs evaluation while training: eval_strategy: steps or epoch")
     by_metric = draft.get("lr_scheduler_type") in BY_METRIC
     if by_metric and strategy == "no":
         draft.problem("lr_scheduler_type", "follows evaluation: it needs eval_strategy: steps or epoch")
-    if by_metric or draft.get("early_stopping_steps") or draft.get("load_best_model_at_end"):
+    if by_metric or saves_best or draft.get("early_stopping_steps") or draft.get("load_best_model_at_end"):
         metric = draft.values["metric_for_best_model"] = draft.get("metric_for_best_model") or "loss"
         if draft.get("greater_is_better") is None:
             draft.values["greater_is_better"] = not metric.endswith("loss")
@@ -148,13 +153,20 @@ def _best_model(draft: Draft) -> None:
     if not draft.get("load_best_model_at_end") or draft.get("eval_strategy") == "no":
         return
     save, evaluate = draft.get("save_strategy"), draft.get("eval_strategy")
+    if save == BEST:
+        return
     if save != evaluate:
         draft.problem("load_best_model_at_end", f"needs save_strategy ({save}) and eval_strategy ({evaluate}) alike")
-    elif save == "steps" and draft.get("save_steps") % draft.get("eval_steps"):
+    elif save == "steps" and not _is_multiple(draft.get("save_steps"), draft.get("eval_steps")):
         steps = f"save_steps ({draft.get('save_steps')})"
         draft.problem(
             "load_best_model_at_end", f"needs {steps} to be a multiple of eval_steps ({draft.get('eval_steps')})"
         )
+
+
+def _is_multiple(of: float, unit: float) -> bool:
+    """Shares are compared in millionths: 0.3 is a multiple of 0.1."""
+    return of % unit == 0 or (of < 1 and unit < 1 and round(of * 1_000_000) % max(1, round(unit * 1_000_000)) == 0)
 
 
 def _schedule(draft: Draft) -> None:

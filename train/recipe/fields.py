@@ -1,7 +1,7 @@
 """The recipe: every key that is honoured, with its type, default, check and one line of explanation.
 
-Names and defaults are LLaMA-Factory 0.9.5's (those of transformers' TrainingArguments among them). `publish` and
-`publish_every_steps` are kt-runtime's own.
+Names and defaults are LLaMA-Factory 0.9.5's (those of transformers' TrainingArguments among them). `publish`,
+`publish_every_steps` and `ref_logprobs` are kt-runtime's own.
 """
 
 # ruff: noqa: RUF009  (`key` is dataclasses.field with metadata)
@@ -17,6 +17,7 @@ from typing import Any
 
 from kt_runtime.train.recipe import checks
 from kt_runtime.train.recipe.checks import Check, names, number, one_of, optional, text, truth, whole
+from kt_runtime.train.recipe.schedules import BY_METRIC
 from kt_runtime.train.recipe.schedules import NAMES as SCHEDULES
 
 STAGES_REFUSED = {
@@ -29,6 +30,7 @@ LOSSES_REFUSED = {
     "kto_pair": "gone from TRL, and LLaMA-Factory 0.9.5 silently trains sigmoid instead; say sigmoid, or one of "
     "hinge, ipo, orpo, simpo"
 }
+BEST = "best"
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused")
 
 
@@ -107,10 +109,12 @@ class Recipe:
     output_dir: Path = key(Path(), checks.path, "needed to train")
     overwrite_output_dir: bool = key(False, truth, "start over although there is a run")
     logging_strategy: str = key("steps", one_of("steps", "epoch", "no"), "when to log")
-    logging_steps: int = key(500, whole(1), "steps between log lines")
+    logging_steps: int | float = key(500, checks.steps, "steps between log lines, or below 1 a share of all steps")
     logging_first_step: bool = key(False, truth, "log the first step, too")
-    save_strategy: str = key("steps", one_of("steps", "epoch", "no"), "when to write checkpoints")
-    save_steps: int = key(500, whole(1), "steps between checkpoints")
+    save_strategy: str = key(
+        "steps", one_of("steps", "epoch", BEST, "no"), "when to write checkpoints; best: after each best evaluation"
+    )
+    save_steps: int | float = key(500, checks.steps, "steps between checkpoints, or below 1 a share of all steps")
     save_total_limit: int | None = key(None, optional(whole(1)), "checkpoints that are kept")
     save_only_model: bool = key(False, truth, "the adapter without the optimizer; such a run can't be resumed")
     plot_loss: bool = key(False, truth, "write training_loss.png")
@@ -139,12 +143,16 @@ class Recipe:
     adam_epsilon: float = key(1e-8, number(0, above=True), "AdamW's")
     seed: int = key(42, whole(0, 2**32 - 1), "of LoRA's A, dropout and the order of rows")
     data_seed: int | None = key(None, optional(whole(0, 2**32 - 1)), "of the order of rows; default: seed")
-    resume_from_checkpoint: bool | Path | None = key(None, checks.resume, "a path, or true for the last one")
+    resume_from_checkpoint: bool | Path | None = key(
+        None, checks.resume, "a checkpoint, the output_dir that holds it, or true: the last one"
+    )
 
     # evaluation
     per_device_eval_batch_size: int = key(8, whole(1), "sequences sent at once")
     eval_strategy: str = key("no", one_of("no", "steps", "epoch"), "when to evaluate")
-    eval_steps: int | None = key(None, optional(whole(1)), "default: logging_steps")
+    eval_steps: int | float | None = key(
+        None, optional(checks.steps), "steps, or below 1 a share of them; default: logging_steps"
+    )
     eval_on_start: bool = key(False, truth, "evaluate before the first step")
     load_best_model_at_end: bool = key(False, truth, "the adapter of the best evaluation is the result")
     metric_for_best_model: str | None = key(None, optional(text), "default: loss")
@@ -179,6 +187,11 @@ class Recipe:
     # kt-runtime
     publish: str | None = key(None, optional(checks.adapter_name), "the adapter's name on the server")
     publish_every_steps: int | None = key(None, optional(whole(1)), "publish while training goes on, too")
+    ref_logprobs: str = key(
+        "twin",
+        one_of("twin", "serving"),
+        "who computes a reference's log-probabilities: the training twin, or the serving path and its prefix cache",
+    )
 
     kt_config: Mapping[str, Any] = field(default_factory=dict, repr=False)
     places: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
@@ -194,6 +207,12 @@ class Recipe:
     def activations(self) -> str:
         """`retain` or `recompute`."""
         return "retain" if self.disable_gradient_checkpointing else "recompute"
+
+    @property
+    def tracks_best(self) -> bool:
+        """Whether evaluations are compared with each other, by `metric_for_best_model`."""
+        follows = self.load_best_model_at_end or self.save_strategy == BEST or self.lr_scheduler_type in BY_METRIC
+        return follows or self.early_stopping_steps is not None
 
     def where(self, key: str) -> str:
         """file:line where the key stands, or the recipe's file when it is at its default."""

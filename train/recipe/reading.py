@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kt_runtime.train.recipe.others import REFUSED, WARNED
 from kt_runtime.train.recipe.table import CHECKS, KNOWN
 
 COMMAND_LINE = "command line"
+DEEPEST = 8
 
 
 def read_recipe(path: Path, overrides: list[str] | None = None, purpose: str = "train") -> tuple[Recipe, list[str]]:
@@ -87,20 +89,37 @@ def _entries(path: Path, overrides: list[str], problems: list[str]) -> list[Entr
     node = read_file(path, "recipe")
     if not isinstance(node, yaml.MappingNode):
         raise InvalidValueError(f"{path}:{node.start_mark.line + 1}: a recipe is a mapping of keys to values")
-    entries = {entry.key: entry for entry in Values(str(path), problems).entries(node)}
+    entries = Values(str(path), problems).entries(node)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key.strip():
             problems.append(f"{COMMAND_LINE}: {shown_key(override)} is not of the form key=value")
             continue
         try:
-            value = _override(text)
+            entries = _overridden(entries, key.strip().split("."), _override(text))
         except ValueError as error:
             said = "***" if is_secret(key) else shown_key(text)
             problems.append(f"{COMMAND_LINE}: {shown_key(key)}: {said}: {error}")
-            continue
-        entries[key.strip()] = Entry(key.strip(), value, COMMAND_LINE)
-    return list(entries.values())
+    return entries
+
+
+def _overridden(entries: Sequence[Entry], path: Sequence[str], value: Any) -> list[Entry]:
+    """`entries` with `value` at `path`: `lr_scheduler_kwargs.min_lr=1e-6` sets one entry of a mapping and leaves the
+    others, as OmegaConf does. A mapping that stands there as JSON text is one too. Raises ValueError."""
+    name, *deeper = path
+    if len(path) > DEEPEST:
+        raise ValueError(f"no key lies deeper than {DEEPEST} levels")
+    if not name:
+        raise ValueError("a part of the key is empty; a key within a mapping is MAPPING.KEY=value")
+    if deeper:
+        inside = next((entry.value for entry in entries if entry.key == name), None)
+        if isinstance(inside, str):
+            inside = _override(inside)
+        value = tuple(_overridden(inside if isinstance(inside, tuple) else (), deeper, value))
+    new = Entry(name, value, COMMAND_LINE)
+    if not any(entry.key == name for entry in entries):
+        return [*entries, new]
+    return [new if entry.key == name else entry for entry in entries]
 
 
 def _override(text: str) -> Any:

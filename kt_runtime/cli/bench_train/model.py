@@ -36,3 +36,12 @@ def checkpoint(plan: Plan, directory: Path) -> Path:
 
 def vocabulary(directory: Path) -> int:
     return int(json.loads((directory / "config.json").read_text())["vocab_size"])
+
+
+def faster_dtype() -> str:
+    """bfloat16 where PyTorch multiplies it with the machine's own instructions, else float32."""
+    import torch
+
+    if torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "bfloat16"
+    return "float32"

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kt_runtime.cli.bench_train.plan import DTYPES, LEARNING_RATE, Plan
 from kt_runtime.cli.bench_train.rows import Measured
 from kt_runtime.errors import RuntimeFault
+from kt_runtime.wire.messages import Activations
 
 SCRIPT = Path(__file__).with_name("peer_script.py")
 TIMEOUT_S = 3600.0
@@ -43,17 +44,19 @@ class Peer:
         some = self.sequences[:1, :PROBE_TOKENS]
         for dtype in DTYPES:
             self.say(f"Hugging Face + PEFT: {some.shape[1]} tokens in {dtype}")
-            answer = self._ask("attention", dtype, some, [(0, 1)], 2)
+            answer = self._ask("attention", "retain", dtype, some, [(0, 1)], 2)
             self.probes[dtype] = some.shape[1] / min(answer["seconds"])
         self.dtype = max(self.probes, key=lambda dtype: self.probes[dtype])
 
-    def measure(self, targets: str) -> Measured:
-        self.say(f"Hugging Face + PEFT: {targets} in {self.dtype}")
+    def measure(self, targets: str, activations: Activations) -> Measured:
+        """`recompute` is Hugging Face's gradient checkpointing."""
+        self.say(f"Hugging Face + PEFT: {targets}, {activations} in {self.dtype}")
         steps = self.plan.warmup_steps + self.plan.steps
-        answer = self._ask(targets, self.dtype, self.sequences, self.plan.micro_batches(), steps)
+        answer = self._ask(targets, activations, self.dtype, self.sequences, self.plan.micro_batches(), steps)
         measured = Measured(answer["seconds"][self.plan.warmup_steps :], answer["losses"], answer["peak_bytes"])
         self.facts[targets] = {name: answer[name] for name in ("parameters", "loading_peak_bytes", "experts")}
-        self.say(f"Hugging Face + PEFT: {targets}: {measured.tokens_per_s(self.plan.step_tokens):.1f} tokens/s")
+        rate = measured.tokens_per_s(self.plan.step_tokens)
+        self.say(f"Hugging Face + PEFT: {targets}, {activations}: {rate:.1f} tokens/s")
         return measured
 
     def as_json(self) -> dict[str, Any]:
@@ -64,6 +67,7 @@ class Peer:
     def _ask(
         self,
         targets: str,
+        activations: Activations,
         dtype: str,
         sequences: npt.NDArray[np.int64],
         micro_batches: list[tuple[int, int]],
@@ -73,6 +77,7 @@ class Peer:
             "model": str(self.model),
             "dtype": dtype,
             "targets": targets,
+            "checkpointing": activations == "recompute",
             "rank": self.plan.rank,
             "alpha": self.plan.alpha,
             "learning_rate": LEARNING_RATE,
@@ -81,13 +86,19 @@ class Peer:
             "steps": steps,
             "threads": len(os.sched_getaffinity(0)),
         }
-        done = subprocess.run(
-            [sys.executable, "-P", str(SCRIPT)],
-            input=json.dumps(question),  # an argument may have 128 KiB
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, "-P", str(SCRIPT)],
+                input=json.dumps(question),  # an argument may have 128 KiB
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeFault(
+                f"Hugging Face + PEFT: {targets} in {dtype}: did not end within {TIMEOUT_S:.0f} s, so there is nothing "
+                "to compare with; measure fewer or shorter sequences, or a smaller model"
+            ) from None
         if done.returncode != 0:
             end = "\n".join(done.stderr.splitlines()[-15:])
             raise RuntimeFault(f"Hugging Face + PEFT ended with status {done.returncode}:\n{end}")

@@ -62,6 +62,8 @@ def main() -> None:
     torch.manual_seed(0)
     dtype = getattr(torch, question["dtype"])
     model = AutoModelForCausalLM.from_pretrained(question["model"], dtype=dtype, attn_implementation="sdpa")
+    if question["checkpointing"]:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = adapted(model, question)
     loading_peak_bytes = peak_bytes()
     with suppress(OSError):

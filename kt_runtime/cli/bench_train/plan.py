@@ -21,8 +21,9 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Plan:
-    """A step is `sequences` of `tokens` each, `micro_batch` of them at once, then AdamW.
+    """A step is `sequences` of `tokens` each, then AdamW.
 
+    `micro_batch`: sequences that the peer computes at once. `microbatch_tokens`: tokens that the server does.
     `model`: a preset that can be made, or a checkpoint's directory. `layers`: None, as the model has. `dtype`,
     `peer_dtype`: None: the faster one on this machine. `warmup_steps` are not counted.
     """
@@ -34,6 +35,7 @@ class Plan:
     sequences: int = 8
     tokens: int = 256
     micro_batch: int = 1
+    microbatch_tokens: int = 2048
     steps: int = 3
     warmup_steps: int = 1
     rank: int = 8
@@ -44,7 +46,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Raises InvalidValueError for a number below 1, UnknownNameError for an unknown name."""
-        for name in ("sequences", "micro_batch", "steps", "rank"):
+        for name in ("sequences", "micro_batch", "microbatch_tokens", "steps", "rank"):
             if getattr(self, name) < 1:
                 raise InvalidValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; must be 1 or more")
         if self.tokens < 2:
@@ -60,12 +62,22 @@ class Plan:
         return self.sequences * self.tokens
 
     def micro_batches(self) -> list[tuple[int, int]]:
-        """[first, end) of the sequences that are computed at once."""
+        """[first, end) of the sequences that the peer computes at once."""
         starts = range(0, self.sequences, self.micro_batch)
         return [(start, min(start + self.micro_batch, self.sequences)) for start in starts]
 
     def facts(self, model: Path | str) -> dict[str, Any]:
-        names = ("sequences", "tokens", "micro_batch", "steps", "warmup_steps", "rank", "alpha", "layers")
+        names = (
+            "sequences",
+            "tokens",
+            "micro_batch",
+            "microbatch_tokens",
+            "steps",
+            "warmup_steps",
+            "rank",
+            "alpha",
+            "layers",
+        )
         return {"model": str(model)} | {name: getattr(self, name) for name in names}
 
 

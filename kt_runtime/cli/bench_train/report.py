@@ -26,13 +26,14 @@ def print_report(result: dict[str, Any]) -> None:
         Column("peak", justify="right", no_wrap=True),
         Column("its peak", justify="right", no_wrap=True),
         title=f"{training['model']}, steps of {training['sequences']} x {training['tokens']} tokens,"
-        f" {training['micro_batch']} at once, rank {training['rank']}",
+        f" rank {training['rank']}",
     )
     for row in result["rows"]:
         table.add_row(*_cells(row))
     console.print(table)
-    legend = f"Medians, in brackets the shortest step. The server computes in {training['dtype']}"
-    legend += f", the peer in {peer['dtype']}." if peer else "."
+    legend = f"Medians, in brackets the shortest step. The server computes in {training['dtype']}, up to"
+    legend += f" {training['microbatch_tokens']} tokens at once"
+    legend += f", the peer in {peer['dtype']}, {training['micro_batch']} sequences at once." if peer else "."
     console.print(legend, highlight=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from kt_runtime import __version__
 from kt_runtime.cli.bench_train import server_side
-from kt_runtime.cli.bench_train.model import checkpoint, vocabulary
+from kt_runtime.cli.bench_train.model import checkpoint, faster_dtype, vocabulary
 from kt_runtime.cli.bench_train.peer import Peer
 from kt_runtime.cli.bench_train.plan import Plan, sequences_of
 from kt_runtime.cli.bench_train.rows import Measured, Row
@@ -23,13 +24,13 @@ def run(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
         say(f"the checkpoint of {plan.model}")
         model = checkpoint(plan, directory)
         sequences = sequences_of(plan, vocabulary(model))
-        dtype = plan.dtype or _faster_dtype()
+        dtype = plan.dtype or faster_dtype()
         ours = server_side.measure(plan, model, dtype, sequences, directory, say)
         peer = Peer(plan, model, sequences, say) if plan.with_peer else None
-        theirs: dict[str, Measured] = {}
+        theirs: dict[tuple[str, str], Measured] = {}
         if peer is not None:
             peer.choose_dtype()
-            theirs = {targets: peer.measure(targets) for targets in plan.targets}
+            theirs = {case: peer.measure(*case) for case in itertools.product(plan.targets, plan.activations)}
     cpu = cpu_facts()
     return {
         "machine": {"cpu": cpu["model"], "processors": cpu["usable_processors"], "kt_runtime": __version__},
@@ -39,19 +40,10 @@ def run(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
     }
 
 
-def _rows(plan: Plan, ours: dict[tuple[str, str], Measured], theirs: dict[str, Measured]) -> list[Row]:
+def _rows(plan: Plan, ours: dict[tuple[str, str], Measured], theirs: dict[tuple[str, str], Measured]) -> list[Row]:
     rows = []
     for (targets, activations), measured in ours.items():
         alone = ours.get(("attention", activations)) if targets != "attention" else None
         rate = None if alone is None else alone.tokens_per_s(plan.step_tokens)
-        rows.append(Row(targets, activations, plan.step_tokens, measured, theirs.get(targets), rate))
+        rows.append(Row(targets, activations, plan.step_tokens, measured, theirs.get((targets, activations)), rate))
     return rows
-
-
-def _faster_dtype() -> str:
-    """bfloat16 where PyTorch multiplies it with the machine's own instructions, else float32."""
-    import torch
-
-    if torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "bfloat16"
-    return "float32"

@@ -24,10 +24,10 @@ def measure(
     plan: Plan, model: Path, dtype: str, sequences: npt.NDArray[np.int64], directory: Path, say: Callable[[str], None]
 ) -> dict[tuple[str, str], Measured]:
     """By targets and activations. The server is gone afterwards; its files are in `directory`."""
-    context, at_once = max(plan.tokens + 1, 64), plan.micro_batch * plan.tokens
+    context = max(plan.tokens + 1, 64)
     options = ["--dtype", dtype, "--context-tokens", str(context), "--max-total-tokens", "1024"]
     options += ["--max-running-requests", "1", "--max-lora-rank", str(plan.rank), "--lora-slots", "2"]
-    options += ["--microbatch-tokens", str(at_once), "--adapter-dir", str(directory / "adapters")]
+    options += ["--microbatch-tokens", str(plan.microbatch_tokens), "--adapter-dir", str(directory / "adapters")]
     say(f"starting a server in {dtype}")
     found: dict[tuple[str, str], Measured] = {}
     with server(str(model), options, directory / "server.log") as api, resident_client(api, CALL_TIMEOUT_S) as client:
@@ -46,26 +46,25 @@ def _train(
     client: ResidentClient, plan: Plan, targets: str, activations: Activations, sequences: npt.NDArray[np.int64]
 ) -> tuple[list[float], list[float]]:
     """Seconds of each counted step, and the losses of all steps."""
-    batches = [_batch(sequences, first, end) for first, end in plan.micro_batches()]
+    batch = _batch(sequences)
     session = f"bench-{targets.replace('+', '-')}-{activations}"
     lora = LoraSettings(rank=plan.rank, alpha=plan.alpha, targets=lora_targets(targets), seed=0)
     client.create_session(session, lora)
     seconds, losses = [], []
     for _ in range(plan.warmup_steps + plan.steps):
         started = time.perf_counter()
-        tickets = [client.begin_forward_backward(session, batch, activations=activations) for batch in batches]
-        done = [client.finish_forward(*each) for each in zip(tickets, batches, strict=True)]
+        ticket = client.begin_forward_backward(session, batch, activations=activations)  # as `kt-runtime train` does
+        result = client.finish_forward(ticket, batch)
         client.optim_step(session, LEARNING_RATE)
         seconds.append(time.perf_counter() - started)
-        losses.append(sum(result.loss for result in done))
+        losses.append(result.loss)
     client.close_session(session)
     return seconds[plan.warmup_steps :], losses
 
 
-def _batch(sequences: npt.NDArray[np.int64], first: int, end: int) -> Batch:
-    """Every token but the last of a sequence predicts the next; the call's loss is its share of the step's mean."""
+def _batch(sequences: npt.NDArray[np.int64]) -> Batch:
+    """Every token but the last of a sequence predicts the next; the loss is the step's mean."""
     count, tokens = sequences.shape
-    weights = np.full((end - first, tokens), 1.0 / (count * (tokens - 1)))
+    weights = np.full((count, tokens), 1.0 / (count * (tokens - 1)))
     weights[:, -1] = 0.0
-    some = sequences[first:end]
-    return Batch.from_sequences(some.tolist(), np.roll(some, -1, axis=1).tolist(), weights.tolist())
+    return Batch.from_sequences(sequences.tolist(), np.roll(sequences, -1, axis=1).tolist(), weights.tolist())

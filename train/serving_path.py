@@ -1,0 +1,110 @@
+"""Many requests to a running server's `/generate`, several at a time.
+
+A request that fails for a passing reason (no connection, busy, restarting) is sent again; any other failure ends the
+whole, and what was answered until then has been handed over already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from kt_runtime.errors import InvalidValueError, RequestTimeoutError, RuntimeFault, ServerUnreachableError
+
+PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # before each further try
+PASSING_STATUS = {429, 502, 503, 504}
+CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 3600.0
+
+Answer = Mapping[str, Any]
+Ask = Callable[[dict[str, Any], str], Coroutine[Any, Any, Answer]]
+"""`ask(body, where)` gives SGLang's answer, whose `meta_info` is there. `where`: the row's place, for messages."""
+
+
+@dataclass(frozen=True)
+class ServingPath:
+    """`adapter`: a name that the server serves, or None for the base. `num_at_once`: requests under way at any time."""
+
+    url: str
+    api_key: str | None = field(repr=False)
+    adapter: str | None
+    num_at_once: int
+    pauses_s: tuple[float, ...] = PAUSES_SECONDS
+
+    def run(self, work: Callable[[Ask], Awaitable[None]]) -> None:
+        """Runs `work` to its end; it asks as often and as much at once as it likes, and waits for its turn.
+
+        Raises ServerUnreachableError, RequestTimeoutError, RuntimeFault, and InvalidValueError for a refused request.
+        Ctrl-C raises KeyboardInterrupt; closing their connections makes the server drop the requests under way.
+        """
+        try:
+            asyncio.run(self._run(work))
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+
+    async def _run(self, work: Callable[[Ask], Awaitable[None]]) -> None:
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
+        limits = httpx.Limits(max_connections=self.num_at_once)
+        turns = asyncio.Semaphore(self.num_at_once)
+        async with httpx.AsyncClient(
+            base_url=self.url, headers=headers, timeout=timeout, limits=limits, trust_env=False
+        ) as http:
+
+            async def ask(body: dict[str, Any], where: str) -> Answer:
+                async with turns:
+                    return await self._ask(http, body, where)
+
+            await work(ask)
+
+    async def _ask(self, http: httpx.AsyncClient, body: dict[str, Any], where: str) -> Answer:
+        if self.adapter is not None:
+            body = {**body, "lora_path": self.adapter}
+        for pause_s in (*self.pauses_s, None):
+            try:
+                answer = await http.post("/generate", json=body)
+            except httpx.ReadTimeout:
+                raise RequestTimeoutError(f"{where}: {self.url} gave no answer in {ANSWER_SECONDS:g} s") from None
+            except httpx.TransportError as error:
+                failure = f"{type(error).__name__} {error}".strip()
+            else:
+                if answer.status_code not in PASSING_STATUS:
+                    return _checked(answer, where)
+                failure = f"HTTP {answer.status_code}"
+            if pause_s is not None:
+                await asyncio.sleep(pause_s)
+        raise ServerUnreachableError(f"{where}: {self.url} did not answer in {len(self.pauses_s) + 1} tries: {failure}")
+
+
+def malformed(where: str, answer: Any) -> RuntimeFault:
+    return RuntimeFault(f"{where}: the server's answer is not SGLang's: {str(answer)[:200]}")
+
+
+def _checked(answer: httpx.Response, where: str) -> Answer:
+    if not answer.is_success:
+        message = f"{where}: the server answers HTTP {answer.status_code}: {_message(answer)}"
+        raise InvalidValueError(message) if answer.is_client_error else RuntimeFault(message)
+    try:
+        value: Answer = answer.json()
+        reason = value["meta_info"]["finish_reason"] or {}
+        aborted = reason.get("message", "aborted") if reason.get("type") == "abort" else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise malformed(where, answer.text) from None
+    if aborted is not None:
+        raise RuntimeFault(f"{where}: the server ended the request: {aborted}")
+    return value
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:300]
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
