@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from reference.fake_server import Answer, fake_server
 from kt_runtime.errors import InvalidValueError, NumericsError, RuntimeFault
 from kt_runtime.train.examples import Example, Pair
 from kt_runtime.train.reference_logprobs import Counters, ask_reference
-from kt_runtime.train.serving_path import ServingPath
+from kt_runtime.train.serving_path import Ask, ServingPath
 
 AT_ONCE = 4
 PROMPT_TOKENS = 20
@@ -71,6 +73,23 @@ def ask(url: str, asked: list[Pair], counters: Counters | None = None, stop: Any
     return found
 
 
+class OrderOfRequests:
+    """A ServingPath that answers in this process: a server may see requests sent at once in any order."""
+
+    num_at_once = AT_ONCE
+
+    def __init__(self) -> None:
+        self.prompts: list[int] = []
+
+    def run(self, work: Callable[[Ask], Coroutine[Any, Any, None]]) -> None:
+        asyncio.run(work(self._ask))
+
+    async def _ask(self, body: dict[str, Any], where: str) -> dict[str, Any]:
+        self.prompts.append(body["input_ids"][1])
+        await asyncio.sleep(0)
+        return answer(body["input_ids"], body["logprob_start_len"])
+
+
 def test_each_prefix_is_computed_once_and_each_example_has_its_answers_log_probabilities() -> None:
     asked, counters = pairs(60, 6), Counters()
     with fake_server(Cache(0.003)) as fake:
@@ -107,13 +126,11 @@ def test_few_prompts_are_open_at_a_time_and_the_longest_comes_first() -> None:
 
 
 def test_prompts_of_an_earlier_call_come_before_others_that_may_push_them_out_of_the_cache() -> None:
-    asked, counters = pairs(60, 20), Counters()
-    with fake_server(Cache(0.002)) as fake:
-        ask(fake.url, asked[:3], counters)
-        before = len(fake.requests)
-        ask(fake.url, asked[3:], counters)
-    prompts = list(dict.fromkeys(body["input_ids"][1] for _, body in fake.requests[before:]))
-    assert set(prompts[1:4]) == {100, 101, 102}  # after the longest
+    asked, counters, order = pairs(60, 20), Counters(), OrderOfRequests()
+    ask_reference(order, asked[:3], counters, lambda *_: None, lambda: False)
+    order.prompts.clear()
+    ask_reference(order, asked[3:], counters, lambda *_: None, lambda: False)
+    assert set(list(dict.fromkeys(order.prompts))[1:4]) == {100, 101, 102}  # after the longest
     assert (counters.num_pairs, len(counters.prompts)) == (60, 20)
 
 

@@ -1,13 +1,14 @@
 // Integer products with AVX-512 VNNI.
 //
-// Register tile: up to 8 rows x 2 blocks of 16 rows of weights, or 1 row x 4 blocks: 16 registers of int32 sums of the
-// group at most, 2 of weights (4 for int4), 1 or 2 of broadcast activations, 1 mask. The float32 totals lie in c,
-// touched once a group. Activations: codes in the order of the columns; 4 columns are one broadcast dword. Weights:
-// unsigned codes, a line is the first operand of vpdpbusd as it lies; a line of int4 becomes two by `and` and a shift.
-// The zero point enters as the start of a sum: -zero * (sum of the activations' codes).
+// Register tile: up to 6 rows x 2 blocks of 16 rows of weights, or 1 row x 4 blocks: 12 registers of int32 sums of the
+// group and 12 of float32 totals at most, 2 of weights (4 for int4), 1 of broadcast activations, 1 mask. Totals in
+// memory would allow a larger tile, but each group would wait for the stores of its totals (two cycles each on Zen 4).
+// Activations: codes in the order of the columns; 4 columns are one broadcast dword. Weights: unsigned codes, a line is
+// the first operand of vpdpbusd as it lies; a line of int4 becomes two by `and` and a shift. The zero point enters as
+// the start of a sum: -zero * (sum of the activations' codes).
 //
-// Expected on Zen 4 (one vpdpbusd a cycle): a line of 2 blocks takes 16 cycles beside 10 loads. A group costs 2 more
-// multiplications a sum, a quarter on top for groups of 32.
+// Zen 4, one vpdpbusd a cycle: a line of 2 blocks takes 12 cycles beside 8 loads. A group of 32 columns costs one fma a
+// sum on top of 8 vpdpbusd.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own header starts undefined vectors with themselves
 #endif
@@ -37,49 +38,86 @@ struct Sums {
   Lanes at[kRows][kBlocks];
 };
 
-inline __m512i codes_sum(const IntegerTile& t, int r, int64_t g) {
-  return _mm512_set1_epi32(t.a_sums[r * t.ld_groups + g]);
+template <int kRows, int kBlocks>
+struct Totals {
+  __m512 at[kRows][kBlocks];
+};
+
+// A pointer that moves from row to row. Hidden from the compiler, which else keeps one address for every row, more than
+// there are registers.
+template <class T>
+inline void next_row(T*& at, int64_t ld) {
+  at += ld;
+  __asm__("" : "+r"(at));
 }
 
-template <int kRows, int kBlocks>
-inline void start(const IntegerTile& t, int64_t g, int32_t default_zero, Sums<kRows, kBlocks>& sum) {
+// Rows of codes, three to a base register: base, base + ld, base + 2 * ld are forms of one address.
+template <int kRows>
+struct CodeRows {
+  static constexpr int kBases = (kRows + 2) / 3;
+
+  CodeRows(const uint8_t* a, int64_t lda) : ld(lda) {
+    for (int i = 0; i < kBases; ++i) {
+      base[i] = a + 3 * i * lda;
+      __asm__("" : "+r"(base[i]));
+    }
+  }
+  const uint8_t* at(int r) const { return base[r / 3] + r % 3 * ld; }
+  void advance(int64_t columns) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kBases; ++i) base[i] += columns;
+  }
+
+  const uint8_t* base[kBases];
+  int64_t ld;
+};
+
+// -zero * (sum of the activations' codes) for the zero that all weights share, or for those of each block's rows.
+template <Encoding kEncoding, int kRows, int kBlocks>
+inline void start(const IntegerTile& t, int64_t g, Sums<kRows, kBlocks>& sum) {
+  constexpr int kDefaultZeroBits = kEncoding == Encoding::kInt4 ? 3 : 7;
+  const int32_t* codes_sum = t.a_sums + g;
   if (t.blocks[0].zeros == nullptr) {
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const Lanes from = Lanes(_mm512_mullo_epi32(_mm512_set1_epi32(-default_zero), codes_sum(t, r, g)));
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r, next_row(codes_sum, t.ld_groups)) {
+      const Lanes from = -(Lanes(_mm512_set1_epi32(*codes_sum)) << kDefaultZeroBits);
 #pragma GCC unroll 4
       for (int b = 0; b < kBlocks; ++b) sum.at[r][b] = from;
     }
     return;
   }
+  __m512i minus_zero[kBlocks];
 #pragma GCC unroll 4
   for (int b = 0; b < kBlocks; ++b) {
     const auto* at = reinterpret_cast<const __m128i*>(t.blocks[b].zeros + g * kBlockRows);
-    const __m512i minus_zero = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_cvtepu8_epi32(_mm_loadu_si128(at)));
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) sum.at[r][b] = Lanes(_mm512_mullo_epi32(minus_zero, codes_sum(t, r, g)));
+    minus_zero[b] = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_cvtepu8_epi32(_mm_loadu_si128(at)));
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r, next_row(codes_sum, t.ld_groups)) {
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b)
+      sum.at[r][b] = Lanes(_mm512_mullo_epi32(minus_zero[b], _mm512_set1_epi32(*codes_sum)));
   }
 }
 
-// Adds the products of one line of each block, decoded, with 4 columns of each row.
+// Adds the products of one line of each block, decoded, with columns [column, column + 4) of each row.
 template <int kRows, int kBlocks>
-inline void add_line(const __m512i* w, const uint8_t* a, int64_t lda, Sums<kRows, kBlocks>& sum) {
-#pragma GCC unroll 8
+inline void add_line(const __m512i* w, const CodeRows<kRows>& a, int column, Sums<kRows, kBlocks>& sum) {
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
-    const __m512i x = _mm512_set1_epi32(dword(a + r * lda));
+    const __m512i x = _mm512_set1_epi32(dword(a.at(r) + column));
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) sum.at[r][b] = Lanes(_mm512_dpbusd_epi32(__m512i(sum.at[r][b]), w[b], x));
   }
 }
 
+// Adds the products of a unit of 32 columns.
 template <Encoding kEncoding, int kRows, int kBlocks>
-inline void add_group(const IntegerTile& t, const GroupSpan& span, Sums<kRows, kBlocks>& sum) {
+inline void add_unit(const uint8_t* const* lines, const CodeRows<kRows>& a, Sums<kRows, kBlocks>& sum) {
+  constexpr int kColumns = kEncoding == Encoding::kInt4 ? 8 : 4, kLines = kQuantizeUnit / kColumns;
   const __m512i low = _mm512_set1_epi8(15);
-  const uint8_t* a = t.a + span.col;
-  const uint8_t* lines[kBlocks];
-  for (int b = 0; b < kBlocks; ++b) lines[b] = t.blocks[b].lines + span.line_begin;
-  int64_t i = 0;
-  do {
+#pragma GCC unroll 8
+  for (int i = 0; i < kLines; ++i) {
     __m512i w[kBlocks], high[kBlocks];
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) {
@@ -89,44 +127,62 @@ inline void add_group(const IntegerTile& t, const GroupSpan& span, Sums<kRows, k
         w[b] = _mm512_and_si512(w[b], low);
       }
     }
-    add_line<kRows, kBlocks>(w, a, t.lda, sum);
-    a += 4;
-    if constexpr (kEncoding == Encoding::kInt4) {
-      add_line<kRows, kBlocks>(high, a, t.lda, sum);
-      a += 4;
-    }
-  } while (++i < span.lines);
+    add_line<kRows, kBlocks>(w, a, i * kColumns, sum);
+    if constexpr (kEncoding == Encoding::kInt4) add_line<kRows, kBlocks>(high, a, i * kColumns + 4, sum);
+  }
 }
 
-// c is the memory of the totals, so that the registers are free for a larger tile of sums.
+template <Encoding kEncoding, int kRows, int kBlocks>
+inline void add_group(const IntegerTile& t, const GroupSpan& span, Sums<kRows, kBlocks>& sum) {
+  constexpr int64_t kUnitBytes = kBlockRows * kQuantizeUnit / (kEncoding == Encoding::kInt4 ? 2 : 1);
+  CodeRows<kRows> a(t.a + span.col, t.lda);
+  const uint8_t* lines[kBlocks];
+  for (int b = 0; b < kBlocks; ++b) lines[b] = t.blocks[b].lines + span.line_begin;
+  int64_t left = span.cols;
+  do {
+    add_unit<kEncoding, kRows, kBlocks>(lines, a, sum);
+    a.advance(kQuantizeUnit);
+    for (int b = 0; b < kBlocks; ++b) lines[b] += kUnitBytes;
+  } while ((left -= kQuantizeUnit) > 0);
+}
+
+// Adds the sums of group g, with its scales, to the totals.
 template <int kRows, int kBlocks>
-inline void finish_group(const IntegerTile& t, int64_t g, const Sums<kRows, kBlocks>& sum) {
+inline void finish_group(const IntegerTile& t, int64_t g, const Sums<kRows, kBlocks>& sum,
+                         Totals<kRows, kBlocks>& total) {
+  const float* a_scale = t.a_scales + g;
+  const bool grouped = t.blocks[0].group_scales != nullptr;
+  __m512 scale[kBlocks];
+  for (int b = 0; grouped && b < kBlocks; ++b) {
+    const auto* halves = static_cast<const uint16_t*>(t.blocks[b].group_scales) + g * kBlockRows;
+    scale[b] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r, next_row(a_scale, t.ld_groups)) {
+    const __m512 row = _mm512_set1_ps(*a_scale);
 #pragma GCC unroll 4
-  for (int b = 0; b < kBlocks; ++b) {
-    const auto* halves = static_cast<const uint16_t*>(t.blocks[b].group_scales);
-    __m512 scale = _mm512_set1_ps(1.0f);
-    if (halves != nullptr)
-      scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves + g * kBlockRows)));
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      float* c = t.c + r * t.ldc + b * kBlockRows;
-      const __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(t.a_scales[r * t.ld_groups + g]));
-      _mm512_storeu_ps(c, _mm512_fmadd_ps(_mm512_cvtepi32_ps(__m512i(sum.at[r][b])), factor, _mm512_loadu_ps(c)));
+    for (int b = 0; b < kBlocks; ++b) {
+      const __m512 factor = grouped ? _mm512_mul_ps(scale[b], row) : row;
+      total.at[r][b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(__m512i(sum.at[r][b])), factor, total.at[r][b]);
     }
   }
 }
 
 struct Avx512 {
-  static constexpr int kMaxRows = 8, kMaxBlocks = 2, kFewRows = 4;
-  static constexpr int64_t kChunkBytes = 16384;
+  static constexpr int kMaxRows = 6, kMaxBlocks = 2, kFewRows = 4;
+  static constexpr int64_t kChunkBytes = 32768;
   static constexpr int few_blocks(int rows) { return rows == 1 ? 4 : 2; }
 
   template <Encoding kEncoding, int kRows, int kBlocks>
-  static void tile(const IntegerTile& in) {
-    const IntegerTile t = in;  // of our own: results are floats in memory that might lie anywhere
-    constexpr int32_t kZero = kEncoding == Encoding::kInt4 ? 8 : 128;
-    constexpr size_t kRowBytes = kBlocks * kBlockRows * sizeof(float);
-    for (int r = 0; t.first == 0 && r < kRows; ++r) std::memset(t.c + r * t.ldc, 0, kRowBytes);
+  static void tile(const IntegerTile& t) {
+    Totals<kRows, kBlocks> total;
+    float* c = t.c;
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r, next_row(c, t.ldc)) {
+#pragma GCC unroll 4
+      for (int b = 0; b < kBlocks; ++b)
+        total.at[r][b] = t.first == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(c + b * kBlockRows);
+    }
     int64_t fetch = t.fetch_first;
     for (int64_t g = t.first; g < t.end; ++g) {
       const GroupSpan span = group_span<kEncoding>(t.shape, g);
@@ -135,16 +191,19 @@ struct Avx512 {
         fetch += t.fetch_step;
       }
       Sums<kRows, kBlocks> sum;
-      start<kRows, kBlocks>(t, g, kZero, sum);
+      start<kEncoding, kRows, kBlocks>(t, g, sum);
       add_group<kEncoding, kRows, kBlocks>(t, span, sum);
-      finish_group<kRows, kBlocks>(t, g, sum);
+      finish_group<kRows, kBlocks>(t, g, sum, total);
     }
-    if (t.end < t.shape.activation_groups()) return;
-    for (int b = 0; b < kBlocks; ++b) {
-      const __m512 scale = _mm512_loadu_ps(t.blocks[b].row_scales);
-      for (int r = 0; r < kRows; ++r) {
-        float* c = t.c + r * t.ldc + b * kBlockRows;
-        _mm512_storeu_ps(c, _mm512_mul_ps(_mm512_loadu_ps(c), scale));
+    const bool last = t.end == t.shape.activation_groups();
+    c = t.c;
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r, next_row(c, t.ldc)) {
+#pragma GCC unroll 4
+      for (int b = 0; b < kBlocks; ++b) {
+        const __m512 value = total.at[r][b];
+        _mm512_storeu_ps(c + b * kBlockRows,
+                         last ? _mm512_mul_ps(value, _mm512_loadu_ps(t.blocks[b].row_scales)) : value);
       }
     }
   }
