@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 
@@ -13,7 +14,8 @@ class BufferPool:
     """At most `limit_bytes` are out at a time. Memory given back is kept for the next page of the same size.
 
     Buffers begin on whole memory pages, small ones on cache lines: reading a file into memory that begins anywhere is
-    four times slower on some processors, and that is where malloc puts large blocks.
+    four times slower on some processors, and that is where malloc puts large blocks. They lie in huge pages where the
+    system has some: it hands a disk memory in pieces of a page each, and of small ones it takes many requests.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -69,5 +71,8 @@ def _slab(size: int, room_bytes: int) -> list[memoryview]:
     unit = mmap.PAGESIZE if size >= mmap.PAGESIZE else _CACHE_LINE
     step = -(-size // unit) * unit
     count = max(1, min(_SLAB_BYTES, room_bytes) // step)
-    slab = memoryview(mmap.mmap(-1, count * step, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    memory = mmap.mmap(-1, count * step, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    slab = memoryview(memory)
     return [slab[start : start + size] for start in reversed(range(0, count * step, step))]

@@ -21,7 +21,7 @@ from kt_runtime.cache.filesystem import DiskFiles, FileSystem
 from kt_runtime.cache.namespace import Namespace
 from kt_runtime.cache.page import Page
 from kt_runtime.cache.page_store import SMALLEST_QUOTA, PageStore
-from kt_runtime.cache.read_ahead import ReadAhead
+from kt_runtime.cache.read_ahead import Check, ReadAhead
 from kt_runtime.cache.record import is_key
 from kt_runtime.cache.write_behind import WriteBehind
 from kt_runtime.errors import InvalidValueError, KtError
@@ -84,7 +84,7 @@ class DiskTier:
         except OSError as error:
             self._lose_directory(error)
         self._reader = ReadAhead(
-            self._read_store,
+            self._fetch_from_store,
             settings.page_bytes,
             memory_bytes=settings.read_memory_bytes,
             num_threads=settings.num_readers,
@@ -227,9 +227,12 @@ class DiskTier:
 
     # Called by the reading threads and by the writing thread
 
-    def _read_store(self, pages: Sequence[Page]) -> list[bool]:
+    def _fetch_from_store(self, pages: Sequence[Page]) -> Check:
         store = self._store
-        return store.read(pages) if store is not None else [False] * len(pages)
+        if store is None:
+            return lambda: [False] * len(pages)
+        fetched = store.fetch(pages)
+        return lambda: store.check(pages, fetched)
 
     def _write_store(self, pages: Sequence[Page], chain: Sequence[bytes]) -> None:
         store = self._store

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from kt_runtime.cache.direct_reading import DirectFile, is_eligible
 from kt_runtime.cache.record import Buffer
 from kt_runtime.files import exclusive_lock, fsync_directory, lock_holder
 
@@ -64,16 +65,18 @@ class FileSystem(Protocol):
 
 
 class _DiskFile:
-    """Reads of one file wait for each other: the system reads ahead for who reads in order, and threads that read
-    neighbouring places at the same time are slower than one."""
+    """Reads through the system's cache wait for each other: the system reads ahead for who reads in order, and threads
+    that read neighbouring places at the same time are slower than one. Those past it don't."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._reading = threading.Lock()
+        self._direct: DirectFile | None = None
 
     def read_into(self, pieces: Sequence[bytearray | memoryview], offset: int) -> int:
         views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
-        done = 0
+        done = self._read_directly(views, offset)
+        views = _rest(views, done)
         with self._reading:
             while views:
                 count = os.preadv(self._descriptor, views[:_MOST_PIECES], offset + done)
@@ -82,6 +85,14 @@ class _DiskFile:
                 done += count
                 views = _rest(views, count)
         return done
+
+    def _read_directly(self, views: list[memoryview], offset: int) -> int:
+        """What remains is read as usual; none but at the end of the file, or where this can't be used."""
+        if not is_eligible(views, offset):
+            return 0
+        with self._reading:
+            self._direct = self._direct or DirectFile(self._descriptor)
+        return self._direct.read_into(views[:_MOST_PIECES], offset)
 
     def write_from(self, pieces: Sequence[Buffer], offset: int) -> None:
         views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
@@ -104,6 +115,8 @@ class _DiskFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
+        if self._direct is not None:
+            self._direct.close()
 
 
 def _begin_writing_back(descriptor: int, offset: int, size: int) -> None:

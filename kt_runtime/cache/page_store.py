@@ -21,7 +21,7 @@ from kt_runtime.cache.index_log import DROP, ENTRY_BYTES, PUT, USE, Change
 from kt_runtime.cache.page import Page, neighbours
 from kt_runtime.cache.record import HEADER_BYTES, Fault, check_slot, record_id
 from kt_runtime.cache.segment import Geometry, slot_bytes_for
-from kt_runtime.cache.slot_io import read_slots, write_slots
+from kt_runtime.cache.slot_io import Fetched, fetch_slots, write_slots
 from kt_runtime.errors import InvalidValueError
 
 SMALLEST_QUOTA = 1 << 20
@@ -134,25 +134,42 @@ class PageStore:
 
         Raises OSError if the disk refused a read and nothing could be read at all.
         """
-        hits: set[bytes] = set()
+        return self.check(pages, self.fetch(pages))
+
+    def fetch(self, pages: Sequence[Page]) -> list[Fetched]:
+        """The first half of `read`, with all that the disk is needed for: who goes on to fetch the next pages while
+        another thread checks these keeps it busy."""
+        fetched: list[Fetched] = []
         error: OSError | None = None
         with self._in_use.using() as is_open:
             found = self._pin(pages) if is_open else []
             try:
                 for group in neighbours(found, _LARGEST_TRANSFER):
                     try:
-                        hits |= self._read_group(group)
+                        number, _ = parts(group[0][1])
+                        fetched += fetch_slots(self._directory.segments[number], self._geometry(number), group)
                     except OSError as failure:
                         self.counters.add("read_errors")
                         error = failure
             finally:
                 self._unpin([place for _, place in found])
+        if error is not None and not fetched:
+            raise error
+        return fetched
+
+    def check(self, pages: Sequence[Page], fetched: Sequence[Fetched]) -> list[bool]:
+        """The second half of `read`: which of `pages` are right, by what `fetch` returned for them."""
+        hits: set[bytes] = set()
+        for one in fetched:
+            fault = one.check(self.namespace)
+            if fault is None:
+                hits.add(one.page.key)
+            else:
+                self._refuse_fetched(one, fault)
         results = [page.key in hits for page in pages]
         self.counters.add("hits", sum(results))
         self.counters.add("misses", len(results) - sum(results))
         self.counters.add("bytes_read", sum(page.payload_bytes for page in pages if page.key in hits))
-        if error is not None and not hits:
-            raise error
         return results
 
     def _pin(self, pages: Sequence[Page]) -> list[tuple[Page, int]]:
@@ -172,15 +189,19 @@ class PageStore:
             for place in places:
                 self._catalog.unpin(place)
 
-    def _read_group(self, group: list[tuple[Page, int]]) -> set[bytes]:
-        """The keys of those that are right. All have one size and lie side by side."""
-        number, slot = parts(group[0][1])
-        pages = [page for page, _ in group]
-        faults = read_slots(self._directory.segments[number], self._geometry(number), slot, pages, self.namespace)
-        for (page, place), fault in zip(group, faults, strict=True):
-            if fault is not None:
-                self._refuse(record_id(self.namespace, page.key), place, fault)
-        return {page.key for page, fault in zip(pages, faults, strict=True) if fault is None}
+    def _refuse_fetched(self, fetched: Fetched, fault: Fault) -> None:
+        """Unless the slot has been given to another record since it was read."""
+        record = record_id(self.namespace, fetched.page.key)
+        with self._in_use.using() as is_open:
+            with self._lock:
+                is_there = is_open and self._catalog.find(record) == fetched.place
+                if is_there:
+                    self._catalog.pin(fetched.place)
+            if is_there:
+                try:
+                    self._refuse(record, fetched.place, fault)
+                finally:
+                    self._unpin([fetched.place])
 
     def _geometry(self, number: int) -> Geometry:
         return self._catalog.segments[number].geometry

@@ -13,23 +13,28 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kt_runtime.cache.availability import Availability, Use
 from kt_runtime.cache.buffers import BufferPool
 from kt_runtime.cache.counters import Counters
 from kt_runtime.cache.page import Page
+from kt_runtime.cache.segment import slot_bytes_for
+from kt_runtime.cache.slot_io import page_in_slot
 
 logger = logging.getLogger(__name__)
 
-_JOB_BYTES = 4 << 20
+_JOB_BYTES = 8 << 20
 _FAILURES = 3  # reads in a row that the system refused: then the disk is not used until one works
+
+Check: TypeAlias = Callable[[], list[bool]]
 
 
 @dataclass
 class _Entry:
     """One page on its way. `buffer` goes back to the pool when nobody waits and nobody reads any more."""
 
-    key: bytes
+    page: Page
     buffer: memoryview
     is_done: bool = False
     hit: bool = False
@@ -43,11 +48,16 @@ class _Job:
 
 
 class ReadAhead:
-    """`read` is `PageStore.read` or what stands for it; it may raise OSError. All pages have `page_bytes`."""
+    """`fetch` reads pages from the disk and returns what is left to do without it: to find out which of them are right.
+    It may raise OSError. All pages have `page_bytes`.
+
+    Some threads only fetch and another one checks: a disk that has nothing to do while checksums are compared is slower
+    by a fifth. A job counts as running until it is checked: what is damaged is put aside, which may hang as well.
+    """
 
     def __init__(
         self,
-        read: Callable[[Sequence[Page]], list[bool]],
+        fetch: Callable[[Sequence[Page]], Check],
         page_bytes: int,
         *,
         memory_bytes: int,
@@ -56,18 +66,21 @@ class ReadAhead:
         availability: Availability,
         counters: Counters,
     ) -> None:
-        self._read, self._page_bytes, self._patience_s = read, page_bytes, patience_s
+        self._fetch, self._page_bytes, self._patience_s = fetch, page_bytes, patience_s
         self._availability, self._counters = availability, counters
-        self._pool = BufferPool(max(memory_bytes, page_bytes))
+        self._slot_bytes = slot_bytes_for(page_bytes)
+        self._pool = BufferPool(max(memory_bytes, self._slot_bytes))
         self._pages_per_job = max(1, _JOB_BYTES // page_bytes)
         self._changed = threading.Condition()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # not yet asked for
         self._queued: deque[_Job] = deque()
         self._running: list[_Job] = []
+        self._fetched: deque[tuple[_Job, Check, Exception | None]] = deque()
         self._failures = 0
         self._is_closed = False
         names = (f"cache-read-{number}" for number in range(num_threads))
         self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
+        self._threads.append(threading.Thread(target=self._work_on_fetched, name="cache-check", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -82,7 +95,7 @@ class ReadAhead:
                     buffer = self._buffer(wanted)
                     if buffer is None:
                         break
-                    self._entries[key] = _Entry(key, buffer)
+                    self._entries[key] = _Entry(page_in_slot(key, buffer, self._page_bytes), buffer)
                     fresh.append(self._entries[key])
                 count += 1
             step = self._pages_per_job
@@ -107,7 +120,7 @@ class ReadAhead:
             if entry is None or not self._wait(entry):
                 break
             if entry.hit:
-                _copy(entry.buffer, page.pieces)
+                page.fill(memoryview(entry.page.pieces[0]))
             self._pool.give_back(entry.buffer)
             if not entry.hit:
                 break
@@ -151,14 +164,14 @@ class ReadAhead:
 
     def _buffer(self, wanted: set[bytes]) -> memoryview | None:
         """Under the lock. Other pages that nobody came for make room, the oldest first."""
-        buffer = self._pool.take(self._page_bytes)
+        buffer = self._pool.take(self._slot_bytes)
         while buffer is None:
             others = (entry for key, entry in self._entries.items() if entry.is_done and key not in wanted)
             unclaimed = next(others, None)
             if unclaimed is None:
                 return None
-            self._give_up(self._entries.pop(unclaimed.key))
-            buffer = self._pool.take(self._page_bytes)
+            self._give_up(self._entries.pop(unclaimed.page.key))
+            buffer = self._pool.take(self._slot_bytes)
         return buffer
 
     def _give_up(self, entry: _Entry) -> None:
@@ -203,7 +216,19 @@ class ReadAhead:
                 job = self._queued.popleft()
                 job.started_s = time.monotonic()
                 self._running.append(job)
-            hits, error = self._run(job)
+            check, error = self._fetch_job(job)
+            with self._changed:
+                self._fetched.append((job, check, error))
+                self._changed.notify_all()
+
+    def _work_on_fetched(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._fetched or (self._is_closed and not self._running))
+                if not self._fetched:
+                    return
+                job, check, error = self._fetched.popleft()
+            hits = self._check(check)
             with self._changed:
                 self._running.remove(job)
                 self._finish(job, hits)
@@ -215,17 +240,29 @@ class ReadAhead:
             elif ends_waiting and not error:
                 self._availability.regain(Use.READING)
 
-    def _run(self, job: _Job) -> tuple[list[bool], Exception | None]:
-        pages = [Page(entry.key, [entry.buffer]) for entry in job.entries if not entry.is_given_up]
+    def _check(self, check: Check) -> list[bool]:
         try:
-            found = iter(self._read(pages))
+            return check()
+        except Exception:
+            logger.exception("cache: checking failed for a reason of our own; the pages count as missing")
+            return []
+
+    def _fetch_job(self, job: _Job) -> tuple[Check, Exception | None]:
+        pages = [entry.page for entry in job.entries if not entry.is_given_up]
+        try:
+            check = self._fetch(pages)
         except OSError as error:
-            return [], error
+            return list, error
         except Exception as error:
             logger.exception("cache: reading failed for a reason of our own; the pages count as missing")
-            return [], error
-        read = {page.key for page in pages}
-        return [entry.key in read and next(found) for entry in job.entries], None
+            return list, error
+        wanted = {page.key for page in pages}
+
+        def check_all() -> list[bool]:
+            found = iter(check())
+            return [entry.page.key in wanted and next(found) for entry in job.entries]
+
+        return check_all, None
 
     def _is_overdue(self, job: _Job) -> bool:
         return job.started_s is not None and time.monotonic() - job.started_s > self._patience_s
@@ -236,10 +273,3 @@ class ReadAhead:
 
     def forget_failures(self) -> None:
         self._failures = 0
-
-
-def _copy(source: memoryview, pieces: Sequence[bytearray | memoryview]) -> None:
-    offset = 0
-    for piece in pieces:
-        memoryview(piece).cast("B")[:] = source[offset : offset + len(piece)]
-        offset += len(piece)

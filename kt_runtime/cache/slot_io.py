@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from kt_runtime.cache.catalog import parts
 from kt_runtime.cache.filesystem import OpenFile
 from kt_runtime.cache.page import Page
 from kt_runtime.cache.record import (
@@ -19,20 +21,44 @@ from kt_runtime.cache.record import (
 from kt_runtime.cache.segment import Geometry, slot_bytes_for
 
 
-def read_slots(
-    file: OpenFile, geometry: Geometry, first_slot: int, pages: Sequence[Page], namespace: bytes
-) -> list[Fault | None]:
-    """Fills `pages`, all of one size, from that slot on. For each: None if it is the right record, else its fault."""
-    payload_bytes = pages[0].payload_bytes
+def page_in_slot(key: bytes, slot: memoryview, payload_bytes: int) -> Page:
+    """A page to read into memory of `slot_bytes_for(payload_bytes)`: with all that is in the slot around it, so that
+    slots which are whole blocks can come from the disk without a copy of the system's in between."""
+    return Page(key, [slot[HEADER_BYTES : HEADER_BYTES + payload_bytes]], slot)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """`page` as it came from the slot at `place`, and the record's header, both unchecked; without a header where the
+    slot is for records of another size."""
+
+    page: Page
+    place: int
+    header: Buffer | None
+
+    def check(self, namespace: bytes) -> Fault | None:
+        """None if it is the right record."""
+        if self.header is None:
+            return Fault.WRONG_LENGTH
+        return check(self.header, self.page.pieces, namespace, self.page.key)
+
+
+def fetch_slots(file: OpenFile, geometry: Geometry, group: Sequence[tuple[Page, int]]) -> list[Fetched]:
+    """Fills the pages, all of one size, from the neighbouring slots at their places."""
+    payload_bytes = group[0][0].payload_bytes
     if slot_bytes_for(payload_bytes) != geometry.slot_bytes:
-        return [Fault.WRONG_LENGTH] * len(pages)
-    headers = [bytearray(HEADER_BYTES) for _ in pages]
-    padding = bytearray(geometry.slot_bytes - HEADER_BYTES - payload_bytes)
+        return [Fetched(page, place, None) for page, place in group]
+    fetched: list[Fetched] = []
     pieces: list[bytearray | memoryview] = []
-    for header, page in zip(headers, pages, strict=True):
-        pieces += [header, *page.pieces, padding]
+    padding = bytearray(geometry.slot_bytes - HEADER_BYTES - payload_bytes)
+    for page, place in group:
+        header = bytearray(HEADER_BYTES) if page.slot is None else page.slot[:HEADER_BYTES]
+        header[:] = bytes(HEADER_BYTES)  # where the file ends before it there is none, whatever the memory held
+        fetched.append(Fetched(page, place, header))
+        pieces += [header, *page.pieces, padding] if page.slot is None else [page.slot]
+    _, first_slot = parts(group[0][1])
     file.read_into(pieces, geometry.offset(first_slot))
-    return [check(header, page.pieces, namespace, page.key) for header, page in zip(headers, pages, strict=True)]
+    return fetched
 
 
 def write_slots(

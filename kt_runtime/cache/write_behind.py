@@ -81,7 +81,7 @@ class WriteBehind:
                     buffer = self._wait_for_buffer(page.payload_bytes)
                 if buffer is None:
                     break
-                _copy_into(buffer, page.pieces)
+                page.copy_to(buffer)
                 copies[page.key] = buffer
                 size += len(buffer)
             accepted += 1
@@ -108,10 +108,7 @@ class WriteBehind:
             buffer = self._pending.get(page.key)
             if buffer is None or len(buffer) != page.payload_bytes:
                 return False
-            offset = 0
-            for piece in page.pieces:
-                memoryview(piece).cast("B")[:] = buffer[offset : offset + len(piece)]
-                offset += len(piece)
+            page.fill(buffer)
             return True
 
     def flush(self, timeout_s: float) -> bool:
@@ -221,10 +218,3 @@ class WriteBehind:
         finally:
             with self._changed:
                 self._release(operation) if is_written else self._drop(operation)
-
-
-def _copy_into(buffer: memoryview, pieces: Sequence[bytearray | memoryview]) -> None:
-    offset = 0
-    for piece in pieces:
-        buffer[offset : offset + len(piece)] = memoryview(piece).cast("B")
-        offset += len(piece)

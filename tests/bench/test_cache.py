@@ -59,6 +59,8 @@ def test_what_is_dropped_from_the_system_s_cache_is_gone(tmp_path: Path) -> None
     after = system_cache.cached_share(path)
     if before is not None and system_cache.file_system(tmp_path) != "tmpfs":
         assert before == 1.0 and after == 0.0
+        system_cache.fill(path)
+        assert system_cache.cached_share(path) == 1.0
     assert system_cache.cached_share() == 0.0
 
 

@@ -7,7 +7,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -239,8 +239,14 @@ class Interrupted(list[Page]):
 
 def test_two_callers_may_offer_the_same_page_at_the_same_time(files: FaultyFiles) -> None:
     written: list[tuple[bytes, bytes]] = []
+    is_offered = threading.Event()
+
+    def write(pages: Sequence[Page], chain: Sequence[bytes]) -> None:
+        assert is_offered.wait(30)
+        written.extend((page.key, contents(page)) for page in pages)
+
     writer = WriteBehind(
-        lambda pages, chain: written.extend((page.key, contents(page)) for page in pages),
+        write,
         lambda: None,
         memory_bytes=1 << 20,
         interval_s=1.0,
@@ -250,6 +256,7 @@ def test_two_callers_may_offer_the_same_page_at_the_same_time(files: FaultyFiles
     )
     other = [page_to_write(1), page_to_write(2)]
     assert writer.offer(Interrupted([page_to_write(1), page_to_write(3)], lambda: writer.offer(other, ())), ()) == 2
+    is_offered.set()
     assert writer.flush(5.0)
     assert sorted(written) == [(key_of(number), payload_of(number)) for number in (1, 2, 3)]
     assert writer.close(5.0)

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from kt_runtime.cache.availability import Availability, Use
 from kt_runtime.cache.counters import Counters
 from kt_runtime.cache.page import Page
-from kt_runtime.cache.read_ahead import ReadAhead
+from kt_runtime.cache.read_ahead import Check, ReadAhead
+from kt_runtime.cache.segment import slot_bytes_for
 
 SIZE = 64
+SLOT = slot_bytes_for(SIZE)  # what a page takes while it is read
 
 
 def page(key: bytes) -> Page:
@@ -19,19 +21,19 @@ def page(key: bytes) -> Page:
 def test_memory_of_a_read_that_hangs_is_nobody_elses() -> None:
     hangs, seen = threading.Event(), dict[bytes, int]()
 
-    def read(pages: Sequence[Page]) -> list[bool]:
+    def fetch(pages: Sequence[Page]) -> Check:
         for one in pages:
             seen[one.key] = id(one.pieces[0])
             if one.key == b"slow":
                 hangs.wait(30)
             one.pieces[0][:] = one.key[:1] * SIZE
-        return [True] * len(pages)
+        return lambda: [True] * len(pages)
 
     availability = Availability("a disk")
     reader = ReadAhead(
-        read,
+        fetch,
         SIZE,
-        memory_bytes=2 * SIZE,
+        memory_bytes=2 * SLOT,
         num_threads=2,
         patience_s=0.05,
         availability=availability,
@@ -51,13 +53,13 @@ def test_memory_of_a_read_that_hangs_is_nobody_elses() -> None:
 
 
 def test_pages_nobody_came_for_make_room_for_others() -> None:
-    def read(pages: Sequence[Page]) -> list[bool]:
-        return [True] * len(pages)
+    def fetch(pages: Sequence[Page]) -> Check:
+        return lambda: [True] * len(pages)
 
     reader = ReadAhead(
-        read,
+        fetch,
         SIZE,
-        memory_bytes=4 * SIZE,
+        memory_bytes=4 * SLOT,
         num_threads=1,
         patience_s=5.0,
         availability=Availability("a disk"),
@@ -73,15 +75,15 @@ def test_a_read_that_hangs_and_then_fails_is_left_to_be_tried_out() -> None:
     """Nothing is read while reading is off: if nobody tried, it would stay off for ever."""
     hangs = threading.Event()
 
-    def read(pages: Sequence[Page]) -> list[bool]:
+    def fetch(pages: Sequence[Page]) -> Check:
         assert hangs.wait(30)
         raise OSError("gone for good")
 
     availability = Availability("a disk")
     reader = ReadAhead(
-        read,
+        fetch,
         SIZE,
-        memory_bytes=2 * SIZE,
+        memory_bytes=2 * SLOT,
         num_threads=2,
         patience_s=0.05,
         availability=availability,
@@ -99,18 +101,18 @@ def test_a_read_that_hangs_and_then_fails_is_left_to_be_tried_out() -> None:
 def test_a_read_that_works_beside_the_last_one_that_failed_does_not_hide_that_reading_is_off() -> None:
     begun, may_end = threading.Event(), threading.Event()
 
-    def read(pages: Sequence[Page]) -> list[bool]:
+    def fetch(pages: Sequence[Page]) -> Check:
         if pages[0].key != b"slow":
             raise OSError("refused")
         begun.set()
         assert may_end.wait(30)
-        return [True] * len(pages)
+        return lambda: [True] * len(pages)
 
     availability = Availability("a disk")
     reader = ReadAhead(
-        read,
+        fetch,
         SIZE,
-        memory_bytes=8 * SIZE,
+        memory_bytes=8 * SLOT,
         num_threads=2,
         patience_s=5.0,
         availability=availability,
@@ -127,14 +129,14 @@ def test_a_read_that_works_beside_the_last_one_that_failed_does_not_hide_that_re
 
 
 def test_a_slow_disk_keeps_its_caller_no_longer_than_asked_and_what_it_gave_counts() -> None:
-    def read(pages: Sequence[Page]) -> list[bool]:
+    def fetch(pages: Sequence[Page]) -> Check:
         time.sleep(0.05)
-        return [True] * len(pages)
+        return lambda: [True] * len(pages)
 
     reader = ReadAhead(
-        read,
+        fetch,
         5 << 20,  # a read each
-        memory_bytes=40 << 20,
+        memory_bytes=48 << 20,
         num_threads=1,
         patience_s=5.0,
         availability=Availability("a disk"),
@@ -144,4 +146,71 @@ def test_a_slow_disk_keeps_its_caller_no_longer_than_asked_and_what_it_gave_coun
     results = reader.take(pages, 0.12)
     assert results[0] and not results[-1]
     assert results == sorted(results, reverse=True)
+    assert reader.close(5.0)
+
+
+def test_the_disk_goes_on_while_what_came_is_checked() -> None:
+    """With one thread that reads: the check of the first job ends only when the next one was read."""
+    next_is_read = threading.Event()
+
+    def fetch(pages: Sequence[Page]) -> Check:
+        if pages[0].key == b"1":
+            next_is_read.set()
+        return lambda: [next_is_read.wait(30)] * len(pages)
+
+    reader = ReadAhead(
+        fetch,
+        9 << 20,  # a read each
+        memory_bytes=40 << 20,
+        num_threads=1,
+        patience_s=30.0,
+        availability=Availability("a disk"),
+        counters=Counters(),
+    )
+    assert reader.take([Page(b"%d" % number, [bytearray(9 << 20)]) for number in range(2)]) == [True, True]
+    assert reader.close(5.0)
+
+
+def test_a_check_that_hangs_keeps_its_memory_and_counts_as_a_disk_that_hangs() -> None:
+    may_end = threading.Event()
+
+    def fetch(pages: Sequence[Page]) -> Check:
+        return lambda: [may_end.wait(30)] * len(pages)
+
+    availability = Availability("a disk")
+    reader = ReadAhead(
+        fetch,
+        SIZE,
+        memory_bytes=SLOT,
+        num_threads=1,
+        patience_s=0.05,
+        availability=availability,
+        counters=Counters(),
+    )
+    assert reader.take([page(b"slow")]) == [False]
+    assert availability.is_late(Use.READING)
+    assert reader.start([b"other"]) == 0
+    may_end.set()
+    assert reader.close(5.0)
+    assert availability[Use.READING]
+
+
+def test_a_check_that_raises_is_a_miss() -> None:
+    def fetch(pages: Sequence[Page]) -> Check:
+        def check() -> list[bool]:
+            raise ValueError("a mistake of ours")
+
+        return check
+
+    reader = ReadAhead(
+        fetch,
+        SIZE,
+        memory_bytes=SLOT,
+        num_threads=1,
+        patience_s=5.0,
+        availability=Availability("a disk"),
+        counters=Counters(),
+    )
+    for _ in range(2):
+        assert reader.take([page(b"a")]) == [False]
     assert reader.close(5.0)

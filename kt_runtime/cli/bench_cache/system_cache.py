@@ -7,6 +7,8 @@ import mmap
 import os
 from pathlib import Path
 
+_READING_BYTES = 4 << 20
+
 
 def drop(*paths: Path) -> None:
     """Asks the system to forget what it holds of these files, which are written to the disk first."""
@@ -17,6 +19,14 @@ def drop(*paths: Path) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
+
+
+def fill(*paths: Path) -> None:
+    """Has the system hold these files, as far as there is memory."""
+    for path in paths:
+        with path.open("rb") as file:
+            while file.read(_READING_BYTES):
+                pass
 
 
 def cached_share(*paths: Path) -> float | None:
