@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from kt_runtime.resident.attention_math import attend_sequence, attend_sequence_backward
+from kt_runtime.resident.attention_math import attend_batch_backward, attend_sequence
 from kt_runtime.resident.batches import Branch
 from kt_runtime.resident.lora_linear import LoraLinear
 from kt_runtime.resident.products import frozen_bmm, served_product
@@ -36,19 +36,24 @@ Branches = tuple[Branch, ...] | None
 
 
 class _Attention(torch.autograd.Function):
-    """Causal attention of the last queries over all keys of one sequence; keeps its inputs only."""
+    """Causal attention of the last queries over all keys, sequence by sequence; no scores are kept for backward."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-        ctx.save_for_backward(q, k, v)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        log_sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        for row in range(len(q)):
+            prefix = k.shape[1] - q.shape[1]
+            out[row] = attend_sequence(q[row], k[row], v[row], prefix, scaling, log_sums=log_sums[row])
+        ctx.save_for_backward(q, k, v, out, log_sums)
         ctx.scaling = scaling
-        return attend_sequence(q, k, v, len(k) - len(q), scaling).to(q.dtype)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors
-        return (*attend_sequence_backward(grads[0], q, k, v, ctx.scaling), None)
+        q, k, v, out, log_sums = ctx.saved_tensors
+        return (*attend_batch_backward(grads[0], q, k, v, out, log_sums, ctx.scaling), None)
 
 
 def attend(
@@ -56,19 +61,19 @@ def attend(
 ) -> torch.Tensor:
     """Causal attention in float32, rounded once: q [B, S, N, .], k and v [B, S, key heads, .] -> [B, S, N, .]."""
     if branches is None:
-        return torch.stack([_Attention.apply(*row, scaling) for row in zip(q, k, v, strict=True)])
-    rows = zip(q, k, v, branches, strict=True)
-    return torch.stack([_forked(*row, scaling) for row in rows])
+        return _Attention.apply(q, k, v, scaling)
+    rows = zip(q.split(1), k.split(1), v.split(1), branches, strict=True)
+    return torch.cat([_forked(*row, scaling) for row in rows])
 
 
 def _forked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, branch: Branch, scaling: float) -> torch.Tensor:
-    """One row: q [S, N, .], k and v [S, key heads, .] -> [S, N, .]."""
+    """One row: q [1, S, N, .], k and v [1, S, key heads, .] -> [1, S, N, .]."""
     first, second = slice(0, branch.second), slice(branch.second, None)
-    parts = [_Attention.apply(q[first], k[first], v[first], scaling)]
-    if branch.second < len(q):
-        keys, values = (torch.cat([x[: branch.prefix], x[second]]) for x in (k, v))
-        parts.append(_Attention.apply(q[second], keys, values, scaling))
-    return torch.cat(parts)
+    parts = [_Attention.apply(q[:, first], k[:, first], v[:, first], scaling)]
+    if branch.second < q.shape[1]:
+        keys, values = (torch.cat([x[:, : branch.prefix], x[:, second]], dim=1) for x in (k, v))
+        parts.append(_Attention.apply(q[:, second], keys, values, scaling))
+    return torch.cat(parts, dim=1)
 
 
 def visible_keys(branches: tuple[Branch, ...], length: int, device: torch.device) -> torch.Tensor:

@@ -7,10 +7,13 @@ keys as they are: the G queries of a key head become rows of one matrix product.
 Queries are taken in blocks, whose scores stay in the caches where they can and never need more than `SCORE_BUDGET`
 numbers, and a block looks only at the keys that it may see. Serving on a CPU (`sglang_patch.attention`) and the twin
 use the same functions. The order in which BLAS adds depends on the number of keys, so blocks end at the same keys of a
-sequence however much of it is cached: what is left are float32's last bits. Knows nothing of SGLang.
+sequence however much of it is cached: what is left are float32's last bits. Queries are multiplied with the scaling
+before the product: there are fewer of them than scores. Knows nothing of SGLang.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 
@@ -23,11 +26,18 @@ BLOCK_UNITS = (64, 16, 4)  # a block is a multiple of the first it holds: BLAS a
 
 
 def attend_sequence(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix_tokens: int, scaling: float, logit_cap: float = 0.0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    prefix_tokens: int,
+    scaling: float,
+    logit_cap: float = 0.0,
+    log_sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [T, N, D], k [L, K, D], v [L, K, V] with L = prefix_tokens + T -> float32 [T, N, V].
 
     Query t sees keys 0 to prefix_tokens + t. A `logit_cap` above 0 caps scores softly: cap * tanh(score / cap).
+    `log_sums` [T, N], float32, is filled where given: log of the sum over keys of exp(score).
     """
     tokens, heads, _ = q.shape
     keys = k.shape[0]
@@ -37,9 +47,14 @@ def attend_sequence(
     k_heads, v_heads = k.float().transpose(0, 1), v.float().transpose(0, 1)
     for start, stop in _blocks(prefix_tokens, tokens, heads * keys):
         visible = prefix_tokens + stop
-        out[start:stop] = _attend_block(
-            q[start:stop].float(), k_heads[:, :visible], v_heads[:, :visible], scaling, logit_cap
-        )
+        rows, keys_seen = _rows(q[start:stop].float() * scaling, len(k_heads)), k_heads[:, :visible]
+        scores = _scores(rows, keys_seen, stop - start, logit_cap)
+        weights = torch.softmax(scores, dim=-1)
+        out[start:stop] = _tokens(product(weights, v_heads[:, :visible]), stop - start)
+        if log_sums is not None:
+            # The largest weight is exp(largest score) / sum.
+            sums = scores.amax(-1, keepdim=True).sub_(weights.amax(-1, keepdim=True).log_())
+            log_sums[start:stop] = _tokens(sums, stop - start)[..., 0]
     return out
 
 
@@ -52,13 +67,39 @@ def attend_decode(
     """
     batch, heads, size = q.shape
     length, k_heads = k.shape[1], k.shape[2]
-    grouped = q.float().view(batch, k_heads, heads // k_heads, size)
-    scores = product(grouped, k.float().permute(0, 2, 3, 1)).mul_(scaling)  # [B, K, G, L]
+    grouped = (q.float() * scaling).view(batch, k_heads, heads // k_heads, size)
+    scores = product(grouped, k.float().permute(0, 2, 3, 1))  # [B, K, G, L]
     scores = _cap(scores, logit_cap)
     padding = torch.arange(length, device=q.device) >= lengths[:, None]
     scores.masked_fill_(padding[:, None, None, :], float("-inf"))
     out = product(torch.softmax(scores, dim=-1), v.float().transpose(1, 2))
     return out.reshape(batch, heads, v.shape[-1])
+
+
+def attend_batch_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    log_sums: torch.Tensor,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`attend_sequence_backward` of B sequences, each tensor with one more dimension in front.
+
+    `out` [B, T, N, V] and `log_sums` [B, T, N] are what `attend_sequence` gave. Where keys and values have one size and
+    none is cached, a CPU takes one call of PyTorch's fused kernel, in float32 too, with its own order of summing.
+    """
+    if q.device.type != "cpu" or k.shape != v.shape or k.shape[1] != q.shape[1]:
+        rows = zip(grad_out, q, k, v, strict=True)
+        by_q, by_k, by_v = zip(*(attend_sequence_backward(*row, scaling) for row in rows), strict=True)
+        return torch.stack(by_q), torch.stack(by_k), torch.stack(by_v)
+    wide = (x.float().transpose(1, 2) for x in (grad_out, q, k, v, out))
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *wide, log_sums.transpose(1, 2).contiguous(), 0.0, True, scale=scaling
+    )
+    by_q, by_k, by_v = (by_x.transpose(1, 2).to(x.dtype) for by_x, x in zip(found, (q, k, v), strict=True))
+    return by_q, by_k, by_v
 
 
 def attend_sequence_backward(
@@ -75,13 +116,16 @@ def attend_sequence_backward(
     for start, stop in _blocks(prefix_tokens, tokens, heads * k.shape[0]):
         visible = prefix_tokens + stop
         keys, values = k_heads[:, :visible], v_heads[:, :visible]
-        queries, grads = _rows(q[start:stop].float(), len(keys)), _rows(grad_out[start:stop].float(), len(keys))
-        weights = _weights(queries, keys, stop - start, scaling, 0.0)
+        queries, grads = (
+            _rows(q[start:stop].float() * scaling, len(keys)),
+            _rows(grad_out[start:stop].float(), len(keys)),
+        )
+        weights = torch.softmax(_scores(queries, keys, stop - start, 0.0), dim=-1)
         by_v[:, :visible].baddbmm_(weights.transpose(1, 2), grads)
         by_scores = torch.bmm(grads, values.transpose(1, 2))
         mean = torch.linalg.vecdot(by_scores, weights).unsqueeze(-1)
-        by_scores.sub_(mean).mul_(weights.mul_(scaling))
-        by_q[start:stop] = _tokens(torch.bmm(by_scores, keys), stop - start)
+        by_scores.sub_(mean).mul_(weights)
+        by_q[start:stop] = _tokens(torch.bmm(by_scores, keys).mul_(scaling), stop - start)
         by_k[:, :visible].baddbmm_(by_scores.transpose(1, 2), queries)
     return by_q, by_k.transpose(0, 1).to(k.dtype), by_v.transpose(0, 1).to(v.dtype)
 
@@ -99,20 +143,19 @@ def _blocks(prefix_tokens: int, tokens: int, scores_of_one: int) -> list[tuple[i
     return list(zip(starts, [*starts[1:], tokens], strict=True))
 
 
-def _attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, logit_cap: float) -> torch.Tensor:
-    """q [T, N, D], k [K, L, D], v [K, L, V]; the last query sees all L keys, each one before it one key fewer."""
-    weights = _weights(_rows(q, k.shape[0]), k, q.shape[0], scaling, logit_cap)
-    return _tokens(product(weights, v), q.shape[0])
-
-
-def _weights(rows: torch.Tensor, k: torch.Tensor, tokens: int, scaling: float, logit_cap: float) -> torch.Tensor:
-    """What each query takes of each value: rows [K, G * T, D], k [K, L, D] -> [K, G * T, L]."""
+def _scores(rows: torch.Tensor, k: torch.Tensor, tokens: int, logit_cap: float) -> torch.Tensor:
+    """rows [K, G * T, D], k [K, L, D] -> [K, G * T, L]; the last query sees all keys, each before it one key fewer."""
     k_heads, keys, _ = k.shape
-    scores = _cap(product(rows, k.transpose(1, 2)).mul_(scaling), logit_cap)
+    scores = _cap(product(rows, k.transpose(1, 2)), logit_cap)
     if tokens > 1:
-        future = torch.ones(tokens, tokens, dtype=torch.bool, device=rows.device).triu_(1)
-        scores.view(k_heads, -1, tokens, keys)[..., keys - tokens :].masked_fill_(future, float("-inf"))
-    return torch.softmax(scores, dim=-1)
+        scores.view(k_heads, -1, tokens, keys)[..., keys - tokens :].add_(_hidden_future(tokens, rows.device))
+    return scores
+
+
+@lru_cache(maxsize=16)
+def _hidden_future(tokens: int, device: torch.device) -> torch.Tensor:
+    """[T, T]: what hides from a query the keys after its own when it is added to scores."""
+    return torch.full((tokens, tokens), float("-inf"), device=device).triu_(1)
 
 
 def _rows(x: torch.Tensor, k_heads: int) -> torch.Tensor:

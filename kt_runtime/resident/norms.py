@@ -29,10 +29,10 @@ class _FrozenRmsNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         x, weight, inverse = ctx.saved_tensors
-        normal = x.to(torch.float32) * inverse
-        weighted = grads[0].to(torch.float32) * weight.to(torch.float32)
-        mean = torch.linalg.vecdot(weighted, normal).unsqueeze(-1).div_(x.shape[-1])
-        by_x = torch.addcmul(weighted, normal, mean, value=-1).mul_(inverse)
+        weighted = grads[0].to(torch.float32, copy=True).mul_(weight.to(torch.float32))
+        wide = x.to(torch.float32)
+        mean = torch.linalg.vecdot(weighted, wide).unsqueeze(-1).mul_(inverse * inverse).div_(x.shape[-1])
+        by_x = weighted.addcmul_(wide, mean, value=-1).mul_(inverse)
         return by_x.to(x.dtype), None, None
 
 

@@ -61,10 +61,19 @@ class _ServedProduct(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, served = ctx.saved_tensors
-        scaled = grads[0].float() if ctx.alpha == 1 else grads[0].float() * ctx.alpha
-        by_x = (scaled @ served.float().mT).to(x.dtype) if ctx.needs_input_grad[0] else None
-        by_master = _inner_product(x.float(), scaled).to(ctx.master_dtype) if ctx.needs_input_grad[1] else None
+        by_x = _scaled_product(grads[0], served.mT, ctx.alpha) if ctx.needs_input_grad[0] else None
+        by_master = None
+        if ctx.needs_input_grad[1]:
+            by_master = _inner_product(x.float(), grads[0].float()).mul_(ctx.alpha).to(ctx.master_dtype)
         return by_x, by_master, None, grads[0] if ctx.needs_input_grad[3] else None
+
+
+def _scaled_product(a: torch.Tensor, b: torch.Tensor, alpha: float) -> torch.Tensor:
+    """alpha * a b, rounded once to their dtype: a [..., M, K], b [..., K, N]. For gradients, as `gradient_product`."""
+    if _in_software(a):
+        return (a.float() @ b.float()).mul_(alpha).to(a.dtype)
+    multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
+    return multiply(a.new_empty(1), a, b, beta=0, alpha=alpha)
 
 
 def _inner_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

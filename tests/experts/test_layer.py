@@ -127,7 +127,8 @@ def test_bfloat16_and_float32_input_agree_on_the_same_numbers(isa, make_problem,
     p = make_problem(3, 70, 40, 9, 2, dtype=torch.bfloat16)
     layer = build_layer(p.experts, isa)
     exact = layer.forward(p.x.float(), p.ids, p.weights)
-    torch.testing.assert_close(layer.forward(p.x, p.ids, p.weights).float(), exact, rtol=2.0**-7, atol=1e-4)
+    # The result is rounded to bfloat16, and so is h where the instruction set multiplies bfloat16: 2^-9 each at most.
+    assert (layer.forward(p.x, p.ids, p.weights).float() - exact).norm() <= 2.0**-8 * exact.norm()
 
 
 def test_strided_and_misaligned_tensors_are_read_in_place(make_problem, build_layer):

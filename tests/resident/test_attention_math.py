@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from kt_runtime.resident import attention_math
-from kt_runtime.resident.attention_math import _blocks, attend_decode, attend_sequence, attend_sequence_backward
+from kt_runtime.resident.attention_math import (
+    _blocks,
+    attend_batch_backward,
+    attend_decode,
+    attend_sequence,
+    attend_sequence_backward,
+)
 
 # query heads, key heads, key size, value size; the last is absorbed MLA: one key head, values shorter than keys
 SHAPES = [(4, 4, 16, 16), (8, 2, 32, 32), (6, 1, 24, 16)]
@@ -103,6 +109,31 @@ def test_gradients_are_those_of_the_definition(
     monkeypatch.setattr(attention_math, "SCORE_BUDGET", budget)
     for found, wanted in zip(attend_sequence_backward(grad_out, *inputs, 0.3), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("prefix", [0, 6])
+def test_a_batch_has_each_sequence_s_gradients(shape: tuple[int, ...], prefix: int) -> None:
+    rows = [tensors(shape, 150, 150 + prefix, seed) for seed in range(2)]
+    inputs = [torch.stack(part) for part in zip(*rows, strict=True)]
+    log_sums = torch.empty(2, 150, shape[0])
+    out = torch.stack([attend_sequence(*row, prefix, 0.3, log_sums=log_sums[i]) for i, row in enumerate(rows)])
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
+    found = attend_batch_backward(grad_out, *inputs, out, log_sums, 0.3)
+    for index, row in enumerate(rows):
+        for by_x, wanted in zip(found, attend_sequence_backward(grad_out[index], *row, 0.3), strict=True):
+            torch.testing.assert_close(by_x[index], wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_log_sums_are_those_of_the_visible_keys(shape: tuple[int, ...]) -> None:
+    q, k, v = tensors(shape, 7, 9)
+    log_sums = torch.empty(7, shape[0])
+    attend_sequence(q, k, v, 2, 0.3, log_sums=log_sums)
+    scores = torch.einsum("tnd,lnd->tnl", q, k.repeat_interleave(shape[0] // shape[1], 1)).double() * 0.3
+    hidden = torch.ones(7, 9, dtype=torch.bool).triu(3)[:, None]
+    expected = scores.masked_fill(hidden, float("-inf")).logsumexp(-1)
+    torch.testing.assert_close(log_sums.double(), expected, atol=TOLERANCE, rtol=0)
 
 
 def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
