@@ -115,7 +115,7 @@ def experts(
 @click.option("--tokens", default=256, show_default=True, help="In a sequence.")
 @click.option("--micro-batch", default=1, show_default=True, help="Sequences that the peer computes at once.")
 @click.option("--microbatch-tokens", default=2048, show_default=True, help="Tokens that the server computes at once.")
-@click.option("--steps", default=3, show_default=True, help="Counted steps; one more goes before.")
+@click.option("--steps", default=3, show_default=True, help="Counted steps; two more go before.")
 @click.option("--rank", default=8, show_default=True, help="Of LoRA.")
 @click.option("--dtype", help="The server's: bfloat16 or float32. [default: the faster one here]")
 @click.option("--peer-dtype", help="The peer's: bfloat16 or float32. [default: the faster one here, by a short step]")

@@ -37,7 +37,7 @@ class Plan:
     micro_batch: int = 1
     microbatch_tokens: int = 2048
     steps: int = 3
-    warmup_steps: int = 1
+    warmup_steps: int = 2
     rank: int = 8
     alpha: float = 16.0
     dtype: str | None = None
