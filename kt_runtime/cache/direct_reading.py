@@ -10,12 +10,15 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 
 BLOCK_BYTES = 4096  # a multiple of what disks and file systems ask for
 _SMALLEST = 256 << 10
 _MOST_CACHED = 0.5  # of the bytes; with more, most of the work is a copy from memory
 _CACHESTAT = 451  # system call, the same number on x86-64 and 64-bit Arm; Linux 6.5
+_REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOENT}  # the last: a system without /proc
+_NO_FILES_LEFT = {errno.EMFILE, errno.ENFILE}
 _LIBC = ctypes.CDLL(None)
 
 
@@ -37,31 +40,38 @@ def cached_share(descriptor: int, offset: int, size: int) -> float | None:
 
 
 class DirectFile:
-    """A second descriptor of an open file, made when it is first needed. Threads may share it once it is open."""
+    """A second descriptor of an open file, made when it is first needed. Threads may share it."""
 
     def __init__(self, descriptor: int) -> None:
         self._buffered = descriptor
         self._descriptor: int | None = None
-        try:
-            flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
-            self._descriptor = os.open(f"/proc/self/fd/{descriptor}", flags)
-        except (AttributeError, OSError):  # another system than Linux; a file system without it
-            pass
+        self._is_refused = False
+        self._opening = threading.Lock()
 
     def read_into(self, views: Sequence[memoryview], offset: int) -> int:
         """Fills the first of `views` and returns the number of bytes: all, or fewer at the end of the file, or none if
         they are in the system's cache or can't be read so."""
-        if self._descriptor is None:
+        if self._is_refused:
             return 0
         share = cached_share(self._buffered, offset, sum(len(view) for view in views))
         if share is None or share > _MOST_CACHED:
             return 0
         try:
-            return os.preadv(self._descriptor, views, offset)
+            return os.preadv(self._open(), views, offset)
         except OSError as error:
-            if error.errno == errno.EINVAL:
+            if error.errno in _NO_FILES_LEFT:
+                return 0
+            if error.errno in _REFUSALS:
+                self._is_refused = True
                 return 0
             raise
+
+    def _open(self) -> int:
+        with self._opening:
+            if self._descriptor is None:
+                flags = os.O_RDONLY | getattr(os, "O_DIRECT", 0) | os.O_CLOEXEC
+                self._descriptor = os.open(f"/proc/self/fd/{self._buffered}", flags)
+            return self._descriptor
 
     def close(self) -> None:
         if self._descriptor is not None:

@@ -71,11 +71,12 @@ class _DiskFile:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._reading = threading.Lock()
-        self._direct: DirectFile | None = None
+        self._direct = DirectFile(descriptor)
 
     def read_into(self, pieces: Sequence[bytearray | memoryview], offset: int) -> int:
         views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
-        done = self._read_directly(views, offset)
+        # What remains is read as usual; none but at the end of the file, or where this can't be used.
+        done = self._direct.read_into(views[:_MOST_PIECES], offset) if is_eligible(views, offset) else 0
         views = _rest(views, done)
         with self._reading:
             while views:
@@ -85,14 +86,6 @@ class _DiskFile:
                 done += count
                 views = _rest(views, count)
         return done
-
-    def _read_directly(self, views: list[memoryview], offset: int) -> int:
-        """What remains is read as usual; none but at the end of the file, or where this can't be used."""
-        if not is_eligible(views, offset):
-            return 0
-        with self._reading:
-            self._direct = self._direct or DirectFile(self._descriptor)
-        return self._direct.read_into(views[:_MOST_PIECES], offset)
 
     def write_from(self, pieces: Sequence[Buffer], offset: int) -> None:
         views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
@@ -115,8 +108,7 @@ class _DiskFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
-        if self._direct is not None:
-            self._direct.close()
+        self._direct.close()
 
 
 def _begin_writing_back(descriptor: int, offset: int, size: int) -> None:

@@ -154,6 +154,7 @@ class PageStore:
             finally:
                 self._unpin([place for _, place in found])
         if error is not None and not fetched:
+            self.counters.add("misses", len(pages))
             raise error
         return fetched
 

@@ -86,10 +86,12 @@ class ReadAhead:
 
     def start(self, keys: Sequence[bytes]) -> int:
         """Begins to read `keys`, as far as there is memory; returns how many of them are on their way. Doesn't wait."""
-        if not self._availability[Use.READING] or self._is_closed:
+        if not self._availability[Use.READING]:
             return 0
         count, fresh, wanted = 0, list[_Entry](), set(keys)
         with self._changed:
+            if self._is_closed:
+                return 0
             for key in keys:
                 if key not in self._entries:
                     buffer = self._buffer(wanted)
@@ -228,7 +230,8 @@ class ReadAhead:
                 if not self._fetched:
                     return
                 job, check, error = self._fetched.popleft()
-            hits = self._check(check)
+            hits, failure = self._check(check)
+            error = error or failure
             with self._changed:
                 self._running.remove(job)
                 self._finish(job, hits)
@@ -240,12 +243,12 @@ class ReadAhead:
             elif ends_waiting and not error:
                 self._availability.regain(Use.READING)
 
-    def _check(self, check: Check) -> list[bool]:
+    def _check(self, check: Check) -> tuple[list[bool], Exception | None]:
         try:
-            return check()
-        except Exception:
+            return check(), None
+        except Exception as error:
             logger.exception("cache: checking failed for a reason of our own; the pages count as missing")
-            return []
+            return [], error
 
     def _fetch_job(self, job: _Job) -> tuple[Check, Exception | None]:
         pages = [entry.page for entry in job.entries if not entry.is_given_up]

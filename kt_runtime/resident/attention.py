@@ -40,14 +40,15 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        # Kept in float32: backward subtracts <grad, out> from each score's gradient, which may be as small.
+        out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=torch.float32)
         log_sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
         for row in range(len(q)):
             prefix = k.shape[1] - q.shape[1]
             out[row] = attend_sequence(q[row], k[row], v[row], prefix, scaling, log_sums=log_sums[row])
         ctx.save_for_backward(q, k, v, out, log_sums)
         ctx.scaling = scaling
-        return out
+        return out.to(q.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

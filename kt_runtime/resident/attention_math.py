@@ -88,9 +88,11 @@ def attend_batch_backward(
     """`attend_sequence_backward` of B sequences, each tensor with one more dimension in front.
 
     `out` [B, T, N, V] and `log_sums` [B, T, N] are what `attend_sequence` gave. Where keys and values have one size and
-    none is cached, a CPU takes one call of PyTorch's fused kernel, in float32 too, with its own order of summing.
+    none is cached, a CPU takes one call of PyTorch's fused kernel, in float32 too, with its own order of summing: that
+    gives a thread whole key heads, so only where there are enough of them.
     """
-    if q.device.type != "cpu" or k.shape != v.shape or k.shape[1] != q.shape[1]:
+    is_fused = q.device.type == "cpu" and k.shape == v.shape and k.shape[1] == q.shape[1]
+    if not is_fused or len(q) * k.shape[2] < torch.get_num_threads():
         rows = zip(grad_out, q, k, v, strict=True)
         by_q, by_k, by_v = zip(*(attend_sequence_backward(*row, scaling) for row in rows), strict=True)
         return torch.stack(by_q), torch.stack(by_k), torch.stack(by_v)
