@@ -105,7 +105,7 @@ def test_answers_that_came_before_a_failure_are_handed_over() -> None:
         pytest.raises(InvalidValueError),
     ):
         generator(fake.url).answer(PROMPTS, answers.__setitem__)
-    assert {0, 1, 2, 3, 4} <= set(answers)
+    assert len(answers) >= 8 - (AT_ONCE - 1)  # others may have been under way
 
 
 def test_ctrl_c_ends_the_run_and_closes_the_connections() -> None:
@@ -115,7 +115,7 @@ def test_ctrl_c_ends_the_run_and_closes_the_connections() -> None:
         if number == 1:
             return answer_to(body)
         _thread.interrupt_main() if number == 2 else None
-        closed.wait(10)
+        closed.wait(60)
         return answer_to(body)
 
     answers: dict[int, str] = {}
@@ -124,8 +124,8 @@ def test_ctrl_c_ends_the_run_and_closes_the_connections() -> None:
         with pytest.raises(KeyboardInterrupt):
             generator(fake.url).answer(PROMPTS, answers.__setitem__)
         closed.set()
-    assert time.monotonic() - started < 5
-    assert list(answers) == [0] or not answers
+    assert time.monotonic() - started < 30  # before any of the answers
+    assert len(answers) <= 1  # that of the first request to arrive
 
 
 def test_what_came_from_the_prefix_cache_is_counted() -> None:
