@@ -1,9 +1,9 @@
 // bf16 activations times bf16 and fp8 weights: TDPBF16PS.
 //
 // Step: A = up to 16 rows x 32 columns of activations as they lie, B = 16 packed lines of a block (32 columns x 16 rows
-// of weights), C = rows x 16 sums. Blocking 2 x 2 (tile_registers.h); for one tile of rows 1 x 2.
+// of weights), C = rows x 16 sums. Blocking 2 x 2 (tile_registers.h); for up to 16 rows 1 x 4 (FewRows).
 //
-// bf16: the tiles of B are loaded from the packed lines, C is stored to the result: no other instruction in the loop.
+// bf16: the tiles of B are loaded from the packed lines, C is stored to the result. More rows than 16: DenseTiles.
 // fp8: up to 128 columns of a group are unpacked to bf16 lines on the stack (2 blocks x 4 KiB), which all rows then
 // use; each such sum is scaled once: total = fma(group scale, sum, total), and the result is total * row scale.
 #include "kernels/amx/fp8_lines.h"
@@ -21,31 +21,92 @@ inline TileRun activations(const PackedProduct<uint16_t>& p, int64_t row, int64_
 
 inline TileRun lines_at(const uint8_t* lines) { return {lines, kLineBytes, 16 * kLineBytes}; }
 
-template <int kR, int kB>
-inline void dense_tile(const PackedProduct<uint16_t>& p, const RowTiles& rows, int64_t tile, int64_t block) {
-  const PackedShape& shape = p.weights.shape;
-  TileRun a[kR], w[kB];
-  for (int r = 0; r < kR; ++r) a[r] = activations(p, rows.start(tile + r), 0);
-  for (int b = 0; b < kB; ++b) w[b] = lines_at(block_at(shape, p.weights.data, block + b).lines);
-  zero_sums<kR, kB>();
-  if (tile == 0) {
-    accumulate<DotBf16, kR, kB, true>(a, w, shape.padded_cols() / kStepCols);
-  } else {
-    accumulate<DotBf16, kR, kB>(a, w, shape.padded_cols() / kStepCols);
-  }
-  for_each_sum<kR, kB>([&]<int kTile>(int r, int b) {
-    store_tile<kTile>(p.c + rows.start(tile + r) * p.ldc + (block + b) * kBlockRows, p.ldc * 4);
-  });
-}
+// Products with bf16 weights, for more rows than one tile: up to 128 rows with 8 blocks, 256 columns at a time, so that
+// the activations of these columns stay in the first-level cache while blocks pass by. Sums wait on the stack (64 KiB).
+class DenseTiles {
+ public:
+  DenseTiles(const PackedProduct<uint16_t>& p, const RowTiles& rows)
+      : p_(p), rows_(rows), cols_(p.weights.shape.padded_cols()) {}
 
-void multiply_dense(const PackedProduct<uint16_t>& p, const RowTiles& rows) {
-  for (int64_t block = 0; block < p.weights.blocks; block += 2) {
-    for (int64_t tile = 0; tile < rows.count; tile += 2) {
-      with_blocking(rows.count - tile, p.weights.blocks - block,
-                    [&]<int kR, int kB> { dense_tile<kR, kB>(p, rows, tile, block); });
+  void run() {
+    for (int64_t block = 0; block < p_.weights.blocks; block += kBlocksAtOnce) {
+      for (int64_t tile = 0; tile < rows_.count; tile += kTilesAtOnce) run_part(block, tile);
     }
   }
-}
+
+ private:
+  static constexpr int64_t kBlocksAtOnce = 8, kTilesAtOnce = 8, kChunkCols = 256;
+
+  void run_part(int64_t first, int64_t first_tile) {
+    const int64_t end = least(first + kBlocksAtOnce, p_.weights.blocks);
+    const int64_t end_tile = least(first_tile + kTilesAtOnce, rows_.count);
+    for (int64_t col = 0; col < cols_; col += kChunkCols) {
+      for (int64_t block = first; block < end; block += Fetch::kBlocks) {
+        // Later rows find the weights in the second-level cache.
+        Fetch fetch = first_tile == 0 ? fetch_after(first, block, end, col, (end_tile + 1) / 2) : Fetch{};
+        for (int64_t pair = block; pair < least(block + Fetch::kBlocks, end); pair += 2) {
+          for (int64_t tile = first_tile; tile < end_tile; tile += 2) {
+            with_blocking(end_tile - tile, end - pair, [&]<int kR, int kB> {
+              run_tile<kR, kB>(tile, pair, col, &sums_[pair - first][tile - first_tile], fetch);
+            });
+          }
+        }
+      }
+    }
+  }
+
+  static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+  const uint8_t* lines(int64_t block, int64_t col) const {
+    return block_at(p_.weights.shape, p_.weights.data, block).lines + col / 2 * kLineBytes;
+  }
+
+  // What is read after these columns of these blocks: by the last call's end, what a next one begins with.
+  Fetch fetch_after(int64_t first, int64_t block, int64_t end, int64_t col, int64_t passes) const {
+    constexpr int64_t kSteps = 2 * kChunkCols / kStepCols;  // of each pass over four blocks
+    block += Fetch::kBlocks;
+    if (block >= end) {
+      block = first;
+      col += kChunkCols;
+    }
+    if (col >= cols_) {
+      block = end;
+      col = 0;
+    }
+    const int64_t num_lines = kChunkCols / 2, steps = kSteps * passes;
+    return {lines(block, col), p_.weights.shape.block_bytes(), (num_lines + steps - 1) / steps};
+  }
+
+  using Sum = float[16 * kBlockRows];
+
+  template <int kR, int kB>
+  void run_tile(int64_t tile, int64_t block, int64_t col, Sum* sums, Fetch& fetch) {
+    const int64_t cols = least(cols_ - col, kChunkCols);
+    TileRun a[kR], w[kB];
+    for (int r = 0; r < kR; ++r) a[r] = activations(p_, rows_.start(tile + r), col);
+    for (int b = 0; b < kB; ++b) w[b] = lines_at(lines(block + b, col));
+    const auto sum = [&](int r, int b) { return sums[b * kTilesAtOnce + r]; };
+    if (col == 0) {
+      zero_sums<kR, kB>();
+    } else {
+      for_each_sum<kR, kB>(
+          [&]<int kTile>(int r, int b) { load_tile<kTile>(reinterpret_cast<const uint8_t*>(sum(r, b)), kLineBytes); });
+    }
+    accumulate<DotBf16, kR, kB>(a, w, cols / kStepCols, fetch);
+    if (col + cols < cols_) {
+      for_each_sum<kR, kB>([&]<int kTile>(int r, int b) { store_tile<kTile>(sum(r, b), kLineBytes); });
+    } else {
+      for_each_sum<kR, kB>([&]<int kTile>(int r, int b) {
+        store_tile<kTile>(p_.c + rows_.start(tile + r) * p_.ldc + (block + b) * kBlockRows, p_.ldc * 4);
+      });
+    }
+  }
+
+  const PackedProduct<uint16_t>& p_;
+  const RowTiles& rows_;
+  const int64_t cols_;
+  alignas(64) Sum sums_[kBlocksAtOnce][kTilesAtOnce];
+};
 
 // Columns [col, col + cols) of two blocks, of one group.
 struct Span {
@@ -115,13 +176,92 @@ void multiply_fp8_blocks(const PackedProduct<uint16_t>& p, const RowTiles& rows,
   }
 }
 
+// Rows that fit one tile: bound by memory, so that what counts is how steadily weights are read.
+class FewRows {
+ public:
+  explicit FewRows(const PackedProduct<uint16_t>& p) : p_(p), shape_(p.weights.shape) {}
+
+  void run() {
+    const TileSession session(config_of_few(p_.rows, kStepBytes));
+    by_four(p_.weights.blocks, [&]<int kB>(int64_t block) {
+      if (shape_.format.encoding == Encoding::kBf16) {
+        dense<kB>(block);
+      } else {
+        fp8<kB>(block);
+      }
+    });
+  }
+
+ private:
+  template <int kB>
+  void dense(int64_t block) const {
+    TileRun w[kB];
+    for (int b = 0; b < kB; ++b) w[b] = lines_at(block_at(shape_, p_.weights.data, block + b).lines);
+    for_each_few<kB>([]<int kTile>() { zero_tile<kTile>(); });
+    accumulate_few<DotBf16, kB>(activations(p_, 0, 0), w, shape_.padded_cols() / kStepCols, ahead<kB>());
+    for_each_few<kB>([&]<int kTile>() { store_tile<kTile>(p_.c + (block + kTile) * kBlockRows, p_.ldc * 4); });
+  }
+
+  // The next columns are unpacked before these are multiplied: a tile is loaded from lines that have long left the
+  // store buffer.
+  template <int kB>
+  void fp8(int64_t block) {
+    Block from[kB];
+    for (int b = 0; b < kB; ++b) from[b] = block_at(shape_, p_.weights.data, block + b);
+    const int64_t cols = shape_.padded_cols();
+    int side = 0;
+    for (int b = 0; b < kB; ++b) unpack<kB>(from[b], b, 0, side);
+    for (int64_t col = 0; col < cols; col += kCols, side ^= 1) {
+      for (int b = 0; b < kB && col + kCols < cols; ++b) unpack<kB>(from[b], b, col + kCols, side ^ 1);
+      TileRun w[kB];
+      for (int b = 0; b < kB; ++b) w[b] = lines_at(panel_[side][b]);
+      const int64_t group = col / shape_.group(), within = col % shape_.group(), next = col + kCols;
+      if (within % kPanelCols == 0) for_each_few<kB>([]<int kTile>() { zero_tile<kTile>(); });
+      accumulate_few<DotBf16, kB>(activations(p_, 0, col), w, 1, NoFetch{});
+      if (next < cols && next % shape_.group() % kPanelCols != 0) continue;
+      for_each_few<kB>([&]<int kTile>() { store_tile<kTile>(sums_[kTile], kLineBytes); });
+      const bool first = next <= kPanelCols && group == 0;
+      for (int b = 0; b < kB; ++b) finish(from[b], block + b, group, first, next == cols, sums_[b]);
+    }
+  }
+
+  template <int kB>
+  Ahead ahead() const {
+    return {shape_.block_bytes(), kB, shape_.block_bytes() - shape_.line_offset()};
+  }
+
+  template <int kB>
+  void unpack(const Block& from, int b, int64_t col, int side) {
+    const int64_t offset = col / 4 * kLineBytes;
+    unpack_fp8(from.lines + offset, kCols, panel_[side][b], ahead<kB>().distance(offset));
+  }
+
+  void finish(const Block& from, int64_t block, int64_t group, bool first, bool last, const float* sums) const {
+    const Floats scale = Floats{} + (from.group_scales ? static_cast<const float*>(from.group_scales)[group] : 1.0f);
+    const Floats row_scale = last ? load<Floats>(from.row_scales) : Floats{} + 1.0f;
+    for (int64_t i = 0; i < p_.rows; ++i) {
+      float* total = p_.c + i * p_.ldc + block * kBlockRows;
+      const Floats before = first ? Floats{} : load<Floats>(total);
+      store(fused(scale, load<Floats>(sums + i * kBlockRows), before) * row_scale, total);
+    }
+  }
+
+  static constexpr int64_t kCols = kStepCols;
+
+  const PackedProduct<uint16_t>& p_;
+  const PackedShape& shape_;
+  alignas(64) uint8_t panel_[2][4][kCols / 2 * kLineBytes];
+  alignas(64) float sums_[4][16 * kBlockRows];
+};
+
 }  // namespace
 
 void multiply_bf16(const PackedProduct<uint16_t>& p) {
   if (p.rows == 0) return;
   const RowTiles rows(p.rows);
+  if (rows.count == 1) return FewRows(p).run();
   const TileSession session(config_of(rows, kStepBytes));
-  if (p.weights.shape.format.encoding == Encoding::kBf16) return multiply_dense(p, rows);
+  if (p.weights.shape.format.encoding == Encoding::kBf16) return DenseTiles(p, rows).run();
   for (int64_t block = 0; block < p.weights.blocks; block += 2) {
     const int64_t left = p.weights.blocks - block;
     multiply_fp8_blocks(p, rows, block, left < 2 ? left : 2);

@@ -18,6 +18,14 @@
 namespace kt::amx::inline KT_AMX_BUILD {
 namespace {
 
+// Up to these rows AVX-512's kernels are faster, as a group's end costs them less, and give the same bits. The model
+// stands beside the portable ones, which round products.
+#if defined(KT_AMX_MODEL)
+constexpr int64_t few_rows(const PackedShape&) { return 0; }
+#else
+constexpr int64_t few_rows(const PackedShape& shape) { return shape.activation_group() < 64 ? 16 : 6; }
+#endif
+
 // A group of columns in two blocks.
 struct Span {
   int64_t group, col, cols;
@@ -123,11 +131,7 @@ class IntegerTiles {
       TileRun a[kR], w[kB];
       for (int r = 0; r < kR; ++r) a[r] = {p_.a.values + rows_.start(tile + r) * p_.a.ld + col, p_.a.ld, step_};
       for (int b = 0; b < kB; ++b) w[b] = {lines.at(blocks, b, span, col, cols), kLineBytes, step_ / 4 * kLineBytes};
-      if (Lines::kInPlace && tile == 0) {
-        accumulate<typename Lines::Dot, kR, kB, true>(a, w, cols / step_);
-      } else {
-        accumulate<typename Lines::Dot, kR, kB>(a, w, cols / step_);
-      }
+      accumulate<typename Lines::Dot, kR, kB>(a, w, cols / step_);
     }
     alignas(64) int32_t sums[4][16 * kBlockRows];
     for_each_sum<kR, kB>([&]<int kTile>(int, int) { store_tile<kTile>(sums[kTile], kLineBytes); });
@@ -171,6 +175,7 @@ class IntegerTiles {
 
 void multiply_int8(const IntegerProduct& p) {
   if (p.rows == 0) return;
+  if (p.rows <= few_rows(p.weights.shape)) return base::multiply_int8(p);
   if (p.weights.shape.format.encoding == Encoding::kInt4) {
     IntegerTiles<Int4Lines>(p).run();
   } else {

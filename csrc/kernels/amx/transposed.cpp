@@ -3,9 +3,9 @@
 // Step: A = 16 columns k of W x 32 rows n (pairs of n, from two blocks), B = 16 pairs of n x 16 tokens of the
 // activations as they lie, C = 16 k x 16 tokens. Blocking: 2 tiles of k x 2 of tokens (the last may be of 8).
 //
-// Panel: up to 32 blocks (512 n) x 32 k, [pair of blocks][k][32 n] on the stack (32 KiB); two packed lines of bf16 are
-// two rows of it by two permutations, other encodings are scaled in float32 and rounded to bf16. It serves up to 128
-// tokens.
+// Panel: up to 16 blocks (256 n) x 32 k, [pair of blocks][k][32 n] on the stack (16 KiB, so that it and the activations
+// of 48 tokens fit the first-level cache); two packed lines of bf16 are two rows of it by two permutations, other
+// encodings are scaled in float32 and rounded to bf16. It serves up to 128 tokens.
 // Their sums [32 k][128 tokens] (16 KiB) wait on the stack for the next n, so that each is one chain in the order of n,
 // wherever the matrix is cut into pieces. An odd last block is paired with zeros.
 #include <cstring>
@@ -18,7 +18,7 @@
 namespace kt::amx::inline KT_AMX_BUILD {
 namespace {
 
-constexpr int64_t kPanelBlocks = 32, kPanelCols = 32, kPanelTokens = 128, kTileTokens = 16;
+constexpr int64_t kPanelBlocks = 16, kPanelCols = 32, kPanelTokens = 128, kTileTokens = 16;
 constexpr int64_t kPairs = kBlockRows;  // of n in a step
 constexpr int64_t kPairBytes = 4;
 
@@ -48,25 +48,62 @@ class TransposedTiles {
     const int64_t shares = (tiles + most - 1) / most, share = (tiles + shares - 1) / shares * kTileTokens;
     for (int64_t m = 0; m < p_.ld; m += share) {
       const int64_t tokens = p_.ld - m < share ? p_.ld - m : share;
-      for (int64_t col = 0; col < p_.cols; col += kPanelCols) run_columns(m, tokens, col);
+      const int64_t passes = (tokens + 2 * kTileTokens - 1) / (2 * kTileTokens);
+      for (int64_t col = 0; col < p_.cols; col += kPanelCols) run_columns(m, tokens, passes, col);
     }
   }
 
  private:
   using Sums = float[kPanelCols][kPanelTokens];
 
-  void run_columns(int64_t m, int64_t tokens, int64_t col) {
+  // The lines of a panel, a share of them with every step of the one before.
+  class PanelFetch {
+   public:
+    PanelFetch(const TransposedTiles& tiles, int64_t block, int64_t col, int64_t passes)
+        : tiles_(tiles), block_(block) {
+      const int64_t per_line = tiles.shape_.columns_per_line();
+      end_ = tiles.blocks_ - block < kPanelBlocks ? tiles.blocks_ : block + kPanelBlocks;
+      line_ = (tiles.p_.first_col + col) / per_line;
+      num_lines_ = col < tiles.p_.cols ? kPanelCols / per_line : 0;
+      const int64_t steps = kPanelBlocks / 2 * passes;
+      lines_a_step_ = (num_lines_ * kPanelBlocks + steps - 1) / steps;
+      start_block();
+    }
+
+    void step() {
+      for (int64_t i = 0; i < lines_a_step_ && left_ > 0; ++i) {
+        __builtin_prefetch(at_, 0, 2);
+        at_ += kLineBytes;
+        if (--left_ > 0) continue;
+        ++block_;
+        start_block();
+      }
+    }
+
+   private:
+    void start_block() {
+      left_ = block_ < end_ ? num_lines_ : 0;
+      if (left_ > 0) at_ = tiles_.block_of(block_).lines + line_ * kLineBytes;
+    }
+
+    const TransposedTiles& tiles_;
+    int64_t block_, end_, line_, num_lines_, lines_a_step_, left_ = 0;
+    const uint8_t* at_ = nullptr;
+  };
+
+  void run_columns(int64_t m, int64_t tokens, int64_t passes, int64_t col) {
     alignas(64) Panel panel;
     alignas(64) Sums sums = {};
     for (int64_t block = 0; block < blocks_; block += kPanelBlocks) {
       const int64_t count = blocks_ - block < kPanelBlocks ? blocks_ - block : kPanelBlocks;
       for (int64_t i = 0; i < count; i += 2) fill(block + i, i + 1 < count, col, panel[i / 2]);
-      if (block + kPanelBlocks < blocks_) prefetch(block + kPanelBlocks, col);
+      const bool more = block + kPanelBlocks < blocks_;
+      PanelFetch fetch(*this, more ? block + kPanelBlocks : 0, more ? col : col + kPanelCols, passes);
       for (int64_t at = 0; at < tokens; at += 2 * kTileTokens) {
         if (tokens - at > kTileTokens) {
-          add_panel<2>(panel, block, count, m, at, tokens, sums);
+          add_panel<2>(panel, block, count, m, at, tokens, sums, fetch);
         } else {
-          add_panel<1>(panel, block, count, m, at, tokens, sums);
+          add_panel<1>(panel, block, count, m, at, tokens, sums, fetch);
         }
       }
     }
@@ -100,18 +137,10 @@ class TransposedTiles {
     }
   }
 
-  void prefetch(int64_t block, int64_t col) const {
-    const int64_t per_line = shape_.columns_per_line(), line = (p_.first_col + col) / per_line;
-    for (int64_t i = block; i < block + kPanelBlocks && i < blocks_; ++i) {
-      const uint8_t* lines = block_of(i).lines + line * kLineBytes;
-      for (int64_t j = 0; j < kPanelCols / per_line; ++j) __builtin_prefetch(lines + j * kLineBytes, 0, 2);
-    }
-  }
-
   // Tokens [at, at + 16 * kB) of a share, fewer in its last tile.
   template <int kB>
-  void add_panel(const Panel& panel, int64_t block, int64_t count, int64_t m, int64_t at, int64_t tokens,
-                 Sums& sums) const {
+  void add_panel(const Panel& panel, int64_t block, int64_t count, int64_t m, int64_t at, int64_t tokens, Sums& sums,
+                 PanelFetch& fetch) const {
     const TileSession session(config_of_tokens(tokens - at));
     TileRun a[2], b[kB];
     for (int i = 0; i < 2; ++i) a[i] = {panel[0][16 * i], kLineBytes, kPanelCols * kLineBytes};
@@ -121,7 +150,7 @@ class TransposedTiles {
     for_each_sum<2, kB>([&]<int kTile>(int r, int i) {
       load_tile<kTile>(reinterpret_cast<const uint8_t*>(&sums[16 * r][at + kTileTokens * i]), sizeof sums[0]);
     });
-    accumulate<DotBf16, 2, kB>(a, b, count / 2);
+    accumulate<DotBf16, 2, kB>(a, b, count / 2, fetch);
     if (count % 2) add_last_block<kB>(panel[count / 2], in + count / 2 * kPairs * stride, tokens - at);
     for_each_sum<2, kB>(
         [&]<int kTile>(int r, int i) { store_tile<kTile>(&sums[16 * r][at + kTileTokens * i], sizeof sums[0]); });
