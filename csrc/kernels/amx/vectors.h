@@ -39,6 +39,11 @@ inline Ints ints_of_bytes(const uint8_t* from) {
 
 #if defined(KT_AMX_MODEL)
 
+inline Floats broadcast(const float* from) {
+  Floats value;
+  for (int i = 0; i < 16; ++i) value[i] = *from;
+  return value;
+}
 inline Floats fused(const Floats& a, const Floats& b, const Floats& c) {
   Floats value;
   for (int i = 0; i < 16; ++i) value[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -58,6 +63,7 @@ inline void narrow_to_bf16(const Floats& value, uint8_t* to) {
 
 #else
 
+inline Floats broadcast(const float* from) { return _mm512_set1_ps(*from); }
 inline Floats fused(const Floats& a, const Floats& b, const Floats& c) { return _mm512_fmadd_ps(a, b, c); }
 // With a full mask: GCC 12 warns of an uninitialized value in the plain intrinsic.
 inline Floats floats_of_halves(const uint16_t* from) { return _mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from)); }
