@@ -9,10 +9,16 @@
 //
 // Where W[row, col] lies in the lines of its block, with r = row % 16 (the unit is an element of the encoding):
 //
-//   bf16  line col / 2: element 2 * r + col % 2                   the second operand of vdpbf16ps; 16 lines: an AMX
-//   tile int8  line col / 4: byte 4 * r + col % 4                      the second operand of vpdpbusd; 16 lines: an AMX
-//   tile int4  line col / 8: byte 4 * r + col % 4, low nibble if col % 8 < 4, else the high one    two int8 lines in
-//   one fp8   line col / 4: byte 16 * (r / 4) + 8 * (col % 4 / 2) + 2 * (r % 4) + col % 2
+//   bf16  line col / 2: element 2 * r + col % 2
+//         the second operand of vdpbf16ps; 16 lines are an AMX tile
+//
+//   int8  line col / 4: byte 4 * r + col % 4
+//         the second operand of vpdpbusd; 16 lines are an AMX tile
+//
+//   int4  line col / 8: byte 4 * r + col % 4, low nibble if col % 8 < 4, else the high one
+//         two int8 lines in one
+//
+//   fp8   line col / 4: byte 16 * (r / 4) + 8 * (col % 4 / 2) + 2 * (r % 4) + col % 2
 //         so that interleaving the bytes of each 128-bit lane with others gives two bf16 lines in order
 //
 // Columns are padded to a multiple of 32, rows to 16. Padding decodes to zero: in added rows the row scale

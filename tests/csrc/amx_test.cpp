@@ -172,38 +172,37 @@ void compare_formats(const kt::Tiles& tiles, const kt::Tiles& other, bool float_
   }
 }
 
-// Tokens enough for several tiles and panels, in one call and one by one.
-void test_many_rows(const kt::Tiles& tiles, Random& random, Report& report) {
-  for (const kt::Format& format : all_formats()) {
-    const PackedCase weights(48, 160, format, random);
-    for (const int64_t rows : {15, 33, 49, 130}) {
-      const int64_t cols = weights.shape.padded_cols(), out = weights.shape.padded_rows();
-      const std::vector<float> in = random.floats(rows * weights.shape.rows);
-      const std::vector<uint16_t> a = random.bf16s(rows * cols);
-      std::vector<float> wide(a.size());
-      for (size_t i = 0; i < a.size(); ++i) wide[i] = kt::bf16_to_float(a[i]);
-      const bool integer = format.integer();
-      const auto forward = [&](int64_t first, int64_t count) {
-        const auto begin = static_cast<ptrdiff_t>(first * cols), end = static_cast<ptrdiff_t>((first + count) * cols);
-        return integer ? multiply_int8(tiles, weights.blocks(), count, {wide.begin() + begin, wide.begin() + end})
-                       : multiply_bf16(tiles, weights.blocks(), count, {a.begin() + begin, a.begin() + end});
+// One call, and one by one.
+void test_many_rows(const kt::Tiles& tiles, const kt::Format& format, int64_t out_rows, int64_t in_cols,
+                    const std::vector<int64_t>& row_counts, Random& random, Report& report) {
+  const PackedCase weights(out_rows, in_cols, format, random);
+  for (const int64_t rows : row_counts) {
+    const int64_t cols = weights.shape.padded_cols(), out = weights.shape.padded_rows();
+    const std::vector<float> in = random.floats(rows * weights.shape.rows);
+    const std::vector<uint16_t> a = random.bf16s(rows * cols);
+    std::vector<float> wide(a.size());
+    for (size_t i = 0; i < a.size(); ++i) wide[i] = kt::bf16_to_float(a[i]);
+    const bool integer = format.integer();
+    const auto forward = [&](int64_t first, int64_t count) {
+      const auto begin = static_cast<ptrdiff_t>(first * cols), end = static_cast<ptrdiff_t>((first + count) * cols);
+      return integer ? multiply_int8(tiles, weights.blocks(), count, {wide.begin() + begin, wide.begin() + end})
+                     : multiply_bf16(tiles, weights.blocks(), count, {a.begin() + begin, a.begin() + end});
+    };
+    const auto backward = [&](int64_t first, int64_t count) {
+      const auto begin = in.begin() + static_cast<ptrdiff_t>(first * weights.shape.rows);
+      return multiply_transposed(tiles, weights.blocks(), count,
+                                 {begin, begin + static_cast<ptrdiff_t>(count * weights.shape.rows)});
+    };
+    const std::vector<float> all = forward(0, rows), all_back = backward(0, rows);
+    for (const int64_t row : {int64_t{0}, rows / 2, rows - 1}) {
+      const std::string what = kt::format_name(format) + " row " + std::to_string(row) + " of " + std::to_string(rows) +
+                               " depends on the others";
+      const auto part = [row](const std::vector<float>& from, int64_t width) {
+        const auto begin = from.begin() + static_cast<ptrdiff_t>(row * width);
+        return std::vector<float>(begin, begin + static_cast<ptrdiff_t>(width));
       };
-      const auto backward = [&](int64_t first, int64_t count) {
-        const auto begin = in.begin() + static_cast<ptrdiff_t>(first * weights.shape.rows);
-        return multiply_transposed(tiles, weights.blocks(), count,
-                                   {begin, begin + static_cast<ptrdiff_t>(count * weights.shape.rows)});
-      };
-      const std::vector<float> all = forward(0, rows), all_back = backward(0, rows);
-      for (const int64_t row : {int64_t{0}, rows / 2, rows - 1}) {
-        const std::string what = kt::format_name(format) + " row " + std::to_string(row) + " of " +
-                                 std::to_string(rows) + " depends on the others";
-        const auto part = [row](const std::vector<float>& from, int64_t width) {
-          const auto begin = from.begin() + static_cast<ptrdiff_t>(row * width);
-          return std::vector<float>(begin, begin + static_cast<ptrdiff_t>(width));
-        };
-        report.equal(what, same_bits(forward(row, 1), part(all, out)));
-        report.equal(what + " (transposed)", same_bits(backward(row, 1), part(all_back, cols)));
-      }
+      report.equal(what, same_bits(forward(row, 1), part(all, out)));
+      report.equal(what + " (transposed)", same_bits(backward(row, 1), part(all_back, cols)));
     }
   }
 }
@@ -233,7 +232,12 @@ void test_amx(const kt::Tiles& tiles, Report& report) {
   const std::string_view name = tiles.name;
   if (name != "amx" && name != "amx-model") return;
   Random random(6);
-  test_many_rows(tiles, random, report);
+  // Tokens enough for several tiles and panels.
+  for (const kt::Format& format : all_formats())
+    test_many_rows(tiles, format, 48, 160, {15, 33, 49, 130}, random, report);
+  // And for several chunks of columns, blocks and tiles of a product that keeps its sums beside it.
+  for (const kt::Format& format : {kt::Format{}, kt::Format{kt::Encoding::kFp8, 128, false}})
+    test_many_rows(tiles, format, 16 * 11 + 3, 544, {15, 33, 49, 145}, random, report);
   if (name == "amx") {
     compare_wild(tiles, kt::kAmxModelTiles, "instructions and model", random, report);
     compare_formats(tiles, kt::kAmxModelTiles, true, random, report);

@@ -40,7 +40,7 @@ class ColumnDecoder {
  private:
   void decode_fp8(uint8_t* out, int64_t stride) const {
     alignas(64) uint8_t pairs[kDecodedCols / 2][kLineBytes];
-    unpack_fp8(lines_, kDecodedCols, pairs[0]);
+    for (int c = 0; c < kDecodedCols; c += 4) unpack_fp8_line(lines_ + c / 4 * kLineBytes, pairs[c / 2]);
     for (int c = 0; c < kDecodedCols; c += 2) {
       const auto both = load<Ints>(pairs[c / 2]);
       give((Floats)(both << 16), out + c * stride);

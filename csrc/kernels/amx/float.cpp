@@ -5,7 +5,8 @@
 //
 // bf16: the tiles of B are loaded from the packed lines, C is stored to the result. More rows than 16: DenseTiles.
 // fp8: up to 128 columns of a group are unpacked to bf16 lines on the stack (2 blocks x 4 KiB), which all rows then
-// use; each such sum is scaled once: total = fma(group scale, sum, total), and the result is total * row scale.
+// use; each such sum is scaled once: total = fma(group scale, sum, total), and the result is total * row scale. Up to
+// 16 rows unpack 32 columns of 4 blocks at a time; their sums run over the same 128.
 #include "kernels/amx/fp8_lines.h"
 #include "kernels/amx/tile_registers.h"
 #include "kernels/amx/vectors.h"
@@ -21,8 +22,24 @@ inline TileRun activations(const PackedProduct<uint16_t>& p, int64_t row, int64_
 
 inline TileRun lines_at(const uint8_t* lines) { return {lines, kLineBytes, 16 * kLineBytes}; }
 
+// Weights that later calls of `accumulate` will read, of four blocks: some lines of each a step, to the second-level
+// cache.
+struct BlocksFetch {
+  static constexpr int kBlocks = 4;
+
+  void step() {
+    for (int64_t i = 0; i < lines; ++i, at += kLineBytes) {
+      for (int b = 0; b < kBlocks; ++b) __builtin_prefetch(at + b * stride, 0, 2);
+    }
+  }
+
+  const uint8_t* at = nullptr;
+  int64_t stride = 0, lines = 0;
+};
+
 // Products with bf16 weights, for more rows than one tile: up to 128 rows with 8 blocks, 256 columns at a time, so that
-// the activations of these columns stay in the first-level cache while blocks pass by. Sums wait on the stack (64 KiB).
+// what is read again, the activations of few rows or the weights under many, stays in the first-level cache. Sums wait
+// on the stack (64 KiB).
 class DenseTiles {
  public:
   DenseTiles(const PackedProduct<uint16_t>& p, const RowTiles& rows)
@@ -41,13 +58,13 @@ class DenseTiles {
     const int64_t end = least(first + kBlocksAtOnce, p_.weights.blocks);
     const int64_t end_tile = least(first_tile + kTilesAtOnce, rows_.count);
     for (int64_t col = 0; col < cols_; col += kChunkCols) {
-      for (int64_t block = first; block < end; block += Fetch::kBlocks) {
+      for (int64_t block = first; block < end; block += BlocksFetch::kBlocks) {
         // Later rows find the weights in the second-level cache.
-        Fetch fetch = first_tile == 0 ? fetch_after(first, block, end, col, (end_tile + 1) / 2) : Fetch{};
-        for (int64_t pair = block; pair < least(block + Fetch::kBlocks, end); pair += 2) {
+        BlocksFetch fetch = first_tile == 0 ? fetch_after(first, block, end, col, (end_tile + 1) / 2) : BlocksFetch{};
+        for (int64_t pair = block; pair < least(block + BlocksFetch::kBlocks, end); pair += 2) {
           for (int64_t tile = first_tile; tile < end_tile; tile += 2) {
             with_blocking(end_tile - tile, end - pair, [&]<int kR, int kB> {
-              run_tile<kR, kB>(tile, pair, col, &sums_[pair - first][tile - first_tile], fetch);
+              run_tile<kR, kB>(tile, pair, col, &sums_[pair - first], tile - first_tile, fetch);
             });
           }
         }
@@ -61,10 +78,12 @@ class DenseTiles {
     return block_at(p_.weights.shape, p_.weights.data, block).lines + col / 2 * kLineBytes;
   }
 
-  // What is read after these columns of these blocks: by the last call's end, what a next one begins with.
-  Fetch fetch_after(int64_t first, int64_t block, int64_t end, int64_t col, int64_t passes) const {
-    constexpr int64_t kSteps = 2 * kChunkCols / kStepCols;  // of each pass over four blocks
-    block += Fetch::kBlocks;
+  // What is read after these columns of these blocks, in equal shares; after the last ones, what a next call begins
+  // with.
+  BlocksFetch fetch_after(int64_t first, int64_t block, int64_t end, int64_t col, int64_t passes) const {
+    const int64_t pairs = (least(end - block, BlocksFetch::kBlocks) + 1) / 2;
+    const int64_t steps = least(cols_ - col, kChunkCols) / kStepCols * pairs * passes;
+    block += BlocksFetch::kBlocks;
     if (block >= end) {
       block = first;
       col += kChunkCols;
@@ -73,19 +92,19 @@ class DenseTiles {
       block = end;
       col = 0;
     }
-    const int64_t num_lines = kChunkCols / 2, steps = kSteps * passes;
+    const int64_t num_lines = least(cols_ - col, kChunkCols) / 2;
     return {lines(block, col), p_.weights.shape.block_bytes(), (num_lines + steps - 1) / steps};
   }
 
-  using Sum = float[16 * kBlockRows];
+  using Sums = float[kTilesAtOnce][16 * kBlockRows];  // of a block
 
   template <int kR, int kB>
-  void run_tile(int64_t tile, int64_t block, int64_t col, Sum* sums, Fetch& fetch) {
+  void run_tile(int64_t tile, int64_t block, int64_t col, Sums* sums, int64_t slot, BlocksFetch& fetch) {
     const int64_t cols = least(cols_ - col, kChunkCols);
     TileRun a[kR], w[kB];
     for (int r = 0; r < kR; ++r) a[r] = activations(p_, rows_.start(tile + r), col);
     for (int b = 0; b < kB; ++b) w[b] = lines_at(lines(block + b, col));
-    const auto sum = [&](int r, int b) { return sums[b * kTilesAtOnce + r]; };
+    const auto sum = [&](int r, int b) { return sums[b][slot + r]; };
     if (col == 0) {
       zero_sums<kR, kB>();
     } else {
@@ -105,7 +124,7 @@ class DenseTiles {
   const PackedProduct<uint16_t>& p_;
   const RowTiles& rows_;
   const int64_t cols_;
-  alignas(64) Sum sums_[kBlocksAtOnce][kTilesAtOnce];
+  alignas(64) Sums sums_[kBlocksAtOnce];
 };
 
 // Columns [col, col + cols) of two blocks, of one group.
@@ -155,6 +174,8 @@ inline void scaled_tile(const PackedProduct<uint16_t>& p, const RowTiles& rows, 
 
 void multiply_fp8_blocks(const PackedProduct<uint16_t>& p, const RowTiles& rows, int64_t block, int64_t blocks) {
   const PackedShape& shape = p.weights.shape;
+  constexpr int64_t kAhead = 4096;  // two panels
+  const int64_t lines_bytes = shape.block_bytes() - shape.line_offset();
   alignas(64) Fp8Panel panel;
   Span span{};
   for (span.col = 0; span.col < shape.padded_cols(); span.col += span.cols) {
@@ -163,9 +184,12 @@ void multiply_fp8_blocks(const PackedProduct<uint16_t>& p, const RowTiles& rows,
     span.cols = left < kPanelCols ? left : kPanelCols;
     span.first = span.col == 0;
     span.last = span.col + span.cols == shape.padded_cols();
+    // Beyond the ends of these blocks: the next ones' lines.
+    const int64_t offset = span.col / 4 * kLineBytes;
+    const int64_t turn = offset + kAhead < lines_bytes ? 0 : (blocks - 1) * shape.block_bytes() + shape.line_offset();
     for (int64_t b = 0; b < blocks; ++b) {
       const Block from = block_at(shape, p.weights.data, block + b);
-      unpack_fp8(from.lines + span.col / 4 * kLineBytes, span.cols, panel[b]);
+      unpack_fp8(from.lines + offset, span.cols, panel[b], kAhead + turn);
       span.scale[b] = from.group_scales ? static_cast<const float*>(from.group_scales)[group] : 1.0f;
       span.row_scales[b] = from.row_scales;
     }
@@ -176,64 +200,139 @@ void multiply_fp8_blocks(const PackedProduct<uint16_t>& p, const RowTiles& rows,
   }
 }
 
-// Rows that fit one tile: bound by memory, so that what counts is how steadily weights are read.
+// Rows that fit one tile against up to four blocks side by side: bound by memory, which one stream of weights does not
+// keep busy. C[b] = tile b, A = tile 4, B = tiles 5, 6, 7 in turn.
 class FewRows {
  public:
   explicit FewRows(const PackedProduct<uint16_t>& p) : p_(p), shape_(p.weights.shape) {}
 
   void run() {
-    const TileSession session(config_of_few(p_.rows, kStepBytes));
-    by_four(p_.weights.blocks, [&]<int kB>(int64_t block) {
-      if (shape_.format.encoding == Encoding::kBf16) {
-        dense<kB>(block);
-      } else {
-        fp8<kB>(block);
-      }
-    });
+    TileConfig config;
+    for (int tile = 0; tile < 4; ++tile) config.set(tile, p_.rows, kLineBytes);
+    config.set(4, p_.rows, kStepBytes);
+    for (int tile = 5; tile < 8; ++tile) config.set(tile, kStepBytes / 4, kLineBytes);
+    const TileSession session(config);
+    int64_t block = 0;
+    for (; p_.weights.blocks - block >= 4; block += 4) run_blocks<4>(block);
+    const int64_t left = p_.weights.blocks - block;
+    if (left == 3) run_blocks<3>(block);
+    if (left == 2) run_blocks<2>(block);
+    if (left == 1) run_blocks<1>(block);
   }
 
  private:
+  // How far from a line to prefetch: beyond the ends of the blocks lie the next ones, if there are more, not what
+  // follows in memory, which is read already.
+  struct Ahead {
+    int64_t lines_bytes, turn;
+    int64_t at(int64_t offset) const {
+      const int64_t ahead = offset + kBlockAhead;
+      return ahead < lines_bytes ? kBlockAhead : kBlockAhead + turn;
+    }
+  };
+
+  template <int kB>
+  Ahead ahead(int64_t block) const {
+    const bool more = block + kB < p_.weights.blocks;
+    return {shape_.block_bytes() - shape_.line_offset(),
+            more ? (kB - 1) * shape_.block_bytes() + shape_.line_offset() : -kBlockAhead};
+  }
+
+  template <int kB>
+  void run_blocks(int64_t block) {
+    if (shape_.format.encoding == Encoding::kBf16) {
+      dense<kB>(block);
+    } else {
+      fp8<kB>(block);
+    }
+  }
+
   template <int kB>
   void dense(int64_t block) const {
-    TileRun w[kB];
-    for (int b = 0; b < kB; ++b) w[b] = lines_at(block_at(shape_, p_.weights.data, block + b).lines);
-    for_each_few<kB>([]<int kTile>() { zero_tile<kTile>(); });
-    accumulate_few<DotBf16, kB>(activations(p_, 0, 0), w, shape_.padded_cols() / kStepCols, ahead<kB>());
-    for_each_few<kB>([&]<int kTile>() { store_tile<kTile>(p_.c + (block + kTile) * kBlockRows, p_.ldc * 4); });
+    const int64_t steps = shape_.padded_cols() / kStepCols, step_bytes = kStepCols / 2 * kLineBytes;
+    const Ahead ahead = this->ahead<kB>(block);
+    const uint8_t* w[kB];
+    for (int b = 0; b < kB; ++b) w[b] = block_at(shape_, p_.weights.data, block + b).lines;
+    TileRun a = activations(p_, 0, 0);
+    zero<kB>();
+    for (int64_t step = 0; step < steps; ++step, a.at += a.step) {
+      const int64_t distance = ahead.at(step * step_bytes);
+      for (int64_t line = 0; line < step_bytes; line += kLineBytes) {
+        for (int b = 0; b < kB; ++b) __builtin_prefetch(w[b] + distance + line);
+      }
+      multiply<kB>(a, w);
+      for (int b = 0; b < kB; ++b) w[b] += step_bytes;
+    }
+    for_each<kB>([&]<int kTile>() { store_tile<kTile>(p_.c + (block + kTile) * kBlockRows, p_.ldc * 4); });
   }
 
   // The next columns are unpacked before these are multiplied: a tile is loaded from lines that have long left the
   // store buffer.
   template <int kB>
   void fp8(int64_t block) {
+    const int64_t cols = shape_.padded_cols(), group = shape_.group();
+    const Ahead ahead = this->ahead<kB>(block);
     Block from[kB];
     for (int b = 0; b < kB; ++b) from[b] = block_at(shape_, p_.weights.data, block + b);
-    const int64_t cols = shape_.padded_cols();
+    const auto unpack = [&](int64_t col, int side) {
+      const int64_t offset = col / 4 * kLineBytes, distance = ahead.at(offset);
+      for (int b = 0; b < kB; ++b) unpack_fp8(from[b].lines + offset, kStepCols, panel_[side][b], distance);
+    };
     int side = 0;
-    for (int b = 0; b < kB; ++b) unpack<kB>(from[b], b, 0, side);
-    for (int64_t col = 0; col < cols; col += kCols, side ^= 1) {
-      for (int b = 0; b < kB && col + kCols < cols; ++b) unpack<kB>(from[b], b, col + kCols, side ^ 1);
-      TileRun w[kB];
-      for (int b = 0; b < kB; ++b) w[b] = lines_at(panel_[side][b]);
-      const int64_t group = col / shape_.group(), within = col % shape_.group(), next = col + kCols;
-      if (within % kPanelCols == 0) for_each_few<kB>([]<int kTile>() { zero_tile<kTile>(); });
-      accumulate_few<DotBf16, kB>(activations(p_, 0, col), w, 1, NoFetch{});
-      if (next < cols && next % shape_.group() % kPanelCols != 0) continue;
-      for_each_few<kB>([&]<int kTile>() { store_tile<kTile>(sums_[kTile], kLineBytes); });
-      const bool first = next <= kPanelCols && group == 0;
-      for (int b = 0; b < kB; ++b) finish(from[b], block + b, group, first, next == cols, sums_[b]);
+    unpack(0, side);
+    int64_t g = 0, within = 0;  // of the group
+    for (int64_t col = 0; col < cols; side ^= 1) {
+      if (col + kStepCols < cols) unpack(col + kStepCols, side ^ 1);
+      const uint8_t* w[kB];
+      for (int b = 0; b < kB; ++b) w[b] = panel_[side][b];
+      if (within % kPanelCols == 0) zero<kB>();
+      multiply<kB>(activations(p_, 0, col), w);
+      col += kStepCols;
+      within += kStepCols;
+      const bool last = col == cols, group_ends = within == group;
+      if (last || group_ends || within % kPanelCols == 0) {
+        for_each<kB>([&]<int kTile>() { store_tile<kTile>(sums_[kTile], kLineBytes); });
+        const bool first = col <= kPanelCols && g == 0;
+        for (int b = 0; b < kB; ++b) finish(from[b], block + b, g, first, last, sums_[b]);
+      }
+      if (group_ends) {
+        ++g;
+        within = 0;
+      }
     }
   }
 
   template <int kB>
-  Ahead ahead() const {
-    return {shape_.block_bytes(), kB, shape_.block_bytes() - shape_.line_offset()};
+  static void multiply(const TileRun& a, const uint8_t* const* w) {
+    load_tile<4>(a.at, a.stride);
+    load_tile<5>(w[0], kLineBytes);
+    DotBf16::run<0, 4, 5>();
+    if constexpr (kB > 1) {
+      load_tile<6>(w[1], kLineBytes);
+      DotBf16::run<1, 4, 6>();
+    }
+    if constexpr (kB > 2) {
+      load_tile<7>(w[2], kLineBytes);
+      DotBf16::run<2, 4, 7>();
+    }
+    if constexpr (kB > 3) {
+      load_tile<5>(w[3], kLineBytes);
+      DotBf16::run<3, 4, 5>();
+    }
+  }
+
+  // each.template operator()<tile>() for the C[b] in use.
+  template <int kB, class Each>
+  static void for_each(Each each) {
+    each.template operator()<0>();
+    if constexpr (kB > 1) each.template operator()<1>();
+    if constexpr (kB > 2) each.template operator()<2>();
+    if constexpr (kB > 3) each.template operator()<3>();
   }
 
   template <int kB>
-  void unpack(const Block& from, int b, int64_t col, int side) {
-    const int64_t offset = col / 4 * kLineBytes;
-    unpack_fp8(from.lines + offset, kCols, panel_[side][b], ahead<kB>().distance(offset));
+  static void zero() {
+    for_each<kB>([]<int kTile>() { zero_tile<kTile>(); });
   }
 
   void finish(const Block& from, int64_t block, int64_t group, bool first, bool last, const float* sums) const {
@@ -246,11 +345,9 @@ class FewRows {
     }
   }
 
-  static constexpr int64_t kCols = kStepCols;
-
   const PackedProduct<uint16_t>& p_;
   const PackedShape& shape_;
-  alignas(64) uint8_t panel_[2][4][kCols / 2 * kLineBytes];
+  alignas(64) uint8_t panel_[2][4][kStepCols / 2 * kLineBytes];
   alignas(64) float sums_[4][16 * kBlockRows];
 };
 

@@ -65,7 +65,7 @@ inline void unpack_fp8_line(const uint8_t* line, uint8_t* out) {
 #endif
 
 // `cols` columns, a multiple of 4, from the line that `lines` points to; lines `ahead` bytes away are prefetched.
-inline void unpack_fp8(const uint8_t* lines, int64_t cols, uint8_t* out, int64_t ahead = 4096) {
+inline void unpack_fp8(const uint8_t* lines, int64_t cols, uint8_t* out, int64_t ahead) {
   for (int64_t line = 0; line < cols / 4; ++line) {
     __builtin_prefetch(lines + line * kLineBytes + ahead);
     unpack_fp8_line(lines + line * kLineBytes, out + 2 * line * kLineBytes);

@@ -10,8 +10,8 @@
 // scale.
 //
 // A group ends with a store of C and 4 vector instructions a row and block, at once for each tile: with groups of 32
-// columns this takes 70 cycles a tile (Sapphire Rapids or later, measured) where the product takes 16. Few rows are
-// left to AVX-512, which keeps sums in registers.
+// columns a tile takes 105 cycles, of which the product is 16 (measured, docs/measurements.md). Few rows are left to
+// AVX-512, which keeps sums in registers.
 #include "kernels/amx/tile_registers.h"
 #include "kernels/amx/vectors.h"
 
@@ -35,6 +35,17 @@ struct Span {
   const float* row_scales[2];
 };
 
+// Where to prefetch for two blocks that are read side by side: beyond their ends lie the next ones.
+class PairAhead {
+ public:
+  explicit PairAhead(const PackedShape& shape)
+      : lines_bytes_(shape.block_bytes() - shape.line_offset()), turn_(shape.block_bytes() + shape.line_offset()) {}
+  int64_t at(int64_t offset) const { return kBlockAhead + (offset + kBlockAhead < lines_bytes_ ? 0 : turn_); }
+
+ private:
+  int64_t lines_bytes_, turn_;
+};
+
 // The packed lines as they are, where zero points are stored: a code minus its zero does not fit a signed byte.
 class Int8Lines {
  public:
@@ -42,9 +53,20 @@ class Int8Lines {
   static constexpr int64_t kPerLine = 4, kMaxCols = INT64_MAX;
   static constexpr bool kZeroInSums = true;
 
-  const uint8_t* at(const Block* blocks, int b, const Span&, int64_t col, int64_t) {
-    return blocks[b].lines + col / kPerLine * kLineBytes;
+  explicit Int8Lines(const PackedShape& shape) : ahead_(shape) {}
+
+  const uint8_t* at(const Block* blocks, int b, const Span&, int64_t col, int64_t cols) {
+    const int64_t offset = col / kPerLine * kLineBytes;
+    const uint8_t* lines = blocks[b].lines + offset;
+    for (int64_t i = 0; fetched_[b] != col && i < cols / kPerLine; ++i)
+      __builtin_prefetch(lines + i * kLineBytes + ahead_.at(offset));
+    fetched_[b] = col;
+    return lines;
   }
+
+ private:
+  PairAhead ahead_;
+  int64_t fetched_[2] = {-1, -1};
 };
 
 // Lines of signed codes minus zero, unpacked to the stack.
@@ -55,11 +77,14 @@ class SignedLines {
   static constexpr int64_t kPerLine = Unpack::kPerLine, kMaxCols = 1024;
   static constexpr bool kZeroInSums = false;
 
+  explicit SignedLines(const PackedShape& shape) : ahead_(shape) {}
+
   const uint8_t* at(const Block* blocks, int b, const Span& span, int64_t col, int64_t cols) {
     if (held_[b] != col) {
-      const uint8_t* lines = blocks[b].lines + col / kPerLine * kLineBytes;
+      const int64_t offset = col / kPerLine * kLineBytes, distance = ahead_.at(offset);
+      const uint8_t* lines = blocks[b].lines + offset;
       for (int64_t line = 0; line < cols / kPerLine; ++line) {
-        __builtin_prefetch(lines + line * kLineBytes + kStreamAhead);
+        __builtin_prefetch(lines + line * kLineBytes + distance);
         Unpack::line(lines + line * kLineBytes, span.zero[b], panel_[b] + line * kPerLine / 4 * kLineBytes);
       }
     }
@@ -68,6 +93,7 @@ class SignedLines {
   }
 
  private:
+  PairAhead ahead_;
   alignas(64) uint8_t panel_[2][kMaxCols / 4 * kLineBytes];
   int64_t held_[2] = {-1, -1};  // the column that a panel begins with
 };
@@ -108,7 +134,7 @@ class IntegerTiles {
   }
 
   void run_blocks(int64_t block, int64_t blocks) {
-    Lines lines;
+    Lines lines(shape_);
     Block at[2] = {};
     for (int64_t b = 0; b < blocks; ++b) at[b] = block_at(shape_, p_.weights.data, block + b);
     for (int64_t g = 0; g < shape_.activation_groups(); ++g) {
@@ -199,7 +225,7 @@ class IntegerTiles {
   const PackedShape& shape_;
   const RowTiles rows_;
   const int64_t step_;
-  alignas(64) int32_t sums_[2][16 * kBlockRows];  // in turn
+  alignas(64) int32_t sums_[2][16 * kBlockRows];  // in turn: a store must not wait for the loads of the tile before
 };
 
 }  // namespace

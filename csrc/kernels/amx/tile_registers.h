@@ -1,12 +1,14 @@
-// The eight tile registers, as these kernels use them, and the one inner loop of all of them.
+// The eight tile registers, as these kernels use them, and the inner loop of all of them but that for few rows
+// (float.cpp).
 //
 //   tiles 0..3   C[r][b] = tile 2 * r + b     float32 or int32 sums
 //   tiles 4, 5   A[r]                         rows x (pairs of bf16 or quads of int8) along the inner index
 //   tiles 6, 7   B[b]                         pairs or quads along the inner index x 16 columns
 //
-// Rate of the full 2 x 2: 4 products of 16 cycles for 4 tile loads of about 8, so that products bound it; each of the
-// four chains waits 52 cycles for its last product, less than the 64 of a step. (Intel 64 and IA-32 Architectures
-// Optimization Reference Manual, chapter 20.)
+// Rate of the full 2 x 2: 4 products of 16 cycles for 4 tile loads of about 8, so that products bound it where the
+// operands lie in the first-level cache; each of the four chains waits 52 cycles for its last product, less than the 64
+// of a step. (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter 20.) From the second-level cache
+// the loads of a step take 85 to 120 cycles (measured, docs/measurements.md).
 //
 // The instructions are written as assembler rather than through GCC's intrinsics, which take literal tile numbers only
 // and do not tell the compiler that a tile load reads memory: plain stores to its source could be delayed past it.
@@ -15,7 +17,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "kernels/amx/kernels.h"
 #if defined(KT_AMX_MODEL)
@@ -148,57 +149,23 @@ inline TileConfig config_of(const RowTiles& rows, int64_t step_bytes) {
   return config;
 }
 
-// The same for one tile of rows against up to four blocks: C[b] = tile b, A = tile 4, B = tiles 5, 6, 7 in turn.
-inline TileConfig config_of_few(int64_t rows, int64_t step_bytes) {
-  TileConfig config;
-  for (int tile = 0; tile < 4; ++tile) config.set(tile, rows, kLineBytes);
-  config.set(4, rows, step_bytes);
-  for (int tile = 5; tile < 8; ++tile) config.set(tile, step_bytes / 4, kLineBytes);
-  return config;
-}
-
 // Tiles along the inner index: rows of one are `stride` bytes apart, tiles `step` bytes.
 struct TileRun {
   const uint8_t* at;
   int64_t stride, step;
 };
 
-// How far ahead of a stream of weights to prefetch: memory's latency times its bandwidth, some times over.
-constexpr int64_t kStreamAhead = 2048;
+// How far ahead of a block's lines to prefetch.
+constexpr int64_t kBlockAhead = 2048;
 
-// How far ahead of several blocks that are read side by side: beyond their ends lie the next ones, not what follows in
-// memory, which is read already.
-struct Ahead {
-  int64_t block_bytes, blocks;
-  int64_t until_end;  // from the first line of a block
-
-  int64_t distance(int64_t offset) const {
-    return kStreamAhead + (offset + kStreamAhead < until_end ? 0 : (blocks - 1) * block_bytes);
-  }
-};
-
-// What `accumulate` prefetches with every step.
+// Beside the products of `accumulate`: nothing to fetch.
 struct NoFetch {
   void step() {}
 };
 
-// Weights that later calls of it will read, of four blocks: some lines of each a step, to the second-level cache.
-struct Fetch {
-  static constexpr int kBlocks = 4;
-
-  void step() {
-    for (int64_t i = 0; i < lines; ++i, at += kLineBytes) {
-      for (int b = 0; b < kBlocks; ++b) __builtin_prefetch(at + b * stride, 0, 2);
-    }
-  }
-
-  const uint8_t* at = nullptr;
-  int64_t stride = 0, lines = 0;
-};
-
-// C[r][b] += A[r] * B[b] over `steps` tiles of the inner index.
-template <class Dot, int kR, int kB, class Fetching = NoFetch>
-inline void accumulate(const TileRun* a, const TileRun* b, int64_t steps, Fetching& fetch) {
+// C[r][b] += A[r] * B[b] over `steps` tiles of the inner index; fetch.step() with every step.
+template <class Dot, int kR, int kB, class Fetch = NoFetch>
+inline void accumulate(const TileRun* a, const TileRun* b, int64_t steps, Fetch&& fetch = {}) {
   const uint8_t *a0 = a[0].at, *a1 = a[kR - 1].at, *b0 = b[0].at, *b1 = b[kB - 1].at;
   for (int64_t step = 0; step < steps; ++step) {
     fetch.step();
@@ -219,60 +186,6 @@ inline void accumulate(const TileRun* a, const TileRun* b, int64_t steps, Fetchi
     a0 += a[0].step;
     b0 += b[0].step;
   }
-}
-
-template <class Dot, int kR, int kB>
-inline void accumulate(const TileRun* a, const TileRun* b, int64_t steps) {
-  NoFetch none;
-  accumulate<Dot, kR, kB>(a, b, steps, none);
-}
-
-// C[b] += A * B[b] over `steps` tiles of the inner index, with the registers of config_of_few. Several blocks side by
-// side, as one stream of weights is not enough to keep memory busy. Fetching: Ahead, where B are weights read for the
-// first time, or NoFetch.
-template <class Dot, int kB, class Fetching>
-inline void accumulate_few(TileRun a, const TileRun* b, int64_t steps, const Fetching& fetch) {
-  const uint8_t* at[kB];
-  for (int i = 0; i < kB; ++i) at[i] = b[i].at;
-  const int64_t stride = b[0].stride, step_bytes = b[0].step;
-  for (int64_t step = 0; step < steps; ++step) {
-    if constexpr (!std::is_same_v<Fetching, NoFetch>) {
-      const int64_t distance = fetch.distance(step * step_bytes);
-      for (int64_t line = 0; line < step_bytes; line += kLineBytes) {
-        for (int i = 0; i < kB; ++i) __builtin_prefetch(at[i] + distance + line);
-      }
-    }
-    load_tile<4>(a.at, a.stride);
-    const auto multiply = [&]<int kTile, int kBlock>() {
-      load_tile<kTile>(at[kBlock], stride);
-      Dot::template run<kBlock, 4, kTile>();
-      at[kBlock] += step_bytes;
-    };
-    multiply.template operator()<5, 0>();
-    if constexpr (kB > 1) multiply.template operator()<6, 1>();
-    if constexpr (kB > 2) multiply.template operator()<7, 2>();
-    if constexpr (kB > 3) multiply.template operator()<5, 3>();
-    a.at += a.step;
-  }
-}
-
-// each.template operator()<tile>() for the C[b] in use.
-template <int kB, class Each>
-inline void for_each_few(Each each) {
-  each.template operator()<0>();
-  if constexpr (kB > 1) each.template operator()<1>();
-  if constexpr (kB > 2) each.template operator()<2>();
-  if constexpr (kB > 3) each.template operator()<3>();
-}
-
-// work.template operator()<blocks>(block) for blocks [0, count), four at a time.
-template <class Work>
-inline void by_four(int64_t count, Work work) {
-  int64_t block = 0;
-  for (; count - block >= 4; block += 4) work.template operator()<4>(block);
-  if (count - block == 3) work.template operator()<3>(block);
-  if (count - block == 2) work.template operator()<2>(block);
-  if (count - block == 1) work.template operator()<1>(block);
 }
 
 // each.template operator()<tile>(r, b) for the C[r][b] in use.

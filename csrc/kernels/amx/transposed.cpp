@@ -59,13 +59,11 @@ class TransposedTiles {
   // The lines of a panel, a share of them with every step of the one before.
   class PanelFetch {
    public:
-    PanelFetch(const TransposedTiles& tiles, int64_t block, int64_t col, int64_t passes)
-        : tiles_(tiles), block_(block) {
+    PanelFetch(const TransposedTiles& tiles, int64_t block, int64_t col, int64_t steps) : tiles_(tiles), block_(block) {
       const int64_t per_line = tiles.shape_.columns_per_line();
       end_ = tiles.blocks_ - block < kPanelBlocks ? tiles.blocks_ : block + kPanelBlocks;
       line_ = (tiles.p_.first_col + col) / per_line;
       num_lines_ = col < tiles.p_.cols ? kPanelCols / per_line : 0;
-      const int64_t steps = kPanelBlocks / 2 * passes;
       lines_a_step_ = (num_lines_ * kPanelBlocks + steps - 1) / steps;
       start_block();
     }
@@ -94,12 +92,18 @@ class TransposedTiles {
   void run_columns(int64_t m, int64_t tokens, int64_t passes, int64_t col) {
     alignas(64) Panel panel;
     alignas(64) Sums sums = {};
+    TileSession session;
+    int64_t configured = 0;  // tokens
     for (int64_t block = 0; block < blocks_; block += kPanelBlocks) {
       const int64_t count = blocks_ - block < kPanelBlocks ? blocks_ - block : kPanelBlocks;
       for (int64_t i = 0; i < count; i += 2) fill(block + i, i + 1 < count, col, panel[i / 2]);
       const bool more = block + kPanelBlocks < blocks_;
-      PanelFetch fetch(*this, more ? block + kPanelBlocks : 0, more ? col : col + kPanelCols, passes);
+      const int64_t steps = (count + 1) / 2 * passes;
+      PanelFetch fetch(*this, more ? block + kPanelBlocks : 0, more ? col : col + kPanelCols, steps);
       for (int64_t at = 0; at < tokens; at += 2 * kTileTokens) {
+        const int64_t width = tokens - at < 2 * kTileTokens ? tokens - at : 2 * kTileTokens;
+        if (width != configured) session.configure(config_of_tokens(width));
+        configured = width;
         if (tokens - at > kTileTokens) {
           add_panel<2>(panel, block, count, m, at, tokens, sums, fetch);
         } else {
@@ -141,7 +145,6 @@ class TransposedTiles {
   template <int kB>
   void add_panel(const Panel& panel, int64_t block, int64_t count, int64_t m, int64_t at, int64_t tokens, Sums& sums,
                  PanelFetch& fetch) const {
-    const TileSession session(config_of_tokens(tokens - at));
     TileRun a[2], b[kB];
     for (int i = 0; i < 2; ++i) a[i] = {panel[0][16 * i], kLineBytes, kPanelCols * kLineBytes};
     const auto* in = reinterpret_cast<const uint8_t*>(p_.in) + (block * kBlockRows / 2 * p_.ld + m + at) * kPairBytes;
