@@ -110,3 +110,31 @@ def test_a_checkpoint_keeps_its_layers(run: Run, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     done = run("bench", "train", "--model", str(tmp_path), "--layers", "2")
     assert done.returncode != 0 and "--layers is for presets" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("seconds", "asked", "chosen"),
+    [
+        ({32: {"bfloat16": 8.0, "float32": 1.0}}, [32, 32], "float32"),
+        (
+            {32: {"bfloat16": 1.0, "float32": 0.9}, 100: {"bfloat16": 1.0, "float32": 3.0}},
+            [32, 32, 100, 100],
+            "bfloat16",
+        ),
+    ],
+)
+def test_a_whole_sequence_chooses_the_peers_dtype_where_a_short_one_does_not_tell(
+    monkeypatch: pytest.MonkeyPatch, seconds: dict[int, dict[str, float]], asked: list[int], chosen: str
+) -> None:
+    made = peer.Peer(Plan(tokens=100), Path("none"), np.zeros((2, 100), dtype=np.int64), lambda line: None)
+    tokens: list[int] = []
+
+    def ask(targets: str, activations: str, dtype: str, some: Any, *rest: Any) -> dict[str, Any]:
+        tokens.append(some.shape[1])
+        return {"seconds": [9.0, seconds[some.shape[1]][dtype]]}
+
+    monkeypatch.setattr(made, "_ask", ask)
+    made.choose_dtype()
+    assert tokens == asked
+    assert made.dtype == chosen
+    assert made.probe_tokens == asked[-1]

@@ -22,10 +22,8 @@ from kt_runtime.wire.messages import Activations
 
 SCRIPT = Path(__file__).with_name("peer_script.py")
 TIMEOUT_S = 3600.0
-# Enough to tell a dtype that is multiplied in software from one that is not: then one is this many times the other.
-# Else whole sequences decide, as tiles of AMX pay off only with them.
-PROBE_TOKENS = 32
-CLEARLY_FASTER = 4.0
+PROBE_TOKENS = 32  # enough where one dtype is multiplied in software
+CLEARLY_FASTER = 4.0  # below this ratio a whole sequence decides: some instructions pay off only with many tokens
 
 
 @dataclass
