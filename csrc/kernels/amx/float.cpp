@@ -221,21 +221,12 @@ class FewRows {
   }
 
  private:
-  // How far from a line to prefetch: beyond the ends of the blocks lie the next ones, if there are more, not what
-  // follows in memory, which is read already.
-  struct Ahead {
-    int64_t lines_bytes, turn;
-    int64_t at(int64_t offset) const {
-      const int64_t ahead = offset + kBlockAhead;
-      return ahead < lines_bytes ? kBlockAhead : kBlockAhead + turn;
-    }
-  };
-
+  // Beyond the last blocks of a call nothing is fetched but what is near already: what is read next is not known.
   template <int kB>
-  Ahead ahead(int64_t block) const {
-    const bool more = block + kB < p_.weights.blocks;
-    return {shape_.block_bytes() - shape_.line_offset(),
-            more ? (kB - 1) * shape_.block_bytes() + shape_.line_offset() : -kBlockAhead};
+  Ahead ahead_of(int64_t block) const {
+    Ahead ahead(shape_, kB);
+    if (block + kB == p_.weights.blocks) ahead.turn = -kBlockAhead;
+    return ahead;
   }
 
   template <int kB>
@@ -250,7 +241,7 @@ class FewRows {
   template <int kB>
   void dense(int64_t block) const {
     const int64_t steps = shape_.padded_cols() / kStepCols, step_bytes = kStepCols / 2 * kLineBytes;
-    const Ahead ahead = this->ahead<kB>(block);
+    const Ahead ahead = ahead_of<kB>(block);
     const uint8_t* w[kB];
     for (int b = 0; b < kB; ++b) w[b] = block_at(shape_, p_.weights.data, block + b).lines;
     TileRun a = activations(p_, 0, 0);
@@ -271,7 +262,7 @@ class FewRows {
   template <int kB>
   void fp8(int64_t block) {
     const int64_t cols = shape_.padded_cols(), group = shape_.group();
-    const Ahead ahead = this->ahead<kB>(block);
+    const Ahead ahead = ahead_of<kB>(block);
     Block from[kB];
     for (int b = 0; b < kB; ++b) from[b] = block_at(shape_, p_.weights.data, block + b);
     const auto unpack = [&](int64_t col, int side) {

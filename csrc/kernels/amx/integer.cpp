@@ -35,17 +35,6 @@ struct Span {
   const float* row_scales[2];
 };
 
-// Where to prefetch for two blocks that are read side by side: beyond their ends lie the next ones.
-class PairAhead {
- public:
-  explicit PairAhead(const PackedShape& shape)
-      : lines_bytes_(shape.block_bytes() - shape.line_offset()), turn_(shape.block_bytes() + shape.line_offset()) {}
-  int64_t at(int64_t offset) const { return kBlockAhead + (offset + kBlockAhead < lines_bytes_ ? 0 : turn_); }
-
- private:
-  int64_t lines_bytes_, turn_;
-};
-
 // The packed lines as they are, where zero points are stored: a code minus its zero does not fit a signed byte.
 class Int8Lines {
  public:
@@ -53,7 +42,7 @@ class Int8Lines {
   static constexpr int64_t kPerLine = 4, kMaxCols = INT64_MAX;
   static constexpr bool kZeroInSums = true;
 
-  explicit Int8Lines(const PackedShape& shape) : ahead_(shape) {}
+  explicit Int8Lines(const PackedShape& shape) : ahead_(shape, 2) {}
 
   const uint8_t* at(const Block* blocks, int b, const Span&, int64_t col, int64_t cols) {
     const int64_t offset = col / kPerLine * kLineBytes;
@@ -65,7 +54,7 @@ class Int8Lines {
   }
 
  private:
-  PairAhead ahead_;
+  Ahead ahead_;
   int64_t fetched_[2] = {-1, -1};
 };
 
@@ -77,7 +66,7 @@ class SignedLines {
   static constexpr int64_t kPerLine = Unpack::kPerLine, kMaxCols = 1024;
   static constexpr bool kZeroInSums = false;
 
-  explicit SignedLines(const PackedShape& shape) : ahead_(shape) {}
+  explicit SignedLines(const PackedShape& shape) : ahead_(shape, 2) {}
 
   const uint8_t* at(const Block* blocks, int b, const Span& span, int64_t col, int64_t cols) {
     if (held_[b] != col) {
@@ -93,7 +82,7 @@ class SignedLines {
   }
 
  private:
-  PairAhead ahead_;
+  Ahead ahead_;
   alignas(64) uint8_t panel_[2][kMaxCols / 4 * kLineBytes];
   int64_t held_[2] = {-1, -1};  // the column that a panel begins with
 };

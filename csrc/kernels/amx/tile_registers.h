@@ -158,6 +158,17 @@ struct TileRun {
 // How far ahead of a block's lines to prefetch.
 constexpr int64_t kBlockAhead = 2048;
 
+// The same from `offset` in the lines of blocks that are read side by side: beyond their ends lie the next ones, not
+// what follows in memory, which is read already.
+struct Ahead {
+  Ahead(const PackedShape& shape, int64_t blocks)
+      : lines_bytes(shape.block_bytes() - shape.line_offset()),
+        turn((blocks - 1) * shape.block_bytes() + shape.line_offset()) {}
+  int64_t at(int64_t offset) const { return kBlockAhead + (offset + kBlockAhead < lines_bytes ? 0 : turn); }
+
+  int64_t lines_bytes, turn;
+};
+
 // Beside the products of `accumulate`: nothing to fetch.
 struct NoFetch {
   void step() {}
