@@ -3,7 +3,7 @@
 // Three ways to multiply, chosen by the caller for a whole call, never by the number of rows:
 //   multiply        float32 activations; weights decoded to float32; exact products, float32 sums
 //   multiply_bf16   bf16 activations and weights (bf16, fp8), float32 sums
-//   multiply_int8   activations quantized to int8 by group, integer weights, exact integer sums within a group
+//   multiply_int8   activations quantized to int8, integer weights, exact integer sums within a group
 //
 // Every element of a result is one chain of additions in the order of the inner index (group by group, where the
 // weights have groups), whatever the other rows and columns of the call are. So a token's result does not depend on the
@@ -62,14 +62,21 @@ struct PackedProduct {
   int64_t ldc;
 };
 
-// Rows of int8 activations as `quantize` leaves them. `values` is the instruction set's own order of the codes; scales
-// and sums (of the codes of a group) are [rows][shape.activation_groups()], ld_groups apart.
+// Rows of int8 activations as `quantize` leaves them. `values` is the instruction set's own order of the codes. A row
+// is the sum of its groups, each codes times one scale:
+//   columns  group g is columns [g, g + 1) * shape.activation_group(): all of them with as many bits as a code has
+//   planes   group 0 is the high and group 1 the low digit of every column (AMX, int8 weights with one scale a row)
+// scales and sums (of the codes of a group) are [rows][groups], ld_groups apart.
 struct QuantizedRows {
   const uint8_t* values;
-  int64_t ld;  // bytes
+  int64_t ld;  // QuantizedSize::row_bytes
   const float* scales;
   const int32_t* sums;
   int64_t ld_groups;
+};
+
+struct QuantizedSize {
+  int64_t row_bytes, groups;
 };
 
 struct IntegerProduct {
@@ -109,9 +116,9 @@ struct Tiles {
   void (*product)(const PlainProduct&);
   void (*row_product)(const RowProduct&);
 
-  // One row of `cols` floats -> codes in `values` (quantized_bytes(shape) bytes, padding zero), scales and sums by
-  // group. A group of zeros has scale 0. Codes are round-to-nearest-even of x * 127 / absmax.
-  int64_t (*quantized_bytes)(const PackedShape&);
+  // One row of `cols` floats -> codes in `values` (padding zero), scales and sums by group. A group of zeros has scale
+  // 0. Codes are round-to-nearest-even of x * 127 / absmax; as planes, 128 * high + low is that of x * 16256 / absmax.
+  QuantizedSize (*quantized_size)(const PackedShape&);
   void (*quantize)(const PackedShape&, const float* row, uint8_t* values, float* scales, int32_t* sums);
 
   // in[m * ld + n] -> the operand of a transposed product: out[n * ld_out + m], padding zero in n (to padded_rows) and

@@ -168,7 +168,7 @@ void ForwardPass::load(const PairRange& run, const Rows& rows) const {
   for (int64_t m = 0; m < run.size(); ++m) {
     const int64_t token = routing_.token[static_cast<size_t>(run.begin + m)];
     const Operand at = rows.x.from(m);
-    if (at.codes) copy_row(shape, tokens_, token - routing_.first_token, rows.x, m);
+    if (at.codes) copy_row(tokens_, token - routing_.first_token, rows.x, m);
     if (at.bf16) {
       std::memcpy(at.bf16, call_.x.as<uint16_t>() + token * call_.x.strides[0],
                   static_cast<size_t>(shape.cols) * sizeof(uint16_t));

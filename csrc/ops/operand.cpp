@@ -25,8 +25,9 @@ Operand OperandBuffer::reserve(const Tiles& tiles, const PackedShape& shape, Ari
   if (with_f32 || arithmetic == Arithmetic::kFloat) made.f32 = f32_.reserve<float>(rows * made.ld);
   if (arithmetic == Arithmetic::kBf16) made.bf16 = bf16_.reserve<uint16_t>(rows * made.ld);
   if (arithmetic == Arithmetic::kInt8) {
-    made.ld_codes = round_up(tiles.quantized_bytes(shape), kLineBytes) + kLineBytes;
-    made.ld_groups = shape.activation_groups();
+    const QuantizedSize size = tiles.quantized_size(shape);
+    made.ld_codes = size.row_bytes;
+    made.ld_groups = size.groups;
     made.codes = codes_.reserve<uint8_t>(rows * made.ld_codes);
     made.scales = scales_.reserve<float>(rows * made.ld_groups);
     made.sums = sums_.reserve<int32_t>(rows * made.ld_groups);
@@ -49,14 +50,14 @@ void finish_row(const Tiles& tiles, const PackedShape& shape, const Operand& ope
   if (at.codes) tiles.quantize(shape, values, at.codes, at.scales, at.sums);
 }
 
-void copy_row(const PackedShape& shape, const Operand& source, int64_t from, const Operand& target, int64_t to) {
+void copy_row(const Operand& source, int64_t from, const Operand& target, int64_t to) {
   const Operand in = source.from(from), out = target.from(to);
   if (in.f32 && out.f32) std::memcpy(out.f32, in.f32, static_cast<size_t>(in.ld) * sizeof(float));
   if (in.bf16 && out.bf16) std::memcpy(out.bf16, in.bf16, static_cast<size_t>(in.ld) * sizeof(uint16_t));
   if (in.codes && out.codes) {
     std::memcpy(out.codes, in.codes, static_cast<size_t>(in.ld_codes));
-    std::memcpy(out.scales, in.scales, static_cast<size_t>(shape.activation_groups()) * sizeof(float));
-    std::memcpy(out.sums, in.sums, static_cast<size_t>(shape.activation_groups()) * sizeof(int32_t));
+    std::memcpy(out.scales, in.scales, static_cast<size_t>(in.ld_groups) * sizeof(float));
+    std::memcpy(out.sums, in.sums, static_cast<size_t>(in.ld_groups) * sizeof(int32_t));
   }
 }
 

@@ -38,7 +38,7 @@ class OperandBuffer {
 void finish_row(const Tiles& tiles, const PackedShape& shape, const Operand& operand, int64_t row, const float* values);
 
 // Copies what the arithmetic needs (and f32 where both have it) of row `from` of `source`.
-void copy_row(const PackedShape& shape, const Operand& source, int64_t from, const Operand& target, int64_t to);
+void copy_row(const Operand& source, int64_t from, const Operand& target, int64_t to);
 
 // c = rows of the operand times the blocks, transposed: c[m, 16 * b + i].
 void multiply_rows(const Tiles& tiles, const Operand& operand, int64_t rows, const PackedBlocks& blocks, float* c,

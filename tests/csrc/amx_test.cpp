@@ -110,7 +110,8 @@ std::vector<float> multiply_bf16(const kt::Tiles& tiles, const kt::PackedBlocks&
 std::vector<float> multiply_int8(const kt::Tiles& tiles, const kt::PackedBlocks& weights, int64_t rows,
                                  const std::vector<float>& in) {
   const kt::PackedShape& shape = weights.shape;
-  const int64_t ld = tiles.quantized_bytes(shape), groups = shape.activation_groups(), out = shape.padded_rows();
+  const auto [ld, groups] = tiles.quantized_size(shape);
+  const int64_t out = shape.padded_rows();
   std::vector<uint8_t> values(static_cast<size_t>(rows * ld));
   std::vector<float> scales(static_cast<size_t>(rows * groups)), c(static_cast<size_t>(rows * out));
   std::vector<int32_t> sums(static_cast<size_t>(rows * groups));
@@ -156,6 +157,7 @@ void compare_formats(const kt::Tiles& tiles, const kt::Tiles& other, bool float_
       const std::string what = kt::format_name(format) + " " + std::to_string(rows) + " rows: " + tiles.name + " and " +
                                other.name + " differ";
       if (format.integer()) {
+        if (tiles.quantized_size(shape).groups != other.quantized_size(shape).groups) continue;  // planes: other codes
         const std::vector<float> in = random.floats(rows * shape.cols);
         const kt::PackedBlocks blocks = weights.blocks();
         report.equal(what, same_bits(multiply_int8(tiles, blocks, rows, in), multiply_int8(other, blocks, rows, in)));
@@ -171,6 +173,8 @@ void compare_formats(const kt::Tiles& tiles, const kt::Tiles& other, bool float_
     }
   }
 }
+
+constexpr kt::Format kInt8Rows{kt::Encoding::kInt8, 0, false};
 
 // One call, and one by one.
 void test_many_rows(const kt::Tiles& tiles, const kt::Format& format, int64_t out_rows, int64_t in_cols,
@@ -236,8 +240,9 @@ void test_amx(const kt::Tiles& tiles, Report& report) {
   for (const kt::Format& format : all_formats())
     test_many_rows(tiles, format, 48, 160, {15, 33, 49, 130}, random, report);
   // And for several chunks of columns, blocks and tiles of a product that keeps its sums beside it.
-  for (const kt::Format& format : {kt::Format{}, kt::Format{kt::Encoding::kFp8, 128, false}})
+  for (const kt::Format& format : {kt::Format{}, kt::Format{kt::Encoding::kFp8, 128, false}, kInt8Rows})
     test_many_rows(tiles, format, 16 * 11 + 3, 544, {15, 33, 49, 145}, random, report);
+  test_many_rows(tiles, kInt8Rows, 16 * 9, 1088, {7, 8, 9, 41, 75}, random, report);  // steps of 64 columns, not of 32
   if (name == "amx") {
     compare_wild(tiles, kt::kAmxModelTiles, "instructions and model", random, report);
     compare_formats(tiles, kt::kAmxModelTiles, true, random, report);

@@ -1,14 +1,14 @@
 // bf16 activations times bf16 and fp8 weights: TDPBF16PS.
 //
 // Step: A = up to 16 rows x 32 columns of activations as they lie, B = 16 packed lines of a block (32 columns x 16 rows
-// of weights), C = rows x 16 sums. Blocking 2 x 2 (tile_registers.h); for up to 16 rows 1 x 4 (FewRows).
+// of weights), C = rows x 16 sums. Blocking 2 x 2 (tile_registers.h); for up to 16 rows 1 x 4 (few_rows.h).
 //
-// bf16: the tiles of B are loaded from the packed lines, C is stored to the result. More rows than 16: DenseTiles.
+// bf16: the tiles of B are loaded from the packed lines, C is stored to the result (dense.h).
 // fp8: up to 128 columns of a group are unpacked to bf16 lines on the stack (2 blocks x 4 KiB), which all rows then
 // use; each such sum is scaled once: total = fma(group scale, sum, total), and the result is total * row scale. Up to
 // 16 rows unpack 32 columns of 4 blocks at a time; their sums run over the same 128.
+#include "kernels/amx/dense.h"
 #include "kernels/amx/fp8_lines.h"
-#include "kernels/amx/tile_registers.h"
 #include "kernels/amx/vectors.h"
 
 namespace kt::amx::inline KT_AMX_BUILD {
@@ -22,109 +22,22 @@ inline TileRun activations(const PackedProduct<uint16_t>& p, int64_t row, int64_
 
 inline TileRun lines_at(const uint8_t* lines) { return {lines, kLineBytes, 16 * kLineBytes}; }
 
-// Weights that later calls of `accumulate` will read, of four blocks: some lines of each a step, to the second-level
-// cache.
-struct BlocksFetch {
-  static constexpr int kBlocks = 4;
+struct Bf16Rows {
+  using Dot = DotBf16;
+  using Sum = float;
 
-  void step() {
-    for (int64_t i = 0; i < lines; ++i, at += kLineBytes) {
-      for (int b = 0; b < kBlocks; ++b) __builtin_prefetch(at + b * stride, 0, 2);
-    }
+  explicit Bf16Rows(const PackedProduct<uint16_t>& p) : product(p), tiles(p.rows) {}
+
+  TileRun a(int64_t tile, int64_t byte) const { return activations(product, tiles.start(tile), byte / 2); }
+
+  template <int kTile>
+  void finish(int64_t tile, int64_t block, float*) const {
+    store_tile<kTile>(product.c + tiles.start(tile) * product.ldc + block * kBlockRows, product.ldc * 4);
   }
 
-  const uint8_t* at = nullptr;
-  int64_t stride = 0, lines = 0;
-};
-
-// Products with bf16 weights, for more rows than one tile: up to 128 rows with 8 blocks, 256 columns at a time, so that
-// what is read again, the activations of few rows or the weights under many, stays in the first-level cache. Sums wait
-// on the stack (64 KiB).
-class DenseTiles {
- public:
-  DenseTiles(const PackedProduct<uint16_t>& p, const RowTiles& rows)
-      : p_(p), rows_(rows), cols_(p.weights.shape.padded_cols()) {}
-
-  void run() {
-    for (int64_t block = 0; block < p_.weights.blocks; block += kBlocksAtOnce) {
-      for (int64_t tile = 0; tile < rows_.count; tile += kTilesAtOnce) run_part(block, tile);
-    }
-  }
-
- private:
-  static constexpr int64_t kBlocksAtOnce = 8, kTilesAtOnce = 8, kChunkCols = 256;
-
-  void run_part(int64_t first, int64_t first_tile) {
-    const int64_t end = least(first + kBlocksAtOnce, p_.weights.blocks);
-    const int64_t end_tile = least(first_tile + kTilesAtOnce, rows_.count);
-    for (int64_t col = 0; col < cols_; col += kChunkCols) {
-      for (int64_t block = first; block < end; block += BlocksFetch::kBlocks) {
-        // Later rows find the weights in the second-level cache.
-        BlocksFetch fetch = first_tile == 0 ? fetch_after(first, block, end, col, (end_tile + 1) / 2) : BlocksFetch{};
-        for (int64_t pair = block; pair < least(block + BlocksFetch::kBlocks, end); pair += 2) {
-          for (int64_t tile = first_tile; tile < end_tile; tile += 2) {
-            with_blocking(end_tile - tile, end - pair, [&]<int kR, int kB> {
-              run_tile<kR, kB>(tile, pair, col, &sums_[pair - first], tile - first_tile, fetch);
-            });
-          }
-        }
-      }
-    }
-  }
-
-  static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-  const uint8_t* lines(int64_t block, int64_t col) const {
-    return block_at(p_.weights.shape, p_.weights.data, block).lines + col / 2 * kLineBytes;
-  }
-
-  // What is read after these columns of these blocks, in equal shares; after the last ones, what a next call begins
-  // with.
-  BlocksFetch fetch_after(int64_t first, int64_t block, int64_t end, int64_t col, int64_t passes) const {
-    const int64_t pairs = (least(end - block, BlocksFetch::kBlocks) + 1) / 2;
-    const int64_t steps = least(cols_ - col, kChunkCols) / kStepCols * pairs * passes;
-    block += BlocksFetch::kBlocks;
-    if (block >= end) {
-      block = first;
-      col += kChunkCols;
-    }
-    if (col >= cols_) {
-      block = end;
-      col = 0;
-    }
-    const int64_t num_lines = least(cols_ - col, kChunkCols) / 2;
-    return {lines(block, col), p_.weights.shape.block_bytes(), (num_lines + steps - 1) / steps};
-  }
-
-  using Sums = float[kTilesAtOnce][16 * kBlockRows];  // of a block
-
-  template <int kR, int kB>
-  void run_tile(int64_t tile, int64_t block, int64_t col, Sums* sums, int64_t slot, BlocksFetch& fetch) {
-    const int64_t cols = least(cols_ - col, kChunkCols);
-    TileRun a[kR], w[kB];
-    for (int r = 0; r < kR; ++r) a[r] = activations(p_, rows_.start(tile + r), col);
-    for (int b = 0; b < kB; ++b) w[b] = lines_at(lines(block + b, col));
-    const auto sum = [&](int r, int b) { return sums[b][slot + r]; };
-    if (col == 0) {
-      zero_sums<kR, kB>();
-    } else {
-      for_each_sum<kR, kB>(
-          [&]<int kTile>(int r, int b) { load_tile<kTile>(reinterpret_cast<const uint8_t*>(sum(r, b)), kLineBytes); });
-    }
-    accumulate<DotBf16, kR, kB>(a, w, cols / kStepCols, fetch);
-    if (col + cols < cols_) {
-      for_each_sum<kR, kB>([&]<int kTile>(int r, int b) { store_tile<kTile>(sum(r, b), kLineBytes); });
-    } else {
-      for_each_sum<kR, kB>([&]<int kTile>(int r, int b) {
-        store_tile<kTile>(p_.c + rows_.start(tile + r) * p_.ldc + (block + b) * kBlockRows, p_.ldc * 4);
-      });
-    }
-  }
-
-  const PackedProduct<uint16_t>& p_;
-  const RowTiles& rows_;
-  const int64_t cols_;
-  alignas(64) Sums sums_[kBlocksAtOnce];
+  const PackedProduct<uint16_t>& product;
+  const RowTiles tiles;
+  static constexpr int64_t step_bytes = kStepBytes;
 };
 
 // Columns [col, col + cols) of two blocks, of one group.
@@ -200,69 +113,23 @@ void multiply_fp8_blocks(const PackedProduct<uint16_t>& p, const RowTiles& rows,
   }
 }
 
-// Rows that fit one tile against up to four blocks side by side: bound by memory, which one stream of weights does not
-// keep busy. C[b] = tile b, A = tile 4, B = tiles 5, 6, 7 in turn.
-class FewRows {
+// Few rows (few_rows.h) with fp8 weights.
+class FewFp8Rows {
  public:
-  explicit FewRows(const PackedProduct<uint16_t>& p) : p_(p), shape_(p.weights.shape) {}
+  explicit FewFp8Rows(const PackedProduct<uint16_t>& p) : p_(p), shape_(p.weights.shape) {}
 
   void run() {
-    TileConfig config;
-    for (int tile = 0; tile < 4; ++tile) config.set(tile, p_.rows, kLineBytes);
-    config.set(4, p_.rows, kStepBytes);
-    for (int tile = 5; tile < 8; ++tile) config.set(tile, kStepBytes / 4, kLineBytes);
-    const TileSession session(config);
-    int64_t block = 0;
-    for (; p_.weights.blocks - block >= 4; block += 4) run_blocks<4>(block);
-    const int64_t left = p_.weights.blocks - block;
-    if (left == 3) run_blocks<3>(block);
-    if (left == 2) run_blocks<2>(block);
-    if (left == 1) run_blocks<1>(block);
+    const TileSession session(config_of_few(p_.rows, kStepBytes));
+    by_four_blocks(p_.weights.blocks, [&]<int kB>(int64_t block) { run_blocks<kB>(block); });
   }
 
  private:
-  // Beyond the last blocks of a call nothing is fetched but what is near already: what is read next is not known.
-  template <int kB>
-  Ahead ahead_of(int64_t block) const {
-    Ahead ahead(shape_, kB);
-    if (block + kB == p_.weights.blocks) ahead.turn = -kBlockAhead;
-    return ahead;
-  }
-
-  template <int kB>
-  void run_blocks(int64_t block) {
-    if (shape_.format.encoding == Encoding::kBf16) {
-      dense<kB>(block);
-    } else {
-      fp8<kB>(block);
-    }
-  }
-
-  template <int kB>
-  void dense(int64_t block) const {
-    const int64_t steps = shape_.padded_cols() / kStepCols, step_bytes = kStepCols / 2 * kLineBytes;
-    const Ahead ahead = ahead_of<kB>(block);
-    const uint8_t* w[kB];
-    for (int b = 0; b < kB; ++b) w[b] = block_at(shape_, p_.weights.data, block + b).lines;
-    TileRun a = activations(p_, 0, 0);
-    zero<kB>();
-    for (int64_t step = 0; step < steps; ++step, a.at += a.step) {
-      const int64_t distance = ahead.at(step * step_bytes);
-      for (int64_t line = 0; line < step_bytes; line += kLineBytes) {
-        for (int b = 0; b < kB; ++b) __builtin_prefetch(w[b] + distance + line);
-      }
-      multiply<kB>(a, w);
-      for (int b = 0; b < kB; ++b) w[b] += step_bytes;
-    }
-    for_each<kB>([&]<int kTile>() { store_tile<kTile>(p_.c + (block + kTile) * kBlockRows, p_.ldc * 4); });
-  }
-
   // The next columns are unpacked before these are multiplied: a tile is loaded from lines that have long left the
   // store buffer.
   template <int kB>
-  void fp8(int64_t block) {
+  void run_blocks(int64_t block) {
     const int64_t cols = shape_.padded_cols(), group = shape_.group();
-    const Ahead ahead = ahead_of<kB>(block);
+    const Ahead ahead = ahead_of_few<kB>(p_.weights, block);
     Block from[kB];
     for (int b = 0; b < kB; ++b) from[b] = block_at(shape_, p_.weights.data, block + b);
     const auto unpack = [&](int64_t col, int side) {
@@ -276,13 +143,13 @@ class FewRows {
       if (col + kStepCols < cols) unpack(col + kStepCols, side ^ 1);
       const uint8_t* w[kB];
       for (int b = 0; b < kB; ++b) w[b] = panel_[side][b];
-      if (within % kPanelCols == 0) zero<kB>();
-      multiply<kB>(activations(p_, 0, col), w);
+      if (within % kPanelCols == 0) zero_few<kB>();
+      multiply_few<DotBf16, kB>(activations(p_, 0, col), w);
       col += kStepCols;
       within += kStepCols;
       const bool last = col == cols, group_ends = within == group;
       if (last || group_ends || within % kPanelCols == 0) {
-        for_each<kB>([&]<int kTile>() { store_tile<kTile>(sums_[kTile], kLineBytes); });
+        for_each_few<kB>([&]<int kTile>() { store_tile<kTile>(sums_[kTile], kLineBytes); });
         const bool first = col <= kPanelCols && g == 0;
         for (int b = 0; b < kB; ++b) finish(from[b], block + b, g, first, last, sums_[b]);
       }
@@ -291,39 +158,6 @@ class FewRows {
         within = 0;
       }
     }
-  }
-
-  template <int kB>
-  static void multiply(const TileRun& a, const uint8_t* const* w) {
-    load_tile<4>(a.at, a.stride);
-    load_tile<5>(w[0], kLineBytes);
-    DotBf16::run<0, 4, 5>();
-    if constexpr (kB > 1) {
-      load_tile<6>(w[1], kLineBytes);
-      DotBf16::run<1, 4, 6>();
-    }
-    if constexpr (kB > 2) {
-      load_tile<7>(w[2], kLineBytes);
-      DotBf16::run<2, 4, 7>();
-    }
-    if constexpr (kB > 3) {
-      load_tile<5>(w[3], kLineBytes);
-      DotBf16::run<3, 4, 5>();
-    }
-  }
-
-  // each.template operator()<tile>() for the C[b] in use.
-  template <int kB, class Each>
-  static void for_each(Each each) {
-    each.template operator()<0>();
-    if constexpr (kB > 1) each.template operator()<1>();
-    if constexpr (kB > 2) each.template operator()<2>();
-    if constexpr (kB > 3) each.template operator()<3>();
-  }
-
-  template <int kB>
-  static void zero() {
-    for_each<kB>([]<int kTile>() { zero_tile<kTile>(); });
   }
 
   void finish(const Block& from, int64_t block, int64_t group, bool first, bool last, const float* sums) const {
@@ -346,10 +180,10 @@ class FewRows {
 
 void multiply_bf16(const PackedProduct<uint16_t>& p) {
   if (p.rows == 0) return;
+  if (p.weights.shape.format.encoding == Encoding::kBf16) return multiply_dense(Bf16Rows(p), p.weights);
   const RowTiles rows(p.rows);
-  if (rows.count == 1) return FewRows(p).run();
+  if (rows.count == 1) return FewFp8Rows(p).run();
   const TileSession session(config_of(rows, kStepBytes));
-  if (p.weights.shape.format.encoding == Encoding::kBf16) return DenseTiles(p, rows).run();
   for (int64_t block = 0; block < p.weights.blocks; block += 2) {
     const int64_t left = p.weights.blocks - block;
     multiply_fp8_blocks(p, rows, block, left < 2 ? left : 2);

@@ -1,4 +1,4 @@
-// int8 activations times int8 and int4 weights: TDPBSSD, TDPBSUD.
+// int8 activations times int8 and int4 weights: TDPBSSD, TDPBSUD. int8 weights with one scale a row: planes.cpp.
 //
 // Step: A = up to 16 rows x 64 columns of activations' codes as they lie (32 where a group is not a multiple of 64), B
 // = 64 columns x 16 rows of weights, C = rows x 16 int32 sums of one group. Blocking 2 x 2 (tile_registers.h).
@@ -142,7 +142,7 @@ class IntegerTiles {
   }
 
   void set_factors(const Block& block, int b, Span& span) const {
-    // Where weights have one scale a row, the groups are the activations'.
+    // Where weights (of int4) have one scale a row, the groups are the activations'.
     const auto* halves = static_cast<const uint16_t*>(block.group_scales);
     span.scale[b] = halves ? floats_of_halves(halves + span.group * kBlockRows) : Floats{} + 1.0f;
     span.zero[b] = block.zeros ? ints_of_bytes(block.zeros + span.group * kBlockRows)
@@ -221,6 +221,7 @@ class IntegerTiles {
 
 void multiply_int8(const IntegerProduct& p) {
   if (p.rows == 0) return;
+  if (has_planes(p.weights.shape)) return multiply_planes(p);
   if (p.rows <= few_rows(p.weights.shape)) return base::multiply_int8(p);
   const Format& format = p.weights.shape.format;
   if (format.encoding == Encoding::kInt4) {
@@ -233,9 +234,12 @@ void multiply_int8(const IntegerProduct& p) {
 }
 
 // The codes of AVX-512 lie in the order of the columns, as A wants them.
-int64_t quantized_bytes(const PackedShape& shape) { return base::quantized_bytes(shape); }
+QuantizedSize quantized_size(const PackedShape& shape) {
+  return has_planes(shape) ? quantized_planes(shape) : base::quantized_size(shape);
+}
+
 void quantize(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums) {
-  base::quantize(shape, row, values, scales, sums);
+  (has_planes(shape) ? quantize_planes : base::quantize)(shape, row, values, scales, sums);
 }
 
 }  // namespace kt::amx::inline KT_AMX_BUILD

@@ -26,8 +26,17 @@ void multiply_bf16(const PackedProduct<uint16_t>& p);
 
 // integer.cpp: codes of activations row by row, one signed byte each
 void multiply_int8(const IntegerProduct& p);
-int64_t quantized_bytes(const PackedShape& shape);
+QuantizedSize quantized_size(const PackedShape& shape);
 void quantize(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums);
+
+// planes.cpp: where weights are int8 with one scale a row, what those three do. Longer rows could overflow a sum of
+// products of a signed and an unsigned byte.
+constexpr bool has_planes(const PackedShape& shape) {
+  return shape.format.encoding == Encoding::kInt8 && shape.format.group == 0 && shape.padded_cols() <= 65536;
+}
+void multiply_planes(const IntegerProduct& p);
+QuantizedSize quantized_planes(const PackedShape& shape);
+void quantize_planes(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums);
 
 // transposed.cpp
 void multiply_transposed_bf16(const TransposedProduct<uint16_t>& p);

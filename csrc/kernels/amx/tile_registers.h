@@ -130,10 +130,11 @@ class TileSession {
 
 // Rows of a call in tiles of equal height, so that one configuration serves all: tile t holds rows [start, start +
 // height).
-// The last may begin among rows of the one before it, whose results need not be given again.
+// The last may begin among rows of the one before it, whose results need not be given again. `unit` rows of A that
+// belong together, for each of the call's, are in one tile.
 struct RowTiles {
-  explicit RowTiles(int64_t num_rows)
-      : rows(num_rows), count((num_rows + 15) / 16), height((num_rows + count - 1) / count) {}
+  explicit RowTiles(int64_t num_rows, int64_t unit = 1)
+      : rows(num_rows * unit), count((rows + 15) / 16), height((num_rows + count - 1) / count * unit) {}
   int64_t start(int64_t tile) const { return tile * height < rows - height ? tile * height : rows - height; }
   int64_t repeated(int64_t tile) const { return tile * height - start(tile); }  // rows that an earlier tile holds too
 

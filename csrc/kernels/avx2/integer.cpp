@@ -232,8 +232,8 @@ inline void store_words(const int8_t* codes, uint8_t* to) {
 
 }  // namespace
 
-int64_t quantized_bytes(const PackedShape& shape) {
-  return shape.padded_cols() * (shape.format.encoding == Encoding::kInt8 ? 2 : 1);
+QuantizedSize quantized_size(const PackedShape& shape) {
+  return grouped_size(shape, shape.format.encoding == Encoding::kInt8 ? 2 : 1);
 }
 
 void quantize(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums) {

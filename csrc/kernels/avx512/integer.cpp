@@ -211,7 +211,7 @@ struct Avx512 {
 
 }  // namespace
 
-int64_t quantized_bytes(const PackedShape& shape) { return shape.padded_cols(); }
+QuantizedSize quantized_size(const PackedShape& shape) { return grouped_size(shape, 1); }
 
 void quantize(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums) {
   quantize_row(shape, row, scales, sums, [&](int64_t unit, const int8_t* codes) {

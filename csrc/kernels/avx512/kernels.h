@@ -11,7 +11,7 @@ void multiply_bf16(const PackedProduct<uint16_t>& p);
 
 // integer.cpp
 void multiply_int8(const IntegerProduct& p);
-int64_t quantized_bytes(const PackedShape& shape);
+QuantizedSize quantized_size(const PackedShape& shape);
 void quantize(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums);
 
 // transposed.cpp

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kernels/layout.h"
+#include "kernels/tiles.h"
 
 namespace kt {
 namespace {
@@ -26,19 +26,30 @@ inline float largest_magnitude(const float* x, int64_t count) {
   return value;
 }
 
-// codes[i] = x[i] * factor, |x[i] * factor| < 127.5, to nearest even; the sum of them. Adding 1.5 * 2^23 leaves the
-// rounded integer in the low bits, defined for any input and without a conversion that traps or saturates.
+// To nearest even, for magnitudes below 2^22. Adding 1.5 * 2^23 leaves the rounded integer in the low bits, defined for
+// any input and without a conversion that traps or saturates.
+inline int32_t rounded(float value) {
+  const float shifted = value + 12582912.0f;
+  uint32_t bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  return static_cast<int32_t>(bits - 0x4b400000u);
+}
+
+// codes[i] = x[i] * factor, |x[i] * factor| < 127.5, rounded; the sum of them.
 inline int32_t round_codes(const float* x, float factor, int8_t* codes) {
   int32_t sum = 0;
   for (int64_t i = 0; i < kQuantizeUnit; ++i) {
-    const float shifted = x[i] * factor + 12582912.0f;
-    int32_t bits;
-    std::memcpy(&bits, &shifted, sizeof bits);
-    const auto code = static_cast<int8_t>(bits);  // 1.5 * 2^23 is 0x4b400000: the low byte is the code
+    const auto code = static_cast<int8_t>(rounded(x[i] * factor));
     codes[i] = code;
     sum += code;
   }
   return sum;
+}
+
+// From one row to the next one cache line more than the codes take, so that the rows of a register tile do not all fall
+// into the same sets of the first-level cache.
+inline QuantizedSize grouped_size(const PackedShape& shape, int64_t code_bytes) {
+  return {round_up(shape.padded_cols() * code_bytes, kLineBytes) + kLineBytes, shape.activation_groups()};
 }
 
 // `store(unit, codes)` writes kQuantizeUnit codes where the kernel wants them. Groups whose largest magnitude is too

@@ -10,7 +10,7 @@ void multiply(const PackedProduct<float>& p);
 
 // integer.cpp
 void multiply_int8(const IntegerProduct& p);
-int64_t quantized_bytes(const PackedShape& shape);
+QuantizedSize quantized_size(const PackedShape& shape);
 void quantize(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums);
 
 // transposed.cpp

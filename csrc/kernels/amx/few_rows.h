@@ -1,0 +1,76 @@
+// Another use of the registers than tile_registers.h's: one tile of rows against up to four blocks side by side, for
+// products that are bound by memory, which one stream of weights does not keep busy.
+//
+//   tiles 0..3   C[b]    sums
+//   tile 4       A
+//   tiles 5..7   B[b], in turn
+#pragma once
+
+#include "kernels/amx/tile_registers.h"
+
+namespace kt::amx::inline KT_AMX_BUILD {
+namespace {
+
+inline TileConfig config_of_few(int64_t rows, int64_t step_bytes) {
+  TileConfig config;
+  for (int tile = 0; tile < 4; ++tile) config.set(tile, rows, kLineBytes);
+  config.set(4, rows, step_bytes);
+  for (int tile = 5; tile < 8; ++tile) config.set(tile, step_bytes / 4, kLineBytes);
+  return config;
+}
+
+// work.template operator()<kB>(first) for all blocks, four at a time while there are so many.
+template <class Work>
+inline void by_four_blocks(int64_t blocks, Work work) {
+  int64_t block = 0;
+  for (; blocks - block >= 4; block += 4) work.template operator()<4>(block);
+  const int64_t left = blocks - block;
+  if (left == 3) work.template operator()<3>(block);
+  if (left == 2) work.template operator()<2>(block);
+  if (left == 1) work.template operator()<1>(block);
+}
+
+// Beyond the last blocks of a call nothing is fetched but what is near already: what is read next is not known.
+template <int kB>
+inline Ahead ahead_of_few(const PackedBlocks& weights, int64_t block) {
+  Ahead ahead(weights.shape, kB);
+  if (block + kB == weights.blocks) ahead.turn = -kBlockAhead;
+  return ahead;
+}
+
+// each.template operator()<tile>() for the C[b] in use.
+template <int kB, class Each>
+inline void for_each_few(Each each) {
+  each.template operator()<0>();
+  if constexpr (kB > 1) each.template operator()<1>();
+  if constexpr (kB > 2) each.template operator()<2>();
+  if constexpr (kB > 3) each.template operator()<3>();
+}
+
+template <int kB>
+inline void zero_few() {
+  for_each_few<kB>([]<int kTile>() { zero_tile<kTile>(); });
+}
+
+// C[b] += A * B[b], one step.
+template <class Dot, int kB>
+inline void multiply_few(const TileRun& a, const uint8_t* const* w) {
+  load_tile<4>(a.at, a.stride);
+  load_tile<5>(w[0], kLineBytes);
+  Dot::template run<0, 4, 5>();
+  if constexpr (kB > 1) {
+    load_tile<6>(w[1], kLineBytes);
+    Dot::template run<1, 4, 6>();
+  }
+  if constexpr (kB > 2) {
+    load_tile<7>(w[2], kLineBytes);
+    Dot::template run<2, 4, 7>();
+  }
+  if constexpr (kB > 3) {
+    load_tile<5>(w[3], kLineBytes);
+    Dot::template run<3, 4, 5>();
+  }
+}
+
+}  // namespace
+}  // namespace kt::amx::inline KT_AMX_BUILD
