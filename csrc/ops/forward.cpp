@@ -10,9 +10,9 @@
 namespace kt {
 namespace {
 
-constexpr int64_t kBlocksAtOnce = 8;  // of gate and up in one go: 128 columns of h
-constexpr int64_t kDownBlocksAtOnce = 16;
-constexpr int64_t kBlocksInTask = 4;  // where an expert is cut between threads
+// Blocks in one go, where one thread works on an expert.
+int64_t blocks_of_gate_up(int64_t rows) { return few_rows(rows) ? 64 : 8; }
+int64_t blocks_of_down(int64_t rows) { return few_rows(rows) ? 64 : 16; }
 
 template <class Body>
 void for_each_group(const Routing& routing, int64_t index, Body&& body) {
@@ -264,12 +264,14 @@ void ForwardPass::whole_expert(int64_t index, const Rows& rows, bool with_down) 
   load(run, rows);
   for (const Projection part : {kGate, kUp}) low(index, part, rows.x, rows);
   const int64_t in_blocks = engine_.layer.in_shape().blocks(), out_blocks = engine_.layer.out_shape().blocks();
-  for (int64_t block = 0; block < in_blocks; block += kBlocksAtOnce)
-    gate_up(index, block, std::min(kBlocksAtOnce, in_blocks - block), rows);
+  int64_t at_once = blocks_of_gate_up(run.size());
+  for (int64_t block = 0; block < in_blocks; block += at_once)
+    gate_up(index, block, std::min(at_once, in_blocks - block), rows);
   finish_h(index, rows, with_down);
   if (!with_down) return;
-  for (int64_t block = 0; block < out_blocks; block += kDownBlocksAtOnce)
-    down(index, block, std::min(kDownBlocksAtOnce, out_blocks - block), rows);
+  at_once = blocks_of_down(run.size());
+  for (int64_t block = 0; block < out_blocks; block += at_once)
+    down(index, block, std::min(at_once, out_blocks - block), rows);
 }
 
 void ForwardPass::combine(int64_t token, const TensorView& out) const {
@@ -293,14 +295,14 @@ void ForwardPass::run_tasks(const TensorView* out) {
     load(run_of(index), rows);
     for (const Projection part : {kGate, kUp}) low(index, part, rows.x, rows);
   };
-  const BlockRanges in_ranges(engine_.layer, kGate, num_experts, kBlocksInTask);
+  const BlockRanges in_ranges(engine_.layer, kGate, routing_, num_threads);
   const auto gate_up_range = [&](int node, int64_t task) {
     in_ranges.visit(node, task, [&](int64_t index, int64_t block, int64_t blocks) {
       gate_up(index, block, blocks, rows_of(run_of(index)));
     });
   };
   const auto finish = [&](int64_t index) { finish_h(index, rows_of(run_of(index)), out != nullptr); };
-  const BlockRanges out_ranges(engine_.layer, kDown, num_experts, kBlocksInTask);
+  const BlockRanges out_ranges(engine_.layer, kDown, routing_, num_threads);
   const auto down_range = [&](int node, int64_t task) {
     out_ranges.visit(node, task, [&](int64_t index, int64_t block, int64_t blocks) {
       down(index, block, blocks, rows_of(run_of(index)));

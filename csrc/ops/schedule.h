@@ -34,14 +34,18 @@ inline int64_t tokens_at_once(const ExpertLayer& layer, const RoutedCall& call, 
   return std::max<int64_t>(1, budget / (std::max<int64_t>(1, call.ids.shape[1]) * bytes_per_pair));
 }
 
-// Ranges of a projection's blocks, node by node: the tasks of one phase.
+// So few rows wait for their weights, which come at full speed only some thousand bytes after the start of a run of
+// blocks: they want long runs. More rows want what they multiply to stay in a cache.
+inline bool few_rows(int64_t rows) { return rows <= 16; }
+
+// Ranges of a projection's blocks, node by node: the tasks of one phase, where experts are cut between threads.
 class BlockRanges {
  public:
-  BlockRanges(const ExpertLayer& layer, Projection part, int64_t num_experts, int64_t at_once)
-      : layer_(layer), part_(part), at_once_(at_once) {
+  BlockRanges(const ExpertLayer& layer, Projection part, const Routing& routing, int num_threads)
+      : layer_(layer), part_(part), at_once_(blocks_at_once(layer, part, routing, num_threads)) {
     for (int node = 0; node < layer.num_nodes(); ++node) {
-      ranges_[node] = (layer.piece(0, part, node).blocks.blocks + at_once - 1) / at_once;
-      num_tasks_[node] = ranges_[node] * num_experts;
+      ranges_[node] = (layer.piece(0, part, node).blocks.blocks + at_once_ - 1) / at_once_;
+      num_tasks_[node] = ranges_[node] * static_cast<int64_t>(routing.experts.size());
     }
   }
   const int64_t* num_tasks() const { return num_tasks_; }
@@ -55,6 +59,17 @@ class BlockRanges {
   }
 
  private:
+  // Equal shares in fours, as kernels take them; enough tasks for each thread that one which comes late matters little.
+  static int64_t blocks_at_once(const ExpertLayer& layer, Projection part, const Routing& routing, int num_threads) {
+    constexpr int64_t kUnit = 4, kMost = 64, kTasksPerThread = 8;
+    if (!few_rows(routing.most_pairs)) return kUnit;
+    const int64_t blocks = layer.shape_of(part).blocks(), piece = (blocks + layer.num_nodes() - 1) / layer.num_nodes();
+    const int64_t all = blocks * static_cast<int64_t>(routing.experts.size());
+    const int64_t wanted = std::clamp(all / (num_threads * kTasksPerThread), kUnit, kMost);
+    const int64_t ranges = (piece + wanted - 1) / wanted;
+    return round_up((piece + ranges - 1) / ranges, kUnit);
+  }
+
   const ExpertLayer& layer_;
   const Projection part_;
   const int64_t at_once_;
