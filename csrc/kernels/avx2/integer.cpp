@@ -99,14 +99,16 @@ inline void add_bytes(const __m256i (&w)[kHalves], int first, const uint8_t* a, 
 template <int kRows>
 constexpr int kHalvesAtOnce = kRows == 1 ? 1 : 2;
 
-template <int kRows, int kBlocks>
+template <int kRows, int kBlocks, bool kFew>
 inline void add_int8(const IntegerTile& t, const GroupSpan& span, Sums<kRows, kBlocks>& sum) {
   constexpr int kAtOnce = kHalvesAtOnce<kRows>;
   const __m256i even = _mm256_set1_epi16(255);
   const uint8_t* a = t.a + 2 * span.col;
   const uint8_t* lines[kBlocks];
   for (int b = 0; b < kBlocks; ++b) lines[b] = t.blocks[b].lines + span.line_begin;
+  const int64_t ahead = stream_ahead(t, span);
   for (int64_t i = 0; i < span.lines; ++i, a += 8) {
+    if constexpr (kFew) prefetch_lines<kBlocks>(lines, i * kLineBytes + ahead);
 #pragma GCC unroll 8
     for (int h = 0; h < 2 * kBlocks; h += kAtOnce) {
       const uint8_t* at[kAtOnce];
@@ -124,7 +126,7 @@ inline void add_int8(const IntegerTile& t, const GroupSpan& span, Sums<kRows, kB
   }
 }
 
-template <int kRows, int kBlocks>
+template <int kRows, int kBlocks, bool kFew>
 inline void add_int4(const IntegerTile& t, const GroupSpan& span, Sums<kRows, kBlocks>& sum) {
   constexpr int kAtOnce = kHalvesAtOnce<kRows>;
   constexpr int64_t kUnitLines = kColumnUnit / 8;
@@ -132,6 +134,7 @@ inline void add_int4(const IntegerTile& t, const GroupSpan& span, Sums<kRows, kB
   const uint8_t* a = t.a + span.col;
   const uint8_t* lines[kBlocks];
   for (int b = 0; b < kBlocks; ++b) lines[b] = t.blocks[b].lines + span.line_begin;
+  const int64_t ahead = stream_ahead(t, span);
   for (int64_t i = 0; i < span.lines; i += kUnitLines) {
     Sums<kRows, kBlocks> words;
 #pragma GCC unroll 8
@@ -141,6 +144,7 @@ inline void add_int4(const IntegerTile& t, const GroupSpan& span, Sums<kRows, kB
     }
 #pragma GCC unroll 4
     for (int64_t j = 0; j < kUnitLines; ++j, a += 8) {
+      if constexpr (kFew) prefetch_lines<kBlocks>(lines, (i + j) * kLineBytes + ahead);
 #pragma GCC unroll 8
       for (int h = 0; h < 2 * kBlocks; h += kAtOnce) {
         __m256i low[kAtOnce], high[kAtOnce];
@@ -188,7 +192,7 @@ struct Avx2 {
   static constexpr int64_t kChunkBytes = 16384;
   static constexpr int few_blocks(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
-  template <Encoding kEncoding, int kRows, int kBlocks>
+  template <Encoding kEncoding, int kRows, int kBlocks, bool kFew>
   static void tile(const IntegerTile& in) {
     const IntegerTile t = in;  // of our own: results are floats in memory that might lie anywhere
     constexpr int32_t kZero = kEncoding == Encoding::kInt4 ? 8 : 128;
@@ -197,16 +201,16 @@ struct Avx2 {
     int64_t fetch = t.fetch_first;
     for (int64_t g = t.first; g < t.end; ++g) {
       const GroupSpan span = group_span<kEncoding>(t.shape, g);
-      if (g == fetch) {
+      if (!kFew && g == fetch) {
         prefetch_group<kBlocks>(t, span);
         fetch += t.fetch_step;
       }
       Sums<kRows, kBlocks> sum;
       start<kRows, kBlocks>(t, g, kZero, sum);
       if constexpr (kEncoding == Encoding::kInt4) {
-        add_int4<kRows, kBlocks>(t, span, sum);
+        add_int4<kRows, kBlocks, kFew>(t, span, sum);
       } else {
-        add_int8<kRows, kBlocks>(t, span, sum);
+        add_int8<kRows, kBlocks, kFew>(t, span, sum);
       }
       finish_group<kRows, kBlocks>(t, g, sum);
     }

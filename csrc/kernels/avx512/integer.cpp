@@ -111,13 +111,14 @@ inline void add_line(const __m512i* w, const CodeRows<kRows>& a, int column, Sum
   }
 }
 
-// Adds the products of a unit of 32 columns.
-template <Encoding kEncoding, int kRows, int kBlocks>
-inline void add_unit(const uint8_t* const* lines, const CodeRows<kRows>& a, Sums<kRows, kBlocks>& sum) {
+// Adds the products of a unit of 32 columns. Few rows prefetch.
+template <Encoding kEncoding, int kRows, int kBlocks, bool kFew>
+inline void add_unit(const uint8_t* const* lines, int64_t ahead, const CodeRows<kRows>& a, Sums<kRows, kBlocks>& sum) {
   constexpr int kColumns = kEncoding == Encoding::kInt4 ? 8 : 4, kLines = kQuantizeUnit / kColumns;
   const __m512i low = _mm512_set1_epi8(15);
 #pragma GCC unroll 8
   for (int i = 0; i < kLines; ++i) {
+    if constexpr (kFew) prefetch_lines<kBlocks>(lines, i * kLineBytes + ahead);
     __m512i w[kBlocks], high[kBlocks];
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) {
@@ -132,15 +133,16 @@ inline void add_unit(const uint8_t* const* lines, const CodeRows<kRows>& a, Sums
   }
 }
 
-template <Encoding kEncoding, int kRows, int kBlocks>
+template <Encoding kEncoding, int kRows, int kBlocks, bool kFew>
 inline void add_group(const IntegerTile& t, const GroupSpan& span, Sums<kRows, kBlocks>& sum) {
   constexpr int64_t kUnitBytes = kBlockRows * kQuantizeUnit / (kEncoding == Encoding::kInt4 ? 2 : 1);
   CodeRows<kRows> a(t.a + span.col, t.lda);
   const uint8_t* lines[kBlocks];
   for (int b = 0; b < kBlocks; ++b) lines[b] = t.blocks[b].lines + span.line_begin;
+  const int64_t ahead = stream_ahead(t, span);
   int64_t left = span.cols;
   do {
-    add_unit<kEncoding, kRows, kBlocks>(lines, a, sum);
+    add_unit<kEncoding, kRows, kBlocks, kFew>(lines, ahead, a, sum);
     a.advance(kQuantizeUnit);
     for (int b = 0; b < kBlocks; ++b) lines[b] += kUnitBytes;
   } while ((left -= kQuantizeUnit) > 0);
@@ -173,7 +175,7 @@ struct Avx512 {
   static constexpr int64_t kChunkBytes = 32768;
   static constexpr int few_blocks(int rows) { return rows == 1 ? 4 : 2; }
 
-  template <Encoding kEncoding, int kRows, int kBlocks>
+  template <Encoding kEncoding, int kRows, int kBlocks, bool kFew>
   static void tile(const IntegerTile& t) {
     Totals<kRows, kBlocks> total;
     float* c = t.c;
@@ -186,13 +188,13 @@ struct Avx512 {
     int64_t fetch = t.fetch_first;
     for (int64_t g = t.first; g < t.end; ++g) {
       const GroupSpan span = group_span<kEncoding>(t.shape, g);
-      if (g == fetch) {
+      if (!kFew && g == fetch) {
         prefetch_group<kBlocks>(t, span);
         fetch += t.fetch_step;
       }
       Sums<kRows, kBlocks> sum;
       start<kEncoding, kRows, kBlocks>(t, g, sum);
-      add_group<kEncoding, kRows, kBlocks>(t, span, sum);
+      add_group<kEncoding, kRows, kBlocks, kFew>(t, span, sum);
       finish_group<kRows, kBlocks>(t, g, sum, total);
     }
     const bool last = t.end == t.shape.activation_groups();

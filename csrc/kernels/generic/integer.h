@@ -5,7 +5,7 @@
 //     static constexpr int kFewRows;              // up to this many rows are few; at most kMaxRows
 //     static constexpr int few_blocks(int rows);  // of a register tile of few rows: 1, 2 or 4
 //     static constexpr int64_t kChunkBytes;       // of packed lines that stay in the first-level cache
-//     template <Encoding, int kRows, int kBlocks> static void tile(const IntegerTile&);
+//     template <Encoding, int kRows, int kBlocks, bool kFew> static void tile(const IntegerTile&);
 //   };
 //
 // Few rows: blocks side by side, all their groups at once, each a forward stream that is prefetched some distance
@@ -30,7 +30,7 @@ namespace kt {
 namespace {
 
 // Bytes to ask for ahead of all forward streams: the latency of memory times its bandwidth, some times over.
-constexpr int64_t kStreamAhead = 4096;
+constexpr int64_t kStreamAhead = 8192;
 constexpr int kMostBlocks = 4;  // of any register tile
 
 // What a register tile computes: groups [first, end) of some rows with one block or more. c holds the totals of the
@@ -46,10 +46,9 @@ struct IntegerTile {
   int64_t ldc;
   Block blocks[kMostBlocks];
   int64_t first, end;
-  int64_t fetch_first, fetch_step;  // groups in which to prefetch
-  int64_t ahead;                    // how many bytes ahead of the group's own lines
-  int64_t block_end, turn;          // bytes from a block's lines to its end; from there to the stream's next block
-  bool near;                        // into the first-level cache
+  int64_t ahead;                    // how many bytes ahead of a group's own lines to prefetch
+  int64_t fetch_first, fetch_step;  // many rows: groups in which to do so
+  int64_t block_end, turn;          // few: bytes from a block's lines to its end; from there to the stream's next block
 };
 
 // The columns of a group, and its lines in a block.
@@ -65,16 +64,24 @@ inline GroupSpan group_span(const PackedShape& shape, int64_t g) {
   return {col, cols, col / kPerLine * kLineBytes, cols / kPerLine};
 }
 
+// Few rows: how far ahead of its lines a group prefetches, into the first-level cache. A line for each that it reads:
+// many at once would wait for each other, and the group's own loads for them.
+inline int64_t stream_ahead(const IntegerTile& t, const GroupSpan& span) {
+  return span.line_begin + t.ahead < t.block_end ? t.ahead : t.ahead + t.turn;
+}
+
+template <int kBlocks>
+inline void prefetch_lines(const uint8_t* const* lines, int64_t offset) {
+#pragma GCC unroll 4
+  for (int b = 0; b < kBlocks; ++b) _mm_prefetch(reinterpret_cast<const char*>(lines[b]) + offset, _MM_HINT_T0);
+}
+
+// Many rows: the group's part of a later chunk, into the second-level cache.
 template <int kBlocks>
 inline void prefetch_group(const IntegerTile& t, const GroupSpan& span) {
-  const int64_t at = span.line_begin + t.ahead, ahead = at < t.block_end ? at : at + t.turn;
   for (int b = 0; b < kBlocks; ++b) {
-    const auto* from = reinterpret_cast<const char*>(t.blocks[b].lines) + ahead;
-    if (t.near) {
-      for (int64_t i = 0; i < span.lines; ++i) _mm_prefetch(from + i * kLineBytes, _MM_HINT_T0);
-    } else {
-      for (int64_t i = 0; i < span.lines; ++i) _mm_prefetch(from + i * kLineBytes, _MM_HINT_T1);
-    }
+    const auto* from = reinterpret_cast<const char*>(t.blocks[b].lines) + span.line_begin + t.ahead;
+    for (int64_t i = 0; i < span.lines; ++i) _mm_prefetch(from + i * kLineBytes, _MM_HINT_T1);
   }
 }
 
@@ -82,23 +89,30 @@ using TileFunction = void (*)(const IntegerTile&);
 
 template <class Isa, Encoding kEncoding, int kBlocks, int... kRows>
 constexpr std::array<TileFunction, sizeof...(kRows) + 1> tile_functions(std::integer_sequence<int, kRows...>) {
-  return {nullptr, Isa::template tile<kEncoding, kRows + 1, kBlocks>...};
+  return {nullptr, Isa::template tile<kEncoding, kRows + 1, kBlocks, false>...};
 }
 
-template <class Isa, Encoding kEncoding, int... kRows>
+template <class Isa, Encoding kEncoding, bool kOne, int... kRows>
 constexpr std::array<TileFunction, sizeof...(kRows) + 1> few_functions(std::integer_sequence<int, kRows...>) {
-  return {nullptr, Isa::template tile<kEncoding, kRows + 1, Isa::few_blocks(kRows + 1)>...};
+  return {nullptr, Isa::template tile < kEncoding, kRows + 1, kOne ? 1 : Isa::few_blocks(kRows + 1), true > ...};
 }
 
-// Of one block, of kMaxBlocks for many rows, or of few_blocks(rows) for few.
+// Of one block, or of kMaxBlocks.
 template <class Isa, Encoding kEncoding>
-inline TileFunction tile_function(int64_t rows, int blocks, bool few) {
+inline TileFunction tile_function(int64_t rows, int blocks) {
   using Rows = std::make_integer_sequence<int, Isa::kMaxRows>;
   static constexpr auto kOne = tile_functions<Isa, kEncoding, 1>(Rows{});
   static constexpr auto kMost = tile_functions<Isa, kEncoding, Isa::kMaxBlocks>(Rows{});
-  static constexpr auto kFew = few_functions<Isa, kEncoding>(std::make_integer_sequence<int, Isa::kFewRows>());
-  const auto at = static_cast<size_t>(rows);
-  return blocks == 1 ? kOne[at] : few ? kFew[at] : kMost[at];
+  return (blocks == 1 ? kOne : kMost)[static_cast<size_t>(rows)];
+}
+
+// Of one block, or of few_blocks(rows).
+template <class Isa, Encoding kEncoding>
+inline TileFunction few_function(int64_t rows, int blocks) {
+  using Rows = std::make_integer_sequence<int, Isa::kFewRows>;
+  static constexpr auto kOne = few_functions<Isa, kEncoding, true>(Rows{});
+  static constexpr auto kMost = few_functions<Isa, kEncoding, false>(Rows{});
+  return (blocks == 1 ? kOne : kMost)[static_cast<size_t>(rows)];
 }
 
 inline void run_tile(const IntegerProduct& p, int64_t row, int64_t block, TileFunction tile, IntegerTile& t) {
@@ -117,8 +131,6 @@ inline void multiply_blocks(const IntegerProduct& p, int64_t block, int blocks, 
   const int64_t group_bytes = shape.activation_group() / shape.columns_per_line() * kLineBytes;
   const int64_t chunk_bytes = Isa::kChunkBytes / blocks;
   const int64_t at_once = chunk_bytes > group_bytes ? chunk_bytes / group_bytes : 1;
-  t.near = false;
-  t.turn = 0;
   for (t.first = 0; t.first < groups; t.first = t.end) {
     t.end = t.first + at_once < groups ? t.first + at_once : groups;
     const bool last = t.end == groups;
@@ -127,7 +139,7 @@ inline void multiply_blocks(const IntegerProduct& p, int64_t block, int blocks, 
       const int64_t row = p.rows * i / tiles, rows = p.rows * (i + 1) / tiles - row;
       t.fetch_first = last && next_blocks < blocks ? groups : t.first + i;
       t.fetch_step = tiles;
-      run_tile(p, row, block, tile_function<Isa, kEncoding>(rows, blocks, false), t);
+      run_tile(p, row, block, tile_function<Isa, kEncoding>(rows, blocks), t);
     }
   }
 }
@@ -151,12 +163,9 @@ inline void multiply_encoded(const IntegerProduct& p) {
     if (few) {
       t.first = 0;
       t.end = shape.activation_groups();
-      t.fetch_first = 0;
-      t.fetch_step = 1;
       t.ahead = kStreamAhead / blocks;
       t.turn = (blocks - 1) * shape.block_bytes();
-      t.near = true;
-      run_tile(p, 0, block, tile_function<Isa, kEncoding>(p.rows, blocks, true), t);
+      run_tile(p, 0, block, few_function<Isa, kEncoding>(p.rows, blocks), t);
     } else {
       multiply_blocks<Isa, kEncoding>(p, block, blocks, left - blocks, t);
     }
