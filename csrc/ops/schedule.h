@@ -29,7 +29,7 @@ inline bool expert_tasks(const Engine& engine, const Routing& routing, int num_t
 // The longest run of tokens whose per-pair rows stay within a budget; at least one. The budget grows with the layer, so
 // that a large model's weights are not read again for every few tokens.
 inline int64_t tokens_at_once(const ExpertLayer& layer, const RoutedCall& call, int64_t bytes_per_pair) {
-  constexpr int64_t kLeast = int64_t{128} << 20, kMost = int64_t{1} << 30;
+  constexpr int64_t kLeast = int64_t{512} << 20, kMost = int64_t{2} << 30;
   const int64_t budget = std::clamp(layer.resident_bytes() / 4, kLeast, kMost);
   return std::max<int64_t>(1, budget / (std::max<int64_t>(1, call.ids.shape[1]) * bytes_per_pair));
 }
