@@ -1,13 +1,13 @@
 // Transposed products in bf16: TDPBF16PS on the transposed result.
 //
-// Step: A = 16 columns k of W x 32 rows n (pairs of n, from two blocks), B = 16 pairs of n x 16 tokens of the
-// activations as they lie, C = 16 k x 16 tokens. Blocking: 2 tiles of k x 2 of tokens (the last may be of 8).
+// Step: A = 16 columns k of W x 32 rows n (pairs of n, from two blocks), B = 16 pairs of n x up to 16 tokens of the
+// activations as they lie, C = 16 k x tokens. Blocking: 2 tiles of k x 2 of tokens.
 //
-// Panel: up to 16 blocks (256 n) x 32 k, [pair of blocks][k][32 n] on the stack (16 KiB, so that it and the activations
+// Panel: up to 8 blocks (128 n) x 64 k, [pair of blocks][k][32 n] on the stack (16 KiB, so that it and the activations
 // of 48 tokens fit the first-level cache); two packed lines of bf16 are two rows of it by two permutations, other
-// encodings are scaled in float32 and rounded to bf16. It serves up to 128 tokens.
-// Their sums [32 k][128 tokens] (16 KiB) wait on the stack for the next n, so that each is one chain in the order of n,
-// wherever the matrix is cut into pieces. An odd last block is paired with zeros.
+// encodings are scaled in float32 and rounded to bf16. It serves up to 8 tiles of tokens.
+// Their sums (32 KiB) wait on the stack for the next n, so that each is one chain in the order of n, wherever the
+// matrix is cut into pieces. An odd last block is paired with zeros.
 #include <cstring>
 
 #include "base/bf16.h"
@@ -18,7 +18,7 @@
 namespace kt::amx::inline KT_AMX_BUILD {
 namespace {
 
-constexpr int64_t kPanelBlocks = 16, kPanelCols = 32, kPanelTokens = 128, kTileTokens = 16;
+constexpr int64_t kPanelBlocks = 8, kPanelCols = 64, kTokenTiles = 8;
 constexpr int64_t kPairs = kBlockRows;  // of n in a step
 constexpr int64_t kPairBytes = 4;
 
@@ -38,23 +38,26 @@ inline void interleave_lines(const uint8_t* first, const uint8_t* second, uint8_
 
 class TransposedTiles {
  public:
-  explicit TransposedTiles(const TransposedProduct<uint16_t>& p) : p_(p), shape_(p.pieces[0].shape) {
+  explicit TransposedTiles(const TransposedProduct<uint16_t>& p) : p_(p), shape_(p.pieces[0].shape), tokens_(p.rows) {
     for (int64_t i = 0; i < p.num_pieces; ++i) blocks_ += p.pieces[i].blocks;
   }
 
   void run() {
-    // Equal shares of the tokens, in whole tiles.
-    const int64_t tiles = (p_.ld + kTileTokens - 1) / kTileTokens, most = kPanelTokens / kTileTokens;
-    const int64_t shares = (tiles + most - 1) / most, share = (tiles + shares - 1) / shares * kTileTokens;
-    for (int64_t m = 0; m < p_.ld; m += share) {
-      const int64_t tokens = p_.ld - m < share ? p_.ld - m : share;
-      const int64_t passes = (tokens + 2 * kTileTokens - 1) / (2 * kTileTokens);
-      for (int64_t col = 0; col < p_.cols; col += kPanelCols) run_columns(m, tokens, passes, col);
+    TileConfig config;
+    for (int tile = 0; tile < 8; ++tile) config.set(tile, 16, tokens_.height * kPairBytes);
+    for (const int a : {4, 5}) config.set(a, 16, kLineBytes);
+    const TileSession session(config);
+    const int64_t shares = (tokens_.count + kTokenTiles - 1) / kTokenTiles;
+    for (int64_t i = 0; i < shares; ++i) {
+      const int64_t first = tokens_.count * i / shares, end = tokens_.count * (i + 1) / shares;
+      for (int64_t col = 0; col < p_.cols; col += kPanelCols) run_columns(first, end, col);
     }
   }
 
  private:
-  using Sums = float[kPanelCols][kPanelTokens];
+  using Sums = float[kTokenTiles][kPanelCols / 16][16 * 16];  // of a tile 16 k x 16 tokens
+
+  int64_t panel_cols(int64_t col) const { return p_.cols - col < kPanelCols ? p_.cols - col : kPanelCols; }
 
   // The lines of a panel, a share of them with every step of the one before.
   class PanelFetch {
@@ -63,7 +66,7 @@ class TransposedTiles {
       const int64_t per_line = tiles.shape_.columns_per_line();
       end_ = tiles.blocks_ - block < kPanelBlocks ? tiles.blocks_ : block + kPanelBlocks;
       line_ = (tiles.p_.first_col + col) / per_line;
-      num_lines_ = col < tiles.p_.cols ? kPanelCols / per_line : 0;
+      num_lines_ = col < tiles.p_.cols ? tiles.panel_cols(col) / per_line : 0;
       lines_a_step_ = (num_lines_ * kPanelBlocks + steps - 1) / steps;
       start_block();
     }
@@ -89,29 +92,30 @@ class TransposedTiles {
     const uint8_t* at_ = nullptr;
   };
 
-  void run_columns(int64_t m, int64_t tokens, int64_t passes, int64_t col) {
+  // Token tiles [first, end).
+  void run_columns(int64_t first, int64_t end, int64_t col) {
     alignas(64) Panel panel;
     alignas(64) Sums sums = {};
-    TileSession session;
-    int64_t configured = 0;  // tokens
+    const int64_t cols = panel_cols(col);
     for (int64_t block = 0; block < blocks_; block += kPanelBlocks) {
       const int64_t count = blocks_ - block < kPanelBlocks ? blocks_ - block : kPanelBlocks;
-      for (int64_t i = 0; i < count; i += 2) fill(block + i, i + 1 < count, col, panel[i / 2]);
+      for (int64_t i = 0; i < count; i += 2) {
+        for (int64_t k = 0; k < cols; k += kDecodedCols) fill(block + i, i + 1 < count, col + k, &panel[i / 2][k]);
+      }
       const bool more = block + kPanelBlocks < blocks_;
-      const int64_t steps = (count + 1) / 2 * passes;
+      const int64_t steps = (count + 1) / 2 * (cols / 32) * ((end - first + 1) / 2);
       PanelFetch fetch(*this, more ? block + kPanelBlocks : 0, more ? col : col + kPanelCols, steps);
-      for (int64_t at = 0; at < tokens; at += 2 * kTileTokens) {
-        const int64_t width = tokens - at < 2 * kTileTokens ? tokens - at : 2 * kTileTokens;
-        if (width != configured) session.configure(config_of_tokens(width));
-        configured = width;
-        if (tokens - at > kTileTokens) {
-          add_panel<2>(panel, block, count, m, at, tokens, sums, fetch);
-        } else {
-          add_panel<1>(panel, block, count, m, at, tokens, sums, fetch);
+      for (int64_t tile = first; tile < end; tile += 2) {
+        for (int64_t k = 0; k < cols; k += 32) {
+          if (tile + 1 < end) {
+            add_panel<2>(panel, block, count, tile, k, &sums[tile - first], fetch);
+          } else {
+            add_panel<1>(panel, block, count, tile, k, &sums[tile - first], fetch);
+          }
         }
       }
     }
-    write(m, tokens, col, sums);
+    for (int64_t tile = first; tile < end; ++tile) write(tile, col, cols, sums[tile - first]);
   }
 
   Block block_of(int64_t block) const {
@@ -120,15 +124,15 @@ class TransposedTiles {
     return block_at(shape_, p_.pieces[piece].data, block);
   }
 
-  // Columns of blocks `block` and the next one, which exists if `both`.
-  void fill(int64_t block, bool both, int64_t col, uint8_t (&out)[kPanelCols][kLineBytes]) const {
+  // kDecodedCols columns of blocks `block` and the next one, which exists if `both`.
+  void fill(int64_t block, bool both, int64_t col, uint8_t (*out)[kLineBytes]) const {
     col += p_.first_col;
     const Block first = block_of(block);
     if (shape_.format.encoding == Encoding::kBf16) {
       alignas(64) static constexpr uint8_t kZeros[kLineBytes] = {};
       const uint8_t* x = first.lines + col / 2 * kLineBytes;
       const uint8_t* y = both ? block_of(block + 1).lines + col / 2 * kLineBytes : kZeros;
-      for (int64_t k = 0; k < kPanelCols; k += 2)
+      for (int64_t k = 0; k < kDecodedCols; k += 2)
         interleave_lines(x + k / 2 * kLineBytes, both ? y + k / 2 * kLineBytes : kZeros, out[k]);
       return;
     }
@@ -137,75 +141,55 @@ class TransposedTiles {
     if (both) {
       ColumnDecoder(shape_, block_of(block + 1), col).decode(out[0] + kHalf, kLineBytes);
     } else {
-      for (int64_t k = 0; k < kPanelCols; ++k) std::memset(out[k] + kHalf, 0, kHalf);
+      for (int64_t k = 0; k < kDecodedCols; ++k) std::memset(out[k] + kHalf, 0, kHalf);
     }
   }
 
-  // Tokens [at, at + 16 * kB) of a share, fewer in its last tile.
+  // 32 columns from k on with kB tiles of tokens.
   template <int kB>
-  void add_panel(const Panel& panel, int64_t block, int64_t count, int64_t m, int64_t at, int64_t tokens, Sums& sums,
-                 PanelFetch& fetch) const {
-    TileRun a[2], b[kB];
-    for (int i = 0; i < 2; ++i) a[i] = {panel[0][16 * i], kLineBytes, kPanelCols * kLineBytes};
-    const auto* in = reinterpret_cast<const uint8_t*>(p_.in) + (block * kBlockRows / 2 * p_.ld + m + at) * kPairBytes;
+  void add_panel(const Panel& panel, int64_t block, int64_t count, int64_t tile, int64_t k,
+                 float (*sums)[kPanelCols / 16][16 * 16], PanelFetch& fetch) const {
     const int64_t stride = p_.ld * kPairBytes;
-    for (int i = 0; i < kB; ++i) b[i] = {in + i * kTileTokens * kPairBytes, stride, kPairs * stride};
-    for_each_sum<2, kB>([&]<int kTile>(int r, int i) {
-      load_tile<kTile>(reinterpret_cast<const uint8_t*>(&sums[16 * r][at + kTileTokens * i]), sizeof sums[0]);
-    });
-    accumulate<DotBf16, 2, kB>(a, b, count / 2, fetch);
-    if (count % 2) add_last_block<kB>(panel[count / 2], in + count / 2 * kPairs * stride, tokens - at);
+    const auto* in = reinterpret_cast<const uint8_t*>(p_.in) + block * kBlockRows / 2 * stride;
+    TileRun a[2], b[kB];
+    for (int i = 0; i < 2; ++i) a[i] = {panel[0][k + 16 * i], kLineBytes, kPanelCols * kLineBytes};
+    for (int i = 0; i < kB; ++i) b[i] = {in + tokens_.start(tile + i) * kPairBytes, stride, kPairs * stride};
+    const auto sum = [&](int r, int i) { return sums[i][k / 16 + r]; };
     for_each_sum<2, kB>(
-        [&]<int kTile>(int r, int i) { store_tile<kTile>(&sums[16 * r][at + kTileTokens * i], sizeof sums[0]); });
+        [&]<int kTile>(int r, int i) { load_tile<kTile>(reinterpret_cast<const uint8_t*>(sum(r, i)), kLineBytes); });
+    accumulate<DotBf16, 2, kB>(a, b, count / 2, fetch);
+    if (count % 2) add_last_block<kB>(a, b, count / 2);
+    for_each_sum<2, kB>([&]<int kTile>(int r, int i) { store_tile<kTile>(sum(r, i), kLineBytes); });
   }
 
   // The activations end with this block: those of its 8 pairs, and zeros for the tile's other 8.
   template <int kB>
-  void add_last_block(const uint8_t (&panel)[kPanelCols][kLineBytes], const uint8_t* in, int64_t tokens) const {
+  void add_last_block(const TileRun (&from_a)[2], const TileRun (&from_b)[kB], int64_t step) const {
     alignas(64) uint8_t pairs[kB][kPairs][kLineBytes] = {};
     TileRun a[2], b[kB];
-    for (int i = 0; i < 2; ++i) a[i] = {panel[16 * i], kLineBytes, 0};
+    for (int i = 0; i < 2; ++i) a[i] = {from_a[i].at + step * from_a[i].step, kLineBytes, 0};
     for (int i = 0; i < kB; ++i) {
-      const int64_t bytes = tile_tokens(tokens, i) * kPairBytes;
-      for (int64_t pair = 0; pair < kPairs / 2; ++pair) {
-        std::memcpy(pairs[i][pair], in + (pair * p_.ld + i * kTileTokens) * kPairBytes, static_cast<size_t>(bytes));
-      }
+      const uint8_t* in = from_b[i].at + step * from_b[i].step;
+      for (int64_t pair = 0; pair < kPairs / 2; ++pair)
+        std::memcpy(pairs[i][pair], in + pair * from_b[i].stride, static_cast<size_t>(tokens_.height * kPairBytes));
       b[i] = {pairs[i][0], kLineBytes, 0};
     }
     accumulate<DotBf16, 2, kB>(a, b, 1);
   }
 
-  // Of tile i where `tokens` are left: 16, 8, or none.
-  static int64_t tile_tokens(int64_t tokens, int i) {
-    const int64_t left = tokens - i * kTileTokens;
-    return left < kTileTokens ? left : kTileTokens;
-  }
-
-  static TileConfig config_of_tokens(int64_t tokens) {
-    TileConfig config;
-    config.set(4, 16, kLineBytes);
-    config.set(5, 16, kLineBytes);
-    for (int i = 0; i < 2 && tile_tokens(tokens, i) > 0; ++i) {
-      for (const int tile : {i, i + 2, i + 6}) config.set(tile, 16, tile_tokens(tokens, i) * kPairBytes);
-    }
-    return config;
-  }
-
-  void write(int64_t m, int64_t tokens, int64_t col, const Sums& sums) const {
-    const int64_t end = m + tokens < p_.rows ? m + tokens : p_.rows;
-    for (int64_t row = m; row < end; row += 16) {
-      for (int64_t k = 0; k < kPanelCols; k += 16) {
-        Square square;
-        square.read(&sums[k][row - m], kPanelTokens);
-        square.transpose();
-        for (int64_t i = 0; i < 16 && row + i < end; ++i)
-          square.give(i, p_.accumulate, p_.out + (row + i) * p_.ldo + col + k);
-      }
+  void write(int64_t tile, int64_t col, int64_t cols, const float (&sums)[kPanelCols / 16][16 * 16]) const {
+    for (int64_t k = 0; k < cols; k += 16) {
+      Square square;
+      square.read(sums[k / 16], 16);
+      square.transpose();
+      for (int64_t i = tokens_.repeated(tile); i < tokens_.height; ++i)
+        square.give(i, p_.accumulate, p_.out + (tokens_.start(tile) + i) * p_.ldo + col + k);
     }
   }
 
   const TransposedProduct<uint16_t>& p_;
   const PackedShape& shape_;
+  const RowTiles tokens_;
   int64_t blocks_ = 0;
 };
 
