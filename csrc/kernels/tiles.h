@@ -64,7 +64,7 @@ struct PackedProduct {
 
 // Rows of int8 activations as `quantize` leaves them. `values` is the instruction set's own order of the codes. A row
 // is the sum of its groups, each codes times one scale:
-//   columns  group g is columns [g, g + 1) * shape.activation_group(): all of them with as many bits as a code has
+//   columns  group g is columns g * shape.activation_group() and on: shape.activation_groups() groups
 //   planes   group 0 is the high and group 1 the low digit of every column (AMX, int8 weights with one scale a row)
 // scales and sums (of the codes of a group) are [rows][groups], ld_groups apart.
 struct QuantizedRows {
@@ -76,7 +76,8 @@ struct QuantizedRows {
 };
 
 struct QuantizedSize {
-  int64_t row_bytes, groups;
+  int64_t row_bytes;  // from one row to the next, exactly: QuantizedRows::ld
+  int64_t groups;     // scales and sums of a row
 };
 
 struct IntegerProduct {
@@ -116,8 +117,9 @@ struct Tiles {
   void (*product)(const PlainProduct&);
   void (*row_product)(const RowProduct&);
 
-  // One row of `cols` floats -> codes in `values` (padding zero), scales and sums by group. A group of zeros has scale
-  // 0. Codes are round-to-nearest-even of x * 127 / absmax; as planes, 128 * high + low is that of x * 16256 / absmax.
+  // One row of `cols` floats -> codes in `values` (zero from there to shape.padded_cols(); the rest of the row's bytes
+  // is neither written nor used), scales and sums by group. A group of zeros has scale 0. Codes are round-to-nearest-
+  // even of x * 127 / absmax; as planes, 128 * high + low is that of x * 16256 / absmax.
   QuantizedSize (*quantized_size)(const PackedShape&);
   void (*quantize)(const PackedShape&, const float* row, uint8_t* values, float* scales, int32_t* sums);
 

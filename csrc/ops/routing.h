@@ -30,6 +30,8 @@ struct Routing {
   int64_t most_pairs = 0;  // of one expert
 
   int64_t num_pairs() const { return static_cast<int64_t>(token.size()); }
+  // Of the median of the experts, of which there is one at least.
+  int64_t typical_pairs() const { return experts[static_cast<size_t>(by_size[by_size.size() / 2])].size(); }
 };
 
 // Keeps the memory of its vectors when it is filled again.

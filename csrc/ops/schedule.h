@@ -27,9 +27,10 @@ inline bool expert_tasks(const Engine& engine, const Routing& routing, int num_t
 }
 
 // The longest run of tokens whose per-pair rows stay within a budget; at least one. The budget grows with the layer, so
-// that a large model's weights are not read again for every few tokens.
+// that a large model's weights are not read again for every few tokens; it is large for small layers too, as weights in
+// few bits take long to decode. The calling thread keeps the memory for the next call.
 inline int64_t tokens_at_once(const ExpertLayer& layer, const RoutedCall& call, int64_t bytes_per_pair) {
-  constexpr int64_t kLeast = int64_t{512} << 20, kMost = int64_t{2} << 30;
+  constexpr int64_t kLeast = int64_t{512} << 20, kMost = int64_t{1} << 30;
   const int64_t budget = std::clamp(layer.resident_bytes() / 4, kLeast, kMost);
   return std::max<int64_t>(1, budget / (std::max<int64_t>(1, call.ids.shape[1]) * bytes_per_pair));
 }
@@ -62,7 +63,7 @@ class BlockRanges {
   // Equal shares in fours, as kernels take them; enough tasks for each thread that one which comes late matters little.
   static int64_t blocks_at_once(const ExpertLayer& layer, Projection part, const Routing& routing, int num_threads) {
     constexpr int64_t kUnit = 4, kMost = 64, kTasksPerThread = 8;
-    if (!few_rows(routing.most_pairs)) return kUnit;
+    if (routing.experts.empty() || !few_rows(routing.typical_pairs())) return kUnit;
     const int64_t blocks = layer.shape_of(part).blocks(), piece = (blocks + layer.num_nodes() - 1) / layer.num_nodes();
     const int64_t all = blocks * static_cast<int64_t>(routing.experts.size());
     const int64_t wanted = std::clamp(all / (num_threads * kTasksPerThread), kUnit, kMost);

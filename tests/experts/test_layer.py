@@ -171,12 +171,36 @@ def test_an_adapter_may_cover_some_projections_only(make_problem, build_layer, r
 
 
 def test_batches_larger_than_the_scratch_give_the_same_bits(make_problem, build_layer):
-    # Scratch holds some 128 MiB of pairs: this call needs several rounds, its parts one each.
-    p = make_problem(2, 1024, 16, 9000, 4, ranks=(2,))
+    # Scratch holds 512 MiB of pairs of 13 KB: this call needs several rounds, its parts one each.
+    p = make_problem(2, 1024, 16, 12_000, 4, ranks=(2,))
     layer = build_layer(p.experts)
     whole = forward(layer, p)
-    parts = [forward(layer, p, slice(first, first + 3000)) for first in range(0, 9000, 3000)]
+    parts = [forward(layer, p, slice(first, first + 4000)) for first in range(0, 12_000, 4000)]
     assert torch.equal(torch.cat(parts), whole)
+
+
+def test_gradients_of_batches_larger_than_the_scratch_are_those_of_the_parts(make_problem, build_layer):
+    p = make_problem(2, 1024, 16, 12_000, 4, ranks=(2,))
+    layer = build_layer(p.experts)
+
+    def gradients(rows, retain):
+        options = {"slots": p.slots, "token_slots": p.token_slots[rows]}
+        arguments = (p.x[rows], p.ids[rows], p.weights[rows])
+        retained = layer.forward_retaining(*arguments, **options)[1] if retain else None
+        g = layer.backward(p.grad_out[rows], *arguments, **options, retained=retained)
+        return g.x, g.weights, [t.clone() for t in g.slots[0].tensors()]
+
+    x, weights, adapter = gradients(slice(None), False)
+    kept = gradients(slice(None), True)
+    assert torch.equal(kept[0], x) and torch.equal(kept[1], weights)
+    assert all(torch.equal(a, b) for a, b in zip(kept[2], adapter, strict=True))
+    parts = [gradients(slice(first, first + 4000), False) for first in range(0, 12_000, 4000)]
+    assert torch.equal(torch.cat([part[0] for part in parts]), x)
+    assert torch.equal(torch.cat([part[1] for part in parts]), weights)
+    for i, whole in enumerate(adapter):  # sums over tokens in another order
+        torch.testing.assert_close(
+            sum(part[2][i] for part in parts), whole, rtol=0, atol=1e-5 * whole.abs().max().item()
+        )
 
 
 def replaced(**changes):

@@ -4,10 +4,10 @@
 // = 64 columns x 16 rows of weights, C = rows x 16 int32 sums of one group. Blocking 2 x 2 (tile_registers.h).
 //
 // Up to 1024 columns of a group are unpacked to signed codes minus zero on the stack (2 blocks x 16 KiB), which all
-// rows then use. Only int8 with stored zero points is multiplied as it is packed, unsigned, and the zero leaves the sum
-// after the product: sum - zero * (sum of the activations' codes). Either way the integer of a group is exact, and
-// then, as in the other instruction sets: total = fma(sum, group scale * activation scale, total), result = total * row
-// scale.
+// rows then use. Here only int8 with stored zero points is multiplied as it is packed, unsigned, and the zero leaves
+// the sum after the product: sum - zero * (sum of the activations' codes). Either way the integer of a group is exact,
+// and then, as in the other instruction sets: total = fma(sum, group scale * activation scale, total), result = total *
+// row scale.
 //
 // A group ends with a store of C and 4 vector instructions a row and block, at once for each tile: with groups of 32
 // columns a tile takes 105 cycles, of which the product is 16 (measured, docs/measurements.md). Few rows are left to
@@ -142,7 +142,7 @@ class IntegerTiles {
   }
 
   void set_factors(const Block& block, int b, Span& span) const {
-    // Where weights (of int4) have one scale a row, the groups are the activations'.
+    // Where weights have one scale a row (int4, or int8 too long for planes), the groups are the activations'.
     const auto* halves = static_cast<const uint16_t*>(block.group_scales);
     span.scale[b] = halves ? floats_of_halves(halves + span.group * kBlockRows) : Floats{} + 1.0f;
     span.zero[b] = block.zeros ? ints_of_bytes(block.zeros + span.group * kBlockRows)

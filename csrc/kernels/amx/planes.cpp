@@ -75,15 +75,8 @@ void quantize_planes(const PackedShape& shape, const float* row, uint8_t* values
   scales[0] = 128 * scales[1];
   uint8_t* low = values + grouped_size(shape, 1).row_bytes;
   int32_t total[2] = {};
-  for (int64_t col = 0; col < shape.padded_cols(); col += kQuantizeUnit) {
-    float tail[kQuantizeUnit] = {};
-    const float* from = row + col;
-    if (col + kQuantizeUnit > shape.cols) {
-      std::memcpy(tail, from, static_cast<size_t>(shape.cols - col) * sizeof(float));
-      from = tail;
-    }
-    split_codes(from, factor, values + col, low + col, total);
-  }
+  for_each_unit(shape, row, 0, shape.padded_cols(),
+                [&](int64_t col, const float* from) { split_codes(from, factor, values + col, low + col, total); });
   sums[0] = total[0];
   sums[1] = total[1];
 }

@@ -1,5 +1,5 @@
-// The eight tile registers, as these kernels use them, and the inner loop of all of them but that for few rows
-// (float.cpp).
+// The eight tile registers, as these kernels use them, and the inner loop of all of them but those for few rows
+// (few_rows.h).
 //
 //   tiles 0..3   C[r][b] = tile 2 * r + b     float32 or int32 sums
 //   tiles 4, 5   A[r]                         rows x (pairs of bf16 or quads of int8) along the inner index
@@ -120,12 +120,10 @@ class TileConfig {
 // make every task switch save 8 KiB.
 class TileSession {
  public:
-  TileSession() = default;
-  explicit TileSession(const TileConfig& config) { configure(config); }
+  explicit TileSession(const TileConfig& config) { load_config(config.bytes()); }
   ~TileSession() { release_tiles(); }
   TileSession(const TileSession&) = delete;
   TileSession& operator=(const TileSession&) = delete;
-  void configure(const TileConfig& config) { load_config(config.bytes()); }
 };
 
 // Rows of a call in tiles of equal height, so that one configuration serves all: tile t holds rows [start, start +

@@ -11,8 +11,8 @@ namespace {
 
 class Square {
  public:
-  void read(const float* from, int64_t ld) {
-    for (int i = 0; i < 16; ++i) rows_[i] = load<Floats>(from + i * ld);
+  void read(const float* from) {
+    for (int i = 0; i < 16; ++i) rows_[i] = load<Floats>(from + i * 16);
   }
 
   void transpose() {

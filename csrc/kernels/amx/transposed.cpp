@@ -3,11 +3,11 @@
 // Step: A = 16 columns k of W x 32 rows n (pairs of n, from two blocks), B = 16 pairs of n x up to 16 tokens of the
 // activations as they lie, C = 16 k x tokens. Blocking: 2 tiles of k x 2 of tokens.
 //
-// Panel: up to 8 blocks (128 n) x 64 k, [pair of blocks][k][32 n] on the stack (16 KiB, so that it and the activations
-// of 48 tokens fit the first-level cache); two packed lines of bf16 are two rows of it by two permutations, other
-// encodings are scaled in float32 and rounded to bf16. It serves up to 8 tiles of tokens.
-// Their sums (32 KiB) wait on the stack for the next n, so that each is one chain in the order of n, wherever the
-// matrix is cut into pieces. An odd last block is paired with zeros.
+// Panel: up to 8 blocks (128 n) x 64 k, [pair of blocks][k][32 n] on the stack (16 KiB, so that it fits the first-level
+// cache beside activations and sums of 48 tokens, 24 KiB); two packed lines of bf16 are two rows of it by two
+// permutations, other encodings are scaled in float32 and rounded to bf16. It serves up to 8 tiles of tokens. Their
+// sums (32 KiB) wait on the stack for the next n, so that each is one chain in the order of n, wherever the matrix is
+// cut into pieces. An odd last block is paired with zeros.
 #include <cstring>
 
 #include "base/bf16.h"
@@ -180,7 +180,7 @@ class TransposedTiles {
   void write(int64_t tile, int64_t col, int64_t cols, const float (&sums)[kPanelCols / 16][16 * 16]) const {
     for (int64_t k = 0; k < cols; k += 16) {
       Square square;
-      square.read(sums[k / 16], 16);
+      square.read(sums[k / 16]);
       square.transpose();
       for (int64_t i = tokens_.repeated(tile); i < tokens_.height; ++i)
         square.give(i, p_.accumulate, p_.out + (tokens_.start(tile) + i) * p_.ldo + col + k);

@@ -19,7 +19,6 @@
 
 #include <xmmintrin.h>
 
-#include <array>
 #include <cstdint>
 #include <utility>
 
@@ -87,32 +86,25 @@ inline void prefetch_group(const IntegerTile& t, const GroupSpan& span) {
 
 using TileFunction = void (*)(const IntegerTile&);
 
-template <class Isa, Encoding kEncoding, int kBlocks, int... kRows>
-constexpr std::array<TileFunction, sizeof...(kRows) + 1> tile_functions(std::integer_sequence<int, kRows...>) {
-  return {nullptr, Isa::template tile<kEncoding, kRows + 1, kBlocks, false>...};
+// Blocks of a register tile, where there are enough.
+template <class Isa, bool kFew>
+constexpr int blocks_of_tile(int rows) {
+  return kFew ? Isa::few_blocks(rows) : Isa::kMaxBlocks;
 }
 
-template <class Isa, Encoding kEncoding, bool kOne, int... kRows>
-constexpr std::array<TileFunction, sizeof...(kRows) + 1> few_functions(std::integer_sequence<int, kRows...>) {
-  return {nullptr, Isa::template tile < kEncoding, kRows + 1, kOne ? 1 : Isa::few_blocks(kRows + 1), true > ...};
+template <class Isa, Encoding kEncoding, bool kFew, int... kRows>
+inline TileFunction tile_function(int64_t rows, bool one_block, std::integer_sequence<int, kRows...>) {
+  static constexpr TileFunction kOne[] = {Isa::template tile<kEncoding, kRows + 1, 1, kFew>...};
+  static constexpr TileFunction kMost[] = {
+      Isa::template tile<kEncoding, kRows + 1, blocks_of_tile<Isa, kFew>(kRows + 1), kFew>...};
+  return (one_block ? kOne : kMost)[rows - 1];
 }
 
-// Of one block, or of kMaxBlocks.
-template <class Isa, Encoding kEncoding>
+// Of one block, or of blocks_of_tile(rows).
+template <class Isa, Encoding kEncoding, bool kFew>
 inline TileFunction tile_function(int64_t rows, int blocks) {
-  using Rows = std::make_integer_sequence<int, Isa::kMaxRows>;
-  static constexpr auto kOne = tile_functions<Isa, kEncoding, 1>(Rows{});
-  static constexpr auto kMost = tile_functions<Isa, kEncoding, Isa::kMaxBlocks>(Rows{});
-  return (blocks == 1 ? kOne : kMost)[static_cast<size_t>(rows)];
-}
-
-// Of one block, or of few_blocks(rows).
-template <class Isa, Encoding kEncoding>
-inline TileFunction few_function(int64_t rows, int blocks) {
-  using Rows = std::make_integer_sequence<int, Isa::kFewRows>;
-  static constexpr auto kOne = few_functions<Isa, kEncoding, true>(Rows{});
-  static constexpr auto kMost = few_functions<Isa, kEncoding, false>(Rows{});
-  return (blocks == 1 ? kOne : kMost)[static_cast<size_t>(rows)];
+  constexpr int kRows = kFew ? Isa::kFewRows : Isa::kMaxRows;
+  return tile_function<Isa, kEncoding, kFew>(rows, blocks == 1, std::make_integer_sequence<int, kRows>{});
 }
 
 inline void run_tile(const IntegerProduct& p, int64_t row, int64_t block, TileFunction tile, IntegerTile& t) {
@@ -139,7 +131,7 @@ inline void multiply_blocks(const IntegerProduct& p, int64_t block, int blocks, 
       const int64_t row = p.rows * i / tiles, rows = p.rows * (i + 1) / tiles - row;
       t.fetch_first = last && next_blocks < blocks ? groups : t.first + i;
       t.fetch_step = tiles;
-      run_tile(p, row, block, tile_function<Isa, kEncoding>(rows, blocks), t);
+      run_tile(p, row, block, tile_function<Isa, kEncoding, false>(rows, blocks), t);
     }
   }
 }
@@ -165,7 +157,7 @@ inline void multiply_encoded(const IntegerProduct& p) {
       t.end = shape.activation_groups();
       t.ahead = kStreamAhead / blocks;
       t.turn = (blocks - 1) * shape.block_bytes();
-      run_tile(p, 0, block, few_function<Isa, kEncoding>(p.rows, blocks), t);
+      run_tile(p, 0, block, tile_function<Isa, kEncoding, true>(p.rows, blocks), t);
     } else {
       multiply_blocks<Isa, kEncoding>(p, block, blocks, left - blocks, t);
     }

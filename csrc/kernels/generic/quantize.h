@@ -1,4 +1,4 @@
-// Activations to int8, once for all instruction sets: plain loops that the compiler vectorises for the unit that
+// Activations to int8, what all instruction sets share: plain loops that the compiler vectorises for the unit that
 // includes this. Include only in a kernel's own translation unit.
 #pragma once
 
@@ -46,8 +46,21 @@ inline int32_t round_codes(const float* x, float factor, int8_t* codes) {
   return sum;
 }
 
-// From one row to the next one cache line more than the codes take, so that the rows of a register tile do not all fall
-// into the same sets of the first-level cache.
+// use(col, values) for the units of kQuantizeUnit columns in [begin, end) of a row; zeros beyond shape.cols.
+template <class Use>
+inline void for_each_unit(const PackedShape& shape, const float* row, int64_t begin, int64_t end, Use use) {
+  for (int64_t col = begin; col < end; col += kQuantizeUnit) {
+    if (col + kQuantizeUnit <= shape.cols) {
+      use(col, row + col);
+    } else {
+      float tail[kQuantizeUnit] = {};
+      std::memcpy(tail, row + col, static_cast<size_t>(shape.cols - col) * sizeof(float));
+      use(col, static_cast<const float*>(tail));
+    }
+  }
+}
+
+// One cache line more than the codes take: see activation_stride (ops/operand.h).
 inline QuantizedSize grouped_size(const PackedShape& shape, int64_t code_bytes) {
   return {round_up(shape.padded_cols() * code_bytes, kLineBytes) + kLineBytes, shape.activation_groups()};
 }
@@ -65,17 +78,11 @@ inline void quantize_row(const PackedShape& shape, const float* row, float* scal
     const float factor = zero ? 0.0f : 127.0f / largest;
     scales[g] = zero ? 0.0f : largest / 127.0f;
     int32_t sum = 0;
-    for (int64_t col = begin; col < end; col += kQuantizeUnit) {
+    for_each_unit(shape, row, begin, end, [&](int64_t col, const float* from) {
       alignas(64) int8_t codes[kQuantizeUnit];
-      if (col + kQuantizeUnit <= shape.cols) {
-        sum += round_codes(row + col, factor, codes);
-      } else {
-        float tail[kQuantizeUnit] = {};
-        std::memcpy(tail, row + col, static_cast<size_t>(shape.cols - col) * sizeof(float));
-        sum += round_codes(tail, factor, codes);
-      }
+      sum += round_codes(from, factor, codes);
       store(col / kQuantizeUnit, codes);
-    }
+    });
     sums[g] = sum;
   }
 }
