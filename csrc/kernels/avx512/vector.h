@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace kt {
 namespace {
@@ -25,7 +26,12 @@ struct Vec16 {
   static Reg load_partial(const float* from, int count) { return _mm512_maskz_loadu_ps(mask(count), from); }
   static void store(float* to, Reg value) { _mm512_storeu_ps(to, value); }
   static void store_partial(float* to, Reg value, int count) { _mm512_mask_storeu_ps(to, mask(count), value); }
-  static Reg broadcast(const float* from) { return _mm512_set1_ps(*from); }
+  // Also of a pair of bf16, which need not lie where a float may.
+  static Reg broadcast(const float* from) {
+    float value;
+    std::memcpy(&value, from, sizeof value);
+    return _mm512_set1_ps(value);
+  }
   static Reg fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
   static Reg widen(const uint16_t* from) { return widened(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
   static Reg widen_partial(const uint16_t* from, int count) {
