@@ -39,6 +39,7 @@ class SGLangHost:
     """Lives in the scheduler process; every method is called from its thread."""
 
     engine_version = PINNED
+    num_ranks = 1  # `serve.sglang_options` refuses parallelism
 
     def __init__(self, scheduler: Any, settings: ResidentSettings) -> None:
         self._scheduler = scheduler

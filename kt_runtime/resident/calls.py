@@ -18,7 +18,7 @@ from kt_runtime.experts import free_spare_memory
 from kt_runtime.families import resolve_targets
 from kt_runtime.resident import state
 from kt_runtime.resident.batches import TrainingBatch
-from kt_runtime.resident.executor import Slices
+from kt_runtime.resident.executor import Slice, Slices
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.lora import LoraModules
 from kt_runtime.resident.memory import give_back_freed_memory, keep_freed_memory
@@ -109,6 +109,12 @@ class SessionCalls:
             case CloseSession():
                 return self._close(request)
 
+    @staticmethod
+    def opening(request: SessionRequest) -> Slice:
+        """What `slices` does first: checks, and all of a request that is not cut further."""
+        size = sum(request.lengths) if isinstance(request, Forward | ForwardBackward) else 1
+        return Slice(type(request).__name__, size, may_switch=True)
+
     def _session(self, name: str) -> Session:
         if name not in self._sessions:
             raise UnknownNameError("session", name, self._sessions)
@@ -192,12 +198,11 @@ class SessionCalls:
 
     def _save(self, request: Save) -> Slices:
         """Copies the state now and writes it beside the engine: the session goes on meanwhile."""
-        yield from ()
         path = state.checked_path(request.path)
         session = self._session(request.session)
         if path.exists() and not request.replace:
             raise ConflictError(f"{path} exists already; choose another path, or save with replace")
-        snapshot = state.snapshot(session, optimizer=request.optimizer)
+        snapshot = yield from state.snapshot_slices(session, optimizer=request.optimizer)
 
         def write() -> Reply:
             content = state.write(path, snapshot, self._twin.family, self._host, replace=request.replace)
@@ -214,10 +219,10 @@ class SessionCalls:
         self._answers.reply(messages.SessionReply(request_id=request.request_id, info=session.info()), None)
 
     def _publish(self, request: Publish) -> Slices:
-        yield from ()
         session = self._session(request.session)
         done = self._answers.when_moved(request, request.name)
-        self._publisher.publish(request.name, state.masters(session), f"session {session.name}", done)
+        adapter = yield from state.copied_masters(session)
+        self._publisher.publish(request.name, adapter, f"session {session.name}", done)
 
     def _close(self, request: CloseSession) -> Slices:
         yield from ()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kt_runtime.resident.executor import Plan
 from kt_runtime.wire.messages import AnyRequest, ErrorReply
 
 
@@ -25,20 +26,20 @@ class Moved(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Decisions(msgspec.Struct, frozen=True, array_like=True):
-    """`num_slices`: how many slices to run in this turn; `is_serving`: whether they count against the share.
+    """`plan`: which slices to run in this turn; `is_serving`: whether they count against the share.
 
     `salt`: in rank 0's first decisions only; makes the ids of this process's adapters unlike any other's.
     """
 
     arrived: list[Arrived]
     moved: list[Moved]
-    num_slices: int
+    plan: Plan
     is_serving: bool
     salt: str = ""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.arrived or self.moved or self.num_slices or self.salt)
+        return not (self.arrived or self.moved or self.plan.num_slices or self.salt)
 
 
 def encode(decisions: Decisions) -> bytes:

@@ -1,51 +1,139 @@
 """Decides which slice of which session's work runs next, and whether training may run at all just now.
 
-A `Work` is a generator. Each `next` runs one slice and yields whether its session may be overtaken by another one now
-(between two microbatches), since a session in the middle of a microbatch holds its activations. Within a session,
-works run in the order in which they came; sessions take turns.
+A `Work` is a generator of slices. It yields what its *next* slice is (`Slice`), and each `next` runs the slice that was
+announced last. Its code up to the first yield is the slice `opening`. Within a session, works run in the order in which
+they came. Sessions take turns where the announced slice says that another session may go first: a session in the
+middle of a microbatch holds its activations.
+
+**When a turn ends.** A turn has a budget of seconds and runs one slice at least. How long a slice takes is estimated
+per kind and size, from the slices of that kind that ran before.
+
+- One rank: after each slice the clock is read. The turn ends when the next slice is not expected to fit into what is
+  left of the budget, or when nothing is known about the next slice: that one begins a turn of its own. So a turn takes
+  at most the budget and one slice, whatever the estimates say.
+- Several ranks: they must all run the same slices, and no rank may stop by its own clock. Rank 0 decides the number
+  before the turn, and the number is broadcast. It counts only slices that are announced: as many of the run of alike
+  slices at the head of the queue as fit by their estimate, and one where nothing is known.
 
 Nothing here knows what a slice computes. Not thread-safe: everything happens on the engine's thread.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-Slices = Generator[bool, None, Any]
-"""Yields after each slice: True when another session may go on. Returns the work's result."""
+import msgspec
 
+UNBOUNDED_SLICES = 1 << 30
 MAX_CREDIT_SECONDS = 0.05
 """Unused training time is carried over up to this much, so that a pause in training never ends in a long burst."""
+
+FORGETTING = 4
+"""An estimate that was too high falls by a quarter of the difference with each slice; one that was too low rises at
+once."""
+
+
+class Slice(NamedTuple):
+    """What a work's next slice is. `kind`: slices of one kind do the same to different data.
+
+    `size`: what its time grows with, in the kind's own unit (tokens of a layer, elements of an optimizer step).
+    `alike`: how many slices of this kind and size follow each other, this one included, as far as the work knows.
+    `may_switch`: another session may go first.
+    """
+
+    kind: str
+    size: int = 1
+    alike: int = 1
+    may_switch: bool = False
+
+
+Slices = Generator[Slice, None, Any]
+"""Yields before each slice but the first what it is. Returns the work's result."""
+
+
+def run_at_once(slices: Slices) -> Any:
+    """Runs all slices, without an executor; returns the work's result."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as stop:
+            return stop.value
 
 
 @dataclass
 class Work:
-    """`queue`: the session (or other name) whose order it keeps. Exactly one of `done` and `failed` is called, once."""
+    """`queue`: the session (or other name) whose order it keeps. Exactly one of `done` and `failed` is called, once.
+
+    `opening`: what `slices` does up to its first yield.
+    """
 
     queue: str
     slices: Slices
     done: Callable[[Any], None]
     failed: Callable[[Exception], None]
+    opening: Slice
+
+
+class Plan(msgspec.Struct, frozen=True, array_like=True):
+    """What one turn may run. `seconds`: where the clock ends the turn too; None: `num_slices` alone does."""
+
+    num_slices: int = 0
+    seconds: float | None = None
+
+
+class Estimates:
+    """Seconds of a slice, learned for each kind. Sizes of one power of two share an estimate, in seconds per unit."""
+
+    def __init__(self) -> None:
+        self._seconds_per_unit: dict[tuple[str, int], float] = {}
+
+    def __call__(self, upcoming: Slice) -> float:
+        """Infinite where no slice of this kind and about this size has run yet."""
+        return self._seconds_per_unit.get(_bucket(upcoming), math.inf) * max(upcoming.size, 1)
+
+    def learn(self, ran: Slice, seconds: float) -> None:
+        bucket, found = _bucket(ran), seconds / max(ran.size, 1)
+        known = self._seconds_per_unit.get(bucket, 0.0)
+        self._seconds_per_unit[bucket] = max(found, known + (found - known) / FORGETTING)
+
+
+def _bucket(of: Slice) -> tuple[str, int]:
+    return of.kind, max(of.size, 1).bit_length()
+
+
+class _Queue:
+    """A session's works. `upcoming`: the next slice of the first one."""
+
+    def __init__(self) -> None:
+        self.works: deque[Work] = deque()
+        self.upcoming: Slice | None = None
+
+    @property
+    def next_slice(self) -> Slice:
+        return self.upcoming or self.works[0].opening
 
 
 class Executor:
     """`training_share`: the largest share of the time, in (0, 1], that slices take while requests are served.
 
     While serving, a slice of d seconds must be followed by d * (1 / share - 1) seconds for serving before the next one
-    starts. `clock` returns seconds and never goes back.
+    starts. `clock` returns seconds and never goes back. `num_ranks`: how many processes run the same slices.
     """
 
-    def __init__(self, training_share: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, training_share: float, clock: Callable[[], float] = time.monotonic, *, num_ranks: int = 1
+    ) -> None:
         self.training_share = training_share
-        self._clock = clock
-        self._queues: OrderedDict[str, deque[Work]] = OrderedDict()
+        self._clock, self._num_ranks = clock, num_ranks
+        self._queues: OrderedDict[str, _Queue] = OrderedDict()
         self._not_before = clock()
-        self._slice_seconds = 0.0  # moving average
+        self._estimate = Estimates()
         self.slices_run = 0
 
     @property
@@ -53,58 +141,79 @@ class Executor:
         return not self._queues
 
     def submit(self, work: Work) -> None:
-        self._queues.setdefault(work.queue, deque()).append(work)
+        self._queues.setdefault(work.queue, _Queue()).works.append(work)
 
-    def plan(self, is_serving: bool, budget_seconds: float) -> int:
-        """How many slices to run now: as many as should fit into `budget_seconds` and the share, 0 if none may run.
+    def plan(self, is_serving: bool, budget_seconds: float, *, arrives: bool = False) -> Plan:
+        """What to run in the turn that begins now: as much as fits into `budget_seconds` and the share.
 
-        At least one otherwise, however long slices take. A number, so that it can be sent to other ranks beforehand.
+        Nothing without work, or while serving has time to be paid back; otherwise one slice at least, however long it
+        takes. `arrives`: work will be submitted before the turn. The plan can be sent to other ranks.
         """
-        if not self._queues:
-            return 0
+        if not self._queues and not (arrives and not is_serving):
+            return Plan()
         seconds = budget_seconds
         if is_serving:
             free = (self._clock() - self._not_before) * self.training_share
             if free < 0:
-                return 0
+                return Plan()
             seconds = min(seconds, free)
-        return max(1, int(seconds / self._slice_seconds)) if self._slice_seconds > 0 else 1
+        if self._num_ranks == 1:
+            return Plan(UNBOUNDED_SLICES, seconds)
+        return Plan(self._num_fitting(seconds))
 
-    def run(self, num_slices: int, is_serving: bool) -> int:
-        """Runs up to `num_slices` slices, fewer when the work ends; returns how many."""
-        for count in range(num_slices):
-            if not self._queues:
-                return count
+    def _num_fitting(self, seconds: float) -> int:
+        if not self._queues:
+            return 1
+        upcoming = next(iter(self._queues.values())).next_slice
+        each = self._estimate(upcoming)
+        if math.isinf(each) or (upcoming.may_switch and len(self._queues) > 1):
+            return 1
+        return max(1, min(upcoming.alike, int(seconds / each) if each > 0 else upcoming.alike))
+
+    def run(self, plan: Plan, is_serving: bool) -> int:
+        """Runs the slices of one turn, fewer when the work ends; returns how many."""
+        ends = math.inf if plan.seconds is None else self._clock() + plan.seconds
+        count = 0
+        while count < plan.num_slices and self._queues and not (count and self._is_over(ends)):
             self.run_slice(is_serving)
-        return num_slices
+            count += 1
+        return count
+
+    def _is_over(self, ends: float) -> bool:
+        if math.isinf(ends):
+            return False
+        return self._clock() + self._estimate(next(iter(self._queues.values())).next_slice) > ends
 
     def run_slice(self, is_serving: bool) -> None:
         """Runs one slice of the session whose turn it is. The error of a work ends that work and nothing else."""
         started = self._clock()
         name, queue = next(iter(self._queues.items()))
-        work, may_switch = queue[0], True
+        work, ran = queue.works[0], queue.next_slice
         finish: Callable[[], None] | None = None
         try:
-            may_switch = next(work.slices)
+            queue.upcoming = next(work.slices)
         except StopIteration as stop:
             finish = partial(work.done, stop.value)
         except Exception as error:  # noqa: BLE001 - handed on: `failed` answers it
             finish = partial(work.failed, error)
         if finish is not None:
-            queue.popleft()
-        if not queue:
+            queue.works.popleft()
+            queue.upcoming = None
+        if not queue.works:
             del self._queues[name]
-        elif may_switch:
+        elif finish is not None or (queue.upcoming is not None and queue.upcoming.may_switch):
             self._queues.move_to_end(name)
-        self._account(started, is_serving)
-        if finish is not None:
-            finish()
+        try:
+            if finish is not None:
+                finish()
+        finally:
+            self._account(ran, started, is_serving)
 
-    def _account(self, started: float, is_serving: bool) -> None:
+    def _account(self, ran: Slice, started: float, is_serving: bool) -> None:
         self.slices_run += 1
         now = self._clock()
         seconds = now - started
-        self._slice_seconds += (seconds - self._slice_seconds) / (10 if self.slices_run > 1 else 1)
+        self._estimate.learn(ran, seconds)
         if is_serving:
             self._not_before = max(self._not_before, started - MAX_CREDIT_SECONDS) + seconds / self.training_share
         else:
@@ -114,5 +223,5 @@ class Executor:
         """Drops all work; neither `done` nor `failed` is called. Slices that were under way leave no trace."""
         while self._queues:
             _, queue = self._queues.popitem()
-            for work in queue:
+            for work in queue.works:
                 work.slices.close()

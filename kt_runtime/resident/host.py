@@ -27,6 +27,8 @@ class Host(Protocol):
     """The Hugging Face config as in config.json."""
     device: torch.device
     dtype: torch.dtype
+    num_ranks: int
+    """How many processes run the same batches; `decisions` of rank 0 are broadcast to all."""
     max_lora_rank: int
     context_tokens: int
     chunked_prefill_tokens: int

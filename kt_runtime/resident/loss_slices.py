@@ -20,6 +20,7 @@ import torch
 
 from kt_runtime.errors import NumericsError
 from kt_runtime.resident.batches import Microbatch
+from kt_runtime.resident.executor import Slice
 from kt_runtime.resident.losses import LossTokens, LossValue, hidden_gradient, log_softmax, tokens_per_chunk
 
 if TYPE_CHECKING:
@@ -71,13 +72,14 @@ class _Seen:
 
 def loss_of(
     call: Call, microbatch: Microbatch, hidden: torch.Tensor, result: CallResult
-) -> Generator[None, None, torch.Tensor | None]:
-    """Adds the microbatch's loss, log-probabilities and counts to `result`, yielding between chunks.
+) -> Generator[Slice, None, torch.Tensor | None]:
+    """Adds the microbatch's loss, log-probabilities and counts to `result`, a slice for each chunk.
 
     `hidden` [B, S, H]: the last layer's output. Returns the gradient by it, None without backward. Raises NumericsError
     when the loss is not finite.
     """
     twin, loss = call.twin, call.loss
+    yield Slice("loss begins", len(microbatch.real))
     with torch.no_grad():
         places = _Places.of_microbatch(microbatch, loss.is_paired, twin.vocabulary)
         counts = places.gathered((microbatch.weights != 0).float()) > 0
@@ -87,7 +89,8 @@ def loss_of(
         by_normed = torch.zeros_like(normed)
     chunks = _chunks(len(normed), tokens_per_chunk(twin.vocabulary))
     kept: torch.Tensor | None = None
-    for chunk in chunks:
+    for index, chunk in enumerate(chunks):
+        yield _chunk_slice("loss" if slopes is None else "loss and gradient", chunks, index)
         with torch.no_grad():
             everything = _look(chunk, normed, twin.head, places, counts, seen, wants_logits=loss.is_paired)
             if slopes is not None:
@@ -95,12 +98,13 @@ def loss_of(
             elif len(chunks) == 1:
                 kept = everything
             del everything
-        yield
+    yield Slice("loss ends", len(microbatch.real))
     value = _add_to(result, call, microbatch, places, seen)
     if not call.backward:
         return None
     if slopes is None:
         yield from _second_pass(chunks, normed, twin.head, places, value.slopes, kept, by_normed)
+        yield Slice("final norm backward", len(microbatch.real))
     with torch.enable_grad():
         leaf = hidden.detach().requires_grad_()
         return torch.autograd.grad(twin.final_norm(leaf.flatten(0, 1)[places.real]), leaf, by_normed)[0]
@@ -108,6 +112,11 @@ def loss_of(
 
 def _chunks(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _chunk_slice(kind: str, chunks: list[slice], index: int) -> Slice:
+    chunk = chunks[index]
+    return Slice(kind, chunk.stop - chunk.start, max(1, len(chunks) - 1 - index))  # the last one is often shorter
 
 
 def _look(
@@ -149,16 +158,16 @@ def _second_pass(
     slopes: torch.Tensor,
     kept: torch.Tensor | None,
     by_normed: torch.Tensor,
-) -> Generator[None, None, None]:
+) -> Generator[Slice, None, None]:
     """Fills `by_normed` [U, H] from `slopes` [M]. `kept`: the log-probabilities, where there is one chunk only."""
     with torch.no_grad():
         slopes = places.gathered(slopes)
-    for chunk in chunks:
+    for index, chunk in enumerate(chunks):
+        yield _chunk_slice("loss gradient", chunks, index)
         with torch.no_grad():
             everything = log_softmax(normed[chunk], head)[1] if kept is None else kept
             by_normed[chunk] = hidden_gradient(everything, places.targets[chunk], slopes[chunk], head)
             del everything
-        yield
 
 
 def _add_to(result: CallResult, call: Call, microbatch: Microbatch, places: _Places, seen: _Seen) -> LossValue:

@@ -7,15 +7,16 @@ refusal of a gradient that is not finite before anything is changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.optim.adamw import adamw
 
 from kt_runtime.errors import NumericsError
+from kt_runtime.resident.executor import Slice
+from kt_runtime.resident.portions import portions
 
-SLICE_ELEMENTS = 1 << 22  # parameters updated between two looks at the request queue
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 
@@ -41,21 +42,15 @@ class AdamW:
         self.second: dict[str, torch.Tensor] = {}
         self.steps: dict[str, torch.Tensor] = {}
 
-    def apply(self, gradient: dict[str, torch.Tensor], settings: StepSettings) -> Iterator[None]:
-        """One step over the parameters that `gradient` names; yields between slices. `gradient` is overwritten.
+    def apply(self, gradient: dict[str, torch.Tensor], settings: StepSettings) -> Generator[Slice, None, None]:
+        """One step over the parameters that `gradient` names, in slices. `gradient` is overwritten.
 
         A parameter that is not named keeps its value and its moments. The caller must run it to its end: a step is
-        only whole once the iterator is exhausted.
+        only whole once the generator is exhausted.
         """
-        names, elements = [], 0
-        for name in sorted(gradient):
-            names.append(name)
-            elements += gradient[name].numel()
-            if elements >= SLICE_ELEMENTS:
-                self._update(names, gradient, settings)
-                yield
-                names, elements = [], 0
-        self._update(names, gradient, settings)
+        for upcoming, names in portions("optimizer step", gradient):
+            yield upcoming
+            self._update(names, gradient, settings)
 
     @torch.no_grad()
     def _update(self, names: list[str], gradient: Mapping[str, torch.Tensor], settings: StepSettings) -> None:
@@ -104,25 +99,27 @@ class AdamW:
             kinds[kind][name] = value.to(device, torch.float32, copy=True)
 
 
-def global_norm(gradient: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """L2 norm over all tensors together, as `torch.nn.utils.get_total_norm` computes it."""
-    if not gradient:
-        return torch.zeros(())
-    return torch.nn.utils.get_total_norm([gradient[name] for name in sorted(gradient)], foreach=False)
-
-
-def clip(gradient: dict[str, torch.Tensor], max_norm: float) -> float:
+def clip(gradient: dict[str, torch.Tensor], max_norm: float) -> Generator[Slice, None, float]:
     """Scales `gradient` in place so that its global norm is at most `max_norm` (0: never); returns the norm before.
 
-    Raises NumericsError, with `gradient` as it was, when any element is NaN or infinite.
+    The norm is the L2 norm over all tensors together, to the bit as `torch.nn.utils.get_total_norm` computes it. Raises
+    NumericsError, with `gradient` as it was, when any element is NaN or infinite.
     """
-    norm = global_norm(gradient)
+    norms: list[torch.Tensor] = []
+    for upcoming, names in portions("gradient norm", gradient):
+        yield upcoming
+        with torch.no_grad():
+            norms += [torch.linalg.vector_norm(gradient[name]) for name in names]
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     if not torch.isfinite(norm):
-        bad = [name for name, value in sorted(gradient.items()) if not torch.isfinite(value).all()]
+        bad = [name for name, each in zip(sorted(gradient), norms, strict=True) if not torch.isfinite(each)]
         where = f"{bad[0]} and {len(bad) - 1} more" if bad else "none of them alone: their norm overflows"
         raise NumericsError(f"the gradient is not finite (norm {float(norm)}): {where}; no step was made")
-    if max_norm > 0:
-        factor = torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
-        for value in gradient.values():
-            value.mul_(factor.to(value.device))
+    factor = torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0) if max_norm > 0 else torch.ones(())
+    if factor < 1:
+        for upcoming, names in portions("clipping", gradient):
+            yield upcoming
+            with torch.no_grad():
+                for name in names:
+                    gradient[name].mul_(factor.to(gradient[name].device))
     return float(norm)

@@ -28,7 +28,7 @@ from kt_runtime.adapters import VersionStore
 from kt_runtime.errors import UserError
 from kt_runtime.resident.calls import Answers, Arrays, SessionCalls, SessionRequest
 from kt_runtime.resident.decisions import Arrived, Decisions, Moved, decode, encode
-from kt_runtime.resident.executor import Executor, Work
+from kt_runtime.resident.executor import Executor, Plan, Work
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.memory import resident_set_bytes
 from kt_runtime.resident.publishing import Publisher
@@ -91,12 +91,12 @@ class Resident:
     ) -> None:
         self._host, self._settings, self._server = host, settings, server
         self.twin = Twin(host)
-        self.executor = Executor(settings.training_share, clock)
+        self.executor = Executor(settings.training_share, clock, num_ranks=host.num_ranks)
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kt-write")
         self._moved: deque[Moved] = deque()
         self._written: deque[tuple[str, Future[Reply]]] = deque()
         self._unanswered: dict[str, Incoming] = {}
-        self._plan = (0, False)
+        self._plan = (Plan(), False)
         self._salt = uuid.uuid4().hex
         self.publisher = Publisher(
             host,
@@ -148,8 +148,8 @@ class Resident:
         moved = [self._moved.popleft() for _ in range(len(self._moved))]
         is_serving = self._host.is_serving()
         budget = SERVING_BUDGET_SECONDS if is_serving else IDLE_BUDGET_SECONDS
-        num_slices = self.executor.plan(is_serving, budget) or (1 if arrived and not is_serving else 0)
-        decided, self._salt = Decisions(arrived, moved, num_slices, is_serving, self._salt), ""
+        plan = self.executor.plan(is_serving, budget, arrives=bool(arrived))
+        decided, self._salt = Decisions(arrived, moved, plan, is_serving, self._salt), ""
         return [] if decided.is_empty else [encode(decided)]
 
     def apply(self, payloads: Sequence[bytes]) -> None:
@@ -164,14 +164,14 @@ class Resident:
                 for arrived in decided.arrived:
                     arrays = {name: np.frombuffer(data, kind) for name, kind, data in arrived.arrays}
                     self._dispatch(arrived.request, arrays)
-                self._plan = (decided.num_slices, decided.is_serving)
+                self._plan = (decided.plan, decided.is_serving)
 
     def turn(self) -> None:
         """Every rank: runs the slices that the last `apply` was told of."""
-        (num_slices, is_serving), self._plan = self._plan, (0, False)
-        if num_slices:
+        (plan, is_serving), self._plan = self._plan, (Plan(), False)
+        if plan.num_slices:
             with _training_mode():
-                self.executor.run(num_slices, is_serving)
+                self.executor.run(plan, is_serving)
 
     def close(self) -> None:
         """Ends training, finishes what is being written, stops listening. Calls that were under way leave no trace."""
@@ -188,8 +188,15 @@ class Resident:
         if isinstance(request, SessionRequest):
             request_id = request.request_id
             slices = self.calls.slices(request, arrays)
-            work = Work(request.session, slices, lambda _: None, lambda error: self._fail(request_id, error))
-            self.executor.submit(work)
+            self.executor.submit(
+                Work(
+                    request.session,
+                    slices,
+                    lambda _: None,
+                    lambda error: self._fail(request_id, error),
+                    self.calls.opening(request),
+                )
+            )
             return
         try:
             reply = self._immediate(request)

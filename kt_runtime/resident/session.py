@@ -20,6 +20,7 @@ from kt_runtime.resident.executor import Slices
 from kt_runtime.resident.lora import LoraModules
 from kt_runtime.resident.losses import LossFunction, WeightedCrossEntropy
 from kt_runtime.resident.optimizer import AdamW, StepSettings, clip
+from kt_runtime.resident.portions import portions
 from kt_runtime.resident.preference import PreferenceLossFunction
 from kt_runtime.resident.slices import Call, CallResult, training_call
 from kt_runtime.resident.twin import Twin
@@ -92,11 +93,13 @@ class Session:
         result: CallResult = yield from self._call(
             batch, _function(loss, reference), max_tokens, self.key, backward=True, activations=activations
         )
-        for name, value in result.gradient.items():
-            if name in self.gradient:
-                self.gradient[name] += value
-            else:
-                self.gradient[name] = value
+        both = result.gradient.keys() & self.gradient.keys()
+        for upcoming, names in portions("sum of gradients", result.gradient, both):
+            yield upcoming
+            with torch.no_grad():
+                for name in names:
+                    result.gradient[name] += self.gradient[name]
+        self.gradient |= result.gradient
         self.calls += 1
         return result
 
@@ -110,10 +113,8 @@ class Session:
             raise ConflictError(
                 f"session {self.name!r}: no gradient since the last step; send forward_backward before optim_step"
             )
-        with torch.no_grad():
-            norm = clip(gradient, settings.max_grad_norm)
-        for _ in self.optimizer.apply(gradient, settings):
-            yield True
+        norm: float = yield from clip(gradient, settings.max_grad_norm)
+        yield from self.optimizer.apply(gradient, settings)
         self.step += 1
         return norm
 

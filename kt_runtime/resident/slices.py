@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kt_runtime.resident.batches import Microbatch
+from kt_runtime.resident.executor import Slice
 from kt_runtime.resident.lora import LoraModules
 from kt_runtime.resident.loss_slices import loss_of
 from kt_runtime.resident.losses import LossFunction
@@ -62,16 +63,14 @@ class CallResult:
     num_computed: int = 0
 
 
-def training_call(call: Call, microbatches: list[Microbatch], num_tokens: int) -> Generator[bool, None, CallResult]:
+def training_call(call: Call, microbatches: list[Microbatch], num_tokens: int) -> Generator[Slice, None, CallResult]:
     """Runs the call. Raises NumericsError when the loss is not finite; nothing outside has changed then.
 
-    Yields after every slice: True at the end of a microbatch, otherwise False.
+    Yields before every slice what it is. Another session may go first where a microbatch begins.
     """
     result = CallResult(0.0, torch.zeros(num_tokens), {})
     for index, microbatch in enumerate(microbatches):
-        for _ in _microbatch(call, microbatch, index, result):
-            yield False
-        yield True
+        yield from _microbatch(call, microbatch, index, result)
     return result
 
 
@@ -83,16 +82,17 @@ class _Kept:
     output: torch.Tensor | None
 
 
-def _microbatch(call: Call, microbatch: Microbatch, index: int, result: CallResult) -> Iterator[None]:
+def _microbatch(call: Call, microbatch: Microbatch, index: int, result: CallResult) -> Generator[Slice, None, None]:
     twin = call.twin
+    yield Slice("embedding", microbatch.tokens.numel(), may_switch=True)
     with _slice(call, microbatch, index, -1, grad=False):
         hidden = twin.embed(microbatch.tokens)
         positions = twin.positions(hidden, microbatch.positions)
-    yield
     kept: list[_Kept] = []
     lowest = call.lora.lowest_layer(call.adapter) if call.backward and call.adapter else twin.num_layers
     for layer in range(twin.num_layers):
         retain = call.retain and layer >= lowest
+        yield _layer_slice(call, microbatch, "forward", layer, range(layer, twin.num_layers))
         with _slice(call, microbatch, index, layer, grad=retain):
             leaf = hidden.detach().requires_grad_(layer > lowest)
             output = twin.run_layer(layer, leaf, positions, microbatch.branches)
@@ -100,16 +100,25 @@ def _microbatch(call: Call, microbatch: Microbatch, index: int, result: CallResu
                 kept.append(_Kept(leaf, output if retain else None))
             hidden = output.detach()
             del leaf, output
-        yield
     result.num_computed += microbatch.num_computed
     by_hidden = yield from loss_of(call, microbatch, hidden, result)
     if by_hidden is None:
         return
     del hidden
     for layer in range(twin.num_layers - 1, lowest - 1, -1):
+        yield _layer_slice(call, microbatch, "backward", layer, range(layer, lowest - 1, -1))
         with _slice(call, microbatch, index, layer, grad=True):
             by_hidden = _layer_backward(call, microbatch, layer, kept.pop(), positions, by_hidden, result.gradient)
-        yield
+
+
+def _layer_slice(call: Call, microbatch: Microbatch, direction: str, layer: int, coming: range) -> Slice:
+    """`coming`: the layers that follow each other in this direction, `layer` first."""
+    has_experts = call.twin.experts_of(layer) is not None
+    alike = 0
+    while alike < len(coming) and (call.twin.experts_of(coming[alike]) is not None) == has_experts:
+        alike += 1
+    kind = f"{direction} {'experts' if has_experts else 'dense'}{' retained' if call.retain else ''}"
+    return Slice(kind, microbatch.tokens.numel(), alike)
 
 
 def _layer_backward(

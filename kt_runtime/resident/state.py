@@ -10,6 +10,7 @@ not at all. Loading checks everything before anything is changed.
 
 from __future__ import annotations
 
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +30,9 @@ from kt_runtime.adapters import (
 )
 from kt_runtime.errors import AdapterError, ConflictError, InvalidValueError
 from kt_runtime.families import Family
+from kt_runtime.resident.executor import Slice, run_at_once
 from kt_runtime.resident.host import Host
+from kt_runtime.resident.portions import portions
 from kt_runtime.resident.session import Session
 
 SESSION_FILE = "session.json"
@@ -67,7 +70,13 @@ def checked_path(path: str) -> Path:
 
 
 def snapshot(session: Session, *, optimizer: bool) -> Snapshot:
-    """Copies masters (and moments) to memory of their own, on the CPU."""
+    """As `snapshot_slices`, at once."""
+    taken: Snapshot = run_at_once(snapshot_slices(session, optimizer=optimizer))
+    return taken
+
+
+def snapshot_slices(session: Session, *, optimizer: bool) -> Generator[Slice, None, Snapshot]:
+    """Copies masters (and moments) to memory of their own, on the CPU. The session must not change meanwhile."""
     saved = SavedSession(
         rank=session.settings.rank,
         alpha=session.settings.alpha,
@@ -76,18 +85,22 @@ def snapshot(session: Session, *, optimizer: bool) -> Snapshot:
         modules=[module.name for module in session.modules],
         has_optimizer=optimizer,
     )
-    state = session.optimizer.tensors() if optimizer else {}
-    return Snapshot(saved, masters(session), {name: _copied(tensor) for name, tensor in state.items()})
+    adapter = yield from copied_masters(session)
+    state = yield from _copied(session.optimizer.tensors() if optimizer else {})
+    return Snapshot(saved, adapter, state)
 
 
 def masters(session: Session) -> AdapterTensors:
+    """As `copied_masters`, at once."""
+    adapter: AdapterTensors = run_at_once(copied_masters(session))
+    return adapter
+
+
+def copied_masters(session: Session) -> Generator[Slice, None, AdapterTensors]:
     """A copy of the session's masters as an adapter: what is published and saved."""
+    copied = yield from _copied(session.parameters)
     pairs = {
-        module.name: (
-            _copied(session.parameters[f"{module.name}.lora_A"]),
-            _copied(session.parameters[f"{module.name}.lora_B"]),
-        )
-        for module in session.modules
+        module.name: (copied[f"{module.name}.lora_A"], copied[f"{module.name}.lora_B"]) for module in session.modules
     }
     return AdapterTensors.from_modules(session.settings.rank, session.settings.alpha, pairs)
 
@@ -186,5 +199,10 @@ def _check_optimizer(state: dict[str, torch.Tensor], session: Session, where: Pa
             raise AdapterError(f"{where}: {missing[0]!r} is missing")
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", torch.float32, copy=True)
+def _copied(tensors: Mapping[str, torch.Tensor]) -> Generator[Slice, None, dict[str, torch.Tensor]]:
+    copied: dict[str, torch.Tensor] = {}
+    for upcoming, names in portions("copy", tensors):
+        yield upcoming
+        for name in names:
+            copied[name] = tensors[name].detach().to("cpu", torch.float32, copy=True)
+    return copied

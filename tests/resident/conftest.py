@@ -6,7 +6,7 @@ The checkpoints' weights are bfloat16 numbers (the expert store keeps bfloat16) 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from kt_runtime.errors import ConflictError
 from kt_runtime.experts import ExpertShape, ExpertStore
 from kt_runtime.families import LoraModule, family_for, resolve_targets
 from kt_runtime.resident.batches import TrainingBatch
+from kt_runtime.resident.executor import run_at_once
 from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights
 from kt_runtime.resident.lora import LoraModules
 from kt_runtime.resident.optimizer import StepSettings
@@ -107,6 +108,7 @@ class FakeHost:
     """Implements kt_runtime.resident.host.Host: fused tensors as SGLang has them, and a served set of adapters."""
 
     engine_version = "fake"
+    num_ranks = 1
     device = torch.device("cpu")
     max_lora_rank = 16
     context_tokens = 256
@@ -278,15 +280,15 @@ class Lab:
     def forward_backward(
         self, session: Session, batch: TrainingBatch, max_tokens: int = 64, loss: Loss | None = None, **options: Any
     ) -> CallResult:
-        return run(session.forward_backward(batch, loss or CrossEntropy(), max_tokens, **options))
+        return run_at_once(session.forward_backward(batch, loss or CrossEntropy(), max_tokens, **options))
 
     def forward(
         self, session: Session, batch: TrainingBatch, max_tokens: int = 64, loss: Loss | None = None, **options: Any
     ) -> CallResult:
-        return run(session.forward(batch, loss or CrossEntropy(), max_tokens, **options))
+        return run_at_once(session.forward(batch, loss or CrossEntropy(), max_tokens, **options))
 
     def step(self, session: Session, learning_rate: float = 1e-2, **settings: Any) -> float:
-        return run(session.optim_step(StepSettings(learning_rate, **settings)))
+        return run_at_once(session.optim_step(StepSettings(learning_rate, **settings)))
 
     def plain_loss(self, session: Session, values: Mapping[str, torch.Tensor], batch: TrainingBatch) -> torch.Tensor:
         """The loss by the plain Hugging Face model with the LoRA products added to its weights, for autograd."""
@@ -308,15 +310,6 @@ class Lab:
             torch.func.functional_call(self.host.hf, weights, (torch.from_numpy(tokens)[None],)).logits[0]
             for tokens in sequences
         ]
-
-
-def run(slices: Generator[bool, None, Any]) -> Any:
-    """Exhausts a generator of slices and returns its result."""
-    while True:
-        try:
-            next(slices)
-        except StopIteration as stop:
-            return stop.value
 
 
 def merged_weights(

@@ -112,12 +112,12 @@ def test_a_preference_loss_has_a_second_pass_only_where_one_chunk_is_not_enough(
     )
     slices = list(session.forward_backward(batch, loss, 1000))
     assert counted == [11]
-    assert len(slices) == 1 + layers + 2 + layers + 1
+    assert len(slices) == 1 + layers + 5 + layers
     counted.clear()
     monkeypatch.setattr(losses, "MAX_LOGITS_ELEMENTS", 4 * deepseek_lab.twin.vocabulary)
     slices = list(session.forward_backward(batch, loss, 1000))
     assert counted == [4, 4, 3] * 2
-    assert len(slices) == 1 + layers + 6 + layers + 1
+    assert len(slices) == 1 + layers + 9 + layers + 1  # the sum with the first gradient
 
 
 def test_a_prompt_is_computed_once_and_reported_for_both(deepseek_lab: Any, make_pairs: Any) -> None:

@@ -317,6 +317,7 @@ def test_a_client_that_goes_away_in_a_call_leaves_the_server_working(engine: Eng
 def test_every_rank_does_what_rank_0_decides(make_host: Callable[..., Any], tmp_path: Path) -> None:
     """Rank 1 sees payloads alone: no socket, no clock, no frontend."""
     host, other = make_host(), make_host()
+    host.num_ranks = other.num_ranks = 2
     (tmp_path / "0").mkdir()
     engine = Engine(host, tmp_path / "0")
     follower = Resident(other, msgspec.structs.replace(engine.settings, adapter_directory=str(tmp_path / "1")), None)

@@ -85,20 +85,33 @@ def test_a_call_has_one_slice_per_layer_and_direction(deepseek_lab: Any, make_ba
     session = deepseek_lab.session()
     microbatches, layers = 2, deepseek_lab.twin.num_layers
     slices = list(session.forward_backward(make_batch(20, 20), CrossEntropy(), 20))
-    # embedding, each layer forward, one chunk of the loss, each layer backward, end of the microbatch
-    assert len(slices) == microbatches * (1 + layers + 1 + layers + 1)
-    assert sum(slices) == microbatches
+    # embedding, each layer forward, the loss: its tokens, one chunk, its sum; each layer backward
+    assert len(slices) == microbatches * (1 + layers + 3 + layers)
+    assert [each.kind for each in slices if each.may_switch] == ["embedding"] * microbatches
+    # layer 0 has no experts
+    assert [(each.kind, each.alike) for each in slices[: len(slices) // microbatches]] == [
+        ("embedding", 1),
+        ("forward dense", 1),
+        ("forward experts", 2),
+        ("forward experts", 1),
+        ("loss begins", 1),
+        ("loss and gradient", 1),
+        ("loss ends", 1),
+        ("backward experts", 2),
+        ("backward experts", 1),
+        ("backward dense", 1),
+    ]
 
 
 def test_a_call_without_backward_has_no_backward_slices(deepseek_lab: Any, make_batch: Any) -> None:
     slices = list(deepseek_lab.session().forward(make_batch(20), CrossEntropy(), 20))
-    assert len(slices) == 1 + deepseek_lab.twin.num_layers + 1 + 1
+    assert len(slices) == 1 + deepseek_lab.twin.num_layers + 3
 
 
 def test_layers_below_the_lowest_adapted_one_are_not_recomputed(deepseek_lab: Any, make_batch: Any) -> None:
     session = deepseek_lab.session(["experts"])  # layer 0 is dense
     slices = list(session.forward_backward(make_batch(20), CrossEntropy(), 20))
-    assert len(slices) == 1 + 3 + 1 + 2 + 1
+    assert len(slices) == 1 + 3 + 3 + 2
 
 
 def test_a_call_that_dies_half_way_leaves_no_gradient(deepseek_lab: Any, batch: Any) -> None:
