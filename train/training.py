@@ -304,7 +304,8 @@ class Training:
         if source is None or (not holds_best and source.name != f"{checkpoints.PREFIX}{self.journal.done}"):
             self.client.save(self.session, str(temporary), optimizer=False, replace=True)
             source = temporary
-        write_results(self.recipe, source, Path(self.status.model_directory), results)
+        for reader in write_results(self.recipe, source, Path(self.status.model_directory), results):
+            self.display.say(f"{output_dir}: {reader}")
         shutil.rmtree(temporary, ignore_errors=True)
         write_json(output_dir / checkpoints.STATE_FILE, self.journal.trainer_state(**self.best.hugging_face()))
 

@@ -28,7 +28,8 @@ const char* kind_name(StatusCode code) {
   }
 }
 
-// Slots arrive as None or (gate_a, gate_b, up_a, up_b, down_a, down_b, scaling), pairs of capsules or of None.
+// Slots arrive as None or (gate_a, gate_b, up_a, up_b, down_a, down_b, scaling, dropout, seed), pairs of capsules or of
+// None.
 std::vector<LoraSlot> parse_slots(const py::sequence& slots, const ExpertShape& shape, bool gradients) {
   static const char* const kNames[] = {"gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b"};
   const std::vector<DType> dtypes =
@@ -55,6 +56,10 @@ std::vector<LoraSlot> parse_slots(const py::sequence& slots, const ExpertShape& 
     slot.scaling = fields[6].cast<float>();
     if (!(slot.scaling - slot.scaling == 0.0f))
       throw BindError{"invalid_value", prefix + "scaling is not a finite number"};
+    slot.dropout = fields[7].cast<float>();
+    slot.seed = fields[8].cast<uint64_t>();
+    if (!(slot.dropout >= 0.0f && slot.dropout < 1.0f))
+      throw BindError{"invalid_value", prefix + "dropout is " + std::to_string(slot.dropout) + ", expected [0, 1)"};
   }
   return parsed;
 }

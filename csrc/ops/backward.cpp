@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "ops/dropout.h"
 #include "ops/forward.h"
 #include "ops/forward_pass.h"
 #include "ops/lora.h"
@@ -216,9 +217,8 @@ class BackwardPass {
     multiply_transposed(run.expert, kDown, run.size(), rows.grad_turned, first, cols, rows.dh + first, ld_inner_,
                         false);
     for_each_group(index, [&](const PairRange& group, const LoraSlot& slot, int64_t m) {
-      lora_down_backward(engine_.tiles, slot, kDown, run.expert, group.size(), rows.dlow[kDown] + m * chunk_.rank,
-                         chunk_.rank, first, std::min(cols, inner_ - first), rows.dh + m * ld_inner_ + first,
-                         ld_inner_);
+      low_backward(group, slot, kDown, rows.dlow[kDown] + m * chunk_.rank, first, std::min(cols, inner_ - first),
+                   rows.dh + m * ld_inner_ + first, ld_inner_);
     });
   }
 
@@ -255,13 +255,31 @@ class BackwardPass {
       const float* grad = (part == kGate ? rows.gate : rows.up) + m * ld_inner_;
       float* dlow = rows.dlow[part] + m * rank;
       lora_up_backward(engine_.tiles, slot, part, expert, count, grad, ld_inner_, dlow, rank);
-      lora_weight_gradients(engine_.tiles, into.pairs[part], expert, count, rows.x + m * ld_hidden_, ld_hidden_, grad,
-                            ld_inner_, low(group.begin, part), dlow, rank);
+      const float* x = Dropout(slot, part, routing_, group).dropped(rows.x + m * ld_hidden_, ld_hidden_, hidden_);
+      lora_weight_gradients(engine_.tiles, into.pairs[part], expert, count, x, ld_hidden_, grad, ld_inner_,
+                            low(group.begin, part), dlow, rank);
     }
     if (!lora_down_) return;
-    lora_weight_gradients(engine_.tiles, into.pairs[kDown], expert, count, rows.h + m * ld_inner_, ld_inner_,
-                          rows.grad + m * ld_hidden_, ld_hidden_, rows.low_down + m * rank, rows.dlow[kDown] + m * rank,
-                          rank);
+    const float* h = Dropout(slot, kDown, routing_, group).dropped(rows.h + m * ld_inner_, ld_inner_, inner_);
+    lora_weight_gradients(engine_.tiles, into.pairs[kDown], expert, count, h, ld_inner_, rows.grad + m * ld_hidden_,
+                          ld_hidden_, rows.low_down + m * rank, rows.dlow[kDown] + m * rank, rank);
+  }
+
+  // out[m, j] += the gradient, by way of A, of column first + j of what the projection reads.
+  void low_backward(const PairRange& group, const LoraSlot& slot, Projection part, const float* dlow, int64_t first,
+                    int64_t count, float* out, int64_t ld) const {
+    const Dropout dropout(slot, part, routing_, group);
+    if (!dropout.active() || count <= 0) {
+      lora_down_backward(engine_.tiles, slot, part, group.expert, group.size(), dlow, chunk_.rank, first, count, out,
+                         ld);
+      return;
+    }
+    static thread_local AlignedBuffer scratch;
+    float* by_dropped = scratch.reserve<float>(group.size() * count);
+    std::fill(by_dropped, by_dropped + group.size() * count, 0.0f);
+    lora_down_backward(engine_.tiles, slot, part, group.expert, group.size(), dlow, chunk_.rank, first, count,
+                       by_dropped, count);
+    dropout.add_masked(by_dropped, count, first, count, out, ld);
   }
 
   // d x of the pairs, some columns.
@@ -273,8 +291,8 @@ class BackwardPass {
     multiply_transposed(run.expert, kUp, run.size(), rows.up_turned, first, cols, out, ld_hidden_, true);
     for (const Projection part : {kGate, kUp}) {
       for_each_group(index, [&](const PairRange& group, const LoraSlot& slot, int64_t m) {
-        lora_down_backward(engine_.tiles, slot, part, run.expert, group.size(), rows.dlow[part] + m * chunk_.rank,
-                           chunk_.rank, first, std::min(cols, hidden_ - first), out + m * ld_hidden_, ld_hidden_);
+        low_backward(group, slot, part, rows.dlow[part] + m * chunk_.rank, first, std::min(cols, hidden_ - first),
+                     out + m * ld_hidden_, ld_hidden_);
       });
     }
   }

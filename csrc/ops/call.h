@@ -17,9 +17,13 @@ struct LoraPair {
   int64_t rank() const { return present() ? a.shape[1] : 0; }
 };
 
+// `dropout`: the probability that an element which A multiplies is zero; the others are divided by 1 - dropout. `seed`
+// decides which (dropout.h).
 struct LoraSlot {
   LoraPair pairs[kNumProjections];
   float scaling = 1.0f;
+  float dropout = 0.0f;
+  uint64_t seed = 0;
 };
 
 struct RoutedCall {

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "ops/dropout.h"
 #include "ops/forward_pass.h"
 #include "ops/lora.h"
 
@@ -186,8 +187,11 @@ void ForwardPass::low(int64_t index, Projection part, const Operand& input, cons
   const PairRange& run = routing_.experts[static_cast<size_t>(index)];
   for_each_group(routing_, index, [&](const PairRange& group) {
     const int64_t first = group.begin - run.begin;
-    lora_down(engine_.tiles, call_.slots[static_cast<size_t>(group.slot)], part, run.expert, group.size(),
-              input.f32 + first * input.ld, input.ld, low_of(rows, run, part) + first * rank_, rank_);
+    const LoraSlot& slot = call_.slots[static_cast<size_t>(group.slot)];
+    const int64_t cols = engine_.layer.shape_of(part).cols;
+    const float* in = Dropout(slot, part, routing_, group).dropped(input.f32 + first * input.ld, input.ld, cols);
+    lora_down(engine_.tiles, slot, part, run.expert, group.size(), in, input.ld,
+              low_of(rows, run, part) + first * rank_, rank_);
   });
 }
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kt_runtime.adapters.groups import complete_groups, without_fillers
     from kt_runtime.adapters.names import check_adapter_name, confined
     from kt_runtime.adapters.peft_directory import read_peft_directory, write_peft_directory
+    from kt_runtime.adapters.programs import Reader, readers
     from kt_runtime.adapters.safetensors_file import read_tensors, write_tensors
     from kt_runtime.adapters.source import read_adapter
     from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
@@ -26,6 +27,7 @@ _MODULE_OF = {
     "AdapterVersion": "versions",
     "LoraPair": "tensors",
     "OpenDirectory": "directory",
+    "Reader": "programs",
     "VersionStore": "version_store",
     "VersionTable": "versions",
     "as_version": "versions",
@@ -40,6 +42,7 @@ _MODULE_OF = {
     "read_gguf_adapter": "gguf_lora",
     "read_peft_directory": "peft_directory",
     "read_tensors": "safetensors_file",
+    "readers": "programs",
     "without_fillers": "groups",
     "write_gguf_adapter": "gguf_lora",
     "write_peft_directory": "peft_directory",
@@ -51,6 +54,7 @@ __all__ = [
     "AdapterVersion",
     "LoraPair",
     "OpenDirectory",
+    "Reader",
     "VersionStore",
     "VersionTable",
     "as_version",
@@ -65,6 +69,7 @@ __all__ = [
     "read_gguf_adapter",
     "read_peft_directory",
     "read_tensors",
+    "readers",
     "without_fillers",
     "write_gguf_adapter",
     "write_peft_directory",

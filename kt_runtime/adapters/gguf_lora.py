@@ -41,8 +41,8 @@ SUFFIX = ".gguf"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KEY = re.compile(r"(?P<base>.+)\.weight\.lora_(?P<letter>[ab])")
 
-_NOT_EXPRESSIBLE = ("kv_b_proj",)
-_NOT_APPLIED = {"deepseek2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")}
+NOT_EXPRESSIBLE = ("kv_b_proj",)
+NOT_APPLIED = {"deepseek2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")}
 """llama.cpp loads these parts, but its graph (src/models/deepseek2.cpp, seen until October 2026) does not use them."""
 
 
@@ -83,7 +83,7 @@ def write_gguf_adapter(
     completed = complete_groups(adapter, family, config) if adapter.modules else adapter
     check_adapter(completed, family, config, max_rank, str(path))
     used = {name: pair for name, pair in completed.modules.items() if bool(pair.a.any()) and bool(pair.b.any())}
-    refused = [name for name in used if name.rpartition(".")[2] in _NOT_EXPRESSIBLE]
+    refused = [name for name in used if name.rpartition(".")[2] in NOT_EXPRESSIBLE]
     if refused:
         raise AdapterError(
             f"{path}: {refused[0]!r}{f' and {len(refused) - 1} more' if len(refused) > 1 else ''}: llama.cpp has no "
@@ -104,7 +104,7 @@ def write_gguf_adapter(
 def not_applied(adapter: AdapterTensors, family: Family) -> list[str]:
     """The projections of `adapter` that llama.cpp reads from a file and then does not use, sorted."""
     used = {name.rpartition(".")[2] for name, pair in adapter.modules.items() if bool(pair.b.any())}
-    return sorted(used & set(_NOT_APPLIED.get(family.gguf_architecture, ())))
+    return sorted(used & set(NOT_APPLIED.get(family.gguf_architecture, ())))
 
 
 def tensor_names(family: Family, config: Mapping[str, Any]) -> dict[str, str]:

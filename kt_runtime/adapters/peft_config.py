@@ -39,8 +39,6 @@ _MUST_BE_OFF = {
     "use_dora": "DoRA is not supported",
     "bias": "trained biases can't be served",
     "modules_to_save": "modules trained in full can't be served",
-    "target_parameters": "it names experts that PEFT adapts as one fused parameter, and its file does not say which "
-    "parameter is which; save the adapter with one pair per expert (....mlp.experts.0.gate_proj.lora_A.weight)",
     "alora_invocation_tokens": "activated LoRA is not supported",
     "arrow_config": "Arrow routing is not supported",
     "fan_in_fan_out": "transposed layers do not occur in this model",
@@ -58,7 +56,7 @@ _MUST_BE_OFF = {
 # These initialisations leave the base weights alone; PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA change them.
 _KNOWN_INITIALISATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
 
-_KNOWN = _USED | _SAYS_NOTHING | set(_MUST_BE_OFF) | {"init_lora_weights"}
+_KNOWN = _USED | _SAYS_NOTHING | set(_MUST_BE_OFF) | {"init_lora_weights", "target_parameters"}
 
 
 @dataclass(frozen=True)
@@ -119,8 +117,13 @@ def parse_config(data: bytes | bytearray, max_rank: int, where: str) -> PeftSett
     )
 
 
-def make_config(rank: int, alpha: float, targets: list[str], base_model: str | None) -> dict[str, Any]:
-    """The content of `adapter_config.json`, made by PEFT itself, for tensors of one rank and one scaling."""
+def make_config(
+    rank: int, alpha: float, targets: list[str], base_model: str | None, parameters: list[str] | None = None
+) -> dict[str, Any]:
+    """The content of `adapter_config.json`, made by PEFT itself, for tensors of one rank and one scaling.
+
+    `parameters`: its `target_parameters`, see `peft_directory`; None for none.
+    """
     from peft import LoraConfig  # imports half of transformers: not before something is written
 
     # PEFT declares lora_alpha an integer and accepts any number; whole numbers stay integers in the file.
@@ -129,6 +132,7 @@ def make_config(rank: int, alpha: float, targets: list[str], base_model: str | N
         r=rank,
         lora_alpha=whole_alpha,
         target_modules=targets,
+        target_parameters=parameters or None,
         base_model_name_or_path=base_model,
         task_type="CAUSAL_LM",
         inference_mode=True,
@@ -156,6 +160,8 @@ def _check_key(key: str, value: Any, where: str) -> None:
     is_off = value is None or value is False or value == "none" or (isinstance(value, list | dict | str) and not value)
     if key in _MUST_BE_OFF and not is_off:
         raise AdapterError(f"{where}: {key} is {str(value)[:80]!r}: {_MUST_BE_OFF[key]}")
+    if key == "target_parameters" and not is_off:
+        _check_parameters(value, where)
     # A newer PEFT may write keys that are not known here; switched off, they say nothing.
     if key not in _KNOWN and not is_off:
         raise AdapterError(f"{where}: unknown key {key!r} (value {str(value)[:80]!r}){suggestion(key, _KNOWN)}")
@@ -163,6 +169,19 @@ def _check_key(key: str, value: Any, where: str) -> None:
         raise AdapterError(
             f"{where}: init_lora_weights is {str(value)[:80]!r}: it changes the base weights, which stay as they are "
             "here; convert the adapter to plain LoRA first (PEFT: path_initial_model_for_weight_conversion)"
+        )
+
+
+def _check_parameters(value: Any, where: str) -> None:
+    """A linear's weight says nothing that the tensors' names don't; a fused parameter would say what they can't."""
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise AdapterError(f"{where}: target_parameters is {str(value)[:80]!r}; expected a list of names")
+    fused = next((name for name in value if not name.endswith(".weight")), None)
+    if fused is not None:
+        raise AdapterError(
+            f"{where}: target_parameters is {str(value)[:80]!r}: {fused[:80]!r} is no linear's weight: PEFT adapts "
+            "experts as one fused parameter, and its file does not say which parameter is which; save the adapter with "
+            "one pair per expert (....mlp.experts.0.gate_proj.lora_A.weight)"
         )
 
 

@@ -1,12 +1,17 @@
 """PEFT adapter directories: `adapter_config.json` and `adapter_model.safetensors`.
 
 Keys are `base_model.model.NAME.lora_A.weight` and `.lora_B.weight` (the prefix may be missing); routed experts have one
-pair per expert, `NAME = model.layers.L.mlp.experts.E.gate_proj`. SGLang 0.5.23 and PEFT 0.21 both read this form; PEFT
-drops the shared experts' and dense MLPs' parts of a DeepSeek adapter that has routed experts too, without a word.
+pair per expert, `NAME = model.layers.L.mlp.experts.E.gate_proj`. SGLang 0.5.23 and PEFT 0.21 both read all of it.
+
+`target_modules` has the projections' names, of which SGLang takes gate_proj, up_proj and down_proj for every MLP. PEFT
+0.21 takes them for transformers 5's fused experts alone (`peft.utils.transformers_weight_conversion`), and would drop
+the pairs of dense MLPs and shared experts without a word: those are named again in `target_parameters`, by their
+weights, as `mlp.shared_experts.gate_proj.weight`. PEFT then adapts the parameter instead of the module, with the same
+two tensors.
 
 A directory is opened once, and validated whole before anything of it is used. KTransformers' experts are read from
-their own file beside it (`kt_experts.py`). Not read: sharded files, PEFT's fused experts (`target_parameters`); each is
-refused by name.
+their own file beside it (`kt_experts.py`). Not read: sharded files, PEFT's fused experts (`target_parameters`
+other than linears' weights); each is refused by name.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from kt_runtime.adapters.safetensors_file import MAX_HEADER_BYTES, read_tensors,
 from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
 from kt_runtime.adapters.validator import check_adapter, check_shape, unknown_module
 from kt_runtime.errors import AdapterError, InvalidValueError
-from kt_runtime.families import Family, LoraModule
+from kt_runtime.families import MLP, SHARED, Family, LoraModule
 from kt_runtime.files import write_directory
 
 CONFIG_FILE = "adapter_config.json"
@@ -41,6 +46,7 @@ _REFUSED_FILES = {
     "adapter_model.safetensors.index.json": "sharded adapters are not read; save it as one adapter_model.safetensors",
 }
 _KEY = re.compile(r"(?P<name>.+)\.lora_(?P<letter>[AB])\.weight")
+_LAYER = re.compile(r"^model\.layers\.\d+\.")
 _EXPERT = re.compile(r"(?P<parent>.+\.experts)\.(?P<expert>0|[1-9][0-9]{0,5})\.(?P<projection>\w+)")
 
 
@@ -112,7 +118,8 @@ def write_peft_directory(
             )
     completed = complete_groups(adapter, family, config) if adapter.modules else adapter
     check_adapter(completed, family, config, max_rank, str(path))
-    settings = make_config(completed.rank, completed.alpha, completed.targets, base_model)
+    parameters = _dense_parameters(completed, family, config)
+    settings = make_config(completed.rank, completed.alpha, completed.targets, base_model, parameters)
 
     def fill(directory: Path) -> None:
         write_tensors(
@@ -123,6 +130,17 @@ def write_peft_directory(
             (directory / name).write_bytes(data)
 
     write_directory(path, fill, replace=overwrite)
+
+
+def _dense_parameters(adapter: AdapterTensors, family: Family, config: Mapping[str, Any]) -> list[str]:
+    """PEFT's `target_parameters`: what it would not find by `target_modules`, without the layer's number.
+
+    Where the checkpoint brings its own modules, every expert is a linear there, and PEFT finds all by `target_modules`.
+    """
+    if config.get("model_type") in family.foreign_model_types:
+        return []
+    dense = [module.name for module in family.lora_modules(config) if module.group in (MLP, SHARED)]
+    return sorted({f"{_LAYER.sub('', name)}.weight" for name in dense if name in adapter.modules})
 
 
 def _check_file_names(directory: OpenDirectory) -> None:

@@ -10,11 +10,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kt_runtime.adapters import not_applied, without_fillers, write_gguf_adapter, write_peft_directory
+from kt_runtime.adapters import not_applied, readers, without_fillers, write_gguf_adapter, write_peft_directory
 from kt_runtime.cli.adapter_place import MAX_RANK, ChosenAdapter
 from kt_runtime.cli.merged_checkpoint import write_merged
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.families import EXPERTS, MLP, SHARED
 from kt_runtime.families.quantization import quantization_of
 from kt_runtime.serve.memory import format_bytes
 
@@ -48,12 +47,8 @@ def _peft(chosen: ChosenAdapter, path: Path, say: Say, dtype: torch.dtype | None
         base_model=chosen.base_name,
         dtype=dtype or own,
     )
-    groups = {module.group for module in chosen.family.lora_modules(chosen.config) if module.name in adapter.modules}
-    if EXPERTS in groups and groups & {MLP, SHARED}:
-        say(
-            "this adapter changes routed experts and shared or dense MLPs: kt-runtime and SGLang read all of it, PEFT "
-            "0.21 silently drops the shared and dense parts; for PEFT's users export --format merged"
-        )
+    for reader in readers(path, chosen.config):
+        say(str(reader))
 
 
 def _gguf(chosen: ChosenAdapter, path: Path, say: Say, dtype: torch.dtype | None, _: float) -> None:

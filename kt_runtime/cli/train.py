@@ -128,7 +128,6 @@ def _prepare(recipe: Recipe, status: dict[str, Any] | None, say: Callable[[str],
 def _check_lora(recipe: Recipe, config: dict[str, Any], max_rank: int | None) -> None:
     """Raises, with the recipe's line, what the resident would refuse once the run has begun."""
     from kt_runtime.families import resolve_targets
-    from kt_runtime.families.base import EXPERTS
 
     if max_rank is not None and recipe.lora_rank > max_rank:
         raise InvalidValueError(
@@ -136,15 +135,9 @@ def _check_lora(recipe: Recipe, config: dict[str, Any], max_rank: int | None) ->
             f"{max_rank}; lower it, or start the server with --max-lora-rank {recipe.lora_rank}"
         )
     try:
-        modules = resolve_targets(config, recipe.lora_target)
+        resolve_targets(config, recipe.lora_target)
     except UserError as error:
         raise InvalidValueError(f"{recipe.where('lora_target')}: lora_target: {error}") from None
-    has_dropout = recipe.lora_dropout > 0 and recipe.stage == "sft"
-    if has_dropout and any(module.group == EXPERTS for module in modules):
-        raise InvalidValueError(
-            f"{recipe.where('lora_dropout')}: lora_dropout: {recipe.lora_dropout:g}: routed experts can't be trained "
-            "with dropout; say lora_dropout: 0, or a lora_target without them, as attention,mlp,shared"
-        )
 
 
 def _run(prepared: Prepared, url: str | None, api_key: str | None, display: Display) -> RunResult:

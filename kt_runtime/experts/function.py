@@ -18,7 +18,7 @@ class _RoutedExperts(torch.autograd.Function):
     def forward(
         ctx: Any,
         layer: ExpertLayer,
-        scaling: float | None,
+        lora: LoraSlot | None,
         compute: bool,
         retain: bool,
         x: Tensor,
@@ -26,12 +26,12 @@ class _RoutedExperts(torch.autograd.Function):
         weights: Tensor,
         *lora_tensors: Tensor | None,
     ) -> Tensor:
-        ctx.layer, ctx.scaling = layer, scaling
+        ctx.layer, ctx.lora = layer, None if lora is None else lora.with_tensors([None] * len(lora_tensors))
         ctx.save_for_backward(x, ids, weights, *lora_tensors)
         ctx.retained = None
         if not compute:
             return torch.zeros_like(x, memory_format=torch.contiguous_format)
-        slots = _slot_arguments(scaling, lora_tensors, x)
+        slots = _slot_arguments(lora, lora_tensors, x)
         if not retain:
             return layer.forward(x, ids, weights, **slots)
         out, ctx.retained = layer.forward_retaining(x, ids, weights, **slots)
@@ -44,7 +44,7 @@ class _RoutedExperts(torch.autograd.Function):
         grad_out = grads_out[0]
         if grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
-        slots = _slot_arguments(ctx.scaling, tuple(lora_tensors), x)
+        slots = _slot_arguments(ctx.lora, tuple(lora_tensors), x)
         grads = ctx.layer.backward(grad_out, x, ids, weights, **slots, retained=ctx.retained)
         ctx.retained = None  # a second backward computes them again
         slot = grads.slots[0] if grads.slots else None
@@ -71,8 +71,7 @@ def routed_experts(
     """
     tensors = () if lora is None else lora.tensors()
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weights, *tensors))
-    scaling = None if lora is None else lora.scaling
-    return _RoutedExperts.apply(layer, scaling, True, retain and wanted, x, ids, weights, *tensors)
+    return _RoutedExperts.apply(layer, lora, True, retain and wanted, x, ids, weights, *tensors)
 
 
 def routed_experts_for_backward(
@@ -83,11 +82,11 @@ def routed_experts_for_backward(
     For recomputation: backward needs gate and up, which it computes itself, a third less than forward computes.
     """
     tensors = () if lora is None else lora.tensors()
-    return _RoutedExperts.apply(layer, None if lora is None else lora.scaling, False, False, x, ids, weights, *tensors)
+    return _RoutedExperts.apply(layer, lora, False, False, x, ids, weights, *tensors)
 
 
-def _slot_arguments(scaling: float | None, tensors: tuple[Tensor | None, ...], x: Tensor) -> dict[str, Any]:
-    if scaling is None:
+def _slot_arguments(lora: LoraSlot | None, tensors: tuple[Tensor | None, ...], x: Tensor) -> dict[str, Any]:
+    if lora is None:
         return {}
     token_slots = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
-    return {"slots": [LoraSlot(scaling=scaling).with_tensors(tensors)], "token_slots": token_slots}
+    return {"slots": [lora.with_tensors(tensors)], "token_slots": token_slots}

@@ -6,7 +6,7 @@ Shapes: T tokens, K experts per token, H hidden, I intermediate, E experts, R Lo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ class LoraSlot:
 
     Tensors are float32 or bfloat16, contiguous in the last dimension, other strides free; None in pairs where a
     projection has no adapter. A [E, R, in], B [E, out, R]; the rank may differ from projection to projection.
+
+    With `dropout`, A multiplies x of which each element is zero with that probability, else divided by 1 - dropout.
+    Which ones depends on `seed` (0 to 2^64 - 1), token, expert and projection: the same in forward and backward.
     """
 
     gate_a: Tensor | None = None  # [E, R, H]
@@ -43,6 +46,8 @@ class LoraSlot:
     down_a: Tensor | None = None  # [E, R, I]
     down_b: Tensor | None = None  # [E, H, R]
     scaling: float = 1.0
+    dropout: float = 0.0
+    seed: int = 0
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """In the order of LORA_TENSORS."""
@@ -53,8 +58,7 @@ class LoraSlot:
         return self.with_tensors([None if t is None else _zeros(t.shape) for t in self.tensors()])
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> LoraSlot:
-        gate_a, gate_b, up_a, up_b, down_a, down_b = tensors
-        return LoraSlot(gate_a, gate_b, up_a, up_b, down_a, down_b, self.scaling)
+        return replace(self, **dict(zip(LORA_TENSORS, tensors, strict=True)))
 
 
 @dataclass
@@ -69,12 +73,12 @@ class ExpertGradients:
 class ExpertLayer:
     """The routed experts of one layer: sum over k of weights[t, k] * expert(ids[t, k], x[t]).
 
-    A token's result depends on that token alone: not on the batch around it, its order, other tokens' adapters or the
-    number of threads. float32 activations are multiplied exactly with weights of every format; bfloat16 ones are
-    quantized to int8 by groups, or finer, where the weights are integers. CUDA tensors are staged through pinned host
-    buffers (staging.py). Calls may come from several threads at once. Errors: InvalidValueError for a wrong shape,
-    dtype, device, id or slot; NumericsError for NaN or Inf in x, weights or grad_out; ConflictError once the store is
-    closed.
+    A token's result depends on that token alone (and with LoRA's dropout on its place in the batch): not on the batch
+    around it, its order, other tokens' adapters or the number of threads. float32 activations are multiplied exactly
+    with weights of every format; bfloat16 ones are quantized to int8 by groups, or finer, where the weights are
+    integers. CUDA tensors are staged through pinned host buffers (staging.py). Calls may come from several threads at
+    once. Errors: InvalidValueError for a wrong shape, dtype, device, id or slot; NumericsError for NaN or Inf in x,
+    weights or grad_out; ConflictError once the store is closed.
     """
 
     def __init__(self, native: _experts.Layer, shape: ExpertShape) -> None:
@@ -234,7 +238,7 @@ def _zeros(shape: torch.Size) -> Tensor:
 
 
 def _slot_capsules(slots: Sequence[LoraSlot | None]) -> list[tuple[Any, ...] | None]:
-    """What the native side takes per slot: the six tensors in the order of LORA_TENSORS, then the scaling."""
+    """What the native side takes per slot: six tensors in the order of LORA_TENSORS, scaling, dropout and its seed."""
     return [None if slot is None else _one_slot(slot, f"slots[{i}]") for i, slot in enumerate(slots)]
 
 
@@ -243,4 +247,4 @@ def _one_slot(slot: LoraSlot, where: str) -> tuple[Any, ...]:
         None if tensor is None else capsule(tensor, f"{where}.{name}")
         for name, tensor in zip(LORA_TENSORS, slot.tensors(), strict=True)
     ]
-    return (*made, float(slot.scaling))
+    return (*made, float(slot.scaling), float(slot.dropout), int(slot.seed))

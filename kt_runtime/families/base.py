@@ -110,6 +110,8 @@ class Family(ABC):
     architectures: tuple[str, ...]
     gguf_architecture: str
     """`general.architecture` of llama.cpp's files of this family."""
+    foreign_model_types: tuple[str, ...] = ()
+    """Those of `model_types` that transformers 5.19 does not know: such a checkpoint brings its own Python modules."""
 
     @abstractmethod
     def check(self, config: Config) -> None:

@@ -97,6 +97,7 @@ class DeepseekV2(Family):
 class DeepseekV3(DeepseekV2):
     name = "deepseek_v3"
     model_types = ("deepseek_v3", "kimi_k2")
+    foreign_model_types = ("kimi_k2",)
     architectures = ("DeepseekV3ForCausalLM",)
 
     def check_routing(self, config: Config) -> None:

@@ -43,14 +43,8 @@ class LoraModules:
     ) -> dict[str, nn.Parameter]:
         """Adds an adapter and returns its parameters: A uniform as in PEFT, B zero.
 
-        Each module's A depends on `seed` and the module's name alone. Raises InvalidValueError for dropout on routed
-        experts, which the expert store does not compute.
+        Each module's A depends on `seed` and the module's name alone.
         """
-        if dropout > 0 and any(module.num_experts for module in modules):
-            raise InvalidValueError(
-                f"LoRA dropout {dropout}: routed experts can't be trained with dropout; use dropout 0, or targets "
-                "without the experts (attention, mlp, shared)"
-            )
         config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, init_lora_weights=False)  # type: ignore[arg-type]
         by_layer = self._place(
             key, ((module, *_initial(module, rank, seed, self._twin.device)) for module in modules), config
@@ -88,7 +82,8 @@ class LoraModules:
                     by_layer[module.layer][f"{module.name}.lora_B"] = b
                     if module.num_experts:
                         parent, _, projection = module.name.rpartition(".")
-                        slot = experts.setdefault(parent, LoraSlot(scaling=config.lora_alpha / config.r))
+                        scaling, dropout = config.lora_alpha / config.r, float(config.lora_dropout)
+                        slot = experts.setdefault(parent, LoraSlot(scaling=scaling, dropout=dropout))
                         setattr(slot, projection.replace("_proj", "_a"), a)
                         setattr(slot, projection.replace("_proj", "_b"), b)
                     else:
@@ -136,7 +131,7 @@ class LoraModules:
                 module.train(dropout)
         experts = self._twin.experts_of(layer)
         if experts is not None:
-            experts.active = key
+            experts.active, experts.drops_out = key, dropout
         self._selected[layer] = (key, dropout)
 
     def _wrap(self, name: str, key: str, config: LoraConfig, a: nn.Parameter, b: nn.Parameter) -> None:

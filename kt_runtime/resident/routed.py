@@ -5,6 +5,7 @@ Shapes: T tokens, K experts per token, E experts, H hidden, R LoRA rank.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ class RoutedExperts(nn.Module):
     """In the place of Hugging Face's fused expert module; has no parameters of its own.
 
     `adapters`: LoRA by key, float32 masters; serving has copies in the model's dtype, so they are rounded to it on the
-    way, with gradients as if not. `active` picks one, None the base alone. `padding` [T]: True for rows that
-    are no token, None without any; they cost nothing and come out as zeros. `needs_output` False: all comes out as
-    zeros, for backward alone, which computes the activations itself.
+    way, with gradients as if not. `active` picks one, None the base alone; its dropout counts where `drops_out`, with a
+    seed from torch's generator. `padding` [T]: True for rows that are no token, None without any; they cost nothing and
+    come out as zeros. `needs_output` False: all comes out as zeros, for backward alone, which computes the activations
+    itself.
     """
 
     def __init__(self, store: ExpertStore, layer: int) -> None:
@@ -28,6 +30,7 @@ class RoutedExperts(nn.Module):
         self._layer = store.layers[layer]
         self.adapters: dict[str, LoraSlot] = {}
         self.active: str | None = None
+        self.drops_out = False
         self.padding: torch.Tensor | None = None
         self.needs_output = True
 
@@ -39,8 +42,13 @@ class RoutedExperts(nn.Module):
         if slot is not None:
             masters = slot.tensors()
             slot = slot.with_tensors([None if master is None else rounded(master, hidden.dtype) for master in masters])
+            slot = replace(slot, seed=_drawn_seed()) if slot.dropout and self.drops_out else replace(slot, dropout=0.0)
         compute = routed_experts if self.needs_output else routed_experts_for_backward
         return compute(self._layer, hidden, ids, weights.float(), slot)
+
+
+def _drawn_seed() -> int:
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 class SoftmaxRouter(nn.Module):

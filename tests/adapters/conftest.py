@@ -50,6 +50,12 @@ DEEPSEEK_V3 = _COMMON | {
     "v_head_dim": 8,
     "first_k_dense_replace": 1,
 }
+DEEPSEEK_V2 = DEEPSEEK_V3 | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "topk_method": "group_limited_greedy",
+    "norm_topk_prob": False,
+}
 CONFIGS: dict[str, dict[str, Any]] = {"qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3}
 MAX_RANK = 8
 
@@ -90,6 +96,11 @@ def qwen() -> TinyModel:
 @pytest.fixture
 def deepseek() -> TinyModel:
     return TinyModel(dict(DEEPSEEK_V3))
+
+
+@pytest.fixture
+def deepseek_v2() -> TinyModel:
+    return TinyModel(dict(DEEPSEEK_V2))
 
 
 @pytest.fixture(params=CONFIGS)

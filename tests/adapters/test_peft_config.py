@@ -49,6 +49,8 @@ def test_whole_alphas_are_written_as_integers(alpha: float, written: float) -> N
         ({"lora_bias": True}, "lora_bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is .*lm_head"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters is .*one pair per expert"),
+        ({"target_parameters": ["mlp.gate_proj.weight", "experts.down_proj"]}, ".*'experts.down_proj' is no linear's"),
+        ({"target_parameters": "mlp.gate_proj.weight"}, "target_parameters is .*expected a list of names"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 4]]}, "layer_replication"),
         ({"use_qalora": True}, "use_qalora"),

@@ -135,9 +135,16 @@ def test_dora_of_peft_is_refused_by_key(tmp_path: Path, qwen: Any) -> None:
 
 @pytest.mark.parametrize(
     ("fixture", "targets"),
-    [("qwen", ["all"]), ("deepseek", ["attention"]), ("deepseek", ["attention", "experts"])],
+    [
+        ("qwen", ["all"]),
+        ("deepseek", ["all"]),
+        ("deepseek", ["attention"]),
+        ("deepseek", ["attention", "experts"]),
+        ("deepseek", ["mlp", "shared"]),
+        ("deepseek_v2", ["all"]),
+    ],
 )
-def test_what_we_write_gives_the_same_logits_in_peft(
+def test_peft_loads_all_that_we_write_and_gives_the_same_logits(
     tmp_path: Path, request: pytest.FixtureRequest, fixture: str, targets: list[str]
 ) -> None:
     model: Any = request.getfixturevalue(fixture)
@@ -148,12 +155,35 @@ def test_what_we_write_gives_the_same_logits_in_peft(
     merge(merged, adapter)
     with torch.no_grad():
         base, expected = plain(tokens).logits, merged(tokens).logits
-        found = peft.PeftModel.from_pretrained(plain, str(tmp_path / "a"))(tokens).logits
+        wrapped: Any = peft.PeftModel.from_pretrained(plain, str(tmp_path / "a"))
+        found = wrapped(tokens).logits
+        folded = wrapped.merge_and_unload()(tokens).logits
     effect = (expected - base).abs().max().item()
     error = (found - expected).abs().max().item()
     print(f"{fixture} {targets}: effect {effect:.3g}, PEFT's difference {error:.3g}")
     assert effect > 0.1
-    assert error < 1e-4 * max(1.0, expected.abs().max().item())
+    assert error < 1e-5 * expected.abs().max().item()
+    torch.testing.assert_close(folded, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    again = read(model, tmp_path / "a")
+    assert content_hash(again) == content_hash(adapter) and again.notes == ()
+
+
+def test_every_number_that_we_write_is_in_the_model_that_peft_loads(tmp_path: Path, deepseek: Any) -> None:
+    adapter = deepseek.adapter("all")
+    write_peft_directory(tmp_path / "a", adapter, deepseek.family, deepseek.config, max_rank=8)
+    wrapped = peft.PeftModel.from_pretrained(deepseek.build(), str(tmp_path / "a"))
+    # PEFT pads its fused experts with zeros; none of the random numbers is one.
+    loaded = sum(int(value.count_nonzero()) for name, value in wrapped.named_parameters() if "lora_" in name)
+    assert loaded == sum(tensor.numel() for tensor in adapter.tensors.values())
+
+
+def test_a_checkpoint_with_modules_of_its_own_has_linears_only(tmp_path: Path, deepseek: Any) -> None:
+    kimi = deepseek.config | {"model_type": "kimi_k2"}
+    adapter = deepseek.adapter("all")
+    write_peft_directory(tmp_path / "a", adapter, deepseek.family, kimi, max_rank=8)
+    settings = peft.PeftConfig.from_pretrained(str(tmp_path / "a"))
+    assert isinstance(settings, peft.LoraConfig)
+    assert settings.target_parameters is None and settings.target_modules == set(adapter.targets)
 
 
 def test_peft_reads_back_the_targets_that_we_write(tmp_path: Path, model: Any, write_raw: Callable[..., Path]) -> None:

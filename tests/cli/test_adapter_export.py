@@ -72,7 +72,13 @@ def test_from_peft_to_gguf_and_back_the_tensors_stay_the_same(
     (note,) = answer["notes"]
     assert "llama.cpp reads the parts for kv_a_proj_with_mqa, q_a_proj" in note
     answer = exported(call, tmp_path / "a.gguf", tmp_path / "b", "--base", PRESET)
-    assert any("PEFT 0.21 silently drops the shared and dense parts" in note for note in answer["notes"])
+    total = sum(tensor.numel() for tensor in adapter.tensors.values())
+    assert f"PEFT 0.21 with transformers 5 (PeftModel.from_pretrained): all {total:,} parameters" in answer["notes"]
+    unused = sum(pair.a.numel() + pair.b.numel() for name, pair in adapter.modules.items() if "_a_proj" in name)
+    assert any(
+        f"{total - unused:,} of {total:,} parameters; it loads kv_a_proj_with_mqa, q_a_proj and does not use" in note
+        for note in answer["notes"]
+    )
     again = read_adapter(tmp_path / "b", family_for(config), config, 4)
     assert content_hash(again) == content_hash(adapter)
     assert json.loads((tmp_path / "b" / "adapter_config.json").read_text())["base_model_name_or_path"] == PRESET

@@ -5,8 +5,9 @@ T tokens, K experts per token, H hidden, I intermediate, E experts, R rank. Noth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,10 @@ from torch.nn.functional import silu
 
 Lora = tuple[Sequence[Tensor | None], float]
 """(gate_a, gate_b, up_a, up_b, down_a, down_b), each [E, R, in] or [E, out, R] or None in pairs; then the scaling."""
+
+
+Mask = Callable[[int, int, int, int], Tensor | float]
+"""Of a slot, token, expert and part (0 gate, 1 up, 2 down)."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +49,12 @@ def routed_experts(
     *,
     slots: Sequence[Lora | None] = (),
     token_slots: Tensor | None = None,
+    mask: Mask = lambda *_: 1.0,
 ) -> Tensor:
     """sum over k of weights[t, k] * expert(ids[t, k], x[t]), in float64; ids of -1 contribute nothing.
 
-    Arguments may be of any floating type and are widened; gradients flow to those that require them.
+    Arguments may be of any floating type and are widened; gradients flow to those that require them. `mask`: what the
+    input of A is multiplied with.
     """
     wide = experts.double()
     rows = []
@@ -58,22 +65,31 @@ def routed_experts(
         for k in range(ids.shape[1]):
             expert = int(ids[t, k])
             if expert >= 0:
-                total = total + weights[t, k].double() * one_expert(wide, expert, x[t].double(), lora)
+                of_token = partial(mask, slot, t)
+                total = total + weights[t, k].double() * one_expert(wide, expert, x[t].double(), lora, of_token)
         rows.append(total)
     return torch.stack(rows) if rows else x.double()
 
 
-def one_expert(experts: ReferenceExperts, expert: int, x: Tensor, lora: Lora | None) -> Tensor:
-    gate = projection(experts.gate[expert], x, lora, 0, expert)
-    up = projection(experts.up[expert], x, lora, 1, expert)
-    return projection(experts.down[expert], silu(gate) * up, lora, 2, expert)
+def one_expert(
+    experts: ReferenceExperts, expert: int, x: Tensor, lora: Lora | None, mask: Callable[..., Tensor | float]
+) -> Tensor:
+    gate = projection(experts.gate[expert], x, lora, 0, expert, mask)
+    up = projection(experts.up[expert], x, lora, 1, expert, mask)
+    return projection(experts.down[expert], silu(gate) * up, lora, 2, expert, mask)
 
 
-def projection(weight: Tensor, x: Tensor, lora: Lora | None, part: int, expert: int) -> Tensor:
-    """W x + scaling * B (A x); `part` is 0 for gate, 1 for up, 2 for down."""
+def projection(
+    weight: Tensor, x: Tensor, lora: Lora | None, part: int, expert: int, mask: Callable[..., Tensor | float]
+) -> Tensor:
+    """W x + scaling * B (A (mask x)); `part` is 0 for gate, 1 for up, 2 for down."""
     y = weight @ x
     if lora is None:
         return y
     tensors, scaling = lora
     a, b = tensors[2 * part], tensors[2 * part + 1]
-    return y if a is None or b is None else y + scaling * (b[expert].double() @ (a[expert].double() @ x))
+    return (
+        y
+        if a is None or b is None
+        else y + scaling * (b[expert].double() @ (a[expert].double() @ (x * mask(expert, part))))
+    )

@@ -6,7 +6,6 @@ import pytest
 import torch
 from peft.tuners.lora import Linear as PeftLinear
 
-from kt_runtime.errors import InvalidValueError
 from kt_runtime.resident.lora import LoraModules
 
 
@@ -75,10 +74,18 @@ def test_one_session_does_not_change_another_s_result(deepseek_lab: Any, batch: 
     assert torch.equal(deepseek_lab.forward(session, batch).logprobs, alone.logprobs)
 
 
-def test_dropout_on_routed_experts_is_refused(deepseek_lab: Any) -> None:
-    with pytest.raises(InvalidValueError, match=r"dropout 0\.1: routed experts"):
-        deepseek_lab.session(["all"], dropout=0.1)
-    assert not any(isinstance(module, PeftLinear) for module in deepseek_lab.twin._model.modules())
+def test_dropout_on_routed_experts_changes_training_and_nothing_else(lab: Any, batch: Any) -> None:
+    session, other = lab.session(["experts"], dropout=0.4), lab.session(["experts"], dropout=0.0)
+    assert torch.equal(lab.forward(session, batch).logprobs, lab.forward(other, batch).logprobs)
+    first = lab.forward_backward(session, batch)
+    gradient = {name: value.clone() for name, value in first.gradient.items()}  # the second call adds to it
+    second, plain = lab.forward_backward(session, batch), lab.forward_backward(other, batch)
+    assert first.loss != plain.loss and first.loss != second.loss
+    assert first.loss == pytest.approx(plain.loss, rel=0.05)
+    again = lab.session(["experts"], dropout=0.4)
+    repeated = lab.forward_backward(again, batch)
+    assert repeated.loss == first.loss
+    assert all(torch.equal(repeated.gradient[name], value) for name, value in gradient.items())
 
 
 def test_single_projections_of_the_experts_can_be_adapted(lab: Any, batch: Any) -> None:

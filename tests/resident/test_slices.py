@@ -159,9 +159,10 @@ def test_two_sessions_slice_by_slice_equal_each_alone_bit_for_bit(make_lab: Any,
     assert losses[2] == alone(2)
 
 
-def test_dropout_is_the_same_when_a_layer_is_recomputed(deepseek_lab: Any, make_batch: Any) -> None:
+@pytest.mark.parametrize("targets", [["attention", "mlp"], ["all"]])
+def test_dropout_is_the_same_when_a_layer_is_recomputed(deepseek_lab: Any, make_batch: Any, targets: list[str]) -> None:
     """The gradient is that of one graph over all layers, in which nothing is recomputed."""
-    session, twin = deepseek_lab.session(["attention", "mlp"], dropout=0.3), deepseek_lab.twin
+    session, twin = deepseek_lab.session(targets, dropout=0.3), deepseek_lab.twin
     (microbatch,) = split(make_batch(12, 12), 100, torch.device("cpu"))
     call = Call(twin, deepseek_lab.lora, session.key, WeightedCrossEntropy(), True, seed=5)
     slices = training_call(call, [microbatch], 24)
@@ -187,7 +188,7 @@ def test_dropout_is_the_same_when_a_layer_is_recomputed(deepseek_lab: Any, make_
         assert (result.gradient[name] - wanted).norm() <= 1e-4 * wanted.norm(), name
 
 
-@pytest.mark.parametrize(("targets", "dropout"), [(["all"], 0.0), (["attention"], 0.3)])
+@pytest.mark.parametrize(("targets", "dropout"), [(["all"], 0.0), (["attention"], 0.3), (["all"], 0.3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
 def test_retained_activations_give_the_gradients_of_recomputed_ones_to_the_bit(

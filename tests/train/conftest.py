@@ -12,12 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from kt_runtime.files import TEMPORARY_PREFIX, write_directory
+from kt_runtime.serve.presets import load_preset
 from kt_runtime.train.examples import Example, Pair
 from kt_runtime.train.recipe import Recipe
 from kt_runtime.wire import Batch, ForwardResult
 from kt_runtime.wire.messages import OptimReply, PublishReply, SavedReply, SessionInfo
+
+TENSORS = "adapter_model.safetensors"
+ADAPTED = "base_model.model.model.layers.0.self_attn.o_proj"
 
 
 @dataclass
@@ -84,7 +90,7 @@ class FakeResident:
         state = dict(self.sessions[name])
 
         def fill(directory: Path) -> None:
-            (directory / "adapter_model.safetensors").write_text(repr(state["value"]))
+            save_file({f"{ADAPTED}.lora_A.weight": torch.tensor([[state["value"]]])}, directory / TENSORS)
             (directory / "adapter_config.json").write_text("{}")
             (directory / "session.json").write_text(json.dumps(state))
             if optimizer:
@@ -150,6 +156,7 @@ def resident(tmp_path: Path) -> FakeResident:
     model = tmp_path / "model"
     model.mkdir()
     (model / "tokenizer.json").write_text("{}")
+    (model / "config.json").write_text(json.dumps(load_preset("tiny-deepseek-v3").config))
     return FakeResident(model)
 
 

@@ -177,8 +177,8 @@ def test_the_best_checkpoint_is_kept_and_is_the_result(resident, display, make_r
     out = tmp_path / "out"
     assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
     assert ("load", "checkpoint-6") in resident.log and ("publish", "best", 6) in resident.log
-    best = (out / "checkpoint-6" / "adapter_model.safetensors").read_text()
-    assert (out / "adapter_model.safetensors").read_text() == best
+    best = (out / "checkpoint-6" / "adapter_model.safetensors").read_bytes()
+    assert (out / "adapter_model.safetensors").read_bytes() == best
     state = json.loads((out / "trainer_state.json").read_text())
     assert (state["best_global_step"], state["best_metric"]) == (6, 1.0)
     assert state["best_model_checkpoint"].endswith("checkpoint-6")
@@ -302,7 +302,7 @@ def test_save_strategy_best_saves_best_evaluations_alone(resident, display, make
     state = json.loads((out / "trainer_state.json").read_text())
     assert (state["best_global_step"], state["best_metric"], state["global_step"]) == (6, 1.0, 8)
     assert state["eval_steps"] == 2 and state["best_model_checkpoint"].endswith("checkpoint-6")
-    last, best = ((out / name / "adapter_model.safetensors").read_text() for name in (".", "checkpoint-6"))
+    last, best = ((out / name / "adapter_model.safetensors").read_bytes() for name in (".", "checkpoint-6"))
     assert last != best  # load_best_model_at_end is another wish
     assert ("load", "checkpoint-6") not in resident.log
 

@@ -1,0 +1,102 @@
+"""How much of an adapter directory each program loads: counted from the directory itself, for people.
+
+What PEFT 0.21 finds is said in `peft_directory`, what llama.cpp applies in `gguf_lora`; docs/adapters.md says how both
+were compared with the programs themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from kt_runtime.adapters.gguf_lora import NOT_APPLIED, NOT_EXPRESSIBLE
+from kt_runtime.adapters.peft_directory import CONFIG_FILE, PREFIX, TENSOR_FILE
+from kt_runtime.families import MLP, SHARED, Family, family_for
+
+
+@dataclass(frozen=True)
+class Reader:
+    """`num_loaded` of `num_parameters` numbers of the adapter take part in what `program` computes with the directory.
+
+    `remark`: what the others are and what to do about them, "" where there are none.
+    """
+
+    program: str
+    num_loaded: int
+    num_parameters: int
+    remark: str = ""
+
+    def __str__(self) -> str:
+        partly = f"{self.num_loaded:,} of" if self.num_loaded else "none of"
+        counted = "all" if self.num_loaded == self.num_parameters else partly
+        text = f"{self.program}: {counted} {self.num_parameters:,} parameters"
+        return f"{text}; {self.remark}" if self.remark else text
+
+
+def readers(directory: Path, config: Mapping[str, Any]) -> list[Reader]:
+    """For a directory that `write_peft_directory` wrote for the model of `config` (its config.json).
+
+    Reads the tensors' shapes only.
+    """
+    family = family_for(config)
+    sizes = _sizes(directory / TENSOR_FILE)
+    total = sum(sizes.values())
+    settings = json.loads((directory / CONFIG_FILE).read_bytes())
+    return [
+        Reader("kt-runtime and SGLang 0.5.23", total, total),
+        _peft(sizes, total, settings, family, config),
+        _llama_cpp(sizes, total, family),
+    ]
+
+
+def _peft(
+    sizes: Mapping[str, int], total: int, settings: Mapping[str, Any], family: Family, config: Mapping[str, Any]
+) -> Reader:
+    program = "PEFT 0.21 with transformers 5 (PeftModel.from_pretrained)"
+    if config.get("model_type") in family.foreign_model_types:
+        return Reader("PEFT 0.21 with the checkpoint's own modules (trust_remote_code=True)", total, total)
+    named = tuple(f".{name}" for name in settings.get("target_parameters") or ())
+    dense = {module.name for module in family.lora_modules(config) if module.group in (MLP, SHARED)}
+    dropped = {name for name in sizes.keys() & dense if not f".{name}.weight".endswith(named)}
+    if not dropped:
+        return Reader(program, total, total)
+    remark = (
+        "it drops dense MLPs and shared experts; `kt-runtime adapter export` writes a directory that it loads whole"
+    )
+    return Reader(program, total - sum(sizes[name] for name in dropped), total, remark)
+
+
+def _llama_cpp(sizes: Mapping[str, int], total: int, family: Family) -> Reader:
+    """As a GGUF file, which can't be written with a module that the format does not express."""
+    program = "llama.cpp (adapter export --format gguf)"
+    by_projection: dict[str, int] = {}
+    for name, size in sizes.items():
+        projection = name.rpartition(".")[2]
+        by_projection[projection] = by_projection.get(projection, 0) + size
+    refused = [projection for projection in NOT_EXPRESSIBLE if projection in by_projection]
+    unused = sorted(by_projection.keys() & set(NOT_APPLIED.get(family.gguf_architecture, ())))
+    remedy = "for llama.cpp export --format merged and convert that checkpoint"
+    if refused:
+        return Reader(
+            program, 0, total, f"the export refuses {', '.join(refused)}: llama.cpp has no LoRA for it; {remedy}"
+        )
+    if not unused:
+        return Reader(program, total, total)
+    lost = sum(by_projection[projection] for projection in unused)
+    return Reader(program, total - lost, total, f"it loads {', '.join(unused)} and does not use them; {remedy}")
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Parameters of each module, A and B together; of routed experts by the name of the expert's own linear."""
+    sizes: dict[str, int] = {}
+    with safe_open(path, framework="pt") as opened:
+        for key in opened.keys():  # noqa: SIM118 (not a dict)
+            name = key.removeprefix(PREFIX).rpartition(".lora_")[0]
+            sizes[name] = sizes.get(name, 0) + math.prod(opened.get_slice(key).get_shape())
+    return sizes
