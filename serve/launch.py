@@ -28,12 +28,12 @@ from kt_runtime.resident.settings import ResidentSettings
 from kt_runtime.serve.auth import AccessMiddleware, AccessPolicy, ApiKey
 from kt_runtime.serve.cache import CachePlan, describe, lack_of_room, plan_cache
 from kt_runtime.serve.cache_directory import cache_directory, check_directory, claimed
-from kt_runtime.serve.machine_memory import available_memory
-from kt_runtime.serve.memory import MemoryPlan, ServingShape, check_fits, describe_need, expert_formats, plan_memory
+from kt_runtime.serve.memory import check_fits, describe_need, expert_formats
 from kt_runtime.serve.models import ResolvedModel, resolve_model
 from kt_runtime.serve.options import ServeOptions, check_port_is_free
 from kt_runtime.serve.placement import module_names, read_placement
 from kt_runtime.serve.presets import is_preset, load_preset
+from kt_runtime.serve.server_memory import plan_server
 from kt_runtime.serve.sglang_options import check_chunks, check_passed_on
 from kt_runtime.wire import ResidentClient, runtime_directory
 from kt_runtime.wire.address import ipc_path, private_directory
@@ -65,7 +65,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     options = _placed(options, model, say)
     place = cache_directory(options.cache_dir, model.directory) if options.cache_disk_bytes else None
     options = _with_cache(options, model.config, place)
-    check_fits(*_memory(options, model.config, model.name))
+    check_fits(*plan_server(options, model.config, model.name))
     directory = private_directory(options.runtime_dir) if options.runtime_dir else runtime_directory()
     with contextlib.ExitStack() as held:
         held.enter_context(
@@ -282,27 +282,8 @@ def _resolve(options: ServeOptions) -> ResolvedModel:
             raise
         preset = load_preset(options.model)
         planned = _with_cache(options, preset.config, None)
-        need = describe_need(*_memory(planned, preset.config, preset.name))
+        need = describe_need(*plan_server(planned, preset.config, preset.name))
         raise NotFoundError(f"{error}; {need}") from None
-
-
-def _memory(options: ServeOptions, config: Mapping[str, Any], name: str) -> tuple[MemoryPlan, Mapping[str, int]]:
-    """What the model needs on each device with these options, and what there is."""
-    import torch
-
-    with_gpu = torch.cuda.is_available()
-    shape = ServingShape(
-        device="gpu" if with_gpu else "cpu",
-        max_total_tokens=options.max_total_tokens,
-        activation_bytes=4 if options.dtype == "float32" else 2,
-        lora_slots=options.lora_slots,
-        lora_rank=options.max_lora_rank,
-        training_tokens=options.microbatch_tokens,
-        expert_format=options.expert_format,
-        cache=options.cache,
-        tokens_option="--max-total-tokens" if options.cache_device_bytes is None else "--cache-device",
-    )
-    return plan_memory(config, shape, name), available_memory(with_gpu)
 
 
 def _listens(host: str, port: int) -> bool:

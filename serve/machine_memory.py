@@ -7,6 +7,18 @@ from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
 NO_LIMIT_BYTES = 2**60
+# Device files of NVIDIA's and AMD's drivers, and of Windows' for Linux. Without any of them torch finds no GPU, and
+# importing it to hear that takes seconds.
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+
+
+def has_gpu() -> bool:
+    """Whether torch has a GPU to put attention and dense layers on."""
+    if not any(Path(device).exists() for device in GPU_DEVICES):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def available_memory(with_gpu: bool) -> dict[str, int]:

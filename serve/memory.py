@@ -96,7 +96,7 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
         MemoryNeed("one layer of experts while loading", "cpu", layer_bytes(config, stored)),
         MemoryNeed("KV cache", device, sequence * shape.activation_bytes, (shape.tokens_option,)),
         *_cache_needs(config, shape),
-        MemoryNeed("LoRA slots", device, slots * shape.activation_bytes, ("--max-loras-per-batch", "--max-lora-rank")),
+        MemoryNeed("LoRA slots", device, slots * shape.activation_bytes, ("--lora-slots", "--max-lora-rank")),
         MemoryNeed("trained adapters and their optimizer", device, masters, ("--max-lora-rank",)),
         MemoryNeed("training activations (estimate)", device, _activation_bytes(config, shape)),
         MemoryNeed("SGLang's processes (estimate)", "cpu", PROCESSES_BYTES),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,8 @@ from kt_runtime.families.base import Family
 from kt_runtime.families.registry import family_for
 from kt_runtime.serve.checkpoint_files import check_checkpoint
 from kt_runtime.serve.hub_cache import find_snapshot, is_hub_id, repository_directory, user_cache_directory
-from kt_runtime.serve.presets import Preset, is_preset, load_preset, preset_names
+from kt_runtime.serve.model_names import advice, download
+from kt_runtime.serve.presets import Preset, is_preset, load_preset
 
 MODELS_VARIABLE = "KT_RUNTIME_MODELS"
 
@@ -93,8 +93,5 @@ def not_found_message(text: str, preset: Preset | None, places: list[str]) -> st
     if preset is not None and preset.is_made:
         return f"{message}. Make it with `kt-runtime models make {preset.name}`"
     if preset is not None:
-        return f"{message}. Download it with `hf download {preset.hub_ids[0]}`, or give the checkpoint's directory"
-    names = {name.casefold(): name for name in preset_names()}
-    near = difflib.get_close_matches(text.rpartition("/")[2].casefold(), names, n=1)
-    hint = f"; did you mean {names[near[0]]!r}?" if near else ""
-    return f"{message}{hint}. Presets: {', '.join(preset_names())}"
+        return f"{message}. {download(preset.hub_ids[0], preset.name)}, or give the checkpoint's directory"
+    return f"{message}. {advice(text)}"

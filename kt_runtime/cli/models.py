@@ -15,11 +15,12 @@ from kt_runtime.errors import KtError, NotFoundError
 from kt_runtime.families import family_for
 from kt_runtime.serve.checkpoint import BF16_BYTES, count_parameters
 from kt_runtime.serve.checkpoint_files import check_checkpoint, read_config
-from kt_runtime.serve.machine_memory import available_cpu_bytes
 from kt_runtime.serve.make_model import make_model
-from kt_runtime.serve.memory import ServingShape, expert_formats, format_bytes, layer_bytes, plan_memory
+from kt_runtime.serve.memory import expert_formats, format_bytes, layer_bytes
 from kt_runtime.serve.models import find_preset, locate, models_directory, not_found_message
+from kt_runtime.serve.options import ServeOptions
 from kt_runtime.serve.presets import is_preset, load_preset, preset_names
+from kt_runtime.serve.server_memory import plan_server
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -100,15 +101,25 @@ def show(name: str, as_json: bool) -> None:
     facts.add_row("parameters", format_count(details["parameters_total"]))
     facts.add_row("active per token", format_count(details["parameters_active"]))
     console.print(facts)
-    memory = Table(
-        "memory, served and trained on CPUs", "needed", title="for 8192 cached tokens, 4 LoRA slots of rank 16"
+    console.print(_memory_table(details))
+
+
+def _memory_table(details: dict[str, Any]) -> Table:
+    given = details["memory_options"]
+    table = Table(
+        Column("memory that `serve` plans for", no_wrap=True),
+        "on",
+        Column("needed", no_wrap=True),
+        title=f"--max-total-tokens {given['max_total_tokens']}, --lora-slots {given['lora_slots']}, "
+        f"--max-lora-rank {given['max_lora_rank']}, no cache tiers",
     )
     for need in details["memory"]:
-        memory.add_row(need["what"], format_bytes(need["size_bytes"]))
-    memory.add_section()
-    memory.add_row("in all", format_bytes(details["memory_bytes"]))
-    memory.add_row("free now", format_bytes(details["memory_free_bytes"]))
-    console.print(memory)
+        table.add_row(need["what"], need["device"].upper(), format_bytes(need["size_bytes"]))
+    table.add_section()
+    for device, sizes in details["devices"].items():
+        table.add_row("in all", device.upper(), format_bytes(sizes["needed_bytes"]))
+        table.add_row("free now", device.upper(), format_bytes(sizes["free_bytes"]))
+    return table
 
 
 def describe(name: str) -> dict[str, Any]:
@@ -123,12 +134,22 @@ def describe(name: str) -> dict[str, Any]:
     else:
         raise NotFoundError(not_found_message(name, preset, places))
     details["problem"] = _problem(directory) if directory is not None else None
-    plan = plan_memory(config, ServingShape(), name)
+    options = ServeOptions(model=name)
+    plan, free_bytes = plan_server(options, config, name)
     needs = [{"what": need.what, "device": need.device, "size_bytes": need.size_bytes} for need in plan.needs]
     return details | {
         "memory": needs,
+        "memory_options": {
+            "max_total_tokens": options.max_total_tokens,
+            "lora_slots": options.lora_slots,
+            "max_lora_rank": options.max_lora_rank,
+        },
         "memory_bytes": plan.total_bytes("cpu"),
-        "memory_free_bytes": available_cpu_bytes(),
+        "memory_free_bytes": free_bytes["cpu"],
+        "devices": {
+            device: {"needed_bytes": plan.total_bytes(device), "free_bytes": free_bytes.get(device, 0)}
+            for device in plan.devices()
+        },
         "config": config,
     }
 

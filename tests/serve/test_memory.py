@@ -122,7 +122,7 @@ def test_what_could_fit_says_what_to_lower_on_that_device_only() -> None:
     with pytest.raises(InvalidValueError) as caught:
         check_fits(plan, {"cpu": 4 * GIB, "gpu": GIB})
     assert "on the GPU" in str(caught.value) and "on the CPU" not in str(caught.value)
-    assert "lower --max-total-tokens or --max-lora-rank or --max-loras-per-batch" in str(caught.value)
+    assert "lower --max-total-tokens or --max-lora-rank or --lora-slots" in str(caught.value)
 
 
 def test_a_device_that_is_missing_counts_as_empty() -> None:

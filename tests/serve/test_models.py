@@ -72,7 +72,7 @@ def test_what_is_not_found_lists_every_place_looked_at(places: Path) -> None:
 @pytest.mark.parametrize("text", ["tiny-deepsek-v3", "someone/tiny-deepsek-v3"])
 def test_a_misspelt_name_gets_the_nearest_preset(places: Path, text: str) -> None:
     with pytest.raises(
-        NotFoundError, match=r"did you mean 'tiny-deepseek-v3'\?\. Presets: DeepSeek-V2-Lite, "
+        NotFoundError, match=r"Did you mean 'tiny-deepseek-v3'\? .*Presets: DeepSeek-V2-Lite, "
     ) as caught:
         resolve_model(text)
     assert str(places / text) in str(caught.value)
@@ -97,3 +97,35 @@ def test_a_reference_to_a_snapshot_that_is_gone_is_not_found(places: Path) -> No
     snapshot.rename(snapshot.with_name("d" * 40))
     with pytest.raises(NotFoundError, match="not on this machine"):
         resolve_model("Qwen/Qwen3-30B-A3B")
+
+
+@pytest.mark.parametrize(
+    ("text", "hub_id", "preset"),
+    [
+        ("DeepSeek-R1", "deepseek-ai/DeepSeek-R1", "DeepSeek-V3"),
+        ("deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-V3.1", "DeepSeek-V3"),
+        ("Qwen3-Coder-30B-A3B-Instruct", "Qwen/Qwen3-Coder-30B-A3B-Instruct", "Qwen3-30B-A3B"),
+        ("Kimi-K2-Instruct-0905", "moonshotai/Kimi-K2-Instruct-0905", "Kimi-K2"),
+    ],
+)
+def test_a_model_of_a_presets_architecture_is_told_so_with_its_download(
+    places: Path, text: str, hub_id: str, preset: str
+) -> None:
+    with pytest.raises(NotFoundError) as caught:
+        resolve_model(text)
+    message = str(caught.value)
+    assert f"has the architecture of the preset {preset}" in message and "did you mean" not in message.lower()
+    lands = places / "hub" / f"models--{hub_id.replace('/', '--')}"
+    assert f"`hf download {hub_id}`, which puts it into {lands}, and say --model {hub_id}" in message
+
+
+@pytest.mark.parametrize("text", ["GLM-4.5", "zai-org/GLM-4.5-Air", "gpt-oss-120b", "DeepSeek-V3.2-Exp", "Qwen3-32B"])
+def test_a_model_of_an_architecture_that_is_not_served_gets_no_download(places: Path, text: str) -> None:
+    with pytest.raises(NotFoundError, match=r"is (a dense model|of the architecture \w+), which kt-runtime") as caught:
+        resolve_model(text)
+    assert "hf download" not in str(caught.value) and "DeepseekV3ForCausalLM" in str(caught.value)
+
+
+def test_a_hub_id_that_says_nothing_gets_its_download(places: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"`hf download someone/some-moe`, which puts it into .*models--someone"):
+        resolve_model("someone/some-moe")

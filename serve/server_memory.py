@@ -1,0 +1,35 @@
+"""The memory that a server with given options needs: one plan, for `serve`, for `models show` and for presets that
+are not on this machine, so that all of them say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kt_runtime.serve.machine_memory import available_memory, has_gpu
+from kt_runtime.serve.memory import MemoryPlan, ServingShape, plan_memory
+from kt_runtime.serve.options import ServeOptions
+
+
+def serving_shape(options: ServeOptions, *, with_gpu: bool) -> ServingShape:
+    """`with_gpu`: attention and dense layers are on a GPU."""
+    return ServingShape(
+        device="gpu" if with_gpu else "cpu",
+        max_total_tokens=options.max_total_tokens,
+        activation_bytes=4 if options.dtype == "float32" else 2,
+        lora_slots=options.lora_slots,
+        lora_rank=options.max_lora_rank,
+        training_tokens=options.microbatch_tokens,
+        expert_format=options.expert_format,
+        cache=options.cache,
+        tokens_option="--max-total-tokens" if options.cache_device_bytes is None else "--cache-device",
+    )
+
+
+def plan_server(options: ServeOptions, config: Mapping[str, Any], name: str) -> tuple[MemoryPlan, Mapping[str, int]]:
+    """What the model `name` needs on each device with these options, and what is free there on this machine.
+
+    Raises what `plan_memory` raises.
+    """
+    with_gpu = has_gpu()
+    return plan_memory(config, serving_shape(options, with_gpu=with_gpu), name), available_memory(with_gpu)

@@ -1,0 +1,39 @@
+"""`models show` and `serve` plan the same memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from kt_runtime.cli import models
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.serve import launch, server_memory
+from kt_runtime.serve.memory import check_fits, format_bytes
+from kt_runtime.serve.options import ServeOptions
+from kt_runtime.serve.presets import load_preset, preset_names
+from kt_runtime.serve.server_memory import plan_server, serving_shape
+
+
+@pytest.mark.parametrize("with_gpu", [False, True])
+@pytest.mark.parametrize("name", preset_names())
+def test_show_and_serve_agree_for_every_preset(name: str, with_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_memory, "has_gpu", lambda: with_gpu)
+    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu: {"cpu": 0})
+    shown = models.describe(name)
+    needed = {device: format_bytes(sizes["needed_bytes"]) for device, sizes in shown["devices"].items()}
+    assert set(needed) == ({"cpu", "gpu"} if with_gpu else {"cpu"})
+    with pytest.raises(InvalidValueError) as refused:  # serve's own check, on a machine that has no memory at all
+        check_fits(*launch.plan_server(ServeOptions(model=name), load_preset(name).config, name))
+    for device, size in needed.items():
+        assert f"it needs {size} on the {device.upper()} and 0 B are free" in str(refused.value)
+
+
+def test_the_plan_follows_the_options() -> None:
+    options = ServeOptions(
+        model="m", max_total_tokens=4096, lora_slots=3, max_lora_rank=5, microbatch_tokens=100, dtype="float32"
+    )
+    shape = serving_shape(options, with_gpu=True)
+    assert (shape.device, shape.max_total_tokens, shape.lora_slots, shape.lora_rank) == ("gpu", 4096, 3, 5)
+    assert (shape.training_tokens, shape.activation_bytes, shape.tokens_option) == (100, 4, "--max-total-tokens")
+    name = "tiny-qwen3-moe"
+    plans = [plan_server(asked, load_preset(name).config, name)[0] for asked in (options, ServeOptions(model="m"))]
+    assert plans[0].needs != plans[1].needs
