@@ -198,7 +198,10 @@ class DiskTier:
                 self.counters.add("cleared", store.clear())
                 is_cleared = True
 
-        return not self._settings.read_only and self._writer.run(clear_store, timeout_s) and is_cleared
+        if self._settings.read_only:
+            return False
+        self._writer.drop_all()  # it would be removed as soon as it is written
+        return self._writer.run(clear_store, timeout_s) and is_cleared
 
     def status(self) -> dict[str, int | str | None]:
         """Counters, number of records, bytes on disk, and why it can't be read or written just now (None if it can)."""

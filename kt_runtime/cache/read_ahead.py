@@ -39,12 +39,16 @@ class _Entry:
     is_done: bool = False
     hit: bool = False
     is_given_up: bool = False
+    job: _Job | None = None
 
 
 @dataclass
 class _Job:
+    """`began_s`: when its reading or its checking began; None while it waits for either."""
+
     entries: list[_Entry]
-    started_s: float | None = None
+    began_s: float | None = None
+    was_begun: bool = False
 
 
 class ReadAhead:
@@ -53,6 +57,9 @@ class ReadAhead:
 
     Some threads only fetch and another one checks: a disk that has nothing to do while checksums are compared is slower
     by a fifth. A job counts as running until it is checked: what is damaged is put aside, which may hang as well.
+
+    The disk hangs when a job takes longer than `patience_s` (for 8 MiB; a larger page may take longer in proportion).
+    That time counts from when the job was begun: a healthy disk with much to do is waited for.
     """
 
     def __init__(
@@ -66,7 +73,8 @@ class ReadAhead:
         availability: Availability,
         counters: Counters,
     ) -> None:
-        self._fetch, self._page_bytes, self._patience_s = fetch, page_bytes, patience_s
+        self._fetch, self._page_bytes = fetch, page_bytes
+        self._patience_s = patience_s * max(1.0, page_bytes / _JOB_BYTES)
         self._availability, self._counters = availability, counters
         self._slot_bytes = slot_bytes_for(page_bytes)
         self._pool = BufferPool(max(memory_bytes, self._slot_bytes))
@@ -74,7 +82,10 @@ class ReadAhead:
         self._changed = threading.Condition()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # not yet asked for
         self._queued: deque[_Job] = deque()
-        self._running: list[_Job] = []
+        self._running: list[_Job] = []  # begun and not checked yet
+        self._reading: list[_Job] = []  # of these, the ones that a thread reads now
+        self._checking: _Job | None = None
+        self._num_threads, self._num_finished = num_threads, 0
         self._fetched: deque[tuple[_Job, Check, Exception | None]] = deque()
         self._failures = 0
         self._is_closed = False
@@ -101,14 +112,18 @@ class ReadAhead:
                     fresh.append(self._entries[key])
                 count += 1
             step = self._pages_per_job
-            self._queued.extend(_Job(fresh[first : first + step]) for first in range(0, len(fresh), step))
+            for first in range(0, len(fresh), step):
+                job = _Job(fresh[first : first + step])
+                for entry in job.entries:
+                    entry.job = job
+                self._queued.append(job)
             self._changed.notify_all()
         return count
 
     def take(self, pages: Sequence[Page], limit_s: float = math.inf) -> list[bool]:
         """Fills the pages that are right, up to the first that is not: what follows is of no use without it.
 
-        Waits for the disk, but not longer than `patience_s` for any page, and begins none after `limit_s`.
+        Waits as long as the disk does not hang; a page that the disk has not begun to read after `limit_s` is given up.
         """
         keys = [page.key for page in pages]
         results = [False] * len(pages)
@@ -118,8 +133,8 @@ class ReadAhead:
                 break
             if position % self._pages_per_job == 0:
                 self.start(keys[position:])
-            entry = self._entry(keys[position:])
-            if entry is None or not self._wait(entry):
+            entry = self._entry(keys[position:], deadline)
+            if entry is None or not self._wait(entry, deadline):
                 break
             if entry.hit:
                 page.fill(memoryview(entry.page.pieces[0]))
@@ -151,14 +166,22 @@ class ReadAhead:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _entry(self, keys: Sequence[bytes]) -> _Entry | None:
-        """The first of `keys`, on its way at last; None if there is no memory for it within `patience_s`."""
-        deadline = time.monotonic() + self._patience_s
+    def _entry(self, keys: Sequence[bytes], deadline: float) -> _Entry | None:
+        """The first of `keys`, on its way at last; None if there is no memory for it until then.
+
+        Nor if no read ends for as long as one may take: then what has the memory hangs.
+        """
+        finished, ended_s = self._num_finished, time.monotonic()
         while self._availability[Use.READING] and not self._is_closed:
             with self._changed:
                 entry = self._entries.pop(keys[0], None)
-            if entry is not None or time.monotonic() > deadline:
+            if entry is not None:
                 return entry
+            now = time.monotonic()
+            if finished != self._num_finished:
+                finished, ended_s = self._num_finished, now
+            if now > deadline or now - ended_s > self._patience_s:
+                return None
             if not self.start(keys):
                 with self._changed:
                     self._changed.wait(0.1 * self._patience_s)  # others have the memory: theirs are being read
@@ -182,18 +205,39 @@ class ReadAhead:
         if entry.is_done:
             self._pool.give_back(entry.buffer)
 
-    def _wait(self, entry: _Entry) -> bool:
-        """False if it takes too long: then the disk counts as hanging until its reads have come back."""
+    def _wait(self, entry: _Entry, deadline: float) -> bool:
+        """False if it is given up. Where the disk hangs it is not used until its reads have come back."""
+        job = entry.job
+        assert job is not None
         with self._changed:
-            if self._changed.wait_for(lambda: entry.is_done, self._patience_s):
+            while not entry.is_done:
+                now = time.monotonic()
+                is_hanging = self._is_overdue(job, now) if job.began_s is not None else self._hangs()
+                if is_hanging or (now > deadline and not job.was_begun):
+                    break
+                self._changed.wait(self._until_next_look(now, deadline))
+            else:
                 return True
             self._give_up(entry)
-            self._fail_queued()
-            if self._running:  # whoever ends the last of these says that the disk is back
+            if is_hanging:  # whoever ends the last of what runs says that the disk is back
+                self._fail_queued()
                 reason = f"a read takes longer than {self._patience_s:g} s"
                 self._availability.lose(reason, Use.READING, is_late=True)
         self._counters.add("late")
         return False
+
+    def _until_next_look(self, now: float, deadline: float) -> float:
+        """Under the lock. Seconds until a job may be overdue or the deadline past, though nothing has changed."""
+        times = [job.began_s + self._patience_s for job in self._running if job.began_s is not None]
+        times += [deadline] if deadline > now else []
+        return max(0.001, min([self._patience_s, *(at - now for at in times)]))
+
+    def _hangs(self) -> bool:
+        """Under the lock. True if no thread is left for what waits: all that they do takes too long."""
+        now = time.monotonic()
+        reading = [job for job in self._reading if self._is_overdue(job, now)]
+        is_checking_late = self._checking is not None and self._is_overdue(self._checking, now)
+        return is_checking_late or len(reading) == self._num_threads
 
     def _fail_queued(self) -> None:
         """Under the lock."""
@@ -202,6 +246,7 @@ class ReadAhead:
 
     def _finish(self, job: _Job, hits: list[bool]) -> None:
         """Under the lock."""
+        self._num_finished += 1
         for position, entry in enumerate(job.entries):
             entry.is_done = True
             entry.hit = position < len(hits) and hits[position]
@@ -216,10 +261,13 @@ class ReadAhead:
                 if not self._queued:
                     return
                 job = self._queued.popleft()
-                job.started_s = time.monotonic()
+                job.began_s, job.was_begun = time.monotonic(), True
                 self._running.append(job)
+                self._reading.append(job)
             check, error = self._fetch_job(job)
             with self._changed:
+                job.began_s = None
+                self._reading.remove(job)
                 self._fetched.append((job, check, error))
                 self._changed.notify_all()
 
@@ -230,13 +278,16 @@ class ReadAhead:
                 if not self._fetched:
                     return
                 job, check, error = self._fetched.popleft()
+                job.began_s = time.monotonic()
+                self._checking = job
             hits, failure = self._check(check)
             error = error or failure
             with self._changed:
                 self._running.remove(job)
+                self._checking = None
                 self._finish(job, hits)
                 self._failures = self._failures + 1 if error else 0
-                is_overdue = any(self._is_overdue(other) for other in self._running)
+                is_overdue = any(self._is_overdue(other, time.monotonic()) for other in self._running)
             ends_waiting = not is_overdue and self._availability.is_late(Use.READING)
             if self._failures >= _FAILURES or (error and ends_waiting):
                 self._availability.lose(error, Use.READING)
@@ -267,8 +318,8 @@ class ReadAhead:
 
         return check_all, None
 
-    def _is_overdue(self, job: _Job) -> bool:
-        return job.started_s is not None and time.monotonic() - job.started_s > self._patience_s
+    def _is_overdue(self, job: _Job, now: float) -> bool:
+        return job.began_s is not None and now - job.began_s > self._patience_s
 
     def was_refused(self) -> bool:
         """True while reading is off because the system refused reads; somebody else must find out when it is over."""

@@ -67,7 +67,8 @@ class WriteBehind:
     def offer(self, pages: Sequence[Page], chain: Sequence[bytes]) -> int:
         """Copies pages, in order, until there is no memory for the next; returns how many will be written.
 
-        Waits for the disk when there is no memory, but not longer than `patience_s` for any page.
+        Waits for the disk when there is no memory, but not longer than `patience_s` for any page, and not at all while
+        the disk takes longer than that for what it does.
         """
         self._notice_hanging()
         accepted, size = 0, 0
@@ -137,9 +138,13 @@ class WriteBehind:
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> bool:
-        """Writes what is pending, then ends the thread. False if it still hangs after `timeout_s`."""
+        """Writes what is pending, then ends the thread. False if it still hangs after `timeout_s`.
+
+        A disk that is not done in four fifths of that time writes only what it has begun.
+        """
         deadline = time.monotonic() + timeout_s
-        self.flush(timeout_s)
+        if not self.flush(0.8 * timeout_s):
+            self.drop_all()
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -148,17 +153,26 @@ class WriteBehind:
 
     def _notice_hanging(self) -> None:
         """Says so, and takes nothing more, while the disk keeps the thread for long; what waits is written after."""
-        began_s, limit_s = self._began_s, _HANGING * self._patience_s
-        if began_s is not None and time.monotonic() - began_s > limit_s:
+        limit_s = _HANGING * self._patience_s
+        if self._busy_s() > limit_s:
             self._availability.lose(f"a write takes longer than {limit_s:g} s", Use.WRITING, is_late=True)
 
+    def _busy_s(self) -> float:
+        """For how long the thread has been doing what it does now, 0 while it waits for something to do."""
+        began_s = self._began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
+
     def _wait_for_buffer(self, size: int) -> memoryview | None:
-        if not self._availability[Use.WRITING]:
-            return None
-        buffer = self._pool.take(size, self._patience_s)
-        if buffer is None and size <= self._pool.limit_bytes and self._availability[Use.WRITING]:
-            self._availability.lose(f"a write takes longer than {self._patience_s:g} s", Use.WRITING, is_late=True)
-            self.drop_all()
+        """None: the disk is slower than pages come, and nobody is kept waiting for it. It hangs only if one call takes
+        long (`_notice_hanging`), not because much waits to be written."""
+        buffer, waited_until_s = None, time.monotonic() + self._patience_s
+        while buffer is None and self._availability[Use.WRITING]:
+            left_s = min(waited_until_s - time.monotonic(), self._patience_s - self._busy_s())
+            buffer = self._pool.take(size, max(0.0, left_s))
+            if left_s <= 0:
+                break
+        if buffer is None:
+            self._notice_hanging()
         return buffer
 
     def _drop(self, operation: _Operation) -> None:

@@ -75,6 +75,13 @@ class AnswerBook:
         self._pending_bytes += num_bytes
         return Admission.NEW
 
+    def abandon(self) -> dict[str, bytes]:
+        """Forgets the requests in progress, which will never be answered: by id the identity that asked last."""
+        abandoned = {request_id: request.identity for request_id, request in self._in_progress.items()}
+        self._in_progress.clear()
+        self._pending_bytes = 0
+        return abandoned
+
     def _check_room(self, num_bytes: int) -> None:
         if len(self._in_progress) >= self._max_pending:
             raise ServerBusyError(f"{len(self._in_progress)} requests are in progress, which is the limit; try later")

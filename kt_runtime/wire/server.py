@@ -18,7 +18,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-from kt_runtime.errors import InvalidValueError, KtError, NumericsError, RuntimeFault
+from kt_runtime.errors import InvalidValueError, KtError, NumericsError, RuntimeFault, ServerUnreachableError
 from kt_runtime.files import exclusive_lock
 from kt_runtime.wire import codec
 from kt_runtime.wire.address import ipc_path, is_ipc, private_directory, tcp_host_and_port
@@ -42,6 +42,7 @@ ZAP_ADDRESS = "inproc://zeromq.zap.01"  # ZMQ RFC 27: where libzmq asks whether 
 ZAP_DOMAIN = b"kt-runtime"
 MAX_MESSAGES_PER_TURN = 64
 LOOKS_KEPT = 64  # answers to requests that only look
+LINGER_SECONDS = 5.0  # for `close`: how long peers may take to read what was answered
 HIGH_WATER_MARK = 64  # messages in libzmq's own queue of one peer, each way
 
 
@@ -88,6 +89,7 @@ class WireServer:
         self._outbox: deque[tuple[Incoming, list[bytes]]] = deque()
         self._faults_logged: set[str] = set()
         self._closing = False
+        self._linger_s = self._ends_s = 0.0  # how long, and until when, `close` waits for peers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._zap: zmq.Socket[bytes] | None = None
         self._allowed_keys = {key_bytes(key, "allowed client") for key in allowed_clients}
@@ -98,9 +100,10 @@ class WireServer:
             self._wakeup, self._arrived = (self._eventfd(cleanup) for _ in range(2))
             self._router = self._open_router(server_secret_key)
             if is_ipc(address):
-                cleanup.enter_context(_bind_ipc(self._router, address))
+                cleanup.enter_context(_bind_ipc(self._router, address, self._send_what_is_left))
             else:
                 _bind(self._router, address)
+                cleanup.callback(self._send_what_is_left)
             self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
             self._cleanup = cleanup.pop_all()
         self._thread = threading.Thread(target=self._run, name="kt-wire", daemon=True)
@@ -137,7 +140,7 @@ class WireServer:
         """Sends `reply` to whoever asked last for this id, and keeps it for whoever asks again.
 
         A reply with NaN or infinity reaches the client as a NumericsError. Raises RuntimeFault for a reply of another
-        id or a second one. After `close` nothing is sent.
+        id or a second one. After `close` nothing is sent: `close` has answered.
         """
         if incoming.answered or reply.request_id != incoming.request_id:
             problem = "was answered already" if incoming.answered else f"got a reply to {reply.request_id!r}"
@@ -157,14 +160,28 @@ class WireServer:
                 logger.error("wire server: the answer to %s can't be sent: %s", reply.request_id, error)
             return codec.encode(error_reply(reply.request_id, kind(f"the answer can't be sent: {error}")))
 
-    def close(self) -> None:
-        """Stops the thread, closes the socket and removes its file. Requests that wait stay unanswered."""
+    def close(self, linger_s: float = LINGER_SECONDS) -> None:
+        """Sends what was answered, tells the others that the server is ending, closes the socket and removes its file.
+
+        Requests without an answer get a ServerUnreachableError. Peers that do not read are waited for until `linger_s`
+        have passed, all together.
+        """
         if self._closing:
             return
+        self._linger_s, self._ends_s = linger_s, time.monotonic() + linger_s
         self._closing = True
         os.eventfd_write(self._wakeup, 1)
         self._thread.join()
         self._cleanup.close()
+
+    def _left_ms(self, kept_s: float = 0.0) -> int:
+        """Of the linger; `kept_s` of it are for something else."""
+        return max(0, int(1000 * (self._ends_s - kept_s - time.monotonic())))
+
+    def _send_what_is_left(self) -> None:
+        """Closes the sockets; libzmq goes on sending for what is left of the linger."""
+        self._router.close(linger=self._left_ms())
+        self._context.destroy(linger=0)
 
     def __enter__(self) -> WireServer:
         return self
@@ -218,15 +235,33 @@ class WireServer:
             ready = dict(poller.poll())
             _drain(self._wakeup)
             try:
-                while self._outbox:
-                    incoming, frames = self._outbox.popleft()
-                    self._send(self._book_of(incoming.request).finish(incoming.request_id, frames), frames)
+                self._send_outbox()
                 if self._zap in ready:
                     self._authenticate()
                 if self._router in ready:
                     self._receive()
             except Exception:  # the thread must outlive our own mistakes: without it no trainer is ever answered
                 logger.exception("wire server: unexpected error; going on")
+        try:
+            self._end()
+        except Exception:
+            logger.exception("wire server: unexpected error while closing; some answers were not sent")
+
+    def _send_outbox(self) -> None:
+        while self._outbox:
+            incoming, frames = self._outbox.popleft()
+            self._send(self._book_of(incoming.request).finish(incoming.request_id, frames), frames)
+
+    def _end(self) -> None:
+        """Sends all answers, and an error to whoever will get none, requests included that nobody has read yet."""
+        self._send_outbox()
+        self._receive()
+        not_begun = {incoming.request_id for incoming in self._pending}
+        for book in (self._book, self._looks):
+            for request_id, identity in book.abandon().items():
+                state = "was not carried out" if request_id in not_begun else "was not finished"
+                error = ServerUnreachableError(f"{self.address}: the server is ending; request {request_id!r} {state}")
+                self._send(identity, codec.encode(error_reply(request_id, error)))
 
     def _receive(self) -> None:
         for _ in range(MAX_MESSAGES_PER_TURN):
@@ -279,9 +314,14 @@ class WireServer:
         self._send(identity, codec.encode(error_reply(request_id, error)))
 
     def _send(self, identity: bytes, frames: list[bytes]) -> None:
-        """A client that is gone or does not read is no error: it asks again under the same id when it is back."""
+        """A client that is gone or does not read is no error: it asks again under the same id when it is back.
+
+        While closing nobody can ask again, so that a client whose queue is full is waited for.
+        """
         try:
-            self._router.send_multipart([identity, *frames], zmq.NOBLOCK)
+            if self._closing:
+                self._router.setsockopt(zmq.SNDTIMEO, self._left_ms(self._linger_s / 2))  # the rest is for other peers
+            self._router.send_multipart([identity, *frames], 0 if self._closing else zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.debug("wire server: an answer was not sent: %s", error)
 
@@ -311,8 +351,11 @@ def _bind(router: zmq.Socket[Any], address: str) -> None:
 
 
 @contextlib.contextmanager
-def _bind_ipc(router: zmq.Socket[Any], address: str) -> Iterator[None]:
-    """Binds under a lock, with the socket file 0600; removes the file of a server that died."""
+def _bind_ipc(router: zmq.Socket[Any], address: str, close: Callable[[], None]) -> Iterator[None]:
+    """Binds under a lock, with the socket file 0600; removes the file of a server that died.
+
+    `close` closes the socket; libzmq removes its file then, so nobody else may have bound there before.
+    """
     path = ipc_path(address)
     private_directory(path.parent)
     with exclusive_lock(path.with_name(path.name + ".lock"), f"the resident's address {address}"):
@@ -324,7 +367,7 @@ def _bind_ipc(router: zmq.Socket[Any], address: str) -> Iterator[None]:
             os.umask(mask)
         path.chmod(0o600)
         yield
-        router.close(linger=0)
+        close()
         path.unlink(missing_ok=True)
 
 

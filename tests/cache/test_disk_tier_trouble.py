@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
-from reference.cache_files import Fail, FaultyFiles, Hang, contents, key_of, page_to_write, payload_of
+from reference.cache_files import Fail, FaultyFiles, Hang, Slow, contents, key_of, page_to_write, payload_of
 from reference.cache_tiers import ROOT, SIZE, eventually, keys, present, settings, stopped_lines, write
 
 from kt_runtime.cache.availability import Availability, Use
@@ -159,12 +159,38 @@ def test_a_disk_that_hangs_on_writes_holds_nobody_up(
         write(tier, range(start, start + 10))
     assert time.monotonic() - began < 1.0
     assert present(tier, range(5)) == 5
+    eventually(lambda: not any(write(tier, range(400, 401))) and stopped_lines(caplog))
     assert len(stopped_lines(caplog)) == 1
     hang.release()
     eventually(lambda: tier.availability[Use.WRITING])
     assert write(tier, range(300, 305)) == [True] * 5
     assert tier.flush()
     assert present(tier, range(300, 305)) == 5
+
+
+def test_a_slow_disk_with_much_to_write_is_not_one_that_hangs(
+    files: FaultyFiles, open_tier: Callable[..., DiskTier], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What waits to be written takes longer than the patience; each call on the disk takes a fraction of it."""
+    tier = open_tier(write_memory_bytes=4 * SIZE, patience_s=1.0)
+    files.before = Slow(0.1, "write")
+    for start in range(0, 60, 4):
+        write(tier, range(start, start + 4))
+    assert stopped_lines(caplog) == []
+    assert tier.availability[Use.WRITING]
+
+
+def test_closing_a_slow_disk_writes_what_it_can_and_ends(
+    files: FaultyFiles, open_tier: Callable[..., DiskTier]
+) -> None:
+    tier = open_tier(patience_s=5.0)
+    files.before = Slow(0.2, "write")
+    for number in range(40):
+        write(tier, range(number, number + 1))
+    tier.close(1.5)
+    assert not files.locks  # the writing thread has ended, so that another server may have the directory
+    files.before = lambda operation, path: None
+    assert 0 < present(open_tier(), range(40)) < 40
 
 
 def test_a_write_that_hangs_is_said_though_there_is_memory(

@@ -11,6 +11,7 @@ from kt_runtime.cache.read_ahead import Check, ReadAhead
 from kt_runtime.cache.segment import slot_bytes_for
 
 SIZE = 64
+BIG = 9 << 20  # a page that is a read of its own
 SLOT = slot_bytes_for(SIZE)  # what a page takes while it is read
 
 
@@ -213,4 +214,71 @@ def test_a_check_that_raises_is_a_miss() -> None:
     )
     for _ in range(2):
         assert reader.take([page(b"a")]) == [False]
+    assert reader.close(5.0)
+
+
+def slow_reader(seconds: float, patience_s: float, availability: Availability) -> ReadAhead:
+    """Pages of 9 MiB, so that each is a read, which takes `seconds`."""
+
+    def fetch(pages: Sequence[Page]) -> Check:
+        time.sleep(seconds)
+        return lambda: [True] * len(pages)
+
+    return ReadAhead(
+        fetch,
+        BIG,
+        memory_bytes=16 * slot_bytes_for(BIG),
+        num_threads=1,
+        patience_s=patience_s,
+        availability=availability,
+        counters=Counters(),
+    )
+
+
+def test_time_in_the_queue_is_not_time_on_the_disk() -> None:
+    """A healthy disk with 12 reads queued before ours, each a sixth of what is allowed."""
+    availability = Availability("a disk")
+    reader = slow_reader(0.15, 0.9, availability)
+    assert reader.start([b"other-%d" % number for number in range(12)]) == 12
+    assert reader.take([Page(b"mine", [bytearray(BIG)])]) == [True]
+    assert availability[Use.READING]
+    assert reader.close(5.0)
+
+
+def test_a_page_that_is_not_begun_in_time_is_given_up_and_the_disk_is_used_on() -> None:
+    availability = Availability("a disk")
+    reader = slow_reader(0.2, 5.0, availability)
+    assert reader.start([b"other-%d" % number for number in range(8)]) == 8
+    began = time.monotonic()
+    assert reader.take([Page(b"mine", [bytearray(BIG)])], 0.3) == [False]
+    assert time.monotonic() - began < 1.2  # the queue takes 1.6 s
+    assert availability[Use.READING]
+    assert reader.take([Page(b"other-7", [bytearray(BIG)])]) == [True]
+    assert reader.close(5.0)
+
+
+def test_one_read_that_hangs_does_not_stop_the_other_thread() -> None:
+    may_end = threading.Event()
+
+    def fetch(pages: Sequence[Page]) -> Check:
+        if pages[0].key == b"stuck":
+            assert may_end.wait(30)
+        return lambda: [True] * len(pages)
+
+    availability = Availability("a disk")
+    reader = ReadAhead(
+        fetch,
+        BIG,
+        memory_bytes=16 * slot_bytes_for(BIG),
+        num_threads=2,
+        patience_s=0.1,
+        availability=availability,
+        counters=Counters(),
+    )
+    reader.start([b"stuck"])
+    for number in range(20):
+        assert reader.take([Page(b"%d" % number, [bytearray(BIG)])]) == [True]
+        time.sleep(0.02)
+    assert availability[Use.READING]
+    may_end.set()
     assert reader.close(5.0)

@@ -4,6 +4,7 @@ import logging
 import os
 import pickle
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,59 @@ def test_a_client_that_does_not_read_is_no_obstacle(server: WireServer, make_pee
     assert [incoming.request_id for incoming in taken] == ["x", "a"]
     done(server, taken[1])
     assert isinstance(codec.decode_reply(other.receive())[0], DoneReply)
+
+
+def test_closing_sends_every_answer_that_was_given(server: WireServer, make_peer: Callable[[], Any]) -> None:
+    """Of 30 answers followed by `close`, 3 arrived: a client saw a save fail that had succeeded."""
+    peers = [make_peer() for _ in range(3)]
+    for number in range(30):
+        peers[number % 3].send(forward_frames(f"r{number}", 1))
+    logprobs = np.zeros(250_000, np.float32)
+    taken: list[Any] = []
+    while len(taken) < 30:
+        assert server.wait(10)
+        taken += server.take()
+    for incoming in taken:
+        reply = ForwardReply(request_id=incoming.request_id, loss=1.0, num_tokens=1, seconds=0.0)
+        server.answer(incoming, reply, {"logprobs": logprobs})
+    server.close()
+    for number in range(30):
+        reply, _ = codec.decode_reply(peers[number % 3].receive(5.0))
+        assert isinstance(reply, ForwardReply), reply
+        assert reply.request_id == f"r{number}"
+
+
+def test_closing_tells_who_gets_no_answer(server: WireServer, peer: Any) -> None:
+    peer.send(forward_frames("taken", 1))
+    take_one(server)
+    peer.send(forward_frames("waiting", 1))
+    assert server.wait(10)
+    server.close()
+    found = {reply.request_id: reply for reply in (error_of(peer.receive()) for _ in range(2))}
+    assert {reply.kind for reply in found.values()} == {"ServerUnreachableError"}
+    assert "the server is ending; request 'taken' was not finished" in found["taken"].message
+    assert "'waiting' was not carried out" in found["waiting"].message
+
+
+def test_closing_waits_for_a_client_that_does_not_read_no_longer_than_its_linger(
+    server: WireServer, make_peer: Callable[[], Any]
+) -> None:
+    deaf, other = make_peer(), make_peer()
+    for number in range(200):
+        deaf.send(forward_frames(f"d{number}", *[1] * 50_000))
+    other.send(forward_frames("o", 1))
+    taken: list[Any] = []
+    while len(taken) < 201:
+        assert server.wait(10)
+        taken += server.take()
+    for incoming in taken:
+        logprobs = np.zeros(len(incoming.arrays["tokens"]), np.float32)
+        reply = ForwardReply(request_id=incoming.request_id, loss=1.0, num_tokens=1, seconds=0.0)
+        server.answer(incoming, reply, {"logprobs": logprobs})
+    began = time.monotonic()
+    server.close(linger_s=1.0)
+    assert time.monotonic() - began < 10
+    assert isinstance(codec.decode_reply(other.receive())[0], ForwardReply)
 
 
 def test_close_may_be_called_twice_and_leaves_no_descriptor(address: str) -> None:
