@@ -134,6 +134,7 @@ class Adapters:
     async def load(self, name: str, path: str) -> dict[str, Any]:
         """Serves the PEFT directory or GGUF file at `path` as `name`; a name that is there already moves to it."""
         place = local_adapter(path)
+        self._names.check_name(name)
         return await self._change(messages.LoadAdapter(request_id=_new_id(), name=adapter_name(name), path=place))
 
     async def rollback(self, name: str, version: str | None) -> dict[str, Any]:

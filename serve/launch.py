@@ -25,9 +25,10 @@ from kt_runtime.errors import InvalidValueError, KtError, NotFoundError
 from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING, quantization_of
 from kt_runtime.files import exclusive_lock
 from kt_runtime.resident.settings import ResidentSettings
-from kt_runtime.serve.auth import AccessMiddleware, AccessPolicy, ApiKey
+from kt_runtime.serve.auth import ApiKey
 from kt_runtime.serve.cache import CachePlan, describe, lack_of_room, plan_cache
 from kt_runtime.serve.cache_directory import cache_directory, check_directory, claimed
+from kt_runtime.serve.front_door import FrontDoor, check_reach
 from kt_runtime.serve.memory import check_fits, describe_need, expert_formats
 from kt_runtime.serve.models import ResolvedModel, resolve_model
 from kt_runtime.serve.options import ServeOptions, check_port_is_free
@@ -59,6 +60,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     from kt_runtime.sglang_patch import arguments, frontend
 
     key = _take_key(options.api_key)
+    check_reach(options)
     check_passed_on(options.passed_on, arguments.option_names(), with_tiers=options.asks_for_cache)
     check_port_is_free(options.host, options.port)
     model = _resolve(options)
@@ -100,7 +102,7 @@ class _Frontend:
         say: Callable[[str], None],
     ) -> None:
         self._options, self._model, self._settings, self._say = options, model, settings, say
-        self._policy = AccessPolicy(options.host, key)
+        self._door = FrontDoor(options, model.name, key, _longest_tokens(options, model.config))
         self._stopping = threading.Event()
         self._scratch = directory / f"sglang-{options.port}"
         shutil.rmtree(self._scratch, ignore_errors=True)  # of a server that was killed; the lock says it is gone
@@ -108,7 +110,7 @@ class _Frontend:
         tempfile.tempdir = str(private_directory(self._scratch))
 
     def prepare(self, app: FastAPI) -> None:
-        app.add_middleware(AccessMiddleware, policy=self._policy)
+        self._door.prepare(app)
 
     @contextlib.asynccontextmanager
     async def session(self, app: FastAPI, engine: Engine) -> AsyncIterator[None]:
@@ -120,7 +122,9 @@ class _Frontend:
         resident = ResidentCalls(self._settings.wire_address)
         try:
             drop = partial(drop_adapter, resident)
-            async with NamesServer(self._settings.names_address, engine.registry, drop) as names:
+            self._door.serves(engine.registry.names)
+            reserved = self._door.models.reserved
+            async with NamesServer(self._settings.names_address, engine.registry, drop, reserved) as names:
                 adapters = Adapters(resident, names, engine.num_requests, self._settings.adapter_directory)
                 engine.set_adapters(adapters)
                 app.include_router(adapter_routes(adapters))

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Protocol
 
 import msgspec
@@ -58,10 +58,19 @@ class Registry(Protocol):
 
 
 class NamesServer:
-    """Listens inside `async with`. `drop(lora_id)` frees a serving copy in the resident; it is tried until it works."""
+    """Listens inside `async with`. `drop(lora_id)` frees a serving copy in the resident; it is tried until it works.
 
-    def __init__(self, address: str, registry: Registry, drop: Callable[[str], Awaitable[None]]) -> None:
-        self.address, self.registry = address, registry
+    `reserved`: what no adapter may be called, since requests with these names mean the model.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        registry: Registry,
+        drop: Callable[[str], Awaitable[None]],
+        reserved: Collection[str] = (),
+    ) -> None:
+        self.address, self.registry, self.reserved = address, registry, reserved
         self._drop = drop
         self._draining: dict[str, asyncio.Task[None]] = {}
         self._dropping: set[str] = set()
@@ -87,8 +96,14 @@ class NamesServer:
         self._context.destroy(linger=0)
         ipc_path(self.address).unlink(missing_ok=True)
 
+    def check_name(self, name: str) -> None:
+        """Raises ConflictError for a name that means the model."""
+        if name in self.reserved:
+            raise ConflictError(f"adapter name {name!r}: requests with this name mean the model; choose another name")
+
     def move(self, move: MoveName) -> None:
-        """Raises ConflictError when the move comes too late or to a copy that is being dropped."""
+        """Raises ConflictError when the move comes too late, to a copy that is being dropped, or of a reserved name."""
+        self.check_name(move.name)
         late_s = time.monotonic() - move.expires_at
         if late_s > 0:
             raise ConflictError(f"the move of {move.name!r} came {late_s:.1f} s after the resident stopped waiting")

@@ -27,8 +27,10 @@ LOWEST_VALUES = {
     "cache_host_bytes": 0,
     "cache_disk_bytes": 0,
     "cache_page_tokens": 1,
+    "max_body_bytes": 1024,
 }
 LARGEST_PAGE_TOKENS = 1024
+OPTION_NAMES = {"max_body_bytes": "max-body-size"}  # where the option is not called after the field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,8 @@ class ServeOptions:
     `expert_format`: what a bf16 or fp8 checkpoint's experts are quantized to while loading; None, as they are.
     `placement`: a KTransformers rule file, which may set `expert_format`.
     `training_share`: the largest share of the time that training may take while requests are served.
+    `allow_no_key`: listen beyond this machine without a key. `cors_origins`: sites whose pages may call the server.
+    `max_body_bytes`: None, what follows from the context length. `any_model_name`: an unknown model is the model.
     `runtime_dir`: where the sockets are; None, the user's. `passed_on`: options of SGLang's.
 
     `cache_device_bytes`: what the KV cache takes, instead of `max_total_tokens`. `cache_host_bytes`: None, 0 or what
@@ -52,6 +56,10 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 30000
     api_key: str | None = field(default=None, repr=False)
+    allow_no_key: bool = False
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int | None = None
+    any_model_name: bool = False
     dtype: str = "bfloat16"
     context_tokens: int | None = None
     max_total_tokens: int = 16384
@@ -88,7 +96,7 @@ class ServeOptions:
         for name, lowest in LOWEST_VALUES.items():
             value = getattr(self, name)
             if value is not None and value < lowest:
-                option = name.removesuffix("_bytes").replace("_", "-")
+                option = OPTION_NAMES.get(name) or name.removesuffix("_bytes").replace("_", "-")
                 raise InvalidValueError(f"--{option} {value}: must be at least {lowest}")
         self._check_cache()
 

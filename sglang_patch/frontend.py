@@ -7,7 +7,10 @@ Symbols and reasons:
 - `http_server._freeze_gc_after_server_warmup`: hooked. SGLang posts to its own route before it listens, without the API
   key, which it does not know; here the same call is made directly.
 - `OpenAIServingBase._parse_model_parameter`: hooked. `/v1/models` lists an adapter by its plain name, but a request
-  with that name as `model` silently gets the base; here the plain name means the adapter, as `base:adapter` does.
+  with that name as `model` silently gets the base; here the plain name means the adapter, as `base:adapter` does. Any
+  other name means the base, also one with a colon: which names are answered at all, `serve/requests/models.py` decides.
+- `FunctionCallParser.ToolCallParserEnum` and `ReasoningParser.DetectorMap` are read: SGLang answers a request that
+  names another parser with status 500.
 
 Only the frontend process installs these: the modules are heavy and the scheduler has no use for them.
 """
@@ -46,6 +49,8 @@ SYMBOLS = (
     FREEZE_GC,
     PARSE_MODEL,
     "sglang.srt.entrypoints.engine.init_tokenizer_manager",
+    "sglang.srt.function_call.function_call_parser.FunctionCallParser.ToolCallParserEnum",
+    "sglang.srt.parser.reasoning_parser.ReasoningParser.DetectorMap",
     "sglang.srt.managers.io_struct.LoRAUpdateOutput",
     "sglang.srt.managers.io_struct.ShutdownReq",
     "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.clear_hicache_storage",
@@ -156,10 +161,21 @@ def freeze_gc_directly(_original: Callable[..., None], server_args: Any) -> None
 
 def adapter_by_plain_name(original: Callable[..., Any], serving: Any, model: str) -> tuple[str, str | None]:
     manager = serving.tokenizer_manager
-    if model != manager.served_model_name and model in manager.lora_registry.names():
-        return manager.served_model_name, model
-    base, adapter = original(serving, model)
-    return base, adapter
+    base: str = manager.served_model_name
+    if model != base and model in manager.lora_registry.names():
+        return base, model
+    if model.startswith(f"{base}:"):
+        found: tuple[str, str | None] = original(serving, model)
+        return found
+    return base, None
+
+
+def parser_names() -> tuple[frozenset[str], frozenset[str]]:
+    """SGLang's parsers of tool calls and of reasoning."""
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+    return frozenset(FunctionCallParser.ToolCallParserEnum), frozenset(ReasoningParser.DetectorMap)
 
 
 class _Server:

@@ -20,6 +20,18 @@ from kt_runtime.errors import InvalidValueError
     envvar=KEY_VARIABLE,
     help=f"What clients must present. Better in the environment, where `ps` doesn't show it. [env: {KEY_VARIABLE}]",
 )
+@click.option("--allow-no-key", is_flag=True, help="Listen beyond this machine without a key.")
+@click.option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    metavar="URL",
+    help="A site whose pages may call the server, such as http://localhost:3000. May be given several times.",
+)
+@click.option(
+    "--max-body-size", metavar="SIZE", help="The largest request. [default: 1MiB and 64 bytes a token of the context]"
+)
+@click.option("--any-model-name", is_flag=True, help="Requests that name an unknown model get the model, not 404.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float32.")
 @click.option("--context-tokens", type=int, help="The longest sequence. [default: the model's]")
 @click.option("--max-total-tokens", type=int, help="Tokens that the KV cache holds. [default: 16384]")
@@ -80,6 +92,8 @@ def _with_sizes(options: dict[str, Any]) -> dict[str, Any]:
             continue
         if name in ("cache_device", "cache_host", "cache_disk"):
             fields[f"{name}_bytes"] = parse_size(value, f"--{name.replace('_', '-')}")
+        elif name == "max_body_size":
+            fields["max_body_bytes"] = parse_size(value, "--max-body-size")
         else:
             fields[name] = value
     return fields

@@ -109,7 +109,7 @@ def test_key_reaches_neither_sglang_nor_its_processes(
     launch.serve(options(model, port, private_directory, api_key=KEY), print)
     (call,) = started
     assert KEY not in repr((call.arguments, call.environ, call.settings, vars(call.frontend), sys.argv))
-    assert call.frontend._policy.decide("GET", "/v1/models", []) is not None
+    assert call.frontend._door.policy.decide("GET", "/v1/models", []) is not None
 
 
 def test_model_that_does_not_exist_is_refused_before_anything_starts(

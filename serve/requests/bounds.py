@@ -1,0 +1,66 @@
+"""The types of fields, each with what bounds it. Every integer fits into 64 bits with room for arithmetic on it.
+
+A prompt's text and token ids have no bound of their own: the body's limit (`body_size.py`) holds for them, and the
+server compares their tokens with the context length once it has counted them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+LARGEST_INT32 = 2**31 - 1
+MAX_PROMPTS = 1024  # of one request; also prompts times samples of each
+MAX_SAMPLES = 128
+MAX_TOP_LOGPROBS = 1024
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 32, 1024
+BOUNDED_BY_BODY = {"bounded by": "body"}
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Fields that one JSON object may have. `left_out`: SGLang's fields that it may not have, and why.
+
+    A field that is left out may still be sent as null or false: clients write out their defaults.
+    """
+
+    left_out: ClassVar[dict[str, str]] = {}
+
+
+Prompt: TypeAlias = Annotated[str, Meta(extra=BOUNDED_BY_BODY)]
+TokenId: TypeAlias = Annotated[int, Meta(ge=-1, le=LARGEST_INT32)]  # the vocabulary is checked by `frontend_checks`
+TokenIds: TypeAlias = Annotated[list[TokenId], Meta(extra=BOUNDED_BY_BODY)]
+Prompts: TypeAlias = Annotated[list[Prompt], Meta(min_length=1, max_length=MAX_PROMPTS)]
+OneOrMorePromptsOfIds: TypeAlias = Annotated[list[TokenId | TokenIds], Meta(extra=BOUNDED_BY_BODY)]
+
+Name: TypeAlias = Annotated[str, Meta(max_length=256)]
+LongName: TypeAlias = Annotated[str, Meta(max_length=4096)]
+Label: TypeAlias = Annotated[str, Meta(max_length=64)]
+Names: TypeAlias = Annotated[list[Name], Meta(max_length=MAX_PROMPTS)]
+NamesOrNull: TypeAlias = Annotated[list[Name | None], Meta(max_length=MAX_PROMPTS)]
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST_INT32)]
+Position: TypeAlias = Annotated[int, Meta(ge=-1, le=LARGEST_INT32)]
+Samples: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_SAMPLES)]
+TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Priority: TypeAlias = Annotated[int, Meta(ge=-LARGEST_INT32, le=LARGEST_INT32)]
+Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+TopK: TypeAlias = Annotated[int, Meta(ge=-1, le=LARGEST_INT32)]
+
+Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=1000)]
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty: TypeAlias = Annotated[float, Meta(gt=0, le=2)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=86_400)]
+Bias: TypeAlias = Annotated[float, Meta(ge=-1e9, le=1e9)]
+
+StopString: TypeAlias = Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
+Stop: TypeAlias = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
+FewTokenIds: TypeAlias = Annotated[list[TokenId], Meta(max_length=1024)]
+LogprobTokenIds: TypeAlias = Annotated[list[TokenId | FewTokenIds], Meta(max_length=1024)]
+LogitBias: TypeAlias = Annotated[
+    dict[Annotated[str, Meta(pattern=r"^\d{1,10}$", max_length=10)], Bias], Meta(max_length=1024)
+]
+
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"] | Share

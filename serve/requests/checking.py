@@ -1,0 +1,171 @@
+"""From the bytes of a body to one of the structs of this package, or to a Refusal that says what is wrong where."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+import orjson
+
+from kt_runtime.serve.requests.bounds import Body
+from kt_runtime.serve.requests.free_json import decode
+from kt_runtime.serve.requests.refusal import Refusal
+
+SHOWN_CHARACTERS = 60
+_B = TypeVar("_B", bound=Body)
+
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$?(.*)`)?$", re.DOTALL)
+_AT = re.compile(r"(?P<what>.*?)(?: - at `\$(?P<place>.*)`| - at `key` in `\$(?P<key_of>.*)`)?$", re.DOTALL)
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+
+
+def parse(body: bytes, body_type: type[_B]) -> _B:
+    """Raises Refusal (400) for what is no JSON, has a key twice, or does not fit `body_type`."""
+    value = read_json(body)
+    if not isinstance(value, dict):
+        raise Refusal(400, f"the body must be a JSON object, not {shortened(value)}")
+    try:
+        return msgspec.convert(without_defaults(value, body_type), body_type, strict=True, dec_hook=decode)
+    except msgspec.ValidationError as error:
+        raise explained(str(error), value, body_type) from None
+    except RecursionError:
+        raise Refusal(400, "the body is nested too deep") from None
+
+
+def read_json(body: bytes) -> Any:
+    """As SGLang's parser reads it (orjson), but refuses an object that has a key twice."""
+    try:
+        json.loads(body.decode(), object_pairs_hook=_distinct)
+        return orjson.loads(body)
+    except UnicodeDecodeError as error:
+        raise Refusal(400, f"the body is not valid UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise Refusal(400, "the body is nested too deep") from None
+    except ValueError as error:  # both parsers' errors are ValueErrors
+        raise Refusal(400, f"the body is not valid JSON: {str(error)[:200]}") from None
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise Refusal(400, f"the body has the key {shortened(twice)} twice in one object", field=twice[:100])
+    return found
+
+
+def without_defaults(value: dict[str, Any], body_type: type[Body]) -> dict[str, Any]:
+    """Without the fields that are left out and null or false, here and in `sampling_params` and `parameters`."""
+    kept = {
+        key: inner
+        for key, inner in value.items()
+        if key not in body_type.left_out or (inner is not None and inner is not False)
+    }
+    for key in ("sampling_params", "parameters"):
+        inner_type = next(iter(_bodies_of(body_type, key)), None)
+        inner = kept.get(key)
+        if inner_type is not None and isinstance(inner, dict):
+            kept[key] = without_defaults(inner, inner_type)
+        elif inner_type is not None and isinstance(inner, list):
+            kept[key] = [without_defaults(one, inner_type) if isinstance(one, dict) else one for one in inner]
+    return kept
+
+
+def explained(message: str, value: Any, body_type: type[Body]) -> Refusal:
+    """msgspec's error with the field's name, its value and what else is known."""
+    unknown = _UNKNOWN_FIELD.match(message)
+    if unknown:
+        return _unknown_field(unknown[1], unknown[2] or "", value, body_type)
+    found = _AT.match(message)
+    assert found is not None
+    what, place, key_of = found["what"], found["place"] or "", found["key_of"]
+    if key_of is not None:
+        return Refusal(400, f"{_named(key_of)}: a key is wrong: {what}", field=_named(key_of))
+    missing = re.match(r"Object missing required field `(.*)`", what)
+    if missing:
+        return Refusal(400, f"{_named(place + '.' + missing[1])} is missing", field=_named(place + "." + missing[1]))
+    where = _named(place) or "the body"
+    at = _value_at(value, place)
+    shown = "" if at is _NOWHERE else f" {shortened(at)}"
+    return Refusal(400, f"{where}{shown}: {what[:300]}", field=_named(place) or None)
+
+
+def _unknown_field(name: str, place: str, value: Any, body_type: type[Body]) -> Refusal:
+    where = _named(f"{place}.{name}")
+    bodies = list(_structs_at(body_type, place))
+    reason = next((body.left_out[name] for body in bodies if name in getattr(body, "left_out", {})), None)
+    if reason:
+        return Refusal(400, f"{where[:200]} is not available under kt-runtime: {reason}", field=where[:100])
+    holder = _value_at(value, place)
+    shown = f" ({shortened(holder[name])})" if isinstance(holder, dict) and name in holder else ""
+    known = sorted({field.encode_name for body in bodies for field in msgspec.structs.fields(body)})
+    near = difflib.get_close_matches(name[:100], known, n=3)
+    listed = ", ".join(known[:20]) + (f", ... ({len(known)} in all)" if len(known) > 20 else "")
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else f"; known: {listed}"
+    return Refusal(400, f"unknown field {shortened(where)}{shown}{hint}", field=where[:100], code="unknown_field")
+
+
+def shortened(value: Any) -> str:
+    text = repr(value) if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}... ({len(text)} characters)"
+
+
+_NOWHERE = object()
+
+
+def _steps(place: str) -> Iterator[str | int | None]:
+    for key, index in _STEP.findall(place):
+        yield key or (None if index == "..." else int(index))
+
+
+def _named(place: str) -> str:
+    return place.removeprefix("$").removeprefix(".")
+
+
+def _value_at(value: Any, place: str) -> Any:
+    for step in _steps(place):
+        try:
+            value = _NOWHERE if step is None else value[step]
+        except (LookupError, TypeError):
+            return _NOWHERE
+        if value is _NOWHERE:
+            return value
+    return value
+
+
+def _structs_at(body_type: type[Body], place: str) -> list[Any]:
+    """The structs that may stand at a place such as ".messages[0].content[1]"."""
+    kinds = [msgspec.inspect.type_info(body_type)]
+    for step in _steps(place):
+        kinds = [inner for kind in kinds for inner in _inside(kind, step)]
+    return [kind.cls for kind in _flat(kinds) if isinstance(kind, msgspec.inspect.StructType)]
+
+
+@functools.cache
+def _bodies_of(body_type: type[Body], name: str) -> tuple[type[Body], ...]:
+    return tuple(_structs_at(body_type, f".{name}")) or tuple(_structs_at(body_type, f".{name}[0]"))
+
+
+def _inside(kind: Any, step: str | int | None) -> Iterator[Any]:
+    for one in _flat([kind]):
+        if isinstance(one, msgspec.inspect.StructType) and isinstance(step, str):
+            yield from (field.type for field in one.fields if field.encode_name == step)
+        elif isinstance(one, msgspec.inspect.ListType) and isinstance(step, int):
+            yield one.item_type
+        elif isinstance(one, msgspec.inspect.DictType) and step is None:
+            yield one.value_type
+
+
+def _flat(kinds: list[Any]) -> Iterator[Any]:
+    for kind in kinds:
+        if isinstance(kind, msgspec.inspect.UnionType):
+            yield from _flat(list(kind.types))
+        elif isinstance(kind, msgspec.inspect.Metadata):
+            yield from _flat([kind.type])
+        else:
+            yield kind

@@ -1,0 +1,185 @@
+"""ASGI middleware: reads a body within its limit, checks it, and hands SGLang the same bytes.
+
+What is refused never reaches SGLang. An answer with status 500 from SGLang's routes is replaced: it may quote an
+exception of the server's, with paths in it; the log has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+
+from kt_runtime.serve.requests.body_size import SMALL_BODY_BYTES
+from kt_runtime.serve.requests.bounds import Body
+from kt_runtime.serve.requests.checking import parse, shortened
+from kt_runtime.serve.requests.refusal import OWN_ROUTES, Refusal, answer
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+BodyOf = Callable[[str, str], type[Body] | None]
+Check = Callable[[Body], None]
+
+# What is still read, and thrown away, of a body that was refused: a client that is sending would otherwise find its
+# connection reset before it has read the answer.
+DRAINED_BYTES, DRAIN_SECONDS = 64 * 1024 * 1024, 5.0
+ONE_RANK_HEADERS = (b"x-data-parallel-rank", b"x-smg-routing-key")
+
+
+class RequestMiddleware:
+    """`body_of(method, path)` is the struct of a route's body, None where SGLang parses none.
+
+    `checks` see each body that fits its struct, and raise Refusal.
+    """
+
+    def __init__(self, app: App, body_of: BodyOf, max_body_bytes: int, checks: Sequence[Check]) -> None:
+        self.app, self.body_of, self.max_body_bytes, self.checks = app, body_of, max_body_bytes, checks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path = route_path(scope)
+        body_type = self.body_of(scope["method"], path)
+        reader = BodyReader(scope["headers"], receive, self.max_body_bytes if body_type else SMALL_BODY_BYTES)
+        try:
+            body = await reader.read()
+            if body_type is not None:
+                check_headers(scope["headers"])
+                request = parse(body, body_type)
+                for check in self.checks:
+                    check(request)
+        except Refusal as refusal:
+            logger.info("%s %r: %s", scope["method"], path, shortened(refusal.message))
+            await _refuse(refusal, path, reader, send)
+            return
+        except ClientGone:
+            return
+        await self.app(scope, _Replay(body, receive), send if path.startswith(OWN_ROUTES) else _Guarded(send, path))
+
+
+class ClientGone(Exception):
+    """The client went away while its body was read; nobody is there to be answered."""
+
+
+class BodyReader:
+    """`is_complete`: the client has sent all of it."""
+
+    def __init__(self, headers: list[tuple[bytes, bytes]], receive: Receive, limit_bytes: int) -> None:
+        self._headers, self._receive, self._limit = headers, receive, limit_bytes
+        self.is_complete = False
+
+    async def read(self) -> bytes:
+        """Raises Refusal (413) as soon as it is known that the body is too large; 400 for one that is compressed."""
+        for name, value in self._headers:
+            if name == b"content-length" and value.isdigit() and int(value) > self._limit:
+                raise self._too_large(f"{int(value)} bytes")
+            if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+                raise Refusal(400, f"Content-Encoding {shortened(value.decode('latin-1'))}: send the body as it is")
+        received = bytearray()
+        while not self.is_complete:
+            received += await self.receive_part()
+            if len(received) > self._limit:
+                raise self._too_large(f"more than {self._limit} bytes")
+        return bytes(received)
+
+    async def receive_part(self) -> bytes:
+        message = await self._receive()
+        if message["type"] != "http.request":
+            raise ClientGone
+        self.is_complete = not message.get("more_body", False)
+        part: bytes = message.get("body", b"")
+        return part
+
+    async def drain(self) -> None:
+        """Throws away what else the client sends, within bounds."""
+        drained = 0
+        try:
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while not self.is_complete and drained < DRAINED_BYTES:
+                    drained += len(await self.receive_part())
+        except (TimeoutError, ClientGone):
+            return
+
+    def _too_large(self, found: str) -> Refusal:
+        return Refusal(
+            413,
+            f"the body has {found}; this server takes {self._limit} for this route (`kt-runtime serve "
+            "--max-body-size`; docs/http.md says how it follows from the context length)",
+            code="request_too_large",
+        )
+
+
+def check_headers(headers: list[tuple[bytes, bytes]]) -> None:
+    """Raises Refusal (400) unless the body is said to be JSON, and for headers that address other ranks."""
+    for name, _ in headers:
+        if name in ONE_RANK_HEADERS:
+            raise Refusal(400, f"header {name.decode()}: kt-runtime runs one model on one rank")
+    given = next((value.decode("latin-1") for name, value in headers if name == b"content-type"), None)
+    kind, _, parameters = (given or "").lower().partition(";")
+    if kind.strip() != "application/json":
+        shown = "is missing" if given is None else f"is {shortened(given)}"
+        raise Refusal(400, f"Content-Type {shown}; it must be application/json")
+    charset = parameters.partition("charset=")[2].strip().strip('"')
+    if charset not in ("", "utf-8", "utf8"):
+        raise Refusal(400, f"Content-Type: charset {shortened(charset)}; JSON is UTF-8")
+
+
+def route_path(scope: Scope) -> str:
+    """The path that routes see: without a proxy's prefix."""
+    path: str = scope["path"].removeprefix(scope.get("root_path") or "")
+    return path or "/"
+
+
+class _Replay:
+    """`receive` of ASGI: the body that was read, then what the client does next."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Any:
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+class _Guarded:
+    """`send` of ASGI: replaces the body of an answer with status 500."""
+
+    def __init__(self, send: Send, path: str) -> None:
+        self._send, self._path, self._replaced = send, path, False
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start" and message["status"] == 500:
+            self._replaced = True
+            logger.error("%r: answered with status 500; the log above may say why", self._path)
+            await _send_answer(Refusal(500, "internal error; the server's log has it"), self._path, self._send)
+        elif not self._replaced:
+            await self._send(message)
+
+
+async def _refuse(refusal: Refusal, path: str, reader: BodyReader, send: Send) -> None:
+    if reader.is_complete:
+        await _send_answer(refusal, path, send)
+        return
+    await _send_answer(refusal, path, send, close=True, more_body=True)
+    await reader.drain()
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _send_answer(
+    refusal: Refusal, path: str, send: Send, *, close: bool = False, more_body: bool = False
+) -> None:
+    body = answer(refusal, path)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if close:
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": more_body})

@@ -1,0 +1,38 @@
+"""A request that is refused before SGLang sees it, and the answer in the format of the route's API."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+# OpenAI's and Anthropic's names of what is wrong.
+OPENAI_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "server_error"}
+ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "api_error"}
+INVALID = "invalid_request_error"
+OWN_ROUTES = "/kt/"  # of kt-runtime
+
+
+class Refusal(Exception):
+    """`field` is the field that is wrong, such as "sampling_params.top_k"; `code` a word for programs."""
+
+    def __init__(self, status: int, message: str, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.field, self.code = status, message, field, code
+
+
+def answer(refusal: Refusal, path: str) -> bytes:
+    """The JSON that a client of `path`'s API expects."""
+    if path.startswith("/v1/messages"):
+        kind = ANTHROPIC_TYPES.get(refusal.status, INVALID)
+        content: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": refusal.message}}
+    elif path.startswith(OWN_ROUTES):
+        content = {"error": {"message": refusal.message, "kind": "InvalidValueError"}}
+    else:
+        error = {
+            "message": refusal.message,
+            "type": OPENAI_TYPES.get(refusal.status, INVALID),
+            "param": refusal.field,
+            "code": refusal.code or refusal.status,
+        }
+        content = {"error": error}
+    return json.dumps(content).encode()

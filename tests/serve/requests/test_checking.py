@@ -1,0 +1,133 @@
+"""From bytes to a struct, or to a refusal that names the field, its value and what is near."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from reference.request_bodies import BODIES, NESTED
+
+from kt_runtime.serve.requests.bounds import Body
+from kt_runtime.serve.requests.chat import ChatCompletion
+from kt_runtime.serve.requests.checking import parse, read_json
+from kt_runtime.serve.requests.generate import Generate
+from kt_runtime.serve.requests.messages import AnthropicMessages
+from kt_runtime.serve.requests.refusal import Refusal, answer
+from kt_runtime.serve.route_table import body_of
+
+
+def refusal(body: Any, body_type: type[Body] = Generate) -> Refusal:
+    with pytest.raises(Refusal) as raised:
+        parse(body if isinstance(body, bytes) else json.dumps(body).encode(), body_type)
+    assert raised.value.status == 400 and len(raised.value.message) < 1500
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"custom_labels": {"a": "b"}}, "custom_labels is not available under kt-runtime: metrics have the labels"),
+        ({"positional_embed_overrides": [1]}, "positional_embed_overrides is not available"),
+        ({"temprature": 1}, "unknown field 'temprature' (1)"),
+        ({"sampling_params": {"topk": 5}}, "unknown field 'sampling_params.topk' (5); did you mean 'top_k'"),
+        ({"sampling_params": [{"zzz": 5}]}, "unknown field 'sampling_params[0].zzz' (5); known: "),
+        (
+            {"sampling_params": {"top_k": 2**63}},
+            "sampling_params.top_k 9223372036854775808: Expected `int` <= 2147483647",
+        ),
+        ({"sampling_params": {"is_normalized": True}}, "SGLang sets it itself"),
+        ({"sampling_params": {"n": None}}, "sampling_params.n null: Expected `int`, got `null`"),
+        ({"sampling_params": {"temperature": "1"}}, "sampling_params.temperature '1': Expected `float | null`"),
+        ({"sampling_params": {"logit_bias": {"a": 1}}}, "sampling_params.logit_bias: a key is wrong"),
+        ({"sampling_params": {"stop_regex": "("}}, "sampling_params.stop_regex '(': is no regular expression"),
+        ({"sampling_params": {"stop_regex": ["a", 5]}}, "got `int`"),
+        ({"sampling_params": {"stop_regex": "a" * 257}}, "is 257 bytes; allowed are 256"),
+        ({"sampling_params": {"json_schema": "a" * 65537}}, "is 65537 bytes; allowed are 65536"),
+        ({"sampling_params": {"json_schema": {"$ref": "#"}}}, "Expected `str`, got `object`"),
+        ({"session_params": {"x": 1}}, "unknown field 'session_params.x' (1)"),
+        ({"session_params": {}}, "session_params.id is missing"),
+        ({"text": 5}, "text 5: Expected `str | array | null`, got `int`"),
+        ({"input_ids": [5, 2**31]}, "input_ids[1] 2147483648"),
+        ({"x" * 5000: 1}, "... (5002 characters)"),
+        ({"rid": "x" * 5000}, "... (5002 characters): Expected `str` of length <= 256"),
+    ],
+)
+def test_refusal_says_what_is_wrong_where_and_what_is_near(fields: dict[str, Any], message: str) -> None:
+    assert message in refusal(fields).message
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"[1]", "must be a JSON object, not [1]"),
+        (b'{"text": NaN}', "not valid JSON"),
+        (b'{"text": Infinity}', "not valid JSON"),
+        (b'{"sampling_params": {"temperature": 1e999}}', "not valid JSON"),
+        (b'{"text": "\xff"}', "not valid UTF-8 at byte 10"),
+        (b'{"text": "\\ud800"}', "not valid JSON"),
+        (b"\xff\xfe{\x00}\x00", "not valid UTF-8"),
+        (b'{"text": "a", "text": "b"}', "has the key 'text' twice"),
+        (b'{"a": {"b": 1, "b": 1}}', "has the key 'b' twice"),
+        (b'{"a": ' + b"[" * 100_000, "nested too deep"),
+        (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", "unknown field 'a'"),
+        (b'{"text": "a", "sampling_params": {"seed": ' + b"9" * 5000 + b"}}", "not valid JSON"),
+        (b'{"text": "a"} x', "not valid JSON"),
+    ],
+)
+def test_what_is_no_plain_json_is_refused(body: bytes, message: str) -> None:
+    assert message in refusal(body).message
+
+
+def test_what_is_the_clients_own_is_bounded_in_depth_and_bytes() -> None:
+    deep: Any = {}
+    for _ in range(70):
+        deep = {"a": deep}
+    body = {"messages": [], "chat_template_kwargs": deep}
+    assert "chat_template_kwargs" in refusal(body, ChatCompletion).message
+    assert "nested more than 64 deep" in refusal(body, ChatCompletion).message
+    body = {"messages": [], "metadata": {"a": "x" * 70_000}}
+    assert "bytes of JSON; allowed are 65536" in refusal(body, ChatCompletion).message
+
+
+@pytest.mark.parametrize(
+    "schema", [{"properties": 5}, {"properties": {"a": 5}}, {"properties": {"strict": True}}, {"title": 5}, "x"]
+)
+def test_schema_that_ends_sglangs_own_parsing_is_refused(schema: Any) -> None:
+    body = {"messages": [], "response_format": {"type": "json_schema", "schema": schema}}
+    assert "response_format.schema" in refusal(body, ChatCompletion).message
+
+
+@pytest.mark.parametrize("part", ["image_url", "input_audio", "video_url", "zzz"])
+def test_pictures_and_sounds_are_no_parts_of_a_message(part: str) -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": part, part: {"url": "http://127.0.0.1/"}}]}]}
+    assert "messages[0].content[0].type" in refusal(body, ChatCompletion).message
+
+
+def test_defaults_of_fields_that_are_left_out_may_be_written_out() -> None:
+    fields = {"image_data": None, "return_hidden_states": False, "sampling_params": {"beam_width": None}}
+    assert parse(json.dumps({"text": "a", **fields}).encode(), Generate).text == "a"
+    assert "return_hidden_states" in refusal({"text": "a", "return_hidden_states": True}).message
+
+
+def test_bodies_of_usual_clients_fit() -> None:
+    for path, body in [*BODIES.items(), *NESTED]:
+        body_type = body_of("POST", path)
+        assert body_type is not None and isinstance(parse(json.dumps(body).encode(), body_type), body_type)
+
+
+def test_what_sglangs_parser_reads_is_what_was_checked() -> None:
+    assert read_json(b'{"a": 1.0, "b": [1, 2]}') == {"a": 1.0, "b": [1, 2]}
+
+
+def test_answer_has_the_format_of_the_routes_api() -> None:
+    refused = refusal({"model": "m", "messages": [], "max_tokens": 0}, AnthropicMessages)
+    assert json.loads(answer(refused, "/v1/messages")) == {
+        "type": "error",
+        "error": {"type": "invalid_request_error", "message": refused.message},
+    }
+    error = json.loads(answer(refused, "/v1/completions"))["error"]
+    assert error["param"] == "max_tokens" and error["type"] == "invalid_request_error" and error["code"] == 400
+    assert json.loads(answer(refused, "/kt/adapters"))["error"]["kind"] == "InvalidValueError"
