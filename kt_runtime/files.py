@@ -91,7 +91,7 @@ def write_directory(path: Path, fill: Callable[[Path], None], *, replace: bool =
     Raises ConflictError when `path` exists and `replace` is False.
     """
     if os.path.lexists(path) and not replace:
-        raise ConflictError(f"{path} exists already; choose another name or ask for it to be overwritten")
+        raise ConflictError(f"{path} exists already; choose another name, or remove it")
     if os.path.lexists(path) and (path.is_symlink() or not path.is_dir()):
         raise ConflictError(f"{path} is not a directory, so it is not replaced by one; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)

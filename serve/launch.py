@@ -28,10 +28,14 @@ from kt_runtime.resident.settings import ResidentSettings
 from kt_runtime.serve.auth import ApiKey
 from kt_runtime.serve.cache import CachePlan, describe, lack_of_room, plan_cache
 from kt_runtime.serve.cache_directory import cache_directory, check_directory, claimed
+from kt_runtime.serve.console.console import Console, opened_console
+from kt_runtime.serve.console.start_lines import describe_model
 from kt_runtime.serve.front_door import FrontDoor, check_reach
+from kt_runtime.serve.machine_memory import has_gpu
 from kt_runtime.serve.memory import check_fits, describe_need, expert_formats
 from kt_runtime.serve.models import ResolvedModel, resolve_model
 from kt_runtime.serve.options import ServeOptions, check_port_is_free
+from kt_runtime.serve.parsers import NONE, last_value, parsers_for
 from kt_runtime.serve.placement import module_names, read_placement
 from kt_runtime.serve.presets import is_preset, load_preset
 from kt_runtime.serve.server_memory import plan_server
@@ -57,17 +61,16 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     Raises what is wrong with the options, the model or this machine before anything is loaded, and RuntimeFault when
     one of SGLang's processes dies while the model is loaded.
     """
-    from kt_runtime.sglang_patch import arguments, frontend
-
     key = _take_key(options.api_key)
     check_reach(options)
-    check_passed_on(options.passed_on, arguments.option_names(), with_tiers=options.asks_for_cache)
     check_port_is_free(options.host, options.port)
+    check_passed_on(options.passed_on, None, with_tiers=options.asks_for_cache)
     model = _resolve(options)
-    options = _placed(options, model, say)
+    options = _with_parsers(_placed(options, model, say), model)
     place = cache_directory(options.cache_dir, model.directory) if options.cache_disk_bytes else None
     options = _with_cache(options, model.config, place)
-    check_fits(*plan_server(options, model.config, model.name))
+    memory = plan_server(options, model.config, model.name)
+    check_fits(*memory)
     directory = private_directory(options.runtime_dir) if options.runtime_dir else runtime_directory()
     with contextlib.ExitStack() as held:
         held.enter_context(
@@ -83,10 +86,38 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         # and without that it takes an eighth longer.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.setdefault("GOMP_SPINCOUNT", "4000")
+        if not has_gpu():
+            # SGLang compiles its routing with TorchInductor, which runs g++ when the first request comes: 5 to 20
+            # seconds, once more for a batch of another kind, and an error where there is no compiler.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         # SGLang would count in this directory, together with whatever another program or an earlier server left there.
         os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
-        sglang_arguments = arguments.server_arguments(options, model)
-        frontend.run(sglang_arguments, _Frontend(options, model, settings, key, directory, say))
+        sglang_arguments = _sglang_arguments(options, model)
+        for line in describe_model(options, model, *memory):
+            say(line)
+        log_level = last_value(options.passed_on, "--log-level") or "info"
+        console = held.enter_context(opened_console(say, directory, options.port, log_level, verbose=options.verbose))
+        console.say("starting SGLang's processes, which takes half a minute")
+        _run(sglang_arguments, _Frontend(options, model, settings, key, directory, console))
+
+
+def _run(sglang_arguments: list[str], ours: _Frontend) -> None:
+    from kt_runtime.sglang_patch import frontend
+
+    frontend.run(sglang_arguments, ours)
+
+
+def _sglang_arguments(options: ServeOptions, model: ResolvedModel) -> list[str]:
+    """Raises InvalidValueError for an option that SGLang doesn't know or take."""
+    from kt_runtime.sglang_patch import arguments
+
+    if options.passed_on:
+        # SGLang's names are known only after importing it, which takes seconds: this comes last.
+        own = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(ServeOptions)]
+        check_passed_on(options.passed_on, arguments.option_names(), own=own, with_tiers=options.asks_for_cache)
+    if options.passed_on or {options.tool_call_parser, options.reasoning_parser} != {NONE}:
+        arguments.check_given(options)
+    return arguments.server_arguments(options, model)
 
 
 class _Frontend:
@@ -99,9 +130,9 @@ class _Frontend:
         settings: ResidentSettings,
         key: ApiKey | None,
         directory: Path,
-        say: Callable[[str], None],
+        console: Console,
     ) -> None:
-        self._options, self._model, self._settings, self._say = options, model, settings, say
+        self._options, self._model, self._settings, self._console = options, model, settings, console
         self._door = FrontDoor(options, model.name, key, _longest_tokens(options, model.config))
         self._stopping = threading.Event()
         self._scratch = directory / f"sglang-{options.port}"
@@ -133,19 +164,29 @@ class _Frontend:
         finally:
             resident.close()
 
+    def wait_for_resident(self) -> bool:
+        while not self._stopping.is_set() and not self._resident_answers():
+            self._stopping.wait(POLL_SECONDS)
+        return not self._stopping.is_set()
+
+    def warming_up(self) -> None:
+        self._console.say("the model is loaded; computing its first tokens")
+
     def announce(self) -> None:
-        """Waits for the port and for the resident, then says that the server is ready."""
+        """Waits for the port, then says that the server is ready."""
         host, port = self._options.url.rpartition(":")[0].removeprefix("http://").strip("[]"), self._options.port
         while not self._stopping.is_set() and not _listens(host, port):
             self._stopping.wait(POLL_SECONDS)
-        while not self._stopping.is_set() and not self._resident_answers():
-            self._stopping.wait(POLL_SECONDS)
         if not self._stopping.is_set():
             url = self._options.url
-            self._say(
-                f"kt-runtime is ready: {url}, model {self._model.name} ({self._model.directory}); "
-                f"adapters: {url}/kt/adapters, status: {url}/kt/status"
+            self._console.say(
+                f"kt-runtime is ready: {url}, model {self._model.name} ({self._model.directory}), after "
+                f"{self._console.seconds:.0f} s; adapters: {url}/kt/adapters, status: {url}/kt/status"
             )
+
+    def failed(self, what: str) -> None:
+        self._console.show_tail()
+        self._console.say(f"kt-runtime: {what}; the server ends")
 
     def stop(self) -> None:
         self._stopping.set()
@@ -154,6 +195,7 @@ class _Frontend:
         for address in (self._settings.wire_address, self._settings.names_address):
             ipc_path(address).unlink(missing_ok=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
+        self._console.end()
 
     def _resident_answers(self) -> bool:
         try:
@@ -202,6 +244,16 @@ def _cache_settings(cache: CachePlan | None) -> dict[str, Any]:
         "cache_page_tokens": cache.page_tokens,
         "cache_read_only": cache.read_only,
     }
+
+
+def _with_parsers(options: ServeOptions, model: ResolvedModel) -> ServeOptions:
+    """The options with the parsers that suit the model, where the user has not named others."""
+    found = parsers_for(model.config, model.directory, model.preset, options.passed_on)
+    return dataclasses.replace(
+        options,
+        tool_call_parser=options.tool_call_parser or found.tool_call or NONE,
+        reasoning_parser=options.reasoning_parser or found.reasoning or NONE,
+    )
 
 
 def _with_cache(options: ServeOptions, config: Mapping[str, Any], directory: Path | None) -> ServeOptions:
@@ -280,7 +332,8 @@ def _placed(options: ServeOptions, model: ResolvedModel, say: Callable[[str], No
 def _resolve(options: ServeOptions) -> ResolvedModel:
     """A preset that is not here is also told what memory it would need: worth knowing before a download."""
     try:
-        return resolve_model(options.model)
+        model = resolve_model(options.model)
+        return dataclasses.replace(model, name=options.served_model_name or model.name)
     except NotFoundError as error:
         if not is_preset(options.model):
             raise

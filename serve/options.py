@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ LOWEST_VALUES = {
 }
 LARGEST_PAGE_TOKENS = 1024
 OPTION_NAMES = {"max_body_bytes": "max-body-size"}  # where the option is not called after the field
+SERVED_NAME = re.compile(r"[A-Za-z0-9._/-]{1,200}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,10 @@ class ServeOptions:
     `training_share`: the largest share of the time that training may take while requests are served.
     `allow_no_key`: listen beyond this machine without a key. `cors_origins`: sites whose pages may call the server.
     `max_body_bytes`: None, what follows from the context length. `any_model_name`: an unknown model is the model.
-    `runtime_dir`: where the sockets are; None, the user's. `passed_on`: options of SGLang's.
+    `served_model_name`: what clients call the model; None, its preset's, hub's or directory's name.
+    `tool_call_parser`, `reasoning_parser`: SGLang's names, "none" for none; None, what suits the model (`parsers`).
+    `runtime_dir`: where the sockets and the log are; None, the user's. `verbose`: SGLang's whole log goes to the
+    terminal. `passed_on`: options of SGLang's.
 
     `cache_device_bytes`: what the KV cache takes, instead of `max_total_tokens`. `cache_host_bytes`: None, 0 or what
     `cache_disk_bytes` needs. `cache_dir`: None, one of this model's in the user's cache directory. `cache_read_only`:
@@ -73,7 +78,11 @@ class ServeOptions:
     placement: Path | None = None
     training_share: float = 0.5
     microbatch_tokens: int = 2048
+    served_model_name: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     runtime_dir: Path | None = None
+    verbose: bool = False
     passed_on: tuple[str, ...] = ()
     cache_device_bytes: int | None = None
     cache_host_bytes: int | None = None
@@ -98,6 +107,11 @@ class ServeOptions:
             if value is not None and value < lowest:
                 option = OPTION_NAMES.get(name) or name.removesuffix("_bytes").replace("_", "-")
                 raise InvalidValueError(f"--{option} {value}: must be at least {lowest}")
+        if self.served_model_name is not None and not SERVED_NAME.fullmatch(self.served_model_name):
+            raise InvalidValueError(
+                f"--served-model-name {self.served_model_name!r}: allowed are letters, digits and . _ - / "
+                "(a colon stands before an adapter's name in a request)"
+            )
         self._check_cache()
 
     def _check_cache(self) -> None:

@@ -1,8 +1,9 @@
 """Presets: the names that `--model` knows, one JSON file each in `configs/models/`.
 
 A file holds `description`, `hub_ids` (Hugging Face repositories to look for in the local cache, first found wins; none
-for presets that `kt-runtime models make` writes), an optional `note` for people, and `config`: the content of the
-checkpoint's own config.json.
+for presets that `kt-runtime models make` writes), an optional `note` for people, `tool_call_parser` and
+`reasoning_parser` (SGLang's names, left out where the model needs none), and `config`: the content of the checkpoint's
+own config.json.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ class _PresetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hub_ids: tuple[str, ...]
     config: dict[str, Any]
     note: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -32,6 +35,8 @@ class Preset(msgspec.Struct, frozen=True):
     hub_ids: tuple[str, ...]
     config: dict[str, Any]
     note: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
     @property
     def is_made(self) -> bool:
@@ -61,4 +66,4 @@ def load_preset(name: str) -> Preset:
     known = by_folded_name[name.casefold()]
     data = configs().joinpath("models", f"{known}.json").read_bytes()
     parsed = msgspec.json.decode(data, type=_PresetFile)
-    return Preset(known, parsed.description, parsed.hub_ids, parsed.config, parsed.note)
+    return Preset(name=known, **msgspec.structs.asdict(parsed))

@@ -1,4 +1,4 @@
-"""What a user may pass on to SGLang after `--`: every option of SGLang's but those that kt-runtime decides.
+"""What a user may pass on to SGLang: every option of SGLang's but those that kt-runtime decides.
 
 Checked by full name: SGLang's parser also accepts abbreviations, which would slip past.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.serve.peer_options import nearest_options
 
 # (why, the options it holds for); a name that ends in * stands for all that begin so.
 REFUSED: tuple[tuple[str, str], ...] = (
     ("use kt-runtime's own option", "--model --model-path --host --port --dtype --device --max-total-tokens"),
     ("use kt-runtime's own option", "--max-running-requests --max-lora-rank"),
+    ("use kt-runtime's own option", "--served-model-name"),
     ("use --context-tokens", "--context-length"),
     ("use --lora-slots", "--max-loras-per-batch"),
     ("SGLang logs its arguments; set KT_RUNTIME_API_KEY instead", "--api-key --admin-api-key"),
@@ -43,6 +45,15 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "training runs between SGLang's batches, which this would hide",
         "--cuda-graph-* --enable-profile-cuda-graph --enable-torch-compile --enable-mixed-chunk --speculative-* "
         "--enable-two-batch-overlap --enable-single-batch-overlap --enable-pdmux --dllm-*",
+    ),
+    ("use --expert-threads", "--kt-cpuinfer --kt-threadpool-count"),
+    (
+        "the experts are read from the model's checkpoint; --expert-format int8 or int4 quantizes them while loading",
+        "--kt-method --kt-weight-path",
+    ),
+    (
+        "all routed experts are on the CPU in this version; attention and dense layers are on the GPU",
+        "--kt-num-gpu-experts --kt-max-deferred-experts-per-token",
     ),
     (
         "routed experts are run by kt-runtime's expert store",
@@ -111,23 +122,35 @@ def reason_against(option: str, *, with_tiers: bool = False) -> str | None:
     return None
 
 
-def check_passed_on(arguments: Sequence[str], known: Collection[str], *, with_tiers: bool = False) -> None:
-    """Raises InvalidValueError or UnknownNameError for the first argument that can't be passed on.
+def check_passed_on(
+    arguments: Sequence[str], known: Collection[str] | None, *, own: Collection[str] = (), with_tiers: bool = False
+) -> None:
+    """Raises InvalidValueError for the first argument that can't be passed on.
 
-    `known`: the names of SGLang's options, each in full. `with_tiers`: kt-runtime sets up the prefix cache's tiers.
+    `known`: the names of SGLang's options, each in full; None: they are not known yet, so that an unknown name passes.
+    `own`: kt-runtime's options. `with_tiers`: kt-runtime sets up the prefix cache's tiers.
     """
     if arguments and not arguments[0].startswith("-"):
-        raise InvalidValueError(f"after `--`: {arguments[0]!r} is not an option of SGLang's; options begin with --")
+        raise InvalidValueError(f"{arguments[0]!r} is not an option of SGLang's; options begin with --")
     for position, argument in enumerate(arguments):
         if not argument.startswith("-") or _is_number(argument):
             continue
         name, equals, value = argument.partition("=")
-        if name not in known:
-            raise UnknownNameError("option of SGLang", name, known, where="after `--`")
+        if known is not None and name not in known:
+            raise InvalidValueError(_unknown(name, known, own))
         following = arguments[position + 1] if position + 1 < len(arguments) else ""
         reason = reason_against(name, with_tiers=with_tiers)
         if reason and HARMLESS.get(name) != (value if equals else following):
             raise InvalidValueError(f"{name} can't be passed on to SGLang: {reason}")
+
+
+def _unknown(name: str, known: Collection[str], own: Collection[str]) -> str:
+    near = nearest_options(name, [*own, *known])
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return (
+        f"unknown option {name}: neither kt-runtime nor SGLang has it; {hint}"
+        "`kt-runtime serve --help` lists kt-runtime's, `python -m sglang.launch_server --help` SGLang's"
+    )
 
 
 def check_chunks(arguments: Sequence[str], page_tokens: int) -> None:

@@ -4,10 +4,10 @@ Symbol: `sglang.srt.server_args.ServerArgs.add_cli_args` (SGLang 0.5.23), read f
 
 Why each fixed option: training runs between two batches of the scheduler, so batches must not overlap, and CUDA graphs
 would hide the model from it. Shared experts must not be fused into the routed ones, which are the expert store's.
-Strict LoRA loading makes a key that SGLang does not know an error. The warm-up request only delays the start. An idle
-scheduler sleeps, instead of keeping a core busy (`turns.py` wakes it for training). `/metrics` answers, and OpenAI's
-`usage` says how much of a prompt was cached. A quantized checkpoint is no quantized model to SGLang: experts are the
-store's, and `weights.py` dequantizes the rest; `unquant` keeps SGLang from looking for fp8 weights by itself.
+Strict LoRA loading makes a key that SGLang does not know an error. An idle scheduler sleeps, instead of keeping a core
+busy (`turns.py` wakes it for training). `/metrics` answers, and OpenAI's `usage` says how much of a prompt was cached.
+A quantized checkpoint is no quantized model to SGLang: experts are the store's, and `weights.py` dequantizes the rest;
+`unquant` keeps SGLang from looking for fp8 weights by itself.
 
 Why the cache's: a page of the host pool in one piece of memory ("page first") is what a disk wants. `direct` copies are
 those that `cache_host_copies.py` has for a CPU; `kernel` ones are SGLang's for a GPU. Every page is written down as
@@ -21,7 +21,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families import family_for
@@ -30,7 +30,7 @@ from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND
 
 SYMBOLS = ("sglang.srt.server_args.ServerArgs.add_cli_args",)
 ALWAYS = (
-    *("--disable-overlap-schedule", "--disable-shared-experts-fusion", "--skip-server-warmup"),
+    *("--disable-overlap-schedule", "--disable-shared-experts-fusion"),
     *("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
     *("--enable-lora", "--lora-strict-loading", "--sleep-on-idle", "--enable-metrics", "--enable-cache-report"),
 )
@@ -54,6 +54,7 @@ DISK_BACKEND = {
 # The token pool is bounded by --max-total-tokens. SGLang also wants this share of the memory for weights and pool, and
 # the experts, which may be nearly all of it, count as used.
 CPU_MEMORY_SHARE = 0.95
+NO_PARSER = "none"
 
 
 class Cache(Protocol):
@@ -95,6 +96,10 @@ class Options(Protocol):
     def lora_slots(self) -> int: ...
     @property
     def cache(self) -> Cache | None: ...
+    @property
+    def tool_call_parser(self) -> str | None: ...
+    @property
+    def reasoning_parser(self) -> str | None: ...
     @property
     def passed_on(self) -> Sequence[str]: ...
 
@@ -140,7 +145,13 @@ def server_arguments(options: Options, model: Model, *, on_cpu: bool | None = No
     targets = family_for(model.config).sglang_lora_targets(model.config)
     fixed = [text for name, value in values.items() for text in (f"--{name}", str(value))]
     unquantized = NOT_QUANTIZED if quantization_of(model.config) is not None else ()
+    fixed += _parsers(options)
     return [*fixed, *ALWAYS, *tiers, *unquantized, "--lora-target-modules", *targets, *options.passed_on]
+
+
+def _parsers(options: Options) -> list[str]:
+    values = {"--tool-call-parser": options.tool_call_parser, "--reasoning-parser": options.reasoning_parser}
+    return [text for name, value in values.items() if value not in (None, NO_PARSER) for text in (name, str(value))]
 
 
 def _tiers(cache: Cache, model: Model, on_cpu: bool) -> list[str]:
@@ -164,11 +175,28 @@ def _tiers(cache: Cache, model: Model, on_cpu: bool) -> list[str]:
 
 def option_names() -> frozenset[str]:
     """Every option of SGLang's server, with its dashes."""
+    parser = _parser()
+    return frozenset(name for action in parser._actions for name in action.option_strings)
+
+
+def check_given(options: Options) -> None:
+    """Raises InvalidValueError with what SGLang's own parser says of what the user has given it."""
+    _parser().parse_args(["--model-path", "checked", *_parsers(options), *options.passed_on])
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print its usage, 500 options of it, and end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InvalidValueError(f"an option of SGLang's: {message}")
+
+
+def _parser() -> _Parser:
     from sglang.srt.server_args import ServerArgs
 
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = _Parser(add_help=False, allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
-    return frozenset(name for action in parser._actions for name in action.option_strings)
+    return parser
 
 
 def _has_cuda() -> bool:

@@ -4,6 +4,7 @@ Symbols and reasons:
 
 - `sglang.srt.entrypoints.http_server.launch_server` is called with our tokenizer manager; `app` gets our middleware and
   routes, and its lifespan is wrapped, so that the names channel lives in the server's own event loop.
+- its `execute_warmup_func` is ours (`frontend_warm_up.py`): until it has returned, `/health` and `/ready` answer 503.
 - `http_server._freeze_gc_after_server_warmup`: hooked. SGLang posts to its own route before it listens, without the API
   key, which it does not know; here the same call is made directly.
 - `OpenAIServingBase._parse_model_parameter`: hooked. `/v1/models` lists an adapter by its plain name, but a request
@@ -18,6 +19,7 @@ Only the frontend process installs these: the modules are heavy and the schedule
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import logging
@@ -30,6 +32,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from kt_runtime.errors import RuntimeFault
+from kt_runtime.resident import progress
 from kt_runtime.sglang_patch.hooks import Hooks
 
 if TYPE_CHECKING:
@@ -51,10 +54,12 @@ SYMBOLS = (
     "sglang.srt.entrypoints.engine.init_tokenizer_manager",
     "sglang.srt.function_call.function_call_parser.FunctionCallParser.ToolCallParserEnum",
     "sglang.srt.parser.reasoning_parser.ReasoningParser.DetectorMap",
+    "sglang.srt.managers.io_struct.GenerateReqInput",
     "sglang.srt.managers.io_struct.LoRAUpdateOutput",
     "sglang.srt.managers.io_struct.ShutdownReq",
     "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.clear_hicache_storage",
     "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.flush_cache",
+    "sglang.srt.managers.tokenizer_manager.ServerStatus",
     "sglang.srt.managers.tokenizer_manager.SignalHandler",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager",
     "sglang.srt.lora.lora_registry.LoRARef",
@@ -66,6 +71,7 @@ SYMBOLS = (
 
 DRAIN_SECONDS = 10.0  # what running requests get to finish after the first SIGTERM or SIGINT
 STOP_SECONDS = 25.0  # after which the process ends whatever is still running
+WARM_UP_POLL_SECONDS = 0.1
 ENGINE_EXIT_SECONDS = 12.0  # the disk tier writes what it has been given (`cache_backend.CLOSING_SECONDS`)
 
 
@@ -106,8 +112,20 @@ class Frontend(Protocol):
         """Entered in the event loop before the first request, left after the last."""
         ...
 
+    def wait_for_resident(self) -> bool:
+        """Returns once the resident answers; False if `stop` was called before. In a thread of its own."""
+        ...
+
+    def warming_up(self) -> None:
+        """The first tokens are about to be computed."""
+        ...
+
     def announce(self) -> None:
-        """Called in a thread of its own while the server starts to listen; must end soon after `stop`."""
+        """Called in a thread of its own when the server can answer; must end soon after `stop`."""
+        ...
+
+    def failed(self, what: str) -> None:
+        """The server is about to end because of a mistake of its own. The log has more."""
         ...
 
     def stop(self) -> None:
@@ -201,6 +219,7 @@ class _Server:
         http_server.launch_server(
             server_args,
             init_tokenizer_manager_func=self._init_manager,
+            execute_warmup_func=self._warm_up,
             launch_callback=self.frontend.announce,
         )
 
@@ -224,13 +243,38 @@ class _Server:
             yield state
         self._ask_engine_to_end()
 
+    def _warm_up(self, _server_args: Any) -> bool:
+        """In SGLang's warm-up thread, while the server begins to listen. False if the server was asked to end."""
+        from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+        from kt_runtime.sglang_patch.frontend_warm_up import warm_up
+
+        assert self.manager is not None
+        if not self.frontend.wait_for_resident():
+            return False
+        self.frontend.warming_up()
+        try:
+            running = asyncio.run_coroutine_threadsafe(warm_up(self.manager), self.manager.event_loop)
+            while not running.done():
+                if self._num_signals:
+                    running.cancel()
+                    return False
+                concurrent.futures.wait([running], timeout=WARM_UP_POLL_SECONDS)
+            running.result()
+        except Exception as error:  # whatever it was, the model can't answer
+            logger.exception("the first request failed")
+            self.frontend.failed(f"the model can't answer: {type(error).__name__}: {error}")
+            self._end_now(1)
+        self.manager.server_status = ServerStatus.Up
+        return True
+
     def _stop(self) -> None:
         """Runs in the event loop. Stops listening, lets requests finish for a while; a second signal ends at once."""
         assert self.manager is not None
         self._num_signals += 1
         if self._num_signals > 1:
             self._end_now(1)
-        logger.info("stopping: %d requests have %g s to finish", len(self.manager.rid_to_state), DRAIN_SECONDS)
+        progress.logger.info("stopping: %d requests have %g s to finish", len(self.manager.rid_to_state), DRAIN_SECONDS)
         self.frontend.stop()
         loop = asyncio.get_running_loop()
         loop.call_later(DRAIN_SECONDS, functools.partial(self.manager.abort_request, abort_all=True))
@@ -241,7 +285,7 @@ class _Server:
             self.manager._server_stop_hook()
 
     def _fail(self) -> None:
-        logger.error("one of SGLang's processes has died; ending the server (its log above says why)")
+        self.frontend.failed("one of the server's processes has died")
         self._end_now(1)
 
     def _end_now(self, status: int) -> None:
@@ -288,4 +332,4 @@ def _end_while_loading(_number: int, _frame: Any) -> None:
 
 
 def _engine_died_while_loading(_number: int, _frame: Any) -> None:
-    raise RuntimeFault("one of SGLang's processes died while the model was loaded; the log above says why")
+    raise RuntimeFault("one of the server's processes died while the model was loaded; the log says why")

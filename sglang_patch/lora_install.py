@@ -134,7 +134,7 @@ def _check_name(manager: Any, lora_ref: Any) -> None:
     if lora_ref.pinned and manager.num_pinned_loras >= manager.max_loras_per_batch - 1:
         raise ConflictError(
             f"adapter {lora_ref.lora_name!r} can't be pinned: {manager.num_pinned_loras} of "
-            f"{manager.max_loras_per_batch} slots are pinned, and one must stay free; raise --max-loras-per-batch"
+            f"{manager.max_loras_per_batch} slots are pinned, and one must stay free; raise --lora-slots"
         )
 
 
@@ -175,8 +175,8 @@ def _check_fits(manager: Any, name: str, installed: InstalledAdapter) -> None:
     for key, layer in installed.weights:
         if key not in pool.A_buffer:
             raise AdapterError(
-                f"adapter {name!r} changes {_target(key)} in layer {layer}, which is not among the server's "
-                f"--lora-target-modules: {', '.join(sorted(pool.target_modules))}"
+                f"adapter {name!r} changes {_target(key)} in layer {layer}, which is not among the modules "
+                f"that the server adapts: {', '.join(sorted(pool.target_modules))}"
             )
 
 

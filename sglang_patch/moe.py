@@ -28,6 +28,8 @@ import torch
 from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError, UnknownNameError
 from kt_runtime.experts import ExpertShape, ExpertStore
 from kt_runtime.families import family_for
+from kt_runtime.families.quantization import BF16, quantization_of
+from kt_runtime.resident.progress import LayersRead
 from kt_runtime.resident.settings import ResidentSettings
 from kt_runtime.sglang_patch.hooks import Hooks
 
@@ -89,15 +91,28 @@ def _load_store(directory: Path) -> ExpertStore:
     family = family_for(config)
     settings = ResidentSettings.from_environment()
     keys = {layer: family.expert_prefix(layer) for layer in family.moe_layers(config)}
+    shape = ExpertShape(*family.expert_shape(config))
     logger.info("reading the routed experts of %d layers from %s", len(keys), directory)
     return ExpertStore.load(
         directory,
         keys,
-        ExpertShape(*family.expert_shape(config)),
+        shape,
         isa=settings.expert_isa if settings else None,
         num_threads=settings.expert_threads if settings else None,
         expert_format=settings.expert_format if settings else None,
+        progress=LayersRead(_checkpoint_bytes(config, shape)),
     )
+
+
+def _checkpoint_bytes(config: dict[str, Any], shape: ExpertShape) -> int:
+    """What the routed experts of one layer take in the checkpoint, give or take padding."""
+    quantization = quantization_of(config)
+    stored = BF16 if quantization is None else quantization.expert_format
+    up, down = (
+        stored.packed_bytes(shape.intermediate, shape.hidden),
+        stored.packed_bytes(shape.hidden, shape.intermediate),
+    )
+    return shape.num_experts * (2 * up + down)
 
 
 def _with_store_method(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from kt_runtime.experts.dequantize import plain_tensors
 from kt_runtime.families.quantization import quantization_of
+from kt_runtime.resident import progress
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.moe import keeps_experts_in_store, model_config
 
@@ -54,6 +55,9 @@ def _without_experts(original: Any, hf_weights_files: list[str], *args: Any, **k
     config = model_config()
     if not keeps_experts_in_store(config.hf_config):
         return original(hf_weights_files, *args, **kwargs)
+    progress.logger.info(
+        "reading attention, dense and shared weights (%d of the checkpoint's files)", len(hf_weights_files)
+    )
     # SGLang's own config was told that nothing is quantized.
     content = json.loads((Path(config.model_path) / "config.json").read_text(encoding="utf-8"))
     quantization = quantization_of(content)

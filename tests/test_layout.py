@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ OUTSIDE = {"sglang_patch", "serve", "train"}
 
 # What each module may import of the project itself. Its own files are always allowed.
 MAY_IMPORT: dict[str, set[str]] = {
+    "__main__": {"cli"},
     "errors": set(),
     "documents": {"errors"},
     "files": {"errors"},
@@ -103,3 +106,8 @@ def test_no_tracked_text_file_has_more_than_600_lines() -> None:
     sources = [path for _, path in module_files()] + csrc_files()
     long = {str(path.relative_to(ROOT)): n for path in sources if (n := len(path.read_text().splitlines())) > 600}
     assert not long, f"one noun per file: {long}"
+
+
+def test_python_m_kt_runtime_is_the_command_line() -> None:
+    started = subprocess.run([sys.executable, "-P", "-m", "kt_runtime", "--version"], capture_output=True, text=True)
+    assert (started.returncode, started.stdout.split()[0]) == (0, "kt-runtime,")

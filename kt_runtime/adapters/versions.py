@@ -167,9 +167,15 @@ class VersionTable:
             if len(entry.served) < 2:
                 raise ConflictError(f"adapter {name!r}: no version is known from before {entry.served[-1][:16]}")
             return entry.versions[entry.served[-2]]
-        found = [item for item in entry.versions if item.startswith(to)] if len(to) >= _SHORTEST_PREFIX else []
+        shown = [item[:SHOWN_HASH_CHARACTERS] for item in entry.versions]
+        if len(to) < _SHORTEST_PREFIX:
+            raise InvalidValueError(
+                f"adapter {name!r}: version {to!r}: versions have no numbers; give the first {_SHORTEST_PREFIX} or "
+                f"more digits of a hash. Its versions, oldest first: {', '.join(shown)}; "
+                f"{entry.served[-1][:SHOWN_HASH_CHARACTERS]} is served now"
+            )
+        found = [item for item in entry.versions if item.startswith(to)]
         if not found:
-            shown = [item[:SHOWN_HASH_CHARACTERS] for item in entry.versions]
             raise UnknownNameError("version", to, shown, f"adapter {name!r}")
         if len(found) > 1:
             raise ConflictError(f"adapter {name!r}: {to!r} is the beginning of {len(found)} versions; give more digits")

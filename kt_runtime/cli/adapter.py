@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kt_runtime.cli.connection import ServerAPI, server_options, server_url
+from kt_runtime.errors import InvalidValueError
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -51,12 +52,20 @@ def unload(name: str, url: str | None, api_key: str | None, as_json: bool) -> No
 
 @command.command()
 @click.argument("name")
-@click.option("--version", help="A version's hash or the beginning of it. [default: the one before]")
+@click.argument("version", required=False)
+@click.option("--version", "named", help="The same as VERSION.")
 @server_options
 @json_option
-def rollback(name: str, version: str | None, url: str | None, api_key: str | None, as_json: bool) -> None:
-    """Move NAME back to an earlier version."""
-    _say(_api(url, api_key).post(f"/kt/adapters/{name}/rollback", {"version": version}), as_json)
+def rollback(
+    name: str, version: str | None, named: str | None, url: str | None, api_key: str | None, as_json: bool
+) -> None:
+    """Move NAME back to an earlier version: the one before, or VERSION.
+
+    VERSION is a version's hash, or at least the first four digits of it, as `adapter show NAME` lists them.
+    """
+    if version is not None and named is not None and version != named:
+        raise InvalidValueError(f"VERSION {version} and --version {named} name two versions: leave one of them out")
+    _say(_api(url, api_key).post(f"/kt/adapters/{name}/rollback", {"version": version or named}), as_json)
 
 
 @command.command(name="list")
@@ -115,8 +124,9 @@ def show(name: str, url: str | None, api_key: str | None, as_json: bool) -> None
     show_default=True,
     help="A PEFT directory, a whole checkpoint with the adapter merged in, or llama.cpp's LoRA file.",
 )
-@click.option("--version", help="Of a served NAME: a version's hash or the beginning of it. [default: the current one]")
+@click.option("--version", help="Of a served NAME: its hash, or the first digits of it. [default: current]")
 @click.option("--base", help="The base model, as for serve. [default: the server's, or what the adapter names]")
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it is an adapter, a checkpoint or a .gguf file.")
 @click.option("--shard-size", default=5.0, show_default=True, help="Of a merged checkpoint's files, in GB.")
 @click.option(
     "--dtype",
@@ -131,23 +141,25 @@ def export(
     form: str,
     version: str | None,
     base: str | None,
+    overwrite: bool,
     shard_size: float,
     dtype: str | None,
     url: str | None,
     api_key: str | None,
     as_json: bool,
 ) -> None:
-    """Write the adapter NAME of the server, or the one at PATH, to OUT, which must not exist.
+    """Write the adapter NAME of the server, or the one at PATH, to OUT, which must not exist without --overwrite.
 
     PATH is a PEFT directory (KTransformers' included) or a GGUF file.
     """
     from kt_runtime.cli.adapter_place import choose_adapter
-    from kt_runtime.cli.exports import export_adapter
+    from kt_runtime.cli.exports import check_place, export_adapter
 
+    check_place(out, overwrite=overwrite)
     notes: list[str] = []
     say = notes.append if as_json else lambda line: click.echo(line, err=True)
     chosen = choose_adapter(source, version, base, lambda: _api(url, api_key))
-    export_adapter(chosen, out, form, say, dtype=dtype, shard_gigabytes=shard_size)
+    export_adapter(chosen, out, form, say, dtype=dtype, shard_gigabytes=shard_size, overwrite=overwrite)
     answer = {"format": form, "path": str(out.resolve()), "adapter": chosen.described, "notes": notes}
     click.echo(json.dumps(answer) if as_json else f"{chosen.described} is in {out}")
 

@@ -72,6 +72,13 @@ class ServerAPI:
             return False
         return True
 
+    def is_ready(self) -> bool:
+        """True when the server takes requests: its model is loaded and has computed its first tokens."""
+        try:
+            return self._http.get("/ready", timeout=5.0).status_code == 200
+        except httpx.TransportError:
+            return False
+
     def _request(self, method: str, path: str, body: Any = None) -> Any:
         try:
             answer = self._http.request(method, path, json=body)

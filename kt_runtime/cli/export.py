@@ -12,9 +12,10 @@ from kt_runtime.errors import InvalidValueError
 
 @click.command(name="export")
 @click.option("--recipe", required=True, type=click.Path(path_type=Path), help="A YAML or JSON recipe for export.")
+@click.option("--overwrite", is_flag=True, help="Replace export_dir if it holds a checkpoint.")
 @click.argument("overrides", nargs=-1)
 @server_options
-def command(recipe: Path, overrides: tuple[str, ...], url: str | None, api_key: str | None) -> None:
+def command(recipe: Path, overwrite: bool, overrides: tuple[str, ...], url: str | None, api_key: str | None) -> None:
     """Merge adapter_name_or_path into model_name_or_path and write the checkpoint to export_dir.
 
     OVERRIDES are `key=value` and go before the recipe's. No server is needed, unless the adapter is a served name.
@@ -42,5 +43,6 @@ def command(recipe: Path, overrides: tuple[str, ...], url: str | None, api_key: 
         "merged",
         lambda line: click.echo(line, err=True),
         shard_gigabytes=chosen.export_size,
+        overwrite=overwrite,
     )
     click.echo(f"{adapter.described} is in {chosen.export_dir}")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,8 +16,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from kt_runtime.adapters import not_applied, readers, without_fillers, write_gguf_adapter, write_peft_directory
 from kt_runtime.cli.adapter_place import MAX_RANK, ChosenAdapter
 from kt_runtime.cli.merged_checkpoint import write_merged
-from kt_runtime.errors import InvalidValueError
+from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.families.quantization import quantization_of
+from kt_runtime.files import TEMPORARY_PREFIX, fsync_directory, move_directory
 from kt_runtime.serve.memory import format_bytes
 
 GIGABYTE = 10**9
@@ -23,15 +27,57 @@ Say = Callable[[str], None]
 
 
 def export_adapter(
-    chosen: ChosenAdapter, path: Path, form: str, say: Say, *, dtype: str | None = None, shard_gigabytes: float = 5.0
+    chosen: ChosenAdapter,
+    path: Path,
+    form: str,
+    say: Say,
+    *,
+    dtype: str | None = None,
+    shard_gigabytes: float = 5.0,
+    overwrite: bool = False,
 ) -> None:
-    """Writes `path`, which must not exist; there is nothing there when anything fails. `say` gets one line per remark.
+    """Writes `path`; when anything fails, what was there is there still. `say` gets one line per remark.
 
-    `dtype`: None is the adapter's own for "peft", float32 for "gguf", the base's for "merged". Raises UserErrors.
+    `dtype`: None is the adapter's own for "peft", float32 for "gguf", the base's for "merged". `overwrite`: `path` may
+    be an export from before, which is replaced in one step. Raises UserErrors.
     """
+    check_place(path, overwrite=overwrite)
     for note in chosen.adapter.notes:
         say(note)
-    _WRITERS[form](chosen, path, say, _DTYPES[dtype] if dtype is not None else None, shard_gigabytes)
+    write = partial(_WRITERS[form], chosen)
+    settings = (say, _DTYPES[dtype] if dtype is not None else None, shard_gigabytes)
+    if not os.path.lexists(path):
+        write(path, *settings)
+        return
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=path.parent) as directory:
+        written = Path(directory) / path.name
+        write(written, *settings)
+        beside = Path(directory).with_name(f"{Path(directory).name}-new")
+        written.rename(beside)
+        if beside.is_dir():
+            move_directory(beside, path)
+        else:
+            beside.replace(path)
+            fsync_directory(path.parent)
+
+
+def check_place(path: Path, *, overwrite: bool) -> None:
+    """Raises ConflictError unless `path` is free, or something that an export wrote and `overwrite` is asked for."""
+    if not os.path.lexists(path):
+        return
+    if not overwrite:
+        raise ConflictError(f"{path} exists already; choose another name, or say --overwrite")
+    if path.is_symlink() or not (_is_export(path) if path.is_dir() else path.suffix == ".gguf"):
+        raise ConflictError(
+            f"{path}: --overwrite replaces an adapter's directory, a checkpoint or a .gguf file, and this is none; "
+            "choose another name"
+        )
+
+
+def _is_export(directory: Path) -> bool:
+    entries = list(directory.iterdir())
+    is_ours = any((directory / name).is_file() for name in ("adapter_config.json", "config.json"))
+    return is_ours and all(entry.is_file() for entry in entries)
 
 
 def _peft(chosen: ChosenAdapter, path: Path, say: Say, dtype: torch.dtype | None, _: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from kt_runtime.errors import KtError, NotFoundError
+from kt_runtime.errors import ConflictError, KtError, NotFoundError
 from kt_runtime.families import family_for
 from kt_runtime.serve.checkpoint import BF16_BYTES, count_parameters
 from kt_runtime.serve.checkpoint_files import check_checkpoint, read_config
@@ -69,6 +70,8 @@ def make(name: str, directory: Path | None, seed: int, force: bool, as_json: boo
     """
     preset = load_preset(name)
     target = directory if directory is not None else models_directory() / preset.name
+    if os.path.lexists(target) and not force:
+        raise ConflictError(f"{target} exists already; choose another name, or say --force")
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(preset.name)
         written = make_model(

@@ -11,8 +11,22 @@ from kt_runtime.cli.connection import KEY_VARIABLE
 from kt_runtime.errors import InvalidValueError
 
 
-@click.command(name="serve", context_settings={"ignore_unknown_options": False})
+class ServeCommand(click.Command):
+    """Takes SGLang's options among its own, and other names for its own (`serve.peer_options`)."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        from kt_runtime.serve.peer_options import sorted_arguments
+
+        takes_value = {"--help": False, "-h": False}
+        for parameter in self.params:
+            if isinstance(parameter, click.Option):
+                takes_value |= dict.fromkeys(parameter.opts, not parameter.is_flag)
+        return super().parse_args(ctx, sorted_arguments(args, takes_value))
+
+
+@click.command(name="serve", cls=ServeCommand)
 @click.option("--model", required=True, help="A preset, a directory, or an entry of the Hugging Face cache.")
+@click.option("--served-model-name", help="What clients call the model. [default: what --model names]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
 @click.option("--port", default=30000, show_default=True, type=int)
 @click.option(
@@ -65,19 +79,30 @@ from kt_runtime.errors import InvalidValueError
     type=int,
     help="Tokens of a page, the unit of all tiers. [default: 64; 1 for a device tier alone]",
 )
-@click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where the sockets are. [default: the user's]")
-@click.argument("passed_on", nargs=-1, type=click.UNPROCESSED, metavar="[-- SGLANG OPTIONS]")
+@click.option(
+    "--tool-call-parser", help="SGLang's parser of tool calls; none: text is text. [default: the model's own]"
+)
+@click.option("--reasoning-parser", help="SGLang's parser of reasoning; none as above. [default: the model's own]")
+@click.option(
+    "--runtime-dir", type=click.Path(path_type=Path), help="Where the sockets and the log are. [default: the user's]"
+)
+@click.option("--verbose", is_flag=True, help="Show all that SGLang logs, instead of keeping it in a file.")
+@click.argument("passed_on", nargs=-1, type=click.UNPROCESSED, metavar="[SGLANG OPTIONS]")
 def command(**options: Any) -> None:
     """Load a model once; serve it, and train adapters on it while it serves.
 
     A SIZE is in bytes or has a unit: 512MiB, 20G; 0 is without. Docs: docs/cache.md.
 
-    What follows `--` goes to SGLang, except what kt-runtime decides. The server ends on Ctrl-C or SIGTERM.
+    Options of SGLang's may stand among these, or after `--`, except what kt-runtime decides; --model-path,
+    --context-length and --max-loras-per-batch mean ours. The server ends on Ctrl-C or SIGTERM.
     """
+    from kt_runtime.serve.console.console import terminal
     from kt_runtime.serve.launch import serve
     from kt_runtime.serve.options import ServeOptions
 
-    serve(ServeOptions(**_with_sizes(options)), lambda line: click.echo(line))
+    asked = ServeOptions(**_with_sizes(options))
+    with terminal() as terminal_file:
+        serve(asked, lambda line: click.echo(line, file=terminal_file))
 
 
 def _with_sizes(options: dict[str, Any]) -> dict[str, Any]:

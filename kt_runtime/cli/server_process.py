@@ -37,7 +37,7 @@ def server(model: str, arguments: list[str], log_path: Path, *, api_key: str | N
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [*command, *arguments],
+            [*command, "--verbose", *arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -66,7 +66,7 @@ def _wait_ready(process: subprocess.Popen[bytes], api: ServerAPI, log_path: Path
             raise RuntimeFault(
                 f"the server ended with status {process.returncode} while starting; {log_path} ends:\n{end}"
             )
-        if api.answers():
+        if api.is_ready():
             with contextlib.suppress(KtError):
                 api.get("/kt/status")
                 return

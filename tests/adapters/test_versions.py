@@ -90,8 +90,13 @@ def test_unknown_short_and_current_hashes_are_refused() -> None:
     table.publish("x", AdapterVersion("a" * 60 + "0000", 0.0, 4, 8.0))
     with pytest.raises(UnknownNameError, match="adapter 'x': unknown version 'ffff'"):
         table.rollback("x", "ffff")
-    with pytest.raises(UnknownNameError, match="unknown version 'bb'"):
-        table.rollback("x", "bb")
+    for short in ("bb", "2"):
+        with pytest.raises(
+            InvalidValueError, match=f"version '{short}': versions have no numbers; give the first 4 or"
+        ):
+            table.rollback("x", short)
+    with pytest.raises(InvalidValueError, match=r"oldest first: a{16}, b{16}, a{16}; a{16} is served now"):
+        table.rollback("x", "2")
     with pytest.raises(ConflictError, match="beginning of 2 versions"):
         table.rollback("x", "aaaa")
     with pytest.raises(ConflictError, match="is the current version already"):

@@ -99,7 +99,30 @@ def test_merged_is_a_checkpoint_and_nothing_overwrites(call: Call, config: dict[
     answer = exported(call, *arguments)
     assert answer["notes"][-1].startswith(f"merged into {PRESET}: ")
     assert len(list((tmp_path / "m").glob("model-*.safetensors"))) > 1
-    assert f"{tmp_path / 'm'} exists already" in refused(call, *arguments)
+    assert f"{tmp_path / 'm'} exists already; choose another name, or say --overwrite" in refused(call, *arguments)
+
+
+@pytest.mark.parametrize(("form", "name"), [("peft", "out"), ("gguf", "out.gguf"), ("merged", "out")])
+def test_overwrite_replaces_an_export_and_nothing_else(
+    call: Call, config: dict[str, Any], tmp_path: Path, form: str, name: str
+) -> None:
+    path, _ = write(tmp_path / "a", config, "o_proj")
+    out = tmp_path / name
+    exported(call, path, out, "--format", form)
+    marker = out / "adapter_config.json" if form == "peft" else out / "config.json" if form == "merged" else out
+    before = marker.stat().st_ino
+    assert "say --overwrite" in refused(call, path, out, "--format", form)
+    exported(call, path, out, "--format", form, "--overwrite")
+    assert marker.stat().st_ino != before
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "thesis.txt").write_text("years of work")
+    assert "--overwrite replaces an adapter's directory" in refused(call, path, kept, "--format", form, "--overwrite")
+    (kept / "config.json").write_text("{}")
+    (kept / "chapters").mkdir()
+    assert "this is none" in refused(call, path, kept, "--format", form, "--overwrite")
+    assert (kept / "thesis.txt").read_text() == "years of work"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted({"a", name, "kept"})
 
 
 def test_what_cannot_be_exported_is_refused_with_what_to_do(call: Call, config: dict[str, Any], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import socket
 import stat
 import sys
@@ -72,7 +73,7 @@ def test_placement_sets_the_expert_format_and_says_what_it_can_not_do(
     rules.write_text(PLACEMENT)
     launch.serve(options(model, port, private_directory, placement=rules), lines.append)
     assert started[0].settings.expert_format == "int8"
-    assert lines == [f"{rules}: spreads layers over 2 GPUs: kt-runtime serves on one device"]
+    assert lines[0] == f"{rules}: spreads layers over 2 GPUs: kt-runtime serves on one device"
     with pytest.raises(InvalidValueError, match=r"--expert-format int4: .*rules.yaml asks for int8 experts"):
         launch.serve(options(model, port, private_directory, placement=rules, expert_format="int4"), print)
     quantized, _ = quantize_checkpoint(model, tmp_path / "int4", "int4_g32")
@@ -82,7 +83,7 @@ def test_placement_sets_the_expert_format_and_says_what_it_can_not_do(
     launch.serve(options(model, port, private_directory, placement=rules), print)
     launch.serve(options(quantized, port, private_directory, placement=rules), lines.append)
     assert [call.settings.expert_format for call in started[1:]] == [None, None]
-    assert lines[-1] == f"{rules}: asks for bf16 experts: they stay as the checkpoint has them"
+    assert f"{rules}: asks for bf16 experts: they stay as the checkpoint has them" in lines
 
 
 @pytest.mark.parametrize(
@@ -234,9 +235,55 @@ def test_help_does_not_show_the_key_of_the_environment() -> None:
     assert KEY not in CliRunner().invoke(command, ["--help"], env={"KT_RUNTIME_API_KEY": KEY}).output
 
 
-def test_sglang_option_without_the_dashes_is_an_error() -> None:
-    result = CliRunner().invoke(command, ["--model", "m", "--log-level", "error"])
-    assert result.exit_code == 2 and "No such option" in result.output
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--model-path", "m", "--log-level", "error", "--port", "1234"],
+        ["m", "--port=1234", "--log-level", "error"],
+        ["--port", "1234", "--model_path=m", "--", "--log-level", "error"],
+    ],
+)
+def test_options_are_taken_as_peers_users_type_them(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ServeOptions] = []
+    monkeypatch.setattr(launch, "serve", lambda asked, say: seen.append(asked))
+    CliRunner().invoke(command, arguments, catch_exceptions=False, standalone_mode=False)
+    assert seen == [ServeOptions(model="m", port=1234, passed_on=("--log-level", "error"))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--prot", "30001"], r"unknown option --prot: .*did you mean --port\b"),
+        (["--tool-call-prser", "qwen"], r"unknown option --tool-call-prser: .*did you mean --tool-call-parser"),
+        (["--schedule-polcy", "lpm"], r"unknown option --schedule-polcy: .*did you mean --schedule-policy"),
+        (["--tool-call-parser", "qwenn"], r"argument --tool-call-parser: invalid choice: 'qwenn'"),
+        (["--log-level"], r"argument --log-level: expected one argument"),
+        (["--kt-method", "AMXINT4"], r"--kt-method can't be passed on.*--expert-format"),
+        (["--tp-size", "2"], r"--tp-size can't be passed on.*one rank"),
+        (["--served-model-name", "a:b"], r"--served-model-name 'a:b': allowed are letters"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_before_anything_starts(
+    started: list[Any], model: Path, port: int, private_directory: Path, arguments: list[str], expected: str
+) -> None:
+    given = ["--model", str(model), "--port", str(port), "--runtime-dir", str(private_directory), *arguments]
+    result = CliRunner().invoke(
+        command, [*given, "--adapter-dir", str(private_directory / "adapters")], standalone_mode=False
+    )
+    assert isinstance(result.exception, InvalidValueError) and re.search(expected, str(result.exception))
+    assert not started and not list(private_directory.glob("*.log"))
+
+
+def test_served_name_and_parsers_reach_sglang(
+    started: list[Any], model: Path, port: int, private_directory: Path
+) -> None:
+    asked = options(model, port, private_directory, served_model_name="org/mine", tool_call_parser="qwen")
+    launch.serve(asked, print)
+    (call,) = started
+    following = dict(zip(call.arguments, call.arguments[1:], strict=False))
+    assert (following["--served-model-name"], following["--tool-call-parser"]) == ("org/mine", "qwen")
+    assert "--reasoning-parser" not in call.arguments  # the tiny model's template knows no thinking
+    assert call.settings.model == "org/mine"
 
 
 def test_all_errors_here_are_the_users(port: int) -> None:

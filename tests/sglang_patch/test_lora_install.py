@@ -159,7 +159,7 @@ def test_not_all_slots_can_be_pinned(
     directory = reference.write_adapter(tmp_path / "adapter", adapter)
     results = [load(manager, directory, f"n{i}", pinned=True) for i in range(4)]
     assert [result.success for result in results] == [True, True, True, False]
-    assert "--max-loras-per-batch" in results[3].error_message
+    assert "--lora-slots" in results[3].error_message
 
 
 def test_adapters_of_waiting_and_running_requests_are_in_use() -> None:
