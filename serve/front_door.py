@@ -18,7 +18,7 @@ from kt_runtime.serve.requests.middleware import RequestMiddleware
 from kt_runtime.serve.requests.models import ServedModels
 from kt_runtime.serve.requests.parsers import KnownParsers
 from kt_runtime.serve.requests.prompts import check_prompts
-from kt_runtime.serve.route_table import body_of
+from kt_runtime.serve.route_table import rule_for
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -47,7 +47,7 @@ class FrontDoor:
         app.user_middleware[:] = [one for one in app.user_middleware if one.cls is not CORSMiddleware]
         app.add_exception_handler(RequestValidationError, answer_validation_error)
         checks = [check_prompts, self.models.check, KnownParsers(*parser_names()).check]
-        app.add_middleware(RequestMiddleware, body_of=body_of, max_body_bytes=self.max_body_bytes, checks=checks)
+        app.add_middleware(RequestMiddleware, fields_of=rule_for, max_body_bytes=self.max_body_bytes, checks=checks)
         if self.policy.origins.allowed:
             app.add_middleware(
                 CORSMiddleware,
