@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.serve.origins import OriginPolicy
 from kt_runtime.serve.requests.middleware import App, Receive, Scope, Send, route_path
-from kt_runtime.serve.route_table import Access, rule_for
+from kt_runtime.serve.route_table import Access, Rule, methods_of, rule_for
 
 logger = logging.getLogger(__name__)
+
+KINDS = {401: "Unauthorized", 403: "Forbidden", 404: "NotFoundError", 405: "MethodNotAllowed"}
 
 
 class ApiKey:
@@ -55,17 +57,33 @@ class AccessPolicy:
     def decide(self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Denial | None:
         """None lets the request pass. `headers` have lower-case names, as in ASGI."""
         rule = rule_for(method, path)
-        access = rule.access if rule else Access.GUARDED
         headers = list(headers)
+        is_question = method == "OPTIONS"  # a browser's, which carries no key
         if self.key is None:
-            denial = self._check_without_key(method, path, access, headers)
-        elif method == "OPTIONS" or access is Access.PROBE:  # OPTIONS: a browser's question, which carries no key
+            denial = self._check_origin(headers)
+        elif is_question or (rule is not None and rule.access is Access.PROBE):
             denial = None
         else:
             denial = self._check_key(headers)
-        if denial is None and rule is not None and access is Access.REFUSED and method != "OPTIONS":
-            denial = Denial(403, f"{path} is not available under kt-runtime: {rule.reason}")
-        return denial
+        if denial is not None or is_question:
+            return denial
+        return self._check_rule(rule, method, path)
+
+    def _check_rule(self, rule: Rule | None, method: str, path: str) -> Denial | None:
+        if rule is None:
+            methods = methods_of(path)
+            if methods:
+                return Denial(405, f"{path} takes {', '.join(sorted(methods))}, not {method}")
+            return Denial(404, f"{path[:200]} is no route of this server; docs/http.md lists them")
+        if rule.access is Access.REFUSED:
+            return Denial(403, f"{path} is not available under kt-runtime: {rule.reason}")
+        if rule.access is Access.GUARDED and self.key is None and not self.origins.is_local:
+            return Denial(
+                403,
+                f"{path} changes the server, which listens beyond this machine without an API key; start it with "
+                "KT_RUNTIME_API_KEY set, or with --host 127.0.0.1",
+            )
+        return None
 
     def _check_key(self, headers: list[tuple[bytes, bytes]]) -> Denial | None:
         """Every credential that a request carries must be the key; a second one is not a second guess."""
@@ -80,23 +98,15 @@ class AccessPolicy:
         problem = "the API key is not this server's" if offered else "this server needs an API key"
         return Denial(401, f"{problem}; send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`")
 
-    def _check_without_key(
-        self, method: str, path: str, access: Access, headers: list[tuple[bytes, bytes]]
-    ) -> Denial | None:
+    def _check_origin(self, headers: list[tuple[bytes, bytes]]) -> Denial | None:
         foreign = self.origins.problem(headers)
-        if foreign is not None:
-            return Denial(
-                403,
-                f"a server without an API key answers programs of its machine and pages that it served itself, not "
-                f"{foreign}; start it with KT_RUNTIME_API_KEY set, or name the site with --cors-origin",
-            )
-        if access in (Access.GUARDED, Access.REFUSED) and method != "OPTIONS" and not self.origins.is_local:
-            return Denial(
-                403,
-                f"{path} changes the server, which listens beyond this machine without an API key; start it with "
-                "KT_RUNTIME_API_KEY set, or with --host 127.0.0.1",
-            )
-        return None
+        if foreign is None:
+            return None
+        return Denial(
+            403,
+            f"a server without an API key answers programs of its machine and pages that it served itself, not "
+            f"{foreign}; start it with KT_RUNTIME_API_KEY set, or name the site with --cors-origin",
+        )
 
 
 class AccessMiddleware:
@@ -128,7 +138,7 @@ class AccessMiddleware:
 
 
 async def _send_denial(denial: Denial, send: Send, origin: bytes | None) -> None:
-    kind = "Unauthorized" if denial.status == 401 else "Forbidden"
+    kind = KINDS[denial.status]
     body = json.dumps({"error": {"message": denial.message, "kind": kind}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if denial.status == 401:

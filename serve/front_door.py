@@ -18,7 +18,8 @@ from kt_runtime.serve.requests.middleware import RequestMiddleware
 from kt_runtime.serve.requests.models import ServedModels
 from kt_runtime.serve.requests.parsers import KnownParsers
 from kt_runtime.serve.requests.prompts import check_prompts
-from kt_runtime.serve.route_table import body_of
+from kt_runtime.serve.requests.volume import VolumeLimit
+from kt_runtime.serve.route_table import rule_for
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -30,6 +31,7 @@ class FrontDoor:
     def __init__(self, options: ServeOptions, model_name: str, key: ApiKey | None, context_tokens: int) -> None:
         self.policy = AccessPolicy(options.host, key, options.cors_origins)
         self.models = ServedModels(model_name, any_name=options.any_model_name)
+        self._context_tokens = context_tokens
         self.max_body_bytes = options.max_body_bytes or largest_body_bytes(context_tokens)
 
     def serves(self, adapters: Callable[[], Collection[str]]) -> None:
@@ -46,8 +48,9 @@ class FrontDoor:
 
         app.user_middleware[:] = [one for one in app.user_middleware if one.cls is not CORSMiddleware]
         app.add_exception_handler(RequestValidationError, answer_validation_error)
-        checks = [check_prompts, self.models.check, KnownParsers(*parser_names()).check]
-        app.add_middleware(RequestMiddleware, body_of=body_of, max_body_bytes=self.max_body_bytes, checks=checks)
+        parsers = KnownParsers(*parser_names())
+        checks = [check_prompts, VolumeLimit(self._context_tokens).check, self.models.check, parsers.check]
+        app.add_middleware(RequestMiddleware, fields_of=rule_for, max_body_bytes=self.max_body_bytes, checks=checks)
         if self.policy.origins.allowed:
             app.add_middleware(
                 CORSMiddleware,

@@ -10,7 +10,8 @@
 "This machine's" and "others'" are the request's `Host` and `Origin`; `origins.py` says which count. Where the server
 listens beyond loopback without a key (`--allow-no-key`), GUARDED routes answer nobody.
 
-A route that the table doesn't name is GUARDED: what a later SGLang adds is closed until someone has looked at it.
+A route that the table doesn't name is not there (404): what a later SGLang adds is closed until someone has looked at
+it.
 A rule with a `body` is checked by `requests/middleware.py` against that struct before SGLang parses anything, and the
 body may be as large as `requests/body_size.py` says; every other body may have 64 KiB.
 `tests/serve/test_route_table.py` walks SGLang's route table and the fields of its request models.
@@ -45,6 +46,7 @@ class Rule:
     """`path` may hold `{x}`, one segment, or `{x:path}`, the rest. `methods` None: all. `reason` is for REFUSED.
 
     `body`: the fields that the body may have. None: the route reads no body, or is ours and checks its own.
+    `query`: likewise, of what stands behind the path's question mark.
     """
 
     access: Access
@@ -52,12 +54,11 @@ class Rule:
     methods: frozenset[str] | None = None
     reason: str = ""
     body: type[Body] | None = None
+    query: type[Body] | None = None
 
 
-def _rules(
-    access: Access, paths: str, methods: str = "", reason: str = "", body: type[Body] | None = None
-) -> list[Rule]:
-    return [Rule(access, path, frozenset(methods.split()) or None, reason, body) for path in paths.split()]
+def _rules(access: Access, paths: str, methods: str = "", reason: str = "", **fields: type[Body]) -> list[Rule]:
+    return [Rule(access, path, frozenset(methods.split()) or None, reason, **fields) for path in paths.split()]
 
 
 def _asking(body: type[Body], paths: str, methods: str = "POST") -> list[Rule]:
@@ -77,7 +78,8 @@ RULES: tuple[Rule, ...] = (
     *_rules(Access.READ, "/ /openapi.json /docs /docs/oauth2-redirect /redoc /metrics /metrics/", "GET HEAD"),
     *_rules(Access.READ, "/health_generate /get_model_info /model_info /get_server_info /server_info", "GET"),
     *_rules(Access.READ, "/get_hicache_l3_cache_layout /hicache/storage-backend", "GET"),
-    *_rules(Access.READ, "/v1/models /v1/models/{model:path} /v1/loads /is_scaling_elastic_ep", "GET"),
+    *_rules(Access.READ, "/v1/models /v1/models/{model:path} /is_scaling_elastic_ep", "GET"),
+    *_rules(Access.READ, "/v1/loads", "GET", query=control.LoadsQuery),
     *_rules(Access.READ, "/kt/status /kt/adapters /kt/adapters/{name}", "GET"),
     *_asking(generate.Generate, "/generate", "POST PUT"),
     *_asking(generate.VertexGenerate, "/vertex_generate"),
@@ -94,7 +96,8 @@ RULES: tuple[Rule, ...] = (
     *_asking(scoring.ReasoningText, "/separate_reasoning"),
     *_rules(Access.GUARDED, "/kt/adapters /kt/adapters/{name}/rollback /kt/cache/clear", "POST"),
     *_rules(Access.GUARDED, "/kt/adapters/{name}", "DELETE"),
-    *_rules(Access.GUARDED, "/flush_cache /freeze_gc", "GET POST"),
+    *_rules(Access.GUARDED, "/flush_cache", "GET POST", query=control.FlushQuery),
+    *_rules(Access.GUARDED, "/freeze_gc", "GET POST"),
     *_changing(control.LoadAdapter, "/load_lora_adapter"),
     *_changing(control.UnloadAdapter, "/unload_lora_adapter"),
     *_changing(control.AbortRequest, "/abort_request"),
@@ -179,7 +182,8 @@ def rule_for(method: str, path: str) -> Rule | None:
     return None
 
 
-def body_of(method: str, path: str) -> type[Body] | None:
-    """The fields that a request's body may have; None where the route reads no body that SGLang would parse."""
-    rule = rule_for(method, path)
-    return rule.body if rule else None
+def methods_of(path: str) -> frozenset[str]:
+    """The methods with which the table has a path; empty for a path that it doesn't have."""
+    return frozenset(
+        method for pattern, rule in _COMPILED if pattern.fullmatch(path) for method in rule.methods or {"GET", "POST"}
+    )

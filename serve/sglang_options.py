@@ -73,6 +73,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "--disable-radix-cache --enable-mis",
     ),
     ("the OpenAI routes need the tokenizer", "--skip-tokenizer-init"),
+    ("every answer would be kept in memory for as long as the server runs", "--enable-response-store"),
     (
         "kt-runtime's own options set up the tiers of the prefix cache: --cache-host, --cache-disk, --cache-dir",
         "--hicache-* --enable-hierarchical-cache --enable-hicache --file-storage-path",

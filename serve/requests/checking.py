@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import difflib
 import functools
 import json
 import re
 from collections.abc import Iterator
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 import orjson
@@ -16,7 +18,9 @@ from kt_runtime.serve.requests.bounds import Body
 from kt_runtime.serve.requests.free_json import decode
 from kt_runtime.serve.requests.refusal import Refusal
 
-SHOWN_CHARACTERS = 60
+SHOWN_CHARACTERS, SHOWN_ENTRIES = 60, 8
+# Each object costs Python some microseconds; a million of them would hold everybody up for seconds.
+MAX_OBJECTS = 50_000
 _B = TypeVar("_B", bound=Body)
 
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$?(.*)`)?$", re.DOTALL)
@@ -29,8 +33,18 @@ def parse(body: bytes, body_type: type[_B]) -> _B:
     value = read_json(body)
     if not isinstance(value, dict):
         raise Refusal(400, f"the body must be a JSON object, not {shortened(value)}")
+    return _fitted(value, body_type)
+
+
+def parse_query(query: bytes, query_type: type[_B]) -> _B:
+    """As `parse`, for the parameters behind a path's question mark."""
+    pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+    return _fitted(_Objects().distinct(pairs), query_type, strict=False)
+
+
+def _fitted(value: dict[str, Any], body_type: type[_B], *, strict: bool = True) -> _B:
     try:
-        return msgspec.convert(without_defaults(value, body_type), body_type, strict=True, dec_hook=decode)
+        return msgspec.convert(without_defaults(value, body_type), body_type, strict=strict, dec_hook=decode)
     except msgspec.ValidationError as error:
         raise explained(str(error), value, body_type) from None
     except RecursionError:
@@ -40,7 +54,7 @@ def parse(body: bytes, body_type: type[_B]) -> _B:
 def read_json(body: bytes) -> Any:
     """As SGLang's parser reads it (orjson), but refuses an object that has a key twice."""
     try:
-        json.loads(body.decode(), object_pairs_hook=_distinct)
+        json.loads(body.decode(), object_pairs_hook=_Objects().distinct)
         return orjson.loads(body)
     except UnicodeDecodeError as error:
         raise Refusal(400, f"the body is not valid UTF-8 at byte {error.start}") from None
@@ -50,13 +64,22 @@ def read_json(body: bytes) -> Any:
         raise Refusal(400, f"the body is not valid JSON: {str(error)[:200]}") from None
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise Refusal(400, f"the body has the key {shortened(twice)} twice in one object", field=twice[:100])
-    return found
+class _Objects:
+    """Sees each object of a body once it is parsed. Raises Refusal for a key twice, and for too many objects."""
+
+    def __init__(self) -> None:
+        self._num_seen = 0
+
+    def distinct(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        self._num_seen += 1
+        if self._num_seen > MAX_OBJECTS:
+            raise Refusal(400, f"the body has more than {MAX_OBJECTS} JSON objects")
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            counts = collections.Counter(key for key, _ in pairs)
+            twice = counts.most_common(1)[0][0]
+            raise Refusal(400, f"the body has the key {shortened(twice)} twice in one object", field=twice[:100])
+        return found
 
 
 def without_defaults(value: dict[str, Any], body_type: type[Body]) -> dict[str, Any]:
@@ -111,8 +134,17 @@ def _unknown_field(name: str, place: str, value: Any, body_type: type[Body]) -> 
 
 
 def shortened(value: Any) -> str:
-    text = repr(value) if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}... ({len(text)} characters)"
+    """The beginning of a value as JSON, and how long it is."""
+    if isinstance(value, str):
+        text = repr(value[: SHOWN_CHARACTERS + 1])
+        return text if len(value) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}... ({len(value)} characters)"
+    if isinstance(value, list | dict) and len(value) > SHOWN_ENTRIES:
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    except RecursionError:
+        return "a deep value"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 _NOWHERE = object()

@@ -1,4 +1,4 @@
-"""Bodies of the routes that change the server, as far as they are SGLang's. Ours are in `serve/routes.py`.
+"""Bodies and queries of the routes that ask no model, as far as they are SGLang's. Ours are in `serve/routes.py`.
 
 Source: `sglang.srt.managers.io_struct` of SGLang 0.5.23.
 """
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kt_runtime.serve.requests.bounds import Body, LongName, Name, Seconds
+from kt_runtime.serve.requests.bounds import Body, Count, Label, LongName, Name, Seconds
 
 
 class LoadAdapter(Body, kw_only=True):
@@ -45,3 +45,13 @@ class OpenSession(Body, kw_only=True):
 
 class CloseSession(Body, kw_only=True):
     session_id: Name
+
+
+class FlushQuery(Body, kw_only=True):
+    timeout: Seconds = 0.0
+
+
+class LoadsQuery(Body, kw_only=True):
+    dp_rank: Count | None = None
+    include: Name | None = None
+    format: Label | None = None

@@ -6,7 +6,6 @@ here; what they may hold is checked where they are compiled.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -58,10 +57,13 @@ def _free_object(value: Any) -> Any:
 
 
 def _free_value(value: Any) -> Any:
-    _check_depth(value)
-    size = len(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
+    try:
+        size = len(orjson.dumps(value))
+    except TypeError:  # orjson's own limit, 254
+        raise ValueError(f"is nested more than {MAX_DEPTH} deep") from None
     if size > MAX_FREE_BYTES:
         raise ValueError(f"is {size} bytes of JSON; allowed are {MAX_FREE_BYTES}")
+    _check_depth(value)
     return value
 
 
@@ -107,8 +109,6 @@ def _check_depth(value: Any) -> None:
         if depth > MAX_DEPTH:
             raise ValueError(f"is nested more than {MAX_DEPTH} deep")
         level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
-        if any(isinstance(one, float) and not math.isfinite(one) for one in level):
-            raise ValueError("holds a number that is not finite")
 
 
 def json_type(value: Any) -> str:

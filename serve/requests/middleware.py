@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from kt_runtime.serve.requests.body_size import SMALL_BODY_BYTES
 from kt_runtime.serve.requests.bounds import Body
-from kt_runtime.serve.requests.checking import parse, shortened
+from kt_runtime.serve.requests.checking import parse, parse_query, shortened
 from kt_runtime.serve.requests.refusal import OWN_ROUTES, Refusal, answer
 
 logger = logging.getLogger(__name__)
@@ -22,8 +22,6 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-BodyOf = Callable[[str, str], type[Body] | None]
-Check = Callable[[Body], None]
 
 # What is still read, and thrown away, of a body that was refused: a client that is sending would otherwise find its
 # connection reset before it has read the answer.
@@ -31,24 +29,39 @@ DRAINED_BYTES, DRAIN_SECONDS = 64 * 1024 * 1024, 5.0
 ONE_RANK_HEADERS = (b"x-data-parallel-rank", b"x-smg-routing-key")
 
 
+class Fields(Protocol):
+    """What a rule of the route table says: the structs of a route's body and query, None where SGLang parses none."""
+
+    @property
+    def body(self) -> type[Body] | None: ...
+    @property
+    def query(self) -> type[Body] | None: ...
+
+
 class RequestMiddleware:
-    """`body_of(method, path)` is the struct of a route's body, None where SGLang parses none.
+    """`fields_of(method, path)`: the route table. `checks` see each body that fits its struct, and raise Refusal."""
 
-    `checks` see each body that fits its struct, and raise Refusal.
-    """
-
-    def __init__(self, app: App, body_of: BodyOf, max_body_bytes: int, checks: Sequence[Check]) -> None:
-        self.app, self.body_of, self.max_body_bytes, self.checks = app, body_of, max_body_bytes, checks
+    def __init__(
+        self,
+        app: App,
+        fields_of: Callable[[str, str], Fields | None],
+        max_body_bytes: int,
+        checks: Sequence[Callable[[Body], None]],
+    ) -> None:
+        self.app, self.fields_of, self.max_body_bytes, self.checks = app, fields_of, max_body_bytes, checks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         path = route_path(scope)
-        body_type = self.body_of(scope["method"], path)
+        fields = self.fields_of(scope["method"], path)
+        body_type = fields.body if fields else None
         reader = BodyReader(scope["headers"], receive, self.max_body_bytes if body_type else SMALL_BODY_BYTES)
         try:
             body = await reader.read()
+            if fields is not None and fields.query is not None:
+                parse_query(scope.get("query_string", b""), fields.query)
             if body_type is not None:
                 check_headers(scope["headers"])
                 request = parse(body, body_type)

@@ -16,13 +16,13 @@ import httpx
 import msgspec
 import pytest
 from integration.conftest import Served
-from reference.request_bodies import BODIES, MESSAGES, NESTED, TOOL, WRONG, with_wrong_values
+from reference.request_bodies import BODIES, MESSAGES, NESTED, TOOL, WRONG, body_type_of, with_wrong_values
 
 from kt_runtime.serve.requests.checking import parse
 from kt_runtime.serve.requests.prompts import check_prompts
 from kt_runtime.serve.requests.refusal import Refusal
 from kt_runtime.serve.requests.sampling import SamplingParams
-from kt_runtime.serve.route_table import RULES, Access, body_of, rule_for
+from kt_runtime.serve.route_table import RULES, Access, rule_for
 
 PROMPT = [5, 6, 7, 8]
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
@@ -172,11 +172,11 @@ def test_wrong_types_of_every_field_of_every_route_end_in_no_fault(client: httpx
 def accepted_bodies() -> Iterator[tuple[str, dict[str, Any]]]:
     tried: set[type] = set()
     for path, body in BODIES.items():
-        if body_of("POST", path) in tried:
-            continue
-        tried.add(body_of("POST", path))  # type: ignore[arg-type]
-        for name in [field.encode_name for field in msgspec.structs.fields(body_of("POST", path))]:  # type: ignore[arg-type]
-            yield from only_accepted(path, ({**body, name: value} for value in WRONG))
+        kind = body_type_of(path)
+        if kind not in tried:
+            tried.add(kind)
+            for field in msgspec.structs.fields(kind):
+                yield from only_accepted(path, ({**body, field.encode_name: value} for value in WRONG))
     for name in [field.encode_name for field in msgspec.structs.fields(SamplingParams)]:
         yield from only_accepted("/generate", (sampling(**{name: value}) for value in WRONG))
     for path, body in NESTED:
@@ -196,10 +196,8 @@ def is_endless(body: dict[str, Any]) -> bool:
 
 
 def is_accepted(path: str, body: dict[str, Any]) -> bool:
-    body_type = body_of("POST", path)
-    assert body_type is not None
     try:
-        check_prompts(parse(json.dumps(body).encode(), body_type))
+        check_prompts(parse(json.dumps(body).encode(), body_type_of(path)))
     except Refusal:
         return False
     return True

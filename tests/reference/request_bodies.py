@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kt_runtime.serve.requests.bounds import Body
+from kt_runtime.serve.route_table import rule_for
+
 MESSAGES = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
@@ -147,3 +150,10 @@ def with_wrong_values(value: Any) -> Iterator[Any]:
                 yield {**value, key: changed}
             else:
                 yield [*value[:key], changed, *value[key + 1 :]]
+
+
+def body_type_of(path: str) -> type[Body]:
+    """The struct of a POST's body."""
+    rule = rule_for("POST", path)
+    assert rule is not None and rule.body is not None
+    return rule.body

@@ -32,7 +32,7 @@ class TestWithKey:
     policy = AccessPolicy("0.0.0.0", ApiKey(KEY))
 
     def test_every_kind_of_route_but_probes_needs_the_key(self) -> None:
-        for method, path in [("GET", "/kt/status"), ("POST", "/generate"), GUARDED, ("WEBSOCKET", "/new_socket")]:
+        for method, path in [("GET", "/kt/status"), ("POST", "/generate"), GUARDED]:
             assert status_of(self.policy, method, path) == 401, path
             assert status_of(self.policy, method, path, bearer(KEY)) == 200, path
         assert status_of(self.policy, "GET", "/health") == 200
@@ -59,8 +59,12 @@ class TestWithKey:
         denial = self.policy.decide("POST", "/update_weights_from_tensor", [bearer(KEY)])
         assert denial is not None and denial.status == 403 and "weights never change" in denial.message
 
-    def test_route_without_a_rule_needs_the_key(self) -> None:
+    def test_route_without_a_rule_is_not_there(self) -> None:
         assert status_of(self.policy, "POST", "/new_route") == 401
+        assert status_of(self.policy, "POST", "/new_route", bearer(KEY)) == 404
+        assert status_of(self.policy, "GET", "/generate", bearer(KEY)) == 405
+        denial = self.policy.decide("GET", "/generate", [bearer(KEY)])
+        assert denial is not None and denial.message == "/generate takes POST, PUT, not GET"
 
     def test_key_of_another_length_is_compared_by_digest(self, monkeypatch: pytest.MonkeyPatch) -> None:
         compared: list[tuple[int, int]] = []
@@ -77,7 +81,6 @@ class TestWithoutKey:
             if rule.access in (Access.GUARDED, Access.REFUSED):
                 method = next(iter(rule.methods or {"POST"}))
                 assert status_of(policy, method, rule.path, LOCAL_HOST) == 403, rule.path
-        assert status_of(policy, "POST", "/new_route", LOCAL_HOST) == 403
         assert status_of(policy, "POST", "/generate") == status_of(policy, "GET", "/v1/models") == 200
 
     def test_denial_says_what_to_do(self) -> None:
@@ -154,7 +157,7 @@ def test_websockets_are_denied_too() -> None:
     policy = AccessPolicy("127.0.0.1", ApiKey(KEY))
     scope = {"type": "websocket", "path": "/new_socket", "headers": []}
     assert call(policy, scope)[0]["type"] == "websocket.close"
-    assert call(policy, {**scope, "headers": [bearer(KEY)]}) == ["passed"]
+    assert call(policy, {**scope, "headers": [bearer(KEY)]})[0]["type"] == "websocket.close"  # no rule names it
 
 
 def test_path_prefix_of_a_proxy_is_taken_off() -> None:

@@ -113,6 +113,20 @@ def test_key_reaches_neither_sglang_nor_its_processes(
     assert call.frontend._door.policy.decide("GET", "/v1/models", []) is not None
 
 
+def test_front_door_options_reach_it_and_wrong_ones_are_refused_before_anything_starts(
+    started: list[Any], model: Path, port: int, private_directory: Path
+) -> None:
+    fields = {"cors_origins": ("http://localhost:3000",), "max_body_bytes": 2**20, "any_model_name": True}
+    launch.serve(options(model, port, private_directory, **fields), print)
+    door = started[0].frontend._door
+    assert door.policy.origins.allowed == {"http://localhost:3000"} and door.max_body_bytes == 2**20
+    assert door.models.any_name and door.models.reserved == {door.models.name, "default"}
+    for wrong, message in (({"host": "0.0.0.0"}, "--allow-no-key"), ({"cors_origins": ("*",)}, "--cors-origin")):
+        with pytest.raises(InvalidValueError, match=message):
+            launch.serve(options(model, port, private_directory, **wrong), print)
+    assert len(started) == 1
+
+
 def test_model_that_does_not_exist_is_refused_before_anything_starts(
     started: list[Any], port: int, private_directory: Path
 ) -> None:
@@ -185,6 +199,7 @@ def test_runtime_directory_that_others_may_enter_is_refused(
         ({"max_lora_rank": 0}, "--max-lora-rank 0"),
         ({"lora_slots": 1}, "--lora-slots 1: must be at least 2"),
         ({"expert_threads": -1}, "--expert-threads"),
+        ({"max_body_bytes": 5}, "--max-body-size 5: must be at least 1024"),
         ({"cache_page_tokens": 48}, "--cache-page-tokens 48: allowed are 1, 2, 4, .*, 1024"),
         ({"cache_page_tokens": 2048}, "--cache-page-tokens 2048"),
         ({"cache_page_tokens": 0}, "--cache-page-tokens 0: must be at least 1"),

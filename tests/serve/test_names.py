@@ -286,3 +286,16 @@ def test_moves_are_fast_with_a_resident_in_another_thread(address: str) -> None:
 
     asyncio.run(asyncio.wait_for(serve(), 30))
     assert sorted(took_ms)[10] < 50, took_ms
+
+
+def test_name_that_means_the_model_is_refused_to_an_adapter(address: str) -> None:
+    registry = VersionedRegistry()
+
+    async def run() -> None:
+        async with NamesServer(address, registry, Dropped(), reserved={"base"}) as server:
+            with pytest.raises(ConflictError, match=r"'base'.*mean the model"):
+                server.move(move("base", "id-1"))
+            server.move(move("base2", "id-1"))
+
+    asyncio.run(run())
+    assert registry.names() == {"base2": "id-1"}

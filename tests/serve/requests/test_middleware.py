@@ -13,7 +13,7 @@ from kt_runtime.serve.requests import middleware
 from kt_runtime.serve.requests.body_size import SMALL_BODY_BYTES, largest_body_bytes
 from kt_runtime.serve.requests.middleware import RequestMiddleware
 from kt_runtime.serve.requests.prompts import check_prompts
-from kt_runtime.serve.route_table import body_of
+from kt_runtime.serve.route_table import rule_for
 
 JSON = (b"content-type", b"application/json")
 BODY = json.dumps({"text": "hello"}).encode()
@@ -31,7 +31,7 @@ class Exchange:
 
     def run(self) -> Exchange:
         asyncio.run(
-            RequestMiddleware(self._app, body_of, LIMIT, [check_prompts])(self.scope, self._receive, self._send)
+            RequestMiddleware(self._app, rule_for, LIMIT, [check_prompts])(self.scope, self._receive, self._send)
         )
         return self
 
@@ -133,6 +133,16 @@ def test_routes_that_ask_nothing_have_a_small_limit() -> None:
     assert Exchange(b"{}", path="/flush_cache", headers=[]).run().seen == b"{}"
 
 
+@pytest.mark.parametrize("query", [b"timeout=inf", b"timeout=nan", b"timeout=-1", b"timeout=1&timeout=2", b"tmeout=1"])
+def test_query_is_checked_as_a_body_is(query: bytes) -> None:
+    exchange = Exchange(b"", path="/flush_cache", headers=[])
+    exchange.scope["query_string"] = query
+    assert exchange.run().answer[0] == 400 and exchange.seen is None
+    fitting = Exchange(b"", path="/flush_cache", headers=[])
+    fitting.scope["query_string"] = b"timeout=2.5"
+    assert fitting.run().seen == b""
+
+
 def test_client_that_goes_away_is_not_answered() -> None:
     exchange = Exchange().run()
     assert exchange.sent == [] and exchange.seen is None
@@ -154,7 +164,7 @@ def test_other_protocols_pass() -> None:
 
     never: Callable[..., Any] = lambda *_: pytest.fail("not called")  # noqa: E731
     for kind in ("lifespan", "websocket"):
-        asyncio.run(RequestMiddleware(app, body_of, LIMIT, [])({"type": kind, "path": "/"}, never, never))
+        asyncio.run(RequestMiddleware(app, rule_for, LIMIT, [])({"type": kind, "path": "/"}, never, never))
     assert passed == ["lifespan", "websocket"]
 
 

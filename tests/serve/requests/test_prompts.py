@@ -6,17 +6,15 @@ import json
 from typing import Any
 
 import pytest
+from reference.request_bodies import body_type_of
 
 from kt_runtime.serve.requests.checking import parse
 from kt_runtime.serve.requests.prompts import check_prompts
 from kt_runtime.serve.requests.refusal import Refusal
-from kt_runtime.serve.route_table import body_of
 
 
 def check(path: str, body: dict[str, Any]) -> None:
-    body_type = body_of("POST", path)
-    assert body_type is not None
-    check_prompts(parse(json.dumps(body).encode(), body_type))
+    check_prompts(parse(json.dumps(body).encode(), body_type_of(path)))
 
 
 SCORE = {"query": "q", "label_token_ids": [1]}
