@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kt_runtime.cli.connection import ServerAPI, server_options, server_url
+from kt_runtime.cli.recipe_argument import recipe_arguments, recipe_of
 from kt_runtime.cli.run_server import check_model, check_named_server, local_directory, running_server
 from kt_runtime.cli.temporary_adapter import CONFIG_FILE, adapter_in_use, check_exists, check_served, rank_of
 from kt_runtime.errors import InvalidValueError
@@ -33,16 +34,15 @@ class _Prepared:
 
 
 @click.command(name="predict", help=__doc__)
-@click.option("--recipe", "recipe_path", required=True, type=click.Path(path_type=Path), help="A YAML or JSON recipe.")
 @click.option("--adapter", help="An adapter that is served. [default: the recipe's own]")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON on standard output.")
-@click.argument("overrides", nargs=-1)
+@recipe_arguments
 @server_options
 def command(
-    recipe_path: Path,
+    recipe_path: Path | None,
+    arguments: tuple[str, ...],
     adapter: str | None,
     as_json: bool,
-    overrides: tuple[str, ...],
     url: str | None,
     api_key: str | None,
 ) -> None:
@@ -53,6 +53,7 @@ def command(
         click.echo(line, err=as_json)
 
     started = time.monotonic()
+    recipe_path, overrides = recipe_of(recipe_path, arguments, "predict")
     recipe, notes = read_recipe(recipe_path, list(overrides), purpose="predict")
     check_packages()
     if recipe.output_dir == Path():

@@ -1,5 +1,7 @@
 """`kt-runtime train`: LoRA fine-tuning on the resident model of a running server, or of one started for the run.
 
+FILE is a recipe in YAML or JSON, KEY=VALUE goes before what it says: `kt-runtime train lora.yaml lora_rank=16`.
+
 A recipe with do_predict alone answers its evaluation data, as `kt-runtime predict` does; one with do_eval alone
 evaluates.
 
@@ -23,6 +25,7 @@ import click
 from kt_runtime.cli.connection import ServerAPI, resident_client, server_options, server_url
 from kt_runtime.cli.main import INTERRUPTED_STATUS
 from kt_runtime.cli.predict import predict_alone
+from kt_runtime.cli.recipe_argument import recipe_arguments, recipe_of
 from kt_runtime.cli.run_server import check_model, check_named_server, local_directory, running_server
 from kt_runtime.cli.temporary_adapter import adapter_in_use, rank_of
 from kt_runtime.documents import is_secret
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
     from kt_runtime.train.recipe import Recipe
     from kt_runtime.train.reference_logprobs import Serving
     from kt_runtime.train.serving_path import ServingPath
-    from kt_runtime.wire.messages import StatusReply
+    from kt_runtime.wire.messages import PublishReply, StatusReply
 
 ABANDON_SECONDS = 3.0
 # One call may be 16,384 tokens through the largest models' experts on the CPU, behind other sessions and many streams.
@@ -53,16 +56,21 @@ class Prepared:
 
 
 @click.command(name="train", help=__doc__)
-@click.option("--recipe", "recipe_path", required=True, type=click.Path(path_type=Path), help="A YAML or JSON recipe.")
 @click.option("--check", is_flag=True, help="Check recipe, data and adapter, print the plan, and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
-@click.argument("overrides", nargs=-1)
+@recipe_arguments
 @server_options
 def command(
-    recipe_path: Path, check: bool, as_json: bool, overrides: tuple[str, ...], url: str | None, api_key: str | None
+    recipe_path: Path | None,
+    arguments: tuple[str, ...],
+    check: bool,
+    as_json: bool,
+    url: str | None,
+    api_key: str | None,
 ) -> int:
     from kt_runtime.train.display import display_for
 
+    recipe_path, overrides = recipe_of(recipe_path, arguments, "train")
     with display_for(sys.stderr if as_json else sys.stdout) as display:
         recipe = _read(recipe_path, overrides, display.say)
         if not (recipe.do_train or recipe.do_eval):
@@ -163,11 +171,28 @@ def _run(prepared: Prepared, url: str | None, api_key: str | None, display: Disp
             except KeyboardInterrupt:
                 _abandon(api, session_name(recipe.output_dir))
                 raise
+        if result.published is not None and api.url != server_url(url):
+            say_where_published(api, result.published, recipe.model_name_or_path, display.say)
         if recipe.do_predict and not result.interrupted:
             from kt_runtime.cli.predict import predict_after_training
 
             predict_after_training(api, api_key, recipe, display.say)
         return result
+
+
+def say_where_published(api: ServerAPI, published: PublishReply, model: str, say: Callable[[str], None]) -> None:
+    """For a server that ends with the run: where the version is, and when its name answers again.
+
+    Raises NotFoundError when the version was not written.
+    """
+    from kt_runtime.cli.adapter_place import wait_until_written
+
+    directory = Path(api.get("/kt/status")["adapter_directory"]) / published.name / published.version
+    wait_until_written(directory, published.name)
+    say(
+        f"the server of this run ends with it; {published.name} is in {directory}, and the next "
+        f"`kt-runtime serve --model {model}` serves it again"
+    )
 
 
 def reference_serving(api: ServerAPI, api_key: str | None, recipe: Recipe, say: Callable[[str], None]) -> Serving:
