@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kt_runtime.cli.connection import ServerAPI, resident_client, server_options, server_url
+from kt_runtime.cli.connection import ServerAPI, resident_client, running_status, server_options, server_url
 from kt_runtime.cli.main import INTERRUPTED_STATUS
-from kt_runtime.cli.predict import predict_alone
+from kt_runtime.cli.predict import predict_alone, prepare_prediction
 from kt_runtime.cli.recipe_argument import recipe_arguments, recipe_of
+from kt_runtime.cli.recipe_problems import with_all_problems
 from kt_runtime.cli.run_server import check_model, check_named_server, local_directory, running_server
 from kt_runtime.cli.temporary_adapter import adapter_in_use, rank_of
 from kt_runtime.documents import is_secret
@@ -72,14 +73,18 @@ def command(
 
     recipe_path, overrides = recipe_of(recipe_path, arguments, "train")
     with display_for(sys.stderr if as_json else sys.stdout) as display:
-        recipe = _read(recipe_path, overrides, display.say)
-        if not (recipe.do_train or recipe.do_eval):
-            return predict_alone(recipe, url, api_key, display.say, check=check, as_json=as_json)
         api = ServerAPI(server_url(url), api_key)
-        status = api.get("/kt/status") if api.answers() else None
-        if status is None:
-            check_named_server(url, recipe.model_name_or_path)
-        prepared = _prepare(recipe, status, display.say)
+        status = running_status(url, api_key)
+        with with_all_problems(recipe_path, overrides, "train", status):
+            recipe = _read(recipe_path, overrides, display.say)
+            if recipe.do_train or recipe.do_eval:
+                if status is None:
+                    check_named_server(url, recipe.model_name_or_path)
+                prepared = _prepare(recipe, status, display.say)
+            else:
+                prediction = prepare_prediction(recipe, None, url, api_key, display.say, status)
+        if not (recipe.do_train or recipe.do_eval):
+            return predict_alone(recipe, prediction, url, api_key, display.say, check=check, as_json=as_json)
         if check:
             from kt_runtime.cli.train_check import check_run
 
@@ -115,7 +120,7 @@ def _prepare(recipe: Recipe, status: dict[str, Any] | None, say: Callable[[str],
     from kt_runtime.serve.checkpoint_files import read_config
     from kt_runtime.serve.resident_notes import asked_placement
     from kt_runtime.train.inputs import read_inputs
-    from kt_runtime.train.loop import gone_on_from
+    from kt_runtime.train.loop import check_lengths, gone_on_from
     from kt_runtime.train.rendering import Renderer
 
     model = recipe.model_name_or_path
@@ -123,25 +128,33 @@ def _prepare(recipe: Recipe, status: dict[str, Any] | None, say: Callable[[str],
     config = read_config(directory)
     max_rank = None if status is None else int(status["max_lora_rank"])
     recipe = with_starting_adapter(recipe, config, max_rank, say)
-    _check_lora(recipe, config, max_rank)
+    check_rank(recipe, max_rank)
+    check_targets(recipe, config)
     asked_placement(recipe, config if status is None else None)
     renderer = Renderer(directory, recipe)
     if comparison := renderer.comparison():
         say(comparison)
     inputs = read_inputs(recipe, renderer, say)
+    if status is not None:
+        check_lengths(recipe, inputs, int(status["context_tokens"]))
     gone_on_from(recipe, inputs, None)
     return Prepared(recipe, inputs, config)
 
 
-def _check_lora(recipe: Recipe, config: dict[str, Any], max_rank: int | None) -> None:
-    """Raises, with the recipe's line, what the resident would refuse once the run has begun."""
-    from kt_runtime.families import resolve_targets
-
+def check_rank(recipe: Recipe, max_rank: int | None) -> None:
+    """Raises, with the recipe's line, what the resident would refuse once the run has begun. `max_rank`: the server's,
+    None while there is none."""
     if max_rank is not None and recipe.lora_rank > max_rank:
         raise InvalidValueError(
             f"{recipe.where('lora_rank')}: lora_rank: {recipe.lora_rank}: the server serves adapters up to rank "
             f"{max_rank}; lower it, or start the server with --max-lora-rank {recipe.lora_rank}"
         )
+
+
+def check_targets(recipe: Recipe, config: dict[str, Any]) -> None:
+    """Raises InvalidValueError, with the recipe's line, for a target that the model does not have."""
+    from kt_runtime.families import resolve_targets
+
     try:
         resolve_targets(config, recipe.lora_target)
     except UserError as error:
