@@ -30,7 +30,7 @@ from kt_runtime.cli.recipe_problems import with_all_problems
 from kt_runtime.cli.run_server import check_model, check_named_server, local_directory, running_server
 from kt_runtime.cli.temporary_adapter import adapter_in_use, rank_of
 from kt_runtime.documents import is_secret
-from kt_runtime.errors import InvalidValueError, KtError, UserError
+from kt_runtime.errors import InvalidValueError, KtError, NotFoundError, UserError
 
 if TYPE_CHECKING:
     from kt_runtime.train.display import Display
@@ -194,14 +194,15 @@ def _run(prepared: Prepared, url: str | None, api_key: str | None, display: Disp
 
 
 def say_where_published(api: ServerAPI, published: PublishReply, model: str, say: Callable[[str], None]) -> None:
-    """For a server that ends with the run: where the version is, and when its name answers again.
-
-    Raises NotFoundError when the version was not written.
-    """
+    """For a server that ends with the run: where the version is, and when its name answers again."""
     from kt_runtime.cli.adapter_place import wait_until_written
 
     directory = Path(api.get("/kt/status")["adapter_directory"]) / published.name / published.version
-    wait_until_written(directory, published.name)
+    try:
+        wait_until_written(directory, published.name)
+    except NotFoundError:
+        say(f"{published.name} was published, but its version was not written to {directory}: the next server lacks it")
+        return
     say(
         f"the server of this run ends with it; {published.name} is in {directory}, and the next "
         f"`kt-runtime serve --model {model}` serves it again"
