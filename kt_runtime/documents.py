@@ -131,11 +131,19 @@ def in_order(lines: list[str], path: Path) -> list[str]:
     return sorted(lines, key=line)
 
 
-def all_problems(path: Path, problems: list[str]) -> InvalidValueError:
+class ProblemsError(InvalidValueError):
+    """Several problems of one file. `problems`: each of them, with its place."""
+
+    def __init__(self, message: str, problems: list[str]) -> None:
+        super().__init__(message)
+        self.problems = problems
+
+
+def all_problems(path: Path, problems: list[str]) -> ProblemsError:
     """One error that lists all problems of a file, in its order."""
-    count = len(problems)
-    lines = "\n".join(f"  {problem}" for problem in in_order(problems, path))
-    return InvalidValueError(f"{path}: {count} problem{'s' * (count > 1)}\n{lines}")
+    count, ordered = len(problems), in_order(problems, path)
+    lines = "\n".join(f"  {problem}" for problem in ordered)
+    return ProblemsError(f"{path}: {count} problem{'s' * (count > 1)}\n{lines}", ordered)
 
 
 class Values:

@@ -34,11 +34,11 @@ from kt_runtime.serve.front_door import FrontDoor, check_reach
 from kt_runtime.serve.machine_memory import has_gpu
 from kt_runtime.serve.memory import check_fits, describe_need, expert_formats
 from kt_runtime.serve.models import ResolvedModel, resolve_model
-from kt_runtime.serve.options import ServeOptions, check_port_is_free
+from kt_runtime.serve.options import LORA_RANKS, ServeOptions, check_port_is_free
 from kt_runtime.serve.parsers import NONE, last_value, parsers_for
 from kt_runtime.serve.placement import module_names, read_placement
 from kt_runtime.serve.presets import is_preset, load_preset
-from kt_runtime.serve.server_memory import plan_server
+from kt_runtime.serve.server_memory import plan_server, with_lora_rank
 from kt_runtime.serve.sglang_options import check_chunks, check_passed_on
 from kt_runtime.wire import ResidentClient, runtime_directory
 from kt_runtime.wire.address import ipc_path, private_directory
@@ -66,9 +66,12 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     check_port_is_free(options.host, options.port)
     check_passed_on(options.passed_on, None, with_tiers=options.asks_for_cache)
     model = _resolve(options)
-    options = _with_parsers(_placed(options, model, say), model)
+    asked, options = options, _with_parsers(_placed(options, model, say), model)
     place = cache_directory(options.cache_dir, model.directory) if options.cache_disk_bytes else None
     options = _with_cache(options, model.config, place)
+    options = with_lora_rank(options, model.config, model.name)
+    if options.max_lora_rank < LORA_RANKS[0] and asked.lora_rank_may_be_lower:
+        say(f"adapters up to rank {options.max_lora_rank}: there is no memory for more; --max-lora-rank asks for one")
     memory = plan_server(options, model.config, model.name)
     check_fits(*memory)
     directory = private_directory(options.runtime_dir) if options.runtime_dir else runtime_directory()
@@ -338,7 +341,7 @@ def _resolve(options: ServeOptions) -> ResolvedModel:
         if not is_preset(options.model):
             raise
         preset = load_preset(options.model)
-        planned = _with_cache(options, preset.config, None)
+        planned = with_lora_rank(_with_cache(options, preset.config, None), preset.config, preset.name)
         need = describe_need(*plan_server(planned, preset.config, preset.name))
         raise NotFoundError(f"{error}; {need}") from None
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from kt_runtime.serve.cache import CachePlan
 
 DTYPES = ("bfloat16", "float32")
+LORA_RANKS = (64, 32, 16, 8)
+"""The default of `--max-lora-rank`, and what is tried in its place where that does not fit."""
+
 LOWEST_VALUES = {
     "max_total_tokens": 16,
     "max_running_requests": 1,
@@ -43,6 +46,7 @@ class ServeOptions:
     of this model's in the user's data directory. `expert_isa`, `expert_threads`: None, the best there is.
     `expert_format`: what a bf16 or fp8 checkpoint's experts are quantized to while loading; None, as they are.
     `placement`: a KTransformers rule file, which may set `expert_format`.
+    `max_lora_rank`: slots are as large as that in any case. `lora_rank_may_be_lower`: where memory asks for it.
     `training_share`: the largest share of the time that training may take while requests are served.
     `allow_no_key`: listen beyond this machine without a key. `cors_origins`: sites whose pages may call the server.
     `max_body_bytes`: None, what follows from the context length. `any_model_name`: an unknown model is the model.
@@ -69,7 +73,8 @@ class ServeOptions:
     context_tokens: int | None = None
     max_total_tokens: int = 16384
     max_running_requests: int = 32
-    max_lora_rank: int = 16
+    max_lora_rank: int = LORA_RANKS[0]
+    lora_rank_may_be_lower: bool = False
     lora_slots: int = 8
     adapter_dir: Path | None = None
     expert_isa: str | None = None

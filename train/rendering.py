@@ -171,7 +171,7 @@ class Renderer:
         ids, trained = sequence
         limit = self.recipe.cutoff_len
         if len(ids) > limit:
-            tally.cut(row.where)
+            tally.cut(row.where, len(ids))
             ids = ids[:limit].copy()
         return Example.of(ids, trained[: len(ids)], row.where)
 

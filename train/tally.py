@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+NUM_NAMED = 5
 NOTHING_TRAINED = "have no trained token"
 EQUAL = "have the same chosen and rejected answer"
 
@@ -12,23 +13,27 @@ EQUAL = "have the same chosen and rejected answer"
 @dataclass(slots=True)
 class Tally:
     num_rows: int = 0
-    num_cut: int = 0
-    _last_cut: str = ""
+    longest: dict[str, int] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
 
-    def cut(self, where: str) -> None:
-        """A pair's two answers count once."""
-        self.num_cut += where != self._last_cut
-        self._last_cut = where
+    def cut(self, where: str, num_tokens: int) -> None:
+        """A pair's two answers count once, by the longer."""
+        self.longest[where] = max(num_tokens, self.longest.get(where, 0))
 
     def lose(self, reason: str, where: str) -> None:
         self.lost[reason] = self.lost.get(reason, 0) + 1
         self.first.setdefault(reason, where)
 
     def report(self, cutoff_len: int, say: Callable[[str], None]) -> None:
-        if self.num_cut:
-            say(f"{self.num_cut} of {self.num_rows} rows are longer than cutoff_len={cutoff_len} tokens: cut there")
+        if self.longest:
+            named = [f"{where} by {tokens - cutoff_len:,}" for where, tokens in list(self.longest.items())[:NUM_NAMED]]
+            more = len(self.longest) - len(named)
+            say(
+                f"{len(self.longest):,} of {self.num_rows:,} rows are longer than cutoff_len={cutoff_len} tokens, and "
+                f"cut there: {', '.join(named)}{f' and {more:,} more' if more else ''}; the longest has "
+                f"{max(self.longest.values()):,} tokens"
+            )
         for reason, count in self.lost.items():
             say(
                 f"{count} of {self.num_rows} rows {reason} within cutoff_len={cutoff_len}: left out "

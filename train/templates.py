@@ -2,7 +2,8 @@
 
 Without a name the model's own chat template is used, which is what the server answers with. A named template is
 honoured as LLaMA-Factory 0.9.4 to 0.9.5 render it: each slot is tokenised on its own, a reasoning template puts an
-empty think block into every answer that has none. Tools are left to the model's own chat template.
+empty think block into every answer that has none. Tools stand after the system prompt, calls are an answer's text, what
+tools gave is a turn of its own (`tool_formats`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import Any
 
 from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.train.pieces import Messages, Piece, Tools
+from kt_runtime.train.tool_formats import DEFAULT, LLAMA3, QWEN, ToolFormat
 
 AUTO = "auto"
 BOS, EOS, CONTENT = "{bos}", "{eos}", "{content}"
 
 THINK, END_THINK = "<think>", "</think>"
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
+_BETWEEN_OBSERVATIONS = "\n</tool_response>\n<tool_response>\n"  # of LLaMA-Factory's OpenAI rows, in every template
 _THOUGHT = re.compile(r"<think>\n.*?\n</think>\n\n", re.DOTALL)
 
 
@@ -27,6 +30,7 @@ class Template:
     """Slots: text in which `{content}` stands for the message's, or the whole slot `{bos}` or `{eos}`.
 
     `reasoning`: answers hold a think block, an empty one where the data have none. `end`: what ends an answer.
+    `observation`: what a tool gave, None as a user's turn. `tools`: how tools and their calls are written.
     """
 
     user: tuple[str, ...]
@@ -36,15 +40,20 @@ class Template:
     default_system: str = ""
     reasoning: bool = False
     end: str = EOS
+    observation: tuple[str, ...] | None = None
+    tools: ToolFormat = DEFAULT
 
 
 _CHATML_USER = ("<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n",)
 _CHATML_ANSWER = ("{content}<|im_end|>\n",)
 _CHATML_SYSTEM = ("<|im_start|>system\n{content}<|im_end|>\n",)
+_QWEN_OBSERVATION = (
+    "<|im_start|>user\n<tool_response>\n{content}\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+)
 _DEEPSEEK3_USER = ("<｜User｜>{content}<｜Assistant｜>",)
 
 
-def _chatml(default_system: str = "", *, reasoning: bool = False) -> Template:
+def _qwen(default_system: str = "", *, reasoning: bool = False) -> Template:
     return Template(
         user=_CHATML_USER,
         assistant=_CHATML_ANSWER,
@@ -52,6 +61,8 @@ def _chatml(default_system: str = "", *, reasoning: bool = False) -> Template:
         default_system=default_system,
         reasoning=reasoning,
         end="<|im_end|>",
+        observation=_QWEN_OBSERVATION,
+        tools=QWEN,
     )
 
 
@@ -62,7 +73,13 @@ TEMPLATES: dict[str, Template] = {
         default_system="Below is an instruction that describes a task. "
         "Write a response that appropriately completes the request.\n\n",
     ),
-    "chatml": _chatml(),
+    "chatml": Template(
+        user=_CHATML_USER,
+        assistant=_CHATML_ANSWER,
+        system=_CHATML_SYSTEM,
+        end="<|im_end|>",
+        observation=("<|im_start|>tool\n{content}<|im_end|>\n<|im_start|>assistant\n",),
+    ),
     "deepseek": Template(user=("User: {content}\n\nAssistant:",), system=("{content}\n\n",), prefix=(BOS,)),
     "deepseek3": Template(user=_DEEPSEEK3_USER, prefix=(BOS,)),
     "deepseekr1": Template(user=_DEEPSEEK3_USER, prefix=(BOS,), reasoning=True),
@@ -81,6 +98,11 @@ TEMPLATES: dict[str, Template] = {
         system=("<|start_header_id|>system<|end_header_id|>\n\n{content}<|eot_id|>",),
         prefix=(BOS,),
         end="<|eot_id|>",
+        observation=(
+            "<|start_header_id|>ipython<|end_header_id|>\n\n{content}<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        tools=LLAMA3,
     ),
     "moonlight": Template(
         user=("<|im_user|>user<|im_middle|>{content}<|im_end|><|im_assistant|>assistant<|im_middle|>",),
@@ -89,9 +111,9 @@ TEMPLATES: dict[str, Template] = {
         default_system="You are a helpful assistant provided by Moonshot-AI.",
         end="<|im_end|>",
     ),
-    "qwen": _chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
-    "qwen3": _chatml(reasoning=True),
-    "qwen3_nothink": _chatml(),
+    "qwen": _qwen("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
+    "qwen3": _qwen(reasoning=True),
+    "qwen3_nothink": _qwen(),
 }
 
 
@@ -120,10 +142,10 @@ class NamedTemplate:
         return self.eos if self.template.end == EOS else self.template.end
 
     def conversation(self, messages: Messages, tools: Tools, where: str, *, last_only: bool) -> list[Piece]:
-        self._refuse_tools(tools, where)
+        messages = self._as_text(messages)
         if self._silent:
             messages = [_without_thought(message) for message in messages]
-        pieces = self._opening(messages)
+        pieces = self._opening(messages, tools)
         turns = _turns(messages)
         for number, message in enumerate(turns, start=1):
             turn = self._turn(message, where)
@@ -132,10 +154,10 @@ class NamedTemplate:
 
     def prompt(self, messages: Messages, tools: Tools, where: str) -> list[Piece]:
         """Reasoning of earlier turns is left out unless it is preserved, as in LLaMA-Factory's chat and preferences."""
-        self._refuse_tools(tools, where)
-        pieces = self._opening(messages)
+        messages = self._as_text(messages)
+        pieces = self._opening(messages, tools)
         for message in _turns(messages):
-            if message["role"] == "assistant" and not message.get("tool_calls"):
+            if message["role"] == "assistant":
                 forgets = self.template.reasoning and not self.preserve_thinking
                 earlier = _without_thought(message) if forgets else message
                 pieces += self._fill(self.template.assistant, earlier["content"])
@@ -146,7 +168,8 @@ class NamedTemplate:
     def reply(
         self, messages: Messages, answer: dict[str, Any], tools: Tools, where: str
     ) -> tuple[list[Piece], list[Piece]]:
-        message = _without_thought(answer) if self._silent else answer
+        (message,) = self._as_text([answer])
+        message = _without_thought(message) if self._silent else message
         return self.prompt(messages, tools, where), [
             piece for piece in self._turn(message, where) if piece.num_answer_chars
         ]
@@ -159,33 +182,48 @@ class NamedTemplate:
     def _turn(self, message: dict[str, Any], where: str) -> list[Piece]:
         if message["role"] == "user":
             return self._fill(self.template.user, message["content"])
-        if message["role"] != "assistant" or message.get("tool_calls"):
-            raise self._unrendered("tool call" if message.get("tool_calls") else f"{message['role']} turn", where)
+        if message["role"] == "tool":
+            return self._fill(self.template.observation or self.template.user, message["content"])
+        if message["role"] != "assistant":
+            raise InvalidValueError(
+                f"{where}: template {self.name!r} has no {message['role']} turn after the first one"
+            )
         answer = [piece.whole for piece in self._fill(self.template.assistant, message["content"])]
         if not self.template.reasoning or THINK in message["content"] or END_THINK in message["content"]:
             return answer
         thought = Piece(EMPTY_THOUGHT)
         return [thought if self._silent else thought.whole, *answer]
 
-    def _opening(self, messages: Messages) -> list[Piece]:
+    def _as_text(self, messages: Messages) -> list[dict[str, Any]]:
+        """Calls become the text of their answer, and what several tools gave becomes one turn."""
+        turns: list[dict[str, Any]] = []
+        for message in messages:
+            if message.get("tool_calls"):
+                turns.append({"role": "assistant", "content": self._with_calls(message)})
+            elif message["role"] == "tool" and turns and turns[-1]["role"] == "tool":
+                joined = _BETWEEN_OBSERVATIONS.join((turns[-1]["content"], message["content"]))
+                turns[-1] = {"role": "tool", "content": joined}
+            else:
+                turns.append(message)
+        return turns
+
+    def _with_calls(self, message: dict[str, Any]) -> str:
+        calls = self.template.tools.calls([call["function"] for call in message["tool_calls"]])
+        before = message["content"].rstrip()
+        if not before:
+            return calls
+        return f"{before}\n\n{calls}" if before.endswith(END_THINK) else f"{before}\n{calls}"
+
+    def _opening(self, messages: Messages, tools: Tools) -> list[Piece]:
         given = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
         system = given or self.template.default_system
+        system += self.template.tools.tools([tool["function"] for tool in tools]) if tools else ""
         return self._fill(self.template.prefix, "") + (self._fill(self.template.system, system) if system else [])
 
     def _fill(self, slots: tuple[str, ...], content: str) -> list[Piece]:
         special = {BOS: self.bos, EOS: self.eos}
         texts = [special[slot] if slot in special else slot.replace(CONTENT, content) for slot in slots]
         return [Piece(text) for text in texts if text]
-
-    def _refuse_tools(self, tools: Tools, where: str) -> None:
-        if tools:
-            raise self._unrendered("list of tools", where)
-
-    def _unrendered(self, what: str, where: str) -> InvalidValueError:
-        return InvalidValueError(
-            f"{where}: template {self.name!r} renders user and assistant turns only, this row has a {what}; leave "
-            "`template` out: the model's own chat template renders tools"
-        )
 
 
 def _turns(messages: Messages) -> Messages:

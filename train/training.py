@@ -66,6 +66,7 @@ class Training:
         self.run_number = 0
         self.resumed_from: Path | None = None
         self.optim_finished_at = 0.0
+        self._took_best = False
         self.schedule = schedule.Schedule(self.recipe, max(self.cadence.total_steps, 1))
 
     # The beginning.
@@ -186,9 +187,14 @@ class Training:
 
     def _catch_up_evaluation(self) -> None:
         step = self.journal.done
-        evaluated = any(entry["step"] == step and "eval_runtime" in _unnamed(entry) for entry in self.journal.history)
-        if step and self.cadence.evaluates(step) and not evaluated and self._evaluate():
+        if step and self.cadence.evaluates(step) and self._evaluation_of(step) is None and self._evaluate():
             self._save()
+
+    def _evaluation_of(self, step: int) -> dict[str, float] | None:
+        """Its figures as the journal has them, None where there was none after that step."""
+        entries = [entry for entry in self.journal.history if entry["step"] == step]
+        found = next((entry for entry in reversed(entries) if "eval_runtime" in _unnamed(entry)), None)
+        return found and {key: value for key, value in found.items() if key not in ("epoch", "step")}
 
     @property
     def keeps_best(self) -> bool:
@@ -275,6 +281,7 @@ class Training:
         if self.recipe.load_best_model_at_end and self.best.checkpoint and self.best.step != self.journal.done:
             self.display.say(f"the best {self.best.key}, {self.best.metric}, was at step {self.best.step}: taking that")
             self.client.load(self.session, self.best.checkpoint)
+            self._took_best = True
         published = self._publish() if self.recipe.do_train else None
         results = self.journal.finish() if self.recipe.do_train else {}
         if self.recipe.do_eval and self.inputs.evaluation:
@@ -287,6 +294,11 @@ class Training:
         return self._result(published, interrupted=False)
 
     def _last_evaluation(self) -> dict[str, float]:
+        """The one after the last step, where there was one and the session still holds what it was made of."""
+        known = None if self._took_best else self._evaluation_of(self.journal.done)
+        if known is not None:
+            self.journal.finish_evaluation(known)
+            return known
         figures = self._figures()
         if figures is None:
             self.display.say("the last evaluation was interrupted: there is no eval_results.json")

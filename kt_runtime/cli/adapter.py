@@ -122,7 +122,8 @@ def show(name: str, url: str | None, api_key: str | None, as_json: bool) -> None
     type=click.Choice(["peft", "merged", "gguf"]),
     default="peft",
     show_default=True,
-    help="A PEFT directory, a whole checkpoint with the adapter merged in, or llama.cpp's LoRA file.",
+    help="A PEFT directory, a whole checkpoint with the adapter merged in, or llama.cpp's LoRA file, which can't have "
+    "kv_b_proj (of DeepSeek and Kimi-K2): llama.cpp has no LoRA for it.",
 )
 @click.option("--version", help="Of a served NAME: its hash, or the first digits of it. [default: current]")
 @click.option("--base", help="The base model, as for serve. [default: the server's, or what the adapter names]")

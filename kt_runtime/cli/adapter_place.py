@@ -91,12 +91,12 @@ def _served(name: str, version: str | None, api: ServerAPI) -> tuple[Path, dict[
     if len(found) != 1:
         raise UnknownNameError("version", str(wanted), [item[:16] for item in hashes], f"adapter {name!r}")
     path = Path(status["adapter_directory"]) / name / found[0]
-    _wait_until_written(path, name)
+    wait_until_written(path, name)
     return path, status, f"{name}, version {found[0][:16]}"
 
 
-def _wait_until_written(path: Path, name: str) -> None:
-    """A version is served before its directory has been written, by a moment."""
+def wait_until_written(path: Path, name: str) -> None:
+    """A version is served before its directory `path` has been written, by a moment. Raises NotFoundError."""
     deadline = time.monotonic() + WRITING_SECONDS
     while not path.is_dir():
         if time.monotonic() > deadline:

@@ -2,6 +2,8 @@
 
 At a terminal Ctrl-C stops an answer and Ctrl-D ends the chat. When standard input is no terminal, each of its lines is
 a question or a command, only the answers are printed, and an error ends the command.
+
+FILE is a recipe in YAML or JSON (model, adapter, template, sampling), KEY=VALUE goes before what it says.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ import httpx
 
 from kt_runtime.cli.connection import ServerAPI, server_options, server_url
 from kt_runtime.cli.conversation import Conversation
+from kt_runtime.cli.recipe_argument import find_recipe, recipe_arguments
 from kt_runtime.cli.run_server import check_model, running_server
 from kt_runtime.cli.temporary_adapter import adapter_in_use, check_exists, check_served, rank_of, served_names
 from kt_runtime.errors import KtError, UnknownNameError
 
 if TYPE_CHECKING:
     from kt_runtime.train.recipe import Recipe
+    from kt_runtime.train.rendering import Renderer
 
 HELP = {
     "/help": "this list",
@@ -40,49 +44,44 @@ CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 @click.command(name="chat", help=__doc__)
 @click.option("--adapter", help="An adapter that is served. [default: the recipe's, or none]")
 @click.option("--system", help="The system prompt.")
-@click.option("--recipe", "recipe_path", type=click.Path(path_type=Path), help="A YAML or JSON recipe for chat.")
 @click.option("--max-new-tokens", type=click.IntRange(1), help="Of one answer. [default: the recipe's, or what fits]")
 @click.option("--temperature", type=click.FloatRange(0), help="0: always the likeliest. [default: the model's]")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="[default: the model's]")
-@click.argument("overrides", nargs=-1)
+@recipe_arguments
 @server_options
 def command(
     adapter: str | None,
     system: str | None,
     recipe_path: Path | None,
-    overrides: tuple[str, ...],
+    arguments: tuple[str, ...],
     max_new_tokens: int | None,
     url: str | None,
     api_key: str | None,
     **sampling: float | None,
 ) -> None:
+    recipe_path, overrides = find_recipe(recipe_path, arguments)
     if overrides and recipe_path is None:
-        raise click.UsageError(f"{overrides[0]!r}: key=value changes a recipe; name it by --recipe")
+        raise click.UsageError(f"{overrides[0]!r}: KEY=VALUE changes a recipe; name its FILE, or say --recipe FILE")
     given = {name: value for name, value in sampling.items() if value is not None}
     with contextlib.ExitStack() as stack:
-        recipe = None
+        recipe = directory = None
         if recipe_path is None:
             api = ServerAPI(server_url(url), api_key)
-            name = stack.enter_context(adapter_in_use(api, adapter, None, _say))
         else:
             recipe = _read(recipe_path, list(overrides))
             directory = None if adapter else recipe.adapter_name_or_path
             check_exists(directory)
-            model, rank = recipe.model_name_or_path, rank_of(directory)
-            from kt_runtime.serve.resident_notes import rule_file
-
-            placement = rule_file(recipe)
-            api = stack.enter_context(
-                running_server(model, url, api_key, _say, max_lora_rank=rank, placement=placement)
-            )
-            name = stack.enter_context(adapter_in_use(api, adapter, directory, _say))
-        http = stack.enter_context(_http(api.url, api_key))
+            api = stack.enter_context(_server_for(recipe, directory, url, api_key))
         status = api.get("/kt/status")
+        # Before an adapter is served for the wrong model, or for a template that can't be used.
+        renderer = None if recipe is None else _renderer(recipe, status)
+        name = stack.enter_context(adapter_in_use(api, adapter, directory, _say))
+        http = stack.enter_context(_http(api.url, api_key))
         conversation = Conversation(
             http, api.get("/v1/models")["data"][0]["id"], status["context_tokens"], name, max_new_tokens, system, given
         )
-        if recipe is not None:
-            _follow(conversation, recipe, status)
+        if recipe is not None and renderer is not None:
+            _follow(conversation, recipe, renderer)
         _Chat(conversation, api).run()
 
 
@@ -105,16 +104,29 @@ def _http(url: str, api_key: str | None) -> httpx.Client:
     return httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
 
 
-def _follow(conversation: Conversation, recipe: Recipe, status: dict[str, Any]) -> None:
-    """The recipe's sampling, system prompt and template. A template other than the server's is rendered here."""
-    from kt_runtime.train.predict import sampling_parameters, stopping
+def _server_for(
+    recipe: Recipe, adapter: Path | None, url: str | None, api_key: str | None
+) -> contextlib.AbstractContextManager[ServerAPI]:
+    from kt_runtime.serve.resident_notes import rule_file
+
+    model, rank = recipe.model_name_or_path, rank_of(adapter)
+    return running_server(model, url, api_key, _say, max_lora_rank=rank, placement=rule_file(recipe))
+
+
+def _renderer(recipe: Recipe, status: dict[str, Any]) -> Renderer:
+    """Raises ConflictError when the recipe's model is not the resident one, and as `Renderer` does."""
     from kt_runtime.train.rendering import Renderer
 
-    directory = check_model(recipe.model_name_or_path, status)
+    return Renderer(check_model(recipe.model_name_or_path, status), recipe)
+
+
+def _follow(conversation: Conversation, recipe: Recipe, renderer: Renderer) -> None:
+    """The recipe's sampling, system prompt and template. A template other than the server's is rendered here."""
+    from kt_runtime.train.predict import sampling_parameters, stopping
+
     conversation.system = conversation.system or recipe.default_system
     conversation.max_new_tokens = conversation.max_new_tokens or recipe.max_new_tokens
     conversation.options = sampling_parameters(recipe) | conversation.options
-    renderer = Renderer(directory, recipe)
     if comparison := renderer.comparison():
         _say(comparison)
         conversation.render = renderer.prompt

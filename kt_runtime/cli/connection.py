@@ -93,6 +93,13 @@ class ServerAPI:
         raise _error_of(answer)
 
 
+def running_status(option: str | None, api_key: str | None) -> dict[str, Any] | None:
+    """GET /kt/status of the server that the option, the environment or the default names; None when none answers."""
+    api = ServerAPI(server_url(option), api_key)
+    status: dict[str, Any] | None = api.get("/kt/status") if api.answers() else None
+    return status
+
+
 def _error_of(answer: httpx.Response) -> Exception:
     try:
         details = answer.json()["error"]

@@ -7,23 +7,27 @@ from pathlib import Path
 import click
 
 from kt_runtime.cli.connection import ServerAPI, server_options, server_url
+from kt_runtime.cli.recipe_argument import recipe_arguments, recipe_of
 from kt_runtime.errors import InvalidValueError
 
 
 @click.command(name="export")
-@click.option("--recipe", required=True, type=click.Path(path_type=Path), help="A YAML or JSON recipe for export.")
+@recipe_arguments
 @click.option("--overwrite", is_flag=True, help="Replace export_dir if it holds a checkpoint.")
-@click.argument("overrides", nargs=-1)
 @server_options
-def command(recipe: Path, overwrite: bool, overrides: tuple[str, ...], url: str | None, api_key: str | None) -> None:
+def command(
+    recipe_path: Path | None, arguments: tuple[str, ...], overwrite: bool, url: str | None, api_key: str | None
+) -> None:
     """Merge adapter_name_or_path into model_name_or_path and write the checkpoint to export_dir.
 
-    OVERRIDES are `key=value` and go before the recipe's. No server is needed, unless the adapter is a served name.
+    FILE is a recipe in YAML or JSON, KEY=VALUE goes before what it says. No server is needed, unless the adapter
+    is a served name.
     """
     from kt_runtime.cli.adapter_place import choose_adapter
     from kt_runtime.cli.exports import export_adapter
     from kt_runtime.train.recipe import read_recipe
 
+    recipe, overrides = recipe_of(recipe_path, arguments, "export")
     chosen, notes = read_recipe(recipe, list(overrides), purpose="export")
     for note in notes:
         click.echo(note, err=True)

@@ -21,7 +21,7 @@ from kt_runtime.serve.memory import expert_formats, format_bytes, layer_bytes
 from kt_runtime.serve.models import find_preset, locate, models_directory, not_found_message
 from kt_runtime.serve.options import ServeOptions
 from kt_runtime.serve.presets import is_preset, load_preset, preset_names
-from kt_runtime.serve.server_memory import plan_server
+from kt_runtime.serve.server_memory import plan_server, with_lora_rank
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -137,7 +137,7 @@ def describe(name: str) -> dict[str, Any]:
     else:
         raise NotFoundError(not_found_message(name, preset, places))
     details["problem"] = _problem(directory) if directory is not None else None
-    options = ServeOptions(model=name)
+    options = with_lora_rank(ServeOptions(model=name, lora_rank_may_be_lower=True), config, name)
     plan, free_bytes = plan_server(options, config, name)
     needs = [{"what": need.what, "device": need.device, "size_bytes": need.size_bytes} for need in plan.needs]
     return details | {

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kt_runtime.cli.connection import ServerAPI, server_options, server_url
+from kt_runtime.cli.connection import ServerAPI, running_status, server_options, server_url
+from kt_runtime.cli.recipe_argument import recipe_arguments, recipe_of
+from kt_runtime.cli.recipe_problems import with_all_problems
 from kt_runtime.cli.run_server import check_model, check_named_server, local_directory, running_server
 from kt_runtime.cli.temporary_adapter import CONFIG_FILE, adapter_in_use, check_exists, check_served, rank_of
 from kt_runtime.errors import InvalidValueError
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class Prediction:
     """What is known before the first question. `adapter`: the directory that is to answer, None when it is served."""
 
     renderer: Renderer
@@ -33,16 +35,15 @@ class _Prepared:
 
 
 @click.command(name="predict", help=__doc__)
-@click.option("--recipe", "recipe_path", required=True, type=click.Path(path_type=Path), help="A YAML or JSON recipe.")
 @click.option("--adapter", help="An adapter that is served. [default: the recipe's own]")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON on standard output.")
-@click.argument("overrides", nargs=-1)
+@recipe_arguments
 @server_options
 def command(
-    recipe_path: Path,
+    recipe_path: Path | None,
+    arguments: tuple[str, ...],
     adapter: str | None,
     as_json: bool,
-    overrides: tuple[str, ...],
     url: str | None,
     api_key: str | None,
 ) -> None:
@@ -53,24 +54,33 @@ def command(
         click.echo(line, err=as_json)
 
     started = time.monotonic()
-    recipe, notes = read_recipe(recipe_path, list(overrides), purpose="predict")
-    check_packages()
-    if recipe.output_dir == Path():
-        raise InvalidValueError(f"{recipe_path}: output_dir is missing; the answers are written there")
-    for note in notes:
-        say(note)
-    _print(_predict(recipe, adapter, url, api_key, say, started), as_json)
+    recipe_path, overrides = recipe_of(recipe_path, arguments, "predict")
+    status = running_status(url, api_key)
+    with with_all_problems(recipe_path, overrides, "predict", status):
+        recipe, notes = read_recipe(recipe_path, list(overrides), purpose="predict")
+        check_packages()
+        if recipe.output_dir == Path():
+            raise InvalidValueError(f"{recipe_path}: output_dir is missing; the answers are written there")
+        for note in notes:
+            say(note)
+        prepared = prepare_prediction(recipe, adapter, url, api_key, say, status)
+    _print(_predict(recipe, prepared, adapter, url, api_key, say, started), as_json)
 
 
 def predict_alone(
-    recipe: Recipe, url: str | None, api_key: str | None, say: Callable[[str], None], *, check: bool, as_json: bool
+    recipe: Recipe,
+    prepared: Prediction,
+    url: str | None,
+    api_key: str | None,
+    say: Callable[[str], None],
+    *,
+    check: bool,
+    as_json: bool,
 ) -> int:
-    """What `train` does for a recipe that only predicts. `check`: everything is read and nothing is asked."""
-    started = time.monotonic()
+    """What `train` does for a recipe that only predicts. `check`: everything has been read and nothing is asked."""
     if not check:
-        _print(_predict(recipe, None, url, api_key, say, started), as_json)
+        _print(_predict(recipe, prepared, None, url, api_key, say, time.monotonic()), as_json)
         return 0
-    prepared = _prepare(recipe, None, url, api_key, say)
     where = f"the server at {server_url(url)}" if prepared.is_running else "a server started for it"
     who = f"the adapter {prepared.adapter}" if prepared.adapter else "the base model"
     say(f"would ask {who} for {len(prepared.rows)} answers, of {where}, and write them to {recipe.output_dir}")
@@ -94,17 +104,16 @@ def _adapter_directory(recipe: Recipe) -> Path | None:
 
 def _predict(
     recipe: Recipe,
+    prepared: Prediction,
     adapter: str | None,
     url: str | None,
     api_key: str | None,
     say: Callable[[str], None],
     started: float,
 ) -> dict[str, float]:
-    """Reads everything before a server is started."""
     from kt_runtime.serve.resident_notes import rule_file
     from kt_runtime.train.predict import predict
 
-    prepared = _prepare(recipe, adapter, url, api_key, say)
     rank, rules = rank_of(prepared.adapter), rule_file(recipe)
     with (
         running_server(recipe.model_name_or_path, url, api_key, say, max_lora_rank=rank, placement=rules) as api,
@@ -116,28 +125,33 @@ def _predict(
         )
 
 
-def _prepare(
-    recipe: Recipe, adapter: str | None, url: str | None, api_key: str | None, say: Callable[[str], None]
-) -> _Prepared:
+def prepare_prediction(
+    recipe: Recipe,
+    adapter: str | None,
+    url: str | None,
+    api_key: str | None,
+    say: Callable[[str], None],
+    status: Mapping[str, Any] | None,
+) -> Prediction:
+    """Reads everything before a server is started. `status`: the running server's, None without one."""
     from kt_runtime.serve.checkpoint_files import read_config
     from kt_runtime.serve.resident_notes import asked_placement
     from kt_runtime.train.predict import read_rows
     from kt_runtime.train.rendering import Renderer
 
-    model, running = recipe.model_name_or_path, ServerAPI(server_url(url), api_key)
-    is_running = running.answers()
+    model, is_running = recipe.model_name_or_path, status is not None
     directory = None if adapter else _adapter_directory(recipe)
     check_exists(directory)
     if is_running and adapter:
-        check_served(running, adapter)
-    model_directory = check_model(model, running.get("/kt/status")) if is_running else local_directory(model)
+        check_served(ServerAPI(server_url(url), api_key), adapter)
+    model_directory = local_directory(model) if status is None else check_model(model, status)
     if not is_running:
         check_named_server(url, model)
     asked_placement(recipe, None if is_running else read_config(model_directory))
     renderer = Renderer(model_directory, recipe)
     if comparison := renderer.comparison():
         say(comparison)
-    return _Prepared(renderer, read_rows(recipe, renderer, say), directory, is_running)
+    return Prediction(renderer, read_rows(recipe, renderer, say), directory, is_running)
 
 
 def predict_after_training(

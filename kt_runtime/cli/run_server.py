@@ -13,7 +13,7 @@ from kt_runtime.cli.connection import ServerAPI, server_url
 from kt_runtime.cli.server_process import server
 from kt_runtime.errors import ConflictError, KtError, ServerUnreachableError
 
-LEAST_LORA_RANK = 16  # `kt-runtime serve`'s default
+LEAST_LORA_RANK = 16  # memory grows with it, and a run says what rank it needs
 CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES, COMPARED_BYTES = 100_000_000, 1 << 16
 

@@ -50,7 +50,11 @@ class ServeCommand(click.Command):
 @click.option("--context-tokens", type=int, help="The longest sequence. [default: the model's]")
 @click.option("--max-total-tokens", type=int, help="Tokens that the KV cache holds. [default: 16384]")
 @click.option("--max-running-requests", default=32, show_default=True, type=int)
-@click.option("--max-lora-rank", default=16, show_default=True, help="The highest rank an adapter may have.")
+@click.option(
+    "--max-lora-rank",
+    type=int,
+    help="The highest rank an adapter may have. [default: 64, or of 32, 16 and 8 what fits]",
+)
 @click.option("--lora-slots", default=8, show_default=True, help="Adapter versions in one batch; the base counts.")
 @click.option("--adapter-dir", type=click.Path(path_type=Path), help="Where published versions are kept.")
 @click.option("--expert-isa", help="Instruction set of the expert kernels. [default: the best there is]")
@@ -100,7 +104,8 @@ def command(**options: Any) -> None:
     from kt_runtime.serve.launch import serve
     from kt_runtime.serve.options import ServeOptions
 
-    asked = ServeOptions(**_with_sizes(options))
+    may_be_lower = options["max_lora_rank"] is None
+    asked = ServeOptions(**_with_sizes(options), lora_rank_may_be_lower=may_be_lower)
     with terminal() as terminal_file:
         serve(asked, lambda line: click.echo(line, file=terminal_file))
 

@@ -1,5 +1,7 @@
 """`kt-runtime train`: LoRA fine-tuning on the resident model of a running server, or of one started for the run.
 
+FILE is a recipe in YAML or JSON, KEY=VALUE goes before what it says: `kt-runtime train lora.yaml lora_rank=16`.
+
 A recipe with do_predict alone answers its evaluation data, as `kt-runtime predict` does; one with do_eval alone
 evaluates.
 
@@ -20,13 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kt_runtime.cli.connection import ServerAPI, resident_client, server_options, server_url
+from kt_runtime.cli.connection import ServerAPI, resident_client, running_status, server_options, server_url
 from kt_runtime.cli.main import INTERRUPTED_STATUS
-from kt_runtime.cli.predict import predict_alone
+from kt_runtime.cli.predict import predict_alone, prepare_prediction
+from kt_runtime.cli.recipe_argument import recipe_arguments, recipe_of
+from kt_runtime.cli.recipe_problems import with_all_problems
 from kt_runtime.cli.run_server import check_model, check_named_server, local_directory, running_server
 from kt_runtime.cli.temporary_adapter import adapter_in_use, rank_of
 from kt_runtime.documents import is_secret
-from kt_runtime.errors import InvalidValueError, KtError, UserError
+from kt_runtime.errors import InvalidValueError, KtError, NotFoundError, UserError
 
 if TYPE_CHECKING:
     from kt_runtime.train.display import Display
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
     from kt_runtime.train.recipe import Recipe
     from kt_runtime.train.reference_logprobs import Serving
     from kt_runtime.train.serving_path import ServingPath
-    from kt_runtime.wire.messages import StatusReply
+    from kt_runtime.wire.messages import PublishReply, StatusReply
 
 ABANDON_SECONDS = 3.0
 # One call may be 16,384 tokens through the largest models' experts on the CPU, behind other sessions and many streams.
@@ -53,25 +57,34 @@ class Prepared:
 
 
 @click.command(name="train", help=__doc__)
-@click.option("--recipe", "recipe_path", required=True, type=click.Path(path_type=Path), help="A YAML or JSON recipe.")
 @click.option("--check", is_flag=True, help="Check recipe, data and adapter, print the plan, and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
-@click.argument("overrides", nargs=-1)
+@recipe_arguments
 @server_options
 def command(
-    recipe_path: Path, check: bool, as_json: bool, overrides: tuple[str, ...], url: str | None, api_key: str | None
+    recipe_path: Path | None,
+    arguments: tuple[str, ...],
+    check: bool,
+    as_json: bool,
+    url: str | None,
+    api_key: str | None,
 ) -> int:
     from kt_runtime.train.display import display_for
 
+    recipe_path, overrides = recipe_of(recipe_path, arguments, "train")
     with display_for(sys.stderr if as_json else sys.stdout) as display:
-        recipe = _read(recipe_path, overrides, display.say)
-        if not (recipe.do_train or recipe.do_eval):
-            return predict_alone(recipe, url, api_key, display.say, check=check, as_json=as_json)
         api = ServerAPI(server_url(url), api_key)
-        status = api.get("/kt/status") if api.answers() else None
-        if status is None:
-            check_named_server(url, recipe.model_name_or_path)
-        prepared = _prepare(recipe, status, display.say)
+        status = running_status(url, api_key)
+        with with_all_problems(recipe_path, overrides, "train", status):
+            recipe = _read(recipe_path, overrides, display.say)
+            if recipe.do_train or recipe.do_eval:
+                if status is None:
+                    check_named_server(url, recipe.model_name_or_path)
+                prepared = _prepare(recipe, status, display.say)
+            else:
+                prediction = prepare_prediction(recipe, None, url, api_key, display.say, status)
+        if not (recipe.do_train or recipe.do_eval):
+            return predict_alone(recipe, prediction, url, api_key, display.say, check=check, as_json=as_json)
         if check:
             from kt_runtime.cli.train_check import check_run
 
@@ -107,7 +120,7 @@ def _prepare(recipe: Recipe, status: dict[str, Any] | None, say: Callable[[str],
     from kt_runtime.serve.checkpoint_files import read_config
     from kt_runtime.serve.resident_notes import asked_placement
     from kt_runtime.train.inputs import read_inputs
-    from kt_runtime.train.loop import gone_on_from
+    from kt_runtime.train.loop import check_lengths, gone_on_from
     from kt_runtime.train.rendering import Renderer
 
     model = recipe.model_name_or_path
@@ -115,25 +128,33 @@ def _prepare(recipe: Recipe, status: dict[str, Any] | None, say: Callable[[str],
     config = read_config(directory)
     max_rank = None if status is None else int(status["max_lora_rank"])
     recipe = with_starting_adapter(recipe, config, max_rank, say)
-    _check_lora(recipe, config, max_rank)
+    check_rank(recipe, max_rank)
+    check_targets(recipe, config)
     asked_placement(recipe, config if status is None else None)
     renderer = Renderer(directory, recipe)
     if comparison := renderer.comparison():
         say(comparison)
     inputs = read_inputs(recipe, renderer, say)
+    if status is not None:
+        check_lengths(recipe, inputs, int(status["context_tokens"]))
     gone_on_from(recipe, inputs, None)
     return Prepared(recipe, inputs, config)
 
 
-def _check_lora(recipe: Recipe, config: dict[str, Any], max_rank: int | None) -> None:
-    """Raises, with the recipe's line, what the resident would refuse once the run has begun."""
-    from kt_runtime.families import resolve_targets
-
+def check_rank(recipe: Recipe, max_rank: int | None) -> None:
+    """Raises, with the recipe's line, what the resident would refuse once the run has begun. `max_rank`: the server's,
+    None while there is none."""
     if max_rank is not None and recipe.lora_rank > max_rank:
         raise InvalidValueError(
             f"{recipe.where('lora_rank')}: lora_rank: {recipe.lora_rank}: the server serves adapters up to rank "
             f"{max_rank}; lower it, or start the server with --max-lora-rank {recipe.lora_rank}"
         )
+
+
+def check_targets(recipe: Recipe, config: dict[str, Any]) -> None:
+    """Raises InvalidValueError, with the recipe's line, for a target that the model does not have."""
+    from kt_runtime.families import resolve_targets
+
     try:
         resolve_targets(config, recipe.lora_target)
     except UserError as error:
@@ -163,11 +184,29 @@ def _run(prepared: Prepared, url: str | None, api_key: str | None, display: Disp
             except KeyboardInterrupt:
                 _abandon(api, session_name(recipe.output_dir))
                 raise
+        if result.published is not None and api.url != server_url(url):
+            say_where_published(api, result.published, recipe.model_name_or_path, display.say)
         if recipe.do_predict and not result.interrupted:
             from kt_runtime.cli.predict import predict_after_training
 
             predict_after_training(api, api_key, recipe, display.say)
         return result
+
+
+def say_where_published(api: ServerAPI, published: PublishReply, model: str, say: Callable[[str], None]) -> None:
+    """For a server that ends with the run: where the version is, and when its name answers again."""
+    from kt_runtime.cli.adapter_place import wait_until_written
+
+    directory = Path(api.get("/kt/status")["adapter_directory"]) / published.name / published.version
+    try:
+        wait_until_written(directory, published.name)
+    except NotFoundError:
+        say(f"{published.name} was published, but its version was not written to {directory}: the next server lacks it")
+        return
+    say(
+        f"the server of this run ends with it; {published.name} is in {directory}, and the next "
+        f"`kt-runtime serve --model {model}` serves it again"
+    )
 
 
 def reference_serving(api: ServerAPI, api_key: str | None, recipe: Recipe, say: Callable[[str], None]) -> Serving:

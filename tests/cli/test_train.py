@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from reference.fake_server import fake_server
 
 from kt_runtime.adapters import AdapterTensors, write_peft_directory
-from kt_runtime.cli import run_server, starting_adapter, train
+from kt_runtime.cli import adapter_place, run_server, starting_adapter, train
+from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.main import main
 from kt_runtime.errors import ConflictError
 from kt_runtime.families import family_for, resolve_targets
@@ -19,6 +21,7 @@ from kt_runtime.serve.make_model import make_model
 from kt_runtime.serve.presets import load_preset
 from kt_runtime.train.loop import RunResult
 from kt_runtime.train.recipe import Recipe
+from kt_runtime.wire.messages import PublishReply
 
 CONFIG = load_preset("tiny-deepseek-v3").config
 
@@ -81,7 +84,6 @@ def test_check_prints_the_plan_and_changes_nothing(check: Any, tmp_path: Path) -
     ("text", "message"),
     [
         ("lora_target: q_prj\n", r"r.yaml:8: lora_target: unknown LoRA target 'q_prj'; did you mean"),
-        ("lora_dropout: 0.1\n", "r.yaml:8: lora_dropout: 0.1: routed experts can't be trained with dropout"),
         ("report_to: wandbb\n", "wandbb"),
         ("adapter_name_or_path: /no/such\n", "r.yaml:8: adapter_name_or_path"),
         ("cutoff_len: 3\n", "cutoff_len: 3"),
@@ -202,6 +204,22 @@ def test_a_server_started_for_the_run_takes_the_recipes_placement(
     rules.write_text(RULES.replace("mlp.experts", "mlp.exprts"))
     status, said = check(text="kt_optimize_rule: rules.yaml\n")
     assert status == 2 and "rules.yaml:1" in said and "mlp.exprts" in said, said
+
+
+def test_where_a_server_of_the_runs_own_has_put_its_adapter_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = PublishReply(request_id="", name="mine", version="a" * 64, lora_id="l", publish_ms=1.0)
+    said: list[str] = []
+    monkeypatch.setattr(adapter_place, "WRITING_SECONDS", 0.2)
+    with fake_server(lambda *_: (200, {"adapter_directory": str(tmp_path)})) as fake:
+        api = ServerAPI(fake.url)
+        train.say_where_published(api, published, "tiny", said.append)
+        (tmp_path / "mine" / published.version).mkdir(parents=True)
+        train.say_where_published(api, published, "tiny", said.append)
+    lost, line = said
+    assert f"was not written to {tmp_path}/mine/" in lost
+    assert f"mine is in {tmp_path}/mine/{published.version}, and the next `kt-runtime serve --model tiny`" in line
 
 
 def test_the_line_to_go_on_with_repeats_no_secret(tmp_path: Path) -> None:

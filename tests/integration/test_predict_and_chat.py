@@ -20,6 +20,7 @@ import pytest
 from reference import lora
 
 from kt_runtime.cli.connection import ServerAPI
+from kt_runtime.serve.make_model import make_model
 from kt_runtime.train.recipe import read_recipe
 from kt_runtime.train.rendering import Renderer
 
@@ -186,6 +187,22 @@ def test_chat_follows_a_recipe_and_its_adapter(place: Place) -> None:
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == place.chat("pebble", [{"role": "user", "content": QUESTIONS[0]}]) + "\n"
     assert [adapter["name"] for adapter in place.api.get("/kt/adapters")["adapters"]] == ["pebble"]
+
+
+@pytest.mark.parametrize("wrong", ["model", "template"])
+def test_what_is_wrong_with_a_chat_recipe_is_said_before_its_adapter_is_served(place: Place, wrong: str) -> None:
+    recipe = place.directory / "chat.yaml"
+    model = place.model
+    if wrong == "model":
+        model = make_model("tiny-qwen3-moe", place.directory / "another")
+    template = "template: deepsek3\n" if wrong == "template" else ""
+    recipe.write_text(f"model_name_or_path: {model}\nadapter_name_or_path: {place.adapter}\n{template}")
+    before = place.api.get("/kt/adapters")
+    ran = place.run("chat", str(recipe), text="Who?\n")
+    assert ran.returncode == 2 and ran.stdout == ""
+    expected = "the server's resident model is" if wrong == "model" else "did you mean deepseek3?"
+    assert expected in ran.stderr and "serving" not in ran.stderr
+    assert place.api.get("/kt/adapters") == before
 
 
 def test_chat_with_a_named_template_prompts_as_that_template_does(place: Place) -> None:

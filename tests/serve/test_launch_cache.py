@@ -115,7 +115,8 @@ def test_preset_that_is_not_here_is_refused_with_the_memory_that_its_tiers_would
     started: list[Any], port: int, private_directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    asked = dataclasses.replace(options(tmp_path, port, private_directory), model="Qwen3-30B-A3B")
+    given = options(tmp_path, port, private_directory)
+    asked = dataclasses.replace(given, model="Qwen3-30B-A3B", max_lora_rank=16)
     for host_bytes, need in (
         (None, r"it needs 88\.8 GiB on the CPU"),
         (1 << 42, r"it needs 4\.09 TiB on the CPU"),
@@ -133,7 +134,7 @@ def test_command_line_gives_sizes_in_bytes_and_leaves_out_what_was_not_said(monk
         result = CliRunner().invoke(command, ["--model", "m", *arguments], catch_exceptions=False)
         assert result.exit_code == 0
     plain, tiers, tokens = seen
-    assert plain == ServeOptions(model="m")
+    assert plain == ServeOptions(model="m", lora_rank_may_be_lower=True)
     assert (tiers.cache_device_bytes, tiers.cache_host_bytes, tiers.cache_disk_bytes) == (1 << 30, 4 << 30, 3 << 39)
     assert tiers.cache_dir == Path("/c") and tiers.max_total_tokens == 16384
     assert (tokens.max_total_tokens, tokens.cache_host_bytes, tokens.asks_for_cache) == (512, 0, False)

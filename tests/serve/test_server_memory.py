@@ -10,7 +10,7 @@ from kt_runtime.serve import launch, server_memory
 from kt_runtime.serve.memory import check_fits, format_bytes
 from kt_runtime.serve.options import ServeOptions
 from kt_runtime.serve.presets import load_preset, preset_names
-from kt_runtime.serve.server_memory import plan_server, serving_shape
+from kt_runtime.serve.server_memory import plan_server, serving_shape, with_lora_rank
 
 
 @pytest.mark.parametrize("with_gpu", [False, True])
@@ -22,7 +22,9 @@ def test_show_and_serve_agree_for_every_preset(name: str, with_gpu: bool, monkey
     needed = {device: format_bytes(sizes["needed_bytes"]) for device, sizes in shown["devices"].items()}
     assert set(needed) == ({"cpu", "gpu"} if with_gpu else {"cpu"})
     with pytest.raises(InvalidValueError) as refused:  # serve's own check, on a machine that has no memory at all
-        check_fits(*launch.plan_server(ServeOptions(model=name), load_preset(name).config, name))
+        config = load_preset(name).config
+        options = with_lora_rank(ServeOptions(model=name, lora_rank_may_be_lower=True), config, name)
+        check_fits(*launch.plan_server(options, config, name))
     for device, size in needed.items():
         assert f"it needs {size} on the {device.upper()} and 0 B are free" in str(refused.value)
 
@@ -37,3 +39,15 @@ def test_the_plan_follows_the_options() -> None:
     name = "tiny-qwen3-moe"
     plans = [plan_server(asked, load_preset(name).config, name)[0] for asked in (options, ServeOptions(model="m"))]
     assert plans[0].needs != plans[1].needs
+
+
+@pytest.mark.parametrize(("gib", "rank"), [(400, 64), (150, 32), (100, 16), (80, 8), (1, 8)])
+def test_the_default_rank_is_the_highest_that_fits(gib: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_memory, "has_gpu", lambda: False)
+    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu: {"cpu": gib * 2**30})
+    name = "Qwen3-30B-A3B"
+    config = load_preset(name).config
+    options = ServeOptions(model=name, lora_rank_may_be_lower=True)
+    assert (options.max_lora_rank, with_lora_rank(options, config, name).max_lora_rank) == (64, rank)
+    asked = ServeOptions(model=name, max_lora_rank=48)
+    assert with_lora_rank(asked, config, name) is asked

@@ -202,6 +202,23 @@ def test_steps_before_an_early_end_are_logged(resident, display, make_recipe, ex
     assert [entry["step"] for entry in history if "loss" in entry] == [3, 4]
 
 
+@pytest.mark.parametrize("loads_best", [False, True])
+def test_the_last_evaluation_is_made_and_said_once(
+    resident, display, make_recipe, examples, tmp_path, loads_best
+) -> None:
+    best = {"load_best_model_at_end": True, "save_steps": 6, "metric_for_best_model": "loss"} if loads_best else {}
+    recipe = make_recipe(do_eval=True, val_size=2, eval_strategy="steps", eval_steps=6, **best)
+    resident.eval_losses = [1.0, 2.0, 1.5]
+    run(resident, recipe, Inputs(examples[:6], {"": examples[:1]}), display)
+    said = [line for line in display.lines if "evaluation: " in line]
+    # After steps 6 and 12; the best one's again, because the session holds another adapter than after step 12.
+    assert len(said) == (3 if loads_best else 2)
+    results = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    assert results["eval_loss"] == pytest.approx(1.5 if loads_best else 2.0)
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    assert sum("eval_loss" in entry for entry in history) == len(said)
+
+
 def test_do_eval_alone_evaluates_and_leaves_no_adapter(resident, display, make_recipe, examples, tmp_path) -> None:
     recipe = make_recipe(do_train=False, do_eval=True, dataset=(), eval_on_each_dataset=True)
     run(resident, recipe, Inputs([], {"a": examples[:2], "b": examples[2:]}), display)

@@ -254,7 +254,8 @@ def test_a_long_row_keeps_its_start_and_one_without_answer_is_left_out_and_count
     items = renderer.render_all([long, lost, row((user("Who?"), assistant("Mara.")))], said.append)
     assert [item.num_tokens for item in items] == [15, 7]
     assert said == [
-        "2 of 3 rows are longer than cutoff_len=16 tokens: cut there",
+        "2 of 3 rows are longer than cutoff_len=16 tokens, and cut there: "
+        "d.jsonl:1 by 31, d.jsonl:9 by 70; the longest has 86 tokens",
         "1 of 3 rows have no trained token within cutoff_len=16: left out (the first: d.jsonl:9)",
     ]
     assert renderer.render(lost) is None

@@ -11,7 +11,7 @@ import pytest
 from reference.chat_templates import TEMPLATES as SERVED
 from reference.chat_templates import assistant, system, user
 
-from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.errors import UnknownNameError
 from kt_runtime.serve.make_tokenizer import write_tokenizer
 from kt_runtime.serve.presets import load_preset
 from kt_runtime.train.data import Conversation, Preference
@@ -160,9 +160,113 @@ def test_an_unknown_name_is_refused_with_the_nearest(make: Make) -> None:
         make("deepseek-v3", "deepseek_3")
 
 
-def test_tools_are_left_to_the_models_own_template(make: Make) -> None:
-    renderer = make("qwen3", "qwen")
-    with pytest.raises(InvalidValueError, match=r"d:3: template 'qwen' renders user and assistant turns only.*tool"):
-        renderer.render(Conversation(TURNS, ({"type": "function"},), "d:3"))
-    with pytest.raises(InvalidValueError, match="this row has a tool turn"):
-        renderer.prompt([user("Hi."), {"role": "tool", "content": "7"}])
+TIDE = {
+    "name": "tide",
+    "description": "When is it?",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "day": {"type": "integer", "description": "of the year"},
+            "unit": {"type": "string", "enum": ["h", "min"]},
+            "places": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["day"],
+    },
+}
+TOOLS = (
+    {"type": "function", "function": TIDE},
+    {"type": "function", "function": {"name": "now", "description": "at once"}},
+)
+CALLS = [
+    {"type": "function", "function": {"name": "tide", "arguments": {"day": 1, "unit": "é"}}},
+    {"type": "function", "function": {"name": "now", "arguments": {}}},
+]
+TOOL_TURNS = (
+    system("Be brief."),
+    user("When?"),
+    assistant("", tool_calls=CALLS),
+    {"role": "tool", "content": "7"},
+    assistant("At seven."),
+)
+DEFAULT_TOOLS = """You have access to the following tools:
+> Tool Name: tide
+Tool Description: When is it?
+Tool Args:
+  - day (integer, required): of the year
+  - unit (string): , should be one of [h, min]
+  - places (array): , where each item should be string
+
+> Tool Name: now
+Tool Description: at once
+Tool Args:
+
+Use the following format if using a tool:
+```
+Action: tool name (one of [tide, now])
+Action Input: the input to the tool, in a JSON format representing the kwargs \
+(e.g. ```{"input": "hello world", "num_beams": 5}```)
+```
+"""
+DEFAULT_CALLS = 'Action: tide\nAction Input: {"day": 1, "unit": "é"}\nAction: now\nAction Input: {}'
+QWEN_CALLS = (
+    '<tool_call>\n{"name": "tide", "arguments": {"day": 1, "unit": "é"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+QWEN_TOOLS = (
+    "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with "
+    "function signatures within <tools></tools> XML tags:\n<tools>\n"
+    f"{json.dumps(TOOLS[0])}\n{json.dumps(TOOLS[1])}\n</tools>\n\n"
+    "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML "
+    'tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+)
+WITH_TOOLS = {  # of TOOL_TURNS; LLaMA-Factory 0.9.5
+    "deepseek3": f"{BOS}Be brief.{DEFAULT_TOOLS}<｜User｜>When?<｜Assistant｜>«{DEFAULT_CALLS}{EOS}»"
+    f"<｜User｜>7<｜Assistant｜>«At seven.{EOS}»",
+    "deepseekr1": f"{BOS}Be brief.{DEFAULT_TOOLS}<｜User｜>When?<｜Assistant｜>«{EMPTY}{DEFAULT_CALLS}{EOS}»<｜User｜>7"
+    f"<｜Assistant｜>«{EMPTY}At seven.{EOS}»",
+    "chatml": f"<|im_start|>system\nBe brief.{DEFAULT_TOOLS}<|im_end|>\n<|im_start|>user\nWhen?<|im_end|>\n<|im_start|>"
+    f"assistant\n«{DEFAULT_CALLS}<|im_end|>\n»<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
+    "«At seven.<|im_end|>\n»",
+    "qwen3_nothink": f"<|im_start|>system\nBe brief.{QWEN_TOOLS}<|im_end|>\n<|im_start|>user\nWhen?<|im_end|>\n"
+    f"<|im_start|>assistant\n«{QWEN_CALLS}<|im_end|>\n»<|im_start|>user\n<tool_response>\n7\n</tool_response>"
+    "<|im_end|>\n<|im_start|>assistant\n«At seven.<|im_end|>\n»",
+}
+
+
+def marked_with_tools(renderer: Renderer, turns: Any = TOOL_TURNS) -> str:
+    item = renderer.render(Conversation(turns, TOOLS, "d.jsonl:1"))
+    assert item is not None
+    return renderer.marked(item)
+
+
+@pytest.mark.parametrize("name", list(WITH_TOOLS))
+def test_tools_and_their_calls_are_rendered_as_llama_factory_does(make: Make, name: str) -> None:
+    assert marked_with_tools(make("deepseek-v3", name)) == WITH_TOOLS[name]
+
+
+@pytest.mark.parametrize("name", list(TEMPLATES))
+def test_every_named_template_renders_tools_and_trains_calls_and_answers_only(make: Make, name: str) -> None:
+    renderer = make("deepseek-v3", name, cutoff_len=4000)
+    text = marked_with_tools(renderer)
+    trained = [part.partition("»")[0] for part in text.split("«")[1:]]
+    assert len(trained) == 2 and '"day": 1' in trained[0] and "At seven." in trained[1]
+    assert "tide" in text.partition("«")[0] and "of the year" in text.partition("«")[0]
+    assert marked_with_tools(renderer, TOOL_TURNS[1:]).partition("«")[0].count("of the year") == 1
+
+
+def test_calls_keep_what_stands_before_them_and_answers_of_tools_are_one_turn(make: Make) -> None:
+    thought = assistant("<think>\nhm\n</think>", tool_calls=CALLS[1:])
+    outputs = ({"role": "tool", "content": "7"}, {"role": "tool", "content": "8"})
+    text = marked_with_tools(make("deepseek-v3", "deepseekr1"), (user("When?"), thought, *outputs, assistant("At 7.")))
+    assert "«<think>\nhm\n</think>\n\nAction: now\nAction Input: {}" in text
+    assert "<｜User｜>7\n</tool_response>\n<tool_response>\n8<｜Assistant｜>" in text
+    said = marked_with_tools(
+        make("deepseek-v3", "deepseek3"), (user("When?"), assistant("Look:", tool_calls=CALLS[1:]))
+    )
+    assert said.endswith(f"«Look:\nAction: now\nAction Input: {{}}{EOS}»")
+
+
+def test_a_prompt_with_tools_is_the_beginning_of_the_row(make: Make) -> None:
+    renderer = make("deepseek-v3", "deepseek3")
+    text = renderer.tokenizer.decode(renderer.prompt(TOOL_TURNS[:-1], TOOLS))
+    assert text == WITH_TOOLS["deepseek3"].replace("«", "").replace("»", "").removesuffix(f"At seven.{EOS}")

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.errors import InvalidValueError, UnknownNameError, UserError
 from kt_runtime.train.data import alpaca, chat
 from kt_runtime.train.data.catalog import DatasetInfo, read_catalog
 from kt_runtime.train.data.conversations import Conversation, Message, Preference
 from kt_runtime.train.data.mixing import STRATEGIES, mix
-from kt_runtime.train.data.rows import Row, read_rows
+from kt_runtime.train.data.rows import Report, Row, read_rows, refuse
 from kt_runtime.train.data.turns import RowSkipped, Turns, is_empty
 
 if TYPE_CHECKING:
@@ -41,7 +41,22 @@ def read_named(recipe: Recipe, names: tuple[str, ...], say: Say) -> Iterator[tup
     return ((dataset.info.name, row) for dataset in _open(recipe, names, say) for row in dataset.rows())
 
 
-def _open(recipe: Recipe, names: tuple[str, ...], say: Say) -> list[_Dataset]:
+def read_all_that_can_be(recipe: Recipe, names: tuple[str, ...], report: Report) -> Iterator[Conversation | Preference]:
+    """As `read_named`, without the names: what is wrong with a dataset or a row is told to `report`, and reading goes
+    on with the next. Not for runs."""
+    for name in names:
+        try:
+            for dataset in _open(recipe, (name,), lambda _: None, report):
+                yield from dataset.rows()
+        except UserError as error:
+            report(error)
+    try:
+        _check_mixing(recipe, names)
+    except UserError as error:
+        report(error)
+
+
+def _open(recipe: Recipe, names: tuple[str, ...], say: Say, report: Report = refuse) -> list[_Dataset]:
     infos = read_catalog(recipe.dataset_dir, names, recipe.where("dataset_dir"))
     for info in infos:
         if info.ranking != (recipe.stage == "dpo"):
@@ -50,7 +65,7 @@ def _open(recipe: Recipe, names: tuple[str, ...], say: Say) -> list[_Dataset]:
                 f"{recipe.where('stage')}: stage: {recipe.stage}: does not fit dataset {info.name!r} ({info.path}), "
                 f"whose rows hold {kind} (ranking: {str(info.ranking).lower()}, {info.where}); it fits stage: {fits}"
             )
-    return [_Dataset(info, recipe, say) for info in infos]
+    return [_Dataset(info, recipe, say, report) for info in infos]
 
 
 def _check_mixing(recipe: Recipe, names: tuple[str, ...]) -> None:
@@ -70,11 +85,11 @@ def _check_mixing(recipe: Recipe, names: tuple[str, ...]) -> None:
 class _Dataset:
     """One dataset of the recipe. `rows` can be called again: it reads the file again, without a word."""
 
-    def __init__(self, info: DatasetInfo, recipe: Recipe, say: Say) -> None:
-        self.info, self._recipe, self._tell = info, recipe, say
+    def __init__(self, info: DatasetInfo, recipe: Recipe, say: Say, report: Report) -> None:
+        self.info, self._recipe, self._tell, self._report = info, recipe, say, report
         self._columns = frozenset(column for column in info.columns.values() if column)
         self._read = alpaca.read_turns if info.formatting == "alpaca" else chat.read_turns
-        self._passes = 0
+        self._passes = self._num_wrong = 0
 
     def rows(self) -> Iterator[Conversation | Preference]:
         self._passes += 1
@@ -91,20 +106,26 @@ class _Dataset:
                     num_skipped += 1
                     if num_skipped <= _NUM_NAMED:
                         say(f"dataset {self.info.name}: {row.where}: left out: {reason}")
+                except InvalidValueError as error:
+                    self._problem(error)
                 else:
                     yield made
         finally:
             if num_skipped:
                 say(f"dataset {self.info.name}: {num_skipped:,} of {num_rows:,} rows left out")
-        if num_rows == num_skipped:
+        if num_rows == num_skipped and not self._num_wrong:
             problem = "every row was left out" if num_rows else "it holds no rows"
             raise InvalidValueError(f"{self.info.where}: {self.info.path}: {problem}; there is nothing to learn")
+
+    def _problem(self, error: UserError) -> None:
+        self._num_wrong += 1
+        self._report(error)
 
     def _chosen_rows(self) -> Iterator[Row]:
         """The first `max_samples` rows; with `num_samples` that many, drawn at random, in the order of the file."""
         most, wanted = self._recipe.max_samples, self.info.num_samples
         if wanted is None:
-            for number, row in enumerate(read_rows(self.info.path, self._columns)):
+            for number, row in enumerate(read_rows(self.info.path, self._columns, self._problem)):
                 if number == most:
                     return
                 yield row

@@ -7,13 +7,16 @@ parquet and arrow by pyarrow, a batch at a time.
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kt_runtime.errors import InvalidValueError, NotFoundError
+from kt_runtime.errors import InvalidValueError, NotFoundError, UserError
 from kt_runtime.train.data import json_text, tables
+
+Report = Callable[[UserError], None]
+"""Is told of a problem; raises it, or keeps it so that further ones are found."""
 
 _SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 
@@ -26,18 +29,25 @@ class Row:
     where: str
 
 
-def read_rows(path: Path, columns: Collection[str]) -> Iterator[Row]:
+def refuse(error: UserError) -> None:
+    """The usual `Report`: the first problem ends the reading."""
+    raise error
+
+
+def read_rows(path: Path, columns: Collection[str], report: Report = refuse) -> Iterator[Row]:
     """Rows of a file, or of all files of a folder in the order of their names.
 
-    `columns` are those that will be asked for; a table's other columns are not read.
-    Raises NotFoundError, and InvalidValueError for a file that is empty or not what its suffix says.
+    `columns` are those that will be asked for; a table's other columns are not read. `report` is told what is wrong
+    with one row, without which reading can go on. Raises NotFoundError, and InvalidValueError for a file that is empty
+    or not what its suffix says.
     """
     for file in data_files(path):
-        for values, where in _read_file(file, columns):
-            if not isinstance(values, dict):
-                kind = type(values).__name__
-                raise InvalidValueError(f"{where}: a row must be a mapping of columns, this is {kind}: {shown(values)}")
-            yield Row(values, where)
+        for values, where in _read_file(file, columns, report):
+            if isinstance(values, dict):
+                yield Row(values, where)
+                continue
+            kind = type(values).__name__
+            report(InvalidValueError(f"{where}: a row must be a mapping of columns, this is {kind}: {shown(values)}"))
 
 
 def data_files(path: Path) -> list[Path]:
@@ -79,7 +89,7 @@ def _check_suffix(file: Path) -> None:
         raise InvalidValueError(f"{file}: suffix {file.suffix!r}: datasets are read from {', '.join(_SUFFIXES)}")
 
 
-def _read_file(file: Path, columns: Collection[str]) -> Iterator[tuple[Any, str]]:
+def _read_file(file: Path, columns: Collection[str], report: Report) -> Iterator[tuple[Any, str]]:
     suffix = file.suffix.lower()
     if suffix == ".csv":
         return _csv_rows(file)
@@ -87,7 +97,15 @@ def _read_file(file: Path, columns: Collection[str]) -> Iterator[tuple[Any, str]
         return tables.rows(file, columns)
     if suffix == ".json" or _begins_with_bracket(file):
         return ((row, f"{file}:{line}") for row, line in json_text.rows_of_text(json_text.read_text(file), file))
-    return ((json_text.decode_line(text, where), where) for text, where in _filled_lines(file))
+    return _json_lines(file, report)
+
+
+def _json_lines(file: Path, report: Report) -> Iterator[tuple[Any, str]]:
+    for text, where in _filled_lines(file):
+        try:
+            yield json_text.decode_line(text, where), where
+        except InvalidValueError as error:
+            report(error)
 
 
 def _filled_lines(file: Path) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,6 @@ table        all keys with their class; docs/recipes.md is generated from it
 """
 
 from kt_runtime.train.recipe.fields import Recipe
-from kt_runtime.train.recipe.reading import read_recipe
+from kt_runtime.train.recipe.reading import read_recipe, read_what_is_right
 
-__all__ = ["Recipe", "read_recipe"]
+__all__ = ["Recipe", "read_recipe", "read_what_is_right"]

@@ -1,4 +1,7 @@
-"""What several keys must agree on. Each function looks at a draft whose values have been checked one by one."""
+"""What several keys must agree on. Each function looks at a draft whose values have been checked one by one.
+
+A value that is wrong by itself is taken out, so that a search for further problems does not meet it again.
+"""
 
 from __future__ import annotations
 
@@ -107,6 +110,7 @@ def _template(draft: Draft) -> None:
         draft.problem(
             "template", f"no template of a model that is served here{nearest(template, known)}; known: {listed}"
         )
+        del draft.values["template"]
 
 
 def _evaluation(draft: Draft) -> None:
@@ -205,9 +209,11 @@ def _paths(draft: Draft) -> None:
         path = draft.get(key)
         if path is not None and not os.path.exists(path):
             draft.problem(key, f"{path} is not on this machine, and nothing is downloaded")
+            del draft.values[key]
     resumed = draft.get("resume_from_checkpoint")
     if resumed is not None and not isinstance(resumed, bool) and not os.path.isdir(resumed):
         draft.problem("resume_from_checkpoint", f"{resumed} is not a directory on this machine")
+        del draft.values["resume_from_checkpoint"]
 
 
 def _output(draft: Draft) -> None:

@@ -30,6 +30,22 @@ def read_recipe(path: Path, overrides: list[str] | None = None, purpose: str = "
 
     Raises NotFoundError for a missing file and InvalidValueError with every problem found, each with its line.
     """
+    draft = _draft(path, overrides, purpose)
+    if draft.problems:
+        raise all_problems(path, draft.problems)
+    return _recipe(draft, path), in_order(draft.notes, path)
+
+
+def read_what_is_right(
+    path: Path, overrides: list[str] | None = None, purpose: str = "train"
+) -> tuple[Recipe, list[str]]:
+    """The recipe with every key that is wrong at its default, and what is wrong with those: for a search for further
+    problems, never for a run. Raises as `read_recipe` for a file that is no recipe at all."""
+    draft = _draft(path, overrides, purpose)
+    return _recipe(draft, path), draft.problems
+
+
+def _draft(path: Path, overrides: list[str] | None, purpose: str) -> Draft:
     if purpose not in constraints.PURPOSES:
         raise UnknownNameError("purpose", purpose, constraints.PURPOSES)
     draft = Draft(str(path))
@@ -39,9 +55,7 @@ def read_recipe(path: Path, overrides: list[str] | None = None, purpose: str = "
         if key in draft.values:
             alias.apply(draft, draft.values.pop(key))
     constraints.check(draft, purpose)
-    if draft.problems:
-        raise all_problems(path, draft.problems)
-    return _recipe(draft, path), in_order(draft.notes, path)
+    return draft
 
 
 def _recipe(draft: Draft, path: Path) -> Recipe:
