@@ -8,7 +8,8 @@ Symbols: `sglang.srt.managers.tokenizer_manager.TokenizerManager` and `.SignalHa
 - `generate_request`: SGLang lets a client set `lora_id` itself. Without `lora_path` it would choose any copy, and an
   unknown one ends the scheduler; with one that fails, a count would be released that was never taken.
 - `_validate_and_resolve_lora`: a `lora_path` list longer than the batch would count requests that never end.
-- `_validate_one_request`: what would end the scheduler, and with it the training in it (`frontend_checks.py`).
+- `_validate_one_request`: what would end the scheduler, and with it the training in it (`frontend_checks.py`), and
+  grammars that no client needs (`grammar_limits.py`).
 - the signal handlers: SGLang waits for the last request without a bound, and for a dead child kills this process before
   it can remove its sockets.
 """
@@ -29,6 +30,7 @@ from kt_runtime.sglang_patch.frontend_checks import (
     check_top_logprobs,
 )
 from kt_runtime.sglang_patch.frontend_registry import VersionedRegistry
+from kt_runtime.sglang_patch.grammar_limits import check_grammars
 
 
 class AdapterService(Protocol):
@@ -75,6 +77,7 @@ class FrontendManager(TokenizerManager):
             check_token_ids(input_ids, self.model_config.vocab_size)
         check_top_logprobs(getattr(obj, "top_logprobs_num", None), self.model_config.vocab_size)
         check_stop_token_ids(obj.sampling_params or {}, self.model_config.vocab_size)
+        check_grammars(obj.sampling_params or {})
         super()._validate_one_request(obj, input_ids)
 
     async def load_lora_adapter(self, obj: Any, _: Any = None) -> LoRAUpdateOutput:

@@ -1,0 +1,194 @@
+"""What a client's grammar may hold, checked in the frontend before it reaches the scheduler.
+
+The fields of SGLang 0.5.23's sampling parameters: `json_schema`, `regex`, `ebnf`, `structural_tag`. Each function
+raises ValueError, which SGLang answers with status 400. These limits keep out what no schema in use comes near; what
+compiling may really take is limited where it happens (`grammar_process.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MAX_BYTES = 128 * 1024
+MAX_DEPTH = 64
+MAX_PROPERTIES = 2_000
+MAX_VALUES = 10_000  # of all `enum`s together
+MAX_REPETITIONS = 10_000
+MAX_RULES = 2_000
+SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+ANY_JSON = "$$ANY$$"  # SGLang's name for the grammar of all JSON
+
+
+def check_grammars(sampling_params: Mapping[str, Any]) -> None:
+    """Checks the fields that are set. What is no text is left to SGLang's own checks of types."""
+    for name in ("json_schema", "regex", "ebnf", "structural_tag"):
+        spec = sampling_params.get(name)
+        if isinstance(spec, str):
+            _check_size(name, spec)
+            CHECKS[name](name, spec)
+
+
+def check_schema(name: str, text: str) -> None:
+    """A JSON schema, or a structural tag, which holds schemas."""
+    if text == ANY_JSON:
+        return
+    depth = _depth(text)
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{name}: {depth} levels deep; allowed are {MAX_DEPTH}")
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: is not JSON: {error}") from None
+    num_properties = num_values = 0
+    for place, part in _objects(schema, "#"):
+        num_properties += sum(len(part[key]) for key in SCHEMA_MAPS if isinstance(part.get(key), dict))
+        num_values += len(part["enum"]) if isinstance(part.get("enum"), list) else 0
+        for key in ("pattern", "regex"):
+            if isinstance(part.get(key), str):
+                check_regex(f"{name}: {key} at {place}", part[key])
+        if isinstance(part.get("$ref"), str):
+            _check_reference(name, schema, place, part["$ref"])
+    for number, what, most in (
+        (num_properties, "properties", MAX_PROPERTIES),
+        (num_values, "values in enum lists", MAX_VALUES),
+    ):
+        if number > most:
+            raise ValueError(f"{name}: {number:,} {what}; allowed are {most:,}")
+
+
+def check_regex(name: str, text: str) -> None:
+    """Repetitions within repetitions multiply: `(a{1000}){1000}` is a million states."""
+    _check_repetitions(name, _most_repetitions(text, quotes=""))
+
+
+def check_ebnf(name: str, text: str) -> None:
+    num_rules = text.count("::=")
+    if num_rules > MAX_RULES:
+        raise ValueError(f"{name}: {num_rules:,} rules; allowed are {MAX_RULES:,}")
+    _check_repetitions(name, _most_repetitions(text, quotes='"'))
+
+
+CHECKS = {"json_schema": check_schema, "regex": check_regex, "ebnf": check_ebnf, "structural_tag": check_schema}
+
+
+def _check_repetitions(name: str, largest: int) -> None:
+    if largest > MAX_REPETITIONS:
+        raise ValueError(
+            f"{name}: repeats a part {largest:,} times, nested counts multiplied; allowed are {MAX_REPETITIONS:,}"
+        )
+
+
+def _check_size(name: str, text: str) -> None:
+    """Characters first: text that can't be encoded, or takes long to encode, is refused by its length."""
+    size = len(text) if len(text) > MAX_BYTES else len(text.encode("utf-8", "surrogatepass"))
+    if size > MAX_BYTES:
+        raise ValueError(f"{name}: {size:,} bytes; allowed are {MAX_BYTES:,}")
+    if re.search("[\ud800-\udfff]", text):
+        raise ValueError(f"{name}: holds half of a character (a lone surrogate)")
+
+
+_BRACKET_OR_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+
+
+def _depth(text: str) -> int:
+    """Of nested brackets in JSON, without parsing: Python's parser recurses."""
+    depth = deepest = 0
+    for found in _BRACKET_OR_STRING.finditer(text):
+        character = found[0]
+        if character in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "]}":
+            depth -= 1
+    return deepest
+
+
+def _objects(value: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every JSON object within `value` with its JSON pointer. Not deeper than `MAX_DEPTH`, so recursion is fine."""
+    if isinstance(value, dict):
+        yield place, value
+        for key, child in value.items():
+            if isinstance(child, (dict, list)):
+                yield from _objects(child, f"{place}/{str(key)[:40]}")
+    elif isinstance(value, list):
+        for position, child in enumerate(value):
+            if isinstance(child, (dict, list)):
+                yield from _objects(child, f"{place}/{position}")
+
+
+def _check_reference(name: str, root: Any, place: str, reference: str) -> None:
+    """Follows a reference to a reference, and so on: one that comes back to itself describes nothing."""
+    seen = [reference]
+    while True:
+        target = _resolve(root, reference)
+        if not isinstance(target, dict) or not isinstance(target.get("$ref"), str):
+            return
+        reference = target["$ref"]
+        if reference in seen:
+            raise ValueError(f"{name}: $ref {seen[0]!r} at {place} leads back to itself and describes nothing")
+        seen.append(reference)
+
+
+def _resolve(root: Any, reference: str) -> Any:
+    """What `#/a/b` points to; None where that is nothing, which the compiler says."""
+    if not reference.startswith("#"):
+        return None
+    found = root
+    for part in reference[1:].split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+_COUNT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
+
+
+def _most_repetitions(text: str, quotes: str) -> int:
+    """The largest product of nested counts `{n}`, `{n,m}` in a regular expression, or in EBNF outside `quotes`.
+
+    Read from the left: a group's largest product is known when it closes, and a count multiplies what stands before
+    it. `*` and `+` count once.
+    """
+    largest = last = 1
+    groups: list[int] = []  # for each open group, the largest product found in it so far
+    position, end = 0, len(text)
+    while position < end:
+        character = text[position]
+        count = _COUNT.match(text, position) if character == "{" else None
+        if count and count[0] not in ("{}", "{,}"):
+            last *= _number(count[2] or count[1])
+            position = count.end()
+        else:
+            position = _past(text, position, quotes)
+            if character == "(":
+                groups.append(1)
+                last = 1
+                continue
+            last = groups.pop() if character == ")" and groups else 1
+        largest = max(largest, last)
+        if groups:
+            groups[-1] = max(groups[-1], last)
+    return largest
+
+
+def _number(digits: str) -> int:
+    """At most a million, which is too many anyway: Python refuses to read numbers of thousands of digits."""
+    digits = digits.lstrip("0")
+    return min(int(digits[:7] or "1"), 10**6) if len(digits) < 8 else 10**6
+
+
+def _past(text: str, position: int, quotes: str) -> int:
+    """Past the character, escape, character class or quoted text at `position`."""
+    character = text[position]
+    if character == "\\":
+        return position + 2
+    closing = "]" if character == "[" else character if character in quotes else ""
+    position += 1
+    if closing:
+        while position < len(text) and text[position] != closing:
+            position += 2 if text[position] == "\\" else 1
+        position += 1
+    return position
