@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 import zmq
-
 from fuzz.asking import HANG_SECONDS, HungUp, ask, fault_in
 from fuzz.bodies import Bodies, HttpCase, Places
 from fuzz.clients import AdapterChurn, BadClients, post
@@ -29,7 +28,9 @@ HTTP_THREADS, WIRE_THREADS = 6, 2
 PROBE = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
 # An error of the training protocol that is ours, and yet no fault: the resident says that it is busy.
 BUSY_KINDS = {"ServerBusyError"}
-_ASKS_MUCH = re.compile(rb'"(max_\w*tokens|num_predict|n|min_new_tokens)": ?([0-9.e+]{3,}|null|\[)|"ignore_eos"|"stream"')
+_ASKS_MUCH = re.compile(
+    rb'"(max_\w*tokens|num_predict|n|min_new_tokens)": ?([0-9.e+]{3,}|null|\[)|"ignore_eos"|"stream"'
+)
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class Target:
 class Journal:
     """Thread-safe; every line is on its way to the kernel before the input is sent."""
 
-    def __init__(self, target: Target, name: str) -> None:
-        self._directory = target.directory
-        self._file = (target.directory / f"{name}.jsonl").open("w", encoding="utf-8", buffering=1)
+    def __init__(self, directory: Path, name: str) -> None:
+        self._directory = directory
+        self._file = (directory / f"{name}.jsonl").open("w", encoding="utf-8", buffering=1)
         self._lock = threading.Lock()
 
     def write(self, case: str, **facts: Any) -> None:
@@ -89,7 +90,7 @@ def read_case(path: Path) -> HttpCase | WireCase:
 
 def attack_http(target: Target, stop: Event) -> None:
     """Grammar-made requests from several threads, and adapters that come and go."""
-    journal = Journal(target, "http")
+    journal = Journal(target.directory, "http")
     bodies = Bodies(target.openapi, target.places, target.seed)
     churn = AdapterChurn(target.seed, target.good_adapters, target.places.broken)
     makers = [_every(HTTP_THREADS, first, bodies.case) for first in range(HTTP_THREADS)]
@@ -98,7 +99,7 @@ def attack_http(target: Target, stop: Event) -> None:
 
 def attack_otherwise(target: Target, stop: Event) -> None:
     """Messages of the training protocol, and clients that behave badly."""
-    journal = Journal(target, "wire")
+    journal = Journal(target.directory, "wire")
     clients = BadClients(target.address, target.seed, stop.is_set)
     cases = WireCases(target.wire_places, target.seed)
     held = clients.half_open()

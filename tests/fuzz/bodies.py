@@ -10,6 +10,7 @@ from typing import Any
 from fuzz.raw_json import Pairs, Raw, to_json
 from fuzz.templates import BODIES, FIELDS, HEADERS, SAMPLING
 from fuzz.values import Values
+
 from kt_runtime.serve.auth import Access, rule_for
 
 # Routes that do what they say, to everybody: what they answer is no fault, and the streams would be held up rightly.
@@ -25,7 +26,13 @@ LEFT_OUT = {
 }
 # How often a route is asked: most often what reaches the scheduler, seldom what is refused by its name alone.
 WEIGHTS = {Access.GENERATE: 2.0, Access.GUARDED: 0.5, Access.REFUSED: 0.1, Access.READ: 0.3, Access.PROBE: 0.1}
-HEAVY = {"/generate": 24.0, "/v1/completions": 12.0, "/v1/chat/completions": 12.0, "/v1/responses": 4.0, "/v1/messages": 4.0}
+HEAVY = {
+    "/generate": 24.0,
+    "/v1/completions": 12.0,
+    "/v1/chat/completions": 12.0,
+    "/v1/responses": 4.0,
+    "/v1/messages": 4.0,
+}
 
 
 @dataclass(frozen=True)
@@ -100,21 +107,21 @@ class Bodies:
         randomness = random.Random(f"{self.seed}/{index}")
         values = Values(randomness, self._components)
         route = randomness.choices(self.routes, self._weights)[0]
-        document = self._filled(_Mutation(values, route, self._components).body())
+        document = self._filled(values, _Mutation(values, route, self._components).body())
         return self._framed(values, route, to_json(document), f"http-{self.seed}-{index}")
 
-    def _filled(self, value: Any) -> Any:
+    def _filled(self, values: Values, value: Any) -> Any:
         """With the words in capitals replaced. PEFT: a good adapter; BROKEN: any of the bad ones."""
         if isinstance(value, str):
             if value == "BROKEN" and self.places.broken:
-                return self.places.broken[len(value) % len(self.places.broken)]
+                return values.one(self.places.broken)
             return self.places.peft if value == "PEFT" else value.replace("MODEL", self.places.model)
         if isinstance(value, list):
-            return [self._filled(item) for item in value]
+            return [self._filled(values, item) for item in value]
         if isinstance(value, dict):
-            return {key: self._filled(item) for key, item in value.items()}
+            return {key: self._filled(values, item) for key, item in value.items()}
         if isinstance(value, Pairs):
-            return Pairs(tuple((key, self._filled(item)) for key, item in value.items))
+            return Pairs(tuple((key, self._filled(values, item)) for key, item in value.items))
         return value
 
     def _framed(self, values: Values, route: Route, body: bytes, name: str) -> HttpCase:
@@ -125,7 +132,12 @@ class Bodies:
             headers.append(values.one(HEADERS))
         fault = values.one(FRAMING_FAULTS) if values.chance(0.12) else None
         if fault == "type":
-            headers[0] = ("content-type", values.one(("text/plain", "application/xml", "application/json; charset=utf-16", "", "multipart/form-data")))
+            headers[0] = (
+                "content-type",
+                values.one(
+                    ("text/plain", "application/xml", "application/json; charset=utf-16", "", "multipart/form-data")
+                ),
+            )
         elif fault == "no type":
             del headers[0]
         elif fault == "cut":
@@ -140,7 +152,9 @@ class Bodies:
         elif fault == "promises less":
             length = max(len(body) - values.one((1, 10)), 0)
         elif fault == "not JSON":
-            body = values.one((b"", b"[]", b"5", b'"x"', b"null", b"{", b"\xff\xfe", b"{}" * 200, b"\0" * 50, b"a=1&b=2"))
+            body = values.one(
+                (b"", b"[]", b"5", b'"x"', b"null", b"{", b"\xff\xfe", b"{}" * 200, b"\0" * 50, b"a=1&b=2")
+            )
         if hangs_up is None and values.chance(0.08):
             hangs_up = values.random.random() * 0.5
         return HttpCase(name, route.method, path, body, tuple(headers), length, chunks, hangs_up)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fuzz.asking import Answer, ask
+from fuzz.asking import ask
 from fuzz.bodies import HttpCase
 from fuzz.templates import ADAPTERS
 
@@ -42,7 +42,12 @@ class BadClients:
 
     def half_open(self) -> list[socket.socket]:
         """Connections that begin a request and say no more."""
-        begun = [b"", b"P", b"POST /generate HTTP/1.1\r\n", b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{"]
+        begun = [
+            b"",
+            b"P",
+            b"POST /generate HTTP/1.1\r\n",
+            b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{",
+        ]
         begun += [b"\x16\x03\x01\x02\x00\x01", b"GET /v1/realtime HTTP/1.1\r\nupgrade: websocket\r\n"]
         opened = []
         for number in range(HALF_OPEN):
@@ -84,7 +89,10 @@ class BadClients:
         timer = threading.Timer(after_s, self._abort, [name])
         timer.start()
         try:
-            ask(self.address, post(name, "/generate", {**STREAM, "rid": name, "lora_path": self.random.choice([None, *ADAPTERS])}))
+            ask(
+                self.address,
+                post(name, "/generate", {**STREAM, "rid": name, "lora_path": self.random.choice([None, *ADAPTERS])}),
+            )
         finally:
             timer.join()
 
@@ -115,5 +123,3 @@ class AdapterChurn:
                 return post(case, "/kt/adapters", {}, "GET")
         body = {"input_ids": [5, 6], "lora_path": name, "sampling_params": {"max_new_tokens": 12}}
         return post(case, "/generate", body)
-
-

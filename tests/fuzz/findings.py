@@ -37,7 +37,13 @@ def _generate(name: str, refused: bool | None = None, **fields: Any) -> Finding:
     return _posted(name, "/generate", {"input_ids": [5], "sampling_params": SMALL, **fields}, refused)
 
 
-def _posted(name: str, path: str, body: dict[str, Any] | Callable[[], dict[str, Any]], refused: bool | None = None, **options: Any) -> Finding:
+def _posted(
+    name: str,
+    path: str,
+    body: dict[str, Any] | Callable[[], dict[str, Any]],
+    refused: bool | None = None,
+    **options: Any,
+) -> Finding:
     """`refused`: the answer must be a 4xx (True) or 200 (False); None: either."""
 
     def do(room: Room) -> None:
@@ -59,7 +65,9 @@ def _deep_schema(levels: int) -> str:
 
 
 def _wide_schema(properties: int) -> str:
-    return json.dumps({"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(properties)}})
+    return json.dumps(
+        {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(properties)}}
+    )
 
 
 def _grammar(name: str, refused: bool | None = None, **grammar: str) -> Finding:
@@ -149,7 +157,12 @@ def _replaced(room: Room) -> None:
 
 def _logging_writes(room: Room) -> None:
     before = _files(room.place)
-    body = {"log_requests": True, "log_requests_level": 3, "dump_requests_folder": "dumped", "dump_requests_threshold": 1}
+    body = {
+        "log_requests": True,
+        "log_requests_level": 3,
+        "dump_requests_folder": "dumped",
+        "dump_requests_threshold": 1,
+    }
     answer = ask(room.address, post("logging", "/configure_logging", body))
     ask(room.address, post("asked", "/generate", {"input_ids": [5], "sampling_params": SMALL}))
     written = {path for path in _files(room.place) - before if path.suffix == ".pkl"}
@@ -166,7 +179,9 @@ def _unknown_move(room: Room) -> None:
     directory = Path(wire).parent
     addresses = [path for path in directory.iterdir() if "names" in path.name and path.is_socket()]
     assert addresses, f"no names socket in {directory}"
-    move = MoveName(move_id="m", name="found", adapter_version="0" * 64, lora_id="f" * 32, expires_at=time.monotonic() + 60)
+    move = MoveName(
+        move_id="m", name="found", adapter_version="0" * 64, lora_id="f" * 32, expires_at=time.monotonic() + 60
+    )
     with zmq.Context() as context:
         for address in addresses:
             with context.socket(zmq.DEALER) as opened:
@@ -201,10 +216,22 @@ FINDINGS: tuple[Finding, ...] = (
     _generate("positional-embed-overrides-dict", True, positional_embed_overrides={"a": 1}),
     _generate("positional-embed-overrides-text", True, positional_embed_overrides="x"),
     _generate("top-k-of-65-bits", True, sampling_params={**SMALL, "temperature": 1, "top_k": 2**63}),
-    _generate("stop-regex-catastrophic", sampling_params={"max_new_tokens": 64, "regex": "a{64}", "stop_regex": "(a+)+b$"}),
+    _generate(
+        "stop-regex-catastrophic", sampling_params={"max_new_tokens": 64, "regex": "a{64}", "stop_regex": "(a+)+b$"}
+    ),
     _generate("text-of-16-mb", True, input_ids=None, text="a b " * 4_000_000),
-    _posted("completion-of-16-mb", "/v1/completions", lambda: {"model": "model", "prompt": "a b " * 4_000_000, "max_tokens": 1}, True),
-    _posted("chat-of-16-mb", "/v1/chat/completions", lambda: {"model": "model", "messages": [{"role": "user", "content": "a b " * 4_000_000}]}, True),
+    _posted(
+        "completion-of-16-mb",
+        "/v1/completions",
+        lambda: {"model": "model", "prompt": "a b " * 4_000_000, "max_tokens": 1},
+        True,
+    ),
+    _posted(
+        "chat-of-16-mb",
+        "/v1/chat/completions",
+        lambda: {"model": "model", "messages": [{"role": "user", "content": "a b " * 4_000_000}]},
+        True,
+    ),
     _grammar("schema-900-deep", json_schema=_deep_schema(900)),
     _grammar("schema-of-20000-properties", json_schema=_wide_schema(20_000)),
     _grammar("regex-of-10-mb", True, regex="(ab|cd)" * 1_500_000),

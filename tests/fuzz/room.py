@@ -36,6 +36,7 @@ STEPS = 4
 # Memory that a process may keep after everything was taken back, as a share of what it had before.
 KEPT_SHARE = 0.05
 SETTLE_SECONDS = 60.0
+MOST_RESIDENT_BYTES = 3 << 30
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,10 @@ class TrainingRun(threading.Thread):
 
 
 class Watch(threading.Thread):
-    """Looks at the server's processes until one ends. `ended`: which, and when, in seconds of CLOCK_MONOTONIC."""
+    """Looks at the server's processes until one ends. `ended`: which, and when, in seconds of CLOCK_MONOTONIC.
+
+    A process that takes more than `MOST_RESIDENT_BYTES` is killed, before the machine's memory is at its end.
+    """
 
     INTERVAL_SECONDS = 0.1
 
@@ -154,8 +158,20 @@ class Watch(threading.Thread):
     def run(self) -> None:
         while not self._finish.wait(self.INTERVAL_SECONDS):
             gone = [process for process in self.processes if not _lives(process)]
-            if gone:
-                self.ended = (", ".join(self.names[process.pid] for process in gone), time.monotonic())
+            large = [
+                process
+                for process in self.processes
+                if process not in gone and _resident(process) > MOST_RESIDENT_BYTES
+            ]
+            if gone or large:
+                reasons = [self.names[process.pid] for process in gone]
+                reasons += [
+                    f"{self.names[process.pid]} (killed: {_resident(process) / 2**30:.1f} GiB)" for process in large
+                ]
+                for process in self.processes if large else ():
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                self.ended = (", ".join(reasons), time.monotonic())
                 self.any_ended.set()
                 return
 
@@ -163,6 +179,13 @@ class Watch(threading.Thread):
 def _name(process: psutil.Process) -> str:
     command = process.cmdline()
     return command[0] if len(command) == 1 else "kt-runtime serve" if "serve" in command else process.name()
+
+
+def _resident(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0
 
 
 def _lives(process: psutil.Process) -> bool:

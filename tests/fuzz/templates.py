@@ -13,7 +13,11 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'
 TOOL = {
     "type": "function",
-    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+    },
 }
 ANTHROPIC_TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object", "properties": {}}}
 CHOICE = {
@@ -28,7 +32,13 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"text": ["a", "b"], "sampling_params": [SHORT, SHORT], "lora_path": ["fuzz-a", None]},
         {"input_ids": [[5, 6], [7]], "sampling_params": {"n": 2, "max_new_tokens": 3}},
         {"input_ids": [5], "stream": True, "sampling_params": {"max_new_tokens": 24, "ignore_eos": True}},
-        {"input_ids": [5, 6], "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0, "sampling_params": SHORT},
+        {
+            "input_ids": [5, 6],
+            "return_logprob": True,
+            "top_logprobs_num": 2,
+            "logprob_start_len": 0,
+            "sampling_params": SHORT,
+        },
         {"input_ids": [5], "sampling_params": {"max_new_tokens": 16, "regex": "[a-c]{1,8}"}},
         {"input_ids": [5], "sampling_params": {"max_new_tokens": 16, "json_schema": SCHEMA}},
         {"input_ids": [5], "sampling_params": {"max_new_tokens": 16, "ebnf": 'root ::= "a" | "b" root'}},
@@ -44,21 +54,48 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     ],
     "/v1/chat/completions": [
         {"model": "MODEL", "messages": MESSAGES, "max_tokens": 6},
-        {"model": "MODEL", "messages": [{"role": "system", "content": "s"}, *MESSAGES], "max_tokens": 4, "tools": [TOOL]},
+        {
+            "model": "MODEL",
+            "messages": [{"role": "system", "content": "s"}, *MESSAGES],
+            "max_tokens": 4,
+            "tools": [TOOL],
+        },
         {"model": "MODEL", "messages": MESSAGES, "max_tokens": 8, "tools": [TOOL], "tool_choice": "required"},
-        {"model": "fuzz-a", "messages": MESSAGES, "max_tokens": 8, "stream": True, "stream_options": {"include_usage": True}},
+        {
+            "model": "fuzz-a",
+            "messages": MESSAGES,
+            "max_tokens": 8,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
         {"model": "MODEL", "messages": MESSAGES, "max_tokens": 16, "response_format": {"type": "json_object"}},
         {
-            "model": "MODEL", "messages": MESSAGES, "max_tokens": 8, "logprobs": True, "top_logprobs": 2,
+            "model": "MODEL",
+            "messages": MESSAGES,
+            "max_tokens": 8,
+            "logprobs": True,
+            "top_logprobs": 2,
             "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
         },
-        {"model": "MODEL", "messages": [*MESSAGES, {"role": "assistant", "content": "a"}], "continue_final_message": True, "max_tokens": 3},
+        {
+            "model": "MODEL",
+            "messages": [*MESSAGES, {"role": "assistant", "content": "a"}],
+            "continue_final_message": True,
+            "max_tokens": 3,
+        },
         {"model": "MODEL", "messages": [{"role": "user", "content": [{"type": "text", "text": "t"}]}], "max_tokens": 3},
     ],
     "/v1/responses": [{"model": "MODEL", "input": "hello", "max_output_tokens": 6, "store": False}],
     "/v1/messages": [
         {"model": "MODEL", "messages": MESSAGES, "max_tokens": 6},
-        {"model": "MODEL", "messages": MESSAGES, "max_tokens": 6, "tools": [ANTHROPIC_TOOL], "stream": True, "system": "s"},
+        {
+            "model": "MODEL",
+            "messages": MESSAGES,
+            "max_tokens": 6,
+            "tools": [ANTHROPIC_TOOL],
+            "stream": True,
+            "system": "s",
+        },
     ],
     "/v1/messages/count_tokens": [{"model": "MODEL", "messages": MESSAGES}],
     "/v1/embeddings": [{"model": "MODEL", "input": "hello"}, {"model": "MODEL", "input": [[5, 6]]}],
@@ -78,12 +115,11 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/vertex_generate": [{"instances": [{"text": "hello"}], "parameters": {"sampling_params": SHORT}}],
     "/parse_function_call": [{"text": "x", "tools": [TOOL], "tool_call_parser": "qwen25"}],
     "/separate_reasoning": [{"text": "<think>a</think>b", "reasoning_parser": "deepseek-r1"}],
-    "/kt/adapters": [{"name": "fuzz-a", "path": "PEFT"}],
+    "/kt/adapters": [{"name": "fuzz-a", "path": "PEFT"}, {"name": "fuzz-c", "path": "BROKEN"}],
     "/load_lora_adapter": [{"lora_name": "fuzz-b", "lora_path": "PEFT"}],
     "/unload_lora_adapter": [{"lora_name": "fuzz-b"}],
     "/open_session": [{"capacity_of_str_len": 100, "session_id": "s"}],
     "/close_session": [{"session_id": "s"}],
-    "/abort_request": [{"rid": "nobody"}],
 }
 BODIES["/tokenize"], BODIES["/detokenize"] = BODIES["/v1/tokenize"], BODIES["/v1/detokenize"]
 

@@ -21,11 +21,50 @@ INTEGERS += [2**64 - 1, 2**64, 10**30, 10**310]
 NUMBERS = [0.0, -0.0, 0.1, 0.5, 0.99, 1.0, 1.0000001, 2.0, -1.0, 1e-7, 1e-45, 1e-320, 3e38, 1e39, 1.7e308, -1e308]
 RAW_NUMBERS = [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999", b"1e-999", b"-0", b"0x10", b"01", b"1.", b"+1"]
 RAW_NUMBERS += [b"1" * 400, b"9" * 5000, b"0." + b"3" * 400, b"1e99999999999", b"True", b"undefined"]
-STRINGS = ["", "a", "hello", "once upon a time", "\0", "\n", "\x7f", "null", "true", "-1", "1e999", "NaN", "é", "日本語"]
+STRINGS = [
+    "",
+    "a",
+    "hello",
+    "once upon a time",
+    "\0",
+    "\n",
+    "\x7f",
+    "null",
+    "true",
+    "-1",
+    "1e999",
+    "NaN",
+    "é",
+    "日本語",
+]
 STRINGS += ["🧑‍🚀🧑‍🚀", "\u202e\u0000\ufeff", "\ud800", "a\udc00b", "%s%n{}{0.__class__}", "../x", "/dev/zero"]
-STRINGS += ["__import__('os')", "{{ 7*7 }}", "<|im_end|>", "<s></s>", "</think>", "<tool_call>{", "[TOOL_CALLS]", "\\", '"']
+STRINGS += [
+    "__import__('os')",
+    "{{ 7*7 }}",
+    "<|im_end|>",
+    "<s></s>",
+    "</think>",
+    "<tool_call>{",
+    "[TOOL_CALLS]",
+    "\\",
+    '"',
+]
 STRINGS += ["data:image/png;base64,AAAA", "file:///etc/hostname", "http://127.0.0.1:9/x.png", "default", "auto", "none"]
-KEYS = ["", "a", "0", "-1", "1", "5", "9999999999999999999", "type", "__class__", "constructor", "$ref", "\ud800", "é" * 40]
+KEYS = [
+    "",
+    "a",
+    "0",
+    "-1",
+    "1",
+    "5",
+    "9999999999999999999",
+    "type",
+    "__class__",
+    "constructor",
+    "$ref",
+    "\ud800",
+    "é" * 40,
+]
 
 
 class Values:
@@ -64,8 +103,8 @@ class Values:
             self.integer,
             self.number,
             self.string,
-            lambda: [],
-            lambda: {},
+            list,
+            dict,
         ]
         if depth < 3:
             makers += [lambda: self.some(lambda: self.anything(depth + 1)), lambda: self.mapping(depth + 1)]
@@ -84,7 +123,9 @@ class Values:
     def deep(self) -> Raw:
         """A document of many levels."""
         depth = self.one((40, 300, 900, DEEPEST))
-        opening, closing = self.one(((b"[", b"]"), (b'{"a":', b"}"), (b'{"items":', b"}"), (b'{"properties":{"a":', b"}}")))
+        opening, closing = self.one(
+            ((b"[", b"]"), (b'{"a":', b"}"), (b'{"items":', b"}"), (b'{"properties":{"a":', b"}}"))
+        )
         return Raw(opening * depth + b"1" + closing * depth)
 
     # By a schema.

@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 import msgspec
 import numpy as np
-
 from fuzz.raw_json import Raw
 from fuzz.values import Values
+
 from kt_runtime.wire.codec import MAGIC
 from kt_runtime.wire.messages import PROTOCOL_VERSION, AnyRequest
 
@@ -49,7 +49,15 @@ SAVE_PATHS = ["SAVED", "NEW", "NEW", "PRECIOUS", "/proc/x", "", "\0", "x" * 5000
 # Which values are of good form, so that most messages get further than the decoder.
 GOOD = {"session": SESSIONS, "name": NAMES, "lora": FIELDS["lora"][:3], "loss": FIELDS["loss"][:2], "model": ["policy"]}
 # How often: what changes state, then what computes.
-WEIGHTS = {"create_session": 4, "forward_backward": 4, "forward": 3, "optim_step": 4, "publish": 3, "save": 3, "load": 3}
+WEIGHTS = {
+    "create_session": 4,
+    "forward_backward": 4,
+    "forward": 3,
+    "optim_step": 4,
+    "publish": 3,
+    "save": 3,
+    "load": 3,
+}
 MOST_TOKENS = 96
 
 
