@@ -89,6 +89,7 @@ def fault_in(case: HttpCase, answer: Answer) -> str | None:
         return f"status {answer.status}: {answer.body[:300]!r}"
     shown = _TRACE.search(answer.body)
     if shown and shown.group() not in case.body:
-        return f"status {answer.status} shows {shown.group()!r}: {answer.body[max(shown.start() - 100, 0) : shown.end() + 200]!r}"
+        around = answer.body[max(shown.start() - 100, 0) : shown.end() + 200]
+        return f"status {answer.status} shows {shown.group()!r}: {around!r}"
     event = _FAULT_EVENT.search(answer.body) if answer.status == 200 else None
     return f"status 200, then {answer.body[event.start() : event.start() + 300]!r}" if event else None

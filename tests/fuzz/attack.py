@@ -2,7 +2,8 @@
 
 Each line of a journal is JSON: {"case", "at"} when an input is sent and {"case", "end", "status" or "fault"} when it is
 answered, in seconds of CLOCK_MONOTONIC. What a journal doesn't end was under way when the server died. Inputs that were
-answered wrongly are written beside it as they were sent: `<case>.request`, or `<case>.message`, a msgpack list of frames.
+answered wrongly are written beside it as they were sent: `<case>.request`, or `<case>.message`, a msgpack list of
+frames.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fuzz.raw_json import Pairs, Raw, to_json
-from fuzz.templates import BODIES, FIELDS, HEADERS, SAMPLING
+from fuzz.templates import BODIES, FIELDS, HEADERS, MESSAGES, SAMPLING
 from fuzz.values import Values
 
 from kt_runtime.serve.auth import Access, rule_for
@@ -102,10 +102,15 @@ class Bodies:
         self.routes, self.places, self.seed = routes(openapi), places, seed
         self._components = openapi.get("components", {}).get("schemas", {})
         self._weights = [_weight(route) for route in self.routes]
+        self._sweep = sweep()
 
     def case(self, index: int) -> HttpCase:
+        """Every third case is one of the sweep: a right body in which one field has one of its values."""
         randomness = random.Random(f"{self.seed}/{index}")
         values = Values(randomness, self._components)
+        if index % 3 == 0:
+            path, body = self._sweep[(self.seed + index // 3) % len(self._sweep)]
+            return HttpCase(f"http-{self.seed}-{index}", "POST", path, to_json(self._filled(values, body)))
         route = randomness.choices(self.routes, self._weights)[0]
         document = self._filled(values, _Mutation(values, route, self._components).body())
         return self._framed(values, route, to_json(document), f"http-{self.seed}-{index}")
@@ -175,6 +180,20 @@ def _with_broken_bytes(values: Values, body: bytes) -> bytes:
     return bytes(changed)
 
 
+def sweep() -> list[tuple[str, dict[str, Any]]]:
+    """Path and body for every value of every field, in an order that mixes them."""
+    sampling = {"max_new_tokens": 8, "temperature": 1}
+    made: list[tuple[str, dict[str, Any]]] = []
+    for name, value in ((name, value) for name, choices in FIELDS.items() for value in choices):
+        inside = {"sampling_params": {**sampling, name: value}} if name in SAMPLING else {name: value}
+        given = {} if name in ("text", "input_embeds") else {"input_ids": [5, 6]}
+        made.append(("/generate", {**given, "sampling_params": sampling, **inside}))
+        made.append(("/v1/completions", {"model": "MODEL", "prompt": "x", "max_tokens": 6, name: value}))
+        made.append(("/v1/chat/completions", {"model": "MODEL", "messages": MESSAGES, "max_tokens": 6, name: value}))
+    random.Random(0).shuffle(made)
+    return made
+
+
 class _Mutation:
     """One body: a template of the route, or a body by the route's schema, changed in none to four places."""
 
@@ -235,12 +254,13 @@ class _Mutation:
     def _wrap(self, pairs: list[Any]) -> list[Any]:
         """Each field's value in a list, as a batch has it; or a value out of its list."""
         size = self.values.one((1, 2, 3))
-        return [
-            (name, (value[0] if value else None) if isinstance(value, list) and self.values.chance(0.5) else [value] * size)
-            if self.values.chance(0.5)
-            else (name, value)
-            for name, value in pairs
-        ]  # fmt: skip
+
+        def wrapped(value: Any) -> Any:
+            if isinstance(value, list) and self.values.chance(0.5):
+                return value[0] if value else None
+            return [value] * size
+
+        return [(name, wrapped(value) if self.values.chance(0.5) else value) for name, value in pairs]
 
     def _inside(self, pairs: list[Any]) -> list[Any]:
         """Another leaf somewhere below."""
@@ -255,7 +275,10 @@ class _Mutation:
             return [*value[:place], self._changed_leaf(value[place]), *value[place + 1 :]]
         return self.values.anything(2) if self.values.chance(0.5) else value
 
-    _ways = (_set, _set, _set, _set_inside_sampling, _set_inside_sampling, _set_wrong, _drop, _twice, _swap, _splice, _wrap, _inside)  # fmt: skip
+    _ways = (
+        *(_set, _set, _set, _set_inside_sampling, _set_inside_sampling),
+        *(_set_wrong, _drop, _twice, _swap, _splice, _wrap, _inside),
+    )
 
     def _field(self) -> str:
         names = list(self.properties)

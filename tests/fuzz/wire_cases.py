@@ -27,17 +27,21 @@ FIELDS: dict[str, list[Any]] = {
     "name": [*NAMES, "nobody", "", "a/b", "a" * 128, None],
     "lora": [
         LORA, {**LORA, "rank": 8, "dropout": 0.3}, {**LORA, "rank": 1, "targets": ["q_proj"]}, {**LORA, "rank": 10**9},
-        {**LORA, "alpha": 1e308}, {**LORA, "alpha": 1e-300}, {**LORA, "targets": []}, {**LORA, "targets": ["x"]}, {**LORA, "seed": -1},
-        {**LORA, "seed": 2**63}, {**LORA, "targets": ["all"] * 5000}, {**LORA, "targets": ["experts", "experts"]}, {"rank": 4}, {},
+        {**LORA, "alpha": 1e308}, {**LORA, "alpha": 1e-300}, {**LORA, "targets": []}, {**LORA, "targets": ["x"]},
+            {**LORA, "seed": -1},
+        {**LORA, "seed": 2**63}, {**LORA, "targets": ["all"] * 5000}, {**LORA, "targets": ["experts", "experts"]},
+            {"rank": 4}, {},
     ],
     "start_from": [None, "PEFT", "BROKEN", "SAVED", "/nowhere", "/dev/zero", "\0", ""],
     "reference": [None, "PEFT", "BROKEN", "/nowhere", 5],
-    "loss": [CROSS_ENTROPY, PREFERENCE, {**PREFERENCE, "kind": "sigmoid"}, {**PREFERENCE, "beta": 1e300}, {**PREFERENCE, "kind": "x"}, {}],
+    "loss": [CROSS_ENTROPY, PREFERENCE, {**PREFERENCE, "kind": "sigmoid"}, {**PREFERENCE, "beta": 1e300},
+        {**PREFERENCE, "kind": "x"}, {}],
     "model": ["policy", "base", "reference", "x"],
     "activations": ["recompute", "retain", "x"],
     "learning_rate": [0.0, 1e-3, 0.1, 1e19, 3e38, 1e300, -1.0, float("nan"), float("inf")],
     "beta1": [0.9, 0.0, 1.0, 0.999999999], "beta2": [0.999, 0.0, 1.0], "epsilon": [1e-8, 1e-320, 0.0, 1e300],
-    "weight_decay": [0.0, 0.1, 1e300, -1.0], "max_grad_norm": [0.0, 1.0, 1e-320, 1e300], "lora_plus_ratio": [1.0, 1e300, 0.0],
+    "weight_decay": [0.0, 0.1, 1e300, -1.0], "max_grad_norm": [0.0, 1.0, 1e-320, 1e300], "lora_plus_ratio": [1.0,
+        1e300, 0.0],
     "path": ["PEFT", "SAVED", "BROKEN", "NEW", "/nowhere", "", "\0", "x" * 5000],
     "optimizer": [True, False, 5], "replace": [True, False],
     "verify_weights": [False, False, True], "wait_s": [0.0, 0.1, None, -1.0, 1e300],
@@ -145,7 +149,7 @@ def _arrays(values: Values, kind: str, lengths: Any, fields: dict[str, Any]) -> 
     size = sum(lengths) if fits else 5
     highest = values.one((700, 700, 700, 700, 2**31 - 1))
     tokens = [values.random.randrange(3, highest) for _ in range(size)]
-    wanted: dict[str, Any] = {"tokens": np.array(tokens, "<i4"), "targets": np.array(tokens[1:] + [5], "<i4")}
+    wanted: dict[str, Any] = {"tokens": np.array(tokens, "<i4"), "targets": np.array([*tokens[1:], 5], "<i4")}
     weight = values.one((1.0, 1.0, 1.0, 0.0, -1.0, 1e30, 3e38, float("nan")))
     wanted["weights"] = np.full(size, weight, "<f4")
     loss = fields.get("loss")
