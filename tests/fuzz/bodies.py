@@ -7,11 +7,13 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from fuzz.raw_json import Pairs, Raw, to_json
 from fuzz.templates import BODIES, FIELDS, HEADERS, MESSAGES, SAMPLING
 from fuzz.values import Values
 
-from kt_runtime.serve.auth import Access, rule_for
+from kt_runtime.serve.requests.free_json import Grammar, StopPattern
+from kt_runtime.serve.route_table import Access, body_of, rule_for
 
 # Routes that do what they say, to everybody: what they answer is no fault, and the streams would be held up rightly.
 LEFT_OUT = {
@@ -37,9 +39,12 @@ HEAVY = {
 
 @dataclass(frozen=True)
 class Route:
+    """`schema`: of the body, as the server describes it. `allowed`: of the fields that its route table lets pass."""
+
     method: str
     path: str
     schema: dict[str, Any] = field(hash=False)
+    allowed: dict[str, Any] = field(hash=False)
 
 
 def routes(openapi: dict[str, Any]) -> list[Route]:
@@ -50,8 +55,22 @@ def routes(openapi: dict[str, Any]) -> list[Route]:
             content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
             takes_body = method in ("post", "put")
             if path not in LEFT_OUT and (takes_body or content):
-                found.append(Route(method.upper(), path, content.get("schema", {})))
+                schema, method = content.get("schema", {}), method.upper()
+                found.append(Route(method, path, schema, _allowed(method, path, openapi)))
     return found
+
+
+def _allowed(method: str, path: str, openapi: dict[str, Any]) -> dict[str, Any]:
+    """Schema of each field that may pass. The schemas that they name are added to the document's components."""
+    body = body_of(method, path)
+    if body is None:
+        return {}
+    (schema,), named = msgspec.json.schema_components(
+        [body], schema_hook=_schema_of_free, ref_template="#/components/schemas/allowed.{name}"
+    )
+    components = openapi.setdefault("components", {}).setdefault("schemas", {})
+    components |= {f"allowed.{name}": inner for name, inner in named.items()}
+    return dict(components[schema["$ref"].rsplit("/", 1)[-1]]["properties"])
 
 
 @dataclass(frozen=True)
@@ -194,6 +213,11 @@ def sweep() -> list[tuple[str, dict[str, Any]]]:
     return made
 
 
+def _schema_of_free(kind: type) -> dict[str, Any]:
+    """Of the fields whose inside is the client's own."""
+    return {"type": "string"} if kind in (Grammar, StopPattern) else {"type": "object", "additionalProperties": True}
+
+
 class _Mutation:
     """One body: a template of the route, or a body by the route's schema, changed in none to four places."""
 
@@ -203,7 +227,8 @@ class _Mutation:
         for candidate in schema.get("anyOf", [schema]):
             if "$ref" in candidate:
                 schema = components.get(candidate["$ref"].rsplit("/", 1)[-1], {})
-        self.schema, self.properties = schema, schema.get("properties", {})
+        self.schema, self.allowed = schema, route.allowed
+        self.properties = {**schema.get("properties", {}), **route.allowed}
 
     def body(self) -> Any:
         values = self.values
@@ -281,7 +306,8 @@ class _Mutation:
     )
 
     def _field(self) -> str:
-        names = list(self.properties)
+        """Most often one that passes the route's list of fields: what is behind it is asked, too."""
+        names = list(self.allowed if self.allowed and self.values.chance(0.7) else self.properties)
         if not names or self.values.chance(0.1):
             names = list(FIELDS)
         return str(self.values.one(names))
