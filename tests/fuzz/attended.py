@@ -38,7 +38,7 @@ class Attended:
 
     def gaps(self, since: float) -> list[Gap]:
         """Longer than allowed, ended after `since`; a stream that waits now counts with what it has waited."""
-        found = [gap for stream in self.streams for gap in list(stream.gaps) if gap.until > since]
+        found = [gap for stream in self.streams for gap in [*stream.gaps, stream.waiting()] if gap.until > since]
         return [gap for gap in found if gap.seconds > self.longest_gap_s]
 
     def troubles(self, since: float) -> list[str]:

@@ -61,7 +61,13 @@ class Stream(threading.Thread):
         self.gaps: list[Gap] = []
         self.faults: list[str] = []
         self.num_answers = 0
+        self._last: float | None = None
         self._finish = threading.Event()
+
+    def waiting(self) -> Gap:
+        """How long it has waited for its next token so far."""
+        now, last = time.monotonic(), self._last
+        return Gap(now - (now if last is None else last), now)
 
     def finish(self) -> None:
         """The answer under way is the last one."""
@@ -74,6 +80,7 @@ class Stream(threading.Thread):
                     tokens = self._one(client)
                 except (httpx.HTTPError, RuntimeError) as error:
                     self.faults.append(repr(error)[:500])
+                    self._last = None
                     continue
                 self.num_answers += 1
                 if tokens != self.expected:
@@ -81,7 +88,6 @@ class Stream(threading.Thread):
 
     def _one(self, client: httpx.Client) -> list[int]:
         tokens: list[int] = []
-        before = None
         with client.stream("POST", f"{self._url}/generate", json=self._body) as answer:
             if answer.status_code != 200:
                 raise RuntimeError(f"status {answer.status_code}: {answer.read()[:300]!r}")
@@ -89,13 +95,14 @@ class Stream(threading.Thread):
                 if not line.startswith("data: {"):
                     continue
                 now = time.monotonic()
-                if before is not None:
-                    self.gaps.append(Gap(now - before, now))
-                before = now
+                if self._last is not None:
+                    self.gaps.append(Gap(now - self._last, now))
+                self._last = now
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
                     raise RuntimeError(str(event["error"]))
                 tokens = event["output_ids"]
+        self._last = None
         return tokens
 
 
@@ -168,7 +175,7 @@ class Watch(threading.Thread):
                 reasons += [
                     f"{self.names[process.pid]} (killed: {_resident(process) / 2**30:.1f} GiB)" for process in large
                 ]
-                for process in self.processes if large else ():
+                for process in large and self.processes:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.kill()
                 self.ended = (", ".join(reasons), time.monotonic())
@@ -244,6 +251,12 @@ class Room:
         finally:
             run.finish()
             run.join()
+
+    def kill(self) -> None:
+        """A server that stands still would take minutes to end by itself, and its streams to give up."""
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def flush(self) -> None:
         """Takes back what inputs have left: sessions, adapters, cached pages; waits until no request is under way."""
