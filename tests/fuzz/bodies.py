@@ -13,7 +13,7 @@ from fuzz.templates import BODIES, FIELDS, HEADERS, MESSAGES, SAMPLING
 from fuzz.values import Values
 
 from kt_runtime.serve.requests.free_json import Grammar, StopPattern
-from kt_runtime.serve.route_table import Access, body_of, rule_for
+from kt_runtime.serve.route_table import Access, rule_for
 
 # Routes that do what they say, to everybody: what they answer is no fault, and the streams would be held up rightly.
 LEFT_OUT = {
@@ -62,11 +62,11 @@ def routes(openapi: dict[str, Any]) -> list[Route]:
 
 def _allowed(method: str, path: str, openapi: dict[str, Any]) -> dict[str, Any]:
     """Schema of each field that may pass. The schemas that they name are added to the document's components."""
-    body = body_of(method, path)
-    if body is None:
+    rule = rule_for(method, path)
+    if rule is None or rule.body is None:
         return {}
     (schema,), named = msgspec.json.schema_components(
-        [body], schema_hook=_schema_of_free, ref_template="#/components/schemas/allowed.{name}"
+        [rule.body], schema_hook=_schema_of_free, ref_template="#/components/schemas/allowed.{name}"
     )
     components = openapi.setdefault("components", {}).setdefault("schemas", {})
     components |= {f"allowed.{name}": inner for name, inner in named.items()}

@@ -22,6 +22,9 @@ from kt_runtime.wire import Batch
 from kt_runtime.wire.messages import LoraSettings, MoveName
 
 SMALL = {"max_new_tokens": 4, "temperature": 0}
+HELLO = [{"role": "user", "content": "hello"}]
+CIRCLE = '{"$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}},"$ref":"#/$defs/a"}'
+TAG_OF_NOTHING = '{"type":"structural_tag","format":{"type":"json_schema","json_schema":{"$ref":"#"}}}'
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,13 @@ FINDINGS: tuple[Finding, ...] = (
     _posted("expert-distribution", "/start_expert_distribution_record", {}),
     Finding("session-replaced", _session_is_replaced),
     Finding("name-moved-to-nobody", _unknown_move),
+    _generate("top-k-of-32-bits", True, sampling_params={**SMALL, "temperature": 1, "top_k": 2**31}),
+    _generate("beams", True, sampling_params={**SMALL, "beam_width": 2}),
+    _generate("samples-without-end", True, sampling_params={**SMALL, "n": 2**31 - 1}),
+    _posted(
+        "chat-samples-without-end", "/v1/chat/completions", {"model": "model", "messages": HELLO, "n": 2**31 - 1}, True
+    ),
+    _adapter("alpha"),
     # Answers other than they should be.
     _generate("top-logprobs-list", top_logprobs_num=[5], return_logprob=True),
     _generate("session-params-unknown", True, session_params={"x": 1}),
@@ -249,6 +259,20 @@ FINDINGS: tuple[Finding, ...] = (
     _generate("stop-regex-broken", True, sampling_params={**SMALL, "stop_regex": "("}),
     _grammar("schema-of-itself", json_schema='{"$ref":"#"}'),
     _posted("schema-error-shows-no-path", "/v1/chat/completions", {"messages": 5}, True),
+    _grammar("schema-in-a-circle", True, json_schema=CIRCLE),
+    _grammar("ebnf-of-nothing", True, ebnf="root ::= root"),
+    _grammar("tag-of-nothing", True, structural_tag=TAG_OF_NOTHING),
+    _generate(
+        "more-tokens-than-the-grammar",
+        sampling_params={"min_new_tokens": 8, "max_new_tokens": 16, "ebnf": 'root ::= "ab"'},
+    ),
+    _generate("sampling-list-for-one", sampling_params=[SMALL]),
+    _generate("sampling-list-in-a-stream", sampling_params=[], stream=True),
+    _generate("rid-list-empty", True, rid=[]),
+    _posted("unknown-reasoning-parser", "/separate_reasoning", {"text": "a", "reasoning_parser": "x"}, True),
+    _posted("unknown-tool-parser", "/parse_function_call", {"text": "a", "tools": [], "tool_call_parser": "x"}, True),
+    _posted("function-call-of-a-list", "/parse_function_call", {"text": ["a"], "tools": []}, True),
+    _posted("sagemaker-of-lists", "/invocations", {"model": ["model"], "messages": [HELLO]}, True),
     _adapter("many-digits"),
     Finding("saved-below-proc", _saved_below("/proc/x")),
     Finding("learning-rate-1e300", _learning_rate),
