@@ -43,6 +43,7 @@ FIELDS: dict[str, list[Any]] = {
     "weight_decay": [0.0, 0.1, 1e300, -1.0], "max_grad_norm": [0.0, 1.0, 1e-320, 1e300], "lora_plus_ratio": [1.0,
         1e300, 0.0],
     "path": ["PEFT", "SAVED", "BROKEN", "NEW", "/nowhere", "", "\0", "x" * 5000],
+    "publishes": [None, *NAMES, "a/b"], "take_over": [True, True, False],
     "optimizer": [True, False, 5], "replace": [True, False],
     "verify_weights": [False, False, True], "wait_s": [0.0, 0.1, None, -1.0, 1e300],
     "adapter_version": [None, "", "0", "f" * 64, "x", "0000"],
@@ -109,8 +110,9 @@ class WireCases:
                 made["lengths"] = [values.one((1, 2, 7, 24)) for _ in range(values.one((1, 2, 2, 3)))]
             else:
                 known = GOOD if field.name in GOOD and values.chance(0.85) else FIELDS
-                choices = SAVE_PATHS if kind == "save" and field.name == "path" else known[field.name]
-                made[field.name] = self._placed(values, values.one(choices))
+                choices = SAVE_PATHS if kind == "save" and field.name == "path" else known.get(field.name)
+                found = values.one(choices) if choices else _plain(values.of(_schema(field.type)))
+                made[field.name] = self._placed(values, found)
         if values.chance(0.15) and made:
             made[values.one(sorted(made))] = _plain(values.anything())
         if values.chance(0.03):
@@ -124,6 +126,11 @@ class WireCases:
             return values.one(self.places.broken)
         known = {"PEFT": self.places.peft, "SAVED": self.places.saved, "PRECIOUS": self.places.precious}
         return known.get(value, value) if isinstance(value, str) else value
+
+
+def _schema(kind: Any) -> dict[str, Any]:
+    """Of a field that `FIELDS` doesn't know yet."""
+    return dict(msgspec.json.schema(kind))
 
 
 def _plain(value: Any) -> Any:
