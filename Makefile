@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find csrc kt_runtime sglang_patch serve train configs -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo test test-amx test-sanitize check format clean help
+.PHONY: demo test fuzz test-amx test-sanitize check format clean help
 
 # The C++ test program needs a compiler and cmake only; cmake comes with the environment where the system has none.
 CMAKE ?= $(or $(shell command -v cmake),$(BIN)/cmake)
@@ -17,6 +17,7 @@ KERNEL_BUILD = $(CMAKE) --build build/$@ --parallel $(shell getconf _NPROCESSORS
 help:
 	@echo "make demo    install, then train an adapter inside a running server and see the answer change (about four minutes)"
 	@echo "make test    install, then run every test"
+	@echo "make fuzz    attack a real server for an hour, or for FUZZ_SECONDS (docs/testing.md)"
 	@echo "make test-amx       run the AMX kernels' tests on AMX instructions: here, else through the command in AMX_RUNNER"
 	@echo "make test-sanitize  run the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make check   linters, types, and the import-direction test"
@@ -43,6 +44,12 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+# An attack on a real server, for an hour unless told otherwise (docs/testing.md). No seed: one is drawn and printed.
+FUZZ_SECONDS ?= 3600
+fuzz: $(VENV)/installed
+	FUZZ_STRICT=1 FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) FUZZ_REPLAY="$(FUZZ_REPLAY)" \
+	  $(BIN)/pytest -s tests/fuzz $(if $(FUZZ_REPLAY),-k replayed) $(PYTEST_ARGS)
 
 # AMX_RUNNER: a command that runs the (static) program given to it on an emulated processor with AMX, as `sde64 -spr --`.
 test-amx: $(CMAKE_INSTALLED)
