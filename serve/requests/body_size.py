@@ -13,6 +13,7 @@ from __future__ import annotations
 FIXED_BYTES = 1024 * 1024
 BYTES_PER_TOKEN = 16
 FULL_PROMPTS = 4
+BODIES_AT_ONCE = 16  # of the largest size, that may be on their way
 SMALL_BODY_BYTES = 64 * 1024  # of routes that ask the model nothing
 
 

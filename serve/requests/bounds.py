@@ -29,7 +29,7 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 Prompt: TypeAlias = Annotated[str, Meta(extra=BOUNDED_BY_BODY)]
-TokenId: TypeAlias = Annotated[int, Meta(ge=-1, le=LARGEST_INT32)]  # the vocabulary is checked by `frontend_checks`
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST_INT32)]  # the vocabulary is checked by `frontend_checks`
 TokenIds: TypeAlias = Annotated[list[TokenId], Meta(extra=BOUNDED_BY_BODY)]
 Prompts: TypeAlias = Annotated[list[Prompt], Meta(min_length=1, max_length=MAX_PROMPTS)]
 OneOrMorePromptsOfIds: TypeAlias = Annotated[list[TokenId | TokenIds], Meta(extra=BOUNDED_BY_BODY)]

@@ -6,12 +6,12 @@ exception of the server's, with paths in it; the log has it.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
-from kt_runtime.serve.requests.body_size import SMALL_BODY_BYTES
+from kt_runtime.serve.requests.body_reader import BodyReader, BodyRoom, ClientGone
+from kt_runtime.serve.requests.body_size import BODIES_AT_ONCE, SMALL_BODY_BYTES
 from kt_runtime.serve.requests.bounds import Body
 from kt_runtime.serve.requests.checking import parse, parse_query, shortened
 from kt_runtime.serve.requests.refusal import OWN_ROUTES, Refusal, answer
@@ -23,9 +23,6 @@ Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# What is still read, and thrown away, of a body that was refused: a client that is sending would otherwise find its
-# connection reset before it has read the answer.
-DRAINED_BYTES, DRAIN_SECONDS = 64 * 1024 * 1024, 5.0
 ONE_RANK_HEADERS = (b"x-data-parallel-rank", b"x-smg-routing-key")
 
 
@@ -49,6 +46,7 @@ class RequestMiddleware:
         checks: Sequence[Callable[[Body], None]],
     ) -> None:
         self.app, self.fields_of, self.max_body_bytes, self.checks = app, fields_of, max_body_bytes, checks
+        self.room = BodyRoom(BODIES_AT_ONCE * max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,7 +55,8 @@ class RequestMiddleware:
         path = route_path(scope)
         fields = self.fields_of(scope["method"], path)
         body_type = fields.body if fields else None
-        reader = BodyReader(scope["headers"], receive, self.max_body_bytes if body_type else SMALL_BODY_BYTES)
+        limit_bytes = self.max_body_bytes if body_type else SMALL_BODY_BYTES
+        reader = BodyReader(scope["headers"], receive, limit_bytes, self.room)
         try:
             body = await reader.read()
             if fields is not None and fields.query is not None:
@@ -74,58 +73,6 @@ class RequestMiddleware:
         except ClientGone:
             return
         await self.app(scope, _Replay(body, receive), send if path.startswith(OWN_ROUTES) else _Guarded(send, path))
-
-
-class ClientGone(Exception):
-    """The client went away while its body was read; nobody is there to be answered."""
-
-
-class BodyReader:
-    """`is_complete`: the client has sent all of it."""
-
-    def __init__(self, headers: list[tuple[bytes, bytes]], receive: Receive, limit_bytes: int) -> None:
-        self._headers, self._receive, self._limit = headers, receive, limit_bytes
-        self.is_complete = False
-
-    async def read(self) -> bytes:
-        """Raises Refusal (413) as soon as it is known that the body is too large; 400 for one that is compressed."""
-        for name, value in self._headers:
-            if name == b"content-length" and value.isdigit() and int(value) > self._limit:
-                raise self._too_large(f"{int(value)} bytes")
-            if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
-                raise Refusal(400, f"Content-Encoding {shortened(value.decode('latin-1'))}: send the body as it is")
-        received = bytearray()
-        while not self.is_complete:
-            received += await self.receive_part()
-            if len(received) > self._limit:
-                raise self._too_large(f"more than {self._limit} bytes")
-        return bytes(received)
-
-    async def receive_part(self) -> bytes:
-        message = await self._receive()
-        if message["type"] != "http.request":
-            raise ClientGone
-        self.is_complete = not message.get("more_body", False)
-        part: bytes = message.get("body", b"")
-        return part
-
-    async def drain(self) -> None:
-        """Throws away what else the client sends, within bounds."""
-        drained = 0
-        try:
-            async with asyncio.timeout(DRAIN_SECONDS):
-                while not self.is_complete and drained < DRAINED_BYTES:
-                    drained += len(await self.receive_part())
-        except (TimeoutError, ClientGone):
-            return
-
-    def _too_large(self, found: str) -> Refusal:
-        return Refusal(
-            413,
-            f"the body has {found}; this server takes {self._limit} for this route (`kt-runtime serve "
-            "--max-body-size`; docs/http.md says how it follows from the context length)",
-            code="request_too_large",
-        )
 
 
 def check_headers(headers: list[tuple[bytes, bytes]]) -> None:

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Callable, Collection
 from typing import Any
 
+from kt_runtime.serve.requests.control import LoadAdapter
+from kt_runtime.serve.requests.generate import VertexGenerate
 from kt_runtime.serve.requests.refusal import Refusal
 
 # What SGLang takes a request that names no model for.
@@ -29,10 +31,13 @@ class ServedModels:
 
     def check(self, request: Any) -> None:
         """Raises Refusal (404) for a `model` or `lora_path` of `request` that is not served."""
+        if isinstance(request, LoadAdapter):  # its `lora_path` is a directory
+            return
         model = getattr(request, "model", None)
         if model is not None:
             self._check_model(model)
-        paths = getattr(request, "lora_path", None)
+        asked = request.parameters if isinstance(request, VertexGenerate) else request
+        paths = getattr(asked, "lora_path", None)
         for name in paths if isinstance(paths, list) else [paths]:
             if name is not None:
                 self._check_adapter(name, "lora_path")

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 # OpenAI's and Anthropic's names of what is wrong.
-OPENAI_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "server_error"}
-ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "api_error"}
+OPENAI_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "server_error", 503: "server_error"}
+ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 INVALID = "invalid_request_error"
 OWN_ROUTES = "/kt/"  # of kt-runtime
 

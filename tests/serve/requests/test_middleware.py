@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from kt_runtime.serve.requests import middleware
+from kt_runtime.serve.requests import body_reader
 from kt_runtime.serve.requests.body_size import SMALL_BODY_BYTES, largest_body_bytes
 from kt_runtime.serve.requests.middleware import RequestMiddleware
 from kt_runtime.serve.requests.prompts import check_prompts
+from kt_runtime.serve.requests.refusal import Refusal
 from kt_runtime.serve.route_table import rule_for
 
 JSON = (b"content-type", b"application/json")
@@ -114,8 +115,8 @@ def test_body_of_unknown_length_is_read_no_further_than_the_limit() -> None:
 
 
 def test_drain_is_bounded_in_bytes_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "DRAINED_BYTES", 3000)
-    monkeypatch.setattr(middleware, "DRAIN_SECONDS", 0.01)
+    monkeypatch.setattr(body_reader, "DRAINED_BYTES", 3000)
+    monkeypatch.setattr(body_reader, "DRAIN_SECONDS", 0.01)
     declared = (b"content-length", b"9" * 9)
     assert Exchange(*[b"x" * 1000] * 50, headers=[JSON, declared]).run().received == 3
     hanging = Exchange(b"x", b"x", headers=[JSON, declared])
@@ -125,6 +126,51 @@ def test_drain_is_bounded_in_bytes_and_time(monkeypatch: pytest.MonkeyPatch) -> 
 
     hanging._receive = receive  # type: ignore[method-assign]
     assert hanging.run().answer[0] == 413
+
+
+def test_client_that_stops_sending_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_reader, "PART_SECONDS", 0.01)
+    monkeypatch.setattr(body_reader, "DRAIN_SECONDS", 0.01)
+    exchange = Exchange(b"x", b"x")
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    exchange._receive = receive  # type: ignore[method-assign]
+    assert exchange.run().answer[0] == 408
+
+
+def test_bodies_that_are_never_finished_leave_room_for_small_ones_and_give_theirs_back() -> None:
+    room = body_reader.BodyRoom(100_000)
+    stopped = asyncio.Event()
+
+    async def read(*sizes: int, hang: bool = False) -> bytes:
+        parts = [b"x" * size for size in sizes]
+
+        async def receive() -> Any:
+            if not parts:
+                await stopped.wait()
+                return {"type": "http.disconnect"}
+            return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts) or hang}
+
+        return await body_reader.BodyReader([], receive, LIMIT, room).read()
+
+    async def run() -> None:
+        hanging = asyncio.create_task(read(160_000, hang=True))
+        await asyncio.sleep(0)
+        assert room.taken_bytes == 160_000 - SMALL_BODY_BYTES
+        with pytest.raises(Refusal, match="take all the room") as raised:
+            await read(80_000, 80_000)
+        assert raised.value.status == 503
+        assert len(await read(SMALL_BODY_BYTES)) == SMALL_BODY_BYTES
+        stopped.set()
+        with pytest.raises(body_reader.ClientGone):
+            await hanging
+        assert room.taken_bytes == 0
+        assert len(await read(80_000, 80_000)) == 160_000
+
+    asyncio.run(run())
+    assert room.taken_bytes == 0
 
 
 def test_routes_that_ask_nothing_have_a_small_limit() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from kt_runtime.serve.requests.control import LoadAdapter
+from kt_runtime.serve.requests.generate import LogprobFields, VertexGenerate
 from kt_runtime.serve.requests.models import ServedModels
 from kt_runtime.serve.requests.refusal import Refusal
 
@@ -39,6 +41,12 @@ def test_other_names_are_404_with_the_nearest(fields: dict[str, Any], message: s
     with pytest.raises(Refusal) as raised:
         models().check(SimpleNamespace(**fields))
     assert raised.value.status == 404 and message in raised.value.message and len(raised.value.message) < 500
+
+
+def test_adapter_that_is_loaded_is_named_by_its_path_and_vertexs_by_its_parameters() -> None:
+    models().check(LoadAdapter(lora_name="new", lora_path="/a/directory"))
+    with pytest.raises(Refusal, match="unknown adapter 'x'"):
+        models().check(VertexGenerate(instances=[], parameters=LogprobFields(lora_path="x")))
 
 
 def test_before_the_server_has_started_no_adapter_is_served() -> None:
