@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import click
 import httpx
 
-from kt_runtime.cli.connection import ServerAPI, server_options, server_url
+from kt_runtime.cli.connection import ServerAPI, running_status, server_options, server_url
 from kt_runtime.cli.conversation import Conversation
 from kt_runtime.cli.recipe_argument import find_recipe, recipe_arguments
-from kt_runtime.cli.run_server import check_model, running_server
+from kt_runtime.cli.recipe_problems import with_all_problems
+from kt_runtime.cli.run_server import recipes_model, running_server
 from kt_runtime.cli.temporary_adapter import adapter_in_use, check_exists, check_served, rank_of, served_names
 from kt_runtime.errors import KtError, UnknownNameError
 
@@ -68,9 +69,12 @@ def command(
         if recipe_path is None:
             api = ServerAPI(server_url(url), api_key)
         else:
-            recipe = _read(recipe_path, list(overrides))
-            directory = None if adapter else recipe.adapter_name_or_path
-            check_exists(directory)
+            status = running_status(url, api_key)
+            with with_all_problems(recipe_path, overrides, "chat", status):
+                recipe = _read(recipe_path, list(overrides))
+                recipes_model(recipe, status)
+                directory = None if adapter else recipe.adapter_name_or_path
+                check_exists(directory, f"{recipe.where('adapter_name_or_path')}: adapter_name_or_path")
             api = stack.enter_context(_server_for(recipe, directory, url, api_key))
         status = api.get("/kt/status")
         # Before an adapter is served for the wrong model, or for a template that can't be used.
@@ -117,7 +121,7 @@ def _renderer(recipe: Recipe, status: dict[str, Any]) -> Renderer:
     """Raises ConflictError when the recipe's model is not the resident one, and as `Renderer` does."""
     from kt_runtime.train.rendering import Renderer
 
-    return Renderer(check_model(recipe.model_name_or_path, status), recipe)
+    return Renderer(recipes_model(recipe, status), recipe)
 
 
 def _follow(conversation: Conversation, recipe: Recipe, renderer: Renderer) -> None:

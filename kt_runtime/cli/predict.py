@@ -14,7 +14,7 @@ import click
 from kt_runtime.cli.connection import ServerAPI, running_status, server_options, server_url
 from kt_runtime.cli.recipe_argument import recipe_arguments, recipe_of
 from kt_runtime.cli.recipe_problems import with_all_problems
-from kt_runtime.cli.run_server import check_model, check_named_server, local_directory, running_server
+from kt_runtime.cli.run_server import check_model, check_named_server, recipes_model, running_server
 from kt_runtime.cli.temporary_adapter import CONFIG_FILE, adapter_in_use, check_exists, check_served, rank_of
 from kt_runtime.errors import InvalidValueError
 
@@ -141,10 +141,10 @@ def prepare_prediction(
 
     model, is_running = recipe.model_name_or_path, status is not None
     directory = None if adapter else _adapter_directory(recipe)
-    check_exists(directory)
+    check_exists(directory, f"{recipe.where('adapter_name_or_path')}: adapter_name_or_path")
     if is_running and adapter:
         check_served(ServerAPI(server_url(url), api_key), adapter)
-    model_directory = local_directory(model) if status is None else check_model(model, status)
+    model_directory = recipes_model(recipe, status)
     if not is_running:
         check_named_server(url, model)
     asked_placement(recipe, None if is_running else read_config(model_directory))

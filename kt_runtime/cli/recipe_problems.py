@@ -63,6 +63,8 @@ class _Found:
 
 
 def _search(found: _Found, path: Path, overrides: tuple[str, ...], purpose: str, status: Status | None) -> None:
+    from kt_runtime.cli.run_server import recipes_model
+    from kt_runtime.cli.temporary_adapter import check_exists
     from kt_runtime.train.checkpoints import to_resume
     from kt_runtime.train.recipe import read_what_is_right
     from kt_runtime.train.rendering import Renderer
@@ -76,11 +78,17 @@ def _search(found: _Found, path: Path, overrides: tuple[str, ...], purpose: str,
     directory = renderer = None
     if recipe.model_name_or_path:
         with found.kept():
-            directory = _model(recipe, status)
+            directory = recipes_model(recipe, status)
+    if purpose != "train":
+        with found.kept():
+            check_exists(recipe.adapter_name_or_path, f"{recipe.where('adapter_name_or_path')}: adapter_name_or_path")
     if directory is not None:
-        _search_model(found, recipe, directory, status)
+        if purpose == "train":
+            _search_model(found, recipe, directory, status)
         with found.kept():
             renderer = Renderer(directory, recipe)
+    if purpose == "chat":
+        return
     names = (*recipe.dataset, *recipe.eval_dataset)
     if purpose == "predict":
         names = recipe.eval_dataset or recipe.dataset
@@ -88,13 +96,6 @@ def _search(found: _Found, path: Path, overrides: tuple[str, ...], purpose: str,
     if purpose == "train" and recipe.output_dir != Path():
         with found.kept():
             to_resume(recipe)
-
-
-def _model(recipe: Recipe, status: Status | None) -> Path:
-    from kt_runtime.cli.run_server import check_model, local_directory
-
-    model = recipe.model_name_or_path
-    return local_directory(model) if status is None else check_model(model, status)
 
 
 def _search_model(found: _Found, recipe: Recipe, directory: Path, status: Status | None) -> None:

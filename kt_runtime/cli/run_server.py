@@ -7,11 +7,14 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kt_runtime.cli.connection import ServerAPI, server_url
 from kt_runtime.cli.server_process import server
-from kt_runtime.errors import ConflictError, KtError, ServerUnreachableError
+from kt_runtime.errors import ConflictError, KtError, NotFoundError, ServerUnreachableError
+
+if TYPE_CHECKING:
+    from kt_runtime.train.recipe import Recipe
 
 LEAST_LORA_RANK = 16  # memory grows with it, and a run says what rank it needs
 CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -55,6 +58,20 @@ def check_named_server(url: str | None, model: str) -> None:
         raise ServerUnreachableError(
             f"--url {url}: no server answers there; without --url, one is started with {model} for this command"
         )
+
+
+def recipes_model(recipe: Recipe, status: Mapping[str, Any] | None) -> Path:
+    """The directory of the recipe's model, which the server with `status` has, or None: that one will be started with.
+
+    Raises NotFoundError or ConflictError, with the recipe's line.
+    """
+    where = f"{recipe.where('model_name_or_path')}: model_name_or_path"
+    if status is not None:
+        return check_model(recipe.model_name_or_path, status, where)
+    try:
+        return local_directory(recipe.model_name_or_path)
+    except NotFoundError as error:
+        raise NotFoundError(f"{where}: {error}") from None
 
 
 def local_directory(model: str) -> Path:

@@ -45,9 +45,10 @@ def adapter_in_use(
             say(f"{temporary} could not be unloaded: {error}")
 
 
-def check_exists(directory: Path | None) -> None:
+def check_exists(directory: Path | None, where: str = "adapter_name_or_path") -> None:
+    """Raises NotFoundError, beginning with `where`, for an adapter that is not on this machine."""
     if directory is not None and not directory.exists():
-        raise NotFoundError(f"adapter_name_or_path: {directory}: no such file or directory; nothing is downloaded")
+        raise NotFoundError(f"{where}: {directory}: no such file or directory; nothing is downloaded")
 
 
 def check_served(api: ServerAPI, name: str) -> None:

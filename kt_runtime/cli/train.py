@@ -27,7 +27,7 @@ from kt_runtime.cli.main import INTERRUPTED_STATUS
 from kt_runtime.cli.predict import predict_alone, prepare_prediction
 from kt_runtime.cli.recipe_argument import recipe_arguments, recipe_of
 from kt_runtime.cli.recipe_problems import with_all_problems
-from kt_runtime.cli.run_server import check_model, check_named_server, local_directory, running_server
+from kt_runtime.cli.run_server import check_model, check_named_server, recipes_model, running_server
 from kt_runtime.cli.temporary_adapter import adapter_in_use, rank_of
 from kt_runtime.documents import is_secret
 from kt_runtime.errors import InvalidValueError, KtError, NotFoundError, UserError
@@ -123,8 +123,7 @@ def _prepare(recipe: Recipe, status: dict[str, Any] | None, say: Callable[[str],
     from kt_runtime.train.loop import check_lengths, gone_on_from
     from kt_runtime.train.rendering import Renderer
 
-    model = recipe.model_name_or_path
-    directory = local_directory(model) if status is None else check_model(model, status)
+    directory = recipes_model(recipe, status)
     config = read_config(directory)
     max_rank = None if status is None else int(status["max_lora_rank"])
     recipe = with_starting_adapter(recipe, config, max_rank, say)

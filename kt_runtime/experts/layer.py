@@ -58,7 +58,8 @@ class LoraSlot:
         return self.with_tensors([None if t is None else _zeros(t.shape) for t in self.tensors()])
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> LoraSlot:
-        return replace(self, **dict(zip(LORA_TENSORS, tensors, strict=True)))
+        gate_a, gate_b, up_a, up_b, down_a, down_b = tensors
+        return replace(self, gate_a=gate_a, gate_b=gate_b, up_a=up_a, up_b=up_b, down_a=down_a, down_b=down_b)
 
 
 @dataclass

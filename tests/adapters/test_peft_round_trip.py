@@ -168,10 +168,15 @@ def test_peft_loads_all_that_we_write_and_gives_the_same_logits(
     assert content_hash(again) == content_hash(adapter) and again.notes == ()
 
 
-def test_every_number_that_we_write_is_in_the_model_that_peft_loads(tmp_path: Path, deepseek: Any) -> None:
+@pytest.mark.parametrize("loader", ["PEFT's", "transformers'"])
+def test_every_number_that_we_write_is_in_the_model_that_is_loaded(tmp_path: Path, deepseek: Any, loader: str) -> None:
     adapter = deepseek.adapter("all")
     write_peft_directory(tmp_path / "a", adapter, deepseek.family, deepseek.config, max_rank=8)
-    wrapped = peft.PeftModel.from_pretrained(deepseek.build(), str(tmp_path / "a"))
+    wrapped = deepseek.build()
+    if loader == "PEFT's":
+        wrapped = peft.PeftModel.from_pretrained(wrapped, str(tmp_path / "a"))
+    else:
+        wrapped.load_adapter(str(tmp_path / "a"))
     # PEFT pads its fused experts with zeros; none of the random numbers is one.
     loaded = sum(int(value.count_nonzero()) for name, value in wrapped.named_parameters() if "lora_" in name)
     assert loaded == sum(tensor.numel() for tensor in adapter.tensors.values())

@@ -94,6 +94,31 @@ def test_what_would_stop_a_run_is_said_with_its_line(check: Any, text: str, mess
     assert status == 2 and message in said, said
 
 
+def test_sharegpt_rows_with_tools_are_rendered_in_a_named_template(check: Any, tmp_path: Path) -> None:
+    call = {"from": "function_call", "value": '{"name": "tide", "arguments": {"day": 1}}'}
+    turns = [{"from": "human", "value": "When?"}, call, {"from": "observation", "value": "7"}]
+    tools = json.dumps([{"name": "tide", "description": "When?", "parameters": {"properties": {"day": {}}}}])
+    row = {"conversations": [*turns, {"from": "gpt", "value": "At seven."}], "tools": tools}
+    status, said = check("dataset=s", "template=deepseek3", f"dataset_dir={_sharegpt(tmp_path, [row] * 2)}")
+    assert status == 0, said
+    assert "> Tool Name: tide" in said and '«Action: tide\nAction Input: {"day": 1}' in said and "«At seven." in said
+
+
+def test_rows_that_are_cut_are_named_with_how_much(check: Any, tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "When?"}, {"from": "gpt", "value": "At seven. " * 50}]
+    place = _sharegpt(tmp_path, [{"conversations": turns}] * 7)
+    status, said = check("dataset=s", "cutoff_len=32", f"dataset_dir={place}")
+    assert status == 0 and "7 of 7 rows are longer than cutoff_len=32 tokens, and cut there: " in said, said
+    assert f"{place}/s.jsonl:5 by " in said and f"{place}/s.jsonl:6" not in said and "and 2 more" in said
+
+
+def _sharegpt(place: Path, rows: list[Any]) -> Path:
+    (place / "s").mkdir()
+    (place / "s" / "dataset_info.json").write_text('{"s": {"file_name": "s.jsonl", "formatting": "sharegpt"}}')
+    (place / "s" / "s.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place / "s"
+
+
 def test_a_starting_adapter_is_read_whole_and_its_settings_hold(check: Any, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", ["attention", "experts"])
     status, said = check(text=f"adapter_name_or_path: {adapter}\n")

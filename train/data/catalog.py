@@ -88,7 +88,8 @@ def read_catalog(directory: Path, names: tuple[str, ...], where: str) -> list[Da
         raise InvalidValueError(f"{where}: dataset_dir: {directory}: no dataset is fetched from a hub; {_LOCAL}")
     file = directory / INFO_FILE
     if not directory.is_dir():
-        raise NotFoundError(f"{where}: dataset_dir: {directory}: no such folder; it should hold {INFO_FILE}")
+        places = "" if directory.is_absolute() else f" in {Path.cwd()}, nor beside the recipe"
+        raise NotFoundError(f"{where}: dataset_dir: {directory}: no such folder{places}; it should hold {INFO_FILE}")
     if not file.is_file():
         raise NotFoundError(f"{where}: dataset_dir: {directory}: holds no {INFO_FILE}")
     entries: dict[str, tuple[Any, int]] = {}
