@@ -21,6 +21,7 @@ import torch
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.resident.attention_math import attend_decode, attend_sequence
+from kt_runtime.sglang_patch import finite_rows
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND
 
@@ -173,6 +174,9 @@ def _backend_class() -> type:
             """Writes the new keys and values, then returns the pool's: [slots, K, D] and [slots, K, V]."""
             from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+            notes = finite_rows.present()
+            if notes is not None and notes.has_adapters and k is not None:
+                k, v = finite_rows.masked(k), v if v is None else finite_rows.masked(v)
             if save and k is not None:
                 self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
             pool = self.token_to_kv_pool

@@ -8,8 +8,9 @@ Symbols: `sglang.srt.managers.tokenizer_manager.TokenizerManager` and `.SignalHa
 - `generate_request`: SGLang lets a client set `lora_id` itself. Without `lora_path` it would choose any copy, and an
   unknown one ends the scheduler; with one that fails, a count would be released that was never taken.
 - `_validate_and_resolve_lora`: a `lora_path` list longer than the batch would count requests that never end.
-- `_validate_one_request`: what would end the scheduler, and with it the training in it (`frontend_checks.py`), and
-  grammars that no client needs (`grammar_limits.py`).
+- `_validate_one_request`: what would end the scheduler, and with it the training in it (`frontend_checks.py`,
+  `frontend_sampling.py`), and grammars that no client needs (`grammar_limits.py`).
+- `handle_loop`: an exception in it would end the whole server (`frontend_faults.py`).
 - the signal handlers: SGLang waits for the last request without a bound, and for a dead child kills this process before
   it can remove its sockets.
 """
@@ -20,7 +21,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 from sglang.srt.managers.io_struct import LoRAUpdateOutput
-from sglang.srt.managers.tokenizer_manager import SignalHandler, TokenizerManager
+from sglang.srt.managers.tokenizer_manager import SignalHandler
 
 from kt_runtime.errors import KtError
 from kt_runtime.sglang_patch.frontend_checks import (
@@ -29,7 +30,9 @@ from kt_runtime.sglang_patch.frontend_checks import (
     check_token_ids,
     check_top_logprobs,
 )
+from kt_runtime.sglang_patch.frontend_faults import FaultContainment
 from kt_runtime.sglang_patch.frontend_registry import VersionedRegistry
+from kt_runtime.sglang_patch.frontend_sampling import check_choices, check_sampling
 from kt_runtime.sglang_patch.grammar_limits import check_grammars
 
 
@@ -49,7 +52,7 @@ class FrontendSignals(SignalHandler):
         self.tokenizer_manager.on_failure()
 
 
-class FrontendManager(TokenizerManager):
+class FrontendManager(FaultContainment):
     """`adapters`, `on_stop` and `on_failure` are set before the first request."""
 
     adapters: AdapterService | None = None
@@ -66,6 +69,7 @@ class FrontendManager(TokenizerManager):
 
     def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         obj.lora_id = None
+        check_choices(obj.sampling_params)
         return super().generate_request(obj, request)
 
     async def _validate_and_resolve_lora(self, obj: Any) -> None:
@@ -73,6 +77,7 @@ class FrontendManager(TokenizerManager):
         await super()._validate_and_resolve_lora(obj)
 
     def _validate_one_request(self, obj: Any, input_ids: list[int] | None) -> None:
+        check_sampling(obj.sampling_params, self.model_config.vocab_size)
         if input_ids is not None and obj.input_embeds is None:
             check_token_ids(input_ids, self.model_config.vocab_size)
         check_top_logprobs(getattr(obj, "top_logprobs_num", None), self.model_config.vocab_size)

@@ -99,7 +99,7 @@ def drop_adapter(manager: Any, lora_id: str) -> None:
 
 def adapters_in_use(scheduler: Any) -> set[str]:
     """LoRA ids of the requests that the scheduler has, waiting or running."""
-    requests = [*scheduler.waiting_queue, *scheduler.collect_inflight_reqs()]
+    requests = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue, *scheduler.collect_inflight_reqs()]
     if scheduler.chunked_req is not None:
         requests.append(scheduler.chunked_req)
     return {request.lora_id for request in requests if request.lora_id is not None and not request.finished()}

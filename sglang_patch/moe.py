@@ -25,12 +25,13 @@ from typing import Any
 
 import torch
 
-from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError, UnknownNameError
+from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError, NumericsError, UnknownNameError
 from kt_runtime.experts import ExpertShape, ExpertStore
 from kt_runtime.families import family_for
 from kt_runtime.families.quantization import BF16, quantization_of
 from kt_runtime.resident.progress import LayersRead
 from kt_runtime.resident.settings import ResidentSettings
+from kt_runtime.sglang_patch import finite_rows
 from kt_runtime.sglang_patch.hooks import Hooks
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ SYMBOLS = (
     "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase",
     "sglang.srt.runtime_context.process_model_config",
 )
+
+NOT_ROUTED = -1  # an expert id that the store leaves out
 
 _store: ExpertStore | None = None
 _store_lock = threading.Lock()
@@ -130,10 +133,23 @@ def experts_forward(
 ) -> torch.Tensor:
     """Weighted sum of the experts that `topk_output` chose for each token: [T, H] -> [T, H], with x's dtype and device.
 
-    `slots` and `token_slots`: LoRA of routed experts, as `ExpertLayer.forward` takes them.
+    `slots` and `token_slots`: LoRA of routed experts, as `ExpertLayer.forward` takes them. While serving, rows that are
+    not finite give zeros and are noted (`finite_rows`); otherwise they raise NumericsError.
     """
     experts = expert_store().layers[layer.layer_id]
-    return experts.forward(x, topk_output.topk_ids, topk_output.topk_weights, slots=slots, token_slots=token_slots)
+    ids, weights = topk_output.topk_ids, topk_output.topk_weights
+    try:
+        return experts.forward(x, ids, weights, slots=slots, token_slots=token_slots)
+    except NumericsError:
+        notes = finite_rows.present()
+        if notes is None:
+            raise
+    bad = ~(torch.isfinite(x).all(-1) & torch.isfinite(weights).all(-1))
+    notes.note_rows(bad)
+    x, weights, ids = (
+        matrix.masked_fill(bad[:, None], value) for matrix, value in ((x, 0), (weights, 0), (ids, NOT_ROUTED))
+    )
+    return experts.forward(x, ids, weights, slots=slots, token_slots=token_slots)
 
 
 def _method_class() -> type:

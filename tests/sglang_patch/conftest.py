@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from reference import lora
+from reference.scheduler import Engine, engine
 
 MAX_RANK, SLOTS = 8, 4
 
@@ -154,3 +155,21 @@ def manager(served: SimpleNamespace) -> Iterator[Any]:
     for lora_id in list(served.manager.loras):
         drop_adapter(served.manager, lora_id)
     served.manager.reset_lora_batch()
+
+
+@pytest.fixture(scope="module")
+def shared(patched_sglang: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """SGLang's own scheduler in this process, with a tiny DeepSeek-V3."""
+    from kt_runtime.serve.make_model import make_model
+
+    model = tmp_path_factory.mktemp("model") / "tiny"
+    make_model("tiny-deepseek-v3", model, seed=2)
+    with engine(model) as started:
+        yield started
+
+
+@pytest.fixture
+def scheduled(shared: Engine) -> Engine:
+    """The same, at rest and with an empty cache."""
+    shared.clear()
+    return shared

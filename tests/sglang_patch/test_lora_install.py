@@ -169,10 +169,11 @@ def test_adapters_of_waiting_and_running_requests_are_in_use() -> None:
     running = [request("running"), request("done", finished=True)]
     scheduler = SimpleNamespace(
         waiting_queue=[request("waiting"), request(None)],
+        grammar_manager=SimpleNamespace(grammar_queue=[request("compiling")]),
         collect_inflight_reqs=lambda: running,
         chunked_req=request("chunked"),
     )
-    assert adapters_in_use(scheduler) == {"waiting", "running", "chunked"}
+    assert adapters_in_use(scheduler) == {"waiting", "compiling", "running", "chunked"}
 
 
 def test_an_installed_id_is_kept_under_its_content_until_it_is_dropped(

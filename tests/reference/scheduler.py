@@ -1,0 +1,142 @@
+"""SGLang's own scheduler in this process, with a tiny model and our patches, driven step by step without sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from array import array
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from kt_runtime.families import family_for
+
+ARGUMENTS = (
+    *("--device", "cpu", "--dtype", "float32", "--attention-backend", "kt_cpu", "--disable-overlap-schedule"),
+    *("--disable-shared-experts-fusion", "--disable-cuda-graph", "--enable-lora", "--lora-backend", "torch_native"),
+    *("--max-lora-rank", "8", "--max-loras-per-batch", "4", "--max-total-tokens", "2048", "--page-size", "8"),
+    *("--chunked-prefill-size", "64", "--max-running-requests", "8"),
+)
+
+
+class Engine:
+    """`ended`: finish reasons by request; `tokens` and `logprobs`: what was answered, by request."""
+
+    def __init__(self, scheduler: Any, config: Mapping[str, Any]) -> None:
+        self.scheduler, self.config = scheduler, config
+        self.ended: dict[str, dict[str, Any]] = {}
+        self.controls: list[Any] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[float]] = {}
+        recorder = SimpleNamespace(send_output=self._record)
+        scheduler.ipc_channels = SimpleNamespace(
+            send_to_tokenizer=recorder, send_to_detokenizer=recorder, recv_from_rpc=None
+        )
+        scheduler.output_streamer.send_to_detokenizer = recorder
+
+    def _record(self, output: Any, _route: Any = None) -> None:
+        from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput
+
+        if isinstance(output, AbortReq):
+            self.ended[output.rid] = output.finished_reason
+        elif isinstance(output, BatchTokenIDOutput):
+            for place, rid in enumerate(output.rids):
+                self.tokens.setdefault(rid, []).extend(output.output_ids[place])
+                if output.output_token_logprobs_val:
+                    self.logprobs.setdefault(rid, []).extend(output.output_token_logprobs_val[place])
+                if output.finished_reasons[place] is not None:
+                    self.ended[rid] = output.finished_reasons[place]
+        else:
+            self.controls.append(output)
+
+    def request(self, rid: str, prompt: list[int], **changes: Any) -> Any:
+        """A greedy request of 8 tokens as the frontend sends it. `changes` to it or to its sampling parameters."""
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+        known = set(SamplingParams.__struct_fields__)
+        sampling |= {name: value for name, value in changes.items() if name in known}
+        parameters = SamplingParams(**sampling)
+        parameters.normalize(self.scheduler.tokenizer)
+        values: dict[str, Any] = {
+            "input_text": None, "input_ids": array("q", prompt), "input_embeds": None, "mm_inputs": None,
+            "token_type_ids": None, "sampling_params": parameters, "return_logprob": True, "logprob_start_len": -1,
+            "top_logprobs_num": 0, "token_ids_logprob": None, "stream": False, "time_stats": APIServerReqTimeStats(),
+        }  # fmt: skip
+        values |= {name: value for name, value in changes.items() if name not in known}
+        return TokenizedGenerateReqInput(rid=rid, **values)
+
+    def send(self, *messages: Any) -> None:
+        self.scheduler.process_input_requests(list(messages))
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """One turn of SGLang's event loop; False if there was nothing to do."""
+        scheduler = self.scheduler
+        plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
+        scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
+        if batch:
+            scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+        else:
+            scheduler.on_idle()  # raises where memory is missing
+        scheduler.last_batch = batch
+        return batch is not None or not scheduler.is_fully_idle()
+
+    def run(self, *messages: Any) -> None:
+        """Until every request has ended, and once more, so that SGLang looks for memory that is missing."""
+        self.send(*messages)
+        for _ in range(300):
+            if not self.step():
+                return
+        raise AssertionError("the scheduler does not come to rest")
+
+    def memory(self) -> tuple[int, int]:
+        """Free KV slots, counting what the prefix cache may give up, and free rows for requests."""
+        scheduler = self.scheduler
+        free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+        return free, scheduler.req_to_token_pool.available_size()
+
+    def cached_tokens(self) -> int:
+        return int(self.scheduler.tree_cache.total_size()[0])
+
+    def clear(self) -> None:
+        assert self.scheduler.flush_cache()
+        self.ended, self.tokens, self.logprobs, self.controls = {}, {}, {}, []
+
+
+@contextlib.contextmanager
+def engine(model: Path) -> Iterator[Engine]:
+    """Around the checkpoint in `model`. SGLang must have been patched; one at a time in a process."""
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.runtime_context import SpawnRanks, publish, reset_context
+    from sglang.srt.server_args import PortArgs, prepare_server_args
+
+    from kt_runtime.sglang_patch import moe
+
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    targets = family_for(config).sglang_lora_targets(config)
+    arguments = prepare_server_args(["--model-path", str(model), *ARGUMENTS, "--lora-target-modules", *sorted(targets)])
+    arguments.resolve_once()
+    reset_context()
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    threads, load = torch.get_num_threads(), moe.ExpertStore.load
+    one_thread = mock.patch.object(moe.ExpertStore, "load", lambda *args, **kw: load(*args, **kw | {"num_threads": 1}))
+    with one_thread:  # tiny products: threads would only wait for each other
+        scheduler = Scheduler(arguments, PortArgs.init_new(arguments))
+    torch.set_num_threads(1)
+    try:
+        yield Engine(scheduler, config)
+    finally:
+        torch.set_num_threads(threads)
+        moe.expert_store().close()
+        moe._store = None
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+        reset_context()
