@@ -21,7 +21,7 @@ PATCHES = (
     *("cache_events", "cache_metrics"),
     *("grammar_backend", "turns", "warm_up"),
 )
-TOUCHED_OTHERWISE = ("host", "frontend", "arguments")
+TOUCHED_OTHERWISE = ("host", "frontend", "tokenizing", "arguments")
 """Modules that read or call SGLang without patching it in every process; `frontend` speaks for `frontend_*` too,
 `cache_events` for `cache_backend`."""
 
