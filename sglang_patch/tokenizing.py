@@ -145,11 +145,12 @@ def install(hooks: Hooks) -> None:
 
 
 async def in_thread(original: Callable[..., Coroutine[Any, Any, T]], serving: Any, *args: Any, **kwargs: Any) -> T:
-    """For coroutines that await nothing."""
-    request = _request_among(args)
+    """For coroutines that await nothing. Their first argument is the request's body, one of them the HTTP request or
+    none."""
+    request = next((argument for argument in args if hasattr(argument, "is_disconnected")), None)
     current_request.set(request)
-    executor = _tokenizing(serving).executor
-    return await executor.run(_body_bytes(request), lambda: drive(original(serving, *args, **kwargs)))
+    size = _body_bytes(request) if request is not None else len(args[0].model_dump_json())
+    return await _tokenizing(serving).executor.run(size, lambda: drive(original(serving, *args, **kwargs)))
 
 
 async def detokenize_in_thread(original: Callable[..., Any], serving: Any, adapted: Any, *args: Any) -> Any:
@@ -235,10 +236,6 @@ def _tokenizing(serving: Any) -> Tokenizing:
     serving = getattr(serving, "openai_serving_chat", serving)
     tokenizing: Tokenizing = serving.tokenizer_manager.tokenizing
     return tokenizing
-
-
-def _request_among(args: tuple[Any, ...]) -> Any:
-    return next((argument for argument in args if hasattr(argument, "is_disconnected")), None)
 
 
 def _body_bytes(request: Any) -> int:
