@@ -74,6 +74,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     ("the OpenAI routes need the tokenizer", "--skip-tokenizer-init"),
     ("every answer would be kept in memory for as long as the server runs", "--enable-response-store"),
+    ("what clients' grammars may take is bounded for xgrammar only", "--grammar-backend"),
     (
         "kt-runtime's own options set up the tiers of the prefix cache: --cache-host, --cache-disk, --cache-dir",
         "--hicache-* --enable-hierarchical-cache --enable-hicache --file-storage-path",
@@ -106,12 +107,13 @@ REFUSED_WITH_TIERS: tuple[tuple[str, str], ...] = (
 )
 CHUNK_OPTION = "--chunked-prefill-size"
 
-# Values that say what is so anyway.
+# Values that say what is so anyway, or do no harm; more than one with spaces between.
 HARMLESS: dict[str, str] = {
     **dict.fromkeys(("--tp-size", "--tensor-parallel-size", "--pp-size", "--pipeline-parallel-size"), "1"),
     **dict.fromkeys(("--dp-size", "--data-parallel-size", "--ep", "--ep-size", "--expert-parallel-size"), "1"),
     **dict.fromkeys(("--nnodes", "--tokenizer-worker-num", "--detokenizer-worker-num"), "1"),
     "--node-rank": "0",
+    "--grammar-backend": "xgrammar none",
 }
 
 
@@ -141,7 +143,7 @@ def check_passed_on(
             raise InvalidValueError(_unknown(name, known, own))
         following = arguments[position + 1] if position + 1 < len(arguments) else ""
         reason = reason_against(name, with_tiers=with_tiers)
-        if reason and HARMLESS.get(name) != (value if equals else following):
+        if reason and (value if equals else following) not in HARMLESS.get(name, "").split():
             raise InvalidValueError(f"{name} can't be passed on to SGLang: {reason}")
 
 

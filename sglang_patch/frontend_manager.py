@@ -11,12 +11,15 @@ Symbols: `sglang.srt.managers.tokenizer_manager.TokenizerManager` and `.SignalHa
 - `_validate_one_request`: what would end the scheduler, and with it the training in it (`frontend_checks.py`,
   `frontend_sampling.py`), and grammars that no client needs (`grammar_limits.py`).
 - `handle_loop`: an exception in it would end the whole server (`frontend_faults.py`).
+- `_tokenize_texts`, `auto_create_handle_loop`: text becomes tokens in threads (`tokenizing.py`).
 - the signal handlers: SGLang waits for the last request without a bound, and for a dead child kills this process before
   it can remove its sockets.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
@@ -25,6 +28,7 @@ from sglang.srt.managers.tokenizer_manager import SignalHandler
 
 from kt_runtime.errors import KtError
 from kt_runtime.sglang_patch.frontend_checks import (
+    check_logprob_entries,
     check_lora_path,
     check_stop_token_ids,
     check_token_ids,
@@ -34,6 +38,7 @@ from kt_runtime.sglang_patch.frontend_faults import FaultContainment
 from kt_runtime.sglang_patch.frontend_registry import VersionedRegistry
 from kt_runtime.sglang_patch.frontend_sampling import check_choices, check_sampling
 from kt_runtime.sglang_patch.grammar_limits import check_grammars
+from kt_runtime.sglang_patch.tokenizing import Tokenizing, current_request
 
 
 class AdapterService(Protocol):
@@ -62,6 +67,7 @@ class FrontendManager(FaultContainment):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.signal_handler_class = FrontendSignals
+        self.tokenizing = Tokenizing(self.tokenizer, self.context_len)
 
     def init_lora(self) -> None:
         super().init_lora()
@@ -70,7 +76,18 @@ class FrontendManager(FaultContainment):
     def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         obj.lora_id = None
         check_choices(obj.sampling_params)
+        current_request.set(request)
         return super().generate_request(obj, request)
+
+    def auto_create_handle_loop(self) -> None:
+        if self.event_loop is not None:
+            return
+        super().auto_create_handle_loop()
+        asyncio.get_running_loop().set_default_executor(self.tokenizing.executor)
+
+    async def _tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:
+        tokenize = functools.partial(super()._tokenize_texts, texts, is_cross_encoder)
+        return await self.tokenizing.tokenize(texts, tokenize, is_async=self.async_dynamic_batch_tokenizer is not None)
 
     async def _validate_and_resolve_lora(self, obj: Any) -> None:
         check_lora_path(obj.lora_path, 1 if obj.is_single else len(obj.rid), obj.is_single)
@@ -83,6 +100,7 @@ class FrontendManager(FaultContainment):
         check_top_logprobs(getattr(obj, "top_logprobs_num", None), self.model_config.vocab_size)
         check_stop_token_ids(obj.sampling_params or {}, self.model_config.vocab_size)
         check_grammars(obj.sampling_params or {})
+        check_logprob_entries(obj, len(input_ids or ()), self.context_len)
         super()._validate_one_request(obj, input_ids)
 
     async def load_lora_adapter(self, obj: Any, _: Any = None) -> LoRAUpdateOutput:

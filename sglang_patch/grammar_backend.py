@@ -8,17 +8,21 @@ Symbols and reasons:
 - `sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.__init__`: its thread pool and its dict become those
   of `grammar_queue.py`, which end work that nobody waits for and keep a bounded number of grammars.
 - `base_grammar_backend.InvalidGrammarObject`, `xgrammar_backend.XGrammarGrammar`: read.
+- `SchedulerBatchResultProcessor._accept_grammar_tokens`, `._apply_prefill_grammar` in `sglang.srt.managers`: hooked.
+  They end a request whose grammar refuses its token as an error of the server's (500); one that took too much is 400.
 - `sglang.srt.constrained.grammar_manager.GrammarManager.__init__`: hooked, to do this in the scheduler only.
 """
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
 from kt_runtime.sglang_patch.hooks import Hooks
 
 BACKEND = "sglang.srt.constrained.xgrammar_backend"
 BASE = "sglang.srt.constrained.base_grammar_backend"
+RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 SYMBOLS = (
     f"{BACKEND}.GrammarCompiler",
     f"{BACKEND}.GrammarMatcher",
@@ -26,12 +30,17 @@ SYMBOLS = (
     f"{BASE}.BaseGrammarBackend.__init__",
     f"{BASE}.InvalidGrammarObject",
     "sglang.srt.constrained.grammar_manager.GrammarManager.__init__",
+    f"{RESULTS}._accept_grammar_tokens",
+    f"{RESULTS}._apply_prefill_grammar",
+    "sglang.srt.managers.schedule_batch.FINISH_ABORT",
 )
 
 
 def install(hooks: Hooks) -> None:
     """Where the scheduler builds its grammar backend: elsewhere nobody needs xgrammar."""
     hooks.before("sglang.srt.constrained.grammar_manager.GrammarManager.__init__", use_processes)
+    hooks.after(f"{RESULTS}._accept_grammar_tokens", blame_grammar)
+    hooks.after(f"{RESULTS}._apply_prefill_grammar", blame_grammar)
 
 
 def use_processes(*_args: Any, **_kwargs: Any) -> None:
@@ -56,6 +65,16 @@ def bound_queue_and_cache(backend: Any) -> None:
     backend.executor = GrammarExecutor()
     backend.cache = GrammarCache(process_of, InvalidGrammarObject)
     GrammarCompiler.room.evict = backend.cache.evict
+
+
+def blame_grammar(_result: Any, _processor: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
+    """A grammar that took too much was the client's mistake."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    process = process_of(req.grammar)
+    if isinstance(req.to_finish, FINISH_ABORT) and process is not None and process.failure:
+        req.to_finish.status_code = HTTPStatus.BAD_REQUEST
+        req.to_finish.err_type = "BadRequestError"
 
 
 def process_of(grammar: Any) -> Any:

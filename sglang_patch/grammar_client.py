@@ -25,6 +25,7 @@ import logging
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -126,7 +127,7 @@ class GrammarProcess:
         try:
             self.pid = PID.unpack(connection.recv(PID.size))[0]
             self._pidfd = os.pidfd_open(self.pid)
-        except (OSError, ValueError) as error:  # struct.error is a ValueError
+        except (OSError, struct.error) as error:
             connection.close()
             raise GrammarError("the process for it did not start; try again") from error
 
@@ -193,7 +194,7 @@ class GrammarForker:
                 except OSError:  # it was ended
                     self._stop()
                     self._send(theirs)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, struct.error) as error:
                 ours.close()
                 self._stop()
                 raise GrammarError(f"the process that compiles grammars does not start: {error}") from error
@@ -286,8 +287,9 @@ class Room:
 
     def _take(self) -> bool:
         with self._changed:
-            used = sum(process.private_bytes for process in self._live)
-            if len(self._live) + self._num_starting >= self.limits.max_processes or used > self.limits.max_bytes:
+            living = [process for process in self._live if not process.ended]
+            used = sum(process.private_bytes for process in living)
+            if len(living) + self._num_starting >= self.limits.max_processes or used > self.limits.max_bytes:
                 return False
             self._num_starting += 1
             return True

@@ -16,13 +16,17 @@ from kt_runtime.serve.sglang_options import (
 )
 
 KEY = "correct-horse-battery"
-KNOWN = {"--tp-size", "--watchdog-timeout", "--log-level", "--api-key", "--sleep-on-idle", "--speculative-algorithm"}
+KNOWN = {
+    *("--grammar-backend", "--tp-size", "--watchdog-timeout", "--log-level", "--api-key", "--sleep-on-idle"),
+    "--speculative-algorithm",
+}
 
 
 def test_what_kt_runtime_does_not_decide_may_pass() -> None:
     check_passed_on(["--watchdog-timeout", "-1", "--log-level=error", "--sleep-on-idle"], KNOWN)
     check_passed_on(["--tp-size", "1"], KNOWN)
     check_passed_on(["--tp-size=1"], KNOWN)
+    check_passed_on(["--grammar-backend", "none"], KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,8 @@ def test_what_kt_runtime_does_not_decide_may_pass() -> None:
         (["--log-level", "error", "--tp-size=2"], "one rank"),
         (["--api-key", KEY], "SGLang logs its arguments"),
         (["--speculative-algorithm", "EAGLE"], "training runs between"),
+        (["--grammar-backend", "outlines"], "bounded for xgrammar only"),
+        (["--tp-size"], "one rank"),
         (["error"], "not an option"),
     ],
 )
