@@ -34,7 +34,11 @@ LOWEST_VALUES = {
     "max_body_bytes": 1024,
 }
 LARGEST_PAGE_TOKENS = 1024
-OPTION_NAMES = {"max_body_bytes": "max-body-size", "cors_origins": "cors-origin"}  # where the option is not called after the field
+NOT_OPTIONS = ("passed_on", "cache", "lora_rank_may_be_lower")
+OPTION_NAMES = {
+    "max_body_bytes": "max-body-size",
+    "cors_origins": "cors-origin",
+}  # where the option is not called after the field
 SERVED_NAME = re.compile(r"[A-Za-z0-9._/-]{1,200}")
 
 
@@ -146,7 +150,7 @@ class ServeOptions:
 
 def own_option_names() -> list[str]:
     """The options of `kt-runtime serve` that say what is in ServeOptions."""
-    names = [field.name for field in fields(ServeOptions) if field.name not in ("passed_on", "cache")]
+    names = [field.name for field in fields(ServeOptions) if field.name not in NOT_OPTIONS]
     return [f"--{OPTION_NAMES.get(name) or name.removesuffix('_bytes').replace('_', '-')}" for name in names]
 
 

@@ -77,5 +77,7 @@ def test_with_all_of_it_the_environment_is_made(tmp_path: Path, tools: Path) -> 
     program(tools, "python3", f'{skipped}\nexec {sys.executable} "$@"')
     program(tools, "c++", "exit 0")
     shutil.copy(ROOT / "Makefile", tmp_path)
-    done = subprocess.run([tools / "make", "demo"], cwd=tmp_path, env={"PATH": str(tools)}, capture_output=True, text=True)
+    done = subprocess.run(
+        [tools / "make", "demo"], cwd=tmp_path, env={"PATH": str(tools)}, capture_output=True, text=True
+    )
     assert "asked for: -m venv .venv" in done.stdout, done
