@@ -24,9 +24,21 @@ help:
 	@echo "make format  apply ruff's and clang-format's formatting"
 	@echo "make clean   remove the build tree and the environment"
 
+# What the installation needs, each with one line that says how to get it. CMake takes $CXX, or else c++ and its names.
+COMPILER = $(firstword $(shell command -v "$${CXX:-c++}" || command -v g++ || command -v clang++))
+PYTHON_HEADER = import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))
+
 $(VENV)/created:
+	@command -v '$(PYTHON)' >/dev/null || \
+	  { echo "kt-runtime needs Python 3.11 or 3.12, and there is no '$(PYTHON)': install python3 with your system's packages, or say make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || \
 	  { echo "kt-runtime needs Python 3.11 or 3.12; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Say make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "kt-runtime is installed into a virtual environment, and '$(PYTHON)' can't make one: install its venv package (Debian, Ubuntu: apt install python3-venv)"; exit 2; }
+	@$(PYTHON) -c '$(PYTHON_HEADER)' || \
+	  { echo "kt-runtime's extension is compiled against Python.h, which '$(PYTHON)' lacks: install its development package (Debian, Ubuntu: apt install python3-dev)"; exit 2; }
+	@test -n '$(COMPILER)' && echo '#include <span>' | '$(COMPILER)' -std=c++20 -fsyntax-only -x c++ - 2>/dev/null || \
+	  { echo "kt-runtime's expert kernels need a C++20 compiler, and there is none (GCC 11 or clang 14 at least): install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or set CXX"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	@touch $@

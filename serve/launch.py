@@ -34,7 +34,7 @@ from kt_runtime.serve.front_door import FrontDoor, check_reach
 from kt_runtime.serve.machine_memory import has_gpu
 from kt_runtime.serve.memory import check_fits, describe_need, expert_formats
 from kt_runtime.serve.models import ResolvedModel, resolve_model
-from kt_runtime.serve.options import LORA_RANKS, ServeOptions, check_port_is_free
+from kt_runtime.serve.options import LORA_RANKS, ServeOptions, check_port_is_free, own_option_names
 from kt_runtime.serve.parsers import NONE, last_value, parsers_for
 from kt_runtime.serve.placement import module_names, read_placement
 from kt_runtime.serve.presets import is_preset, load_preset
@@ -62,8 +62,8 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     one of SGLang's processes dies while the model is loaded.
     """
     key = _take_key(options.api_key)
+    check_port_is_free(options.host, options.port)  # and that --host is an address of this machine
     check_reach(options)
-    check_port_is_free(options.host, options.port)
     check_passed_on(options.passed_on, None, with_tiers=options.asks_for_cache)
     model = _resolve(options)
     asked, options = options, _with_parsers(_placed(options, model, say), model)
@@ -116,8 +116,8 @@ def _sglang_arguments(options: ServeOptions, model: ResolvedModel) -> list[str]:
 
     if options.passed_on:
         # SGLang's names are known only after importing it, which takes seconds: this comes last.
-        own = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(ServeOptions)]
-        check_passed_on(options.passed_on, arguments.option_names(), own=own, with_tiers=options.asks_for_cache)
+        own, known = own_option_names(), arguments.option_names()
+        check_passed_on(options.passed_on, known, own=own, with_tiers=options.asks_for_cache)
     if options.passed_on or {options.tool_call_parser, options.reasoning_parser} != {NONE}:
         arguments.check_given(options)
     return arguments.server_arguments(options, model)

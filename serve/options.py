@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,11 @@ LOWEST_VALUES = {
     "max_body_bytes": 1024,
 }
 LARGEST_PAGE_TOKENS = 1024
-OPTION_NAMES = {"max_body_bytes": "max-body-size"}  # where the option is not called after the field
+NOT_OPTIONS = ("passed_on", "cache", "lora_rank_may_be_lower")
+OPTION_NAMES = {
+    "max_body_bytes": "max-body-size",
+    "cors_origins": "cors-origin",
+}  # where the option is not called after the field
 SERVED_NAME = re.compile(r"[A-Za-z0-9._/-]{1,200}")
 
 
@@ -142,6 +146,12 @@ class ServeOptions:
         """Where a program on this machine reaches the server."""
         host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+
+def own_option_names() -> list[str]:
+    """The options of `kt-runtime serve` that say what is in ServeOptions."""
+    names = [field.name for field in fields(ServeOptions) if field.name not in NOT_OPTIONS]
+    return [f"--{OPTION_NAMES.get(name) or name.removesuffix('_bytes').replace('_', '-')}" for name in names]
 
 
 def check_port_is_free(host: str, port: int) -> None:

@@ -52,6 +52,10 @@ class Server:
         tokens: list[int] = answer.json()["output_ids"]
         return tokens
 
+    @property
+    def full_log(self) -> Path:
+        return self.directory / f"serve-{self.port}.log"
+
     def sockets(self) -> list[str]:
         return [str(path) for path in self.directory.rglob("*") if path.is_socket() or "sglang" in path.name]
 
@@ -78,7 +82,7 @@ def running(place: Path, host: str, key: str | None) -> Iterator[Server]:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            wait_for_ready_line(process, log)
+            wait_for_ready_line(process, log, port)
             with httpx.Client(
                 base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=120.0, trust_env=False
             ) as http:
@@ -91,10 +95,14 @@ def running(place: Path, host: str, key: str | None) -> Iterator[Server]:
             process.wait()
 
 
-def wait_for_ready_line(process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for_ready_line(process: subprocess.Popen[bytes], log: Path, port: int) -> None:
+    """The probes must not be green before the first tokens are being computed."""
     deadline = time.monotonic() + START_SECONDS
     while "kt-runtime is ready: http://127.0.0.1:" not in log.read_text(errors="replace"):
         assert process.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")[-3000:]
+        with contextlib.suppress(httpx.TransportError):
+            statuses = {httpx.get(f"http://127.0.0.1:{port}{path}").status_code for path in ("/ready", "/health")}
+            assert statuses == {503} or "computing its first tokens" in log.read_text(errors="replace")
         time.sleep(0.25)
 
 
@@ -134,6 +142,21 @@ def adapter(keyed: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestBehindAKey:
+    def test_start_is_told_in_a_few_lines_and_the_warm_up_leaves_no_trace(self, keyed: Server) -> None:
+        """First of all tests of this server."""
+        shown = keyed.log.read_text(errors="replace").splitlines()
+        expected = ("model ", "memory on the ", "parsers: ", f"the full log is {keyed.full_log}", "starting", "reading")
+        expected += ("experts: ", "the model is loaded", "kt-runtime is ready: ")
+        assert len(shown) <= 15 and "GiB needed" in shown[1], shown
+        assert [any(line.startswith(one) for line in shown) for one in expected] == [True] * len(expected), shown
+        assert len(keyed.full_log.read_text(errors="replace").splitlines()) > 2 * len(shown)
+        (device,) = keyed.http.get("/kt/status").json()["cache"]
+        assert (device["hits"], device["misses"]) == (0, 0)
+        metrics = keyed.http.get("/metrics").text
+        assert not re.search(
+            r"^sglang:(num_requests_total|prompt_tokens_total|e2e_request_latency\S*count)", metrics, re.M
+        )
+
     def test_without_the_key_nothing_but_the_probes_answers(self, keyed: Server) -> None:
         paths = keyed.http.get("/openapi.json").json()["paths"]
         assert len(paths) > 60 and "/kt/adapters/{name}/rollback" in paths
@@ -231,7 +254,7 @@ class TestBehindAKey:
         assert keyed.tokens(lora_id="no-such-copy") == keyed.tokens()
 
     def test_key_is_in_no_log_and_in_no_other_process(self, keyed: Server) -> None:
-        assert KEY not in keyed.log.read_text(errors="replace")
+        assert KEY not in keyed.log.read_text(errors="replace") + keyed.full_log.read_text(errors="replace")
         assert KEY not in keyed.http.get("/server_info").text
         for process in descendants(keyed.process):
             assert KEY not in repr(process.cmdline()) and KEY not in repr(process.environ())
@@ -252,7 +275,7 @@ class TestBehindAKey:
         assert rest[-1] == "data: [DONE]" and '"completion_tokens":40' in rest[-2]
         assert keyed.process.wait(60) == 0
         assert not alive(processes) and not keyed.sockets()
-        assert "Traceback" not in keyed.log.read_text(errors="replace")
+        assert "Traceback" not in keyed.log.read_text(errors="replace") + keyed.full_log.read_text(errors="replace")
 
 
 @pytest.fixture(scope="module")
@@ -285,3 +308,6 @@ class TestOpenToTheNetworkWithoutAKey:
         assert exposed.process.wait(30) == 1
         until(lambda: not alive(processes), 10)
         assert not [path for path in exposed.sockets() if not path.endswith(".lock")]
+        shown = exposed.log.read_text(errors="replace")
+        assert f"the end of {exposed.full_log}:\n  | " in shown
+        assert "kt-runtime: one of the server's processes has died; the server ends" in shown

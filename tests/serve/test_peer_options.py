@@ -41,3 +41,9 @@ def test_every_alias_means_an_option_that_serve_has() -> None:
 def test_nearest_options_are_those_spelt_alike() -> None:
     assert nearest_options("--prot", ["--port", "--host", "--model"])[0] == "--port"
     assert nearest_options("--zzzzzz", ["--port"]) == []
+
+
+def test_every_own_option_is_one_of_the_commands() -> None:
+    from kt_runtime.serve.options import own_option_names
+
+    assert set(own_option_names()) <= {name for parameter in command.params for name in parameter.opts}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from click.testing import CliRunner
 
 from kt_runtime.cli import models
-from kt_runtime.errors import InvalidValueError
+from kt_runtime.cli.serve import command
+from kt_runtime.cli.server_process import free_port
+from kt_runtime.errors import InvalidValueError, NotFoundError
 from kt_runtime.serve import launch, server_memory
 from kt_runtime.serve.memory import check_fits, format_bytes
 from kt_runtime.serve.options import ServeOptions
@@ -27,6 +32,19 @@ def test_show_and_serve_agree_for_every_preset(name: str, with_gpu: bool, monkey
         check_fits(*launch.plan_server(options, config, name))
     for device, size in needed.items():
         assert f"it needs {size} on the {device.upper()} and 0 B are free" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if not load_preset(name).is_made])
+def test_a_preset_that_is_not_here_is_refused_with_what_show_says(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("KT_RUNTIME_MODELS", str(tmp_path))
+    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu: {"cpu": 1 << 34})
+    needed = format_bytes(models.describe(name)["devices"]["cpu"]["needed_bytes"])
+    asked = ["--model", name, "--port", str(free_port()), "--runtime-dir", str(tmp_path)]
+    refused = CliRunner().invoke(command, asked, standalone_mode=False).exception
+    assert isinstance(refused, NotFoundError) and f"it needs {needed} on the CPU" in str(refused)
 
 
 def test_the_plan_follows_the_options() -> None:
