@@ -20,7 +20,7 @@ PATCHES = (
     *("cache_host_pool", "cache_host_copies", "cache_page_hash", "cache_keys", "cache_namespace"),
     *("cache_events", "cache_metrics"),
     *("finite_rows", "fault_batches", "fault_intake", "stop_patterns"),
-    *("turns", "warm_up"),
+    *("grammar_backend", "turns", "warm_up"),
 )
 TOUCHED_OTHERWISE = ("host", "frontend", "arguments", "fault_answers")
 """Modules that read or call SGLang without patching it in every process; `frontend` speaks for `frontend_*` too,
