@@ -175,8 +175,14 @@ def _attack(server: Attended, target: Target, seconds: float) -> None:
 def _memory_after_flush(server: Attended) -> dict[str, int]:
     if server.watch.ended:
         return {}
-    server.room.flush()
-    return server.room.memory()
+    for stream in server.streams:
+        stream.pause()
+    try:
+        server.room.flush()
+        return server.room.memory()
+    finally:
+        for stream in server.streams:
+            stream.resume()
 
 
 def _faults(server: Attended, target: Target, begun: float) -> list[str]:
