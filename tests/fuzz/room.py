@@ -77,6 +77,7 @@ class Stream(threading.Thread):
         self._rests.wait()
 
     def resume(self) -> None:
+        self._rests.clear()
         self._may_ask.set()
 
     def finish(self) -> None:
@@ -90,7 +91,6 @@ class Stream(threading.Thread):
                 if not self._may_ask.is_set():
                     self._rests.set()
                     self._may_ask.wait()
-                    self._rests.clear()
                     continue
                 try:
                     tokens = self._one(client)
