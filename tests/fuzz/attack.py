@@ -25,6 +25,8 @@ from fuzz.bodies import Bodies, HttpCase, Places
 from fuzz.clients import AdapterChurn, BadClients, post
 from fuzz.wire_cases import WireCase, WireCases, WirePlaces
 
+from kt_runtime.serve.route_table import Access, rule_for
+
 HTTP_THREADS, WIRE_THREADS = 6, 2
 PROBE = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
 # An error of the training protocol that is ours, and yet no fault: the resident says that it is busy.
@@ -158,7 +160,9 @@ def _after_silence(address: tuple[str, int], case: HttpCase, journal: Journal) -
     except TimeoutError:
         journal.fault(case, f"no answer, nor to a small request within {HANG_SECONDS:.0f} s")
         return
-    if _ASKS_MUCH.search(case.body):
+    rule = rule_for(case.method, case.path)
+    generates = rule is not None and rule.access is Access.GENERATE
+    if generates and (_ASKS_MUCH.search(case.body) or not _ASKS_LITTLE.search(case.body)):
         journal.end(case.name, status="slow")
     else:
         journal.fault(case, "no answer to a request that asks for little; others are answered")
@@ -196,7 +200,7 @@ def answer_to(opened: zmq.Socket[bytes], case: WireCase, stop: Callable[[], bool
 def wire_fault(answer: dict[str, Any] | None) -> str | None:
     if answer is None:
         return f"no answer within {HANG_SECONDS:.0f} s"
-    if answer.get("type") == "error" and answer.get("category") == "server" and answer.get("kind") not in BUSY_KINDS:
+    if answer.get("type") == "error" and answer.get("category") == "server" and answer.get("kind") not in TOLD_KINDS:
         return f"our fault: {answer.get('kind')}: {str(answer.get('message'))[:300]}"
     if "Traceback" in str(answer.get("message")):
         return f"shows a traceback: {str(answer.get('message'))[:300]}"
