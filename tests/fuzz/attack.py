@@ -25,13 +25,16 @@ from fuzz.bodies import Bodies, HttpCase, Places
 from fuzz.clients import AdapterChurn, BadClients, post
 from fuzz.wire_cases import WireCase, WireCases, WirePlaces
 
+from kt_runtime.serve.route_table import Access, rule_for
+
 HTTP_THREADS, WIRE_THREADS = 6, 2
 PROBE = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
-# An error of the training protocol that is ours, and yet no fault: the resident says that it is busy.
-BUSY_KINDS = {"ServerBusyError"}
-_ASKS_MUCH = re.compile(
-    rb'"(max_\w*tokens|num_predict|n|min_new_tokens)": ?([0-9.e+]{3,}|null|\[)|"ignore_eos"|"stream"'
-)
+# Errors of the server's category that are right answers: it is busy; the numbers of the session's own training have left
+# float32, and nothing was changed.
+TOLD_KINDS = {"ServerBusyError", "NumericsError"}
+# Without a length of its own a chat may go on to the end of the context.
+_ASKS_LITTLE = re.compile(rb'"max_(new_|completion_|output_)?tokens": ?[0-9]{1,2}[,}]')
+_ASKS_MUCH = re.compile(rb'"(n|min_new_tokens)": ?[0-9]{2,}|"n": ?[2-9]')
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,9 @@ def _after_silence(address: tuple[str, int], case: HttpCase, journal: Journal) -
     except TimeoutError:
         journal.fault(case, f"no answer, nor to a small request within {HANG_SECONDS:.0f} s")
         return
-    if _ASKS_MUCH.search(case.body):
+    rule = rule_for(case.method, case.path)
+    generates = rule is not None and rule.access is Access.GENERATE
+    if generates and (_ASKS_MUCH.search(case.body) or not _ASKS_LITTLE.search(case.body)):
         journal.end(case.name, status="slow")
     else:
         journal.fault(case, "no answer to a request that asks for little; others are answered")
@@ -196,7 +201,7 @@ def answer_to(opened: zmq.Socket[bytes], case: WireCase, stop: Callable[[], bool
 def wire_fault(answer: dict[str, Any] | None) -> str | None:
     if answer is None:
         return f"no answer within {HANG_SECONDS:.0f} s"
-    if answer.get("type") == "error" and answer.get("category") == "server" and answer.get("kind") not in BUSY_KINDS:
+    if answer.get("type") == "error" and answer.get("category") == "server" and answer.get("kind") not in TOLD_KINDS:
         return f"our fault: {answer.get('kind')}: {str(answer.get('message'))[:300]}"
     if "Traceback" in str(answer.get("message")):
         return f"shows a traceback: {str(answer.get('message'))[:300]}"

@@ -273,6 +273,11 @@ FINDINGS: tuple[Finding, ...] = (
     _posted("unknown-tool-parser", "/parse_function_call", {"text": "a", "tools": [], "tool_call_parser": "x"}, True),
     _posted("function-call-of-a-list", "/parse_function_call", {"text": ["a"], "tools": []}, True),
     _posted("sagemaker-of-lists", "/invocations", {"model": ["model"], "messages": [HELLO]}, True),
+    _posted(
+        "template-arguments-twice",
+        "/v1/chat/completions",
+        {"messages": HELLO, "max_tokens": 2, "chat_template_kwargs": {"add_generation_prompt": False}},
+    ),
     _adapter("many-digits"),
     Finding("saved-below-proc", _saved_below("/proc/x")),
     Finding("learning-rate-1e300", _learning_rate),

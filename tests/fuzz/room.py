@@ -63,19 +63,35 @@ class Stream(threading.Thread):
         self.num_answers = 0
         self._last: float | None = None
         self._finish = threading.Event()
+        self._may_ask, self._rests = threading.Event(), threading.Event()
+        self._may_ask.set()
 
     def waiting(self) -> Gap:
         """How long it has waited for its next token so far."""
         now, last = time.monotonic(), self._last
         return Gap(now - (now if last is None else last), now)
 
+    def pause(self) -> None:
+        """Returns when the answer under way has ended; `resume` lets it ask again."""
+        self._may_ask.clear()
+        self._rests.wait()
+
+    def resume(self) -> None:
+        self._rests.clear()
+        self._may_ask.set()
+
     def finish(self) -> None:
         """The answer under way is the last one."""
         self._finish.set()
+        self._may_ask.set()
 
     def run(self) -> None:
         with httpx.Client(timeout=120.0, trust_env=False) as client:
             while not self._finish.is_set() and len(self.faults) < 3:
+                if not self._may_ask.is_set():
+                    self._rests.set()
+                    self._may_ask.wait()
+                    continue
                 try:
                     tokens = self._one(client)
                 except (httpx.HTTPError, RuntimeError) as error:
@@ -85,6 +101,7 @@ class Stream(threading.Thread):
                 self.num_answers += 1
                 if tokens != self.expected:
                     self.faults.append(f"other tokens than on a quiet server: {tokens} for {self.expected}")
+        self._rests.set()
 
     def _one(self, client: httpx.Client) -> list[int]:
         tokens: list[int] = []
