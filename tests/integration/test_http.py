@@ -101,7 +101,10 @@ def wait_for_ready_line(process: subprocess.Popen[bytes], log: Path, port: int) 
     while "kt-runtime is ready: http://127.0.0.1:" not in log.read_text(errors="replace"):
         assert process.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")[-3000:]
         with contextlib.suppress(httpx.TransportError):
-            statuses = {httpx.get(f"http://127.0.0.1:{port}{path}").status_code for path in ("/ready", "/health")}
+            statuses = {
+                httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False).status_code
+                for path in ("/ready", "/health")
+            }
             assert statuses == {503} or "computing its first tokens" in log.read_text(errors="replace")
         time.sleep(0.25)
 
@@ -147,7 +150,7 @@ class TestBehindAKey:
         shown = keyed.log.read_text(errors="replace").splitlines()
         expected = ("model ", "memory on the ", "parsers: ", f"the full log is {keyed.full_log}", "starting", "reading")
         expected += ("experts: ", "the model is loaded", "kt-runtime is ready: ")
-        assert len(shown) <= 15 and "GiB needed" in shown[1], shown
+        assert len(shown) <= 15 and any("GiB needed" in line for line in shown), shown
         assert [any(line.startswith(one) for line in shown) for one in expected] == [True] * len(expected), shown
         assert len(keyed.full_log.read_text(errors="replace").splitlines()) > 2 * len(shown)
         (device,) = keyed.http.get("/kt/status").json()["cache"]
