@@ -29,8 +29,8 @@ from kt_runtime.serve.route_table import Access, rule_for
 
 HTTP_THREADS, WIRE_THREADS = 6, 2
 PROBE = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
-# Errors of the server's category that are right answers: it is busy; the numbers of the session's own training have left
-# float32, and nothing was changed.
+# Errors of the server's category that are right answers: it is busy; the numbers of the session's own training have
+# left float32, and nothing was changed.
 TOLD_KINDS = {"ServerBusyError", "NumericsError"}
 # Without a length of its own a chat may go on to the end of the context.
 _ASKS_LITTLE = re.compile(rb'"max_(new_|completion_|output_)?tokens": ?[0-9]{1,2}[,}]')

@@ -261,13 +261,14 @@ class Room:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[TrainingRun]:
-        run = TrainingRun(self.client, str(self.place / "begin"))
-        run.start()
-        try:
-            yield run
-        finally:
-            run.finish()
-            run.join()
+        with resident_client(self.api, timeout_s=120.0) as client:  # a client belongs to one thread
+            run = TrainingRun(client, str(self.place / "begin"))
+            run.start()
+            try:
+                yield run
+            finally:
+                run.finish()
+                run.join()
 
     def kill(self) -> None:
         """A server that stands still would take minutes to end by itself, and its streams to give up."""

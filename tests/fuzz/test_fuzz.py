@@ -191,7 +191,9 @@ def _faults(server: Attended, target: Target, begun: float) -> list[str]:
     facts = journal(target.directory)
     statuses = Counter(str(fact.get("status", "fault")) for fact in facts if "end" in fact)
     print(f"{target.directory.name}: {sum(statuses.values())} inputs; {dict(statuses.most_common())}")
-    found = [f"{target.directory / fact['case']}: {fact['fault']}" for fact in facts if "fault" in fact]
+    ended = server.watch.ended[1] - 1.0 if server.watch.ended else float("inf")  # after that nothing is answered
+    wrong = [fact for fact in facts if "fault" in fact and fact["end"] < ended]
+    found = [f"{target.directory / fact['case']}: {fact['fault']}" for fact in wrong]
     moments = [(gap.until - gap.seconds, gap.until) for gap in server.gaps(begun)]
     if server.watch.ended:
         moments.append((server.watch.ended[1] - 2.0, server.watch.ended[1]))
