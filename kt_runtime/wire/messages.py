@@ -277,7 +277,7 @@ class Reply(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field=
 
 
 class ErrorReply(Reply, tag="error"):
-    """`category`: "user" (the request was wrong, don't resend) or "server" (ours).
+    """`category`: "user" (the request was wrong or its numbers overflow, don't resend) or "server" (ours).
 
     `kind` is the class name of `kt_runtime.errors`, so that the client raises the same error.
     """
