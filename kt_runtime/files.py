@@ -12,15 +12,37 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from kt_runtime.errors import ConflictError, NumericsError
+from kt_runtime.errors import ConflictError, InvalidValueError, KtError, NumericsError, RuntimeFault
 
 TEMPORARY_PREFIX = ".tmp-"
+
+
+MayReplace = Callable[[Path, Path], None]
+"""Called with a directory and its name in messages; raises ConflictError where it must not be replaced."""
+
+
+_OF_THE_MACHINE = (errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+
+
+@contextlib.contextmanager
+def errors_of_path(path: Path, deed: str) -> Iterator[None]:
+    """Turns what the system says of a path that a user chose into the user's error: no such place, not allowed, too
+    long, full. `deed`: "written", "read". A RuntimeFault where it is the machine's."""
+    try:
+        yield
+    except KtError:
+        raise
+    except OSError as error:
+        kind = RuntimeFault if error.errno in _OF_THE_MACHINE else InvalidValueError
+        shown = str(path) if len(str(path)) <= 300 else f"{str(path)[:300]}... ({len(str(path))} characters)"
+        raise kind(f"{shown}: can't be {deed}: {error.strerror or error}") from None
 
 
 def fsync_directory(directory: Path) -> None:
@@ -84,16 +106,19 @@ def write_new_file(path: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def write_directory(path: Path, fill: Callable[[Path], None], *, replace: bool = False) -> None:
+def write_directory(path: Path, fill: Callable[[Path], None], *, replace: MayReplace | None = None) -> None:
     """Calls `fill(temporary)` to write files, then moves the whole directory to `path`.
 
-    `path` must not exist, unless `replace`: then new and old are exchanged in one step and the old one is removed.
-    Raises ConflictError when `path` exists and `replace` is False.
+    `path` must not exist, unless `replace` is given: then new and old are exchanged in one step and the old one is
+    removed. Raises ConflictError when `path` exists and there is no `replace`, and what `replace` raises; nothing is
+    removed then.
     """
-    if os.path.lexists(path) and not replace:
+    if os.path.lexists(path) and replace is None:
         raise ConflictError(f"{path} exists already; choose another name, or remove it")
     if os.path.lexists(path) and (path.is_symlink() or not path.is_dir()):
         raise ConflictError(f"{path} is not a directory, so it is not replaced by one; choose another name")
+    if replace is not None and path.exists():
+        replace(path, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=path.parent))
     try:
@@ -106,13 +131,41 @@ def write_directory(path: Path, fill: Callable[[Path], None], *, replace: bool =
                 fsync_directory(entry)
         os.chmod(temporary, 0o755)
         fsync_directory(temporary)
-        if replace and path.exists():
+        if replace is not None and path.exists():
             _exchange(temporary, path)
+            try:
+                replace(temporary, path)  # somebody may have put a file there while the new ones were written
+            except BaseException:
+                _exchange(temporary, path)
+                raise
         else:
             _rename_to_new(temporary, path)
         fsync_directory(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def only_files(names: re.Pattern[str], marks: Collection[str], what: str) -> MayReplace:
+    """Allows to replace an empty directory, and one that holds regular files with these names alone, all `marks` among
+    them. `what` writes such directories, in messages."""
+
+    def check(directory: Path, shown: Path) -> None:
+        found = set()
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                found.add(entry.name)
+                if not entry.is_file(follow_symlinks=False) or not names.fullmatch(entry.name):
+                    raise ConflictError(
+                        f"{shown}: not replaced: it holds {entry.name[:80]!r}, which {what} does not write; "
+                        "choose another name"
+                    )
+        missing = sorted(set(marks) - found) if found else []
+        if missing:
+            raise ConflictError(
+                f"{shown}: not replaced: it has no {missing[0]}, so {what} did not write it; choose another name"
+            )
+
+    return check
 
 
 def move_directory(source: Path, path: Path) -> None:

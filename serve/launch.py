@@ -38,7 +38,7 @@ from kt_runtime.serve.options import LORA_RANKS, ServeOptions, check_port_is_fre
 from kt_runtime.serve.parsers import NONE, last_value, parsers_for
 from kt_runtime.serve.placement import module_names, read_placement
 from kt_runtime.serve.presets import is_preset, load_preset
-from kt_runtime.serve.server_memory import plan_server, with_lora_rank
+from kt_runtime.serve.server_memory import plan_server, session_memory_bytes, with_lora_rank
 from kt_runtime.serve.sglang_options import check_chunks, check_passed_on
 from kt_runtime.wire import ResidentClient, runtime_directory
 from kt_runtime.wire.address import ipc_path, private_directory
@@ -74,6 +74,8 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         say(f"adapters up to rank {options.max_lora_rank}: there is no memory for more; --max-lora-rank asks for one")
     memory = plan_server(options, model.config, model.name)
     check_fits(*memory)
+    if options.session_memory_bytes is None:
+        options = dataclasses.replace(options, session_memory_bytes=session_memory_bytes(*memory))
     directory = private_directory(options.runtime_dir) if options.runtime_dir else runtime_directory()
     with contextlib.ExitStack() as held:
         held.enter_context(
@@ -231,6 +233,8 @@ def _settings(options: ServeOptions, model: ResolvedModel, directory: Path) -> R
         expert_format=options.expert_format,
         training_share=options.training_share,
         microbatch_tokens=options.microbatch_tokens,
+        max_sessions=options.max_sessions,
+        session_memory_bytes=options.session_memory_bytes,
         **_cache_settings(options.cache),
     )
     for address in (settings.wire_address, settings.names_address):

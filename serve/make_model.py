@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.files import write_directory
+from kt_runtime.files import only_files, write_directory
 from kt_runtime.serve.checkpoint import CheckpointTensor, checkpoint_tensors
 from kt_runtime.serve.make_tokenizer import write_tokenizer
 from kt_runtime.serve.presets import Preset, load_preset, preset_names
@@ -33,6 +34,14 @@ NORM_STD = 0.1
 CORRECTION_BIAS_STD = 0.1
 SHARPENED = {"gate", "lm_head"}
 
+CHECKPOINT_FILES = only_files(
+    re.compile(
+        r"(config|generation_config|tokenizer|tokenizer_config|model\.safetensors\.index)\.json|model.*\.safetensors"
+    ),
+    ["config.json"],
+    "`models make`",
+)
+
 Progress = Callable[[int, int], None]
 
 
@@ -42,7 +51,8 @@ def make_model(
     """Writes the checkpoint of a made preset to `directory` in one step and returns `directory`.
 
     `progress(bytes_written, bytes_in_all)` is called after every tensor. Raises InvalidValueError for a preset whose
-    weights come from the hub, ConflictError when `directory` exists and not `replace`.
+    weights come from the hub, ConflictError when `directory` exists, unless `replace` and
+    it holds a checkpoint alone.
     """
     chosen = load_preset(preset) if isinstance(preset, str) else preset
     if not chosen.is_made:
@@ -59,7 +69,7 @@ def make_model(
         write_tokenizer(temporary, chosen.config)
         write_weights(temporary, list(checkpoint_tensors(chosen.config)), seed, progress)
 
-    write_directory(directory, fill, replace=replace)
+    write_directory(directory, fill, replace=CHECKPOINT_FILES if replace else None)
     return directory
 
 

@@ -66,6 +66,9 @@ class MemoryNeed:
     lower: tuple[str, ...] = ()
 
 
+TRAINED = "trained adapters and their optimizer"
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     model: str
@@ -97,7 +100,7 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
         MemoryNeed("KV cache", device, sequence * shape.activation_bytes, (shape.tokens_option,)),
         *_cache_needs(config, shape),
         MemoryNeed("LoRA slots", device, slots * shape.activation_bytes, ("--lora-slots", "--max-lora-rank")),
-        MemoryNeed("trained adapters and their optimizer", device, masters, ("--max-lora-rank",)),
+        MemoryNeed(TRAINED, device, masters, ("--max-lora-rank",)),
         MemoryNeed("training activations (estimate)", device, _activation_bytes(config, shape)),
         MemoryNeed("SGLang's processes (estimate)", "cpu", PROCESSES_BYTES),
     ]

@@ -27,6 +27,8 @@ LOWEST_VALUES = {
     "context_tokens": 16,
     "expert_threads": 1,
     "microbatch_tokens": 1,
+    "max_sessions": 1,
+    "session_memory_bytes": 1 << 20,
     "cache_device_bytes": 0,
     "cache_host_bytes": 0,
     "cache_disk_bytes": 0,
@@ -52,6 +54,8 @@ class ServeOptions:
     `placement`: a KTransformers rule file, which may set `expert_format`.
     `max_lora_rank`: slots are as large as that in any case. `lora_rank_may_be_lower`: where memory asks for it.
     `training_share`: the largest share of the time that training may take while requests are served.
+    `max_sessions`: training sessions open at once; `session_memory_bytes`: what they may take together, None: half of
+    what the model leaves.
     `allow_no_key`: listen beyond this machine without a key. `cors_origins`: sites whose pages may call the server.
     `max_body_bytes`: None, what follows from the context length. `any_model_name`: an unknown model is the model.
     `served_model_name`: what clients call the model; None, its preset's, hub's or directory's name.
@@ -90,6 +94,8 @@ class ServeOptions:
     served_model_name: str | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    max_sessions: int = 64
+    session_memory_bytes: int | None = None
     runtime_dir: Path | None = None
     verbose: bool = False
     passed_on: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kt_runtime.serve.machine_memory import available_memory, has_gpu
-from kt_runtime.serve.memory import MemoryPlan, ServingShape, plan_memory
+from kt_runtime.serve.memory import TRAINED, MemoryPlan, ServingShape, plan_memory
 from kt_runtime.serve.options import LORA_RANKS, ServeOptions
 
 
@@ -38,6 +38,15 @@ def with_lora_rank(options: ServeOptions, config: Mapping[str, Any], name: str) 
         if all(plan.total_bytes(device) <= free_bytes.get(device, 0) for device in plan.devices()):
             break
     return chosen
+
+
+def session_memory_bytes(plan: MemoryPlan, available: Mapping[str, int]) -> int:
+    """What training sessions may take by default: what the plan has for them, and half of what it leaves."""
+    planned = next((need for need in plan.needs if need.what == TRAINED), None)
+    if planned is None:
+        return 1 << 20
+    left = available.get(planned.device, 0) - plan.total_bytes(planned.device)
+    return planned.size_bytes + max(0, left) // 2
 
 
 def plan_server(options: ServeOptions, config: Mapping[str, Any], name: str) -> tuple[MemoryPlan, Mapping[str, int]]:

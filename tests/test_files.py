@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -20,12 +21,18 @@ from kt_runtime.files import (
     exclusive_lock,
     lock_holder,
     move_directory,
+    only_files,
     visible_entries,
     write_directory,
     write_file,
     write_json,
     write_new_file,
 )
+
+
+def anything(old: Path, shown: Path) -> None:
+    """A `MayReplace` that allows all."""
+
 
 # Runs `operation` in a child that kills itself at the nth line executed in files.py, shutil.py or the operation
 # itself, for n = 1, 2, ... until the operation gets to its end; prints what each death left behind as JSON.
@@ -45,7 +52,7 @@ def operation(target):
     if KIND == "file":
         files.write_file(target, b"new" * 1000)
     else:
-        files.write_directory(target, fill("new"), replace=EXISTS)
+        files.write_directory(target, fill("new"), replace=(lambda old, shown: None) if EXISTS else None)
 
 def prepare(target):
     if EXISTS and KIND == "file":
@@ -167,7 +174,7 @@ def test_a_directory_is_synced_whole_before_the_move_and_its_parent_after(
         (directory / "sub" / "b").write_text("b")
 
     log = SyncLog(monkeypatch)
-    write_directory(target, fill, replace=replace)
+    write_directory(target, fill, replace=anything if replace else None)
     before = log.synced(before=True)
     (temporary,) = {path for path in before if path.parent == tmp_path}
     assert {path.relative_to(temporary).as_posix() for path in before} == {".", "a", "sub", "sub/b"}
@@ -210,7 +217,7 @@ def test_a_failing_fill_leaves_what_was_there(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     write_directory(tmp_path / "target", one_file("a", "old"))
-    for replace, target in ((True, "target"), (False, "other")):
+    for replace, target in ((anything, "target"), (None, "other")):
         with pytest.raises(OSError, match="No space"):
             write_directory(tmp_path / target, fail, replace=replace)
     assert [entry.name for entry in tmp_path.iterdir()] == ["target"]
@@ -221,12 +228,67 @@ def test_replacing_exchanges_the_directory_whole(tmp_path: Path) -> None:
     target = tmp_path / "target"
     write_directory(target, one_file("old", "old"))
     before = os.open(target, os.O_RDONLY)
-    write_directory(target, one_file("new", "new"), replace=True)
+    write_directory(target, one_file("new", "new"), replace=anything)
     assert [entry.name for entry in target.iterdir()] == ["new"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["target"]
     assert stat.S_IMODE(target.stat().st_mode) == 0o755
     assert os.listdir(before) == []  # who had it open sees the old one, now removed; never a mixture
     os.close(before)
+
+
+OURS = only_files(re.compile(r"a|b"), ["a"], "`test`")
+
+
+@pytest.mark.parametrize("names", [(), ("a",), ("a", "b")])
+def test_a_directory_of_known_files_may_be_replaced(tmp_path: Path, names: tuple[str, ...]) -> None:
+    (tmp_path / "target").mkdir()
+    for name in names:
+        (tmp_path / "target" / name).write_text("old")
+    write_directory(tmp_path / "target", one_file("a", "new"), replace=OURS)
+    assert [entry.name for entry in (tmp_path / "target").iterdir()] == ["a"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["target"]
+
+
+@pytest.mark.parametrize("foreign", ["diary.txt", ".hidden", "sub/", "b/", "link", "a~", "pipe"])
+def test_a_directory_with_anything_else_in_it_is_left_as_it_is(tmp_path: Path, foreign: str) -> None:
+    target = tmp_path / "target"
+    write_directory(target, one_file("a", "old"))
+    if foreign.endswith("/"):
+        (target / foreign / "deeper").mkdir(parents=True)
+    elif foreign == "link":
+        (target / "b").symlink_to(target / "a")
+    elif foreign == "pipe":
+        os.mkfifo(target / "b")
+    else:
+        (target / foreign).write_text("precious")
+    before = sorted(target.rglob("*"))
+    with pytest.raises(ConflictError, match=r"not replaced: it holds .*, which `test` does not write"):
+        write_directory(target, one_file("a", "new"), replace=OURS)
+    assert sorted(target.rglob("*")) == before
+    assert (target / "a").read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["target"]
+
+
+def test_a_directory_without_its_mark_is_left_as_it_is(tmp_path: Path) -> None:
+    write_directory(tmp_path / "target", one_file("b", "old"))
+    with pytest.raises(ConflictError, match="it has no a, so `test` did not write it"):
+        write_directory(tmp_path / "target", one_file("a", "new"), replace=OURS)
+    assert (tmp_path / "target" / "b").read_text() == "old"
+
+
+def test_a_file_that_somebody_puts_there_meanwhile_is_kept(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    write_directory(target, one_file("a", "old"))
+
+    def overtaken(directory: Path) -> None:
+        (directory / "a").write_text("new")
+        (target / "diary.txt").write_text("precious")
+
+    with pytest.raises(ConflictError, match=r"diary\.txt"):
+        write_directory(target, overtaken, replace=OURS)
+    assert (target / "diary.txt").read_text() == "precious"
+    assert (target / "a").read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["target"]
 
 
 def test_an_existing_directory_is_not_replaced_unasked(tmp_path: Path) -> None:
@@ -243,7 +305,7 @@ def test_a_file_or_link_is_never_replaced_by_a_directory(tmp_path: Path, replace
     (tmp_path / "dangling").symlink_to(tmp_path / "missing")
     for name in ("file", "link", "dangling"):
         with pytest.raises(ConflictError):
-            write_directory(tmp_path / name, lambda directory: None, replace=replace)
+            write_directory(tmp_path / name, lambda directory: None, replace=anything if replace else None)
     assert (tmp_path / "file").read_text() == "precious"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["dangling", "elsewhere", "file", "link"]
 

@@ -206,6 +206,7 @@ class Training:
     def _save(self) -> Path:
         path = checkpoints.checkpoint_path(self.recipe.output_dir, self.journal.done)
         temporary = checkpoints.temporary_path(path)
+        shutil.rmtree(temporary, ignore_errors=True)  # of a save that failed; the server replaces its own files alone
         saved = self.client.save(self.session, str(temporary), optimizer=not self.recipe.save_only_model, replace=True)
         if saved.step != self.journal.done:
             shutil.rmtree(temporary)
@@ -314,6 +315,7 @@ class Training:
         source = Path(self.best.checkpoint) if holds_best and self.best.checkpoint else self.last
         temporary = (output_dir / f"{TEMPORARY_PREFIX}final").resolve()
         if source is None or (not holds_best and source.name != f"{checkpoints.PREFIX}{self.journal.done}"):
+            shutil.rmtree(temporary, ignore_errors=True)
             self.client.save(self.session, str(temporary), optimizer=False, replace=True)
             source = temporary
         for reader in write_results(self.recipe, source, Path(self.status.model_directory), results):

@@ -16,11 +16,11 @@ other than linears' weights); each is refused by name.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -36,7 +36,7 @@ from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
 from kt_runtime.adapters.validator import check_adapter, check_shape, unknown_module
 from kt_runtime.errors import AdapterError, InvalidValueError
 from kt_runtime.families import MLP, SHARED, Family, LoraModule
-from kt_runtime.files import write_directory
+from kt_runtime.files import MayReplace, write_directory
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
@@ -69,7 +69,8 @@ def read_peft_directory(
         )
         where = str(directory.path / TENSOR_FILE)
         largest = largest_file(family, config, max_rank)
-        tensors = read_tensors(directory.read(TENSOR_FILE, largest), where)
+        header = largest_header(family, config)
+        tensors = read_tensors(directory.read(TENSOR_FILE, largest), where, max_header_bytes=header)
         if FUSED_FILE in directory.file_names():
             tensors = _with_kt_experts(tensors, settings, directory, largest, family, config)
             where = str(directory.path)
@@ -79,7 +80,7 @@ def read_peft_directory(
     adapter, filled = folded_whole(
         parts, settings.alpha if settings.is_plain else None, family, config, max_rank, where
     )
-    return replace(adapter, notes=(*adapter.notes, *_notes(filled, settings, base_model)))
+    return dataclasses.replace(adapter, notes=(*adapter.notes, *_notes(filled, settings, base_model)))
 
 
 def folded_whole(
@@ -90,7 +91,7 @@ def folded_whole(
     completed = complete_groups(adapter, family, config)
     check_adapter(completed, family, config, max_rank, where)
     filled = [name for name in completed.modules if name not in adapter.modules]
-    return replace(completed, notes=adapter.notes), filled
+    return dataclasses.replace(completed, notes=adapter.notes), filled
 
 
 def write_peft_directory(
@@ -103,12 +104,13 @@ def write_peft_directory(
     base_model: str | None = None,
     dtype: torch.dtype = torch.float32,
     extra: Mapping[str, bytes] | None = None,
-    overwrite: bool = False,
+    replace: MayReplace | None = None,
 ) -> None:
     """Writes the directory `path` atomically: after a crash at any moment it is there whole, or not at all.
 
     Incomplete groups are completed with zeros. `extra` files (an optimizer's state, a version's description) come and
-    go with the directory. Raises AdapterError as `check_adapter`; ConflictError if `path` exists, unless `overwrite`.
+    go with the directory. Raises AdapterError as `check_adapter`; ConflictError if `path` exists, unless
+    `replace` allows it (`files.write_directory`).
     """
     extra = extra or {}
     for name in extra:
@@ -129,7 +131,7 @@ def write_peft_directory(
         for name, data in extra.items():
             (directory / name).write_bytes(data)
 
-    write_directory(path, fill, replace=overwrite)
+    write_directory(path, fill, replace=replace)
 
 
 def _dense_parameters(adapter: AdapterTensors, family: Family, config: Mapping[str, Any]) -> list[str]:
@@ -168,7 +170,9 @@ def _with_kt_experts(
             "KTransformers' experts is not known"
         )
     known = {module.name: module for module in family.lora_modules(config)}
-    experts = per_expert_tensors(read_tensors(directory.read(FUSED_FILE, largest), where), known, where)
+    header = largest_header(family, config)
+    fused = read_tensors(directory.read(FUSED_FILE, largest), where, max_header_bytes=header)
+    experts = per_expert_tensors(fused, known, where)
     others = {name.replace(WRAPPER, ""): tensor for name, tensor in tensors.items()}
     if len(others) < len(tensors):
         raise AdapterError(f"{directory.path / TENSOR_FILE}: has modules with and without {WRAPPER!r} in their names")
@@ -185,6 +189,12 @@ def largest_file(family: Family, config: Mapping[str, Any], max_rank: int) -> in
         for module in family.lora_modules(config)
     )
     return features * max_rank * 4 + MAX_HEADER_BYTES + 8
+
+
+def largest_header(family: Family, config: Mapping[str, Any]) -> int:
+    """More than any honest adapter of this model has: half a kilobyte for each tensor, metadata of a megabyte."""
+    tensors = sum(2 * max(1, module.num_experts) for module in family.lora_modules(config))
+    return min(MAX_HEADER_BYTES, (1 << 20) + 512 * tensors)
 
 
 def _parts(

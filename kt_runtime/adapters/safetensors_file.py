@@ -24,6 +24,7 @@ from kt_runtime.errors import AdapterError
 
 MAX_HEADER_BYTES = 100_000_000  # the reference implementation's limit
 _MAX_DIMENSIONS = 8
+_LARGEST_COUNT = 2**63 - 1  # the format's; products of larger ones are integers that Python does not print
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -50,13 +51,15 @@ class Entry(NamedTuple):
     stop: int
 
 
-def parse_header(data: bytearray, where: str, dtypes: Collection[str] = FLOAT_DTYPES) -> dict[str, Entry]:
+def parse_header(
+    data: bytearray, where: str, dtypes: Collection[str] = FLOAT_DTYPES, max_header_bytes: int = MAX_HEADER_BYTES
+) -> dict[str, Entry]:
     """The tensors of a whole file in memory. Raises AdapterError, beginning with `where`, if anything is wrong."""
     if len(data) < 8:
         raise AdapterError(f"{where}: truncated: {len(data)} bytes, the length of the header alone takes 8")
     length = int.from_bytes(data[:8], "little")
-    if length > MAX_HEADER_BYTES:
-        raise AdapterError(f"{where}: the header claims {length} bytes; at most {MAX_HEADER_BYTES} are accepted")
+    if length > max_header_bytes:
+        raise AdapterError(f"{where}: the header claims {length} bytes; at most {max_header_bytes} are accepted")
     if 8 + length > len(data):
         raise AdapterError(f"{where}: truncated in the header: it claims {length} bytes, {len(data) - 8} are there")
     header = _decode(bytes(data[8 : 8 + length]), where)
@@ -69,10 +72,15 @@ def parse_header(data: bytearray, where: str, dtypes: Collection[str] = FLOAT_DT
     return entries
 
 
-def read_tensors(data: bytearray, where: str, dtypes: Collection[str] = FLOAT_DTYPES) -> dict[str, torch.Tensor]:
-    """The tensors of a whole file in memory, as views of `data`. Raises AdapterError as `parse_header`."""
+def read_tensors(
+    data: bytearray, where: str, dtypes: Collection[str] = FLOAT_DTYPES, max_header_bytes: int = MAX_HEADER_BYTES
+) -> dict[str, torch.Tensor]:
+    """The tensors of a whole file in memory, as views of `data`. Raises AdapterError as `parse_header`.
+
+    `max_header_bytes`: parsing takes ten times as much memory, so that a reader who knows what to expect gives less.
+    """
     tensors = {}
-    for name, entry in parse_header(data, where, dtypes).items():
+    for name, entry in parse_header(data, where, dtypes, max_header_bytes).items():
         dtype, count = DTYPES[entry.dtype], math.prod(entry.shape)
         if count:
             flat = torch.frombuffer(data, dtype=dtype, count=count, offset=entry.start)
@@ -109,14 +117,16 @@ def _decode(text: bytes, where: str) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for name, value in pairs:
             if name in result:
-                raise AdapterError(f"{where}: header: {name!r} appears twice")
+                raise AdapterError(f"{where}: header: {name[:80]!r} appears twice")
             result[name] = value
         return result
 
     try:
         header = json.loads(text, object_pairs_hook=refuse_duplicates)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise AdapterError(f"{where}: the header is not JSON: {error}") from None
+    except AdapterError:
+        raise
+    except (ValueError, RecursionError) as error:  # an integer of 5,000 digits is a plain ValueError
+        raise AdapterError(f"{where}: the header is not JSON that is accepted: {str(error)[:200]}") from None
     if not isinstance(header, dict):
         raise AdapterError(f"{where}: the header is not a JSON object")
     return header
@@ -126,8 +136,8 @@ def _entry(name: str, value: Any, first: int, size: int, dtypes: Collection[str]
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise AdapterError(f"{where}: header: {name!r} must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if dtype not in DTYPES or dtype not in dtypes:
-        raise AdapterError(f"{where}: {name!r} has dtype {dtype!r}; expected one of {', '.join(dtypes)}")
+    if not isinstance(dtype, str) or dtype not in DTYPES or dtype not in dtypes:
+        raise AdapterError(f"{where}: {name!r} has dtype {str(dtype)[:80]!r}; expected one of {', '.join(dtypes)}")
     if not _are_counts(shape) or len(shape) > _MAX_DIMENSIONS:
         raise AdapterError(f"{where}: header: {name!r} has shape {str(shape)[:80]}; expected a list of lengths")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -145,7 +155,7 @@ def _entry(name: str, value: Any, first: int, size: int, dtypes: Collection[str]
 
 def _are_counts(values: Any) -> bool:
     return isinstance(values, list) and all(
-        isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values
+        isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST_COUNT for value in values
     )
 
 

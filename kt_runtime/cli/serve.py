@@ -71,6 +71,12 @@ class ServeCommand(click.Command):
 )
 @click.option("--training-share", default=0.5, show_default=True, help="Most of the time that training may take.")
 @click.option("--microbatch-tokens", default=2048, show_default=True, help="Tokens that training computes at once.")
+@click.option("--max-sessions", default=64, show_default=True, help="Training sessions that may be open at once.")
+@click.option(
+    "--session-memory",
+    metavar="SIZE",
+    help="What they may take together. [default: one at --max-lora-rank, and half of what is left free]",
+)
 @click.option("--cache-device", metavar="SIZE", help="What the KV cache takes, instead of --max-total-tokens.")
 @click.option("--cache-host", metavar="SIZE", help="Prefixes kept in memory beside the KV cache, which they include.")
 @click.option("--cache-disk", metavar="SIZE", help="Prefixes kept in --cache-dir, also across restarts.")
@@ -120,7 +126,7 @@ def _with_sizes(options: dict[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if value is None:
             continue
-        if name in ("cache_device", "cache_host", "cache_disk"):
+        if name in ("cache_device", "cache_host", "cache_disk", "session_memory"):
             fields[f"{name}_bytes"] = parse_size(value, f"--{name.replace('_', '-')}")
         elif name == "max_body_size":
             fields["max_body_bytes"] = parse_size(value, "--max-body-size")

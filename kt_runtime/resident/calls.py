@@ -26,6 +26,7 @@ from kt_runtime.resident.optimizer import StepSettings
 from kt_runtime.resident.preference import check_pairs
 from kt_runtime.resident.publishing import Publisher
 from kt_runtime.resident.session import Session
+from kt_runtime.resident.session_limits import FROZEN_BYTES, TRAINED_BYTES, SessionLimits, num_parameters
 from kt_runtime.resident.slices import CallResult
 from kt_runtime.resident.twin import Twin
 from kt_runtime.wire import messages
@@ -81,10 +82,18 @@ class Answers:
 class SessionCalls:
     """`microbatch_tokens`: padded tokens that go through a layer at once."""
 
-    def __init__(self, host: Host, twin: Twin, publisher: Publisher, answers: Answers, microbatch_tokens: int) -> None:
+    def __init__(
+        self,
+        host: Host,
+        twin: Twin,
+        publisher: Publisher,
+        answers: Answers,
+        microbatch_tokens: int,
+        limits: SessionLimits,
+    ) -> None:
         self._host, self._twin, self._publisher, self._answers = host, twin, publisher, answers
         self._lora = LoraModules(twin)
-        self._max_tokens = microbatch_tokens
+        self._max_tokens, self._limits = microbatch_tokens, limits
         self._sessions: dict[str, Session] = {}
         self._sessions_made = 0
 
@@ -118,6 +127,7 @@ class SessionCalls:
     def _session(self, name: str) -> Session:
         if name not in self._sessions:
             raise UnknownNameError("session", name, self._sessions)
+        self._sessions[name].used_at = time.monotonic()
         return self._sessions[name]
 
     def _create(self, request: CreateSession) -> Slices:
@@ -131,7 +141,12 @@ class SessionCalls:
                 "(--max-lora-rank)"
             )
         modules = resolve_targets(self._host.config, settings.targets)
+        wanted = TRAINED_BYTES * num_parameters(modules, settings.rank)
+        self._limits.check(request.session, wanted, self.infos())
         start_from, reference = self._read(request.start_from), self._read(request.reference)
+        if reference is not None:
+            frozen = FROZEN_BYTES * sum(pair.a.numel() + pair.b.numel() for pair in reference.modules.values())
+            self._limits.check(request.session, wanted + frozen, self.infos())
         if self._host.device.type == "cpu":
             keep_freed_memory()
         self._sessions_made += 1
@@ -200,8 +215,7 @@ class SessionCalls:
         """Copies the state now and writes it beside the engine: the session goes on meanwhile."""
         path = state.checked_path(request.path)
         session = self._session(request.session)
-        if path.exists() and not request.replace:
-            raise ConflictError(f"{path} exists already; choose another path, or save with replace")
+        state.check_target(path, replace=request.replace)
         snapshot = yield from state.snapshot_slices(session, optimizer=request.optimizer)
 
         def write() -> Reply:

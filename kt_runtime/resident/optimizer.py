@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch.optim.adamw import adamw
 
-from kt_runtime.errors import NumericsError
+from kt_runtime.errors import InvalidValueError, NumericsError
 from kt_runtime.resident.executor import Slice
 from kt_runtime.resident.portions import portions
 
+LARGEST_NORM = 1e18  # its square is a second moment
+LARGEST = 1e37  # float32 ends at 3.4e38
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 
@@ -41,6 +43,46 @@ class AdamW:
         self.first: dict[str, torch.Tensor] = {}
         self.second: dict[str, torch.Tensor] = {}
         self.steps: dict[str, torch.Tensor] = {}
+        self._largest: tuple[float, float] | None = None  # bounds of |parameter| and |first moment|; None: not known
+
+    def check_range(self, norm: float, settings: StepSettings) -> Generator[Slice, None, None]:
+        """Raises InvalidValueError where a step over a gradient of this norm could leave float32's range.
+
+        Once a part of the masters has changed nothing can be put back, so it is found out before. A bound decides,
+        which costs nothing. It grows with each step, far below the range with settings that train; where it doesn't
+        decide, it is measured anew.
+        """
+        for is_measured in (False, True):
+            if self._largest is None or is_measured:
+                self._largest = yield from self._measured()
+            parameter, first = self._largest
+            first = max(first, norm)
+            rate = settings.learning_rate * max(1.0, settings.lora_plus_ratio)
+            scaled = rate * first / (1 - settings.beta1)  # no step's bias correction is smaller
+            update = scaled / min(1.0, settings.epsilon)
+            decayed = parameter * max(1.0, abs(1 - rate * settings.weight_decay))
+            if decayed + update < LARGEST:
+                self._largest = (decayed + update, first)
+                return
+        raise InvalidValueError(
+            f"learning_rate {settings.learning_rate:g} with epsilon {settings.epsilon:g}, beta1 {settings.beta1:g} and "
+            f"weight_decay {settings.weight_decay:g}, a gradient of norm {norm:g} and parameters up to {parameter:g}: "
+            "the step could leave float32's range; no step was made"
+        )
+
+    def _measured(self) -> Generator[Slice, None, tuple[float, float]]:
+        largest = [0.0, 0.0]
+        for index, tensors in enumerate((self.parameters, self.first)):
+            for upcoming, names in portions("range", tensors):
+                yield upcoming
+                with torch.no_grad():
+                    found = [float(torch.linalg.vector_norm(tensors[name], float("inf"))) for name in names]
+                largest[index] = max(largest[index], *found)
+        return largest[0], largest[1]
+
+    def forget_range(self) -> None:
+        """Parameters were set by somebody else."""
+        self._largest = None
 
     def apply(self, gradient: dict[str, torch.Tensor], settings: StepSettings) -> Generator[Slice, None, None]:
         """One step over the parameters that `gradient` names, in slices. `gradient` is overwritten.
@@ -92,6 +134,7 @@ class AdamW:
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Takes over copies of `tensors`, whose names and shapes the caller has checked."""
         self.first, self.second, self.steps = {}, {}, {}
+        self.forget_range()
         kinds = {"first": self.first, "second": self.second, "steps": self.steps}
         for key, value in tensors.items():
             name, _, kind = key.rpartition(".")
@@ -111,9 +154,11 @@ def clip(gradient: dict[str, torch.Tensor], max_norm: float) -> Generator[Slice,
         with torch.no_grad():
             norms += [torch.linalg.vector_norm(gradient[name]) for name in names]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-    if not torch.isfinite(norm):
+    if not float(norm) < LARGEST_NORM:
         bad = [name for name, each in zip(sorted(gradient), norms, strict=True) if not torch.isfinite(each)]
-        where = f"{bad[0]} and {len(bad) - 1} more" if bad else "none of them alone: their norm overflows"
+        where = (
+            f"{bad[0]} and {len(bad) - 1} more" if bad else f"none of them alone: their norm is above {LARGEST_NORM:g}"
+        )
         raise NumericsError(f"the gradient is not finite (norm {float(norm)}): {where}; no step was made")
     factor = torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0) if max_norm > 0 else torch.ones(())
     if factor < 1:

@@ -32,6 +32,7 @@ from kt_runtime.resident.executor import Executor, Plan, Work
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.memory import resident_set_bytes
 from kt_runtime.resident.publishing import Publisher
+from kt_runtime.resident.session_limits import SessionLimits
 from kt_runtime.resident.settings import ResidentSettings
 from kt_runtime.resident.statuses import Statuses
 from kt_runtime.resident.twin import Twin
@@ -116,7 +117,14 @@ class Resident:
             host.weights, self._status, lambda reply: self._answer(reply, None), self._fail, clock
         )
         self._answers = Answers(self._answer, self._fail, self._answer_later)
-        self.calls = SessionCalls(host, self.twin, self.publisher, self._answers, settings.microbatch_tokens)
+        self.calls = SessionCalls(
+            host,
+            self.twin,
+            self.publisher,
+            self._answers,
+            settings.microbatch_tokens,
+            SessionLimits(settings.max_sessions, settings.session_memory_bytes),
+        )
         logger.info(
             "training twin: %d bytes shared with the engine, %d copied", self.twin.shared_bytes, self.twin.copied_bytes
         )

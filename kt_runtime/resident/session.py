@@ -6,6 +6,7 @@ gradient is added, or a step's moments and masters belong together.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kt_runtime.adapters import AdapterTensors
-from kt_runtime.errors import ConflictError
+from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.families import LoraModule
 from kt_runtime.resident.batches import TrainingBatch, split
 from kt_runtime.resident.executor import Slices
@@ -22,6 +23,7 @@ from kt_runtime.resident.losses import LossFunction, WeightedCrossEntropy
 from kt_runtime.resident.optimizer import AdamW, StepSettings, clip
 from kt_runtime.resident.portions import portions
 from kt_runtime.resident.preference import PreferenceLossFunction
+from kt_runtime.resident.session_limits import FROZEN_BYTES, TRAINED_BYTES, num_parameters
 from kt_runtime.resident.slices import Call, CallResult, training_call
 from kt_runtime.resident.twin import Twin
 from kt_runtime.wire.messages import Activations, CrossEntropy, LoraSettings, Loss, Model, SessionInfo
@@ -31,7 +33,10 @@ Reference = npt.NDArray[np.float32] | None
 
 
 class Session:
-    """`key`: its adapters' key in `LoraModules`. `step`: finished optimizer steps. `calls`: finished gradient calls."""
+    """`key`: its adapters' key in `LoraModules`. `step`: finished optimizer steps. `calls`: finished gradient calls.
+
+    `num_bytes`: what it may take. `used_at`: time.monotonic() when a request of it was last begun.
+    """
 
     def __init__(
         self, name: str, key: str, twin: Twin, lora: LoraModules, modules: Sequence[LoraModule], settings: LoraSettings
@@ -51,6 +56,8 @@ class Session:
         self.optimizer = AdamW(self.parameters)
         self.step = 0
         self.calls = 0
+        self.num_bytes = TRAINED_BYTES * num_parameters(modules, settings.rank)
+        self.used_at = time.monotonic()
 
     def info(self) -> SessionInfo:
         return SessionInfo(
@@ -60,12 +67,15 @@ class Session:
             step=self.step,
             modules=[module.name for module in self.modules],
             num_parameters=sum(parameter.numel() for parameter in self.parameters.values()),
+            num_bytes=self.num_bytes,
+            idle_s=max(0.0, time.monotonic() - self.used_at),
         )
 
     def add_reference(self, adapter: AdapterTensors, model_modules: Sequence[LoraModule]) -> None:
         """From now on the model "reference" is the base with `adapter`, which stays as it is now. Once per session."""
         key = f"{self.key}_reference"
         self._lora.create_frozen(key, adapter, model_modules)
+        self.num_bytes += FROZEN_BYTES * sum(pair.a.numel() + pair.b.numel() for pair in adapter.modules.values())
         self._adapter_of["reference"] = key
 
     def forward(
@@ -106,7 +116,8 @@ class Session:
     def optim_step(self, settings: StepSettings) -> Slices:
         """One AdamW step over the accumulated gradient, which is cleared in any case. Returns the norm before clipping.
 
-        Raises ConflictError without a gradient, NumericsError for one that is not finite; the masters are as they were.
+        Raises ConflictError without a gradient, NumericsError for one that is not finite and
+        InvalidValueError for settings with which the step could leave float32's range; the masters are as they were.
         """
         gradient, self.gradient = self.gradient, {}
         if not gradient:
@@ -114,6 +125,11 @@ class Session:
                 f"session {self.name!r}: no gradient since the last step; send forward_backward before optim_step"
             )
         norm: float = yield from clip(gradient, settings.max_grad_norm)
+        try:
+            clipped = min(norm, settings.max_grad_norm) if settings.max_grad_norm > 0 else norm
+            yield from self.optimizer.check_range(clipped, settings)
+        except InvalidValueError as error:
+            raise InvalidValueError(f"session {self.name!r}, optim_step {self.step + 1}: {error}") from None
         yield from self.optimizer.apply(gradient, settings)
         self.step += 1
         return norm
@@ -127,6 +143,7 @@ class Session:
 
     def set_masters(self, tensors: dict[str, torch.Tensor]) -> None:
         """Copies `tensors` into the masters. Names and shapes are the caller's to check."""
+        self.optimizer.forget_range()
         with torch.no_grad():
             for name, value in tensors.items():
                 self.parameters[name].copy_(value)

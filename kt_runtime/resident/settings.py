@@ -22,7 +22,8 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     None lets the expert store choose. `expert_format`: what the experts are quantized to while they are loaded, None:
     they stay as they are. `training_share`: the largest share of the time that training may take while
     requests are being served, in (0, 1]; with nothing to serve, training has all of it. `microbatch_tokens`: padded
-    tokens that training sends through a layer at once; fewer make shorter pauses for serving.
+    tokens that training sends through a layer at once; fewer make shorter pauses for serving. `max_sessions`,
+    `session_memory_bytes` (None: not limited): of training sessions, `session_limits` says how it is counted.
 
     The prefix cache's disk tier: `cache_directory` None or `cache_disk_bytes` 0, there is none. `cache_page_tokens`:
     of a page in all tiers. `cache_read_only`: nothing is written to the directory.
@@ -39,6 +40,8 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     training_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
     kept_versions: Annotated[int, msgspec.Meta(ge=1)] = 8
     microbatch_tokens: Annotated[int, msgspec.Meta(ge=1)] = 2048
+    max_sessions: Annotated[int, msgspec.Meta(ge=1)] = 64
+    session_memory_bytes: Annotated[int, msgspec.Meta(ge=1)] | None = None
     cache_directory: str | None = None
     cache_disk_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     cache_page_tokens: Annotated[int, msgspec.Meta(ge=1)] = 1

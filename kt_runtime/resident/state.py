@@ -5,11 +5,14 @@
     optimizer.safetensors                             AdamW's state, float32: NAME.lora_A.first, .second, .steps
 
 The optimizer may be left out. A gradient that has not been stepped over is not saved. The directory appears whole or
-not at all. Loading checks everything before anything is changed.
+not at all. It may take the place of one that was saved before: an empty directory, or one that holds these files alone
+with a readable session.json; anything else is left as it is. Loading checks everything before anything is changed.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +31,10 @@ from kt_runtime.adapters import (
     read_tensors,
     write_peft_directory,
 )
+from kt_runtime.adapters.peft_directory import CONFIG_FILE, TENSOR_FILE
 from kt_runtime.errors import AdapterError, ConflictError, InvalidValueError
 from kt_runtime.families import Family
+from kt_runtime.files import errors_of_path, only_files
 from kt_runtime.resident.executor import Slice, run_at_once
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.portions import portions
@@ -38,7 +43,13 @@ from kt_runtime.resident.session import Session
 SESSION_FILE = "session.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 MAX_SESSION_BYTES = 1 << 20
-Count = Annotated[int, msgspec.Meta(ge=0)]
+_SAVED_FILES = only_files(
+    re.compile("|".join(re.escape(name) for name in (CONFIG_FILE, TENSOR_FILE, SESSION_FILE, OPTIMIZER_FILE))),
+    [CONFIG_FILE, TENSOR_FILE, SESSION_FILE],
+    "`save`",
+)
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+MAX_ADAM_STEPS = float(1 << 24)  # float32 counts no further
 
 
 class SavedSession(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,21 +116,48 @@ def copied_masters(session: Session) -> Generator[Slice, None, AdapterTensors]:
     return AdapterTensors.from_modules(session.settings.rank, session.settings.alpha, pairs)
 
 
+def check_target(path: Path, *, replace: bool) -> None:
+    """Raises ConflictError where `write` would; the session need not be copied for that."""
+    with errors_of_path(path, "written"):
+        if not os.path.lexists(path):
+            return
+        if not replace:
+            raise ConflictError(f"{path} exists already; choose another path, or save with replace")
+        if path.is_dir() and not path.is_symlink():
+            _may_replace(path, path)
+        else:
+            raise ConflictError(f"{path} is not a directory, so it is not replaced by one; choose another path")
+
+
+def _may_replace(directory: Path, shown: Path) -> None:
+    _SAVED_FILES(directory, shown)
+    if (directory / SESSION_FILE).exists():
+        try:
+            _read_saved(directory)
+        except AdapterError as error:
+            raise ConflictError(f"{shown}: not replaced: {error}; choose another path") from None
+
+
 def write(path: Path, snapshot: Snapshot, family: Family, host: Host, *, replace: bool) -> str:
-    """Writes the directory and returns the adapter's content hash. Raises ConflictError when it exists."""
+    """Writes the directory and returns the adapter's content hash.
+
+    Raises ConflictError when it exists (with `replace`: when `save` did not write it), and InvalidValueError for a path
+    where nothing can be written.
+    """
     extra = {SESSION_FILE: msgspec.json.encode(snapshot.saved)}
     if snapshot.saved.has_optimizer:
         extra[OPTIMIZER_FILE] = safetensors.torch.save(snapshot.optimizer)
-    write_peft_directory(
-        path,
-        snapshot.adapter,
-        family,
-        host.config,
-        max_rank=host.max_lora_rank,
-        base_model=host.model,
-        extra=extra,
-        overwrite=replace,
-    )
+    with errors_of_path(path, "written"):
+        write_peft_directory(
+            path,
+            snapshot.adapter,
+            family,
+            host.config,
+            max_rank=host.max_lora_rank,
+            base_model=host.model,
+            extra=extra,
+            replace=_may_replace if replace else None,
+        )
     return content_hash(complete_groups(snapshot.adapter, family, host.config))
 
 
@@ -162,22 +200,30 @@ def masters_from(adapter: AdapterTensors, session: Session, where: str) -> dict[
 
 
 def _read_session(path: Path, session: Session) -> tuple[SavedSession | None, dict[str, torch.Tensor]]:
+    saved = _read_saved(path)
+    if saved is None:
+        return None, {}
     with open_directory(path) as directory:
-        if SESSION_FILE not in directory.file_names():
-            return None, {}
-        where = path / SESSION_FILE
-        try:
-            saved = msgspec.json.decode(bytes(directory.read(SESSION_FILE, MAX_SESSION_BYTES)), type=SavedSession)
-        except msgspec.MsgspecError as error:
-            raise AdapterError(f"{where}: {error}") from None
-        if saved.format != 1:
-            raise AdapterError(f"{where}: format {saved.format}; this version reads format 1")
         if not saved.has_optimizer:
             return saved, {}
         largest = 2 * sum(value.nbytes for value in session.parameters.values()) + MAX_SESSION_BYTES * 64
         state = read_tensors(directory.read(OPTIMIZER_FILE, largest), str(path / OPTIMIZER_FILE))
     _check_optimizer(state, session, path / OPTIMIZER_FILE)
     return saved, state
+
+
+def _read_saved(path: Path) -> SavedSession | None:
+    with open_directory(path) as directory:
+        if SESSION_FILE not in directory.file_names():
+            return None
+        where = path / SESSION_FILE
+        try:
+            saved = msgspec.json.decode(bytes(directory.read(SESSION_FILE, MAX_SESSION_BYTES)), type=SavedSession)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise AdapterError(f"{where}: {error}") from None
+    if saved.format != 1:
+        raise AdapterError(f"{where}: format {saved.format}; this version reads format 1")
+    return saved
 
 
 def _check_optimizer(state: dict[str, torch.Tensor], session: Session, where: Path) -> None:
@@ -193,6 +239,10 @@ def _check_optimizer(state: dict[str, torch.Tensor], session: Session, where: Pa
             )
         if not torch.isfinite(tensor).all():
             raise AdapterError(f"{where}: {name!r} contains NaN or Inf")
+        if name.endswith(".second") and (tensor < 0).any():
+            raise AdapterError(f"{where}: {name!r} contains a negative mean of squares")
+        if name.endswith(".steps") and not 1 <= float(tensor) <= MAX_ADAM_STEPS:
+            raise AdapterError(f"{where}: {name!r} is {float(tensor):g}; expected 1 to {MAX_ADAM_STEPS:g} steps")
         kinds = [f"{name.rpartition('.')[0]}.{kind}" for kind in ("first", "second", "steps")]
         missing = [kind for kind in kinds if kind not in state]
         if missing:

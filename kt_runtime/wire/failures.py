@@ -7,7 +7,7 @@ becomes UserError or RuntimeFault by its category.
 from __future__ import annotations
 
 from kt_runtime import errors
-from kt_runtime.errors import KtError, RuntimeFault, UnknownNameError, UserError
+from kt_runtime.errors import KtError, NumericsError, RuntimeFault, UnknownNameError, UserError
 from kt_runtime.wire.messages import ErrorReply
 
 MAX_MESSAGE_CHARACTERS = 2000
@@ -24,7 +24,8 @@ def error_reply(request_id: str, error: BaseException) -> ErrorReply:
         kind, message = "RuntimeFault", f"unexpected {type(error).__name__}: {error}"
     else:
         kind, message = known.__name__, str(error)
-    category = "user" if isinstance(error, UserError) else "server"
+    # Numbers that overflow follow from the request's data and settings; sending it again gives the same.
+    category = "user" if isinstance(error, UserError | NumericsError) else "server"
     return ErrorReply(
         request_id=request_id,
         category=category,  # type: ignore[arg-type]

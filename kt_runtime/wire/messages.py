@@ -10,6 +10,7 @@ out again: it gets the first answer.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -21,7 +22,37 @@ PROTOCOL_VERSION = 2
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}\Z")]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-Lengths = Annotated[list[Positive], msgspec.Meta(min_length=1)]
+Lengths = Annotated[list[Positive], msgspec.Meta(min_length=1, max_length=65536)]
+PathText = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+"""A path on the resident's file system; PATH_MAX of Linux."""
+
+LoraTarget = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+RANGES: dict[str, dict[str, tuple[float, float]]] = {
+    "optim_step": {
+        "learning_rate": (0.0, 1e4),
+        "epsilon": (1e-30, 1e4),
+        "weight_decay": (0.0, 1e4),
+        "max_grad_norm": (0.0, 1e18),
+        "lora_plus_ratio": (1e-4, 1e4),
+    },
+    "lora": {"alpha": (1e-6, 1e6)},
+    "preference loss": {
+        "beta": (1e-9, 1e6),
+        "ftx": (0.0, 1e6),
+        "gamma": (0.0, 1e6),
+        "scale": (1e-12, 1e6),
+    },
+}
+"""Lowest and highest value of each number that is computed with, both allowed: far beyond what trains, within float32.
+"""
+
+
+def _check_ranges(what: str, message: msgspec.Struct) -> None:
+    for name, (lowest, highest) in RANGES[what].items():
+        value = getattr(message, name)
+        if math.isfinite(value) and not lowest <= value <= highest:  # the codec refuses what is not finite
+            raise InvalidValueError(f"{what}: {name} is {value!r}; allowed are {lowest:g} to {highest:g}")
 
 
 class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
@@ -39,8 +70,13 @@ class LoraSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     rank: Positive
     alpha: Annotated[float, msgspec.Meta(gt=0)]
     dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
-    targets: list[str] = msgspec.field(default_factory=lambda: ["all"])
+    targets: Annotated[list[LoraTarget], msgspec.Meta(min_length=1, max_length=256)] = msgspec.field(
+        default_factory=lambda: ["all"]
+    )
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_ranges("lora", self)
 
 
 class GetStatus(Request, tag="get_status"):
@@ -64,8 +100,8 @@ class CreateSession(Request, tag="create_session"):
 
     session: Name
     lora: LoraSettings
-    start_from: str | None = None
-    reference: str | None = None
+    start_from: PathText | None = None
+    reference: PathText | None = None
 
 
 class CrossEntropy(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="cross_entropy", tag_field="name"):
@@ -88,6 +124,7 @@ class PreferenceLoss(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, t
     scale: Annotated[float, msgspec.Meta(gt=0)] = 1.0
 
     def __post_init__(self) -> None:
+        _check_ranges("preference loss", self)
         for name, kind in (("label_smoothing", "sigmoid"), ("gamma", "simpo")):
             if getattr(self, name) and self.kind != kind:
                 raise InvalidValueError(
@@ -152,12 +189,19 @@ class OptimStep(Request, tag="optim_step"):
     max_grad_norm: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     lora_plus_ratio: Annotated[float, msgspec.Meta(gt=0)] = 1.0
 
+    def __post_init__(self) -> None:
+        _check_ranges("optim_step", self)
+
 
 class Save(Request, tag="save"):
-    """Writes the adapter as a PEFT directory at `path`, with the optimizer's state when `optimizer`."""
+    """Writes the adapter as a PEFT directory at `path`, with the optimizer's state when `optimizer`.
+
+    `replace`: an empty directory or one that `Save` wrote, and nothing has been added to, may be there; it is exchanged
+    for the new one once that is whole.
+    """
 
     session: Name
-    path: str
+    path: PathText
     optimizer: bool = True
     replace: bool = False
 
@@ -166,7 +210,7 @@ class Load(Request, tag="load"):
     """Sets masters (and optimizer state, if the directory holds it) from a directory written by `Save`."""
 
     session: Name
-    path: str
+    path: PathText
 
 
 class Publish(Request, tag="publish"):
@@ -184,14 +228,14 @@ class LoadAdapter(Request, tag="load_adapter"):
     """Validates the PEFT directory at `path`, installs it as a version and moves adapter `name` to it."""
 
     name: Name
-    path: str
+    path: PathText
 
 
 class RollbackAdapter(Request, tag="rollback_adapter"):
     """Moves adapter `name` back to `adapter_version` (a content hash or a prefix of it); None: the one before."""
 
     name: Name
-    adapter_version: str | None = None
+    adapter_version: Annotated[str, msgspec.Meta(max_length=128)] | None = None
 
 
 class ListAdapters(Request, tag="list_adapters"):
@@ -207,7 +251,7 @@ class ForgetAdapter(Request, tag="forget_adapter"):
 class DropAdapter(Request, tag="drop_adapter"):
     """Frees the serving copy `lora_id`. Sent by the frontend once the last request that uses it has ended."""
 
-    lora_id: str
+    lora_id: Annotated[str, msgspec.Meta(max_length=128)]
 
 
 AnyRequest = (
@@ -233,7 +277,7 @@ class Reply(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field=
 
 
 class ErrorReply(Reply, tag="error"):
-    """`category`: "user" (the request was wrong, don't resend) or "server" (ours).
+    """`category`: "user" (the request was wrong or its numbers overflow, don't resend) or "server" (ours).
 
     `kind` is the class name of `kt_runtime.errors`, so that the client raises the same error.
     """
@@ -244,12 +288,16 @@ class ErrorReply(Reply, tag="error"):
 
 
 class SessionInfo(msgspec.Struct, kw_only=True):
+    """`num_bytes`: what it may take, as the server's limit counts. `idle_s`: since a request of it last began."""
+
     session: str
     rank: int
     alpha: float
     step: int
     modules: list[str]
     num_parameters: int
+    num_bytes: int = 0
+    idle_s: float = 0.0
 
 
 class CacheTier(msgspec.Struct, kw_only=True):

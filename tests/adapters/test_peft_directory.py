@@ -71,7 +71,7 @@ def test_an_existing_directory_is_replaced_only_on_demand(tmp_path: Path, qwen: 
     with pytest.raises(ConflictError):
         write(qwen, tmp_path / "a", qwen.adapter("o_proj", seed=1))
     assert content_hash(read(qwen, tmp_path / "a")) == content_hash(qwen.adapter("o_proj", seed=0))
-    write(qwen, tmp_path / "a", qwen.adapter("o_proj", seed=1), overwrite=True)
+    write(qwen, tmp_path / "a", qwen.adapter("o_proj", seed=1), replace=lambda old, shown: None)
     assert content_hash(read(qwen, tmp_path / "a")) == content_hash(qwen.adapter("o_proj", seed=1))
 
 

@@ -254,6 +254,12 @@ def make_host(checkpoints: dict[str, Path]) -> Callable[..., FakeHost]:
     return lambda family="deepseek_v3", **settings: FakeHost(checkpoints[family], **settings)
 
 
+@pytest.fixture(scope="session")
+def make_hosts(checkpoints: dict[str, Path]) -> Callable[..., FakeHost]:
+    """As `make_host`, for fixtures that several tests share."""
+    return lambda family="deepseek_v3", **settings: FakeHost(checkpoints[family], **settings)
+
+
 class Lab:
     """A twin and its sessions, without service and executor."""
 

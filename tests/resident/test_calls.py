@@ -172,3 +172,33 @@ def test_status_says_what_a_recipe_is_compared_with(make_host: Callable[..., Any
     status = run(host, Inbox([(GetStatus(request_id="0"), {})]), tmp_path)["0"]
     found = (status.expert_threads, status.chunked_prefill_tokens, status.microbatch_tokens)
     assert found == (host.experts.num_threads, host.chunked_prefill_tokens, 2048)
+
+
+def test_a_session_beyond_the_limits_is_refused_until_another_one_is_closed(
+    make_host: Callable[..., Any], tmp_path: Path
+) -> None:
+    def create(number: int) -> CreateSession:
+        lora = LoraSettings(rank=4, alpha=8.0, targets=["q_b_proj"])
+        return CreateSession(request_id=str(number), session=f"s{number}", lora=lora)
+
+    requests = [create(0), create(1), create(2), CloseSession(request_id="c", session="s0"), create(3)]
+    # Sessions take turns: all requests of one turn are carried out before those of the next one arrive.
+    found: dict[str, Any] = {}
+    host, inbox = make_host(), Inbox([])
+    settings = ResidentSettings(
+        model="", model_directory="", wire_address="", names_address="", adapter_directory=str(tmp_path), max_sessions=2
+    )
+    resident = Resident(host, settings, inbox)
+    for request in requests:
+        inbox._waiting.append(Incoming(request, {}, b"", request.request_id))
+        while len(inbox.replies) <= len(found):
+            resident.apply(resident.decisions())
+            resident.turn()
+        found[request.request_id] = inbox.replies[-1]
+    status = resident.calls.infos()
+    resident.close()
+    assert [found[name].__class__.__name__ for name in "013"] == ["SessionReply"] * 3
+    assert found["2"].kind == "ConflictError"
+    assert "2 sessions are open, and --max-sessions is 2: s0 (step 0, " in found["2"].message
+    assert [each.session for each in status] == ["s1", "s3"]
+    assert status[0].num_bytes == 16 * status[0].num_parameters

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kt_runtime.errors import NumericsError
+from kt_runtime.errors import InvalidValueError, NumericsError
 from kt_runtime.resident import portions
 from kt_runtime.resident.executor import run_at_once
 from kt_runtime.resident.optimizer import AdamW, StepSettings, clip
@@ -80,3 +80,50 @@ def test_restored_state_continues_bit_for_bit() -> None:
         list(adamw.apply(gradients(step), settings))
         list(restored.apply(gradients(step), settings))
     assert all(torch.equal(value, copied[name]) for name, value in ours.items())
+
+
+EXTREME = {
+    "rate over epsilon": StepSettings(1e4, epsilon=1e-30),
+    "no bias in the first moment": StepSettings(1e4, beta1=0.0, beta2=0.999999999, epsilon=1e-30),
+    "a decay of more than everything": StepSettings(1e4, weight_decay=1e4),
+    "LoRA+": StepSettings(1e4, epsilon=1e-30, lora_plus_ratio=1e4),
+}
+
+
+@pytest.mark.parametrize("settings", EXTREME.values(), ids=EXTREME.keys())
+def test_a_step_that_could_leave_float32_is_refused_before_anything_changes(settings: StepSettings) -> None:
+    """Repeated until it is refused: every step before has left finite numbers."""
+    ours = parameters()
+    adamw = AdamW(ours)
+    for step in range(200):
+        gradient = {name: value * 1e15 for name, value in gradients(step).items()}
+        norm = run_at_once(clip(gradient, 0.0))
+        before = {name: value.detach().clone() for name, value in ours.items()}
+        state = {name: value.clone() for name, value in adamw.tensors().items()}
+        try:
+            run_at_once(adamw.check_range(norm, settings))
+        except InvalidValueError as error:
+            assert "no step was made" in str(error)
+            assert all(torch.equal(before[name], value) for name, value in ours.items())
+            assert all(torch.equal(state[name], value) for name, value in adamw.tensors().items())
+            return
+        list(adamw.apply(gradient, settings))
+        assert all(torch.isfinite(value).all() for value in ours.values())
+        assert all(torch.isfinite(value).all() for value in adamw.tensors().values())
+    raise AssertionError("never refused")
+
+
+def test_the_range_costs_nothing_with_settings_that_train() -> None:
+    adamw, settings = AdamW(parameters()), StepSettings(1e-3, weight_decay=0.1)
+    slices = []
+    for step in range(50):
+        gradient = gradients(step)
+        norm = run_at_once(clip(gradient, 1.0))
+        slices += list(adamw.check_range(min(norm, 1.0), settings))
+        list(adamw.apply(gradient, settings))
+    assert len(slices) == 1  # the first step measures the parameters
+
+
+def test_a_gradient_whose_square_would_overflow_is_refused() -> None:
+    with pytest.raises(NumericsError, match="norm"):
+        run_at_once(clip({"m.lora_A": torch.full((4,), 1e18)}, 1.0))

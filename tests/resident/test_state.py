@@ -192,3 +192,86 @@ def test_what_is_not_there_is_said_so(deepseek_lab: Any, saved: Any) -> None:
 def test_only_plain_absolute_paths_are_taken(path: str) -> None:
     with pytest.raises(InvalidValueError, match="absolute"):
         state.checked_path(path)
+
+
+def test_what_save_wrote_may_be_replaced(deepseek_lab: Any, make_batch: Any, tmp_path: Path) -> None:
+    session, path = deepseek_lab.session(["attention"]), tmp_path / "saved"
+    path.mkdir()
+    save(deepseek_lab, session, path, replace=True)  # an empty directory: nothing is lost
+    train(deepseek_lab, session, make_batch, range(1))
+    save(deepseek_lab, session, path, replace=True)
+    assert json.loads((path / "session.json").read_text())["step"] == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+def _with_diary(path: Path) -> None:
+    (path / "diary.txt").write_text("precious")
+
+
+def _with_directory(path: Path) -> None:
+    (path / "checkpoints" / "1").mkdir(parents=True)
+
+
+def _with_link(path: Path) -> None:
+    (path / "optimizer.safetensors").unlink()
+    (path / "optimizer.safetensors").symlink_to(path / "session.json")
+
+
+def _made_by_peft(path: Path) -> None:
+    (path / "session.json").unlink()
+
+
+def _of_another_program(path: Path) -> None:
+    (path / "session.json").write_text('{"cookies": []}')
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_with_diary, _with_directory, _with_link, _made_by_peft, _of_another_program],
+    ids=lambda made: made.__name__,
+)
+def test_anything_else_is_left_as_it_is(deepseek_lab: Any, tmp_path: Path, change: Any) -> None:
+    session, path = deepseek_lab.session(["attention"]), tmp_path / "saved"
+    save(deepseek_lab, session, path)
+    change(path)
+    before = {entry: entry.lstat().st_mtime_ns for entry in path.rglob("*")}
+    with pytest.raises(ConflictError, match="not replaced"):
+        state.check_target(path, replace=True)
+    with pytest.raises(ConflictError, match="not replaced"):
+        save(deepseek_lab, session, path, replace=True)
+    assert {entry: entry.lstat().st_mtime_ns for entry in path.rglob("*")} == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_directory_behind_a_link_is_not_replaced(deepseek_lab: Any, tmp_path: Path) -> None:
+    session = deepseek_lab.session(["attention"])
+    save(deepseek_lab, session, tmp_path / "saved")
+    (tmp_path / "link").symlink_to(tmp_path / "saved")
+    with pytest.raises(ConflictError, match="not a directory"):
+        save(deepseek_lab, session, tmp_path / "link", replace=True)
+
+
+@pytest.mark.parametrize("below", ["/proc/kt/saved", "/sys/kt", "FILE/saved", "PLACE/" + "n" * 256])
+def test_a_place_where_nothing_can_be_written_is_the_user_s_error(
+    deepseek_lab: Any, tmp_path: Path, below: str
+) -> None:
+    (tmp_path / "file").touch()
+    path = below.replace("FILE", str(tmp_path / "file")).replace("PLACE", str(tmp_path))
+    with pytest.raises(InvalidValueError, match="can't be written"):
+        save(deepseek_lab, deepseek_lab.session(["attention"]), Path(path))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("kind", "value"), [("second", -1.0), ("steps", 0.0), ("steps", -3.0), ("steps", 1e30)])
+def test_moments_that_no_step_leaves_are_refused(
+    deepseek_lab: Any, make_batch: Any, tmp_path: Path, kind: str, value: float
+) -> None:
+    session, path = deepseek_lab.session(["attention"]), tmp_path / "saved"
+    train(deepseek_lab, session, make_batch, range(1))
+    save(deepseek_lab, session, path)
+    tensors = load_file(path / state.OPTIMIZER_FILE)
+    name = next(name for name in tensors if name.endswith(kind))
+    tensors[name].reshape(-1)[0] = value
+    save_file(tensors, path / state.OPTIMIZER_FILE)
+    with pytest.raises(AdapterError, match=kind):
+        load(deepseek_lab, session, path)

@@ -12,10 +12,10 @@ from kt_runtime.cli.serve import command
 from kt_runtime.cli.server_process import free_port
 from kt_runtime.errors import InvalidValueError, NotFoundError
 from kt_runtime.serve import launch, server_memory
-from kt_runtime.serve.memory import check_fits, format_bytes
+from kt_runtime.serve.memory import TRAINED, MemoryNeed, MemoryPlan, check_fits, format_bytes
 from kt_runtime.serve.options import ServeOptions
 from kt_runtime.serve.presets import load_preset, preset_names
-from kt_runtime.serve.server_memory import plan_server, serving_shape, with_lora_rank
+from kt_runtime.serve.server_memory import plan_server, serving_shape, session_memory_bytes, with_lora_rank
 
 
 @pytest.mark.parametrize("with_gpu", [False, True])
@@ -69,3 +69,11 @@ def test_the_default_rank_is_the_highest_that_fits(gib: int, rank: int, monkeypa
     assert (options.max_lora_rank, with_lora_rank(options, config, name).max_lora_rank) == (64, rank)
     asked = ServeOptions(model=name, max_lora_rank=48)
     assert with_lora_rank(asked, config, name) is asked
+
+
+def test_training_sessions_get_one_at_the_highest_rank_and_half_of_what_is_left() -> None:
+    plan = MemoryPlan("m", (MemoryNeed("weights", "cpu", 100), MemoryNeed(TRAINED, "cpu", 40)))
+    assert session_memory_bytes(plan, {"cpu": 200}) == 40 + 30
+    assert session_memory_bytes(plan, {"cpu": 100}) == 40
+    one = plan_server(ServeOptions(model="m"), load_preset("tiny-qwen3-moe").config, "m")[0]
+    assert session_memory_bytes(one, {"cpu": 0}) == next(need.size_bytes for need in one.needs if need.what == TRAINED)

@@ -96,7 +96,7 @@ class FakeResident:
             if optimizer:
                 (directory / "optimizer.safetensors").write_bytes(b"")
 
-        write_directory(Path(path), fill, replace=replace)
+        write_directory(Path(path), fill, replace=(lambda old, shown: None) if replace else None)
         self.log.append(("save", Path(path).name.removeprefix(TEMPORARY_PREFIX)))
         return SavedReply(request_id="", path=path, content_hash="", step=int(state["step"]))
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kt_runtime.errors import AdapterError, KtError, RuntimeFault, UnknownNameError, UserError
+from kt_runtime.errors import AdapterError, KtError, NumericsError, RuntimeFault, UnknownNameError, UserError
 from kt_runtime.wire.codec import FrameError
 from kt_runtime.wire.failures import KINDS, MAX_MESSAGE_CHARACTERS, error_from, error_reply
 from kt_runtime.wire.messages import ErrorReply
@@ -13,7 +13,7 @@ def test_every_class_of_the_tree_survives_the_wire(cls: type[KtError]) -> None:
     error = UnknownNameError("loss", "dpp", ["dpo"]) if cls is UnknownNameError else cls("what was wrong")
     reply = error_reply("c-1", error)
     assert reply.request_id == "c-1"
-    assert reply.category == ("user" if issubclass(cls, UserError) else "server")
+    assert reply.category == ("user" if issubclass(cls, UserError | NumericsError) else "server")
     back = error_from(reply)
     assert type(back) is cls
     assert str(back) == str(error)

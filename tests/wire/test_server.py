@@ -100,7 +100,7 @@ def test_a_loss_that_is_not_finite_reaches_the_client_as_a_numerics_error(server
     reply = ForwardReply(request_id="a", loss=float("nan"), num_tokens=1, seconds=0.0)
     server.answer(take_one(server), reply, {"logprobs": np.zeros(1, np.float32)})
     error = error_of(peer.receive())
-    assert (error.request_id, error.category, error.kind) == ("a", "server", "NumericsError")
+    assert (error.request_id, error.category, error.kind) == ("a", "user", "NumericsError")
     assert "ForwardReply.loss is nan" in error.message
 
 
