@@ -6,6 +6,7 @@ The checkpoints' weights are bfloat16 numbers (the expert store keeps bfloat16) 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,7 @@ class FakeHost:
         self.serving = False
         self.max_adapters = max_adapters
         self.installed: dict[str, AdapterTensors] = {}
+        self.preparing_threads: set[str] = set()
         self.versions: dict[str, str] = {}
         self.names: dict[str, str] = {}
         self.moves: list[tuple[str, str, str, Callable[[Exception | None], None]]] = []
@@ -163,18 +165,25 @@ class FakeHost:
     def is_serving(self) -> bool:
         return self.serving
 
-    def install_adapter(self, lora_id: str, name: str, version: str, adapter: AdapterTensors) -> None:
+    def prepare_adapter(self, name: str, adapter: AdapterTensors) -> AdapterTensors:
+        self.preparing_threads.add(threading.current_thread().name)
+        copied = {key: (pair.a.clone(), pair.b.clone()) for key, pair in adapter.modules.items()}
+        return AdapterTensors.from_modules(adapter.rank, adapter.alpha, copied)
+
+    def install_adapter(self, lora_id: str, name: str, version: str, prepared: AdapterTensors) -> None:
         if len(self.installed) >= self.max_adapters:
             raise ConflictError(f"no room for another adapter: {len(self.installed)} are loaded")
-        copied = {key: (pair.a.clone(), pair.b.clone()) for key, pair in adapter.modules.items()}
         self.versions[lora_id] = version
-        self.installed[lora_id] = AdapterTensors.from_modules(adapter.rank, adapter.alpha, copied)
+        self.installed[lora_id] = prepared
 
     def drop_adapter(self, lora_id: str) -> None:
         self.installed.pop(lora_id, None)
 
     def move_name(self, name: str, version: str, lora_id: str, done: Callable[[Exception | None], None]) -> None:
         self.moves.append((name, version, lora_id, done))
+
+    def wakeups(self) -> list[Any]:
+        return []
 
     def poll(self) -> None:
         """The frontend answers between two turns."""
