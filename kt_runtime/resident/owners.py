@@ -13,6 +13,8 @@ from datetime import datetime
 
 from kt_runtime.errors import ConflictError
 
+_ASKING = "say take_over (publish_take_over in a recipe, --take-over of adapter load)"
+
 
 @dataclass(frozen=True)
 class SessionId:
@@ -62,13 +64,13 @@ class Owners:
         if owner is not None and owner.session != session:
             raise ConflictError(
                 f"adapter {name!r} is published by session {owner.session.name!r} since {_shown(owner.since)}; "
-                "choose another name, or say take_over: that session's next publication of it is an error then"
+                f"choose another name, or {_ASKING}: that session's next publication of it is an error then"
             )
         why = self._lost.get((session.key, name)) if session is not None else None
         if why is not None and session is not None:
             raise ConflictError(
-                f"adapter {name!r} {why}, after session {session.name!r} had published it; say take_over to "
-                "publish it again"
+                f"adapter {name!r} {why}, after session {session.name!r} had published it; to publish it "
+                f"again, {_ASKING}"
             )
 
     def permits(self, name: str, session: SessionId | None, *, take_over: bool) -> bool:

@@ -472,7 +472,7 @@ def test_the_owner_is_shown_and_another_session_is_refused_unless_it_takes_over(
         desk.publish("bob", 3, session=first)
     desk.publisher.owners.end(second)
     assert desk.info("bob").owner is None
-    with pytest.raises(ConflictError, match=r"was taken over by session 'second' at .*say take_over"):
+    with pytest.raises(ConflictError, match=r"was taken over by session 'second' at .*again, say take_over"):
         desk.publish("bob", 3, session=first)
     desk.publish("bob", 3, session=first, take_over=True)
     desk.settle()
