@@ -115,7 +115,9 @@ def _decode(text: bytes, where: str) -> dict[str, Any]:
 
     try:
         header = json.loads(text, object_pairs_hook=refuse_duplicates)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except AdapterError:
+        raise
+    except (ValueError, RecursionError) as error:  # an integer of more digits than Python reads is a ValueError
         raise AdapterError(f"{where}: the header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise AdapterError(f"{where}: the header is not a JSON object")
@@ -143,9 +145,12 @@ def _entry(name: str, value: Any, first: int, size: int, dtypes: Collection[str]
     return Entry(dtype, tuple(shape), begin, end)
 
 
+LARGEST_COUNT = 2**64 - 1
+
+
 def _are_counts(values: Any) -> bool:
     return isinstance(values, list) and all(
-        isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values
+        isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT for value in values
     )
 
 

@@ -28,6 +28,7 @@ from kt_runtime.resident.optimizer import StepSettings
 from kt_runtime.resident.session import Session
 from kt_runtime.resident.slices import CallResult
 from kt_runtime.resident.twin import Twin, dense_views
+from kt_runtime.resident.wakeup import Wakeup
 from kt_runtime.wire.messages import CacheTier, CrossEntropy, LoraSettings, Loss
 
 QWEN3_MOE: dict[str, Any] = {
@@ -142,6 +143,7 @@ class FakeHost:
         self.max_adapters = max_adapters
         self.installed: dict[str, AdapterTensors] = {}
         self.preparing_threads: set[str] = set()
+        self.frontend = Wakeup()
         self.versions: dict[str, str] = {}
         self.names: dict[str, str] = {}
         self.moves: list[tuple[str, str, str, Callable[[Exception | None], None]]] = []
@@ -181,12 +183,14 @@ class FakeHost:
 
     def move_name(self, name: str, version: str, lora_id: str, done: Callable[[Exception | None], None]) -> None:
         self.moves.append((name, version, lora_id, done))
+        self.frontend.set()
 
     def wakeups(self) -> list[Any]:
-        return []
+        return [self.frontend.fd]
 
     def poll(self) -> None:
         """The frontend answers between two turns."""
+        self.frontend.clear()
         moves, self.moves = self.moves, []
         for name, _, lora_id, done in moves:
             if self.move_error is None:
@@ -198,6 +202,7 @@ class FakeHost:
 
     def close(self) -> None:
         self.weights.close()
+        self.frontend.close()
         self.closed = True
 
 
