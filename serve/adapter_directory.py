@@ -96,15 +96,28 @@ def check_adapters(directory: Path) -> list[str]:
 
 
 def _writing_problem(directory: Path) -> list[str]:
+    """Writes a block and removes it."""
+    notes = []
     try:
-        with tempfile.NamedTemporaryFile(prefix=TEMPORARY_PREFIX, dir=directory) as file:
-            file.write(b"\0" * 4096)
-            file.flush()
-            os.fsync(file.fileno())
+        descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=directory)
+        try:
+            os.write(descriptor, b"\0" * 4096)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+            notes += _removal_problem(temporary)
     except OSError as error:
         if error.errno not in FULL:
             raise InvalidValueError(f"--adapter-dir {directory}: can't be written to ({error.strerror})") from None
-        return [
+        notes.append(
             f"--adapter-dir: the disk of {directory} is full: adapters are served, and written down when there is room"
-        ]
+        )
+    return notes
+
+
+def _removal_problem(temporary: str) -> list[str]:
+    try:
+        os.unlink(temporary)
+    except OSError as error:
+        return [f"--adapter-dir: {temporary}: a file that was just written can't be removed: {error.strerror}"]
     return []

@@ -180,9 +180,11 @@ class _Frontend:
         self._console.say("the model is loaded; computing its first tokens")
 
     def announce(self) -> None:
-        """Waits for the port, then says that the server is ready."""
+        """Waits for the port and for the adapters of an earlier run, then says that the server is ready."""
         host, port = self._options.url.rpartition(":")[0].removeprefix("http://").strip("[]"), self._options.port
         while not self._stopping.is_set() and not _listens(host, port):
+            self._stopping.wait(POLL_SECONDS)
+        while not self._stopping.is_set() and not self._resident_answers(restored=True):
             self._stopping.wait(POLL_SECONDS)
         if not self._stopping.is_set():
             url = self._options.url
@@ -204,14 +206,14 @@ class _Frontend:
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._console.end()
 
-    def _resident_answers(self) -> bool:
+    def _resident_answers(self, *, restored: bool = False) -> bool:
+        """`restored`: and serves again what it is going to of an earlier run."""
         try:
             with ResidentClient(self._settings.wire_address, timeout_s=RESIDENT_SECONDS) as client:
-                client.status(wait_s=0)
+                return not (client.status(wait_s=0).restoring and restored)
         except KtError as error:
             logger.debug("the resident does not answer yet: %s", error)
             return False
-        return True
 
 
 def _take_key(key: str | None) -> ApiKey | None:

@@ -114,6 +114,7 @@ class Publisher:
         self._queues: dict[str, deque[_Operation]] = {}
         self._forgetting: dict[str, list[Forgotten]] = {}
         self._installed: set[str] = set()
+        self._restoring: set[str] = set()
         self._not_restored: dict[str, str] = {}
 
     # What is asked of it.
@@ -371,10 +372,16 @@ class Publisher:
 
     # Restoring and describing.
 
+    def restoring(self) -> list[str]:
+        """Names of an earlier run that are under way to be served again."""
+        return sorted(self._restoring)
+
     def _restore(self, name: str) -> None:
         def done(outcome: AdapterVersion | Exception) -> None:
+            self._restoring.discard(name)
             self._restored(name, outcome)
 
+        self._restoring.add(name)
         self._add(name, lambda: self._stored(name, self._table.current(name)), done, restores=True)
 
     def _restored(self, name: str, outcome: AdapterVersion | Exception) -> None:

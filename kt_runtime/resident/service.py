@@ -285,6 +285,7 @@ class Resident:
             sessions=self.calls.infos(),
             cache=self._host.cache_tiers(),
             not_stored=self.publisher.unstored(),
+            restoring=self.publisher.restoring(),
         )
 
     # Answers.

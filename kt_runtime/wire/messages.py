@@ -320,7 +320,7 @@ class StatusReply(Reply, tag="status"):
     `expert_threads`: CPU threads that compute routed experts. `chunked_prefill_tokens`: prompt tokens that serving
     computes at once, 0: no limit. `microbatch_tokens`: padded tokens that training sends through a layer at once.
     `cache`: the prefix cache's tiers, nearest first; empty where the engine doesn't say. `not_stored`: versions of
-    adapters that could not be written down.
+    adapters that could not be written down. `restoring`: names of an earlier run that are not served again yet.
     """
 
     runtime_version: str
@@ -345,6 +345,7 @@ class StatusReply(Reply, tag="status"):
     sessions: list[SessionInfo]
     cache: list[CacheTier] = msgspec.field(default_factory=list)
     not_stored: list[UnstoredVersion] = msgspec.field(default_factory=list)
+    restoring: list[str] = msgspec.field(default_factory=list)
 
 
 class SessionReply(Reply, tag="session"):

@@ -284,7 +284,9 @@ def test_names_are_served_again_after_a_restart_and_forgotten_ones_are_not(make_
     desk.publisher.forget("alice", lambda outcome: None)
     desk.written()
     restarted = make_desk("another salt")
+    assert restarted.publisher.restoring() == ["bob"]
     restarted.settle()
+    assert restarted.publisher.restoring() == []
     assert [info.name for info in restarted.publisher.adapters()] == ["bob"]
     assert restarted.current("bob") == desk.outcomes[1].hash
     assert not set(restarted.host.installed) & set(desk.host.installed)
