@@ -53,15 +53,18 @@ def fsync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Replaces `path` with `data`, atomically and durably. The parent directory must exist."""
+def write_file(path: Path, data: bytes, *, private: bool = False) -> None:
+    """Replaces `path` with `data`, atomically and durably. The parent directory must exist.
+
+    `private`: only the owner may read it (mode 0600).
+    """
     descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, 0o600 if private else 0o644)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -70,13 +73,13 @@ def write_file(path: Path, data: bytes) -> None:
     fsync_directory(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, private: bool = False) -> None:
     """As `write_file`. Raises NumericsError for NaN and infinity, which JSON does not have."""
     try:
         text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
         raise NumericsError(f"{path}: not written, since a value in it is no number: {error}") from None
-    write_file(path, f"{text}\n".encode())
+    write_file(path, f"{text}\n".encode(), private=private)
 
 
 def write_new_file(path: Path, fill: Callable[[Path], None]) -> None:
@@ -106,8 +109,12 @@ def write_new_file(path: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def write_directory(path: Path, fill: Callable[[Path], None], *, replace: MayReplace | None = None) -> None:
+def write_directory(
+    path: Path, fill: Callable[[Path], None], *, replace: MayReplace | None = None, private: bool = False
+) -> None:
     """Calls `fill(temporary)` to write files, then moves the whole directory to `path`.
+
+    `private`: only the owner may enter it and read its files (modes 0700 and 0600).
 
     `path` must not exist, unless `replace` is given: then new and old are exchanged in one step and the old one is
     removed. Raises ConflictError when `path` exists and there is no `replace`, and what `replace` raises; nothing is
@@ -125,11 +132,13 @@ def write_directory(path: Path, fill: Callable[[Path], None], *, replace: MayRep
         fill(temporary)
         for entry in temporary.rglob("*"):
             if entry.is_file():
+                if private:
+                    os.chmod(entry, 0o600)
                 with entry.open("rb") as opened:
                     os.fsync(opened.fileno())
             else:
                 fsync_directory(entry)
-        os.chmod(temporary, 0o755)
+        os.chmod(temporary, 0o700 if private else 0o755)
         fsync_directory(temporary)
         if replace is not None and path.exists():
             _exchange(temporary, path)

@@ -131,11 +131,16 @@ class Adapters:
             raise UnknownNameError("adapter", name, adapters)
         return adapters[name]
 
-    async def load(self, name: str, path: str) -> dict[str, Any]:
-        """Serves the PEFT directory or GGUF file at `path` as `name`; a name that is there already moves to it."""
+    async def load(self, name: str, path: str, *, take_over: bool = False) -> dict[str, Any]:
+        """Serves the PEFT directory or GGUF file at `path` as `name`; a name that is there already moves to it.
+
+        `take_over`: also from a training session that publishes the name.
+        """
         place = local_adapter(path)
         self._names.check_name(name)
-        return await self._change(messages.LoadAdapter(request_id=_new_id(), name=adapter_name(name), path=place))
+        return await self._change(
+            messages.LoadAdapter(request_id=_new_id(), name=adapter_name(name), path=place, take_over=take_over)
+        )
 
     async def rollback(self, name: str, version: str | None) -> dict[str, Any]:
         return await self._change(
@@ -143,15 +148,21 @@ class Adapters:
         )
 
     async def unload(self, name: str) -> dict[str, Any]:
-        """No new request gets `name` once this was called. Its copy is dropped when the last request has ended."""
+        """No new request gets `name` once this was called. Its copy is dropped when the last request has ended.
+
+        A publication of the name that was under way may have moved it once more; then it is taken away again.
+        """
         former = self._names.remove(adapter_name(name))
         try:
-            await self._resident.call(
-                messages.ForgetAdapter(request_id=_new_id(), name=name), messages.DoneReply, CHANGE_SECONDS
+            reply = await self._resident.call(
+                messages.ForgetAdapter(request_id=_new_id(), name=name), messages.ForgottenReply, CHANGE_SECONDS
             )
         except UnknownNameError:
             if former is None:
                 raise
+        else:
+            if reply.lora_id is not None and self._names.registry.names().get(name) == reply.lora_id:
+                former = self._names.remove(name)
         return {"name": name, "in_flight": self._names.registry.num_in_flight(former) if former else 0}
 
     async def _change(self, request: AnyRequest) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import os
 import shutil
@@ -25,6 +24,7 @@ from kt_runtime.errors import InvalidValueError, KtError, NotFoundError
 from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING, quantization_of
 from kt_runtime.files import exclusive_lock
 from kt_runtime.resident.settings import ResidentSettings
+from kt_runtime.serve.adapter_directory import adapter_directory, check_adapters, claimed_adapters
 from kt_runtime.serve.auth import ApiKey
 from kt_runtime.serve.cache import CachePlan, describe, lack_of_room, plan_cache
 from kt_runtime.serve.cache_directory import cache_directory, check_directory, claimed
@@ -83,7 +83,11 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         )
         if options.cache is not None:
             _prepare_cache(options.cache, _longest_tokens(options, model.config), directory, held, say)
-        settings = _settings(options, model, directory)
+        adapters = adapter_directory(options.adapter_dir, model.directory)
+        held.enter_context(claimed_adapters(adapters, directory))
+        for note in check_adapters(adapters):
+            say(note)
+        settings = _settings(options, model, directory, adapters)
         os.environ.update(settings.to_environment())
         # Threads that spin while they wait take the cores from the trainer, the tokenizer and the expert pool: with two
         # other processes at work a decode step took 550 ms instead of 20. SGLang's processes inherit this.
@@ -178,9 +182,11 @@ class _Frontend:
         self._console.say("the model is loaded; computing its first tokens")
 
     def announce(self) -> None:
-        """Waits for the port, then says that the server is ready."""
+        """Waits for the port and for the adapters of an earlier run, then says that the server is ready."""
         host, port = self._options.url.rpartition(":")[0].removeprefix("http://").strip("[]"), self._options.port
         while not self._stopping.is_set() and not _listens(host, port):
+            self._stopping.wait(POLL_SECONDS)
+        while not self._stopping.is_set() and not self._resident_answers(restored=True):
             self._stopping.wait(POLL_SECONDS)
         if not self._stopping.is_set():
             url = self._options.url
@@ -202,14 +208,14 @@ class _Frontend:
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._console.end()
 
-    def _resident_answers(self) -> bool:
+    def _resident_answers(self, *, restored: bool = False) -> bool:
+        """`restored`: and serves again what it is going to of an earlier run."""
         try:
             with ResidentClient(self._settings.wire_address, timeout_s=RESIDENT_SECONDS) as client:
-                client.status(wait_s=0)
+                return not (client.status(wait_s=0).restoring and restored)
         except KtError as error:
             logger.debug("the resident does not answer yet: %s", error)
             return False
-        return True
 
 
 def _take_key(key: str | None) -> ApiKey | None:
@@ -221,13 +227,13 @@ def _take_key(key: str | None) -> ApiKey | None:
     return ApiKey(key)
 
 
-def _settings(options: ServeOptions, model: ResolvedModel, directory: Path) -> ResidentSettings:
+def _settings(options: ServeOptions, model: ResolvedModel, directory: Path, adapters: Path) -> ResidentSettings:
     settings = ResidentSettings(
         model=model.name,
         model_directory=str(model.directory),
         wire_address=f"ipc://{directory / f'resident-{options.port}.sock'}",
         names_address=f"ipc://{directory / f'names-{options.port}.sock'}",
-        adapter_directory=str(adapter_directory(options, model)),
+        adapter_directory=str(adapters),
         expert_isa=options.expert_isa,
         expert_threads=options.expert_threads,
         expert_format=options.expert_format,
@@ -289,24 +295,6 @@ def _prepare_cache(
         held.enter_context(claimed(cache.directory, runtime))
     for note in check_directory(cache.directory, cache.disk_bytes, read_only=cache.read_only):
         say(note)
-
-
-def adapter_directory(options: ServeOptions, model: ResolvedModel) -> Path:
-    """Created if missing. The default one is this model's alone: adapters of one model do not fit another."""
-    directory = options.adapter_dir
-    if directory is None:
-        data = os.environ.get("XDG_DATA_HOME")
-        base = Path(data) if data and Path(data).is_absolute() else Path.home() / ".local" / "share"
-        digest = hashlib.sha256(os.fsencode(model.directory)).hexdigest()[:8]
-        directory = base / "kt-runtime" / "adapters" / f"{model.directory.name}-{digest}"
-    directory = directory.expanduser().absolute()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidValueError(f"--adapter-dir {directory}: can't be created ({error.strerror})") from None
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise InvalidValueError(f"--adapter-dir {directory}: this user may not write there")
-    return directory
 
 
 def _placed(options: ServeOptions, model: ResolvedModel, say: Callable[[str], None]) -> ServeOptions:

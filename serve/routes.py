@@ -44,6 +44,7 @@ STATUS_OF_ERROR: tuple[tuple[type[KtError], int], ...] = (
 class LoadBody(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     path: str
+    take_over: bool = False
 
 
 class RollbackBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -71,7 +72,7 @@ def adapter_routes(adapters: Adapters) -> APIRouter:
     async def load(request: Request) -> JSONResponse:
         async def loaded() -> dict[str, Any]:
             body = await _body(request, LoadBody)
-            return await adapters.load(body.name, body.path)
+            return await adapters.load(body.name, body.path, take_over=body.take_over)
 
         return await _answer(loaded)
 

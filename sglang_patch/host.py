@@ -36,7 +36,7 @@ SYMBOLS = (
 
 
 class SGLangHost:
-    """Lives in the scheduler process; every method is called from its thread."""
+    """Lives in the scheduler process; every method but `prepare_adapter` is called from its thread."""
 
     engine_version = PINNED
     num_ranks = 1  # `serve.sglang_options` refuses parallelism
@@ -64,8 +64,11 @@ class SGLangHost:
     def is_serving(self) -> bool:
         return not self._scheduler.is_fully_idle()
 
-    def install_adapter(self, lora_id: str, name: str, version: str, adapter: AdapterTensors) -> None:
-        lora_install.install_adapter(self._runner.lora_manager, self.config, lora_id, name, version, adapter)
+    def prepare_adapter(self, name: str, adapter: AdapterTensors) -> object:
+        return lora_install.prepare_adapter(self._runner.lora_manager, self.config, name, adapter)
+
+    def install_adapter(self, lora_id: str, name: str, version: str, prepared: Any) -> None:
+        lora_install.install_prepared(self._runner.lora_manager, lora_id, name, version, prepared)
 
     def drop_adapter(self, lora_id: str) -> None:
         """At once, or when its last request has ended: an aborted one may outlive the frontend's count."""
@@ -74,6 +77,9 @@ class SGLangHost:
 
     def move_name(self, name: str, version: str, lora_id: str, done: Callable[[Exception | None], None]) -> None:
         self._names.send(name, version, lora_id, done)
+
+    def wakeups(self) -> list[Any]:
+        return [self._names.socket]
 
     def poll(self) -> None:
         """Takes the frontend's answers to `move_name`, frees what is no longer used; called once per turn."""

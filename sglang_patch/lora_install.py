@@ -2,24 +2,26 @@
 
 Symbols (SGLang 0.5.23): `LoRAManager._load_lora_adapter` is replaced for the families that kt-runtime knows, so that a
 PEFT directory goes through kt-runtime's one validator, however SGLang was told to load it: SGLang mis-scales rsLoRA and
-patterns, drops unknown keys with a warning, and our weight reader would keep routed experts from it. `install_adapter`
+patterns, drops unknown keys with a warning, and our weight reader would keep routed experts from it. `install_prepared`
 and `drop_adapter` are called by the host; they read and write `LoRAManager.loras`, `.configs`, `.lora_refs`,
 `.num_pinned_loras` and `LoRAMemoryPool.uid_to_buffer_id`, `.buffer_id_to_uid`, `.eviction_policy`.
 
-Everything here runs in the scheduler's thread. What an id stands for never changes while it is loaded, and KV belongs
-to the adapter's content (`cache_keys.py`), which is told the content of each id here.
+Everything here runs in the scheduler's thread, but for `prepare_adapter`, which takes long and changes nothing. What an
+id stands for never changes while it is loaded, and KV belongs to the adapter's content (`cache_keys.py`), which is told
+the content of each id here.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from kt_runtime.adapters import AdapterTensors, as_version, content_hash, read_peft_directory
-from kt_runtime.errors import AdapterError, ConflictError, KtError, RuntimeFault, UnknownNameError
+from kt_runtime.errors import AdapterError, ConflictError, KtError, UnknownNameError
 from kt_runtime.families import family_for
+from kt_runtime.resident.memory import check_available
 from kt_runtime.sglang_patch import cache_keys
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora_adapter import POOL_NAMES, InstalledAdapter, build_adapter
@@ -48,31 +50,50 @@ def install(hooks: Hooks) -> None:
     hooks.around(SYMBOLS[0], load_directory)
 
 
+def prepare_adapter(
+    manager: Any, config: Mapping[str, Any], name: str, adapter: AdapterTensors
+) -> tuple[InstalledAdapter, dict[str, Any]]:
+    """A copy of `adapter` in the pool's form and dtype, and what SGLang reads of its config; for `install_prepared`.
+
+    `config`: the model's, as in config.json. Changes nothing, and may be called beside the scheduler's thread. Raises
+    ConflictError when memory does not suffice, AdapterError or UnknownNameError when the server can't hold it.
+    """
+    _check_memory(manager, name, adapter)
+    built = build_adapter("", adapter, family_for(config).lora_modules(config), manager.dtype)
+    _check_fits(manager, name, built)
+    return built, _peft_config(adapter)
+
+
 def install_adapter(
     manager: Any, config: Mapping[str, Any], lora_id: str, name: str, version: str, adapter: AdapterTensors
 ) -> InstalledAdapter:
-    """Makes `adapter` servable under `lora_id`, from a copy of its tensors.
+    """`prepare_adapter` and `install_prepared` at once."""
+    _check_id_and_room(manager, lora_id, name)
+    return install_prepared(manager, lora_id, name, version, prepare_adapter(manager, config, name, adapter))
 
-    `config`: the model's, as in config.json. `version`: hash of the adapter's content. `name` is for messages: several
-    versions of one name may be installed. The copy into the pool's memory happens in the first batch that uses it.
-    Raises ConflictError when `lora_id` is taken, `--max-loaded-loras` are loaded or memory does not suffice,
-    AdapterError or UnknownNameError when the server can't hold such an adapter; then nothing has changed.
+
+def install_prepared(
+    manager: Any, lora_id: str, name: str, version: str, prepared: tuple[InstalledAdapter, dict[str, Any]]
+) -> InstalledAdapter:
+    """Makes what `prepare_adapter` gave servable under `lora_id`; nothing is copied.
+
+    `version`: hash of the adapter's content. `name` is for messages: several versions of one name may be installed. The
+    copy into the pool's memory happens in the first batch that uses it. Raises ConflictError when `lora_id` is taken or
+    `--max-loaded-loras` are loaded; then nothing has changed.
     """
     from sglang.srt.lora.lora_config import LoRAConfig
     from sglang.srt.lora.lora_registry import LoRARef
 
-    if lora_id in manager.loras:
-        raise ConflictError(f"adapter {name!r}: the LoRA id {lora_id!r} is already in use")
-    _check_room(manager, name, adapter)
-    installed = build_adapter(lora_id, adapter, family_for(config).lora_modules(config), manager.dtype)
-    _check_fits(manager, name, installed)
+    _check_id_and_room(manager, lora_id, name)
+    built, peft_config = prepared
+    installed = replace(built, uid=lora_id)
     # SGLang wants unique names among what is loaded; the frontend knows which id a user's name means.
     reference = LoRARef(lora_id=lora_id, lora_name=f"{name}#{lora_id}", lora_path="", pinned=False)
-    manager.configs[lora_id] = LoRAConfig.from_dict(_peft_config(adapter))
+    manager.configs[lora_id] = LoRAConfig.from_dict(peft_config)
     manager.loras[lora_id] = installed
     manager.lora_refs[lora_id] = reference
     cache_keys.register(lora_id, version)
-    logger.info("installed adapter %s as %s: rank %d, %d bytes", name, lora_id, adapter.rank, installed.num_bytes)
+    logger.info("installed adapter %s as %s: rank %d, %d bytes", name, lora_id, installed.config.r, installed.num_bytes)
     return installed
 
 
@@ -138,30 +159,26 @@ def _check_name(manager: Any, lora_ref: Any) -> None:
         )
 
 
-def _check_room(manager: Any, name: str, adapter: AdapterTensors) -> None:
+def _check_id_and_room(manager: Any, lora_id: str, name: str) -> None:
     from sglang.srt.runtime_context import get_lora
 
-    loaded = ", ".join(sorted(reference.lora_name for reference in manager.lora_refs.values())) or "none"
+    if lora_id in manager.loras:
+        raise ConflictError(f"adapter {name!r}: the LoRA id {lora_id!r} is already in use")
     limit = get_lora().max_loaded_loras
     if limit is not None and len(manager.loras) >= limit:
         raise ConflictError(
             f"adapter {name!r}: {len(manager.loras)} adapters are loaded, --max-loaded-loras allows {limit}; "
-            f"unload one of: {loaded}"
+            f"unload one of: {_loaded(manager)}"
         )
+
+
+def _check_memory(manager: Any, name: str, adapter: AdapterTensors) -> None:
     elements = sum(pair.a.numel() + pair.b.numel() for pair in adapter.modules.values())
-    needed, available = elements * manager.dtype.itemsize, _available_bytes()
-    if needed > available:
-        raise ConflictError(
-            f"adapter {name!r} needs {needed} bytes of memory, {available} are available; unload one of: {loaded}"
-        )
+    check_available(elements * manager.dtype.itemsize, f"adapter {name!r}", f"; unload one of: {_loaded(manager)}")
 
 
-def _available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """What the system can give without swapping (`proc_meminfo(5)`, MemAvailable)."""
-    for line in meminfo.read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeFault(f"{meminfo} has no line MemAvailable")
+def _loaded(manager: Any) -> str:
+    return ", ".join(sorted(reference.lora_name for reference in list(manager.lora_refs.values()))) or "none"
 
 
 def _check_fits(manager: Any, name: str, installed: InstalledAdapter) -> None:

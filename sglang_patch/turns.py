@@ -8,7 +8,8 @@ SGLang 0.5.23 symbols and reasons:
   broadcast to all of them. The resident's decisions travel this way, so that ranks never disagree.
 - `Scheduler.ingest_requests`: after it, the turn's training slices run, between two of SGLang's batches.
 - `IdleSleeper.maybe_sleep`: with `--sleep-on-idle` the scheduler sleeps until a request arrives; it must not while
-  there is training work, and must wake for the training protocol's requests.
+  there is training work, and must wake for the training protocol's requests, for what the resident's own threads have
+  finished, and for the frontend's answers.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def _build_resident(original: Callable[..., Any], scheduler: Any, *args: Any, **
     if scheduler.idle_sleeper is not None:
         import zmq
 
-        scheduler.idle_sleeper.poller.register(_resident.wakeup_fd, zmq.POLLIN)
+        for wakeup in _resident.wakeups:
+            scheduler.idle_sleeper.poller.register(wakeup, zmq.POLLIN)
     try:
         return original(scheduler, *args, **kwargs)
     finally:
@@ -86,7 +88,8 @@ def _turn(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
 
 
 def has_work() -> bool:
-    """True while the resident could train: the scheduler's thread must not rest then."""
+    """True while the resident could do something: the scheduler's thread must not rest then. It may while the resident
+    only waits, for a thread of its own or for the frontend: they wake it."""
     return _resident is not None and bool(_resident.has_work())
 
 

@@ -46,7 +46,12 @@ def open_session(client: ResidentClient, name: str, recipe: Recipe, say: Say) ->
     """Creates the session and prints what it trains and, in preference training, against which reference."""
     reference = reference_adapter(recipe)
     info = client.create_session(
-        name, lora_settings(recipe), _absolute(recipe.adapter_name_or_path), reference=_absolute(reference)
+        name,
+        lora_settings(recipe),
+        _absolute(recipe.adapter_name_or_path),
+        reference=_absolute(reference),
+        publishes=recipe.publish if recipe.do_train else None,
+        take_over=recipe.publish_take_over,
     )
     say(described_session(info))
     if recipe.stage == "dpo":

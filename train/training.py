@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kt_runtime.errors import ConflictError, KtError, NumericsError
+from kt_runtime.errors import ConflictError, KtError, NumericsError, UserError
 from kt_runtime.files import TEMPORARY_PREFIX, move_directory, write_json
 from kt_runtime.train import batches, checkpoints, plots, schedule
 from kt_runtime.train.cadence import Cadence
@@ -161,7 +161,9 @@ class Training:
         if self.cadence.saves(step) or (is_better and self.keeps_best):
             self._save()
         if self.cadence.publishes(step):
-            self._publish()
+            _, refusal = self._publish()
+            if refusal is not None:  # training has cost hours and goes on; the end says it once more
+                self.display.say(f"step {step} was not published: {refusal}")
 
     def _evaluate(self) -> bool:
         """True when it was the best so far. An evaluation that Ctrl-C ends is made by the run that goes on."""
@@ -262,18 +264,23 @@ class Training:
     def _where_saved(self) -> str:
         return f"; what was trained before is in {self.last}" if self.last else ""
 
-    def _publish(self) -> PublishReply | None:
+    def _publish(self) -> tuple[PublishReply | None, UserError | None]:
+        """What was published, or why the server refused: the name is somebody else's, or the adapter is not finite."""
         if not self.recipe.publish:
-            return None
-        published = self.client.publish(self.session, self.recipe.publish)
+            return None, None
+        try:
+            published = self.client.publish(self.session, self.recipe.publish)
+        except UserError as error:
+            return None, error
         self.display.say(
             f"published {published.name} as version {published.version[:16]} in {published.publish_ms:.0f} ms"
         )
-        return published
+        return published, None
 
     # The end.
 
     def finish(self, is_whole: bool) -> RunResult:
+        """Raises what the server had against the last publication when all else is written."""
         if not is_whole:
             path = checkpoints.checkpoint_path(self.recipe.output_dir, self.journal.done)
             if self.journal.done and self.last != path:
@@ -283,7 +290,7 @@ class Training:
             self.display.say(f"the best {self.best.key}, {self.best.metric}, was at step {self.best.step}: taking that")
             self.client.load(self.session, self.best.checkpoint)
             self._took_best = True
-        published = self._publish() if self.recipe.do_train else None
+        published, refusal = self._publish() if self.recipe.do_train else (None, None)
         results = self.journal.finish() if self.recipe.do_train else {}
         if self.recipe.do_eval and self.inputs.evaluation:
             results |= self._last_evaluation()
@@ -292,6 +299,8 @@ class Training:
         if self.recipe.plot_loss:
             for path in plots.plot(self.recipe.output_dir, self.journal.history, self.display.say):
                 self.display.say(f"wrote {path}")
+        if refusal is not None:
+            raise ConflictError(f"{refusal}; the trained adapter is in {self.recipe.output_dir}") from refusal
         return self._result(published, interrupted=False)
 
     def _last_evaluation(self) -> dict[str, float]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kt_runtime.adapters.source import read_adapter
     from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
     from kt_runtime.adapters.validator import check_adapter
-    from kt_runtime.adapters.version_store import VersionStore
+    from kt_runtime.adapters.version_store import StoredName, VersionStore
     from kt_runtime.adapters.versions import AdapterVersion, VersionTable, as_version, content_hash
 
 _MODULE_OF = {
@@ -28,6 +28,7 @@ _MODULE_OF = {
     "LoraPair": "tensors",
     "OpenDirectory": "directory",
     "Reader": "programs",
+    "StoredName": "version_store",
     "VersionStore": "version_store",
     "VersionTable": "versions",
     "as_version": "versions",
@@ -55,6 +56,7 @@ __all__ = [
     "LoraPair",
     "OpenDirectory",
     "Reader",
+    "StoredName",
     "VersionStore",
     "VersionTable",
     "as_version",

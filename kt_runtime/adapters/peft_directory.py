@@ -105,12 +105,13 @@ def write_peft_directory(
     dtype: torch.dtype = torch.float32,
     extra: Mapping[str, bytes] | None = None,
     replace: MayReplace | None = None,
+    private: bool = False,
 ) -> None:
     """Writes the directory `path` atomically: after a crash at any moment it is there whole, or not at all.
 
-    Incomplete groups are completed with zeros. `extra` files (an optimizer's state, a version's description) come and
-    go with the directory. Raises AdapterError as `check_adapter`; ConflictError if `path` exists, unless
-    `replace` allows it (`files.write_directory`).
+    Incomplete groups are completed with zeros. `private`: only the owner may read it. `extra` files (an optimizer's
+    state, a version's description) come and go with the directory. Raises AdapterError as `check_adapter`;
+    ConflictError if `path` exists, unless `replace` allows it (`files.write_directory`).
     """
     extra = extra or {}
     for name in extra:
@@ -131,7 +132,7 @@ def write_peft_directory(
         for name, data in extra.items():
             (directory / name).write_bytes(data)
 
-    write_directory(path, fill, replace=replace)
+    write_directory(path, fill, replace=replace, private=private)
 
 
 def _dense_parameters(adapter: AdapterTensors, family: Family, config: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from kt_runtime.errors import AdapterError, suggestion
 from kt_runtime.families import Family, LoraModule
 from kt_runtime.families.targets import NEVER_ADAPTED
 
+LARGEST_ALPHA = torch.finfo(torch.float32).max
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -54,9 +55,11 @@ def check_rank(rank: Any, max_rank: int, where: str, key: str = "r") -> int:
 
 
 def check_alpha(alpha: Any, where: str, key: str = "lora_alpha") -> float:
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha <= 0:
-        raise AdapterError(f"{where}: {key} is {alpha!r}; expected a finite number above 0")
-    return float(alpha)
+    """`alpha` as a float: finite, above 0, and within float32, in which the scaling is computed."""
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    if is_number and 0 < alpha <= LARGEST_ALPHA:
+        return float(alpha)
+    raise AdapterError(f"{where}: {key} is {alpha!r:.40}; expected a number above 0, at most {LARGEST_ALPHA:g}")
 
 
 def unknown_module(name: str, known: list[str], family: Family, where: str) -> AdapterError:

@@ -4,7 +4,10 @@
     ROOT/NAME/current.json      {"format": 1, "served": [HASH, ...]}                what the name means: the last one
 
 Directories and `current.json` appear by renaming; a crash leaves the old state or the new one, and temporary names,
-which listings skip. `current.json` is written after the version that it names. One process writes a store at a time.
+which listings skip. `current.json` is written after the version that it names. One process writes a store at a
+time; who opens it for writing holds a lock (`serve/adapter_directory.py`). Only the owner may read what is written.
+
+Methods that read or write one name raise OSError as the system calls do; `clean` and `scan` report it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +24,11 @@ from kt_runtime.adapters.directory import open_directory
 from kt_runtime.adapters.names import NAME_PATTERN, check_adapter_name
 from kt_runtime.adapters.peft_directory import read_peft_directory, write_peft_directory
 from kt_runtime.adapters.tensors import AdapterTensors
+from kt_runtime.adapters.unfinished import remove_unfinished
 from kt_runtime.adapters.versions import AdapterVersion, as_version, content_hash
-from kt_runtime.errors import AdapterError, UnknownNameError
+from kt_runtime.errors import AdapterError, ConflictError, KtError, UnknownNameError
 from kt_runtime.families import Family
-from kt_runtime.files import TEMPORARY_PREFIX, visible_entries, write_json
+from kt_runtime.files import visible_entries, write_json
 
 CURRENT_FILE = "current.json"
 VERSION_FILE = "version.json"
@@ -31,13 +36,21 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 _MAX_JSON_BYTES = 1 << 20
 
 
+@dataclass(frozen=True)
+class StoredName:
+    """A name that means a version: every complete version of it, the oldest first, and `served` as VersionTable's."""
+
+    name: str
+    versions: list[AdapterVersion]
+    served: list[str]
+
+
 class VersionStore:
-    """Versions of the adapters of one model below `root`, which is created. At most `kept` versions of each name."""
+    """Versions of the adapters of one model below `root`, created when needed. At most `kept` versions of each name."""
 
     def __init__(self, root: Path, family: Family, config: Mapping[str, Any], max_rank: int, kept: int = 8) -> None:
         self.root = root
         self._family, self._config, self._max_rank, self._kept = family, config, max_rank, kept
-        root.mkdir(parents=True, exist_ok=True)
 
     def save(
         self, name: str, adapter: AdapterTensors, *, created: float, source: str = "", base_model: str | None = None
@@ -59,16 +72,23 @@ class VersionStore:
             "alpha": version.alpha,
             "source": source,
         }
-        write_peft_directory(
-            path,
-            stored,
-            self._family,
-            self._config,
-            max_rank=self._max_rank,
-            base_model=base_model,
-            dtype=next(iter(stored.modules.values())).a.dtype,
-            extra={VERSION_FILE: json.dumps(described).encode()},
-        )
+        for directory in (self.root, path.parent):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            write_peft_directory(
+                path,
+                stored,
+                self._family,
+                self._config,
+                max_rank=self._max_rank,
+                base_model=base_model,
+                dtype=next(iter(stored.modules.values())).a.dtype,
+                extra={VERSION_FILE: json.dumps(described).encode()},
+                private=True,
+            )
+        except ConflictError:  # the same content, by another rank
+            if not path.is_dir():
+                raise
         return version
 
     def load(self, name: str, version_hash: str) -> AdapterTensors:
@@ -108,7 +128,9 @@ class VersionStore:
         if not served or served[-1] not in hashes:
             raise UnknownNameError("version", served[-1] if served else "", hashes, f"adapter {name!r}")
         write_json(
-            self.root / name / CURRENT_FILE, {"format": 1, "served": [item for item in served if item in hashes]}
+            self.root / name / CURRENT_FILE,
+            {"format": 1, "served": [item for item in served if item in hashes]},
+            private=True,
         )
         self._remove_oldest(name, keep=served[-1])
 
@@ -139,11 +161,30 @@ class VersionStore:
         (path / CURRENT_FILE).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
 
-    def clean(self) -> None:
-        """Removes what a crash left half written. Call it before anything is written, never beside a writer."""
-        for directory in [self.root, *visible_entries(self.root)]:
-            for entry in directory.glob(f"{TEMPORARY_PREFIX}*") if directory.is_dir() else ():
-                shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+    def clean(self) -> list[str]:
+        """Removes what a crash left half written; returns what could not be removed, and why.
+
+        Call it before anything is written, never beside a writer.
+        """
+        return remove_unfinished(self.root)
+
+    def scan(self) -> tuple[list[StoredName], list[str]]:
+        """What each name means, by name, and what of it can't be read, and why."""
+        found: list[StoredName] = []
+        problems: list[str] = []
+        try:
+            entries = visible_entries(self.root)
+        except OSError as error:
+            return [], [f"{self.root}: can't be read: {error.strerror}"]
+        for path in entries:
+            try:
+                if NAME_PATTERN.fullmatch(path.name) and (path / CURRENT_FILE).is_file():
+                    found.append(StoredName(path.name, self.versions(path.name), self.served(path.name)))
+            except OSError as error:
+                problems.append(f"{path}: can't be read, so this adapter is not served: {error.strerror or error}")
+            except KtError as error:
+                problems.append(f"adapter {path.name!r} is not served: {error}")
+        return found, problems
 
     def _hashes(self, name: str) -> list[str]:
         entries = visible_entries(self.root / name)

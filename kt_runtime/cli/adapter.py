@@ -29,14 +29,18 @@ def _api(url: str | None, api_key: str | None) -> ServerAPI:
 @command.command()
 @click.argument("name")
 @click.argument("path", type=click.Path(path_type=Path))
+@click.option(
+    "--take-over", is_flag=True, help="Also when a training run publishes NAME, which it can't any more then."
+)
 @server_options
 @json_option
-def load(name: str, path: Path, url: str | None, api_key: str | None, as_json: bool) -> None:
+def load(name: str, path: Path, take_over: bool, url: str | None, api_key: str | None, as_json: bool) -> None:
     """Serve the adapter at PATH as NAME.
 
     PATH is a PEFT directory or a GGUF file, on the server's machine.
     """
-    answer = _api(url, api_key).post("/kt/adapters", {"name": name, "path": str(path.resolve())})
+    body = {"name": name, "path": str(path.resolve())} | ({"take_over": True} if take_over else {})
+    answer = _api(url, api_key).post("/kt/adapters", body)
     _say(answer, as_json)
 
 
@@ -77,7 +81,7 @@ def list_adapters(url: str | None, api_key: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(adapters, indent=2))
         return
-    table = Table("name", "current version", "versions kept", "rank", "source")
+    table = Table("name", "current version", "versions kept", "rank", "source", "published by", "stored")
     for adapter in adapters:
         current = _current(adapter)
         table.add_row(
@@ -86,8 +90,12 @@ def list_adapters(url: str | None, api_key: str | None, as_json: bool) -> None:
             str(len(adapter["versions"])),
             str(current["rank"]) if current else "",
             current["source"] if current else "",
+            _owner(adapter),
+            "yes" if all(version["stored"] for version in adapter["versions"]) else "no",
         )
     Console().print(table)
+    for adapter in adapters:
+        _say_problems(adapter)
 
 
 @command.command()
@@ -100,17 +108,21 @@ def show(name: str, url: str | None, api_key: str | None, as_json: bool) -> None
     if as_json:
         click.echo(json.dumps(adapter, indent=2))
         return
-    table = Table("", "version", "rank", "alpha", "made", "source")
+    table = Table("", "version", "rank", "alpha", "made", "source", "stored")
     for version in adapter["versions"]:
         table.add_row(
             "current" if version["version"] == adapter["current"] else "",
             version["version"][:16],
             str(version["rank"]),
             f"{version['alpha']:g}",
-            datetime.fromtimestamp(version["created_at"]).isoformat(sep=" ", timespec="seconds"),
+            _time(version["created_at"]),
             version["source"],
+            "yes" if version["stored"] else "no",
         )
     Console().print(table)
+    if adapter["owner"]:
+        click.echo(f"{name} is published by session {_owner(adapter)}")
+    _say_problems(adapter)
 
 
 @command.command()
@@ -163,6 +175,23 @@ def export(
     export_adapter(chosen, out, form, say, dtype=dtype, shard_gigabytes=shard_size, overwrite=overwrite)
     answer = {"format": form, "path": str(out.resolve()), "adapter": chosen.described, "notes": notes}
     click.echo(json.dumps(answer) if as_json else f"{chosen.described} is in {out}")
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
+
+
+def _owner(adapter: dict[str, Any]) -> str:
+    return f"{adapter['owner']} since {_time(adapter['owned_since'])}" if adapter["owner"] else ""
+
+
+def _say_problems(adapter: dict[str, Any]) -> None:
+    """What a table has no room for."""
+    if adapter["problem"]:
+        click.echo(f"{adapter['name']} is not served: {adapter['problem']}")
+    for version in adapter["versions"]:
+        if not version["stored"]:
+            click.echo(f"{adapter['name']}, version {version['version'][:16]} is not stored: {version['not_stored']}")
 
 
 def _current(adapter: dict[str, Any]) -> dict[str, Any] | None:

@@ -91,18 +91,23 @@ def _served(name: str, version: str | None, api: ServerAPI) -> tuple[Path, dict[
     if len(found) != 1:
         raise UnknownNameError("version", str(wanted), [item[:16] for item in hashes], f"adapter {name!r}")
     path = Path(status["adapter_directory"]) / name / found[0]
-    wait_until_written(path, name)
+    entry = next(entry for entry in shown["versions"] if entry["version"] == found[0])
+    wait_until_written(path, name, entry.get("not_stored"))
     return path, status, f"{name}, version {found[0][:16]}"
 
 
-def wait_until_written(path: Path, name: str) -> None:
-    """A version is served before its directory `path` has been written, by a moment. Raises NotFoundError."""
+def wait_until_written(path: Path, name: str, not_stored: str | None = None) -> None:
+    """A version is served before its directory `path` has been written, by a moment. Raises NotFoundError, which says
+    `not_stored`, why the server could not write it."""
     deadline = time.monotonic() + WRITING_SECONDS
     while not path.is_dir():
         if time.monotonic() > deadline:
-            raise NotFoundError(
-                f"adapter {name!r}: {path} is not on this machine; a name is exported where its server runs"
+            why = (
+                f"the server could not write it: {not_stored}"
+                if not_stored
+                else "a name is exported where its server runs"
             )
+            raise NotFoundError(f"adapter {name!r}: {path} is not on this machine; {why}")
         time.sleep(0.1)
 
 

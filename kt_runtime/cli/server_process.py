@@ -68,8 +68,8 @@ def _wait_ready(process: subprocess.Popen[bytes], api: ServerAPI, log_path: Path
             )
         if api.is_ready():
             with contextlib.suppress(KtError):
-                api.get("/kt/status")
-                return
+                if not api.get("/kt/status")["restoring"]:
+                    return
         time.sleep(0.25)
     raise RuntimeFault(f"the server did not answer within {START_SECONDS:.0f} s; see {log_path}")
 

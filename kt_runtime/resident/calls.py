@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kt_runtime.adapters import AdapterTensors, AdapterVersion, read_adapter, without_fillers
@@ -21,10 +22,10 @@ from kt_runtime.resident.batches import TrainingBatch
 from kt_runtime.resident.executor import Slice, Slices
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.lora import LoraModules
-from kt_runtime.resident.memory import give_back_freed_memory, keep_freed_memory
+from kt_runtime.resident.memory import check_available, give_back_freed_memory, keep_freed_memory
 from kt_runtime.resident.optimizer import StepSettings
 from kt_runtime.resident.preference import check_pairs
-from kt_runtime.resident.publishing import Publisher
+from kt_runtime.resident.publishing import Forgotten, Publisher
 from kt_runtime.resident.session import Session
 from kt_runtime.resident.session_limits import FROZEN_BYTES, TRAINED_BYTES, SessionLimits, num_parameters
 from kt_runtime.resident.slices import CallResult
@@ -78,6 +79,15 @@ class Answers:
 
         return done
 
+    def when_forgotten(self, request: messages.ForgetAdapter) -> Forgotten:
+        def done(outcome: str | Exception | None) -> None:
+            if isinstance(outcome, Exception):
+                self.fail(request.request_id, outcome)
+            else:
+                self.reply(messages.ForgottenReply(request_id=request.request_id, lora_id=outcome), None)
+
+        return done
+
 
 class SessionCalls:
     """`microbatch_tokens`: padded tokens that go through a layer at once."""
@@ -86,19 +96,22 @@ class SessionCalls:
         self,
         host: Host,
         twin: Twin,
+        lora: LoraModules,
         publisher: Publisher,
         answers: Answers,
         microbatch_tokens: int,
         limits: SessionLimits,
     ) -> None:
-        self._host, self._twin, self._publisher, self._answers = host, twin, publisher, answers
-        self._lora = LoraModules(twin)
+        self._host, self._twin, self._lora, self._publisher, self._answers = host, twin, lora, publisher, answers
         self._max_tokens, self._limits = microbatch_tokens, limits
         self._sessions: dict[str, Session] = {}
         self._sessions_made = 0
 
     def infos(self) -> list[messages.SessionInfo]:
-        return [session.info() for session in self._sessions.values()]
+        return [self._info(session) for session in self._sessions.values()]
+
+    def _info(self, session: Session) -> messages.SessionInfo:
+        return msgspec.structs.replace(session.info(), publishes=self._publisher.owners.names_of(session.id))
 
     def slices(self, request: SessionRequest, arrays: Arrays) -> Slices:
         """The request's work. Its result is None: it answers by itself when all has gone well."""
@@ -143,6 +156,8 @@ class SessionCalls:
         modules = resolve_targets(self._host.config, settings.targets)
         wanted = TRAINED_BYTES * num_parameters(modules, settings.rank)
         self._limits.check(request.session, wanted, self.infos())
+        if request.publishes is not None:
+            self._publisher.owners.check(request.publishes, None, take_over=request.take_over)
         start_from, reference = self._read(request.start_from), self._read(request.reference)
         if reference is not None:
             frozen = FROZEN_BYTES * sum(pair.a.numel() + pair.b.numel() for pair in reference.modules.values())
@@ -161,7 +176,10 @@ class SessionCalls:
             session.close()
             raise
         self._sessions[request.session] = session
-        self._answers.reply(messages.SessionReply(request_id=request.request_id, info=session.info()), None)
+        self._publisher.owners.begin(session.id)
+        if request.publishes is not None:
+            self._publisher.owners.claim(request.publishes, session.id)
+        self._answers.reply(messages.SessionReply(request_id=request.request_id, info=self._info(session)), None)
 
     def _read(self, path: str | None) -> AdapterTensors | None:
         if path is None:
@@ -230,18 +248,26 @@ class SessionCalls:
         yield from ()
         session = self._session(request.session)
         state.load(state.checked_path(request.path), session, self._twin.family, self._host)
-        self._answers.reply(messages.SessionReply(request_id=request.request_id, info=session.info()), None)
+        self._answers.reply(messages.SessionReply(request_id=request.request_id, info=self._info(session)), None)
 
     def _publish(self, request: Publish) -> Slices:
+        """Copies the masters; the rest goes on beside the session, whose next request may begin."""
         session = self._session(request.session)
+        self._publisher.check(request.name, session.id, take_over=request.take_over)
+        copied_bytes = 4 * sum(parameter.numel() for parameter in session.parameters.values())
+        check_available(copied_bytes, f"adapter {request.name!r}: a copy of session {session.name!r}")
         done = self._answers.when_moved(request, request.name)
         adapter = yield from state.copied_masters(session)
-        self._publisher.publish(request.name, adapter, f"session {session.name}", done)
+        self._publisher.publish(
+            request.name, adapter, f"session {session.name}", done, session=session.id, take_over=request.take_over
+        )
 
     def _close(self, request: CloseSession) -> Slices:
         yield from ()
-        self._session(request.session).close()
+        session = self._session(request.session)
+        session.close()
         del self._sessions[request.session]
+        self._publisher.owners.end(session.id)
         if not self._sessions:
             free_spare_memory()
             give_back_freed_memory()

@@ -18,6 +18,13 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True):
     arrays: list[tuple[str, str, bytes]]
 
 
+class Prepared(msgspec.Struct, frozen=True, array_like=True):
+    """What is to be served under `lora_id` has been read, checked and converted, or `error` says why not."""
+
+    lora_id: str
+    error: ErrorReply | None
+
+
 class Moved(msgspec.Struct, frozen=True, array_like=True):
     """The frontend's answer: the name that was to mean `lora_id` does, or `error` says why not."""
 
@@ -32,6 +39,7 @@ class Decisions(msgspec.Struct, frozen=True, array_like=True):
     """
 
     arrived: list[Arrived]
+    prepared: list[Prepared]
     moved: list[Moved]
     plan: Plan
     is_serving: bool
@@ -39,7 +47,7 @@ class Decisions(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_empty(self) -> bool:
-        return not (self.arrived or self.moved or self.plan.num_slices or self.salt)
+        return not (self.arrived or self.prepared or self.moved or self.plan.num_slices or self.salt)
 
 
 def encode(decisions: Decisions) -> bytes:

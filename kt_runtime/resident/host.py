@@ -48,8 +48,15 @@ class Host(Protocol):
         """True while any request is running or waiting."""
         ...
 
-    def install_adapter(self, lora_id: str, name: str, version: str, adapter: AdapterTensors) -> None:
-        """Makes the adapter servable under `lora_id`; the caller may change its tensors afterwards.
+    def prepare_adapter(self, name: str, adapter: AdapterTensors) -> object:
+        """The adapter in the engine's form, with tensors of its own. Called by threads beside the engine's.
+
+        Raises ConflictError when memory does not suffice, AdapterError when the engine can't hold such an adapter.
+        """
+        ...
+
+    def install_adapter(self, lora_id: str, name: str, version: str, prepared: object) -> None:
+        """Makes what `prepare_adapter` made servable under `lora_id`, without copying it.
 
         `version`: its content hash. What the engine keeps of earlier requests is used again for the same content only.
         Raises ConflictError when there is no room for another adapter. Nothing is changed on an error.
@@ -65,6 +72,10 @@ class Host(Protocol):
 
         The frontend drops the former version (`DropAdapter`) once the last request that uses it has ended.
         """
+        ...
+
+    def wakeups(self) -> list[Any]:
+        """Descriptors or ZMQ sockets that poll readable when `poll` has something to do: the engine sleeps on them."""
         ...
 
     def poll(self) -> None:

@@ -51,10 +51,13 @@ class LoraModules:
         )
         return {name: value for layer in by_layer.values() for name, value in layer.items()}
 
-    def create_frozen(self, key: str, adapter: AdapterTensors, modules: Sequence[LoraModule]) -> None:
-        """Adds `adapter`, copied to float32, which nothing trains. `modules`: all that the model has.
+    def create_frozen(
+        self, key: str, adapter: AdapterTensors, modules: Sequence[LoraModule], *, copy: bool = True
+    ) -> None:
+        """Adds `adapter` in float32, which nothing trains. `modules`: all that the model has.
 
-        Raises InvalidValueError for a module that is none of them.
+        `copy` False: tensors that are float32 and on the device already are used as they are; nobody may change them.
+        Raises InvalidValueError for a module that is none of `modules`.
         """
         by_name = {module.name: module for module in modules}
         unknown = [name for name in adapter.modules if name not in by_name]
@@ -63,7 +66,7 @@ class LoraModules:
         config = LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, init_lora_weights=False)  # type: ignore[arg-type]
 
         def frozen(tensor: torch.Tensor) -> nn.Parameter:
-            return nn.Parameter(tensor.detach().to(self._twin.device, torch.float32, copy=True), requires_grad=False)
+            return nn.Parameter(tensor.detach().to(self._twin.device, torch.float32, copy=copy), requires_grad=False)
 
         self._place(key, ((by_name[name], frozen(a), frozen(b)) for name, (a, b) in adapter.modules.items()), config)
 

@@ -6,6 +6,8 @@ import ctypes
 import os
 from pathlib import Path
 
+from kt_runtime.errors import ConflictError, RuntimeFault
+
 # mallopt(3). Larger thresholds for mmap are refused: 32 MiB is glibc's HEAP_MAX_SIZE / 2 on 64-bit machines.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
@@ -16,6 +18,21 @@ def resident_set_bytes() -> int:
     """Resident set size of this process (proc(5), /proc/self/statm, second field)."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """What the system can give without swapping (`proc_meminfo(5)`, MemAvailable)."""
+    for line in meminfo.read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeFault(f"{meminfo} has no line MemAvailable")
+
+
+def check_available(needed: int, what: str, hint: str = "") -> None:
+    """Raises ConflictError, beginning with `what`, unless so many bytes are available."""
+    available = available_bytes()
+    if needed > available:
+        raise ConflictError(f"{what} needs {needed} bytes of memory, {available} are available{hint}")
 
 
 def keep_freed_memory() -> bool:

@@ -44,6 +44,11 @@ class NamesChannel:
         self._socket.connect(address)
 
     @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """To poll for reading: `poll` has something to do then. Nobody else may receive from it."""
+        return self._socket
+
+    @property
     def num_waiting(self) -> int:
         """Moves whose `done` was not called yet."""
         return len(self._waiting) + len(self._failed_at_once)

@@ -18,27 +18,30 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from kt_runtime import __version__
-from kt_runtime.adapters import VersionStore
+from kt_runtime.adapters import StoredName, VersionStore
 from kt_runtime.errors import UserError
 from kt_runtime.resident.calls import Answers, Arrays, SessionCalls, SessionRequest
-from kt_runtime.resident.decisions import Arrived, Decisions, Moved, decode, encode
+from kt_runtime.resident.decisions import Arrived, Decisions, Moved, Prepared, decode, encode
 from kt_runtime.resident.executor import Executor, Plan, Work
 from kt_runtime.resident.host import Host
+from kt_runtime.resident.lora import LoraModules
 from kt_runtime.resident.memory import resident_set_bytes
+from kt_runtime.resident.probe import Probe
 from kt_runtime.resident.publishing import Publisher
 from kt_runtime.resident.session_limits import SessionLimits
 from kt_runtime.resident.settings import ResidentSettings
 from kt_runtime.resident.statuses import Statuses
 from kt_runtime.resident.twin import Twin
+from kt_runtime.resident.wakeup import Wakeup
 from kt_runtime.wire import messages
 from kt_runtime.wire.failures import error_from, error_reply
-from kt_runtime.wire.messages import AnyRequest, Reply
+from kt_runtime.wire.messages import AnyRequest, ErrorReply, Reply
 from kt_runtime.wire.server import Incoming, WireServer
 
 logger = logging.getLogger(__name__)
@@ -94,32 +97,40 @@ class Resident:
         self.twin = Twin(host)
         self.executor = Executor(settings.training_share, clock, num_ranks=host.num_ranks)
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kt-write")
+        self._prepared: deque[Prepared] = deque()  # filled by other threads
         self._moved: deque[Moved] = deque()
+        self._wakeup = Wakeup()
         self._written: deque[tuple[str, Future[Reply]]] = deque()
         self._unanswered: dict[str, Incoming] = {}
         self._plan = (Plan(), False)
         self._salt = uuid.uuid4().hex
+        store = VersionStore(
+            Path(settings.adapter_directory),
+            self.twin.family,
+            host.config,
+            host.max_lora_rank,
+            settings.kept_versions,
+        )
+        self._stored = _scan(store, is_writer=server is not None)
+        lora = LoraModules(self.twin)
         self.publisher = Publisher(
             host,
             self.twin.family,
-            VersionStore(
-                Path(settings.adapter_directory),
-                self.twin.family,
-                host.config,
-                host.max_lora_rank,
-                settings.kept_versions,
-            ),
+            store,
             settings.kept_versions,
-            self._background,
+            Probe(self.twin, lora, host.config),
+            self.executor.submit,
+            self._on_prepared,
             self._on_moved,
         )
         self._statuses = Statuses(
-            host.weights, self._status, lambda reply: self._answer(reply, None), self._fail, clock
+            host.weights, self._status, lambda reply: self._answer(reply, None), self._fail, clock, self._wakeup.set
         )
         self._answers = Answers(self._answer, self._fail, self._answer_later)
         self.calls = SessionCalls(
             host,
             self.twin,
+            lora,
             self.publisher,
             self._answers,
             settings.microbatch_tokens,
@@ -132,19 +143,24 @@ class Resident:
     # What the engine calls.
 
     @property
-    def wakeup_fd(self) -> int:
-        """Polls readable when a request waits."""
+    def wakeups(self) -> list[Any]:
+        """Descriptors and ZMQ sockets of which one polls readable when a sleeping engine has something to do."""
         assert self._server is not None
-        return self._server.wakeup_fd
+        return [self._server.wakeup_fd, self._wakeup.fd, *self._host.wakeups()]
 
     def has_work(self) -> bool:
-        """True while the engine should not sleep: slices to run, requests to take, answers that wait for a turn."""
-        waiting = bool(self._moved or self._written) or self.publisher.is_waiting or not self.executor.is_idle
-        return waiting or self._statuses.is_waiting or (self._server is not None and self._server.has_pending)
+        """True while the engine should not sleep: slices to run, requests to take, answers that wait for a turn.
+
+        What is only waited for is not among them: `wakeups` tells when it is there.
+        """
+        arrived = self._server is not None and self._server.has_pending
+        ended = bool(self._prepared or self._moved) or self._has_written() or self._statuses.is_due
+        return arrived or ended or not self.executor.is_idle
 
     def decisions(self) -> list[bytes]:
         """Rank 0: what is to be done in this turn, for every rank's `apply`; empty when there is nothing."""
         assert self._server is not None
+        self._wakeup.clear()
         self._host.poll()
         self._answer_written()
         self._statuses.answer_due()
@@ -153,11 +169,12 @@ class Resident:
             self._unanswered[incoming.request_id] = incoming
             arrays = [(name, value.dtype.str, value.tobytes()) for name, value in incoming.arrays.items()]
             arrived.append(Arrived(incoming.request, arrays))
+        prepared = [self._prepared.popleft() for _ in range(len(self._prepared))]
         moved = [self._moved.popleft() for _ in range(len(self._moved))]
         is_serving = self._host.is_serving()
         budget = SERVING_BUDGET_SECONDS if is_serving else IDLE_BUDGET_SECONDS
         plan = self.executor.plan(is_serving, budget, arrives=bool(arrived))
-        decided, self._salt = Decisions(arrived, moved, plan, is_serving, self._salt), ""
+        decided, self._salt = Decisions(arrived, prepared, moved, plan, is_serving, self._salt), ""
         return [] if decided.is_empty else [encode(decided)]
 
     def apply(self, payloads: Sequence[bytes]) -> None:
@@ -166,9 +183,10 @@ class Resident:
             for payload in payloads:
                 decided = decode(payload)
                 if decided.salt:
-                    self.publisher.start(decided.salt)
-                for moved in decided.moved:
-                    self._finish_move(moved)
+                    self.publisher.start(decided.salt, self._stored)
+                    self._stored = []
+                for ended in (*decided.prepared, *decided.moved):
+                    self._go_on(ended)
                 for arrived in decided.arrived:
                     arrays = {name: np.frombuffer(data, kind) for name, kind, data in arrived.arrays}
                     self._dispatch(arrived.request, arrays)
@@ -185,10 +203,12 @@ class Resident:
         """Ends training, finishes what is being written, stops listening. Calls that were under way leave no trace."""
         self.executor.close()
         self._background.shutdown(wait=True)
+        self.publisher.close()
         if self._server is not None:
             self._answer_written()
             self._server.close()
         self._host.close()
+        self._wakeup.close()
 
     # Requests.
 
@@ -214,11 +234,16 @@ class Resident:
         if reply is not None:
             self._answer(reply, None)
 
-    def _finish_move(self, moved: Moved) -> None:
+    def _go_on(self, ended: Prepared | Moved) -> None:
+        """With a publication, of which a stage has ended."""
+        error = None if ended.error is None else error_from(ended.error)
         try:
-            self.publisher.finish(moved.lora_id, None if moved.error is None else error_from(moved.error))
+            if isinstance(ended, Prepared):
+                self.publisher.probe(ended.lora_id, error)
+            else:
+                self.publisher.finish(ended.lora_id, error)
         except Exception:
-            logger.exception("moving a name to %s went wrong; serving goes on", moved.lora_id)
+            logger.exception("publishing %s went wrong; serving goes on", ended.lora_id)
 
     def _immediate(self, request: AnyRequest) -> Reply | None:
         """The reply, or None when it comes later."""
@@ -231,14 +256,15 @@ class Resident:
                 return messages.AdaptersReply(request_id=request.request_id, adapters=self.publisher.adapters())
             case messages.LoadAdapter():
                 done = self._answers.when_moved(request, request.name)
-                self.publisher.load(request.name, request.path, done)
+                self.publisher.load(request.name, request.path, done, take_over=request.take_over)
                 return None
             case messages.RollbackAdapter():
                 done = self._answers.when_moved(request, request.name)
                 self.publisher.rollback(request.name, request.adapter_version, done)
                 return None
             case messages.ForgetAdapter():
-                self.publisher.forget(request.name)
+                self.publisher.forget(request.name, self._answers.when_forgotten(request))
+                return None
             case messages.DropAdapter():
                 self.publisher.drop(request.lora_id)
         return messages.DoneReply(request_id=request.request_id)
@@ -267,6 +293,8 @@ class Resident:
             rss_bytes=resident_set_bytes(),
             sessions=self.calls.infos(),
             cache=self._host.cache_tiers(),
+            not_stored=self.publisher.unstored(),
+            restoring=self.publisher.restoring(),
         )
 
     # Answers.
@@ -284,10 +312,15 @@ class Resident:
     def _answer_later(self, request_id: str, function: Callable[[], Reply]) -> None:
         """Rank 0 alone writes files; its answer is sent in the turn that finds it done."""
         if self._server is not None:
-            self._written.append((request_id, self._background.submit(function)))
+            future = self._background.submit(function)
+            self._written.append((request_id, future))
+            future.add_done_callback(lambda _: self._wakeup.set())
+
+    def _has_written(self) -> bool:
+        return bool(self._written) and self._written[0][1].done()
 
     def _answer_written(self) -> None:
-        while self._written and self._written[0][1].done():
+        while self._has_written():
             request_id, future = self._written.popleft()
             error = future.exception()
             if isinstance(error, Exception):
@@ -295,5 +328,24 @@ class Resident:
             elif error is None:
                 self._answer(future.result(), None)
 
+    def _on_prepared(self, lora_id: str, error: Exception | None) -> None:
+        """Called by other threads. The other ranks hear of it from rank 0."""
+        if self._server is not None:
+            self._prepared.append(Prepared(lora_id, _told(error)))
+            self._wakeup.set()
+
     def _on_moved(self, lora_id: str, error: Exception | None) -> None:
-        self._moved.append(Moved(lora_id, None if error is None else error_reply("", error)))
+        self._moved.append(Moved(lora_id, _told(error)))
+
+
+def _told(error: Exception | None) -> ErrorReply | None:
+    return None if error is None else error_reply("", error)
+
+
+def _scan(store: VersionStore, *, is_writer: bool) -> list[StoredName]:
+    """What the directory has of an earlier run. What is wrong there is logged: the model is loaded already."""
+    problems = store.clean() if is_writer else []
+    found, more = store.scan()
+    for problem in (*problems, *more):
+        logger.warning("adapter directory: %s", problem)
+    return found

@@ -21,6 +21,7 @@ from kt_runtime.resident.executor import Slices
 from kt_runtime.resident.lora import LoraModules
 from kt_runtime.resident.losses import LossFunction, WeightedCrossEntropy
 from kt_runtime.resident.optimizer import AdamW, StepSettings, clip
+from kt_runtime.resident.owners import SessionId
 from kt_runtime.resident.portions import portions
 from kt_runtime.resident.preference import PreferenceLossFunction
 from kt_runtime.resident.session_limits import FROZEN_BYTES, TRAINED_BYTES, num_parameters
@@ -42,6 +43,7 @@ class Session:
         self, name: str, key: str, twin: Twin, lora: LoraModules, modules: Sequence[LoraModule], settings: LoraSettings
     ) -> None:
         self.name, self.key, self.settings, self.modules = name, key, settings, list(modules)
+        self.id = SessionId(key, name)
         self._twin, self._lora = twin, lora
         self.parameters = lora.create(
             key,

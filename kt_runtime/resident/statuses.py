@@ -19,7 +19,10 @@ class _Asked(NamedTuple):
 
 
 class Statuses:
-    """`describe(request id, fingerprint)` is the answer as of now; `reply` and `fail` are called once a request."""
+    """`describe(request id, fingerprint)` is the answer as of now; `reply` and `fail` are called once a request.
+
+    `wake` is called, by any thread, when a hash is known that somebody waits for.
+    """
 
     def __init__(
         self,
@@ -28,19 +31,24 @@ class Statuses:
         reply: Callable[[Reply], None],
         fail: Callable[[str, Exception], None],
         clock: Callable[[], float] = time.monotonic,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._weights, self._describe, self._reply, self._fail, self._clock = weights, describe, reply, fail, clock
+        self._wake = wake
         self._asked: list[_Asked] = []
 
     @property
-    def is_waiting(self) -> bool:
-        return bool(self._asked)
+    def is_due(self) -> bool:
+        """Whether `answer_due` would answer somebody now. Who only waits keeps nobody awake."""
+        now = self._clock()
+        return any(asked.fingerprint.done() or now >= asked.deadline for asked in self._asked)
 
     def ask(self, request: GetStatus) -> None:
         """Begins to compute the hash if nobody has yet; the answer comes now or from `answer_due`."""
         patience = math.inf if request.wait_s is None or request.verify_weights else request.wait_s
         fingerprint = self._weights.future(fresh=request.verify_weights)
         self._asked.append(_Asked(request.request_id, fingerprint, self._clock() + patience))
+        fingerprint.add_done_callback(lambda _: self._wake())
         self.answer_due()
 
     def answer_due(self) -> None:

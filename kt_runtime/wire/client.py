@@ -134,11 +134,24 @@ class ResidentClient:
         return self._call(request, messages.StatusReply)
 
     def create_session(
-        self, session: str, lora: LoraSettings, start_from: str | None = None, *, reference: str | None = None
+        self,
+        session: str,
+        lora: LoraSettings,
+        start_from: str | None = None,
+        *,
+        reference: str | None = None,
+        publishes: str | None = None,
+        take_over: bool = False,
     ) -> SessionInfo:
         """`start_from` and `reference` are PEFT directories on the resident's file system."""
         request = messages.CreateSession(
-            request_id=self._next_id(), session=session, lora=lora, start_from=start_from, reference=reference
+            request_id=self._next_id(),
+            session=session,
+            lora=lora,
+            start_from=start_from,
+            reference=reference,
+            publishes=publishes,
+            take_over=take_over,
         )
         return self._call(request, messages.SessionReply).info
 
@@ -237,16 +250,16 @@ class ResidentClient:
         request = messages.Load(request_id=self._next_id(), session=session, path=str(path))
         return self._call(request, messages.SessionReply).info
 
-    def publish(self, session: str, name: str) -> messages.PublishReply:
-        request = messages.Publish(request_id=self._next_id(), session=session, name=name)
+    def publish(self, session: str, name: str, *, take_over: bool = False) -> messages.PublishReply:
+        request = messages.Publish(request_id=self._next_id(), session=session, name=name, take_over=take_over)
         return self._call(request, messages.PublishReply)
 
     def close_session(self, session: str) -> None:
         self._call(messages.CloseSession(request_id=self._next_id(), session=session), messages.DoneReply)
 
-    def load_adapter(self, name: str, path: str) -> messages.PublishReply:
+    def load_adapter(self, name: str, path: str, *, take_over: bool = False) -> messages.PublishReply:
         """`path` is on the resident's file system."""
-        request = messages.LoadAdapter(request_id=self._next_id(), name=name, path=str(path))
+        request = messages.LoadAdapter(request_id=self._next_id(), name=name, path=str(path), take_over=take_over)
         return self._call(request, messages.PublishReply)
 
     def rollback_adapter(self, name: str, adapter_version: str | None = None) -> messages.PublishReply:
@@ -257,7 +270,7 @@ class ResidentClient:
         return self._call(messages.ListAdapters(request_id=self._next_id()), messages.AdaptersReply).adapters
 
     def forget_adapter(self, name: str) -> None:
-        self._call(messages.ForgetAdapter(request_id=self._next_id(), name=name), messages.DoneReply)
+        self._call(messages.ForgetAdapter(request_id=self._next_id(), name=name), messages.ForgottenReply)
 
     def drop_adapter(self, lora_id: str) -> None:
         self._call(messages.DropAdapter(request_id=self._next_id(), lora_id=lora_id), messages.DoneReply)

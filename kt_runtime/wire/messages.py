@@ -96,12 +96,17 @@ class CreateSession(Request, tag="create_session"):
     `start_from`: a PEFT directory on the resident's file system whose tensors the masters begin with. `reference`:
     another one, of any rank and targets that the server can serve, which stays as it is; `Forward` with the model
     "reference" computes with it, or with the base alone where there is none.
+
+    `publishes`: the name that the session is going to publish. It is the session's own from now on, until it ends: a
+    ConflictError, unless `take_over`, if another session publishes that name.
     """
 
     session: Name
     lora: LoraSettings
     start_from: PathText | None = None
     reference: PathText | None = None
+    publishes: Name | None = None
+    take_over: bool = False
 
 
 class CrossEntropy(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="cross_entropy", tag_field="name"):
@@ -214,10 +219,15 @@ class Load(Request, tag="load"):
 
 
 class Publish(Request, tag="publish"):
-    """Makes a new version from the session's masters and moves adapter `name` to it, without a reload."""
+    """Makes a new version from the session's masters and moves adapter `name` to it, without a reload.
+
+    The name is the session's own from then on, until it ends. A ConflictError, unless `take_over`, if another session
+    publishes that name, or if it was taken over from this one or unloaded.
+    """
 
     session: Name
     name: Name
+    take_over: bool = False
 
 
 class CloseSession(Request, tag="close_session"):
@@ -225,10 +235,14 @@ class CloseSession(Request, tag="close_session"):
 
 
 class LoadAdapter(Request, tag="load_adapter"):
-    """Validates the PEFT directory at `path`, installs it as a version and moves adapter `name` to it."""
+    """Validates the PEFT directory at `path`, installs it as a version and moves adapter `name` to it.
+
+    A ConflictError, unless `take_over`, if a session publishes that name.
+    """
 
     name: Name
     path: PathText
+    take_over: bool = False
 
 
 class RollbackAdapter(Request, tag="rollback_adapter"):
@@ -243,7 +257,11 @@ class ListAdapters(Request, tag="list_adapters"):
 
 
 class ForgetAdapter(Request, tag="forget_adapter"):
-    """The frontend has taken adapter `name` away: forget its current version. The versions on disk stay."""
+    """The frontend has taken adapter `name` away: forget its current version. The versions on disk stay.
+
+    Publications of the name that are under way are answered with a ConflictError; one for which the frontend was asked
+    already ends first.
+    """
 
     name: Name
 
@@ -288,7 +306,8 @@ class ErrorReply(Reply, tag="error"):
 
 
 class SessionInfo(msgspec.Struct, kw_only=True):
-    """`num_bytes`: what it may take, as the server's limit counts. `idle_s`: since a request of it last began."""
+    """`publishes`: names of adapters that are this session's own. `num_bytes`: what it may take, as the server's limit
+    counts. `idle_s`: since a request of it last began."""
 
     session: str
     rank: int
@@ -298,6 +317,7 @@ class SessionInfo(msgspec.Struct, kw_only=True):
     num_parameters: int
     num_bytes: int = 0
     idle_s: float = 0.0
+    publishes: list[str] = msgspec.field(default_factory=list)
 
 
 class CacheTier(msgspec.Struct, kw_only=True):
@@ -331,13 +351,23 @@ class CacheTier(msgspec.Struct, kw_only=True):
     writing_stopped: str | None = None
 
 
+class UnstoredVersion(msgspec.Struct, kw_only=True):
+    """A version that is or was served and is not in the adapter directory. `is_waiting`: its writing is tried again."""
+
+    name: str
+    version: str
+    reason: str
+    is_waiting: bool
+
+
 class StatusReply(Reply, tag="status"):
     """`fingerprint`: hash of the model's weights; empty while it is not known. Bytes: parameters shared with and copied
     from SGLang.
 
     `expert_threads`: CPU threads that compute routed experts. `chunked_prefill_tokens`: prompt tokens that serving
     computes at once, 0: no limit. `microbatch_tokens`: padded tokens that training sends through a layer at once.
-    `cache`: the prefix cache's tiers, nearest first; empty where the engine doesn't say.
+    `cache`: the prefix cache's tiers, nearest first; empty where the engine doesn't say. `not_stored`: versions of
+    adapters that could not be written down. `restoring`: names of an earlier run that are not served again yet.
     """
 
     runtime_version: str
@@ -361,6 +391,8 @@ class StatusReply(Reply, tag="status"):
     rss_bytes: int
     sessions: list[SessionInfo]
     cache: list[CacheTier] = msgspec.field(default_factory=list)
+    not_stored: list[UnstoredVersion] = msgspec.field(default_factory=list)
+    restoring: list[str] = msgspec.field(default_factory=list)
 
 
 class SessionReply(Reply, tag="session"):
@@ -407,7 +439,10 @@ class PublishReply(Reply, tag="published"):
 
 
 class VersionInfo(msgspec.Struct, kw_only=True):
-    """`source`: "session NAME" or the directory it was loaded from. `created_at`: Unix time, seconds."""
+    """`source`: "session NAME" or the directory it was loaded from. `created_at`: Unix time, seconds.
+
+    `stored`: whether it is in the adapter directory, and so there after a restart; `not_stored` says why not.
+    """
 
     version: str
     lora_id: str | None
@@ -415,14 +450,23 @@ class VersionInfo(msgspec.Struct, kw_only=True):
     alpha: float
     source: str
     created_at: float
+    stored: bool = True
+    not_stored: str | None = None
 
 
 class AdapterInfo(msgspec.Struct, kw_only=True):
-    """`versions` newest first; `current` is None when the name is not served at present."""
+    """`versions` newest first; `current` is None when the name is not served at present.
+
+    `owner`: the session that publishes the name, since `owned_since` (Unix time, seconds); None: nobody does.
+    `problem`: why the name is not served again after a restart.
+    """
 
     name: str
     current: str | None
     versions: list[VersionInfo]
+    owner: str | None = None
+    owned_since: float | None = None
+    problem: str | None = None
 
 
 class AdaptersReply(Reply, tag="adapters"):
@@ -449,6 +493,13 @@ class NameMoved(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="n
     error: str | None = None
 
 
+class ForgottenReply(Reply, tag="forgotten"):
+    """`lora_id`: what the name meant at last, None if it meant nothing. The frontend takes the name away from it, if a
+    publication has moved it there meanwhile."""
+
+    lora_id: str | None
+
+
 class DoneReply(Reply, tag="done"):
     pass
 
@@ -462,5 +513,6 @@ AnyReply = (
     | SavedReply
     | PublishReply
     | AdaptersReply
+    | ForgottenReply
     | DoneReply
 )

@@ -41,6 +41,8 @@ def test_whole_alphas_are_written_as_integers(alpha: float, written: float) -> N
         ({"lora_alpha": None}, "'lora_alpha' is missing"),
         ({"lora_alpha": 0}, "lora_alpha is 0"),
         ({"lora_alpha": -1}, "lora_alpha is -1"),
+        ({"lora_alpha": 1e308}, r"lora_alpha is 1e\+308; expected a number above 0, at most 3.40282e\+38"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 1000000"),
         ({"lora_alpha": "16"}, "lora_alpha is '16'"),
         ({"use_rslora": "yes"}, "use_rslora is 'yes'"),
         ({"use_dora": True}, "use_dora is 'True': DoRA"),

@@ -86,6 +86,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "nonsense",
     ),
     "NaN": (tensors(lambda t, b: t.update({b: t[b] * float("nan")})), "NaN"),
+    "huge": (tensors(lambda t, b: t.update({k: torch.full_like(v, 3e38) for k, v in t.items()})), "not finite"),
     "rank 0": (config(r=0), "0"),
     "rank above the server's": (config(r=512), "512"),
     "symlink": (link, "symbolic link"),

@@ -6,6 +6,7 @@ The checkpoints' weights are bfloat16 numbers (the expert store keeps bfloat16) 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from kt_runtime.resident.optimizer import StepSettings
 from kt_runtime.resident.session import Session
 from kt_runtime.resident.slices import CallResult
 from kt_runtime.resident.twin import Twin, dense_views
+from kt_runtime.resident.wakeup import Wakeup
 from kt_runtime.wire.messages import CacheTier, CrossEntropy, LoraSettings, Loss
 
 QWEN3_MOE: dict[str, Any] = {
@@ -140,6 +142,8 @@ class FakeHost:
         self.serving = False
         self.max_adapters = max_adapters
         self.installed: dict[str, AdapterTensors] = {}
+        self.preparing_threads: set[str] = set()
+        self.frontend = Wakeup()
         self.versions: dict[str, str] = {}
         self.names: dict[str, str] = {}
         self.moves: list[tuple[str, str, str, Callable[[Exception | None], None]]] = []
@@ -163,21 +167,30 @@ class FakeHost:
     def is_serving(self) -> bool:
         return self.serving
 
-    def install_adapter(self, lora_id: str, name: str, version: str, adapter: AdapterTensors) -> None:
+    def prepare_adapter(self, name: str, adapter: AdapterTensors) -> AdapterTensors:
+        self.preparing_threads.add(threading.current_thread().name)
+        copied = {key: (pair.a.clone(), pair.b.clone()) for key, pair in adapter.modules.items()}
+        return AdapterTensors.from_modules(adapter.rank, adapter.alpha, copied)
+
+    def install_adapter(self, lora_id: str, name: str, version: str, prepared: AdapterTensors) -> None:
         if len(self.installed) >= self.max_adapters:
             raise ConflictError(f"no room for another adapter: {len(self.installed)} are loaded")
-        copied = {key: (pair.a.clone(), pair.b.clone()) for key, pair in adapter.modules.items()}
         self.versions[lora_id] = version
-        self.installed[lora_id] = AdapterTensors.from_modules(adapter.rank, adapter.alpha, copied)
+        self.installed[lora_id] = prepared
 
     def drop_adapter(self, lora_id: str) -> None:
         self.installed.pop(lora_id, None)
 
     def move_name(self, name: str, version: str, lora_id: str, done: Callable[[Exception | None], None]) -> None:
         self.moves.append((name, version, lora_id, done))
+        self.frontend.set()
+
+    def wakeups(self) -> list[Any]:
+        return [self.frontend.fd]
 
     def poll(self) -> None:
         """The frontend answers between two turns."""
+        self.frontend.clear()
         moves, self.moves = self.moves, []
         for name, _, lora_id, done in moves:
             if self.move_error is None:
@@ -189,6 +202,7 @@ class FakeHost:
 
     def close(self) -> None:
         self.weights.close()
+        self.frontend.close()
         self.closed = True
 
 

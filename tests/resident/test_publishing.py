@@ -1,33 +1,48 @@
 from __future__ import annotations
 
+import errno
+import os
+import queue
+import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.lora import random_adapter, write_adapter
 
-from kt_runtime.adapters import AdapterVersion, LoraPair, VersionStore, content_hash
+from kt_runtime.adapters import AdapterVersion, LoraPair, VersionStore, as_version, content_hash
 from kt_runtime.errors import AdapterError, ConflictError, NotFoundError, UnknownNameError
 from kt_runtime.resident import state
-from kt_runtime.resident.publishing import Publisher
+from kt_runtime.resident.executor import Executor
+from kt_runtime.resident.owners import SessionId
+from kt_runtime.resident.probe import Probe
+from kt_runtime.resident.publishing import MAX_WAITING_OF_NAME, Publisher
 
 
 class Desk:
-    """A publisher over a fake engine, whose moves end when `settle` is called."""
+    """A publisher over a fake engine; whatever it has begun goes on when `settle` or `settle_once` is called."""
 
     def __init__(self, lab: Any, root: Path, salt: str = "salt") -> None:
         self.lab, self.host = lab, lab.host
-        self.background = ThreadPoolExecutor(max_workers=1)
         self.store = VersionStore(root, lab.twin.family, lab.host.config, lab.host.max_lora_rank, 3)
+        self.executor = Executor(1.0)
+        self.ended: queue.Queue[tuple[str, Exception | None]] = queue.Queue()
         self.answers: list[tuple[str, Exception | None]] = []
         self.outcomes: list[AdapterVersion | Exception] = []
         self.publisher = Publisher(
-            lab.host, lab.twin.family, self.store, 3, self.background, lambda *answer: self.answers.append(answer)
+            lab.host,
+            lab.twin.family,
+            self.store,
+            3,
+            Probe(lab.twin, lab.lora, lab.host.config),
+            self.executor.submit,
+            lambda *ended: self.ended.put(ended),
+            lambda *answer: self.answers.append(answer),
         )
-
-        self.publisher.start(salt)
+        self.publisher.start(salt, self.store.scan()[0])
 
     def adapter(self, seed: int) -> Any:
         session = self.lab.session(["attention"], seed=seed)
@@ -35,19 +50,50 @@ class Desk:
         session.close()
         return adapter
 
-    def publish(self, name: str, seed: int) -> None:
-        self.publisher.publish(name, self.adapter(seed), f"seed {seed}", self.outcomes.append)
+    def publish(self, name: str, seed: int, **who: Any) -> None:
+        self.publisher.publish(name, self.adapter(seed), f"seed {seed}", self.outcomes.append, **who)
+
+    def session(self, name: str) -> SessionId:
+        opened = SessionId(f"key of {name}", name)
+        self.publisher.owners.begin(opened)
+        return opened
+
+    def info(self, name: str) -> Any:
+        return {info.name: info for info in self.publisher.adapters()}[name]
+
+    def loaded(self, name: str, adapter: Any, path: Path) -> AdapterVersion | Exception:
+        write_adapter(path, adapter)
+        self.publisher.load(name, str(path), self.outcomes.append)
+        self.settle()
+        return self.outcomes[-1]
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.publisher._queues)
+
+    def prepared(self) -> None:
+        """One adapter has been read, checked and converted, and its probe has run: the frontend is asked, or nobody."""
+        self.publisher.probe(*self.ended.get(timeout=60))
+        while not self.executor.is_idle:
+            self.executor.run_slice(is_serving=False)
+
+    def moved(self) -> None:
+        """The frontend answers what it was asked."""
+        self.host.poll()
+        answers, self.answers = self.answers, []
+        for lora_id, error in answers:
+            self.publisher.finish(lora_id, error)
 
     def settle(self) -> None:
-        """The frontend answers, until nothing is left."""
-        while self.host.moves:
-            self.host.poll()
-            answers, self.answers = self.answers, []
-            for lora_id, error in answers:
-                self.publisher.finish(lora_id, error)
+        """Until nothing is left."""
+        while self.is_busy:
+            if self.host.moves:
+                self.moved()
+            else:
+                self.prepared()
 
     def written(self) -> None:
-        self.background.submit(lambda: None).result()
+        assert self.publisher._persistence.flush(60)
 
     def current(self, name: str) -> str | None:
         return {info.name: info.current for info in self.publisher.adapters()}[name]
@@ -63,7 +109,7 @@ def make_desk(make_lab: Callable[..., Any], tmp_path: Path) -> Iterator[Callable
 
     yield make
     for desk in desks:
-        desk.background.shutdown()
+        desk.publisher.close()
 
 
 @pytest.fixture
@@ -155,10 +201,11 @@ def test_rollback_goes_back_also_before_anything_is_written(desk: Desk) -> None:
     desk.settle()
     assert desk.current("bob") == third.hash
     assert len({version.lora_id for version in desk.outcomes}) == 6
-    with pytest.raises(UnknownNameError, match="0123456"):
-        desk.publisher.rollback("bob", "0123456", desk.outcomes.append)
-    with pytest.raises(UnknownNameError, match="alice"):
-        desk.publisher.rollback("alice", None, desk.outcomes.append)
+    for name, version in (("bob", "0123456"), ("alice", None)):
+        desk.publisher.rollback(name, version, desk.outcomes.append)
+        desk.settle()
+        assert isinstance(desk.outcomes[-1], UnknownNameError)
+        assert (version or name) in str(desk.outcomes[-1])
 
 
 def test_a_name_that_could_not_be_moved_drops_the_copy_and_keeps_the_version(desk: Desk) -> None:
@@ -181,24 +228,27 @@ def test_without_room_nothing_changes(make_host: Any, desk: Desk) -> None:
     desk.host.max_adapters = 1
     desk.publish("bob", 1)
     desk.settle()
-    with pytest.raises(ConflictError, match="no room"):
-        desk.publish("bob", 2)
+    desk.publish("bob", 2)
+    desk.settle()
+    assert "no room" in str(desk.outcomes[1])
     assert desk.current("bob") == desk.outcomes[0].hash
     desk.publisher.drop(desk.outcomes[0].lora_id)
     assert desk.current("bob") is None
     desk.publish("bob", 2)
     desk.settle()
-    assert desk.current("bob") == desk.outcomes[1].hash
+    assert desk.current("bob") == desk.outcomes[2].hash
 
 
 def test_operations_on_one_name_wait_for_each_other(desk: Desk) -> None:
     desk.publish("bob", 1)
     desk.publish("bob", 2)
     desk.publish("alice", 3)
-    assert [move[0] for move in desk.host.moves] == ["bob", "alice"]
+    desk.prepared()
+    desk.prepared()
+    assert sorted(move[0] for move in desk.host.moves) == ["alice", "bob"]
     desk.settle()
-    assert [version.source for version in desk.outcomes] == ["seed 1", "seed 3", "seed 2"]
-    assert desk.publisher.is_waiting is False
+    assert {version.source for version in desk.outcomes[:2]} == {"seed 1", "seed 3"}
+    assert desk.outcomes[2].source == "seed 2"
 
 
 def test_a_waiting_operation_without_room_is_answered_with_the_error(desk: Desk) -> None:
@@ -218,10 +268,11 @@ def test_a_directory_is_loaded_through_the_same_steps(desk: Desk, tmp_path: Path
     desk.settle()
     assert desk.outcomes[0].source == str(path)
     (path / "adapter_model.safetensors").write_bytes(b"12345")
-    with pytest.raises(AdapterError, match="truncated"):
-        desk.publisher.load("carol", str(path), desk.outcomes.append)
-    with pytest.raises(NotFoundError):
-        desk.publisher.load("carol", str(tmp_path / "nothing"), desk.outcomes.append)
+    for place in (path, tmp_path / "nothing"):
+        desk.publisher.load("carol", str(place), desk.outcomes.append)
+    desk.settle()
+    assert isinstance(desk.outcomes[1], AdapterError) and "truncated" in str(desk.outcomes[1])
+    assert isinstance(desk.outcomes[2], NotFoundError)
     assert desk.current("carol") == desk.outcomes[0].hash
 
 
@@ -230,10 +281,12 @@ def test_names_are_served_again_after_a_restart_and_forgotten_ones_are_not(make_
     for name, seed in (("bob", 1), ("bob", 2), ("alice", 3)):
         desk.publish(name, seed)
         desk.settle()
-    desk.publisher.forget("alice")
+    desk.publisher.forget("alice", lambda outcome: None)
     desk.written()
     restarted = make_desk("another salt")
+    assert restarted.publisher.restoring() == ["bob"]
     restarted.settle()
+    assert restarted.publisher.restoring() == []
     assert [info.name for info in restarted.publisher.adapters()] == ["bob"]
     assert restarted.current("bob") == desk.outcomes[1].hash
     assert not set(restarted.host.installed) & set(desk.host.installed)
@@ -247,5 +300,254 @@ def test_ids_agree_between_ranks_and_differ_between_processes(make_desk: Callabl
     for salt in ("one", "one", "two"):
         desk = make_desk(salt)
         desk.publish("bob", 1)
+        desk.prepared()
         ids.append(desk.host.moves[0][2])
     assert ids[0] == ids[1] != ids[2]
+
+
+# The stages.
+
+
+def test_nothing_is_read_checked_or_converted_on_the_engines_thread(desk: Desk, tmp_path: Path) -> None:
+    adapter = random_adapter(desk.host.config, rank=4, alpha=8.0, seed=1)
+    assert isinstance(desk.loaded("bob", adapter, tmp_path / "bob"), AdapterVersion)
+    desk.publish("bob", 1)
+    desk.settle()
+    desk.publisher.rollback("bob", None, desk.outcomes.append)
+    desk.settle()
+    assert len(desk.outcomes) == 3
+    assert desk.host.preparing_threads and all(name.startswith("kt-prepare") for name in desk.host.preparing_threads)
+
+
+def test_a_name_that_is_slow_to_read_holds_up_no_other(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, prepare = threading.Event(), desk.host.prepare_adapter
+
+    def slow(name: str, adapter: Any) -> Any:
+        assert name != "slow" or gate.wait(60)
+        return prepare(name, adapter)
+
+    monkeypatch.setattr(desk.host, "prepare_adapter", slow)
+    desk.publish("slow", 1)
+    desk.publish("bob", 2)
+    desk.prepared()
+    desk.moved()
+    assert [version.source for version in desk.outcomes] == ["seed 2"]
+    gate.set()
+    desk.settle()
+    assert [version.source for version in desk.outcomes] == ["seed 2", "seed 1"]
+
+
+def test_too_many_operations_of_one_name_are_refused_before_anything_is_copied(desk: Desk) -> None:
+    for seed in range(1 + MAX_WAITING_OF_NAME):
+        desk.publish("bob", seed)
+    with pytest.raises(ConflictError, match=f"{MAX_WAITING_OF_NAME} operations wait"):
+        desk.publish("bob", 9)
+    desk.publish("alice", 9)
+    desk.settle()
+    assert sum(isinstance(outcome, AdapterVersion) for outcome in desk.outcomes) == 2 + MAX_WAITING_OF_NAME
+
+
+def test_a_rollback_is_of_what_the_name_means_when_its_turn_comes(desk: Desk) -> None:
+    for seed in (1, 2):
+        desk.publish("bob", seed)
+    desk.publisher.rollback("bob", None, desk.outcomes.append)
+    desk.settle()
+    first, _, back = desk.outcomes
+    assert back.hash == first.hash == desk.current("bob")
+
+
+# The gate.
+
+
+def huge(config: Any, **which: Any) -> Any:
+    """Finite numbers that no forward pass survives."""
+    adapter = random_adapter(config, rank=4, alpha=8.0, seed=1, **which)
+    pairs = {name: LoraPair(pair.a * 0 + 3e38, pair.b * 0 + 3e38) for name, pair in adapter.modules.items()}
+    return replace(adapter, modules=pairs)
+
+
+@pytest.mark.parametrize("only", [(), ("attention",), ("experts",), ("mlp",)], ids=str)
+def test_finite_weights_whose_forward_pass_is_not_finite_are_refused(desk: Desk, tmp_path: Path, only: Any) -> None:
+    good = random_adapter(desk.host.config, rank=4, alpha=8.0, seed=1)
+    served = desk.loaded("bob", good, tmp_path / "good")
+    outcome = desk.loaded("bob", huge(desk.host.config, only=only), tmp_path / "huge")
+    assert isinstance(outcome, AdapterError)
+    assert "adapter 'bob': its forward pass is not finite: NaN or Inf from layer" in str(outcome)
+    assert desk.current("bob") == served.hash
+    assert set(desk.host.installed) == {served.lora_id}
+    assert desk.lab.twin.experts_of(1).adapters == {}  # nothing of it stays in the twin
+    desk.written()
+    assert [version.hash for version in desk.store.versions("bob")] == [served.hash]
+
+
+def test_the_layer_from_which_on_it_is_not_finite_is_named(desk: Desk, tmp_path: Path) -> None:
+    adapter = random_adapter(desk.host.config, rank=4, alpha=8.0, seed=1)
+    name = "model.layers.1.self_attn.o_proj"
+    pairs = {**adapter.modules, name: LoraPair(*(tensor * 0 + 3e38 for tensor in adapter.modules[name]))}
+    outcome = desk.loaded("bob", replace(adapter, modules=pairs), tmp_path / "huge")
+    assert "NaN or Inf from layer 1 on" in str(outcome)
+
+
+def test_a_version_that_is_not_finite_is_not_served_again_after_a_restart(make_desk: Callable[..., Desk]) -> None:
+    """One that an earlier server wrote, which had no gate."""
+    desk = make_desk("one")
+    desk.publish("alice", 1)
+    desk.settle()
+    desk.written()
+    trap = as_version(huge(desk.host.config), desk.lab.twin.family, desk.host.config)
+    version = desk.store.save("bob", trap, created=1.0)
+    desk.store.point("bob", [version.hash])
+    restarted = make_desk("two")
+    restarted.settle()
+    assert restarted.current("bob") is None
+    assert "not finite" in restarted.info("bob").problem
+    assert restarted.current("alice") == desk.outcomes[0].hash and restarted.info("alice").problem is None
+    restarted.publisher.rollback("bob", version.hash, restarted.outcomes.append)
+    restarted.settle()
+    assert isinstance(restarted.outcomes[-1], ConflictError | AdapterError)
+    restarted.publish("bob", 2)
+    restarted.settle()
+    assert restarted.info("bob").problem is None and restarted.current("bob") == restarted.outcomes[-1].hash
+
+
+# Unloading.
+
+
+def forget(desk: Desk, name: str) -> list[Any]:
+    told: list[Any] = []
+    desk.publisher.forget(name, told.append)
+    return told
+
+
+def test_unloading_while_its_publication_is_on_another_thread_ends_both(desk: Desk) -> None:
+    desk.publish("bob", 1)
+    desk.settle()
+    first = desk.outcomes[0].lora_id
+    desk.publish("bob", 2)
+    desk.publish("bob", 3)
+    assert forget(desk, "bob") == [first]
+    assert [str(outcome) for outcome in desk.outcomes[1:]] == ["adapter 'bob' was unloaded before this had ended"] * 2
+    desk.prepared()  # nobody wants it any more
+    assert desk.host.moves == [] and not desk.is_busy
+    assert set(desk.host.installed) == {first}  # the frontend drops it when its last request has ended
+    desk.publish("bob", 4)
+    desk.settle()
+    assert desk.current("bob") == desk.outcomes[-1].hash
+
+
+def test_unloading_after_the_frontend_was_asked_waits_for_its_answer(desk: Desk) -> None:
+    desk.publish("bob", 1)
+    desk.prepared()
+    told = forget(desk, "bob")
+    assert told == [] and desk.outcomes == []
+    desk.settle()
+    assert told == [desk.outcomes[0].lora_id]
+    assert desk.publisher.adapters() == []
+    desk.written()
+    assert desk.store.names() == []
+
+
+def test_unloading_what_is_not_there_is_an_error_and_what_is_only_begun_is_not(desk: Desk) -> None:
+    (error,) = forget(desk, "bob")
+    assert isinstance(error, UnknownNameError)
+    desk.publish("bob", 1)
+    assert forget(desk, "bob") == [None]
+    assert isinstance(desk.outcomes[0], ConflictError)
+
+
+# Owners.
+
+
+def test_the_owner_is_shown_and_another_session_is_refused_unless_it_takes_over(desk: Desk, tmp_path: Path) -> None:
+    first, second = desk.session("first"), desk.session("second")
+    desk.publish("bob", 1, session=first)
+    desk.settle()
+    assert desk.info("bob").owner == "first" and desk.info("bob").owned_since > 0
+    with pytest.raises(ConflictError, match=r"'bob' is published by session 'first' since \d{4}-.*take_over"):
+        desk.publish("bob", 2, session=second)
+    with pytest.raises(ConflictError, match="published by session 'first'"):
+        desk.publisher.load("bob", str(tmp_path), desk.outcomes.append)
+    desk.publish("bob", 2, session=second, take_over=True)
+    desk.settle()
+    assert desk.info("bob").owner == "second" and desk.current("bob") == desk.outcomes[-1].hash
+    with pytest.raises(ConflictError, match="published by session 'second'"):
+        desk.publish("bob", 3, session=first)
+    desk.publisher.owners.end(second)
+    assert desk.info("bob").owner is None
+    with pytest.raises(ConflictError, match=r"was taken over by session 'second' at .*again, say take_over"):
+        desk.publish("bob", 3, session=first)
+    desk.publish("bob", 3, session=first, take_over=True)
+    desk.settle()
+    assert desk.info("bob").owner == "first"
+
+
+def test_a_session_whose_name_was_unloaded_is_told_at_its_next_publication(desk: Desk) -> None:
+    session = desk.session("run")
+    desk.publish("bob", 1, session=session)
+    desk.settle()
+    forget(desk, "bob")
+    with pytest.raises(ConflictError, match=r"'bob' was unloaded at .* after session 'run' had published it"):
+        desk.publish("bob", 2, session=session)
+    assert desk.publisher.adapters() == []
+    desk.publish("bob", 2, session=desk.session("another"))
+    desk.settle()
+    assert desk.info("bob").owner == "another"
+
+
+def test_of_two_sessions_at_once_the_first_gets_the_name(desk: Desk) -> None:
+    for seed, name in ((1, "first"), (2, "second")):
+        desk.publish("bob", seed, session=desk.session(name))
+    desk.settle()
+    assert isinstance(desk.outcomes[0], AdapterVersion)
+    assert "published by session 'first'" in str(desk.outcomes[1])
+
+
+def test_a_publication_that_failed_owns_nothing_and_one_of_an_ended_session_neither(desk: Desk) -> None:
+    session = desk.session("run")
+    desk.host.move_error = ConflictError("no")
+    desk.publish("bob", 1, session=session)
+    desk.settle()
+    assert desk.publisher.owners.of("bob") is None
+    desk.host.move_error = None
+    desk.publish("bob", 1, session=session)
+    desk.publisher.owners.end(session)
+    desk.settle()
+    assert desk.info("bob").owner is None
+
+
+def test_a_directory_takes_a_name_over_when_it_says_so(desk: Desk, tmp_path: Path) -> None:
+    session = desk.session("run")
+    desk.publish("bob", 1, session=session)
+    desk.settle()
+    write_adapter(tmp_path / "a", random_adapter(desk.host.config, rank=4, alpha=8.0, seed=1))
+    desk.publisher.load("bob", str(tmp_path / "a"), desk.outcomes.append, take_over=True)
+    desk.settle()
+    assert desk.info("bob").owner is None
+    with pytest.raises(ConflictError, match="was taken over by loading another adapter under the name"):
+        desk.publish("bob", 2, session=session)
+
+
+# What is not on disk.
+
+
+def test_what_could_not_be_written_is_shown_and_rolled_back_to_from_memory(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.store, "save", full)
+        for seed in (1, 2):
+            desk.publish("bob", seed)
+            desk.settle()
+        while "No space" not in str(desk.info("bob").versions[0].not_stored):
+            time.sleep(0.01)
+        assert [version.stored for version in desk.info("bob").versions] == [False, False]
+        assert {item.name for item in desk.publisher.unstored()} == {"bob"}
+        desk.publisher.rollback("bob", None, desk.outcomes.append)
+        desk.settle()
+        assert desk.current("bob") == desk.outcomes[0].hash
+    desk.written()
+    assert [version.stored for version in desk.info("bob").versions] == [True, True]
+    assert desk.publisher.unstored() == []

@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import zmq
+from reference.lora import random_adapter, write_adapter
 
 from kt_runtime.errors import (
     AdapterError,
@@ -28,15 +30,23 @@ from kt_runtime.wire.batch import Batch
 from kt_runtime.wire.client import ResidentClient
 from kt_runtime.wire.messages import (
     ForwardBackward,
+    GetStatus,
     LoraSettings,
     OptimStep,
+    Publish,
 )
 
 LORA = LoraSettings(rank=4, alpha=8.0)
 
 
+SLEEP_SECONDS = 20.0
+
+
 class Engine:
-    """The engine's loop on a thread of its own, in inference mode as SGLang's."""
+    """The engine's loop on a thread of its own, in inference mode as SGLang's. It sleeps until something wakes it.
+
+    `asleep`: how often it has slept; `overslept`: how often nothing woke it.
+    """
 
     def __init__(self, host: Any, root: Path) -> None:
         self.host = host
@@ -51,6 +61,10 @@ class Engine:
         self.paused, self._stop = threading.Event(), threading.Event()
         self.resident = Resident.start(host, self.settings)
         self.payloads: list[list[bytes]] = []
+        self.asleep = self.overslept = 0
+        self._poller = zmq.Poller()
+        for wakeup in self.resident.wakeups:
+            self._poller.register(wakeup, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -62,13 +76,18 @@ class Engine:
                     self.payloads += [decided] if decided else []
                     self.resident.apply(decided)
                     self.resident.turn()
-                if self.paused.is_set() or not self.resident.has_work():
+                if self.paused.is_set():
                     time.sleep(0.001)
+                elif not self.resident.has_work():
+                    self.asleep += 1
+                    self.overslept += not self._poller.poll(SLEEP_SECONDS * 1000)
 
     def close(self) -> None:
         self._stop.set()
+        self.host.frontend.set()
         self._thread.join()
         self.resident.close()
+        assert self.overslept == 0
 
     def client(self, **settings: Any) -> ResidentClient:
         return ResidentClient(self.settings.wire_address, timeout_s=60, **settings)
@@ -358,3 +377,90 @@ def test_a_request_that_names_another_session_first_is_not_held_up(engine: Engin
     client.wait(short)
     assert long.reply is None
     client.finish_forward(long, batch)
+
+
+def test_an_idle_engine_sleeps_while_others_work_and_is_woken_when_they_are_done(
+    start: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that reads an adapter, the frontend, a session's files, the hash of the weights."""
+    engine, gate = start(), threading.Event()
+    prepare, fingerprint = engine.host.prepare_adapter, engine.host.weights._compute
+
+    def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
+        def waits(*args: Any) -> Any:
+            assert gate.wait(60)
+            return function(*args)
+
+        return waits
+
+    monkeypatch.setattr(engine.host, "prepare_adapter", slowly(prepare))
+    monkeypatch.setattr(engine.host.weights, "_compute", slowly(fingerprint))
+    with engine.client() as client:
+        client.create_session("a", LORA)
+        publishes = client.submit(Publish(request_id="p", session="a", name="bob"))
+        with engine.client() as other:
+            status = other.submit(GetStatus(request_id="s"))
+            while engine.host.weights._latest is None or engine.resident.publisher._under_way == {}:
+                time.sleep(0.005)
+            other.status(wait_s=0)
+            while engine.resident.has_work():
+                time.sleep(0.005)
+            turns = engine.asleep
+            time.sleep(0.3)
+            assert engine.asleep <= turns + 1  # it does not spin
+            gate.set()
+            client.wait(publishes)
+            other.wait(status)
+        client.save("a", str(tmp_path / "saved"))
+    assert engine.overslept == 0
+
+
+def test_weights_that_a_mad_learning_rate_made_are_not_published(engine: Engine, client: ResidentClient) -> None:
+    client.create_session("a", LORA)
+    train(client, "a", 1)
+    served = client.publish("a", "bob")
+    client.forward_backward("a", sequences())
+    client.optim_step("a", 1e19)
+    with pytest.raises(AdapterError, match="adapter 'bob': its forward pass is not finite: NaN or Inf from layer"):
+        client.publish("a", "bob")
+    assert engine.host.names == {"bob": served.lora_id}
+    assert set(engine.host.installed) == {served.lora_id}
+    client.create_session("b", LORA)
+    train(client, "b", 1)
+
+
+def test_probing_leaves_a_session_under_way_as_it_was(start: Callable[..., Engine], tmp_path: Path) -> None:
+    """Adapters are loaded again and again between its slices; its losses are bit for bit those without."""
+
+    def losses(engine: Engine, disturbed: bool) -> list[float]:
+        path = write_adapter(
+            tmp_path / f"adapter-{disturbed}", random_adapter(engine.host.config, rank=4, alpha=8.0, seed=1)
+        )
+        with engine.client() as client, engine.client() as other:
+            client.create_session("a", LORA)
+            found = []
+            for step in range(3):
+                ticket = client.begin_forward_backward("a", sequences(step, *[30] * 4))
+                if disturbed:
+                    other.load_adapter("bob", str(path))
+                found.append(client.finish_forward(ticket, sequences(step, *[30] * 4)).loss)
+                client.optim_step("a", 1e-2)
+            return found
+
+    assert losses(start(root="one"), True) == losses(start(root="two"), False)
+
+
+def test_a_session_says_what_it_publishes_and_another_is_refused_before_it_trains(client: ResidentClient) -> None:
+    client.create_session("a", LORA, publishes="bob")
+    assert client.status().sessions[0].publishes == ["bob"]
+    with pytest.raises(ConflictError, match="'bob' is published by session 'a' since"):
+        client.create_session("b", LORA, publishes="bob")
+    assert [session.session for session in client.status().sessions] == ["a"]
+    client.create_session("b", LORA, publishes="bob", take_over=True)
+    with pytest.raises(ConflictError, match="published by session 'b'"):
+        client.publish("a", "bob")
+    client.publish("b", "bob")
+    (info,) = client.list_adapters()
+    assert info.owner == "b" and info.versions[0].stored in (True, False)
+    client.close_session("b")
+    assert client.list_adapters()[0].owner is None

@@ -18,7 +18,18 @@ class Desk:
         self.now, self.told = 0.0, []
         self.known: Future[str] = Future()
         self.anew: Future[str] = Future()
-        self.statuses = Statuses(self, self._describe, lambda reply: None, self._fail, lambda: self.now)  # type: ignore[arg-type]
+        self.woken = 0
+        self.statuses = Statuses(
+            self,  # type: ignore[arg-type]
+            self._describe,
+            lambda reply: None,
+            self._fail,
+            lambda: self.now,
+            self._wake,
+        )
+
+    def _wake(self) -> None:
+        self.woken += 1
 
     def future(self, *, fresh: bool = False) -> Future[str]:
         return self.anew if fresh else self.known
@@ -48,7 +59,7 @@ def test_a_known_hash_is_told_at_once(desk: Desk) -> None:
     desk.known.set_result("h")
     desk.ask("a")
     assert desk.told == [("a", "h")]
-    assert not desk.statuses.is_waiting
+    assert not desk.statuses.is_due
 
 
 def test_without_patience_the_answer_comes_without_the_hash(desk: Desk) -> None:
@@ -60,7 +71,19 @@ def test_without_patience_the_answer_comes_without_the_hash(desk: Desk) -> None:
     assert desk.turn(5.0) == [("soon", "")]
     desk.known.set_result("h")
     assert desk.turn(1e6) == [("patient", "h")]
-    assert not desk.statuses.is_waiting
+    assert not desk.statuses.is_due
+
+
+def test_who_waits_keeps_nobody_awake_and_wakes_when_there_is_something_to_say(desk: Desk) -> None:
+    desk.ask("patient")
+    desk.ask("soon", wait_s=5)
+    assert not desk.statuses.is_due
+    desk.now = 5.0
+    assert desk.statuses.is_due
+    desk.turn(5.0)
+    assert not desk.statuses.is_due and desk.woken == 0
+    desk.known.set_result("h")
+    assert desk.statuses.is_due and desk.woken == 2
 
 
 def test_verifying_waits_for_a_new_hash_of_its_own(desk: Desk) -> None:

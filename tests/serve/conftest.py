@@ -83,8 +83,10 @@ class FakeResident:
                 lora_id=f"id-{version}",
                 publish_ms=1.5,
             )
-        if isinstance(request, m.ForgetAdapter) and self.adapters.pop(request.name, None) is None:
-            raise UnknownNameError("adapter", request.name, self.adapters)
+        if isinstance(request, m.ForgetAdapter):
+            if request.name not in self.adapters:
+                raise UnknownNameError("adapter", request.name, self.adapters)
+            return m.ForgottenReply(request_id=request.request_id, lora_id=self.adapters.pop(request.name)[1])
         return m.DoneReply(request_id=request.request_id)
 
 

@@ -9,7 +9,6 @@ import socket
 import stat
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,13 +223,17 @@ def test_url_is_one_that_this_machine_can_reach(host: str, url: str) -> None:
     assert ServeOptions(model="m", host=host).url == url
 
 
-def test_default_adapter_directory_belongs_to_one_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    directories = {
-        launch.adapter_directory(ServeOptions(model="m"), SimpleNamespace(directory=Path(path)))  # type: ignore[arg-type]
-        for path in ("/models/a", "/models/b", "/other/a")
-    }
-    assert len(directories) == 3 and all(path.is_dir() and path.is_relative_to(tmp_path) for path in directories)
+def test_second_server_of_an_adapter_directory_is_refused_before_anything_is_loaded(
+    started: list[Any], model: Path, port: int, private_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kt_runtime.sglang_patch import frontend
+
+    asked = options(model, port, private_directory)
+    other = dataclasses.replace(asked, port=port + 1, runtime_dir=private_directory / "other")
+    monkeypatch.setattr(launch, "check_port_is_free", lambda *_: None)
+    monkeypatch.setattr(frontend, "run", lambda *_: launch.serve(other, print))
+    with pytest.raises(ConflictError, match=rf"--adapter-dir .* is in use by process {os.getpid()}: one server"):
+        launch.serve(asked, print)
 
 
 def test_command_line_passes_what_follows_the_dashes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from kt_runtime.adapters import AdapterTensors, LoraPair, VersionStore, as_version, content_hash
 from kt_runtime.errors import AdapterError, ConflictError, UnknownNameError
 from kt_runtime.families import family_for
-from kt_runtime.sglang_patch import lora_install
+from kt_runtime.resident import memory
 from kt_runtime.sglang_patch.cache_keys import cache_key
 from kt_runtime.sglang_patch.lora_install import adapters_in_use, drop_adapter, install_adapter
 
@@ -106,7 +106,7 @@ def test_without_room_nothing_is_installed(
 def test_without_memory_nothing_is_installed(
     served: SimpleNamespace, manager: Any, adapter: AdapterTensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lora_install, "_available_bytes", lambda: 1000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
     before = state(manager)
     with pytest.raises(ConflictError, match=r"bytes of memory, 1000 are available; unload one of: none"):
         install_adapter(manager, served.config, "one", "name", "content", adapter)

@@ -36,6 +36,8 @@ class FakeResident:
     on_step: Callable[[int], None] = lambda step: None
     eval_losses: list[float] = field(default_factory=list)
     context_tokens: int = 512
+    claimed: tuple[str | None, bool] = (None, False)
+    refuses_to_publish: Exception | None = None
 
     def status(self) -> Any:
         sessions = [SimpleNamespace(session=name) for name in self.sessions]
@@ -47,10 +49,20 @@ class FakeResident:
             max_lora_rank=64,
         )
 
-    def create_session(self, name: str, lora: Any, start_from: Any = None, *, reference: Any = None) -> SessionInfo:
+    def create_session(
+        self,
+        name: str,
+        lora: Any,
+        start_from: Any = None,
+        *,
+        reference: Any = None,
+        publishes: str | None = None,
+        take_over: bool = False,
+    ) -> SessionInfo:
         assert name not in self.sessions
         self.sessions[name] = {"value": 1.0, "step": 0, "calls": 0, "gradient": 0.0}
         self.log.append(("create", lora, start_from, reference))
+        self.claimed = (publishes, take_over)
         modules = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]
         return SessionInfo(session=name, rank=lora.rank, alpha=lora.alpha, step=0, modules=modules, num_parameters=9)
 
@@ -105,6 +117,8 @@ class FakeResident:
         self.log.append(("load", Path(path).name))
 
     def publish(self, name: str, adapter: str) -> PublishReply:
+        if self.refuses_to_publish is not None:
+            raise self.refuses_to_publish
         self.log.append(("publish", adapter, int(self.sessions[name]["step"])))
         return PublishReply(request_id="", name=adapter, version="v" * 64, lora_id="l", publish_ms=1.0)
 

@@ -26,6 +26,23 @@ def inputs(examples: list[Any]) -> Inputs:
     return Inputs(examples, {})
 
 
+def test_a_run_whose_name_is_not_its_own_any_more_trains_on_and_says_so_at_the_end(
+    resident, display, make_recipe, inputs, tmp_path
+) -> None:
+    def lose(step: int) -> None:
+        if step == 5:
+            resident.refuses_to_publish = ConflictError("adapter 'tuned' was unloaded")
+
+    resident.on_step = lose
+    recipe = make_recipe(save_steps=5, publish="tuned", publish_every_steps=4, publish_take_over=True)
+    with pytest.raises(ConflictError, match=r"'tuned' was unloaded; the trained adapter is in .*out"):
+        run(resident, recipe, inputs, display)
+    assert resident.claimed == ("tuned", True)
+    assert [entry[2] for entry in resident.log if entry[0] == "publish"] == [4]
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 12
+
+
 def test_a_run_leaves_what_scripts_read(resident, display, make_recipe, inputs, tmp_path) -> None:
     recipe = make_recipe(plot_loss=True, save_steps=5, publish="tuned", publish_every_steps=4)
     result = run(resident, recipe, inputs, display, parameters=100)

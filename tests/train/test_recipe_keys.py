@@ -31,7 +31,8 @@ SPECIFIED = {
         lr_scheduler_kwargs warmup_ratio warmup_steps weight_decay max_grad_norm adam_beta1 adam_beta2 adam_epsilon seed
         data_seed optim resume_from_checkpoint load_best_model_at_end metric_for_best_model greater_is_better do_sample
         temperature top_p top_k max_new_tokens max_length repetition_penalty skip_special_tokens export_dir
-        export_size predict_with_generate publish publish_every_steps ref_logprobs""",
+        export_size predict_with_generate publish publish_every_steps publish_take_over
+        ref_logprobs""",
     "alias": """adapter_folder infer_backend neat_packing ref_model use_swanlab gradient_checkpointing use_kt
         kt_optimize_rule cpu_infer chunk_size kt_weight_path kt_non_expert_weight_path kt_expert_checkpoint_path
         kt_cpu_activation kt_config create_new_adapter""",

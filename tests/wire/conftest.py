@@ -77,6 +77,8 @@ class FakeResident:
                 )
                 adapter = messages.AdapterInfo(name="a", current="v", versions=[version])
                 return messages.AdaptersReply(request_id=request_id, adapters=[adapter]), {}
+            case messages.ForgetAdapter():
+                return messages.ForgottenReply(request_id=request_id, lora_id="i"), {}
             case _:
                 return messages.DoneReply(request_id=request_id), {}
 

@@ -57,6 +57,7 @@ REPLIES = [
     messages.SavedReply(request_id="c-1", path="/a", content_hash="ff", step=2),
     messages.PublishReply(request_id="c-1", name="a", version="v", lora_id="i", publish_ms=1.0),
     messages.AdaptersReply(request_id="c-1", adapters=[messages.AdapterInfo(name="a", current=None, versions=[])]),
+    messages.ForgottenReply(request_id="c-1", lora_id=None),
     messages.DoneReply(request_id="c-1"),
 ]
 

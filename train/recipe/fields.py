@@ -187,6 +187,7 @@ class Recipe:
     # kt-runtime
     publish: str | None = key(None, optional(checks.adapter_name), "the adapter's name on the server")
     publish_every_steps: int | None = key(None, optional(whole(1)), "publish while training goes on, too")
+    publish_take_over: bool = key(False, truth, "publish a name that another run publishes; that one can't any more")
     ref_logprobs: str = key(
         "twin",
         one_of("twin", "serving"),
