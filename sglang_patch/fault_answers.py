@@ -7,14 +7,13 @@ after the requests. Reason: SGLang has no such end; an exception in its loop end
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
 
-logger = logging.getLogger(__name__)
+from kt_runtime.errors import KtError, NotFoundError
 
 SYMBOLS = (
     "sglang.srt.managers.io_struct.AbortReq",
@@ -28,7 +27,14 @@ SYMBOLS = (
 
 
 def described(error: BaseException) -> str:
-    return f"the server failed at this request ({type(error).__name__}: {error})"
+    """What the client is told. An exception that is not made for users may hold anything: the log has its text."""
+    if isinstance(error, KtError):
+        return str(error)
+    return f"the server failed at this request ({type(error).__name__}); its log says why"
+
+
+def status_of(error: BaseException) -> HTTPStatus:
+    return HTTPStatus.NOT_FOUND if isinstance(error, NotFoundError) else HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 def tell_client(scheduler: Any, rid: str, message: str, route: Any, status: HTTPStatus) -> None:

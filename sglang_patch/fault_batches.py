@@ -140,23 +140,26 @@ def next_batch(original: Callable[..., Any], scheduler: Any, running_batch: Any,
     _scheduler = scheduler
     waiting = scheduler.waiting_queue
     _choose_trial(waiting)
+    shown, hidden = list(waiting), []
     if _on_trial is not None:
-        scheduler.waiting_queue = [req for req in waiting if req is _on_trial and scheduler.chunked_req is None]
-    shown = list(scheduler.waiting_queue)
-    hidden = [req for req in waiting if req not in shown]
+        shown = [req for req in waiting if req is _on_trial and scheduler.chunked_req is None]
+        hidden = [req for req in waiting if req not in shown]
+        scheduler.waiting_queue = list(shown)
     try:
         return original(scheduler, running_batch=running_batch, last_batch=last_batch)
     except Exception as error:  # noqa: BLE001 - logged by `recover`
         return _plan_after_failure(scheduler, running_batch, last_batch, shown, error)
     finally:
-        scheduler.waiting_queue = [*scheduler.waiting_queue, *hidden]
+        if hidden:
+            scheduler.waiting_queue = [*scheduler.waiting_queue, *hidden]
 
 
 def _choose_trial(waiting: list[Any]) -> None:
     global _on_trial
-    if _on_trial is not None and _on_trial.finished():
-        _on_trial = None
-    _suspects[:] = [req for req in _suspects if req in waiting]
+    if _on_trial is not None and (_on_trial.finished() or not (_on_trial in waiting or _on_trial.kv.holds_kv)):
+        _on_trial = None  # done, or aborted while it waited
+    if _suspects:
+        _suspects[:] = [req for req in _suspects if req in waiting]
     if _on_trial is None and _suspects:
         _on_trial = _suspects.pop(0)
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
 
 import zmq
 
-from kt_runtime.sglang_patch.fault_answers import described, end_request, failure_of, tell_client
+from kt_runtime.errors import NotFoundError
+from kt_runtime.sglang_patch.fault_answers import described, end_request, failure_of, status_of, tell_client
 from kt_runtime.sglang_patch.hooks import Hooks
 
 logger = logging.getLogger(__name__)
@@ -102,9 +102,9 @@ def answer_failure(scheduler: Any, message: Any, error: Exception) -> None:
     for rid in rids:
         found = [req for req in _waiting(scheduler) if req.rid == rid]
         for req in found:
-            end_request(scheduler, req, described(error))
+            end_request(scheduler, req, described(error), status_of(error))
         if not found:
-            tell_client(scheduler, rid, described(error), message, HTTPStatus.INTERNAL_SERVER_ERROR)
+            tell_client(scheduler, rid, described(error), message, status_of(error))
 
 
 def _waiting(scheduler: Any) -> list[Any]:
@@ -137,7 +137,7 @@ def try_out(scheduler: Any, req: Any) -> None:
 
     manager = scheduler.tp_worker.model_runner.lora_manager
     if req.lora_id is not None and req.lora_id not in manager.loras:
-        raise LookupError(f"no adapter is installed as {req.lora_id!r}")
+        raise NotFoundError(f"the adapter that this request began with is not installed any more ({req.lora_id!r})")
     SamplingBatchInfo.from_schedule_batch(_Alone([req], scheduler.device), scheduler.model_config.vocab_size)
 
 

@@ -146,7 +146,7 @@ def _end(scheduler: Any, batch: Any, req: Any) -> None:
 
     message = f"{_source(scheduler, req)} computed numbers that are not finite (NaN or Inf) for this request"
     logger.error("request %s ends: %s", req.rid, message)
-    reason = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+    reason = FINISH_ABORT(message, HTTPStatus.UNPROCESSABLE_ENTITY, "UnprocessableEntity")
     reason.is_not_finite = True
     req.skip_radix_cache_insert = True
     if batch.forward_mode.is_extend():

@@ -94,7 +94,7 @@ def fault_reason(error: Exception) -> dict[str, Any]:
     """SGLang's `finish_reason` of a request that an exception of ours has ended."""
     return {
         "type": "abort",
-        "message": f"the server failed at this request ({type(error).__name__}: {error})",
+        "message": f"the server failed at this request ({type(error).__name__}); its log says why",
         "status_code": int(HTTPStatus.INTERNAL_SERVER_ERROR),
         "err_type": "InternalServerError",
     }

@@ -60,7 +60,7 @@ def neighbours(engine: Engine, *more: Any) -> tuple[dict[str, list[int]], dict[s
 
 def ended_as_not_finite(engine: Engine, rid: str) -> bool:
     reason = engine.ended[rid]
-    return reason["status_code"] == 500 and "adapter 'bad' computed numbers that are not finite" in reason["message"]
+    return reason["status_code"] == 422 and "adapter 'bad' computed numbers that are not finite" in reason["message"]
 
 
 @pytest.mark.parametrize("temperature", [0, 1], ids=["greedy", "sampled"])

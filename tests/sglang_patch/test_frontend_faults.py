@@ -72,7 +72,8 @@ def test_a_message_that_fails_ends_its_requests_and_no_others(monkeypatch: pytes
     assert bad.event.is_set()
     reason = bad.out_list[-1]["meta_info"]["finish_reason"]
     assert (reason["type"], reason["status_code"]) == ("abort", 500)
-    assert "inside" in reason["message"]
+    assert "RuntimeError" in reason["message"]
+    assert "inside" not in reason["message"]  # it may hold anything
     assert not good.event.is_set()
 
 
