@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import pytest
 from click.testing import CliRunner
 from reference import lora
 
-from kt_runtime.adapters import LoraPair, VersionStore, as_version
+from kt_runtime.adapters import VersionStore, as_version
 from kt_runtime.cli.adapter import command
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import free_port, server
@@ -159,7 +159,8 @@ def story(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
         pid = int((place.adapters / ".lock").read_text())
         place.heal()
         eventually(lambda: all(version["stored"] for a in adapters(api).values() for version in a["versions"]))
-        train_step(client, "run", 1e19)
+        huge = lora.write_adapter(place.root / "sources" / "huge", lora.huge_adapter(place.config))
+        client.load("run", str(huge))
         with pytest.raises(AdapterError) as not_finite:
             client.publish("run", "trained")
         answers = {name: answer(api, name) for name in (None, *LOADED, "trained")}
@@ -176,11 +177,9 @@ def story(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
 def write_trap(place: Place) -> None:
     """A version that a server without the gate has published: every number is finite, no forward pass is."""
     config = place.config
-    adapter = lora.random_adapter(config, rank=4, alpha=8.0, seed=5)
-    pairs = {name: LoraPair(pair.a * 0 + 3e38, pair.b * 0 + 3e38) for name, pair in adapter.modules.items()}
     family = family_for(config)
     store = VersionStore(place.adapters, family, config, 16)
-    version = store.save("trap", as_version(replace(adapter, modules=pairs), family, config), created=1.0)
+    version = store.save("trap", as_version(lora.huge_adapter(config), family, config), created=1.0)
     store.point("trap", [version.hash])
 
 

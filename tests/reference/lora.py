@@ -34,6 +34,13 @@ def random_adapter(
     return AdapterTensors.from_modules(rank, alpha, modules)
 
 
+def huge_adapter(config: Mapping[str, Any], **which: Any) -> AdapterTensors:
+    """Finite numbers that no forward pass survives. Rank 4, alpha 8."""
+    adapter = random_adapter(config, rank=4, alpha=8.0, seed=1, **which)
+    pairs = {name: LoraPair(pair.a * 0 + 3e38, pair.b * 0 + 3e38) for name, pair in adapter.modules.items()}
+    return AdapterTensors.from_modules(adapter.rank, adapter.alpha, pairs)
+
+
 def write_adapter(directory: Path, adapter: AdapterTensors) -> Path:
     """A directory as PEFT 0.21 would save it, one pair of tensors per expert."""
     directory.mkdir(parents=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference.lora import random_adapter, write_adapter
+from reference.lora import huge_adapter, random_adapter, write_adapter
 
 from kt_runtime.adapters import AdapterVersion, LoraPair, VersionStore, as_version, content_hash
 from kt_runtime.errors import AdapterError, ConflictError, NotFoundError, UnknownNameError
@@ -359,18 +359,11 @@ def test_a_rollback_is_of_what_the_name_means_when_its_turn_comes(desk: Desk) ->
 # The gate.
 
 
-def huge(config: Any, **which: Any) -> Any:
-    """Finite numbers that no forward pass survives."""
-    adapter = random_adapter(config, rank=4, alpha=8.0, seed=1, **which)
-    pairs = {name: LoraPair(pair.a * 0 + 3e38, pair.b * 0 + 3e38) for name, pair in adapter.modules.items()}
-    return replace(adapter, modules=pairs)
-
-
 @pytest.mark.parametrize("only", [(), ("attention",), ("experts",), ("mlp",)], ids=str)
 def test_finite_weights_whose_forward_pass_is_not_finite_are_refused(desk: Desk, tmp_path: Path, only: Any) -> None:
     good = random_adapter(desk.host.config, rank=4, alpha=8.0, seed=1)
     served = desk.loaded("bob", good, tmp_path / "good")
-    outcome = desk.loaded("bob", huge(desk.host.config, only=only), tmp_path / "huge")
+    outcome = desk.loaded("bob", huge_adapter(desk.host.config, only=only), tmp_path / "huge")
     assert isinstance(outcome, AdapterError)
     assert "adapter 'bob': its forward pass is not finite: NaN or Inf from layer" in str(outcome)
     assert desk.current("bob") == served.hash
@@ -394,7 +387,7 @@ def test_a_version_that_is_not_finite_is_not_served_again_after_a_restart(make_d
     desk.publish("alice", 1)
     desk.settle()
     desk.written()
-    trap = as_version(huge(desk.host.config), desk.lab.twin.family, desk.host.config)
+    trap = as_version(huge_adapter(desk.host.config), desk.lab.twin.family, desk.host.config)
     version = desk.store.save("bob", trap, created=1.0)
     desk.store.point("bob", [version.hash])
     restarted = make_desk("two")

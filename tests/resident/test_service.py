@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import zmq
-from reference.lora import random_adapter, write_adapter
+from reference.lora import huge_adapter, random_adapter, write_adapter
 
 from kt_runtime.errors import (
     AdapterError,
@@ -415,12 +415,14 @@ def test_an_idle_engine_sleeps_while_others_work_and_is_woken_when_they_are_done
     assert engine.overslept == 0
 
 
-def test_weights_that_a_mad_learning_rate_made_are_not_published(engine: Engine, client: ResidentClient) -> None:
+def test_a_session_whose_forward_pass_is_not_finite_is_not_published(
+    engine: Engine, client: ResidentClient, tmp_path: Path
+) -> None:
     client.create_session("a", LORA)
     train(client, "a", 1)
     served = client.publish("a", "bob")
-    client.forward_backward("a", sequences())
-    client.optim_step("a", 1e19)
+    client.close_session("a")
+    client.create_session("a", LORA, str(write_adapter(tmp_path / "huge", huge_adapter(engine.host.config))))
     with pytest.raises(AdapterError, match="adapter 'bob': its forward pass is not finite: NaN or Inf from layer"):
         client.publish("a", "bob")
     assert engine.host.names == {"bob": served.lora_id}
