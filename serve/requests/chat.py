@@ -34,7 +34,14 @@ from kt_runtime.serve.requests.bounds import (
     TopK,
     TopLogprobs,
 )
-from kt_runtime.serve.requests.free_json import FreeObject, FreeValue, Grammar, SchemaObject, StopPattern
+from kt_runtime.serve.requests.free_json import (
+    FreeObject,
+    FreeValue,
+    Grammar,
+    SchemaObject,
+    StopPattern,
+    TemplateArguments,
+)
 from kt_runtime.serve.requests.generate import MEDIA, NO_MEDIA, NOT_OFFERED, ONE_RANK, OTHER_RANKS, SessionParams
 from kt_runtime.serve.requests.sampling import NO_PROCESSORS, NO_WATERMARK
 
@@ -248,7 +255,7 @@ class ChatCompletion(Completing, kw_only=True):
     stream_reasoning: bool = True
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: FreeObject | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     input_ids: TokenIds | None = None
     return_prompt_token_ids: bool = False
     return_meta_info: bool = False

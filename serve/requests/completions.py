@@ -29,7 +29,7 @@ from kt_runtime.serve.requests.bounds import (
     TopLogprobs,
 )
 from kt_runtime.serve.requests.chat import Completing, Messages, ToolChoice, Tools
-from kt_runtime.serve.requests.free_json import FreeObject, Grammar
+from kt_runtime.serve.requests.free_json import Grammar, TemplateArguments
 
 TextsOrIds: TypeAlias = Annotated[list[Prompt | TokenId | TokenIds], Meta(min_length=1, extra=BOUNDED_BY_BODY)]
 
@@ -59,7 +59,7 @@ class Tokenize(Body, kw_only=True):
     tool_choice: Literal["auto", "required", "none"] | ToolChoice | None = None
     reasoning_effort: Effort | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: FreeObject | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None
 

@@ -15,6 +15,22 @@ import orjson
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_FREE_BYTES = 64 * 1024
 MAX_DEPTH = 64
+# Of `PreTrainedTokenizerBase.apply_chat_template`, `render_jinja_template` (transformers 5.19) and jinja's `render`: a
+# second value for one of them is a TypeError, and `chat_template` would be a program of the client's own.
+RENDERING_ARGUMENTS = frozenset(
+    [
+        *(
+            "add_generation_prompt",
+            "chat_template",
+            "continue_final_message",
+            "conversation",
+            "conversations",
+            "documents",
+        ),
+        *("max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self"),
+        *("tokenize", "tokenizer_kwargs", "tools", "truncation"),
+    ]
+)
 MAX_STOP_PATTERNS, MAX_STOP_PATTERN_BYTES = 32, 256  # SGLang's own
 
 
@@ -31,6 +47,10 @@ class FreeObject(Checked):
 
 class FreeValue(Checked):
     """Any JSON value of that size."""
+
+
+class TemplateArguments(Checked):
+    """Variables of the chat template, as `enable_thinking`. None may be an argument of the calls that render it."""
 
 
 class SchemaObject(Checked):
@@ -64,6 +84,13 @@ def _free_value(value: Any) -> Any:
     if size > MAX_FREE_BYTES:
         raise ValueError(f"is {size} bytes of JSON; allowed are {MAX_FREE_BYTES}")
     _check_depth(value)
+    return value
+
+
+def _template_arguments(value: Any) -> Any:
+    for name in _free_object(value):
+        if name in RENDERING_ARGUMENTS:
+            raise ValueError(f"`{name}` is set by the server; variables of the chat template may have other names")
     return value
 
 
@@ -121,6 +148,7 @@ def json_type(value: Any) -> str:
 _DECODERS: dict[type, Callable[[Any], Any]] = {
     FreeObject: _free_object,
     FreeValue: _free_value,
+    TemplateArguments: _template_arguments,
     SchemaObject: _schema_object,
     Grammar: _grammar,
     StopPattern: _stop_pattern,

@@ -25,7 +25,7 @@ from kt_runtime.serve.requests.bounds import (
     TopLogprobs,
 )
 from kt_runtime.serve.requests.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
-from kt_runtime.serve.requests.free_json import FreeObject, FreeValue
+from kt_runtime.serve.requests.free_json import FreeObject, FreeValue, TemplateArguments
 from kt_runtime.serve.requests.generate import ONE_RANK, OTHER_RANKS
 
 TEXT_PARTS = Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
@@ -96,7 +96,7 @@ class Responses(Body, kw_only=True):
     repetition_penalty: RepetitionPenalty | None = None
     stop: Stop | None = None
     truncation: Label | None = None
-    chat_template_kwargs: FreeObject | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     request_id: Name | None = None
     session_id: Name | None = None
     priority: Priority = 0

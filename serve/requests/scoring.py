@@ -22,7 +22,7 @@ from kt_runtime.serve.requests.bounds import (
     TokenIds,
 )
 from kt_runtime.serve.requests.chat import Tools
-from kt_runtime.serve.requests.free_json import FreeObject
+from kt_runtime.serve.requests.free_json import TemplateArguments
 from kt_runtime.serve.requests.generate import NO_EMBEDDINGS, NO_MEDIA, NOT_OFFERED
 
 LabelIds = Annotated[list[Count], Meta(max_length=1024)]
@@ -78,7 +78,7 @@ class Decisions(Body, kw_only=True):
         list[ChoiceQuestion | ScoreQuestion | YesNoQuestion], Meta(min_length=1, max_length=256, extra=BOUNDED_BY_BODY)
     ]
     temperature: PositiveTemperature = 1.0
-    chat_template_kwargs: FreeObject | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     prompt_format_version: Count | None = None
     return_prompt_token_ids: bool = False
     model: Name | None = None

@@ -92,6 +92,15 @@ def test_what_is_the_clients_own_is_bounded_in_depth_and_bytes() -> None:
         if depth in (70, 399):  # orjson's own limit is in between
             message = refusal({"messages": [], "chat_template_kwargs": deep}, ChatCompletion).message
             assert "chat_template_kwargs" in message and "nested more than 64 deep" in message
+
+
+@pytest.mark.parametrize("name", ["add_generation_prompt", "chat_template", "messages", "self", "tokenize"])
+def test_arguments_of_rendering_are_no_variables_of_the_template(name: str) -> None:
+    """SGLang passes them as keywords beside its own: TypeError, status 500."""
+    message = refusal(
+        {"messages": [], "chat_template_kwargs": {"enable_thinking": True, name: 1}}, ChatCompletion
+    ).message
+    assert message.startswith("chat_template_kwargs") and f"`{name}` is set by the server" in message
     body = {"messages": [], "metadata": {"a": "x" * 70_000}}
     assert "bytes of JSON; allowed are 65536" in refusal(body, ChatCompletion).message
 
