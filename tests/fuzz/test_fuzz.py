@@ -111,26 +111,27 @@ def test_attack(keeper: Keeper, tmp_path: Path) -> None:
     assert not troubles, "\n".join([f"FUZZ_SEED={SEED}", *troubles])
 
 
-@pytest.mark.skipif(not REPLAYED, reason="FUZZ_REPLAY names no file")
-@pytest.mark.parametrize("path", REPLAYED, ids=lambda path: path.name)
-def test_replayed(keeper: Keeper, path: Path) -> None:
-    """One input that was written down, once more."""
-    server = keeper.attended()
-    begun = time.monotonic()
-    case = read_case(path)
-    if isinstance(case, HttpCase):
-        answer = ask(server.room.address, case, HANG_SECONDS)
-        print(answer.status, answer.body[:2000])
-        fault = fault_in(case, answer)
-    else:
-        with zmq.Context() as context, context.socket(zmq.DEALER) as opened:
-            opened.connect(server.room.client.address)
-            opened.send_multipart(list(case.frames))
-            told = answer_to(opened, case, lambda: False)
-        print(told)
-        fault = wire_fault(told)
-    assert not fault, fault
-    assert not (troubles := _settled(server, begun)), troubles
+if REPLAYED:
+
+    @pytest.mark.parametrize("path", REPLAYED, ids=lambda path: path.name)
+    def test_replayed(keeper: Keeper, path: Path) -> None:
+        """One input that was written down, once more."""
+        server = keeper.attended()
+        begun = time.monotonic()
+        case = read_case(path)
+        if isinstance(case, HttpCase):
+            answer = ask(server.room.address, case, HANG_SECONDS)
+            print(answer.status, answer.body[:2000])
+            fault = fault_in(case, answer)
+        else:
+            with zmq.Context() as context, context.socket(zmq.DEALER) as opened:
+                opened.connect(server.room.client.address)
+                opened.send_multipart(list(case.frames))
+                told = answer_to(opened, case, lambda: False)
+            print(told)
+            fault = wire_fault(told)
+        assert not fault, fault
+        assert not (troubles := _settled(server, begun)), troubles
 
 
 def _target(server: Attended, directory: Path, seed: int) -> Target:

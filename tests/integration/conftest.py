@@ -43,6 +43,23 @@ def float32_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         yield Served(api, request.param, place / "model", log)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "preset(name): of the servers of `float32_server`, this one is enough")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Takes out what a module's `preset` leaves to one server."""
+    left = [item for item in items if _is_for_another_server(item)]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
+
+
+def _is_for_another_server(item: pytest.Item) -> bool:
+    marker, callspec = item.get_closest_marker("preset"), getattr(item, "callspec", None)
+    return marker is not None and callspec is not None and callspec.params.get("float32_server", "") != marker.args[0]
+
+
 @dataclass(frozen=True)
 class CachedAnswer:
     """`tiers`: how many of the prompt's tokens came from where, `computed` is the rest."""

@@ -28,10 +28,11 @@ FATAL = 613  # the one token that the poisoned adapter overflows at
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
 
+pytestmark = pytest.mark.preset("tiny-deepseek-v3")
+
+
 @pytest.fixture
 def client(float32_server: Served) -> Iterator[httpx.Client]:
-    if float32_server.preset != "tiny-deepseek-v3":
-        pytest.skip("tried on the other server")
     with httpx.Client(base_url=float32_server.api.url, timeout=60.0, trust_env=False) as client:
         yield client
 
