@@ -3,7 +3,7 @@
 At a terminal Ctrl-C stops an answer and Ctrl-D ends the chat. When standard input is no terminal, each of its lines is
 a question or a command, only the answers are printed, and an error ends the command.
 
-FILE is a recipe in YAML or JSON (model, adapter, template, sampling), KEY=VALUE goes before what it says.
+FILE is a recipe in YAML or JSON (model, adapter, template, sampling), KEY=VALUE overrides what it says.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def command(
 ) -> None:
     """Merge adapter_name_or_path into model_name_or_path and write the checkpoint to export_dir.
 
-    FILE is a recipe in YAML or JSON, KEY=VALUE goes before what it says. No server is needed, unless the adapter
+    FILE is a recipe in YAML or JSON, KEY=VALUE overrides what it says. No server is needed, unless the adapter
     is a served name.
     """
     from kt_runtime.cli.adapter_place import choose_adapter

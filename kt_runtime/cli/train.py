@@ -1,6 +1,6 @@
 """`kt-runtime train`: LoRA fine-tuning on the resident model of a running server, or of one started for the run.
 
-FILE is a recipe in YAML or JSON, KEY=VALUE goes before what it says: `kt-runtime train lora.yaml lora_rank=16`.
+FILE is a recipe in YAML or JSON, KEY=VALUE overrides what it says: `kt-runtime train lora.yaml lora_rank=16`.
 
 A recipe with do_predict alone answers its evaluation data, as `kt-runtime predict` does; one with do_eval alone
 evaluates.

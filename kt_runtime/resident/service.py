@@ -185,8 +185,9 @@ class Resident:
                 if decided.salt:
                     self.publisher.start(decided.salt, self._stored)
                     self._stored = []
-                for ended in (*decided.prepared, *decided.moved):
-                    self._go_on(ended)
+                ended: tuple[Prepared | Moved, ...] = (*decided.prepared, *decided.moved)
+                for stage in ended:
+                    self._go_on(stage)
                 for arrived in decided.arrived:
                     arrays = {name: np.frombuffer(data, kind) for name, kind, data in arrived.arrays}
                     self._dispatch(arrived.request, arrays)
