@@ -35,6 +35,9 @@ Prompts: TypeAlias = Annotated[list[Prompt], Meta(min_length=1, max_length=MAX_P
 OneOrMorePromptsOfIds: TypeAlias = Annotated[list[TokenId | TokenIds], Meta(extra=BOUNDED_BY_BODY)]
 
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
+# SGLang's scheduler drops a request whose id begins as its own health checks' does while it is busy, without an answer.
+RequestId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256, pattern="^(?!HEALTH_CHECK)")]
+RequestIds: TypeAlias = Annotated[list[RequestId], Meta(max_length=MAX_PROMPTS)]
 LongName: TypeAlias = Annotated[str, Meta(max_length=4096)]
 Label: TypeAlias = Annotated[str, Meta(max_length=64)]
 Names: TypeAlias = Annotated[list[Name], Meta(max_length=MAX_PROMPTS)]

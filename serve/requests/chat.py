@@ -25,6 +25,8 @@ from kt_runtime.serve.requests.bounds import (
     Priority,
     Prompt,
     RepetitionPenalty,
+    RequestId,
+    RequestIds,
     Samples,
     Seed,
     Share,
@@ -196,7 +198,7 @@ class Completing(Body, kw_only=True):
     lora_path: Name | Annotated[list[Name | None], Meta(max_length=MAX_PROMPTS)] | None = None
     session_id: Name | None = None
     session_params: SessionParams | None = None
-    rid: Name | Annotated[list[Name], Meta(max_length=MAX_PROMPTS)] | None = None
+    rid: RequestId | RequestIds | None = None
     extra_key: Name | Annotated[list[Name], Meta(max_length=MAX_PROMPTS)] | None = None
     cache_salt: Name | Annotated[list[Name], Meta(max_length=MAX_PROMPTS)] | None = None
     priority: Priority | None = None

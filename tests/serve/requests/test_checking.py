@@ -49,6 +49,9 @@ def refusal(body: Any, body_type: type[Body] = Generate) -> Refusal:
         ({"text": 5}, "text 5: Expected `str | array | null`, got `int`"),
         ({"input_ids": [5, 2**31]}, "input_ids[1] 2147483648"),
         ({"x" * 5000: 1}, "... (5000 characters)"),
+        ({"rid": "HEALTH_CHECK_1"}, "rid 'HEALTH_CHECK_1': Expected `str` matching regex"),
+        ({"rid": ["a", "HEALTH_CHECK"]}, "rid[1] 'HEALTH_CHECK': Expected `str` matching regex"),
+        ({"rid": ""}, "rid '': Expected `str` of length >= 1"),
         ({"rid": "x" * 5000}, "... (5000 characters): Expected `str` of length <= 256"),
     ],
 )
