@@ -6,7 +6,8 @@ server compares their tokens with the context length once it has counted them.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, TypeAlias
+import ctypes
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +27,12 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """
 
     left_out: ClassVar[dict[str, str]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """One reference more than is ever given back: msgspec 0.22 frees some types' fields twice where Python collects
+        the classes, at its end, and the process would end with a segmentation fault."""
+        super().__init_subclass__(**options)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(cls))
 
 
 Prompt: TypeAlias = Annotated[str, Meta(extra=BOUNDED_BY_BODY)]
