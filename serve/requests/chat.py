@@ -233,7 +233,12 @@ class ChatCompletion(Completing, kw_only=True):
     """`modalities` is OpenAI's, for what is answered; SGLang's field of that name is about images."""
 
     left_out: ClassVar[dict[str, str]] = {
-        name: reason for name, reason in Completing.left_out.items() if name != "modalities"
+        **{name: reason for name, reason in Completing.left_out.items() if name != "modalities"},
+        "functions": "it is the old way; use `tools`",
+        "function_call": "it is the old way; use `tool_choice`",
+        "prediction": NOT_OFFERED,
+        "web_search_options": "the server searches nothing",
+        "audio": "the models that kt-runtime serves write text only",
     }
 
     messages: Messages

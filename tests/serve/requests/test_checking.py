@@ -160,3 +160,10 @@ def test_process_that_has_checked_bodies_ends_without_a_crash() -> None:
     )
     ended = [subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode for _ in range(10)]
     assert ended == [0] * 10
+
+
+def test_fields_of_openai_that_are_not_offered_may_be_null_and_say_why() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    none = dict.fromkeys(("functions", "function_call", "prediction", "web_search_options", "audio"))
+    parse(json.dumps({**body, **none}).encode(), ChatCompletion)
+    assert "use `tools`" in refusal({**body, "functions": [{"name": "f"}]}, ChatCompletion).message
