@@ -58,7 +58,7 @@ class AccessPolicy:
         """None lets the request pass. `headers` have lower-case names, as in ASGI."""
         rule = rule_for(method, path)
         headers = list(headers)
-        is_question = method == "OPTIONS"  # a browser's, which carries no key
+        is_question = self._is_question(method, headers)
         if self.key is None:
             denial = self._check_origin(headers)
         elif is_question or (rule is not None and rule.access is Access.PROBE):
@@ -68,6 +68,16 @@ class AccessPolicy:
         if denial is not None or is_question:
             return denial
         return self._check_rule(rule, method, path)
+
+    def _is_question(self, method: str, headers: list[tuple[bytes, bytes]]) -> bool:
+        """A browser's, before it lets a page of `--cors-origin` ask: it carries no key, and the CORS middleware answers
+        it. Any other OPTIONS would be handed on: the metrics are given to every method."""
+        names = [name for name, _ in headers]
+        return (
+            method == "OPTIONS"
+            and b"access-control-request-method" in names
+            and any(name == b"origin" and self.origins.allows(value) for name, value in headers)
+        )
 
     def _check_rule(self, rule: Rule | None, method: str, path: str) -> Denial | None:
         if rule is None:

@@ -18,6 +18,7 @@ from kt_runtime.serve.requests.middleware import RequestMiddleware
 from kt_runtime.serve.requests.models import ServedModels
 from kt_runtime.serve.requests.parsers import KnownParsers
 from kt_runtime.serve.requests.prompts import check_prompts
+from kt_runtime.serve.requests.tools import check_tools
 from kt_runtime.serve.requests.volume import VolumeLimit
 from kt_runtime.serve.route_table import rule_for
 
@@ -49,7 +50,8 @@ class FrontDoor:
         app.user_middleware[:] = [one for one in app.user_middleware if one.cls is not CORSMiddleware]
         app.add_exception_handler(RequestValidationError, answer_validation_error)
         parsers = KnownParsers(*parser_names())
-        checks = [check_prompts, VolumeLimit(self._context_tokens).check, self.models.check, parsers.check]
+        volume = VolumeLimit(self._context_tokens)
+        checks = [check_prompts, check_tools, volume.check, self.models.check, parsers.check]
         app.add_middleware(RequestMiddleware, fields_of=rule_for, max_body_bytes=self.max_body_bytes, checks=checks)
         if self.policy.origins.allowed:
             app.add_middleware(

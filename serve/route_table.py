@@ -74,7 +74,7 @@ def _refused(reason: str, paths: str, methods: str = "") -> list[Rule]:
 
 
 RULES: tuple[Rule, ...] = (
-    *_rules(Access.PROBE, "/health /ready /ping"),
+    *_rules(Access.PROBE, "/health /ready /ping", "GET HEAD"),
     *_rules(Access.READ, "/ /openapi.json /docs /docs/oauth2-redirect /redoc /metrics /metrics/", "GET HEAD"),
     *_rules(Access.READ, "/health_generate /get_model_info /model_info /get_server_info /server_info", "GET"),
     *_rules(Access.READ, "/get_hicache_l3_cache_layout /hicache/storage-backend", "GET"),

@@ -98,13 +98,14 @@ def release_memory(scheduler: Any, req: Any) -> None:
 def failure_of(request: Any, error: BaseException) -> Any:
     """SGLang's answer to a control request, saying that it failed; None for a request that has no answer.
 
-    A field `success` (or `updated`) is False, `message` and `error_message` say why, others are empty.
+    A field `success` (or `updated`) is False, `message` and `error_message` say why. What the request names too is the
+    request's: its sender is found by `session_id`. Others are empty.
     """
     answer = _answer_type(type(request).__name__)
     if answer is None:
         return None
     values = {
-        field.name: _empty(field, described(error))
+        field.name: getattr(request, field.name, None) or _empty(field, described(error))
         for field in msgspec.structs.fields(answer)
         if field.required or field.name in _MESSAGES
     }

@@ -7,6 +7,7 @@ compiling may really take is limited where it happens (`grammar_process.py`).
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ MAX_PROPERTIES = 2_000
 MAX_VALUES = 10_000  # of all `enum`s together
 MAX_REPETITIONS = 10_000
 MAX_RULES = 2_000
+NUM_CHECKED = 32  # grammars remembered as within the limits
 SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 ANY_JSON = "$$ANY$$"  # SGLang's name for the grammar of all JSON
 
@@ -28,7 +30,13 @@ def check_grammars(sampling_params: Mapping[str, Any]) -> None:
         spec = sampling_params.get(name)
         if isinstance(spec, str):
             _check_size(name, spec)
-            CHECKS[name](name, spec)
+            _check(name, spec)
+
+
+@functools.lru_cache(maxsize=NUM_CHECKED)
+def _check(name: str, spec: str) -> None:
+    """Once for all prompts and samples of a request: it takes milliseconds of the event loop."""
+    CHECKS[name](name, spec)
 
 
 def check_schema(name: str, text: str) -> None:
@@ -43,6 +51,7 @@ def check_schema(name: str, text: str) -> None:
     except ValueError as error:
         raise ValueError(f"{name}: is not JSON: {error}") from None
     num_properties = num_values = 0
+    ending: set[str] = set()  # references that are known not to lead back to themselves
     for place, part in _objects(schema, "#"):
         num_properties += sum(len(part[key]) for key in SCHEMA_MAPS if isinstance(part.get(key), dict))
         num_values += len(part["enum"]) if isinstance(part.get("enum"), list) else 0
@@ -50,7 +59,7 @@ def check_schema(name: str, text: str) -> None:
             if isinstance(part.get(key), str):
                 check_regex(f"{name}: {key} at {place}", part[key])
         if isinstance(part.get("$ref"), str):
-            _check_reference(name, schema, place, part["$ref"])
+            _check_reference(name, schema, place, part["$ref"], ending)
     for number, what, most in (
         (num_properties, "properties", MAX_PROPERTIES),
         (num_values, "values in enum lists", MAX_VALUES),
@@ -90,7 +99,8 @@ def _check_size(name: str, text: str) -> None:
         raise ValueError(f"{name}: holds half of a character (a lone surrogate)")
 
 
-_BRACKET_OR_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+# A string that does not end is taken to the end of the text, so that no part of it is looked at twice.
+_BRACKET_OR_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 
 
 def _depth(text: str) -> int:
@@ -119,17 +129,21 @@ def _objects(value: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield from _objects(child, f"{place}/{position}")
 
 
-def _check_reference(name: str, root: Any, place: str, reference: str) -> None:
-    """Follows a reference to a reference, and so on: one that comes back to itself describes nothing."""
-    seen = [reference]
-    while True:
+def _check_reference(name: str, root: Any, place: str, reference: str, ending: set[str]) -> None:
+    """Follows a reference to a reference, and so on: one that comes back to itself describes nothing.
+
+    Each reference of a schema is followed once: those that it led to are in `ending` afterwards.
+    """
+    first, seen = reference, set[str]()
+    while reference not in ending:
+        if reference in seen:
+            raise ValueError(f"{name}: $ref {first!r} at {place} leads back to itself and describes nothing")
+        seen.add(reference)
         target = _resolve(root, reference)
         if not isinstance(target, dict) or not isinstance(target.get("$ref"), str):
-            return
+            break
         reference = target["$ref"]
-        if reference in seen:
-            raise ValueError(f"{name}: $ref {seen[0]!r} at {place} leads back to itself and describes nothing")
-        seen.append(reference)
+    ending |= seen
 
 
 def _resolve(root: Any, reference: str) -> Any:

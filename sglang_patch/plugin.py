@@ -19,7 +19,7 @@ PATCHES = (
     *("lora_pinned_memory", "lora_kv_b", "lora_pool", "lora_experts", "lora_install"),
     *("cache_host_pool", "cache_host_copies", "cache_page_hash", "cache_keys", "cache_namespace"),
     *("cache_events", "cache_metrics"),
-    *("finite_rows", "fault_batches", "fault_intake", "stop_patterns"),
+    *("finite_rows", "fault_batches", "fault_intake", "exact_aborts", "stop_patterns"),
     *("grammar_backend", "turns", "warm_up"),
 )
 TOUCHED_OTHERWISE = ("host", "frontend", "tokenizing", "arguments", "fault_answers")

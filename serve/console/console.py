@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from kt_runtime.serve.console.log_file import LogFile
-from kt_runtime.serve.console.records import LogReader, logging_config
+from kt_runtime.serve.console.records import LogReader, logging_config, printable
 
 CONFIG_VARIABLE = "SGLANG_LOGGING_CONFIG_PATH"
 POLL_SECONDS = 0.1
@@ -62,7 +62,7 @@ class Console:
             self._log.new_lines()
             self.say(f"the end of {self._log.path}:")
             for line in self._log.tail(TAIL_LINES):
-                self.say(f"  | {line}")
+                self.say(f"  | {printable(line)}")
 
     def end(self) -> None:
         """Shows what is left to show, and gives stdout and stderr back. May be called more than once."""

@@ -71,7 +71,10 @@ class LogFile:
 
     def _start_anew(self) -> None:
         """Writers append, so that they go on at the new beginning. What they write between copy and truncation, a
-        moment, is lost."""
-        shutil.copyfile(self.path, self._before)
+        moment, is lost; where the disk has no room for the copy, all of the part before is."""
+        try:
+            shutil.copyfile(self.path, self._before)
+        except OSError:
+            self._before.unlink(missing_ok=True)
         os.truncate(self._descriptor, 0)
         self._position = 0

@@ -29,6 +29,12 @@ EXPECTED = (
     "OpenAI Responses API (/v1/responses) disabled",
 )
 LONGEST_RECORD_LINES = 60
+# A terminal obeys them, and SGLang's messages quote what clients sent.
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
+
+
+def printable(line: str) -> str:
+    return _CONTROL.sub("?", line)
 
 
 class LogReader:
@@ -39,7 +45,8 @@ class LogReader:
         self._num_lines = 0
 
     def shown(self, line: str) -> str | None:
-        """What to show for this line of the log, if anything."""
+        """What to show for this line of the log, if anything. Control characters are shown as `?`."""
+        line = printable(line)
         if match := _OURS.fullmatch(line):
             level, name, text = match.groups()
             if name == LOGGER_NAME:

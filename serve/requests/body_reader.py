@@ -12,6 +12,8 @@ from kt_runtime.serve.requests.refusal import Refusal
 
 # A client that sends nothing for so long is not waited for any longer.
 PART_SECONDS = 30.0
+# Nor one that sends a byte now and then, and keeps the room of all. Above what a slow line takes for a body.
+SLOWEST_BYTES_PER_SECOND = 32 * 1024
 # What is still read, and thrown away, of a body that was refused: a client that is sending would otherwise find its
 # connection reset before it has read the answer.
 DRAINED_BYTES, DRAIN_SECONDS = 64 * 1024 * 1024, 5.0
@@ -50,9 +52,10 @@ class BodyReader:
             if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
                 raise Refusal(400, f"Content-Encoding {shortened(value.decode('latin-1'))}: send the body as it is")
         received, counted = bytearray(), 0
+        until = asyncio.get_running_loop().time() + PART_SECONDS + self._limit / SLOWEST_BYTES_PER_SECOND
         try:
             while not self.is_complete:
-                received += await self._next_part()
+                received += await self._next_part(until)
                 if len(received) > self._limit:
                     raise self._too_large(f"more than {self._limit} bytes")
                 counted += self._take(max(len(received) - SMALL_BODY_BYTES, 0) - counted)
@@ -66,12 +69,15 @@ class BodyReader:
         self._room.taken_bytes += num_bytes
         return num_bytes
 
-    async def _next_part(self) -> bytes:
+    async def _next_part(self, until: float) -> bytes:
+        left_s = until - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            raise Refusal(408, f"the body comes more slowly than {SLOWEST_BYTES_PER_SECOND // 1024} KiB a second")
         try:
-            async with asyncio.timeout(PART_SECONDS):
+            async with asyncio.timeout(min(PART_SECONDS, left_s)):
                 return await self._receive_part()
         except TimeoutError:
-            raise Refusal(408, f"the body did not go on for {PART_SECONDS:g} s") from None
+            raise Refusal(408, f"the body did not go on for {min(PART_SECONDS, left_s):.3g} s") from None
 
     async def _receive_part(self) -> bytes:
         message = await self._receive()

@@ -6,7 +6,8 @@ server compares their tokens with the context length once it has counted them.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, TypeAlias
+import ctypes
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -27,6 +28,12 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     left_out: ClassVar[dict[str, str]] = {}
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """One reference more than is ever given back: msgspec 0.22 frees some types' fields twice where Python collects
+        the classes, at its end, and the process would end with a segmentation fault."""
+        super().__init_subclass__(**options)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(cls))
+
 
 Prompt: TypeAlias = Annotated[str, Meta(extra=BOUNDED_BY_BODY)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST_INT32)]  # the vocabulary is checked by `frontend_checks`
@@ -35,6 +42,9 @@ Prompts: TypeAlias = Annotated[list[Prompt], Meta(min_length=1, max_length=MAX_P
 OneOrMorePromptsOfIds: TypeAlias = Annotated[list[TokenId | TokenIds], Meta(extra=BOUNDED_BY_BODY)]
 
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
+# SGLang's scheduler drops a request whose id begins as its own health checks' does while it is busy, without an answer.
+RequestId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256, pattern="^(?!HEALTH_CHECK)")]
+RequestIds: TypeAlias = Annotated[list[RequestId], Meta(max_length=MAX_PROMPTS)]
 LongName: TypeAlias = Annotated[str, Meta(max_length=4096)]
 Label: TypeAlias = Annotated[str, Meta(max_length=64)]
 Names: TypeAlias = Annotated[list[Name], Meta(max_length=MAX_PROMPTS)]

@@ -25,6 +25,8 @@ from kt_runtime.serve.requests.bounds import (
     Priority,
     Prompt,
     RepetitionPenalty,
+    RequestId,
+    RequestIds,
     Samples,
     Seed,
     Share,
@@ -196,7 +198,7 @@ class Completing(Body, kw_only=True):
     lora_path: Name | Annotated[list[Name | None], Meta(max_length=MAX_PROMPTS)] | None = None
     session_id: Name | None = None
     session_params: SessionParams | None = None
-    rid: Name | Annotated[list[Name], Meta(max_length=MAX_PROMPTS)] | None = None
+    rid: RequestId | RequestIds | None = None
     extra_key: Name | Annotated[list[Name], Meta(max_length=MAX_PROMPTS)] | None = None
     cache_salt: Name | Annotated[list[Name], Meta(max_length=MAX_PROMPTS)] | None = None
     priority: Priority | None = None
@@ -231,7 +233,12 @@ class ChatCompletion(Completing, kw_only=True):
     """`modalities` is OpenAI's, for what is answered; SGLang's field of that name is about images."""
 
     left_out: ClassVar[dict[str, str]] = {
-        name: reason for name, reason in Completing.left_out.items() if name != "modalities"
+        **{name: reason for name, reason in Completing.left_out.items() if name != "modalities"},
+        "functions": "it is the old way; use `tools`",
+        "function_call": "it is the old way; use `tool_choice`",
+        "prediction": NOT_OFFERED,
+        "web_search_options": "the server searches nothing",
+        "audio": "the models that kt-runtime serves write text only",
     }
 
     messages: Messages

@@ -22,6 +22,8 @@ from kt_runtime.serve.requests.bounds import (
     Priority,
     Prompt,
     Prompts,
+    RequestId,
+    RequestIds,
     TokenIds,
     TopLogprobs,
 )
@@ -68,7 +70,7 @@ class LogprobFields(Body, kw_only=True):
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
     stream: bool = False
-    rid: Name | Names | None = None
+    rid: RequestId | RequestIds | None = None
     lora_path: Name | NamesOrNull | None = None
     lora_id: Name | NamesOrNull | None = None  # ignored: `FrontendManager.generate_request` decides it
     extra_key: Name | Names | None = None

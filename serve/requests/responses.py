@@ -18,6 +18,7 @@ from kt_runtime.serve.requests.bounds import (
     Priority,
     Prompt,
     RepetitionPenalty,
+    RequestId,
     Share,
     Stop,
     Temperature,
@@ -97,7 +98,7 @@ class Responses(Body, kw_only=True):
     stop: Stop | None = None
     truncation: Label | None = None
     chat_template_kwargs: TemplateArguments | None = None
-    request_id: Name | None = None
+    request_id: RequestId | None = None
     session_id: Name | None = None
     priority: Priority = 0
     extra_key: Name | None = None

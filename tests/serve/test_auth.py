@@ -37,6 +37,19 @@ class TestWithKey:
             assert status_of(self.policy, method, path, bearer(KEY)) == 200, path
         assert status_of(self.policy, "GET", "/health") == 200
 
+    @pytest.mark.parametrize("path", ["/metrics", "/metrics/x", "/generate", "/no_such_route"])
+    def test_no_method_goes_without_the_key(self, path: str) -> None:
+        """SGLang's metrics are given to every method, and each path that it has no route for becomes a new metric."""
+        question = [(b"origin", b"http://localhost:3000"), (b"access-control-request-method", b"GET")]
+        for method in ("OPTIONS", "HEAD", "TRACE", "WEBSOCKET", "MADE-UP"):
+            assert status_of(self.policy, method, path) == 401
+            assert status_of(self.policy, method, path, *question) == 401
+        assert status_of(self.policy, "OPTIONS", path, bearer(KEY)) in (404, 405)
+
+    def test_probes_take_no_method_that_a_client_makes_up(self) -> None:
+        assert status_of(self.policy, "HEAD", "/health") == 200
+        assert status_of(self.policy, "MADE-UP", "/health") != 200
+
     @pytest.mark.parametrize(
         "wrong", ["", "wrong", KEY[:-1], KEY + "x", KEY.upper(), KEY[0], " " + KEY, KEY + "\x00", "é" * 8]
     )
@@ -113,7 +126,9 @@ class TestWithoutKey:
     def test_site_of_cors_origin_is_answered(self) -> None:
         policy = AccessPolicy("127.0.0.1", None, ["http://localhost:3000"])
         page = (b"origin", b"http://localhost:3000")
-        assert status_of(policy, "OPTIONS", "/generate", LOCAL_HOST, page) == 200
+        question = (b"access-control-request-method", b"POST")
+        assert status_of(policy, "OPTIONS", "/generate", LOCAL_HOST, page, question) == 200
+        assert status_of(policy, "OPTIONS", "/generate", LOCAL_HOST, page) == 405
         assert status_of(policy, "POST", "/generate", LOCAL_HOST, page, (b"sec-fetch-site", b"same-site")) == 200
         assert status_of(policy, "POST", "/generate", LOCAL_HOST, (b"origin", b"http://localhost:3001")) == 403
 

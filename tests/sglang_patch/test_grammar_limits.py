@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kt_runtime.sglang_patch import grammar_limits
 from kt_runtime.sglang_patch.grammar_limits import MAX_BYTES, MAX_DEPTH, check_grammars
 
 
@@ -82,3 +83,34 @@ def test_refused_with_number_and_limit(field: str, spec: str, said: str) -> None
 )
 def test_what_clients_send_passes(params: dict[str, Any]) -> None:
     check_grammars(params)
+
+
+def test_each_reference_of_a_chain_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 KiB of references to references took half a minute of the event loop."""
+    followed: list[str] = []
+    resolve = grammar_limits._resolve
+    monkeypatch.setattr(grammar_limits, "_resolve", lambda root, one: followed.append(one) or resolve(root, one))
+    chain = {str(number): {"$ref": f"#/a/{number + 1}"} for number in range(500)}
+    check_grammars({"json_schema": json.dumps({"$ref": "#/a/0", "a": chain})})
+    assert sorted(followed) == sorted({f"#/a/{number}" for number in range(501)})
+    with pytest.raises(ValueError, match="leads back to itself"):
+        check_grammars({"json_schema": json.dumps({"$ref": "#/a/0", "a": chain | {"500": {"$ref": "#/a/7"}}})})
+
+
+def test_string_without_an_end_is_read_once() -> None:
+    found = grammar_limits._BRACKET_OR_STRING.findall('{"a":[' + '"' + '\\"' * 500)
+    assert found == ["{", '"a"', "[", '"' + '\\"' * 500]
+    assert (
+        grammar_limits._depth(
+            '[["a]\\"',
+        )
+        == 2
+    )
+
+
+def test_a_grammar_is_checked_once_for_all_prompts_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    monkeypatch.setitem(grammar_limits.CHECKS, "regex", lambda _, text: checked.append(text))
+    for _ in range(3):
+        check_grammars({"regex": "asked for by three prompts"})
+    assert checked == ["asked for by three prompts"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -83,3 +84,14 @@ def test_bytes_that_are_no_text_do_not_stop_reading(log: LogFile) -> None:
     os.write(descriptor, b"\xff\xfe\n")
     os.close(descriptor)
     assert len(log.new_lines()) == 1
+
+
+def test_log_stays_bounded_where_the_part_before_can_not_be_kept(log: LogFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr("kt_runtime.serve.console.log_file.shutil.copyfile", full)
+    append(log, "x" * 1500 + "\n")
+    assert log.new_lines() == ["x" * 1500] and log.path.stat().st_size == 0
+    append(log, "next\n")
+    assert log.new_lines() == ["next"]

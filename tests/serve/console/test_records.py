@@ -29,6 +29,11 @@ def test_warnings_and_errors_are_shown_and_the_rest_is_not() -> None:
     )[:2] == ["warning: something is odd", "error: Scheduler hit an exception"]
 
 
+def test_what_a_terminal_would_obey_is_not_shown_as_it_is() -> None:
+    record = f"{TIME} ERROR sglang.srt.entrypoints[12]: no model \x1b]0;title\x07\x1b[2J\r\x9b2J\tnamed \u00fc"
+    assert shown(record, "\x1b[1A") == ["error: no model ?]0;title??[2J??2J\tnamed \u00fc", "  ?[1A"]
+
+
 def test_a_records_further_lines_go_with_it() -> None:
     record = f"{TIME} ERROR sglang.srt.managers.scheduler[12]: failed: Traceback (most recent call last):"
     further = ['  File "a.py", line 1, in f', "ValueError: no"]

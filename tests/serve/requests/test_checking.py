@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -49,6 +51,9 @@ def refusal(body: Any, body_type: type[Body] = Generate) -> Refusal:
         ({"text": 5}, "text 5: Expected `str | array | null`, got `int`"),
         ({"input_ids": [5, 2**31]}, "input_ids[1] 2147483648"),
         ({"x" * 5000: 1}, "... (5000 characters)"),
+        ({"rid": "HEALTH_CHECK_1"}, "rid 'HEALTH_CHECK_1': Expected `str` matching regex"),
+        ({"rid": ["a", "HEALTH_CHECK"]}, "rid[1] 'HEALTH_CHECK': Expected `str` matching regex"),
+        ({"rid": ""}, "rid '': Expected `str` of length >= 1"),
         ({"rid": "x" * 5000}, "... (5000 characters): Expected `str` of length <= 256"),
     ],
 )
@@ -144,3 +149,21 @@ def test_answer_has_the_format_of_the_routes_api() -> None:
     error = json.loads(answer(refused, "/v1/completions"))["error"]
     assert error["param"] == "max_tokens" and error["type"] == "invalid_request_error" and error["code"] == 400
     assert json.loads(answer(refused, "/kt/adapters"))["error"]["kind"] == "InvalidValueError"
+
+
+def test_process_that_has_checked_bodies_ends_without_a_crash() -> None:
+    """In which order Python collects the classes at its end is chance: one process in four crashed."""
+    code = (
+        "from kt_runtime.serve.requests import chat, checking, generate\n"
+        "checking.parse(b'{\"messages\": []}', chat.ChatCompletion)\n"
+        'checking.parse(b\'{"text": "a"}\', generate.Generate)\n'
+    )
+    ended = [subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode for _ in range(10)]
+    assert ended == [0] * 10
+
+
+def test_fields_of_openai_that_are_not_offered_may_be_null_and_say_why() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    none = dict.fromkeys(("functions", "function_call", "prediction", "web_search_options", "audio"))
+    parse(json.dumps({**body, **none}).encode(), ChatCompletion)
+    assert "use `tools`" in refusal({**body, "functions": [{"name": "f"}]}, ChatCompletion).message

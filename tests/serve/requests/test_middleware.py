@@ -140,6 +140,22 @@ def test_client_that_stops_sending_is_not_waited_for(monkeypatch: pytest.MonkeyP
     assert exchange.run().answer[0] == 408
 
 
+def test_client_that_sends_a_byte_now_and_then_is_answered_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_reader, "PART_SECONDS", 0.02)
+    monkeypatch.setattr(body_reader, "SLOWEST_BYTES_PER_SECOND", LIMIT * 100)
+    monkeypatch.setattr(body_reader, "DRAIN_SECONDS", 0.01)
+    exchange = Exchange(*[b" "] * 1000)
+    at_once = exchange._receive
+
+    async def slowly() -> Any:
+        await asyncio.sleep(0.005)
+        return await at_once()
+
+    monkeypatch.setattr(exchange, "_receive", slowly)
+    status, error = exchange.run().answer
+    assert status == 408 and "the body" in error["message"] and exchange.seen is None
+
+
 def test_bodies_that_are_never_finished_leave_room_for_small_ones_and_give_theirs_back() -> None:
     room = body_reader.BodyRoom(100_000)
     stopped = asyncio.Event()
