@@ -13,6 +13,7 @@ Methods that read or write one name raise OSError as the system calls do; `clean
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Mapping
@@ -143,7 +144,8 @@ class VersionStore:
         hashes = set(self._hashes(name))
         value = _read_json(path, CURRENT_FILE)
         served = value.get("served")
-        if value.get("format") != 1 or not isinstance(served, list) or not served:
+        is_list = isinstance(served, list) and all(isinstance(item, str) for item in served)
+        if value.get("format") != 1 or not is_list or not served:
             raise AdapterError(f'{path / CURRENT_FILE}: expected {{"format": 1, "served": [hash, ...]}}')
         if served[-1] not in hashes:
             raise AdapterError(f"{path / CURRENT_FILE}: names version {str(served[-1])[:64]!r}, which is not stored")
@@ -193,15 +195,18 @@ class VersionStore:
     def _describe(self, path: Path) -> AdapterVersion:
         value = _read_json(path, VERSION_FILE)
         try:
-            return AdapterVersion(
+            version = AdapterVersion(
                 hash=path.name,
                 created=float(value["created"]),
                 rank=int(value["rank"]),
                 alpha=float(value["alpha"]),
                 source=str(value["source"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise AdapterError(f"{path / VERSION_FILE}: not a version's description: {error!r}") from None
+        if not math.isfinite(version.created) or not math.isfinite(version.alpha):
+            raise AdapterError(f"{path / VERSION_FILE}: not a version's description: NaN or Inf in it")
+        return version
 
     def _remove_oldest(self, name: str, keep: str) -> None:
         hashes = [version.hash for version in self.versions(name)]

@@ -176,14 +176,14 @@ class Persistence:
         # What the name means comes first: it is what a restart needs, and the disk may have no room for all.
         waiting.sort(key=lambda item: item.version.hash != (served[-1] if served else None))
         try:
+            if not served:  # takes no room, and so is done where the versions that wait can't be written
+                self._store.forget(name)
             for item in waiting:
                 self._save(name, item)
                 if served and item.version.hash == served[-1]:
                     self._store.point(name, served)
             if served:
                 self._store.point(name, served)
-            else:
-                self._store.forget(name)
         except OSError as error:
             self._put_off(name, f"{error.strerror or error} (tried again)", error)
         except Exception as error:  # noqa: BLE001 - reported: nothing makes it work another time

@@ -343,6 +343,8 @@ class Publisher:
             del self._queues[operation.name]
 
     def _forget(self, name: str, done: Forgotten, *, had_operations: bool = False) -> None:
+        if had_operations:  # also of a name whose first publication is withdrawn: the next one would undo this
+            self.owners.lose(name, "was unloaded")
         try:
             former = self._table.unload(name).lora_id
         except UnknownNameError as error:

@@ -21,17 +21,20 @@ from kt_runtime.resident.persistence import WRITING, Persistence
 
 
 class Disk:
-    """A real store whose `save` and `point` raise `error`, or wait at `gate`."""
+    """A real store whose methods raise `error`, or wait at `gate`. `save_error`: of `save` alone."""
 
     def __init__(self, store: VersionStore) -> None:
         self.store = store
         self.error: Exception | None = None
+        self.save_error: Exception | None = None
         self.gate = threading.Event()
         self.gate.set()
         self.attempts = 0
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse()
+        if self.save_error is not None:
+            raise self.save_error
         return self.store.save(*args, **kwargs)
 
     def point(self, name: str, served: list[str]) -> None:
@@ -259,3 +262,19 @@ def test_files_and_directories_are_their_owners_alone(desk: Desk) -> None:
     assert len(paths) > 5
     assert {path.stat().st_mode & 0o777 for path in paths if path.is_dir()} == {0o700}
     assert {path.stat().st_mode & 0o777 for path in paths if path.is_file()} == {0o600}
+
+
+def test_a_name_stays_forgotten_though_the_disk_has_no_room_for_its_versions(desk: Desk) -> None:
+    desk.put("a", 1.0)
+    assert desk.persistence.flush(30)
+    desk.disk.save_error = no_space()
+    desk.put("a", 2.0)
+    desk.persistence.forget("a")
+    eventually(
+        lambda: [item.reason for item in desk.persistence.unstored()] == ["No space left on device (tried again)"]
+    )
+    eventually(lambda: desk.store.names() == [])
+    desk.disk.save_error = None
+    assert desk.persistence.flush(30)
+    assert len(desk.store.versions("a")) == 2
+    assert desk.store.names() == []
