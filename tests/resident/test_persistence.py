@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,9 @@ class Disk:
             raise self.save_error
         return self.store.save(*args, **kwargs)
 
-    def point(self, name: str, served: list[str]) -> None:
+    def point(self, name: str, served: list[str], known: Collection[str] = ()) -> None:
         self._refuse()
-        self.store.point(name, served)
+        self.store.point(name, served, known)
 
     def forget(self, name: str) -> None:
         self._refuse()
@@ -278,3 +278,16 @@ def test_a_name_stays_forgotten_though_the_disk_has_no_room_for_its_versions(des
     assert desk.persistence.flush(30)
     assert len(desk.store.versions("a")) == 2
     assert desk.store.names() == []
+
+
+def test_content_that_is_published_once_more_is_kept_as_long_as_the_table_knows_it(desk: Desk) -> None:
+    first = desk.put("a", 1.0)
+    for number in range(2, 9):
+        desk.put("a", float(number))
+    desk.put("a", 1.0)
+    assert desk.persistence.flush(30)
+    desk.put("a", 9.0)
+    assert desk.persistence.flush(30)
+    known = {version.hash for version in desk.table.history("a")}
+    assert first.hash in known and desk.table.rollback_target("a").hash == first.hash
+    assert {version.hash for version in desk.store.versions("a")} == known
