@@ -309,7 +309,9 @@ class Publisher:
         name, version, prepared = operation.name, operation.version, operation.prepared
         assert prepared is not None
         try:
-            if operation.is_rollback:
+            if operation.restores:
+                self._table.loaded(name, operation.lora_id)
+            elif operation.is_rollback:
                 self._table.rollback(name, version.hash, version.lora_id)
             else:
                 self._table.publish(name, version)
