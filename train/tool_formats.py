@@ -61,7 +61,7 @@ def _default_tools(functions: Sequence[Function]) -> str:
 
 def _default_tool(function: Function) -> str:
     schema = _mapping(function.get("parameters"))
-    required = schema.get("required") or []
+    required = _list(schema.get("required"))
     arguments = "".join(
         _default_argument(name, _mapping(schema_of), name in required)
         for name, schema_of in _mapping(schema.get("properties")).items()
@@ -74,8 +74,8 @@ def _default_argument(name: str, schema: Mapping[str, Any], is_required: bool) -
     text = (
         f"  - {name} ({schema.get('type', '')}{', required' if is_required else ''}): {schema.get('description', '')}"
     )
-    if schema.get("enum"):
-        text += f", should be one of [{', '.join(map(str, schema['enum']))}]"
+    if values := _list(schema.get("enum")):
+        text += f", should be one of [{', '.join(map(str, values))}]"
     if schema.get("items"):
         text += f", where each item should be {_mapping(schema['items']).get('type', '')}"
     return text + "\n"
@@ -116,6 +116,11 @@ def _json(value: Any, indent: int | None = None) -> str:
 def _mapping(value: Any) -> Mapping[str, Any]:
     """A schema's part, which rows may have left out or written as something else."""
     return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> Sequence[Any]:
+    """As `_mapping`."""
+    return value if isinstance(value, list) else []
 
 
 DEFAULT = ToolFormat(_default_tools, _default_calls)

@@ -13,9 +13,10 @@ Methods that read or write one name raise OSError as the system calls do; `clean
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,11 @@ class VersionStore:
                 continue
         return sorted(found, key=lambda version: (version.created, version.hash))
 
-    def point(self, name: str, served: list[str]) -> None:
+    def point(self, name: str, served: list[str], known: Collection[str] = ()) -> None:
         """Lets `name` mean `served[-1]`, after a crash too, and removes versions beyond those kept.
 
-        `served` is VersionTable's. Raises UnknownNameError if the version is not stored.
+        `served`, `known`: VersionTable's; what it does not know goes first. Raises UnknownNameError if the version is
+        not stored.
         """
         check_adapter_name(name)
         hashes = self._hashes(name)
@@ -132,7 +134,7 @@ class VersionStore:
             {"format": 1, "served": [item for item in served if item in hashes]},
             private=True,
         )
-        self._remove_oldest(name, keep=served[-1])
+        self._remove_oldest(name, served[-1], known)
 
     def served(self, name: str) -> list[str]:
         """Hashes that `name` meant, in order, the current one last. Raises UnknownNameError, AdapterError."""
@@ -143,7 +145,8 @@ class VersionStore:
         hashes = set(self._hashes(name))
         value = _read_json(path, CURRENT_FILE)
         served = value.get("served")
-        if value.get("format") != 1 or not isinstance(served, list) or not served:
+        is_list = isinstance(served, list) and all(isinstance(item, str) for item in served)
+        if value.get("format") != 1 or not is_list or not served:
             raise AdapterError(f'{path / CURRENT_FILE}: expected {{"format": 1, "served": [hash, ...]}}')
         if served[-1] not in hashes:
             raise AdapterError(f"{path / CURRENT_FILE}: names version {str(served[-1])[:64]!r}, which is not stored")
@@ -193,19 +196,23 @@ class VersionStore:
     def _describe(self, path: Path) -> AdapterVersion:
         value = _read_json(path, VERSION_FILE)
         try:
-            return AdapterVersion(
+            version = AdapterVersion(
                 hash=path.name,
                 created=float(value["created"]),
                 rank=int(value["rank"]),
                 alpha=float(value["alpha"]),
                 source=str(value["source"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise AdapterError(f"{path / VERSION_FILE}: not a version's description: {error!r}") from None
+        if not math.isfinite(version.created) or not math.isfinite(version.alpha):
+            raise AdapterError(f"{path / VERSION_FILE}: not a version's description: NaN or Inf in it")
+        return version
 
-    def _remove_oldest(self, name: str, keep: str) -> None:
-        hashes = [version.hash for version in self.versions(name)]
-        for version_hash in [item for item in hashes if item != keep][: max(0, len(hashes) - self._kept)]:
+    def _remove_oldest(self, name: str, current: str, known: Collection[str]) -> None:
+        """Content that was published once more is not the oldest to the table, though it was written first."""
+        hashes = sorted((version.hash for version in self.versions(name)), key=lambda item: item in known)
+        for version_hash in [item for item in hashes if item != current][: max(0, len(hashes) - self._kept)]:
             shutil.rmtree(self.root / name / version_hash, ignore_errors=True)
 
 

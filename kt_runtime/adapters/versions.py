@@ -116,6 +116,12 @@ class VersionTable:
                 entry.served.append(target.hash)
             return target
 
+    def loaded(self, name: str, lora_id: str) -> None:
+        """The current version is loaded as `lora_id`; history stays as it is. Raises UnknownNameError."""
+        with self._lock:
+            entry = self._entry(name)
+            entry.versions[entry.served[-1]] = replace(entry.versions[entry.served[-1]], lora_id=lora_id)
+
     def unload(self, name: str) -> AdapterVersion:
         """Forgets `name` and its history; returns the version it meant. Raises UnknownNameError."""
         with self._lock:

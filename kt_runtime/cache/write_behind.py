@@ -167,9 +167,10 @@ class WriteBehind:
         long (`_notice_hanging`), not because much waits to be written."""
         buffer, waited_until_s = None, time.monotonic() + self._patience_s
         while buffer is None and self._availability[Use.WRITING]:
-            left_s = min(waited_until_s - time.monotonic(), self._patience_s - self._busy_s())
+            now = time.monotonic()
+            left_s = min(waited_until_s - now, self._patience_s - self._busy_s())
             buffer = self._pool.take(size, max(0.0, left_s))
-            if left_s <= 0:
+            if left_s <= 0 or time.monotonic() < now + left_s:  # refused at once: the machine has no memory for it
                 break
         if buffer is None:
             self._notice_hanging()

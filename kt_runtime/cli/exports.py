@@ -42,6 +42,8 @@ def export_adapter(
     be an export from before, which is replaced in one step. Raises UserErrors.
     """
     check_place(path, overwrite=overwrite)
+    if path.is_dir() and path.samefile(chosen.base):
+        raise ConflictError(f"{path} is the base model itself, which --overwrite does not replace; choose another name")
     for note in chosen.adapter.notes:
         say(note)
     write = partial(_WRITERS[form], chosen)

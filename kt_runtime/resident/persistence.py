@@ -43,11 +43,12 @@ class _Waiting:
 
 
 class _Name:
-    """What is to be written of one name. `served`: as VersionTable's, None: the name is forgotten."""
+    """What is to be written of one name. `served`, `known`: as VersionTable's; `served` None: the name is forgotten."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, _Waiting] = {}
         self.served: list[str] | None = None
+        self.known: Collection[str] = ()
         self.is_pointed = True
         self.problem: str | None = None
         self.pause_s, self.not_before = FIRST_PAUSE_SECONDS, 0.0
@@ -91,7 +92,7 @@ class Persistence:
             entry.waiting.pop(version.hash, None)
             entry.waiting[version.hash] = _Waiting(version, adapter)
             entry.waiting = {item: waiting for item, waiting in entry.waiting.items() if item in known}
-            entry.served, entry.is_pointed = served, False
+            entry.served, entry.known, entry.is_pointed = served, known, False
             self._given_up.pop((name, version.hash), None)
             self._keep_bounds()
             self._changed.notify_all()
@@ -172,18 +173,18 @@ class Persistence:
     def _write(self, name: str) -> None:
         with self._changed:
             entry = self._names[name]
-            served, waiting = entry.served, list(entry.waiting.values())
+            served, known, waiting = entry.served, entry.known, list(entry.waiting.values())
         # What the name means comes first: it is what a restart needs, and the disk may have no room for all.
         waiting.sort(key=lambda item: item.version.hash != (served[-1] if served else None))
         try:
+            if not served:  # takes no room, and so is done where the versions that wait can't be written
+                self._store.forget(name)
             for item in waiting:
                 self._save(name, item)
                 if served and item.version.hash == served[-1]:
-                    self._store.point(name, served)
+                    self._store.point(name, served, known)
             if served:
-                self._store.point(name, served)
-            else:
-                self._store.forget(name)
+                self._store.point(name, served, known)
         except OSError as error:
             self._put_off(name, f"{error.strerror or error} (tried again)", error)
         except Exception as error:  # noqa: BLE001 - reported: nothing makes it work another time

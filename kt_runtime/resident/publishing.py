@@ -309,7 +309,9 @@ class Publisher:
         name, version, prepared = operation.name, operation.version, operation.prepared
         assert prepared is not None
         try:
-            if operation.is_rollback:
+            if operation.restores:
+                self._table.loaded(name, operation.lora_id)
+            elif operation.is_rollback:
                 self._table.rollback(name, version.hash, version.lora_id)
             else:
                 self._table.publish(name, version)
@@ -343,6 +345,8 @@ class Publisher:
             del self._queues[operation.name]
 
     def _forget(self, name: str, done: Forgotten, *, had_operations: bool = False) -> None:
+        if had_operations:  # also of a name whose first publication is withdrawn: the next one would undo this
+            self.owners.lose(name, "was unloaded")
         try:
             former = self._table.unload(name).lora_id
         except UnknownNameError as error:

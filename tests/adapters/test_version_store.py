@@ -196,3 +196,28 @@ def test_killing_the_writer_at_any_step_leaves_whole_versions_only(tmp_path: Pat
     assert counts == sorted(counts)
     assert counts[0] == (1, 1)
     assert counts[-1] == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("version.json", '{"created": 1.0, "rank": 1e999, "alpha": 1.0, "source": ""}'),
+        ("version.json", '{"created": 1' + "0" * 400 + ', "rank": 8, "alpha": 1.0, "source": ""}'),
+        ("version.json", '{"created": 1.0, "rank": 8, "alpha": 1e999, "source": ""}'),
+        ("version.json", '{"created": NaN, "rank": 8, "alpha": 1.0, "source": ""}'),
+        ("current.json", '{"format": 1, "served": [{}]}'),
+        ("current.json", '{"format": 1, "served": [["x"]]}'),
+    ],
+)
+def test_numbers_and_lists_that_are_damaged_are_one_names_problem(
+    tmp_path: Path, qwen: Any, file: str, content: str
+) -> None:
+    store = open_store(qwen, tmp_path)
+    for seed, name in enumerate(("bad", "good")):
+        version = store.save(name, qwen.adapter("o_proj", seed=seed), created=1.0)
+        store.point(name, [version.hash])
+    (described,) = store.root.glob(f"bad/**/{file}")
+    described.write_text(content)
+    found, problems = store.scan()
+    assert found[-1].name == "good" and len(found[-1].versions) == 1
+    assert (found[0].name == "bad" and found[0].versions == []) or "'bad' is not served" in problems[0]

@@ -138,6 +138,8 @@ def test_what_was_saved_is_restored() -> None:
     table.rollback("x")
     again = VersionTable()
     again.restore("x", table.history("x"), table.served("x"))
+    again.loaded("x", "id")
+    assert again.current("x").lora_id == "id"
     assert (known(again), served(again)) == (known(table), served(table))
     with pytest.raises(UnknownNameError, match="version"):
         again.restore("y", [], ["f" * 64])

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from reference.cache_files import Fail, FaultyFiles, Hang, Slow, contents, key_of, page_to_write, payload_of
 from reference.cache_tiers import ROOT, SIZE, eventually, keys, present, settings, stopped_lines, write
 
+from kt_runtime.cache import buffers
 from kt_runtime.cache.availability import Availability, Use
 from kt_runtime.cache.counters import Counters
 from kt_runtime.cache.disk_tier import DiskTier, DiskTierSettings
@@ -285,6 +286,28 @@ def test_two_callers_may_offer_the_same_page_at_the_same_time(files: FaultyFiles
     is_offered.set()
     assert writer.flush(5.0)
     assert sorted(written) == [(key_of(number), payload_of(number)) for number in (1, 2, 3)]
+    assert writer.close(5.0)
+
+
+def test_a_machine_without_memory_for_a_page_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[int] = []
+
+    def no_memory(size: int, _: int) -> None:
+        refused.append(size)
+        raise MemoryError
+
+    monkeypatch.setattr(buffers, "_slab", no_memory)
+    writer = WriteBehind(
+        lambda pages, chain: None,
+        lambda: None,
+        memory_bytes=1 << 20,
+        interval_s=1.0,
+        patience_s=1.0,
+        availability=Availability("here"),
+        counters=Counters(),
+    )
+    assert writer.offer([page_to_write(1)], ()) == 0
+    assert len(refused) == 2  # at once, and where it would have waited for a buffer
     assert writer.close(5.0)
 
 

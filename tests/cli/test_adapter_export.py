@@ -102,6 +102,16 @@ def test_merged_is_a_checkpoint_and_nothing_overwrites(call: Call, config: dict[
     assert f"{tmp_path / 'm'} exists already; choose another name, or say --overwrite" in refused(call, *arguments)
 
 
+@pytest.mark.parametrize("form", ["peft", "merged"])
+def test_the_base_model_is_never_overwritten(
+    call: Call, model: Path, config: dict[str, Any], tmp_path: Path, form: str
+) -> None:
+    path, _ = write(tmp_path / "a", config, "o_proj")
+    before = {file.name: file.read_bytes() for file in model.iterdir()}
+    assert "is the base model itself" in refused(call, path, model, "--format", form, "--overwrite")
+    assert {file.name: file.read_bytes() for file in model.iterdir()} == before
+
+
 @pytest.mark.parametrize(("form", "name"), [("peft", "out"), ("gguf", "out.gguf"), ("merged", "out")])
 def test_overwrite_replaces_an_export_and_nothing_else(
     call: Call, config: dict[str, Any], tmp_path: Path, form: str, name: str

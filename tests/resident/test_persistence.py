@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,25 @@ from kt_runtime.resident.persistence import WRITING, Persistence
 
 
 class Disk:
-    """A real store whose `save` and `point` raise `error`, or wait at `gate`."""
+    """A real store whose methods raise `error`, or wait at `gate`. `save_error`: of `save` alone."""
 
     def __init__(self, store: VersionStore) -> None:
         self.store = store
         self.error: Exception | None = None
+        self.save_error: Exception | None = None
         self.gate = threading.Event()
         self.gate.set()
         self.attempts = 0
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse()
+        if self.save_error is not None:
+            raise self.save_error
         return self.store.save(*args, **kwargs)
 
-    def point(self, name: str, served: list[str]) -> None:
+    def point(self, name: str, served: list[str], known: Collection[str] = ()) -> None:
         self._refuse()
-        self.store.point(name, served)
+        self.store.point(name, served, known)
 
     def forget(self, name: str) -> None:
         self._refuse()
@@ -259,3 +262,32 @@ def test_files_and_directories_are_their_owners_alone(desk: Desk) -> None:
     assert len(paths) > 5
     assert {path.stat().st_mode & 0o777 for path in paths if path.is_dir()} == {0o700}
     assert {path.stat().st_mode & 0o777 for path in paths if path.is_file()} == {0o600}
+
+
+def test_a_name_stays_forgotten_though_the_disk_has_no_room_for_its_versions(desk: Desk) -> None:
+    desk.put("a", 1.0)
+    assert desk.persistence.flush(30)
+    desk.disk.save_error = no_space()
+    desk.put("a", 2.0)
+    desk.persistence.forget("a")
+    eventually(
+        lambda: [item.reason for item in desk.persistence.unstored()] == ["No space left on device (tried again)"]
+    )
+    eventually(lambda: desk.store.names() == [])
+    desk.disk.save_error = None
+    assert desk.persistence.flush(30)
+    assert len(desk.store.versions("a")) == 2
+    assert desk.store.names() == []
+
+
+def test_content_that_is_published_once_more_is_kept_as_long_as_the_table_knows_it(desk: Desk) -> None:
+    first = desk.put("a", 1.0)
+    for number in range(2, 9):
+        desk.put("a", float(number))
+    desk.put("a", 1.0)
+    assert desk.persistence.flush(30)
+    desk.put("a", 9.0)
+    assert desk.persistence.flush(30)
+    known = {version.hash for version in desk.table.history("a")}
+    assert first.hash in known and desk.table.rollback_target("a").hash == first.hash
+    assert {version.hash for version in desk.store.versions("a")} == known

@@ -487,6 +487,15 @@ def test_a_session_whose_name_was_unloaded_is_told_at_its_next_publication(desk:
     assert desk.info("bob").owner == "another"
 
 
+def test_unloading_during_the_first_publication_is_not_undone_by_the_second(desk: Desk) -> None:
+    session = desk.session("run")
+    desk.publisher.owners.claim("bob", session)  # as a run does when it begins
+    desk.publish("bob", 1, session=session)
+    assert forget(desk, "bob") == [None]
+    with pytest.raises(ConflictError, match=r"'bob' was unloaded at .*to publish it again, say take_over"):
+        desk.publish("bob", 2, session=session)
+
+
 def test_of_two_sessions_at_once_the_first_gets_the_name(desk: Desk) -> None:
     for seed, name in ((1, "first"), (2, "second")):
         desk.publish("bob", seed, session=desk.session(name))

@@ -18,6 +18,7 @@ from kt_runtime.train.data import Conversation, Preference
 from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.rendering import Renderer
 from kt_runtime.train.templates import TEMPLATES
+from kt_runtime.train.tool_formats import DEFAULT
 
 Make = Callable[..., Renderer]
 
@@ -270,3 +271,9 @@ def test_a_prompt_with_tools_is_the_beginning_of_the_row(make: Make) -> None:
     renderer = make("deepseek-v3", "deepseek3")
     text = renderer.tokenizer.decode(renderer.prompt(TOOL_TURNS[:-1], TOOLS))
     assert text == WITH_TOOLS["deepseek3"].replace("«", "").replace("»", "").removesuffix(f"At seven.{EOS}")
+
+
+@pytest.mark.parametrize("schema", [{"required": True}, {"required": 3}, {"enum": True}, {"items": 3}])
+def test_a_tools_schema_that_is_none_renders_as_if_it_said_nothing(schema: Any) -> None:
+    tool = {"name": "add", "description": "Adds.", "parameters": {"properties": {"a": schema}} | schema}
+    assert "> Tool Name: add\nTool Description: Adds.\nTool Args:\n  - a (" in DEFAULT.tools([tool])
