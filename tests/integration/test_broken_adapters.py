@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,10 @@ def loaded(float32_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Ite
     good = lora.write_adapter(place / "good", lora.random_adapter(config, rank=4, alpha=8.0, seed=1))
     loaded = Loaded(float32_server, good)
     assert loaded.load(good).is_success
+    deadline = time.monotonic() + 60
+    while not float32_server.api.get("/kt/adapters/kept")["versions"][0]["stored"]:
+        assert time.monotonic() < deadline, "the version was not written"
+        time.sleep(0.05)
     yield loaded
     float32_server.api.delete("/kt/adapters/kept")
 

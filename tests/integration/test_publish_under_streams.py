@@ -226,4 +226,4 @@ def test_an_adapter_that_was_never_published_is_refused_by_name(api: ServerAPI, 
     answer = httpx.post(
         f"{api.url}/generate", json={"input_ids": PROMPTS[0], "lora_path": "nobody"}, timeout=60, trust_env=False
     )
-    assert answer.status_code == 400 and "nobody" in answer.text
+    assert answer.status_code == 404 and "nobody" in answer.text
