@@ -102,7 +102,7 @@ def _end_with_parent(parent: int) -> None:
     if os.getppid() != parent:
         os._exit(0)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory runs out, a grammar goes before the model
+        file.write("1000")  # out of memory, the kernel ends a grammar rather than the model
 
 
 class GrammarProcess:

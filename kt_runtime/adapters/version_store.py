@@ -122,8 +122,8 @@ class VersionStore:
     def point(self, name: str, served: list[str], known: Collection[str] = ()) -> None:
         """Lets `name` mean `served[-1]`, after a crash too, and removes versions beyond those kept.
 
-        `served`, `known`: VersionTable's; what it does not know goes first. Raises UnknownNameError if the version is
-        not stored.
+        `served`, `known`: VersionTable's; versions that it does not know are removed first. Raises
+        UnknownNameError if the version is not stored.
         """
         check_adapter_name(name)
         hashes = self._hashes(name)
