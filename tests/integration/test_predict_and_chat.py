@@ -45,6 +45,11 @@ class Place:
     def recipe(self) -> Path:
         return self.directory / "predict.yaml"
 
+    def served(self) -> dict[str, list[str]]:
+        """The served names with their versions. Not the whole answer: a version is still written meanwhile."""
+        adapters = self.api.get("/kt/adapters")["adapters"]
+        return {adapter["name"]: [version["version"] for version in adapter["versions"]] for adapter in adapters}
+
     def predictions(self) -> list[dict[str, str]]:
         text = (self.directory / "out" / "generated_predictions.jsonl").read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()]
@@ -197,12 +202,12 @@ def test_what_is_wrong_with_a_chat_recipe_is_said_before_its_adapter_is_served(p
         model = make_model("tiny-qwen3-moe", place.directory / "another")
     template = "template: deepsek3\n" if wrong == "template" else ""
     recipe.write_text(f"model_name_or_path: {model}\nadapter_name_or_path: {place.adapter}\n{template}")
-    before = place.api.get("/kt/adapters")
+    before = place.served()
     ran = place.run("chat", str(recipe), text="Who?\n")
     assert ran.returncode == 2 and ran.stdout == ""
     expected = "the server's resident model is" if wrong == "model" else "did you mean deepseek3?"
     assert expected in ran.stderr and "serving" not in ran.stderr
-    assert place.api.get("/kt/adapters") == before
+    assert place.served() == before
 
 
 def test_chat_with_a_named_template_prompts_as_that_template_does(place: Place) -> None:
