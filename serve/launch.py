@@ -26,8 +26,9 @@ from kt_runtime.files import exclusive_lock
 from kt_runtime.resident.settings import ResidentSettings
 from kt_runtime.serve.adapter_directory import adapter_directory, check_adapters, claimed_adapters
 from kt_runtime.serve.auth import ApiKey
-from kt_runtime.serve.cache import CachePlan, describe, lack_of_room, plan_cache
+from kt_runtime.serve.cache import describe, lack_of_room, plan_cache
 from kt_runtime.serve.cache_directory import cache_directory, check_directory, claimed
+from kt_runtime.serve.cache_plan import CachePlan
 from kt_runtime.serve.console.console import Console, opened_console
 from kt_runtime.serve.console.start_lines import describe_model
 from kt_runtime.serve.front_door import FrontDoor, check_reach

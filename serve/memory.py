@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.families.base import EXPERTS, LoraModule, integer
 from kt_runtime.families.quantization import BF16, QUANTIZED_WHILE_LOADING, ExpertFormat, quantization_of
 from kt_runtime.families.registry import family_for
+from kt_runtime.serve.cache_plan import CachePlan
 from kt_runtime.serve.checkpoint import count_parameters, dense_tensors
-
-if TYPE_CHECKING:
-    from kt_runtime.serve.cache import CachePlan
 
 Device = Literal["cpu", "gpu"]
 

@@ -7,13 +7,11 @@ import re
 import socket
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError, suggestion
 from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING
-
-if TYPE_CHECKING:
-    from kt_runtime.serve.cache import CachePlan
+from kt_runtime.serve.cache_plan import CachePlan
 
 DTYPES = ("bfloat16", "float32")
 LORA_RANKS = (64, 32, 16, 8)

@@ -7,7 +7,7 @@ no MLA handler, so that DeepSeek takes the MHA path and meets the latent cache.
 
 Extends compute only the new queries, against cached prefix and new keys, one sequence at a time: what a sequence gets
 does not depend on the others in its batch. Decodes are one batch, padded to its longest sequence, unless padding would
-cost more than the sequences themselves. Scores and softmax are float32, see `attention_math`.
+cost more than the sequences themselves. Scores and softmax are float32, see `kt_runtime.ops.attention`.
 
 Left out: sliding windows, cross attention and bidirectional attention. The families that are served have none.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.resident.attention_math import attend_decode, attend_sequence
+from kt_runtime.ops.attention import attend_decode, attend_sequence
 from kt_runtime.sglang_patch import finite_rows
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kt_runtime.ops.norms import rms_norm
 from kt_runtime.sglang_patch.hooks import Hooks
 
 SYMBOLS = ("sglang.srt.layers.layernorm.RMSNorm.forward_native",)
@@ -34,13 +35,6 @@ def _forward(
     if special or post_residual_addition is not None:
         return original(norm, x, residual, post_residual_addition, quant_linear)
     if residual is None:
-        return normalised(x, norm.weight, norm.variance_epsilon)
+        return rms_norm(x, norm.weight, norm.variance_epsilon)
     total = residual + x
-    return normalised(total, norm.weight, norm.variance_epsilon), total
-
-
-def normalised(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """weight * x / rms(x), x [..., H]; statistics in float32, the product in x's dtype."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-    return weight * wide.to(x.dtype)
+    return rms_norm(total, norm.weight, norm.variance_epsilon), total

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kt_runtime.resident.products import product
+from kt_runtime.ops.router import float32_logits
 from kt_runtime.sglang_patch.hooks import Hooks
 
 SYMBOLS = (
@@ -34,7 +34,7 @@ def install(hooks: Hooks) -> None:
 
 def router_logits(gate: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """[T, H] -> float32 [T, E]."""
-    return product(hidden_states.float(), gate.weight.float().T)
+    return float32_logits(hidden_states, gate.weight)
 
 
 def _leave_scaling_to_routing(_result: None, block: Any, *args: Any, **kwargs: Any) -> None:

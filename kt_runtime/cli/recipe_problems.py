@@ -100,8 +100,8 @@ def _search(found: _Found, path: Path, overrides: tuple[str, ...], purpose: str,
 
 def _search_model(found: _Found, recipe: Recipe, directory: Path, status: Status | None) -> None:
     """What the model's configuration and the server's limits say against the recipe's adapter and placement."""
+    from kt_runtime.cli.recipe_against_model import check_rank, check_targets
     from kt_runtime.cli.starting_adapter import with_starting_adapter
-    from kt_runtime.cli.train import check_rank, check_targets
     from kt_runtime.serve.checkpoint_files import read_config
     from kt_runtime.serve.resident_notes import asked_placement
 

@@ -25,12 +25,13 @@ import click
 from kt_runtime.cli.connection import ServerAPI, resident_client, running_status, server_options, server_url
 from kt_runtime.cli.main import INTERRUPTED_STATUS
 from kt_runtime.cli.predict import predict_alone, prepare_prediction
+from kt_runtime.cli.recipe_against_model import check_rank, check_targets, say_resident_notes
 from kt_runtime.cli.recipe_argument import recipe_arguments, recipe_of
 from kt_runtime.cli.recipe_problems import with_all_problems
 from kt_runtime.cli.run_server import check_model, check_named_server, recipes_model, running_server
 from kt_runtime.cli.temporary_adapter import adapter_in_use, rank_of
 from kt_runtime.documents import is_secret
-from kt_runtime.errors import InvalidValueError, KtError, NotFoundError, UserError
+from kt_runtime.errors import KtError, NotFoundError
 
 if TYPE_CHECKING:
     from kt_runtime.train.display import Display
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from kt_runtime.train.recipe import Recipe
     from kt_runtime.train.reference_logprobs import Serving
     from kt_runtime.train.serving_path import ServingPath
-    from kt_runtime.wire.messages import PublishReply, StatusReply
+    from kt_runtime.wire.messages import PublishReply
 
 ABANDON_SECONDS = 3.0
 # One call may be 16,384 tokens through the largest models' experts on the CPU, behind other sessions and many streams.
@@ -140,26 +141,6 @@ def _prepare(recipe: Recipe, status: dict[str, Any] | None, say: Callable[[str],
     return Prepared(recipe, inputs, config)
 
 
-def check_rank(recipe: Recipe, max_rank: int | None) -> None:
-    """Raises, with the recipe's line, what the resident would refuse once the run has begun. `max_rank`: the server's,
-    None while there is none."""
-    if max_rank is not None and recipe.lora_rank > max_rank:
-        raise InvalidValueError(
-            f"{recipe.where('lora_rank')}: lora_rank: {recipe.lora_rank}: the server serves adapters up to rank "
-            f"{max_rank}; lower it, or start the server with --max-lora-rank {recipe.lora_rank}"
-        )
-
-
-def check_targets(recipe: Recipe, config: dict[str, Any]) -> None:
-    """Raises InvalidValueError, with the recipe's line, for a target that the model does not have."""
-    from kt_runtime.families import resolve_targets
-
-    try:
-        resolve_targets(config, recipe.lora_target)
-    except UserError as error:
-        raise InvalidValueError(f"{recipe.where('lora_target')}: lora_target: {error}") from None
-
-
 def _run(prepared: Prepared, url: str | None, api_key: str | None, display: Display) -> RunResult:
     from kt_runtime.serve.checkpoint import count_parameters
     from kt_runtime.serve.resident_notes import rule_file
@@ -218,14 +199,6 @@ def reference_serving(api: ServerAPI, api_key: str | None, recipe: Recipe, say: 
             yield ServingPath(api.url, api_key, name, recipe.per_device_eval_batch_size)
 
     return served
-
-
-def say_resident_notes(recipe: Recipe, status: StatusReply, say: Callable[[str], None]) -> None:
-    """What the recipe says about placement and memory, where the resident model has it otherwise."""
-    from kt_runtime.serve.resident_notes import placement_notes, resident_notes
-
-    for note in [*placement_notes(recipe, status), *resident_notes(recipe, status)]:
-        say(note)
 
 
 def _abandon(api: ServerAPI, session: str) -> None:

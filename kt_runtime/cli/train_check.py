@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
+from kt_runtime.cli.recipe_against_model import say_resident_notes
 from kt_runtime.families import resolve_targets
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ Say = Callable[[str], None]
 
 def check_run(recipe: Recipe, inputs: Inputs, config: dict[str, Any], api: ServerAPI | None, say: Say) -> None:
     """Prints what the run would do. Raises what would stop it. `api`: the running server, asked for its status only."""
-    from kt_runtime.cli.train import say_resident_notes
     from kt_runtime.serve.resident_notes import asked_placement, rule_file
     from kt_runtime.train.loop import check_lengths
 

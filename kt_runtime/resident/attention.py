@@ -22,10 +22,11 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from kt_runtime.resident.attention_math import attend_batch_backward, attend_sequence
+from kt_runtime.ops import mla
+from kt_runtime.ops.attention import attend_batch_backward, attend_sequence
+from kt_runtime.ops.matmul import frozen_bmm
 from kt_runtime.resident.batches import Branch
 from kt_runtime.resident.lora_linear import LoraLinear
-from kt_runtime.resident.products import frozen_bmm, served_product
 
 NAME = "kt_float32"
 """`float32_attention` among Hugging Face's attention implementations."""
@@ -168,16 +169,16 @@ def _absorbed(
 class KvWeight:
     """`kv_b_proj` as per-head matrices W_k [N, K, D] and W_v [N, V, D], with LoRA beside them as serving has it.
 
-    `sglang_patch.lora_kv_b` has the formulas. T tokens.
+    `kt_runtime.ops.mla` has the formulas. T tokens.
     """
 
     def __init__(self, attention: Any) -> None:
-        linear, key_size = attention.kv_b_proj, attention.qk_nope_head_dim
-        self._heads, self._key_size = attention.num_heads, key_size
+        linear = attention.kv_b_proj
+        self._heads, self._key_size = attention.num_heads, attention.qk_nope_head_dim
         base = linear.get_base_layer() if isinstance(linear, LoraLinear) else linear
-        by_head = base.get_parameter("weight").unflatten(0, (self._heads, -1))
+        w_k, self._w_v = mla.halves(base.get_parameter("weight"), self._heads, self._key_size)
         # W_k for a moment in SGLang's memory order, on which the order of torch's bf16 sums depends.
-        self._w_k, self._w_v = by_head[:, :key_size].mT.contiguous().mT, by_head[:, key_size:]
+        self._w_k = w_k.mT.contiguous().mT
         self._lora = linear.active_lora() if isinstance(linear, LoraLinear) else []
 
     def into_query(self, query: torch.Tensor) -> torch.Tensor:
@@ -185,8 +186,8 @@ class KvWeight:
         by_head = query.transpose(0, 1)
         out = frozen_bmm(by_head, self._w_k)
         for a, b, scaling in self._lora:
-            low = served_product(by_head, b.unflatten(0, (self._heads, -1))[:, : self._key_size])
-            out = torch.add(out, served_product(low.flatten(0, 1), a).view_as(out), alpha=scaling)
+            b_k, _ = mla.halves(b, self._heads, self._key_size)
+            out = torch.add(out, mla.query_delta(by_head, a, b_k), alpha=scaling)
         return out.transpose(0, 1)
 
     def into_output(self, latent: torch.Tensor) -> torch.Tensor:
@@ -194,9 +195,8 @@ class KvWeight:
         by_head = latent.transpose(0, 1)
         out = frozen_bmm(by_head, self._w_v.mT)
         for a, b, scaling in self._lora:
-            low = served_product(by_head.flatten(0, 1), a.T).unflatten(0, by_head.shape[:2])
-            delta = served_product(low, b.unflatten(0, (self._heads, -1))[:, self._key_size :].mT)
-            out = torch.add(out, delta, alpha=scaling)
+            _, b_v = mla.halves(b, self._heads, self._key_size)
+            out = torch.add(out, mla.output_delta(by_head, a, b_v), alpha=scaling)
         return out.transpose(0, 1)
 
 

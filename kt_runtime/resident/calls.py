@@ -19,6 +19,7 @@ from kt_runtime.experts import free_spare_memory
 from kt_runtime.families import resolve_targets
 from kt_runtime.resident import state
 from kt_runtime.resident.batches import TrainingBatch
+from kt_runtime.resident.call import CallResult
 from kt_runtime.resident.executor import Slice, Slices
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.lora import LoraModules
@@ -28,7 +29,6 @@ from kt_runtime.resident.preference import check_pairs
 from kt_runtime.resident.publishing import Forgotten, Publisher
 from kt_runtime.resident.session import Session
 from kt_runtime.resident.session_limits import FROZEN_BYTES, TRAINED_BYTES, SessionLimits, num_parameters
-from kt_runtime.resident.slices import CallResult
 from kt_runtime.resident.twin import Twin
 from kt_runtime.wire import messages
 from kt_runtime.wire.messages import (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import Linear as PeftLinear
 
-from kt_runtime.resident.products import served_product
+from kt_runtime.ops.matmul import served_product
 
 
 class LoraLinear(PeftLinear):

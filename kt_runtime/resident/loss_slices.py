@@ -14,17 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from kt_runtime.errors import NumericsError
 from kt_runtime.resident.batches import Microbatch
+from kt_runtime.resident.call import Call, CallResult
 from kt_runtime.resident.executor import Slice
 from kt_runtime.resident.losses import LossTokens, LossValue, hidden_gradient, log_softmax, tokens_per_chunk
-
-if TYPE_CHECKING:
-    from kt_runtime.resident.slices import Call, CallResult
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from kt_runtime.resident.products import gradient_product
+from kt_runtime.ops.matmul import gradient_product
 
 MAX_LOGITS_ELEMENTS = 1 << 24  # 64 MiB in float32
 

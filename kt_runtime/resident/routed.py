@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from kt_runtime.experts import ExpertStore, LoraSlot, routed_experts, routed_experts_for_backward
-from kt_runtime.resident.products import frozen_linear, rounded
+from kt_runtime.ops.matmul import frozen_linear, rounded
+from kt_runtime.ops.router import softmax_top_k
 
 
 class RoutedExperts(nn.Module):
@@ -66,7 +67,4 @@ class SoftmaxRouter(nn.Module):
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits [T, E], weights [T, K], ids [T, K], as Hugging Face's router returns them."""
         logits = frozen_linear(hidden, self.weight)
-        weights, ids = torch.topk(logits.float().softmax(-1), self.top_k, dim=-1)
-        if self.normalises:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights, ids
+        return logits, *softmax_top_k(logits, self.top_k, self.normalises)

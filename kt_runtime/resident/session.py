@@ -17,6 +17,7 @@ from kt_runtime.adapters import AdapterTensors
 from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.families import LoraModule
 from kt_runtime.resident.batches import TrainingBatch, split
+from kt_runtime.resident.call import Call, CallResult
 from kt_runtime.resident.executor import Slices
 from kt_runtime.resident.lora import LoraModules
 from kt_runtime.resident.losses import LossFunction, WeightedCrossEntropy
@@ -25,7 +26,7 @@ from kt_runtime.resident.owners import SessionId
 from kt_runtime.resident.portions import portions
 from kt_runtime.resident.preference import PreferenceLossFunction
 from kt_runtime.resident.session_limits import FROZEN_BYTES, TRAINED_BYTES, num_parameters
-from kt_runtime.resident.slices import Call, CallResult, training_call
+from kt_runtime.resident.slices import training_call
 from kt_runtime.resident.twin import Twin
 from kt_runtime.wire.messages import Activations, CrossEntropy, LoraSettings, Loss, Model, SessionInfo
 

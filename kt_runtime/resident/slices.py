@@ -19,48 +19,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from kt_runtime.resident.batches import Microbatch
+from kt_runtime.resident.call import Call, CallResult
 from kt_runtime.resident.executor import Slice
-from kt_runtime.resident.lora import LoraModules
 from kt_runtime.resident.loss_slices import loss_of
-from kt_runtime.resident.losses import LossFunction
-from kt_runtime.resident.twin import Positions, Twin
-
-
-@dataclass(frozen=True)
-class Call:
-    """What stays the same over one call. `adapter`: the key in `LoraModules`, None for the base alone.
-
-    `backward` False: log-probabilities only, without dropout. `seed`: of this call's dropout. `retain`: backward takes
-    what forward computed instead of computing it again.
-    """
-
-    twin: Twin
-    lora: LoraModules
-    adapter: str | None
-    loss: LossFunction
-    backward: bool
-    seed: int
-    retain: bool = False
-
-
-@dataclass
-class CallResult:
-    """`logprobs` [N], float32, on the CPU. `gradient`: by parameter name, empty without backward.
-
-    `metrics`, `num_correct`, `num_computed`: as in `wire.messages.ForwardReply`.
-    """
-
-    loss: float
-    logprobs: torch.Tensor
-    gradient: dict[str, torch.Tensor]
-    metrics: dict[str, float] = field(default_factory=dict)
-    num_correct: int = 0
-    num_computed: int = 0
+from kt_runtime.resident.twin import Positions
 
 
 def training_call(call: Call, microbatches: list[Microbatch], num_tokens: int) -> Generator[Slice, None, CallResult]:

@@ -27,9 +27,8 @@ from kt_runtime.errors import CheckpointError, suggestion
 from kt_runtime.families import Family, TensorSource, family_for
 from kt_runtime.resident import attention
 from kt_runtime.resident.fingerprint import hash_weights
+from kt_runtime.resident.frozen import FrozenLinear, FrozenRmsNorm, is_rms_norm
 from kt_runtime.resident.host import Host
-from kt_runtime.resident.norms import FrozenRmsNorm, is_rms_norm
-from kt_runtime.resident.products import FrozenLinear
 from kt_runtime.resident.routed import RoutedExperts, SoftmaxRouter
 
 Positions = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

@@ -21,12 +21,12 @@ from kt_runtime.errors import ConflictError
 from kt_runtime.experts import ExpertShape, ExpertStore
 from kt_runtime.families import LoraModule, family_for, resolve_targets
 from kt_runtime.resident.batches import TrainingBatch
+from kt_runtime.resident.call import CallResult
 from kt_runtime.resident.executor import run_at_once
 from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights
 from kt_runtime.resident.lora import LoraModules
 from kt_runtime.resident.optimizer import StepSettings
 from kt_runtime.resident.session import Session
-from kt_runtime.resident.slices import CallResult
 from kt_runtime.resident.twin import Twin, dense_views
 from kt_runtime.resident.wakeup import Wakeup
 from kt_runtime.wire.messages import CacheTier, CrossEntropy, LoraSettings, Loss

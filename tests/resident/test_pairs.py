@@ -10,8 +10,9 @@ import torch
 
 from kt_runtime.resident.attention import visible_keys
 from kt_runtime.resident.batches import Branch, TrainingBatch, split
+from kt_runtime.resident.call import Call, CallResult
 from kt_runtime.resident.losses import WeightedCrossEntropy
-from kt_runtime.resident.slices import Call, CallResult, training_call
+from kt_runtime.resident.slices import training_call
 
 FAMILIES = ["deepseek_v2", "deepseek_v3", "qwen3_moe"]
 

@@ -12,8 +12,9 @@ import torch
 from kt_runtime.errors import NumericsError
 from kt_runtime.experts import ExpertLayer
 from kt_runtime.resident.batches import split
+from kt_runtime.resident.call import Call
 from kt_runtime.resident.losses import WeightedCrossEntropy
-from kt_runtime.resident.slices import Call, _Kept, training_call
+from kt_runtime.resident.slices import _Kept, training_call
 from kt_runtime.resident.slices import _slice as surroundings
 from kt_runtime.wire.messages import CrossEntropy
 

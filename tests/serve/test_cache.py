@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.serve.cache import INDEX_BYTES, CachePlan, describe, lack_of_room, plan_cache
+from kt_runtime.serve.cache import describe, lack_of_room, plan_cache
+from kt_runtime.serve.cache_plan import INDEX_BYTES, CachePlan
 from kt_runtime.serve.memory import ServingShape, plan_memory
 from kt_runtime.serve.options import ServeOptions
 from kt_runtime.serve.presets import load_preset

@@ -12,7 +12,7 @@ import pytest
 from reference.quantized_checkpoint import quantize_checkpoint
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.serve.cache import CachePlan
+from kt_runtime.serve.cache_plan import CachePlan
 from kt_runtime.serve.make_model import make_model
 from kt_runtime.serve.models import resolve_model
 from kt_runtime.serve.options import ServeOptions

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from kt_runtime.sglang_patch.norms import normalised
+from kt_runtime.ops.norms import rms_norm
 from kt_runtime.sglang_patch.router import router_logits
 
 
@@ -26,4 +26,4 @@ def test_norms_round_as_hugging_face_does(dtype: torch.dtype) -> None:
     theirs = Qwen3MoeRMSNorm(64, 1e-6).to(dtype)
     theirs.weight.data.copy_(torch.rand(64, generator=g) + 0.5)
     x = torch.randn(33, 64, generator=g).to(dtype)
-    assert torch.equal(normalised(x, theirs.weight, 1e-6), theirs(x))
+    assert torch.equal(rms_norm(x, theirs.weight, 1e-6), theirs(x))

@@ -1,4 +1,4 @@
-"""Matrix products of the twin that must round as serving's do.
+"""Matrix products of training that must round as serving's do.
 
 `served_product` is for LoRA, of which serving has copies in the model's dtype. `product` is for float32: with fewer
 than four rows, BLAS takes other kernels, which add in another order, so that a token would get other numbers when it is
@@ -146,10 +146,3 @@ def frozen_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 def frozen_bmm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`torch.bmm` with a gradient for x alone."""
     return _Frozen.apply(x, weight, False) if _in_software(x) else torch.bmm(x, weight)
-
-
-class FrozenLinear(torch.nn.Linear):
-    """A linear layer of the base: as `torch.nn.Linear`, but never trained itself."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return frozen_linear(x, self.weight, self.bias)

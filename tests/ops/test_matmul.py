@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kt_runtime.resident import products
-from kt_runtime.resident.products import (
-    FrozenLinear,
+from kt_runtime.ops import matmul
+from kt_runtime.ops.matmul import (
     frozen_bmm,
     frozen_linear,
     gradient_product,
@@ -13,6 +12,7 @@ from kt_runtime.resident.products import (
     rounded,
     served_product,
 )
+from kt_runtime.resident.frozen import FrozenLinear
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
@@ -76,8 +76,8 @@ def test_a_head_is_widened_piece_by_piece_to_the_same_product(monkeypatch: pytes
     g = torch.Generator().manual_seed(3)
     a, b = (torch.randn(*shape, generator=g).bfloat16() for shape in ((2, 5, 300), (300, 24)))
     expected = a.double() @ b.double()
-    monkeypatch.setattr(products, "_in_software", lambda values: True)
-    monkeypatch.setattr(products, "WIDENED_ROWS", 128)
+    monkeypatch.setattr(matmul, "_in_software", lambda values: True)
+    monkeypatch.setattr(matmul, "WIDENED_ROWS", 128)
     found = gradient_product(a, b)
     assert found.dtype == torch.bfloat16 and found.shape == (2, 5, 24)
     torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=1e-3)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kt_runtime.resident import attention_math
-from kt_runtime.resident.attention_math import (
+from kt_runtime.ops import attention
+from kt_runtime.ops.attention import (
     _blocks,
     attend_batch_backward,
     attend_decode,
@@ -56,7 +56,7 @@ def test_extend_is_causal_attention_over_prefix_and_new_keys(
 def test_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
     q, k, v = tensors(SHAPES[1], 19, 30)
     whole = attend_sequence(q, k, v, 11, 0.2)
-    monkeypatch.setattr(attention_math, "SCORE_BUDGET", budget)
+    monkeypatch.setattr(attention, "SCORE_BUDGET", budget)
     torch.testing.assert_close(attend_sequence(q, k, v, 11, 0.2), whole, atol=TOLERANCE, rtol=0)
 
 
@@ -106,7 +106,7 @@ def test_gradients_are_those_of_the_definition(
     grad_out = torch.randn(19, shape[0], shape[3], generator=torch.Generator().manual_seed(4))
     exact = [tensor.double().requires_grad_() for tensor in inputs]
     expected = torch.autograd.grad(differentiable(*exact, 0.3), exact, grad_out.double())
-    monkeypatch.setattr(attention_math, "SCORE_BUDGET", budget)
+    monkeypatch.setattr(attention, "SCORE_BUDGET", budget)
     for found, wanted in zip(attend_sequence_backward(grad_out, *inputs, 0.3), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
 

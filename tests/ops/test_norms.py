@@ -8,7 +8,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RMSNo
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from kt_runtime.resident.norms import FrozenRmsNorm, is_rms_norm
+from kt_runtime.resident.frozen import FrozenRmsNorm, is_rms_norm
 
 CLASSES = (Qwen3MoeRMSNorm, DeepseekV2RMSNorm, DeepseekV3RMSNorm)
 

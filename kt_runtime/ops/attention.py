@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import torch
 
-from kt_runtime.resident.products import product
+from kt_runtime.ops.matmul import product
 
 SCORE_BUDGET = 1 << 23  # numbers in one block of scores: 32 MiB
 CACHED_SCORES = 1 << 19  # as many stay in the caches
