@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,13 +47,14 @@ class Failure:
 class Patience:
     """The budget of one scheduler, used by its thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._left_s = float("inf")
-        self._known_at = time.monotonic()
+        self._known_at = clock()
 
     def collect(self, processes: Iterable[GrammarProcess], limits: GrammarLimits) -> None:
         """Takes the answers that `processes` owe. Afterwards each has given them or has ended."""
-        began = time.monotonic()
+        began = self._clock()
         left_s = self._left_s = min(limits.step_s, self._left_s + LONG_RUN_SHARE * (began - self._known_at))
         poll, late = select.poll(), {}
         for process in processes:
@@ -62,7 +63,7 @@ class Patience:
                 poll.register(process.connection.fileno(), select.POLLIN)
         share_s = None
         while late:
-            waited_s = time.monotonic() - began
+            waited_s = self._clock() - began
             if waited_s >= left_s:
                 if share_s is None:
                     share_s = share_of_one(left_s, sum(process.num_asked for process in late.values()), limits)
@@ -73,7 +74,7 @@ class Patience:
             for number in [number for number, process in late.items() if not process.unanswered]:
                 poll.unregister(number)
                 del late[number]
-        self._known_at = time.monotonic()
+        self._known_at = self._clock()
         self._left_s = max(0.0, left_s - (self._known_at - began))
 
 
