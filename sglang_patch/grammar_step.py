@@ -4,9 +4,10 @@ The scheduler asks every grammar of a batch for its token's mask, then collects 
 side. All of them share a budget of waiting, `step_s` at once; in the long run half of the time, so that grammars slow
 others down to half of their speed at most.
 
-When the budget is spent, the grammars that have not answered are judged by the processor time that they have used since
-they were asked, not by the clock: on a busy machine an honest grammar answers late, having used little. Each may use
-its share of what is left of the budget, and `least_cpu_s` where the budget allows that to all of them. Whoever has used
+Processor time counts, not the clock: on a busy machine an honest grammar answers late, having used little. Of a step's
+wait no more is taken from the budget than the grammars have used. When the scheduler has waited for as long as the
+budget says, those that have not answered are judged by what they have used since they were asked. Each may use its
+share of what is left of the budget, and `least_cpu_s` where the budget allows that to all of them. Whoever has used
 more is ended; the others are waited for. Their shares together are no more than `step_s`, so a step ends within twice
 `step_s` where one core is free for grammars.
 """
@@ -45,23 +46,23 @@ class Failure:
 
 
 class Patience:
-    """The budget of one scheduler, used by its thread only."""
+    """The budget of one scheduler, used by its thread only. `left_s`: seconds of it after the last step."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._left_s = float("inf")
+        self.left_s = float("inf")
         self._known_at = clock()
 
     def collect(self, processes: Iterable[GrammarProcess], limits: GrammarLimits) -> None:
         """Takes the answers that `processes` owe. Afterwards each has given them or has ended."""
         began = self._clock()
-        left_s = self._left_s = min(limits.step_s, self._left_s + LONG_RUN_SHARE * (began - self._known_at))
+        left_s = self.left_s = min(limits.step_s, self.left_s + LONG_RUN_SHARE * (began - self._known_at))
         poll, late = select.poll(), {}
         for process in processes:
             if process.unanswered:
                 late[process.connection.fileno()] = process
                 poll.register(process.connection.fileno(), select.POLLIN)
-        share_s = None
+        share_s, used_s, num_ended = None, 0.0, 0
         while late:
             waited_s = self._clock() - began
             if waited_s >= left_s:
@@ -73,9 +74,12 @@ class Patience:
                     late[number].take_answer()
             for number in [number for number, process in late.items() if not process.unanswered]:
                 poll.unregister(number)
-                del late[number]
+                process = late.pop(number)
+                used_s += process.used_cpu_s()
+                num_ended += process.ended
         self._known_at = self._clock()
-        self._left_s = max(0.0, left_s - (self._known_at - began))
+        waited_s = self._known_at - began
+        self.left_s = max(0.0, left_s - (waited_s if num_ended else min(waited_s, used_s)))
 
 
 def share_of_one(left_s: float, num_asked: int, limits: GrammarLimits) -> float:

@@ -134,6 +134,17 @@ def test_a_grammar_that_gets_no_processor_time_is_waited_for(start: Start) -> No
     assert all(filled) and torch.equal(bitmask, MASK_WORDS.expand(NUM_SLOW, -1))
 
 
+def test_waiting_on_a_busy_machine_does_not_use_up_the_budget(room: Room, start: Start) -> None:
+    now_s = itertools.count(step=0.02)
+    room.patience = Patience(lambda: next(now_s))
+    process, matcher = start(cpu_s=0.001)
+    late = threading.Thread(target=lambda: process.looked_at.wait(WAIT_SECONDS) and process.answer())
+    late.start()
+    collect_masks([matcher])
+    late.join()
+    assert room.patience.left_s == pytest.approx(room.limits.step_s - 0.001)
+
+
 def test_only_the_slowest_are_ended(start: Start) -> None:
     (slow, heavy), (light, honest) = start(cpu_s=0.04), start(cpu_s=0.02)
     late = threading.Thread(target=lambda: light.looked_at.wait(WAIT_SECONDS) and light.answer())
