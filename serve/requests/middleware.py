@@ -77,7 +77,7 @@ class RequestMiddleware:
         except ClientGone:
             return
         if path.startswith(OWN_ROUTES):
-            await self.app(scope, _Replay(body, receive), send)
+            await self.app(scope, _Replay(body, receive), lambda message: send(with_retry_after(message)))
             return
         with noting() as overloads:
             guarded = _Guarded(send, path, overloads, may_wait=len(body) > LONG_BYTES)
@@ -155,12 +155,12 @@ class _Guarded:
         return True
 
 
-def with_retry_after(start: Any) -> Any:
-    """The same start of an answer, with the header if it is 503."""
-    names = [name.lower() for name, _ in start.get("headers", ())]
-    if start["status"] != 503 or b"retry-after" in names:
-        return start
-    return {**start, "headers": [*start.get("headers", ()), RETRY_AFTER]}
+def with_retry_after(message: Any) -> Any:
+    """The same message of an answer, with the header if it is the start of a 503."""
+    headers = message.get("headers", ())
+    if message.get("status") != 503 or b"retry-after" in [name.lower() for name, _ in headers]:
+        return message
+    return {**message, "headers": [*headers, RETRY_AFTER]}
 
 
 async def _refuse(refusal: Refusal, path: str, reader: BodyReader, send: Send) -> None:

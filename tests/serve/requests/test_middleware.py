@@ -271,5 +271,6 @@ def test_a_long_body_that_is_taken_is_answered_as_it_was() -> None:
 
 
 def test_each_503_says_when_to_try_again() -> None:
-    assert (b"retry-after", b"5") in Exchange(BODY, status=503).run().sent[0]["headers"]
+    for path in ("/generate", "/kt/status"):
+        assert (b"retry-after", b"5") in Exchange(BODY, path=path, status=503).run().sent[0]["headers"]
     assert not Exchange(BODY, status=404).run().sent[0]["headers"]
