@@ -9,6 +9,7 @@ Why not compile elsewhere and hand the result over: `CompiledGrammar.serialize_j
 A schema of 500 optional properties compiles in 0.03 s to 2 MB and needs more than 2 GB to be written. And matching
 needs a limit no less: the 14 characters `(([a-z]*)*)*!` compile at once and take 8 s for one token's mask.
 
+The masks of a batch are asked for together, and what the scheduler waits for them is bounded (`grammar_step.py`).
 A matcher whose process has ended refuses every token (ValueError, which SGLang answers by ending that request) and
 leaves the mask as it is.
 """
@@ -19,6 +20,7 @@ import array
 import collections
 import contextlib
 import contextvars
+import ctypes
 import itertools
 import json
 import logging
@@ -31,7 +33,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -49,11 +51,13 @@ from kt_runtime.sglang_patch.grammar_process import (
     STATE,
     TEXT,
 )
+from kt_runtime.sglang_patch.grammar_step import TRY_LATER, Answer, Failure, Patience
 
 logger = logging.getLogger(__name__)
 
 PROGRAM = "kt_runtime.sglang_patch.grammar_process"
 START_SECONDS = 60.0
+TOO_MUCH = "took more time or memory than allowed"
 MIB = 1 << 20
 
 
@@ -61,9 +65,10 @@ MIB = 1 << 20
 class GrammarLimits:
     """What one grammar may take, in seconds of processor time and in bytes beyond the vocabulary, and what all may.
 
-    `match_cpu_s`: for one token of one request. `wait_s`: how long the scheduler waits for one token's mask by the
-    clock; the processor limit ends almost every matcher before that. `room_s`: how long a new grammar waits for others
-    to end where `max_processes` or `max_bytes` is reached.
+    `match_cpu_s`: for one token of one request. `step_s`: what the scheduler waits for all grammars of a batch before
+    it ends the slowest of them; `least_cpu_s`: what each may use even then (`grammar_step.py`). `wait_s`: how long it
+    waits by the clock for a grammar that gets no processor time. `room_s`: how long a new grammar waits for others to
+    end where `max_processes` or `max_bytes` is reached.
     """
 
     compile_cpu_s: float = 5.0
@@ -71,6 +76,8 @@ class GrammarLimits:
     compile_bytes: int = 256 * MIB
     match_cpu_s: float = 0.25
     match_bytes: int = 64 * MIB
+    step_s: float = 0.5
+    least_cpu_s: float = 0.01
     wait_s: float = 5.0
     room_s: float = 30.0
     max_processes: int = 64
@@ -120,16 +127,21 @@ class GrammarProcess:
         """Raises GrammarError when the process does not report."""
         self.connection = connection
         self.private_bytes = 0
-        self.failure = ""
+        self.failure: Failure | None = None
+        self.unanswered: collections.deque[Answer] = collections.deque()  # in the order of the questions
+        self.num_asked = 0  # since there was no question without an answer
+        self._cpu_before_s = 0.0
         self._lock = threading.Lock()
         self._pidfd = -1
         connection.settimeout(START_SECONDS)
         try:
             self.pid = PID.unpack(connection.recv(PID.size))[0]
             self._pidfd = os.pidfd_open(self.pid)
+            self._cpu_clock = cpu_clock_of(self.pid)
         except (OSError, struct.error) as error:
+            self.end()
             connection.close()
-            raise GrammarError("the process for it did not start; try again") from error
+            raise GrammarError(f"the process for it did not start{TRY_LATER}") from error
 
     @property
     def ended(self) -> bool:
@@ -139,8 +151,8 @@ class GrammarProcess:
         """Raises GrammarError when the process has ended."""
         try:
             self.connection.send(message)
-        except OSError as error:
-            raise self._ended_by(error) from None
+        except OSError:
+            raise self._ended() from None
 
     def ask(self, message: bytes, wait_s: float) -> bytes:
         """Raises GrammarError when the process has ended, or does not answer in time, which ends it."""
@@ -148,18 +160,59 @@ class GrammarProcess:
             self.connection.settimeout(wait_s)
             self.connection.send(message)
             answer = self.connection.recv(MAX_MESSAGE_BYTES)
-        except OSError as error:
-            raise self._ended_by(error) from None
+        except TimeoutError:
+            self.fail(Failure(f"was not done within {wait_s:g} s{TRY_LATER}", is_busy=True))
+            raise GrammarError(self.reason) from None
+        except OSError:
+            raise self._ended() from None
         if not answer:
-            raise self._ended_by(None)
+            raise self._ended()
         return answer
 
-    def _ended_by(self, error: OSError | None) -> GrammarError:
-        was_ended = self.ended
+    def ask_later(self, message: bytes) -> Answer:
+        """Sends a question of the scheduler's thread; `Patience.collect` waits for the answer. Raises GrammarError."""
+        if not self.unanswered:
+            self.num_asked, self._cpu_before_s = 0, self._cpu_s()
+        self.send(message)
+        self.num_asked += 1
+        self.unanswered.append(Answer())
+        return self.unanswered[-1]
+
+    def take_answer(self) -> None:
+        """Of a socket that has one, or has been closed."""
+        try:
+            data = self.connection.recv(MAX_MESSAGE_BYTES)
+        except OSError:
+            data = b""
+        if data:
+            self.unanswered.popleft().data = data
+        else:
+            self.fail(Failure(TOO_MUCH, is_lasting=True))
+
+    def used_cpu_s(self) -> float:
+        """Processor time since the first question without an answer was asked."""
+        return self._cpu_s() - self._cpu_before_s
+
+    def _cpu_s(self) -> float:
+        try:
+            return time.clock_gettime(self._cpu_clock)
+        except OSError:  # it has ended
+            return 0.0
+
+    def fail(self, failure: Failure) -> None:
+        """Ends it, and with it the requests that use it."""
         self.end()
-        if not self.failure:
-            self.failure = "was cancelled" if was_ended else "took more time or memory than allowed"
-        return GrammarError(f"{self.failure}{f' ({error})' if isinstance(error, TimeoutError) else ''}")
+        self.failure = self.failure or failure
+        self.unanswered.clear()
+
+    def _ended(self) -> GrammarError:
+        cancelled = self.ended and self.failure is None
+        self.fail(Failure("was cancelled" if cancelled else TOO_MUCH, is_lasting=not cancelled))
+        return GrammarError(self.reason)
+
+    @property
+    def reason(self) -> str:
+        return self.failure.reason if self.failure is not None else "has ended"
 
     def end(self) -> None:
         """At once, also while the process computes. May be called in any thread, more than once."""
@@ -172,6 +225,15 @@ class GrammarProcess:
             with contextlib.suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)
             self.connection.close()
+
+
+def cpu_clock_of(pid: int) -> int:
+    """The number of the clock that counts a process's time on processors, for `time.clock_gettime`."""
+    clock = ctypes.c_int()
+    error = ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock))
+    if error:
+        raise OSError(error, os.strerror(error))
+    return clock.value
 
 
 class GrammarForker:
@@ -197,7 +259,7 @@ class GrammarForker:
             except (OSError, ValueError, struct.error) as error:
                 ours.close()
                 self._stop()
-                raise GrammarError(f"the process that compiles grammars does not start: {error}") from error
+                raise GrammarError(f"the process that compiles grammars does not start: {error}{TRY_LATER}") from error
             finally:
                 theirs.close()
         return GrammarProcess(ours)
@@ -253,6 +315,7 @@ class Room:
 
     def __init__(self, limits: GrammarLimits) -> None:
         self.limits = limits
+        self.patience = Patience()
         self.evict: Callable[[], bool] = lambda: False
         self._live: set[GrammarProcess] = set()
         self._num_starting = 0
@@ -274,7 +337,7 @@ class Room:
                 used = sum(process.private_bytes for process in self.live)
                 raise GrammarError(
                     f"{len(self.live)} grammars of {used // MIB} MiB are in use; allowed at once are "
-                    f"{self.limits.max_processes} of {self.limits.max_bytes // MIB} MiB. Try again later"
+                    f"{self.limits.max_processes} of {self.limits.max_bytes // MIB} MiB{TRY_LATER}"
                 )
             with self._changed:
                 self._changed.wait(0.1)
@@ -309,9 +372,10 @@ class CompiledGrammar:
     """In xgrammar's class's place. Its process ends when neither a matcher nor the cache refers to it any more."""
 
     def __init__(self, process: GrammarProcess, room: Room) -> None:
-        self.process, self.limits = process, room.limits
+        self.process, self.limits, self.patience = process, room.limits, room.patience
         self.numbers = itertools.count(1)
         self.closed: collections.deque[int] = collections.deque()  # matchers that the process may drop
+        process.connection.settimeout(room.limits.wait_s)
         room.add(process)
         weakref.finalize(self, room.remove, process)
 
@@ -322,11 +386,7 @@ class CompiledGrammar:
     @property
     def grammar(self) -> str:
         """As EBNF. xgrammar's property gives an object that `str` turns into this."""
-        return self.ask(bytes([TEXT]))[1:].decode()
-
-    def ask(self, message: bytes) -> bytes:
-        self.drop_closed()
-        return self.process.ask(message, self.limits.wait_s)
+        return self.process.ask(bytes([TEXT]), self.limits.wait_s)[1:].decode()
 
     def drop_closed(self) -> None:
         while self.closed:
@@ -381,10 +441,7 @@ class GrammarCompiler:
                 try:
                     answer = json.loads(process.ask(message, limits.compile_wait_s))
                 except GrammarError as error:
-                    raise GrammarError(
-                        f"compiling it {error}: {limits.compile_cpu_s:g} s of processor time and "
-                        f"{limits.compile_bytes // MIB} MiB"
-                    ) from None
+                    raise GrammarError(f"compiling it {error}{what_may_be(process, limits)}") from None
             if "error" in answer:
                 process.end()
                 raise GrammarError(answer["error"])
@@ -392,39 +449,48 @@ class GrammarCompiler:
             return CompiledGrammar(process, self.room)
 
 
+def what_may_be(process: GrammarProcess, limits: GrammarLimits) -> str:
+    if process.failure is None or not process.failure.is_lasting:
+        return ""
+    return f": {limits.compile_cpu_s:g} s of processor time and {limits.compile_bytes // MIB} MiB"
+
+
 class GrammarMatcher:
-    """In the place of xgrammar's class. Used by the scheduler's thread."""
+    """In the place of xgrammar's class. Used by the scheduler's thread. The process hears of it with its first
+    question, so that requests that wait for their turn cost it nothing."""
 
     def __init__(
         self, compiled: CompiledGrammar, *, max_rollback_tokens: int, override_stop_tokens: Any = None
     ) -> None:
         self.compiled, self.number = compiled, next(compiled.numbers)
-        self._terminated = False
-        stop_token_ids = [override_stop_tokens] if isinstance(override_stop_tokens, int) else override_stop_tokens or ()
-        with contextlib.suppress(GrammarError):  # the first token says so
-            compiled.drop_closed()
-            head = HEAD.pack(OPEN, self.number, max_rollback_tokens)
-            compiled.process.send(head + array.array("i", stop_token_ids).tobytes())
-        weakref.finalize(self, compiled.closed.append, self.number)
+        self._max_rollback_tokens, self._is_open, self._terminated = max_rollback_tokens, False, False
+        self._stop_token_ids = (
+            [override_stop_tokens] if isinstance(override_stop_tokens, int) else override_stop_tokens or ()
+        )
+        self._mask: Answer | None = None  # of the present state, once it was asked for
 
     def accept_token(self, token: int) -> bool:
         """Raises ValueError when the grammar's process has ended."""
         try:
-            accepted, terminated = STATE.unpack(self.compiled.ask(HEAD.pack(ACCEPT, self.number, token)))
+            accepted, terminated = STATE.unpack(self._answer(self._ask(ACCEPT, token)))
         except GrammarError as error:
-            raise ValueError(
-                f"matching the grammar {error}: {self.compiled.limits.match_cpu_s:g} s of processor time for one "
-                f"token, {self.compiled.limits.match_bytes // MIB} MiB"
-            ) from None
-        self._terminated = bool(terminated)
+            raise ValueError(f"matching the grammar {error}") from None
+        self._mask, self._terminated = None, bool(terminated)
         return bool(accepted)
+
+    def ask_for_mask(self) -> None:
+        """So that it is computed while the scheduler does something else."""
+        if self._mask is None:
+            with contextlib.suppress(GrammarError):  # the request's next token says so
+                self._mask = self._ask(MASK, 0)
 
     def fill_next_token_bitmask(self, bitmask: Any, row: int = 0) -> bool:
         """`bitmask`: int32, one row of bits for each request. A row whose grammar has ended is left as it is."""
         import torch
 
         try:
-            mask = self.compiled.ask(HEAD.pack(MASK, self.number, 0))
+            self._mask = self._mask or self._ask(MASK, 0)
+            mask = self._answer(self._mask)
         except GrammarError as error:
             logger.warning("a grammar's mask is missing, its request ends with its next token: it %s", error)
             return False
@@ -436,12 +502,44 @@ class GrammarMatcher:
         return self._terminated
 
     def rollback(self, num_tokens: int) -> None:
+        self._mask = None
         with contextlib.suppress(GrammarError):
-            answer = self.compiled.ask(HEAD.pack(ROLLBACK, self.number, num_tokens))
+            answer = self._answer(self._ask(ROLLBACK, num_tokens))
             self._terminated = bool(STATE.unpack(answer)[1])
 
     def find_jump_forward_string(self) -> str:
         try:
-            return self.compiled.ask(HEAD.pack(JUMP, self.number, 0))[1:].decode()
+            return self._answer(self._ask(JUMP, 0))[1:].decode()
         except GrammarError:
             return ""
+
+    def _ask(self, kind: int, argument: int) -> Answer:
+        """Raises GrammarError when the process has ended."""
+        compiled = self.compiled
+        compiled.drop_closed()
+        if not self._is_open:
+            head = HEAD.pack(OPEN, self.number, self._max_rollback_tokens)
+            compiled.process.send(head + array.array("i", self._stop_token_ids).tobytes())
+            self._is_open = True
+            weakref.finalize(self, compiled.closed.append, self.number)
+        return compiled.process.ask_later(HEAD.pack(kind, self.number, argument))
+
+    def _answer(self, answer: Answer) -> bytes:
+        """Raises GrammarError when the process has ended."""
+        compiled = self.compiled
+        if answer.data is None:
+            compiled.patience.collect([compiled.process], compiled.limits)
+        if answer.data is None:
+            raise GrammarError(compiled.process.reason)
+        return answer.data
+
+
+def collect_masks(matchers: Iterable[GrammarMatcher]) -> None:
+    """Asks all of them before it waits for any. Those that have not answered afterwards have ended."""
+    late: list[GrammarMatcher] = []
+    for matcher in matchers:
+        matcher.ask_for_mask()
+        late.append(matcher)
+    if late:
+        compiled = late[0].compiled
+        compiled.patience.collect([matcher.compiled.process for matcher in late], compiled.limits)

@@ -13,8 +13,7 @@ Messages, little endian, one packet each. A grammar's process first sends its pr
     COMPILE + JSON {kind, spec, options, limits}  ->  JSON {bytes} or {error}
     HEAD(OPEN, matcher, max_rollback_tokens) + int32...           no answer; the tokens that end the text, if not the
                                                                   vocabulary's own
-    HEAD(ACCEPT, matcher, token)                                  -> STATE(accepted, terminated); then the next mask is
-                                                                     computed, while the model works on something else
+    HEAD(ACCEPT, matcher, token)                                  -> STATE(accepted, terminated)
     HEAD(MASK, matcher, 0)                                        -> the mask: one bit per token, 1 is allowed
     HEAD(ROLLBACK, matcher, num_tokens)                           -> STATE(1, terminated)
     HEAD(JUMP, matcher, 0)                                        -> `=` and the text that must follow, UTF-8
@@ -185,10 +184,7 @@ class GrammarProcess:
         _limit_cpu(self.match_cpu_s)
         if kind == ACCEPT:
             accepted = matcher.accept(argument)
-            terminated = matcher.is_terminated()
-            self.connection.send(STATE.pack(accepted, terminated))
-            if accepted and not terminated:
-                matcher.mask()
+            self.connection.send(STATE.pack(accepted, matcher.is_terminated()))
         elif kind == MASK:
             self.connection.send(matcher.mask())
         elif kind == ROLLBACK:

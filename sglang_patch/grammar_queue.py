@@ -16,10 +16,12 @@ from contextlib import suppress
 from typing import Any
 
 from kt_runtime.sglang_patch.grammar_client import Cancellation, current_cancellation
+from kt_runtime.sglang_patch.grammar_step import TRY_LATER
 
 Key = tuple[str, str]
 NUM_WORKERS = 2  # of which each waits for a process of its own
 MAX_KEPT = 32  # compiled; each is a process
+TIMED_OUT = "Grammar preprocessing timed out"  # SGLang's words for a grammar that waited too long for its turn
 MAX_REFUSED = 256  # so that a grammar that was refused is refused at once
 
 
@@ -125,10 +127,16 @@ class GrammarExecutor:
             del job  # and with it the grammar, unless a request has it
 
 
+def is_for_now(message: str) -> bool:
+    """Whether a grammar was refused since too much else was going on, so that it may be taken later."""
+    return message.endswith(TRY_LATER) or message.startswith(TIMED_OUT)
+
+
 class GrammarCache:
     """The part of a dict that SGLang uses, with the least recently used dropped. `evict` may be called in any thread.
 
-    `process_of(grammar)`: the grammar's process, None for one that was refused. `refuse(reason)`: what SGLang takes for
+    `process_of(grammar)`: the grammar's process, None for one that was refused. What was refused only for now is not
+    kept. `refuse(reason)`: what SGLang takes for
     a grammar that is refused.
     """
 
@@ -142,8 +150,8 @@ class GrammarCache:
         return len(self._compiled) + len(self._refused)
 
     def get(self, key: Key) -> Any:
-        """One whose process took too much while a request was matched is refused from then on; one whose process
-        ended otherwise is compiled again."""
+        """One whose process took more than a grammar may is refused from then on; one whose process ended otherwise,
+        also since others were there at the same time, is compiled again."""
         with self._lock:
             found = self._compiled.get(key)
             if found is None:
@@ -153,13 +161,15 @@ class GrammarCache:
                 self._compiled.move_to_end(key)
                 return found
             del self._compiled[key]
-        if not process.failure:
+        if process.failure is None or not process.failure.is_lasting:
             return None
-        self[key] = refused = self._refuse(f"matching it {process.failure}")
+        self[key] = refused = self._refuse(f"matching it {process.failure.reason}")
         return refused
 
     def __setitem__(self, key: Key, grammar: Any) -> None:
         is_refused = self._process_of(grammar) is None
+        if is_refused and is_for_now(grammar.error_message):
+            return
         kept, most = (self._refused, MAX_REFUSED) if is_refused else (self._compiled, MAX_KEPT)
         with self._lock:
             kept[key] = grammar

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 from kt_runtime.errors import RuntimeFault
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.overload import Overloaded
 from kt_runtime.sglang_patch.text_limits import ClientGone, TextLimits
 
 T = TypeVar("T")
@@ -78,12 +79,12 @@ class TextExecutor(ThreadPoolExecutor):
     def submit_text(
         self, size: int, loop: asyncio.AbstractEventLoop, context: contextvars.Context, function: Callable[[], T]
     ) -> Future[T]:
-        """`size`: of the text in bytes, about. Raises ValueError where too much text waits already."""
+        """`size`: of the text in bytes, about. Raises Overloaded where too much text waits already."""
         if size <= LONG_BYTES:
             return super().submit(context.run, _with_loop, loop, function)
         with self._lock:
             if self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES:
-                raise ValueError(f"{self._waiting_bytes:,} bytes of long texts wait to be tokenized; try again later")
+                raise Overloaded(f"{self._waiting_bytes:,} bytes of long texts wait to be tokenized; try again later")
             self._waiting_bytes += size
         future = self._long.submit(context.run, _with_loop, loop, _if_client_is_there, function)
         future.add_done_callback(lambda _: self._forget(size))

@@ -12,6 +12,8 @@ from typing import Any
 
 import orjson
 
+from kt_runtime.sglang_patch.stop_patterns import MAX_PATTERNS
+
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_FREE_BYTES = 64 * 1024
 MAX_DEPTH = 64
@@ -31,7 +33,7 @@ RENDERING_ARGUMENTS = frozenset(
         *("tokenize", "tokenizer_kwargs", "tools", "truncation"),
     ]
 )
-MAX_STOP_PATTERNS, MAX_STOP_PATTERN_BYTES = 32, 256  # SGLang's own
+MAX_STOP_PATTERN_BYTES = 256  # SGLang's own
 
 
 class Checked:
@@ -115,8 +117,8 @@ def _grammar(value: Any) -> Any:
 
 def _stop_pattern(value: Any) -> Any:
     patterns = value if isinstance(value, list) else [value]
-    if len(patterns) > MAX_STOP_PATTERNS:
-        raise ValueError(f"has {len(patterns)} patterns; allowed are {MAX_STOP_PATTERNS}")
+    if len(patterns) > MAX_PATTERNS:
+        raise ValueError(f"has {len(patterns)} patterns; allowed are {MAX_PATTERNS}")
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise ValueError(f"Expected `str | array of str`, got `{json_type(pattern)}`")

@@ -1,7 +1,8 @@
 """ASGI middleware: reads a body within its limit, checks it, and hands SGLang the same bytes.
 
 What is refused never reaches SGLang. An answer with status 500 from SGLang's routes is replaced: it may quote an
-exception of the server's, with paths in it; the log has it.
+exception of the server's, with paths in it; the log has it. So is one of a request that is refused since too much
+else is going on: SGLang takes that for the client's mistake. Each 503 says when to try again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from kt_runtime.serve.requests.body_size import BODIES_AT_ONCE, SMALL_BODY_BYTES
 from kt_runtime.serve.requests.bounds import Body
 from kt_runtime.serve.requests.checking import parse, parse_query, shortened
 from kt_runtime.serve.requests.refusal import OWN_ROUTES, Refusal, answer
+from kt_runtime.sglang_patch.overload import noting
+from kt_runtime.sglang_patch.tokenizing import LONG_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +26,7 @@ Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+RETRY_AFTER = (b"retry-after", b"5")  # seconds; long texts and grammars take some each
 ONE_RANK_HEADERS = (b"x-data-parallel-rank", b"x-smg-routing-key")
 
 
@@ -72,7 +76,12 @@ class RequestMiddleware:
             return
         except ClientGone:
             return
-        await self.app(scope, _Replay(body, receive), send if path.startswith(OWN_ROUTES) else _Guarded(send, path))
+        if path.startswith(OWN_ROUTES):
+            await self.app(scope, _Replay(body, receive), lambda message: send(with_retry_after(message)))
+            return
+        with noting() as overloads:
+            guarded = _Guarded(send, path, overloads, may_wait=len(body) > LONG_BYTES)
+            await self.app(scope, _Replay(body, receive), guarded)
 
 
 def check_headers(headers: list[tuple[bytes, bytes]]) -> None:
@@ -111,18 +120,47 @@ class _Replay:
 
 
 class _Guarded:
-    """`send` of ASGI: replaces the body of an answer with status 500."""
+    """`send` of ASGI: replaces the body of an answer with status 500, and all of one to a request that is refused for
+    now, in `overloads`. `may_wait`: it may be; a stream's headers are kept back then until it is known."""
 
-    def __init__(self, send: Send, path: str) -> None:
-        self._send, self._path, self._replaced = send, path, False
+    def __init__(self, send: Send, path: str, overloads: Sequence[Exception], may_wait: bool) -> None:
+        self._send, self._path, self._overloads, self._may_wait = send, path, overloads, may_wait
+        self._replaced, self._start = False, None
 
     async def __call__(self, message: Any) -> None:
-        if message["type"] == "http.response.start" and message["status"] == 500:
-            self._replaced = True
-            logger.error("%r: answered with status 500; the log above may say why", self._path)
-            await _send_answer(Refusal(500, "internal error; the server's log has it"), self._path, self._send)
-        elif not self._replaced:
+        if self._replaced:
+            return
+        if message["type"] == "http.response.start":
+            self._start = message
+            if self._may_wait:
+                return
+        if self._start is not None:
+            start, self._start = self._start, None
+            if await self._has_replaced(start):
+                return
+            await self._send(with_retry_after(start))
+        if message["type"] != "http.response.start":
             await self._send(message)
+
+    async def _has_replaced(self, start: Any) -> bool:
+        if self._overloads:
+            refusal = Refusal(503, str(self._overloads[0]), code="busy")
+        elif start["status"] == 500:
+            logger.error("%r: answered with status 500; the log above may say why", self._path)
+            refusal = Refusal(500, "internal error; the server's log has it")
+        else:
+            return False
+        self._replaced = True
+        await _send_answer(refusal, self._path, self._send)
+        return True
+
+
+def with_retry_after(message: Any) -> Any:
+    """The same message of an answer, with the header if it is the start of a 503."""
+    headers = message.get("headers", ())
+    if message.get("status") != 503 or b"retry-after" in [name.lower() for name, _ in headers]:
+        return message
+    return {**message, "headers": [*headers, RETRY_AFTER]}
 
 
 async def _refuse(refusal: Refusal, path: str, reader: BodyReader, send: Send) -> None:
@@ -141,5 +179,5 @@ async def _send_answer(
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if close:
         headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send(with_retry_after({"type": "http.response.start", "status": refusal.status, "headers": headers}))
     await send({"type": "http.response.body", "body": body, "more_body": more_body})

@@ -134,6 +134,31 @@ def test_a_grammar_that_becomes_slow_ends_its_own_request_only(url: str, streami
     assert generate(url, regex="[a-c]{3}").status_code == 200
 
 
+def test_many_grammars_that_become_slow_at_once_end_and_a_quick_one_beside_them_does_not(
+    url: str, streaming: None
+) -> None:
+    """Asked one after the other, each of them would hold the stream up for its own limit."""
+    served = served_model(url)
+    (z,) = httpx.post(f"{url}/tokenize", json={"model": served, "prompt": "z"}, timeout=WAIT_SECONDS).json()["tokens"]
+    optional = 'root ::= [d-y]{200} | "z!" slow\nslow ::= ("a"? "b"? "c"? [a-z]?){0,%d} "!"'
+    hidden = [optional % (501 + number) for number in range(12)]
+    with ThreadPoolExecutor(len(hidden) + 1) as pool:
+        quick = pool.submit(generate, url, regex="[a-c]{48}")
+        answers = list(pool.map(lambda ebnf: generate(url, ebnf=ebnf, logit_bias={str(z): 1e6}), hidden))
+    assert {answer.status_code for answer in answers} == {400}
+    reasons = [answer.json()["error"]["message"] for answer in answers]
+    assert all("matching the grammar took" in reason for reason in reasons), reasons
+    assert re.fullmatch("[a-c]{48}", quick.result().json()["text"])
+
+
+def test_a_refused_grammar_is_not_logged_whole(url: str, float32_server: Served) -> None:
+    begun = float32_server.log.stat().st_size
+    assert generate(url, regex="(" + "b" * 60_000).status_code == 400
+    with float32_server.log.open("rb") as log:
+        log.seek(begun)
+        assert max(map(len, log)) < 2_000
+
+
 @pytest.mark.parametrize(
     ("route", "body"),
     [

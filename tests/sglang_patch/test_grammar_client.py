@@ -279,3 +279,4 @@ def test_the_process_is_small_since_it_imports_neither_torch_nor_transformers(co
 def test_limits_are_stated_in_the_documents_numbers() -> None:
     limits = grammar_client.GrammarLimits()
     assert (limits.compile_cpu_s, limits.compile_bytes, limits.match_cpu_s) == (5.0, 256 << 20, 0.25)
+    assert (limits.step_s, limits.least_cpu_s, limits.max_processes) == (0.5, 0.01, 64)

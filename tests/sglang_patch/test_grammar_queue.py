@@ -10,6 +10,7 @@ import pytest
 
 from kt_runtime.sglang_patch.grammar_client import current_cancellation
 from kt_runtime.sglang_patch.grammar_queue import MAX_KEPT, MAX_REFUSED, GrammarCache, GrammarExecutor
+from kt_runtime.sglang_patch.grammar_step import Failure
 
 WAIT_SECONDS = 60
 
@@ -17,7 +18,7 @@ WAIT_SECONDS = 60
 @dataclass
 class Process:
     ended: bool = False
-    failure: str = ""
+    failure: Failure | None = None
 
 
 @dataclass
@@ -123,7 +124,9 @@ def test_the_least_recently_used_grammars_are_dropped(cache: GrammarCache) -> No
 
 
 def test_a_grammar_that_was_too_slow_is_refused_and_one_that_was_lost_is_compiled_again(cache: GrammarCache) -> None:
-    cache["regex", "slow"] = Grammar(Process(ended=True, failure="took more time than allowed"))
+    cache["regex", "slow"] = Grammar(
+        Process(ended=True, failure=Failure("took more time than allowed", is_lasting=True))
+    )
     cache["regex", "lost"] = Grammar(Process(ended=True))
     assert cache.get(("regex", "slow")).error_message == "matching it took more time than allowed"
     assert cache.get(("regex", "slow")).process is None

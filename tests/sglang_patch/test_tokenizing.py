@@ -11,6 +11,7 @@ import pytest
 
 from kt_runtime.errors import RuntimeFault
 from kt_runtime.sglang_patch import tokenizing
+from kt_runtime.sglang_patch.overload import Overloaded, noting
 from kt_runtime.sglang_patch.text_limits import ClientGone
 from kt_runtime.sglang_patch.tokenizing import LONG_BYTES, MAX_WAITING_BYTES, TextExecutor, Tokenizing, drive
 
@@ -90,8 +91,9 @@ def test_no_more_than_so_much_text_waits() -> None:
     async def main() -> None:
         first = asyncio.ensure_future(executor.run(MAX_WAITING_BYTES, lambda: gate.wait(WAIT_SECONDS)))
         await asyncio.sleep(0)
-        with pytest.raises(ValueError, match="wait to be tokenized; try again later"):
-            await executor.run(LONG_BYTES + 1, lambda: None)
+        with noting() as noted, pytest.raises(Overloaded, match="wait to be tokenized; try again later") as caught:
+            await asyncio.create_task(executor.run(LONG_BYTES + 1, lambda: None))
+        assert noted == [caught.value]
         gate.set()
         assert await first
         assert await executor.run(MAX_WAITING_BYTES, lambda: 1) == 1

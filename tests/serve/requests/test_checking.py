@@ -44,6 +44,7 @@ def refusal(body: Any, body_type: type[Body] = Generate) -> Refusal:
         ({"sampling_params": {"stop_regex": "("}}, "sampling_params.stop_regex '(': is no regular expression"),
         ({"sampling_params": {"stop_regex": ["a", 5]}}, "got `int`"),
         ({"sampling_params": {"stop_regex": "a" * 257}}, "is 257 bytes; allowed are 256"),
+        ({"sampling_params": {"stop_regex": ["a"] * 3}}, "has 3 patterns; allowed are 2"),
         ({"sampling_params": {"json_schema": "a" * 65537}}, "is 65537 bytes; allowed are 65536"),
         ({"sampling_params": {"json_schema": {"$ref": "#"}}}, "Expected `str`, got `object`"),
         ({"session_params": {"x": 1}}, "unknown field 'session_params.x' (1)"),

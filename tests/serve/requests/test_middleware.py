@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -15,19 +16,30 @@ from kt_runtime.serve.requests.middleware import RequestMiddleware
 from kt_runtime.serve.requests.prompts import check_prompts
 from kt_runtime.serve.requests.refusal import Refusal
 from kt_runtime.serve.route_table import rule_for
+from kt_runtime.sglang_patch.overload import Overloaded
+from kt_runtime.sglang_patch.tokenizing import LONG_BYTES
 
 JSON = (b"content-type", b"application/json")
 BODY = json.dumps({"text": "hello"}).encode()
-LIMIT = 200_000
+LIMIT = 400_000
+LONG_BODY = json.dumps({"text": "a" * LONG_BYTES}).encode()
 
 
 class Exchange:
-    """One request; `parts` are what the client sends. `app` sees the body and answers with `status`."""
+    """One request; `parts` are what the client sends. `app` sees the body and answers with `status`; SGLang's routes
+    make any status of what is refused for now."""
 
-    def __init__(self, *parts: bytes, path: str = "/generate", headers: Any = (JSON,), status: int = 200) -> None:
+    def __init__(
+        self,
+        *parts: bytes,
+        path: str = "/generate",
+        headers: Any = (JSON,),
+        status: int = 200,
+        overloaded: str = "",
+    ) -> None:
         self.parts, self.received, self.seen = list(parts), 0, None
         self.sent: list[Any] = []
-        self.status = status
+        self.status, self.overloaded = status, overloaded
         self.scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
 
     def run(self) -> Exchange:
@@ -51,6 +63,9 @@ class Exchange:
         assert not message["more_body"]
         self.seen = message["body"]
         self.after = await receive()
+        if self.overloaded:
+            with contextlib.suppress(ValueError):
+                raise Overloaded(self.overloaded)
         await send({"type": "http.response.start", "status": self.status, "headers": []})
         await send({"type": "http.response.body", "body": b"/opt/secret/path.py", "more_body": False})
 
@@ -233,3 +248,29 @@ def test_other_protocols_pass() -> None:
 def test_largest_body_follows_from_the_context_length() -> None:
     assert largest_body_bytes(4096) == 1024 * 1024 + 64 * 4096
     assert largest_body_bytes(163_840) == 11 * 1024 * 1024
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/messages"])
+@pytest.mark.parametrize("status", [200, 400, 500])
+def test_what_is_refused_for_now_is_503_and_says_when_to_try_again(path: str, status: int) -> None:
+    """Whatever SGLang makes of it, a stream's 200 included."""
+    body = LONG_BODY if path == "/generate" else LONG_BODY[:-1] + b', "max_tokens": 4, "model": "m", "messages": []}'
+    body = body if path == "/generate" else body.replace(b'"text": "', b'"system": "')
+    exchange = Exchange(body, path=path, status=status, overloaded="9 bytes wait; try again later").run()
+    given, error = exchange.answer
+    assert given == 503
+    assert error["message"] == "9 bytes wait; try again later"
+    assert (b"retry-after", b"5") in exchange.sent[0]["headers"]
+    assert len(exchange.sent) == 2
+
+
+def test_a_long_body_that_is_taken_is_answered_as_it_was() -> None:
+    sent = Exchange(LONG_BODY).run().sent
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert (sent[0]["status"], sent[1]["body"]) == (200, b"/opt/secret/path.py")
+
+
+def test_each_503_says_when_to_try_again() -> None:
+    for path in ("/generate", "/kt/status"):
+        assert (b"retry-after", b"5") in Exchange(BODY, path=path, status=503).run().sent[0]["headers"]
+    assert not Exchange(BODY, status=404).run().sent[0]["headers"]
