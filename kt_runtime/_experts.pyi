@@ -1,12 +1,22 @@
 """The compiled module (csrc/bind/module.cpp). Private: use kt_runtime.experts. Tensors arrive as DLPack capsules."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 class NativeError(RuntimeError):
     """args: (kind, message); kind is invalid_value, unknown_name, not_found, bad_checkpoint or numerics."""
 
-class Checkpoint: ...
+class Checkpoint:
+    """Open files and where their tensors lie; nothing is read before `load_layer`.
+
+    quantization: config.json's quantization_config, of None, bool, int, float, str, list and dict.
+    """
+
+    def __init__(self, directory: str, quantization: Mapping[str, Any] | None, /) -> None: ...
+    def add_file(
+        self, path: str, descriptor: int, tensors: Mapping[str, tuple[str, tuple[int, ...], int, int]], /
+    ) -> None:
+        """Keeps its own copy of the descriptor. tensors: name → dtype, shape, first byte in the file, byte after."""
 
 class Retained:
     """Activations between a forward and its backward."""
@@ -61,7 +71,6 @@ def available_isas() -> list[str]: ...
 def resolve_isa(name: str) -> str: ...
 def default_num_threads() -> int: ...
 def memory_nodes() -> list[list[int]]: ...
-def open_checkpoint(directory: str) -> Checkpoint: ...
 def load_layer(
     checkpoint: Checkpoint,
     prefix: str,

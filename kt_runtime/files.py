@@ -2,6 +2,8 @@
 
 A reader sees the old file or the new one, never a half of either, also after a crash or `kill -9`.
 Temporary names start with `TEMPORARY_PREFIX`; whoever lists a directory skips them.
+
+And reading of files that somebody else made: only regular files, never more than a given number of bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -43,6 +46,66 @@ def errors_of_path(path: Path, deed: str) -> Iterator[None]:
         kind = RuntimeFault if error.errno in _OF_THE_MACHINE else InvalidValueError
         shown = str(path) if len(str(path)) <= 300 else f"{str(path)[:300]}... ({len(str(path))} characters)"
         raise kind(f"{shown}: can't be {deed}: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[int]:
+    """A descriptor of the regular file at `path` (or where a link there leads), for reading.
+
+    Never waits: opening a pipe that nobody writes to would. Raises OSError, also for what is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise OSError(errno.EISDIR, "is a directory; expected a regular file", str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "is a pipe, socket or device; expected a regular file", str(path))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_at(descriptor: int, count: int, offset: int) -> bytes:
+    """`count` bytes from `offset` on, fewer only where the file ends before. Raises OSError."""
+    parts = []
+    while count > 0 and (part := os.pread(descriptor, count, offset)):
+        parts.append(part)
+        count -= len(part)
+        offset += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """The whole content of the regular file at `path`. Raises OSError, ValueError for more than `max_bytes`."""
+    with open_regular(path) as descriptor:
+        size_bytes = os.fstat(descriptor).st_size
+        if size_bytes > max_bytes:
+            raise ValueError(f"has {size_bytes} bytes; at most {max_bytes} are read")
+        return read_at(descriptor, size_bytes, 0)
+
+
+def parse_json(text: bytes) -> Any:
+    """JSON in UTF-8. NaN and Infinity are read, since Python's json writes them into config files.
+
+    Raises ValueError, also for a name that appears twice in an object and for half of a surrogate pair.
+    """
+
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        members: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in members:
+                raise ValueError(f"the name {name[:80]!r} appears twice in an object")
+            members[name] = value
+        return members
+
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=without_duplicates)
+        if b"\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return value
 
 
 def fsync_directory(directory: Path) -> None:

@@ -5,12 +5,12 @@ Of the weights only the safetensors headers are read. Every error names the file
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kt_runtime.checkpoint_file import Entry, read_header, read_json
 from kt_runtime.errors import CheckpointError
 from kt_runtime.families.quantization import METHODS, Quantization, StoredTensor, quantization_of
 from kt_runtime.families.registry import family_for
@@ -20,10 +20,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".msgpack", ".h5", ".onnx")
-LARGEST_HEADER_BYTES = 100_000_000
 FOREIGN_SETTINGS = ("hf_quant_config.json", "quant_model_description.json")
 PLAIN = ("BF16", "F16", "F32")
-Found = Mapping[str, tuple[str, dict[str, Any]]]
+Found = Mapping[str, tuple[str, Entry]]
 """The checkpoint's tensors: name → shard, entry of its header."""
 
 
@@ -47,7 +46,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{directory}: no config.json there; a checkpoint has config.json, weights and a tokenizer"
         )
-    config = _read_json(path)
+    config = read_json(path)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: holds a {type(config).__name__}, expected an object")
     return config
@@ -70,7 +69,7 @@ def check_tokenizer(directory: Path) -> None:
 
 
 def check_weights(directory: Path, config: Mapping[str, Any]) -> None:
-    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    found: dict[str, tuple[str, Entry]] = {}
     weight_map, shards = _shards(directory)
     for shard in shards:
         for name, entry in read_header(directory / shard).items():
@@ -97,7 +96,7 @@ def check_weights(directory: Path, config: Mapping[str, Any]) -> None:
 
 def _is_quantized(tensor: CheckpointTensor, quantization: Quantization, found: Found) -> bool:
     """Whether it is stored as `quantization` says; many checkpoints keep some of their matrices as they were."""
-    if len(tensor.shape) != 2 or (tensor.name in found and found[tensor.name][1]["dtype"] in PLAIN):
+    if len(tensor.shape) != 2 or (tensor.name in found and found[tensor.name][1].dtype in PLAIN):
         return False
     return any(name in found for name in _quantized(tensor, quantization))
 
@@ -116,41 +115,14 @@ def _plain(tensor: CheckpointTensor) -> dict[str, StoredTensor]:
     return {tensor.name: StoredTensor(dtypes, tensor.shape)}
 
 
-def _check_tensor(directory: Path, found: tuple[str, dict[str, Any]], name: str, expected: StoredTensor) -> None:
+def _check_tensor(directory: Path, found: tuple[str, Entry], name: str, expected: StoredTensor) -> None:
     shard, entry = found
-    if tuple(entry["shape"]) != expected.shape:
+    if entry.shape != expected.shape:
         raise CheckpointError(
-            f"{directory / shard}: {name!r} has shape {entry['shape']}, but by config.json {list(expected.shape)}"
+            f"{directory / shard}: {name!r} has shape {list(entry.shape)}, but by config.json {list(expected.shape)}"
         )
-    if entry["dtype"] not in expected.dtypes:
-        raise CheckpointError(
-            f"{directory / shard}: {name!r} is {entry['dtype']}; allowed: {', '.join(expected.dtypes)}"
-        )
-
-
-def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """The tensors of a safetensors file: name → dtype, shape, data_offsets.
-
-    Raises CheckpointError when the header can't be read, or when the file has not the size that its header says.
-    """
-    size_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size_bytes < 8 or length > min(LARGEST_HEADER_BYTES, size_bytes - 8):
-            raise CheckpointError(f"{path}: not a safetensors file, or cut short ({size_bytes:,} bytes)")
-        try:
-            header = json.loads(file.read(length))
-            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-            dtypes_and_shapes = [(entry["dtype"], list(entry["shape"])) for entry in tensors.values()]
-        except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
-            raise CheckpointError(f"{path}: the safetensors header can't be understood: {error}") from error
-    expected_bytes = 8 + length + end
-    if size_bytes != expected_bytes or len(dtypes_and_shapes) != len(tensors):
-        raise CheckpointError(
-            f"{path}: {size_bytes:,} bytes, but its header describes {expected_bytes:,}; the download is incomplete"
-        )
-    return tensors
+    if entry.dtype not in expected.dtypes:
+        raise CheckpointError(f"{directory / shard}: {name!r} is {entry.dtype}; allowed: {', '.join(expected.dtypes)}")
 
 
 def _check_dtypes(directory: Path, found: Found) -> None:
@@ -158,9 +130,9 @@ def _check_dtypes(directory: Path, found: Found) -> None:
     example = {}
     for name, (_, entry) in found.items():
         is_bias = name.endswith("e_score_correction_bias")
-        if entry["dtype"] != "BF16" and not (is_bias and entry["dtype"] == "F32"):
-            others[entry["dtype"]] += 1
-            example[entry["dtype"]] = name
+        if entry.dtype != "BF16" and not (is_bias and entry.dtype == "F32"):
+            others[entry.dtype] += 1
+            example[entry.dtype] = name
     if others:
         dtype, count = others.most_common(1)[0]
         raise CheckpointError(
@@ -189,7 +161,7 @@ def _shards(directory: Path) -> tuple[dict[str, str], list[str]]:
 
 def _indexed_shards(directory: Path) -> tuple[dict[str, str], list[str]]:
     path = directory / INDEX
-    index = _read_json(path)
+    index = read_json(path)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{path}: no 'weight_map' of tensor names to files")
@@ -205,10 +177,3 @@ def _indexed_shards(directory: Path) -> tuple[dict[str, str], list[str]]:
             " the download is incomplete"
         )
     return weight_map, shards
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from error

@@ -23,6 +23,8 @@ inline const char* dtype_name(DType dtype) {
   }
 }
 
+inline int64_t dtype_bytes(DType dtype) { return dtype == DType::kI64 ? 8 : dtype == DType::kBf16 ? 2 : 4; }
+
 struct TensorView {
   static constexpr int kMaxDims = 4;
 

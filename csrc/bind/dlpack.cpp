@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/overlap.h"
+
 namespace kt {
 namespace {
 
@@ -41,6 +43,11 @@ std::string wanted_shape(const std::vector<int64_t>& shape) {
   return text + "]";
 }
 
+std::string text_of(const NamedView& named) {
+  if (named.slot < 0) return named.name;
+  return named.name + ("slots[" + std::to_string(named.slot) + "].") + named.part;
+}
+
 void check(const TensorView& view, const TensorRule& rule) {
   const auto fail = [&](const std::string& what) { throw BindError{"invalid_value", std::string(rule.name) + what}; };
   if (std::find(rule.dtypes.begin(), rule.dtypes.end(), view.dtype) == rule.dtypes.end()) {
@@ -61,6 +68,12 @@ void check(const TensorView& view, const TensorRule& rule) {
       fail(rule.contiguous ? " is not contiguous" : " is not contiguous in its last dimension");
     }
     dense *= view.shape[i];
+  }
+  if (rule.written && overlaps_itself(view)) {
+    std::string strides;
+    for (int i = 0; i < view.ndim; ++i) strides += (i ? ", " : "") + std::to_string(view.strides[i]);
+    fail(" is written, but elements of it lie in the same memory: shape " + shape_text(view) + ", strides [" + strides +
+         "] (an expanded tensor?)");
   }
 }
 
@@ -91,6 +104,17 @@ TensorView view_of(const pybind11::handle& capsule, const TensorRule& rule) {
   }
   check(view, rule);
   return view;
+}
+
+void check_disjoint(const std::vector<NamedView>& written, const std::vector<NamedView>& read) {
+  for (size_t i = 0; i < written.size(); ++i) {
+    const auto check_pair = [&](const NamedView& other) {
+      if (share_memory(written[i].view, other.view))
+        throw BindError{"invalid_value", text_of(written[i]) + " is written, but shares memory with " + text_of(other)};
+    };
+    std::for_each(read.begin(), read.end(), check_pair);
+    std::for_each(written.begin(), written.begin() + static_cast<std::ptrdiff_t>(i), check_pair);
+  }
 }
 
 }  // namespace kt

@@ -23,8 +23,20 @@ struct TensorRule {
   std::vector<DType> dtypes;
   std::vector<int64_t> shape;
   bool contiguous = false;  // wholly; the last dimension must be contiguous in any case
+  bool written = false;     // no two elements may lie in the same memory, as they do after expand
 };
 
 TensorView view_of(const pybind11::handle& capsule, const TensorRule& rule);
+
+// A tensor of a call and its name for messages: `name`, or of a slot's tensor "NAMEslots[SLOT].PART".
+struct NamedView {
+  const char* name;
+  TensorView view;
+  int slot = -1;
+  const char* part = "";
+};
+
+// Throws where a tensor of `written` shares memory with another of them or with one of `read`. Absent tensors are fine.
+void check_disjoint(const std::vector<NamedView>& written, const std::vector<NamedView>& read);
 
 }  // namespace kt

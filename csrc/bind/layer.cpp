@@ -28,10 +28,11 @@ const char* kind_name(StatusCode code) {
   }
 }
 
+constexpr const char* kSlotTensors[] = {"gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b"};
+
 // Slots arrive as None or (gate_a, gate_b, up_a, up_b, down_a, down_b, scaling, dropout, seed), pairs of capsules or of
 // None.
 std::vector<LoraSlot> parse_slots(const py::sequence& slots, const ExpertShape& shape, bool gradients) {
-  static const char* const kNames[] = {"gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b"};
   const std::vector<DType> dtypes =
       gradients ? std::vector<DType>{DType::kF32} : std::vector<DType>{DType::kF32, DType::kBf16};
   std::vector<LoraSlot> parsed;
@@ -43,15 +44,15 @@ std::vector<LoraSlot> parse_slots(const py::sequence& slots, const ExpertShape& 
     for (size_t part = 0; part < kNumProjections; ++part) {
       const py::handle a = fields[2 * part], b = fields[2 * part + 1];
       if (a.is_none() && b.is_none()) continue;
-      const std::string a_name = prefix + kNames[2 * part], b_name = prefix + kNames[2 * part + 1];
+      const std::string a_name = prefix + kSlotTensors[2 * part], b_name = prefix + kSlotTensors[2 * part + 1];
       if (a.is_none() || b.is_none()) {
         throw BindError{"invalid_value", (a.is_none() ? a_name : b_name) + " is missing: A and B come in pairs"};
       }
       const int64_t in = part == kDown ? shape.intermediate : shape.hidden,
                     out = part == kDown ? shape.hidden : shape.intermediate;
       LoraPair& pair = slot.pairs[part];
-      pair.a = view_of(a, {a_name.c_str(), dtypes, {shape.num_experts, -1, in}, false});
-      pair.b = view_of(b, {b_name.c_str(), dtypes, {shape.num_experts, out, pair.a.shape[1]}, false});
+      pair.a = view_of(a, {a_name.c_str(), dtypes, {shape.num_experts, -1, in}, false, gradients});
+      pair.b = view_of(b, {b_name.c_str(), dtypes, {shape.num_experts, out, pair.a.shape[1]}, false, gradients});
     }
     slot.scaling = fields[6].cast<float>();
     if (!(slot.scaling - slot.scaling == 0.0f))
@@ -76,6 +77,24 @@ RoutedCall parse_call(const ExpertShape& shape, py::handle x, py::handle ids, py
   return call;
 }
 
+void add_slots(const std::vector<LoraSlot>& slots, const char* name, std::vector<NamedView>* views) {
+  for (size_t i = 0; i < slots.size(); ++i) {
+    for (int part = 0; part < kNumProjections; ++part) {
+      const LoraPair& pair = slots[i].pairs[part];
+      views->push_back({name, pair.a, static_cast<int>(i), kSlotTensors[2 * part]});
+      views->push_back({name, pair.b, static_cast<int>(i), kSlotTensors[2 * part + 1]});
+    }
+  }
+}
+
+// All tensors that a call reads.
+std::vector<NamedView> views_of(const RoutedCall& call) {
+  std::vector<NamedView> views = {
+      {"x", call.x}, {"ids", call.ids}, {"weights", call.weights}, {"token_slots", call.token_slots}};
+  add_slots(call.slots, "", &views);
+  return views;
+}
+
 template <class Call>
 void run(Call&& call) {
   Status status;
@@ -89,7 +108,8 @@ void run(Call&& call) {
 void unpack_matrix(const ExpertLayer& layer, int64_t expert, Projection part, py::handle target) {
   const PackedShape shape = layer.shape_of(part);
   const bool bf16 = shape.format.encoding == Encoding::kBf16;
-  const TensorRule rule{kProjectionNames[part], {bf16 ? DType::kBf16 : DType::kF32}, {shape.rows, shape.cols}, true};
+  const TensorRule rule{
+      kProjectionNames[part], {bf16 ? DType::kBf16 : DType::kF32}, {shape.rows, shape.cols}, true, true};
   const TensorView out = view_of(target, rule);
   for (int node = 0; node < layer.num_nodes(); ++node) {
     const auto piece = layer.piece(expert, part, node);
@@ -118,7 +138,8 @@ std::shared_ptr<Retained> NativeLayer::forward(py::handle x, py::handle ids, py:
                                                const py::sequence& slots, py::handle token_slots, py::handle out,
                                                bool retain) const {
   const RoutedCall call = parse_call(layer_->shape(), x, ids, weights, slots, token_slots);
-  const TensorView result = view_of(out, {"out", {call.x.dtype}, {call.x.shape[0], call.x.shape[1]}});
+  const TensorView result = view_of(out, {"out", {call.x.dtype}, {call.x.shape[0], call.x.shape[1]}, false, true});
+  check_disjoint({{"out", result}}, views_of(call));
   const auto retained = retain ? std::make_shared<Retained>() : nullptr;
   run([&] { return kt::forward(engine(), call, result, retained.get()); });
   return retained;
@@ -132,8 +153,9 @@ void NativeLayer::backward(py::handle grad_out, py::handle x, py::handle ids, py
   const std::vector<int64_t> shape = {call.x.shape[0], call.x.shape[1]};
   const TensorView grad = view_of(grad_out, {"grad_out", {DType::kF32, DType::kBf16}, shape});
   RoutedGradients gradients;
-  gradients.x = view_of(x_grad, {"gradient of x", {call.x.dtype}, shape});
-  gradients.weights = view_of(weights_grad, {"gradient of weights", {DType::kF32}, {shape[0], call.ids.shape[1]}});
+  gradients.x = view_of(x_grad, {"gradient of x", {call.x.dtype}, shape, false, true});
+  gradients.weights =
+      view_of(weights_grad, {"gradient of weights", {DType::kF32}, {shape[0], call.ids.shape[1]}, false, true});
   gradients.slots = parse_slots(slot_grads, layer_->shape(), true);
   if (gradients.slots.size() != call.slots.size()) throw BindError{"invalid_value", "one gradient slot for each slot"};
   for (size_t i = 0; i < call.slots.size(); ++i) {
@@ -143,6 +165,11 @@ void NativeLayer::backward(py::handle grad_out, py::handle x, py::handle ids, py
                       "gradients of slots[" + std::to_string(i) + "]." + kProjectionNames[part] + " have another rank"};
     }
   }
+  std::vector<NamedView> written = {{"gradient of x", gradients.x}, {"gradient of weights", gradients.weights}},
+                         read = views_of(call);
+  add_slots(gradients.slots, "gradient of ", &written);
+  read.push_back({"grad_out", grad});
+  check_disjoint(written, read);
   run([&] { return kt::backward(engine(), call, grad, gradients, retained.get()); });
 }
 

@@ -1,8 +1,12 @@
 #include "bind/loading.h"
 
+#include <pybind11/stl.h>
+
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "bind/dlpack.h"
 #include "bind/layer.h"
@@ -22,15 +26,45 @@ void check_range(const char* name, int64_t value, int64_t most) {
                   std::string(name) + " is " + std::to_string(value) + "; allowed: 1 to " + std::to_string(most)};
 }
 
-std::shared_ptr<Checkpoint> open_checkpoint(const std::string& directory) {
-  std::shared_ptr<Checkpoint> checkpoint;
-  Status status;
-  {
-    py::gil_scoped_release release;
-    status = Checkpoint::open(directory, &checkpoint);
+// A value as Python's json gives it.
+Setting setting_of(py::handle value) {
+  Setting made;
+  if (py::isinstance<py::bool_>(value)) {
+    made.kind = Setting::Kind::kBool;
+    made.boolean = value.cast<bool>();
+  } else if (py::isinstance<py::int_>(value) || py::isinstance<py::float_>(value)) {
+    made.kind = Setting::Kind::kNumber;
+    made.text = py::str(value).cast<std::string>();
+    int overflow = 0;
+    if (py::isinstance<py::int_>(value)) made.integer = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+    made.integral = py::isinstance<py::int_>(value) && overflow == 0 && made.integer >= 0;
+  } else if (py::isinstance<py::str>(value)) {
+    made.kind = Setting::Kind::kText;
+    made.text = value.cast<std::string>();
+  } else if (py::isinstance<py::list>(value)) {
+    made.kind = Setting::Kind::kList;
+    for (const py::handle item : value) made.list.push_back(setting_of(item));
+  } else if (py::isinstance<py::dict>(value)) {
+    made.kind = Setting::Kind::kObject;
+    for (const auto& [name, member] : py::reinterpret_borrow<py::dict>(value))
+      made.members.emplace_back(name.cast<std::string>(), setting_of(member));
+    std::sort(made.members.begin(), made.members.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   }
-  check(status);
-  return checkpoint;
+  return made;
+}
+
+// `tensors`: name -> (dtype, shape, first byte in the file, byte after the last).
+void add_file(Checkpoint& checkpoint, const std::string& path, int descriptor, const py::dict& tensors) {
+  std::map<std::string, TensorEntry> entries;
+  for (const auto& [name, fields] : tensors) {
+    const auto entry = py::reinterpret_borrow<py::tuple>(fields);
+    const auto start = entry[2].cast<int64_t>();
+    entries[name.cast<std::string>()] = {entry[0].cast<std::string>(), entry[1].cast<std::vector<int64_t>>(), start,
+                                         entry[3].cast<int64_t>() - start};
+  }
+  std::shared_ptr<const TensorFile> file;
+  check(TensorFile::open(path, descriptor, std::move(entries), &file));
+  checkpoint.add_file(std::move(file));
 }
 
 // Memory nodes that have processors for this process.
@@ -66,8 +100,11 @@ NativeLayer load(const Checkpoint& checkpoint, const std::string& prefix, int64_
 }  // namespace
 
 void bind_loading(py::module_& module) {
-  py::class_<Checkpoint, std::shared_ptr<Checkpoint>>(module, "Checkpoint");
-  module.def("open_checkpoint", &open_checkpoint, py::arg("directory"));
+  py::class_<Checkpoint, std::shared_ptr<Checkpoint>>(module, "Checkpoint")
+      .def(py::init([](const std::string& directory, py::handle quantization) {
+        return std::make_shared<Checkpoint>(directory, setting_of(quantization));
+      }))
+      .def("add_file", &add_file);
   module.def("load_layer", &load);
 }
 

@@ -1,4 +1,4 @@
-// Checkpoint, open_checkpoint and load_layer of the compiled module.
+// Checkpoint and load_layer of the compiled module.
 #pragma once
 
 #include <pybind11/pybind11.h>

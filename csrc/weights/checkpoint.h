@@ -1,41 +1,44 @@
-// A Hugging Face checkpoint directory: model.safetensors.index.json with its shards, or one model.safetensors.
+// The files of a checkpoint, where their tensors lie, and how its weights are quantized. Found and checked in Python
+// (kt_runtime/experts/checkpoint.py).
 #pragma once
 
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
-#include "weights/json.h"
-#include "weights/safetensors.h"
+#include "weights/setting.h"
+#include "weights/tensor_file.h"
 
 namespace kt {
 
 class Checkpoint {
  public:
   struct Tensor {
-    const SafetensorsFile* file;
+    const TensorFile* file;
     const TensorEntry* entry;
   };
 
-  // Opens every shard and checks its header. config.json is read where there is one.
-  static Status open(const std::string& directory, std::shared_ptr<Checkpoint>* checkpoint);
+  // `directory` is for messages. `quantization`: config.json's quantization_config; null (kNull) where there is none.
+  Checkpoint(std::string directory, Setting quantization)
+      : directory_(std::move(directory)), quantization_(std::move(quantization)) {}
+
+  void add_file(std::shared_ptr<const TensorFile> file);
 
   bool contains(const std::string& name) const { return tensors_.count(name) != 0; }
   // A tensor that is not there is an error naming it.
   Status find(const std::string& name, Tensor* tensor) const;
   const std::string& directory() const { return directory_; }
-  // quantization_config of config.json, of the text model where there are several; null where there is none.
-  const Json* quantization() const;
+  // Null where there is none.
+  const Setting* quantization() const {
+    return quantization_.kind == Setting::Kind::kObject ? &quantization_ : nullptr;
+  }
 
  private:
-  Status read_config();
-  Status open_index(const std::string& index_path);
-  Status open_file(const std::string& name, std::shared_ptr<SafetensorsFile>* file);
-
   std::string directory_;
-  Json config_;
-  std::map<std::string, std::shared_ptr<SafetensorsFile>> files_;
+  Setting quantization_;
+  std::vector<std::shared_ptr<const TensorFile>> files_;
   std::map<std::string, Tensor> tensors_;
 };
 

@@ -10,20 +10,20 @@ constexpr const char* kSupported =
     "; supported: bfloat16, fp8 (e4m3, blocks of 128 x 128), compressed-tensors (pack-quantized, int-quantized, "
     "float-quantized), gptq, awq";
 
-std::string text_of(const Json* value) {
+std::string text_of(const Setting* value) {
   if (value == nullptr) return "missing";
   switch (value->kind) {
-    case Json::Kind::kNull:
+    case Setting::Kind::kNull:
       return "null";
-    case Json::Kind::kBool:
+    case Setting::Kind::kBool:
       return value->boolean ? "true" : "false";
-    case Json::Kind::kNumber:
-      return value->string;
-    case Json::Kind::kString:
-      return "'" + value->string + "'";
-    case Json::Kind::kArray: {
+    case Setting::Kind::kNumber:
+      return value->text;
+    case Setting::Kind::kText:
+      return "'" + value->text + "'";
+    case Setting::Kind::kList: {
       std::string text = "[";
-      for (const Json& item : value->array) text += (text.size() > 1 ? ", " : "") + text_of(&item);
+      for (const Setting& item : value->list) text += (text.size() > 1 ? ", " : "") + text_of(&item);
       return text + "]";
     }
     default:
@@ -31,25 +31,25 @@ std::string text_of(const Json* value) {
   }
 }
 
-bool is_true(const Json* value) { return value && value->kind == Json::Kind::kBool && value->boolean; }
-bool is_text(const Json* value, const char* wanted) {
-  return value && value->kind == Json::Kind::kString && value->string == wanted;
+bool is_true(const Setting* value) { return value && value->kind == Setting::Kind::kBool && value->boolean; }
+bool is_text(const Setting* value, const char* wanted) {
+  return value && value->kind == Setting::Kind::kText && value->text == wanted;
 }
-bool is_absent(const Json* value) { return value == nullptr || value->kind == Json::Kind::kNull; }
+bool is_absent(const Setting* value) { return value == nullptr || value->kind == Setting::Kind::kNull; }
 
 // [128, 128]
-bool is_fp8_block(const Json* value) {
-  return value && value->kind == Json::Kind::kArray && value->array.size() == 2 &&
-         std::all_of(value->array.begin(), value->array.end(),
-                     [](const Json& size) { return size.integral && size.integer == kFp8Block; });
+bool is_fp8_block(const Setting* value) {
+  return value && value->kind == Setting::Kind::kList && value->list.size() == 2 &&
+         std::all_of(value->list.begin(), value->list.end(),
+                     [](const Setting& size) { return size.integral && size.integer == kFp8Block; });
 }
 
 class SchemeFinder {
  public:
   SchemeFinder(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape)
       : checkpoint_(checkpoint), prefix_(prefix), shape_(shape), config_(checkpoint.quantization()) {
-    if (config_ && config_->find("quant_method") && config_->find("quant_method")->kind == Json::Kind::kString)
-      method_ = config_->find("quant_method")->string;
+    if (config_ && config_->find("quant_method") && config_->find("quant_method")->kind == Setting::Kind::kText)
+      method_ = config_->find("quant_method")->text;
   }
 
   Status find(Scheme* scheme) {
@@ -68,7 +68,7 @@ class SchemeFinder {
  private:
   bool has(const std::string& name) const { return checkpoint_.contains(name); }
 
-  Status config_error(const std::string& key, const Json* value, const std::string& allowed) const {
+  Status config_error(const std::string& key, const Setting* value, const std::string& allowed) const {
     return bad_checkpoint(checkpoint_.directory() + "/config.json: quantization_config: " + key + " is " +
                           text_of(value) + ", but experts under '" + prefix_ + "' need " + allowed);
   }
@@ -128,7 +128,7 @@ class SchemeFinder {
   Status find_fp8_blocks(const std::string& suffix, Scheme* scheme) const {
     if (config_) {
       if (method_ != "fp8") return method_error("'fp8'");
-      const Json* block = config_->find("weight_block_size");
+      const Setting* block = config_->find("weight_block_size");
       if (!is_fp8_block(block)) return config_error("weight_block_size", block, "[128, 128]");
     }
     *scheme = {Storage::kFp8Blocks, scheme->fused, 8, kFp8Block, false, 0, suffix};
@@ -142,15 +142,15 @@ class SchemeFinder {
   }
 
   // -1 is one group for the whole row.
-  Status read_group(const std::string& key, const Json* value, Scheme* scheme) const {
-    const bool whole = value && value->kind == Json::Kind::kNumber && value->string == "-1";
+  Status read_group(const std::string& key, const Setting* value, Scheme* scheme) const {
+    const bool whole = value && value->kind == Setting::Kind::kNumber && value->text == "-1";
     if (!whole && !(value && value->integral && value->integer > 0 && value->integer % kColumnUnit == 0))
       return config_error(key, value, "a multiple of 32, or -1 for one group a row");
     scheme->group = whole ? 0 : value->integer;
     return {};
   }
 
-  Status read_bits(const std::string& key, const Json* value, bool eight, Scheme* scheme) const {
+  Status read_bits(const std::string& key, const Setting* value, bool eight, Scheme* scheme) const {
     if (!(value && value->integral && (value->integer == 4 || (eight && value->integer == 8))))
       return config_error(key, value, eight ? "4 or 8" : "4");
     scheme->bits = static_cast<int>(value->integer);
@@ -161,7 +161,7 @@ class SchemeFinder {
     *scheme = {Storage::kGptq, false, 4, 0, true, 1, ".scales"};
     KT_RETURN_IF_ERROR(read_bits("bits", config_->find("bits"), true, scheme));
     KT_RETURN_IF_ERROR(read_group("group_size", config_->find("group_size"), scheme));
-    const Json* layout = config_->find("checkpoint_format");
+    const Setting* layout = config_->find("checkpoint_format");
     if (is_text(layout, "gptq_v2")) {
       scheme->zero_added = 0;
     } else if (!is_absent(layout) && !is_text(layout, "gptq")) {
@@ -177,10 +177,10 @@ class SchemeFinder {
     *scheme = {Storage::kAwq, false, 4, 0, true, 0, ".scales"};
     KT_RETURN_IF_ERROR(read_bits("bits", config_->find("bits"), false, scheme));
     KT_RETURN_IF_ERROR(read_group("group_size", config_->find("group_size"), scheme));
-    const Json* version = config_->find("version");
+    const Setting* version = config_->find("version");
     if (!is_absent(version) && !is_text(version, "gemm") && !is_text(version, "GEMM"))
       return config_error("version", version, "'gemm'");
-    const Json* zeros = config_->find("zero_point");
+    const Setting* zeros = config_->find("zero_point");
     if (zeros && !is_true(zeros)) return config_error("zero_point", zeros, "true");
     return {};
   }
@@ -189,14 +189,14 @@ class SchemeFinder {
   // tensors of the first expert.
   Status from_compressed(Scheme* scheme) const {
     if (method_ != "compressed-tensors") return method_error("'compressed-tensors'");
-    const Json* groups = config_->find("config_groups");
-    if (groups == nullptr || groups->kind != Json::Kind::kObject || groups->object.empty())
+    const Setting* groups = config_->find("config_groups");
+    if (groups == nullptr || groups->kind != Setting::Kind::kObject || groups->members.empty())
       return config_error("config_groups", groups, "at least one group");
     Status first_error;
-    for (const auto& [name, group] : groups->object) {
+    for (const auto& [name, group] : groups->members) {
       Scheme candidate = *scheme;
       Status status = from_group("config_groups." + name + ".weights", group.find("weights"), &candidate);
-      if (status.ok() && (groups->object.size() == 1 || fits(candidate))) {
+      if (status.ok() && (groups->members.size() == 1 || fits(candidate))) {
         *scheme = candidate;
         return {};
       }
@@ -206,19 +206,20 @@ class SchemeFinder {
     return config_error("config_groups", groups, "one that fits tensor '" + base_ + ".weight_scale'");
   }
 
-  Status from_group(const std::string& where, const Json* weights, Scheme* scheme) const {
-    if (weights == nullptr || weights->kind != Json::Kind::kObject) return config_error(where, weights, "an object");
+  Status from_group(const std::string& where, const Setting* weights, Scheme* scheme) const {
+    if (weights == nullptr || weights->kind != Setting::Kind::kObject) return config_error(where, weights, "an object");
     const bool fp8 = scheme->storage == Storage::kFp8Rows;
-    const Json *type = weights->find("type"), *bits = weights->find("num_bits"), *strategy = weights->find("strategy");
+    const Setting *type = weights->find("type"), *bits = weights->find("num_bits"),
+                  *strategy = weights->find("strategy");
     if (!is_text(type, fp8 ? "float" : "int")) return config_error(where + ".type", type, fp8 ? "'float'" : "'int'");
-    const Json* order = weights->find("actorder");
+    const Setting* order = weights->find("actorder");
     if (is_text(order, "group") || has(base_ + ".weight_g_idx"))
       return config_error(where + ".actorder", order, "groups of neighbouring columns (no weight_g_idx)");
     scheme->scale_suffix = ".weight_scale";
     KT_RETURN_IF_ERROR(read_bits(where + ".num_bits", bits, true, scheme));
     if (scheme->storage != Storage::kPacked && scheme->bits != 8) return config_error(where + ".num_bits", bits, "8");
     if (fp8 && is_text(strategy, "block")) {
-      const Json* block = weights->find("block_structure");
+      const Setting* block = weights->find("block_structure");
       if (!is_fp8_block(block)) return config_error(where + ".block_structure", block, "[128, 128]");
       scheme->storage = Storage::kFp8Blocks;
       scheme->group = kFp8Block;
@@ -230,7 +231,7 @@ class SchemeFinder {
     } else if (!is_text(strategy, "channel")) {
       return config_error(where + ".strategy", strategy, fp8 ? "'channel' or 'block'" : "'group' or 'channel'");
     }
-    const Json* symmetric = weights->find("symmetric");
+    const Setting* symmetric = weights->find("symmetric");
     scheme->zero_points = !fp8 && symmetric && !is_true(symmetric);
     return {};
   }
@@ -250,7 +251,7 @@ class SchemeFinder {
   const Checkpoint& checkpoint_;
   const std::string& prefix_;
   const ExpertShape shape_;
-  const Json* config_;
+  const Setting* config_;
   std::string method_, base_;
 };
 

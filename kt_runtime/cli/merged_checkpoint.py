@@ -21,6 +21,7 @@ from safetensors import safe_open
 
 from kt_runtime.adapters import AdapterTensors
 from kt_runtime.adapters.merge import Merger
+from kt_runtime.checkpoint_file import read_header
 from kt_runtime.errors import CheckpointError, ConflictError, InvalidValueError
 from kt_runtime.experts.dequantize import CODES, PARTS, plain_tensors
 from kt_runtime.families.quantization import CONFIG_KEYS, quantization_of
@@ -31,7 +32,6 @@ from kt_runtime.serve.checkpoint_files import (
     OTHER_WEIGHTS,
     PLAIN,
     check_checkpoint,
-    read_header,
     weight_files,
 )
 from kt_runtime.serve.memory import format_bytes
@@ -122,17 +122,16 @@ def _plain_entries(files: list[Path]) -> Iterator[tuple[str, Place]]:
             if is_part or where[name] != file:
                 continue
             beside = {part: f"{module}.{part}" for part in PARTS.get(last, ()) if f"{module}.{part}" in where}
-            if not beside and (entry["dtype"] in PLAIN or not name.endswith(CODES)):
-                begin, end = entry["data_offsets"]
-                yield name, Place(entry["dtype"], tuple(entry["shape"]), end - begin)
+            if not beside and (entry.dtype in PLAIN or not name.endswith(CODES)):
+                yield name, Place(entry.dtype, entry.shape, entry.stop - entry.start)
             else:
-                shapes = {part: headers[where[other]][other]["shape"] for part, other in beside.items()}
-                shape = _dequantized_shape(name, entry["shape"], shapes, where)
+                shapes = {part: headers[where[other]][other].shape for part, other in beside.items()}
+                shape = _dequantized_shape(name, entry.shape, shapes, where)
                 yield f"{module}.weight", Place("BF16", shape, math.prod(shape) * 2)
 
 
 def _dequantized_shape(
-    name: str, codes: list[int], beside: Mapping[str, list[int]], where: Mapping[str, Path]
+    name: str, codes: tuple[int, ...], beside: Mapping[str, tuple[int, ...]], where: Mapping[str, Path]
 ) -> tuple[int, ...]:
     """[out, in] of a quantized matrix, from the shapes of its tensors (`kt_runtime.families.quantization`)."""
     if "weight_shape" in beside:
@@ -140,7 +139,7 @@ def _dequantized_shape(
         with safe_open(str(where[shape]), framework="pt", device="cpu") as opened:
             return tuple(int(size) for size in opened.get_tensor(shape))
     if "scales" not in beside or "qzeros" not in beside:
-        return tuple(codes)
+        return codes
     rows = beside["scales"][1]
     codes_in_word = -(-rows // beside["qzeros"][1])
     return rows, codes[0] * codes_in_word if codes[1] == rows else codes[0]

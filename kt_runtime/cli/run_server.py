@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kt_runtime.cli.connection import ServerAPI, server_url
 from kt_runtime.cli.server_process import server
 from kt_runtime.errors import ConflictError, KtError, NotFoundError, ServerUnreachableError
+from kt_runtime.files import open_regular, read_at, read_regular
 
 if TYPE_CHECKING:
     from kt_runtime.train.recipe import Recipe
@@ -111,15 +113,15 @@ def same_checkpoint(one: Path, other: Path) -> bool:
 
 def _identity(directory: Path) -> tuple[Any, bytes, list[tuple[int, bytes]]]:
     """Fine-tuned checkpoints share configuration and index with their base, so that some weights are read as well."""
-    config = json.loads((directory / CONFIG_FILE).read_bytes())
-    index = (directory / INDEX_FILE).read_bytes() if (directory / INDEX_FILE).is_file() else b""
+    config = json.loads(read_regular(directory / CONFIG_FILE, MAX_HEADER_BYTES))
+    index = read_regular(directory / INDEX_FILE, MAX_HEADER_BYTES) if (directory / INDEX_FILE).is_file() else b""
     files = sorted(set(json.loads(index)["weight_map"].values())) if index else [WEIGHTS_FILE]
     return config, index, [_beginning(directory / files[0]), _beginning(directory / files[-1])]
 
 
 def _beginning(path: Path) -> tuple[int, bytes]:
     """Size, header and first weights of a safetensors file."""
-    with path.open("rb") as opened:
-        header_bytes = int.from_bytes(opened.read(8), "little")
-        opened.seek(0)
-        return path.stat().st_size, opened.read(8 + min(header_bytes, MAX_HEADER_BYTES) + COMPARED_BYTES)
+    with open_regular(path) as descriptor:
+        header_bytes = int.from_bytes(read_at(descriptor, 8, 0), "little")
+        compared_bytes = 8 + min(header_bytes, MAX_HEADER_BYTES) + COMPARED_BYTES
+        return os.fstat(descriptor).st_size, read_at(descriptor, compared_bytes, 0)

@@ -78,8 +78,9 @@ class ExpertLayer:
     around it, its order, other tokens' adapters or the number of threads. float32 activations are multiplied exactly
     with weights of every format; bfloat16 ones are quantized to int8 by groups, or finer, where the weights are
     integers. CUDA tensors are staged through pinned host buffers (staging.py). Calls may come from several threads at
-    once. Errors: InvalidValueError for a wrong shape, dtype, device, id or slot; NumericsError for NaN or Inf in x,
-    weights or grad_out; ConflictError once the store is closed.
+    once. Errors: InvalidValueError for a wrong shape, dtype, device, id or slot, and for a result whose elements lie in
+    the same memory as each other or as an input; NumericsError for NaN or Inf in x, weights or grad_out; ConflictError
+    once the store is closed.
     """
 
     def __init__(self, native: _experts.Layer, shape: ExpertShape) -> None:

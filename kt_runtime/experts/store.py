@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 from kt_runtime import _experts
 from kt_runtime.errors import ConflictError, InvalidValueError
+from kt_runtime.experts.checkpoint import open_checkpoint
 from kt_runtime.experts.formats import joined_format, requested_format
 from kt_runtime.experts.layer import ExpertLayer, ExpertShape
 from kt_runtime.experts.native import resolve_isa, translated_errors
@@ -91,8 +92,8 @@ class ExpertStore:
             if value is not None and value < 1:
                 raise InvalidValueError(f"{name} is {value}; allowed: 1 or more")
         layers: dict[int, ExpertLayer] = {}
+        checkpoint = open_checkpoint(directory)
         with translated_errors():
-            checkpoint = _experts.open_checkpoint(str(directory))
             for index, prefix in layer_keys.items():
                 sizes = (shape.num_experts, shape.hidden, shape.intermediate)
                 native = _experts.load_layer(checkpoint, prefix, *sizes, isa, num_threads, wanted, num_nodes or 0)

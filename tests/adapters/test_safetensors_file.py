@@ -57,67 +57,16 @@ def test_a_file_cut_anywhere_is_refused() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (file_of(b"{}", length=2**63), "header claims 9223372036854775808 bytes"),
-        (file_of(b"{}", length=2**64 - 1), "header claims 18446744073709551615 bytes"),
-        (file_of(b"{}", length=100_000_000), "truncated in the header"),
         (file_of(b"not json"), "not JSON"),
-        (file_of(b"\xff\xfe{}"), "not JSON"),
-        (file_of(b"[" * 100_000), "not JSON"),
-        (file_of(b'{"a": {"dtype": "F32", "shape": [' + b"1" * 5000 + b"]}}"), "not JSON"),
-        (file_of(b'{"a": {"dtype": "F32", "shape": [' + b"1" * 4000 + b'], "data_offsets": [0, 4]}}'), "has shape"),
-        (file_of({"a": entry(0, 2**64)}), "has data_offsets"),
-        (file_of([]), "not a JSON object"),
-        (file_of(b'{"a": {}, "a": {}}'), "'a' appears twice"),
-        (file_of({"__metadata__": {"x": 1}}), "__metadata__"),
-        (file_of({"a": {"dtype": "F32", "shape": [1]}}, bytes(4)), "'a' must have exactly"),
+        (file_of({"a": entry(0, 4), "b": entry(2, 6)}, bytes(6)), "'b' .* overlaps 'a'"),
         (file_of({"a": entry(0, 8, dtype="F64")}, bytes(8)), "'a' has dtype 'F64'"),
         (file_of({"a": entry(0, 4, dtype="I32")}, bytes(4)), "'a' has dtype 'I32'; expected one of F32, BF16, F16"),
-        (file_of({"a": entry(0, 4, dtype="X")}, bytes(4)), "'a' has dtype 'X'"),
-        (file_of({"a": entry(0, 4, shape=(-1,))}, bytes(4)), "'a' has shape"),
-        (file_of({"a": entry(0, 4, shape=(True,))}, bytes(4)), "'a' has shape"),
-        (file_of({"a": entry(0, 4, shape=(1,) * 9)}, bytes(4)), "'a' has shape"),
-        (file_of({"a": entry(0, 4, shape=(2,))}, bytes(4)), "'a' has 4 bytes; shape .2. of F32 needs 8"),
-        (file_of({"a": entry(0, 4, shape=(2**62, 2**62))}, bytes(4)), "'a' has 4 bytes"),
-        (file_of({"a": entry(4, 0)}, bytes(4)), "'a' has data_offsets"),
-        (file_of({"a": entry(-4, 0)}, bytes(4)), "'a' has data_offsets"),
-        (file_of({"a": entry(0, 8, shape=(2,))}, bytes(4)), "offsets out of range: 'a'"),
-        (file_of({"a": entry(2**63, 2**63 + 4)}, bytes(4)), "'a' has data_offsets"),
-        (file_of({"a": entry(0, 4), "b": entry(0, 4)}, bytes(4)), "'b' .* overlaps 'a'"),
-        (file_of({"a": entry(0, 4), "b": entry(2, 6)}, bytes(6)), "'b' .* overlaps 'a'"),
-        (file_of({"a": entry(0, 4), "b": entry(8, 12)}, bytes(12)), "'b' .* leaves a gap after 'a'"),
-        (file_of({"a": entry(0, 4)}, bytes(5)), "1 bytes after the last tensor"),
+        (file_of({"a": entry(0, 1, dtype="F8_E4M3")}, bytes(1)), "'a' has dtype 'F8_E4M3'; expected one of F32, BF16"),
     ],
 )
-def test_a_lying_header_is_refused_before_data_is_read(data: bytearray, message: str) -> None:
-    with pytest.raises(AdapterError, match=message):
+def test_a_lying_header_is_the_adapter_s_fault(data: bytearray, message: str) -> None:
+    with pytest.raises(AdapterError, match=f"^file: .*{message}"):
         read_tensors(data, "file")
-
-
-DIGITS = 5000
-HOSTILE = {
-    "an integer of 5,000 digits": b'{"x":{"dtype":"F32","shape":[%s],"data_offsets":[0,4]}}' % (b"9" * DIGITS),
-    "an offset of 4,300 digits": b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,%s]}}' % (b"9" * 4300),
-    "a product of 8,000 digits": b'{"x":{"dtype":"F32","shape":[1%s,1%s],"data_offsets":[0,4]}}'
-    % (b"0" * 4000, b"0" * 4000),
-    "lists in lists": b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "objects in objects": b'{"x":' * 100_000 + b"1" + b"}" * 100_000,
-    "a name twice": b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"x":{"dtype":"F32","shape":[1],'
-    b'"data_offsets":[0,4]}}',
-    "an offset below 0": b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[-4,0]}}',
-    "an offset that is no integer": b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,1e400]}}',
-    "NaN": b'{"x":{"dtype":"F32","shape":[NaN],"data_offsets":[0,4]}}',
-    "a surrogate alone": b'{"\\ud800":{"dtype":"F32","shape":[1],"data_offsets":[0,8]}}',
-    "a dtype that is a list": b'{"x":{"dtype":["F32"],"shape":[1],"data_offsets":[0,4]}}',
-    "no UTF-8": b'{"\xff":1}',
-    "zeros": b"\0" * 1000,
-    "a name of a megabyte": b'{"%s":{"dtype":"F32","shape":[1],"data_offsets":[0,8]}}' % (b"n" * (1 << 20)),
-}
-
-
-@pytest.mark.parametrize("header", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_header_is_the_file_s_fault(header: bytes) -> None:
-    with pytest.raises(AdapterError, match=r"^file: "):
-        read_tensors(file_of(header, b"\0" * 4), "file")
 
 
 def test_a_header_longer_than_its_reader_expects_is_not_parsed() -> None:

@@ -186,7 +186,7 @@ def test_an_interruption_leaves_nothing(small: Base, tmp_path: Path) -> None:
 def test_a_broken_base_is_named(small: Base, tmp_path: Path) -> None:
     shard = small.directory / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="incomplete"):
+    with pytest.raises(CheckpointError, match="truncated"):
         write_merged(small.directory, small.adapter, tmp_path / "out")
 
 

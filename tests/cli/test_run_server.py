@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,15 @@ def test_a_server_named_on_the_command_line_must_be_there() -> None:
         running_server("tiny-qwen3-moe", "http://127.0.0.1:9", None, lambda _: None),
     ):
         raise AssertionError("nothing may start")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_directory_of_pipes_is_another_model_at_once(model: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(model, tmp_path / "m")
+    (tmp_path / "m" / name).unlink()
+    os.mkfifo(tmp_path / "m" / name)
+    found: list[bool] = []
+    reader = threading.Thread(target=lambda: found.append(same_checkpoint(model, tmp_path / "m")), daemon=True)
+    reader.start()
+    reader.join(30)  # one that waits for the pipe must not hang the tests
+    assert found == [False]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -241,6 +243,16 @@ def replaced(**changes):
             r"slots\[0\].gate_b has shape \[4, 16, 3\]; expected \[4, 16, 2\]",
         ),
         (replaced(out=torch.zeros(5, 24).bfloat16()), InvalidValueError, r"out has dtype bfloat16; allowed: float32"),
+        (
+            replaced(out=torch.zeros(1, 24).expand(5, 24)),
+            InvalidValueError,
+            r"out is written, but elements of it lie in the same memory: shape \[5, 24\], strides \[0, 1\]",
+        ),
+        (
+            replaced(out=torch.zeros(100).as_strided((5, 24), (10, 1))),
+            InvalidValueError,
+            r"out is written, but elements of it lie in the same memory: shape \[5, 24\], strides \[10, 1\]",
+        ),
     ],
 )
 def test_bad_input_is_named(change, error, message, make_problem, build_layer):
@@ -249,6 +261,65 @@ def test_bad_input_is_named(change, error, message, make_problem, build_layer):
     change(arguments)
     with pytest.raises(error, match=message):
         build_layer(p.experts).forward(**arguments)
+
+
+def test_a_result_in_the_memory_of_an_input_is_refused(make_problem, build_layer):
+    p = make_problem(4, 24, 16, 5, 2, ranks=(3,))
+    layer = build_layer(p.experts)
+    room = torch.zeros(2000)
+    x, weights = room[:120].view(5, 24), room[200:210].view(5, 2)
+    gate_a = room[300 : 300 + 4 * 3 * 24].view(4, 3, 24)
+    slots = [replace(p.slots[0], gate_a=gate_a)]
+    for first, name in ((0, "x"), (119, "x"), (190, "weights"), (300 + 4 * 3 * 24 - 1, r"slots\[0\].gate_a")):
+        with pytest.raises(InvalidValueError, match=f"^out is written, but shares memory with {name}$"):
+            layer.forward(
+                x, p.ids, weights, slots=slots, token_slots=p.token_slots, out=room[first : first + 120].view(5, 24)
+            )
+    with pytest.raises(InvalidValueError, match=r"^out is written, but shares memory with ids$"):
+        layer.forward(p.x, room[:10].view(torch.int32).view(5, 2), p.weights, out=room[:120].view(5, 24))
+
+
+def test_a_result_beside_an_input_in_one_matrix_is_allowed(make_problem, build_layer):
+    p = make_problem(4, 24, 16, 5, 2, ranks=(3,))
+    layer = build_layer(p.experts)
+    both = torch.cat([p.x, torch.zeros_like(p.x)], dim=1)
+    layer.forward(both[:, :24], p.ids, p.weights, out=both[:, 24:])
+    assert torch.equal(both, torch.cat([p.x, layer.forward(p.x, p.ids, p.weights)], dim=1))
+    interleaved = torch.zeros(10, 24)
+    interleaved[::2] = p.x
+    layer.forward(interleaved[::2], p.ids, p.weights, out=interleaved[1::2])
+    assert torch.equal(interleaved[1::2], both[:, 24:]) and torch.equal(interleaved[::2], p.x)
+
+
+def test_gradients_that_share_memory_are_refused(make_problem, build_layer):
+    p = make_problem(4, 24, 16, 5, 2, ranks=(3,))
+    layer = build_layer(p.experts)
+
+    def backward(into):
+        arguments = {"slots": p.slots, "token_slots": p.token_slots, "into": [into]}
+        return layer.backward(p.grad_out, p.x, p.ids, p.weights, **arguments).slots[0]
+
+    wanted = backward(p.slots[0].zeros())
+    zeros = p.slots[0].zeros()
+    with pytest.raises(
+        InvalidValueError, match=r"^slots\[0\].up_a is written, but elements of it lie in the same memory"
+    ):
+        backward(replace(zeros, up_a=torch.zeros(1, 3, 24).expand(4, 3, 24)))
+    message = r"^gradient of slots\[0\].up_a is written, but shares memory with gradient of slots\[0\].gate_a$"
+    with pytest.raises(InvalidValueError, match=message):
+        backward(replace(zeros, up_a=zeros.gate_a))
+    with pytest.raises(InvalidValueError, match=r"shares memory with slots\[0\].gate_a$"):
+        backward(replace(zeros, gate_a=p.slots[0].gate_a))
+    halves = torch.zeros(4, 32, 3)  # gate and up of one fused tensor
+    got = backward(replace(zeros, gate_b=halves[:, :16], up_b=halves[:, 16:]))
+    assert torch.equal(got.gate_b, wanted.gate_b) and torch.equal(got.up_b, wanted.up_b)
+
+
+def test_inputs_may_be_expanded(make_problem, build_layer):
+    p = make_problem(4, 24, 16, 5, 2)
+    layer = build_layer(p.experts)
+    same = p.x[:1].expand(5, 24)
+    assert torch.equal(layer.forward(same, p.ids, p.weights), layer.forward(same.clone(), p.ids, p.weights))
 
 
 def test_nan_in_the_outputs_gradient_is_named(make_problem, build_layer):

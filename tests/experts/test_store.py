@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from reference import quantized
 from safetensors.torch import save_file
 
+from kt_runtime import _experts
 from kt_runtime.errors import CheckpointError, ConflictError, InvalidValueError, NotFoundError, UnknownNameError
 from kt_runtime.experts import ExpertShape, ExpertStore, available_isas
 
@@ -239,41 +241,11 @@ def test_unfit_tensors_are_named(tmp_path, tensors, spoil, message):
         load(tmp_path)
 
 
-def safetensors_bytes(header: object, data: bytes = b"") -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data
-
-
-def entry(begin: int, end: int, shape: list[int], dtype: str = "BF16") -> dict[str, object]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "too short"),
-        (b"\x00" * 7, "too short"),
-        (struct.pack("<Q", 1 << 60) + b"{}", "header length 1152921504606846976 is not possible"),
-        (struct.pack("<Q", 100) + b"{}", "header length 100 is not possible"),
-        (safetensors_bytes(b"[1, 2]"), "header is not an object"),
-        (safetensors_bytes(b'{"a": '), "header is not JSON"),
-        (safetensors_bytes(b'{"a": 1, "a": 2}'), "duplicate key"),
-        (safetensors_bytes(b"[" * 100), "nested too deeply"),
-        (safetensors_bytes({"a": entry(0, 8, [4])}, b"1234"), "out of range: the file holds 4 bytes"),
-        (safetensors_bytes({"a": entry(8, 0, [4])}, b"12345678"), "out of range"),
-        (safetensors_bytes({"a": entry(0, 6, [4])}, b"123456"), "span 6 bytes, shape and dtype need 8"),
-        (safetensors_bytes({"a": entry(0, 4, [2]), "b": entry(2, 6, [2])}, b"123456"), "overlap or leave a gap"),
-        (safetensors_bytes({"a": entry(2, 6, [2])}, b"123456"), "overlap or leave a gap"),
-        (safetensors_bytes({"a": entry(0, 4, [2])}, b"123456"), "2 bytes after the last tensor"),
-        (safetensors_bytes({"a": entry(0, 4, [1 << 40, 1 << 40])}, b"1234"), "shape too large"),
-        (safetensors_bytes({"a": entry(0, 4, [-2])}, b"1234"), "needs dtype, shape and data_offsets"),
-        (safetensors_bytes({"a": entry(0, 4, [2], "BF17")}, b"1234"), "unknown dtype 'BF17'"),
-        (safetensors_bytes({"a": {"dtype": "BF16"}}), "needs dtype, shape and data_offsets"),
-    ],
-)
-def test_broken_safetensors_are_refused(tmp_path, content, message):
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=message):
+def test_a_broken_header_is_refused_with_its_file(tmp_path):
+    header = json.dumps({"a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 6]}}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"123456")
+    with pytest.raises(CheckpointError, match=rf"^{path}: 'a' has 6 bytes; shape \[4\] of BF16 needs 8"):
         load(tmp_path)
 
 
@@ -293,7 +265,9 @@ def test_truncated_checkpoint_is_refused(tmp_path, tensors, keep):
         ("{", "not JSON"),
         ("{}", "no weight_map"),
         ('{"weight_map": {"a": "../model.safetensors"}}', "not a file name in this directory"),
-        ('{"weight_map": {"a": 3}}', "not a file name in this directory"),
+        ('{"weight_map": {"a": 3}}', "shard of 'a' is '3', not a file name in this directory"),
+        ('{"weight_map": {"a": ".."}}', "shard of 'a' is '..', not a file name in this directory"),
+        ('{"weight_map": {"a": "model.safetensors", "a": "other"}}', "not JSON: the name 'a' appears twice"),
         ('{"weight_map": {"a": "model.safetensors"}}', "tensor 'a' is missing, though the index places it here"),
     ],
 )
@@ -302,6 +276,58 @@ def test_broken_index_is_refused(tmp_path, tensors, index, message):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
+
+
+def test_a_pipe_for_weights_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    refused = []
+
+    def attempt():
+        try:
+            load(tmp_path)
+        except CheckpointError as error:
+            refused.append(str(error))
+
+    loader = threading.Thread(target=attempt, daemon=True)  # waiting for the pipe must not hang the tests
+    loader.start()
+    loader.join(30)
+    assert refused == [
+        f"{tmp_path}/model.safetensors: can't be read: is a pipe, socket or device; expected a regular file"
+    ]
+
+
+def one_tensor_checkpoint(path, descriptor):
+    checkpoint = _experts.Checkpoint(str(path.parent), None)
+    checkpoint.add_file(str(path), descriptor, {"m.0.gate_proj.weight": ("BF16", (2, 3), 10, 22)})
+    for name in ("up_proj", "down_proj"):
+        shape = (3, 2) if name == "down_proj" else (2, 3)
+        checkpoint.add_file(str(path), descriptor, {f"m.0.{name}.weight": ("BF16", shape, 10, 22)})
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    ("flags", "size", "message"),
+    [
+        (os.O_WRONLY, 22, "can't read 12 bytes at byte 10: Bad file descriptor"),
+        (os.O_RDONLY, 15, "can't read 7 bytes at byte 15: the file ends there: truncated while open"),
+    ],
+)
+def test_a_read_that_fails_says_where_and_why(tmp_path, flags, size, message):
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(size))
+    descriptor = os.open(path, flags)
+    checkpoint = one_tensor_checkpoint(path, descriptor)
+    os.close(descriptor)  # the checkpoint keeps its own
+    with pytest.raises(_experts.NativeError) as refused:
+        _experts.load_layer(checkpoint, "m", 1, 3, 2, "portable", 1, "", 1)
+    assert refused.value.args == ("bad_checkpoint", f"{path}: {message}")
+
+
+def test_a_closed_descriptor_is_named(tmp_path):
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    os.close(descriptor)
+    with pytest.raises(_experts.NativeError, match="weights: can't be kept open: Bad file descriptor"):
+        one_tensor_checkpoint(tmp_path / "weights", descriptor)
 
 
 def test_missing_shard_is_not_found(tmp_path):

@@ -1,5 +1,5 @@
-// One .safetensors file: 8 bytes little-endian header length, a JSON header, then the tensors' bytes without a gap.
-// https://huggingface.co/docs/safetensors (format section). The header is checked whole before a byte is used.
+// An open file of which it is known where its tensors lie. The header is read and checked in Python
+// (kt_runtime/tensor_file.py).
 #pragma once
 
 #include <cstdint>
@@ -19,12 +19,14 @@ struct TensorEntry {
   int64_t bytes = 0;
 };
 
-class SafetensorsFile {
+class TensorFile {
  public:
-  static Status open(const std::string& path, std::shared_ptr<SafetensorsFile>* file);
-  ~SafetensorsFile();
-  SafetensorsFile(const SafetensorsFile&) = delete;
-  SafetensorsFile& operator=(const SafetensorsFile&) = delete;
+  // Keeps a copy of the descriptor, which stays the caller's. `path` is for messages.
+  static Status open(const std::string& path, int descriptor, std::map<std::string, TensorEntry> tensors,
+                     std::shared_ptr<const TensorFile>* file);
+  ~TensorFile();
+  TensorFile(const TensorFile&) = delete;
+  TensorFile& operator=(const TensorFile&) = delete;
 
   const std::string& path() const { return path_; }
   const std::map<std::string, TensorEntry>& tensors() const { return tensors_; }
@@ -33,8 +35,8 @@ class SafetensorsFile {
   Status read(const TensorEntry& entry, int64_t first_byte, int64_t bytes, void* to) const;
 
  private:
-  SafetensorsFile(std::string path, int descriptor) : path_(std::move(path)), descriptor_(descriptor) {}
-  Status read_header(int64_t file_bytes);
+  TensorFile(std::string path, int descriptor, std::map<std::string, TensorEntry> tensors)
+      : path_(std::move(path)), descriptor_(descriptor), tensors_(std::move(tensors)) {}
 
   std::string path_;
   int descriptor_;
