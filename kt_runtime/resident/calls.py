@@ -2,34 +2,41 @@
 
 A session exists from the end of its `CreateSession` to its `CloseSession`. Everything is checked when a request's turn
 comes, not when it arrives: the ones before it may create the session that it names.
+
+Files are touched beside the engine's thread: the session's work pauses meanwhile (`executor.Pause`), and so its later
+requests wait.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from kt_runtime.adapters import AdapterTensors, AdapterVersion, read_adapter, without_fillers
+from kt_runtime.adapters import AdapterVersion
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
 from kt_runtime.experts import free_spare_memory
 from kt_runtime.families import resolve_targets
 from kt_runtime.resident import state
 from kt_runtime.resident.batches import TrainingBatch
 from kt_runtime.resident.call import CallResult
-from kt_runtime.resident.executor import Slice, Slices
+from kt_runtime.resident.executor import Pause, Slice, Slices
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.lora import LoraModules
 from kt_runtime.resident.memory import check_available, give_back_freed_memory, keep_freed_memory
+from kt_runtime.resident.opening import Opening, Start, read_start
 from kt_runtime.resident.optimizer import StepSettings
 from kt_runtime.resident.preference import check_pairs
 from kt_runtime.resident.publishing import Forgotten, Publisher
 from kt_runtime.resident.session import Session
-from kt_runtime.resident.session_limits import FROZEN_BYTES, TRAINED_BYTES, SessionLimits, num_parameters
+from kt_runtime.resident.session_limits import SessionLimits
 from kt_runtime.resident.twin import Twin
+from kt_runtime.resident.workers import Workers
 from kt_runtime.wire import messages
 from kt_runtime.wire.messages import (
     CloseSession,
@@ -45,18 +52,25 @@ from kt_runtime.wire.messages import (
     Save,
 )
 
+MAX_WAITING_SAVES = 2
+"""Of one session, beside the engine: each holds a copy of its state."""
+
 SessionRequest = CreateSession | Forward | ForwardBackward | OptimStep | Save | Load | Publish | CloseSession
 Arrays = Mapping[str, np.ndarray]
 
 
 class Answers:
-    """How a request is answered: `reply` or `fail`, once each. `later`: from a function run on the writing thread."""
+    """How a request is answered: `reply` or `fail`, once each.
+
+    `later(key, request id, what, function)`: with what the function returns, which runs on rank 0, on a writing thread.
+    Every rank hears of `key` when it has ended.
+    """
 
     def __init__(
         self,
         reply: Callable[[Reply, Arrays | None], None],
         fail: Callable[[str, Exception], None],
-        later: Callable[[str, Callable[[], Reply]], None],
+        later: Callable[[str, str, str, Callable[[], Reply]], None],
     ) -> None:
         self.reply, self.fail, self.later = reply, fail, later
 
@@ -90,7 +104,10 @@ class Answers:
 
 
 class SessionCalls:
-    """`microbatch_tokens`: padded tokens that go through a layer at once."""
+    """`microbatch_tokens`: padded tokens that go through a layer at once.
+
+    `workers`: who ends what was begun there under a key calls `Executor.resume` with that key, on every rank.
+    """
 
     def __init__(
         self,
@@ -101,11 +118,15 @@ class SessionCalls:
         answers: Answers,
         microbatch_tokens: int,
         limits: SessionLimits,
+        workers: Workers,
     ) -> None:
         self._host, self._twin, self._lora, self._publisher, self._answers = host, twin, lora, publisher, answers
         self._max_tokens, self._limits = microbatch_tokens, limits
+        self._workers = workers
         self._sessions: dict[str, Session] = {}
-        self._sessions_made = 0
+        self._openings: dict[str, Opening] = {}
+        self._writing: dict[str, str] = {}  # by key, the session
+        self._sessions_made = self._jobs_begun = self._saves_begun = 0
 
     def infos(self) -> list[messages.SessionInfo]:
         return [self._info(session) for session in self._sessions.values()]
@@ -143,8 +164,43 @@ class SessionCalls:
         self._sessions[name].used_at = time.monotonic()
         return self._sessions[name]
 
+    def _beside(self, what: str, make: Callable[[], Any]) -> Slices:
+        """Runs `make` on another thread while the work pauses; returns what it made, or raises its error."""
+        self._jobs_begun += 1
+        key = f"session job {self._jobs_begun}"
+        self._workers.begin(key, what, make)
+        try:
+            yield Pause(key, Slice("result"))
+            return self._workers.take(key)
+        finally:
+            self._workers.give_up(key)
+
     def _create(self, request: CreateSession) -> Slices:
-        yield from ()
+        start_from, reference = _checked(request.start_from), _checked(request.reference)
+        opening = self._opening(request)
+        self._openings[request.session] = opening
+        try:
+            start: Start = yield from self._beside(
+                _what(request.session, start_from, reference),
+                lambda: read_start(opening, start_from, reference, self._twin.family, self._host),
+            )
+            session = yield from self._placed(opening, start)
+            try:
+                if request.publishes is not None:  # somebody may have come first since this was asked
+                    self._publisher.owners.check(request.publishes, None, take_over=request.take_over)
+            except ConflictError:
+                yield from session.closing()
+                raise
+        finally:
+            del self._openings[request.session]
+        self._sessions[request.session] = session
+        self._publisher.owners.begin(session.id)
+        if request.publishes is not None:
+            self._publisher.owners.claim(request.publishes, session.id)
+        self._answers.reply(messages.SessionReply(request_id=request.request_id, info=self._info(session)), None)
+
+    def _opening(self, request: CreateSession) -> Opening:
+        """Checks all that can be known before anything is read."""
         if request.session in self._sessions:
             raise ConflictError(f"session {request.session!r} exists already; close it, or choose another name")
         settings = request.lora
@@ -154,38 +210,45 @@ class SessionCalls:
                 "(--max-lora-rank)"
             )
         modules = resolve_targets(self._host.config, settings.targets)
-        wanted = TRAINED_BYTES * num_parameters(modules, settings.rank)
-        self._limits.check(request.session, wanted, self.infos())
+        opening = Opening(request.session, f"s{self._sessions_made + 1}", settings, modules)
+        self._limits.check(request.session, opening.num_bytes, self._counted())
         if request.publishes is not None:
             self._publisher.owners.check(request.publishes, None, take_over=request.take_over)
-        start_from, reference = self._read(request.start_from), self._read(request.reference)
-        if reference is not None:
-            frozen = FROZEN_BYTES * sum(pair.a.numel() + pair.b.numel() for pair in reference.modules.values())
-            self._limits.check(request.session, wanted + frozen, self.infos())
         if self._host.device.type == "cpu":
             keep_freed_memory()
         self._sessions_made += 1
-        session = Session(request.session, f"s{self._sessions_made}", self._twin, self._lora, modules, settings)
+        return opening
+
+    def _placed(self, opening: Opening, start: Start) -> Generator[Slice | Pause, None, Session]:
+        """The session, of what has been read. Nothing is left where an error ends this."""
+        name, settings = opening.name, opening.settings
+        del self._openings[name]
+        opening = replace(opening, frozen_bytes=start.frozen_bytes)
         try:
-            if start_from is not None:
-                masters = state.masters_from(without_fillers(start_from), session, str(request.start_from))
-                session.set_masters(masters)
-            if reference is not None:
-                session.add_reference(without_fillers(reference), self._twin.family.lora_modules(self._host.config))
-        except Exception:
+            self._limits.check(name, opening.num_bytes, self._counted())
+        finally:
+            self._openings[name] = opening
+        parameters = yield from self._lora.create(
+            opening.key,
+            opening.modules,
+            start.masters,
+            rank=settings.rank,
+            alpha=settings.alpha,
+            dropout=settings.dropout,
+        )
+        session = Session(name, opening.key, self._twin, self._lora, opening.modules, settings, parameters)
+        try:
+            if start.reference is not None:
+                of_model = self._twin.family.lora_modules(self._host.config)
+                yield from session.add_reference(start.reference, of_model)
+        except BaseException:
             session.close()
             raise
-        self._sessions[request.session] = session
-        self._publisher.owners.begin(session.id)
-        if request.publishes is not None:
-            self._publisher.owners.claim(request.publishes, session.id)
-        self._answers.reply(messages.SessionReply(request_id=request.request_id, info=self._info(session)), None)
+        return session
 
-    def _read(self, path: str | None) -> AdapterTensors | None:
-        if path is None:
-            return None
-        directory = state.checked_path(path)
-        return read_adapter(directory, self._twin.family, self._host.config, self._host.max_lora_rank)
+    def _counted(self) -> list[messages.SessionInfo]:
+        """Sessions that are there, and that are being opened: what the limits count."""
+        return [*self.infos(), *(opening.info() for opening in self._openings.values())]
 
     def _forward(self, request: Forward | ForwardBackward, arrays: Arrays) -> Slices:
         session, started = self._session(request.session), time.monotonic()
@@ -233,7 +296,16 @@ class SessionCalls:
         """Copies the state now and writes it beside the engine: the session goes on meanwhile."""
         path = state.checked_path(request.path)
         session = self._session(request.session)
-        state.check_target(path, replace=request.replace)
+        waiting = sum(name == request.session for name in self._writing.values())
+        if waiting >= MAX_WAITING_SAVES:
+            raise ConflictError(
+                f"session {session.name!r}: {waiting} saves of it are being written; each is a copy of its state, so "
+                "ask again when they are answered"
+            )
+        yield from self._beside(str(path), lambda: state.check_target(path, replace=request.replace))
+        tensors = [*session.parameters.values(), *(session.optimizer.tensors().values() if request.optimizer else ())]
+        copied_bytes = sum(4 * tensor.numel() for tensor in tensors)
+        check_available(copied_bytes, f"{path}: a copy of session {session.name!r}")
         snapshot = yield from state.snapshot_slices(session, optimizer=request.optimizer)
 
         def write() -> Reply:
@@ -242,12 +314,21 @@ class SessionCalls:
                 request_id=request.request_id, path=str(path), content_hash=content, step=snapshot.saved.step
             )
 
-        self._answers.later(request.request_id, write)
+        self._saves_begun += 1
+        key = f"save {self._saves_begun}"
+        self._writing[key] = request.session
+        self._answers.later(key, request.request_id, str(path), write)
+
+    def written(self, key: str) -> bool:
+        """Every rank: what `Answers.later` got under `key` has ended, one way or the other. False for another key."""
+        return self._writing.pop(key, None) is not None
 
     def _load(self, request: Load) -> Slices:
-        yield from ()
-        session = self._session(request.session)
-        state.load(state.checked_path(request.path), session, self._twin.family, self._host)
+        session, path = self._session(request.session), state.checked_path(request.path)
+        saved: state.Saved = yield from self._beside(
+            str(path), lambda: state.read(path, session, self._twin.family, self._host)
+        )
+        yield from state.restore(session, saved)
         self._answers.reply(messages.SessionReply(request_id=request.request_id, info=self._info(session)), None)
 
     def _publish(self, request: Publish) -> Slices:
@@ -263,12 +344,20 @@ class SessionCalls:
         )
 
     def _close(self, request: CloseSession) -> Slices:
-        yield from ()
         session = self._session(request.session)
-        session.close()
+        yield from session.closing()
         del self._sessions[request.session]
         self._publisher.owners.end(session.id)
         if not self._sessions:
             free_spare_memory()
             give_back_freed_memory()
         self._answers.reply(messages.DoneReply(request_id=request.request_id), None)
+
+
+def _checked(path: str | None) -> Path | None:
+    return None if path is None else state.checked_path(path)
+
+
+def _what(session: str, *paths: Path | None) -> str:
+    named = " and ".join(str(path) for path in paths if path is not None)
+    return f"session {session!r}" + (f" ({named})" if named else "")

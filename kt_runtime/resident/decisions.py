@@ -18,10 +18,10 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True):
     arrays: list[tuple[str, str, bytes]]
 
 
-class Prepared(msgspec.Struct, frozen=True, array_like=True):
-    """What is to be served under `lora_id` has been read, checked and converted, or `error` says why not."""
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """What ran beside the engine under `key` has ended (`workers.py`); `error` says what went wrong."""
 
-    lora_id: str
+    key: str
     error: ErrorReply | None
 
 
@@ -39,7 +39,7 @@ class Decisions(msgspec.Struct, frozen=True, array_like=True):
     """
 
     arrived: list[Arrived]
-    prepared: list[Prepared]
+    ended: list[Ended]
     moved: list[Moved]
     plan: Plan
     is_serving: bool
@@ -47,7 +47,7 @@ class Decisions(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_empty(self) -> bool:
-        return not (self.arrived or self.prepared or self.moved or self.plan.num_slices or self.salt)
+        return not (self.arrived or self.ended or self.moved or self.plan.num_slices or self.salt)
 
 
 def encode(decisions: Decisions) -> bytes:

@@ -15,6 +15,9 @@ per kind and size, from the slices of that kind that ran before.
   before the turn, and the number is broadcast. It counts only slices that are announced: as many of the run of alike
   slices at the head of the queue as fit by their estimate, and one where nothing is known.
 
+**What waits.** A work that needs something from beside the engine (a file that is read) yields a `Pause`. Its session's
+works rest then, whatever else comes for it, and the others go on, until `resume` is called with the pause's key.
+
 Nothing here knows what a slice computes. Not thread-safe: everything happens on the engine's thread.
 """
 
@@ -53,12 +56,19 @@ class Slice(NamedTuple):
     may_switch: bool = False
 
 
-Slices = Generator[Slice, None, Any]
+class Pause(NamedTuple):
+    """The work's next slice, `then`, does not run before `Executor.resume(key)`."""
+
+    key: str
+    then: Slice
+
+
+Slices = Generator[Slice | Pause, None, Any]
 """Yields before each slice but the first what it is. Returns the work's result."""
 
 
 def run_at_once(slices: Slices) -> Any:
-    """Runs all slices, without an executor; returns the work's result."""
+    """Runs all slices, without an executor and without a pause; returns the work's result."""
     while True:
         try:
             next(slices)
@@ -108,15 +118,30 @@ def _bucket(of: Slice) -> tuple[str, int]:
 
 
 class _Queue:
-    """A session's works. `upcoming`: the next slice of the first one."""
+    """A session's works. `upcoming`: the next slice of the first one. `waits_for`: the key of its pause.
+
+    `error`: what is raised in the work where it paused, instead of its next slice.
+    """
 
     def __init__(self) -> None:
         self.works: deque[Work] = deque()
         self.upcoming: Slice | None = None
+        self.waits_for: str | None = None
+        self.error: Exception | None = None
 
     @property
     def next_slice(self) -> Slice:
         return self.upcoming or self.works[0].opening
+
+    def advance(self) -> None:
+        """Runs the next slice. Raises StopIteration at the work's end."""
+        slices = self.works[0].slices
+        error, self.error = self.error, None
+        announced = next(slices) if error is None else slices.throw(error)
+        if isinstance(announced, Pause):
+            self.waits_for, self.upcoming = announced
+        else:
+            self.upcoming = announced
 
 
 class Executor:
@@ -132,16 +157,28 @@ class Executor:
         self.training_share = training_share
         self._clock, self._num_ranks = clock, num_ranks
         self._queues: OrderedDict[str, _Queue] = OrderedDict()
+        self._paused: dict[str, _Queue] = {}
         self._not_before = clock()
         self._estimate = Estimates()
         self.slices_run = 0
 
     @property
     def is_idle(self) -> bool:
+        """No slice could run now. Works may be paused."""
         return not self._queues
 
     def submit(self, work: Work) -> None:
-        self._queues.setdefault(work.queue, _Queue()).works.append(work)
+        queue = self._paused.get(work.queue) or self._queues.setdefault(work.queue, _Queue())
+        queue.works.append(work)
+
+    def resume(self, key: str, error: Exception | None) -> bool:
+        """Lets the work go on that paused with `key`, or raises `error` in it. False if none does: it may be closed."""
+        for name, queue in self._paused.items():
+            if queue.waits_for == key:
+                queue.waits_for, queue.error = None, error
+                self._queues[name] = self._paused.pop(name)
+                return True
+        return False
 
     def plan(self, is_serving: bool, budget_seconds: float, *, arrives: bool = False) -> Plan:
         """What to run in the turn that begins now: as much as fits into `budget_seconds` and the share.
@@ -191,7 +228,7 @@ class Executor:
         work, ran = queue.works[0], queue.next_slice
         finish: Callable[[], None] | None = None
         try:
-            queue.upcoming = next(work.slices)
+            queue.advance()
         except StopIteration as stop:
             finish = partial(work.done, stop.value)
         except Exception as error:  # noqa: BLE001 - handed on: `failed` answers it
@@ -201,6 +238,8 @@ class Executor:
             queue.upcoming = None
         if not queue.works:
             del self._queues[name]
+        elif queue.waits_for is not None:
+            self._paused[name] = self._queues.pop(name)
         elif finish is not None or (queue.upcoming is not None and queue.upcoming.may_switch):
             self._queues.move_to_end(name)
         try:
@@ -221,7 +260,8 @@ class Executor:
 
     def close(self) -> None:
         """Drops all work; neither `done` nor `failed` is called. Slices that were under way leave no trace."""
-        while self._queues:
-            _, queue = self._queues.popitem()
-            for work in queue.works:
-                work.slices.close()
+        for queues in (self._queues, self._paused):
+            while queues:
+                _, queue = queues.popitem()
+                for work in queue.works:
+                    work.slices.close()

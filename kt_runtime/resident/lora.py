@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from itertools import groupby
 
 import torch
 from peft import LoraConfig
@@ -24,6 +24,7 @@ from kt_runtime.adapters import AdapterTensors
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import LoraSlot
 from kt_runtime.families import LoraModule
+from kt_runtime.resident.executor import Slice, run_at_once
 from kt_runtime.resident.lora_linear import LoraLinear
 from kt_runtime.resident.twin import Twin
 
@@ -39,25 +40,31 @@ class LoraModules:
         self._selected: dict[int, tuple[str | None, bool]] = {}
 
     def create(
-        self, key: str, modules: Sequence[LoraModule], *, rank: int, alpha: float, dropout: float, seed: int
-    ) -> dict[str, nn.Parameter]:
-        """Adds an adapter and returns its parameters: A uniform as in PEFT, B zero.
-
-        Each module's A depends on `seed` and the module's name alone.
-        """
+        self,
+        key: str,
+        modules: Sequence[LoraModule],
+        values: Mapping[str, torch.Tensor],
+        *,
+        rank: int,
+        alpha: float,
+        dropout: float,
+    ) -> Generator[Slice, None, dict[str, nn.Parameter]]:
+        """Adds an adapter, a layer at a time, and returns its parameters. They are `values`, which are not copied."""
         config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, init_lora_weights=False)  # type: ignore[arg-type]
-        by_layer = self._place(
-            key, ((module, *_initial(module, rank, seed, self._twin.device)) for module in modules), config
+        pairs = (
+            (module, *(nn.Parameter(values[f"{module.name}.{part}"]) for part in ("lora_A", "lora_B")))
+            for module in sorted(modules, key=lambda module: module.layer)
         )
+        by_layer = yield from self._place(key, pairs, config)
         return {name: value for layer in by_layer.values() for name, value in layer.items()}
 
     def create_frozen(
-        self, key: str, adapter: AdapterTensors, modules: Sequence[LoraModule], *, copy: bool = True
-    ) -> None:
-        """Adds `adapter` in float32, which nothing trains. `modules`: all that the model has.
+        self, key: str, adapter: AdapterTensors, modules: Sequence[LoraModule]
+    ) -> Generator[Slice, None, None]:
+        """Adds `adapter` in float32, which nothing trains, a layer at a time. `modules`: all that the model has.
 
-        `copy` False: tensors that are float32 and on the device already are used as they are; nobody may change them.
-        Raises InvalidValueError for a module that is none of `modules`.
+        Tensors that are float32 and on the device already are used as they are; nobody may change them. Raises
+        InvalidValueError for a module that is none of `modules`.
         """
         by_name = {module.name: module for module in modules}
         unknown = [name for name in adapter.modules if name not in by_name]
@@ -66,54 +73,80 @@ class LoraModules:
         config = LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, init_lora_weights=False)  # type: ignore[arg-type]
 
         def frozen(tensor: torch.Tensor) -> nn.Parameter:
-            return nn.Parameter(tensor.detach().to(self._twin.device, torch.float32, copy=copy), requires_grad=False)
+            return nn.Parameter(tensor.detach().to(self._twin.device, torch.float32), requires_grad=False)
 
-        self._place(key, ((by_name[name], frozen(a), frozen(b)) for name, (a, b) in adapter.modules.items()), config)
+        names = sorted(adapter.modules, key=lambda name: by_name[name].layer)
+        pairs = ((by_name[name], *map(frozen, adapter.modules[name])) for name in names)
+        yield from self._place(key, pairs, config)
 
     def _place(
         self, key: str, pairs: Iterable[tuple[LoraModule, nn.Parameter, nn.Parameter]], config: LoraConfig
-    ) -> dict[int, dict[str, nn.Parameter]]:
-        """Puts (module, A, B) into the twin, all or none; returns the parameters by layer and name."""
-        self._selected.clear()
-        by_layer: dict[int, dict[str, nn.Parameter]] = defaultdict(dict)
-        experts: dict[str, LoraSlot] = {}
-        self._modules[key] = []
+    ) -> Generator[Slice, None, dict[int, dict[str, nn.Parameter]]]:
+        """Puts (module, A, B) into the twin, all or none; returns the parameters by layer and name.
+
+        `pairs` in the order of layers. No call may use `key` before the end.
+        """
+        by_layer: dict[int, dict[str, nn.Parameter]] = {}
+        self._modules[key], self._parameters[key] = [], by_layer
+        self._dropouts[key] = float(config.lora_dropout)
         try:
-            with torch.random.fork_rng(devices=[]):  # PEFT draws first values, which are replaced at once
-                for module, a, b in pairs:
-                    by_layer[module.layer][f"{module.name}.lora_A"] = a
-                    by_layer[module.layer][f"{module.name}.lora_B"] = b
-                    if module.num_experts:
-                        parent, _, projection = module.name.rpartition(".")
-                        scaling, dropout = config.lora_alpha / config.r, float(config.lora_dropout)
-                        slot = experts.setdefault(parent, LoraSlot(scaling=scaling, dropout=dropout))
-                        setattr(slot, projection.replace("_proj", "_a"), a)
-                        setattr(slot, projection.replace("_proj", "_b"), b)
-                    else:
-                        self._wrap(module.name, key, config, a, b)
-                    self._modules[key].append(module)
+            for layer, of_layer in groupby(pairs, lambda pair: pair[0].layer):
+                yield Slice("place", may_switch=True)
+                self._place_layer(key, layer, of_layer, config)
         except BaseException:  # out of memory: what is placed already goes with the rest
             self.remove(key)
             raise
+        return by_layer
+
+    def _place_layer(
+        self,
+        key: str,
+        layer: int,
+        pairs: Iterable[tuple[LoraModule, nn.Parameter, nn.Parameter]],
+        config: LoraConfig,
+    ) -> None:
+        self._selected.clear()
+        parameters = self._parameters[key].setdefault(layer, {})
+        experts: dict[str, LoraSlot] = {}
+        for module, a, b in pairs:
+            parameters[f"{module.name}.lora_A"], parameters[f"{module.name}.lora_B"] = a, b
+            self._modules[key].append(module)
+            if module.num_experts:
+                parent, _, projection = module.name.rpartition(".")
+                slot = experts.setdefault(
+                    parent, LoraSlot(scaling=config.lora_alpha / config.r, dropout=self._dropouts[key])
+                )
+                setattr(slot, projection.replace("_proj", "_a"), a)
+                setattr(slot, projection.replace("_proj", "_b"), b)
+            else:
+                self._wrap(module.name, key, config, a, b)
         for parent, slot in experts.items():
             self._twin.experts[parent].adapters[key] = slot
-        self._parameters[key], self._dropouts[key] = dict(by_layer), float(config.lora_dropout)
-        return self._parameters[key]
 
     def remove(self, key: str) -> None:
         """Takes an adapter away; a module that no adapter is left on becomes the plain one again."""
-        self._selected.clear()
-        for module in self._modules.pop(key):
-            if module.num_experts:
-                self._twin.experts[module.name.rpartition(".")[0]].adapters.pop(key, None)
-                continue
-            wrapped = self._twin.submodule(module.name)
-            assert isinstance(wrapped, LoraLinear)
-            wrapped.delete_adapter(key)
-            if not wrapped.lora_A:
-                self._twin.replace(module.name, wrapped.get_base_layer())
-        self._parameters.pop(key, None)
-        self._dropouts.pop(key, None)
+        run_at_once(self.removal(key))
+
+    def removal(self, key: str) -> Generator[Slice, None, None]:
+        """As `remove`, a layer at a time."""
+        for layer, modules in groupby(self._modules.pop(key), lambda module: module.layer):
+            yield Slice("take away", may_switch=True)
+            self._selected.clear()
+            for module in modules:
+                self._take_away(module, key)
+            self._parameters[key].pop(layer, None)
+        del self._parameters[key], self._dropouts[key]
+
+    def _take_away(self, module: LoraModule, key: str) -> None:
+        if module.num_experts:
+            self._twin.experts[module.name.rpartition(".")[0]].adapters.pop(key, None)
+            return
+        wrapped = self._twin.submodule(module.name)
+        if not isinstance(wrapped, LoraLinear):  # it could not be wrapped
+            return
+        wrapped.delete_adapter(key)
+        if not wrapped.lora_A:
+            self._twin.replace(module.name, wrapped.get_base_layer())
 
     def parameters(self, key: str, layer: int) -> dict[str, nn.Parameter]:
         return self._parameters[key].get(layer, {})
@@ -139,11 +172,12 @@ class LoraModules:
 
     def _wrap(self, name: str, key: str, config: LoraConfig, a: nn.Parameter, b: nn.Parameter) -> None:
         module = self._twin.submodule(name)
-        if isinstance(module, LoraLinear):
-            module.update_layer(key, config.r, lora_alpha=config.lora_alpha, config=config)
-        else:
-            module = LoraLinear(module, key, config, r=config.r, lora_alpha=config.lora_alpha)
-            self._twin.replace(name, module)
+        with torch.device("meta"):  # PEFT makes tensors and draws first values, which are replaced at once
+            if isinstance(module, LoraLinear):
+                module.update_layer(key, config.r, lora_alpha=config.lora_alpha, config=config)
+            else:
+                module = LoraLinear(module, key, config, r=config.r, lora_alpha=config.lora_alpha)
+                self._twin.replace(name, module)
         # PEFT gives adapters the base's dtype; masters are float32 whatever the base is.
         module.lora_A[key].weight = a
         module.lora_B[key].weight = b
@@ -151,13 +185,15 @@ class LoraModules:
         module.eval()
 
 
-def _initial(module: LoraModule, rank: int, seed: int, device: torch.device) -> tuple[nn.Parameter, nn.Parameter]:
-    """A: Kaiming-uniform with a = sqrt(5), as PEFT: uniform in ±1/sqrt(in). B: zero."""
+def initial_values(module: LoraModule, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(A, B) in float32. A: Kaiming-uniform with a = sqrt(5), as PEFT: uniform in ±1/sqrt(in). B: zero.
+
+    A depends on `seed` and the module's name alone. May be called on any thread.
+    """
     digest = hashlib.sha256(f"{seed}:{module.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     stack = (module.num_experts,) if module.num_experts else ()
     a = torch.empty(*stack, rank, module.in_features)
     bound = 1 / math.sqrt(module.in_features)
     a.uniform_(-bound, bound, generator=generator)
-    b = torch.zeros(*stack, module.out_features, rank)
-    return nn.Parameter(a.to(device)), nn.Parameter(b.to(device))
+    return a, torch.zeros(*stack, module.out_features, rank)

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 
 from kt_runtime.errors import InvalidValueError, NumericsError
 from kt_runtime.resident.executor import Slice
-from kt_runtime.resident.portions import portions
+from kt_runtime.resident.portions import freed, portions
 
 LARGEST_NORM = 1e18  # its square is a second moment
 LARGEST = 1e37  # float32 ends at 3.4e38
@@ -80,12 +80,8 @@ class AdamW:
                 largest[index] = max(largest[index], *found)
         return largest[0], largest[1]
 
-    def forget_range(self) -> None:
-        """Parameters were set by somebody else."""
-        self._largest = None
-
     def apply(self, gradient: dict[str, torch.Tensor], settings: StepSettings) -> Generator[Slice, None, None]:
-        """One step over the parameters that `gradient` names, in slices. `gradient` is overwritten.
+        """One step over the parameters that `gradient` names, in slices, which use `gradient` up.
 
         A parameter that is not named keeps its value and its moments. The caller must run it to its end: a step is
         only whole once the generator is exhausted.
@@ -93,6 +89,8 @@ class AdamW:
         for upcoming, names in portions("optimizer step", gradient):
             yield upcoming
             self._update(names, gradient, settings)
+            for name in names:
+                del gradient[name]
 
     @torch.no_grad()
     def _update(self, names: list[str], gradient: Mapping[str, torch.Tensor], settings: StepSettings) -> None:
@@ -131,15 +129,18 @@ class AdamW:
         kinds = {"first": self.first, "second": self.second, "steps": self.steps}
         return {f"{name}.{kind}": value for kind, state in kinds.items() for name, value in state.items()}
 
-    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes over copies of `tensors`, whose names and shapes the caller has checked."""
-        self.first, self.second, self.steps = {}, {}, {}
-        self.forget_range()
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> Generator[Slice, None, None]:
+        """Takes over `tensors`: float32 on the parameters' device (steps on the CPU), in nobody else's use.
+
+        Names and shapes are the caller's to check. The parameters may have been set anew, too.
+        """
+        for state in (self.first, self.second, self.steps):
+            yield from freed(state)
+        self._largest = None
         kinds = {"first": self.first, "second": self.second, "steps": self.steps}
         for key, value in tensors.items():
             name, _, kind = key.rpartition(".")
-            device = torch.device("cpu") if kind == "steps" else self.parameters[name].device
-            kinds[kind][name] = value.to(device, torch.float32, copy=True)
+            kinds[kind][name] = value
 
 
 def clip(gradient: dict[str, torch.Tensor], max_norm: float) -> Generator[Slice, None, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, MutableMapping
 
 import torch
 
@@ -29,3 +29,11 @@ def portions(
             chosen, elements = [], 0
     if chosen:
         yield Slice(kind, elements, may_switch=True), chosen
+
+
+def freed(tensors: MutableMapping[str, torch.Tensor]) -> Generator[Slice, None, None]:
+    """Takes all out of `tensors`, in slices: the system needs 30 ms to take 1 GB back."""
+    for upcoming, names in portions("free", tensors):
+        yield upcoming
+        for name in names:
+            del tensors[name]

@@ -17,7 +17,7 @@ from kt_runtime.adapters import AdapterTensors
 from kt_runtime.errors import AdapterError, NumericsError
 from kt_runtime.families import LoraModule
 from kt_runtime.families.base import Config
-from kt_runtime.resident.executor import Slice, Slices
+from kt_runtime.resident.executor import Slice, Slices, run_at_once
 from kt_runtime.resident.lora import LoraModules
 from kt_runtime.resident.losses import log_softmax
 from kt_runtime.resident.twin import Positions, Twin
@@ -77,7 +77,7 @@ class Probe:
             self._lora.select(layer, None, dropout=False)
             return self._twin.run_layer(layer, hidden, positions)
         modules: list[LoraModule] = [self._modules[name] for name in adapter.modules]
-        self._lora.create_frozen(KEY, adapter, modules, copy=False)
+        run_at_once(self._lora.create_frozen(KEY, adapter, modules))
         try:
             self._lora.select(layer, KEY, dropout=False)
             return self._twin.run_layer(layer, hidden, positions)

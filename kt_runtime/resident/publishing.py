@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kt_runtime.adapters import (
     AdapterTensors,
@@ -39,12 +40,13 @@ from kt_runtime.adapters import (
 )
 from kt_runtime.errors import ConflictError, KtError, UnknownNameError
 from kt_runtime.families import Family
+from kt_runtime.files import errors_of_path
 from kt_runtime.resident.executor import Work
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.owners import Owners, SessionId
 from kt_runtime.resident.persistence import Persistence
-from kt_runtime.resident.preparation import Preparation, Prepared
 from kt_runtime.resident.probe import OPENING, Probe
+from kt_runtime.resident.workers import Workers
 from kt_runtime.wire.messages import AdapterInfo, UnstoredVersion, VersionInfo
 
 logger = logging.getLogger(__name__)
@@ -58,12 +60,24 @@ Forgotten = Callable[[str | Exception | None], None]
 """Called once: with the id that the name meant at last, None if it meant none, or with what went wrong."""
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """`adapter`: complete and checked, with tensors of its own. `servable`: the engine's form of it.
+
+    `version.lora_id` is None: it is not installed yet.
+    """
+
+    adapter: AdapterTensors
+    version: AdapterVersion
+    servable: object
+
+
 @dataclass
 class _Operation:
     """`begin`: makes stage 1's function, when the operation's turn has come. `version`: known from stage 1 on.
 
     `session`: who publishes, None for a directory, a rollback, a restart. `claims`: whether the name is its own then.
-    `restores`: what is on disk as it is. `is_moving`: the frontend has been asked.
+    `restores`: what is on disk as it is. `path`: what is read. `is_moving`: the frontend has been asked.
     """
 
     name: str
@@ -75,8 +89,13 @@ class _Operation:
     take_over: bool = False
     is_rollback: bool = False
     restores: bool = False
+    path: str | None = None
     prepared: Prepared | None = None
     is_moving: bool = False
+
+    @property
+    def what(self) -> str:
+        return f"adapter {self.name!r}" + (f" ({self.path})" if self.path is not None else "")
 
     @property
     def version(self) -> AdapterVersion:
@@ -87,9 +106,8 @@ class _Operation:
 class Publisher:
     """Nothing can be published before `start`.
 
-    `submit` queues slices. `prepared(lora_id, error)` is called, on any thread, when stage 1 has ended, and
-    `moved(lora_id, error)` when stage 4 has; whoever gets it must call `probe` and `finish` with the same arguments on
-    every rank.
+    `submit` queues slices. `workers` run stage 1, under the keys `lora_id`; `moved(lora_id, error)` is called when
+    stage 4 has ended. Whoever is told must call `probe` and `finish` with the same arguments on every rank.
     """
 
     def __init__(
@@ -100,13 +118,12 @@ class Publisher:
         kept_versions: int,
         probe: Probe,
         submit: Callable[[Work], None],
-        prepared: Callable[[str, Exception | None], None],
+        workers: Workers,
         moved: Callable[[str, Exception | None], None],
     ) -> None:
         self._host, self._family, self._store, self._probe = host, family, store, probe
-        self._submit, self._moved = submit, moved
+        self._submit, self._workers, self._moved = submit, workers, moved
         self._table = VersionTable(kept_versions)
-        self._preparation = Preparation(prepared)
         self._persistence = Persistence(store, host.model)
         self.owners = Owners()
         self._salt, self._ids_given = "", 0
@@ -151,12 +168,15 @@ class Publisher:
         self.check(name, None, take_over=take_over)
 
         def read() -> Prepared:
-            adapter = read_adapter(path, self._family, self._host.config, self._host.max_lora_rank, self._host.model)
+            with errors_of_path(Path(path), "read"):
+                adapter = read_adapter(
+                    path, self._family, self._host.config, self._host.max_lora_rank, self._host.model
+                )
             for note in adapter.notes:
                 logger.info("adapter %r from %s: %s", name, path, note)
             return self._checked(name, adapter, path)
 
-        self._add(name, lambda: read, done, None, take_over, claims=True)
+        self._add(name, lambda: read, done, None, take_over, claims=True, path=path)
 
     def rollback(self, name: str, to: str | None, done: Done) -> None:
         """Begins to let `name` mean an earlier version. `done` may get UnknownNameError, ConflictError, AdapterError.
@@ -212,8 +232,7 @@ class Publisher:
             self._restore(item.name)
 
     def close(self) -> None:
-        """Ends what is being prepared, tries to write down what is not yet."""
-        self._preparation.close()
+        """Tries to write down what is not yet."""
         self._persistence.close()
 
     # The pipeline.
@@ -229,8 +248,11 @@ class Publisher:
         claims: bool = False,
         is_rollback: bool = False,
         restores: bool = False,
+        path: str | None = None,
     ) -> None:
-        operation = _Operation(name, self._fresh_id(), begin, done, session, claims, take_over, is_rollback, restores)
+        operation = _Operation(
+            name, self._fresh_id(), begin, done, session, claims, take_over, is_rollback, restores, path
+        )
         queue = self._queues.setdefault(name, deque())
         queue.append(operation)
         if len(queue) == 1:
@@ -243,7 +265,7 @@ class Publisher:
         except Exception as error:  # noqa: BLE001 - handed on: `done` answers it
             self._end(operation, error)
             return
-        self._preparation.begin(operation.lora_id, make)
+        self._workers.begin(operation.lora_id, operation.what, make)
 
     def probe(self, lora_id: str, error: Exception | None) -> None:
         """Stage 1 has ended. An id that was withdrawn is ignored."""
@@ -252,9 +274,9 @@ class Publisher:
             return
         try:
             if error is not None:
-                self._preparation.give_up(lora_id)
+                self._workers.give_up(lora_id)
                 raise error
-            operation.prepared = self._preparation.take(lora_id)
+            operation.prepared = self._workers.take(lora_id)
         except Exception as problem:  # noqa: BLE001 - handed on: `done` answers it
             self._end(operation, problem)
             return
@@ -329,7 +351,7 @@ class Publisher:
         """Answers, and begins what waits for the name. Ignored for an operation that has ended."""
         if self._under_way.pop(operation.lora_id, None) is None:
             return
-        self._preparation.give_up(operation.lora_id)
+        self._workers.give_up(operation.lora_id)
         operation.prepared = None
         try:
             operation.done(outcome)

@@ -16,7 +16,6 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,9 +24,8 @@ import torch
 
 from kt_runtime import __version__
 from kt_runtime.adapters import StoredName, VersionStore
-from kt_runtime.errors import UserError
 from kt_runtime.resident.calls import Answers, Arrays, SessionCalls, SessionRequest
-from kt_runtime.resident.decisions import Arrived, Decisions, Moved, Prepared, decode, encode
+from kt_runtime.resident.decisions import Arrived, Decisions, Ended, Moved, decode, encode
 from kt_runtime.resident.executor import Executor, Plan, Work
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.lora import LoraModules
@@ -39,6 +37,7 @@ from kt_runtime.resident.settings import ResidentSettings
 from kt_runtime.resident.statuses import Statuses
 from kt_runtime.resident.twin import Twin
 from kt_runtime.resident.wakeup import Wakeup
+from kt_runtime.resident.workers import Workers
 from kt_runtime.wire import messages
 from kt_runtime.wire.failures import error_from, error_reply
 from kt_runtime.wire.messages import AnyRequest, ErrorReply, Reply
@@ -49,6 +48,13 @@ logger = logging.getLogger(__name__)
 SERVING_BUDGET_SECONDS = 0.01
 IDLE_BUDGET_SECONDS = 0.05
 """How long one turn's slices should take: how long a request may wait for the engine because of training."""
+
+WRITING_THREADS = 4
+WRITING_PATIENCE_SECONDS = 900.0
+"""Longer than for reading: while a disk takes what is written, its thread sleeps (fsync(2))."""
+
+CLOSING_SECONDS = 60.0
+"""How long the end of the server waits for what is being written."""
 
 
 class Server(Protocol):
@@ -96,11 +102,14 @@ class Resident:
         self._host, self._settings, self._server = host, settings, server
         self.twin = Twin(host)
         self.executor = Executor(settings.training_share, clock, num_ranks=host.num_ranks)
-        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kt-write")
-        self._prepared: deque[Prepared] = deque()  # filled by other threads
+        self._workers = Workers("kt-prepare", self._on_ended)
+        self._writers = Workers(
+            "kt-write", self._on_ended, num_threads=1, max_threads=WRITING_THREADS, patience_s=WRITING_PATIENCE_SECONDS
+        )
+        self._ended: deque[Ended] = deque()  # filled by other threads
         self._moved: deque[Moved] = deque()
         self._wakeup = Wakeup()
-        self._written: deque[tuple[str, Future[Reply]]] = deque()
+        self._files: dict[str, str] = {}  # by the key of what writes them, the request
         self._unanswered: dict[str, Incoming] = {}
         self._plan = (Plan(), False)
         self._salt = uuid.uuid4().hex
@@ -120,7 +129,7 @@ class Resident:
             settings.kept_versions,
             Probe(self.twin, lora, host.config),
             self.executor.submit,
-            self._on_prepared,
+            self._workers,
             self._on_moved,
         )
         self._statuses = Statuses(
@@ -135,6 +144,7 @@ class Resident:
             self._answers,
             settings.microbatch_tokens,
             SessionLimits(settings.max_sessions, settings.session_memory_bytes),
+            self._workers,
         )
         logger.info(
             "training twin: %d bytes shared with the engine, %d copied", self.twin.shared_bytes, self.twin.copied_bytes
@@ -154,7 +164,7 @@ class Resident:
         What is only waited for is not among them: `wakeups` tells when it is there.
         """
         arrived = self._server is not None and self._server.has_pending
-        ended = bool(self._prepared or self._moved) or self._has_written() or self._statuses.is_due
+        ended = bool(self._ended or self._moved) or self._statuses.is_due
         return arrived or ended or not self.executor.is_idle
 
     def decisions(self) -> list[bytes]:
@@ -162,19 +172,18 @@ class Resident:
         assert self._server is not None
         self._wakeup.clear()
         self._host.poll()
-        self._answer_written()
         self._statuses.answer_due()
         arrived = []
         for incoming in self._server.take():
             self._unanswered[incoming.request_id] = incoming
             arrays = [(name, value.dtype.str, value.tobytes()) for name, value in incoming.arrays.items()]
             arrived.append(Arrived(incoming.request, arrays))
-        prepared = [self._prepared.popleft() for _ in range(len(self._prepared))]
+        ended = [self._ended.popleft() for _ in range(len(self._ended))]
         moved = [self._moved.popleft() for _ in range(len(self._moved))]
         is_serving = self._host.is_serving()
         budget = SERVING_BUDGET_SECONDS if is_serving else IDLE_BUDGET_SECONDS
         plan = self.executor.plan(is_serving, budget, arrives=bool(arrived))
-        decided, self._salt = Decisions(arrived, prepared, moved, plan, is_serving, self._salt), ""
+        decided, self._salt = Decisions(arrived, ended, moved, plan, is_serving, self._salt), ""
         return [] if decided.is_empty else [encode(decided)]
 
     def apply(self, payloads: Sequence[bytes]) -> None:
@@ -185,9 +194,9 @@ class Resident:
                 if decided.salt:
                     self.publisher.start(decided.salt, self._stored)
                     self._stored = []
-                ended: tuple[Prepared | Moved, ...] = (*decided.prepared, *decided.moved)
-                for stage in ended:
-                    self._go_on(stage)
+                ended: tuple[Ended | Moved, ...] = (*decided.ended, *decided.moved)
+                for each in ended:
+                    self._go_on(each)
                 for arrived in decided.arrived:
                     arrays = {name: np.frombuffer(data, kind) for name, kind, data in arrived.arrays}
                     self._dispatch(arrived.request, arrays)
@@ -203,10 +212,13 @@ class Resident:
     def close(self) -> None:
         """Ends training, finishes what is being written, stops listening. Calls that were under way leave no trace."""
         self.executor.close()
-        self._background.shutdown(wait=True)
+        self._writers.finish(CLOSING_SECONDS)
+        self._writers.close()
+        self._workers.close()
         self.publisher.close()
         if self._server is not None:
-            self._answer_written()
+            for key in [key for key in self._files if self._writers.has_ended(key)]:
+                self._answer_written(key)
             self._server.close()
         self._host.close()
         self._wakeup.close()
@@ -235,16 +247,18 @@ class Resident:
         if reply is not None:
             self._answer(reply, None)
 
-    def _go_on(self, ended: Prepared | Moved) -> None:
-        """With a publication, of which a stage has ended."""
+    def _go_on(self, ended: Ended | Moved) -> None:
+        """With what waited for it: a session's work, the answer to a save, a publication."""
         error = None if ended.error is None else error_from(ended.error)
         try:
-            if isinstance(ended, Prepared):
-                self.publisher.probe(ended.lora_id, error)
-            else:
+            if isinstance(ended, Moved):
                 self.publisher.finish(ended.lora_id, error)
+            elif self.calls.written(ended.key):
+                self._answer_written(ended.key)
+            elif not self.executor.resume(ended.key, error):
+                self.publisher.probe(ended.key, error)
         except Exception:
-            logger.exception("publishing %s went wrong; serving goes on", ended.lora_id)
+            logger.exception("what waited for %s went wrong; serving goes on", ended)
 
     def _immediate(self, request: AnyRequest) -> Reply | None:
         """The reply, or None when it comes later."""
@@ -306,33 +320,32 @@ class Resident:
             self._server.answer(incoming, reply, arrays)
 
     def _fail(self, request_id: str, error: Exception) -> None:
-        if not isinstance(error, UserError):
+        reply = error_reply(request_id, error)
+        if reply.category == "server":
             logger.error("request %s failed; serving goes on", request_id, exc_info=error)
-        self._answer(error_reply(request_id, error), None)
+        self._answer(reply, None)
 
-    def _answer_later(self, request_id: str, function: Callable[[], Reply]) -> None:
+    def _answer_later(self, key: str, request_id: str, what: str, function: Callable[[], Reply]) -> None:
         """Rank 0 alone writes files; its answer is sent in the turn that finds it done."""
         if self._server is not None:
-            future = self._background.submit(function)
-            self._written.append((request_id, future))
-            future.add_done_callback(lambda _: self._wakeup.set())
+            self._files[key] = request_id
+            self._writers.begin(key, what, function)
 
-    def _has_written(self) -> bool:
-        return bool(self._written) and self._written[0][1].done()
+    def _answer_written(self, key: str) -> None:
+        request_id = self._files.pop(key, None)
+        if request_id is None:  # another rank writes
+            return
+        try:
+            reply: Reply = self._writers.take(key)
+        except Exception as error:  # noqa: BLE001 - answered and logged by _fail
+            self._fail(request_id, error)
+        else:
+            self._answer(reply, None)
 
-    def _answer_written(self) -> None:
-        while self._has_written():
-            request_id, future = self._written.popleft()
-            error = future.exception()
-            if isinstance(error, Exception):
-                self._fail(request_id, error)
-            elif error is None:
-                self._answer(future.result(), None)
-
-    def _on_prepared(self, lora_id: str, error: Exception | None) -> None:
+    def _on_ended(self, key: str, error: Exception | None) -> None:
         """Called by other threads. The other ranks hear of it from rank 0."""
         if self._server is not None:
-            self._prepared.append(Prepared(lora_id, _told(error)))
+            self._ended.append(Ended(key, _told(error)))
             self._wakeup.set()
 
     def _on_moved(self, lora_id: str, error: Exception | None) -> None:

@@ -7,7 +7,7 @@ gradient is added, or a step's moments and masters belong together.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,12 @@ from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.families import LoraModule
 from kt_runtime.resident.batches import TrainingBatch, split
 from kt_runtime.resident.call import Call, CallResult
-from kt_runtime.resident.executor import Slices
+from kt_runtime.resident.executor import Slices, run_at_once
 from kt_runtime.resident.lora import LoraModules
 from kt_runtime.resident.losses import LossFunction, WeightedCrossEntropy
 from kt_runtime.resident.optimizer import AdamW, StepSettings, clip
 from kt_runtime.resident.owners import SessionId
-from kt_runtime.resident.portions import portions
+from kt_runtime.resident.portions import freed, portions
 from kt_runtime.resident.preference import PreferenceLossFunction
 from kt_runtime.resident.session_limits import FROZEN_BYTES, TRAINED_BYTES, num_parameters
 from kt_runtime.resident.slices import training_call
@@ -41,19 +41,19 @@ class Session:
     """
 
     def __init__(
-        self, name: str, key: str, twin: Twin, lora: LoraModules, modules: Sequence[LoraModule], settings: LoraSettings
+        self,
+        name: str,
+        key: str,
+        twin: Twin,
+        lora: LoraModules,
+        modules: Sequence[LoraModule],
+        settings: LoraSettings,
+        parameters: dict[str, torch.nn.Parameter],
     ) -> None:
+        """`parameters`: as `lora.create` gave them for `key`."""
         self.name, self.key, self.settings, self.modules = name, key, settings, list(modules)
         self.id = SessionId(key, name)
-        self._twin, self._lora = twin, lora
-        self.parameters = lora.create(
-            key,
-            modules,
-            rank=settings.rank,
-            alpha=settings.alpha,
-            dropout=settings.dropout,
-            seed=settings.seed,
-        )
+        self._twin, self._lora, self.parameters = twin, lora, parameters
         self._adapter_of: dict[Model, str | None] = {"policy": key, "base": None, "reference": None}
         self.gradient: dict[str, torch.Tensor] = {}
         self.optimizer = AdamW(self.parameters)
@@ -69,15 +69,15 @@ class Session:
             alpha=self.settings.alpha,
             step=self.step,
             modules=[module.name for module in self.modules],
-            num_parameters=sum(parameter.numel() for parameter in self.parameters.values()),
+            num_parameters=num_parameters(self.modules, self.settings.rank),
             num_bytes=self.num_bytes,
             idle_s=max(0.0, time.monotonic() - self.used_at),
         )
 
-    def add_reference(self, adapter: AdapterTensors, model_modules: Sequence[LoraModule]) -> None:
-        """From now on the model "reference" is the base with `adapter`, which stays as it is now. Once per session."""
+    def add_reference(self, adapter: AdapterTensors, model_modules: Sequence[LoraModule]) -> Slices:
+        """Afterwards the model "reference" is the base with `adapter`, which nobody may change. Once per session."""
         key = f"{self.key}_reference"
-        self._lora.create_frozen(key, adapter, model_modules)
+        yield from self._lora.create_frozen(key, adapter, model_modules)
         self.num_bytes += FROZEN_BYTES * sum(pair.a.numel() + pair.b.numel() for pair in adapter.modules.values())
         self._adapter_of["reference"] = key
 
@@ -138,18 +138,32 @@ class Session:
         return norm
 
     def close(self) -> None:
+        """As `closing`, at once."""
+        run_at_once(self.closing())
+
+    def closing(self) -> Slices:
         """Frees masters, reference, gradient and moments."""
         for key in filter(None, self._adapter_of.values()):
-            self._lora.remove(key)
-        self.parameters, self.gradient = {}, {}
-        self.optimizer = AdamW({})
+            yield from self._lora.removal(key)
+        optimizer, self.optimizer = self.optimizer, AdamW({})
+        for tensors in (self.gradient, optimizer.first, optimizer.second, self.parameters):
+            yield from freed(tensors)
 
-    def set_masters(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Copies `tensors` into the masters. Names and shapes are the caller's to check."""
-        self.optimizer.forget_range()
-        with torch.no_grad():
-            for name, value in tensors.items():
-                self.parameters[name].copy_(value)
+    def restore(
+        self, masters: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor], step: int, calls: int
+    ) -> Slices:
+        """Copies `masters`, takes over `moments` (as `AdamW.tensors` gives them) and clears the gradient.
+
+        Names and shapes are the caller's to check.
+        """
+        for upcoming, names in portions("copy", masters):
+            yield upcoming
+            with torch.no_grad():
+                for name in names:
+                    self.parameters[name].copy_(masters[name])
+        yield from self.optimizer.restore(moments)
+        yield from freed(self.gradient)
+        self.step, self.calls = step, calls
 
     def _call(
         self,

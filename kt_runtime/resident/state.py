@@ -7,16 +7,19 @@
 The optimizer may be left out. A gradient that has not been stepped over is not saved. The directory appears whole or
 not at all. It may take the place of one that was saved before: an empty directory, or one that holds these files alone
 with a readable session.json; anything else is left as it is. Loading checks everything before anything is changed.
+
+What touches files (`check_target`, `write`, `read`) takes long and may be called beside the engine's thread, while the
+session does nothing else. What touches the session comes in slices.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import safetensors.torch
@@ -33,12 +36,13 @@ from kt_runtime.adapters import (
 )
 from kt_runtime.adapters.peft_directory import CONFIG_FILE, TENSOR_FILE
 from kt_runtime.errors import AdapterError, ConflictError, InvalidValueError
-from kt_runtime.families import Family
+from kt_runtime.families import Family, LoraModule
 from kt_runtime.files import errors_of_path, only_files
-from kt_runtime.resident.executor import Slice, run_at_once
+from kt_runtime.resident.executor import Slice, Slices, run_at_once
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.portions import portions
 from kt_runtime.resident.session import Session
+from kt_runtime.wire.messages import LoraSettings
 
 SESSION_FILE = "session.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -161,28 +165,58 @@ def write(path: Path, snapshot: Snapshot, family: Family, host: Host, *, replace
     return content_hash(complete_groups(snapshot.adapter, family, host.config))
 
 
-def load(path: Path, session: Session, family: Family, host: Host) -> None:
-    """Sets masters, moments and counters from `path`, and clears the gradient.
+@dataclass(frozen=True)
+class Saved:
+    """What a directory holds for a session, checked: values for its masters, its moments, its counters."""
 
-    A directory without `session.json` sets the masters alone, to be trained from step 0. Raises NotFoundError,
-    AdapterError and ConflictError, and changes nothing then.
+    masters: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]
+    step: int
+    calls: int
+
+
+def read(path: Path, session: Session, family: Family, host: Host) -> Saved:
+    """What `path` holds for `session`, in memory of its own. A directory without `session.json` has masters alone.
+
+    Raises NotFoundError, AdapterError and ConflictError.
     """
-    adapter = read_peft_directory(path, family, host.config, host.max_lora_rank)
-    tensors = masters_from(adapter, session, str(path))
-    saved, optimizer = _read_session(path, session)
-    missing = [module.name for module in session.modules if f"{module.name}.lora_A" not in tensors]
+    with errors_of_path(path, "read"):
+        adapter = read_peft_directory(path, family, host.config, host.max_lora_rank)
+        masters = masters_from(adapter, session, host.device, str(path))
+        saved, moments = _read_session(path, session)
+    missing = [module.name for module in session.modules if f"{module.name}.lora_A" not in masters]
     if missing:
         raise ConflictError(f"{path}: has no tensors for {missing[0]!r}, which session {session.name!r} trains")
-    session.set_masters(tensors)
-    session.optimizer.restore(optimizer)
-    session.gradient = {}
-    session.step, session.calls = (saved.step, saved.calls) if saved else (0, 0)
+    moments = {
+        name: value.to("cpu" if name.endswith(".steps") else host.device, torch.float32, copy=True)
+        for name, value in moments.items()
+    }
+    return Saved(masters, moments, *((saved.step, saved.calls) if saved else (0, 0)))
 
 
-def masters_from(adapter: AdapterTensors, session: Session, where: str) -> dict[str, torch.Tensor]:
-    """The adapter's tensors as values for the session's masters; its scaling is folded into B where it differs.
+def restore(session: Session, saved: Saved) -> Slices:
+    """Sets masters, moments and counters from `saved`, and clears the gradient."""
+    yield from session.restore(saved.masters, saved.moments, saved.step, saved.calls)
 
-    Raises ConflictError when the ranks differ or the adapter adapts what the session does not train.
+
+class Trained(Protocol):
+    """What is known of a session before it is there."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def settings(self) -> LoraSettings: ...
+    @property
+    def modules(self) -> Sequence[LoraModule]: ...
+
+
+def masters_from(
+    adapter: AdapterTensors, session: Trained, device: torch.device, where: str
+) -> dict[str, torch.Tensor]:
+    """The adapter's tensors as values for the session's masters, in memory of their own.
+
+    The adapter's scaling is folded into B where it differs. Raises ConflictError when the ranks differ or the adapter
+    adapts what the session does not train.
     """
     settings = session.settings
     if adapter.rank != settings.rank:
@@ -193,7 +227,8 @@ def masters_from(adapter: AdapterTensors, session: Session, where: str) -> dict[
     for name, pair in adapter.modules.items():
         if name in trained:
             scaled = pair.scaled(factor)
-            tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"] = scaled.a, scaled.b
+            tensors[f"{name}.lora_A"] = scaled.a.to(device, torch.float32, copy=True)
+            tensors[f"{name}.lora_B"] = scaled.b.to(device, torch.float32, copy=True)
         elif pair.a.any() or pair.b.any():  # all zero: completes a fused group
             raise ConflictError(f"{where}: adapts {name!r}, which session {session.name!r} does not train")
     return tensors

@@ -25,6 +25,7 @@ from kt_runtime.resident.call import CallResult
 from kt_runtime.resident.executor import run_at_once
 from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights
 from kt_runtime.resident.lora import LoraModules
+from kt_runtime.resident.opening import Opening, read_start
 from kt_runtime.resident.optimizer import StepSettings
 from kt_runtime.resident.session import Session
 from kt_runtime.resident.twin import Twin, dense_views
@@ -288,7 +289,10 @@ class Lab:
         self._made += 1
         lora = LoraSettings(**{"rank": 4, "alpha": 8.0, "targets": list(targets), "seed": 3} | settings)
         modules = resolve_targets(self.host.config, lora.targets)
-        session = Session(f"session{self._made}", f"s{self._made}", self.twin, self.lora, modules, lora)
+        name, key = f"session{self._made}", f"s{self._made}"
+        start = read_start(Opening(name, key, lora, modules), None, None, self.twin.family, self.host)
+        placing = self.lora.create(key, modules, start.masters, rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout)
+        session = Session(name, key, self.twin, self.lora, modules, lora, run_at_once(placing))
         if fill:
             generator = torch.Generator().manual_seed(11)
             with torch.no_grad():

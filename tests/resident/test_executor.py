@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kt_runtime.errors import NumericsError
-from kt_runtime.resident.executor import MAX_CREDIT_SECONDS, Estimates, Executor, Plan, Slice, Slices, Work
+from kt_runtime.resident.executor import MAX_CREDIT_SECONDS, Estimates, Executor, Pause, Plan, Slice, Slices, Work
 
 ALL = Plan(100)
 
@@ -227,3 +227,57 @@ def test_closing_drops_works_without_an_answer() -> None:
     recorder.executor.close()
     assert recorder.executor.is_idle
     assert recorder.answers == []
+
+
+# What waits for something beside the engine.
+
+
+def pausing(log: list[str], outcome: list[Any]) -> Slices:
+    log.append("begins")
+    try:
+        yield Pause("job", Slice("result"))
+    except ValueError as error:
+        outcome.append(error)
+        raise
+    log.append("goes on")
+    return "done"
+
+
+def submit_pausing(recorder: Recorder) -> list[Any]:
+    seen: list[Any] = []
+    work = Work("a", pausing(recorder.log, seen), recorder.answers.append, recorder.answers.append, Slice("opening"))
+    recorder.executor.submit(work)
+    return seen
+
+
+def test_a_paused_session_waits_and_the_others_go_on() -> None:
+    recorder = Recorder()
+    submit_pausing(recorder)
+    recorder.submit("a", "later", [])
+    recorder.submit("b", "x", [SWITCHES])
+    assert recorder.executor.run(ALL, is_serving=False) == 3
+    recorder.submit("a", "last", [])
+    assert recorder.executor.is_idle and recorder.executor.plan(False, 0.05) == Plan()
+    assert not recorder.executor.resume("another job", None)
+    assert recorder.executor.resume("job", None)
+    assert not recorder.executor.resume("job", None)
+    recorder.executor.run(ALL, is_serving=False)
+    assert recorder.log == ["begins", "x0", "x1", "goes on", "later0", "last0"]
+    assert recorder.answers == ["x done", "done", "later done", "last done"]
+
+
+def test_an_error_is_raised_where_the_work_paused() -> None:
+    recorder = Recorder()
+    seen, error = submit_pausing(recorder), ValueError("no such file")
+    recorder.executor.run(ALL, is_serving=False)
+    recorder.executor.resume("job", error)
+    recorder.executor.run(ALL, is_serving=False)
+    assert recorder.answers == seen == [error] and recorder.executor.is_idle
+
+
+def test_closing_ends_what_is_paused_too() -> None:
+    recorder = Recorder()
+    submit_pausing(recorder)
+    recorder.executor.run(ALL, is_serving=False)
+    recorder.executor.close()
+    assert not recorder.executor.resume("job", None) and recorder.answers == []

@@ -75,7 +75,7 @@ def test_restored_state_continues_bit_for_bit() -> None:
         list(adamw.apply(gradients(step), settings))
     copied = {name: torch.nn.Parameter(value.detach().clone()) for name, value in ours.items()}
     restored = AdamW(copied)
-    restored.restore(adamw.tensors())
+    list(restored.restore({name: value.clone() for name, value in adamw.tensors().items()}))
     for step in range(3, 6):
         list(adamw.apply(gradients(step), settings))
         list(restored.apply(gradients(step), settings))

@@ -20,6 +20,7 @@ from kt_runtime.resident.executor import Executor
 from kt_runtime.resident.owners import SessionId
 from kt_runtime.resident.probe import Probe
 from kt_runtime.resident.publishing import MAX_WAITING_OF_NAME, Publisher
+from kt_runtime.resident.workers import Workers
 
 
 class Desk:
@@ -32,6 +33,7 @@ class Desk:
         self.ended: queue.Queue[tuple[str, Exception | None]] = queue.Queue()
         self.answers: list[tuple[str, Exception | None]] = []
         self.outcomes: list[AdapterVersion | Exception] = []
+        self.workers = Workers("kt-prepare", lambda *ended: self.ended.put(ended))
         self.publisher = Publisher(
             lab.host,
             lab.twin.family,
@@ -39,7 +41,7 @@ class Desk:
             3,
             Probe(lab.twin, lab.lora, lab.host.config),
             self.executor.submit,
-            lambda *ended: self.ended.put(ended),
+            self.workers,
             lambda *answer: self.answers.append(answer),
         )
         self.publisher.start(salt, self.store.scan()[0])
@@ -110,6 +112,7 @@ def make_desk(make_lab: Callable[..., Any], tmp_path: Path) -> Iterator[Callable
     yield make
     for desk in desks:
         desk.publisher.close()
+        desk.workers.close()
 
 
 @pytest.fixture

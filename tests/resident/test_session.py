@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,18 @@ import torch
 from peft.tuners.lora import Linear as PeftLinear
 from reference.lora import merge, random_adapter
 
-from kt_runtime.adapters import AdapterTensors
+from kt_runtime.adapters import AdapterTensors, LoraPair
 from kt_runtime.errors import InvalidValueError
+from kt_runtime.resident.executor import run_at_once
 from kt_runtime.wire.messages import PreferenceLoss
 
 DPO = PreferenceLoss(kind="sigmoid", beta=0.5)
 
 
 def add_reference(lab: Any, session: Any, adapter: AdapterTensors) -> None:
-    session.add_reference(adapter, lab.twin.family.lora_modules(lab.host.config))
+    own = {name: LoraPair(pair.a.detach().clone(), pair.b.detach().clone()) for name, pair in adapter.modules.items()}
+    modules = lab.twin.family.lora_modules(lab.host.config)
+    run_at_once(session.add_reference(replace(adapter, modules=own), modules))
 
 
 @pytest.mark.parametrize("only", [(), ("attention",), ("up_proj", "q_a_proj")], ids=["all", "attention", "two"])

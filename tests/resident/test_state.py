@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from kt_runtime.errors import AdapterError, ConflictError, InvalidValueError, NotFoundError
 from kt_runtime.resident import state
+from kt_runtime.resident.executor import run_at_once
 
 
 def train(lab: Any, session: Any, make_batch: Any, steps: range) -> list[float]:
@@ -27,7 +28,7 @@ def save(lab: Any, session: Any, path: Path, **options: Any) -> str:
 
 
 def load(lab: Any, session: Any, path: Path) -> None:
-    state.load(path, session, lab.twin.family, lab.host)
+    run_at_once(state.restore(session, state.read(path, session, lab.twin.family, lab.host)))
 
 
 RSLORA_ALPHA = 16.0 * 6**0.5  # scaling 16 / sqrt(6) at rank 6, as a client folds it

@@ -1,0 +1,217 @@
+"""Functions on threads beside the engine: what reads, checks, hashes, converts or writes for long.
+
+The engine's thread hands a function over under a key and later takes what it made. A few functions run at once, so that
+memory is bounded: each may hold an adapter twice.
+
+**A file system that does not answer** (a dead network mount) blocks a thread in the kernel, and nothing can end that.
+Such a thread uses no processor time, which a slow one does: it copies what it reads. So the time since a thread last
+ran is looked at:
+
+- after `STALL_SECONDS` it is not counted among the `num_threads` any more, and another function may begin;
+- after `patience_s` the function fails with a RequestTimeoutError. Its thread is lost; what it makes is dropped;
+- `max_threads` bounds all threads, lost ones included. When all are lost, functions that wait fail too. A thread whose
+  file system answers again ends, and there is room again.
+
+The threads are daemons: a process with lost threads can end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from kt_runtime.errors import KtError, RequestTimeoutError, RuntimeFault
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS, MAX_THREADS = 2, 8
+STALL_SECONDS, PATIENCE_SECONDS = 2.0, 60.0
+LOOK_SECONDS = 0.5
+
+Ended = Callable[[str, Exception | None], None]
+"""Gets a key and what went wrong, on any thread but the engine's."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """`ran_at`: when its thread was last seen to have run. `cpu_clock`: the thread's, see pthread_getcpuclockid(3)."""
+
+    key: str
+    what: str
+    make: Callable[[], Any] | None
+    result: Future[Any] = field(default_factory=Future)
+    ran_at: float = 0.0
+    cpu_clock: int | None = None
+    cpu_seconds: float = -1.0
+
+    def look(self, now: float) -> None:
+        if self.cpu_clock is None:
+            return
+        try:
+            seconds = time.clock_gettime(self.cpu_clock)
+        except OSError:  # the thread has just ended
+            return
+        if seconds != self.cpu_seconds:
+            self.cpu_seconds, self.ran_at = seconds, now
+
+
+class Workers:
+    """`ended(key, error)` is called once for each `begin` that was not given up, when `take` would not wait any more.
+
+    `name` begins the threads' names. `begin`, `take`, `give_up`, `finish` and `close` belong to the engine's thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ended: Ended,
+        *,
+        num_threads: int = NUM_THREADS,
+        max_threads: int = MAX_THREADS,
+        patience_s: float = PATIENCE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name, self._ended, self._clock = name, ended, clock
+        self._num_threads, self._max_threads, self._patience_s = num_threads, max_threads, patience_s
+        self._jobs: dict[str, _Job] = {}
+        self._waiting: deque[_Job] = deque()
+        self._running: list[_Job] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._num_started = 0
+        self._watch: threading.Thread | None = None
+
+    def begin(self, key: str, what: str, make: Callable[[], Any]) -> None:
+        """`what` is for messages: whom or which path the function is for."""
+        job = _Job(key, what, make)
+        with self._changed:
+            self._jobs[key] = job
+            if self._closed:
+                job.result.set_exception(RuntimeFault(f"{what}: the server is ending"))
+                return
+            self._waiting.append(job)
+            self._start_due()
+            if self._watch is None:
+                self._watch = threading.Thread(target=self._keep_looking, name=f"{self._name}-watch", daemon=True)
+                self._watch.start()
+            self._changed.notify_all()
+
+    def take(self, key: str) -> Any:
+        """What the function returned. Waits where this rank is later than rank 0, which said that it has ended."""
+        return self._jobs.pop(key).result.result()
+
+    def has_ended(self, key: str) -> bool:
+        return self._jobs[key].result.done()
+
+    def give_up(self, key: str) -> None:
+        """The result is not wanted any more; what has begun runs to its end. An unknown key is ignored."""
+        with self._changed:
+            job = self._jobs.pop(key, None)
+            if job in self._waiting:
+                self._waiting.remove(job)
+
+    def finish(self, timeout_s: float) -> bool:
+        """Waits until nothing waits or runs; False if it takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and not self._running, timeout_s)
+
+    def close(self) -> None:
+        """Begins nothing more, and does not wait for what runs."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def look(self) -> None:
+        """Looks which functions hang, tells whose patience is over, and begins others in their place."""
+        with self._changed:
+            now = self._clock()
+            for job in self._running:
+                job.look(now)
+            self._start_due()
+            lost = [job for job in self._running if now - job.ran_at >= self._patience_s]
+            told = [(job, self._hangs(job)) for job in lost]
+            if len(lost) >= self._max_threads:
+                told += [(job, self._no_threads(job, lost)) for job in self._waiting]
+                self._waiting.clear()
+            told = [(job, error) for job, error in told if self._settle(job, None, error)]
+        for job, error in told:
+            self._ended(job.key, error)
+
+    # On the threads.
+
+    def _keep_looking(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._running)
+                if self._closed:
+                    return
+            try:
+                self.look()
+            except Exception:  # without it nobody would be told of a hanging file system again
+                logger.exception("%s: unexpected error; going on", self._name)
+            time.sleep(LOOK_SECONDS)
+
+    def _run(self, job: _Job) -> None:
+        job.cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
+        make, job.make = job.make, None
+        assert make is not None
+        value: Any = None
+        error: Exception | None = None
+        try:
+            value = make()
+        except Exception as problem:
+            error = problem
+            if not isinstance(problem, KtError):
+                logger.error("%s: unexpected error", job.what, exc_info=problem)
+        with self._changed:
+            self._running.remove(job)
+            is_told = self._settle(job, value, error)
+            self._start_due()
+            self._changed.notify_all()
+        if is_told:
+            self._ended(job.key, error)
+
+    # With the lock.
+
+    def _start_due(self) -> None:
+        now = self._clock()
+        active = sum(now - job.ran_at < STALL_SECONDS for job in self._running)
+        while self._waiting and not self._closed and active < self._num_threads:
+            if len(self._running) >= self._max_threads:
+                return
+            job = self._waiting.popleft()
+            job.ran_at = now
+            self._running.append(job)
+            self._num_started += 1
+            active += 1
+            name = f"{self._name}-{self._num_started}"
+            threading.Thread(target=self._run, args=(job,), name=name, daemon=True).start()
+
+    def _settle(self, job: _Job, value: Any, error: Exception | None) -> bool:
+        """Whether somebody is to be told."""
+        if job.result.done() or self._jobs.get(job.key) is not job:
+            return False
+        if error is None:
+            job.result.set_result(value)
+        else:
+            job.result.set_exception(error)
+        return True
+
+    def _hangs(self, job: _Job) -> RequestTimeoutError:
+        return RequestTimeoutError(
+            f"{job.what}: the file system has not answered for {self._patience_s:g} s (a network mount that is gone, "
+            "or a dead disk); it is not waited for any longer. What was begun may still be carried out"
+        )
+
+    def _no_threads(self, job: _Job, lost: list[_Job]) -> RequestTimeoutError:
+        return RequestTimeoutError(
+            f"{job.what}: not begun: {len(lost)} threads wait for file systems that do not answer, and there are no "
+            f"more: {'; '.join(other.what for other in lost)}"
+        )
