@@ -32,7 +32,7 @@ class FrontDoor:
     def __init__(self, options: ServeOptions, model_name: str, key: ApiKey | None, context_tokens: int) -> None:
         self.policy = AccessPolicy(options.host, key, options.cors_origins)
         self.models = ServedModels(model_name, any_name=options.any_model_name)
-        self._context_tokens = context_tokens
+        self._context_tokens, self._longest_tokens = context_tokens, options.max_total_tokens
         self.max_body_bytes = options.max_body_bytes or largest_body_bytes(context_tokens)
 
     def serves(self, adapters: Callable[[], Collection[str]]) -> None:
@@ -50,7 +50,7 @@ class FrontDoor:
         app.user_middleware[:] = [one for one in app.user_middleware if one.cls is not CORSMiddleware]
         app.add_exception_handler(RequestValidationError, answer_validation_error)
         parsers = KnownParsers(*parser_names())
-        volume = VolumeLimit(self._context_tokens)
+        volume = VolumeLimit(self._context_tokens, self._longest_tokens)
         checks = [check_prompts, check_tools, volume.check, self.models.check, parsers.check]
         app.add_middleware(RequestMiddleware, fields_of=rule_for, max_body_bytes=self.max_body_bytes, checks=checks)
         if self.policy.origins.allowed:

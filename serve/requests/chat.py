@@ -14,6 +14,7 @@ from msgspec import Meta
 from kt_runtime.serve.requests.bounds import (
     MAX_PROMPTS,
     Body,
+    ChatTopLogprobs,
     Count,
     Effort,
     FewTokenIds,
@@ -21,6 +22,7 @@ from kt_runtime.serve.requests.bounds import (
     LogitBias,
     LongName,
     Name,
+    NewTokens,
     Penalty,
     Priority,
     Prompt,
@@ -34,7 +36,6 @@ from kt_runtime.serve.requests.bounds import (
     Temperature,
     TokenIds,
     TopK,
-    TopLogprobs,
 )
 from kt_runtime.serve.requests.free_json import (
     FreeObject,
@@ -243,9 +244,9 @@ class ChatCompletion(Completing, kw_only=True):
 
     messages: Messages
     logprobs: bool = False
-    top_logprobs: TopLogprobs | None = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    top_logprobs: ChatTopLogprobs | None = None
+    max_tokens: NewTokens | None = None  # SGLang takes 0 for no limit
+    max_completion_tokens: NewTokens | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: TopK | None = None

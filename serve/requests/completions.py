@@ -12,11 +12,12 @@ from msgspec import Meta
 
 from kt_runtime.serve.requests.bounds import (
     BOUNDED_BY_BODY,
-    LARGEST_INT32,
     Body,
+    CompletionLogprobs,
     Count,
     Effort,
     Name,
+    NewTokens,
     Prompt,
     Prompts,
     RepetitionPenalty,
@@ -26,7 +27,6 @@ from kt_runtime.serve.requests.bounds import (
     TokenId,
     TokenIds,
     TopK,
-    TopLogprobs,
 )
 from kt_runtime.serve.requests.chat import Completing, Messages, ToolChoice, Tools
 from kt_runtime.serve.requests.free_json import Grammar, TemplateArguments
@@ -40,8 +40,8 @@ class TextCompletion(Completing, kw_only=True):
     prompt: Prompt | TextsOrIds
     best_of: Samples | None = None
     echo: bool = False
-    logprobs: TopLogprobs | None = None
-    max_tokens: Annotated[int, Meta(ge=1, le=LARGEST_INT32)] = 16
+    logprobs: CompletionLogprobs | None = None
+    max_tokens: NewTokens = 16
     suffix: Prompt | None = None
     temperature: Temperature = 1.0
     top_p: Share = 1.0

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from kt_runtime.serve.requests.bounds import (
     Body,
+    ChatTopLogprobs,
     Count,
     Effort,
     Label,
@@ -23,7 +24,6 @@ from kt_runtime.serve.requests.bounds import (
     Stop,
     Temperature,
     TopK,
-    TopLogprobs,
 )
 from kt_runtime.serve.requests.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from kt_runtime.serve.requests.free_json import FreeObject, FreeValue, TemplateArguments
@@ -88,7 +88,7 @@ class Responses(Body, kw_only=True):
     text: FreeObject | None = None
     tool_choice: FreeValue | None = None
     tools: Annotated[list[FreeObject], Meta(max_length=MAX_TOOLS)] = msgspec.field(default_factory=list)
-    top_logprobs: TopLogprobs | None = None
+    top_logprobs: ChatTopLogprobs | None = None
     top_p: Share | None = None
     top_k: TopK | None = None
     min_p: Share | None = None

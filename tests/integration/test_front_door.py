@@ -293,6 +293,41 @@ class TestWebPages:
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
+class TestLogProbabilities:
+    """Those of a chat were made as objects in the event loop: 35 s and 4 GB for 1,024 at each of 4,096 tokens."""
+
+    def test_no_more_than_openai_allows_at_each_token_of_a_chat(self, client: httpx.Client) -> None:
+        body = {"messages": MESSAGES, "max_tokens": 4096, "logprobs": True, "top_logprobs": 1024}
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "top_logprobs", answer.text
+
+    def test_a_chat_that_is_written_in_pieces_has_what_the_engine_gave(self, client: httpx.Client) -> None:
+        asked = {"logprobs": True, "top_logprobs": 20, "return_meta_info": True}
+        body = {"messages": MESSAGES, "max_tokens": 120, "ignore_eos": True, "n": 2, **asked}
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200 and answer.headers["transfer-encoding"] == "chunked", answer.text[:500]
+        assert answer.headers["content-type"] == "application/json"
+        for choice in answer.json()["choices"]:
+            written, given = choice["logprobs"]["content"], choice["meta_info"]
+            assert [one["logprob"] for one in written] == [one[0] for one in given["output_token_logprobs"]]
+            assert [[one["logprob"] for one in row["top_logprobs"]] for row in written] == [
+                [one[0] for one in row] for row in given["output_top_logprobs"]
+            ]
+            assert len(written) == 120 and all(len(row["top_logprobs"]) == 20 for row in written)
+
+    def test_an_answer_that_has_too_many_ends_alone(self, client: httpx.Client) -> None:
+        """It does not say how many tokens it wants; each chunk of its stream would send all of them again."""
+        sampling_params = {"max_new_tokens": None, "ignore_eos": True, "stream_interval": 400, "temperature": 0}
+        body = generate(return_logprob=True, top_logprobs_num=760, stream=True, sampling_params=sampling_params)
+        reasons = []
+        with client.stream("POST", "/generate", json=body) as lines:
+            for line in lines.iter_lines():
+                if line.startswith("data: {"):
+                    reasons.append(json.loads(line.removeprefix("data: "))["meta_info"]["finish_reason"])
+        assert reasons[-1]["status_code"] == 400 and "761 log-probabilities each" in reasons[-1]["message"], reasons
+        assert tokens(client)
+
+
 class TestUsualClients:
     """Bodies as the `openai` client and evaluation harnesses write them."""
 
