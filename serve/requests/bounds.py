@@ -24,12 +24,15 @@ BOUNDED_BY_BODY = {"bounded by": "body"}
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields that one JSON object may have. `left_out`: SGLang's fields that it may not have, and why.
+    """Fields that one JSON object may have. `left_out`: fields that it may not have, and why, or what to send instead.
 
-    A field that is left out may still be sent as null or false: clients write out their defaults.
+    A field that is left out may still be sent as null, false, empty or with its value of `neutral`: clients write out
+    their defaults. `null_is_left_out`: so may any other field, as null.
     """
 
     left_out: ClassVar[dict[str, str]] = {}
+    neutral: ClassVar[dict[str, Any]] = {}
+    null_is_left_out: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """One reference more than is ever given back: msgspec 0.22 frees some types' fields twice where Python collects

@@ -369,3 +369,37 @@ class TestUsualClients:
         }
         answers = client.post("/generate", json=body).json()
         assert [len(answer["meta_info"]["input_token_logprobs"]) > 0 for answer in answers] == [True, True]
+
+    def test_nulls_and_dialects_are_answered_as_what_they_mean(self, client: httpx.Client) -> None:
+        """`n`, `stream`, penalties and `service_tier` as null were refused by SGLang; `reasoning` by us."""
+        names = ("n", "stream", "frequency_penalty", "presence_penalty", "stop", "tools", "tool_choice", "logprobs")
+        nulls = dict.fromkeys((*names, "temperature", "top_p", "seed", "user", "parallel_tool_calls"))
+        turns = [
+            *MESSAGES,
+            {"role": "assistant", "content": "a", "reasoning": "so"},
+            {"role": "user", "content": [{"type": "input_text", "text": "and?"}]},
+        ]
+        json_type = {"Content-Type": "application/json; charset=utf-8; x=y"}
+        for path, body in (
+            ("/v1/chat/completions", {"messages": turns, "max_tokens": 2, **nulls, "tools": [], "stop": []}),
+            ("/v1/completions", {"prompt": "a", "n": None, "max_tokens": None, "echo": None, "logprobs": None}),
+            ("/v1/responses", {**BODIES["/v1/responses"], "service_tier": None, "tools": None, "stream": None}),
+            ("/v1/tokenize", {"messages": turns, "add_special_tokens": None}),
+        ):
+            answer = client.post(path, content=json.dumps(body), headers=json_type)
+            assert answer.status_code == 200, f"{path}: {answer.text[:500]}"
+
+    def test_many_who_ask_for_health_share_one_token(self, client: httpx.Client) -> None:
+        """Each made the model compute one, with a key and without, and waited a second."""
+        counted = "sglang:realtime_tokens_total"
+        assert client.get("/health").status_code == 200
+        before = counter(client, counted)
+        with ThreadPoolExecutor(8) as pool:
+            assert {one.status_code for one in pool.map(lambda _: client.get("/health"), range(40))} == {200}
+        assert counter(client, counted) - before <= 4
+
+
+def counter(client: httpx.Client, name: str) -> float:
+    lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith(name)]
+    assert lines, name
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
