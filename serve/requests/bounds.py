@@ -26,8 +26,8 @@ BOUNDED_BY_BODY = {"bounded by": "body"}
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields that one JSON object may have. `left_out`: fields that it may not have, and why, or what to send instead.
 
-    A field that is left out may still be sent as null, false, empty or with its value of `neutral`: clients write out
-    their defaults. `null_is_left_out`: so may any other field, as null.
+    A field that is left out may still be sent as null, false or with its value of `neutral`: clients write out their
+    defaults. `null_is_left_out`: so may any other field, as null, and these as an empty list or object.
     """
 
     left_out: ClassVar[dict[str, str]] = {}

@@ -1,6 +1,7 @@
 """What clients write in more ways than one, in the one way that SGLang reads it.
 
-- A field that kt-runtime does not carry, with a value that says no: null, false, nothing in it, or its neutral value.
+- A field that kt-runtime does not carry, with a value that says no: null, false, its neutral value, and in OpenAI's
+  bodies also one with nothing in it.
 - `null` in OpenAI's bodies, which means that the field is left out.
 - `reasoning` of a message, as vLLM and OpenRouter call `reasoning_content`.
 - Parts of a message with the types that /v1/responses gives to text.
@@ -56,8 +57,9 @@ def _is_left_out(key: str, value: Any, body_type: type[Body]) -> bool:
         return True
     if key not in body_type.left_out:
         return False
+    is_empty = body_type.null_is_left_out and value in ([], {})
     neutral = body_type.neutral
-    return value is None or value is False or value in ([], {}) or (key in neutral and _same(value, neutral[key]))
+    return value is None or value is False or is_empty or (key in neutral and _same(value, neutral[key]))
 
 
 def _same(value: Any, neutral: Any) -> bool:

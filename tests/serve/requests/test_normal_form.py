@@ -82,7 +82,8 @@ def test_defaults_that_clients_write_out_do_not_reach_sglang() -> None:
     assert given(CHAT, {**BODIES[CHAT], **defaults}) == BODIES[CHAT]
     kept = {"tools": [], "stop": [], "stop_token_ids": [], "logit_bias": {}}
     assert given(CHAT, {**BODIES[CHAT], **kept}) == {**BODIES[CHAT], **kept}
-    assert given("/generate", {**BODIES["/generate"], "image_data": []}) == BODIES["/generate"]
+    assert given("/generate", {**BODIES["/generate"], "image_data": None}) == BODIES["/generate"]
+    refused("/generate", {**BODIES["/generate"], "positional_embed_overrides": {}})
 
 
 @pytest.mark.parametrize(
