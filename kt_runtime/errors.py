@@ -39,11 +39,15 @@ class RuntimeFault(KtError):
 
 
 class UnknownNameError(UserError, LookupError):
-    """`kind` is what the name names ("preset", "loss"), `known` the names that exist."""
+    """`kind` is what the name names ("preset", "loss"), `known` the names that exist.
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], where: str = "") -> None:
+    `typed`: False for a name that a program wrote, such as a checkpoint's architecture: it is not misspelt.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], where: str = "", *, typed: bool = True) -> None:
         self.kind, self.name, self.known = kind, name, sorted(known)
-        super().__init__(f"{where + ': ' if where else ''}unknown {kind} {name!r}{suggestion(name, self.known)}")
+        near = suggestion(name, self.known, near=typed)
+        super().__init__(f"{where + ': ' if where else ''}unknown {kind} {name!r}{near}")
 
 
 class InvalidValueError(UserError, ValueError):
@@ -86,10 +90,10 @@ class NumericsError(RuntimeFault, ArithmeticError):
     pass
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'? known: a, b, c`, shortened when there are many known names."""
+def suggestion(name: str, known: Iterable[str], *, near: bool = True) -> str:
+    """`; did you mean 'x'? known: a, b, c`, shortened when there are many known names. `near`: False names no x."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ";"
+    meant = difflib.get_close_matches(name, names, n=1) if near else []
+    hint = f"; did you mean {meant[0]!r}?" if meant else ";"
     listed = ", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")
     return f"{hint} known: {listed or 'none'}"

@@ -54,13 +54,15 @@ class AccessPolicy:
     def __init__(self, host: str, key: ApiKey | None, origins: Collection[str] = ()) -> None:
         self.key, self.origins = key, OriginPolicy(host, origins)
 
-    def decide(self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Denial | None:
-        """None lets the request pass. `headers` have lower-case names, as in ASGI."""
+    def decide(
+        self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], scheme: str = "http"
+    ) -> Denial | None:
+        """None lets the request pass. `headers` have lower-case names, as in ASGI. `scheme`: "http" or "https"."""
         rule = rule_for(method, path)
         headers = list(headers)
         is_question = self._is_question(method, headers)
         if self.key is None:
-            denial = self._check_origin(headers)
+            denial = self._check_origin(headers, scheme)
         elif is_question or (rule is not None and rule.access is Access.PROBE):
             denial = None
         else:
@@ -108,8 +110,8 @@ class AccessPolicy:
         problem = "the API key is not this server's" if offered else "this server needs an API key"
         return Denial(401, f"{problem}; send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`")
 
-    def _check_origin(self, headers: list[tuple[bytes, bytes]]) -> Denial | None:
-        foreign = self.origins.problem(headers)
+    def _check_origin(self, headers: list[tuple[bytes, bytes]], scheme: str) -> Denial | None:
+        foreign = self.origins.problem(headers, scheme)
         if foreign is None:
             return None
         return Denial(
@@ -131,7 +133,8 @@ class AccessMiddleware:
             return
         method = scope["method"] if scope["type"] == "http" else "WEBSOCKET"
         path = route_path(scope)
-        denial = self.policy.decide(method, path, scope["headers"])
+        scheme = "https" if scope.get("scheme") in ("https", "wss") else "http"
+        denial = self.policy.decide(method, path, scope["headers"], scheme)
         if denial is None:
             await self.app(scope, receive, send)
             return

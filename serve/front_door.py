@@ -1,7 +1,8 @@
 """What stands between the network and SGLang's routes: access, CORS, and what a request may hold.
 
 From the outside in: `AccessMiddleware` (keys, Host and Origin), CORS for the sites of `--cors-origin`,
-`RequestMiddleware` (bodies). SGLang's own CORS middleware, which answers every origin with credentials, is taken out.
+`SharedHealth`, `RequestMiddleware` (bodies). SGLang's own CORS middleware, which answers every origin with credentials,
+is taken out.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.serve.auth import AccessMiddleware, AccessPolicy, ApiKey
+from kt_runtime.serve.health import SharedHealth
 from kt_runtime.serve.options import ServeOptions
 from kt_runtime.serve.origins import is_loopback
 from kt_runtime.serve.requests.body_size import largest_body_bytes
@@ -32,7 +34,7 @@ class FrontDoor:
     def __init__(self, options: ServeOptions, model_name: str, key: ApiKey | None, context_tokens: int) -> None:
         self.policy = AccessPolicy(options.host, key, options.cors_origins)
         self.models = ServedModels(model_name, any_name=options.any_model_name)
-        self._context_tokens = context_tokens
+        self._context_tokens, self._longest_tokens = context_tokens, options.max_total_tokens
         self.max_body_bytes = options.max_body_bytes or largest_body_bytes(context_tokens)
 
     def serves(self, adapters: Callable[[], Collection[str]]) -> None:
@@ -50,9 +52,10 @@ class FrontDoor:
         app.user_middleware[:] = [one for one in app.user_middleware if one.cls is not CORSMiddleware]
         app.add_exception_handler(RequestValidationError, answer_validation_error)
         parsers = KnownParsers(*parser_names())
-        volume = VolumeLimit(self._context_tokens)
+        volume = VolumeLimit(self._context_tokens, self._longest_tokens)
         checks = [check_prompts, check_tools, volume.check, self.models.check, parsers.check]
         app.add_middleware(RequestMiddleware, fields_of=rule_for, max_body_bytes=self.max_body_bytes, checks=checks)
+        app.add_middleware(SharedHealth)
         if self.policy.origins.allowed:
             app.add_middleware(
                 CORSMiddleware,

@@ -31,6 +31,7 @@ from kt_runtime.serve.cache_directory import cache_directory, check_directory, c
 from kt_runtime.serve.cache_plan import CachePlan
 from kt_runtime.serve.console.console import Console, opened_console
 from kt_runtime.serve.console.start_lines import describe_model
+from kt_runtime.serve.environment import dropped_variables
 from kt_runtime.serve.front_door import FrontDoor, check_reach
 from kt_runtime.serve.machine_memory import has_gpu
 from kt_runtime.serve.memory import check_fits, describe_need, expert_formats
@@ -63,9 +64,11 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     one of SGLang's processes dies while the model is loaded.
     """
     key = _take_key(options.api_key)
+    for note in dropped_variables(os.environ):
+        say(note)
     check_port_is_free(options.host, options.port)  # and that --host is an address of this machine
     check_reach(options)
-    check_passed_on(options.passed_on, None, with_tiers=options.asks_for_cache)
+    check_passed_on(options.passed_on, own=own_option_names(), with_tiers=options.asks_for_cache)
     model = _resolve(options)
     asked, options = options, _with_parsers(_placed(options, model, say), model)
     place = cache_directory(options.cache_dir, model.directory) if options.cache_disk_bytes else None
@@ -118,13 +121,9 @@ def _run(sglang_arguments: list[str], ours: _Frontend) -> None:
 
 
 def _sglang_arguments(options: ServeOptions, model: ResolvedModel) -> list[str]:
-    """Raises InvalidValueError for an option that SGLang doesn't know or take."""
+    """Raises InvalidValueError for a value that SGLang doesn't take. It is imported here, which takes seconds."""
     from kt_runtime.sglang_patch import arguments
 
-    if options.passed_on:
-        # SGLang's names are known only after importing it, which takes seconds: this comes last.
-        own, known = own_option_names(), arguments.option_names()
-        check_passed_on(options.passed_on, known, own=own, with_tiers=options.asks_for_cache)
     if options.passed_on or {options.tool_call_parser, options.reasoning_parser} != {NONE}:
         arguments.check_given(options)
     return arguments.server_arguments(options, model)
@@ -184,7 +183,7 @@ class _Frontend:
 
     def announce(self) -> None:
         """Waits for the port and for the adapters of an earlier run, then says that the server is ready."""
-        host, port = self._options.url.rpartition(":")[0].removeprefix("http://").strip("[]"), self._options.port
+        host, port = self._options.url.rpartition(":")[0].partition("://")[2].strip("[]"), self._options.port
         while not self._stopping.is_set() and not _listens(host, port):
             self._stopping.wait(POLL_SECONDS)
         while not self._stopping.is_set() and not self._resident_answers(restored=True):

@@ -149,7 +149,8 @@ class ServeOptions:
     def url(self) -> str:
         """Where a program on this machine reaches the server."""
         host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        scheme = "https" if any(one.partition("=")[0] == "--ssl-certfile" for one in self.passed_on) else "http"
+        return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
 
 
 def own_option_names() -> list[str]:

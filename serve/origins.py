@@ -28,8 +28,11 @@ class OriginPolicy:
         self.allowed = frozenset(checked_origin(origin) for origin in allowed)
         self._names = frozenset() if self.is_local else _own_names(host)
 
-    def problem(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-        """What is foreign about a request, such as "Host 'example.org'"; None where nothing is."""
+    def problem(self, headers: Iterable[tuple[bytes, bytes]], scheme: str = "http") -> str | None:
+        """What is foreign about a request, such as "Host 'example.org'"; None where nothing is.
+
+        `scheme`: "https" where the connection is TLS (`--ssl-certfile`), or a proxy on this machine says that its is.
+        """
         headers = list(headers)
         hosts = [value for name, value in headers if name == b"host"]
         for host in hosts:
@@ -37,7 +40,7 @@ class OriginPolicy:
                 return f"Host {_shown(host)}"
         origins = [value for name, value in headers if name == b"origin"]
         for origin in origins:
-            if not self._knows(origin, hosts):
+            if not self._knows(origin, hosts, scheme):
                 return f"Origin {_shown(origin)}"
         sites = [value for name, value in headers if name == b"sec-fetch-site"]
         if not origins and any(site not in (b"same-origin", b"none") for site in sites):
@@ -54,8 +57,9 @@ class OriginPolicy:
             return True
         return not self.is_local and (name.lower() in self._names or _is_address(name))
 
-    def _knows(self, origin: bytes, hosts: list[bytes]) -> bool:
-        return self.allows(origin) or any(origin.lower() == b"http://" + host.lower() for host in hosts)
+    def _knows(self, origin: bytes, hosts: list[bytes], scheme: str) -> bool:
+        own = [scheme.encode() + b"://" + host.lower() for host in hosts]
+        return self.allows(origin) or origin.lower() in own
 
 
 def checked_origin(origin: str) -> str:

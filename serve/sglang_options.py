@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.serve.peer_options import nearest_options
+from kt_runtime.serve.sglang_option_names import NAMES
 
 # (why, the options it holds for); a name that ends in * stands for all that begin so.
 REFUSED: tuple[tuple[str, str], ...] = (
@@ -125,13 +126,10 @@ def reason_against(option: str, *, with_tiers: bool = False) -> str | None:
     return None
 
 
-def check_passed_on(
-    arguments: Sequence[str], known: Collection[str] | None, *, own: Collection[str] = (), with_tiers: bool = False
-) -> None:
+def check_passed_on(arguments: Sequence[str], *, own: Collection[str] = (), with_tiers: bool = False) -> None:
     """Raises InvalidValueError for the first argument that can't be passed on.
 
-    `known`: the names of SGLang's options, each in full; None: they are not known yet, so that an unknown name passes.
-    `own`: kt-runtime's options. `with_tiers`: kt-runtime sets up the prefix cache's tiers.
+    `own`: kt-runtime's options, to name the nearest. `with_tiers`: kt-runtime sets up the prefix cache's tiers.
     """
     if arguments and not arguments[0].startswith("-"):
         raise InvalidValueError(f"{arguments[0]!r} is not an option of SGLang's; options begin with --")
@@ -139,16 +137,16 @@ def check_passed_on(
         if not argument.startswith("-") or _is_number(argument):
             continue
         name, equals, value = argument.partition("=")
-        if known is not None and name not in known:
-            raise InvalidValueError(_unknown(name, known, own))
+        if name not in NAMES:
+            raise InvalidValueError(_unknown(name, own))
         following = arguments[position + 1] if position + 1 < len(arguments) else ""
         reason = reason_against(name, with_tiers=with_tiers)
         if reason and (value if equals else following) not in HARMLESS.get(name, "").split():
             raise InvalidValueError(f"{name} can't be passed on to SGLang: {reason}")
 
 
-def _unknown(name: str, known: Collection[str], own: Collection[str]) -> str:
-    near = nearest_options(name, [*own, *known])
+def _unknown(name: str, own: Collection[str]) -> str:
+    near = nearest_options(name, [*own, *NAMES])
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return (
         f"unknown option {name}: neither kt-runtime nor SGLang has it; {hint}"

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from kt_runtime.errors import RuntimeFault
 from kt_runtime.resident import progress
-from kt_runtime.sglang_patch import tokenizing
+from kt_runtime.sglang_patch import chat_logprobs, tokenizing
 from kt_runtime.sglang_patch.hooks import Hooks
 
 if TYPE_CHECKING:
@@ -169,6 +169,7 @@ def run(arguments: list[str], frontend: Frontend) -> NoReturn:
 
 def install(hooks: Hooks) -> None:
     tokenizing.install(hooks)
+    chat_logprobs.install(hooks)
     hooks.around(FREEZE_GC, freeze_gc_directly)
     hooks.around(PARSE_MODEL, adapter_by_plain_name)
 

@@ -8,10 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-MAX_PROMPT_LOGPROBS = 1_000_000
-MAX_PROMPT_LOGPROBS_AS_TEXT = 100_000
-MAX_OUTPUT_LOGPROBS = 8_000_000
-
 
 def check_token_ids(input_ids: Sequence[int], vocab_size: int) -> None:
     """Found by sending them: an index error in the embedding, or an empty batch."""
@@ -24,30 +20,6 @@ def check_top_logprobs(top_logprobs_num: Any, vocab_size: int) -> None:
     """Found by sending it: `topk` of more numbers than the vocabulary has."""
     if top_logprobs_num is not None and not 0 <= top_logprobs_num <= vocab_size:
         raise ValueError(f"top_logprobs_num is {top_logprobs_num}; allowed are 0 to {vocab_size}")
-
-
-def check_logprob_entries(request: Any, num_prompt_tokens: int, context_tokens: int) -> None:
-    """Each entry is a tuple in the frontend's memory, some 150 bytes, and a piece of the answer; all of a prompt's are
-    made in the event loop at once, with `return_text_in_logprobs` after tokenizing each back into text."""
-    if not getattr(request, "return_logprob", False):
-        return
-    start = request.logprob_start_len
-    prompt_positions = max(0, num_prompt_tokens - start) if isinstance(start, int) and start >= 0 else 0
-    new_tokens = (request.sampling_params or {}).get("max_new_tokens")
-    room = max(0, context_tokens - num_prompt_tokens)
-    output_positions = min(room, new_tokens) if isinstance(new_tokens, int) else room
-    each = 1 + (request.top_logprobs_num or 0) + len(request.token_ids_logprob or ())
-    most = MAX_PROMPT_LOGPROBS_AS_TEXT if request.return_text_in_logprobs else MAX_PROMPT_LOGPROBS
-    for what, positions, allowed in (
-        ("prompt", prompt_positions, most),
-        ("answer", output_positions, MAX_OUTPUT_LOGPROBS),
-    ):
-        if positions * each > allowed:
-            raise ValueError(
-                f"log-probabilities of {each:,} tokens at each of {positions:,} positions of the {what} are "
-                f"{positions * each:,}; allowed are {allowed:,}. Ask for fewer with top_logprobs_num or "
-                f"token_ids_logprob, or for fewer positions with logprob_start_len or max_new_tokens"
-            )
 
 
 def check_stop_token_ids(sampling_params: Mapping[str, Any], vocab_size: int) -> None:

@@ -19,6 +19,8 @@ import zmq
 from sglang.srt.managers.io_struct import BatchEmbeddingOutput, BatchStrOutput, BatchTokenIDOutput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager, async_sock_recv, real_time
 
+from kt_runtime.sglang_patch.logprob_limits import TooManyLogprobs, check_answer_logprobs, too_many_reason
+
 logger = logging.getLogger(__name__)
 
 BATCH_OUTPUTS = (BatchStrOutput, BatchEmbeddingOutput, BatchTokenIDOutput)
@@ -80,14 +82,20 @@ class FaultContainment(TokenizerManager):
 
     def convert_logprob_style(self, meta_info: dict[str, Any], state: Any, *args: Any, **kwargs: Any) -> None:
         """SGLang's last two positional arguments are the message and the request's place in it."""
+        message, place = args[-2:]
+        rid = message.rids[place]
         try:
             super().convert_logprob_style(meta_info, state, *args, **kwargs)
+            check_answer_logprobs(state)
+            return
+        except TooManyLogprobs as error:
+            logger.info("request %s ends: %s", rid, error)
+            reason = too_many_reason(error)
         except Exception as error:
-            message, place = args[-2:]
-            rid = message.rids[place]
             logger.exception("request %s ends: its log probabilities can't be given", rid)
-            meta_info["finish_reason"] = message.finished_reasons[place] = fault_reason(error)
-            self.abort_request(rid)
+            reason = fault_reason(error)
+        meta_info["finish_reason"] = message.finished_reasons[place] = reason
+        self.abort_request(rid)
 
 
 def fault_reason(error: Exception) -> dict[str, Any]:

@@ -9,7 +9,8 @@ Symbols: `sglang.srt.managers.tokenizer_manager.TokenizerManager` and `.SignalHa
   unknown one ends the scheduler; with one that fails, a count would be released that was never taken.
 - `_validate_and_resolve_lora`: a `lora_path` list longer than the batch would count requests that never end.
 - `_validate_one_request`: what would end the scheduler, and with it the training in it (`frontend_checks.py`,
-  `frontend_sampling.py`), and grammars that no client needs (`grammar_limits.py`).
+  `frontend_sampling.py`), and grammars and log-probabilities that no client needs (`grammar_limits.py`,
+  `logprob_limits.py`).
 - `handle_loop`: an exception in it would end the whole server (`frontend_faults.py`).
 - `_tokenize_texts`, `auto_create_handle_loop`: text becomes tokens in threads (`tokenizing.py`).
 - the signal handlers: SGLang waits for the last request without a bound, and for a dead child kills this process before
@@ -28,7 +29,6 @@ from sglang.srt.managers.tokenizer_manager import SignalHandler
 
 from kt_runtime.errors import KtError
 from kt_runtime.sglang_patch.frontend_checks import (
-    check_logprob_entries,
     check_lora_path,
     check_stop_token_ids,
     check_token_ids,
@@ -38,6 +38,7 @@ from kt_runtime.sglang_patch.frontend_faults import FaultContainment
 from kt_runtime.sglang_patch.frontend_registry import VersionedRegistry
 from kt_runtime.sglang_patch.frontend_sampling import check_choices, check_sampling
 from kt_runtime.sglang_patch.grammar_limits import check_grammars
+from kt_runtime.sglang_patch.logprob_limits import check_prompt_logprobs, most_entries
 from kt_runtime.sglang_patch.tokenizing import Tokenizing, current_request
 
 
@@ -100,7 +101,9 @@ class FrontendManager(FaultContainment):
         check_top_logprobs(getattr(obj, "top_logprobs_num", None), self.model_config.vocab_size)
         check_stop_token_ids(obj.sampling_params or {}, self.model_config.vocab_size)
         check_grammars(obj.sampling_params or {})
-        check_logprob_entries(obj, len(input_ids or ()), self.context_len)
+        check_prompt_logprobs(obj, len(input_ids or ()))
+        if getattr(obj, "return_logprob", False):
+            obj.most_logprobs = most_entries(obj, _path(current_request.get()))  # for `check_answer_logprobs`
         super()._validate_one_request(obj, input_ids)
 
     async def load_lora_adapter(self, obj: Any, _: Any = None) -> LoRAUpdateOutput:
@@ -130,3 +133,7 @@ class FrontendManager(FaultContainment):
         except KtError as error:
             return LoRAUpdateOutput(success=False, error_message=str(error))
         return LoRAUpdateOutput(success=True, loaded_adapters=self.lora_registry.names())
+
+
+def _path(request: Any) -> str | None:
+    return None if request is None else request.url.path

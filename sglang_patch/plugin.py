@@ -22,7 +22,7 @@ PATCHES = (
     *("finite_rows", "fault_batches", "fault_intake", "exact_aborts", "stop_patterns"),
     *("grammar_backend", "turns", "warm_up"),
 )
-TOUCHED_OTHERWISE = ("host", "frontend", "tokenizing", "arguments", "fault_answers", "grammar_log")
+TOUCHED_OTHERWISE = ("host", "frontend", "tokenizing", "chat_logprobs", "arguments", "fault_answers", "grammar_log")
 """Modules that read or call SGLang without patching it in every process; `frontend` speaks for `frontend_*` too,
 `cache_events` for `cache_backend`."""
 

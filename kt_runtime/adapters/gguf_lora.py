@@ -41,6 +41,8 @@ SUFFIX = ".gguf"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KEY = re.compile(r"(?P<base>.+)\.weight\.lora_(?P<letter>[ab])")
 
+WRITER_KEY, WRITER = "kt_runtime.writer", "kt-runtime"  # of files that `write_gguf_adapter` wrote
+
 NOT_EXPRESSIBLE = ("kv_b_proj",)
 NOT_APPLIED = {"deepseek2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")}
 """llama.cpp loads these parts, but its graph (src/models/deepseek2.cpp, seen until October 2026) does not use them."""
@@ -99,6 +101,17 @@ def write_gguf_adapter(
         for letter, tensor in zip("ab", pair, strict=True)
     }
     write_new_file(path, partial(_write, tensors, family.gguf_architecture, adapter.alpha, base_model, dtype))
+
+
+def is_written_here(path: Path) -> bool:
+    """Whether `write_gguf_adapter` wrote the file. False too for what is no GGUF file."""
+    import gguf
+
+    try:
+        field = gguf.GGUFReader(path).fields.get(WRITER_KEY)
+    except (OSError, ValueError, IndexError, KeyError):
+        return False
+    return field is not None and field.contents() == WRITER
 
 
 def not_applied(adapter: AdapterTensors, family: Family) -> list[str]:
@@ -199,6 +212,7 @@ def _write(
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_string(WRITER_KEY, WRITER)
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
     if base_model:
         writer.add_base_model_count(1)

@@ -139,7 +139,7 @@ def show(name: str, url: str | None, api_key: str | None, as_json: bool) -> None
 )
 @click.option("--version", help="Of a served NAME: its hash, or the first digits of it. [default: current]")
 @click.option("--base", help="The base model, as for serve. [default: the server's, or what the adapter names]")
-@click.option("--overwrite", is_flag=True, help="Replace OUT if it is an adapter, a checkpoint or a .gguf file.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT if an export wrote it.")
 @click.option("--shard-size", default=5.0, show_default=True, help="Of a merged checkpoint's files, in GB.")
 @click.option(
     "--dtype",

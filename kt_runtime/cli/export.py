@@ -13,7 +13,7 @@ from kt_runtime.errors import InvalidValueError
 
 @click.command(name="export")
 @recipe_arguments
-@click.option("--overwrite", is_flag=True, help="Replace export_dir if it holds a checkpoint.")
+@click.option("--overwrite", is_flag=True, help="Replace export_dir if an export wrote it.")
 @server_options
 def command(
     recipe_path: Path | None, arguments: tuple[str, ...], overwrite: bool, url: str | None, api_key: str | None

@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kt_runtime.adapters import not_applied, readers, without_fillers, write_gguf_adapter, write_peft_directory
+from kt_runtime.adapters.peft_directory import CONFIG_FILE, TENSOR_FILE
 from kt_runtime.cli.adapter_place import MAX_RANK, ChosenAdapter
+from kt_runtime.cli.export_record import RECORD_FILE, check_replaced, record_of
 from kt_runtime.cli.merged_checkpoint import write_merged
 from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.families.quantization import quantization_of
@@ -69,17 +71,7 @@ def check_place(path: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ConflictError(f"{path} exists already; choose another name, or say --overwrite")
-    if path.is_symlink() or not (_is_export(path) if path.is_dir() else path.suffix == ".gguf"):
-        raise ConflictError(
-            f"{path}: --overwrite replaces an adapter's directory, a checkpoint or a .gguf file, and this is none; "
-            "choose another name"
-        )
-
-
-def _is_export(directory: Path) -> bool:
-    entries = list(directory.iterdir())
-    is_ours = any((directory / name).is_file() for name in ("adapter_config.json", "config.json"))
-    return is_ours and all(entry.is_file() for entry in entries)
+    check_replaced(path)
 
 
 def _peft(chosen: ChosenAdapter, path: Path, say: Say, dtype: torch.dtype | None, _: float) -> None:
@@ -94,6 +86,7 @@ def _peft(chosen: ChosenAdapter, path: Path, say: Say, dtype: torch.dtype | None
         max_rank=MAX_RANK,
         base_model=chosen.base_name,
         dtype=dtype or own,
+        extra={RECORD_FILE: record_of((CONFIG_FILE, TENSOR_FILE))},
     )
     for reader in readers(path, chosen.config):
         say(str(reader))

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from kt_runtime.adapters import AdapterTensors
 from kt_runtime.adapters.merge import Merger
 from kt_runtime.checkpoint_file import read_header
+from kt_runtime.cli.export_record import RECORD_FILE, record_of
 from kt_runtime.errors import CheckpointError, ConflictError, InvalidValueError
 from kt_runtime.experts.dequantize import CODES, PARTS, plain_tensors
 from kt_runtime.families.quantization import CONFIG_KEYS, quantization_of
@@ -88,6 +89,7 @@ def write_merged(
         _write_tensors(directory, places, tensors, merger, progress)
         if merger.left:
             raise CheckpointError(f"{base}: has no {min(merger.left)!r}, which the adapter changes")
+        (directory / RECORD_FILE).write_bytes(record_of(entry.name for entry in directory.iterdir()))
 
     write_directory(path, fill)
     return total_bytes
@@ -158,7 +160,7 @@ def _check_disk(path: Path, needed_bytes: int) -> None:
 
 def _copy_others(base: Path, directory: Path, config: Mapping[str, Any], dtype: torch.dtype | None) -> None:
     """config.json without quantization; tokenizer, generation_config.json and whatever else lies beside the weights."""
-    skipped = {"config.json", INDEX, *FOREIGN_SETTINGS}
+    skipped = {"config.json", INDEX, RECORD_FILE, *FOREIGN_SETTINGS}
     for entry in sorted(base.iterdir()):
         is_weight = entry.suffix in (".safetensors", *OTHER_WEIGHTS)
         if entry.is_file() and not is_weight and entry.name not in skipped and not entry.name.startswith("."):

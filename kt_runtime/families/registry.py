@@ -25,5 +25,5 @@ def family_for(config: Config) -> Family:
     if architectures or model_type not in by_type:
         unknown = architectures[0] if architectures else model_type
         known = by_architecture if architectures else by_type
-        raise UnknownNameError("model family", str(unknown), known, "config.json")
+        raise UnknownNameError("model family", str(unknown), known, "config.json", typed=False)
     return by_type[model_type]

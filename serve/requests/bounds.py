@@ -15,18 +15,24 @@ from msgspec import Meta
 LARGEST_INT32 = 2**31 - 1
 MAX_PROMPTS = 1024  # of one request; also prompts times samples of each
 MAX_SAMPLES = 128
-MAX_TOP_LOGPROBS = 1024
+MAX_TOP_LOGPROBS = 1024  # of /generate
+# OpenAI's bound for chats and responses. It has 5 for completions, vLLM 20; clients that distil a model ask SGLang for
+# more. There each is an entry of a dict, a tenth of the work of a chat's.
+MAX_CHAT_TOP_LOGPROBS, MAX_COMPLETION_LOGPROBS = 20, 128
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 32, 1024
 BOUNDED_BY_BODY = {"bounded by": "body"}
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields that one JSON object may have. `left_out`: SGLang's fields that it may not have, and why.
+    """Fields that one JSON object may have. `left_out`: fields that it may not have, and why, or what to send instead.
 
-    A field that is left out may still be sent as null or false: clients write out their defaults.
+    A field that is left out may still be sent as null, false or with its value of `neutral`: clients write out their
+    defaults. `null_is_left_out`: so may any other field, as null, and these as an empty list or object.
     """
 
     left_out: ClassVar[dict[str, str]] = {}
+    neutral: ClassVar[dict[str, Any]] = {}
+    null_is_left_out: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """One reference more than is ever given back: msgspec 0.22 frees some types' fields twice where Python collects
@@ -54,6 +60,9 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST_INT32)]
 Position: TypeAlias = Annotated[int, Meta(ge=-1, le=LARGEST_INT32)]
 Samples: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_SAMPLES)]
 TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+ChatTopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_CHAT_TOP_LOGPROBS)]
+CompletionLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COMPLETION_LOGPROBS)]
+NewTokens: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST_INT32)]
 Priority: TypeAlias = Annotated[int, Meta(ge=-LARGEST_INT32, le=LARGEST_INT32)]
 Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TopK: TypeAlias = Annotated[int, Meta(ge=-1, le=LARGEST_INT32)]

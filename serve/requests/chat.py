@@ -6,7 +6,7 @@ for what its clients send and SGLang ignores.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -14,27 +14,21 @@ from msgspec import Meta
 from kt_runtime.serve.requests.bounds import (
     MAX_PROMPTS,
     Body,
+    ChatTopLogprobs,
     Count,
     Effort,
     FewTokenIds,
     Label,
     LogitBias,
-    LongName,
     Name,
-    Penalty,
+    NewTokens,
     Priority,
     Prompt,
-    RepetitionPenalty,
     RequestId,
     RequestIds,
     Samples,
     Seed,
-    Share,
-    Stop,
-    Temperature,
     TokenIds,
-    TopK,
-    TopLogprobs,
 )
 from kt_runtime.serve.requests.free_json import (
     FreeObject,
@@ -45,6 +39,7 @@ from kt_runtime.serve.requests.free_json import (
     TemplateArguments,
 )
 from kt_runtime.serve.requests.generate import MEDIA, NO_MEDIA, NOT_OFFERED, ONE_RANK, OTHER_RANKS, SessionParams
+from kt_runtime.serve.requests.openai import ELSEWHERE, NEUTRAL, OpenAIBody
 from kt_runtime.serve.requests.sampling import NO_PROCESSORS, NO_WATERMARK
 
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 4096, 1024, 512
@@ -98,6 +93,7 @@ Tools: TypeAlias = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 class CalledFunction(Body, kw_only=True):
     name: Name | None = None
     arguments: FreeValue | None = None  # text, or an object
+    parsed_arguments: FreeValue | None = None  # of OpenAI's client, ignored
 
 
 class ToolCall(Body, kw_only=True):
@@ -120,8 +116,15 @@ class Message(Body, kw_only=True):
     # What OpenAI's client writes when it sends an answer back; ignored.
     refusal: Prompt | None = None
     annotations: FreeValue | None = None
+    parsed: FreeValue | None = None
     audio: None = None
     function_call: None = None
+    # And what LiteLLM and OpenRouter do. `reasoning` alone has become `reasoning_content` before (`normal_form`).
+    id: Name | None = None
+    cache_control: FreeObject | None = None
+    reasoning_details: FreeValue | None = None
+    thinking_blocks: FreeValue | None = None
+    provider_specific_fields: FreeValue | None = None
 
 
 Messages: TypeAlias = Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
@@ -172,17 +175,13 @@ class Reasoning(Body, kw_only=True):
     max_tokens: Count | None = None
 
 
-class Completing(Body, kw_only=True):
+class Completing(OpenAIBody, kw_only=True):
     """What /v1/chat/completions and /v1/completions have in common."""
 
     model: Name | None = None
-    frequency_penalty: Penalty = 0.0
-    presence_penalty: Penalty = 0.0
     logit_bias: LogitBias | None = None
     n: Samples = 1
     seed: Seed | None = None
-    stop: Stop | None = None
-    stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     return_cached_tokens_details: bool = False
@@ -196,22 +195,15 @@ class Completing(Body, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     lora_path: Name | Annotated[list[Name | None], Meta(max_length=MAX_PROMPTS)] | None = None
-    session_id: Name | None = None
     session_params: SessionParams | None = None
     rid: RequestId | RequestIds | None = None
     extra_key: Name | Annotated[list[Name], Meta(max_length=MAX_PROMPTS)] | None = None
     cache_salt: Name | Annotated[list[Name], Meta(max_length=MAX_PROMPTS)] | None = None
     priority: Priority | None = None
-    # Sent by OpenAI's clients, ignored by SGLang.
-    user: LongName | None = None
-    metadata: FreeObject | None = None
-    store: bool | None = None
-    service_tier: Label | None = None
-    safety_identifier: Name | None = None
-    prompt_cache_key: Name | None = None
-    prompt_cache_retention: Label | None = None
 
+    neutral: ClassVar[dict[str, Any]] = NEUTRAL
     left_out: ClassVar[dict[str, str]] = {
+        **ELSEWHERE,
         **dict.fromkeys(MEDIA, NO_MEDIA),
         **dict.fromkeys(OTHER_RANKS, ONE_RANK),
         "custom_logit_processor": NO_PROCESSORS,
@@ -239,18 +231,20 @@ class ChatCompletion(Completing, kw_only=True):
         "prediction": NOT_OFFERED,
         "web_search_options": "the server searches nothing",
         "audio": "the models that kt-runtime serves write text only",
+        "best_of": "send `n`",
+        "echo": "/v1/completions repeats a prompt",
+        "add_special_tokens": "the chat template writes them",
+        "documents": "write them into a message, or into chat_template_kwargs under a name of the template's",
+        "chat_template": "the server renders with the model's own template",
+        "include_reasoning": "send `separate_reasoning`",
     }
+    neutral: ClassVar[dict[str, Any]] = {**NEUTRAL, "best_of": 1, "include_reasoning": True}
 
     messages: Messages
     logprobs: bool = False
-    top_logprobs: TopLogprobs | None = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: TopK | None = None
-    min_p: Share | None = None
-    repetition_penalty: RepetitionPenalty | None = None
+    top_logprobs: ChatTopLogprobs | None = None
+    max_tokens: NewTokens | None = None  # SGLang takes 0 for no limit
+    max_completion_tokens: NewTokens | None = None
     tools: Tools | None = None
     tool_choice: Literal["auto", "required", "none"] | ToolChoice | None = None
     parallel_tool_calls: bool = True

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import collections
 import difflib
-import functools
 import json
 import re
-from collections.abc import Iterator
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -16,7 +14,9 @@ import orjson
 
 from kt_runtime.serve.requests.bounds import Body
 from kt_runtime.serve.requests.free_json import decode
+from kt_runtime.serve.requests.normal_form import normal_form
 from kt_runtime.serve.requests.refusal import Refusal
+from kt_runtime.serve.requests.structs import steps, structs_at
 
 SHOWN_CHARACTERS, SHOWN_ENTRIES = 60, 8
 # Each object costs Python some microseconds; a million of them would hold everybody up for seconds.
@@ -25,15 +25,21 @@ _B = TypeVar("_B", bound=Body)
 
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$?(.*)`)?$", re.DOTALL)
 _AT = re.compile(r"(?P<what>.*?)(?: - at `\$(?P<place>.*)`| - at `key` in `\$(?P<key_of>.*)`)?$", re.DOTALL)
-_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 
 
 def parse(body: bytes, body_type: type[_B]) -> _B:
     """Raises Refusal (400) for what is no JSON, has a key twice, or does not fit `body_type`."""
+    return parsed(body, body_type)[0]
+
+
+def parsed(body: bytes, body_type: type[_B]) -> tuple[_B, bytes]:
+    """As `parse`, with the body that SGLang is given: the client's own bytes, or those of its `normal_form`."""
     value = read_json(body)
     if not isinstance(value, dict):
         raise Refusal(400, f"the body must be a JSON object, not {shortened(value)}")
-    return _fitted(value, body_type)
+    normal = normal_form(value, body_type)
+    request = _fitted(normal, body_type)
+    return request, body if normal is value else orjson.dumps(normal)
 
 
 def parse_query(query: bytes, query_type: type[_B]) -> _B:
@@ -44,7 +50,7 @@ def parse_query(query: bytes, query_type: type[_B]) -> _B:
 
 def _fitted(value: dict[str, Any], body_type: type[_B], *, strict: bool = True) -> _B:
     try:
-        return msgspec.convert(without_defaults(value, body_type), body_type, strict=strict, dec_hook=decode)
+        return msgspec.convert(value, body_type, strict=strict, dec_hook=decode)
     except msgspec.ValidationError as error:
         raise explained(str(error), value, body_type) from None
     except RecursionError:
@@ -82,23 +88,6 @@ class _Objects:
         return found
 
 
-def without_defaults(value: dict[str, Any], body_type: type[Body]) -> dict[str, Any]:
-    """Without the fields that are left out and null or false, here and in `sampling_params` and `parameters`."""
-    kept = {
-        key: inner
-        for key, inner in value.items()
-        if key not in body_type.left_out or (inner is not None and inner is not False)
-    }
-    for key in ("sampling_params", "parameters"):
-        inner_type = next(iter(_bodies_of(body_type, key)), None)
-        inner = kept.get(key)
-        if inner_type is not None and isinstance(inner, dict):
-            kept[key] = without_defaults(inner, inner_type)
-        elif inner_type is not None and isinstance(inner, list):
-            kept[key] = [without_defaults(one, inner_type) if isinstance(one, dict) else one for one in inner]
-    return kept
-
-
 def explained(message: str, value: Any, body_type: type[Body]) -> Refusal:
     """msgspec's error with the field's name, its value and what else is known."""
     unknown = _UNKNOWN_FIELD.match(message)
@@ -120,7 +109,7 @@ def explained(message: str, value: Any, body_type: type[Body]) -> Refusal:
 
 def _unknown_field(name: str, place: str, value: Any, body_type: type[Body]) -> Refusal:
     where = _named(f"{place}.{name}")
-    bodies = list(_structs_at(body_type, place))
+    bodies = list(structs_at(body_type, place))
     reason = next((body.left_out[name] for body in bodies if name in getattr(body, "left_out", {})), None)
     if reason:
         return Refusal(400, f"{where[:200]} is not available under kt-runtime: {reason}", field=where[:100])
@@ -150,17 +139,12 @@ def shortened(value: Any) -> str:
 _NOWHERE = object()
 
 
-def _steps(place: str) -> Iterator[str | int | None]:
-    for key, index in _STEP.findall(place):
-        yield key or (None if index == "..." else int(index))
-
-
 def _named(place: str) -> str:
     return place.removeprefix("$").removeprefix(".")
 
 
 def _value_at(value: Any, place: str) -> Any:
-    for step in _steps(place):
+    for step in steps(place):
         try:
             value = _NOWHERE if step is None else value[step]
         except (LookupError, TypeError):
@@ -168,36 +152,3 @@ def _value_at(value: Any, place: str) -> Any:
         if value is _NOWHERE:
             return value
     return value
-
-
-def _structs_at(body_type: type[Body], place: str) -> list[Any]:
-    """The structs that may stand at a place such as ".messages[0].content[1]"."""
-    kinds = [msgspec.inspect.type_info(body_type)]
-    for step in _steps(place):
-        kinds = [inner for kind in kinds for inner in _inside(kind, step)]
-    return [kind.cls for kind in _flat(kinds) if isinstance(kind, msgspec.inspect.StructType)]
-
-
-@functools.cache
-def _bodies_of(body_type: type[Body], name: str) -> tuple[type[Body], ...]:
-    return tuple(_structs_at(body_type, f".{name}")) or tuple(_structs_at(body_type, f".{name}[0]"))
-
-
-def _inside(kind: Any, step: str | int | None) -> Iterator[Any]:
-    for one in _flat([kind]):
-        if isinstance(one, msgspec.inspect.StructType) and isinstance(step, str):
-            yield from (field.type for field in one.fields if field.encode_name == step)
-        elif isinstance(one, msgspec.inspect.ListType) and isinstance(step, int):
-            yield one.item_type
-        elif isinstance(one, msgspec.inspect.DictType) and step is None:
-            yield one.value_type
-
-
-def _flat(kinds: list[Any]) -> Iterator[Any]:
-    for kind in kinds:
-        if isinstance(kind, msgspec.inspect.UnionType):
-            yield from _flat(list(kind.types))
-        elif isinstance(kind, msgspec.inspect.Metadata):
-            yield from _flat([kind.type])
-        else:
-            yield kind

@@ -6,27 +6,23 @@ SGLang 0.5.23.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta
 
 from kt_runtime.serve.requests.bounds import (
     BOUNDED_BY_BODY,
-    LARGEST_INT32,
     Body,
+    CompletionLogprobs,
     Count,
     Effort,
     Name,
+    NewTokens,
     Prompt,
     Prompts,
-    RepetitionPenalty,
     Samples,
-    Share,
-    Temperature,
     TokenId,
     TokenIds,
-    TopK,
-    TopLogprobs,
 )
 from kt_runtime.serve.requests.chat import Completing, Messages, ToolChoice, Tools
 from kt_runtime.serve.requests.free_json import Grammar, TemplateArguments
@@ -40,18 +36,21 @@ class TextCompletion(Completing, kw_only=True):
     prompt: Prompt | TextsOrIds
     best_of: Samples | None = None
     echo: bool = False
-    logprobs: TopLogprobs | None = None
-    max_tokens: Annotated[int, Meta(ge=1, le=LARGEST_INT32)] = 16
+    logprobs: CompletionLogprobs | None = None
+    max_tokens: NewTokens = 16
     suffix: Prompt | None = None
-    temperature: Temperature = 1.0
-    top_p: Share = 1.0
-    top_k: TopK = -1
-    min_p: Share = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
     json_schema: Grammar | None = None
+
+    left_out: ClassVar[dict[str, str]] = {
+        **Completing.left_out,
+        "add_special_tokens": "send token ids as `prompt` where the tokenizer should add none",
+    }
+    neutral: ClassVar[dict[str, Any]] = {**Completing.neutral, "add_special_tokens": True}
 
 
 class Tokenize(Body, kw_only=True):
+    null_is_left_out: ClassVar[bool] = True
+
     model: Name | None = None
     prompt: Prompt | Prompts | None = None
     messages: Messages | None = None

@@ -1,4 +1,5 @@
-"""ASGI middleware: reads a body within its limit, checks it, and hands SGLang the same bytes.
+"""ASGI middleware: reads a body within its limit, checks it, and hands SGLang the same bytes, or those of its
+`normal_form`.
 
 What is refused never reaches SGLang. An answer with status 500 from SGLang's routes is replaced: it may quote an
 exception of the server's, with paths in it; the log has it. So is one of a request that is refused since too much
@@ -9,12 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from email.message import Message
 from typing import Any, Protocol
 
 from kt_runtime.serve.requests.body_reader import BodyReader, BodyRoom, ClientGone
 from kt_runtime.serve.requests.body_size import BODIES_AT_ONCE, SMALL_BODY_BYTES
 from kt_runtime.serve.requests.bounds import Body
-from kt_runtime.serve.requests.checking import parse, parse_query, shortened
+from kt_runtime.serve.requests.checking import parse_query, parsed, shortened
 from kt_runtime.serve.requests.refusal import OWN_ROUTES, Refusal, answer
 from kt_runtime.sglang_patch.overload import noting
 from kt_runtime.sglang_patch.tokenizing import LONG_BYTES
@@ -67,7 +69,7 @@ class RequestMiddleware:
                 parse_query(scope.get("query_string", b""), fields.query)
             if body_type is not None:
                 check_headers(scope["headers"])
-                request = parse(body, body_type)
+                request, body = parsed(body, body_type)
                 for check in self.checks:
                     check(request)
         except Refusal as refusal:
@@ -90,11 +92,12 @@ def check_headers(headers: list[tuple[bytes, bytes]]) -> None:
         if name in ONE_RANK_HEADERS:
             raise Refusal(400, f"header {name.decode()}: kt-runtime runs one model on one rank")
     given = next((value.decode("latin-1") for name, value in headers if name == b"content-type"), None)
-    kind, _, parameters = (given or "").lower().partition(";")
-    if kind.strip() != "application/json":
+    stated = Message()
+    stated["content-type"] = (given or "").lower()
+    if given is None or stated.get_content_type() != "application/json":
         shown = "is missing" if given is None else f"is {shortened(given)}"
         raise Refusal(400, f"Content-Type {shown}; it must be application/json")
-    charset = parameters.partition("charset=")[2].strip().strip('"')
+    charset = str(stated.get_param("charset", ""))
     if charset not in ("", "utf-8", "utf8"):
         raise Refusal(400, f"Content-Type: charset {shortened(charset)}; JSON is UTF-8")
 

@@ -9,25 +9,19 @@ from msgspec import Meta
 
 from kt_runtime.serve.requests.bounds import (
     Body,
+    ChatTopLogprobs,
     Count,
     Effort,
     Label,
-    LongName,
     Name,
-    Penalty,
     Priority,
     Prompt,
-    RepetitionPenalty,
     RequestId,
-    Share,
-    Stop,
-    Temperature,
-    TopK,
-    TopLogprobs,
 )
 from kt_runtime.serve.requests.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from kt_runtime.serve.requests.free_json import FreeObject, FreeValue, TemplateArguments
 from kt_runtime.serve.requests.generate import ONE_RANK, OTHER_RANKS
+from kt_runtime.serve.requests.openai import OpenAIBody
 
 TEXT_PARTS = Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
 ITEMS = Literal[
@@ -73,7 +67,7 @@ class ResponseReasoning(Body, kw_only=True):
     generate_summary: Label | None = None
 
 
-class Responses(Body, kw_only=True):
+class Responses(OpenAIBody, kw_only=True):
     input: Prompt | Annotated[list[ResponseItem], Meta(max_length=MAX_MESSAGES)]
     model: Name
     include: Annotated[list[Name], Meta(max_length=16)] | None = None
@@ -82,35 +76,17 @@ class Responses(Body, kw_only=True):
     max_tool_calls: Count | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ResponseReasoning | None = None
-    stream: bool | None = None
     stream_options: FreeObject | None = None
-    temperature: Temperature | None = None
     text: FreeObject | None = None
     tool_choice: FreeValue | None = None
     tools: Annotated[list[FreeObject], Meta(max_length=MAX_TOOLS)] = msgspec.field(default_factory=list)
-    top_logprobs: TopLogprobs | None = None
-    top_p: Share | None = None
-    top_k: TopK | None = None
-    min_p: Share | None = None
-    frequency_penalty: Penalty = 0.0
-    presence_penalty: Penalty = 0.0
-    repetition_penalty: RepetitionPenalty | None = None
-    stop: Stop | None = None
+    top_logprobs: ChatTopLogprobs | None = None
     truncation: Label | None = None
     chat_template_kwargs: TemplateArguments | None = None
     request_id: RequestId | None = None
-    session_id: Name | None = None
     priority: Priority = 0
     extra_key: Name | None = None
     cache_salt: Name | None = None
-    # Sent by OpenAI's clients, ignored by SGLang. Answers are not kept, whatever `store` says.
-    user: LongName | None = None
-    metadata: FreeObject | None = None
-    store: bool | None = None
-    service_tier: Label | None = None
-    safety_identifier: Name | None = None
-    prompt_cache_key: Name | None = None
-    prompt_cache_retention: Label | None = None
 
     left_out: ClassVar[dict[str, str]] = {
         **dict.fromkeys(OTHER_RANKS, ONE_RANK),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from reference import lora
 
 from kt_runtime.adapters import AdapterTensors, content_hash, read_adapter, write_peft_directory
+from kt_runtime.cli.export_record import RECORD_FILE, record_of
 from kt_runtime.cli.main import main
 from kt_runtime.families import family_for
 from kt_runtime.serve.make_model import make_model
@@ -108,7 +110,14 @@ def test_the_base_model_is_never_overwritten(
 ) -> None:
     path, _ = write(tmp_path / "a", config, "o_proj")
     before = {file.name: file.read_bytes() for file in model.iterdir()}
-    assert "is the base model itself" in refused(call, path, model, "--format", form, "--overwrite")
+    arguments = (path, model, "--format", form, "--overwrite")
+    assert "replaces only what an export wrote" in refused(call, *arguments)
+    record = model / RECORD_FILE  # a base that was merged before
+    record.write_bytes(record_of(before))
+    try:
+        assert "is the base model itself" in refused(call, *arguments)
+    finally:
+        record.unlink()
     assert {file.name: file.read_bytes() for file in model.iterdir()} == before
 
 
@@ -127,12 +136,41 @@ def test_overwrite_replaces_an_export_and_nothing_else(
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "thesis.txt").write_text("years of work")
-    assert "--overwrite replaces an adapter's directory" in refused(call, path, kept, "--format", form, "--overwrite")
+    assert "it has no kt_export.json" in refused(call, path, kept, "--format", form, "--overwrite")
     (kept / "config.json").write_text("{}")
     (kept / "chapters").mkdir()
-    assert "this is none" in refused(call, path, kept, "--format", form, "--overwrite")
+    assert "it has no kt_export.json" in refused(call, path, kept, "--format", form, "--overwrite")
     assert (kept / "thesis.txt").read_text() == "years of work"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted({"a", name, "kept"})
+
+
+@pytest.mark.parametrize("form", ["peft", "merged", "gguf"])
+def test_checkpoints_and_adapters_of_other_programs_are_never_overwritten(
+    call: Call, model: Path, config: dict[str, Any], tmp_path: Path, form: str
+) -> None:
+    """Any flat directory with a config.json was: another model's weights, or somebody's adapter."""
+    path, _ = write(tmp_path / "a", config, "o_proj")
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    theirs = tmp_path / "theirs.gguf"
+    theirs.write_bytes(b"GGUF\x03\0\0\0" + b"\0" * 16)
+    for there in (other, path, theirs):
+        assert "replaces only what an export wrote" in refused(call, path, there, "--format", form, "--overwrite")
+    assert sorted(file.name for file in other.iterdir()) == sorted(file.name for file in model.iterdir())
+    assert theirs.read_bytes().startswith(b"GGUF")
+
+
+@pytest.mark.parametrize("form", ["peft", "merged"])
+def test_what_was_added_to_an_export_is_not_lost(call: Call, config: dict[str, Any], tmp_path: Path, form: str) -> None:
+    path, _ = write(tmp_path / "a", config, "o_proj")
+    out = tmp_path / "out"
+    exported(call, path, out, "--format", form)
+    (out / "notes.txt").write_text("mine")
+    assert "it holds 'notes.txt'" in refused(call, path, out, "--format", form, "--overwrite")
+    (out / "notes.txt").unlink()
+    exported(call, path, out, "--format", form, "--overwrite")
+    (out / "kt_export.json").write_text('{"files": 5}')
+    assert "kt_export.json: " in refused(call, path, out, "--format", form, "--overwrite")
 
 
 def test_what_cannot_be_exported_is_refused_with_what_to_do(call: Call, config: dict[str, Any], tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def test_an_unknown_family_is_refused_with_the_known_ones(config: dict[str, Any]
     with pytest.raises(UnknownNameError, match=r"config.json: unknown model family .*[qQ]wen3") as caught:
         family_for(config)
     assert caught.value.known
+    assert "did you mean" not in str(caught.value)  # "Qwen3MoeForCausalLM" is not what a Llama's config means
 
 
 def test_families_do_not_claim_the_same_model() -> None:

@@ -293,6 +293,41 @@ class TestWebPages:
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
+class TestLogProbabilities:
+    """Those of a chat were made as objects in the event loop: 35 s and 4 GB for 1,024 at each of 4,096 tokens."""
+
+    def test_no_more_than_openai_allows_at_each_token_of_a_chat(self, client: httpx.Client) -> None:
+        body = {"messages": MESSAGES, "max_tokens": 4096, "logprobs": True, "top_logprobs": 1024}
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "top_logprobs", answer.text
+
+    def test_a_chat_that_is_written_in_pieces_has_what_the_engine_gave(self, client: httpx.Client) -> None:
+        asked = {"logprobs": True, "top_logprobs": 20, "return_meta_info": True}
+        body = {"messages": MESSAGES, "max_tokens": 120, "ignore_eos": True, "n": 2, **asked}
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200 and answer.headers["transfer-encoding"] == "chunked", answer.text[:500]
+        assert answer.headers["content-type"] == "application/json"
+        for choice in answer.json()["choices"]:
+            written, given = choice["logprobs"]["content"], choice["meta_info"]
+            assert [one["logprob"] for one in written] == [one[0] for one in given["output_token_logprobs"]]
+            assert [[one["logprob"] for one in row["top_logprobs"]] for row in written] == [
+                [one[0] for one in row] for row in given["output_top_logprobs"]
+            ]
+            assert len(written) == 120 and all(len(row["top_logprobs"]) == 20 for row in written)
+
+    def test_an_answer_that_has_too_many_ends_alone(self, client: httpx.Client) -> None:
+        """It does not say how many tokens it wants; each chunk of its stream would send all of them again."""
+        sampling_params = {"max_new_tokens": None, "ignore_eos": True, "stream_interval": 400, "temperature": 0}
+        body = generate(return_logprob=True, top_logprobs_num=760, stream=True, sampling_params=sampling_params)
+        reasons = []
+        with client.stream("POST", "/generate", json=body) as lines:
+            for line in lines.iter_lines():
+                if line.startswith("data: {"):
+                    reasons.append(json.loads(line.removeprefix("data: "))["meta_info"]["finish_reason"])
+        assert reasons[-1]["status_code"] == 400 and "761 log-probabilities each" in reasons[-1]["message"], reasons
+        assert tokens(client)
+
+
 class TestUsualClients:
     """Bodies as the `openai` client and evaluation harnesses write them."""
 
@@ -334,3 +369,37 @@ class TestUsualClients:
         }
         answers = client.post("/generate", json=body).json()
         assert [len(answer["meta_info"]["input_token_logprobs"]) > 0 for answer in answers] == [True, True]
+
+    def test_nulls_and_dialects_are_answered_as_what_they_mean(self, client: httpx.Client) -> None:
+        """`n`, `stream`, penalties and `service_tier` as null were refused by SGLang; `reasoning` by us."""
+        names = ("n", "stream", "frequency_penalty", "presence_penalty", "stop", "tools", "tool_choice", "logprobs")
+        nulls = dict.fromkeys((*names, "temperature", "top_p", "seed", "user", "parallel_tool_calls"))
+        turns = [
+            *MESSAGES,
+            {"role": "assistant", "content": "a", "reasoning": "so"},
+            {"role": "user", "content": [{"type": "input_text", "text": "and?"}]},
+        ]
+        json_type = {"Content-Type": "application/json; charset=utf-8; x=y"}
+        for path, body in (
+            ("/v1/chat/completions", {"messages": turns, "max_tokens": 2, **nulls, "tools": [], "stop": []}),
+            ("/v1/completions", {"prompt": "a", "n": None, "max_tokens": None, "echo": None, "logprobs": None}),
+            ("/v1/responses", {**BODIES["/v1/responses"], "service_tier": None, "tools": None, "stream": None}),
+            ("/v1/tokenize", {"messages": turns, "add_special_tokens": None}),
+        ):
+            answer = client.post(path, content=json.dumps(body), headers=json_type)
+            assert answer.status_code == 200, f"{path}: {answer.text[:500]}"
+
+    def test_many_who_ask_for_health_share_one_token(self, client: httpx.Client) -> None:
+        """Each made the model compute one, with a key and without, and waited a second."""
+        counted = "sglang:realtime_tokens_total"
+        assert client.get("/health").status_code == 200
+        before = counter(client, counted)
+        with ThreadPoolExecutor(8) as pool:
+            assert {one.status_code for one in pool.map(lambda _: client.get("/health"), range(40))} == {200}
+        assert counter(client, counted) - before <= 4
+
+
+def counter(client: httpx.Client, name: str) -> float:
+    lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith(name)]
+    assert lines, name
+    return sum(float(line.rpartition(" ")[2]) for line in lines)

@@ -190,3 +190,11 @@ def test_denial_may_be_read_by_the_page_of_an_allowed_site() -> None:
     for origin, expected in ((b"https://chat.example.org", [b"https://chat.example.org"]), (b"https://evil.org", [])):
         start, _ = call(policy, {**scope, "headers": [(b"origin", origin)]})
         assert [value for name, value in start["headers"] if name == b"access-control-allow-origin"] == expected
+
+
+def test_own_pages_are_answered_over_tls_too() -> None:
+    policy = AccessPolicy("127.0.0.1", None)
+    headers = [(b"host", b"127.0.0.1:30000"), (b"origin", b"https://127.0.0.1:30000")]
+    scope = {"type": "http", "method": "GET", "path": "/kt/status", "headers": headers}
+    assert call(policy, {**scope, "scheme": "https"}) == ["passed"]
+    assert call(policy, {**scope, "scheme": "http"})[0]["status"] == 403

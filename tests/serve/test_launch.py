@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,8 @@ def test_key_is_not_in_the_options_repr() -> None:
 )
 def test_url_is_one_that_this_machine_can_reach(host: str, url: str) -> None:
     assert ServeOptions(model="m", host=host).url == url
+    encrypted = ServeOptions(model="m", host=host, passed_on=("--ssl-keyfile", "k", "--ssl-certfile=c"))
+    assert encrypted.url == url.replace("http://", "https://")
 
 
 def test_second_server_of_an_adapter_directory_is_refused_before_anything_is_loaded(
@@ -291,6 +294,20 @@ def test_options_that_mean_nothing_are_refused_before_anything_starts(
     )
     assert isinstance(result.exception, InvalidValueError) and re.search(expected, str(result.exception))
     assert not started and not list(private_directory.glob("*.log"))
+
+
+@pytest.mark.parametrize("option", ["--schedule-polcy", "--prot", "--modle"])
+def test_a_misspelt_option_is_told_before_sglang_is_imported(option: str) -> None:
+    """That takes seconds."""
+    code = (
+        "import sys\n"
+        "from kt_runtime.cli.main import main\n"
+        "try:\n    sys.exit(main())\nfinally:\n    print('IMPORTED', 'sglang' in sys.modules, 'torch' in sys.modules)"
+    )
+    arguments = ["serve", "--model", "no-such-model", option, "1"]
+    ran = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2 and f"unknown option {option}" in ran.stderr, ran.stderr
+    assert "IMPORTED False False" in ran.stdout, ran.stdout
 
 
 def test_served_name_and_parsers_reach_sglang(

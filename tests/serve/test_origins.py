@@ -68,3 +68,11 @@ def test_what_no_browser_sends_as_an_origin_is_refused(origin: str) -> None:
     with pytest.raises(InvalidValueError, match="--cors-origin"):
         checked_origin(origin)
     assert checked_origin("http://localhost:3000") == "http://localhost:3000"
+
+
+def test_pages_that_the_server_served_over_tls_are_its_own() -> None:
+    policy = OriginPolicy("127.0.0.1")
+    own = [LOCAL, (b"origin", b"https://127.0.0.1:30000")]
+    assert policy.problem(own, "https") is None
+    assert policy.problem([LOCAL, (b"origin", b"http://127.0.0.1:30000")], "https") is not None
+    assert policy.problem([LOCAL, (b"origin", b"https://evil.example")], "https") is not None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kt_runtime.sglang_patch.frontend_checks import (
-    check_logprob_entries,
     check_lora_path,
     check_stop_token_ids,
     check_token_ids,
@@ -63,47 +61,3 @@ def test_adapter_list_has_one_entry_for_each_prompt(
     else:
         with pytest.raises(ValueError, match="one name, or a list with one for each prompt"):
             check_lora_path(lora_path, num_prompts, is_single)
-
-
-def logprobs(**changes: Any) -> Any:
-    fields: dict[str, Any] = {
-        "return_logprob": True,
-        "logprob_start_len": 0,
-        "top_logprobs_num": 0,
-        "token_ids_logprob": None,
-        "return_text_in_logprobs": False,
-        "sampling_params": {"max_new_tokens": 16},
-    }
-    return SimpleNamespace(**{**fields, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"top_logprobs_num": 1024}, "1,025 tokens at each of 4,000 positions of the prompt are 4,100,000"),
-        ({"top_logprobs_num": 49, "return_text_in_logprobs": True}, "allowed are 100,000"),
-        ({"token_ids_logprob": list(range(300))}, "301 tokens at each of 4,000 positions of the prompt"),
-        (
-            {"logprob_start_len": -1, "top_logprobs_num": 1024, "sampling_params": {}},
-            "1,025 tokens at each of 26,000 positions of the answer",
-        ),
-    ],
-)
-def test_more_log_probabilities_than_memory_and_loop_can_bear_are_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        check_logprob_entries(logprobs(**changes), 4000, 30_000)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"top_logprobs_num": 20, "return_text_in_logprobs": True},
-        {"top_logprobs_num": 1024, "logprob_start_len": 3900},
-        {"top_logprobs_num": 1024, "logprob_start_len": -1},
-        {"top_logprobs_num": 20, "logprob_start_len": -1, "sampling_params": {}},
-        {"top_logprobs_num": 1024, "return_logprob": False},
-    ],
-)
-def test_usual_log_probabilities_pass(changes: dict[str, Any]) -> None:
-    check_logprob_entries(logprobs(**changes), 4000, 30_000)

@@ -127,3 +127,25 @@ def test_a_request_whose_log_probabilities_fail_ends_alone(monkeypatch: pytest.M
     assert message.finished_reasons[1] == meta_info["finish_reason"]
     assert meta_info["finish_reason"]["status_code"] == 500
     assert manager.aborted == ["two"]
+
+
+def test_a_request_with_more_log_probabilities_than_it_may_have_ends_with_400(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    manager = containment(monkeypatch, [])
+    monkeypatch.setattr(TokenizerManager, "convert_logprob_style", lambda *_args, **_kwargs: None)
+    message = SimpleNamespace(rids=["one"], finished_reasons=[None])
+    asked = SimpleNamespace(
+        top_logprobs_num=9, token_ids_logprob=None, stream=False, return_text_in_logprobs=True, most_logprobs=100
+    )
+    state = SimpleNamespace(obj=asked, output_token_logprobs_val=[0.0] * 10, input_token_logprobs_val=[])
+    meta_info: dict[str, Any] = {}
+    manager.convert_logprob_style(meta_info, state, 9, None, True, message, 0, finished=False)
+    assert not meta_info
+    assert not manager.aborted
+    state.output_token_logprobs_val.append(0.0)
+    manager.convert_logprob_style(meta_info, state, 9, None, True, message, 0, finished=False)
+    assert meta_info["finish_reason"] == message.finished_reasons[0]
+    assert (meta_info["finish_reason"]["type"], meta_info["finish_reason"]["status_code"]) == ("abort", 400)
+    assert "11 tokens with 10 log-probabilities each" in meta_info["finish_reason"]["message"]
+    assert manager.aborted == ["one"]
