@@ -1,12 +1,11 @@
-# Two commands matter: `make demo` and `make test`. Both create their environment in .venv first.
-# The checkout holds kt_runtime without its compiled part: never let it shadow the installed package.
-export PYTHONSAFEPATH := 1
+# Two commands matter: `make demo` and `make test`. Both create their environment in .venv first, with this checkout
+# installed as editable: a change of Python files, also a new or moved file, needs no installation.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(shell find csrc kt_runtime sglang_patch serve train configs -type f -not -name '*.pyc' 2>/dev/null)
+NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test fuzz test-amx test-sanitize check format clean help
+.PHONY: demo test test-quick fuzz test-amx test-sanitize test-threads check check-native format clean help
 
 # The C++ test program needs a compiler and cmake only; cmake comes with the environment where the system has none.
 CMAKE ?= $(or $(shell command -v cmake),$(BIN)/cmake)
@@ -17,10 +16,13 @@ KERNEL_BUILD = $(CMAKE) --build build/$@ --parallel $(shell getconf _NPROCESSORS
 help:
 	@echo "make demo    install, then train an adapter inside a running server and see the answer change (about four minutes)"
 	@echo "make test    install, then run every test"
+	@echo "make test-quick     install, then run the tests that start no server: the folders left out are printed"
 	@echo "make fuzz    attack a real server for an hour, or for FUZZ_SECONDS (docs/testing.md)"
 	@echo "make test-amx       run the AMX kernels' tests on AMX instructions: here, else through the command in AMX_RUNNER"
 	@echo "make test-sanitize  run the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
-	@echo "make check   linters, types, and the import-direction test"
+	@echo "make test-threads   run the thread pool's tests under ThreadSanitizer"
+	@echo "make check   linters, formatting, types of sources and tests, and the import-direction test"
+	@echo "make check-native   test-sanitize, test-threads, and the AMX kernels on a software model of AMX's tiles"
 	@echo "make format  apply ruff's and clang-format's formatting"
 	@echo "make clean   remove the build tree and the environment"
 
@@ -43,12 +45,15 @@ $(VENV)/created:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	@touch $@
 
-$(VENV)/installed: $(VENV)/created pyproject.toml CMakeLists.txt $(SOURCES)
-	$(BIN)/python -m pip install --quiet '.[test]'
+# Without pip's build isolation the compiler's results in build/ stay valid, and only what changed is compiled again.
+$(VENV)/installed: $(VENV)/created pyproject.toml $(NATIVE)
+	$(BIN)/python -m pip install --quiet 'cmake>=3.24' ninja \
+	  $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[test]'
 	@touch $@
 
 $(VENV)/check-installed: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet '.[test,check]'
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[test,check]'
 	@touch $@
 
 demo: $(VENV)/installed
@@ -84,8 +89,9 @@ test-sanitize: $(CMAKE_INSTALLED)
 
 check: $(VENV)/check-installed
 	$(BIN)/ruff check .
-	cd $(VENV) && bin/mypy --config-file ../pyproject.toml -p kt_runtime
+	$(BIN)/ruff format --check .
 	git ls-files '*.cpp' '*.h' '*.hpp' | xargs $(BIN)/clang-format --dry-run --Werror
+	$(BIN)/mypy
 	$(BIN)/pytest -q tests/test_layout.py
 
 format: $(VENV)/check-installed
@@ -94,4 +100,4 @@ format: $(VENV)/check-installed
 	git ls-files '*.cpp' '*.h' '*.hpp' | xargs $(BIN)/clang-format -i
 
 clean:
-	rm -rf build $(VENV)
+	rm -rf build $(VENV) kt_runtime/_experts*.so

@@ -96,6 +96,35 @@ def test_python_imports_go_down_only(part: str, path: Path) -> None:
             assert part not in NEVER_IMPORTS_TORCH, f"{path.relative_to(ROOT)} imports {name}"
 
 
+def python_tests() -> list[Path]:
+    return sorted((ROOT / "tests").rglob("*.py"))
+
+
+def test_tests_import_folders_by_their_installed_names() -> None:
+    wrong = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in python_tests()
+        for name in imported_names(path)
+        if name.split(".")[0] in OUTSIDE
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", sorted(OUTSIDE | {"configs"}))
+def test_a_folder_of_the_top_is_a_part_of_the_package(name: str) -> None:
+    """A relative link that git keeps: interpreters, type checkers and editors find one source under one name."""
+    link = ROOT / "kt_runtime" / name
+    assert link.is_symlink() and link.readlink() == Path("..", name)
+
+
+@pytest.mark.parametrize("name", sorted(OUTSIDE))
+def test_a_folder_of_the_top_has_one_name(name: str) -> None:
+    """Also where the checkout is on the path, as for `python -m`: two copies of a class break isinstance."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import kt_runtime.{name}; import {name}.no_module_of_it"
+    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert run.returncode == 1 and run.stderr.endswith(f"ImportError: import kt_runtime.{name}, not {name}\n")
+
+
 def test_every_python_file_belongs_to_a_module_of_the_map() -> None:
     known = {path for _, path in module_files()} | {ROOT / "kt_runtime" / "__init__.py"}
     found = {path for top in ["kt_runtime", *OUTSIDE] for path in (ROOT / top).rglob("*.py")}
