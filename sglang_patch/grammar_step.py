@@ -9,7 +9,8 @@ wait no more is taken from the budget than the grammars have used. When the sche
 budget says, those that have not answered are judged by what they have used since they were asked. Each may use its
 share of what is left of the budget, and `least_cpu_s` where the budget allows that to all of them. Whoever has used
 more is ended; the others are waited for. Their shares together are no more than `step_s`, so a step ends within twice
-`step_s` where one core is free for grammars.
+`step_s` where one core is free for grammars. Where none is, shares shrink from then on, and at four times `step_s` only
+those are waited for that have used next to nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 TRY_LATER = "; try again later"  # ends the message of each refusal that holds only now
 LONG_RUN_SHARE = 0.5  # of the scheduler's time that it may wait for grammars
+HONEST_CPU_S = 0.002  # for one token; what the masks of common schemas and vocabularies take, and more
 LOOK_SECONDS = 0.01  # between two looks at the processor time of those that are late
 
 
@@ -68,7 +70,7 @@ class Patience:
             if waited_s >= left_s:
                 if share_s is None:
                     share_s = share_of_one(left_s, sum(process.num_asked for process in late.values()), limits)
-                end_those_over(late, share_s, waited_s, limits)
+                end_those_over(late, shrunk(share_s, waited_s, limits), waited_s, limits)
             for number, _ in poll.poll(1000 * max(left_s - waited_s, LOOK_SECONDS)):
                 if number in late:
                     late[number].take_answer()
@@ -85,6 +87,12 @@ class Patience:
 def share_of_one(left_s: float, num_asked: int, limits: GrammarLimits) -> float:
     """Seconds of processor time for one question, where `num_asked` are late."""
     return min(max(left_s / num_asked, limits.least_cpu_s), limits.step_s / num_asked)
+
+
+def shrunk(share_s: float, waited_s: float, limits: GrammarLimits) -> float:
+    """Of a step that lasts for more than twice `step_s`."""
+    left_of_it = min(1.0, (4 * limits.step_s - waited_s) / (2 * limits.step_s))
+    return max(share_s * left_of_it, min(share_s, HONEST_CPU_S))
 
 
 def end_those_over(late: dict[int, GrammarProcess], share_s: float, waited_s: float, limits: GrammarLimits) -> None:

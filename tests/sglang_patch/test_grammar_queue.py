@@ -123,6 +123,12 @@ def test_the_least_recently_used_grammars_are_dropped(cache: GrammarCache) -> No
     assert cache.get(("json", str(2 * MAX_REFUSED - 1))).error_message == "wrong"
 
 
+def test_a_grammar_that_was_refused_only_for_now_is_compiled_when_it_is_sent_again(cache: GrammarCache) -> None:
+    for reason in ("64 grammars of 900 MiB are in use; try again later", "Grammar preprocessing timed out"):
+        cache["regex", "a"] = Grammar(None, reason)
+        assert cache.get(("regex", "a")) is None
+
+
 def test_a_grammar_that_was_too_slow_is_refused_and_one_that_was_lost_is_compiled_again(cache: GrammarCache) -> None:
     cache["regex", "slow"] = Grammar(
         Process(ended=True, failure=Failure("took more time than allowed", is_lasting=True))
