@@ -30,6 +30,7 @@ COMMANDS = {
     "predict": "Answer a dataset's questions; BLEU, ROUGE, accuracy.",
     "chat": "Talk with the resident model or one of its adapters.",
     "adapter": "Load, unload, list, show, roll back and export adapters.",
+    "session": "List and close the training sessions of a server.",
     "cache": "Look at, verify and empty the prefix cache.",
     "export": "Merge an adapter into its model, as a recipe says.",
     "bench": "Time expert kernels and training against limits and peers.",

@@ -171,6 +171,11 @@ class Executor:
         queue = self._paused.get(work.queue) or self._queues.setdefault(work.queue, _Queue())
         queue.works.append(work)
 
+    def num_works(self, name: str) -> int:
+        """Of one session, the one under way included."""
+        queue = self._paused.get(name) or self._queues.get(name)
+        return len(queue.works) if queue is not None else 0
+
     def resume(self, key: str, error: Exception | None) -> bool:
         """Lets the work go on that paused with `key`, or raises `error` in it. False if none does: it may be closed."""
         for name, queue in self._paused.items():

@@ -1,7 +1,8 @@
 """Who publishes an adapter's name: the training session that said so first, until it ends.
 
 Another session asks (`take_over`), and so does loading a directory under the name: two publishers of one name would
-undo each other's versions silently. A session whose name was taken over or unloaded is told at its next publication.
+undo each other's versions silently. A session whose name was taken over or unloaded is told at its next publication;
+so is one whose first publication of the name was under way then.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class Owners:
         why = self._lost.get((session.key, name)) if session is not None else None
         if why is not None and session is not None:
             raise ConflictError(
-                f"adapter {name!r} {why}, after session {session.name!r} had published it; to publish it "
-                f"again, {_ASKING}"
+                f"adapter {name!r} {why}, after session {session.name!r} had published it or begun to; to publish "
+                f"it again, {_ASKING}"
             )
 
     def permits(self, name: str, session: SessionId | None, *, take_over: bool) -> bool:
@@ -96,7 +97,12 @@ class Owners:
         """The owner, if there is one, loses the name; `how` goes on from "adapter NAME"."""
         owner = self._owners.pop(name, None)
         if owner is not None:
-            self._lost[owner.session.key, name] = f"{how} at {_shown(self._clock())}"
+            self.refuse(name, owner.session, how)
+
+    def refuse(self, name: str, session: SessionId, how: str) -> None:
+        """`session` must ask before it publishes the name (again). Not for sessions that have ended."""
+        if session.key in self._live:
+            self._lost[session.key, name] = f"{how} at {_shown(self._clock())}"
 
 
 def _shown(seconds: float) -> str:

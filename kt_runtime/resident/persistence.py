@@ -127,6 +127,15 @@ class Persistence:
             ]
             return waiting + [Unstored(*place, reason, False) for place, reason in self._given_up.items()]
 
+    def unforgotten(self) -> list[tuple[str, str]]:
+        """Names that were forgotten and that a restart would serve again, and why."""
+        with self._changed:
+            return [
+                (name, entry.problem)
+                for name, entry in self._names.items()
+                if entry.served is None and not entry.is_pointed and entry.problem is not None
+            ]
+
     def flush(self, timeout_s: float) -> bool:
         """Waits until everything is written; False if it takes longer."""
         with self._changed:
@@ -179,6 +188,7 @@ class Persistence:
         try:
             if not served:  # takes no room, and so is done where the versions that wait can't be written
                 self._store.forget(name)
+                self._is_forgotten(name)
             for item in waiting:
                 self._save(name, item)
                 if served and item.version.hash == served[-1]:
@@ -203,6 +213,11 @@ class Persistence:
                 del entry.waiting[version.hash]
             self._given_up.pop((name, version.hash), None)
 
+    def _is_forgotten(self, name: str) -> None:
+        with self._changed:
+            if self._names[name].served is None:  # nobody has published it meanwhile
+                self._names[name].is_pointed = True
+
     def _is_written(self, name: str, served: list[str] | None) -> None:
         with self._changed:
             entry = self._names[name]
@@ -219,7 +234,8 @@ class Persistence:
         with self._changed:
             entry = self._names[name]
             if entry.problem != problem:
-                logger.warning("adapter %s is served, but not stored, and tried again: %s", name, error)
+                state = "unloaded, but not forgotten on disk" if entry.served is None else "served, but not stored"
+                logger.warning("adapter %s is %s, and tried again: %s", name, state, error)
             entry.problem = problem
             entry.not_before = time.monotonic() + entry.pause_s
             entry.pause_s = min(2 * entry.pause_s, LAST_PAUSE_SECONDS)

@@ -47,7 +47,7 @@ from kt_runtime.resident.owners import Owners, SessionId
 from kt_runtime.resident.persistence import Persistence
 from kt_runtime.resident.probe import OPENING, Probe
 from kt_runtime.resident.workers import Workers
-from kt_runtime.wire.messages import AdapterInfo, UnstoredVersion, VersionInfo
+from kt_runtime.wire.messages import AdapterInfo, UnforgottenName, UnstoredVersion, VersionInfo
 
 logger = logging.getLogger(__name__)
 
@@ -201,6 +201,8 @@ class Publisher:
             return
         withdrawn = ConflictError(f"adapter {name!r} was unloaded before this had ended")
         first, *others = queue
+        for session in {operation.session for operation in queue if operation.session is not None}:
+            self.owners.refuse(name, session, "was unloaded")
         queue.clear()
         queue.append(first)
         for operation in others:
@@ -438,6 +440,9 @@ class Publisher:
             UnstoredVersion(name=item.name, version=item.version, reason=item.reason, is_waiting=item.is_waiting)
             for item in self._persistence.unstored()
         ]
+
+    def unforgotten(self) -> list[UnforgottenName]:
+        return [UnforgottenName(name=name, reason=reason) for name, reason in self._persistence.unforgotten()]
 
     def _info(self, name: str, version: AdapterVersion) -> VersionInfo:
         reason = self._persistence.reason(name, version.hash)

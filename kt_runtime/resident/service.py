@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -306,9 +307,13 @@ class Resident:
             chunked_prefill_tokens=self._host.chunked_prefill_tokens,
             microbatch_tokens=self._settings.microbatch_tokens,
             rss_bytes=resident_set_bytes(),
-            sessions=self.calls.infos(),
+            sessions=[
+                msgspec.structs.replace(info, num_requests=self.executor.num_works(info.session))
+                for info in self.calls.infos()
+            ],
             cache=self._host.cache_tiers(),
             not_stored=self.publisher.unstored(),
+            not_forgotten=self.publisher.unforgotten(),
             restoring=self.publisher.restoring(),
         )
 

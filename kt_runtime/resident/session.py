@@ -37,7 +37,8 @@ Reference = npt.NDArray[np.float32] | None
 class Session:
     """`key`: its adapters' key in `LoraModules`. `step`: finished optimizer steps. `calls`: finished gradient calls.
 
-    `num_bytes`: what it may take. `used_at`: time.monotonic() when a request of it was last begun.
+    `num_bytes`: what it may take. `opened_at`, `used_at`: time.monotonic() when it was made, and when a request of it
+    was last begun.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Session:
         self.step = 0
         self.calls = 0
         self.num_bytes = TRAINED_BYTES * num_parameters(modules, settings.rank)
-        self.used_at = time.monotonic()
+        self.opened_at = self.used_at = time.monotonic()
 
     def info(self) -> SessionInfo:
         return SessionInfo(
@@ -72,6 +73,7 @@ class Session:
             num_parameters=num_parameters(self.modules, self.settings.rank),
             num_bytes=self.num_bytes,
             idle_s=max(0.0, time.monotonic() - self.used_at),
+            age_s=max(0.0, time.monotonic() - self.opened_at),
         )
 
     def add_reference(self, adapter: AdapterTensors, model_modules: Sequence[LoraModule]) -> Slices:

@@ -1,8 +1,8 @@
 """The training protocol's messages: what a trainer asks of the resident process, and what it gets back.
 
 A message is a msgpack map with its kind in `type`; arrays travel beside it as raw buffers (`codec.py` describes the
-frames). Unknown fields are an error, so that a misspelt option is never ignored. All token arrays are flat, the
-sequences of a batch one after the other, with `lengths` saying where each ends.
+frames). Unknown fields of a request are an error, so that a misspelt option is never ignored. All token arrays are
+flat, the sequences of a batch one after the other, with `lengths` saying where each ends.
 
 Every request carries a `request_id` chosen by the client. A request that is sent again under the same id is not carried
 out again: it gets the first answer.
@@ -17,7 +17,12 @@ import msgspec
 
 from kt_runtime.errors import InvalidValueError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
+"""Of requests. It rises with every change that one side would read in another way than the other, or refuse: a field of
+a request that comes, goes or means something else; a field of a reply that goes or means something else. It does not
+rise when a reply gets a field: clients ignore the fields of replies that they don't know. `ErrorReply` never changes,
+since it is what tells a client of another version so.
+"""
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}\Z")]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -290,7 +295,9 @@ AnyRequest = (
 )
 
 
-class Reply(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+class Reply(msgspec.Struct, kw_only=True, tag_field="type"):
+    """A later server's may have more fields: they are ignored."""
+
     request_id: str
 
 
@@ -307,7 +314,8 @@ class ErrorReply(Reply, tag="error"):
 
 class SessionInfo(msgspec.Struct, kw_only=True):
     """`publishes`: names of adapters that are this session's own. `num_bytes`: what it may take, as the server's limit
-    counts. `idle_s`: since a request of it last began."""
+    counts. `idle_s`: since a request of it last began; `age_s`: since it was opened. `num_requests`: of it, under way
+    or waiting."""
 
     session: str
     rank: int
@@ -317,6 +325,8 @@ class SessionInfo(msgspec.Struct, kw_only=True):
     num_parameters: int
     num_bytes: int = 0
     idle_s: float = 0.0
+    age_s: float = 0.0
+    num_requests: int = 0
     publishes: list[str] = msgspec.field(default_factory=list)
 
 
@@ -360,6 +370,13 @@ class UnstoredVersion(msgspec.Struct, kw_only=True):
     is_waiting: bool
 
 
+class UnforgottenName(msgspec.Struct, kw_only=True):
+    """A name that was unloaded, and that a restart would serve again: the adapter directory could not be changed."""
+
+    name: str
+    reason: str
+
+
 class StatusReply(Reply, tag="status"):
     """`fingerprint`: hash of the model's weights; empty while it is not known. Bytes: parameters shared with and copied
     from SGLang.
@@ -367,7 +384,8 @@ class StatusReply(Reply, tag="status"):
     `expert_threads`: CPU threads that compute routed experts. `chunked_prefill_tokens`: prompt tokens that serving
     computes at once, 0: no limit. `microbatch_tokens`: padded tokens that training sends through a layer at once.
     `cache`: the prefix cache's tiers, nearest first; empty where the engine doesn't say. `not_stored`: versions of
-    adapters that could not be written down. `restoring`: names of an earlier run that are not served again yet.
+    adapters that could not be written down. `not_forgotten`: unloaded names for which that could not be written down.
+    `restoring`: names of an earlier run that are not served again yet.
     """
 
     runtime_version: str
@@ -392,6 +410,7 @@ class StatusReply(Reply, tag="status"):
     sessions: list[SessionInfo]
     cache: list[CacheTier] = msgspec.field(default_factory=list)
     not_stored: list[UnstoredVersion] = msgspec.field(default_factory=list)
+    not_forgotten: list[UnforgottenName] = msgspec.field(default_factory=list)
     restoring: list[str] = msgspec.field(default_factory=list)
 
 

@@ -274,10 +274,24 @@ def test_a_name_stays_forgotten_though_the_disk_has_no_room_for_its_versions(des
         lambda: [item.reason for item in desk.persistence.unstored()] == ["No space left on device (tried again)"]
     )
     eventually(lambda: desk.store.names() == [])
+    eventually(lambda: desk.persistence.unforgotten() == [])  # it is forgotten; its versions wait
     desk.disk.save_error = None
     assert desk.persistence.flush(30)
     assert len(desk.store.versions("a")) == 2
     assert desk.store.names() == []
+
+
+def test_a_name_that_could_not_be_forgotten_is_told_until_it_is(desk: Desk) -> None:
+    """A restart would serve it again."""
+    desk.put("a", 1.0)
+    assert desk.persistence.flush(30)
+    desk.disk.error = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    desk.persistence.forget("a")
+    eventually(lambda: desk.persistence.unforgotten() == [("a", "Read-only file system (tried again)")])
+    assert desk.persistence.unstored() == [] and desk.store.names() == ["a"]
+    desk.disk.error = None
+    assert desk.persistence.flush(30)
+    assert desk.persistence.unforgotten() == [] and desk.store.names() == []
 
 
 def test_content_that_is_published_once_more_is_kept_as_long_as_the_table_knows_it(desk: Desk) -> None:

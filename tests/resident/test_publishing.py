@@ -15,7 +15,7 @@ from reference.lora import huge_adapter, random_adapter, write_adapter
 
 from kt_runtime.adapters import AdapterVersion, LoraPair, VersionStore, as_version, content_hash
 from kt_runtime.errors import AdapterError, ConflictError, NotFoundError, UnknownNameError
-from kt_runtime.resident import state
+from kt_runtime.resident import publishing, state
 from kt_runtime.resident.executor import Executor
 from kt_runtime.resident.owners import SessionId
 from kt_runtime.resident.probe import Probe
@@ -340,6 +340,38 @@ def test_a_name_that_is_slow_to_read_holds_up_no_other(desk: Desk, monkeypatch: 
     assert [version.source for version in desk.outcomes] == ["seed 2", "seed 1"]
 
 
+def test_two_directories_that_hang_hold_up_no_other_name(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A dead network mount: whoever reads there never comes back. Its client is told, and the name is free again."""
+    gate, read, now = threading.Event(), publishing.read_adapter, [100.0]
+
+    def hangs(path: Any, *rest: Any) -> Any:
+        if "dead" in str(path):
+            assert gate.wait(60)
+        return read(path, *rest)
+
+    monkeypatch.setattr(publishing, "read_adapter", hangs)
+    monkeypatch.setattr(desk.workers, "_clock", lambda: now[0])
+    outcomes: dict[str, Any] = {}
+    for name in ("one", "two"):
+        desk.publisher.load(name, f"/dead/{name}", lambda outcome, name=name: outcomes.setdefault(name, outcome))
+    desk.publish("bob", 1)
+    deadline = time.monotonic() + 30
+    while desk.ended.qsize() < 3:  # bob, and both errors
+        assert time.monotonic() < deadline
+        now[0] += 30.0
+        desk.workers.look()
+        time.sleep(0.01)
+    desk.settle()
+    assert [version.source for version in desk.outcomes] == ["seed 1"]
+    assert "(/dead/one): the file system has not answered for 60 s" in str(outcomes["one"])
+    desk.publish("one", 2)
+    desk.settle()
+    assert desk.current("one") == desk.outcomes[-1].hash
+    gate.set()
+
+
 def test_too_many_operations_of_one_name_are_refused_before_anything_is_copied(desk: Desk) -> None:
     for seed in range(1 + MAX_WAITING_OF_NAME):
         desk.publish("bob", seed)
@@ -497,6 +529,20 @@ def test_unloading_during_the_first_publication_is_not_undone_by_the_second(desk
     assert forget(desk, "bob") == [None]
     with pytest.raises(ConflictError, match=r"'bob' was unloaded at .*to publish it again, say take_over"):
         desk.publish("bob", 2, session=session)
+
+
+def test_nor_by_a_session_that_had_not_claimed_the_name(desk: Desk) -> None:
+    """A client that only publishes owns a name once its first publication has ended."""
+    first, second = desk.session("first"), desk.session("second")
+    desk.publish("bob", 1, session=first)
+    desk.publish("bob", 2, session=second)
+    assert forget(desk, "bob") == [None]
+    for session in (first, second):
+        with pytest.raises(ConflictError, match=r"'bob' was unloaded at .*had published it or begun to"):
+            desk.publish("bob", 3, session=session)
+    desk.publish("bob", 3, session=first, take_over=True)
+    desk.settle()
+    assert desk.info("bob").owner == "first"
 
 
 def test_of_two_sessions_at_once_the_first_gets_the_name(desk: Desk) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ import torch
 import zmq
 from reference.lora import huge_adapter, random_adapter, write_adapter
 
+from kt_runtime.cli.connection import ServerAPI
+from kt_runtime.cli.main import main
 from kt_runtime.errors import (
     AdapterError,
     ConflictError,
@@ -466,3 +469,34 @@ def test_a_session_says_what_it_publishes_and_another_is_refused_before_it_train
     assert info.owner == "b" and info.versions[0].stored in (True, False)
     client.close_session("b")
     assert client.list_adapters()[0].owner is None
+
+
+def test_the_command_lists_and_closes_sessions(
+    engine: Engine, client: ResidentClient, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over the real wire; what HTTP would say of the status comes from it too."""
+
+    def get(api: Any, path: str) -> Any:
+        assert path == "/kt/status"
+        with engine.client() as other:
+            status = msgspec.to_builtins(other.status(wait_s=0.0))
+        return status | {"wire_address": engine.settings.wire_address}
+
+    monkeypatch.setattr(ServerAPI, "get", get)
+    monkeypatch.setenv("COLUMNS", "160")
+    client.create_session("left", LORA, publishes="bob")
+    client.create_session("busy", LORA)
+    engine.resident.calls._sessions["left"].used_at -= 7300.0
+    assert main(["session", "list"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("left") < shown.index("busy") and "bob" in shown and "2.0 h ago" in shown
+    assert main(["session", "close", "lefd"]) == 2
+    assert "unknown session 'lefd'; did you mean 'left'?" in capsys.readouterr().err
+    assert main(["session", "close", "busy"]) == 2
+    assert "session 'busy' is in use (last used " in capsys.readouterr().err
+    assert main(["session", "close", "left"]) == 0
+    assert "session left is closed" in capsys.readouterr().out
+    assert main(["session", "close", "busy", "--yes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["session"] == "busy"
+    assert main(["session", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
