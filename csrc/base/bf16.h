@@ -1,7 +1,9 @@
 // bfloat16 as its 16 bits. Widening is exact; narrowing rounds to nearest, ties to even.
 //
-// `static inline` on purpose: kernels compile with wider instruction sets, and a shared copy of such a function
-// could end up in code that must run on any x86-64.
+// `static inline` on purpose: files of an instruction set include this header, and of an inline function that several
+// objects define, the linker keeps one, perhaps the AVX-512 one for code that must run on any x86-64. What such files
+// include is therefore static, in a namespace of the instruction set or in an unnamed one; for the rest (member
+// functions, templates of the standard library) CMakeLists.txt gives them -fno-weak. tests/csrc/test_symbols.py looks.
 #pragma once
 
 #include <cstdint>

@@ -30,7 +30,7 @@ struct Format {
 };
 
 // Columns of activations that share a scale where integer weights have one scale a row (elsewhere: the weights' group).
-inline constexpr int64_t kActivationGroup = 32;
+constexpr int64_t kActivationGroup = 32;
 
 // "bf16", "fp8_e4m3", "fp8_e4m3_g128", "int8", "int4_g32", "int4_g128_zp": encoding, group, zero points.
 std::string format_name(const Format& format);

@@ -32,11 +32,11 @@
 
 namespace kt {
 
-inline constexpr int64_t kBlockRows = 16;
-inline constexpr int64_t kColumnUnit = 32;
-inline constexpr int64_t kLineBytes = 64;
+constexpr int64_t kBlockRows = 16;
+constexpr int64_t kColumnUnit = 32;
+constexpr int64_t kLineBytes = 64;
 
-constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+static constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 struct PackedShape {
   int64_t rows = 0, cols = 0;
@@ -79,7 +79,7 @@ struct Block {
   const uint8_t* lines;
 };
 
-inline Block block_at(const PackedShape& shape, const uint8_t* packed, int64_t block) {
+static inline Block block_at(const PackedShape& shape, const uint8_t* packed, int64_t block) {
   const uint8_t* base = packed + block * shape.block_bytes();
   const uint8_t *groups = base + shape.row_scale_bytes(), *zeros = groups + shape.group_scale_bytes();
   return {shape.row_scale_bytes() ? reinterpret_cast<const float*>(base) : nullptr,

@@ -103,7 +103,7 @@ struct TransposedProduct {
   int64_t ldo;
   bool accumulate;
 };
-inline constexpr int64_t kTokenUnit = 8;
+constexpr int64_t kTokenUnit = 8;
 
 struct Tiles {
   const char* name;

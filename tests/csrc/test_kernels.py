@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kt_runtime.experts import available_isas
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="session")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
-    assert cmake is not None, "cmake is needed to build the C++ tests: pip install 'kt-runtime[test]' brings it"
-    build = tmp_path_factory.mktemp("csrc") / "build"
-    options = ["-DKT_BUILD_PYTHON=OFF", "-DKT_BUILD_TESTS=ON", "-DCMAKE_BUILD_TYPE=Release"]
-    subprocess.run([cmake, "-S", ROOT, "-B", build, *options], check=True, capture_output=True, text=True)
-    built = subprocess.run([cmake, "--build", build, "--parallel", "2"], capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
-    return build / "tests" / "csrc" / "kt_kernel_tests"
 
 
 def run(program: Path, *arguments: str) -> tuple[int, str]:
