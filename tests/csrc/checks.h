@@ -1,6 +1,7 @@
 // Shared by the C++ tests: random data, comparison with a stated tolerance, a list of failures.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -70,6 +71,7 @@ class Random {
 inline double sum_tolerance(int64_t length) { return 6e-8 * 4 * std::sqrt(static_cast<double>(length) + 1); }
 
 void test_threads(Report& report);                             // threads_test.cpp
+void test_fp16(Report& report);                                // fp16_test.cpp
 void test_float(const kt::Tiles& tiles, Report& report);       // float_test.cpp
 void test_integer(const kt::Tiles& tiles, Report& report);     // integer_test.cpp
 void test_transposed(const kt::Tiles& tiles, Report& report);  // transposed_test.cpp

@@ -42,11 +42,12 @@ bool run(const kt::Tiles& tiles, bool quick) {
   return report.failures() == 0 && report.checks() > 0;
 }
 
-bool run_threads() {
+// Of what no instruction set has a version of its own.
+bool run_common(const char* name, void (*test)(kt_test::Report&)) {
   kt_test::Report report;
-  kt_test::test_threads(report);
-  std::printf("threads: %ld checks, %ld failures\n", report.checks(), report.failures());
-  return report.failures() == 0;
+  test(report);
+  std::printf("%s: %ld checks, %ld failures\n", name, report.checks(), report.failures());
+  return report.failures() == 0 && report.checks() > 0;
 }
 
 std::vector<const kt::Tiles*> all_tiles() {
@@ -79,7 +80,8 @@ int main(int argc, char** argv) {
     return 2;
   }
   const std::vector<const kt::Tiles*> wanted = one ? named_tiles(argv[2]) : all_tiles();
-  bool passed = !wanted.empty() && run_threads();
+  bool passed =
+      !wanted.empty() && run_common("threads", kt_test::test_threads) && run_common("fp16", kt_test::test_fp16);
   for (const kt::Tiles* tiles : wanted) passed &= run(*tiles, quick);
   std::printf(passed ? "passed\n" : "failed\n");
   return passed ? 0 : 1;

@@ -38,17 +38,24 @@ def expert_tensors() -> Callable[[moe.ReferenceExperts, str], dict[str, Tensor]]
 
 @pytest.fixture(scope="session")
 def build_layer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ExpertLayer]:
-    """build_layer(experts, isa, num_threads): the experts through a checkpoint file into a store's only layer."""
+    """build_layer(experts, isa, num_threads, expert_format): through a checkpoint file into a store's only layer."""
     numbers = count()
     root = tmp_path_factory.mktemp("experts")
 
-    def build(experts: moe.ReferenceExperts, isa: str | None = None, num_threads: int = 2) -> ExpertLayer:
+    def build(
+        experts: moe.ReferenceExperts,
+        isa: str | None = None,
+        num_threads: int = 2,
+        expert_format: str | None = None,
+    ) -> ExpertLayer:
         directory = root / str(next(numbers))
         directory.mkdir()
         save_file(per_expert_tensors(experts, "mlp.experts"), directory / "model.safetensors")
         num_experts, inner, hidden = experts.gate.shape
         shape = ExpertShape(num_experts, hidden, inner)
-        store = ExpertStore.load(directory, {0: "mlp.experts"}, shape, isa=isa, num_threads=num_threads)
+        store = ExpertStore.load(
+            directory, {0: "mlp.experts"}, shape, isa=isa, num_threads=num_threads, expert_format=expert_format
+        )
         (directory / "model.safetensors").unlink()
         return store.layers[0]
 

@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 from kt_runtime.experts import LoraSlot, free_spare_memory, routed_experts, routed_experts_for_backward
 from kt_runtime.resident.memory import give_back_freed_memory, resident_set_bytes
 
-TOLERANCE = 1e-5
+TOLERANCE = 3e-6  # 3.6e-7 is measured
 
 
 def plain_torch(experts, x, ids, weights, lora):

@@ -172,18 +172,28 @@ def test_an_adapter_may_cover_some_projections_only(make_problem, build_layer, r
     assert_close(got, wanted, p.length, "down only")
 
 
-def test_batches_larger_than_the_scratch_give_the_same_bits(make_problem, build_layer):
+# bfloat16 activations of integer weights are quantized to int8 for a whole round at once.
+LARGE_BATCHES = pytest.mark.parametrize(
+    ("dtype", "expert_format"), [(torch.float32, None), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")]
+)
+
+
+@LARGE_BATCHES
+def test_batches_larger_than_the_scratch_give_the_same_bits(make_problem, build_layer, dtype, expert_format):
     # Scratch holds 512 MiB of pairs of 13 KB: this call needs several rounds, its parts one each.
-    p = make_problem(2, 1024, 16, 12_000, 4, ranks=(2,))
-    layer = build_layer(p.experts)
+    p = make_problem(2, 1024, 16, 12_000, 4, dtype=dtype, ranks=(2,))
+    layer = build_layer(p.experts, expert_format=expert_format)
     whole = forward(layer, p)
     parts = [forward(layer, p, slice(first, first + 4000)) for first in range(0, 12_000, 4000)]
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_gradients_of_batches_larger_than_the_scratch_are_those_of_the_parts(make_problem, build_layer):
-    p = make_problem(2, 1024, 16, 12_000, 4, ranks=(2,))
-    layer = build_layer(p.experts)
+@LARGE_BATCHES
+def test_gradients_of_batches_larger_than_the_scratch_are_those_of_the_parts(
+    make_problem, build_layer, dtype, expert_format
+):
+    p = make_problem(2, 1024, 16, 12_000, 4, dtype=dtype, ranks=(2,))
+    layer = build_layer(p.experts, expert_format=expert_format)
 
     def gradients(rows, retain):
         options = {"slots": p.slots, "token_slots": p.token_slots[rows]}
