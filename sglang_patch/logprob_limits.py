@@ -5,8 +5,8 @@ of `token_ids_logprob`. Measured on one Zen 4 core with SGLang 0.5.23:
 
     tuples in the frontend, kept to the answer's end      140 bytes, 190 with their text
     /generate's JSON                                      0.07 µs
-    /v1/completions, a dict for each position             0.8 µs
-    /v1/responses, an object of pydantic's for each       5 µs
+    /v1/completions, a dict for each position             0.2 to 0.8 µs
+    /v1/responses, an object of pydantic's for each       5 to 13 µs, the more the slower
     tokens back into text, 50 positions at a time         1.8 µs
 
 All but the last is one piece of work in the event loop, during which nobody else is answered: the limits keep it below
@@ -27,7 +27,7 @@ MAX_PROMPT_LOGPROBS_AS_TEXT = 100_000
 MAX_LOGPROBS = 4 * 1024 * 1024
 MAX_LOGPROBS_AS_TEXT = 1024 * 1024
 MAX_LOGPROBS_AS_TEXT_AT_EACH = 129  # 50 positions of 16 requests at once: 0.2 s
-MAX_RESPONSES_LOGPROBS = 256 * 1024
+MAX_RESPONSES_LOGPROBS = 88 * 1024  # 20 others at each of 4,096 tokens
 MAX_STREAMED_LOGPROBS = 512 * 1024
 RESPONSES_PATH = "/v1/responses"
 
