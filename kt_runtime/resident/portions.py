@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 
 from kt_runtime.resident.executor import Slice
+
+_T = TypeVar("_T", bound=torch.Tensor)
 
 SLICE_ELEMENTS = 1 << 22
 """Elements gone through between two looks at the request queue; a tensor is not cut, so that a slice may have more."""
@@ -31,7 +34,7 @@ def portions(
         yield Slice(kind, elements, may_switch=True), chosen
 
 
-def freed(tensors: MutableMapping[str, torch.Tensor]) -> Generator[Slice, None, None]:
+def freed(tensors: dict[str, _T]) -> Generator[Slice, None, None]:
     """Takes all out of `tensors`, in slices: the system needs 30 ms to take 1 GB back."""
     for upcoming, names in portions("free", tensors):
         yield upcoming

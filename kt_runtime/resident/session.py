@@ -148,8 +148,9 @@ class Session:
         for key in filter(None, self._adapter_of.values()):
             yield from self._lora.removal(key)
         optimizer, self.optimizer = self.optimizer, AdamW({})
-        for tensors in (self.gradient, optimizer.first, optimizer.second, self.parameters):
+        for tensors in (self.gradient, optimizer.first, optimizer.second):
             yield from freed(tensors)
+        yield from freed(self.parameters)
 
     def restore(
         self, masters: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor], step: int, calls: int
