@@ -335,20 +335,6 @@ class BackwardPass {
   float* y_ = nullptr;
 };
 
-Status check_retained(const Engine& engine, const RoutedCall& call, const Retained& retained) {
-  int64_t tokens = 0;
-  for (const RetainedChunk& chunk : retained.chunks) {
-    if (chunk.routing.first_token != tokens || chunk.routing.top_k != call.ids.shape[1] ||
-        chunk.rank != max_rank_of_all(call)) {
-      return invalid_value("the retained activations are of another call");
-    }
-    tokens += chunk.routing.num_tokens;
-  }
-  if (tokens == call.x.shape[0] && engine.layer.shape().hidden == call.x.shape[1]) return {};
-  return invalid_value("the retained activations are of " + std::to_string(tokens) + " tokens, x has " +
-                       std::to_string(call.x.shape[0]));
-}
-
 }  // namespace
 
 Status backward(const Engine& engine, const RoutedCall& call, const TensorView& grad_out,
@@ -356,7 +342,7 @@ Status backward(const Engine& engine, const RoutedCall& call, const TensorView& 
   KT_RETURN_IF_ERROR(check_call(engine.layer.shape(), call));
   KT_RETURN_IF_ERROR(check_finite(grad_out, "grad_out"));
   if (retained) {
-    KT_RETURN_IF_ERROR(check_retained(engine, call, *retained));
+    KT_RETURN_IF_ERROR(check_retained(engine.layer, call, *retained));
     for (const RetainedChunk& chunk : retained->chunks) BackwardPass(engine, call, grad_out, chunk, gradients).run();
     return {};
   }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <mutex>
 
 #include "ops/dropout.h"
 #include "ops/forward_pass.h"
@@ -23,62 +22,6 @@ void for_each_group(const Routing& routing, int64_t index, Body&& body) {
 }
 
 }  // namespace
-
-void RetainedChunk::reserve(const ExpertLayer& layer, const RoutedCall& call) {
-  const int64_t pairs = routing.num_pairs(), ld = activation_stride(layer.shape().intermediate);
-  rank = max_rank_of_all(call);
-  gate.reserve<float>(pairs * ld);
-  up.reserve<float>(pairs * ld);
-  for (AlignedBuffer& rows : low) rows.reserve<float>(pairs * rank);
-}
-
-namespace {
-
-// Chunks whose memory waits for its next use. Never destroyed: a Retained may outlive static objects.
-struct SpareChunks {
-  std::mutex mutex;
-  std::vector<RetainedChunk> chunks;
-  static SpareChunks& instance() {
-    static SpareChunks* const spare = new SpareChunks;
-    return *spare;
-  }
-};
-
-}  // namespace
-
-Retained::~Retained() {
-  SpareChunks& spare = SpareChunks::instance();
-  std::lock_guard lock(spare.mutex);
-  for (RetainedChunk& chunk : chunks) spare.chunks.push_back(std::move(chunk));
-}
-
-void Retained::free_spare() {
-  SpareChunks& spare = SpareChunks::instance();
-  std::lock_guard lock(spare.mutex);
-  spare.chunks.clear();
-}
-
-RetainedChunk& Retained::add_chunk() {
-  SpareChunks& spare = SpareChunks::instance();
-  std::lock_guard lock(spare.mutex);
-  if (spare.chunks.empty()) return chunks.emplace_back();
-  chunks.push_back(std::move(spare.chunks.back()));
-  spare.chunks.pop_back();
-  return chunks.back();
-}
-
-int64_t Retained::bytes() const {
-  size_t bytes = 0;
-  for (const RetainedChunk& chunk : chunks) {
-    bytes += chunk.gate.bytes() + chunk.up.bytes();
-    for (const AlignedBuffer& low : chunk.low) bytes += low.bytes();
-  }
-  return static_cast<int64_t>(bytes);
-}
-
-int64_t max_rank_of_all(const RoutedCall& call) {
-  return std::max({max_rank(call.slots, kGate), max_rank(call.slots, kUp), max_rank(call.slots, kDown)});
-}
 
 void widen_row(const Tiles& tiles, const TensorView& matrix, int64_t token, float* values) {
   const int64_t at = token * matrix.strides[0], cols = matrix.shape[1];
@@ -124,7 +67,7 @@ ForwardPass::ForwardPass(const Engine& engine, const RoutedCall& call, const Rou
       routing_(routing),
       keep_(keep),
       arithmetic_(arithmetic_of(engine, call)),
-      rank_(keep ? keep->rank : max_rank_of_all(call)),
+      rank_(keep ? keep->rank : max_rank_of_all(call.slots)),
       with_lora_in_(max_rank(call.slots, kGate) > 0 || max_rank(call.slots, kUp) > 0),
       with_lora_down_(max_rank(call.slots, kDown) > 0),
       ld_y_(activation_stride(engine.layer.shape().hidden)) {}
@@ -348,6 +291,7 @@ void ForwardPass::run_kept() {
 Status forward(const Engine& engine, const RoutedCall& call, const TensorView& out, Retained* retained) {
   KT_RETURN_IF_ERROR(check_call(engine.layer.shape(), call));
   static thread_local Routing own_routing;
+  if (retained) retained->clear();
   const int64_t num_tokens = call.x.shape[0];
   const int64_t step = tokens_at_once(engine.layer, call, ForwardPass::bytes_per_pair(engine));
   for (int64_t first = 0; first < num_tokens; first += step) {
@@ -357,6 +301,7 @@ Status forward(const Engine& engine, const RoutedCall& call, const TensorView& o
     if (keep) keep->reserve(engine.layer, call);
     ForwardPass(engine, call, *routing, keep).run(out);
   }
+  if (retained) retained->call = facts_of(engine.layer, call);
   return {};
 }
 

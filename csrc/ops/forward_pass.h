@@ -63,6 +63,4 @@ void combine_pairs(const Engine& engine, const Routing& routing, const float* ro
 // values [count] of row `token` of a float32 or bf16 matrix, as float32.
 void widen_row(const Tiles& tiles, const TensorView& matrix, int64_t token, float* values);
 
-int64_t max_rank_of_all(const RoutedCall& call);
-
 }  // namespace kt

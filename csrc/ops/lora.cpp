@@ -94,4 +94,8 @@ int64_t max_rank(const std::vector<LoraSlot>& slots, Projection projection) {
   return rank;
 }
 
+int64_t max_rank_of_all(const std::vector<LoraSlot>& slots) {
+  return std::max({max_rank(slots, kGate), max_rank(slots, kUp), max_rank(slots, kDown)});
+}
+
 }  // namespace kt

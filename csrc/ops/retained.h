@@ -21,6 +21,23 @@ struct RetainedChunk {
   float* low_rows(Projection part) const { return static_cast<float*>(low[part].data()); }
 };
 
+// What the sizes and the contents of a call's retained activations follow from, without the routing (which the chunks
+// hold) and without the values of x and of the adapters.
+struct CallFacts {
+  struct Slot {
+    int64_t ranks[kNumProjections];
+    float scaling, dropout;
+    uint64_t seed;
+  };
+  uint64_t layer = 0;  // ExpertLayer::id; 0: no forward call has finished
+  int64_t tokens = 0, top_k = 0;
+  DType x_dtype = DType::kOther;
+  std::vector<Slot> slots;
+  std::vector<int64_t> token_slots;  // of each token, -1: base
+};
+
+CallFacts facts_of(const ExpertLayer& layer, const RoutedCall& call);
+
 // The memory is kept for the next calls, as much as was in use at once, until `free_spare`: the kernel clears fresh
 // pages, which takes as long as a third of a forward pass.
 struct Retained {
@@ -31,8 +48,16 @@ struct Retained {
 
   static void free_spare();
   RetainedChunk& add_chunk();
+  void clear();
   int64_t bytes() const;
+
+  CallFacts call;  // filled when the forward call has finished
   std::vector<RetainedChunk> chunks;
 };
+
+// Fails, and names the first difference, unless `retained` comes from a forward call with this layer, shape and dtype
+// of x, routing (ids and weights), and slots (ranks, scaling, dropout, seed, and which token has which). A checked
+// call: ids and slots are in range.
+Status check_retained(const ExpertLayer& layer, const RoutedCall& call, const Retained& retained);
 
 }  // namespace kt

@@ -1,5 +1,6 @@
 #include "weights/packed.h"
 
+#include <atomic>
 #include <cstring>
 
 #include "base/bf16.h"
@@ -25,6 +26,11 @@ int64_t byte_in_lines(Encoding encoding, int64_t r, int64_t col) {
   return 0;
 }
 
+uint64_t next_layer_id() {
+  static std::atomic<uint64_t> last{0};
+  return last.fetch_add(1) + 1;
+}
+
 }  // namespace
 
 double decode(const PackedShape& shape, const uint8_t* packed, int64_t row, int64_t col) {
@@ -48,7 +54,8 @@ double decode(const PackedShape& shape, const uint8_t* packed, int64_t row, int6
   return scale * static_cast<double>(code - zero);
 }
 
-ExpertLayer::ExpertLayer(ExpertShape shape, Format format, int num_nodes) : shape_(shape), format_(format) {
+ExpertLayer::ExpertLayer(ExpertShape shape, Format format, int num_nodes)
+    : id_(next_layer_id()), shape_(shape), format_(format) {
   for (int node = 0; node < num_nodes; ++node) nodes_.emplace_back();
   const auto& system_nodes = topology().nodes;
   for (int node = 0; node < num_nodes; ++node) {

@@ -48,6 +48,8 @@ class ExpertLayer {
 
   ExpertLayer(ExpertShape shape, Format format, int num_nodes);
 
+  // Unlike any other layer's of this process, also of one that is gone.
+  uint64_t id() const { return id_; }
   const ExpertShape& shape() const { return shape_; }
   const Format& format() const { return format_; }
   int num_nodes() const { return static_cast<int>(nodes_.size()); }
@@ -67,6 +69,7 @@ class ExpertLayer {
   int64_t node_expert_bytes(int node) const;
   int64_t offset(int64_t expert, Projection part, int node) const;
 
+  uint64_t id_;
   ExpertShape shape_;
   Format format_;
   std::vector<AlignedBuffer> nodes_;
