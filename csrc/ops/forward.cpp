@@ -125,6 +125,11 @@ void ForwardPass::load(const PairRange& run, const Rows& rows) const {
   }
 }
 
+void ForwardPass::load_expert(int64_t index, const Rows& rows) const {
+  load(routing_.experts[static_cast<size_t>(index)], rows);
+  for (const Projection part : {kGate, kUp}) low(index, part, rows.x, rows);
+}
+
 void ForwardPass::low(int64_t index, Projection part, const Operand& input, const Rows& rows) const {
   if (max_rank(call_.slots, part) == 0) return;
   const PairRange& run = routing_.experts[static_cast<size_t>(index)];
@@ -208,8 +213,7 @@ void ForwardPass::down(int64_t index, int64_t block, int64_t blocks, const Rows&
 
 void ForwardPass::whole_expert(int64_t index, const Rows& rows, bool with_down) const {
   const PairRange& run = routing_.experts[static_cast<size_t>(index)];
-  load(run, rows);
-  for (const Projection part : {kGate, kUp}) low(index, part, rows.x, rows);
+  load_expert(index, rows);
   const int64_t in_blocks = engine_.layer.in_shape().blocks(), out_blocks = engine_.layer.out_shape().blocks();
   int64_t at_once = blocks_of_gate_up(run.size());
   for (int64_t block = 0; block < in_blocks; block += at_once)
@@ -225,73 +229,56 @@ void ForwardPass::combine(int64_t token, const TensorView& out) const {
   combine_pairs(engine_, routing_, y_, ld_y_, true, token, out);
 }
 
-void ForwardPass::run_tasks(const TensorView* out) {
-  const int num_threads = threads_for(engine_, routing_);
-  const auto num_experts = static_cast<int64_t>(routing_.experts.size());
-  const int num_nodes = engine_.layer.num_nodes();
-  const bool by_expert = expert_tasks(engine_, routing_, num_threads);
-  const auto run_of = [&](int64_t index) -> const PairRange& { return routing_.experts[static_cast<size_t>(index)]; };
-  if (!by_expert) all_ = reserve(&Buffers::all(), routing_.num_pairs());
-
-  const auto prepare = [&](int64_t token) { prepare_token(token); };
-  const auto whole = [&](int64_t task) {
-    whole_expert(routing_.by_size[static_cast<size_t>(task)], own_rows(), out != nullptr);
-  };
-  const auto load_expert = [&](int64_t index) {
-    const Rows rows = rows_of(run_of(index));
-    load(run_of(index), rows);
-    for (const Projection part : {kGate, kUp}) low(index, part, rows.x, rows);
-  };
-  const BlockRanges in_ranges(engine_.layer, kGate, routing_, num_threads);
-  const auto gate_up_range = [&](int node, int64_t task) {
-    in_ranges.visit(node, task, [&](int64_t index, int64_t block, int64_t blocks) {
-      gate_up(index, block, blocks, rows_of(run_of(index)));
-    });
-  };
-  const auto finish = [&](int64_t index) { finish_h(index, rows_of(run_of(index)), out != nullptr); };
-  const BlockRanges out_ranges(engine_.layer, kDown, routing_, num_threads);
-  const auto down_range = [&](int node, int64_t task) {
-    out_ranges.visit(node, task, [&](int64_t index, int64_t block, int64_t blocks) {
-      down(index, block, blocks, rows_of(run_of(index)));
-    });
-  };
-  const auto sum_up = [&](int64_t token) { combine(token, *out); };
-
-  Phase phases[kMaxPhases];
-  int count = 0;
-  if (arithmetic_ == Arithmetic::kInt8) phases[count++] = phase_of(routing_.num_tokens, prepare);
-  if (by_expert) {
-    phases[count++] = phase_of(num_experts, whole);
-  } else {
-    phases[count++] = phase_of(num_experts, load_expert);
-    phases[count++] = phase_by_node(num_nodes, in_ranges.num_tasks(), gate_up_range);
-    phases[count++] = phase_of(num_experts, finish);
-    if (out) phases[count++] = phase_by_node(num_nodes, out_ranges.num_tasks(), down_range);
-  }
-  if (out) phases[count++] = phase_of(routing_.num_tokens, sum_up);
-  ThreadPool::instance().run_phases(phases, count, num_threads);
+void ForwardPass::run_plan(const TensorView* out, const FiniteCheck* finite) {
+  const ForwardWork work{finite ? finite->num_parts() : 0, arithmetic_ == Arithmetic::kInt8, out != nullptr};
+  const Plan plan = forward_plan(engine_.layer, routing_, engine_.num_threads, work);
+  if (plan.has(kLoad)) all_ = reserve(&Buffers::all(), routing_.num_pairs());
+  const auto rows = [&](int64_t index) { return rows_of(routing_.experts[static_cast<size_t>(index)]); };
+  kt::run(plan, [&](int step, const Range& range) {
+    const int64_t item = range.item;
+    switch (step) {
+      case kCheck:
+        return finite->check_part(item);
+      case kPrepare:
+        return prepare_token(item);
+      case kWholeExpert:
+        return whole_expert(routing_.by_size[static_cast<size_t>(item)], own_rows(), out != nullptr);
+      case kLoad:
+        return load_expert(item, rows(item));
+      case kGateUp:
+        return gate_up(item, range.first, range.count, rows(item));
+      case kFinish:
+        return finish_h(item, rows(item), out != nullptr);
+      case kDownForward:
+        return down(item, range.first, range.count, rows(item));
+      default:
+        return combine(item, *out);
+    }
+  });
 }
 
-void ForwardPass::run(const TensorView& out) {
-  Buffers& buffers = Buffers::all();
-  y_ = buffers.y.reserve<float>(routing_.num_pairs() * ld_y_);
-  if (arithmetic_ == Arithmetic::kInt8)
-    tokens_ = buffers.tokens.reserve(engine_.tiles, engine_.layer.in_shape(), arithmetic_, routing_.num_tokens, false);
-  run_tasks(&out);
+void ForwardPass::run(const TensorView& out, const FiniteCheck* finite) {
+  y_ = Buffers::all().y.reserve<float>(routing_.num_pairs() * ld_y_);
+  reserve_tokens();
+  run_plan(&out, finite);
 }
 
-void ForwardPass::run_kept() {
-  if (arithmetic_ == Arithmetic::kInt8) {
-    tokens_ =
-        Buffers::all().tokens.reserve(engine_.tiles, engine_.layer.in_shape(), arithmetic_, routing_.num_tokens, false);
-  }
-  run_tasks(nullptr);
+void ForwardPass::run_kept(const FiniteCheck* finite) {
+  reserve_tokens();
+  run_plan(nullptr, finite);
 }
 
-Status forward(const Engine& engine, const RoutedCall& call, const TensorView& out, Retained* retained) {
-  KT_RETURN_IF_ERROR(check_call(engine.layer.shape(), call));
+void ForwardPass::reserve_tokens() {
+  if (arithmetic_ != Arithmetic::kInt8) return;
+  tokens_ =
+      Buffers::all().tokens.reserve(engine_.tiles, engine_.layer.in_shape(), arithmetic_, routing_.num_tokens, false);
+}
+
+namespace {
+
+void run_forward(const Engine& engine, const RoutedCall& call, const TensorView& out, Retained* retained,
+                 const FiniteCheck* finite) {
   static thread_local Routing own_routing;
-  if (retained) retained->clear();
   const int64_t num_tokens = call.x.shape[0];
   const int64_t step = tokens_at_once(engine.layer, call, ForwardPass::bytes_per_pair(engine));
   for (int64_t first = 0; first < num_tokens; first += step) {
@@ -299,8 +286,17 @@ Status forward(const Engine& engine, const RoutedCall& call, const TensorView& o
     Routing* routing = keep ? &keep->routing : &own_routing;
     route(engine.layer.shape(), call, first, std::min(step, num_tokens - first), routing);
     if (keep) keep->reserve(engine.layer, call);
-    ForwardPass(engine, call, *routing, keep).run(out);
+    ForwardPass(engine, call, *routing, keep).run(out, first == 0 ? finite : nullptr);
   }
+}
+
+}  // namespace
+
+Status forward(const Engine& engine, const RoutedCall& call, const TensorView& out, Retained* retained) {
+  KT_RETURN_IF_ERROR(check_call(engine.layer.shape(), call));
+  if (retained) retained->clear();
+  KT_RETURN_IF_ERROR(with_check({{&call.x, "x"}}, engine.num_threads,
+                                [&](const FiniteCheck* finite) { run_forward(engine, call, out, retained, finite); }));
   if (retained) retained->call = facts_of(engine.layer, call);
   return {};
 }
