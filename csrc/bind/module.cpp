@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "base/memory.h"
+#include "base/scratch.h"
 #include "bind/layer.h"
 #include "bind/loading.h"
 #include "bind/machine.h"
@@ -67,6 +67,8 @@ PYBIND11_MODULE(_experts, module) {
     const kt::PlacementCounts counts = kt::placement_counts();
     return std::make_tuple(counts.granted, counts.refused, counts.last_error);
   });
+  // Scratch of all threads, and activations' memory that waits for its next use.
+  module.def("spare_memory_bytes", [] { return kt::scratch_bytes() + kt::Retained::spare_bytes(); });
   module.def("free_spare_memory", &kt::Retained::free_spare);
   kt::bind_layer(module);
   kt::bind_loading(module);

@@ -28,8 +28,8 @@ struct Turned {
 };
 
 struct BackwardBuffers {
-  AlignedBuffer x, grad, gate, up, h, dh, by_up, low_down, y;
-  AlignedBuffer dlow[kNumProjections], turned[kNumProjections];
+  Scratch x, grad, gate, up, h, dh, by_up, low_down, y;
+  Scratch dlow[kNumProjections], turned[kNumProjections];
   static BackwardBuffers& all() {
     static thread_local BackwardBuffers buffers;
     return buffers;
@@ -118,7 +118,7 @@ class BackwardPass {
     rows.low_down = b->low_down.reserve<float>(pairs * chunk_.rank);
     for (int part = 0; part < kNumProjections; ++part)
       rows.dlow[part] = b->dlow[part].reserve<float>(pairs * chunk_.rank);
-    const auto turn = [&](AlignedBuffer& buffer, int64_t cols) {
+    const auto turn = [&](Scratch& buffer, int64_t cols) {
       Turned made;
       const int64_t count = round_up(cols, kBlockRows) * turned;
       (bf16_ ? (void)(made.bf16 = buffer.reserve<uint16_t>(count)) : (void)(made.f32 = buffer.reserve<float>(count)));
@@ -282,7 +282,7 @@ class BackwardPass {
                          ld);
       return;
     }
-    static thread_local AlignedBuffer scratch;
+    static thread_local Scratch scratch;
     float* by_dropped = scratch.reserve<float>(group.size() * count);
     std::fill(by_dropped, by_dropped + group.size() * count, 0.0f);
     lora_down_backward(engine_.tiles, slot, part, group.expert, group.size(), dlow, chunk_.rank, first, count,
@@ -363,7 +363,8 @@ void run_backward(const Engine& engine, const RoutedCall& call, const TensorView
     }
     return;
   }
-  static thread_local RetainedChunk recomputed;
+  Retained own;
+  RetainedChunk& recomputed = own.add_chunk();
   const int64_t num_tokens = call.x.shape[0];
   const int64_t step = tokens_at_once(engine.layer, call, 2 * ForwardPass::bytes_per_pair(engine));
   for (int64_t first = 0; first < num_tokens; first += step) {
@@ -378,6 +379,7 @@ void run_backward(const Engine& engine, const RoutedCall& call, const TensorView
 
 Status backward(const Engine& engine, const RoutedCall& call, const TensorView& grad_out,
                 const RoutedGradients& gradients, const Retained* retained) {
+  const CallScope scope;
   KT_RETURN_IF_ERROR(check_call(engine.layer.shape(), call));
   if (retained) KT_RETURN_IF_ERROR(check_retained(engine.layer, call, *retained));
   return with_check({{&call.x, "x"}, {&grad_out, "grad_out"}}, engine.num_threads, [&](const FiniteCheck* finite) {

@@ -34,7 +34,7 @@ void widen_row(const Tiles& tiles, const TensorView& matrix, int64_t token, floa
 
 void combine_pairs(const Engine& engine, const Routing& routing, const float* rows, int64_t ld, bool weighted,
                    int64_t token, const TensorView& out) {
-  static thread_local AlignedBuffer scratch;
+  static thread_local Scratch scratch;
   const int64_t cols = out.shape[1], at = (routing.first_token + token) * out.strides[0];
   float* sum = out.dtype == DType::kBf16 ? scratch.reserve<float>(cols) : out.as<float>() + at;
   std::fill(sum, sum + cols, 0.0f);
@@ -50,7 +50,7 @@ void combine_pairs(const Engine& engine, const Routing& routing, const float* ro
 // Kept by a thread between calls, so that a call of the same size allocates nothing.
 struct ForwardPass::Buffers {
   OperandBuffer x, h, tokens;
-  AlignedBuffer low[kNumProjections], y, sums, row;
+  Scratch low[kNumProjections], y, sums, row;
   static Buffers& all() {
     static thread_local Buffers buffers;
     return buffers;
@@ -293,6 +293,7 @@ void run_forward(const Engine& engine, const RoutedCall& call, const TensorView&
 }  // namespace
 
 Status forward(const Engine& engine, const RoutedCall& call, const TensorView& out, Retained* retained) {
+  const CallScope scope;
   KT_RETURN_IF_ERROR(check_call(engine.layer.shape(), call));
   if (retained) retained->clear();
   KT_RETURN_IF_ERROR(with_check({{&call.x, "x"}}, engine.num_threads,

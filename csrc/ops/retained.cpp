@@ -1,6 +1,8 @@
 #include "ops/retained.h"
 
 #include <algorithm>
+#include <atomic>
+#include <cstddef>
 #include <mutex>
 #include <string>
 
@@ -13,7 +15,20 @@ namespace {
 // Chunks whose memory waits for its next use. Never destroyed: a Retained may outlive static objects.
 struct SpareChunks {
   std::mutex mutex;
-  std::vector<RetainedChunk> chunks;
+  std::vector<RetainedChunk> chunks;  // taken from the end
+  size_t idle = 0;                    // of the first ones: not taken in this window
+  RecentNeed need;                    // bytes of a chunk
+
+  bool too_large(const RetainedChunk& chunk) const { return static_cast<size_t>(chunk.bytes()) > 2 * need.most(); }
+
+  // Frees chunks that no call of this window took, and those much larger than what recent calls needed.
+  void end_window() {
+    chunks.erase(chunks.begin(), chunks.begin() + static_cast<std::ptrdiff_t>(std::min(idle, chunks.size())));
+    std::erase_if(chunks, [&](const RetainedChunk& chunk) { return too_large(chunk); });
+    idle = chunks.size();
+    need.end_window();
+  }
+
   static SpareChunks& instance() {
     static SpareChunks* const spare = new SpareChunks;
     return *spare;
@@ -79,6 +94,15 @@ void RetainedChunk::reserve(const ExpertLayer& layer, const RoutedCall& call) {
   gate.reserve<float>(pairs * ld);
   up.reserve<float>(pairs * ld);
   for (AlignedBuffer& rows : low) rows.reserve<float>(pairs * rank);
+  SpareChunks& spare = SpareChunks::instance();
+  std::lock_guard lock(spare.mutex);
+  spare.need.add(static_cast<size_t>(pairs * (2 * ld + kNumProjections * rank)) * sizeof(float));
+}
+
+int64_t RetainedChunk::bytes() const {
+  size_t bytes = gate.bytes() + up.bytes();
+  for (const AlignedBuffer& rows : low) bytes += rows.bytes();
+  return static_cast<int64_t>(bytes);
 }
 
 Retained::~Retained() { clear(); }
@@ -86,7 +110,9 @@ Retained::~Retained() { clear(); }
 void Retained::clear() {
   SpareChunks& spare = SpareChunks::instance();
   std::lock_guard lock(spare.mutex);
-  for (RetainedChunk& chunk : chunks) spare.chunks.push_back(std::move(chunk));
+  for (RetainedChunk& chunk : chunks) {
+    if (!spare.too_large(chunk)) spare.chunks.push_back(std::move(chunk));
+  }
   chunks.clear();
   call = {};
 }
@@ -95,6 +121,8 @@ void Retained::free_spare() {
   SpareChunks& spare = SpareChunks::instance();
   std::lock_guard lock(spare.mutex);
   spare.chunks.clear();
+  spare.idle = 0;
+  free_scratch();
 }
 
 RetainedChunk& Retained::add_chunk() {
@@ -103,16 +131,32 @@ RetainedChunk& Retained::add_chunk() {
   if (spare.chunks.empty()) return chunks.emplace_back();
   chunks.push_back(std::move(spare.chunks.back()));
   spare.chunks.pop_back();
+  spare.idle = std::min(spare.idle, spare.chunks.size());
   return chunks.back();
 }
 
 int64_t Retained::bytes() const {
-  size_t bytes = 0;
-  for (const RetainedChunk& chunk : chunks) {
-    bytes += chunk.gate.bytes() + chunk.up.bytes();
-    for (const AlignedBuffer& low : chunk.low) bytes += low.bytes();
-  }
-  return static_cast<int64_t>(bytes);
+  int64_t bytes = 0;
+  for (const RetainedChunk& chunk : chunks) bytes += chunk.bytes();
+  return bytes;
+}
+
+int64_t Retained::spare_bytes() {
+  SpareChunks& spare = SpareChunks::instance();
+  std::lock_guard lock(spare.mutex);
+  int64_t bytes = 0;
+  for (const RetainedChunk& chunk : spare.chunks) bytes += chunk.bytes();
+  return bytes;
+}
+
+CallScope::~CallScope() {
+  static std::atomic<int64_t> calls{0};
+  use_.reset();
+  if ((calls.fetch_add(1) + 1) % kCallsInWindow != 0) return;
+  end_scratch_window();
+  SpareChunks& spare = SpareChunks::instance();
+  std::lock_guard lock(spare.mutex);
+  spare.end_window();
 }
 
 CallFacts facts_of(const ExpertLayer& layer, const RoutedCall& call) {

@@ -1,9 +1,10 @@
 // Activations of a forward call that its backward needs, so that it does not have to compute them again.
 #pragma once
 
+#include <optional>
 #include <vector>
 
-#include "base/memory.h"
+#include "base/scratch.h"
 #include "ops/routing.h"
 
 namespace kt {
@@ -15,6 +16,7 @@ struct RetainedChunk {
   AlignedBuffer gate, up, low[kNumProjections];
   int64_t rank = 0;
 
+  int64_t bytes() const;
   void reserve(const ExpertLayer& layer, const RoutedCall& call);
   float* gate_rows() const { return static_cast<float*>(gate.data()); }
   float* up_rows() const { return static_cast<float*>(up.data()); }
@@ -38,8 +40,8 @@ struct CallFacts {
 
 CallFacts facts_of(const ExpertLayer& layer, const RoutedCall& call);
 
-// The memory is kept for the next calls, as much as was in use at once, until `free_spare`: the kernel clears fresh
-// pages, which takes as long as a third of a forward pass.
+// The memory is kept for the next calls, until recent ones (scratch.h) needed less at once or in one piece, or until
+// `free_spare`: the kernel clears fresh pages, which takes as long as a third of a forward pass.
 struct Retained {
   Retained() = default;
   ~Retained();
@@ -47,12 +49,23 @@ struct Retained {
   Retained& operator=(const Retained&) = delete;
 
   static void free_spare();
+  static int64_t spare_bytes();
   RetainedChunk& add_chunk();
   void clear();
   int64_t bytes() const;
 
   CallFacts call;  // filled when the forward call has finished
   std::vector<RetainedChunk> chunks;
+};
+
+// A forward or backward call, from beginning to end: counts calls, and gives memory back at the end of a window.
+class CallScope {
+ public:
+  CallScope() = default;
+  ~CallScope();
+
+ private:
+  std::optional<ScratchUse> use_{std::in_place};
 };
 
 // Fails, and names the first difference, unless `retained` comes from a forward call with this layer, shape and dtype

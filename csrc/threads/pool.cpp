@@ -9,6 +9,7 @@
 #include <system_error>
 #include <thread>
 
+#include "base/scratch.h"
 #include "threads/topology.h"
 
 #if defined(__linux__)
@@ -193,6 +194,7 @@ void ThreadPool::work(int index) {
         seat = seat_of(topology(), index);
         pin_to(seat.processor);
       }
+      const ScratchUse use;
       take_tasks(seat.node);
     }
     if (s.active.fetch_sub(1) == 1) s.active.notify_all();

@@ -1,4 +1,4 @@
-"""What the experts find on this machine: processors, memory nodes, and the most that it can do (csrc/kernels/peaks.h)."""
+"""What the experts find on this machine: processors, memory nodes, the most that it can do (csrc/kernels/peaks.h)."""
 
 from __future__ import annotations
 

@@ -382,8 +382,11 @@ class StatusReply(Reply, tag="status"):
     from SGLang.
 
     `expert_threads`: CPU threads that compute routed experts. `expert_node_bytes`: their weights on each memory node.
-    `expert_placement`: why the system did not put them there, empty where it did. `chunked_prefill_tokens`: prompt tokens that serving
-    computes at once, 0: no limit. `microbatch_tokens`: padded tokens that training sends through a layer at once.
+    `expert_placement`: why the system did not put them there, empty where it did.
+
+    `chunked_prefill_tokens`: prompt tokens that serving computes at once, 0: no limit. `microbatch_tokens`: padded
+    tokens that training sends through a layer at once.
+
     `cache`: the prefix cache's tiers, nearest first; empty where the engine doesn't say. `not_stored`: versions of
     adapters that could not be written down. `not_forgotten`: unloaded names for which that could not be written down.
     `restoring`: names of an earlier run that are not served again yet.
