@@ -12,8 +12,6 @@ class AlignedBuffer {
   AlignedBuffer() = default;
   // Contents are undefined. Throws std::bad_alloc.
   explicit AlignedBuffer(size_t bytes);
-  // The same on a memory node, where the system grants it (mbind, preferred); its number is the operating system's.
-  AlignedBuffer(size_t bytes, int node);
   ~AlignedBuffer();
   AlignedBuffer(AlignedBuffer&& other) noexcept { swap(other); }
   AlignedBuffer& operator=(AlignedBuffer&& other) noexcept {
@@ -46,5 +44,46 @@ class AlignedBuffer {
   void* data_ = nullptr;
   size_t bytes_ = 0;
 };
+
+// Pages that no thread has touched: each lies, once it is written, on the node that the system was asked for (mbind,
+// preferred: a node that is full gives way to another), or where that was refused, on the node of the thread that
+// writes it first.
+class Pages {
+ public:
+  // `node`: the operating system's number; -1: none is asked for. Throws std::bad_alloc.
+  Pages(size_t bytes, int node);
+  ~Pages();
+  Pages(Pages&& other) noexcept { swap(other); }
+  Pages& operator=(Pages&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+
+  void* data() const { return data_; }  // at a huge page's boundary
+
+ private:
+  void swap(Pages& other) {
+    std::swap(data_, other.data_);
+    std::swap(mapped_, other.mapped_);
+    std::swap(mapped_bytes_, other.mapped_bytes_);
+  }
+
+  void* data_ = nullptr;
+  void* mapped_ = nullptr;
+  size_t mapped_bytes_ = 0;
+};
+
+// What became of the requests for a memory node since the process began.
+struct PlacementCounts {
+  int64_t granted = 0, refused = 0;
+  int last_error = 0;  // errno of the last refusal
+};
+PlacementCounts placement_counts();
+
+// Asks for a node for a range of pages: 0, or errno. For tests: replaced by `ask` until it is given null.
+using PlacementCall = int (*)(void* data, size_t bytes, int node);
+void set_placement_call(PlacementCall ask);
 
 }  // namespace kt

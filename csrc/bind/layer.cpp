@@ -194,6 +194,12 @@ PieceBytes NativeLayer::piece_bytes(int64_t expert, int projection, int node) co
   return {layer_, piece.blocks.data, piece.blocks.blocks * piece.blocks.shape.block_bytes()};
 }
 
+std::vector<int64_t> NativeLayer::node_bytes() const {
+  std::vector<int64_t> bytes;
+  for (int node = 0; node < num_nodes(); ++node) bytes.push_back(layer_->node_bytes(node));
+  return bytes;
+}
+
 void bind_layer(py::module_& module) {
   py::class_<Retained, std::shared_ptr<Retained>>(module, "Retained").def_property_readonly("bytes", &Retained::bytes);
   py::class_<PieceBytes>(module, "PieceBytes", py::buffer_protocol()).def_buffer([](const PieceBytes& piece) {
@@ -206,6 +212,7 @@ void bind_layer(py::module_& module) {
       .def("piece_bytes", &NativeLayer::piece_bytes)
       .def_property_readonly("format", &NativeLayer::format)
       .def_property_readonly("num_nodes", &NativeLayer::num_nodes)
+      .def_property_readonly("node_bytes", &NativeLayer::node_bytes)
       .def_property_readonly("weight_bytes", &NativeLayer::weight_bytes)
       .def_property_readonly("resident_bytes", &NativeLayer::resident_bytes);
 }

@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "bind/dlpack.h"
@@ -42,6 +43,7 @@ class NativeLayer {
 
   PieceBytes piece_bytes(int64_t expert, int projection, int node) const;
   std::string format() const { return format_name(layer_->format()); }
+  std::vector<int64_t> node_bytes() const;
   int num_nodes() const { return layer_->num_nodes(); }
   int64_t weight_bytes() const { return layer_->weight_bytes(); }
   int64_t resident_bytes() const { return layer_->resident_bytes(); }

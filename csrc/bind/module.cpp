@@ -5,8 +5,10 @@
 
 #include <new>
 #include <string>
+#include <tuple>
 #include <vector>
 
+#include "base/scratch.h"
 #include "bind/layer.h"
 #include "bind/loading.h"
 #include "bind/machine.h"
@@ -45,12 +47,28 @@ PYBIND11_MODULE(_experts, module) {
   });
   module.def("resolve_isa", &resolve_isa, py::arg("name"));
   module.def("default_num_threads", &kt::default_num_threads);
-  // Processors of each memory node that this process may use.
-  module.def("memory_nodes", [] {
-    std::vector<std::vector<int>> nodes;
-    for (const auto& node : kt::topology().nodes) nodes.push_back(node.processors);
+  // (the system's number, processors that this process may use, how many of `num_threads` threads run there)
+  module.def("memory_nodes", [](int num_threads) {
+    const kt::Topology& topology = kt::topology();
+    std::vector<std::tuple<int, std::vector<int>, int>> nodes;
+    for (const auto& node : topology.nodes) nodes.emplace_back(node.id, node.processors, 0);
+    for (int i = 0; i < num_threads; ++i) ++std::get<2>(nodes[static_cast<size_t>(kt::seat_of(topology, i).node)]);
     return nodes;
   });
+  // 0, or errno of a request for one page on a node, by the system's number.
+  module.def("probe_placement", [](int node) {
+    const kt::PlacementCounts before = kt::placement_counts();
+    const kt::Pages page(1, node);
+    const kt::PlacementCounts after = kt::placement_counts();
+    return after.refused > before.refused ? after.last_error : 0;
+  });
+  // Requests for a memory node that were granted and refused, and errno of the last refusal.
+  module.def("placement_counts", [] {
+    const kt::PlacementCounts counts = kt::placement_counts();
+    return std::make_tuple(counts.granted, counts.refused, counts.last_error);
+  });
+  // Scratch of all threads, and activations' memory that waits for its next use.
+  module.def("spare_memory_bytes", [] { return kt::scratch_bytes() + kt::Retained::spare_bytes(); });
   module.def("free_spare_memory", &kt::Retained::free_spare);
   kt::bind_layer(module);
   kt::bind_loading(module);

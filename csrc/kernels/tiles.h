@@ -102,6 +102,7 @@ struct TransposedProduct {
   float* out;
   int64_t ldo;
   bool accumulate;
+  bool resume = false;  // the sums go on from what is in `out`: the product over earlier pieces
 };
 constexpr int64_t kTokenUnit = 8;
 

@@ -20,8 +20,6 @@
 namespace kt {
 namespace {
 
-constexpr int64_t kColumnsInTask = 64;  // where an expert is cut between threads
-
 // The right-hand side of a transposed product, in the type that it is multiplied in.
 struct Turned {
   float* f32 = nullptr;
@@ -30,8 +28,8 @@ struct Turned {
 };
 
 struct BackwardBuffers {
-  AlignedBuffer x, grad, gate, up, h, dh, low_down, y;
-  AlignedBuffer dlow[kNumProjections], turned[kNumProjections];
+  Scratch x, grad, gate, up, h, dh, by_up, low_down, y;
+  Scratch dlow[kNumProjections], turned[kNumProjections];
   static BackwardBuffers& all() {
     static thread_local BackwardBuffers buffers;
     return buffers;
@@ -45,6 +43,7 @@ struct BackwardBuffers {
 // Arrays of one expert's pairs: rows of `hidden` or `inner` floats, or of the rank.
 struct ExpertRows {
   float *x, *grad, *gate, *up, *h, *dh;
+  float* by_up;     // d x by way of up, where the weights lie on several nodes
   float* low_down;  // scaled by the routing weight
   float* dlow[kNumProjections];
   Turned grad_turned, gate_turned, up_turned;
@@ -68,45 +67,42 @@ class BackwardPass {
         lora_in_(max_rank(call.slots, kGate) > 0 || max_rank(call.slots, kUp) > 0),
         lora_down_(max_rank(call.slots, kDown) > 0) {}
 
-  void run() {
-    BackwardBuffers& buffers = BackwardBuffers::all();
-    y_ = buffers.y.reserve<float>(routing_.num_pairs() * ld_hidden_);
-    clear_weight_gradients();
-    const int num_threads = threads_for(engine_, routing_);
-    const auto num_experts = static_cast<int64_t>(routing_.experts.size());
-    const auto sum_up = [&](int64_t token) {
-      combine_pairs(engine_, routing_, y_, ld_hidden_, false, token, gradients_.x);
-    };
-    Phase phases[kMaxPhases];
-    if (expert_tasks(engine_, routing_, num_threads)) {
-      const auto whole = [&](int64_t task) { whole_expert(routing_.by_size[static_cast<size_t>(task)]); };
-      phases[0] = phase_of(num_experts, whole);
-      phases[1] = phase_of(routing_.num_tokens, sum_up);
-      ThreadPool::instance().run_phases(phases, 2, num_threads);
-      return;
-    }
-    reserve_all();
-    const int64_t inner_ranges = ranges_of(inner_), hidden_ranges = ranges_of(hidden_);
-    const auto load_expert = [&](int64_t index) { load(index, rows_of(index)); };
-    const auto dh_columns = [&](int64_t task) {
-      const int64_t index = task / inner_ranges;
-      down_columns(index, rows_of(index), task % inner_ranges * kColumnsInTask, kColumnsInTask);
-    };
-    const auto activate = [&](int64_t index) { activation(index, rows_of(index)); };
-    const auto dx_columns = [&](int64_t task) {
-      const int64_t index = task / hidden_ranges;
-      input_columns(index, rows_of(index), task % hidden_ranges * kColumnsInTask, kColumnsInTask);
-    };
-    phases[0] = phase_of(num_experts, load_expert);
-    phases[1] = phase_of(num_experts * inner_ranges, dh_columns);
-    phases[2] = phase_of(num_experts, activate);
-    phases[3] = phase_of(num_experts * hidden_ranges, dx_columns);
-    phases[4] = phase_of(routing_.num_tokens, sum_up);
-    ThreadPool::instance().run_phases(phases, 5, num_threads);
+  // `finite`: to be looked at first, in the same job; null: nothing. Throws NotFinite, and has then written nothing to
+  // the gradients.
+  void run(const FiniteCheck* finite) {
+    y_ = BackwardBuffers::all().y.reserve<float>(routing_.num_pairs() * ld_hidden_);
+    const Plan plan = backward_plan(engine_.layer, routing_, engine_.num_threads, finite ? finite->num_parts() : 0);
+    if (plan.has(kLoad)) reserve_all();
+    kt::run(plan, [&](int step, const Range& range) {
+      const int64_t item = range.item, column = range.first * kColumnsInTask;
+      switch (step) {
+        case kCheck:
+          return finite->check_part(item);
+        case kWholeExpert:
+          return whole_expert(routing_.by_size[static_cast<size_t>(item)]);
+        case kLoad:
+          return load(item, rows_of(item));
+        case kDownBackward:
+          return down_columns(item, rows_of(item), column, range.count * kColumnsInTask, {range.node, 1});
+        case kActivationBackward:
+          return activation(item, rows_of(item));
+        case kInputBackward:
+          return input_columns(item, rows_of(item), column, range.count * kColumnsInTask, {range.node, 1});
+        default:
+          return sum_up(item);
+      }
+    });
   }
 
  private:
-  static int64_t ranges_of(int64_t cols) { return (round_up(cols, kColumnUnit) + kColumnsInTask - 1) / kColumnsInTask; }
+  // Nodes [first, first + count) of the layer, whose pieces a transposed product is taken over. Those before have been:
+  // the sums go on from there.
+  struct Nodes {
+    int first, count;
+  };
+  Nodes all_nodes() const { return {0, engine_.layer.num_nodes()}; }
+  bool is_last(const Nodes& nodes) const { return nodes.first + nodes.count == engine_.layer.num_nodes(); }
+
   const PairRange& run_of(int64_t index) const { return routing_.experts[static_cast<size_t>(index)]; }
 
   // Arrays for `pairs` pairs whose turned rows take `turned` tokens in all.
@@ -118,10 +114,11 @@ class BackwardPass {
     rows.up = b->up.reserve<float>(pairs * ld_inner_);
     if (lora_down_) rows.h = b->h.reserve<float>(pairs * ld_inner_);
     rows.dh = b->dh.reserve<float>(pairs * ld_inner_);
+    if (engine_.layer.num_nodes() > 1) rows.by_up = b->by_up.reserve<float>(pairs * ld_hidden_);
     rows.low_down = b->low_down.reserve<float>(pairs * chunk_.rank);
     for (int part = 0; part < kNumProjections; ++part)
       rows.dlow[part] = b->dlow[part].reserve<float>(pairs * chunk_.rank);
-    const auto turn = [&](AlignedBuffer& buffer, int64_t cols) {
+    const auto turn = [&](Scratch& buffer, int64_t cols) {
       Turned made;
       const int64_t count = round_up(cols, kBlockRows) * turned;
       (bf16_ ? (void)(made.bf16 = buffer.reserve<uint16_t>(count)) : (void)(made.f32 = buffer.reserve<float>(count)));
@@ -147,6 +144,7 @@ class BackwardPass {
     if (rows.x) rows.x += at * ld_hidden_;
     if (rows.h) rows.h += at * ld_inner_;
     rows.grad += at * ld_hidden_;
+    if (rows.by_up) rows.by_up += at * ld_hidden_;
     for (float** row : {&rows.gate, &rows.up, &rows.dh}) *row += at * ld_inner_;
     rows.low_down += at * chunk_.rank;
     for (float*& row : rows.dlow) row += at * chunk_.rank;
@@ -169,18 +167,27 @@ class BackwardPass {
     }
   }
 
-  void multiply_transposed(int64_t expert, Projection part, int64_t rows, const Turned& in, int64_t first, int64_t cols,
-                           float* out, int64_t ld, bool accumulate) const {
+  struct Columns {
+    int64_t first, count;
+    float* out;
+    int64_t ld;
+  };
+
+  void multiply_transposed(int64_t expert, Projection part, int64_t rows, const Turned& in, const Nodes& nodes,
+                           const Columns& columns, bool accumulate) const {
     PackedBlocks pieces[kMaxNodes];
-    const int num_pieces = engine_.layer.num_nodes();
-    for (int node = 0; node < num_pieces; ++node) pieces[node] = engine_.layer.piece(expert, part, node).blocks;
+    for (int i = 0; i < nodes.count; ++i) pieces[i] = engine_.layer.piece(expert, part, nodes.first + i).blocks;
     const int64_t turned_ld = round_up(rows, kTokenUnit);
+    const bool resume = nodes.first > 0;
+    // Rows of the matrix that earlier nodes have; for each, both types have `turned_ld` elements.
+    const int64_t skipped = engine_.layer.span(part, nodes.first).first * kBlockRows * turned_ld;
+    const auto [first, count, out, ld] = columns;
     if (in.bf16) {
       engine_.tiles.multiply_transposed_bf16(
-          {rows, in.bf16, turned_ld, pieces, num_pieces, first, cols, out, ld, accumulate});
+          {rows, in.bf16 + skipped, turned_ld, pieces, nodes.count, first, count, out, ld, accumulate, resume});
     } else {
       engine_.tiles.multiply_transposed(
-          {rows, in.f32, turned_ld, pieces, num_pieces, first, cols, out, ld, accumulate});
+          {rows, in.f32 + skipped, turned_ld, pieces, nodes.count, first, count, out, ld, accumulate, resume});
     }
   }
 
@@ -211,11 +218,12 @@ class BackwardPass {
   }
 
   // dh = W_down^T g (+ LoRA), some columns.
-  void down_columns(int64_t index, const ExpertRows& rows, int64_t first, int64_t cols) const {
+  void down_columns(int64_t index, const ExpertRows& rows, int64_t first, int64_t cols, const Nodes& nodes) const {
     const PairRange& run = run_of(index);
     cols = std::min(cols, round_up(inner_, kColumnUnit) - first);
-    multiply_transposed(run.expert, kDown, run.size(), rows.grad_turned, first, cols, rows.dh + first, ld_inner_,
-                        false);
+    multiply_transposed(run.expert, kDown, run.size(), rows.grad_turned, nodes,
+                        {first, cols, rows.dh + first, ld_inner_}, false);
+    if (!is_last(nodes)) return;
     for_each_group(index, [&](const PairRange& group, const LoraSlot& slot, int64_t m) {
       low_backward(group, slot, kDown, rows.dlow[kDown] + m * chunk_.rank, first, std::min(cols, inner_ - first),
                    rows.dh + m * ld_inner_ + first, ld_inner_);
@@ -274,7 +282,7 @@ class BackwardPass {
                          ld);
       return;
     }
-    static thread_local AlignedBuffer scratch;
+    static thread_local Scratch scratch;
     float* by_dropped = scratch.reserve<float>(group.size() * count);
     std::fill(by_dropped, by_dropped + group.size() * count, 0.0f);
     lora_down_backward(engine_.tiles, slot, part, group.expert, group.size(), dlow, chunk_.rank, first, count,
@@ -283,12 +291,22 @@ class BackwardPass {
   }
 
   // d x of the pairs, some columns.
-  void input_columns(int64_t index, const ExpertRows& rows, int64_t first, int64_t cols) const {
+  void input_columns(int64_t index, const ExpertRows& rows, int64_t first, int64_t cols, const Nodes& nodes) const {
     const PairRange& run = run_of(index);
     cols = std::min(cols, round_up(hidden_, kColumnUnit) - first);
     float* out = y_ + run.begin * ld_hidden_ + first;
-    multiply_transposed(run.expert, kGate, run.size(), rows.gate_turned, first, cols, out, ld_hidden_, false);
-    multiply_transposed(run.expert, kUp, run.size(), rows.up_turned, first, cols, out, ld_hidden_, true);
+    const auto multiply = [&](Projection part, const Turned& in, float* to, bool accumulate) {
+      multiply_transposed(run.expert, part, run.size(), in, nodes, {first, cols, to, ld_hidden_}, accumulate);
+    };
+    multiply(kGate, rows.gate_turned, out, false);
+    if (nodes.count == engine_.layer.num_nodes()) {
+      multiply(kUp, rows.up_turned, out, true);
+    } else {
+      multiply(kUp, rows.up_turned, rows.by_up + first, false);  // its own sums, until the last node has added its part
+    }
+    if (!is_last(nodes)) return;
+    for (int64_t m = 0; nodes.first > 0 && m < run.size(); ++m)
+      engine_.tiles.add_scaled(rows.by_up + m * ld_hidden_ + first, 1.0f, cols, out + m * ld_hidden_);
     for (const Projection part : {kGate, kUp}) {
       for_each_group(index, [&](const PairRange& group, const LoraSlot& slot, int64_t m) {
         low_backward(group, slot, part, rows.dlow[part] + m * chunk_.rank, first, std::min(cols, hidden_ - first),
@@ -301,13 +319,14 @@ class BackwardPass {
     const int64_t most = routing_.most_pairs;
     const ExpertRows rows = reserve(&BackwardBuffers::own(), most, round_up(most, kTokenUnit));
     load(index, rows);
-    down_columns(index, rows, 0, inner_ + kColumnUnit);
+    down_columns(index, rows, 0, inner_ + kColumnUnit, all_nodes());
     activation(index, rows);
-    input_columns(index, rows, 0, hidden_ + kColumnUnit);
+    input_columns(index, rows, 0, hidden_ + kColumnUnit, all_nodes());
   }
 
-  void clear_weight_gradients() const {
-    for (int64_t flat = 0; flat < routing_.num_tokens * routing_.top_k; ++flat) {
+  void sum_up(int64_t token) const {
+    combine_pairs(engine_, routing_, y_, ld_hidden_, false, token, gradients_.x);
+    for (int64_t flat = token * routing_.top_k; flat < (token + 1) * routing_.top_k; ++flat) {
       if (routing_.pair_of[static_cast<size_t>(flat)] < 0) *weight_gradient(flat) = 0.0f;
     }
   }
@@ -335,41 +354,37 @@ class BackwardPass {
   float* y_ = nullptr;
 };
 
-Status check_retained(const Engine& engine, const RoutedCall& call, const Retained& retained) {
-  int64_t tokens = 0;
-  for (const RetainedChunk& chunk : retained.chunks) {
-    if (chunk.routing.first_token != tokens || chunk.routing.top_k != call.ids.shape[1] ||
-        chunk.rank != max_rank_of_all(call)) {
-      return invalid_value("the retained activations are of another call");
+void run_backward(const Engine& engine, const RoutedCall& call, const TensorView& grad_out,
+                  const RoutedGradients& gradients, const Retained* retained, const FiniteCheck* finite) {
+  if (retained) {
+    for (const RetainedChunk& chunk : retained->chunks) {
+      BackwardPass(engine, call, grad_out, chunk, gradients).run(finite);
+      finite = nullptr;
     }
-    tokens += chunk.routing.num_tokens;
+    return;
   }
-  if (tokens == call.x.shape[0] && engine.layer.shape().hidden == call.x.shape[1]) return {};
-  return invalid_value("the retained activations are of " + std::to_string(tokens) + " tokens, x has " +
-                       std::to_string(call.x.shape[0]));
+  Retained own;
+  RetainedChunk& recomputed = own.add_chunk();
+  const int64_t num_tokens = call.x.shape[0];
+  const int64_t step = tokens_at_once(engine.layer, call, 2 * ForwardPass::bytes_per_pair(engine));
+  for (int64_t first = 0; first < num_tokens; first += step) {
+    route(engine.layer.shape(), call, first, std::min(step, num_tokens - first), &recomputed.routing);
+    recomputed.reserve(engine.layer, call);
+    ForwardPass(engine, call, recomputed.routing, &recomputed).run_kept(first == 0 ? finite : nullptr);
+    BackwardPass(engine, call, grad_out, recomputed, gradients).run(nullptr);
+  }
 }
 
 }  // namespace
 
 Status backward(const Engine& engine, const RoutedCall& call, const TensorView& grad_out,
                 const RoutedGradients& gradients, const Retained* retained) {
+  const CallScope scope;
   KT_RETURN_IF_ERROR(check_call(engine.layer.shape(), call));
-  KT_RETURN_IF_ERROR(check_finite(grad_out, "grad_out"));
-  if (retained) {
-    KT_RETURN_IF_ERROR(check_retained(engine, call, *retained));
-    for (const RetainedChunk& chunk : retained->chunks) BackwardPass(engine, call, grad_out, chunk, gradients).run();
-    return {};
-  }
-  static thread_local RetainedChunk recomputed;
-  const int64_t num_tokens = call.x.shape[0];
-  const int64_t step = tokens_at_once(engine.layer, call, 2 * ForwardPass::bytes_per_pair(engine));
-  for (int64_t first = 0; first < num_tokens; first += step) {
-    route(engine.layer.shape(), call, first, std::min(step, num_tokens - first), &recomputed.routing);
-    recomputed.reserve(engine.layer, call);
-    ForwardPass(engine, call, recomputed.routing, &recomputed).run_kept();
-    BackwardPass(engine, call, grad_out, recomputed, gradients).run();
-  }
-  return {};
+  if (retained) KT_RETURN_IF_ERROR(check_retained(engine.layer, call, *retained));
+  return with_check({{&call.x, "x"}, {&grad_out, "grad_out"}}, engine.num_threads, [&](const FiniteCheck* finite) {
+    run_backward(engine, call, grad_out, gradients, retained, finite);
+  });
 }
 
 }  // namespace kt

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "base/memory.h"
+#include "base/scratch.h"
 
 namespace kt {
 namespace {
@@ -37,7 +37,7 @@ uint64_t Dropout::key(int64_t row) const {
 
 const float* Dropout::dropped(const float* x, int64_t ldx, int64_t cols) const {
   if (!active()) return x;
-  static thread_local AlignedBuffer buffers[kNumProjections];
+  static thread_local Scratch buffers[kNumProjections];
   const Mask mask(slot_.dropout);
   const int64_t rows = group_.size();
   float* out = buffers[projection_].reserve<float>(rows * ldx);

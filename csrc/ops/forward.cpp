@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <mutex>
 
 #include "ops/dropout.h"
 #include "ops/forward_pass.h"
@@ -24,62 +23,6 @@ void for_each_group(const Routing& routing, int64_t index, Body&& body) {
 
 }  // namespace
 
-void RetainedChunk::reserve(const ExpertLayer& layer, const RoutedCall& call) {
-  const int64_t pairs = routing.num_pairs(), ld = activation_stride(layer.shape().intermediate);
-  rank = max_rank_of_all(call);
-  gate.reserve<float>(pairs * ld);
-  up.reserve<float>(pairs * ld);
-  for (AlignedBuffer& rows : low) rows.reserve<float>(pairs * rank);
-}
-
-namespace {
-
-// Chunks whose memory waits for its next use. Never destroyed: a Retained may outlive static objects.
-struct SpareChunks {
-  std::mutex mutex;
-  std::vector<RetainedChunk> chunks;
-  static SpareChunks& instance() {
-    static SpareChunks* const spare = new SpareChunks;
-    return *spare;
-  }
-};
-
-}  // namespace
-
-Retained::~Retained() {
-  SpareChunks& spare = SpareChunks::instance();
-  std::lock_guard lock(spare.mutex);
-  for (RetainedChunk& chunk : chunks) spare.chunks.push_back(std::move(chunk));
-}
-
-void Retained::free_spare() {
-  SpareChunks& spare = SpareChunks::instance();
-  std::lock_guard lock(spare.mutex);
-  spare.chunks.clear();
-}
-
-RetainedChunk& Retained::add_chunk() {
-  SpareChunks& spare = SpareChunks::instance();
-  std::lock_guard lock(spare.mutex);
-  if (spare.chunks.empty()) return chunks.emplace_back();
-  chunks.push_back(std::move(spare.chunks.back()));
-  spare.chunks.pop_back();
-  return chunks.back();
-}
-
-int64_t Retained::bytes() const {
-  size_t bytes = 0;
-  for (const RetainedChunk& chunk : chunks) {
-    bytes += chunk.gate.bytes() + chunk.up.bytes();
-    for (const AlignedBuffer& low : chunk.low) bytes += low.bytes();
-  }
-  return static_cast<int64_t>(bytes);
-}
-
-int64_t max_rank_of_all(const RoutedCall& call) {
-  return std::max({max_rank(call.slots, kGate), max_rank(call.slots, kUp), max_rank(call.slots, kDown)});
-}
-
 void widen_row(const Tiles& tiles, const TensorView& matrix, int64_t token, float* values) {
   const int64_t at = token * matrix.strides[0], cols = matrix.shape[1];
   if (matrix.dtype == DType::kBf16) {
@@ -91,7 +34,7 @@ void widen_row(const Tiles& tiles, const TensorView& matrix, int64_t token, floa
 
 void combine_pairs(const Engine& engine, const Routing& routing, const float* rows, int64_t ld, bool weighted,
                    int64_t token, const TensorView& out) {
-  static thread_local AlignedBuffer scratch;
+  static thread_local Scratch scratch;
   const int64_t cols = out.shape[1], at = (routing.first_token + token) * out.strides[0];
   float* sum = out.dtype == DType::kBf16 ? scratch.reserve<float>(cols) : out.as<float>() + at;
   std::fill(sum, sum + cols, 0.0f);
@@ -107,7 +50,7 @@ void combine_pairs(const Engine& engine, const Routing& routing, const float* ro
 // Kept by a thread between calls, so that a call of the same size allocates nothing.
 struct ForwardPass::Buffers {
   OperandBuffer x, h, tokens;
-  AlignedBuffer low[kNumProjections], y, sums, row;
+  Scratch low[kNumProjections], y, sums, row;
   static Buffers& all() {
     static thread_local Buffers buffers;
     return buffers;
@@ -124,7 +67,7 @@ ForwardPass::ForwardPass(const Engine& engine, const RoutedCall& call, const Rou
       routing_(routing),
       keep_(keep),
       arithmetic_(arithmetic_of(engine, call)),
-      rank_(keep ? keep->rank : max_rank_of_all(call)),
+      rank_(keep ? keep->rank : max_rank_of_all(call.slots)),
       with_lora_in_(max_rank(call.slots, kGate) > 0 || max_rank(call.slots, kUp) > 0),
       with_lora_down_(max_rank(call.slots, kDown) > 0),
       ld_y_(activation_stride(engine.layer.shape().hidden)) {}
@@ -180,6 +123,11 @@ void ForwardPass::load(const PairRange& run, const Rows& rows) const {
       std::fill(at.f32 + shape.cols, at.f32 + at.ld, 0.0f);
     }
   }
+}
+
+void ForwardPass::load_expert(int64_t index, const Rows& rows) const {
+  load(routing_.experts[static_cast<size_t>(index)], rows);
+  for (const Projection part : {kGate, kUp}) low(index, part, rows.x, rows);
 }
 
 void ForwardPass::low(int64_t index, Projection part, const Operand& input, const Rows& rows) const {
@@ -265,8 +213,7 @@ void ForwardPass::down(int64_t index, int64_t block, int64_t blocks, const Rows&
 
 void ForwardPass::whole_expert(int64_t index, const Rows& rows, bool with_down) const {
   const PairRange& run = routing_.experts[static_cast<size_t>(index)];
-  load(run, rows);
-  for (const Projection part : {kGate, kUp}) low(index, part, rows.x, rows);
+  load_expert(index, rows);
   const int64_t in_blocks = engine_.layer.in_shape().blocks(), out_blocks = engine_.layer.out_shape().blocks();
   int64_t at_once = blocks_of_gate_up(run.size());
   for (int64_t block = 0; block < in_blocks; block += at_once)
@@ -282,71 +229,55 @@ void ForwardPass::combine(int64_t token, const TensorView& out) const {
   combine_pairs(engine_, routing_, y_, ld_y_, true, token, out);
 }
 
-void ForwardPass::run_tasks(const TensorView* out) {
-  const int num_threads = threads_for(engine_, routing_);
-  const auto num_experts = static_cast<int64_t>(routing_.experts.size());
-  const int num_nodes = engine_.layer.num_nodes();
-  const bool by_expert = expert_tasks(engine_, routing_, num_threads);
-  const auto run_of = [&](int64_t index) -> const PairRange& { return routing_.experts[static_cast<size_t>(index)]; };
-  if (!by_expert) all_ = reserve(&Buffers::all(), routing_.num_pairs());
-
-  const auto prepare = [&](int64_t token) { prepare_token(token); };
-  const auto whole = [&](int64_t task) {
-    whole_expert(routing_.by_size[static_cast<size_t>(task)], own_rows(), out != nullptr);
-  };
-  const auto load_expert = [&](int64_t index) {
-    const Rows rows = rows_of(run_of(index));
-    load(run_of(index), rows);
-    for (const Projection part : {kGate, kUp}) low(index, part, rows.x, rows);
-  };
-  const BlockRanges in_ranges(engine_.layer, kGate, routing_, num_threads);
-  const auto gate_up_range = [&](int node, int64_t task) {
-    in_ranges.visit(node, task, [&](int64_t index, int64_t block, int64_t blocks) {
-      gate_up(index, block, blocks, rows_of(run_of(index)));
-    });
-  };
-  const auto finish = [&](int64_t index) { finish_h(index, rows_of(run_of(index)), out != nullptr); };
-  const BlockRanges out_ranges(engine_.layer, kDown, routing_, num_threads);
-  const auto down_range = [&](int node, int64_t task) {
-    out_ranges.visit(node, task, [&](int64_t index, int64_t block, int64_t blocks) {
-      down(index, block, blocks, rows_of(run_of(index)));
-    });
-  };
-  const auto sum_up = [&](int64_t token) { combine(token, *out); };
-
-  Phase phases[kMaxPhases];
-  int count = 0;
-  if (arithmetic_ == Arithmetic::kInt8) phases[count++] = phase_of(routing_.num_tokens, prepare);
-  if (by_expert) {
-    phases[count++] = phase_of(num_experts, whole);
-  } else {
-    phases[count++] = phase_of(num_experts, load_expert);
-    phases[count++] = phase_by_node(num_nodes, in_ranges.num_tasks(), gate_up_range);
-    phases[count++] = phase_of(num_experts, finish);
-    if (out) phases[count++] = phase_by_node(num_nodes, out_ranges.num_tasks(), down_range);
-  }
-  if (out) phases[count++] = phase_of(routing_.num_tokens, sum_up);
-  ThreadPool::instance().run_phases(phases, count, num_threads);
+void ForwardPass::run_plan(const TensorView* out, const FiniteCheck* finite) {
+  const ForwardWork work{finite ? finite->num_parts() : 0, arithmetic_ == Arithmetic::kInt8, out != nullptr};
+  const Plan plan = forward_plan(engine_.layer, routing_, engine_.num_threads, work);
+  if (plan.has(kLoad)) all_ = reserve(&Buffers::all(), routing_.num_pairs());
+  const auto rows = [&](int64_t index) { return rows_of(routing_.experts[static_cast<size_t>(index)]); };
+  kt::run(plan, [&](int step, const Range& range) {
+    const int64_t item = range.item;
+    switch (step) {
+      case kCheck:
+        return finite->check_part(item);
+      case kPrepare:
+        return prepare_token(item);
+      case kWholeExpert:
+        return whole_expert(routing_.by_size[static_cast<size_t>(item)], own_rows(), out != nullptr);
+      case kLoad:
+        return load_expert(item, rows(item));
+      case kGateUp:
+        return gate_up(item, range.first, range.count, rows(item));
+      case kFinish:
+        return finish_h(item, rows(item), out != nullptr);
+      case kDownForward:
+        return down(item, range.first, range.count, rows(item));
+      default:
+        return combine(item, *out);
+    }
+  });
 }
 
-void ForwardPass::run(const TensorView& out) {
-  Buffers& buffers = Buffers::all();
-  y_ = buffers.y.reserve<float>(routing_.num_pairs() * ld_y_);
-  if (arithmetic_ == Arithmetic::kInt8)
-    tokens_ = buffers.tokens.reserve(engine_.tiles, engine_.layer.in_shape(), arithmetic_, routing_.num_tokens, false);
-  run_tasks(&out);
+void ForwardPass::run(const TensorView& out, const FiniteCheck* finite) {
+  y_ = Buffers::all().y.reserve<float>(routing_.num_pairs() * ld_y_);
+  reserve_tokens();
+  run_plan(&out, finite);
 }
 
-void ForwardPass::run_kept() {
-  if (arithmetic_ == Arithmetic::kInt8) {
-    tokens_ =
-        Buffers::all().tokens.reserve(engine_.tiles, engine_.layer.in_shape(), arithmetic_, routing_.num_tokens, false);
-  }
-  run_tasks(nullptr);
+void ForwardPass::run_kept(const FiniteCheck* finite) {
+  reserve_tokens();
+  run_plan(nullptr, finite);
 }
 
-Status forward(const Engine& engine, const RoutedCall& call, const TensorView& out, Retained* retained) {
-  KT_RETURN_IF_ERROR(check_call(engine.layer.shape(), call));
+void ForwardPass::reserve_tokens() {
+  if (arithmetic_ != Arithmetic::kInt8) return;
+  tokens_ =
+      Buffers::all().tokens.reserve(engine_.tiles, engine_.layer.in_shape(), arithmetic_, routing_.num_tokens, false);
+}
+
+namespace {
+
+void run_forward(const Engine& engine, const RoutedCall& call, const TensorView& out, Retained* retained,
+                 const FiniteCheck* finite) {
   static thread_local Routing own_routing;
   const int64_t num_tokens = call.x.shape[0];
   const int64_t step = tokens_at_once(engine.layer, call, ForwardPass::bytes_per_pair(engine));
@@ -355,8 +286,19 @@ Status forward(const Engine& engine, const RoutedCall& call, const TensorView& o
     Routing* routing = keep ? &keep->routing : &own_routing;
     route(engine.layer.shape(), call, first, std::min(step, num_tokens - first), routing);
     if (keep) keep->reserve(engine.layer, call);
-    ForwardPass(engine, call, *routing, keep).run(out);
+    ForwardPass(engine, call, *routing, keep).run(out, first == 0 ? finite : nullptr);
   }
+}
+
+}  // namespace
+
+Status forward(const Engine& engine, const RoutedCall& call, const TensorView& out, Retained* retained) {
+  const CallScope scope;
+  KT_RETURN_IF_ERROR(check_call(engine.layer.shape(), call));
+  if (retained) retained->clear();
+  KT_RETURN_IF_ERROR(with_check({{&call.x, "x"}}, engine.num_threads,
+                                [&](const FiniteCheck* finite) { run_forward(engine, call, out, retained, finite); }));
+  if (retained) retained->call = facts_of(engine.layer, call);
   return {};
 }
 

@@ -1,6 +1,7 @@
 // The forward pass of one run of tokens: the steps, and two ways to order them (schedule.h).
 #pragma once
 
+#include "ops/finite.h"
 #include "ops/operand.h"
 #include "ops/retained.h"
 #include "ops/schedule.h"
@@ -13,9 +14,11 @@ class ForwardPass {
   ForwardPass(const Engine& engine, const RoutedCall& call, const Routing& routing, RetainedChunk* keep);
 
   // Everything up to the output.
-  void run(const TensorView& out);
+  // `finite`: to be looked at first, in the same job; null: nothing. Throws NotFinite, and has then written nothing to
+  // `out`.
+  void run(const TensorView& out, const FiniteCheck* finite);
   // Only what is kept, for a backward pass that finds nothing retained.
-  void run_kept();
+  void run_kept(const FiniteCheck* finite);
 
   // Bytes of the rows that live until the end of a pass, for each pair.
   static int64_t bytes_per_pair(const Engine& engine);
@@ -35,13 +38,15 @@ class ForwardPass {
 
   void prepare_token(int64_t token);
   void load(const PairRange& run, const Rows& rows) const;
+  void load_expert(int64_t index, const Rows& rows) const;
   void low(int64_t index, Projection part, const Operand& input, const Rows& rows) const;
   void gate_up(int64_t index, int64_t block, int64_t blocks, const Rows& rows) const;
   void finish_h(int64_t index, const Rows& rows, bool for_down) const;
   void down(int64_t index, int64_t block, int64_t blocks, const Rows& rows) const;
   void whole_expert(int64_t index, const Rows& rows, bool with_down) const;
   void combine(int64_t token, const TensorView& out) const;
-  void run_tasks(const TensorView* out);
+  void reserve_tokens();
+  void run_plan(const TensorView* out, const FiniteCheck* finite);
 
   const Engine& engine_;
   const RoutedCall& call_;
@@ -62,7 +67,5 @@ void combine_pairs(const Engine& engine, const Routing& routing, const float* ro
 
 // values [count] of row `token` of a float32 or bf16 matrix, as float32.
 void widen_row(const Tiles& tiles, const TensorView& matrix, int64_t token, float* values);
-
-int64_t max_rank_of_all(const RoutedCall& call);
 
 }  // namespace kt

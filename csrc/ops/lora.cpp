@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "base/bf16.h"
-#include "base/memory.h"
+#include "base/scratch.h"
 
 namespace kt {
 namespace {
@@ -28,7 +28,7 @@ void widen(const T* from, int64_t row_stride, const Part& part, bool transposed,
 }
 
 const float* widened(const TensorView& tensor, int64_t expert, const Part& part, bool transposed, int64_t ld) {
-  static thread_local AlignedBuffer scratch;
+  static thread_local Scratch scratch;
   float* out = scratch.reserve<float>((transposed ? part.cols : part.rows) * ld);
   const int64_t base = expert * tensor.strides[0];
   if (tensor.dtype == DType::kBf16) {
@@ -92,6 +92,10 @@ int64_t max_rank(const std::vector<LoraSlot>& slots, Projection projection) {
   int64_t rank = 0;
   for (const LoraSlot& slot : slots) rank = std::max(rank, slot.pairs[projection].rank());
   return rank;
+}
+
+int64_t max_rank_of_all(const std::vector<LoraSlot>& slots) {
+  return std::max({max_rank(slots, kGate), max_rank(slots, kUp), max_rank(slots, kDown)});
 }
 
 }  // namespace kt

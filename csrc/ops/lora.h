@@ -33,5 +33,6 @@ void lora_weight_gradients(const Tiles& tiles, const LoraPair& into, int64_t exp
 
 // Largest rank among the slots for one projection.
 int64_t max_rank(const std::vector<LoraSlot>& slots, Projection projection);
+int64_t max_rank_of_all(const std::vector<LoraSlot>& slots);
 
 }  // namespace kt

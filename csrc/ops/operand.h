@@ -1,7 +1,7 @@
 // Rows of activations in the form in which a packed product takes them: float32, bf16, or int8 with scales and sums.
 #pragma once
 
-#include "base/memory.h"
+#include "base/scratch.h"
 #include "ops/call.h"
 
 namespace kt {
@@ -24,14 +24,14 @@ struct Operand {
 // more, so that the rows of a register tile do not all fall into the same sets of the first-level cache.
 inline int64_t activation_stride(int64_t cols) { return round_up(cols, kColumnUnit) + 16; }
 
-// Memory for operands; grows, never shrinks.
+// Memory of a thread for operands.
 class OperandBuffer {
  public:
   // Room for `rows` rows of activations of a matrix of this shape. `with_f32`: the float32 rows too, in any arithmetic.
   Operand reserve(const Tiles& tiles, const PackedShape& shape, Arithmetic arithmetic, int64_t rows, bool with_f32);
 
  private:
-  AlignedBuffer f32_, bf16_, codes_, scales_, sums_;
+  Scratch f32_, bf16_, codes_, scales_, sums_;
 };
 
 // Row `row` of `operand` from its float32 values (which may be its own f32 row): narrows or quantizes as needed.

@@ -1,9 +1,10 @@
 // Activations of a forward call that its backward needs, so that it does not have to compute them again.
 #pragma once
 
+#include <optional>
 #include <vector>
 
-#include "base/memory.h"
+#include "base/scratch.h"
 #include "ops/routing.h"
 
 namespace kt {
@@ -15,14 +16,32 @@ struct RetainedChunk {
   AlignedBuffer gate, up, low[kNumProjections];
   int64_t rank = 0;
 
+  int64_t bytes() const;
   void reserve(const ExpertLayer& layer, const RoutedCall& call);
   float* gate_rows() const { return static_cast<float*>(gate.data()); }
   float* up_rows() const { return static_cast<float*>(up.data()); }
   float* low_rows(Projection part) const { return static_cast<float*>(low[part].data()); }
 };
 
-// The memory is kept for the next calls, as much as was in use at once, until `free_spare`: the kernel clears fresh
-// pages, which takes as long as a third of a forward pass.
+// What the sizes and the contents of a call's retained activations follow from, without the routing (which the chunks
+// hold) and without the values of x and of the adapters.
+struct CallFacts {
+  struct Slot {
+    int64_t ranks[kNumProjections];
+    float scaling, dropout;
+    uint64_t seed;
+  };
+  uint64_t layer = 0;  // ExpertLayer::id; 0: no forward call has finished
+  int64_t tokens = 0, top_k = 0;
+  DType x_dtype = DType::kOther;
+  std::vector<Slot> slots;
+  std::vector<int64_t> token_slots;  // of each token, -1: base
+};
+
+CallFacts facts_of(const ExpertLayer& layer, const RoutedCall& call);
+
+// The memory is kept for the next calls, until recent ones (scratch.h) needed less at once or in one piece, or until
+// `free_spare`: the kernel clears fresh pages, which takes as long as a third of a forward pass.
 struct Retained {
   Retained() = default;
   ~Retained();
@@ -30,9 +49,28 @@ struct Retained {
   Retained& operator=(const Retained&) = delete;
 
   static void free_spare();
+  static int64_t spare_bytes();
   RetainedChunk& add_chunk();
+  void clear();
   int64_t bytes() const;
+
+  CallFacts call;  // filled when the forward call has finished
   std::vector<RetainedChunk> chunks;
 };
+
+// A forward or backward call, from beginning to end: counts calls, and gives memory back at the end of a window.
+class CallScope {
+ public:
+  CallScope() = default;
+  ~CallScope();
+
+ private:
+  std::optional<ScratchUse> use_{std::in_place};
+};
+
+// Fails, and names the first difference, unless `retained` comes from a forward call with this layer, shape and dtype
+// of x, routing (ids and weights), and slots (ranks, scaling, dropout, seed, and which token has which). A checked
+// call: ids and slots are in range.
+Status check_retained(const ExpertLayer& layer, const RoutedCall& call, const Retained& retained);
 
 }  // namespace kt

@@ -2,42 +2,16 @@
 
 #include <algorithm>
 
-#include "base/bf16.h"
+#include "ops/finite.h"
 
 namespace kt {
-namespace {
-
 int64_t id_at(const TensorView& ids, int64_t token, int64_t position) {
   const int64_t at = token * ids.strides[0] + position;
   return ids.dtype == DType::kI32 ? ids.as<int32_t>()[at] : ids.as<int64_t>()[at];
 }
 
-// Index of the first value that is not finite, or -1.
-int64_t find_bad(const uint16_t* row, int64_t count) {
-  unsigned bad = 0;
-  for (int64_t i = 0; i < count; ++i) bad |= static_cast<unsigned>((row[i] & 0x7f80u) == 0x7f80u);
-  return bad ? std::find_if(row, row + count, [](uint16_t v) { return !bf16_is_finite(v); }) - row : -1;
-}
-
-int64_t find_bad(const float* row, int64_t count) {
-  float zero = 0.0f;  // x * 0 is NaN for NaN and Inf only
-  for (int64_t i = 0; i < count; ++i) zero += row[i] * 0.0f;
-  return zero == 0.0f ? -1 : std::find_if(row, row + count, [](float v) { return !float_is_finite(v); }) - row;
-}
-
-}  // namespace
-
-Status check_finite(const TensorView& matrix, const char* name) {
-  for (int64_t row = 0; row < matrix.shape[0]; ++row) {
-    const int64_t at = row * matrix.strides[0];
-    const int64_t bad = matrix.dtype == DType::kBf16 ? find_bad(matrix.as<uint16_t>() + at, matrix.shape[1])
-                                                     : find_bad(matrix.as<float>() + at, matrix.shape[1]);
-    if (bad >= 0) {
-      return {StatusCode::kNumerics,
-              std::string(name) + "[" + std::to_string(row) + ", " + std::to_string(bad) + "] is NaN or Inf"};
-    }
-  }
-  return {};
+int64_t slot_at(const RoutedCall& call, int64_t token) {
+  return call.token_slots.present() ? call.token_slots.as<int32_t>()[token * call.token_slots.strides[0]] : -1;
 }
 
 Status check_call(const ExpertShape& shape, const RoutedCall& call) {
@@ -52,14 +26,13 @@ Status check_call(const ExpertShape& shape, const RoutedCall& call) {
   }
   const int64_t num_slots = static_cast<int64_t>(call.slots.size());
   for (int64_t token = 0; call.token_slots.present() && token < call.token_slots.shape[0]; ++token) {
-    const int64_t slot = call.token_slots.as<int32_t>()[token * call.token_slots.strides[0]];
+    const int64_t slot = slot_at(call, token);
     if (slot >= -1 && slot < num_slots) continue;
     return invalid_value(
         "token_slots[" + std::to_string(token) + "] is " + std::to_string(slot) + "; allowed: -1 for the base" +
         (num_slots ? ", or 0 to " + std::to_string(num_slots - 1) : std::string(" only: the call has no slots")));
   }
-  KT_RETURN_IF_ERROR(check_finite(call.weights, "weights"));
-  return check_finite(call.x, "x");
+  return check_finite(call.weights, "weights");
 }
 
 void route(const ExpertShape& shape, const RoutedCall& call, int64_t first_token, int64_t num_tokens,
@@ -93,9 +66,7 @@ void route(const ExpertShape& shape, const RoutedCall& call, int64_t first_token
   for (int64_t flat = 0; flat < num_tokens * top_k; ++flat) {
     const int64_t token = first_token + flat / top_k, id = id_at(call.ids, token, flat % top_k);
     if (id < 0) continue;
-    const int64_t slot =
-        call.token_slots.present() ? call.token_slots.as<int32_t>()[token * call.token_slots.strides[0]] : -1;
-    items[static_cast<size_t>(next[static_cast<size_t>(id)]++)] = {slot, flat};
+    items[static_cast<size_t>(next[static_cast<size_t>(id)]++)] = {slot_at(call, token), flat};
   }
 
   for (int64_t expert = 0; expert < shape.num_experts; ++expert) {

@@ -34,11 +34,14 @@ struct Routing {
   int64_t typical_pairs() const { return experts[static_cast<size_t>(by_size[by_size.size() / 2])].size(); }
 };
 
+int64_t id_at(const TensorView& ids, int64_t token, int64_t position);
+// -1 where the call has no token_slots.
+int64_t slot_at(const RoutedCall& call, int64_t token);
+
 // Keeps the memory of its vectors when it is filled again.
 void route(const ExpertShape& shape, const RoutedCall& call, int64_t first_token, int64_t num_tokens, Routing* routing);
 
-// Ids outside [-1, E), slots outside [-1, S), NaN or Inf among routing weights or activations.
+// Ids outside [-1, E), slots outside [-1, S), NaN or Inf among routing weights. Not x: finite.h.
 Status check_call(const ExpertShape& shape, const RoutedCall& call);
-Status check_finite(const TensorView& matrix, const char* name);
 
 }  // namespace kt

@@ -9,6 +9,7 @@
 #include <system_error>
 #include <thread>
 
+#include "base/scratch.h"
 #include "threads/topology.h"
 
 #if defined(__linux__)
@@ -47,23 +48,6 @@ int current_node() {
   return 0;
 }
 
-// Worker `index` belongs to processor `index` in an order that takes nodes in turn, so that few threads are spread over
-// all nodes. Number 0 is left to the caller, who runs where it likes.
-struct Seat {
-  int node, processor;
-};
-
-Seat seat_of(int index) {
-  const Topology& t = topology();
-  int at = index % t.num_processors();
-  for (size_t round = 0;; ++round) {
-    for (size_t node = 0; node < t.nodes.size(); ++node) {
-      if (round >= t.nodes[node].processors.size()) continue;
-      if (at-- == 0) return {static_cast<int>(node), t.nodes[node].processors[round]};
-    }
-  }
-}
-
 void pin_to(int processor) {
 #if defined(__linux__)
   cpu_set_t mask;
@@ -75,9 +59,38 @@ void pin_to(int processor) {
 #endif
 }
 
+// Keeps this thread on the processors of a node while it lives.
+class OnNode {
+ public:
+#if defined(__linux__)
+  explicit OnNode(int node) {
+    const auto& nodes = topology().nodes;
+    if (nodes.size() < 2 || static_cast<size_t>(node) >= nodes.size()) return;
+    if (sched_getaffinity(0, sizeof before_, &before_) != 0) return;
+    cpu_set_t mask;
+    CPU_ZERO(&mask);
+    for (const int processor : nodes[static_cast<size_t>(node)].processors) CPU_SET(processor, &mask);
+    moved_ = sched_setaffinity(0, sizeof mask, &mask) == 0;
+  }
+  ~OnNode() {
+    if (moved_) (void)sched_setaffinity(0, sizeof before_, &before_);
+  }
+#else
+  explicit OnNode(int) {}
+#endif
+  OnNode(const OnNode&) = delete;
+  OnNode& operator=(const OnNode&) = delete;
+
+ private:
+#if defined(__linux__)
+  cpu_set_t before_;
+  bool moved_ = false;
+#endif
+};
+
 }  // namespace
 
-int default_num_threads() { return topology().num_processors(); }
+int default_num_threads() { return threads_for(topology(), read_cpu_quota("")); }
 
 // Never destroyed: workers may still sleep on it while the process exits.
 struct ThreadPool::Shared {
@@ -96,6 +109,7 @@ struct ThreadPool::Shared {
   const Phase* phases = nullptr;
   int num_phases = 0;
   int num_helpers = 0;
+  bool has_threads[kMaxNodes] = {};  // nodes of the caller and its helpers
   Counter next[kMaxPhases][kMaxNodes];
   Counter left[kMaxPhases];    // tasks that have not ended
   Counter32 over[kMaxPhases];  // 1 when none is left
@@ -103,6 +117,8 @@ struct ThreadPool::Shared {
   std::atomic<bool> open{false};
   alignas(64) std::atomic<int32_t> active{0};  // workers that may touch the job
   alignas(64) std::atomic<int32_t> jobs{0};    // workers sleep until it changes
+
+  std::atomic<void (*)()> wake_hook{nullptr};
 
   std::atomic<bool> failed{false};
   std::mutex error_mutex;
@@ -119,6 +135,25 @@ ThreadPool& ThreadPool::instance() {
   return pool;
 }
 
+int64_t ThreadPool::take_queue(int p, int queue) {
+  Shared& s = shared();
+  const Phase& phase = s.phases[p];
+  int64_t ended = 0;
+  for (;;) {
+    const int64_t task = s.next[p][queue].value.fetch_add(1, std::memory_order_relaxed);
+    if (task >= phase.num_tasks[queue]) return ended;
+    ++ended;
+    if (s.failed.load(std::memory_order_relaxed)) continue;
+    try {
+      phase.task(phase.self, queue, task);
+    } catch (...) {
+      std::lock_guard lock(s.error_mutex);
+      if (!s.error) s.error = std::current_exception();
+      s.failed.store(true, std::memory_order_relaxed);
+    }
+  }
+}
+
 void ThreadPool::take_tasks(int node) {
   Shared& s = shared();
   for (int p = 0; p < s.num_phases; ++p) {
@@ -126,18 +161,11 @@ void ThreadPool::take_tasks(int node) {
     int64_t ended = 0;
     for (int step = 0; step < phase.num_queues; ++step) {
       const int queue = (node + step) % phase.num_queues;
-      for (;;) {
-        const int64_t task = s.next[p][queue].value.fetch_add(1, std::memory_order_relaxed);
-        if (task >= phase.num_tasks[queue]) break;
-        ++ended;
-        if (s.failed.load(std::memory_order_relaxed)) continue;
-        try {
-          phase.task(phase.self, queue, task);
-        } catch (...) {
-          std::lock_guard lock(s.error_mutex);
-          if (!s.error) s.error = std::current_exception();
-          s.failed.store(true, std::memory_order_relaxed);
-        }
+      if (!phase.bound) {
+        ended += take_queue(p, queue);
+      } else if (queue == node || !s.has_threads[queue]) {
+        const OnNode there(queue);
+        ended += take_queue(p, queue);
       }
     }
     if (ended && s.left[p].value.fetch_sub(ended, std::memory_order_acq_rel) == ended) {
@@ -151,18 +179,29 @@ void ThreadPool::take_tasks(int node) {
 
 void ThreadPool::work(int index) {
   Shared& s = shared();
-  const Seat seat = seat_of(index);
-  pin_to(seat.processor);
+  uint64_t seated = 0;
+  Seat seat{};
   int32_t seen = 0;
   for (;;) {
     s.jobs.wait(seen, std::memory_order_acquire);
     seen = s.jobs.load(std::memory_order_acquire);
     s.active.fetch_add(1);
+    if (const auto hook = s.wake_hook.load(std::memory_order_relaxed)) hook();
     // Either the caller sees this worker as active before it changes the job, or this worker sees the job closed.
-    if (s.open.load() && index <= s.num_helpers) take_tasks(seat.node);
+    if (s.open.load() && index <= s.num_helpers) {
+      if (seated != topology_version()) {
+        seated = topology_version();
+        seat = seat_of(topology(), index);
+        pin_to(seat.processor);
+      }
+      const ScratchUse use;
+      take_tasks(seat.node);
+    }
     if (s.active.fetch_sub(1) == 1) s.active.notify_all();
   }
 }
+
+void ThreadPool::set_wake_hook(void (*hook)()) { shared().wake_hook.store(hook); }
 
 void ThreadPool::add_workers(int wanted) {
   Shared& s = shared();
@@ -185,16 +224,24 @@ void ThreadPool::run_phases(const Phase* phases, int num_phases, int num_threads
   if (helpers <= 0 || s.process != getpid() || !job.try_lock()) {
     for (int p = 0; p < num_phases; ++p) {
       for (int queue = 0; queue < phases[p].num_queues; ++queue) {
+        const OnNode there(phases[p].bound ? queue : kMaxNodes);
         for (int64_t task = 0; task < phases[p].num_tasks[queue]; ++task) phases[p].task(phases[p].self, queue, task);
       }
     }
     return;
   }
   add_workers(helpers);
+  const int own_node = current_node();
   wait_for(s.active, int32_t{0});  // a worker that woke late for the job before
   s.phases = phases;
   s.num_phases = num_phases;
-  s.num_helpers = helpers;
+  s.num_helpers = std::min(helpers, s.num_workers);
+  std::fill(std::begin(s.has_threads), std::end(s.has_threads), false);
+  const auto has_thread = [&](int node) {
+    if (node < kMaxNodes) s.has_threads[node] = true;
+  };
+  has_thread(own_node);
+  for (int index = 1; index <= s.num_helpers; ++index) has_thread(seat_of(topology(), index).node);
   for (int p = 0; p < num_phases; ++p) {
     for (int queue = 0; queue < phases[p].num_queues; ++queue) s.next[p][queue].value.store(0);
     s.left[p].value.store(phases[p].all_tasks());
@@ -205,7 +252,7 @@ void ThreadPool::run_phases(const Phase* phases, int num_phases, int num_threads
   s.open.store(true);
   s.jobs.fetch_add(1);
   s.jobs.notify_all();
-  take_tasks(current_node());
+  take_tasks(own_node);
   s.open.store(false);
   wait_for(s.active, int32_t{0});
   if (s.error) std::rethrow_exception(s.error);

@@ -6,6 +6,9 @@
 // caller works too, and never waits for a worker that has not yet woken: a job that is over before a worker wakes costs
 // nothing more. A second caller that comes while the pool is busy, and a forked child (which has no workers), do their
 // job alone.
+//
+// Where the thread matters to more than speed (memory lies where it is first touched), a phase is bound: each task runs
+// on a processor of its queue's node.
 #pragma once
 
 #include <cstdint>
@@ -13,17 +16,18 @@
 
 namespace kt {
 
-// Processors that this process may run on (its affinity mask).
+// threads_for (topology.h) this machine and this process's cgroups.
 int default_num_threads();
 
 inline constexpr int kMaxNodes = 8;
-inline constexpr int kMaxPhases = 8;
+inline constexpr int kMaxPhases = 64;
 
 struct Phase {
   int num_queues = 0;
   int64_t num_tasks[kMaxNodes] = {};
   void (*task)(void* self, int queue, int64_t task) = nullptr;
   void* self = nullptr;
+  bool bound = false;
 
   int64_t all_tasks() const {
     int64_t count = 0;
@@ -38,7 +42,8 @@ Phase phase_of(int64_t num_tasks, Body& body) {
   return {1,
           {num_tasks},
           [](void* self, int, int64_t task) { (*static_cast<Body*>(self))(task); },
-          const_cast<void*>(static_cast<const void*>(&body))};
+          const_cast<void*>(static_cast<const void*>(&body)),
+          false};
 }
 
 // A phase of a queue a node that calls body(node, task).
@@ -47,7 +52,8 @@ Phase phase_by_node(int num_nodes, const int64_t* num_tasks, Body& body) {
   Phase phase{num_nodes,
               {},
               [](void* self, int node, int64_t task) { (*static_cast<Body*>(self))(node, task); },
-              const_cast<void*>(static_cast<const void*>(&body))};
+              const_cast<void*>(static_cast<const void*>(&body)),
+              false};
   for (int node = 0; node < num_nodes; ++node) phase.num_tasks[node] = num_tasks[node];
   return phase;
 }
@@ -59,6 +65,9 @@ class ThreadPool {
   // Runs the phases on at most `num_threads` threads and returns when all are done. The first exception that a task
   // throws is rethrown here; tasks that have not begun by then are left out.
   void run_phases(const Phase* phases, int num_phases, int num_threads);
+
+  // What a worker calls, from now on, between waking for a job and its first look at it; null: nothing. For tests.
+  void set_wake_hook(void (*hook)());
 
   // One phase: body(task) once for each task in [0, num_tasks).
   template <class Body>
@@ -72,6 +81,7 @@ class ThreadPool {
   void add_workers(int wanted);
   void work(int index);
   void take_tasks(int node);
+  int64_t take_queue(int phase, int queue);
 
   struct Shared;
   static Shared& shared();

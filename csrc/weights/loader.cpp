@@ -31,9 +31,9 @@ Status choose_format(const Scheme& scheme, const std::string& prefix, const std:
   return {};
 }
 
-// Reads the matrix strip by strip into its pieces.
-Status load_matrix(const Scheme& scheme, const MatrixSource& source, int64_t expert, Projection part,
-                   ExpertLayer& layer) {
+// Reads the part of the matrix that lies on a node, strip by strip, into its piece.
+Status load_piece(const Scheme& scheme, const MatrixSource& source, int64_t expert, Projection part, int node,
+                  ExpertLayer& layer) {
   const PackedShape shape = layer.shape_of(part);
   MatrixReader reader(scheme, source, shape.rows, shape.cols);
   KT_RETURN_IF_ERROR(reader.prepare());
@@ -41,16 +41,14 @@ Status load_matrix(const Scheme& scheme, const MatrixSource& source, int64_t exp
   if (!(scheme.format() == layer.format())) quantizer.emplace(layer.format());
   const int64_t row_bytes = shape.cols * (scheme.storage == Storage::kDense ? 2 : 1);
   const int64_t strip_blocks = std::max<int64_t>(1, kStripBytes / (row_bytes * kBlockRows));
-  for (int node = 0; node < layer.num_nodes(); ++node) {
-    const ExpertLayer::Piece piece = layer.piece(expert, part, node);
-    for (int64_t block = 0; block < piece.blocks.blocks; block += strip_blocks) {
-      const int64_t count = std::min(strip_blocks, piece.blocks.blocks - block);
-      const int64_t first_row = (piece.first + block) * kBlockRows;
-      PlainMatrix strip;
-      KT_RETURN_IF_ERROR(reader.read(first_row, std::min(count * kBlockRows, shape.rows - first_row), &strip));
-      if (quantizer) strip = quantizer->quantized(strip);
-      pack_blocks(strip, 0, count, layer.piece_data(expert, part, node) + block * shape.block_bytes());
-    }
+  const ExpertLayer::Piece piece = layer.piece(expert, part, node);
+  for (int64_t block = 0; block < piece.blocks.blocks; block += strip_blocks) {
+    const int64_t count = std::min(strip_blocks, piece.blocks.blocks - block);
+    const int64_t first_row = (piece.first + block) * kBlockRows;
+    PlainMatrix strip;
+    KT_RETURN_IF_ERROR(reader.read(first_row, std::min(count * kBlockRows, shape.rows - first_row), &strip));
+    if (quantizer) strip = quantizer->quantized(strip);
+    pack_blocks(strip, 0, count, layer.piece_data(expert, part, node) + block * shape.block_bytes());
   }
   return {};
 }
@@ -78,6 +76,14 @@ class FirstError {
 
 }  // namespace
 
+Plan loading_plan(int64_t num_experts, const LoadOptions& options) {
+  Stage stage = stage_of(0, num_experts * kNumProjections);
+  stage.num_nodes = options.num_nodes;
+  for (int node = 0; node < options.num_nodes; ++node) stage.spans[node] = {node, 1};
+  stage.bound = options.num_nodes > 1;
+  return {options.num_threads, {stage}};
+}
+
 Status load_layer(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape,
                   const LoadOptions& options, std::shared_ptr<ExpertLayer>* layer) {
   Scheme scheme;
@@ -91,11 +97,12 @@ Status load_layer(const Checkpoint& checkpoint, const std::string& prefix, Exper
   }
   auto loaded = std::make_shared<ExpertLayer>(shape, format, options.num_nodes);
   FirstError first_error;
-  ThreadPool::instance().run(static_cast<int64_t>(sources.size()), options.num_threads, [&](int64_t task) {
-    if (first_error.skips(task)) return;
-    Status status = load_matrix(scheme, sources[static_cast<size_t>(task)], task / kNumProjections,
-                                static_cast<Projection>(task % kNumProjections), *loaded);
-    if (!status.ok()) first_error.add(task, std::move(status));
+  run(loading_plan(shape.num_experts, options), [&](int, const Range& range) {
+    const int64_t matrix = range.item, order = matrix * options.num_nodes + range.node;
+    if (first_error.skips(order)) return;
+    Status status = load_piece(scheme, sources[static_cast<size_t>(matrix)], matrix / kNumProjections,
+                               static_cast<Projection>(matrix % kNumProjections), range.node, *loaded);
+    if (!status.ok()) first_error.add(order, std::move(status));
   });
   KT_RETURN_IF_ERROR(first_error.error());
   *layer = std::move(loaded);

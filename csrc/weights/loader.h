@@ -5,6 +5,7 @@
 #include <string>
 
 #include "base/status.h"
+#include "threads/plan.h"
 #include "weights/checkpoint.h"
 #include "weights/packed.h"
 
@@ -15,6 +16,10 @@ struct LoadOptions {
   int num_nodes = 1;   // memory nodes that the matrices are cut for
   std::string format;  // "int8" or "int4": quantize a bf16 or fp8 checkpoint while loading; empty: as it is stored
 };
+
+// One stage, whose items are the matrices (expert by expert: gate, up, down) and whose units are the nodes' pieces of
+// them: each is packed, and so its pages are first touched, by a thread of its node.
+Plan loading_plan(int64_t num_experts, const LoadOptions& options);
 
 // `prefix` is for example "model.layers.3.mlp.experts". The format is found from the checkpoint (scheme.h). Names,
 // types and shapes of all tensors are checked before one is read, values while reading. Besides the packed copy at most

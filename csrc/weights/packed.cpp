@@ -1,5 +1,6 @@
 #include "weights/packed.h"
 
+#include <atomic>
 #include <cstring>
 
 #include "base/bf16.h"
@@ -25,6 +26,11 @@ int64_t byte_in_lines(Encoding encoding, int64_t r, int64_t col) {
   return 0;
 }
 
+uint64_t next_layer_id() {
+  static std::atomic<uint64_t> last{0};
+  return last.fetch_add(1) + 1;
+}
+
 }  // namespace
 
 double decode(const PackedShape& shape, const uint8_t* packed, int64_t row, int64_t col) {
@@ -48,19 +54,18 @@ double decode(const PackedShape& shape, const uint8_t* packed, int64_t row, int6
   return scale * static_cast<double>(code - zero);
 }
 
-ExpertLayer::ExpertLayer(ExpertShape shape, Format format, int num_nodes) : shape_(shape), format_(format) {
-  for (int node = 0; node < num_nodes; ++node) nodes_.emplace_back();
+ExpertLayer::ExpertLayer(ExpertShape shape, Format format, int num_nodes)
+    : id_(next_layer_id()), shape_(shape), format_(format), num_nodes_(num_nodes) {
   const auto& system_nodes = topology().nodes;
   for (int node = 0; node < num_nodes; ++node) {
-    const auto at = static_cast<size_t>(node);
-    const auto bytes = static_cast<size_t>(shape.num_experts * node_expert_bytes(node));
-    const bool placed = num_nodes > 1 && at < system_nodes.size();
-    nodes_[at] = placed ? AlignedBuffer(bytes, system_nodes[at].id) : AlignedBuffer(bytes);
+    const bool placed = num_nodes > 1 && static_cast<size_t>(node) < system_nodes.size();
+    nodes_.emplace_back(static_cast<size_t>(node_bytes(node)),
+                        placed ? system_nodes[static_cast<size_t>(node)].id : -1);
   }
 }
 
 int64_t ExpertLayer::first_block(Projection part, int node) const {
-  return shape_of(part).blocks() * node / num_nodes();
+  return shape_of(part).blocks() * node / num_nodes_;
 }
 
 int64_t ExpertLayer::node_expert_bytes(int node) const {
@@ -91,7 +96,7 @@ uint8_t* ExpertLayer::piece_data(int64_t expert, Projection part, int node) {
 
 int64_t ExpertLayer::resident_bytes() const {
   int64_t bytes = 0;
-  for (int node = 0; node < num_nodes(); ++node) bytes += shape_.num_experts * node_expert_bytes(node);
+  for (int node = 0; node < num_nodes(); ++node) bytes += node_bytes(node);
   return bytes;
 }
 

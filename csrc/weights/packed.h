@@ -7,6 +7,7 @@
 #include "base/memory.h"
 #include "kernels/layout.h"
 #include "kernels/tiles.h"
+#include "threads/plan.h"
 
 namespace kt {
 
@@ -48,17 +49,23 @@ class ExpertLayer {
 
   ExpertLayer(ExpertShape shape, Format format, int num_nodes);
 
+  // Unlike any other layer's of this process, also of one that is gone.
+  uint64_t id() const { return id_; }
   const ExpertShape& shape() const { return shape_; }
   const Format& format() const { return format_; }
-  int num_nodes() const { return static_cast<int>(nodes_.size()); }
+  int num_nodes() const { return num_nodes_; }
   PackedShape in_shape() const { return {shape_.intermediate, shape_.hidden, format_}; }   // gate and up
   PackedShape out_shape() const { return {shape_.hidden, shape_.intermediate, format_}; }  // down
   PackedShape shape_of(Projection part) const { return part == kDown ? out_shape() : in_shape(); }
 
+  Span span(Projection part, int node) const {
+    return {first_block(part, node), first_block(part, node + 1) - first_block(part, node)};
+  }
   Piece piece(int64_t expert, Projection part, int node) const;
   uint8_t* piece_data(int64_t expert, Projection part, int node);  // while loading
 
   int64_t resident_bytes() const;
+  int64_t node_bytes(int node) const { return shape_.num_experts * node_expert_bytes(node); }
   // What the weights take in this format without padding: codes, scales and zeros as a checkpoint stores them.
   int64_t weight_bytes() const;
 
@@ -67,9 +74,11 @@ class ExpertLayer {
   int64_t node_expert_bytes(int node) const;
   int64_t offset(int64_t expert, Projection part, int node) const;
 
+  uint64_t id_;
   ExpertShape shape_;
   Format format_;
-  std::vector<AlignedBuffer> nodes_;
+  int num_nodes_;
+  std::vector<Pages> nodes_;
 };
 
 }  // namespace kt

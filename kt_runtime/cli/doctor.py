@@ -40,6 +40,7 @@ def examine(url: str, api_key: str | None) -> dict[str, Any]:
         "cpu": machine.cpu_facts(),
         "experts": machine.extension_facts(),
         "memory": machine.memory_facts(),
+        "memory_nodes": machine.memory_node_facts(),
         "gpus": machine.gpu_facts(),
         "software": machine.software_facts(),
         "disk": machine.disk_facts(),
@@ -104,6 +105,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("memory", f"{format_bytes(memory['available_bytes'])} free of {format_bytes(memory['total_bytes'])}"),
         ("huge pages", f"{format_bytes(huge['free_bytes'])} free of {format_bytes(huge['total_bytes'])} reserved"),
     ]
+    rows += [("expert weights", line) for line in _node_lines(report["memory_nodes"])]
     rows += [
         ("GPU", f"{gpu['name']}, {format_bytes(gpu['available_bytes'])} free of {format_bytes(gpu['total_bytes'])}")
         for gpu in report["gpus"]
@@ -118,6 +120,19 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def _node_lines(memory_nodes: dict[str, Any]) -> list[str]:
+    """Where a server's expert weights would lie, a line for each memory node."""
+    nodes, lines = memory_nodes["nodes"], []
+    for node in nodes:
+        share = "all" if len(nodes) == 1 else f"1/{len(nodes)} of every matrix"
+        free = "" if node["free_bytes"] is None else f", {format_bytes(node['free_bytes'])} free"
+        lines.append(
+            f"{share} on memory node {node['node']}: {node['threads']} threads on {len(node['processors'])} processors"
+            + free
+        )
+    return lines + ([memory_nodes["refusal"]] if memory_nodes["refusal"] else [])
+
+
 def _server_line(server: dict[str, Any]) -> str:
     if not server["is_running"]:
         return f"none at {server['url']}"
@@ -125,4 +140,8 @@ def _server_line(server: dict[str, Any]) -> str:
         return f"{server['url']}: {server['error']}"
     status = server["status"]
     plain = {key: value for key, value in status.items() if isinstance(value, str | int | float)}
-    return f"{server['url']}: " + ", ".join(f"{key} {value}" for key, value in plain.items())
+    plain.pop("expert_placement", None)
+    lines = [f"{server['url']}: " + ", ".join(f"{key} {value}" for key, value in plain.items())]
+    for number, size in enumerate(status.get("expert_node_bytes", ())):
+        lines.append(f"expert weights on memory node {number}: {format_bytes(size)}")
+    return "\n".join(lines + ([refusal] if (refusal := status.get("expert_placement")) else []))

@@ -48,6 +48,38 @@ def extension_facts() -> dict[str, Any]:
     return {"isas": list(available_isas()), "error": None}
 
 
+def memory_node_facts() -> dict[str, Any]:
+    """Where a server's expert weights would lie: each matrix is cut into equal parts, one for each node. None: unknown.
+
+    `refusal`: why the system would not put them there.
+    """
+    try:
+        from kt_runtime.experts.machine import memory_nodes, placement_refusal
+    except ImportError:
+        return {"nodes": [], "refusal": None}
+    found = memory_nodes()
+    nodes = [
+        {"node": node.number, "processors": list(node.processors), "threads": node.threads, **_node_bytes(node.number)}
+        for node in found
+    ]
+    return {"nodes": nodes, "refusal": placement_refusal(probe=True) if len(found) > 1 else None}
+
+
+def _node_bytes(number: int) -> dict[str, int | None]:
+    """Memory of a node, as /sys/devices/system/node/nodeN/meminfo has it."""
+    found: dict[str, int | None] = {"total_bytes": None, "free_bytes": None}
+    try:
+        lines = Path(f"/sys/devices/system/node/node{number}/meminfo").read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:  # "Node 0 MemTotal:       32821280 kB"
+        words = line.split()
+        for key, name in (("total_bytes", "MemTotal:"), ("free_bytes", "MemFree:")):
+            if len(words) > 3 and words[2] == name:
+                found[key] = int(words[3]) * 1024
+    return found
+
+
 def memory_facts() -> dict[str, Any]:
     return {"total_bytes": total_cpu_bytes(), "available_bytes": available_cpu_bytes(), "huge_pages": huge_pages()}
 

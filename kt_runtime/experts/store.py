@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +14,10 @@ from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.experts.checkpoint import open_checkpoint
 from kt_runtime.experts.formats import joined_format, requested_format
 from kt_runtime.experts.layer import ExpertLayer, ExpertShape
+from kt_runtime.experts.machine import placement_refusal
 from kt_runtime.experts.native import resolve_isa, translated_errors
+
+logger = logging.getLogger(__name__)
 
 NUM_PROJECTIONS = 3  # gate, up, down
 
@@ -32,12 +36,24 @@ def available_isas() -> list[str]:
     return _experts.available_isas()
 
 
+_warned = False
+
+
+def _warn_of_refused_placement() -> None:
+    """Once in a process: results are the same, only slower on several memory nodes."""
+    global _warned
+    refusal = placement_refusal()
+    if refusal is not None and not _warned:
+        _warned = True
+        logger.warning("expert weights may lie on another memory node than their threads: %s", refusal)
+
+
 class ExpertStore:
     """Owns the packed weights. `layers` maps the model's layer index to its ExpertLayer; weights never change.
 
     `format`: how the weights are encoded (formats.py); layers of different formats are joined by "+".
     `weight_bytes`: what the weights take in that format without padding, as a checkpoint stores them: codes, scales
-    and zero points. `resident_bytes`: what they take packed, with padding.
+    and zero points. `resident_bytes`: what they take packed, with padding; `node_bytes`: of it, on each memory node.
     """
 
     def __init__(self, layers: Mapping[int, ExpertLayer], shape: ExpertShape, isa: str, num_threads: int) -> None:
@@ -52,6 +68,7 @@ class ExpertStore:
         self.format = joined_format(native.format for native in natives)
         self.weight_bytes = sum(native.weight_bytes for native in natives)
         self.resident_bytes = sum(native.resident_bytes for native in natives)
+        self.node_bytes = [sum(parts) for parts in zip(*(native.node_bytes for native in natives), strict=True)]
 
     @classmethod
     def load(
@@ -74,7 +91,7 @@ class ExpertStore:
         layer_keys: layer index -> prefix such as "model.layers.3.mlp.experts". Under it, either tensors per expert
         (`.E.gate_proj.weight`, ...) or, in bfloat16 and fp8, the fused `.gate_up_proj` [E, 2I, H] and `.down_proj`
         [E, H, I].
-        isa: one of available_isas(), None for the best. num_threads: None for all processors that the process may use.
+        isa: one of available_isas(), None for the best. num_threads: None for machine.default_threads().
         expert_format: "int8" or "int4" quantizes a bfloat16 or fp8 checkpoint while loading; None keeps its format.
         num_nodes: memory nodes that each matrix is cut for, None for those of the machine.
         progress: called with (layers loaded, layers in all) after each layer.
@@ -100,6 +117,7 @@ class ExpertStore:
                 layers[index] = ExpertLayer(native, shape)
                 if progress is not None:
                     progress(len(layers), len(layer_keys))
+        _warn_of_refused_placement()
         return cls(layers, shape, isa, num_threads)
 
     def fingerprint(self, *, fresh: bool = False, each: Each = map) -> str:

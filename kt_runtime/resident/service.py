@@ -25,6 +25,7 @@ import torch
 
 from kt_runtime import __version__
 from kt_runtime.adapters import StoredName, VersionStore
+from kt_runtime.experts.machine import placement_refusal
 from kt_runtime.resident.calls import Answers, Arrays, SessionCalls, SessionRequest
 from kt_runtime.resident.decisions import Arrived, Decisions, Ended, Moved, decode, encode
 from kt_runtime.resident.executor import Executor, Plan, Work
@@ -304,6 +305,8 @@ class Resident:
             expert_isa=self._host.experts.isa,
             expert_bytes=self._host.experts.resident_bytes,
             expert_threads=self._host.experts.num_threads,
+            expert_node_bytes=self._host.experts.node_bytes,
+            expert_placement=placement_refusal() or "",
             chunked_prefill_tokens=self._host.chunked_prefill_tokens,
             microbatch_tokens=self._settings.microbatch_tokens,
             rss_bytes=resident_set_bytes(),

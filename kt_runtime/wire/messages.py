@@ -381,8 +381,12 @@ class StatusReply(Reply, tag="status"):
     """`fingerprint`: hash of the model's weights; empty while it is not known. Bytes: parameters shared with and copied
     from SGLang.
 
-    `expert_threads`: CPU threads that compute routed experts. `chunked_prefill_tokens`: prompt tokens that serving
-    computes at once, 0: no limit. `microbatch_tokens`: padded tokens that training sends through a layer at once.
+    `expert_threads`: CPU threads that compute routed experts. `expert_node_bytes`: their weights on each memory node.
+    `expert_placement`: why the system did not put them there, empty where it did.
+
+    `chunked_prefill_tokens`: prompt tokens that serving computes at once, 0: no limit. `microbatch_tokens`: padded
+    tokens that training sends through a layer at once.
+
     `cache`: the prefix cache's tiers, nearest first; empty where the engine doesn't say. `not_stored`: versions of
     adapters that could not be written down. `not_forgotten`: unloaded names for which that could not be written down.
     `restoring`: names of an earlier run that are not served again yet.
@@ -412,6 +416,8 @@ class StatusReply(Reply, tag="status"):
     not_stored: list[UnstoredVersion] = msgspec.field(default_factory=list)
     not_forgotten: list[UnforgottenName] = msgspec.field(default_factory=list)
     restoring: list[str] = msgspec.field(default_factory=list)
+    expert_node_bytes: list[int] = msgspec.field(default_factory=list)
+    expert_placement: str = ""
 
 
 class SessionReply(Reply, tag="session"):

@@ -63,6 +63,28 @@ def test_the_report_has_facts_of_every_kind(report: dict[str, Any]) -> None:
     assert json.loads(json.dumps(report)) == report
 
 
+def test_the_report_says_where_expert_weights_would_lie(report: dict[str, Any]) -> None:
+    nodes = report["memory_nodes"]["nodes"]
+    assert sum(len(node["processors"]) for node in nodes) == report["cpu"]["usable_processors"]
+    assert 1 <= sum(node["threads"] for node in nodes) <= report["cpu"]["usable_processors"]
+    assert all(node["total_bytes"] is None or node["total_bytes"] > node["free_bytes"] >= 0 for node in nodes)
+    two = [{"node": number, "processors": [0, 1], "threads": 2, "free_bytes": 2**30} for number in (0, 3)]
+    lines = doctor._node_lines({"nodes": two, "refusal": "mbind was refused"})
+    assert lines[1] == "1/2 of every matrix on memory node 3: 2 threads on 2 processors, 1 GiB free"
+    assert lines[2] == "mbind was refused" and len(lines) == 3
+
+
+def test_a_running_server_says_where_its_expert_weights_lie() -> None:
+    status = {"model": "tiny", "expert_node_bytes": [2**30, 2**31], "expert_placement": "mbind was refused 2 times"}
+    line = doctor._server_line({"url": "http://x", "is_running": True, "status": status, "error": None})
+    assert line.splitlines() == [
+        "http://x: model tiny",
+        "expert weights on memory node 0: 1 GiB",
+        "expert weights on memory node 1: 2 GiB",
+        "mbind was refused 2 times",
+    ]
+
+
 def problems_with(report: dict[str, Any], change: Callable[[dict[str, Any]], object]) -> str:
     changed = copy.deepcopy(report)
     change(changed)

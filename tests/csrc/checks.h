@@ -70,8 +70,10 @@ class Random {
 // with the root of the length.
 inline double sum_tolerance(int64_t length) { return 6e-8 * 4 * std::sqrt(static_cast<double>(length) + 1); }
 
+void test_topology(Report& report);                            // topology_test.cpp
 void test_threads(Report& report);                             // threads_test.cpp
 void test_fp16(Report& report);                                // fp16_test.cpp
+void test_plan(Report& report);                                // plan_test.cpp
 void test_float(const kt::Tiles& tiles, Report& report);       // float_test.cpp
 void test_integer(const kt::Tiles& tiles, Report& report);     // integer_test.cpp
 void test_transposed(const kt::Tiles& tiles, Report& report);  // transposed_test.cpp

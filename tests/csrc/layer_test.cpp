@@ -4,6 +4,7 @@
 
 #include "ops/forward.h"
 #include "packed_case.h"
+#include "threads/topology.h"
 
 namespace kt_test {
 namespace {
@@ -38,7 +39,8 @@ constexpr double kScaling = 0.5;
 
 // Everything one call needs; x and the adapter are held in float and rounded to bf16 where the case says so.
 struct Problem {
-  Problem(const Case& c, Random& random) : config(c), layer(c.shape, c.format, 1), two_nodes(c.shape, c.format, 2) {
+  Problem(const Case& c, Random& random)
+      : config(c), layer(c.shape, c.format, 1), two_nodes(c.shape, c.format, 2), four_nodes(c.shape, c.format, 4) {
     const auto [experts, hidden, inner] = c.shape;
     for (int part = 0; part < 3; ++part) {
       const kt::PackedShape shape = layer.shape_of(static_cast<kt::Projection>(part));
@@ -47,6 +49,7 @@ struct Problem {
                                 1 / std::sqrt(static_cast<float>(shape.cols)));
         pack(&layer, matrix, e, part);
         pack(&two_nodes, matrix, e, part);
+        pack(&four_nodes, matrix, e, part);
         for (int64_t row = 0; row < shape.rows; ++row) {
           for (int64_t col = 0; col < shape.cols; ++col) plain[part].push_back(matrix.at(row, col));
         }
@@ -100,7 +103,7 @@ struct Problem {
   }
 
   Case config;
-  kt::ExpertLayer layer, two_nodes;
+  kt::ExpertLayer layer, two_nodes, four_nodes;
   std::vector<double> plain[3];
   std::vector<uint16_t> x_bf16;
   std::vector<float> lora[6], x, weights;
@@ -234,13 +237,22 @@ bool run(Problem& p, const kt::ExpertLayer& layer, const kt::Tiles& tiles, int n
   return status.ok();
 }
 
+// Nodes that share this machine's first processor.
+kt::Topology simulated(int num_nodes) {
+  kt::Topology made;
+  const int processor = kt::topology().nodes[0].processors[0];
+  for (int node = 0; node < num_nodes; ++node) made.nodes.push_back({node, {processor}, 1});
+  return made;
+}
+
 void test_backward(Problem& p, const kt::Tiles& tiles, Random& random, Report& report) {
   std::vector<float> grad_out = random.floats(static_cast<int64_t>(p.x.size()));
   Gradients got(p);
   if (!run(p, p.layer, tiles, 1, false, grad_out, &got, report)) return;
   for (const int num_threads : {1, 3}) {
     for (const bool retain : {false, true}) {
-      for (const kt::ExpertLayer* layer : {&p.layer, &p.two_nodes}) {
+      for (const kt::ExpertLayer* layer : {&p.layer, &p.two_nodes, &p.four_nodes}) {
+        const kt::SimulatedTopology nodes(simulated(layer->num_nodes()));
         Gradients again(p);
         if (!run(p, *layer, tiles, num_threads, retain, grad_out, &again, report)) return;
         report.equal("bits depend on threads, retention or memory nodes", again == got);

@@ -42,12 +42,23 @@ bool run(const kt::Tiles& tiles, bool quick) {
   return report.failures() == 0 && report.checks() > 0;
 }
 
-// Of what no instruction set has a version of its own.
-bool run_common(const char* name, void (*test)(kt_test::Report&)) {
-  kt_test::Report report;
-  test(report);
-  std::printf("%s: %ld checks, %ld failures\n", name, report.checks(), report.failures());
-  return report.failures() == 0 && report.checks() > 0;
+// What needs no instruction set.
+bool run_engine() {
+  constexpr struct {
+    const char* name;
+    void (*run)(kt_test::Report&);
+  } kEngineTests[] = {{"topology", kt_test::test_topology},
+                      {"threads", kt_test::test_threads},
+                      {"plan", kt_test::test_plan},
+                      {"fp16", kt_test::test_fp16}};
+  bool passed = true;
+  for (const auto& test : kEngineTests) {
+    kt_test::Report report;
+    test.run(report);
+    std::printf("%s: %ld checks, %ld failures\n", test.name, report.checks(), report.failures());
+    passed &= report.failures() == 0 && report.checks() > 0;
+  }
+  return passed;
 }
 
 std::vector<const kt::Tiles*> all_tiles() {
@@ -80,8 +91,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   const std::vector<const kt::Tiles*> wanted = one ? named_tiles(argv[2]) : all_tiles();
-  bool passed =
-      !wanted.empty() && run_common("threads", kt_test::test_threads) && run_common("fp16", kt_test::test_fp16);
+  bool passed = !wanted.empty() && run_engine();
   for (const kt::Tiles* tiles : wanted) passed &= run(*tiles, quick);
   std::printf(passed ? "passed\n" : "failed\n");
   return passed ? 0 : 1;

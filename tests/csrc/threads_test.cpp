@@ -1,8 +1,10 @@
 // The pool: phases in order, every task once, queues of several memory nodes, errors, callers side by side, a fork.
+#include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <stdexcept>
 #include <thread>
 
@@ -76,18 +78,114 @@ void test_fork(Report& report) {
                child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
+// Nodes that share this machine's processors, each of one of them.
+kt::Topology simulated(int num_nodes) {
+  std::vector<int> processors;
+  for (const kt::Topology::Node& node : kt::topology().nodes)
+    processors.insert(processors.end(), node.processors.begin(), node.processors.end());
+  kt::Topology made;
+  for (int node = 0; node < num_nodes; ++node)
+    made.nodes.push_back({node, {processors[static_cast<size_t>(node) % processors.size()]}, 1});
+  return made;
+}
+
+cpu_set_t affinity() {
+  cpu_set_t mask;
+  CPU_ZERO(&mask);
+  sched_getaffinity(0, sizeof mask, &mask);
+  return mask;
+}
+
+bool only_on(const cpu_set_t& mask, const std::vector<int>& processors) {
+  int allowed = 0;
+  for (const int processor : processors) allowed += CPU_ISSET(processor, &mask) ? 1 : 0;
+  return allowed > 0 && allowed == CPU_COUNT(&mask);
+}
+
+// The caller on node 0 and one worker, who sits on node 1: each begins with a task of its own node.
+void test_own_node(Report& report) {
+  const kt::Topology two = simulated(2);
+  const kt::SimulatedTopology now(two);
+  const cpu_set_t before = affinity();
+  cpu_set_t first;
+  CPU_ZERO(&first);
+  CPU_SET(two.nodes[0].processors[0], &first);
+  sched_setaffinity(0, sizeof first, &first);
+  for (int round = 0; round < 20; ++round) {
+    std::atomic<int> begun{0}, callers_first{-1}, workers_first{-1};
+    const std::thread::id caller = std::this_thread::get_id();
+    const auto task = [&](int queue, int64_t) {
+      const bool is_caller = std::this_thread::get_id() == caller;
+      int none = -1;
+      if ((is_caller ? callers_first : workers_first).compare_exchange_strong(none, queue)) ++begun;
+      while (begun.load() < 2) std::this_thread::yield();  // until both have begun
+    };
+    const int64_t tasks[] = {2, 2};
+    const kt::Phase phase = kt::phase_by_node(2, tasks, task);
+    kt::ThreadPool::instance().run_phases(&phase, 1, 2);
+    report.equal("a thread begins with its own node's tasks", callers_first == 0 && workers_first == 1);
+  }
+  sched_setaffinity(0, sizeof before, &before);
+}
+
+void test_bound(int num_nodes, Report& report) {
+  const kt::Topology topology = simulated(num_nodes);
+  const kt::SimulatedTopology now(topology);
+  const cpu_set_t before = affinity();
+  for (const int num_threads : {1, 2, num_nodes + 2}) {
+    std::atomic<int> done{0}, elsewhere{0};
+    const auto task = [&](int queue, int64_t) {
+      ++done;
+      elsewhere += !only_on(affinity(), topology.nodes[static_cast<size_t>(queue)].processors);
+    };
+    const int64_t tasks[] = {9, 9, 9, 9};
+    kt::Phase phase = kt::phase_by_node(num_nodes, tasks, task);
+    phase.bound = true;
+    kt::ThreadPool::instance().run_phases(&phase, 1, num_threads);
+    report.equal("bound tasks run", done == 9 * num_nodes);
+    report.equal("a bound task runs on its node", elsewhere == 0);
+    const cpu_set_t after = affinity();
+    report.equal("the caller may run where it might before", CPU_EQUAL(&before, &after));
+  }
+}
+
+std::atomic<bool> worker_is_awake{false}, tasks_are_over{false}, late_worker_was_there{false};
+
+void wait_until(const std::atomic<bool>& flag) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+  while (!flag.load() && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+}
+
+// A worker that looks at a job when its last task is over: the job's memory must still be there.
+void test_late_worker(Report& report) {
+  kt::ThreadPool::instance().set_wake_hook([] {
+    worker_is_awake = true;
+    wait_until(tasks_are_over);
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));  // the caller, if it did not wait, would be gone
+    late_worker_was_there = true;
+  });
+  std::atomic<int> done{0};
+  kt::ThreadPool::instance().run(2, 2, [&](int64_t) {  // both by the caller, while the worker is held up
+    wait_until(worker_is_awake);
+    if (++done == 2) tasks_are_over = true;
+  });
+  report.equal("a job ends when no worker looks at it any more", late_worker_was_there.load());
+  kt::ThreadPool::instance().set_wake_hook(nullptr);
+}
+
 }  // namespace
 
 void test_threads(Report& report) {
-  report.equal("processor lists", kt::parse_processor_list("0-2,7,9-10\n") == std::vector<int>{0, 1, 2, 7, 9, 10} &&
-                                      kt::parse_processor_list("").empty() &&
-                                      kt::parse_processor_list("3-x") == std::vector<int>{});
   const kt::Topology& topology = kt::topology();
   report.equal("every node has processors", !topology.nodes.empty() && !topology.nodes[0].processors.empty());
-  report.equal("as many threads as processors", kt::default_num_threads() == topology.num_processors());
+  report.equal("as many threads as cores at most",
+               kt::default_num_threads() >= 1 && kt::default_num_threads() <= topology.num_cores());
   test_phases(report);
   test_error(report);
   test_callers(report);
+  test_own_node(report);
+  test_late_worker(report);
+  for (const int num_nodes : {2, 4}) test_bound(num_nodes, report);
   test_fork(report);
 }
 

@@ -337,3 +337,32 @@ def test_nan_in_the_outputs_gradient_is_named(make_problem, build_layer):
     p.grad_out[2, 5] = float("inf")
     with pytest.raises(NumericsError, match=r"grad_out\[2, 5\] is NaN or Inf"):
         build_layer(p.experts).backward(p.grad_out, p.x, p.ids, p.weights)
+
+
+def test_the_first_nan_of_a_large_call_is_named_before_anything_is_written(make_problem, build_layer):
+    p = make_problem(4, 512, 128, 300, 2, ranks=(4,))
+    layer = build_layer(p.experts, num_threads=3)
+    arguments = {"slots": p.slots, "token_slots": p.token_slots}
+
+    def spoiled(tensor):
+        copy = tensor.clone()
+        copy[299, 3], copy[17, 5], copy[17, 400] = float("nan"), float("inf"), float("nan")
+        return copy
+
+    p.ids[17] = -1  # also of a token that no expert reads
+    out = torch.full_like(p.x, 7.0)
+    with pytest.raises(NumericsError, match=r"^x\[17, 5\] is NaN or Inf"):
+        layer.forward(spoiled(p.x), p.ids, p.weights, **arguments, out=out)
+    with pytest.raises(NumericsError, match=r"^x\[17, 5\] is NaN or Inf"):
+        layer.forward_retaining(spoiled(p.x), p.ids, p.weights, **arguments, out=out)
+    assert torch.equal(out, torch.full_like(p.x, 7.0))
+
+    _, retained = layer.forward_retaining(p.x, p.ids, p.weights, **arguments)
+    into = [slot.zeros() for slot in p.slots]
+    for kept in (None, retained):
+        for grad_out, x, name in ((spoiled(p.grad_out), p.x, "grad_out"), (p.grad_out, spoiled(p.x), "x")):
+            with pytest.raises(NumericsError, match=rf"^{name}\[17, 5\] is NaN or Inf"):
+                layer.backward(grad_out, x, p.ids, p.weights, **arguments, into=into, retained=kept)
+    assert not any(tensor.any() for slot in into for tensor in slot.tensors())
+    layer.backward(p.grad_out, p.x, p.ids, p.weights, **arguments, into=into, retained=retained)
+    assert any(tensor.any() for slot in into for tensor in slot.tensors())

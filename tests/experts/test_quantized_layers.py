@@ -217,5 +217,5 @@ def test_retained_activations_of_another_call_are_refused(make_problem, open_lay
     layer, _ = open_layer(p.experts, "int8")
     _, retained = layer.forward_retaining(p.x[:4], p.ids[:4], p.weights[:4])
     assert retained.bytes >= int((p.ids[:4] >= 0).sum()) * 8 * 128
-    with pytest.raises(InvalidValueError, match="retained activations are of 4 tokens, x has 6"):
+    with pytest.raises(InvalidValueError, match=r"x.shape\[0\] was 4 there and is 6 here"):
         layer.backward(p.grad_out, p.x, p.ids, p.weights, retained=retained)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -17,6 +18,8 @@ from safetensors.torch import save_file
 from kt_runtime import _experts
 from kt_runtime.errors import CheckpointError, ConflictError, InvalidValueError, NotFoundError, UnknownNameError
 from kt_runtime.experts import ExpertShape, ExpertStore, available_isas
+from kt_runtime.experts import store as store_module
+from kt_runtime.experts.machine import default_threads, usable_processors
 
 SHAPE = ExpertShape(num_experts=3, hidden=40, intermediate=24)
 KEY = "model.layers.1.mlp.experts"
@@ -77,6 +80,31 @@ def test_figures_and_progress(tmp_path, tensors):
     assert store.format == "bf16"
     assert store.isa == available_isas()[0]
     assert store.num_threads >= 1
+
+
+def test_weights_are_spread_over_memory_nodes(tmp_path, tensors):
+    save_file(tensors, tmp_path / "model.safetensors")
+    for num_nodes in (1, 2, 3):
+        store = load(tmp_path, num_nodes=num_nodes)
+        assert len(store.node_bytes) == num_nodes and sum(store.node_bytes) == store.resident_bytes
+    assert min(load(tmp_path, num_nodes=2).node_bytes) > 0
+
+
+def test_a_refused_placement_is_said_once_with_its_errno(tmp_path, tensors, monkeypatch, caplog):
+    save_file(tensors, tmp_path / "model.safetensors")
+    monkeypatch.setattr(store_module, "_warned", False)
+    load(tmp_path)
+    assert not caplog.records
+    monkeypatch.setattr(_experts, "placement_counts", lambda: (0, 2, errno.EPERM))
+    for _ in range(2):
+        load(tmp_path)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "mbind was refused 2 times, at last with errno 1 (EPERM: Operation not permitted)" in caplog.text
+
+
+def test_by_default_there_is_a_thread_for_each_core_and_no_more(tmp_path, tensors):
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert load(tmp_path).num_threads == default_threads() <= usable_processors()
 
 
 def test_fingerprint_tells_weights_apart_and_not_instruction_sets_or_memory_nodes(tmp_path, tensors):

@@ -97,6 +97,7 @@ class TransposedTiles {
     alignas(64) Panel panel;
     alignas(64) Sums sums = {};
     const int64_t cols = panel_cols(col);
+    for (int64_t tile = first; p_.resume && tile < end; ++tile) read(tile, col, cols, sums[tile - first]);
     for (int64_t block = 0; block < blocks_; block += kPanelBlocks) {
       const int64_t count = blocks_ - block < kPanelBlocks ? blocks_ - block : kPanelBlocks;
       for (int64_t i = 0; i < count; i += 2) {
@@ -175,6 +176,14 @@ class TransposedTiles {
       b[i] = {pairs[i][0], kLineBytes, 0};
     }
     accumulate<DotBf16, 2, kB>(a, b, 1);
+  }
+
+  // The opposite of `write`.
+  void read(int64_t tile, int64_t col, int64_t cols, float (&sums)[kPanelCols / 16][16 * 16]) const {
+    for (int64_t k = 0; k < cols; ++k) {
+      for (int64_t i = 0; i < tokens_.height; ++i)
+        sums[k / 16][k % 16 * 16 + i] = p_.out[(tokens_.start(tile) + i) * p_.ldo + col + k];
+    }
   }
 
   void write(int64_t tile, int64_t col, int64_t cols, const float (&sums)[kPanelCols / 16][16 * 16]) const {

@@ -133,6 +133,9 @@ class TransposedLoop {
   void columns(int64_t m, int64_t tokens, int64_t col, int64_t cols) {
     alignas(64) float panel[kPanelBlocks * Op::kUnits * kPanelCols], sums[kPanelTokens * kPanelCols];
     for (int64_t i = 0; i < tokens * kPanelCols; ++i) sums[i] = 0.0f;
+    for (int64_t row = 0; p_.resume && row < tokens; ++row) {
+      for (int64_t k = 0; k < cols; ++k) sums[row * kPanelCols + k] = p_.out[(m + row) * p_.ldo + col + k];
+    }
     for (Chunk chunk = after({}); chunk.blocks > 0; chunk = after(chunk)) {
       const PackedBlocks& piece = p_.pieces[chunk.piece];
       const Parts parts(piece.shape);

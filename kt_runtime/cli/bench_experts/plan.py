@@ -11,7 +11,7 @@ from kt_runtime.cli.bench_experts.formats import DEFAULT_FORMATS, BenchFormat, p
 from kt_runtime.cli.bench_experts.shapes import BenchShape, parse_shape
 from kt_runtime.cli.bench_experts.timing import Patience
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.experts.machine import usable_processors
+from kt_runtime.experts.machine import default_threads, usable_processors
 from kt_runtime.experts.native import resolve_isa
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ def make_plan(
         tuple(_unique(made if num_experts is None else [_shrunk(shape, num_experts) for shape in made])),
         tuple(_unique(parse_format(name) for name in formats or DEFAULT_FORMATS)),
         tuple(_unique(resolve_isa(name) for name in isas)) or (resolve_isa(None),),
-        tuple(_unique(threads or (1, processors))),
+        tuple(_unique(threads or (1, default_threads()))),
         tuple(sorted(set(tokens or DEFAULT_TOKENS))),
         tuple(ops),
         peer,

@@ -1,0 +1,54 @@
+// The search for NaN and Inf in what a call reads: part of the call's job, before anything of the caller's is written.
+#pragma once
+
+#include <initializer_list>
+#include <vector>
+
+#include "base/status.h"
+#include "base/views.h"
+
+namespace kt {
+
+// "NAME[row, column] is NaN or Inf" for the first such element of a float32 or bf16 matrix.
+Status check_finite(const TensorView& matrix, const char* name);
+
+// Thrown by a part of the check that found one; `FiniteCheck::all` says which is the first.
+struct NotFinite {};
+
+class FiniteCheck {
+ public:
+  struct Matrix {
+    const TensorView* values;
+    const char* name;
+  };
+  FiniteCheck(std::initializer_list<Matrix> matrices);
+
+  // Elements so few that the caller alone finds them sooner than a pool of threads would begin.
+  bool is_small() const;
+  // In the order of the matrices, on this thread.
+  Status all() const;
+
+  int64_t num_parts() const { return num_parts_; }
+  void check_part(int64_t part) const;
+
+ private:
+  std::vector<Matrix> matrices_;
+  int64_t num_parts_ = 0;
+};
+
+// Looks for NaN and Inf here where the matrices are small or there is one thread, else in `body`'s job: body(check or
+// null) runs its parts before it writes anything.
+template <class Body>
+Status with_check(std::initializer_list<FiniteCheck::Matrix> matrices, int num_threads, Body&& body) {
+  const FiniteCheck finite(matrices);
+  const bool here = num_threads == 1 || finite.is_small();
+  if (here) KT_RETURN_IF_ERROR(finite.all());
+  try {
+    body(here ? nullptr : &finite);
+  } catch (const NotFinite&) {
+    return finite.all();
+  }
+  return {};
+}
+
+}  // namespace kt
