@@ -31,6 +31,7 @@ def check_tools(request: Body) -> None:
 
 def _schemas(request: Any) -> Iterator[Checked]:
     for tool in _tools(request):
+        schema: Checked | None
         if isinstance(tool, Tool):
             schema = tool.function.parameters
         else:

@@ -32,7 +32,7 @@ class Desk:
         self.executor = Executor(1.0)
         self.ended: queue.Queue[tuple[str, Exception | None]] = queue.Queue()
         self.answers: list[tuple[str, Exception | None]] = []
-        self.outcomes: list[AdapterVersion | Exception] = []
+        self.outcomes: list[Any] = []  # an AdapterVersion each, or the exception
         self.workers = Workers("kt-prepare", lambda *ended: self.ended.put(ended))
         self.publisher = Publisher(
             lab.host,
@@ -63,7 +63,7 @@ class Desk:
     def info(self, name: str) -> Any:
         return {info.name: info for info in self.publisher.adapters()}[name]
 
-    def loaded(self, name: str, adapter: Any, path: Path) -> AdapterVersion | Exception:
+    def loaded(self, name: str, adapter: Any, path: Path) -> Any:
         write_adapter(path, adapter)
         self.publisher.load(name, str(path), self.outcomes.append)
         self.settle()
@@ -432,7 +432,8 @@ def test_a_version_that_is_not_finite_is_not_served_again_after_a_restart(make_d
     assert restarted.current("alice") == desk.outcomes[0].hash and restarted.info("alice").problem is None
     restarted.publisher.rollback("bob", version.hash, restarted.outcomes.append)
     restarted.settle()
-    assert isinstance(restarted.outcomes[-1], ConflictError | AdapterError)
+    refused = restarted.outcomes[-1]
+    assert isinstance(refused, ConflictError | AdapterError)
     restarted.publish("bob", 2)
     restarted.settle()
     assert restarted.info("bob").problem is None and restarted.current("bob") == restarted.outcomes[-1].hash
