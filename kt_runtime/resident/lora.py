@@ -52,7 +52,7 @@ class LoraModules:
         """Adds an adapter, a layer at a time, and returns its parameters. They are `values`, which are not copied."""
         config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, init_lora_weights=False)  # type: ignore[arg-type]
         pairs = (
-            (module, *(nn.Parameter(values[f"{module.name}.{part}"]) for part in ("lora_A", "lora_B")))
+            (module, nn.Parameter(values[f"{module.name}.lora_A"]), nn.Parameter(values[f"{module.name}.lora_B"]))
             for module in sorted(modules, key=lambda module: module.layer)
         )
         by_layer = yield from self._place(key, pairs, config)
@@ -76,7 +76,7 @@ class LoraModules:
             return nn.Parameter(tensor.detach().to(self._twin.device, torch.float32), requires_grad=False)
 
         names = sorted(adapter.modules, key=lambda name: by_name[name].layer)
-        pairs = ((by_name[name], *map(frozen, adapter.modules[name])) for name in names)
+        pairs = ((by_name[name], frozen(adapter.modules[name].a), frozen(adapter.modules[name].b)) for name in names)
         yield from self._place(key, pairs, config)
 
     def _place(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ def portions(
         yield Slice(kind, elements, may_switch=True), chosen
 
 
-def freed(tensors: MutableMapping[str, torch.Tensor]) -> Generator[Slice, None, None]:
+def freed(tensors: MutableMapping[str, Any]) -> Generator[Slice, None, None]:
     """Takes all out of `tensors`, in slices: the system needs 30 ms to take 1 GB back."""
     for upcoming, names in portions("free", tensors):
         yield upcoming

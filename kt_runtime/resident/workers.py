@@ -113,7 +113,7 @@ class Workers:
         """The result is not wanted any more; what has begun runs to its end. An unknown key is ignored."""
         with self._changed:
             job = self._jobs.pop(key, None)
-            if job in self._waiting:
+            if job is not None and job in self._waiting:
                 self._waiting.remove(job)
 
     def finish(self, timeout_s: float) -> bool:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -355,7 +356,7 @@ def test_two_directories_that_hang_hold_up_no_other_name(
     monkeypatch.setattr(desk.workers, "_clock", lambda: now[0])
     outcomes: dict[str, Any] = {}
     for name in ("one", "two"):
-        desk.publisher.load(name, f"/dead/{name}", lambda outcome, name=name: outcomes.setdefault(name, outcome))
+        desk.publisher.load(name, f"/dead/{name}", partial(outcomes.__setitem__, name))
     desk.publish("bob", 1)
     deadline = time.monotonic() + 30
     while desk.ended.qsize() < 3:  # bob, and both errors
