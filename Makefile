@@ -22,7 +22,7 @@ help:
 	@echo "make test-sanitize  run the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make test-threads   run the thread pool's tests under ThreadSanitizer"
 	@echo "make check   linters, formatting, types of sources and tests, and the import-direction test"
-	@echo "make check-native   test-sanitize, test-threads, and the AMX kernels on a software model of AMX's tiles"
+	@echo "make check-native   test-threads and test-sanitize, which also runs AMX's kernels on a model of its tiles"
 	@echo "make format  apply ruff's and clang-format's formatting"
 	@echo "make clean   remove the build tree and the environment"
 
@@ -86,6 +86,19 @@ test-sanitize: $(CMAKE_INSTALLED)
 	$(KERNEL_TESTS) -DCMAKE_BUILD_TYPE=Sanitize -DCMAKE_CXX_FLAGS="$(SANITIZERS)"
 	$(KERNEL_BUILD)
 	build/$@/tests/csrc/kt_kernel_tests
+
+test-threads: $(CMAKE_INSTALLED)
+	$(KERNEL_TESTS) -DCMAKE_BUILD_TYPE=Sanitize -DCMAKE_CXX_FLAGS="-fsanitize=thread -O1 -g"
+	$(CMAKE) --build build/$@ --parallel $(shell getconf _NPROCESSORS_ONLN) --target kt_pool_tests
+	TSAN_OPTIONS="halt_on_error=1 die_after_fork=0" build/$@/tests/csrc/kt_pool_tests
+
+check-native: test-threads test-sanitize
+
+# Whole folders, so that no test is forgotten: those that start servers, compile, or run for minutes.
+SLOW := csrc fuzz gpu integration
+test-quick: $(VENV)/installed
+	@echo "left out: $(SLOW:%=tests/%) (make test runs them)"
+	$(BIN)/pytest $(SLOW:%=--ignore=tests/%) $(PYTEST_ARGS)
 
 check: $(VENV)/check-installed
 	$(BIN)/ruff check .

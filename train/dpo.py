@@ -22,7 +22,8 @@ from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.reference_logprobs import Serving
 from kt_runtime.train.reference_pass import ReferencePass, Twin, summed
 from kt_runtime.train.reference_values import REFERENCE, ReferenceValues
-from kt_runtime.wire import Batch, ForwardResult, PreferenceLoss, ResidentClient
+from kt_runtime.train.resident import Resident
+from kt_runtime.wire import Batch, ForwardResult, PreferenceLoss
 from kt_runtime.wire.messages import Activations
 
 
@@ -69,7 +70,7 @@ class Dpo:
 
     def __init__(
         self,
-        client: ResidentClient,
+        client: Resident,
         session: str,
         recipe: Recipe,
         train: Sequence[Row],

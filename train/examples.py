@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
+Integers = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -32,7 +34,7 @@ class Example:
             raise ValueError(f"tokens, targets, trained: shapes {shapes}; they must be one-dimensional and equal")
 
     @classmethod
-    def of(cls, ids: Sequence[int] | Tokens, trained: Sequence[bool] | Mask, where: str = "") -> Example:
+    def of(cls, ids: Sequence[int] | Integers, trained: Sequence[bool] | Mask, where: str = "") -> Example:
         """From a sequence of n + 1 token ids and whether each is trained on; the first id has nothing before it."""
         whole = np.asarray(ids, np.int32)
         return cls(whole[:-1], whole[1:], np.array(trained[1:], np.bool_), where)

@@ -23,17 +23,17 @@ from kt_runtime.train.interruption import Interruption
 from kt_runtime.train.journal import Journal
 from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.reference_logprobs import Serving
+from kt_runtime.train.resident import Resident
 from kt_runtime.train.run_identity import identity, settings
 from kt_runtime.train.session import objective_of, open_session, session_name, start_tracking
 from kt_runtime.train.training import RunResult, Training
-from kt_runtime.wire import ResidentClient
 from kt_runtime.wire.messages import StatusReply
 
 LOCK_FILE = ".kt-runtime.lock"
 
 
 def run(
-    client: ResidentClient,
+    client: Resident,
     recipe: Recipe,
     inputs: Inputs,
     display: Display,
@@ -103,7 +103,7 @@ def _cadence(recipe: Recipe, inputs: Inputs) -> Cadence:
 
 @contextlib.contextmanager
 def _session(
-    client: ResidentClient, status: StatusReply, recipe: Recipe, checkpoint: Checkpoint | None, display: Display
+    client: Resident, status: StatusReply, recipe: Recipe, checkpoint: Checkpoint | None, display: Display
 ) -> Iterator[str]:
     """A session for the run's time. KeyboardInterrupt leaves it open: closing it would wait for the calls under way."""
     name = session_name(recipe.output_dir)

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from kt_runtime.errors import NumericsError
 from kt_runtime.train.examples import Example, Pair
-from kt_runtime.wire import Batch, ForwardResult, ResidentClient, Ticket
+from kt_runtime.train.resident import Resident
+from kt_runtime.wire import Batch, ForwardResult, Ticket
 
 Row = Example | Pair
 
@@ -78,7 +79,7 @@ Call = tuple[Ticket, Batch, Sequence[Row]]
 
 
 def in_flight(
-    client: ResidentClient, calls: Iterable[Call], stop: Callable[[], bool] = lambda: False
+    client: Resident, calls: Iterable[Call], stop: Callable[[], bool] = lambda: False
 ) -> Iterator[tuple[ForwardResult, Sequence[Row]]]:
     """Finishes `calls` in order while up to `CALLS_AHEAD` later ones are under way; begins no more after `stop`."""
     waiting: deque[Call] = deque()
@@ -97,6 +98,6 @@ def chunks(rows: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
         yield rows[start : start + size]
 
 
-def _finish(client: ResidentClient, call: Call) -> tuple[ForwardResult, Sequence[Row]]:
+def _finish(client: Resident, call: Call) -> tuple[ForwardResult, Sequence[Row]]:
     ticket, batch, rows = call
     return client.finish_forward(ticket, batch), rows

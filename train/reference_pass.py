@@ -19,8 +19,9 @@ from kt_runtime.train.generation import Progress
 from kt_runtime.train.objective import Row, chunks
 from kt_runtime.train.reference_logprobs import Counters, LogProbs, ask_reference
 from kt_runtime.train.reference_values import REFERENCE, ReferenceValues
+from kt_runtime.train.resident import Resident
 from kt_runtime.train.serving_path import ServingPath
-from kt_runtime.wire import PreferenceLoss, ResidentClient
+from kt_runtime.wire import PreferenceLoss
 
 NUM_COMPARED = 8
 
@@ -32,7 +33,7 @@ Stop = Callable[[], bool]
 class Twin:
     """The session's twin, `batch_size` pairs at a time. `loss`: with a reference, of scale 1."""
 
-    client: ResidentClient
+    client: Resident
     session: str
     loss: PreferenceLoss
     batch_size: int

@@ -14,11 +14,12 @@ from kt_runtime.train.dpo import Dpo, described_reference, reference_adapter
 from kt_runtime.train.objective import Objective, Row
 from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.reference_logprobs import Serving
+from kt_runtime.train.resident import Resident
 from kt_runtime.train.run_identity import all_settings
 from kt_runtime.train.sft import Sft
 from kt_runtime.train.targets import patterns
 from kt_runtime.train.trackers import Tracker, open_trackers
-from kt_runtime.wire import LoraSettings, ResidentClient
+from kt_runtime.wire import LoraSettings
 from kt_runtime.wire.messages import Activations, SessionInfo
 
 Say = Callable[[str], None]
@@ -42,7 +43,7 @@ def lora_settings(recipe: Recipe) -> LoraSettings:
     )
 
 
-def open_session(client: ResidentClient, name: str, recipe: Recipe, say: Say) -> SessionInfo:
+def open_session(client: Resident, name: str, recipe: Recipe, say: Say) -> SessionInfo:
     """Creates the session and prints what it trains and, in preference training, against which reference."""
     reference = reference_adapter(recipe)
     info = client.create_session(
@@ -67,7 +68,7 @@ def described_session(info: SessionInfo) -> str:
 
 
 def objective_of(
-    client: ResidentClient, session: str, recipe: Recipe, train: Sequence[Row], serving: Serving | None, say: Say
+    client: Resident, session: str, recipe: Recipe, train: Sequence[Row], serving: Serving | None, say: Say
 ) -> Objective:
     """`serving`: how the reference is served; used with `ref_logprobs: serving`, which needs it."""
     activations = cast(Activations, recipe.activations)

@@ -13,12 +13,12 @@ from typing import Any
 
 from kt_runtime.train.batches import to_batch
 from kt_runtime.train.objective import Call, Outcome, Row, Totals, chunks, in_flight
-from kt_runtime.wire import ResidentClient
+from kt_runtime.train.resident import Resident
 from kt_runtime.wire.messages import Activations
 
 
 class Sft:
-    def __init__(self, client: ResidentClient, session: str, activations: Activations) -> None:
+    def __init__(self, client: Resident, session: str, activations: Activations) -> None:
         self._client, self._session, self._activations = client, session, activations
 
     def prepare(self, rows: Iterable[Row], stop: Callable[[], bool]) -> None:

@@ -21,9 +21,9 @@ from kt_runtime.train.journal import Journal
 from kt_runtime.train.objective import Objective, Row, check_finite
 from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.recipe.fields import BEST
+from kt_runtime.train.resident import Resident
 from kt_runtime.train.result_files import write_results
 from kt_runtime.train.run_identity import identity, settings
-from kt_runtime.wire import ResidentClient
 from kt_runtime.wire.messages import OptimReply, PublishReply, StatusReply
 
 
@@ -48,7 +48,7 @@ class RunResult:
 class Training:
     """A run under way. `start`, then `steps`, then `finish` with what `steps` returned."""
 
-    client: ResidentClient
+    client: Resident
     session: str
     recipe: Recipe
     inputs: Inputs

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Generator, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
 
 import torch
 
@@ -34,7 +34,7 @@ def portions(
         yield Slice(kind, elements, may_switch=True), chosen
 
 
-def freed(tensors: dict[str, _T]) -> Generator[Slice, None, None]:
+def freed(tensors: MutableMapping[str, Any]) -> Generator[Slice, None, None]:
     """Takes all out of `tensors`, in slices: the system needs 30 ms to take 1 GB back."""
     for upcoming, names in portions("free", tensors):
         yield upcoming

@@ -24,7 +24,9 @@ def entry(name: bytes, lengths: list[int], kind: int, offset: int) -> bytes:
     return string(name) + struct.pack(f"<I{len(lengths)}QIQ", len(lengths), *lengths, kind, offset)
 
 
-def file(keys: list[bytes], entries: list[bytes], data: bytes, alignment: int = 32, version: int = 3) -> bytearray:
+def file(
+    keys: list[bytes], entries: list[bytes], data: bytes | bytearray, alignment: int = 32, version: int = 3
+) -> bytearray:
     head = b"GGUF" + struct.pack("<IQQ", version, len(entries), len(keys)) + b"".join(keys + entries)
     return bytearray(head + b"\0" * (-len(head) % alignment) + data)
 

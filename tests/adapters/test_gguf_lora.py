@@ -57,9 +57,13 @@ def make(tmp_path: Path) -> Callable[..., Path]:
             edit(keys, tensors)
         writer = gguf.GGUFWriter(tmp_path / name, keys.pop("arch", "qwen3moe"))
         for key, value in keys.items():
-            {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}[
-                type(value)
-            ](key, value)
+            add: dict[type, Callable[[str, Any], None]] = {
+                str: writer.add_string,
+                float: writer.add_float32,
+                int: writer.add_uint32,
+                list: writer.add_array,
+            }
+            add[type(value)](key, value)
         for key, tensor in tensors.items():
             writer.add_tensor(key, tensor)
         writer.write_header_to_file()

@@ -39,4 +39,4 @@ def test_a_matrix_without_whole_groups_is_refused(matrix: Tensor) -> None:
 
 def test_words_hold_codes_from_the_lowest_bits_up() -> None:
     codes = torch.tensor([[-8, -7, 7, 0, 1, 2, 3, -1]], dtype=torch.int8)
-    assert pack_words(codes, 4).item() & 0xFFFFFFFF == 0x7BA98F10
+    assert int(pack_words(codes, 4).item()) & 0xFFFFFFFF == 0x7BA98F10

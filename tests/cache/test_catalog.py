@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +16,7 @@ SLOT = 4096
 
 
 def check_consistent(catalog: Catalog) -> None:
-    owned = {}
+    owned: dict[Any, Any] = {}
     for number, segment in catalog.segments.items():
         live = [owner for owner in segment.owners if owner is not None]
         assert segment.live == len(live)

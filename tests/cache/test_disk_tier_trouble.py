@@ -14,7 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
-from reference.cache_files import Fail, FaultyFiles, Hang, Slow, contents, key_of, page_to_write, payload_of
+from reference.cache_files import (
+    NOT_HELD_UP_SECONDS,
+    Fail,
+    FaultyFiles,
+    Hang,
+    Slow,
+    contents,
+    key_of,
+    page_to_write,
+    payload_of,
+)
 from reference.cache_tiers import ROOT, SIZE, eventually, keys, present, settings, stopped_lines, write
 
 from kt_runtime.cache import buffers
@@ -134,12 +144,12 @@ def test_a_disk_that_hangs_on_reads_holds_nobody_up(
     began = time.monotonic()
     assert tier.look_up(keys(range(10))) == 10
     assert present(tier, range(10)) == 0
-    assert time.monotonic() - began < 1.0
-    began = time.monotonic()
+    assert time.monotonic() - began < NOT_HELD_UP_SECONDS
+    begun = hang.begun
     for _ in range(20):
         assert tier.look_up(keys(range(10))) == 0
         assert present(tier, range(10)) == 0
-    assert time.monotonic() - began < 0.1
+    assert hang.begun <= begun + 1  # the tier's own try whether the disk works again; none for a request
     assert len(stopped_lines(caplog)) == 1
     hang.release()
     eventually(lambda: tier.availability[Use.READING])
@@ -158,7 +168,7 @@ def test_a_disk_that_hangs_on_writes_holds_nobody_up(
     began = time.monotonic()
     for start in range(10, 300, 10):
         write(tier, range(start, start + 10))
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < NOT_HELD_UP_SECONDS
     assert present(tier, range(5)) == 5
     eventually(lambda: not any(write(tier, range(400, 401))) and stopped_lines(caplog))
     assert len(stopped_lines(caplog)) == 1
@@ -361,7 +371,7 @@ def test_closing_does_not_wait_for_a_disk_that_hangs(files: FaultyFiles, open_ti
     write(tier, range(5))
     began = time.monotonic()
     tier.close(0.2)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < NOT_HELD_UP_SECONDS
     hang.release()
     eventually(lambda: not files.locks)
 

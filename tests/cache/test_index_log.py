@@ -29,7 +29,7 @@ def files_with_log(*blocks: list[Change]) -> FaultyFiles:
 
 def replayed(files: FaultyFiles, *, write: bool = True) -> tuple[list[Change], IndexLog]:
     log = IndexLog(files, PATH, write=write)
-    return list(log.replay()), log
+    return [Change(*change) for change in log.replay()], log
 
 
 def test_changes_come_back_in_order() -> None:

@@ -85,7 +85,7 @@ def namespace(**changes: object) -> Namespace:
 
 
 def test_every_field_of_the_namespace_counts() -> None:
-    changes = [
+    changes: list[dict[str, object]] = [
         {},
         {"weights": "v"},
         {"kv_dtype": "float16"},

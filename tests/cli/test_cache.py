@@ -140,8 +140,10 @@ def test_a_named_server_that_is_not_there_is_an_error(run: Run) -> None:
 def server_answers(path: str, body: Any, number: int) -> Answer:
     if path == "/kt/cache/clear":
         return 200, {"cleared": {"device": 3, "disk": 5}}
-    fields = {"page_tokens": 64, "page_bytes": 1000, "used_bytes": 3000, "capacity_bytes": 9000, "hits": 3, "misses": 1}
-    disk = {"corrupt": 2, "counters": {"dropped": 6}, "directory": "/the/cache", "writing_stopped": "disk full"}
+    fields: dict[str, Any] = {"page_tokens": 64, "page_bytes": 1000, "used_bytes": 3000, "capacity_bytes": 9000}
+    fields |= {"hits": 3, "misses": 1}
+    disk: dict[str, Any] = {"corrupt": 2, "counters": {"dropped": 6}}
+    disk |= {"directory": "/the/cache", "writing_stopped": "disk full"}
     tiers = [CacheTier(tier="device", pages=3, evictions=0, **fields)]
     tiers.append(CacheTier(tier="disk", pages=5, evictions=8, **fields, **disk))
     return 200, {"cache": msgspec.to_builtins(tiers)}

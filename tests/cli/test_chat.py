@@ -15,6 +15,7 @@ from kt_runtime.errors import KtError, RuntimeFault, ServerUnreachableError, Use
 
 
 def events(*pieces: str, finished: bool = True, extra: str = "") -> bytes:
+    lines: list[dict[str, Any]]
     lines = [{"choices": [{"delta": {"content": piece}, "finish_reason": None}]} for piece in pieces]
     if finished:
         lines.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})

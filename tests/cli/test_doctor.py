@@ -85,6 +85,13 @@ def test_a_running_server_says_where_its_expert_weights_lie() -> None:
     ]
 
 
+def with_packages(packages: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
+    def change(report: dict[str, Any]) -> None:
+        report["software"]["packages"] = packages
+
+    return change
+
+
 def problems_with(report: dict[str, Any], change: Callable[[dict[str, Any]], object]) -> str:
     changed = copy.deepcopy(report)
     change(changed)
@@ -95,7 +102,7 @@ def test_another_or_no_sglang_is_a_problem_with_the_command_that_helps(report: d
     packages = report["software"]["packages"]
     for found, reason in (("0.5.24", f"sglang is 0.5.24, this kt-runtime needs {PINNED}"), (None, "is not installed")):
         changed = packages | {"sglang": {"found": found, "wanted": PINNED}}
-        text = problems_with(report, lambda copied, new=changed: copied["software"].update(packages=new))
+        text = problems_with(report, with_packages(changed))
         assert reason in text and f"pip install 'sglang=={PINNED}'" in text
 
 

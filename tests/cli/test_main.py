@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,13 +28,12 @@ def test_help_lists_every_command_and_says_what_it_does(run: Run) -> None:
         assert f"{name} " in result.stdout and line in result.stdout
 
 
-def test_help_answers_in_well_under_a_second(run: Run) -> None:
-    durations_s = []
-    for _ in range(3):
-        start = time.perf_counter()
-        run("--help")
-        durations_s.append(time.perf_counter() - start)
-    assert min(durations_s) < 0.8
+def test_help_loads_nothing_that_takes_seconds() -> None:
+    code = "import sys; from kt_runtime.cli.main import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "Usage" in done.stdout, done.stderr
+    loaded = {name.partition(".")[0] for name in done.stderr.split()}
+    assert not loaded & {"torch", "transformers", "sglang", "datasets", "pyarrow", "numpy", "pandas"}
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["models"], ["models", "show", "Kimi-K2"]])

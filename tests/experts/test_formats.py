@@ -157,6 +157,7 @@ def test_block_scales_of_compressed_tensors_are_read(tmp_path):
 def test_of_several_config_groups_the_one_that_fits_is_taken(tmp_path):
     values = quantized.write_checkpoint(tmp_path, {KEY: reference_experts()}, "int4_g32")[KEY]
     config = copy.deepcopy(quantized.SCHEMES["int4_g32"].config)
+    assert config is not None
     attention = copy.deepcopy(config["config_groups"]["group_0"])
     attention["weights"] |= {"num_bits": 8, "group_size": 128}
     config["config_groups"] = {"group_0": attention, "group_1": config["config_groups"]["group_0"]}

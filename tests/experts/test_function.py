@@ -36,7 +36,7 @@ def plain_torch(experts, x, ids, weights, lora):
 def gradients(run, p, lora_dtype):
     x, weights = p.x.clone().requires_grad_(), p.weights.clone().requires_grad_()
     tensors = [t.detach().to(lora_dtype).requires_grad_() for t in p.slots[0].tensors()]
-    out = run(x, weights, LoraSlot(*tensors, scaling=0.75))
+    out = run(x, weights, LoraSlot(scaling=0.75).with_tensors(tensors))
     (out * p.grad_out).sum().backward()
     return out.detach(), [x.grad, weights.grad, *[t.grad for t in tensors]]
 
@@ -86,9 +86,8 @@ def test_ten_sgd_steps_lower_a_loss(make_problem, build_layer):
     losses = []
     for _ in range(10):
         optimizer.zero_grad()
-        loss = (
-            (routed_experts(layer, p.x, p.ids, p.weights, LoraSlot(*tensors, scaling=1.0)) - p.grad_out).pow(2).mean()
-        )
+        slot = LoraSlot().with_tensors(tensors)
+        loss = (routed_experts(layer, p.x, p.ids, p.weights, slot) - p.grad_out).pow(2).mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def cases(draw):
 
 def as_reference(slots, leaves=False):
     """Slots as the reference takes them; with `leaves`, in float64 with gradients."""
-    made = []
+    made: list[tuple[Any, Any] | None] = []
     for slot in slots:
         if slot is None:
             made.append(None)
@@ -73,8 +74,8 @@ def test_backward_is_autograd_of_the_reference(isa, case, make_problem, build_la
     slots = as_reference(p.slots, leaves=True)
     out = reference.routed_experts(p.experts, x, p.ids, weights, slots=slots, token_slots=p.token_slots)
     leaves = [t for slot in slots if slot for t in slot[0]]
-    wanted = torch.autograd.grad(out, [x, weights, *leaves], p.grad_out.double(), allow_unused=True)
-    wanted = [torch.zeros_like(t) if g is None else g for g, t in zip(wanted, [x, weights, *leaves], strict=True)]
+    gradients = torch.autograd.grad(out, [x, weights, *leaves], p.grad_out.double(), allow_unused=True)
+    wanted = [torch.zeros_like(t) if g is None else g for g, t in zip(gradients, [x, weights, *leaves], strict=True)]
 
     layer = build_layer(p.experts, isa)
     got = layer.backward(p.grad_out, p.x, p.ids, p.weights, slots=p.slots, token_slots=p.token_slots)
@@ -143,7 +144,7 @@ def test_strided_and_misaligned_tensors_are_read_in_place(make_problem, build_la
         padded[..., 1:-2] = tensor
         return padded[..., 1:-2]
 
-    slots = [LoraSlot(*[awkward(t) for t in p.slots[0].tensors()], scaling=p.slots[0].scaling)]
+    slots = [p.slots[0].with_tensors([awkward(t) for t in p.slots[0].tensors()])]
     out = awkward(torch.zeros_like(p.x))
     ids = torch.nn.functional.pad(p.ids, (1, 2), value=99)[:, 1:-2]
     got = layer.forward(awkward(p.x), ids, awkward(p.weights), slots=slots, token_slots=p.token_slots, out=out)

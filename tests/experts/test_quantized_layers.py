@@ -180,13 +180,12 @@ def test_training_on_int4_lowers_the_loss_as_autograd_on_the_same_weights_does(m
     layer, values = open_layer(p.experts, "int4_g32")
     target = torch.randn(12, 128, generator=torch.Generator().manual_seed(3))
     generator = torch.Generator().manual_seed(4)
-    ours = LoraSlot(scaling=1.0).with_tensors(
-        [
-            (0.1 * torch.randn(2, *shape, generator=generator)).requires_grad_()
-            for shape in ((4, 128), (128, 4), (4, 128), (128, 4), (4, 128), (128, 4))
-        ]
-    )
-    theirs = [t.detach().double().requires_grad_() for t in ours.tensors()]
+    leaves = [
+        (0.1 * torch.randn(2, *shape, generator=generator)).requires_grad_()
+        for shape in ((4, 128), (128, 4), (4, 128), (128, 4), (4, 128), (128, 4))
+    ]
+    ours = LoraSlot(scaling=1.0).with_tensors(leaves)
+    theirs = [t.detach().double().requires_grad_() for t in leaves]
     slots = torch.zeros(12, dtype=torch.int32)
     losses = []
     for _ in range(5):
@@ -194,12 +193,12 @@ def test_training_on_int4_lowers_the_loss_as_autograd_on_the_same_weights_does(m
         wanted = reference.routed_experts(values, p.x, p.ids, p.weights, slots=[(theirs, 1.0)], token_slots=slots)
         other = (wanted - target.double()).pow(2).mean()
         losses.append((mine.item(), other.item()))
-        for loss, tensors in ((mine, ours.tensors()), (other, theirs)):
+        for loss, tensors in ((mine, leaves), (other, theirs)):
             for tensor, grad in zip(tensors, torch.autograd.grad(loss, tensors), strict=True):
                 tensor.data -= 0.5 * grad
     assert losses[-1][0] < losses[0][0]
-    for mine, other in losses:
-        assert mine == pytest.approx(other, rel=1e-5)
+    for native, exact in losses:
+        assert native == pytest.approx(exact, rel=1e-5)
 
 
 def test_nan_among_activations_is_refused_in_every_format(make_problem, open_layer):

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -135,7 +136,7 @@ def test_calls_from_several_threads_agree(tmp_path, tensors):
     x, ids = torch.randn(400, 40), torch.randint(0, 3, (400, 2))
     weights = torch.rand(400, 2)
     wanted = layer.forward(x, ids, weights)
-    results = []
+    results: list[Any] = []
     workers = [
         threading.Thread(target=lambda: results.extend(layer.forward(x, ids, weights) for _ in range(20)))
         for _ in range(4)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def attack_http(target: Target, stop: Event) -> None:
     bodies = Bodies(target.openapi, target.places, target.seed)
     churn = AdapterChurn(target.seed, target.good_adapters, target.places.broken)
     makers = [_every(HTTP_THREADS, first, bodies.case) for first in range(HTTP_THREADS)]
-    _run_all([lambda make=make: _ask_on(target, stop, journal, make) for make in [*makers, churn.next]])
+    _run_all([partial(_ask_on, target, stop, journal, make) for make in [*makers, churn.next]])
 
 
 def attack_otherwise(target: Target, stop: Event) -> None:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import msgspec
 import numpy as np
-from fuzz.raw_json import Raw
+from fuzz.raw_json import Pairs, Raw
 from fuzz.values import Values
 
 from kt_runtime.wire.codec import MAGIC
@@ -145,7 +145,7 @@ def _plain(value: Any) -> Any:
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    items = value.items if dataclasses.is_dataclass(value) else value.items()
+    items = value.items if isinstance(value, Pairs) else value.items()
     return {_plain(key): _plain(item) for key, item in items}
 
 

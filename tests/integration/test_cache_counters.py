@@ -157,7 +157,8 @@ def test_metrics_say_of_every_tier_what_the_status_says(served: Any) -> None:
     eventually(lambda: all(tier["evictions"] > 0 for tier in tiers(served).values()))
 
     def agree() -> bool:
-        found, expected = metrics(served), {}
+        found = metrics(served)
+        expected: dict[str, float] = {}
         for name, tier in tiers(served).items():
             counted = [*EVERY_TIER, *(COPIED if name != "device" else ()), *(DISK if name == "disk" else ())]
             values = tier["counters"] | tier

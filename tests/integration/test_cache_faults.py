@@ -216,8 +216,8 @@ def test_a_disk_that_is_half_a_minute_slow_holds_nobody_up(disk: Disk) -> None:
         assert found.tiers["disk"] == 0
         computed += 1
         time.sleep(0.2)
-    assert first_s < 8.0  # it waited for the disk's patience, once
-    assert longest_s < 6.0
+    # The first waits for the disk's patience, once. One that waited for the disk would take as long as that is slow.
+    assert max(first_s, longest_s) < 0.8 * SLOW_SECONDS
     assert disk.status()["reading_stopped"] is not None
     assert len([line for line in disk.said(log) if "reading from" in line]) == 1
     assert len([line for line in disk.said(log) if "writing to" in line]) == 1

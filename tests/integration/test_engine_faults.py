@@ -70,7 +70,7 @@ class KeepAsking:
         self._thread.join()
 
 
-def first_mlp_inputs(model: torch.nn.Module, prompts: list[list[int]]) -> torch.Tensor:
+def first_mlp_inputs(model: Any, prompts: list[list[int]]) -> torch.Tensor:
     """What the first layer's MLP gets for each token of the prompts, [T, H]."""
     seen: list[torch.Tensor] = []
     hook = model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda *args: seen.append(args[2][0]))
@@ -169,7 +169,8 @@ def test_a_name_that_means_no_adapter_fails_its_requests_only(client: httpx.Clie
 
 def test_sampling_beyond_what_is_allowed_is_refused_and_the_server_goes_on(client: httpx.Client) -> None:
     before = tokens(client)
-    wrong = {"top_k": 2**63, "n": 10**9, "stream_interval": 0, "repetition_penalty": 1e-300, "logit_bias": {"5": 1e308}}
+    wrong: dict[str, Any] = {"top_k": 2**63, "n": 10**9, "stream_interval": 0, "repetition_penalty": 1e-300}
+    wrong["logit_bias"] = {"5": 1e308}
     for name, value in wrong.items():
         assert ask(client, PROMPT, **{name: value}).status_code == 400, name
     assert tokens(client) == before

@@ -27,7 +27,7 @@ from kt_runtime.wire.messages import LoraSettings
 
 KEY = "integration-test-key-0123456789"
 START_SECONDS = 600.0
-PROMPT = {"input_ids": [5, 6, 7, 8]}
+PROMPT: dict[str, Any] = {"input_ids": [5, 6, 7, 8]}
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
 
@@ -148,8 +148,8 @@ class TestBehindAKey:
     def test_start_is_told_in_a_few_lines_and_the_warm_up_leaves_no_trace(self, keyed: Server) -> None:
         """First of all tests of this server."""
         shown = keyed.log.read_text(errors="replace").splitlines()
-        expected = ("model ", "memory on the ", "parsers: ", f"the full log is {keyed.full_log}", "starting", "reading")
-        expected += ("experts: ", "the model is loaded", "kt-runtime is ready: ")
+        expected = ["model ", "memory on the ", "parsers: ", f"the full log is {keyed.full_log}", "starting", "reading"]
+        expected += ["experts: ", "the model is loaded", "kt-runtime is ready: "]
         assert len(shown) <= 15 and any("GiB needed" in line for line in shown), shown
         assert [any(line.startswith(one) for line in shown) for one in expected] == [True] * len(expected), shown
         assert len(keyed.full_log.read_text(errors="replace").splitlines()) > 2 * len(shown)
@@ -211,7 +211,7 @@ class TestBehindAKey:
         assert answer.status_code == 404 and "unknown adapter 'loaded'" in answer.text
 
     def test_requests_are_counted_out_again_however_they_end(self, keyed: Server, adapter: Path) -> None:
-        endless = {"max_new_tokens": 3000, "ignore_eos": True}
+        endless: dict[str, Any] = {"max_new_tokens": 3000, "ignore_eos": True}
         several = {**PROMPT, "lora_path": "published", "sampling_params": {"n": 3, "max_new_tokens": 4}}
         assert len(keyed.post("/generate", several).json()) == 3
         batch = {"input_ids": [[5, 6], [7, 8]], "lora_path": ["published", None], "sampling_params": {"n": 2}}

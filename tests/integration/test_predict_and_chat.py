@@ -60,7 +60,7 @@ class Place:
             command, input=text, env=ENVIRONMENT, cwd=self.directory, capture_output=True, text=True, timeout=300
         )
 
-    def answers(self, adapter: str | None, prompts: list[str]) -> list[str]:
+    def answers(self, adapter: str | None, prompts: list[list[int]]) -> list[str]:
         """Straight from /generate, whose answers to rendered text are the reference here."""
         body: dict[str, Any] = {
             "input_ids": prompts,

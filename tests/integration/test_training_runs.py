@@ -192,7 +192,8 @@ def test_one_can_chat_with_the_adapter_while_it_learns(
 ) -> None:
     trainer = start(command("sft-resume", "max_steps=400", "publish=learning", "publish_every_steps=2"))
     read_until(trainer, "published learning")
-    answered, versions = 0, set()
+    answered = 0
+    versions: set[str] = set()
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and (answered < 5 or len(versions) < 2):
         versions.add(api.get("/kt/adapters/learning")["current"])

@@ -19,6 +19,9 @@ SHAPES = [(4, 4, 16, 16), (8, 2, 32, 32), (6, 1, 24, 16)]
 TOLERANCE = 2e-6
 
 
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, cap: float = 0.0) -> torch.Tensor:
     """One query at a time, one head at a time."""
     tokens, heads, _ = q.shape
@@ -34,11 +37,15 @@ def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     return out
 
 
-def tensors(shape: tuple[int, ...], tokens: int, keys: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+def tensors(shape: tuple[int, ...], tokens: int, keys: int, seed: int = 0) -> Inputs:
     heads, k_heads, size, v_size = shape
     g = torch.Generator().manual_seed(seed)
     k = torch.randn(keys, k_heads, size, generator=g)
     return torch.randn(tokens, heads, size, generator=g), k, torch.randn(keys, k_heads, v_size, generator=g)
+
+
+def as_dtype(dtype: torch.dtype, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -104,8 +111,8 @@ def test_gradients_are_those_of_the_definition(
 ) -> None:
     inputs = tensors(shape, 19, 19)
     grad_out = torch.randn(19, shape[0], shape[3], generator=torch.Generator().manual_seed(4))
-    exact = [tensor.double().requires_grad_() for tensor in inputs]
-    expected = torch.autograd.grad(differentiable(*exact, 0.3), exact, grad_out.double())
+    q, k, v = (tensor.double().requires_grad_() for tensor in inputs)
+    expected = torch.autograd.grad(differentiable(q, k, v, 0.3), (q, k, v), grad_out.double())
     monkeypatch.setattr(attention, "SCORE_BUDGET", budget)
     for found, wanted in zip(attend_sequence_backward(grad_out, *inputs, 0.3), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
@@ -118,12 +125,12 @@ def test_gradients_are_those_of_the_definition(
 def test_a_batch_has_each_sequence_s_gradients(
     shape: tuple[int, ...], prefix: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    rows = [[x.to(dtype) for x in tensors(shape, 150, 150 + prefix, seed)] for seed in range(2)]
-    inputs = [torch.stack(part) for part in zip(*rows, strict=True)]
+    rows = [as_dtype(dtype, *tensors(shape, 150, 150 + prefix, seed)) for seed in range(2)]
+    q, k, v = (torch.stack([row[part] for row in rows]) for part in range(3))
     log_sums = torch.empty(2, 150, shape[0])
     out = torch.stack([attend_sequence(*row, prefix, 0.3, log_sums=log_sums[i]) for i, row in enumerate(rows)])
     grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(dtype)
-    found = attend_batch_backward(grad_out, *inputs, out, log_sums, 0.3)
+    found = attend_batch_backward(grad_out, q, k, v, out, log_sums, 0.3)
     for index, row in enumerate(rows):
         for by_x, wanted in zip(found, attend_sequence_backward(grad_out[index], *row, 0.3), strict=True):
             assert by_x.dtype == dtype

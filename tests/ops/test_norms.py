@@ -37,6 +37,7 @@ def test_gradient_is_float64s(shape: tuple[int, ...], dtype: torch.dtype, tolera
     torch.manual_seed(1)
     module = made(Qwen3MoeRMSNorm, shape[-1], dtype)
     module.__class__ = FrozenRmsNorm
+    assert isinstance(module.weight, torch.Tensor)
     x = torch.randn(shape).to(dtype).requires_grad_()
     grad = torch.randn(shape).to(dtype)
     (found,) = torch.autograd.grad(module(x), x, grad)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ def dpo_loss(
         "ref_chosen_logps": chosen,
         "ref_rejected_logps": rejected,
     }
-    return DPOTrainer._compute_loss(_trainer(kind, beta), lambda **_: outputs, inputs, False)
+    return DPOTrainer._compute_loss(cast(DPOTrainer, _trainer(kind, beta)), lambda **_: outputs, inputs, False)
 
 
 def _trainer(kind: str, beta: float) -> SimpleNamespace:

@@ -173,7 +173,8 @@ class FakeHost:
         copied = {key: (pair.a.clone(), pair.b.clone()) for key, pair in adapter.modules.items()}
         return AdapterTensors.from_modules(adapter.rank, adapter.alpha, copied)
 
-    def install_adapter(self, lora_id: str, name: str, version: str, prepared: AdapterTensors) -> None:
+    def install_adapter(self, lora_id: str, name: str, version: str, prepared: object) -> None:
+        assert isinstance(prepared, AdapterTensors)
         if len(self.installed) >= self.max_adapters:
             raise ConflictError(f"no room for another adapter: {len(self.installed)} are loaded")
         self.versions[lora_id] = version
@@ -287,7 +288,8 @@ class Lab:
     def session(self, targets: Sequence[str] = ("all",), *, fill: bool = True, **settings: Any) -> Session:
         """A session whose B is not zero (with `fill`), so that every gradient is there from the first call on."""
         self._made += 1
-        lora = LoraSettings(**{"rank": 4, "alpha": 8.0, "targets": list(targets), "seed": 3} | settings)
+        values: dict[str, Any] = {"rank": 4, "alpha": 8.0, "targets": list(targets), "seed": 3} | settings
+        lora = LoraSettings(**values)
         modules = resolve_targets(self.host.config, lora.targets)
         name, key = f"session{self._made}", f"s{self._made}"
         start = read_start(Opening(name, key, lora, modules), None, None, self.twin.family, self.host)

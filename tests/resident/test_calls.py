@@ -12,6 +12,7 @@ from reference.lora import random_adapter, write_adapter
 
 from kt_runtime.resident.service import Resident
 from kt_runtime.resident.settings import ResidentSettings
+from kt_runtime.wire import messages
 from kt_runtime.wire.messages import (
     CloseSession,
     CreateSession,
@@ -131,17 +132,17 @@ def test_adapters_that_do_not_fit_are_refused_before_there_is_a_session(
     good = write_adapter(tmp_path / "good", random_adapter(host.config, rank=4, alpha=8.0, seed=2, only=["attention"]))
     high = write_adapter(tmp_path / "high", random_adapter(host.config, rank=17, alpha=8.0, seed=2, only=["attention"]))
     other = write_adapter(tmp_path / "other", random_adapter(make_host("qwen3_moe").config, rank=4, alpha=8.0, seed=2))
-    wrong = [
+    wrong: list[dict[str, Any]] = [
         {"reference": str(tmp_path / "nothing")},
         {"reference": "relative"},
         {"reference": str(high)},
         {"reference": str(other)},
         {"start_from": str(other), "reference": str(good)},
     ]
-    inbox = Inbox(
-        [(CreateSession(request_id=str(i), session="a", lora=LORA, **more), {}) for i, more in enumerate(wrong)]
-        + [(CreateSession(request_id="good", session="a", lora=LORA, reference=str(good)), {})]
-    )
+    requests: list[tuple[Any, dict[str, Any]]] = [
+        (CreateSession(request_id=str(i), session="a", lora=LORA, **more), {}) for i, more in enumerate(wrong)
+    ]
+    inbox = Inbox([*requests, (CreateSession(request_id="good", session="a", lora=LORA, reference=str(good)), {})])
     replies = run(host, inbox, tmp_path)
     kinds = [replies[str(i)].kind for i in range(len(wrong))]
     assert kinds == ["NotFoundError", "InvalidValueError", "AdapterError", "AdapterError", "AdapterError"]
@@ -182,7 +183,8 @@ def test_a_session_beyond_the_limits_is_refused_until_another_one_is_closed(
         lora = LoraSettings(rank=4, alpha=8.0, targets=["q_b_proj"])
         return CreateSession(request_id=str(number), session=f"s{number}", lora=lora)
 
-    requests = [create(0), create(1), create(2), CloseSession(request_id="c", session="s0"), create(3)]
+    closing = CloseSession(request_id="c", session="s0")
+    requests: list[messages.AnyRequest] = [create(0), create(1), create(2), closing, create(3)]
     # Sessions take turns: all requests of one turn are carried out before those of the next one arrive.
     found: dict[str, Any] = {}
     host, inbox = make_host(), Inbox([])

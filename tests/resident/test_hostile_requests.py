@@ -126,7 +126,7 @@ class Desk:
         """What the codec makes of a request."""
         header = {"type": kind, "version": messages.PROTOCOL_VERSION, "request_id": f"r{next(self.numbers)}"} | fields
         arrays = BATCH if kind in ("forward", "forward_backward") else {}
-        described = [codec.ArrayDescriptor(name, str(array.dtype), [3]) for name, array in arrays.items()]
+        described = [{"name": name, "dtype": str(array.dtype), "shape": [3]} for name, array in arrays.items()]
         encode = msgspec.msgpack.encode
         frames = [codec.MAGIC, encode(header), encode(described), *(array.tobytes() for array in arrays.values())]
         try:

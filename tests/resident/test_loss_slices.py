@@ -107,9 +107,12 @@ def test_a_preference_loss_has_a_second_pass_only_where_one_chunk_is_not_enough(
     batch = make_pairs((5, 3, 4))  # 7 + 8 loss tokens, of which 4 are shared: 11 places
     counted = []
     real = losses.log_softmax
-    monkeypatch.setattr(
-        "kt_runtime.resident.loss_slices.log_softmax", lambda h, w: counted.append(len(h)) or real(h, w)
-    )
+
+    def counting(hidden: Any, weight: Any) -> Any:
+        counted.append(len(hidden))
+        return real(hidden, weight)
+
+    monkeypatch.setattr("kt_runtime.resident.loss_slices.log_softmax", counting)
     slices = list(session.forward_backward(batch, loss, 1000))
     assert counted == [11]
     assert len(slices) == 1 + layers + 5 + layers

@@ -37,7 +37,7 @@ def test_cross_entropy_and_its_gradient_equal_autograd(tensors: tuple[torch.Tens
     assert slopes is not None
     assert cross_entropy(logprobs, weights) == pytest.approx(float(expected.detach()), rel=1e-6)
     gradient = hidden_gradient(everything, targets, slopes, head)
-    assert torch.allclose(gradient, leaf.grad, atol=1e-6)
+    assert leaf.grad is not None and torch.allclose(gradient, leaf.grad, atol=1e-6)
     assert not gradient[::3].any()
 
 

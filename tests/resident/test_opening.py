@@ -44,7 +44,7 @@ class Desk:
         self.waiting: list[Incoming] = []
         self.replies: dict[str, Any] = {}
         self.longest = 0.0
-        places = {"model": "", "model_directory": "", "wire_address": "", "names_address": ""}
+        places: dict[str, Any] = {"model": "", "model_directory": "", "wire_address": "", "names_address": ""}
         self.resident = Resident(
             host,
             ResidentSettings(**places, adapter_directory=str(root / "adapters"), **settings),
@@ -123,7 +123,8 @@ class Gate:
     """Blocks one function on whatever thread calls it, and knows those threads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
-        self.entered, self.open, self.threads = threading.Event(), threading.Event(), set()
+        self.entered, self.open = threading.Event(), threading.Event()
+        self.threads: set[str] = set()
         original = getattr(module, name)
 
         def waits(*args: Any, **kwargs: Any) -> Any:

@@ -58,6 +58,7 @@ def test_loss_and_slopes_are_trl_s(logprobs: torch.Tensor, kind: str, beta: floa
     expected.backward()
     found = evaluate(logprobs, kind=kind, beta=beta, scale=0.5)  # a mean over two pairs
     assert found.loss == pytest.approx(float(expected.detach()), rel=1e-12)
+    assert leaf.grad is not None
     assert torch.allclose(found.slopes.double(), leaf.grad, rtol=1e-6, atol=0)
 
 

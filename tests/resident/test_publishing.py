@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class Desk:
         self.executor = Executor(1.0)
         self.ended: queue.Queue[tuple[str, Exception | None]] = queue.Queue()
         self.answers: list[tuple[str, Exception | None]] = []
-        self.outcomes: list[AdapterVersion | Exception] = []
+        self.outcomes: list[Any] = []  # an AdapterVersion each, or the exception
         self.workers = Workers("kt-prepare", lambda *ended: self.ended.put(ended))
         self.publisher = Publisher(
             lab.host,
@@ -63,7 +64,7 @@ class Desk:
     def info(self, name: str) -> Any:
         return {info.name: info for info in self.publisher.adapters()}[name]
 
-    def loaded(self, name: str, adapter: Any, path: Path) -> AdapterVersion | Exception:
+    def loaded(self, name: str, adapter: Any, path: Path) -> Any:
         write_adapter(path, adapter)
         self.publisher.load(name, str(path), self.outcomes.append)
         self.settle()
@@ -355,7 +356,7 @@ def test_two_directories_that_hang_hold_up_no_other_name(
     monkeypatch.setattr(desk.workers, "_clock", lambda: now[0])
     outcomes: dict[str, Any] = {}
     for name in ("one", "two"):
-        desk.publisher.load(name, f"/dead/{name}", lambda outcome, name=name: outcomes.setdefault(name, outcome))
+        desk.publisher.load(name, f"/dead/{name}", partial(outcomes.__setitem__, name))
     desk.publish("bob", 1)
     deadline = time.monotonic() + 30
     while desk.ended.qsize() < 3:  # bob, and both errors
@@ -432,7 +433,8 @@ def test_a_version_that_is_not_finite_is_not_served_again_after_a_restart(make_d
     assert restarted.current("alice") == desk.outcomes[0].hash and restarted.info("alice").problem is None
     restarted.publisher.rollback("bob", version.hash, restarted.outcomes.append)
     restarted.settle()
-    assert isinstance(restarted.outcomes[-1], ConflictError | AdapterError)
+    refused = restarted.outcomes[-1]
+    assert isinstance(refused, ConflictError | AdapterError)
     restarted.publish("bob", 2)
     restarted.settle()
     assert restarted.info("bob").problem is None and restarted.current("bob") == restarted.outcomes[-1].hash

@@ -83,7 +83,7 @@ class Engine:
                     time.sleep(0.001)
                 elif not self.resident.has_work():
                     self.asleep += 1
-                    self.overslept += not self._poller.poll(SLEEP_SECONDS * 1000)
+                    self.overslept += not self._poller.poll(int(SLEEP_SECONDS * 1000))
 
     def close(self) -> None:
         self._stop.set()

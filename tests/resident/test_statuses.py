@@ -15,7 +15,8 @@ class Desk:
     """`known` and `anew`: the hashes as they are computed; `told`: (request id, hash or error) of each answer."""
 
     def __init__(self) -> None:
-        self.now, self.told = 0.0, []
+        self.now = 0.0
+        self.told: list[Any] = []
         self.known: Future[str] = Future()
         self.anew: Future[str] = Future()
         self.woken = 0

@@ -156,6 +156,10 @@ def test_lost_threads_are_bounded_and_come_back(make_bench: Callable[..., Bench]
     assert bench.next_ended() == ("alice", None)
 
 
+def used_more_than(job: Any, cpu_seconds: float) -> Callable[[], bool]:
+    return lambda: job.cpu_seconds > cpu_seconds
+
+
 def test_a_thread_that_works_for_long_is_not_one_that_hangs(make_bench: Callable[..., Bench]) -> None:
     bench, stop = make_bench(num_threads=1), threading.Event()
 
@@ -168,7 +172,7 @@ def test_a_thread_that_works_for_long_is_not_one_that_hangs(make_bench: Callable
     job = bench.workers._jobs["slow"]
     for _ in range(10):
         before = job.cpu_seconds
-        bench.pass_time(PATIENCE_SECONDS / 2, until=lambda before=before: job.cpu_seconds > before)
+        bench.pass_time(PATIENCE_SECONDS / 2, until=used_more_than(job, before))
     assert bench.ended.empty()
     stop.set()
     assert bench.next_ended() == ("slow", None)

@@ -81,7 +81,12 @@ class TestWithKey:
 
     def test_key_of_another_length_is_compared_by_digest(self, monkeypatch: pytest.MonkeyPatch) -> None:
         compared: list[tuple[int, int]] = []
-        monkeypatch.setattr(auth.hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or False)
+
+        def compare(a: bytes, b: bytes) -> bool:
+            compared.append((len(a), len(b)))
+            return False
+
+        monkeypatch.setattr(auth.hmac, "compare_digest", compare)
         ApiKey(KEY).matches(b"a")
         assert compared == [(32, 32)]
 

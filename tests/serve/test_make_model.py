@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def digests(directory: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
 
 
@@ -51,7 +52,8 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
 
 def test_transformers_loads_every_tensor_without_remote_code(checkpoint: Path) -> None:
     assert AutoConfig.from_pretrained(checkpoint).model_type in ("deepseek_v3", "qwen3_moe")
-    _, info = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, output_loading_info=True)
+    info = loaded[1]
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
 
 

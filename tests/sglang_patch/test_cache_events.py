@@ -16,7 +16,8 @@ class Tree:
     def __init__(self, num_turns: int | None) -> None:
         self.ongoing_write_through: dict[int, Any] = {}
         self.ongoing_backup = {1: None}
-        self.num_turns, self.calls = num_turns, []
+        self.num_turns = num_turns
+        self.calls: list[str] = []
 
     def check_hicache_events(self) -> None:
         self.calls.append("events")

@@ -76,7 +76,8 @@ def test_an_unreadable_message_is_left_out(scheduled: Engine) -> None:
     def broken(_socket: Any, _flags: int) -> Any:
         raise ValueError("not a message")
 
-    message = receive(broken, None)
+    socket: Any = None
+    message = receive(broken, socket)
     scheduled.run(message, scheduled.request("right", [5, 6]))
     assert scheduled.ended["right"]["type"] == "length"
 
@@ -84,7 +85,7 @@ def test_an_unreadable_message_is_left_out(scheduled: Engine) -> None:
         raise zmq.Again
 
     with pytest.raises(zmq.Again):
-        receive(closed, None)
+        receive(closed, socket)
 
 
 def test_control_requests_that_fail_are_answered_so(scheduled: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def poison(adapter: AdapterTensors) -> AdapterTensors:
     return AdapterTensors.from_modules(adapter.rank, adapter.alpha, modules)
 
 
-@pytest.fixture(params=PARTS.values(), ids=PARTS.keys())
+@pytest.fixture(params=list(PARTS.values()), ids=list(PARTS))
 def poisoned(request: pytest.FixtureRequest, scheduled: Engine) -> Iterator[Engine]:
     """With the adapter "bad", which makes some part of the model overflow, and the harmless "good"."""
     manager = scheduled.scheduler.tp_worker.model_runner.lora_manager
@@ -142,7 +142,8 @@ def test_large_finite_rows_are_none_of_those() -> None:
     assert bad_rows(torch.zeros(0, 8)) is None
     matrix = torch.zeros(3, 2, 4)
     matrix[1, 1, 3] = torch.nan
-    assert bad_rows(matrix).tolist() == [False, True, False]
+    bad = bad_rows(matrix)
+    assert bad is not None and bad.tolist() == [False, True, False]
 
 
 def test_outside_of_serving_the_experts_still_raise(scheduled: Engine) -> None:

@@ -17,7 +17,8 @@ class State:
     """What SGLang keeps of a request."""
 
     def __init__(self) -> None:
-        self.event, self.out_list, self.output_ids, self.finished = asyncio.Event(), [], [1, 2], False
+        self.event, self.output_ids, self.finished = asyncio.Event(), [1, 2], False
+        self.out_list: list[Any] = []
         self.time_stats = SimpleNamespace(set_finished_time=lambda: None)
 
     def get_text(self) -> str:
@@ -52,7 +53,7 @@ def run(manager: Any) -> None:
 
 
 def test_a_message_that_fails_ends_its_requests_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    handled = []
+    handled: list[Any] = []
 
     def dispatch(message: Any) -> None:
         handled.append(message.rid)
@@ -103,7 +104,7 @@ def test_an_answer_that_was_given_before_the_exception_stays(monkeypatch: pytest
 
 
 def test_a_message_that_can_not_be_read_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    handled = []
+    handled: list[Any] = []
     manager = containment(monkeypatch, [EOFError("torn"), SimpleNamespace(rid="next")])
     manager._result_dispatcher = handled.append
     run(manager)

@@ -11,26 +11,31 @@ from kt_runtime.sglang_patch.frontend_sampling import check_choices, check_sampl
 VOCABULARY = 768
 NAN, INF = float("nan"), float("inf")
 
+
+def each(names: tuple[str, ...], *values: Any) -> list[tuple[str, Any]]:
+    return [(name, value) for name in names for value in values]
+
+
 WRONG: list[tuple[str, Any]] = [
-    *(("top_k", value) for value in (2**31, 2**63, -2, 1.5, True, "1")),
-    *(("max_new_tokens", value) for value in (2**31, 10**400, -1, [], False)),
-    *(("min_new_tokens", value) for value in (2**63, -1, "x")),
-    *(("n", value) for value in (0, 129, 10**9, [1])),
-    *(("stream_interval", value) for value in (0, -1, 2**31)),
-    *(("sampling_seed", value) for value in (2**63, -(2**63) - 1, 0.5, "x")),
-    *((name, value) for name in ("temperature", "top_p", "min_p") for value in (NAN, INF, 10**400, "1", [], True)),
-    *(("frequency_penalty", value) for value in (NAN, -INF, {})),
-    *(("presence_penalty", value) for value in (NAN, "0")),
-    *(("repetition_penalty", value) for value in (NAN, 1e-300, 0, -1)),
-    *(("ignore_eos", value) for value in (1, "x")),
-    *(("skip_special_tokens", value) for value in (0, [])),
-    *((name, value) for name in ("json_schema", "regex", "ebnf", "structural_tag") for value in (5, {"a": 1}, [])),
-    *(("beam_width", value) for value in (2, 0, "1", True)),
-    *(("stop_token_ids", value) for value in (5, [2**31], ["x"], [1.5])),
-    *(("logit_bias", value) for value in ([], {"x": 1}, {"5": "x"}, {"5": NAN}, {"5": 1e31}, {"-1": 1}, {"٥": 1})),
+    *each(("top_k",), *(2**31, 2**63, -2, 1.5, True, "1")),
+    *each(("max_new_tokens",), *(2**31, 10**400, -1, [], False)),
+    *each(("min_new_tokens",), *(2**63, -1, "x")),
+    *each(("n",), *(0, 129, 10**9, [1])),
+    *each(("stream_interval",), *(0, -1, 2**31)),
+    *each(("sampling_seed",), *(2**63, -(2**63) - 1, 0.5, "x")),
+    *each(("temperature", "top_p", "min_p"), *(NAN, INF, 10**400, "1", [], True)),
+    *each(("frequency_penalty",), *(NAN, -INF, {})),
+    *each(("presence_penalty",), *(NAN, "0")),
+    *each(("repetition_penalty",), *(NAN, 1e-300, 0, -1)),
+    *each(("ignore_eos",), *(1, "x")),
+    *each(("skip_special_tokens",), *(0, [])),
+    *each(("json_schema", "regex", "ebnf", "structural_tag"), *(5, {"a": 1}, [])),
+    *each(("beam_width",), *(2, 0, "1", True)),
+    *each(("stop_token_ids",), *(5, [2**31], ["x"], [1.5])),
+    *each(("logit_bias",), *([], {"x": 1}, {"5": "x"}, {"5": NAN}, {"5": 1e31}, {"-1": 1}, {"٥": 1})),
     ("logit_bias", {"0" * k + str(token): 1 for k in range(2) for token in range(VOCABULARY)}),
-    *(("stop", value) for value in (5, [5], "x" * 4097, ["x" * 3000, "y" * 3000])),
-    *(("stop_regex", value) for value in (5, [None])),
+    *each(("stop",), *(5, [5], "x" * 4097, ["x" * 3000, "y" * 3000])),
+    *each(("stop_regex",), *(5, [None])),
 ]
 
 

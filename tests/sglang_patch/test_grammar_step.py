@@ -134,11 +134,16 @@ def test_a_grammar_that_gets_no_processor_time_is_waited_for(start: Start) -> No
     assert all(filled) and torch.equal(bitmask, MASK_WORDS.expand(NUM_SLOW, -1))
 
 
+def answer_once_looked_at(process: Scripted) -> None:
+    if process.looked_at.wait(WAIT_SECONDS):
+        process.answer()
+
+
 def test_waiting_on_a_busy_machine_does_not_use_up_the_budget(room: Room, start: Start) -> None:
     now_s = itertools.count(step=0.02)
     room.patience = Patience(lambda: next(now_s))
     process, matcher = start(cpu_s=0.001)
-    late = threading.Thread(target=lambda: process.looked_at.wait(WAIT_SECONDS) and process.answer())
+    late = threading.Thread(target=answer_once_looked_at, args=[process])
     late.start()
     collect_masks([matcher])
     late.join()
@@ -147,7 +152,7 @@ def test_waiting_on_a_busy_machine_does_not_use_up_the_budget(room: Room, start:
 
 def test_only_the_slowest_are_ended(start: Start) -> None:
     (slow, heavy), (light, honest) = start(cpu_s=0.04), start(cpu_s=0.001)
-    late = threading.Thread(target=lambda: light.looked_at.wait(WAIT_SECONDS) and light.answer())
+    late = threading.Thread(target=answer_once_looked_at, args=[light])
     late.start()
     collect_masks([heavy, honest])
     late.join()

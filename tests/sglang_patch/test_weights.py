@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from kt_runtime.sglang_patch.weights import dense_tensors
 def test_routed_experts_are_left_out_and_nothing_else(tmp_path: Path) -> None:
     make_model("tiny-deepseek-v3", tmp_path / "model", seed=0)
     files = sorted(str(path) for path in (tmp_path / "model").glob("*.safetensors"))
-    expected = {}
+    expected: dict[str, Any] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
             expected |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

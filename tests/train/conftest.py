@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,9 @@ from kt_runtime.files import TEMPORARY_PREFIX, write_directory
 from kt_runtime.serve.presets import load_preset
 from kt_runtime.train.examples import Example, Pair
 from kt_runtime.train.recipe import Recipe
-from kt_runtime.wire import Batch, ForwardResult
-from kt_runtime.wire.messages import OptimReply, PublishReply, SavedReply, SessionInfo
+from kt_runtime.train.resident import Resident
+from kt_runtime.wire import Batch, ForwardResult, LoraSettings, Loss, Ticket
+from kt_runtime.wire.messages import Activations, GetStatus, Model, OptimReply, PublishReply, SavedReply, SessionInfo
 
 TENSORS = "adapter_model.safetensors"
 ADAPTED = "base_model.model.model.layers.0.self_attn.o_proj"
@@ -28,7 +29,7 @@ ADAPTED = "base_model.model.model.layers.0.self_attn.o_proj"
 
 @dataclass
 class FakeResident:
-    """Stands in for `ResidentClient`. `log`: what was asked of it, in order. `on_step`: called after every step."""
+    """`log`: what was asked of it, in order. `on_step`: called after every step."""
 
     model_directory: Path
     sessions: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -38,6 +39,7 @@ class FakeResident:
     context_tokens: int = 512
     claimed: tuple[str | None, bool] = (None, False)
     refuses_to_publish: Exception | None = None
+    _under_way: dict[Ticket, ForwardResult] = field(default_factory=dict)
 
     def status(self) -> Any:
         sessions = [SimpleNamespace(session=name) for name in self.sessions]
@@ -51,55 +53,61 @@ class FakeResident:
 
     def create_session(
         self,
-        name: str,
-        lora: Any,
-        start_from: Any = None,
+        session: str,
+        lora: LoraSettings,
+        start_from: str | None = None,
         *,
-        reference: Any = None,
+        reference: str | None = None,
         publishes: str | None = None,
         take_over: bool = False,
     ) -> SessionInfo:
-        assert name not in self.sessions
-        self.sessions[name] = {"value": 1.0, "step": 0, "calls": 0, "gradient": 0.0}
+        assert session not in self.sessions
+        self.sessions[session] = {"value": 1.0, "step": 0, "calls": 0, "gradient": 0.0}
         self.log.append(("create", lora, start_from, reference))
         self.claimed = (publishes, take_over)
         modules = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]
-        return SessionInfo(session=name, rank=lora.rank, alpha=lora.alpha, step=0, modules=modules, num_parameters=9)
+        return SessionInfo(session=session, rank=lora.rank, alpha=lora.alpha, step=0, modules=modules, num_parameters=9)
 
     def begin_forward_backward(
-        self, name: str, batch: Batch, loss: Any = None, *, reference: Any = None, activations: str = "recompute"
-    ) -> ForwardResult:
-        session = self.sessions[name]
-        session["calls"] += 1
-        result = self._result(session, batch, loss, reference, session["calls"])
-        session["gradient"] += result.loss
+        self,
+        session: str,
+        batch: Batch,
+        loss: Loss | None = None,
+        *,
+        reference: Any = None,
+        activations: Activations = "recompute",
+    ) -> Ticket:
+        state = self.sessions[session]
+        state["calls"] += 1
+        result = self._result(state, batch, loss, reference, state["calls"])
+        state["gradient"] += result.loss
         self.log.append(("forward_backward", batch, loss, reference, activations))
-        return result
+        return self._ticket(result)
 
     def begin_forward(
-        self, name: str, batch: Batch, loss: Any = None, *, model: str = "policy", reference: Any = None
-    ) -> ForwardResult:
+        self, session: str, batch: Batch, loss: Loss | None = None, *, model: Model = "policy", reference: Any = None
+    ) -> Ticket:
         self.log.append(("forward", batch, loss, model, reference))
-        result = self._result(self.sessions[name], batch, loss, reference, 0)
+        result = self._result(self.sessions[session], batch, loss, reference, 0)
         if model == "policy" and self.eval_losses:
             scaled = self.eval_losses.pop(0) * float(np.count_nonzero(batch.weights))
-            return ForwardResult(scaled, result.logprobs, result.num_tokens, 0.0, result.metrics, 1, result.num_tokens)
-        return result
+            result = replace(result, loss=scaled, seconds=0.0)
+        return self._ticket(result)
 
-    def finish_forward(self, ticket: ForwardResult, batch: Batch) -> ForwardResult:
-        return ticket
+    def finish_forward(self, ticket: Ticket, batch: Batch) -> ForwardResult:
+        return self._under_way.pop(ticket)
 
-    def optim_step(self, name: str, learning_rate: float, **settings: float) -> OptimReply:
-        session = self.sessions[name]
-        session["value"] -= learning_rate * session["gradient"]
-        session["step"] += 1
-        norm, session["gradient"] = abs(session["gradient"]), 0.0
+    def optim_step(self, session: str, learning_rate: float, **settings: Any) -> OptimReply:
+        state = self.sessions[session]
+        state["value"] -= learning_rate * state["gradient"]
+        state["step"] += 1
+        norm, state["gradient"] = abs(state["gradient"]), 0.0
         self.log.append(("optim_step", learning_rate, settings))
-        self.on_step(int(session["step"]))
-        return OptimReply(request_id="", step=int(session["step"]), grad_norm=norm, finished_at=0.0)
+        self.on_step(int(state["step"]))
+        return OptimReply(request_id="", step=int(state["step"]), grad_norm=norm, finished_at=0.0)
 
-    def save(self, name: str, path: str, *, optimizer: bool = True, replace: bool = False) -> SavedReply:
-        state = dict(self.sessions[name])
+    def save(self, session: str, path: str, *, optimizer: bool = True, replace: bool = False) -> SavedReply:
+        state = dict(self.sessions[session])
 
         def fill(directory: Path) -> None:
             save_file({f"{ADAPTED}.lora_A.weight": torch.tensor([[state["value"]]])}, directory / TENSORS)
@@ -112,21 +120,28 @@ class FakeResident:
         self.log.append(("save", Path(path).name.removeprefix(TEMPORARY_PREFIX)))
         return SavedReply(request_id="", path=path, content_hash="", step=int(state["step"]))
 
-    def load(self, name: str, path: str) -> None:
-        self.sessions[name] = json.loads((Path(path) / "session.json").read_text())
+    def load(self, session: str, path: str) -> SessionInfo:
+        state = self.sessions[session] = json.loads((Path(path) / "session.json").read_text())
         self.log.append(("load", Path(path).name))
+        step = int(state["step"])
+        return SessionInfo(session=session, rank=1, alpha=1.0, step=step, modules=[], num_parameters=1)
 
-    def publish(self, name: str, adapter: str) -> PublishReply:
+    def publish(self, session: str, name: str, *, take_over: bool = False) -> PublishReply:
         if self.refuses_to_publish is not None:
             raise self.refuses_to_publish
-        self.log.append(("publish", adapter, int(self.sessions[name]["step"])))
-        return PublishReply(request_id="", name=adapter, version="v" * 64, lora_id="l", publish_ms=1.0)
+        self.log.append(("publish", name, int(self.sessions[session]["step"])))
+        return PublishReply(request_id="", name=name, version="v" * 64, lora_id="l", publish_ms=1.0)
 
-    def close_session(self, name: str) -> None:
-        del self.sessions[name]
+    def close_session(self, session: str) -> None:
+        del self.sessions[session]
 
     def count(self, what: str) -> int:
         return sum(entry[0] == what for entry in self.log)
+
+    def _ticket(self, result: ForwardResult) -> Ticket:
+        ticket = Ticket(GetStatus(request_id=""), [], 0.0, 0.0)
+        self._under_way[ticket] = result
+        return ticket
 
     def _result(
         self, session: dict[str, float], batch: Batch, loss: Any, reference: Any, calls: float
@@ -140,6 +155,9 @@ class FakeResident:
             num_pairs = len(batch.lengths) / 2
             metrics = {"rewards/accuracies": 0.5 * num_pairs, "rewards/margins": num_pairs}
         return ForwardResult(value, batch.split(logprobs), batch.num_tokens, 0.0, metrics, 1, batch.num_tokens)
+
+
+IMPLEMENTS: type[Resident] = FakeResident  # a type checker compares them
 
 
 @dataclass

@@ -12,7 +12,8 @@ from kt_runtime.train.interruption import Interruption
 
 
 def test_once_asks_and_twice_stops(interrupt: Callable[[], None]) -> None:
-    before, said = signal.getsignal(signal.SIGINT), []
+    before = signal.getsignal(signal.SIGINT)
+    said: list[str] = []
     with Interruption(said.append) as interruption:
         assert not interruption.requested
         interrupt()

@@ -298,7 +298,8 @@ def test_steps_before_one_that_is_not_finite_are_saved(resident, display, make_r
             run(resident, make_recipe(save_steps=5), inputs, display)
     saved = [entry[1] for entry in resident.log if entry[0] == "save"]
     assert saved == ["checkpoint-5", "checkpoint-6"] and resident.sessions == {}
-    assert run(resident, make_recipe(save_steps=5), inputs, display).resumed_from.endswith("checkpoint-6")
+    resumed_from = run(resident, make_recipe(save_steps=5), inputs, display).resumed_from
+    assert resumed_from is not None and resumed_from.endswith("checkpoint-6")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -316,12 +317,12 @@ def test_an_evaluation_that_is_no_number_ends_the_run_with_its_steps_saved(
 def test_a_loss_that_is_no_number_is_neither_stepped_on_nor_written(
     resident, display, make_recipe, inputs, monkeypatch, tmp_path
 ) -> None:
-    compute = resident.begin_forward_backward
+    finish = resident.finish_forward
 
-    def nan(*arguments: Any, **settings: Any) -> Any:
-        return dataclasses.replace(compute(*arguments, **settings), loss=float("nan"))
+    def nan(*arguments: Any) -> Any:
+        return dataclasses.replace(finish(*arguments), loss=float("nan"))
 
-    monkeypatch.setattr(resident, "begin_forward_backward", nan)
+    monkeypatch.setattr(resident, "finish_forward", nan)
     with pytest.raises(NumericsError, match=r"step 1 of 12, .*: loss is nan; nothing was trained yet"):
         run(resident, make_recipe(), inputs, display)
     assert resident.count("optim_step") == 0 and not (tmp_path / "out" / "trainer_log.jsonl").exists()

@@ -63,7 +63,8 @@ def echo(context_tokens: int = 512, fail_at: int = 0, failure: Any = None) -> An
 
 
 def run(fake: FakeServer, place: Path, *overrides: str) -> tuple[dict[str, float], list[str]]:
-    recipe, lines = recipe_of(place, *overrides), []
+    recipe = recipe_of(place, *overrides)
+    lines: list[str] = []
     results = predict(fake.url, None, recipe, Renderer(Path(recipe.model_name_or_path), recipe), lines.append, None)
     return results, lines
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -36,8 +36,8 @@ class Cache:
     """Answers as SGLang does with pages of one token: a prefix is cached once a request with it has been answered."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self._seconds, self._known, self._lock = seconds, set(), threading.Lock()
-        self._known: set[tuple[int, ...]]
+        self._seconds, self._lock = seconds, threading.Lock()
+        self._known: set[tuple[int, ...]] = set()
         self.open: list[int] = []
         self.most_open = 0
 
@@ -127,9 +127,10 @@ def test_few_prompts_are_open_at_a_time_and_the_longest_comes_first() -> None:
 
 def test_prompts_of_an_earlier_call_come_before_others_that_may_push_them_out_of_the_cache() -> None:
     asked, counters, order = pairs(60, 20), Counters(), OrderOfRequests()
-    ask_reference(order, asked[:3], counters, lambda *_: None, lambda: False)
+    path = cast(ServingPath, order)
+    ask_reference(path, asked[:3], counters, lambda *_: None, lambda: False)
     order.prompts.clear()
-    ask_reference(order, asked[3:], counters, lambda *_: None, lambda: False)
+    ask_reference(path, asked[3:], counters, lambda *_: None, lambda: False)
     assert set(list(dict.fromkeys(order.prompts))[1:4]) == {100, 101, 102}  # after the longest
     assert (counters.num_pairs, len(counters.prompts)) == (60, 20)
 

@@ -147,5 +147,5 @@ def test_a_run_without_a_server_to_ask_is_refused(
 ) -> None:
     recipe = make_recipe(stage="dpo", ref_logprobs="serving")
     with pytest.raises(InvalidValueError, match="ref_logprobs: serving: this run has no HTTP server to ask; say twin"):
-        run(resident, recipe, Inputs(pairs, {}), display)
+        run(resident, recipe, Inputs(list(pairs), {}), display)
     assert resident.sessions == {}

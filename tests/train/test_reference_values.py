@@ -19,7 +19,7 @@ def swapped(pairs: list[Pair]) -> list[Pair]:
 
 def test_values_are_found_by_pair_and_missing_ones_named_once_in_order(pairs: list[Pair]) -> None:
     values, others = ReferenceValues(pairs), swapped(pairs)
-    values.put([pairs[2], others[1]], np.float32([[1, 2], [3, 4]]))
+    values.put([pairs[2], others[1]], np.array([[1, 2], [3, 4]], np.float32))
     assert values.of([others[1], pairs[2]]).tolist() == [[3, 4], [1, 2]]
     coming = [pairs[3], others[0], pairs[2], pairs[3], others[1], pairs[0]]
     assert values.missing(coming) == [pairs[3], others[0], pairs[0]]
@@ -30,7 +30,7 @@ def test_a_checkpoint_keeps_the_runs_pairs_by_place_and_the_others_by_content(
     pairs: list[Pair], with_evaluation: bool
 ) -> None:
     values, others = ReferenceValues(pairs), swapped(pairs)
-    values.put([*pairs[:2], *others[:2]], np.float32([[1, 2], [3, 4], [5, 6], [7, 8]]))
+    values.put([*pairs[:2], *others[:2]], np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.float32))
     saved = values.state(evaluation=with_evaluation)
     resumed, again = ReferenceValues(list(pairs)), swapped(pairs)
     resumed.restore(saved)

@@ -79,6 +79,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     made: dict[str, Renderer] = {}
 
     def directory(name: str) -> Path:
+        template: str | None
         path = tmp_path_factory.mktemp("tokenizer")
         if name in PUBLISHED:
             preset, file = PUBLISHED[name]

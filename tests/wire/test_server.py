@@ -332,9 +332,9 @@ def test_closing_sends_every_answer_that_was_given(server: WireServer, make_peer
         server.answer(incoming, reply, {"logprobs": logprobs})
     server.close()
     for number in range(30):
-        reply, _ = codec.decode_reply(peers[number % 3].receive(5.0))
-        assert isinstance(reply, ForwardReply), reply
-        assert reply.request_id == f"r{number}"
+        answer, _ = codec.decode_reply(peers[number % 3].receive(5.0))
+        assert isinstance(answer, ForwardReply), answer
+        assert answer.request_id == f"r{number}"
 
 
 def test_closing_tells_who_gets_no_answer(server: WireServer, peer: Any) -> None:

@@ -58,7 +58,9 @@ def _layer(
         matrices = [matrix.double() for matrix in weights.expert(expert).values()]
         pairs = lora[expert] if lora is not None else None
 
-        def project(part: int, inputs: Tensor, matrices: list[Tensor] = matrices, pairs: list[Tensor] | None = pairs):
+        def project(
+            part: int, inputs: Tensor, matrices: list[Tensor] = matrices, pairs: list[Tensor] | None = pairs
+        ) -> Tensor:
             y = inputs @ matrices[part].t()
             return y if pairs is None else y + scaling * (inputs @ pairs[2 * part].t() @ pairs[2 * part + 1].t())
 

@@ -63,7 +63,7 @@ def test_null_for_what_must_be_there_is_refused(field: str) -> None:
 
 def test_defaults_that_clients_write_out_do_not_reach_sglang() -> None:
     """vLLM's, LangChain's and LiteLLM's."""
-    defaults = {
+    defaults: dict[str, Any] = {
         "guided_json": None,
         "guided_choice": [],
         "include_stop_str_in_output": False,
@@ -80,7 +80,7 @@ def test_defaults_that_clients_write_out_do_not_reach_sglang() -> None:
         "custom_labels": {},
     }
     assert given(CHAT, {**BODIES[CHAT], **defaults}) == BODIES[CHAT]
-    kept = {"tools": [], "stop": [], "stop_token_ids": [], "logit_bias": {}}
+    kept: dict[str, Any] = {"tools": [], "stop": [], "stop_token_ids": [], "logit_bias": {}}
     assert given(CHAT, {**BODIES[CHAT], **kept}) == {**BODIES[CHAT], **kept}
     assert given("/generate", {**BODIES["/generate"], "image_data": None}) == BODIES["/generate"]
     refused("/generate", {**BODIES["/generate"], "positional_embed_overrides": {}})

@@ -33,7 +33,8 @@ class Datasets:
     """`said`: the lines that reading said."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.said = directory, []
+        self.directory = directory
+        self.said: list[str] = []
         self._entries: dict[str, Any] = {}
 
     def add(self, rows: list[Any] | bytes, *, name: str = "d", file_name: str = "d.jsonl", **entry: Any) -> Path:

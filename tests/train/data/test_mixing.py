@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import datasets as library
 import pytest
 
@@ -25,7 +27,7 @@ def test_rows_come_in_the_librarys_order(strategy: str, shares: list[float] | No
         seed=42,
         stopping_strategy=STOPS[strategy],
     )
-    ours = mix([lambda column=column: iter(column) for column in rows], strategy, shares, seed=42)
+    ours = mix([partial(iter, column) for column in rows], strategy, shares, seed=42)
     assert list(ours) == list(theirs["x"])
 
 

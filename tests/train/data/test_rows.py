@@ -129,7 +129,7 @@ def test_a_folder_holds_files_of_one_type(datasets: Any) -> None:
 
 def read_file(directory: Path, name: str, entry: dict[str, Any], stage: str = "sft") -> list[Any]:
     (directory / "dataset_info.json").write_text(json.dumps({"d": {"file_name": name, **entry}}))
-    recipe = SimpleNamespace(
+    recipe: Any = SimpleNamespace(
         stage=stage,
         dataset_dir=directory,
         mix_strategy="concat",

@@ -1,0 +1,60 @@
+"""What the trainer asks of the resident: the part of `ResidentClient` that a run uses, and that tests put in its place.
+
+Each method is the one of `kt_runtime.wire.ResidentClient` with that name, and raises what that raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from kt_runtime.wire import Batch, ForwardResult, LoraSettings, Loss, Ticket
+from kt_runtime.wire.messages import Activations, Model, OptimReply, PublishReply, SavedReply, SessionInfo, StatusReply
+
+
+class Resident(Protocol):
+    def status(self) -> StatusReply: ...
+
+    def create_session(
+        self,
+        session: str,
+        lora: LoraSettings,
+        start_from: str | None = None,
+        *,
+        reference: str | None = None,
+        publishes: str | None = None,
+        take_over: bool = False,
+    ) -> SessionInfo: ...
+
+    def begin_forward(
+        self,
+        session: str,
+        batch: Batch,
+        loss: Loss | None = None,
+        *,
+        model: Model = "policy",
+        reference: npt.ArrayLike | None = None,
+    ) -> Ticket: ...
+
+    def begin_forward_backward(
+        self,
+        session: str,
+        batch: Batch,
+        loss: Loss | None = None,
+        *,
+        reference: npt.ArrayLike | None = None,
+        activations: Activations = "recompute",
+    ) -> Ticket: ...
+
+    def finish_forward(self, ticket: Ticket, batch: Batch) -> ForwardResult: ...
+
+    def optim_step(self, session: str, learning_rate: float, **settings: Any) -> OptimReply: ...
+
+    def save(self, session: str, path: str, *, optimizer: bool = True, replace: bool = False) -> SavedReply: ...
+
+    def load(self, session: str, path: str) -> SessionInfo: ...
+
+    def publish(self, session: str, name: str, *, take_over: bool = False) -> PublishReply: ...
+
+    def close_session(self, session: str) -> None: ...
