@@ -9,8 +9,6 @@ import torch
 
 from kt_runtime.resident.executor import Slice
 
-_T = TypeVar("_T", bound=torch.Tensor)
-
 SLICE_ELEMENTS = 1 << 22
 """Elements gone through between two looks at the request queue; a tensor is not cut, so that a slice may have more."""
 
