@@ -66,13 +66,13 @@ test: $(VENV)/installed
 FUZZ_SECONDS ?= 3600
 fuzz: $(VENV)/installed
 	FUZZ_STRICT=1 FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) FUZZ_REPLAY="$(FUZZ_REPLAY)" \
-	  $(BIN)/pytest -s tests/fuzz $(if $(FUZZ_REPLAY),-k replayed) $(PYTEST_ARGS)
+	  $(BIN)/pytest -s tests/system/fuzz $(if $(FUZZ_REPLAY),-k replayed) $(PYTEST_ARGS)
 
 # AMX_RUNNER: a command that runs the (static) program given to it on an emulated processor with AMX, as `sde64 -spr --`.
 test-amx: $(CMAKE_INSTALLED)
 	$(KERNEL_TESTS) -DKT_STATIC_TESTS=ON
 	$(KERNEL_BUILD)
-	@program=build/$@/tests/csrc/kt_kernel_tests; log=build/$@/amx.log; \
+	@program=build/$@/tests/unit/csrc/kt_kernel_tests; log=build/$@/amx.log; \
 	if $$program --list | grep -qx amx; then runner=; options='--isa amx'; \
 	elif [ -n "$$AMX_RUNNER" ]; then runner=$$AMX_RUNNER; options='--isa amx --quick'; \
 	else echo "This processor or its kernel offers no AMX, and AMX_RUNNER names no command that emulates it (as AMX_RUNNER='sde64 -spr --')"; exit 2; fi; \
@@ -85,17 +85,17 @@ SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -O1 -g
 test-sanitize: $(CMAKE_INSTALLED)
 	$(KERNEL_TESTS) -DCMAKE_BUILD_TYPE=Sanitize -DCMAKE_CXX_FLAGS="$(SANITIZERS)"
 	$(KERNEL_BUILD)
-	build/$@/tests/csrc/kt_kernel_tests
+	build/$@/tests/unit/csrc/kt_kernel_tests
 
 test-threads: $(CMAKE_INSTALLED)
 	$(KERNEL_TESTS) -DCMAKE_BUILD_TYPE=Sanitize -DCMAKE_CXX_FLAGS="-fsanitize=thread -O1 -g"
 	$(CMAKE) --build build/$@ --parallel $(shell getconf _NPROCESSORS_ONLN) --target kt_pool_tests
-	TSAN_OPTIONS="halt_on_error=1 die_after_fork=0" build/$@/tests/csrc/kt_pool_tests
+	TSAN_OPTIONS="halt_on_error=1 die_after_fork=0" build/$@/tests/unit/csrc/kt_pool_tests
 
 check-native: test-threads test-sanitize
 
 # Whole folders, so that no test is forgotten: those that start servers, compile, or run for minutes.
-SLOW := csrc fuzz gpu integration
+SLOW := unit/csrc system gpu
 test-quick: $(VENV)/installed
 	@echo "left out: $(SLOW:%=tests/%) (make test runs them)"
 	$(BIN)/pytest $(SLOW:%=--ignore=tests/%) $(PYTEST_ARGS)

@@ -18,7 +18,7 @@ from pathlib import Path
 from kt_runtime.cache.filesystem import DiskFiles
 from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError
 from kt_runtime.files import exclusive_lock
-from kt_runtime.serve.memory import format_bytes
+from kt_runtime.serve.memory.plan import format_bytes
 
 # What the disk tier puts into its directory (`kt_runtime.cache.directory`), and what a file system does.
 OWN_NAMES = frozenset({"lock", "index.log", "segments", "aside", "probe"})

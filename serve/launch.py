@@ -23,32 +23,32 @@ from typing import TYPE_CHECKING, Any
 from kt_runtime.errors import InvalidValueError, KtError, NotFoundError
 from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING, quantization_of
 from kt_runtime.files import exclusive_lock
-from kt_runtime.resident.settings import ResidentSettings
+from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.serve.adapter_directory import adapter_directory, check_adapters, claimed_adapters
-from kt_runtime.serve.auth import ApiKey
-from kt_runtime.serve.cache import describe, lack_of_room, plan_cache
 from kt_runtime.serve.cache_directory import cache_directory, check_directory, claimed
-from kt_runtime.serve.cache_plan import CachePlan
 from kt_runtime.serve.console.console import Console, opened_console
 from kt_runtime.serve.console.start_lines import describe_model
 from kt_runtime.serve.environment import dropped_variables
-from kt_runtime.serve.front_door import FrontDoor, check_reach
-from kt_runtime.serve.machine_memory import has_gpu
-from kt_runtime.serve.memory import check_fits, describe_need, expert_formats
-from kt_runtime.serve.models import ResolvedModel, resolve_model
-from kt_runtime.serve.options import LORA_RANKS, ServeOptions, check_port_is_free, own_option_names
-from kt_runtime.serve.parsers import NONE, last_value, parsers_for
-from kt_runtime.serve.placement import module_names, read_placement
-from kt_runtime.serve.presets import is_preset, load_preset
-from kt_runtime.serve.server_memory import plan_server, session_memory_bytes, with_lora_rank
-from kt_runtime.serve.sglang_options import check_chunks, check_passed_on
+from kt_runtime.serve.http.auth import ApiKey
+from kt_runtime.serve.http.front_door import FrontDoor, check_reach
+from kt_runtime.serve.memory.cache import describe, lack_of_room, plan_cache
+from kt_runtime.serve.memory.cache_plan import CachePlan
+from kt_runtime.serve.memory.machine import has_gpu
+from kt_runtime.serve.memory.placement import module_names, read_placement
+from kt_runtime.serve.memory.plan import check_fits, describe_need, expert_formats
+from kt_runtime.serve.memory.server import plan_server, session_memory_bytes, with_lora_rank
+from kt_runtime.serve.models.presets import is_preset, load_preset
+from kt_runtime.serve.models.report import ResolvedModel, resolve_model
+from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions, check_port_is_free, own_option_names
+from kt_runtime.serve.options.parsers import NONE, last_value, parsers_for
+from kt_runtime.serve.options.sglang import check_chunks, check_passed_on
 from kt_runtime.wire import ResidentClient, runtime_directory
 from kt_runtime.wire.address import ipc_path, private_directory
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from kt_runtime.sglang_patch.frontend import Engine
+    from kt_runtime.sglang_patch.frontend.http_server import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
 
 
 def _run(sglang_arguments: list[str], ours: _Frontend) -> None:
-    from kt_runtime.sglang_patch import frontend
+    from kt_runtime.sglang_patch.frontend import http_server as frontend
 
     frontend.run(sglang_arguments, ours)
 
@@ -154,10 +154,10 @@ class _Frontend:
 
     @contextlib.asynccontextmanager
     async def session(self, app: FastAPI, engine: Engine) -> AsyncIterator[None]:
-        from kt_runtime.serve.adapters import Adapters, ResidentCalls, drop_adapter
-        from kt_runtime.serve.cache_clearing import CacheClearing
-        from kt_runtime.serve.names import NamesServer
-        from kt_runtime.serve.routes import adapter_routes, cache_routes
+        from kt_runtime.serve.http.adapters import Adapters, ResidentCalls, drop_adapter
+        from kt_runtime.serve.http.cache_clearing import CacheClearing
+        from kt_runtime.serve.http.names import NamesServer
+        from kt_runtime.serve.http.routes import adapter_routes, cache_routes
 
         resident = ResidentCalls(self._settings.wire_address)
         try:

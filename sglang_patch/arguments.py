@@ -44,7 +44,7 @@ CACHE_TIERS = (
 )
 DISK_BACKEND = {
     "backend_name": "kt-runtime",
-    "module_path": "kt_runtime.sglang_patch.cache_backend",
+    "module_path": "kt_runtime.sglang_patch.cache.backend",
     "class_name": "DiskBackend",
     "interface_v1": 1,
     "prefetch_timeout_base": 3.0,

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 
 from kt_runtime.adapters import AdapterTensors
+from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.names import NamesChannel
-from kt_runtime.resident.settings import ResidentSettings
-from kt_runtime.sglang_patch import cache_metrics, cache_namespace, lora_install, moe
+from kt_runtime.sglang_patch.cache import metrics as cache_metrics
+from kt_runtime.sglang_patch.cache import namespace as cache_namespace
+from kt_runtime.sglang_patch.cpu import moe
+from kt_runtime.sglang_patch.lora import install as lora_install
 from kt_runtime.sglang_patch.version import PINNED
 from kt_runtime.wire.messages import CacheTier
 

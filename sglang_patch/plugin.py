@@ -15,16 +15,24 @@ from kt_runtime.errors import KtError
 from kt_runtime.sglang_patch.version import check_version
 
 PATCHES = (
-    *("signals", "platform", "attention", "paging", "router", "norms", "moe", "weights"),
-    *("lora_pinned_memory", "lora_kv_b", "lora_pool", "lora_experts", "lora_install"),
-    *("cache_host_pool", "cache_host_copies", "cache_page_hash", "cache_keys", "cache_namespace"),
-    *("cache_events", "cache_metrics"),
-    *("finite_rows", "fault_batches", "fault_intake", "exact_aborts", "stop_patterns"),
-    *("grammar_backend", "turns", "warm_up"),
+    *("signals", "platform", "cpu.attention", "cache.paging", "cpu.router", "cpu.norms", "cpu.moe", "cpu.weights"),
+    *("lora.pinned_memory", "lora.kv_b", "lora.pool", "lora.experts", "lora.install"),
+    *("cache.host_pool", "cache.host_copies", "cache.page_hash", "cache.keys", "cache.namespace"),
+    *("cache.events", "cache.metrics"),
+    *("faults.finite_rows", "faults.batches", "faults.intake", "faults.exact_aborts", "grammar.stop_patterns"),
+    *("grammar.backend", "turns", "warm_up"),
 )
-TOUCHED_OTHERWISE = ("host", "frontend", "tokenizing", "chat_logprobs", "arguments", "fault_answers", "grammar_log")
-"""Modules that read or call SGLang without patching it in every process; `frontend` speaks for `frontend_*` too,
-`cache_events` for `cache_backend`."""
+TOUCHED_OTHERWISE = (
+    "host",
+    "frontend.http_server",
+    "frontend.tokenizing",
+    "frontend.chat_logprobs",
+    "arguments",
+    "faults.answers",
+    "grammar.log",
+)
+"""Modules that read or call SGLang without patching it in every process; `frontend.http_server` speaks for its folder
+too, `cache.events` for `cache.backend`."""
 
 
 def register() -> None:

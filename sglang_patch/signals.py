@@ -11,7 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 
-from kt_runtime.resident.settings import ResidentSettings
+from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.hooks import Hooks
 
 SYMBOLS = (

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kt_runtime.resident.settings import ResidentSettings
+from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.hooks import Hooks
 
 SYMBOLS = (
@@ -28,7 +28,7 @@ SYMBOLS = (
     "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep",
 )
 
-_resident: Any = None  # kt_runtime.resident.service.Resident of this process, once the event loop starts
+_resident: Any = None  # kt_runtime.resident.server.Resident of this process, once the event loop starts
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def install(hooks: Hooks) -> None:
 
 def _build_resident(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     global _resident
-    from kt_runtime.resident.service import Resident
+    from kt_runtime.resident.server import Resident
     from kt_runtime.sglang_patch.host import SGLangHost
 
     settings = ResidentSettings.from_environment()

@@ -6,6 +6,8 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ PARTS = {
     "adapters",
     "cache",
     "resident",
+    "bench",
     "cli",
 }
 OUTSIDE = {"sglang_patch", "serve", "train"}
@@ -43,11 +46,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adapters": {"checkpoint_file", "families", "files", "errors"},
     "cache": {"files", "errors"},
     "resident": {"errors", "files", "wire", "experts", "families", "ops", "adapters", "cache"},
+    "bench": (PARTS - {"bench"}) | OUTSIDE | {"configs"},
     "cli": PARTS | OUTSIDE | {"configs"},
-    "sglang_patch": PARTS - {"cli"},
-    "serve": (PARTS - {"cli"}) | {"sglang_patch", "configs"},
+    "sglang_patch": PARTS - {"bench", "cli"},
+    "serve": (PARTS - {"bench", "cli"}) | {"sglang_patch", "configs"},
     "train": {"wire", "documents", "errors", "files", "adapters", "configs"},
 }
+MOST_FILES = 14
+KNOWN_CROWDS: dict[str, int] = {}
 NEVER_IMPORTS_TORCH = {"checkpoint_file", "documents", "errors", "files", "wire", "families"}
 
 CSRC_MAY_INCLUDE: dict[str, set[str]] = {
@@ -94,6 +100,32 @@ def test_python_imports_go_down_only(part: str, path: Path) -> None:
             assert part in {"sglang_patch", "serve"}, f"{path.relative_to(ROOT)} imports {name}"
         if top in {"torch", "transformers"}:
             assert part not in NEVER_IMPORTS_TORCH, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def module_graph() -> dict[str, set[str]]:
+    """Module -> the project's modules that it imports, also within functions and for type checkers only."""
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for _, path in module_files()}
+    dotted = {path: name if name.startswith("kt_runtime") else f"kt_runtime.{name}" for path, name in names.items()}
+    modules = {name.removesuffix(".__init__") for name in dotted.values()}
+    graph = {}
+    for path, name in dotted.items():
+        found = {found if found in modules else found.rpartition(".")[0] for found in imported_names(path)}
+        graph[name.removesuffix(".__init__")] = (found & modules) - {name.removesuffix(".__init__")}
+    return graph
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    order = TopologicalSorter(module_graph())
+    try:
+        order.prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {error.args[1]}")
+
+
+def test_a_folder_has_about_a_dozen_files() -> None:
+    folders = Counter(path.parent for _, path in module_files() if path.name != "__init__.py")
+    crowded = {str(folder.relative_to(ROOT)): number for folder, number in folders.items() if number > MOST_FILES}
+    assert crowded == KNOWN_CROWDS
 
 
 def python_tests() -> list[Path]:

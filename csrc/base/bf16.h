@@ -3,7 +3,8 @@
 // `static inline` on purpose: files of an instruction set include this header, and of an inline function that several
 // objects define, the linker keeps one, perhaps the AVX-512 one for code that must run on any x86-64. What such files
 // include is therefore static, in a namespace of the instruction set or in an unnamed one; for the rest (member
-// functions, templates of the standard library) CMakeLists.txt gives them -fno-weak. tests/csrc/test_symbols.py looks.
+// functions, templates of the standard library) CMakeLists.txt gives them -fno-weak. tests/unit/csrc/test_symbols.py
+// looks.
 #pragma once
 
 #include <cstdint>

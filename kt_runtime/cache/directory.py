@@ -13,11 +13,11 @@ import logging
 from pathlib import Path
 
 from kt_runtime.cache import loading
-from kt_runtime.cache.aside import Aside
 from kt_runtime.cache.catalog import Catalog
 from kt_runtime.cache.counters import Counters
 from kt_runtime.cache.filesystem import FileSystem, OpenFile
 from kt_runtime.cache.index_log import IndexLog
+from kt_runtime.cache.quarantine import Aside
 from kt_runtime.cache.record import FORMAT_VERSION
 from kt_runtime.cache.segment import Geometry, segment_name
 from kt_runtime.errors import NotFoundError

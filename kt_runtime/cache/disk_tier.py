@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kt_runtime.cache.availability import Availability, Use
 from kt_runtime.cache.counters import Counters
 from kt_runtime.cache.filesystem import DiskFiles, FileSystem
+from kt_runtime.cache.health import Availability, Use
 from kt_runtime.cache.namespace import Namespace
 from kt_runtime.cache.page import Page
 from kt_runtime.cache.page_store import SMALLEST_QUOTA, PageStore

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kt_runtime.cache.availability import Availability, Use
 from kt_runtime.cache.buffers import BufferPool
 from kt_runtime.cache.counters import Counters
+from kt_runtime.cache.health import Availability, Use
 from kt_runtime.cache.page import Page
 
 _OPERATION_BYTES = 8 << 20

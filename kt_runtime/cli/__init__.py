@@ -1,0 +1,1 @@
+"""Commands, a file or folder each. A command imports what it needs when it runs, so that `--help` answers at once."""

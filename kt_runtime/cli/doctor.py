@@ -12,7 +12,7 @@ from rich.table import Table
 from kt_runtime.cli import machine
 from kt_runtime.cli.connection import ServerAPI, server_options, server_url
 from kt_runtime.errors import KtError, ServerUnreachableError
-from kt_runtime.serve.memory import PROCESSES_BYTES, format_bytes
+from kt_runtime.serve.memory.plan import PROCESSES_BYTES, format_bytes
 from kt_runtime.sglang_patch import plugin
 
 STATUS_TIMEOUT_S = 5.0

@@ -12,9 +12,9 @@ from typing import Any
 
 from kt_runtime import __version__
 from kt_runtime.serve.cache_directory import caches_directory
-from kt_runtime.serve.hub_cache import hub_cache_directory
-from kt_runtime.serve.machine_memory import available_cpu_bytes, huge_pages, total_cpu_bytes
-from kt_runtime.serve.models import models_directory
+from kt_runtime.serve.memory.machine import available_cpu_bytes, huge_pages, total_cpu_bytes
+from kt_runtime.serve.models.hub_cache import hub_cache_directory
+from kt_runtime.serve.models.report import models_directory
 from kt_runtime.sglang_patch.version import PINNED
 
 # What the kernels or their choice depend on, as /proc/cpuinfo spells it.

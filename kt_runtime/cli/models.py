@@ -14,14 +14,14 @@ from rich.table import Column, Table
 
 from kt_runtime.errors import ConflictError, KtError, NotFoundError
 from kt_runtime.families import family_for
-from kt_runtime.serve.checkpoint import BF16_BYTES, count_parameters
-from kt_runtime.serve.checkpoint_files import check_checkpoint, read_config
-from kt_runtime.serve.make_model import make_model
-from kt_runtime.serve.memory import expert_formats, format_bytes, layer_bytes
-from kt_runtime.serve.models import find_preset, locate, models_directory, not_found_message
-from kt_runtime.serve.options import ServeOptions
-from kt_runtime.serve.presets import is_preset, load_preset, preset_names
-from kt_runtime.serve.server_memory import plan_server, with_lora_rank
+from kt_runtime.serve.memory.plan import expert_formats, format_bytes, layer_bytes
+from kt_runtime.serve.memory.server import plan_server, with_lora_rank
+from kt_runtime.serve.models.checkpoint import BF16_BYTES, count_parameters
+from kt_runtime.serve.models.checkpoint_files import check_checkpoint, read_config
+from kt_runtime.serve.models.make_model import make_model
+from kt_runtime.serve.models.presets import is_preset, load_preset, preset_names
+from kt_runtime.serve.models.report import find_preset, locate, models_directory, not_found_message
+from kt_runtime.serve.options.named import ServeOptions
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 

@@ -15,7 +15,7 @@ class ServeCommand(click.Command):
     """Takes SGLang's options among its own, and other names for its own (`serve.peer_options`)."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        from kt_runtime.serve.peer_options import sorted_arguments
+        from kt_runtime.serve.options.peers import sorted_arguments
 
         takes_value = {"--help": False, "-h": False}
         for parameter in self.params:
@@ -108,7 +108,7 @@ def command(**options: Any) -> None:
     """
     from kt_runtime.serve.console.console import terminal
     from kt_runtime.serve.launch import serve
-    from kt_runtime.serve.options import ServeOptions
+    from kt_runtime.serve.options.named import ServeOptions
 
     may_be_lower = options["max_lora_rank"] is None
     asked = ServeOptions(**_with_sizes(options), lora_rank_may_be_lower=may_be_lower)
@@ -118,7 +118,7 @@ def command(**options: Any) -> None:
 
 def _with_sizes(options: dict[str, Any]) -> dict[str, Any]:
     """Fields of ServeOptions: sizes in bytes; what is not given is left out, for the default."""
-    from kt_runtime.serve.sizes import parse_size
+    from kt_runtime.serve.memory.sizes import parse_size
 
     if options["cache_device"] is not None and options["max_total_tokens"] is not None:
         raise InvalidValueError("--cache-device and --max-total-tokens say the same in two ways: leave out one of them")

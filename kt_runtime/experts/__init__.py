@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kt_runtime.experts.function import routed_experts, routed_experts_for_backward
-from kt_runtime.experts.layer import ExpertGradients, ExpertLayer, ExpertShape, LoraSlot, Retained
+from kt_runtime.experts.layer import ExpertLayer
 from kt_runtime.experts.native import free_spare_memory
 from kt_runtime.experts.store import ExpertStore, available_isas
+from kt_runtime.experts.values import ExpertGradients, ExpertShape, LoraSlot, Retained
 
 __all__ = [
     "ExpertGradients",

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kt_runtime.experts.layer import ExpertLayer, LoraSlot
+from kt_runtime.experts.layer import ExpertLayer
+from kt_runtime.experts.values import LoraSlot
 
 
 class _RoutedExperts(torch.autograd.Function):

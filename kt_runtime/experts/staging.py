@@ -11,16 +11,23 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.experts.layer import ExpertGradients, LoraSlot, Retained
+from kt_runtime.experts.values import ExpertGradients, LoraSlot, Retained
 
-if TYPE_CHECKING:
-    from kt_runtime.experts.layer import ExpertLayer
+
+class HostLayer(Protocol):
+    """An `ExpertLayer`, called with tensors in CPU memory."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor: ...
+
+    def forward_retaining(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Retained]: ...
+
+    def backward(self, *args: Any, **kwargs: Any) -> ExpertGradients: ...
 
 
 class PinnedBuffer:
@@ -58,7 +65,7 @@ _buffers = _Buffers()
 
 
 def forward(
-    layer: ExpertLayer,
+    layer: HostLayer,
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -88,7 +95,7 @@ def forward(
 
 
 def backward(
-    layer: ExpertLayer,
+    layer: HostLayer,
     grad_out: Tensor,
     x: Tensor,
     ids: Tensor,

@@ -13,9 +13,10 @@ from kt_runtime import _experts
 from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.experts.checkpoint import open_checkpoint
 from kt_runtime.experts.formats import joined_format, requested_format
-from kt_runtime.experts.layer import ExpertLayer, ExpertShape
+from kt_runtime.experts.layer import ExpertLayer
 from kt_runtime.experts.machine import placement_refusal
 from kt_runtime.experts.native import resolve_isa, translated_errors
+from kt_runtime.experts.values import ExpertShape
 
 logger = logging.getLogger(__name__)
 

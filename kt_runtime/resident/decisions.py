@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kt_runtime.resident.executor import Plan
+from kt_runtime.resident.scheduler import Plan
 from kt_runtime.wire.messages import AnyRequest, ErrorReply
 
 

@@ -1,6 +1,7 @@
 """The resident's end of the names channel: asks the frontend to let an adapter's name mean another version.
 
-Nothing here waits: `send` and `poll` are called by the scheduler between two batches. The other end: `serve/names.py`.
+Nothing here waits: `send` and `poll` are called by the scheduler between two batches. The other end is
+`serve/http/names.py`.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ class PreferenceLoss(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, t
     """`scale` * the sum over pairs of sequences, 2 i the chosen answer and 2 i + 1 the rejected one.
 
     A target counts where its weight is not 0; the weights' values don't matter. Each sequence has a counted target.
-    The formulas are in `kt_runtime.resident.preference`. `label_smoothing` is for sigmoid alone, `gamma` for simpo.
+    The formulas are in `kt_runtime.resident.training.preference`. `label_smoothing` is for sigmoid alone, `gamma` for
+    simpo.
     `ftx`: adds ftx * the mean -logprob of the chosen answer, with any kind.
     """
 

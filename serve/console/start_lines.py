@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from kt_runtime.serve.checkpoint import count_parameters
-from kt_runtime.serve.memory import MemoryPlan, expert_formats, format_bytes
-from kt_runtime.serve.models import ResolvedModel
-from kt_runtime.serve.options import ServeOptions
+from kt_runtime.serve.memory.plan import MemoryPlan, expert_formats, format_bytes
+from kt_runtime.serve.models.checkpoint import count_parameters
+from kt_runtime.serve.models.report import ResolvedModel
+from kt_runtime.serve.options.named import ServeOptions
 
 
 def describe_model(

@@ -2,5 +2,5 @@
 
 `sampling`, `generate`, `chat`, `completions`, `responses`, `messages`, `scoring`, `control`: the fields of each route's
 body, as msgspec structs; types and bounds are in `bounds` and `free_json`. Which route has which body is in
-`serve/route_table.py`. `checking` turns bytes into a struct or a refusal, `middleware` does so for every request.
+`serve/http/route_table.py`. `checking` turns bytes into a struct or a refusal, `middleware` does so for every request.
 """

@@ -9,7 +9,7 @@ import pytest
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import server
-from kt_runtime.serve.make_model import make_model
+from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.wire import Batch
 from kt_runtime.wire.messages import LoraSettings
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kt_runtime.serve.requests.bounds import Body
-from kt_runtime.serve.route_table import rule_for
+from kt_runtime.serve.http.route_table import rule_for
+from kt_runtime.serve.requests.bodies.bounds import Body
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}

@@ -118,7 +118,7 @@ def engine(model: Path) -> Iterator[Engine]:
     from sglang.srt.runtime_context import SpawnRanks, publish, reset_context
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
-    from kt_runtime.sglang_patch import moe
+    from kt_runtime.sglang_patch.cpu import moe
 
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     targets = family_for(config).sglang_lora_targets(config)

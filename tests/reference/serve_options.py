@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kt_runtime.serve.options import ServeOptions
+from kt_runtime.serve.options.named import ServeOptions
 
 
 def options(model: Path, port: int, directory: Path, **values: Any) -> ServeOptions:

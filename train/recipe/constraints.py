@@ -102,7 +102,7 @@ def _template(draft: Draft) -> None:
     template = draft.get("template")
     if template is None:
         return
-    from kt_runtime.train.templates import AUTO, TEMPLATES
+    from kt_runtime.train.render.templates import AUTO, TEMPLATES
 
     known = (AUTO, *TEMPLATES)
     if template not in known:

@@ -1,0 +1,184 @@
+"""`kt-runtime bench`: how fast this machine is, and how near kt-runtime comes to it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kt_runtime.wire.messages import Activations
+
+
+@click.group(name="bench", help=__doc__)
+def command() -> None:
+    pass
+
+
+@command.command(name="experts")
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    help="dsv2lite, qwen3, dsv3, kimi, or experts x top-k x hidden x intermediate x rank, as 64x6x2048x1408x8."
+    " [default: dsv2lite, qwen3]",
+)
+@click.option(
+    "--format",
+    "formats",
+    multiple=True,
+    help="bf16, fp8, int8, int4, int4_g32, int4_g128, int4_g128_zp, int8_g128. [default: bf16, fp8, int8, int4]",
+)
+@click.option("--isa", "isas", multiple=True, help="Kernels: amx, avx512, avx2, portable. [default: the best here]")
+@click.option("--threads", type=int, multiple=True, help="[default: 1 and all]")
+@click.option("--tokens", type=int, multiple=True, help="In a batch. [default: 1, 4, 16, 64, 512]")
+@click.option(
+    "--op",
+    "ops",
+    type=click.Choice(["forward", "forward_backward"]),
+    multiple=True,
+    help="[default: forward; forward_backward with the most tokens only]",
+)
+@click.option("--experts", "num_experts", type=int, help="Fewer experts than the shape has, so that it fits.")
+@click.option(
+    "--peer",
+    type=click.Path(path_type=Path),
+    metavar="PYTHON",
+    help="Also measure kt-kernel, installed for that interpreter.",
+)
+@click.option("--torch/--no-torch", "with_torch", default=True, show_default=True, help="Also measure PyTorch.")
+@click.option("--runs", default=5, show_default=True, help="Calls of a case, at least.")
+@click.option("--seconds", default=0.5, show_default=True, help="Time of a case, at least; five times as long ends it.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def experts(
+    shapes: tuple[str, ...],
+    formats: tuple[str, ...],
+    isas: tuple[str, ...],
+    threads: tuple[int, ...],
+    tokens: tuple[int, ...],
+    ops: tuple[str, ...],
+    num_experts: int | None,
+    peer: Path | None,
+    with_torch: bool,
+    runs: int,
+    seconds: float,
+    as_json: bool,
+) -> None:
+    """Time the experts of one layer against the machine's limits, PyTorch and kt-kernel.
+
+    \b
+    Options that name several things may be given several times. Progress goes to stderr.
+    What is measured and how: docs/bench.md.
+    """
+    from kt_runtime.bench.experts.plan import make_plan
+    from kt_runtime.bench.experts.report import print_report
+    from kt_runtime.bench.experts.run import Run
+    from kt_runtime.bench.experts.timing import Patience
+
+    plan = make_plan(
+        shapes=shapes,
+        formats=formats,
+        isas=isas,
+        threads=threads,
+        tokens=tokens,
+        ops=ops,
+        num_experts=num_experts,
+        peer=peer,
+        with_torch=with_torch,
+        patience=Patience(runs, seconds),
+    )
+    # Ended by a signal or by Ctrl-C, the temporary checkpoints are removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    result = Run(plan, lambda line: click.echo(line, err=True)).result()
+    _show(result, print_report, as_json)
+
+
+@command.command(name="train")
+@click.option(
+    "--model", default="bench-qwen3-moe", show_default=True, help="A preset that can be made, or a directory."
+)
+@click.option("--layers", type=int, help="Fewer layers than the preset has.")
+@click.option(
+    "--targets",
+    type=click.Choice(["attention", "attention+experts"]),
+    multiple=True,
+    help="What LoRA is on. [default: both]",
+)
+@click.option(
+    "--activations", type=click.Choice(["retain", "recompute"]), multiple=True, help="In backward. [default: both]"
+)
+@click.option("--sequences", default=8, show_default=True, help="In a step.")
+@click.option("--tokens", default=256, show_default=True, help="In a sequence.")
+@click.option("--micro-batch", default=1, show_default=True, help="Sequences that the peer computes at once.")
+@click.option("--microbatch-tokens", default=2048, show_default=True, help="Tokens that the server computes at once.")
+@click.option("--steps", default=3, show_default=True, help="Counted steps; two more go before.")
+@click.option("--rank", default=8, show_default=True, help="Of LoRA.")
+@click.option("--dtype", help="The server's: bfloat16 or float32. [default: the faster one here]")
+@click.option("--peer-dtype", help="The peer's: bfloat16 or float32. [default: the faster one here, by a short step]")
+@click.option(
+    "--peer/--no-peer", "with_peer", default=True, show_default=True, help="Also measure Hugging Face + PEFT."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def train(as_json: bool, targets: tuple[str, ...], activations: tuple[Activations, ...], **options: Any) -> None:
+    """Time LoRA fine-tuning through a real server against Hugging Face + PEFT doing the same.
+
+    \b
+    Options that name several things may be given several times. Progress goes to stderr.
+    What is measured and how: docs/bench.md.
+    """
+    from kt_runtime.bench.train.plan import ACTIVATIONS, TARGETS, Plan
+    from kt_runtime.bench.train.report import print_report
+    from kt_runtime.bench.train.run import run
+
+    plan = Plan(targets=targets or TARGETS, activations=activations or ACTIVATIONS, **options)
+    # Ended by a signal or by Ctrl-C, the server ends and the temporary checkpoint is removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    result = run(plan, lambda line: click.echo(line, err=True))
+    _show(result, print_report, as_json)
+
+
+@command.command(name="cache")
+@click.option(
+    "--model", default="bench-qwen3-moe", show_default=True, help="A preset that can be made, or a directory."
+)
+@click.option("--tokens", default=2048, show_default=True, help="Of the prefix: whole pages.")
+@click.option("--page-tokens", default=64, show_default=True, help="Tokens of a page.")
+@click.option("--rounds", default=5, show_default=True, help="Of every measurement.")
+@click.option(
+    "--bandwidth-bytes", default=256 << 20, show_default=True, help="Written and read in a round, without the server."
+)
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    help="On the disk to be measured; a temporary one is made in it. [default: TMPDIR]",
+)
+@click.option("--dtype", help="The server's: bfloat16 or float32. [default: the faster one here]")
+@click.option("--server/--no-server", "with_server", default=True, show_default=True, help="Also measure first tokens.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def cache(as_json: bool, **options: Any) -> None:
+    """Time first tokens from each tier of the prefix cache, and the disk tier against plain files.
+
+    \b
+    Progress goes to stderr.
+    What is measured and how: docs/bench.md.
+    """
+    from kt_runtime.bench.cache.plan import Plan
+    from kt_runtime.bench.cache.report import print_report
+    from kt_runtime.bench.cache.run import run
+
+    plan = Plan(**options)
+    # Ended by a signal or by Ctrl-C, the server ends and the temporary files are removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    result = run(plan, lambda line: click.echo(line, err=True))
+    _show(result, print_report, as_json)
+
+
+def _show(result: dict[str, Any], print_report: Callable[[dict[str, Any]], None], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(result, indent=2))
+    else:
+        print_report(result)

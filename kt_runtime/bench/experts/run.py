@@ -1,0 +1,167 @@
+"""The whole run: machine, then shape by shape, format by format; everything is freed before the next."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kt_runtime import __version__
+from kt_runtime.bench.experts.checkpoint import PREFIX, write_checkpoint
+from kt_runtime.bench.experts.formats import BenchFormat
+from kt_runtime.bench.experts.layer_case import LayerCase
+from kt_runtime.bench.experts.limits import Limits, last_level_cache_bytes, measure_limits
+from kt_runtime.bench.experts.memory import PeakMemory, check_disk, check_memory
+from kt_runtime.bench.experts.peers import KtKernelPeer, TorchPeers
+from kt_runtime.bench.experts.plan import Plan
+from kt_runtime.bench.experts.rows import Row
+from kt_runtime.bench.experts.shapes import BenchShape
+from kt_runtime.bench.experts.store_bench import StoreBench
+from kt_runtime.bench.experts.weights import Weights
+from kt_runtime.cli.machine import cpu_facts
+from kt_runtime.experts import ExpertShape, ExpertStore
+from kt_runtime.serve.memory.machine import available_cpu_bytes
+
+Say = Callable[[str], None]
+
+
+class Checkpoints:
+    """Checkpoints of one shape, each written when first asked for."""
+
+    def __init__(self, root: Path, weights: Weights) -> None:
+        self._root, self._weights = root, weights
+
+    def get(self, encoding: str) -> Path:
+        directory = self._root / encoding
+        if not directory.exists():
+            directory.mkdir()
+            write_checkpoint(directory, encoding, self._weights)
+        return directory
+
+
+class Run:
+    def __init__(self, plan: Plan, say: Say) -> None:
+        self._plan, self._say = plan, say
+        self._kt_kernel = KtKernelPeer(plan.peer, plan.patience) if plan.peer is not None else None
+        self._torch = TorchPeers(plan.patience) if plan.with_torch else None
+        self._rows: list[Row] = []
+        self._loads: list[dict[str, Any]] = []
+
+    def result(self) -> dict[str, Any]:
+        """The JSON of docs/bench.md. InvalidValueError before anything is measured where a shape does not fit."""
+        for shape in self._plan.shapes:
+            check_memory(shape, self._kt_kernel is not None)
+            check_disk(shape, self._plan.formats)
+        limits = self._measure_limits()
+        for shape in self._plan.shapes:
+            self._measure_shape(shape)
+        # Again, since what else the machine does changes: a limit is the best that was seen.
+        limits = _merged(limits, self._measure_limits())
+        return {
+            "machine": self._machine(limits),
+            "peers": {peer: facts.facts() for peer, facts in self._peers().items()},
+            "loads": self._loads,
+            "rows": [row.as_json(limits[row.isa, row.threads]) for row in self._rows],
+        }
+
+    def _peers(self) -> dict[str, TorchPeers | KtKernelPeer]:
+        peers = {"torch": self._torch, "kt_kernel": self._kt_kernel}
+        return {name: peer for name, peer in peers.items() if peer is not None}
+
+    def _measure_limits(self) -> dict[tuple[str, int], Limits]:
+        self._say("limits of the machine")
+        return {
+            (isa, threads): measure_limits(isa, threads, available_cpu_bytes())
+            for isa in self._plan.isas
+            for threads in self._plan.threads
+        }
+
+    def _machine(self, limits: dict[tuple[str, int], Limits]) -> dict[str, Any]:
+        """The figures on top are those of the first instruction set with the most threads."""
+        top = limits[self._plan.isas[0], max(self._plan.threads)]
+        cpu = cpu_facts()
+        return dataclasses.asdict(top) | {
+            "cpu": cpu["model"],
+            "processors": cpu["usable_processors"],
+            "last_level_cache_bytes": last_level_cache_bytes(),
+            "kt_runtime": __version__,
+            "by_threads": [dataclasses.asdict(each) for each in limits.values()],
+        }
+
+    def _measure_shape(self, shape: BenchShape) -> None:
+        self._say(f"{shape.name}: making weights")
+        case = LayerCase(shape)
+        with tempfile.TemporaryDirectory(prefix="kt-runtime-bench-") as root:
+            checkpoints = Checkpoints(Path(root), case.weights)
+            for form in self._plan.formats:
+                rows = self._measure_format(case, form, checkpoints.get(form.encoding))
+                self._rows += rows
+                if self._torch is not None:
+                    self._say(f"{shape.name} {form.name}: torch")
+                    self._torch.add(case, rows)
+                encoding = self._kt_kernel.encoding(form.name) if self._kt_kernel is not None else None
+                if self._kt_kernel is not None and encoding is not None:
+                    self._say(f"{shape.name} {form.name}: kt-kernel")
+                    self._kt_kernel.add(case, rows, checkpoints.get(encoding))
+
+    def _measure_format(self, case: LayerCase, form: BenchFormat, directory: Path) -> list[Row]:
+        rows: list[Row] = []
+        for isa in self._plan.isas:
+            for threads in self._plan.threads:
+                where = f"{case.shape.name} {form.name} {isa} {threads} thread{'s' * (threads > 1)}"
+                self._say(f"{where}: loading")
+                store = self._load(case, form, directory, isa, threads)
+                try:
+                    bench = StoreBench(case, form, store, self._plan.patience)
+                    for tokens, op in self._plan.cases():
+                        made = bench.rows(tokens, op)
+                        for row in made:
+                            what = f"{row.op} ({row.activations})" if row.activations else row.op
+                            self._say(f"{where}: {what}, {tokens} tokens: {row.timing.ms:.2f} ms")
+                        rows += made
+                finally:
+                    store.close()
+        return rows
+
+    def _load(self, case: LayerCase, form: BenchFormat, directory: Path, isa: str, threads: int) -> ExpertStore:
+        sizes = ExpertShape(case.shape.num_experts, case.shape.hidden, case.shape.intermediate)
+        start = time.perf_counter()
+        with PeakMemory() as peak:
+            store = ExpertStore.load(
+                directory, {0: PREFIX}, sizes, isa=isa, num_threads=threads, expert_format=form.quantize
+            )
+        extra = peak.extra_bytes
+        self._loads.append(
+            {
+                "shape": case.shape.name,
+                "format": form.name,
+                "isa": isa,
+                "threads": threads,
+                "seconds": time.perf_counter() - start,
+                "peak_extra_bytes": extra,
+                "peak_extra_ratio": None if extra is None else extra / store.weight_bytes,
+                "resident_bytes": store.resident_bytes,
+                "weight_bytes": store.weight_bytes,
+            }
+        )
+        return store
+
+
+def _merged(
+    first: dict[tuple[str, int], Limits], second: dict[tuple[str, int], Limits]
+) -> dict[tuple[str, int], Limits]:
+    """The better of both; and more threads can do at least what fewer can."""
+    merged = {key: _best(found, second[key]) for key, found in first.items()}
+    for isa, threads in sorted(merged):
+        for other, fewer in merged:
+            if other == isa and fewer < threads:
+                merged[isa, threads] = _best(merged[isa, threads], merged[isa, fewer])
+    return merged
+
+
+def _best(one: Limits, other: Limits) -> Limits:
+    rates = ("dram_bytes_per_s", "bf16_flops", "int8_ops")
+    return dataclasses.replace(one, **{rate: max(getattr(one, rate), getattr(other, rate)) for rate in rates})

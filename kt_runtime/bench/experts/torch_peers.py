@@ -1,0 +1,164 @@
+"""What PyTorch offers for the same layer in the same format; the best known way of each kind.
+
+bf16: `torch_loop`, a loop over the experts; `torch_grouped`, its grouped matrix product; `torch_autograd`, the loop
+with LoRA under autograd. int8: `torch_int8pack` (weights only) and `torch_int_mm` (activations quantized by token too).
+int4: `torch_int4pack`, groups of 32 and 128 columns. For the CPU, PyTorch has no product with fp8 weights in blocks of
+128 x 128, and none with zero points as a byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kt_runtime.bench.experts.inputs import Batch
+from kt_runtime.bench.experts.quantization import to_integers
+from kt_runtime.bench.experts.weights import Weights
+from kt_runtime.experts import LoraSlot
+
+Forward = Callable[[Batch], Tensor]
+# (expert, "gate_up" or "down", rows [m, in] bfloat16) -> [m, out] bfloat16
+Product = Callable[[int, str, Tensor], Tensor]
+
+INT4_GROUPS = {"int4": 32, "int4_g32": 32, "int4_g128": 128}
+
+
+def forward_peers(weights: Weights, format_name: str) -> dict[str, Forward]:
+    """By name; none where PyTorch has nothing of that format."""
+    if format_name == "bf16":
+        return {"torch_loop": _looped(_bf16_product(weights)), "torch_grouped": _grouped(weights)}
+    if format_name == "int8":
+        codes = _int8(weights)
+        return {"torch_int8pack": _looped(_int8pack(codes)), "torch_int_mm": _looped(_int_mm(codes))}
+    if format_name in INT4_GROUPS:
+        return {"torch_int4pack": _looped(_int4pack(weights, INT4_GROUPS[format_name]))}
+    return {}
+
+
+def training_peers(weights: Weights, format_name: str, lora: LoraSlot) -> dict[str, Callable[[Batch], None]]:
+    if format_name != "bf16":
+        return {}
+    return {"torch_autograd": _autograd(weights, lora)}
+
+
+def _looped(product: Product) -> Forward:
+    def forward(batch: Batch) -> Tensor:
+        out = torch.zeros(batch.x.shape, dtype=torch.float32)
+        routing = batch.weights.view(-1, 1)
+        for expert, pairs, tokens in _by_expert(batch):
+            gate, up = product(expert, "gate_up", batch.x[tokens]).chunk(2, 1)
+            out.index_add_(0, tokens, product(expert, "down", F.silu(gate) * up) * routing[pairs])
+        return out.bfloat16()
+
+    return forward
+
+
+def _by_expert(batch: Batch) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(expert, indices of its pairs, their tokens) for every expert with tokens."""
+    order, counts = _sorted_pairs(batch, int(batch.ids.max()) + 1)
+    tokens = order // batch.ids.shape[1]
+    start = 0
+    for expert, count in enumerate(counts.tolist()):
+        if count:
+            yield expert, order[start : start + count], tokens[start : start + count]
+        start += count
+
+
+def _sorted_pairs(batch: Batch, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Pairs (token, expert) sorted by expert, and how many each expert has."""
+    flat = batch.ids.view(-1)
+    return flat.argsort(stable=True), flat.bincount(minlength=num_experts)
+
+
+def _bf16_product(weights: Weights) -> Product:
+    matrices = {"gate_up": weights.gate_up, "down": weights.down}
+    return lambda expert, part, rows: F.linear(rows, matrices[part][expert])
+
+
+def _grouped(weights: Weights) -> Forward:
+    gate_up, down = weights.gate_up.transpose(1, 2), weights.down.transpose(1, 2)
+
+    def forward(batch: Batch) -> Tensor:
+        order, counts = _sorted_pairs(batch, gate_up.shape[0])
+        offsets = counts.cumsum(0).int()
+        tokens = order // batch.ids.shape[1]
+        gate, up = F.grouped_mm(batch.x[tokens], gate_up, offs=offsets).chunk(2, 1)
+        rows = F.grouped_mm(F.silu(gate) * up, down, offs=offsets) * batch.weights.view(-1, 1)[order]
+        return torch.zeros(batch.x.shape, dtype=torch.float32).index_add_(0, tokens, rows).bfloat16()
+
+    return forward
+
+
+def _int8(weights: Weights) -> dict[str, tuple[Tensor, Tensor]]:
+    """Codes [E, out, in] int8 and scales [E, out] bfloat16."""
+    made = {}
+    for part, matrices in (("gate_up", weights.gate_up), ("down", weights.down)):
+        codes = torch.empty(matrices.shape, dtype=torch.int8)
+        scales = torch.empty(matrices.shape[:2], dtype=torch.bfloat16)
+        for expert, matrix in enumerate(matrices):
+            codes[expert], scale, _ = to_integers(matrix, 8, matrix.shape[1], False)
+            scales[expert] = scale[:, 0]
+        made[part] = (codes, scales)
+    return made
+
+
+def _int8pack(weights: Mapping[str, tuple[Tensor, Tensor]]) -> Product:
+    def product(expert: int, part: str, rows: Tensor) -> Tensor:
+        codes, scales = weights[part]
+        return torch.ops.aten._weight_int8pack_mm(rows, codes[expert], scales[expert])
+
+    return product
+
+
+def _int_mm(weights: Mapping[str, tuple[Tensor, Tensor]]) -> Product:
+    def product(expert: int, part: str, rows: Tensor) -> Tensor:
+        codes, scales = weights[part]
+        step = rows.abs().amax(1, keepdim=True).float().clamp_min(1e-30) / 127
+        quantized = (rows / step).round().to(torch.int8)
+        return (torch._int_mm(quantized, codes[expert].t()) * step * scales[expert]).bfloat16()
+
+    return product
+
+
+def _int4pack(weights: Weights, group: int) -> Product:
+    packed: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for part, matrices in (("gate_up", weights.gate_up), ("down", weights.down)):
+        packed[part] = [_int4_matrix(matrix, group) for matrix in matrices]
+
+    def product(expert: int, part: str, rows: Tensor) -> Tensor:
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed[part][expert][0], group, packed[part][expert][1])
+
+    return product
+
+
+def _int4_matrix(matrix: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Unsigned codes packed as PyTorch wants them, and [groups, out, 2]: scale, and what is added to every product."""
+    codes, scales, _ = to_integers(matrix, 4, group, False)
+    words = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int() + 8, 1)
+    return words, torch.stack([scales, torch.zeros_like(scales)], 2).transpose(0, 1).contiguous()
+
+
+def _autograd(weights: Weights, lora: LoraSlot) -> Callable[[Batch], None]:
+    # A leaf per expert, as PEFT has them: the gradient of a slice of one big tensor would be as big as that tensor.
+    tensors = [t for t in lora.tensors() if t is not None]
+    leaves = [[t[expert].clone().requires_grad_() for t in tensors] for expert in range(weights.down.shape[0])]
+
+    def adapted(expert: int, part: int, rows: Tensor) -> Tensor:
+        a, b = leaves[expert][2 * part : 2 * part + 2]
+        return lora.scaling * F.linear(F.linear(rows, a), b)
+
+    def step(batch: Batch) -> None:
+        x, routing = batch.x.clone().requires_grad_(), batch.weights.clone().requires_grad_()
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        for expert, pairs, tokens in _by_expert(batch):
+            rows = x[tokens]
+            gate, up = F.linear(rows, weights.gate_up[expert]).chunk(2, 1)
+            h = F.silu(gate + adapted(expert, 0, rows)) * (up + adapted(expert, 1, rows))
+            y = F.linear(h, weights.down[expert]) + adapted(expert, 2, h)
+            out = out.index_add(0, tokens, y * routing.view(-1, 1)[pairs])
+        out.bfloat16().backward(batch.grad_out)
+
+    return step

@@ -1,0 +1,47 @@
+"""The checkpoint that both sides train: made from a preset, or one that is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+
+from kt_runtime.bench.train.plan import Plan
+from kt_runtime.errors import InvalidValueError, NotFoundError
+from kt_runtime.serve.models.make_model import make_model
+from kt_runtime.serve.models.presets import is_preset, load_preset
+
+
+def checkpoint(plan: Plan, directory: Path) -> Path:
+    """A checkpoint's directory, written below `directory` where the model is a preset.
+
+    Raises NotFoundError for a model that is neither, InvalidValueError for `layers` of a directory, and for more layers
+    than a preset has.
+    """
+    if not is_preset(plan.model):
+        if not (Path(plan.model) / "config.json").is_file():
+            raise NotFoundError(f"--model {plan.model!r}: neither a preset nor a checkpoint's directory")
+        if plan.layers is not None:
+            raise InvalidValueError("--layers is for presets; a checkpoint has the layers that it has")
+        return Path(plan.model).resolve()
+    preset = load_preset(plan.model)
+    if plan.layers is not None:
+        most = int(preset.config["num_hidden_layers"])
+        if plan.layers > most:
+            raise InvalidValueError(f"--layers is {plan.layers}; {preset.name} has {most}")
+        preset = msgspec.structs.replace(preset, config=preset.config | {"num_hidden_layers": plan.layers})
+    return make_model(preset, directory / preset.name)
+
+
+def vocabulary(directory: Path) -> int:
+    return int(json.loads((directory / "config.json").read_text())["vocab_size"])
+
+
+def faster_dtype() -> str:
+    """bfloat16 where PyTorch multiplies it with the machine's own instructions, else float32."""
+    import torch
+
+    if torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "bfloat16"
+    return "float32"

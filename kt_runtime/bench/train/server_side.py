@@ -1,0 +1,70 @@
+"""Our side: a server as users start it, trained through the wire."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kt_runtime.bench.train.plan import LEARNING_RATE, Plan, lora_targets
+from kt_runtime.bench.train.processes import ProcessTree
+from kt_runtime.bench.train.rows import Measured
+from kt_runtime.cli.connection import resident_client
+from kt_runtime.cli.server_process import server
+from kt_runtime.wire import Batch, ResidentClient
+from kt_runtime.wire.messages import Activations, LoraSettings
+
+CALL_TIMEOUT_S = 3600.0
+
+
+def measure(
+    plan: Plan, model: Path, dtype: str, sequences: npt.NDArray[np.int64], directory: Path, say: Callable[[str], None]
+) -> dict[tuple[str, str], Measured]:
+    """By targets and activations. The server is gone afterwards; its files are in `directory`."""
+    context = max(plan.tokens + 1, 64)
+    options = ["--dtype", dtype, "--context-tokens", str(context), "--max-total-tokens", "1024"]
+    options += ["--max-running-requests", "1", "--max-lora-rank", str(plan.rank), "--lora-slots", "2"]
+    options += ["--microbatch-tokens", str(plan.microbatch_tokens), "--adapter-dir", str(directory / "adapters")]
+    say(f"starting a server in {dtype}")
+    found: dict[tuple[str, str], Measured] = {}
+    with server(str(model), options, directory / "server.log") as api, resident_client(api, CALL_TIMEOUT_S) as client:
+        processes = ProcessTree()
+        for targets in plan.targets:
+            for activations in plan.activations:
+                processes.reset()
+                seconds, losses = _train(client, plan, targets, activations, sequences)
+                measured = Measured(seconds, losses, processes.peak_bytes())
+                say(f"{targets}, {activations}: {measured.tokens_per_s(plan.step_tokens):.1f} tokens/s")
+                found[targets, activations] = measured
+    return found
+
+
+def _train(
+    client: ResidentClient, plan: Plan, targets: str, activations: Activations, sequences: npt.NDArray[np.int64]
+) -> tuple[list[float], list[float]]:
+    """Seconds of each counted step, and the losses of all steps."""
+    batch = _batch(sequences)
+    session = f"bench-{targets.replace('+', '-')}-{activations}"
+    lora = LoraSettings(rank=plan.rank, alpha=plan.alpha, targets=lora_targets(targets), seed=0)
+    client.create_session(session, lora)
+    seconds, losses = [], []
+    for _ in range(plan.warmup_steps + plan.steps):
+        started = time.perf_counter()
+        ticket = client.begin_forward_backward(session, batch, activations=activations)  # as `kt-runtime train` does
+        result = client.finish_forward(ticket, batch)
+        client.optim_step(session, LEARNING_RATE)
+        seconds.append(time.perf_counter() - started)
+        losses.append(result.loss)
+    client.close_session(session)
+    return seconds[plan.warmup_steps :], losses
+
+
+def _batch(sequences: npt.NDArray[np.int64]) -> Batch:
+    """Every token but the last of a sequence predicts the next; the loss is the step's mean."""
+    count, tokens = sequences.shape
+    weights = np.full((count, tokens), 1.0 / (count * (tokens - 1)))
+    weights[:, -1] = 0.0
+    return Batch.from_sequences(sequences.tolist(), np.roll(sequences, -1, axis=1).tolist(), weights.tolist())

@@ -1,0 +1,1 @@
+"""`kt-runtime adapter` and `export`: list, load, roll back; PEFT, GGUF and merged checkpoints."""

@@ -1,0 +1,1 @@
+"""`kt-runtime cache`: the prefix cache's disk tier."""

@@ -1,0 +1,1 @@
+"""`kt-runtime chat`: a conversation in the terminal."""

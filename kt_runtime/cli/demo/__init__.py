@@ -1,0 +1,1 @@
+"""`kt-runtime demo`: an adapter is trained inside a running server, and the answer changes."""

@@ -1,0 +1,72 @@
+"""What a layer of routed experts is given and gives back.
+
+Shapes: T tokens, K experts per token, H hidden, I intermediate, E experts, R LoRA rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kt_runtime import _experts
+
+Retained = _experts.Retained
+
+LORA_TENSORS = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    num_experts: int
+    hidden: int
+    intermediate: int
+
+
+@dataclass
+class LoraSlot:
+    """One adapter for all experts of a layer: y = W x + scaling * B (A x), for gate, up and down.
+
+    Tensors are float32 or bfloat16, contiguous in the last dimension, other strides free; None in pairs where a
+    projection has no adapter. A [E, R, in], B [E, out, R]; the rank may differ from projection to projection.
+
+    With `dropout`, A multiplies x of which each element is zero with that probability, else divided by 1 - dropout.
+    Which ones depends on `seed` (0 to 2^64 - 1), token, expert and projection: the same in forward and backward.
+    """
+
+    gate_a: Tensor | None = None  # [E, R, H]
+    gate_b: Tensor | None = None  # [E, I, R]
+    up_a: Tensor | None = None  # [E, R, H]
+    up_b: Tensor | None = None  # [E, I, R]
+    down_a: Tensor | None = None  # [E, R, I]
+    down_b: Tensor | None = None  # [E, H, R]
+    scaling: float = 1.0
+    dropout: float = 0.0
+    seed: int = 0
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order of LORA_TENSORS."""
+        return (self.gate_a, self.gate_b, self.up_a, self.up_b, self.down_a, self.down_b)
+
+    def zeros(self) -> LoraSlot:
+        """Float32 zeros of the same shapes, in CPU memory: where gradients are summed."""
+        return self.with_tensors([None if t is None else _zeros(t.shape) for t in self.tensors()])
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> LoraSlot:
+        gate_a, gate_b, up_a, up_b, down_a, down_b = tensors
+        return replace(self, gate_a=gate_a, gate_b=gate_b, up_a=up_a, up_b=up_b, down_a=down_a, down_b=down_b)
+
+
+@dataclass
+class ExpertGradients:
+    """`x` has the dtype of x, `weights` and the tensors of `slots` are float32. None for a slot that was None."""
+
+    x: Tensor
+    weights: Tensor
+    slots: list[LoraSlot | None]
+
+
+def _zeros(shape: torch.Size) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device="cpu")

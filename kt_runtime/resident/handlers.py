@@ -1,0 +1,363 @@
+"""What each request about a training session does, as a generator of slices that returns the answer.
+
+A session exists from the end of its `CreateSession` to its `CloseSession`. Everything is checked when a request's turn
+comes, not when it arrives: the ones before it may create the session that it names.
+
+Files are touched beside the engine's thread: the session's work pauses meanwhile (`executor.Pause`), and so its later
+requests wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kt_runtime.adapters import AdapterVersion
+from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
+from kt_runtime.experts import free_spare_memory
+from kt_runtime.families import resolve_targets
+from kt_runtime.resident.host import Host
+from kt_runtime.resident.memory import check_available, give_back_freed_memory, keep_freed_memory
+from kt_runtime.resident.publishing.publisher import Forgotten, Publisher
+from kt_runtime.resident.scheduler import Pause, Slice, Slices
+from kt_runtime.resident.training import checkpoint as state
+from kt_runtime.resident.training.call import CallResult
+from kt_runtime.resident.training.opening import Opening, Start, read_start
+from kt_runtime.resident.training.optimizer import StepSettings
+from kt_runtime.resident.training.preference import check_pairs
+from kt_runtime.resident.training.session import Session
+from kt_runtime.resident.training.session_limits import SessionLimits
+from kt_runtime.resident.twin.batches import TrainingBatch
+from kt_runtime.resident.twin.lora import LoraModules
+from kt_runtime.resident.twin.model import Twin
+from kt_runtime.resident.workers import Workers
+from kt_runtime.wire import messages
+from kt_runtime.wire.messages import (
+    CloseSession,
+    CreateSession,
+    Forward,
+    ForwardBackward,
+    ForwardReply,
+    Load,
+    OptimStep,
+    PreferenceLoss,
+    Publish,
+    Reply,
+    Save,
+)
+
+MAX_WAITING_SAVES = 2
+"""Of one session, beside the engine: each holds a copy of its state."""
+
+SessionRequest = CreateSession | Forward | ForwardBackward | OptimStep | Save | Load | Publish | CloseSession
+Arrays = Mapping[str, np.ndarray]
+
+
+class Answers:
+    """How a request is answered: `reply` or `fail`, once each.
+
+    `later(key, request id, what, function)`: with what the function returns, which runs on rank 0, on a writing thread.
+    Every rank hears of `key` when it has ended.
+    """
+
+    def __init__(
+        self,
+        reply: Callable[[Reply, Arrays | None], None],
+        fail: Callable[[str, Exception], None],
+        later: Callable[[str, str, str, Callable[[], Reply]], None],
+    ) -> None:
+        self.reply, self.fail, self.later = reply, fail, later
+
+    def when_moved(self, request: Any, name: str) -> Callable[[AdapterVersion | Exception], None]:
+        """Answers with a `PublishReply` once the name has moved; its time counts from now."""
+        started = time.monotonic()
+
+        def done(outcome: AdapterVersion | Exception) -> None:
+            if isinstance(outcome, Exception):
+                self.fail(request.request_id, outcome)
+                return
+            reply = messages.PublishReply(
+                request_id=request.request_id,
+                name=name,
+                version=outcome.hash,
+                lora_id=outcome.lora_id or "",
+                publish_ms=1000 * (time.monotonic() - started),
+            )
+            self.reply(reply, None)
+
+        return done
+
+    def when_forgotten(self, request: messages.ForgetAdapter) -> Forgotten:
+        def done(outcome: str | Exception | None) -> None:
+            if isinstance(outcome, Exception):
+                self.fail(request.request_id, outcome)
+            else:
+                self.reply(messages.ForgottenReply(request_id=request.request_id, lora_id=outcome), None)
+
+        return done
+
+
+class SessionCalls:
+    """`microbatch_tokens`: padded tokens that go through a layer at once.
+
+    `workers`: who ends what was begun there under a key calls `Executor.resume` with that key, on every rank.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        twin: Twin,
+        lora: LoraModules,
+        publisher: Publisher,
+        answers: Answers,
+        microbatch_tokens: int,
+        limits: SessionLimits,
+        workers: Workers,
+    ) -> None:
+        self._host, self._twin, self._lora, self._publisher, self._answers = host, twin, lora, publisher, answers
+        self._max_tokens, self._limits = microbatch_tokens, limits
+        self._workers = workers
+        self._sessions: dict[str, Session] = {}
+        self._openings: dict[str, Opening] = {}
+        self._writing: dict[str, str] = {}  # by key, the session
+        self._sessions_made = self._jobs_begun = self._saves_begun = 0
+
+    def infos(self) -> list[messages.SessionInfo]:
+        return [self._info(session) for session in self._sessions.values()]
+
+    def _info(self, session: Session) -> messages.SessionInfo:
+        return msgspec.structs.replace(session.info(), publishes=self._publisher.owners.names_of(session.id))
+
+    def slices(self, request: SessionRequest, arrays: Arrays) -> Slices:
+        """The request's work. Its result is None: it answers by itself when all has gone well."""
+        match request:
+            case CreateSession():
+                return self._create(request)
+            case Forward() | ForwardBackward():
+                return self._forward(request, arrays)
+            case OptimStep():
+                return self._optim_step(request)
+            case Save():
+                return self._save(request)
+            case Load():
+                return self._load(request)
+            case Publish():
+                return self._publish(request)
+            case CloseSession():
+                return self._close(request)
+
+    @staticmethod
+    def opening(request: SessionRequest) -> Slice:
+        """What `slices` does first: checks, and all of a request that is not cut further."""
+        size = sum(request.lengths) if isinstance(request, Forward | ForwardBackward) else 1
+        return Slice(type(request).__name__, size, may_switch=True)
+
+    def _session(self, name: str) -> Session:
+        if name not in self._sessions:
+            raise UnknownNameError("session", name, self._sessions)
+        self._sessions[name].used_at = time.monotonic()
+        return self._sessions[name]
+
+    def _beside(self, what: str, make: Callable[[], Any]) -> Slices:
+        """Runs `make` on another thread while the work pauses; returns what it made, or raises its error."""
+        self._jobs_begun += 1
+        key = f"session job {self._jobs_begun}"
+        self._workers.begin(key, what, make)
+        try:
+            yield Pause(key, Slice("result"))
+            return self._workers.take(key)
+        finally:
+            self._workers.give_up(key)
+
+    def _create(self, request: CreateSession) -> Slices:
+        start_from, reference = _checked(request.start_from), _checked(request.reference)
+        opening = self._opening(request)
+        self._openings[request.session] = opening
+        try:
+            start: Start = yield from self._beside(
+                _what(request.session, start_from, reference),
+                lambda: read_start(opening, start_from, reference, self._twin.family, self._host),
+            )
+            session = yield from self._placed(opening, start)
+            try:
+                if request.publishes is not None:  # somebody may have come first since this was asked
+                    self._publisher.owners.check(request.publishes, None, take_over=request.take_over)
+            except ConflictError:
+                yield from session.closing()
+                raise
+        finally:
+            del self._openings[request.session]
+        self._sessions[request.session] = session
+        self._publisher.owners.begin(session.id)
+        if request.publishes is not None:
+            self._publisher.owners.claim(request.publishes, session.id)
+        self._answers.reply(messages.SessionReply(request_id=request.request_id, info=self._info(session)), None)
+
+    def _opening(self, request: CreateSession) -> Opening:
+        """Checks all that can be known before anything is read."""
+        if request.session in self._sessions:
+            raise ConflictError(f"session {request.session!r} exists already; close it, or choose another name")
+        settings = request.lora
+        if settings.rank > self._host.max_lora_rank:
+            raise InvalidValueError(
+                f"LoRA rank {settings.rank}: this server serves adapters up to rank {self._host.max_lora_rank} "
+                "(--max-lora-rank)"
+            )
+        modules = resolve_targets(self._host.config, settings.targets)
+        opening = Opening(request.session, f"s{self._sessions_made + 1}", settings, modules)
+        self._limits.check(request.session, opening.num_bytes, self._counted())
+        if request.publishes is not None:
+            self._publisher.owners.check(request.publishes, None, take_over=request.take_over)
+        if self._host.device.type == "cpu":
+            keep_freed_memory()
+        self._sessions_made += 1
+        return opening
+
+    def _placed(self, opening: Opening, start: Start) -> Generator[Slice | Pause, None, Session]:
+        """The session, of what has been read. Nothing is left where an error ends this."""
+        name, settings = opening.name, opening.settings
+        del self._openings[name]
+        opening = replace(opening, frozen_bytes=start.frozen_bytes)
+        try:
+            self._limits.check(name, opening.num_bytes, self._counted())
+        finally:
+            self._openings[name] = opening
+        parameters = yield from self._lora.create(
+            opening.key,
+            opening.modules,
+            start.masters,
+            rank=settings.rank,
+            alpha=settings.alpha,
+            dropout=settings.dropout,
+        )
+        session = Session(name, opening.key, self._twin, self._lora, opening.modules, settings, parameters)
+        try:
+            if start.reference is not None:
+                of_model = self._twin.family.lora_modules(self._host.config)
+                yield from session.add_reference(start.reference, of_model)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def _counted(self) -> list[messages.SessionInfo]:
+        """Sessions that are there, and that are being opened: what the limits count."""
+        return [*self.infos(), *(opening.info() for opening in self._openings.values())]
+
+    def _forward(self, request: Forward | ForwardBackward, arrays: Arrays) -> Slices:
+        session, started = self._session(request.session), time.monotonic()
+        batch = TrainingBatch(request.lengths, arrays["tokens"], arrays["targets"], arrays["weights"])
+        batch.check(self._twin.vocabulary, self._host.context_tokens)
+        if isinstance(request.loss, PreferenceLoss):
+            check_pairs(request.lengths, batch.weights)
+        reference = arrays.get("reference")
+        if isinstance(request, Forward):
+            slices = session.forward(batch, request.loss, self._max_tokens, model=request.model, reference=reference)
+        else:
+            slices = session.forward_backward(
+                batch, request.loss, self._max_tokens, reference=reference, activations=request.activations
+            )
+        result: CallResult = yield from slices
+        reply = ForwardReply(
+            request_id=request.request_id,
+            loss=result.loss,
+            num_tokens=len(batch.tokens),
+            seconds=time.monotonic() - started,
+            metrics=result.metrics,
+            num_correct=result.num_correct,
+            num_computed=result.num_computed,
+        )
+        self._answers.reply(reply, {"logprobs": result.logprobs.numpy()})
+
+    def _optim_step(self, request: OptimStep) -> Slices:
+        session = self._session(request.session)
+        settings = StepSettings(
+            learning_rate=request.learning_rate,
+            beta1=request.beta1,
+            beta2=request.beta2,
+            epsilon=request.epsilon,
+            weight_decay=request.weight_decay,
+            max_grad_norm=request.max_grad_norm,
+            lora_plus_ratio=request.lora_plus_ratio,
+        )
+        norm: float = yield from session.optim_step(settings)
+        reply = messages.OptimReply(
+            request_id=request.request_id, step=session.step, grad_norm=norm, finished_at=time.time()
+        )
+        self._answers.reply(reply, None)
+
+    def _save(self, request: Save) -> Slices:
+        """Copies the state now and writes it beside the engine: the session goes on meanwhile."""
+        path = state.checked_path(request.path)
+        session = self._session(request.session)
+        waiting = sum(name == request.session for name in self._writing.values())
+        if waiting >= MAX_WAITING_SAVES:
+            raise ConflictError(
+                f"session {session.name!r}: {waiting} saves of it are being written; each is a copy of its state, so "
+                "ask again when they are answered"
+            )
+        yield from self._beside(str(path), lambda: state.check_target(path, replace=request.replace))
+        tensors = [*session.parameters.values(), *(session.optimizer.tensors().values() if request.optimizer else ())]
+        copied_bytes = sum(4 * tensor.numel() for tensor in tensors)
+        check_available(copied_bytes, f"{path}: a copy of session {session.name!r}")
+        snapshot = yield from state.snapshot_slices(session, optimizer=request.optimizer)
+
+        def write() -> Reply:
+            content = state.write(path, snapshot, self._twin.family, self._host, replace=request.replace)
+            return messages.SavedReply(
+                request_id=request.request_id, path=str(path), content_hash=content, step=snapshot.saved.step
+            )
+
+        self._saves_begun += 1
+        key = f"save {self._saves_begun}"
+        self._writing[key] = request.session
+        self._answers.later(key, request.request_id, str(path), write)
+
+    def written(self, key: str) -> bool:
+        """Every rank: what `Answers.later` got under `key` has ended, one way or the other. False for another key."""
+        return self._writing.pop(key, None) is not None
+
+    def _load(self, request: Load) -> Slices:
+        session, path = self._session(request.session), state.checked_path(request.path)
+        saved: state.Saved = yield from self._beside(
+            str(path), lambda: state.read(path, session, self._twin.family, self._host)
+        )
+        yield from state.restore(session, saved)
+        self._answers.reply(messages.SessionReply(request_id=request.request_id, info=self._info(session)), None)
+
+    def _publish(self, request: Publish) -> Slices:
+        """Copies the masters; the rest goes on beside the session, whose next request may begin."""
+        session = self._session(request.session)
+        self._publisher.check(request.name, session.id, take_over=request.take_over)
+        copied_bytes = 4 * sum(parameter.numel() for parameter in session.parameters.values())
+        check_available(copied_bytes, f"adapter {request.name!r}: a copy of session {session.name!r}")
+        done = self._answers.when_moved(request, request.name)
+        adapter = yield from state.copied_masters(session)
+        self._publisher.publish(
+            request.name, adapter, f"session {session.name}", done, session=session.id, take_over=request.take_over
+        )
+
+    def _close(self, request: CloseSession) -> Slices:
+        session = self._session(request.session)
+        yield from session.closing()
+        del self._sessions[request.session]
+        self._publisher.owners.end(session.id)
+        if not self._sessions:
+            free_spare_memory()
+            give_back_freed_memory()
+        self._answers.reply(messages.DoneReply(request_id=request.request_id), None)
+
+
+def _checked(path: str | None) -> Path | None:
+    return None if path is None else state.checked_path(path)
+
+
+def _what(session: str, *paths: Path | None) -> str:
+    named = " and ".join(str(path) for path in paths if path is not None)
+    return f"session {session!r}" + (f" ({named})" if named else "")

@@ -1,0 +1,93 @@
+"""The gate in front of serving: one forward pass with an adapter, over a few fixed tokens, has to be finite.
+
+Finite weights are not enough: 3e38 everywhere passes every check of the file, and the first request with it computes
+infinity. The pass goes through the training twin, which computes what serving computes, in slices of one layer, so that
+streams are not held up. The tokens choose some of the experts; what only other tokens meet is found when it is served.
+
+Shapes: T probe tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+
+from kt_runtime.adapters import AdapterTensors
+from kt_runtime.errors import AdapterError, NumericsError
+from kt_runtime.families import LoraModule
+from kt_runtime.families.base import Config
+from kt_runtime.resident.scheduler import Slice, Slices, run_at_once
+from kt_runtime.resident.training.losses import log_softmax
+from kt_runtime.resident.twin.lora import LoraModules
+from kt_runtime.resident.twin.model import Positions, Twin
+
+NUM_TOKENS = 8
+KEY = "probe"
+OPENING = Slice("probe start", NUM_TOKENS)
+
+
+class Probe:
+    """`lora`: the one of all sessions, since it knows which adapter is active in which layer."""
+
+    def __init__(self, twin: Twin, lora: LoraModules, config: Config) -> None:
+        self._twin, self._lora = twin, lora
+        self._modules = {module.name: module for module in twin.family.lora_modules(config)}
+
+    def slices(self, adapter: AdapterTensors, where: str) -> Slices:
+        """Returns None when the pass is finite. Raises AdapterError, beginning with `where`, that names the layer.
+
+        No other session may go first between two slices: the pass would wait for a microbatch of it each time.
+        """
+        by_layer = self._by_layer(adapter)
+        hidden = self._twin.embed(self._tokens())
+        positions = self._twin.positions(hidden)
+        for layer in range(self._twin.num_layers):
+            yield Slice("probe layer", NUM_TOKENS, alike=self._twin.num_layers - layer)
+            try:
+                hidden = self._run_layer(layer, hidden, positions, by_layer.get(layer))
+            except NumericsError as error:
+                raise _not_finite(where, f"layer {layer}", f" ({error})") from None
+            if not torch.isfinite(hidden).all():
+                raise _not_finite(where, f"layer {layer}")
+        yield Slice("probe head", NUM_TOKENS)
+        logits, _ = log_softmax(self._twin.final_norm(hidden[0, -1:]), self._twin.head)
+        if not torch.isfinite(logits).all():
+            raise _not_finite(where, "the logits")
+
+    def _by_layer(self, adapter: AdapterTensors) -> dict[int, AdapterTensors]:
+        pairs: dict[int, dict[str, tuple[torch.Tensor, torch.Tensor]]] = defaultdict(dict)
+        for name, pair in adapter.modules.items():
+            pairs[self._modules[name].layer][name] = pair
+        return {
+            layer: AdapterTensors.from_modules(adapter.rank, adapter.alpha, found) for layer, found in pairs.items()
+        }
+
+    def _tokens(self) -> torch.Tensor:
+        """[1, T], spread over the vocabulary, the same for every adapter of a model."""
+        vocabulary = self._twin.vocabulary
+        ids = [(2 * index + 1) * vocabulary // (2 * NUM_TOKENS) for index in range(NUM_TOKENS)]
+        return torch.tensor([ids], device=self._twin.device)
+
+    def _run_layer(
+        self, layer: int, hidden: torch.Tensor, positions: Positions, adapter: AdapterTensors | None
+    ) -> torch.Tensor:
+        """[1, T, H] to the same. The adapter is in the twin within this call only."""
+        if adapter is None:
+            self._lora.select(layer, None, dropout=False)
+            return self._twin.run_layer(layer, hidden, positions)
+        modules: list[LoraModule] = [self._modules[name] for name in adapter.modules]
+        run_at_once(self._lora.create_frozen(KEY, adapter, modules))
+        try:
+            self._lora.select(layer, KEY, dropout=False)
+            return self._twin.run_layer(layer, hidden, positions)
+        finally:
+            self._lora.select(layer, None, dropout=False)
+            self._lora.remove(KEY)
+
+
+def _not_finite(where: str, place: str, detail: str = "") -> AdapterError:
+    return AdapterError(
+        f"{where}: its forward pass is not finite: NaN or Inf from {place} on{detail}. It is not served: its "
+        "weights are finite, but too large for this model; lower the learning rate, or lora_alpha"
+    )

@@ -1,0 +1,463 @@
+"""Adapter names and versions on the resident's side: a pipeline from an adapter to what a name means.
+
+A publication, a load, a rollback and a restart's restoring go through the same stages. Each name has one operation
+under way, the others wait for it; operations on different names do not wait for each other:
+
+1. *prepare*, on a thread of its own: read the file, complete groups, check, hash, convert to the engine's form;
+2. *probe*, as slices between the engine's batches: one forward pass with the adapter has to be finite;
+3. *install*, on the engine's thread: the engine gets to know what was prepared, under a fresh id;
+4. *move*: the frontend is asked to let the name mean that id, and answers in a later turn;
+5. *remember*: the table of versions changes and the client is answered; then another thread writes the version's
+   directory and `current.json`, and tries again while the disk refuses (`persistence.py`). A crash before that leaves
+   the version before on disk, whole.
+
+An error in the first four stages leaves the served versions as they were. What ends beside the engine (stages 1 and 4)
+becomes a decision of rank 0's that every rank applies. The copy of the former version is dropped when the frontend says
+that its last request has ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kt_runtime.adapters import (
+    AdapterTensors,
+    AdapterVersion,
+    StoredName,
+    VersionStore,
+    VersionTable,
+    as_version,
+    check_adapter,
+    check_adapter_name,
+    content_hash,
+    read_adapter,
+)
+from kt_runtime.errors import ConflictError, KtError, UnknownNameError
+from kt_runtime.families import Family
+from kt_runtime.files import errors_of_path
+from kt_runtime.resident.host import Host
+from kt_runtime.resident.publishing.owners import Owners, SessionId
+from kt_runtime.resident.publishing.persistence import Persistence
+from kt_runtime.resident.publishing.probe import OPENING, Probe
+from kt_runtime.resident.scheduler import Work
+from kt_runtime.resident.workers import Workers
+from kt_runtime.wire.messages import AdapterInfo, UnforgottenName, UnstoredVersion, VersionInfo
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING_OF_NAME = 4
+"""Operations of one name that wait for the one under way: each may hold a copy of an adapter."""
+
+Done = Callable[[AdapterVersion | Exception], None]
+"""Called once: with the version that the name means now (`lora_id` set), or with what went wrong."""
+Forgotten = Callable[[str | Exception | None], None]
+"""Called once: with the id that the name meant at last, None if it meant none, or with what went wrong."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """`adapter`: complete and checked, with tensors of its own. `servable`: the engine's form of it.
+
+    `version.lora_id` is None: it is not installed yet.
+    """
+
+    adapter: AdapterTensors
+    version: AdapterVersion
+    servable: object
+
+
+@dataclass
+class _Operation:
+    """`begin`: makes stage 1's function, when the operation's turn has come. `version`: known from stage 1 on.
+
+    `session`: who publishes, None for a directory, a rollback, a restart. `claims`: whether the name is its own then.
+    `restores`: what is on disk as it is. `path`: what is read. `is_moving`: the frontend has been asked.
+    """
+
+    name: str
+    lora_id: str
+    begin: Callable[[], Callable[[], Prepared]]
+    done: Done
+    session: SessionId | None = None
+    claims: bool = False
+    take_over: bool = False
+    is_rollback: bool = False
+    restores: bool = False
+    path: str | None = None
+    prepared: Prepared | None = None
+    is_moving: bool = False
+
+    @property
+    def what(self) -> str:
+        return f"adapter {self.name!r}" + (f" ({self.path})" if self.path is not None else "")
+
+    @property
+    def version(self) -> AdapterVersion:
+        assert self.prepared is not None
+        return replace(self.prepared.version, lora_id=self.lora_id)
+
+
+class Publisher:
+    """Nothing can be published before `start`.
+
+    `submit` queues slices. `workers` run stage 1, under the keys `lora_id`; `moved(lora_id, error)` is called when
+    stage 4 has ended. Whoever is told must call `probe` and `finish` with the same arguments on every rank.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        family: Family,
+        store: VersionStore,
+        kept_versions: int,
+        probe: Probe,
+        submit: Callable[[Work], None],
+        workers: Workers,
+        moved: Callable[[str, Exception | None], None],
+    ) -> None:
+        self._host, self._family, self._store, self._probe = host, family, store, probe
+        self._submit, self._workers, self._moved = submit, workers, moved
+        self._table = VersionTable(kept_versions)
+        self._persistence = Persistence(store, host.model)
+        self.owners = Owners()
+        self._salt, self._ids_given = "", 0
+        self._under_way: dict[str, _Operation] = {}
+        self._queues: dict[str, deque[_Operation]] = {}
+        self._forgetting: dict[str, list[Forgotten]] = {}
+        self._installed: set[str] = set()
+        self._restoring: set[str] = set()
+        self._not_restored: dict[str, str] = {}
+
+    # What is asked of it.
+
+    def check(self, name: str, session: SessionId | None, *, take_over: bool) -> None:
+        """Raises what can be known before an adapter is copied or read: InvalidValueError, ConflictError."""
+        check_adapter_name(name)
+        self.owners.check(name, session, take_over=take_over)
+        if len(self._queues.get(name, ())) > MAX_WAITING_OF_NAME:
+            raise ConflictError(
+                f"adapter {name!r}: {MAX_WAITING_OF_NAME} operations wait for the one under way; ask again later"
+            )
+
+    def publish(
+        self,
+        name: str,
+        adapter: AdapterTensors,
+        source: str,
+        done: Done,
+        *,
+        session: SessionId | None = None,
+        take_over: bool = False,
+    ) -> None:
+        """Begins to let `name` mean `adapter`, whose tensors must not change any more.
+
+        `done` may get AdapterError when it can't be served, and ConflictError without room for another one or when
+        somebody else publishes the name. Raises as `check`.
+        """
+        self.check(name, session, take_over=take_over)
+        self._add(name, lambda: lambda: self._checked(name, adapter, source), done, session, take_over, claims=True)
+
+    def load(self, name: str, path: str, done: Done, *, take_over: bool = False) -> None:
+        """As `publish`, of the PEFT directory or GGUF file at `path`. `done` may get NotFoundError too."""
+        self.check(name, None, take_over=take_over)
+
+        def read() -> Prepared:
+            with errors_of_path(Path(path), "read"):
+                adapter = read_adapter(
+                    path, self._family, self._host.config, self._host.max_lora_rank, self._host.model
+                )
+            for note in adapter.notes:
+                logger.info("adapter %r from %s: %s", name, path, note)
+            return self._checked(name, adapter, path)
+
+        self._add(name, lambda: read, done, None, take_over, claims=True, path=path)
+
+    def rollback(self, name: str, to: str | None, done: Done) -> None:
+        """Begins to let `name` mean an earlier version. `done` may get UnknownNameError, ConflictError, AdapterError.
+
+        Who publishes the name stays its owner.
+        """
+        check_adapter_name(name)
+
+        def begin() -> Callable[[], Prepared]:
+            return self._stored(name, self._table.rollback_target(name, to))
+
+        self._add(name, begin, done, is_rollback=True)
+
+    def forget(self, name: str, done: Forgotten) -> None:
+        """`name` means nothing any more; its versions stay on disk. What is under way to it is answered with an error.
+
+        Where the frontend has been asked already, that ends first.
+        """
+        queue = self._queues.get(name)
+        if queue is None:
+            self._forget(name, done)
+            return
+        withdrawn = ConflictError(f"adapter {name!r} was unloaded before this had ended")
+        first, *others = queue
+        for session in {operation.session for operation in queue if operation.session is not None}:
+            self.owners.refuse(name, session, "was unloaded")
+        queue.clear()
+        queue.append(first)
+        for operation in others:
+            operation.done(withdrawn)
+        if first.is_moving:
+            self._forgetting.setdefault(name, []).append(done)
+            return
+        self._forget(name, done, had_operations=True)
+        self._end(first, withdrawn)
+
+    def drop(self, lora_id: str) -> None:
+        """Frees the engine's copy. An unknown id is ignored."""
+        self._installed.discard(lora_id)
+        self._host.drop_adapter(lora_id)
+
+    def start(self, salt: str, stored: list[StoredName]) -> None:
+        """Serves again what the names meant when the server stopped; what can't be served is logged and left out.
+
+        `salt` makes this process's ids unlike any other's; it is the same on every rank. `stored`: as
+        `VersionStore.scan` gave them.
+        """
+        self._salt = salt
+        for item in stored:
+            try:
+                self._table.restore(item.name, item.versions, item.served)
+            except KtError as error:
+                self._restored(item.name, error)
+                continue
+            self._restore(item.name)
+
+    def close(self) -> None:
+        """Tries to write down what is not yet."""
+        self._persistence.close()
+
+    # The pipeline.
+
+    def _add(
+        self,
+        name: str,
+        begin: Callable[[], Callable[[], Prepared]],
+        done: Done,
+        session: SessionId | None = None,
+        take_over: bool = False,
+        *,
+        claims: bool = False,
+        is_rollback: bool = False,
+        restores: bool = False,
+        path: str | None = None,
+    ) -> None:
+        operation = _Operation(
+            name, self._fresh_id(), begin, done, session, claims, take_over, is_rollback, restores, path
+        )
+        queue = self._queues.setdefault(name, deque())
+        queue.append(operation)
+        if len(queue) == 1:
+            self._prepare(operation)
+
+    def _prepare(self, operation: _Operation) -> None:
+        self._under_way[operation.lora_id] = operation
+        try:
+            make = operation.begin()
+        except Exception as error:  # noqa: BLE001 - handed on: `done` answers it
+            self._end(operation, error)
+            return
+        self._workers.begin(operation.lora_id, operation.what, make)
+
+    def probe(self, lora_id: str, error: Exception | None) -> None:
+        """Stage 1 has ended. An id that was withdrawn is ignored."""
+        operation = self._under_way.get(lora_id)
+        if operation is None:
+            return
+        try:
+            if error is not None:
+                self._workers.give_up(lora_id)
+                raise error
+            operation.prepared = self._workers.take(lora_id)
+        except Exception as problem:  # noqa: BLE001 - handed on: `done` answers it
+            self._end(operation, problem)
+            return
+        slices = self._probe.slices(operation.prepared.adapter, f"adapter {operation.name!r}")
+        self._submit(
+            Work(
+                f"adapter:{operation.name}",  # no session is called so
+                slices,
+                lambda _: self._install(operation),
+                lambda problem: self._end(operation, problem),
+                OPENING,
+            )
+        )
+
+    def _install(self, operation: _Operation) -> None:
+        """Its probe has ended well."""
+        if self._under_way.get(operation.lora_id) is not operation:
+            return
+        name, lora_id, prepared = operation.name, operation.lora_id, operation.prepared
+        assert prepared is not None
+        try:
+            if operation.claims:  # somebody may have come first since this was asked
+                self.owners.check(name, operation.session, take_over=operation.take_over)
+            self._host.install_adapter(lora_id, name, prepared.version.hash, prepared.servable)
+        except Exception as error:  # noqa: BLE001 - handed on: `done` answers it
+            self._end(operation, error)
+            return
+        self._installed.add(lora_id)
+        operation.is_moving = True
+
+        def answered(error: Exception | None) -> None:
+            self._moved(lora_id, error)
+
+        self._host.move_name(name, prepared.version.hash, lora_id, answered)
+
+    def finish(self, lora_id: str, error: Exception | None) -> None:
+        """The frontend has moved the name, or has not. Begins the next operation that waits for this name."""
+        operation = self._under_way[lora_id]
+        outcome: AdapterVersion | Exception = error or operation.version
+        try:
+            if error is not None:
+                self.drop(lora_id)
+            else:
+                self._remember(operation)
+        except Exception as problem:
+            outcome = problem
+            raise
+        finally:
+            self._end(operation, outcome)
+
+    def _remember(self, operation: _Operation) -> None:
+        name, version, prepared = operation.name, operation.version, operation.prepared
+        assert prepared is not None
+        try:
+            if operation.restores:
+                self._table.loaded(name, operation.lora_id)
+            elif operation.is_rollback:
+                self._table.rollback(name, version.hash, version.lora_id)
+            else:
+                self._table.publish(name, version)
+        except (UnknownNameError, ConflictError):  # current already
+            self._table.publish(name, version)
+        if operation.claims and self.owners.permits(name, operation.session, take_over=operation.take_over):
+            self.owners.claim(name, operation.session)
+        self._not_restored.pop(name, None)
+        if operation.restores:
+            return
+        known = [item.hash for item in self._table.history(name)]
+        self._persistence.put(name, version, prepared.adapter, self._table.served(name), known)
+
+    def _end(self, operation: _Operation, outcome: AdapterVersion | Exception) -> None:
+        """Answers, and begins what waits for the name. Ignored for an operation that has ended."""
+        if self._under_way.pop(operation.lora_id, None) is None:
+            return
+        self._workers.give_up(operation.lora_id)
+        operation.prepared = None
+        try:
+            operation.done(outcome)
+        except Exception:
+            logger.exception("adapter %r: an outcome could not be told; serving goes on", operation.name)
+        for done in self._forgetting.pop(operation.name, ()):
+            self._forget(operation.name, done, had_operations=True)
+        queue = self._queues[operation.name]
+        queue.popleft()
+        if queue:
+            self._prepare(queue[0])
+        else:
+            del self._queues[operation.name]
+
+    def _forget(self, name: str, done: Forgotten, *, had_operations: bool = False) -> None:
+        if had_operations:  # also of a name whose first publication is withdrawn: the next one would undo this
+            self.owners.lose(name, "was unloaded")
+        try:
+            former = self._table.unload(name).lora_id
+        except UnknownNameError as error:
+            done(None if had_operations else error)
+            return
+        self.owners.lose(name, "was unloaded")
+        self._not_restored.pop(name, None)
+        self._persistence.forget(name)
+        done(former)
+
+    # Stage 1, on a thread of its own.
+
+    def _checked(self, name: str, adapter: AdapterTensors, source: str) -> Prepared:
+        completed = as_version(adapter, self._family, self._host.config)
+        check_adapter(completed, self._family, self._host.config, self._host.max_lora_rank, f"adapter {name!r}")
+        version = AdapterVersion(content_hash(completed), time.time(), completed.rank, float(completed.alpha), source)
+        return Prepared(completed, version, self._host.prepare_adapter(name, completed))
+
+    def _stored(self, name: str, version: AdapterVersion) -> Callable[[], Prepared]:
+        def read() -> Prepared:
+            adapter = self._persistence.adapter(name, version.hash)
+            if adapter is None:
+                adapter = self._store.load(name, version.hash)
+            return Prepared(adapter, replace(version, lora_id=None), self._host.prepare_adapter(name, adapter))
+
+        return read
+
+    # Restoring and describing.
+
+    def restoring(self) -> list[str]:
+        """Names of an earlier run that are under way to be served again."""
+        return sorted(self._restoring)
+
+    def _restore(self, name: str) -> None:
+        def done(outcome: AdapterVersion | Exception) -> None:
+            self._restoring.discard(name)
+            self._restored(name, outcome)
+
+        self._restoring.add(name)
+        self._add(name, lambda: self._stored(name, self._table.current(name)), done, restores=True)
+
+    def _restored(self, name: str, outcome: AdapterVersion | Exception) -> None:
+        if isinstance(outcome, Exception):
+            logger.warning("adapter %r of an earlier run is not served: %s", name, outcome)
+            self._not_restored[name] = str(outcome)
+        else:
+            logger.info("adapter %r of an earlier run is served again, version %s", name, outcome.shown_hash)
+
+    def adapters(self) -> list[AdapterInfo]:
+        infos = []
+        for name, current in self._table.current_versions().items():
+            owner = self.owners.of(name)
+            infos.append(
+                AdapterInfo(
+                    name=name,
+                    current=current.hash if current.lora_id in self._installed else None,
+                    versions=[self._info(name, version) for version in reversed(self._table.history(name))],
+                    owner=owner.session.name if owner else None,
+                    owned_since=owner.since if owner else None,
+                    problem=self._not_restored.get(name),
+                )
+            )
+        return infos
+
+    def unstored(self) -> list[UnstoredVersion]:
+        return [
+            UnstoredVersion(name=item.name, version=item.version, reason=item.reason, is_waiting=item.is_waiting)
+            for item in self._persistence.unstored()
+        ]
+
+    def unforgotten(self) -> list[UnforgottenName]:
+        return [UnforgottenName(name=name, reason=reason) for name, reason in self._persistence.unforgotten()]
+
+    def _info(self, name: str, version: AdapterVersion) -> VersionInfo:
+        reason = self._persistence.reason(name, version.hash)
+        return VersionInfo(
+            version=version.hash,
+            lora_id=version.lora_id if version.lora_id in self._installed else None,
+            rank=version.rank,
+            alpha=version.alpha,
+            source=version.source,
+            created_at=version.created,
+            stored=reason is None,
+            not_stored=reason,
+        )
+
+    def _fresh_id(self) -> str:
+        assert self._salt
+        self._ids_given += 1
+        return hashlib.sha256(f"{self._salt}:{self._ids_given}".encode()).hexdigest()[:32]

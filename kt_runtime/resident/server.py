@@ -1,0 +1,373 @@
+"""The resident: takes the training protocol's requests, runs them as slices between the engine's batches, answers.
+
+The engine calls, on its own thread, once per turn: `decisions` (rank 0), `apply` with what was broadcast (every rank),
+`turn` (every rank). None of them raises because of a request: the user's mistakes and our own faults become error
+replies, and the engine goes on serving.
+
+Requests that name a session keep their order within the session. The others (status, adapters by name or directory) are
+carried out as they arrive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from kt_runtime import __version__
+from kt_runtime.adapters import StoredName, VersionStore
+from kt_runtime.experts.machine import placement_refusal
+from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.resident.decisions import Arrived, Decisions, Ended, Moved, decode, encode
+from kt_runtime.resident.handlers import Answers, Arrays, SessionCalls, SessionRequest
+from kt_runtime.resident.host import Host
+from kt_runtime.resident.memory import resident_set_bytes
+from kt_runtime.resident.publishing.probe import Probe
+from kt_runtime.resident.publishing.publisher import Publisher
+from kt_runtime.resident.scheduler import Executor, Plan, Work
+from kt_runtime.resident.statuses import Statuses
+from kt_runtime.resident.training.session_limits import SessionLimits
+from kt_runtime.resident.twin.lora import LoraModules
+from kt_runtime.resident.twin.model import Twin
+from kt_runtime.resident.wakeup import Wakeup
+from kt_runtime.resident.workers import Workers
+from kt_runtime.wire import messages
+from kt_runtime.wire.failures import error_from, error_reply
+from kt_runtime.wire.messages import AnyRequest, ErrorReply, Reply
+from kt_runtime.wire.server import Incoming, WireServer
+
+logger = logging.getLogger(__name__)
+
+SERVING_BUDGET_SECONDS = 0.01
+IDLE_BUDGET_SECONDS = 0.05
+"""How long one turn's slices should take: how long a request may wait for the engine because of training."""
+
+WRITING_THREADS = 4
+WRITING_PATIENCE_SECONDS = 900.0
+"""Longer than for reading: while a disk takes what is written, its thread sleeps (fsync(2))."""
+
+CLOSING_SECONDS = 60.0
+"""How long the end of the server waits for what is being written."""
+
+
+class Server(Protocol):
+    """What the resident needs of `WireServer`."""
+
+    @property
+    def has_pending(self) -> bool: ...
+
+    @property
+    def wakeup_fd(self) -> int: ...
+
+    def take(self) -> list[Incoming]: ...
+
+    def answer(self, incoming: Incoming, reply: Reply, arrays: Mapping[str, np.ndarray] | None = None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@contextlib.contextmanager
+def _training_mode() -> Iterator[None]:
+    """The engine's loop runs in inference mode, whose tensors can't be trained on; gradients stay off until needed."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class Resident:
+    """`server` is None on every rank but 0. Not thread-safe."""
+
+    @classmethod
+    def start(cls, host: Host, settings: ResidentSettings) -> Resident:
+        """On rank 0: builds the twin and listens at `settings.wire_address`. Closing it closes the host too.
+
+        What was published before is served again from the first turn on.
+        """
+        return cls(host, settings, WireServer(settings.wire_address))
+
+    def __init__(
+        self,
+        host: Host,
+        settings: ResidentSettings,
+        server: Server | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host, self._settings, self._server = host, settings, server
+        self.twin = Twin(host)
+        self.executor = Executor(settings.training_share, clock, num_ranks=host.num_ranks)
+        self._workers = Workers("kt-prepare", self._on_ended)
+        self._writers = Workers(
+            "kt-write", self._on_ended, num_threads=1, max_threads=WRITING_THREADS, patience_s=WRITING_PATIENCE_SECONDS
+        )
+        self._ended: deque[Ended] = deque()  # filled by other threads
+        self._moved: deque[Moved] = deque()
+        self._wakeup = Wakeup()
+        self._files: dict[str, str] = {}  # by the key of what writes them, the request
+        self._unanswered: dict[str, Incoming] = {}
+        self._plan = (Plan(), False)
+        self._salt = uuid.uuid4().hex
+        store = VersionStore(
+            Path(settings.adapter_directory),
+            self.twin.family,
+            host.config,
+            host.max_lora_rank,
+            settings.kept_versions,
+        )
+        self._stored = _scan(store, is_writer=server is not None)
+        lora = LoraModules(self.twin)
+        self.publisher = Publisher(
+            host,
+            self.twin.family,
+            store,
+            settings.kept_versions,
+            Probe(self.twin, lora, host.config),
+            self.executor.submit,
+            self._workers,
+            self._on_moved,
+        )
+        self._statuses = Statuses(
+            host.weights, self._status, lambda reply: self._answer(reply, None), self._fail, clock, self._wakeup.set
+        )
+        self._answers = Answers(self._answer, self._fail, self._answer_later)
+        self.calls = SessionCalls(
+            host,
+            self.twin,
+            lora,
+            self.publisher,
+            self._answers,
+            settings.microbatch_tokens,
+            SessionLimits(settings.max_sessions, settings.session_memory_bytes),
+            self._workers,
+        )
+        logger.info(
+            "training twin: %d bytes shared with the engine, %d copied", self.twin.shared_bytes, self.twin.copied_bytes
+        )
+
+    # What the engine calls.
+
+    @property
+    def wakeups(self) -> list[Any]:
+        """Descriptors and ZMQ sockets of which one polls readable when a sleeping engine has something to do."""
+        assert self._server is not None
+        return [self._server.wakeup_fd, self._wakeup.fd, *self._host.wakeups()]
+
+    def has_work(self) -> bool:
+        """True while the engine should not sleep: slices to run, requests to take, answers that wait for a turn.
+
+        What is only waited for is not among them: `wakeups` tells when it is there.
+        """
+        arrived = self._server is not None and self._server.has_pending
+        ended = bool(self._ended or self._moved) or self._statuses.is_due
+        return arrived or ended or not self.executor.is_idle
+
+    def decisions(self) -> list[bytes]:
+        """Rank 0: what is to be done in this turn, for every rank's `apply`; empty when there is nothing."""
+        assert self._server is not None
+        self._wakeup.clear()
+        self._host.poll()
+        self._statuses.answer_due()
+        arrived = []
+        for incoming in self._server.take():
+            self._unanswered[incoming.request_id] = incoming
+            arrays = [(name, value.dtype.str, value.tobytes()) for name, value in incoming.arrays.items()]
+            arrived.append(Arrived(incoming.request, arrays))
+        ended = [self._ended.popleft() for _ in range(len(self._ended))]
+        moved = [self._moved.popleft() for _ in range(len(self._moved))]
+        is_serving = self._host.is_serving()
+        budget = SERVING_BUDGET_SECONDS if is_serving else IDLE_BUDGET_SECONDS
+        plan = self.executor.plan(is_serving, budget, arrives=bool(arrived))
+        decided, self._salt = Decisions(arrived, ended, moved, plan, is_serving, self._salt), ""
+        return [] if decided.is_empty else [encode(decided)]
+
+    def apply(self, payloads: Sequence[bytes]) -> None:
+        """Every rank, with the payloads of `decisions` as broadcast. Slices run in `turn`."""
+        with _training_mode():
+            for payload in payloads:
+                decided = decode(payload)
+                if decided.salt:
+                    self.publisher.start(decided.salt, self._stored)
+                    self._stored = []
+                ended: tuple[Ended | Moved, ...] = (*decided.ended, *decided.moved)
+                for each in ended:
+                    self._go_on(each)
+                for arrived in decided.arrived:
+                    arrays = {name: np.frombuffer(data, kind) for name, kind, data in arrived.arrays}
+                    self._dispatch(arrived.request, arrays)
+                self._plan = (decided.plan, decided.is_serving)
+
+    def turn(self) -> None:
+        """Every rank: runs the slices that the last `apply` was told of."""
+        (plan, is_serving), self._plan = self._plan, (Plan(), False)
+        if plan.num_slices:
+            with _training_mode():
+                self.executor.run(plan, is_serving)
+
+    def close(self) -> None:
+        """Ends training, finishes what is being written, stops listening. Calls that were under way leave no trace."""
+        self.executor.close()
+        self._writers.finish(CLOSING_SECONDS)
+        self._writers.close()
+        self._workers.close()
+        self.publisher.close()
+        if self._server is not None:
+            for key in [key for key in self._files if self._writers.has_ended(key)]:
+                self._answer_written(key)
+            self._server.close()
+        self._host.close()
+        self._wakeup.close()
+
+    # Requests.
+
+    def _dispatch(self, request: AnyRequest, arrays: Arrays) -> None:
+        if isinstance(request, SessionRequest):
+            request_id = request.request_id
+            slices = self.calls.slices(request, arrays)
+            self.executor.submit(
+                Work(
+                    request.session,
+                    slices,
+                    lambda _: None,
+                    lambda error: self._fail(request_id, error),
+                    self.calls.opening(request),
+                )
+            )
+            return
+        try:
+            reply = self._immediate(request)
+        except Exception as error:  # noqa: BLE001 - answered and logged by _fail
+            self._fail(request.request_id, error)
+            return
+        if reply is not None:
+            self._answer(reply, None)
+
+    def _go_on(self, ended: Ended | Moved) -> None:
+        """With what waited for it: a session's work, the answer to a save, a publication."""
+        error = None if ended.error is None else error_from(ended.error)
+        try:
+            if isinstance(ended, Moved):
+                self.publisher.finish(ended.lora_id, error)
+            elif self.calls.written(ended.key):
+                self._answer_written(ended.key)
+            elif not self.executor.resume(ended.key, error):
+                self.publisher.probe(ended.key, error)
+        except Exception:
+            logger.exception("what waited for %s went wrong; serving goes on", ended)
+
+    def _immediate(self, request: AnyRequest) -> Reply | None:
+        """The reply, or None when it comes later."""
+        match request:
+            case messages.GetStatus():
+                if self._server is not None:
+                    self._statuses.ask(request)
+                return None
+            case messages.ListAdapters():
+                return messages.AdaptersReply(request_id=request.request_id, adapters=self.publisher.adapters())
+            case messages.LoadAdapter():
+                done = self._answers.when_moved(request, request.name)
+                self.publisher.load(request.name, request.path, done, take_over=request.take_over)
+                return None
+            case messages.RollbackAdapter():
+                done = self._answers.when_moved(request, request.name)
+                self.publisher.rollback(request.name, request.adapter_version, done)
+                return None
+            case messages.ForgetAdapter():
+                self.publisher.forget(request.name, self._answers.when_forgotten(request))
+                return None
+            case messages.DropAdapter():
+                self.publisher.drop(request.lora_id)
+        return messages.DoneReply(request_id=request.request_id)
+
+    def _status(self, request_id: str, fingerprint: str) -> Reply:
+        return messages.StatusReply(
+            request_id=request_id,
+            runtime_version=__version__,
+            sglang_version=self._host.engine_version,
+            model=self._host.model,
+            model_directory=self._host.model_directory,
+            family=self.twin.family.name,
+            fingerprint=fingerprint,
+            dtype=str(self._host.dtype).removeprefix("torch."),
+            device=str(self._host.device),
+            max_lora_rank=self._host.max_lora_rank,
+            context_tokens=self._host.context_tokens,
+            weights_shared_bytes=self.twin.shared_bytes,
+            weights_copied_bytes=self.twin.copied_bytes,
+            expert_format=self._host.experts.format,
+            expert_isa=self._host.experts.isa,
+            expert_bytes=self._host.experts.resident_bytes,
+            expert_threads=self._host.experts.num_threads,
+            expert_node_bytes=self._host.experts.node_bytes,
+            expert_placement=placement_refusal() or "",
+            chunked_prefill_tokens=self._host.chunked_prefill_tokens,
+            microbatch_tokens=self._settings.microbatch_tokens,
+            rss_bytes=resident_set_bytes(),
+            sessions=[
+                msgspec.structs.replace(info, num_requests=self.executor.num_works(info.session))
+                for info in self.calls.infos()
+            ],
+            cache=self._host.cache_tiers(),
+            not_stored=self.publisher.unstored(),
+            not_forgotten=self.publisher.unforgotten(),
+            restoring=self.publisher.restoring(),
+        )
+
+    # Answers.
+
+    def _answer(self, reply: Reply, arrays: Arrays | None) -> None:
+        incoming = self._unanswered.pop(reply.request_id, None)
+        if incoming is not None and self._server is not None:
+            self._server.answer(incoming, reply, arrays)
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        reply = error_reply(request_id, error)
+        if reply.category == "server":
+            logger.error("request %s failed; serving goes on", request_id, exc_info=error)
+        self._answer(reply, None)
+
+    def _answer_later(self, key: str, request_id: str, what: str, function: Callable[[], Reply]) -> None:
+        """Rank 0 alone writes files; its answer is sent in the turn that finds it done."""
+        if self._server is not None:
+            self._files[key] = request_id
+            self._writers.begin(key, what, function)
+
+    def _answer_written(self, key: str) -> None:
+        request_id = self._files.pop(key, None)
+        if request_id is None:  # another rank writes
+            return
+        try:
+            reply: Reply = self._writers.take(key)
+        except Exception as error:  # noqa: BLE001 - answered and logged by _fail
+            self._fail(request_id, error)
+        else:
+            self._answer(reply, None)
+
+    def _on_ended(self, key: str, error: Exception | None) -> None:
+        """Called by other threads. The other ranks hear of it from rank 0."""
+        if self._server is not None:
+            self._ended.append(Ended(key, _told(error)))
+            self._wakeup.set()
+
+    def _on_moved(self, lora_id: str, error: Exception | None) -> None:
+        self._moved.append(Moved(lora_id, _told(error)))
+
+
+def _told(error: Exception | None) -> ErrorReply | None:
+    return None if error is None else error_reply("", error)
+
+
+def _scan(store: VersionStore, *, is_writer: bool) -> list[StoredName]:
+    """What the directory has of an earlier run. What is wrong there is logged: the model is loaded already."""
+    problems = store.clean() if is_writer else []
+    found, more = store.scan()
+    for problem in (*problems, *more):
+        logger.warning("adapter directory: %s", problem)
+    return found

@@ -1,0 +1,1 @@
+"""Sessions: a call cut into slices, losses, optimizer, checkpoints, limits."""

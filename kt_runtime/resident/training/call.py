@@ -1,0 +1,43 @@
+"""What a training call is given and what it gives back. N tokens of the call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kt_runtime.resident.training.losses import LossFunction
+from kt_runtime.resident.twin.lora import LoraModules
+from kt_runtime.resident.twin.model import Twin
+
+
+@dataclass(frozen=True)
+class Call:
+    """What stays the same over one call. `adapter`: the key in `LoraModules`, None for the base alone.
+
+    `backward` False: log-probabilities only, without dropout. `seed`: of this call's dropout. `retain`: backward takes
+    what forward computed instead of computing it again.
+    """
+
+    twin: Twin
+    lora: LoraModules
+    adapter: str | None
+    loss: LossFunction
+    backward: bool
+    seed: int
+    retain: bool = False
+
+
+@dataclass
+class CallResult:
+    """`logprobs` [N], float32, on the CPU. `gradient`: by parameter name, empty without backward.
+
+    `metrics`, `num_correct`, `num_computed`: as in `wire.messages.ForwardReply`.
+    """
+
+    loss: float
+    logprobs: torch.Tensor
+    gradient: dict[str, torch.Tensor]
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_correct: int = 0
+    num_computed: int = 0

@@ -1,0 +1,293 @@
+"""A training session on disk: a PEFT directory that anybody can serve, and what it takes to go on training.
+
+    adapter_config.json, adapter_model.safetensors    the masters in float32, as `kt_runtime.adapters` writes them
+    session.json                                      `SavedSession`
+    optimizer.safetensors                             AdamW's state, float32: NAME.lora_A.first, .second, .steps
+
+The optimizer may be left out. A gradient that has not been stepped over is not saved. The directory appears whole or
+not at all. It may take the place of one that was saved before: an empty directory, or one that holds these files alone
+with a readable session.json; anything else is left as it is. Loading checks everything before anything is changed.
+
+What touches files (`check_target`, `write`, `read`) takes long and may be called beside the engine's thread, while the
+session does nothing else. What touches the session comes in slices.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import msgspec
+import safetensors.torch
+import torch
+
+from kt_runtime.adapters import (
+    AdapterTensors,
+    complete_groups,
+    content_hash,
+    open_directory,
+    read_peft_directory,
+    read_tensors,
+    write_peft_directory,
+)
+from kt_runtime.adapters.peft_directory import CONFIG_FILE, TENSOR_FILE
+from kt_runtime.errors import AdapterError, ConflictError, InvalidValueError
+from kt_runtime.families import Family, LoraModule
+from kt_runtime.files import errors_of_path, only_files
+from kt_runtime.resident.host import Host
+from kt_runtime.resident.scheduler import Slice, Slices, run_at_once
+from kt_runtime.resident.training.portions import portions
+from kt_runtime.resident.training.session import Session
+from kt_runtime.wire.messages import LoraSettings
+
+SESSION_FILE = "session.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+MAX_SESSION_BYTES = 1 << 20
+_SAVED_FILES = only_files(
+    re.compile("|".join(re.escape(name) for name in (CONFIG_FILE, TENSOR_FILE, SESSION_FILE, OPTIMIZER_FILE))),
+    [CONFIG_FILE, TENSOR_FILE, SESSION_FILE],
+    "`save`",
+)
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+MAX_ADAM_STEPS = float(1 << 24)  # float32 counts no further
+
+
+class SavedSession(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`step`, `calls`: where training was. `modules`: what it adapted, without what completes fused groups."""
+
+    format: int = 1
+    rank: int
+    alpha: float
+    step: Count
+    calls: Count
+    modules: list[str]
+    has_optimizer: bool
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A session's state at one moment, in memory of its own: training may go on while it is written."""
+
+    saved: SavedSession
+    adapter: AdapterTensors
+    optimizer: dict[str, torch.Tensor]
+
+
+def checked_path(path: str) -> Path:
+    """An absolute path. Raises InvalidValueError otherwise: a client does not know the server's working directory."""
+    if not path.startswith("/") or "\0" in path or ".." in Path(path).parts:
+        raise InvalidValueError(f"path {path!r}: must be absolute, without '..'")
+    return Path(path)
+
+
+def snapshot(session: Session, *, optimizer: bool) -> Snapshot:
+    """As `snapshot_slices`, at once."""
+    taken: Snapshot = run_at_once(snapshot_slices(session, optimizer=optimizer))
+    return taken
+
+
+def snapshot_slices(session: Session, *, optimizer: bool) -> Generator[Slice, None, Snapshot]:
+    """Copies masters (and moments) to memory of their own, on the CPU. The session must not change meanwhile."""
+    saved = SavedSession(
+        rank=session.settings.rank,
+        alpha=session.settings.alpha,
+        step=session.step,
+        calls=session.calls,
+        modules=[module.name for module in session.modules],
+        has_optimizer=optimizer,
+    )
+    adapter = yield from copied_masters(session)
+    state = yield from _copied(session.optimizer.tensors() if optimizer else {})
+    return Snapshot(saved, adapter, state)
+
+
+def masters(session: Session) -> AdapterTensors:
+    """As `copied_masters`, at once."""
+    adapter: AdapterTensors = run_at_once(copied_masters(session))
+    return adapter
+
+
+def copied_masters(session: Session) -> Generator[Slice, None, AdapterTensors]:
+    """A copy of the session's masters as an adapter: what is published and saved."""
+    copied = yield from _copied(session.parameters)
+    pairs = {
+        module.name: (copied[f"{module.name}.lora_A"], copied[f"{module.name}.lora_B"]) for module in session.modules
+    }
+    return AdapterTensors.from_modules(session.settings.rank, session.settings.alpha, pairs)
+
+
+def check_target(path: Path, *, replace: bool) -> None:
+    """Raises ConflictError where `write` would; the session need not be copied for that."""
+    with errors_of_path(path, "written"):
+        if not os.path.lexists(path):
+            return
+        if not replace:
+            raise ConflictError(f"{path} exists already; choose another path, or save with replace")
+        if path.is_dir() and not path.is_symlink():
+            _may_replace(path, path)
+        else:
+            raise ConflictError(f"{path} is not a directory, so it is not replaced by one; choose another path")
+
+
+def _may_replace(directory: Path, shown: Path) -> None:
+    _SAVED_FILES(directory, shown)
+    if (directory / SESSION_FILE).exists():
+        try:
+            _read_saved(directory)
+        except AdapterError as error:
+            raise ConflictError(f"{shown}: not replaced: {error}; choose another path") from None
+
+
+def write(path: Path, snapshot: Snapshot, family: Family, host: Host, *, replace: bool) -> str:
+    """Writes the directory and returns the adapter's content hash.
+
+    Raises ConflictError when it exists (with `replace`: when `save` did not write it), and InvalidValueError for a path
+    where nothing can be written.
+    """
+    extra = {SESSION_FILE: msgspec.json.encode(snapshot.saved)}
+    if snapshot.saved.has_optimizer:
+        extra[OPTIMIZER_FILE] = safetensors.torch.save(snapshot.optimizer)
+    with errors_of_path(path, "written"):
+        write_peft_directory(
+            path,
+            snapshot.adapter,
+            family,
+            host.config,
+            max_rank=host.max_lora_rank,
+            base_model=host.model,
+            extra=extra,
+            replace=_may_replace if replace else None,
+        )
+    return content_hash(complete_groups(snapshot.adapter, family, host.config))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a directory holds for a session, checked: values for its masters, its moments, its counters."""
+
+    masters: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]
+    step: int
+    calls: int
+
+
+def read(path: Path, session: Session, family: Family, host: Host) -> Saved:
+    """What `path` holds for `session`, in memory of its own. A directory without `session.json` has masters alone.
+
+    Raises NotFoundError, AdapterError and ConflictError.
+    """
+    with errors_of_path(path, "read"):
+        adapter = read_peft_directory(path, family, host.config, host.max_lora_rank)
+        masters = masters_from(adapter, session, host.device, str(path))
+        saved, moments = _read_session(path, session)
+    missing = [module.name for module in session.modules if f"{module.name}.lora_A" not in masters]
+    if missing:
+        raise ConflictError(f"{path}: has no tensors for {missing[0]!r}, which session {session.name!r} trains")
+    moments = {
+        name: value.to("cpu" if name.endswith(".steps") else host.device, torch.float32, copy=True)
+        for name, value in moments.items()
+    }
+    return Saved(masters, moments, *((saved.step, saved.calls) if saved else (0, 0)))
+
+
+def restore(session: Session, saved: Saved) -> Slices:
+    """Sets masters, moments and counters from `saved`, and clears the gradient."""
+    yield from session.restore(saved.masters, saved.moments, saved.step, saved.calls)
+
+
+class Trained(Protocol):
+    """What is known of a session before it is there."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def settings(self) -> LoraSettings: ...
+    @property
+    def modules(self) -> Sequence[LoraModule]: ...
+
+
+def masters_from(
+    adapter: AdapterTensors, session: Trained, device: torch.device, where: str
+) -> dict[str, torch.Tensor]:
+    """The adapter's tensors as values for the session's masters, in memory of their own.
+
+    The adapter's scaling is folded into B where it differs. Raises ConflictError when the ranks differ or the adapter
+    adapts what the session does not train.
+    """
+    settings = session.settings
+    if adapter.rank != settings.rank:
+        raise ConflictError(f"{where}: rank {adapter.rank}; session {session.name!r} has rank {settings.rank}")
+    trained = {module.name for module in session.modules}
+    factor = adapter.scaling / (settings.alpha / settings.rank)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, pair in adapter.modules.items():
+        if name in trained:
+            scaled = pair.scaled(factor)
+            tensors[f"{name}.lora_A"] = scaled.a.to(device, torch.float32, copy=True)
+            tensors[f"{name}.lora_B"] = scaled.b.to(device, torch.float32, copy=True)
+        elif pair.a.any() or pair.b.any():  # all zero: completes a fused group
+            raise ConflictError(f"{where}: adapts {name!r}, which session {session.name!r} does not train")
+    return tensors
+
+
+def _read_session(path: Path, session: Session) -> tuple[SavedSession | None, dict[str, torch.Tensor]]:
+    saved = _read_saved(path)
+    if saved is None:
+        return None, {}
+    with open_directory(path) as directory:
+        if not saved.has_optimizer:
+            return saved, {}
+        largest = 2 * sum(value.nbytes for value in session.parameters.values()) + MAX_SESSION_BYTES * 64
+        state = read_tensors(directory.read(OPTIMIZER_FILE, largest), str(path / OPTIMIZER_FILE))
+    _check_optimizer(state, session, path / OPTIMIZER_FILE)
+    return saved, state
+
+
+def _read_saved(path: Path) -> SavedSession | None:
+    with open_directory(path) as directory:
+        if SESSION_FILE not in directory.file_names():
+            return None
+        where = path / SESSION_FILE
+        try:
+            saved = msgspec.json.decode(bytes(directory.read(SESSION_FILE, MAX_SESSION_BYTES)), type=SavedSession)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise AdapterError(f"{where}: {error}") from None
+    if saved.format != 1:
+        raise AdapterError(f"{where}: format {saved.format}; this version reads format 1")
+    return saved
+
+
+def _check_optimizer(state: dict[str, torch.Tensor], session: Session, where: Path) -> None:
+    expected: dict[str, Any] = {}
+    for name, parameter in session.parameters.items():
+        expected |= {f"{name}.first": parameter.shape, f"{name}.second": parameter.shape, f"{name}.steps": ()}
+    for name, tensor in state.items():
+        if name not in expected:
+            raise AdapterError(f"{where}: unknown key {name!r}; session {session.name!r} does not train it")
+        if tuple(tensor.shape) != tuple(expected[name]) or tensor.dtype != torch.float32:
+            raise AdapterError(
+                f"{where}: {name!r} is {tensor.dtype} {list(tensor.shape)}; expected float32 {list(expected[name])}"
+            )
+        if not torch.isfinite(tensor).all():
+            raise AdapterError(f"{where}: {name!r} contains NaN or Inf")
+        if name.endswith(".second") and (tensor < 0).any():
+            raise AdapterError(f"{where}: {name!r} contains a negative mean of squares")
+        if name.endswith(".steps") and not 1 <= float(tensor) <= MAX_ADAM_STEPS:
+            raise AdapterError(f"{where}: {name!r} is {float(tensor):g}; expected 1 to {MAX_ADAM_STEPS:g} steps")
+        kinds = [f"{name.rpartition('.')[0]}.{kind}" for kind in ("first", "second", "steps")]
+        missing = [kind for kind in kinds if kind not in state]
+        if missing:
+            raise AdapterError(f"{where}: {missing[0]!r} is missing")
+
+
+def _copied(tensors: Mapping[str, torch.Tensor]) -> Generator[Slice, None, dict[str, torch.Tensor]]:
+    copied: dict[str, torch.Tensor] = {}
+    for upcoming, names in portions("copy", tensors):
+        yield upcoming
+        for name in names:
+            copied[name] = tensors[name].detach().to("cpu", torch.float32, copy=True)
+    return copied

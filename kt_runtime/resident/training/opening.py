@@ -1,0 +1,96 @@
+"""What takes long before a training session can be there: reading its adapters, drawing its first values.
+
+`read_start` runs beside the engine's thread (`workers.py`) and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from kt_runtime.adapters import AdapterTensors, LoraPair, read_adapter, without_fillers
+from kt_runtime.families import Family, LoraModule
+from kt_runtime.files import errors_of_path
+from kt_runtime.resident.host import Host
+from kt_runtime.resident.training.checkpoint import masters_from
+from kt_runtime.resident.training.session_limits import FROZEN_BYTES, TRAINED_BYTES, num_parameters
+from kt_runtime.resident.twin.lora import initial_values
+from kt_runtime.wire.messages import LoraSettings, SessionInfo
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A session that is being opened. Its memory counts already (`session_limits`); nobody can use it yet.
+
+    `key`: its adapter's in `LoraModules`. `frozen_bytes`: of its reference, once it has been read.
+    """
+
+    name: str
+    key: str
+    settings: LoraSettings
+    modules: list[LoraModule]
+    frozen_bytes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return TRAINED_BYTES * num_parameters(self.modules, self.settings.rank) + self.frozen_bytes
+
+    def info(self) -> SessionInfo:
+        return SessionInfo(
+            session=self.name,
+            rank=self.settings.rank,
+            alpha=self.settings.alpha,
+            step=0,
+            modules=[module.name for module in self.modules],
+            num_parameters=num_parameters(self.modules, self.settings.rank),
+            num_bytes=self.num_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Start:
+    """`masters`: by name, float32, on the device, in memory of their own; so are `reference`'s tensors."""
+
+    masters: Mapping[str, torch.Tensor]
+    reference: AdapterTensors | None
+
+    @property
+    def frozen_bytes(self) -> int:
+        if self.reference is None:
+            return 0
+        return FROZEN_BYTES * sum(pair.a.numel() + pair.b.numel() for pair in self.reference.modules.values())
+
+
+def read_start(opening: Opening, start_from: Path | None, reference: Path | None, family: Family, host: Host) -> Start:
+    """First values of the masters, from `start_from` where that has them, and the reference.
+
+    Raises NotFoundError, AdapterError and ConflictError.
+    """
+    masters: dict[str, torch.Tensor] = {}
+    if start_from is not None:
+        masters = masters_from(_read(start_from, family, host), opening, host.device, str(start_from))
+    frozen = None if reference is None else _frozen(_read(reference, family, host), host.device)
+    for module in opening.modules:
+        if f"{module.name}.lora_A" not in masters:
+            a, b = initial_values(module, opening.settings.rank, opening.settings.seed)
+            masters[f"{module.name}.lora_A"], masters[f"{module.name}.lora_B"] = a.to(host.device), b.to(host.device)
+    return Start(masters, frozen)
+
+
+def _read(path: Path, family: Family, host: Host) -> AdapterTensors:
+    with errors_of_path(path, "read"):
+        return without_fillers(read_adapter(path, family, host.config, host.max_lora_rank))
+
+
+def _frozen(adapter: AdapterTensors, device: torch.device) -> AdapterTensors:
+    """Float32, on the device, without the file's bytes."""
+    return replace(
+        adapter,
+        modules={
+            name: LoraPair(*(tensor.to(device, torch.float32, copy=True) for tensor in pair))
+            for name, pair in adapter.modules.items()
+        },
+    )

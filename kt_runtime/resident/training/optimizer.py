@@ -1,0 +1,171 @@
+"""AdamW (Loshchilov and Hutter, 2019) over one session's float32 masters, a few parameters at a time.
+
+The arithmetic is PyTorch's own functional `adamw`, so that the steps equal `torch.optim.AdamW`'s to the last bit. What
+is ours: the state's layout (named tensors that safetensors can hold), a step that can be cut into slices, and the
+refusal of a gradient that is not finite before anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.optim.adamw import adamw
+
+from kt_runtime.errors import InvalidValueError, NumericsError
+from kt_runtime.resident.scheduler import Slice
+from kt_runtime.resident.training.portions import freed, portions
+
+LARGEST_NORM = 1e18  # its square is a second moment
+LARGEST = 1e37  # float32 ends at 3.4e38
+CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """`max_grad_norm` 0: no clipping. `lora_plus_ratio`: B's learning rate over A's (LoRA+, arXiv 2402.12354)."""
+
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 0.0
+    lora_plus_ratio: float = 1.0
+
+
+class AdamW:
+    """Moments for `parameters`, made when a parameter's first step comes. `step` counts finished steps."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.first: dict[str, torch.Tensor] = {}
+        self.second: dict[str, torch.Tensor] = {}
+        self.steps: dict[str, torch.Tensor] = {}
+        self._largest: tuple[float, float] | None = None  # bounds of |parameter| and |first moment|; None: not known
+
+    def check_range(self, norm: float, settings: StepSettings) -> Generator[Slice, None, None]:
+        """Raises InvalidValueError where a step over a gradient of this norm could leave float32's range.
+
+        Once a part of the masters has changed nothing can be put back, so it is found out before. A bound decides,
+        which costs nothing. It grows with each step, far below the range with settings that train; where it doesn't
+        decide, it is measured anew.
+        """
+        for is_measured in (False, True):
+            if self._largest is None or is_measured:
+                self._largest = yield from self._measured()
+            parameter, first = self._largest
+            first = max(first, norm)
+            rate = settings.learning_rate * max(1.0, settings.lora_plus_ratio)
+            scaled = rate * first / (1 - settings.beta1)  # no step's bias correction is smaller
+            update = scaled / min(1.0, settings.epsilon)
+            decayed = parameter * max(1.0, abs(1 - rate * settings.weight_decay))
+            if decayed + update < LARGEST:
+                self._largest = (decayed + update, first)
+                return
+        raise InvalidValueError(
+            f"learning_rate {settings.learning_rate:g} with epsilon {settings.epsilon:g}, beta1 {settings.beta1:g} and "
+            f"weight_decay {settings.weight_decay:g}, a gradient of norm {norm:g} and parameters up to {parameter:g}: "
+            "the step could leave float32's range; no step was made"
+        )
+
+    def _measured(self) -> Generator[Slice, None, tuple[float, float]]:
+        largest = [0.0, 0.0]
+        for index, tensors in enumerate((self.parameters, self.first)):
+            for upcoming, names in portions("range", tensors):
+                yield upcoming
+                with torch.no_grad():
+                    found = [float(torch.linalg.vector_norm(tensors[name], float("inf"))) for name in names]
+                largest[index] = max(largest[index], *found)
+        return largest[0], largest[1]
+
+    def apply(self, gradient: dict[str, torch.Tensor], settings: StepSettings) -> Generator[Slice, None, None]:
+        """One step over the parameters that `gradient` names, in slices, which use `gradient` up.
+
+        A parameter that is not named keeps its value and its moments. The caller must run it to its end: a step is
+        only whole once the generator is exhausted.
+        """
+        for upcoming, names in portions("optimizer step", gradient):
+            yield upcoming
+            self._update(names, gradient, settings)
+            for name in names:
+                del gradient[name]
+
+    @torch.no_grad()
+    def _update(self, names: list[str], gradient: Mapping[str, torch.Tensor], settings: StepSettings) -> None:
+        for is_b in (False, True):
+            chosen = [name for name in names if name.endswith(".lora_B") == is_b]
+            if not chosen:
+                continue
+            for name in chosen:
+                self._prepare(name)
+            adamw(
+                [self.parameters[name] for name in chosen],
+                [gradient[name] for name in chosen],
+                [self.first[name] for name in chosen],
+                [self.second[name] for name in chosen],
+                [],
+                [self.steps[name] for name in chosen],
+                foreach=False,
+                fused=False,
+                amsgrad=False,
+                beta1=settings.beta1,
+                beta2=settings.beta2,
+                lr=settings.learning_rate * (settings.lora_plus_ratio if is_b else 1.0),
+                weight_decay=settings.weight_decay,
+                eps=settings.epsilon,
+                maximize=False,
+            )
+
+    def _prepare(self, name: str) -> None:
+        if name not in self.first:
+            self.first[name] = torch.zeros_like(self.parameters[name], requires_grad=False)
+            self.second[name] = torch.zeros_like(self.parameters[name], requires_grad=False)
+            self.steps[name] = torch.zeros((), dtype=torch.float32)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The state by name, as a file holds it."""
+        kinds = {"first": self.first, "second": self.second, "steps": self.steps}
+        return {f"{name}.{kind}": value for kind, state in kinds.items() for name, value in state.items()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> Generator[Slice, None, None]:
+        """Takes over `tensors`: float32 on the parameters' device (steps on the CPU), in nobody else's use.
+
+        Names and shapes are the caller's to check. The parameters may have been set anew, too.
+        """
+        for state in (self.first, self.second, self.steps):
+            yield from freed(state)
+        self._largest = None
+        kinds = {"first": self.first, "second": self.second, "steps": self.steps}
+        for key, value in tensors.items():
+            name, _, kind = key.rpartition(".")
+            kinds[kind][name] = value
+
+
+def clip(gradient: dict[str, torch.Tensor], max_norm: float) -> Generator[Slice, None, float]:
+    """Scales `gradient` in place so that its global norm is at most `max_norm` (0: never); returns the norm before.
+
+    The norm is the L2 norm over all tensors together, to the bit as `torch.nn.utils.get_total_norm` computes it. Raises
+    NumericsError, with `gradient` as it was, when any element is NaN or infinite.
+    """
+    norms: list[torch.Tensor] = []
+    for upcoming, names in portions("gradient norm", gradient):
+        yield upcoming
+        with torch.no_grad():
+            norms += [torch.linalg.vector_norm(gradient[name]) for name in names]
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    if not float(norm) < LARGEST_NORM:
+        bad = [name for name, each in zip(sorted(gradient), norms, strict=True) if not torch.isfinite(each)]
+        where = (
+            f"{bad[0]} and {len(bad) - 1} more" if bad else f"none of them alone: their norm is above {LARGEST_NORM:g}"
+        )
+        raise NumericsError(f"the gradient is not finite (norm {float(norm)}): {where}; no step was made")
+    factor = torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0) if max_norm > 0 else torch.ones(())
+    if factor < 1:
+        for upcoming, names in portions("clipping", gradient):
+            yield upcoming
+            with torch.no_grad():
+                for name in names:
+                    gradient[name].mul_(factor.to(gradient[name].device))
+    return float(norm)

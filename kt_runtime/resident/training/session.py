@@ -1,0 +1,193 @@
+"""A training session: one adapter's float32 masters, its accumulated gradient and its optimizer.
+
+Creating, calling and stepping are generators for the executor. A session changes only when one of them ends: a call's
+gradient is added, or a step's moments and masters belong together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kt_runtime.adapters import AdapterTensors
+from kt_runtime.errors import ConflictError, InvalidValueError
+from kt_runtime.families import LoraModule
+from kt_runtime.resident.publishing.owners import SessionId
+from kt_runtime.resident.scheduler import Slices, run_at_once
+from kt_runtime.resident.training.call import Call, CallResult
+from kt_runtime.resident.training.losses import LossFunction, WeightedCrossEntropy
+from kt_runtime.resident.training.optimizer import AdamW, StepSettings, clip
+from kt_runtime.resident.training.portions import freed, portions
+from kt_runtime.resident.training.preference import PreferenceLossFunction
+from kt_runtime.resident.training.session_limits import FROZEN_BYTES, TRAINED_BYTES, num_parameters
+from kt_runtime.resident.training.slices import training_call
+from kt_runtime.resident.twin.batches import TrainingBatch, split
+from kt_runtime.resident.twin.lora import LoraModules
+from kt_runtime.resident.twin.model import Twin
+from kt_runtime.wire.messages import Activations, CrossEntropy, LoraSettings, Loss, Model, SessionInfo
+
+Reference = npt.NDArray[np.float32] | None
+"""Of each sequence of a call, the reference's log-probability summed over the counted targets."""
+
+
+class Session:
+    """`key`: its adapters' key in `LoraModules`. `step`: finished optimizer steps. `calls`: finished gradient calls.
+
+    `num_bytes`: what it may take. `opened_at`, `used_at`: time.monotonic() when it was made, and when a request of it
+    was last begun.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        key: str,
+        twin: Twin,
+        lora: LoraModules,
+        modules: Sequence[LoraModule],
+        settings: LoraSettings,
+        parameters: dict[str, torch.nn.Parameter],
+    ) -> None:
+        """`parameters`: as `lora.create` gave them for `key`."""
+        self.name, self.key, self.settings, self.modules = name, key, settings, list(modules)
+        self.id = SessionId(key, name)
+        self._twin, self._lora, self.parameters = twin, lora, parameters
+        self._adapter_of: dict[Model, str | None] = {"policy": key, "base": None, "reference": None}
+        self.gradient: dict[str, torch.Tensor] = {}
+        self.optimizer = AdamW(self.parameters)
+        self.step = 0
+        self.calls = 0
+        self.num_bytes = TRAINED_BYTES * num_parameters(modules, settings.rank)
+        self.opened_at = self.used_at = time.monotonic()
+
+    def info(self) -> SessionInfo:
+        return SessionInfo(
+            session=self.name,
+            rank=self.settings.rank,
+            alpha=self.settings.alpha,
+            step=self.step,
+            modules=[module.name for module in self.modules],
+            num_parameters=num_parameters(self.modules, self.settings.rank),
+            num_bytes=self.num_bytes,
+            idle_s=max(0.0, time.monotonic() - self.used_at),
+            age_s=max(0.0, time.monotonic() - self.opened_at),
+        )
+
+    def add_reference(self, adapter: AdapterTensors, model_modules: Sequence[LoraModule]) -> Slices:
+        """Afterwards the model "reference" is the base with `adapter`, which nobody may change. Once per session."""
+        key = f"{self.key}_reference"
+        yield from self._lora.create_frozen(key, adapter, model_modules)
+        self.num_bytes += FROZEN_BYTES * sum(pair.a.numel() + pair.b.numel() for pair in adapter.modules.values())
+        self._adapter_of["reference"] = key
+
+    def forward(
+        self,
+        batch: TrainingBatch,
+        loss: Loss,
+        max_tokens: int,
+        *,
+        model: Model = "policy",
+        reference: Reference = None,
+    ) -> Slices:
+        """Log-probabilities without dropout; nothing changes. Returns a `CallResult`."""
+        return (yield from self._call(batch, _function(loss, reference), max_tokens, self._adapter_of[model]))
+
+    def forward_backward(
+        self,
+        batch: TrainingBatch,
+        loss: Loss,
+        max_tokens: int,
+        *,
+        reference: Reference = None,
+        activations: Activations = "recompute",
+    ) -> Slices:
+        """Adds the loss's gradient to the accumulated one when everything has gone well. Returns a `CallResult`."""
+        result: CallResult = yield from self._call(
+            batch, _function(loss, reference), max_tokens, self.key, backward=True, activations=activations
+        )
+        both = result.gradient.keys() & self.gradient.keys()
+        for upcoming, names in portions("sum of gradients", result.gradient, both):
+            yield upcoming
+            with torch.no_grad():
+                for name in names:
+                    result.gradient[name] += self.gradient[name]
+        self.gradient |= result.gradient
+        self.calls += 1
+        return result
+
+    def optim_step(self, settings: StepSettings) -> Slices:
+        """One AdamW step over the accumulated gradient, which is cleared in any case. Returns the norm before clipping.
+
+        Raises ConflictError without a gradient, NumericsError for one that is not finite and
+        InvalidValueError for settings with which the step could leave float32's range; the masters are as they were.
+        """
+        gradient, self.gradient = self.gradient, {}
+        if not gradient:
+            raise ConflictError(
+                f"session {self.name!r}: no gradient since the last step; send forward_backward before optim_step"
+            )
+        norm: float = yield from clip(gradient, settings.max_grad_norm)
+        try:
+            clipped = min(norm, settings.max_grad_norm) if settings.max_grad_norm > 0 else norm
+            yield from self.optimizer.check_range(clipped, settings)
+        except InvalidValueError as error:
+            raise InvalidValueError(f"session {self.name!r}, optim_step {self.step + 1}: {error}") from None
+        yield from self.optimizer.apply(gradient, settings)
+        self.step += 1
+        return norm
+
+    def close(self) -> None:
+        """As `closing`, at once."""
+        run_at_once(self.closing())
+
+    def closing(self) -> Slices:
+        """Frees masters, reference, gradient and moments."""
+        for key in filter(None, self._adapter_of.values()):
+            yield from self._lora.removal(key)
+        optimizer, self.optimizer = self.optimizer, AdamW({})
+        for tensors in (self.gradient, optimizer.first, optimizer.second):
+            yield from freed(tensors)
+        yield from freed(self.parameters)
+
+    def restore(
+        self, masters: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor], step: int, calls: int
+    ) -> Slices:
+        """Copies `masters`, takes over `moments` (as `AdamW.tensors` gives them) and clears the gradient.
+
+        Names and shapes are the caller's to check.
+        """
+        for upcoming, names in portions("copy", masters):
+            yield upcoming
+            with torch.no_grad():
+                for name in names:
+                    self.parameters[name].copy_(masters[name])
+        yield from self.optimizer.restore(moments)
+        yield from freed(self.gradient)
+        self.step, self.calls = step, calls
+
+    def _call(
+        self,
+        batch: TrainingBatch,
+        loss: LossFunction,
+        max_tokens: int,
+        adapter: str | None,
+        *,
+        backward: bool = False,
+        activations: Activations = "recompute",
+    ) -> Slices:
+        seed = hash_seed(self.settings.seed, self.calls)
+        call = Call(self._twin, self._lora, adapter, loss, backward, seed, retain=activations == "retain")
+        microbatches = split(batch, max_tokens, self._twin.device, pairs=loss.is_paired)
+        return (yield from training_call(call, microbatches, len(batch.tokens)))
+
+
+def _function(loss: Loss, reference: Reference) -> LossFunction:
+    return WeightedCrossEntropy() if isinstance(loss, CrossEntropy) else PreferenceLossFunction(loss, reference)
+
+
+def hash_seed(seed: int, calls: int) -> int:
+    """Dropout's seed of one call: the same after a session was saved and loaded."""
+    return (seed << 32) ^ calls

@@ -1,0 +1,217 @@
+"""The twin's attention on a machine without a GPU: as serving computes it there (`sglang_patch.attention`).
+
+Serving attends in float32 whatever the model's dtype is, and keeps DeepSeek's attention (MLA) absorbed in prefill too:
+keys and values stay in the latent space, each head's part of `kv_b_proj` goes into the query and behind the sum
+(DeepSeek-V2, arXiv:2405.04434, section 2.1.2). Hugging Face expands keys and values per head. In exact arithmetic both
+are the same; in bf16 they round differently, which sends some tokens to other experts and makes training learn from
+probabilities that serving never had.
+
+A row that forks (`batches.Branch`) is attended to in two parts, its first sequence, and the second's rest over prefix
+and rest: what is computed is what two separate rows would compute.
+
+Shapes: B sequences, S tokens of each, N query heads, D latent size (`kv_lora_rank`), P rotary size, K and V sizes of a
+head's key without the rotary part and of its value, R LoRA rank.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from kt_runtime.ops import mla
+from kt_runtime.ops.attention import attend_batch_backward, attend_sequence
+from kt_runtime.ops.matmul import frozen_bmm
+from kt_runtime.resident.twin.batches import Branch
+from kt_runtime.resident.twin.lora_linear import LoraLinear
+
+NAME = "kt_float32"
+"""`float32_attention` among Hugging Face's attention implementations."""
+
+
+Branches = tuple[Branch, ...] | None
+"""Where each row forks; None: no row does."""
+
+
+class _Attention(torch.autograd.Function):
+    """Causal attention of the last queries over all keys, sequence by sequence; no scores are kept for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        # Kept in float32: backward subtracts <grad, out> from each score's gradient, which may be as small.
+        out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=torch.float32)
+        log_sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        for row in range(len(q)):
+            prefix = k.shape[1] - q.shape[1]
+            out[row] = attend_sequence(q[row], k[row], v[row], prefix, scaling, log_sums=log_sums[row])
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.scaling = scaling
+        return out.to(q.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, log_sums = ctx.saved_tensors
+        return (*attend_batch_backward(grads[0], q, k, v, out, log_sums, ctx.scaling), None)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, branches: Branches = None
+) -> torch.Tensor:
+    """Causal attention in float32, rounded once: q [B, S, N, .], k and v [B, S, key heads, .] -> [B, S, N, .]."""
+    if branches is None:
+        return _Attention.apply(q, k, v, scaling)
+    rows = zip(q.split(1), k.split(1), v.split(1), branches, strict=True)
+    return torch.cat([_forked(*row, scaling) for row in rows])
+
+
+def _forked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, branch: Branch, scaling: float) -> torch.Tensor:
+    """One row: q [1, S, N, .], k and v [1, S, key heads, .] -> [1, S, N, .]."""
+    first, second = slice(0, branch.second), slice(branch.second, None)
+    parts = [_Attention.apply(q[:, first], k[:, first], v[:, first], scaling)]
+    if branch.second < q.shape[1]:
+        keys, values = (torch.cat([x[:, : branch.prefix], x[:, second]], dim=1) for x in (k, v))
+        parts.append(_Attention.apply(q[:, second], keys, values, scaling))
+    return torch.cat(parts, dim=1)
+
+
+def visible_keys(branches: tuple[Branch, ...], length: int, device: torch.device) -> torch.Tensor:
+    """[B, 1, S, S]: True where a query may look, for attention that takes a mask."""
+    place = torch.arange(length, device=device)
+    causal = place[:, None] >= place
+    ends = torch.tensor([[branch.prefix, branch.second] for branch in branches], device=device)
+    prefix, second = ends[:, 0, None, None], ends[:, 1, None, None]
+    hidden = (place[:, None] >= second) & (place >= prefix) & (place < second)
+    return (causal & ~hidden)[:, None]
+
+
+def float32_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    branches: Branches = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """`attend` for Hugging Face: query [B, N, S, .], key and value [B, key heads, S, .] -> [B, S, N, .]."""
+    if attention_mask is not None:
+        raise AssertionError("the twin attends causally over whole sequences, without a mask")
+    return attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scaling, branches), None
+
+
+AttentionInterface.register(NAME, float32_attention)
+
+
+def absorb(attention: nn.Module) -> None:
+    """Makes a DeepSeek-V2 or -V3 attention module of Hugging Face's compute in absorbed order from now on.
+
+    Parameters stay where they are; W_v is a view of `kv_b_proj`'s weight, W_k lives within a call. Against the expanded
+    order, scores and sums take (2 D + P) / (K + P + V) times as many operations (3.4 with DeepSeek-V3's sizes), the
+    rest as many.
+    """
+    expanded = attention.forward
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        position_embeddings: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        branches: Branches = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if isinstance(self.kv_b_proj, LoraLinear) and self.kv_b_proj.drops_out():
+            # Dropout acts on kv_b_proj's input, which absorbed attention never has.
+            return expanded(
+                hidden_states=hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                branches=branches,
+                **kwargs,
+            )
+        return _absorbed(self, hidden_states, position_embeddings, branches), None
+
+    attention.forward = types.MethodType(forward, attention)
+
+
+def _absorbed(
+    attention: Any,
+    hidden: torch.Tensor,
+    positions: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    branches: Branches,
+) -> torch.Tensor:
+    batch, length = hidden.shape[:2]
+    nope, rope, latent_size = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.kv_lora_rank
+    if attention.q_lora_rank is None:
+        query = attention.q_proj(hidden)
+    else:
+        query = attention.q_b_proj(attention.q_a_layernorm(attention.q_a_proj(hidden)))
+    query_nope, query_rope = query.unflatten(-1, (-1, nope + rope)).split([nope, rope], dim=-1)
+    latent, key_rope = attention.kv_a_proj_with_mqa(hidden).split([latent_size, rope], dim=-1)
+    latent = attention.kv_a_layernorm(latent)
+    cos, sin = _tables(positions, hidden.dtype)
+    query_rope = _rotated(query_rope, cos, sin)
+    key_rope = _rotated(key_rope[:, :, None], cos, sin)
+
+    weight = KvWeight(attention)
+    absorbed = weight.into_query(query_nope.flatten(0, 1)).unflatten(0, (batch, length))
+    queries = torch.cat([absorbed, query_rope], dim=-1)
+    keys = torch.cat([latent[:, :, None], key_rope], dim=-1)
+    attended = attend(queries, keys, keys[..., :latent_size], attention.scaling, branches)
+    out = weight.into_output(attended.flatten(0, 1))
+    return attention.o_proj(out.reshape(batch, length, -1))
+
+
+class KvWeight:
+    """`kv_b_proj` as per-head matrices W_k [N, K, D] and W_v [N, V, D], with LoRA beside them as serving has it.
+
+    `kt_runtime.ops.mla` has the formulas. T tokens.
+    """
+
+    def __init__(self, attention: Any) -> None:
+        linear = attention.kv_b_proj
+        self._heads, self._key_size = attention.num_heads, attention.qk_nope_head_dim
+        base = linear.get_base_layer() if isinstance(linear, LoraLinear) else linear
+        w_k, self._w_v = mla.halves(base.get_parameter("weight"), self._heads, self._key_size)
+        # W_k for a moment in SGLang's memory order, on which the order of torch's bf16 sums depends.
+        self._w_k = w_k.mT.contiguous().mT
+        self._lora = linear.active_lora() if isinstance(linear, LoraLinear) else []
+
+    def into_query(self, query: torch.Tensor) -> torch.Tensor:
+        """query [T, N, K] -> [T, N, D]."""
+        by_head = query.transpose(0, 1)
+        out = frozen_bmm(by_head, self._w_k)
+        for a, b, scaling in self._lora:
+            b_k, _ = mla.halves(b, self._heads, self._key_size)
+            out = torch.add(out, mla.query_delta(by_head, a, b_k), alpha=scaling)
+        return out.transpose(0, 1)
+
+    def into_output(self, latent: torch.Tensor) -> torch.Tensor:
+        """latent [T, N, D] -> [T, N, V]."""
+        by_head = latent.transpose(0, 1)
+        out = frozen_bmm(by_head, self._w_v.mT)
+        for a, b, scaling in self._lora:
+            _, b_v = mla.halves(b, self._heads, self._key_size)
+            out = torch.add(out, mla.output_delta(by_head, a, b_v), alpha=scaling)
+        return out.transpose(0, 1)
+
+
+def _tables(
+    positions: torch.Tensor | tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [1 or B, S, 1, P / 2]: DeepSeek-V3 has them twice side by side, DeepSeek-V2 as one complex tensor."""
+    if isinstance(positions, torch.Tensor):
+        cos, sin = positions.real, positions.imag
+    else:
+        cos, sin = (table[..., : table.shape[-1] // 2] for table in positions)
+    return cos[:, :, None].to(dtype), sin[:, :, None].to(dtype)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """[B, S, heads, P], neighbours are pairs; every product and sum is rounded to x's dtype."""
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)

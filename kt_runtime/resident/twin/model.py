@@ -1,0 +1,217 @@
+"""The training twin: the Hugging Face model of the same config over the engine's own storage.
+
+The model is built on the meta device, then each parameter becomes a view of rows of the engine's tensor, as the
+family's table says. Routed experts become one module that calls the expert store (`routed.py`). A parameter that the
+table does not name, or that the engine does not have, is an error at start, never a silent copy.
+
+Where serving attends in float32, the twin does too, in serving's order of operations (`attention.py`), so that in bf16
+both compute the same numbers.
+
+Left out: the model's own `forward`. The slices call embedding, layers, norm and head one by one, so that no mask is
+built and nothing is cached.
+
+Shapes: B sequences, S tokens of each, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from kt_runtime.errors import CheckpointError, suggestion
+from kt_runtime.families import Family, TensorSource, family_for
+from kt_runtime.resident.fingerprint import hash_weights
+from kt_runtime.resident.host import Host
+from kt_runtime.resident.twin import attention
+from kt_runtime.resident.twin.frozen import FrozenLinear, FrozenRmsNorm, is_rms_norm
+from kt_runtime.resident.twin.routed import RoutedExperts, SoftmaxRouter
+
+Positions = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""What a family's rotary embedding gives: cos and sin, or one complex tensor."""
+
+
+class Twin:
+    """`experts`: the routed-expert module of each MoE layer by its name. `device`, `dtype`: the engine's."""
+
+    def __init__(self, host: Host) -> None:
+        self.family: Family = family_for(host.config)
+        self.device, self.dtype = host.device, host.dtype
+        self._store = host.experts
+        self._attends_in_float32 = host.attends_in_float32
+        self.experts: dict[str, RoutedExperts] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            self._model = _on_meta(self.family, host)
+            self._place_experts(host.config)
+            sources = self.family.twin_sources(host.config)
+            self._views = _share(self._model, sources, host.tensors())
+            self._model.model.rotary_emb = type(self._model.model.rotary_emb)(self._model.config).to(host.device)
+        self._refuse_leftovers()
+        self._model.eval()
+        self.shared_bytes = sum(view.nbytes for view in self._views.values()) + host.experts.resident_bytes
+        self.copied_bytes = 0
+
+    @property
+    def num_layers(self) -> int:
+        return int(self._model.config.num_hidden_layers)
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self._model.config.vocab_size)
+
+    @property
+    def head(self) -> torch.Tensor:
+        """lm_head's weight [V, H]."""
+        return self._model.lm_head.weight
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[B, S] to [B, S, H]."""
+        return self._model.model.embed_tokens(tokens)
+
+    def positions(self, hidden: torch.Tensor, places: torch.Tensor | None = None) -> Positions:
+        """Rotary tables for the positions `places` [B, S]; None: 0 to S - 1."""
+        if places is None:
+            places = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        return self._model.model.rotary_emb(hidden, places)
+
+    def run_layer(
+        self, layer: int, hidden: torch.Tensor, positions: Positions, branches: attention.Branches = None
+    ) -> torch.Tensor:
+        """One decoder layer, causal over each row, which may fork (`branches`): [B, S, H] to the same."""
+        mask = None
+        if branches is not None and not self._attends_in_float32:
+            mask, branches = attention.visible_keys(branches, hidden.shape[1], hidden.device), None
+        return self.layer(layer)(
+            hidden, attention_mask=mask, position_embeddings=positions, use_cache=False, branches=branches
+        )
+
+    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.model.norm(hidden)
+
+    def layer(self, layer: int) -> nn.Module:
+        return self._model.model.layers[layer]
+
+    def experts_of(self, layer: int) -> RoutedExperts | None:
+        return self.experts.get(self.family.expert_prefix(layer))
+
+    def submodule(self, name: str) -> nn.Module:
+        return self._model.get_submodule(name)
+
+    def replace(self, name: str, module: nn.Module) -> None:
+        self._model.set_submodule(name, module)
+
+    def views(self) -> Mapping[str, torch.Tensor]:
+        """Every dense parameter and buffer by its Hugging Face name: views of the engine's tensors."""
+        return self._views
+
+    @contextlib.contextmanager
+    def recomputing(self, layer: int) -> Iterator[None]:
+        """Meanwhile the layer runs for its gradients alone: what its routed experts would give is left out (zeros).
+
+        Backward needs their activations, which it computes by itself, and no sum of theirs.
+        """
+        module = self.experts_of(layer)
+        if module is None:
+            yield
+            return
+        module.needs_output = False
+        try:
+            yield
+        finally:
+            module.needs_output = True
+
+    @contextlib.contextmanager
+    def padding(self, padding: torch.Tensor | None) -> Iterator[None]:
+        """Meanwhile the rows of [B * S] where `padding` is True are no tokens to the routed experts; None: all are."""
+        for module in self.experts.values():
+            module.padding = padding
+        try:
+            yield
+        finally:
+            for module in self.experts.values():
+                module.padding = None
+
+    def weights_fingerprint(self) -> str:
+        """`hash_weights` of what the twin computes with, anew."""
+        return hash_weights(self._views, self._store)
+
+    def _place_experts(self, config: Mapping[str, Any]) -> None:
+        for layer in self.family.moe_layers(config):
+            prefix = self.family.expert_prefix(layer)
+            self.experts[prefix] = RoutedExperts(self._store, layer)
+            self.replace(prefix, self.experts[prefix])
+            if self.family.name == "qwen3_moe":
+                with torch.device("meta"):
+                    self.replace(f"{prefix.rpartition('.')[0]}.gate", SoftmaxRouter(self._model.config))
+
+    def _refuse_leftovers(self) -> None:
+        tensors = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        left = sorted(name for name, tensor in tensors.items() if tensor.is_meta)
+        if left:
+            raise CheckpointError(
+                f"the training twin has {len(left)} tensors that the family {self.family.name!r} maps to nothing of "
+                f"the engine's: {', '.join(left[:5])}"
+            )
+
+
+def _on_meta(family: Family, host: Host) -> Any:
+    left_out = ("model_type", "auto_map", "quantization_config")
+    ours = {key: value for key, value in host.config.items() if key not in left_out}
+    hf_config: PretrainedConfig = AutoConfig.for_model(family.name, **ours)
+    implementation = attention.NAME if host.attends_in_float32 else "sdpa"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=host.dtype, attn_implementation=implementation)
+    if host.attends_in_float32 and hasattr(hf_config, "kv_lora_rank"):
+        for layer in model.model.layers:
+            attention.absorb(layer.self_attn)
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = FrozenLinear
+        elif is_rms_norm(module):
+            module.__class__ = FrozenRmsNorm
+    return model
+
+
+def _share(
+    model: nn.Module, sources: list[TensorSource], engine: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Makes each source's tensor of `model` a view of the engine's; returns the views by name."""
+    views: dict[str, torch.Tensor] = {}
+    for source in sources:
+        view = _view(source, engine)
+        parent, _, leaf = source.name.rpartition(".")
+        module = model.get_submodule(parent)
+        if source.is_buffer:
+            module.register_buffer(leaf, view)
+        else:
+            setattr(module, leaf, nn.Parameter(view, requires_grad=False))
+        views[source.name] = getattr(module, leaf)
+    return views
+
+
+def dense_views(config: Mapping[str, Any], engine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The engine's dense weights by their Hugging Face names: what a twin shares. Raises CheckpointError as it does."""
+    return {source.name: _view(source, engine) for source in family_for(config).twin_sources(config)}
+
+
+def _view(source: TensorSource, engine: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if source.source not in engine:
+        raise CheckpointError(
+            f"the training twin's {source.name} should be a view of the engine's {source.source!r}, which is not there"
+            f"{suggestion(source.source, engine)}"
+        )
+    whole = engine[source.source].detach()
+    view = whole[source.start : source.stop]
+    if tuple(view.shape) != source.shape:
+        raise CheckpointError(
+            f"the training twin's {source.name} has shape {list(source.shape)}, but rows {source.start}:{source.stop} "
+            f"of the engine's {source.source} {list(whole.shape)} have {list(view.shape)}"
+        )
+    expected = whole.data_ptr() + source.start * whole.stride(0) * whole.element_size()
+    if view.data_ptr() != expected:
+        raise CheckpointError(f"the training twin's {source.name} is not a view of the engine's {source.source}")
+    return view

@@ -1,0 +1,1 @@
+"""kt-runtime's own HTTP routes, and what every request passes: keys, origins, the route table."""

@@ -1,0 +1,203 @@
+"""What the frontend does with adapters: asks the resident, keeps names and requests in flight.
+
+Both HTTP interfaces end here, ours (`routes.py`) and SGLang's `/load_lora_adapter`: one validator sees every adapter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kt_runtime.errors import (
+    InvalidValueError,
+    NotFoundError,
+    ProtocolError,
+    RequestTimeoutError,
+    ServerBusyError,
+    UnknownNameError,
+)
+from kt_runtime.serve.http.names import NamesServer
+from kt_runtime.wire import codec, messages
+from kt_runtime.wire.address import probe
+from kt_runtime.wire.failures import error_from
+from kt_runtime.wire.messages import AnyRequest, ErrorReply, Reply
+
+STATUS_SECONDS, CHANGE_SECONDS, HASH_SECONDS = 15.0, 300.0, 5.0
+RESEND_SECONDS, BUSY_SECONDS = 5.0, 0.2
+MAX_PATH_CHARACTERS = 4096
+
+_R = TypeVar("_R", bound=Reply)
+
+
+class ResidentCalls:
+    """Asks the resident without blocking the event loop; as many calls at once as one likes.
+
+    Raises ServerUnreachableError, RequestTimeoutError, ServerBusyError, and whatever error the resident answers with.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    async def call(self, request: AnyRequest, reply_type: type[_R], timeout_s: float) -> _R:
+        """Sends `request` again while there is no answer; the resident carries an id out once."""
+        probe(self.address)
+        deadline = time.monotonic() + timeout_s
+        name = type(request).__name__
+        refused: ServerBusyError | None = None
+        with self._context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(self.address)
+            while (left := deadline - time.monotonic()) > 0:
+                await socket.send_multipart(codec.encode(request))
+                if not await socket.poll(int(min(left, RESEND_SECONDS) * 1000)):
+                    probe(self.address)
+                    continue
+                reply, _ = codec.decode_reply(await socket.recv_multipart())
+                if isinstance(reply, ErrorReply) and reply.kind == ServerBusyError.__name__:
+                    refused = ServerBusyError(reply.message)
+                    await asyncio.sleep(BUSY_SECONDS)
+                elif isinstance(reply, ErrorReply):
+                    raise error_from(reply)
+                elif isinstance(reply, reply_type):
+                    return reply
+                else:
+                    raise ProtocolError(f"{self.address}: answered {name} with {type(reply).__name__}")
+        raise refused or RequestTimeoutError(f"{self.address}: no answer to {name} within {timeout_s:g} s")
+
+
+def _new_id() -> str:
+    return f"http-{secrets.token_hex(8)}"
+
+
+class Adapters:
+    """`num_requests` counts the requests that the frontend has under way, of all adapters and the base.
+
+    `adapter_directory`: where the resident keeps published versions.
+    """
+
+    def __init__(
+        self,
+        resident: ResidentCalls,
+        names: NamesServer,
+        num_requests: Callable[[], int],
+        adapter_directory: str | None = None,
+    ) -> None:
+        self._resident, self._names, self._num_requests = resident, names, num_requests
+        self._adapter_directory = adapter_directory
+
+    async def status(self, verify_weights: bool = False) -> dict[str, Any]:
+        """`verify_weights`: hash the model's weights anew, which takes as long as reading them.
+
+        After the start of a large model the hash is not known for a while, and then empty in the answer.
+        """
+        request = messages.GetStatus(request_id=_new_id(), verify_weights=verify_weights, wait_s=HASH_SECONDS)
+        timeout_s = CHANGE_SECONDS if verify_weights else STATUS_SECONDS
+        reply = await self._resident.call(request, messages.StatusReply, timeout_s)
+        return {
+            **_fields(reply),
+            "wire_address": self._resident.address,
+            "adapter_directory": self._adapter_directory,
+            "requests_in_flight": self._num_requests(),
+            "adapters": self._names.registry.names(),
+            "draining": self._names.draining,
+        }
+
+    async def list_all(self) -> list[dict[str, Any]]:
+        """As `AdapterInfo`, and for each version that is loaded the number of requests that use it."""
+        reply = await self._resident.call(
+            messages.ListAdapters(request_id=_new_id()), messages.AdaptersReply, STATUS_SECONDS
+        )
+        adapters = [_fields(info) for info in reply.adapters]
+        for version in (version for adapter in adapters for version in adapter["versions"]):
+            lora_id = version["lora_id"]
+            version["in_flight"] = self._names.registry.num_in_flight(lora_id) if lora_id else 0
+        return adapters
+
+    async def show(self, name: str) -> dict[str, Any]:
+        adapters = {adapter["name"]: adapter for adapter in await self.list_all()}
+        if name not in adapters:
+            raise UnknownNameError("adapter", name, adapters)
+        return adapters[name]
+
+    async def load(self, name: str, path: str, *, take_over: bool = False) -> dict[str, Any]:
+        """Serves the PEFT directory or GGUF file at `path` as `name`; a name that is there already moves to it.
+
+        `take_over`: also from a training session that publishes the name.
+        """
+        place = local_adapter(path)
+        self._names.check_name(name)
+        return await self._change(
+            messages.LoadAdapter(request_id=_new_id(), name=adapter_name(name), path=place, take_over=take_over)
+        )
+
+    async def rollback(self, name: str, version: str | None) -> dict[str, Any]:
+        return await self._change(
+            messages.RollbackAdapter(request_id=_new_id(), name=adapter_name(name), adapter_version=version)
+        )
+
+    async def unload(self, name: str) -> dict[str, Any]:
+        """No new request gets `name` once this was called. Its copy is dropped when the last request has ended.
+
+        A publication of the name that was under way may have moved it once more; then it is taken away again.
+        """
+        former = self._names.remove(adapter_name(name))
+        try:
+            reply = await self._resident.call(
+                messages.ForgetAdapter(request_id=_new_id(), name=name), messages.ForgottenReply, CHANGE_SECONDS
+            )
+        except UnknownNameError:
+            if former is None:
+                raise
+        else:
+            if reply.lora_id is not None and self._names.registry.names().get(name) == reply.lora_id:
+                former = self._names.remove(name)
+        return {"name": name, "in_flight": self._names.registry.num_in_flight(former) if former else 0}
+
+    async def _change(self, request: AnyRequest) -> dict[str, Any]:
+        return _fields(await self._resident.call(request, messages.PublishReply, CHANGE_SECONDS))
+
+
+async def drop_adapter(resident: ResidentCalls, lora_id: str) -> None:
+    await resident.call(messages.DropAdapter(request_id=_new_id(), lora_id=lora_id), messages.DoneReply, CHANGE_SECONDS)
+
+
+def adapter_name(name: str) -> str:
+    try:
+        return msgspec.convert(name, messages.Name)
+    except msgspec.ValidationError:
+        raise InvalidValueError(
+            f"adapter name {name[:140]!r}: must be 1 to 128 of A-Z a-z 0-9 _ . -, beginning with a letter or digit"
+        ) from None
+
+
+def local_adapter(path: str) -> str:
+    """The absolute path of a directory or of a file NAME.gguf on the server's machine. Nothing is ever downloaded."""
+    if not path or "\0" in path or len(path) > MAX_PATH_CHARACTERS:
+        raise InvalidValueError(f"adapter path {path[:100]!r}: must be the path of a directory or of a .gguf file")
+    absolute = os.path.abspath(path)
+    is_gguf = absolute.lower().endswith(".gguf") and os.path.isfile(absolute)
+    if not is_gguf and not os.path.isdir(absolute):
+        raise NotFoundError(
+            f"adapter path {path!r}: no such directory or .gguf file on the server's machine; adapters are not "
+            "downloaded from a hub"
+        )
+    return absolute
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(value)
+    fields.pop("type", None)
+    fields.pop("request_id", None)
+    return fields

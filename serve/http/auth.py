@@ -1,0 +1,162 @@
+"""Enforces the route table: keys, and without a key the `Host` and `Origin` of each request.
+
+SGLang's own key middleware is not used: it leaves websockets out, and it needs the key in SGLang's arguments, which are
+logged. Nor is its CORS middleware, which answers every origin with credentials.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.serve.http.origins import OriginPolicy
+from kt_runtime.serve.http.route_table import Access, Rule, methods_of, rule_for
+from kt_runtime.serve.requests.checks.middleware import App, Receive, Scope, Send, route_path
+
+logger = logging.getLogger(__name__)
+
+KINDS = {401: "Unauthorized", 403: "Forbidden", 404: "NotFoundError", 405: "MethodNotAllowed"}
+
+
+class ApiKey:
+    """Holds the key's digest only, so that neither a log nor a dump of this process's objects shows the key."""
+
+    MIN_CHARACTERS = 8
+
+    def __init__(self, key: str) -> None:
+        """Raises InvalidValueError, which does not quote the key."""
+        if len(key) < self.MIN_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
+            raise InvalidValueError(
+                f"the API key has {len(key)} characters; it must have at least {self.MIN_CHARACTERS}, all printable "
+                "ASCII without spaces"
+            )
+        self._digest = hashlib.sha256(key.encode()).digest()
+
+    def matches(self, offered: bytes) -> bool:
+        """Takes the same time for every key that is offered: digests of equal length are compared."""
+        return hmac.compare_digest(hashlib.sha256(offered).digest(), self._digest)
+
+
+@dataclass(frozen=True)
+class Denial:
+    status: int
+    message: str
+
+
+class AccessPolicy:
+    """`host` is the address that the server binds to; `origins` other sites whose pages may call it."""
+
+    def __init__(self, host: str, key: ApiKey | None, origins: Collection[str] = ()) -> None:
+        self.key, self.origins = key, OriginPolicy(host, origins)
+
+    def decide(
+        self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], scheme: str = "http"
+    ) -> Denial | None:
+        """None lets the request pass. `headers` have lower-case names, as in ASGI. `scheme`: "http" or "https"."""
+        rule = rule_for(method, path)
+        headers = list(headers)
+        is_question = self._is_question(method, headers)
+        if self.key is None:
+            denial = self._check_origin(headers, scheme)
+        elif is_question or (rule is not None and rule.access is Access.PROBE):
+            denial = None
+        else:
+            denial = self._check_key(headers)
+        if denial is not None or is_question:
+            return denial
+        return self._check_rule(rule, method, path)
+
+    def _is_question(self, method: str, headers: list[tuple[bytes, bytes]]) -> bool:
+        """A browser's, before it lets a page of `--cors-origin` ask: it carries no key, and the CORS middleware answers
+        it. Any other OPTIONS would be handed on: the metrics are given to every method."""
+        names = [name for name, _ in headers]
+        return (
+            method == "OPTIONS"
+            and b"access-control-request-method" in names
+            and any(name == b"origin" and self.origins.allows(value) for name, value in headers)
+        )
+
+    def _check_rule(self, rule: Rule | None, method: str, path: str) -> Denial | None:
+        if rule is None:
+            methods = methods_of(path)
+            if methods:
+                return Denial(405, f"{path} takes {', '.join(sorted(methods))}, not {method}")
+            return Denial(404, f"{path[:200]} is no route of this server; docs/http.md lists them")
+        if rule.access is Access.REFUSED:
+            return Denial(403, f"{path} is not available under kt-runtime: {rule.reason}")
+        if rule.access is Access.GUARDED and self.key is None and not self.origins.is_local:
+            return Denial(
+                403,
+                f"{path} changes the server, which listens beyond this machine without an API key; start it with "
+                "KT_RUNTIME_API_KEY set, or with --host 127.0.0.1",
+            )
+        return None
+
+    def _check_key(self, headers: list[tuple[bytes, bytes]]) -> Denial | None:
+        """Every credential that a request carries must be the key; a second one is not a second guess."""
+        assert self.key is not None
+        offered = [value for name, value in headers if name == b"x-api-key"]
+        for value in (value for name, value in headers if name == b"authorization"):
+            scheme, _, token = value.partition(b" ")
+            offered.append(token if scheme.lower() == b"bearer" else b"")
+        matched = [self.key.matches(token) for token in offered]
+        if matched and all(matched):
+            return None
+        problem = "the API key is not this server's" if offered else "this server needs an API key"
+        return Denial(401, f"{problem}; send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`")
+
+    def _check_origin(self, headers: list[tuple[bytes, bytes]], scheme: str) -> Denial | None:
+        foreign = self.origins.problem(headers, scheme)
+        if foreign is None:
+            return None
+        return Denial(
+            403,
+            f"a server without an API key answers programs of its machine and pages that it served itself, not "
+            f"{foreign}; start it with KT_RUNTIME_API_KEY set, or name the site with --cors-origin",
+        )
+
+
+class AccessMiddleware:
+    """Asks the policy before anything else sees the request; for websockets too."""
+
+    def __init__(self, app: App, policy: AccessPolicy) -> None:
+        self.app, self.policy = app, policy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        method = scope["method"] if scope["type"] == "http" else "WEBSOCKET"
+        path = route_path(scope)
+        scheme = "https" if scope.get("scheme") in ("https", "wss") else "http"
+        denial = self.policy.decide(method, path, scope["headers"], scheme)
+        if denial is None:
+            await self.app(scope, receive, send)
+            return
+        logger.warning("%s %r: denied with status %d", method, path, denial.status)
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": denial.message[:120]})
+        else:
+            await _send_denial(denial, send, self._readable_by(scope["headers"]))
+
+    def _readable_by(self, headers: list[tuple[bytes, bytes]]) -> bytes | None:
+        """The origin of the page that may read a denial, which the CORS middleware inside does not see."""
+        origins = [value for name, value in headers if name == b"origin"]
+        return next((origin for origin in origins if self.policy.origins.allows(origin)), None)
+
+
+async def _send_denial(denial: Denial, send: Send, origin: bytes | None) -> None:
+    kind = KINDS[denial.status]
+    body = json.dumps({"error": {"message": denial.message, "kind": kind}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if denial.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if origin is not None:
+        headers += [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
+    await send({"type": "http.response.start", "status": denial.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

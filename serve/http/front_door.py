@@ -1,0 +1,75 @@
+"""What stands between the network and SGLang's routes: access, CORS, and what a request may hold.
+
+From the outside in: `AccessMiddleware` (keys, Host and Origin), CORS for the sites of `--cors-origin`,
+`SharedHealth`, `RequestMiddleware` (bodies). SGLang's own CORS middleware, which answers every origin with credentials,
+is taken out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.serve.http.auth import AccessMiddleware, AccessPolicy, ApiKey
+from kt_runtime.serve.http.health import SharedHealth
+from kt_runtime.serve.http.origins import is_loopback
+from kt_runtime.serve.http.route_table import rule_for
+from kt_runtime.serve.options.named import ServeOptions
+from kt_runtime.serve.requests.checks.body_size import largest_body_bytes
+from kt_runtime.serve.requests.checks.middleware import RequestMiddleware
+from kt_runtime.serve.requests.checks.models import ServedModels
+from kt_runtime.serve.requests.checks.parsers import KnownParsers
+from kt_runtime.serve.requests.checks.prompts import check_prompts
+from kt_runtime.serve.requests.checks.tools import check_tools
+from kt_runtime.serve.requests.checks.volume import VolumeLimit
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+class FrontDoor:
+    """`context_tokens`: the longest sequence, from which the largest body follows."""
+
+    def __init__(self, options: ServeOptions, model_name: str, key: ApiKey | None, context_tokens: int) -> None:
+        self.policy = AccessPolicy(options.host, key, options.cors_origins)
+        self.models = ServedModels(model_name, any_name=options.any_model_name)
+        self._context_tokens, self._longest_tokens = context_tokens, options.max_total_tokens
+        self.max_body_bytes = options.max_body_bytes or largest_body_bytes(context_tokens)
+
+    def serves(self, adapters: Callable[[], Collection[str]]) -> None:
+        """`adapters` answers with the names of the adapters that requests may name from now on."""
+        self.models.adapters = adapters
+
+    def prepare(self, app: FastAPI) -> None:
+        """Adds the middleware, the innermost first."""
+        from fastapi.exceptions import RequestValidationError
+        from fastapi.middleware.cors import CORSMiddleware
+
+        from kt_runtime.serve.requests.checks.validation_errors import answer_validation_error
+        from kt_runtime.sglang_patch.frontend.http_server import parser_names
+
+        app.user_middleware[:] = [one for one in app.user_middleware if one.cls is not CORSMiddleware]
+        app.add_exception_handler(RequestValidationError, answer_validation_error)
+        parsers = KnownParsers(*parser_names())
+        volume = VolumeLimit(self._context_tokens, self._longest_tokens)
+        checks = [check_prompts, check_tools, volume.check, self.models.check, parsers.check]
+        app.add_middleware(RequestMiddleware, fields_of=rule_for, max_body_bytes=self.max_body_bytes, checks=checks)
+        app.add_middleware(SharedHealth)
+        if self.policy.origins.allowed:
+            app.add_middleware(
+                CORSMiddleware,
+                allow_origins=sorted(self.policy.origins.allowed),
+                allow_methods=["GET", "POST", "PUT", "DELETE"],
+                allow_headers=["Authorization", "Content-Type", "X-API-Key"],
+            )
+        app.add_middleware(AccessMiddleware, policy=self.policy)
+
+
+def check_reach(options: ServeOptions) -> None:
+    """Raises InvalidValueError for a server that everyone on the network could use, unless that was asked for."""
+    if options.api_key is None and not options.allow_no_key and not is_loopback(options.host):
+        raise InvalidValueError(
+            f"--host {options.host!r}: the server would answer everyone who reaches this machine. Set a key "
+            "(KT_RUNTIME_API_KEY=... in the environment), or listen at --host 127.0.0.1, or say --allow-no-key"
+        )

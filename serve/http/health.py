@@ -1,0 +1,61 @@
+"""`/health` for everyone who asks: SGLang lets the model generate a token for each question, and waits a second.
+
+The route needs no key, so that load balancers and orchestrators can ask. All who ask at once, and for some seconds
+after the model has answered, share one answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kt_runtime.serve.requests.checks.middleware import App, Receive, Scope, Send, route_path
+
+PATH = "/health"
+SECONDS = 5.0  # orchestrators ask every 10
+
+
+class SharedHealth:
+    """ASGI middleware. An answer other than 200 is shared by those who wait for it, and is not kept."""
+
+    def __init__(self, app: App, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app, self._seconds, self._clock = app, seconds, clock
+        self._good_until = float("-inf")
+        self._asking: asyncio.Task[int] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or route_path(scope) != PATH or scope["method"] != "GET":
+            await self._app(scope, receive, send)
+            return
+        status = 200 if self._clock() < self._good_until else await self._ask(scope)
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _ask(self, scope: Scope) -> int:
+        """A client that goes away does not take the answer from the others."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._status({**scope, "query_string": b""}))
+        return await asyncio.shield(self._asking)
+
+    async def _status(self, scope: Scope) -> int:
+        found = 500
+        sent = False
+
+        async def receive() -> Any:
+            nonlocal sent
+            if sent:
+                await asyncio.Event().wait()  # nobody goes away
+            sent = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            nonlocal found
+            if message["type"] == "http.response.start":
+                found = message["status"]
+
+        await self._app(scope, receive, send)
+        if found == 200:
+            self._good_until = self._clock() + self._seconds
+        return found

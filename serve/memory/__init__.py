@@ -1,0 +1,1 @@
+"""What a model needs in memory, per device and tier, and what the machine has."""

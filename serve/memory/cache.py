@@ -1,0 +1,121 @@
+"""How much of each tier of the prefix cache there is: computed from options and config.json before anything is loaded.
+
+SGLang keeps KV in pages of `page_tokens` tokens: the device tier is its KV pool, the host tier a second pool that holds
+a copy of every page of the device's (write-through) and those that left it. A page whose copy is in use by the device
+can't leave the host tier, so a host tier that is no larger than the device's has no room for anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kt_runtime.cache.page_store import SMALLEST_QUOTA
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.serve.memory.cache_plan import CachePlan
+from kt_runtime.serve.memory.plan import cached_numbers_per_token, format_bytes
+from kt_runtime.serve.options.named import ServeOptions
+
+# A page is a record on disk. Of 1 token, records are small and a prompt is thousands of them; of 256, more than half a
+# page is computed again on average where two prompts part.
+PAGE_TOKENS = 64
+# The scheduler wants a page for the prompt, one for the answer and one beside them before it begins a request.
+LEAST_DEVICE_PAGES = 4
+# Room for a copy of the whole device pool and for a prompt as long as it, on its way from the disk.
+HOST_PER_DEVICE = 2
+
+
+def plan_cache(options: ServeOptions, config: Mapping[str, Any], directory: Path | None) -> CachePlan | None:
+    """None if nothing is asked for: then SGLang's own prefix cache on the device is all there is.
+
+    `directory`: where the disk tier would be. Raises InvalidValueError for sizes that no page or no prompt fits into.
+    """
+    if not options.asks_for_cache:
+        return None
+    tiers = options.cache_host_bytes or options.cache_disk_bytes
+    page_tokens = options.cache_page_tokens or (PAGE_TOKENS if tiers else 1)
+    token_bytes = cached_numbers_per_token(config) * (4 if options.dtype == "float32" else 2)
+    device_tokens = _device_tokens(options, page_tokens, token_bytes)
+    host_tokens = _host_tokens(options, page_tokens, token_bytes, device_tokens)
+    disk_bytes = options.cache_disk_bytes
+    _check_disk(disk_bytes, page_tokens * token_bytes, page_tokens)
+    return CachePlan(
+        page_tokens,
+        token_bytes,
+        device_tokens,
+        host_tokens,
+        disk_bytes,
+        directory if disk_bytes else None,
+        read_only=options.cache_read_only,
+    )
+
+
+def _device_tokens(options: ServeOptions, page_tokens: int, token_bytes: int) -> int:
+    least = LEAST_DEVICE_PAGES * page_tokens
+    if options.cache_device_bytes is None:
+        tokens, given = options.max_total_tokens, f"--max-total-tokens {options.max_total_tokens}"
+    else:
+        tokens = options.cache_device_bytes // token_bytes
+        given = f"--cache-device {format_bytes(options.cache_device_bytes)}: {tokens} tokens of {token_bytes} bytes"
+    if tokens < max(least, 16):
+        raise InvalidValueError(
+            f"{given}: the device tier holds the requests that are running, too: at least {max(least, 16)} tokens "
+            f"({LEAST_DEVICE_PAGES} pages of {page_tokens}), {format_bytes(max(least, 16) * token_bytes)}"
+        )
+    return tokens // page_tokens * page_tokens
+
+
+def _host_tokens(options: ServeOptions, page_tokens: int, token_bytes: int, device_tokens: int) -> int:
+    if options.cache_host_bytes is None:
+        return HOST_PER_DEVICE * device_tokens if options.cache_disk_bytes else 0
+    tokens = options.cache_host_bytes // (page_tokens * token_bytes) * page_tokens
+    needed = format_bytes(HOST_PER_DEVICE * device_tokens * token_bytes)
+    if options.cache_host_bytes == 0:
+        if options.cache_disk_bytes:
+            raise InvalidValueError(
+                "--cache-host 0: pages go to the disk and come from it through the host tier; leave the option out "
+                f"(it is then {needed}, {HOST_PER_DEVICE} times the device tier), or leave out --cache-disk"
+            )
+        return 0
+    if tokens <= device_tokens:
+        raise InvalidValueError(
+            f"--cache-host {format_bytes(options.cache_host_bytes)}: {tokens} tokens in pages of {page_tokens}, and "
+            f"the device tier has {device_tokens} ({format_bytes(device_tokens * token_bytes)}), each with a copy in "
+            f"the host tier: nothing else would ever fit. Allowed is more than the device tier, {needed} is a good "
+            "size; or make the device tier smaller with --cache-device"
+        )
+    return tokens
+
+
+def _check_disk(disk_bytes: int, page_bytes: int, page_tokens: int) -> None:
+    least = max(SMALLEST_QUOTA, 8 * page_bytes)
+    if 0 < disk_bytes < least:
+        raise InvalidValueError(
+            f"--cache-disk {format_bytes(disk_bytes)}: at least {format_bytes(least)} (1 MiB, and 8 pages of "
+            f"{page_tokens} tokens, {format_bytes(page_bytes)} each)"
+        )
+
+
+def describe(plan: CachePlan) -> str:
+    """One line for whoever starts the server."""
+    tiers = [f"device {plan.device_tokens} tokens ({format_bytes(plan.device_tokens * plan.token_bytes)})"]
+    if plan.host_tokens:
+        tiers.append(f"host {plan.host_tokens} tokens ({format_bytes(plan.host_bytes)})")
+    if plan.disk_bytes:
+        how = "read from" if plan.read_only else "in"
+        tiers.append(f"disk {format_bytes(plan.disk_bytes)} {how} {plan.directory}")
+    return f"prefix cache, pages of {plan.page_tokens} tokens: {', '.join(tiers)}"
+
+
+def lack_of_room(plan: CachePlan, longest_tokens: int) -> str | None:
+    """What a user should know about a host tier that is allowed. `longest_tokens`: of a request."""
+    longest = min(longest_tokens, plan.device_tokens)
+    room = plan.host_tokens - plan.device_tokens
+    if plan.disk_bytes == 0 or room >= longest // plan.page_tokens * plan.page_tokens:
+        return None
+    return (
+        f"prefix cache: the host tier has {room} tokens more than the device tier: longer prefixes (up to {longest} "
+        "tokens are possible) may not come back from the disk while the device tier is full; --cache-host "
+        f"{format_bytes((plan.device_tokens + longest) * plan.token_bytes)} takes the longest"
+    )

@@ -1,0 +1,235 @@
+"""How much memory a model needs to be served and trained, and how much there is.
+
+Computed from config.json alone, before anything is loaded. Attention and dense weights have the server's dtype, also
+where the checkpoint has them quantized; experts have the checkpoint's format, or the one they are quantized to. Sizes
+of what SGLang allocates follow its 0.5.23 pools: latent attention caches kv_lora_rank + qk_rope_head_dim numbers per
+token and layer, grouped-query attention 2 * num_key_value_heads * head_dim. What can only be estimated says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.families.base import EXPERTS, LoraModule, integer
+from kt_runtime.families.quantization import BF16, QUANTIZED_WHILE_LOADING, ExpertFormat, quantization_of
+from kt_runtime.families.registry import family_for
+from kt_runtime.serve.memory.cache_plan import CachePlan
+from kt_runtime.serve.models.checkpoint import count_parameters, dense_tensors
+
+Device = Literal["cpu", "gpu"]
+
+GIB = 2**30
+# Three Python processes with torch and SGLang imported. Measured with a tiny model on CPUs: 0.75 to 0.9 GiB each, what
+# they share divided among them.
+PROCESSES_BYTES = 5 * GIB // 2
+# What SGLang's `prepare_mha_write_back_staging` keeps at most on the GPU.
+STAGED_PAGES = 64
+# fp32 master, gradient and both moments of AdamW.
+TRAINED_PARAMETER_BYTES = 4 * 4
+
+
+@dataclass(frozen=True, slots=True)
+class ServingShape:
+    """What the server is asked for. `device`: where attention and dense layers are; routed experts are on the CPU.
+
+    `lora_targets`: last names of the adapted modules (`q_proj`, ...), None for all that the family can adapt.
+    `activation_bytes`: 2 for bf16, 4 for float32, also for the KV cache. `training_tokens`: of one microbatch.
+    `expert_format`: what experts are quantized to while they are loaded, None: nothing.
+    `cache`: the prefix cache's tiers beside the KV cache, `tokens_option`: the option that says how large that is.
+    """
+
+    device: Device = "cpu"
+    max_total_tokens: int = 8192
+    activation_bytes: int = 2
+    lora_slots: int = 4
+    lora_rank: int = 16
+    lora_targets: Collection[str] | None = None
+    training_sessions: int = 1
+    training_tokens: int = 2048
+    expert_format: str | None = None
+    cache: CachePlan | None = None
+    tokens_option: str = "--max-total-tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """`lower`: the options to lower when it doesn't fit; none where nothing but a smaller model helps."""
+
+    what: str
+    device: Device
+    size_bytes: int
+    lower: tuple[str, ...] = ()
+
+
+TRAINED = "trained adapters and their optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    model: str
+    needs: tuple[MemoryNeed, ...]
+
+    def devices(self) -> list[Device]:
+        return sorted({need.device for need in self.needs})
+
+    def total_bytes(self, device: Device) -> int:
+        return sum(need.size_bytes for need in self.needs if need.device == device)
+
+
+def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "the model") -> MemoryPlan:
+    """Raises what `family_for` raises, and InvalidValueError for a target that the family can't adapt."""
+    device = shape.device
+    counts = count_parameters(config)
+    dense_bytes = counts.dense * shape.activation_bytes
+    stored, held = expert_formats(config, shape.expert_format)
+    num_moe_layers = len(family_for(config).moe_layers(config))
+    # SGLang's pools have one page more than they offer.
+    tokens = shape.max_total_tokens + (shape.cache.page_tokens if shape.cache else 0)
+    sequence = tokens * cached_numbers_per_token(config)
+    slots, masters = lora_parameters(config, shape)
+    needs = [
+        MemoryNeed("attention and dense weights", device, dense_bytes),
+        MemoryNeed("absorbed copies of kv_b_proj", device, _absorbed_parameters(config) * shape.activation_bytes),
+        MemoryNeed("routed experts, packed", "cpu", num_moe_layers * layer_bytes(config, held)),
+        MemoryNeed("one layer of experts while loading", "cpu", layer_bytes(config, stored)),
+        MemoryNeed("KV cache", device, sequence * shape.activation_bytes, (shape.tokens_option,)),
+        *_cache_needs(config, shape),
+        MemoryNeed("LoRA slots", device, slots * shape.activation_bytes, ("--lora-slots", "--max-lora-rank")),
+        MemoryNeed(TRAINED, device, masters, ("--max-lora-rank",)),
+        MemoryNeed("training activations (estimate)", device, _activation_bytes(config, shape)),
+        MemoryNeed("SGLang's processes (estimate)", "cpu", PROCESSES_BYTES),
+    ]
+    return MemoryPlan(model, tuple(need for need in needs if need.size_bytes > 0))
+
+
+def _cache_needs(config: Mapping[str, Any], shape: ServingShape) -> list[MemoryNeed]:
+    cache = shape.cache
+    if cache is None:
+        return []
+    # Latent attention has one tensor per layer, which SGLang copies without a stop on the GPU.
+    is_staged = shape.device == "gpu" and not config.get("kv_lora_rank")
+    staged_pages = min(STAGED_PAGES, cache.host_tokens // cache.page_tokens) if is_staged else 0
+    return [
+        MemoryNeed("prefix cache's host tier", "cpu", cache.host_bytes, ("--cache-host",)),
+        MemoryNeed("pages on their way to the host tier", "gpu", staged_pages * cache.page_bytes),
+        MemoryNeed("prefix cache's disk buffers and index", "cpu", cache.disk_memory_bytes, ("--cache-disk",)),
+    ]
+
+
+def expert_formats(config: Mapping[str, Any], quantized_to: str | None) -> tuple[ExpertFormat, ExpertFormat]:
+    """(the format that the experts have in the checkpoint, the format that they are held in).
+
+    Raises UnknownNameError for a format that experts can't be quantized to, InvalidValueError where the checkpoint's
+    are integers already: rounding them again would only lose accuracy.
+    """
+    quantization = quantization_of(config)
+    stored = BF16 if quantization is None else quantization.expert_format
+    if quantized_to is None:
+        return stored, stored
+    if quantized_to not in QUANTIZED_WHILE_LOADING:
+        raise UnknownNameError("expert format", quantized_to, QUANTIZED_WHILE_LOADING, "--expert-format")
+    if quantization is not None and stored.encoding not in ("bf16", "fp8_e4m3"):
+        raise InvalidValueError(
+            f"--expert-format {quantized_to}: this checkpoint's experts are quantized to integers already "
+            f"({quantization.description}); leave the option out, they are held as they are"
+        )
+    return stored, QUANTIZED_WHILE_LOADING[quantized_to]
+
+
+def layer_bytes(config: Mapping[str, Any], held: ExpertFormat) -> int:
+    """What the routed experts of one layer take in memory, with padding."""
+    num_experts, hidden, intermediate = family_for(config).expert_shape(config)
+    return num_experts * (2 * held.packed_bytes(intermediate, hidden) + held.packed_bytes(hidden, intermediate))
+
+
+def cached_numbers_per_token(config: Mapping[str, Any]) -> int:
+    layers = integer(config, "num_hidden_layers")
+    if config.get("kv_lora_rank"):
+        return layers * (integer(config, "kv_lora_rank") + integer(config, "qk_rope_head_dim"))
+    if config.get("head_dim"):
+        head_dim = integer(config, "head_dim")
+    else:
+        head_dim = integer(config, "hidden_size") // integer(config, "num_attention_heads")
+    return layers * 2 * integer(config, "num_key_value_heads") * head_dim
+
+
+def lora_parameters(config: Mapping[str, Any], shape: ServingShape) -> tuple[int, int]:
+    """(parameters of all serving slots, bytes of all training sessions' masters and optimizer states)."""
+    modules = family_for(config).lora_modules(config)
+    if shape.lora_targets is not None:
+        known = {module.projection for module in modules}
+        unknown = sorted(set(shape.lora_targets) - known)
+        if unknown:
+            raise InvalidValueError(f"LoRA target {unknown[0]!r}: this family can adapt {', '.join(sorted(known))}")
+        modules = [module for module in modules if module.projection in shape.lora_targets]
+    one_adapter = sum(_matrices(module) * (module.in_features + module.out_features) for module in modules)
+    one_adapter *= shape.lora_rank
+    return shape.lora_slots * one_adapter, shape.training_sessions * one_adapter * TRAINED_PARAMETER_BYTES
+
+
+def check_fits(plan: MemoryPlan, available_bytes: Mapping[str, int]) -> None:
+    """Raises InvalidValueError saying what each device lacks, and what to lower."""
+    problems = []
+    for device in plan.devices():
+        need, there = plan.total_bytes(device), available_bytes.get(device, 0)
+        if need > there:
+            problems.append(_problem(plan, device, need, there))
+    if problems:
+        raise InvalidValueError(f"{plan.model} does not fit: {'; '.join(problems)}")
+
+
+def describe_need(plan: MemoryPlan, available_bytes: Mapping[str, int]) -> str:
+    """One clause: what each device would have to hold, and what is free there."""
+    return "; ".join(
+        f"it needs {format_bytes(plan.total_bytes(device))} on the {device.upper()}, where "
+        f"{format_bytes(available_bytes.get(device, 0))} are free"
+        for device in plan.devices()
+    )
+
+
+def _problem(plan: MemoryPlan, device: Device, need: int, there: int) -> str:
+    rows = sorted((row for row in plan.needs if row.device == device), key=lambda row: -row.size_bytes)
+    parts = ", ".join(f"{row.what} {format_bytes(row.size_bytes)}" for row in rows)
+    adjustable = [row for row in rows if row.lower]
+    fixed = need - sum(row.size_bytes for row in adjustable)
+    if fixed > there:
+        advice = f"{format_bytes(fixed)} of it can't be lowered: choose a smaller model or a larger machine"
+    else:
+        advice = "lower " + " or ".join(dict.fromkeys(option for row in adjustable for option in row.lower))
+    return (
+        f"it needs {format_bytes(need)} on the {device.upper()} and {format_bytes(there)} are free ({parts}); {advice}"
+    )
+
+
+def format_bytes(count: int) -> str:
+    """Binary units with three significant digits, such as `1.25 TiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1000 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable: TiB is the last unit")
+
+
+def _matrices(module: LoraModule) -> int:
+    return module.num_experts if module.group == EXPERTS else 1
+
+
+def _absorbed_parameters(config: Mapping[str, Any]) -> int:
+    tensors = dense_tensors(config)
+    return sum(tensor.num_parameters for tensor in tensors if tensor.name.endswith(".kv_b_proj.weight"))
+
+
+def _activation_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
+    """One hidden state per layer (checkpoints), one layer recomputed in full, and one chunk of logits in fp32."""
+    if shape.training_sessions == 0:
+        return 0
+    hidden, tokens = integer(config, "hidden_size"), shape.training_tokens
+    expert_rows = integer(config, "num_experts_per_tok") * integer(config, "moe_intermediate_size")
+    attention_rows = integer(config, "num_attention_heads") * tokens + 8 * hidden
+    layer = tokens * (attention_rows + 4 * expert_rows + 4 * hidden) * 4
+    checkpoints = integer(config, "num_hidden_layers") * tokens * hidden * shape.activation_bytes
+    return checkpoints + layer + 256 * integer(config, "vocab_size") * 4 * 3

@@ -1,0 +1,158 @@
+"""What a recipe says about placement and memory, compared with the server that is already there.
+
+The server decided all this when it started; a recipe that says otherwise still trains the same adapter. So each
+difference is one line, and never an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING
+from kt_runtime.serve.memory.placement import Placement, module_names, read_placement
+from kt_runtime.serve.memory.plan import expert_formats
+from kt_runtime.wire.messages import StatusReply
+
+_FORMATS = {"rawint4": "int4", "mxfp4": "mxfp4", "bf16": "bf16", "int8": "int8", "fp8": "fp8"}
+_NAME_PARTS = re.compile(r"-(amx|sft|multi-gpu(?:-([0-9]{1,2}))?)(?=[-.]|$)")
+
+
+class RecipeKeys(Protocol):
+    """The part of `train.recipe.Recipe` that is compared."""
+
+    @property
+    def kt_optimize_rule(self) -> Path | None: ...
+    @property
+    def cpu_infer(self) -> int | None: ...
+    @property
+    def chunk_size(self) -> int | None: ...
+    @property
+    def kt_weight_path(self) -> Path | None: ...
+    @property
+    def kt_non_expert_weight_path(self) -> Path | None: ...
+    @property
+    def kt_expert_checkpoint_path(self) -> Path | None: ...
+    @property
+    def kt_config(self) -> Mapping[str, Any]: ...
+    @property
+    def source(self) -> str: ...
+    def where(self, key: str) -> str: ...
+
+
+def compare(placement: Placement, status: StatusReply) -> list[str]:
+    """One line for each difference between what a rule file asks for and what the resident model has."""
+    lines = []
+    if placement.expert_format and not _is_format(status.expert_format, placement.expert_format):
+        lines.append(f"asks for {placement.expert_format} experts; the resident ones are {status.expert_format}")
+    if placement.expert_isa and status.expert_isa != placement.expert_isa:
+        lines.append(f"asks for {placement.expert_isa} kernels; the resident experts use {status.expert_isa}")
+    if placement.num_devices > 1:
+        lines.append(f"asks for {placement.num_devices} GPUs; the resident model is on one device ({status.device})")
+    return lines
+
+
+def placement_notes(recipe: RecipeKeys, status: StatusReply) -> list[str]:
+    """`kt_optimize_rule` against the resident placement. A file that is not here is read by its name.
+
+    Raises InvalidValueError for a file that is here but broken.
+    """
+    rule = recipe.kt_optimize_rule
+    if rule is None:
+        return []
+    where = f"{recipe.where('kt_optimize_rule')}: kt_optimize_rule"
+    if (placement := asked_placement(recipe)) is not None:
+        return [f"{where}: {line}" for line in compare(placement, status)]
+    placement = placement_of_name(rule.name)
+    differences = "; ".join(compare(placement, status)) or "no difference by its name"
+    return [f"{where}: {rule} is not here, and placement is the resident model's: {differences}"]
+
+
+def rule_file(recipe: RecipeKeys) -> Path | None:
+    """The recipe's rule file, from the working directory, then beside the recipe; None: there is none."""
+    rule = recipe.kt_optimize_rule
+    if rule is None:
+        return None
+    return next((path for path in (rule, Path(recipe.source).parent / rule) if path.is_file()), None)
+
+
+def asked_placement(recipe: RecipeKeys, config: Mapping[str, Any] | None = None) -> Placement | None:
+    """What the recipe's rule file asks for; None: there is no file.
+
+    `config`: of the model that a server is to be started with, by this file. Raises InvalidValueError for a file that
+    is here but broken and, with `config`, for what `kt-runtime serve --placement` refuses.
+    """
+    found = rule_file(recipe)
+    if found is None:
+        return None
+    placement = read_placement(found, module_names(config) if config is not None else None)
+    if config is not None and placement.expert_format in QUANTIZED_WHILE_LOADING:
+        try:
+            expert_formats(config, placement.expert_format)
+        except InvalidValueError as error:
+            raise InvalidValueError(f"{found}: asks for {placement.expert_format} experts: {error}") from None
+    return placement
+
+
+def placement_of_name(name: str) -> Placement:
+    """What a rule file's name says: -amx- (int8 in the shipped files), -multi-gpu-N (2 without a number)."""
+    parts = {part.group(1).partition("-")[0]: part.group(2) for part in _NAME_PARTS.finditer(name)}
+    devices = int(parts["multi"] or 2) if "multi" in parts else 1
+    return Placement(None, devices, (), "amx" if "amx" in parts else None)
+
+
+def resident_notes(recipe: RecipeKeys, status: StatusReply) -> list[str]:
+    """cpu_infer, chunk_size, kt_weight_path and the like against the resident model."""
+    return list(_notes(recipe, status))
+
+
+def _notes(recipe: RecipeKeys, status: StatusReply) -> Iterator[str]:
+    def line(key: str, value: Any, what: str) -> str:
+        return f"{recipe.where(key)}: {key}: {value}: {what}"
+
+    if recipe.cpu_infer not in (None, status.expert_threads):
+        hint = f"the server has {status.expert_threads} expert threads (`kt-runtime serve --expert-threads`)"
+        yield line("cpu_infer", recipe.cpu_infer, hint)
+    if recipe.chunk_size not in (None, status.chunked_prefill_tokens):
+        yield line("chunk_size", recipe.chunk_size, _chunks(status))
+    for key in ("kt_weight_path", "kt_non_expert_weight_path", "kt_expert_checkpoint_path"):
+        path = getattr(recipe, key)
+        if path is not None and not _is_within(path, Path(status.model_directory)):
+            yield line(key, path, f"the resident weights are those of {status.model_directory}")
+    fields = recipe.kt_config
+    wanted = _wanted_format(fields)
+    if wanted and not _is_format(status.expert_format, wanted):
+        key = "expert_weight_format" if "expert_weight_format" in fields else "backend"
+        yield line(f"kt_config.{key}", fields[key], f"the resident experts are {status.expert_format}")
+    if (length := fields.get("model_max_length", 0)) > status.context_tokens:
+        yield line("kt_config.model_max_length", length, f"the resident context is {status.context_tokens} tokens")
+    if fields.get("num_gpu_experts"):
+        yield line("kt_config.num_gpu_experts", fields["num_gpu_experts"], "all routed experts are on the CPU")
+
+
+def _chunks(status: StatusReply) -> str:
+    return (
+        f"the server computes {status.chunked_prefill_tokens} tokens of prompts at once, "
+        f"{status.microbatch_tokens} in training (`kt-runtime serve --microbatch-tokens`)"
+    )
+
+
+def _wanted_format(fields: Mapping[str, Any]) -> str | None:
+    """Of `expert_weight_format`, else of `backend` (AMXBF16, AMXINT8_SFT, ...; auto and LLAMAFILE say nothing)."""
+    if name := fields.get("expert_weight_format"):
+        return _FORMATS[name]
+    found = re.search(r"bf16|int8|int4|fp8|mxfp4", str(fields.get("backend", "")).casefold())
+    return found.group() if found else None
+
+
+def _is_format(resident: str, wanted: str) -> bool:
+    """Resident names carry groups (int4_g32) and join the formats of several layers by "+"."""
+    return all(name.split("_")[0] == wanted for name in resident.split("+"))
+
+
+def _is_within(path: Path, directory: Path) -> bool:
+    resolved, root = path.resolve(), directory.resolve()
+    return resolved == root or root in resolved.parents

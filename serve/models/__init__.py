@@ -1,0 +1,1 @@
+"""Checkpoints and presets: found, described, made."""

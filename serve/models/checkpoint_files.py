@@ -1,0 +1,179 @@
+"""Checks a checkpoint directory whole, before a byte of it is used: configuration, tokenizer, weights.
+
+Of the weights only the safetensors headers are read. Every error names the file, and what this version can use.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kt_runtime.checkpoint_file import Entry, read_header, read_json
+from kt_runtime.errors import CheckpointError
+from kt_runtime.families.quantization import METHODS, Quantization, StoredTensor, quantization_of
+from kt_runtime.families.registry import family_for
+from kt_runtime.serve.models.checkpoint import CheckpointTensor, checkpoint_tensors
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".msgpack", ".h5", ".onnx")
+FOREIGN_SETTINGS = ("hf_quant_config.json", "quant_model_description.json")
+PLAIN = ("BF16", "F16", "F32")
+Found = Mapping[str, tuple[str, Entry]]
+"""The checkpoint's tensors: name → shard, entry of its header."""
+
+
+def check_checkpoint(directory: Path) -> dict[str, Any]:
+    """Returns the content of config.json.
+
+    Raises CheckpointError for missing, torn or foreign files, UnknownNameError for a model family or quantization that
+    is not known, InvalidValueError for a config that serving and training would compute differently.
+    """
+    config = read_config(directory)
+    check_quantization(directory, config)
+    family_for(config).check(config)
+    check_tokenizer(directory)
+    check_weights(directory, config)
+    return config
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory}: no config.json there; a checkpoint has config.json, weights and a tokenizer"
+        )
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: holds a {type(config).__name__}, expected an object")
+    return config
+
+
+def check_quantization(directory: Path, config: Mapping[str, Any]) -> Quantization | None:
+    quantization = quantization_of(config)
+    others = [name for name in FOREIGN_SETTINGS if (directory / name).is_file()]
+    if others and quantization is None:
+        raise CheckpointError(
+            f"{directory / others[0]}: the weights are quantized in a way that config.json does not say; "
+            f"methods that can be read: {', '.join(METHODS)}"
+        )
+    return quantization
+
+
+def check_tokenizer(directory: Path) -> None:
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise CheckpointError(f"{directory}: no tokenizer; looked for {', '.join(TOKENIZER_FILES)}")
+
+
+def check_weights(directory: Path, config: Mapping[str, Any]) -> None:
+    found: dict[str, tuple[str, Entry]] = {}
+    weight_map, shards = _shards(directory)
+    for shard in shards:
+        for name, entry in read_header(directory / shard).items():
+            found[name] = (shard, entry)
+    for name, shard in weight_map.items():
+        if name not in found or found[name][0] != shard:
+            raise CheckpointError(f"{directory / INDEX}: says that {name!r} is in {shard}, but it is not there")
+    quantization = quantization_of(config)
+    if quantization is None:
+        _check_dtypes(directory, found)
+    missing = []
+    for tensor in checkpoint_tensors(config):
+        is_quantized = quantization is not None and _is_quantized(tensor, quantization, found)
+        expected = _quantized(tensor, quantization) if quantization is not None and is_quantized else _plain(tensor)
+        for name, stored in expected.items():
+            if name in found:
+                _check_tensor(directory, found[name], name, stored)
+            elif not stored.is_optional:
+                missing.append(name)
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(f"{directory}: the weights lack {', '.join(missing[:3])}{more}")
+
+
+def _is_quantized(tensor: CheckpointTensor, quantization: Quantization, found: Found) -> bool:
+    """Whether it is stored as `quantization` says; many checkpoints keep some of their matrices as they were."""
+    if len(tensor.shape) != 2 or (tensor.name in found and found[tensor.name][1].dtype in PLAIN):
+        return False
+    return any(name in found for name in _quantized(tensor, quantization))
+
+
+def _quantized(tensor: CheckpointTensor, quantization: Quantization) -> dict[str, StoredTensor]:
+    module = tensor.name.removesuffix(".weight")
+    try:
+        stored = quantization.stored(tensor.shape)
+    except CheckpointError as error:
+        raise CheckpointError(f"{tensor.name!r}: {error}") from None
+    return {f"{module}.{part}": entry for part, entry in stored.items()}
+
+
+def _plain(tensor: CheckpointTensor) -> dict[str, StoredTensor]:
+    dtypes = ("BF16",) if tensor.is_routed_expert else PLAIN
+    return {tensor.name: StoredTensor(dtypes, tensor.shape)}
+
+
+def _check_tensor(directory: Path, found: tuple[str, Entry], name: str, expected: StoredTensor) -> None:
+    shard, entry = found
+    if entry.shape != expected.shape:
+        raise CheckpointError(
+            f"{directory / shard}: {name!r} has shape {list(entry.shape)}, but by config.json {list(expected.shape)}"
+        )
+    if entry.dtype not in expected.dtypes:
+        raise CheckpointError(f"{directory / shard}: {name!r} is {entry.dtype}; allowed: {', '.join(expected.dtypes)}")
+
+
+def _check_dtypes(directory: Path, found: Found) -> None:
+    others: Counter[str] = Counter()
+    example = {}
+    for name, (_, entry) in found.items():
+        is_bias = name.endswith("e_score_correction_bias")
+        if entry.dtype != "BF16" and not (is_bias and entry.dtype == "F32"):
+            others[entry.dtype] += 1
+            example[entry.dtype] = name
+    if others:
+        dtype, count = others.most_common(1)[0]
+        raise CheckpointError(
+            f"{directory}: {count} tensors are {dtype}, such as {example[dtype]!r}; without a 'quantization_config' in"
+            " config.json all must be BF16"
+        )
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that hold a checkpoint's weights. Raises CheckpointError."""
+    return [directory / shard for shard in _shards(directory)[1]]
+
+
+def _shards(directory: Path) -> tuple[dict[str, str], list[str]]:
+    """(the index's tensor name → file, all files). A checkpoint of one file has no index."""
+    if (directory / INDEX).is_file():
+        return _indexed_shards(directory)
+    if (directory / SINGLE).is_file():
+        return {}, [SINGLE]
+    others = sorted(path.name for path in directory.iterdir() if path.suffix in OTHER_WEIGHTS)
+    if others:
+        listed = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        raise CheckpointError(f"{directory}: the weights are in {listed}; only safetensors files are read")
+    raise CheckpointError(f"{directory}: no weights; looked for {SINGLE} and {INDEX}")
+
+
+def _indexed_shards(directory: Path) -> tuple[dict[str, str], list[str]]:
+    path = directory / INDEX
+    index = read_json(path)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{path}: no 'weight_map' of tensor names to files")
+    shards = sorted(set(weight_map.values()))
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{path}: {shard!r} is not a plain file name")
+    missing = [shard for shard in shards if not (directory / shard).is_file()]
+    if missing:
+        listed = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise CheckpointError(
+            f"{directory}: {len(missing)} of {len(shards)} weight files are missing: {listed};"
+            " the download is incomplete"
+        )
+    return weight_map, shards

@@ -1,0 +1,89 @@
+"""What is known about a model by its name alone, for the message that says that it is not on this machine.
+
+Names as their makers publish them on the hub. A checkpoint is judged by its config.json (`families.registry`), never by
+its name: this table only helps to find it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from kt_runtime.families.registry import FAMILIES
+from kt_runtime.serve.models.hub_cache import is_hub_id, repository_directory
+from kt_runtime.serve.models.presets import preset_names
+
+
+@dataclass(frozen=True)
+class Served:
+    """`pattern`: of the name without its organisation, in lower case. `preset`: one of the same architecture."""
+
+    pattern: str
+    organisation: str
+    preset: str
+
+
+# The first that fits decides.
+SERVED = (
+    Served(r"deepseek-(v3|v3-0324|v3-base|v3\.1(-base|-terminus)?|r1|r1-0528|r1-zero)", "deepseek-ai", "DeepSeek-V3"),
+    Served(r"deepseek-(coder-)?v2(\.5)?(-.*)?", "deepseek-ai", "DeepSeek-V2-Lite"),
+    Served(r"kimi-k2-thinking", "moonshotai", "Kimi-K2-Thinking"),
+    Served(r"kimi-k2-(base|instruct)(-0905)?", "moonshotai", "Kimi-K2"),
+    Served(r"qwen3-(coder-)?\d+b-a\d+b(-.*)?", "Qwen", "Qwen3-30B-A3B"),
+)
+
+# (pattern, its architecture)
+NOT_SERVED = (
+    (r"deepseek-v3\.2.*", "DeepseekV32ForCausalLM"),
+    (r"deepseek-v4.*", "DeepseekV4ForCausalLM"),
+    (r"deepseek-r1-distill-.*", "a dense model"),
+    (r"glm-4\.[5-7]v.*", "Glm4vMoeForConditionalGeneration"),
+    (r"glm-4\.[5-7].*", "Glm4MoeForCausalLM"),
+    (r"gpt-oss.*", "GptOssForCausalLM"),
+    (r"mixtral.*", "MixtralForCausalLM"),
+    (r"llama-4.*", "Llama4ForConditionalGeneration"),
+    (r"minimax-m.*", "MiniMaxM2ForCausalLM"),
+    (r"qwen3-next.*", "Qwen3NextForCausalLM"),
+    (r"qwen3-vl.*", "Qwen3VLMoeForConditionalGeneration"),
+    (r"qwen(1\.5|2)-.*a\d+(\.\d+)?b.*", "Qwen2MoeForCausalLM"),
+    (r"olmoe.*", "OlmoeForCausalLM"),
+    (r"qwen3-(0\.6|1\.7|4|8|14|32)b.*|qwen2(\.5)?-\d.*|llama-[23].*|mistral-.*|gemma.*|phi-[34].*", "a dense model"),
+)
+
+
+def advice(text: str) -> str:
+    """A sentence or two about a model that was not found and is no preset: what it is, how to get it."""
+    name = text.rpartition("/")[2].casefold()
+    for pattern, architecture in NOT_SERVED:
+        if re.fullmatch(pattern, name):
+            return f"{_of(text)} is {_described(architecture)}, which kt-runtime doesn't serve; {_served_families()}"
+    for served in SERVED:
+        if re.fullmatch(served.pattern, name):
+            hub_id = text if is_hub_id(text) else f"{served.organisation}/{text}"
+            return f"It has the architecture of the preset {served.preset}, which is served. {download(hub_id)}"
+    names = {preset.casefold(): preset for preset in preset_names()}
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    hint = f"Did you mean {names[near[0]]!r}? " if near else ""
+    found = f"{download(text)}. " if is_hub_id(text) else ""
+    return f"{hint}{found}Presets: {', '.join(preset_names())}; `kt-runtime models` says more"
+
+
+def download(hub_id: str, name: str | None = None) -> str:
+    """How a user gets the checkpoint `hub_id`, where it is then, and the `name` to call it by (None: the hub's)."""
+    return (
+        f"Download it with `hf download {hub_id}`, which puts it into {repository_directory(hub_id)}, "
+        f"and say --model {name or hub_id}"
+    )
+
+
+def _of(text: str) -> str:
+    return text.rpartition("/")[2]
+
+
+def _described(architecture: str) -> str:
+    return architecture if " " in architecture else f"of the architecture {architecture}"
+
+
+def _served_families() -> str:
+    return f"served are {', '.join(name for family in FAMILIES for name in family.architectures)}"

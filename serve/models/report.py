@@ -1,0 +1,97 @@
+"""What `--model` means: a preset, a directory, or an entry of the Hugging Face cache. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kt_runtime.errors import CheckpointError, NotFoundError
+from kt_runtime.families.base import Family
+from kt_runtime.families.registry import family_for
+from kt_runtime.serve.models.checkpoint_files import check_checkpoint
+from kt_runtime.serve.models.hub_cache import find_snapshot, is_hub_id, repository_directory, user_cache_directory
+from kt_runtime.serve.models.names import advice, download
+from kt_runtime.serve.models.presets import Preset, is_preset, load_preset
+
+MODELS_VARIABLE = "KT_RUNTIME_MODELS"
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A checkpoint that has been checked. `name`: what the server calls it. `config`: the content of config.json."""
+
+    name: str
+    directory: Path
+    config: dict[str, Any]
+    family: Family
+    preset: Preset | None
+
+
+def models_directory() -> Path:
+    """Where `kt-runtime models make` writes when no directory is given: KT_RUNTIME_MODELS, or in the user's cache."""
+    if explicit := os.environ.get(MODELS_VARIABLE):
+        return Path(explicit).expanduser()
+    return user_cache_directory() / "kt-runtime" / "models"
+
+
+def resolve_model(name_or_path: str | Path) -> ResolvedModel:
+    """Finds and checks a model. A preset's name goes before a directory of that name: write `./NAME` for the latter.
+
+    Raises NotFoundError listing every place looked at, and what `check_checkpoint` raises for a broken checkpoint.
+    """
+    text = str(name_or_path)
+    preset = load_preset(text) if is_preset(text) else None
+    directory, places = locate(text, preset)
+    if directory is None:
+        raise NotFoundError(not_found_message(text, preset, places))
+    try:
+        config = check_checkpoint(directory)
+    except CheckpointError as error:
+        if preset is not None and preset.note:
+            raise CheckpointError(f"{error}. Of {preset.name}: {preset.note}") from error
+        raise
+    name = (
+        preset.name if preset is not None else text if is_hub_id(text) and not Path(text).is_dir() else directory.name
+    )
+    return ResolvedModel(name, directory, config, family_for(config), preset)
+
+
+def find_preset(preset: Preset) -> Path | None:
+    """Where a preset's checkpoint is on this machine, not checked; None if it is not."""
+    return locate(preset.name, preset)[0]
+
+
+def locate(text: str, preset: Preset | None) -> tuple[Path | None, list[str]]:
+    """(directory or None, the places looked at)."""
+    places = []
+    if preset is not None:
+        candidate = models_directory() / preset.name
+        places.append(str(candidate))
+        if candidate.is_dir():
+            return candidate, places
+    else:
+        candidate = Path(text).expanduser()
+        places.append(str(candidate.absolute()))
+        if candidate.is_file():
+            raise CheckpointError(
+                f"{candidate}: is a file; a model is a directory with config.json and safetensors files"
+            )
+        if candidate.is_dir():
+            return candidate.resolve(), places
+    hub_ids = preset.hub_ids if preset is not None else (text,) if is_hub_id(text) else ()
+    for hub_id in hub_ids:
+        places.append(str(repository_directory(hub_id)))
+        if (snapshot := find_snapshot(hub_id)) is not None:
+            return snapshot, places
+    return None, places
+
+
+def not_found_message(text: str, preset: Preset | None, places: list[str]) -> str:
+    message = f"model {text!r} is not on this machine; looked at: {'; '.join(places)}"
+    if preset is not None and preset.is_made:
+        return f"{message}. Make it with `kt-runtime models make {preset.name}`"
+    if preset is not None:
+        return f"{message}. {download(preset.hub_ids[0], preset.name)}, or give the checkpoint's directory"
+    return f"{message}. {advice(text)}"

@@ -1,0 +1,1 @@
+"""What `kt-runtime serve` is asked for: own options, SGLang's, those that peers' users type."""

@@ -1,0 +1,181 @@
+"""What `kt-runtime serve` is asked for, checked as far as that goes without a model."""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError, suggestion
+from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING
+from kt_runtime.serve.memory.cache_plan import CachePlan
+
+DTYPES = ("bfloat16", "float32")
+LORA_RANKS = (64, 32, 16, 8)
+"""The default of `--max-lora-rank`, and what is tried in its place where that does not fit."""
+
+LOWEST_VALUES = {
+    "max_total_tokens": 16,
+    "max_running_requests": 1,
+    "max_lora_rank": 1,
+    "lora_slots": 2,
+    "context_tokens": 16,
+    "expert_threads": 1,
+    "microbatch_tokens": 1,
+    "max_sessions": 1,
+    "session_memory_bytes": 1 << 20,
+    "cache_device_bytes": 0,
+    "cache_host_bytes": 0,
+    "cache_disk_bytes": 0,
+    "cache_page_tokens": 1,
+    "max_body_bytes": 1024,
+}
+LARGEST_PAGE_TOKENS = 1024
+NOT_OPTIONS = ("passed_on", "cache", "lora_rank_may_be_lower")
+OPTION_NAMES = {
+    "max_body_bytes": "max-body-size",
+    "cors_origins": "cors-origin",
+}  # where the option is not called after the field
+SERVED_NAME = re.compile(r"[A-Za-z0-9._/-]{1,200}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """`max_total_tokens`: of the prefix cache and all running requests together. `context_tokens`: None, the model's.
+
+    `lora_slots`: adapter versions that one batch may hold; the base takes one of them. `adapter_dir`: None, a directory
+    of this model's in the user's data directory. `expert_isa`, `expert_threads`: None, the best there is.
+    `expert_format`: what a bf16 or fp8 checkpoint's experts are quantized to while loading; None, as they are.
+    `placement`: a KTransformers rule file, which may set `expert_format`.
+    `max_lora_rank`: slots are as large as that in any case. `lora_rank_may_be_lower`: where memory asks for it.
+    `training_share`: the largest share of the time that training may take while requests are served.
+    `max_sessions`: training sessions open at once; `session_memory_bytes`: what they may take together, None: half of
+    what the model leaves.
+    `allow_no_key`: listen beyond this machine without a key. `cors_origins`: sites whose pages may call the server.
+    `max_body_bytes`: None, what follows from the context length. `any_model_name`: an unknown model is the model.
+    `served_model_name`: what clients call the model; None, its preset's, hub's or directory's name.
+    `tool_call_parser`, `reasoning_parser`: SGLang's names, "none" for none; None, what suits the model (`parsers`).
+    `runtime_dir`: where the sockets and the log are; None, the user's. `verbose`: SGLang's whole log goes to the
+    terminal. `passed_on`: options of SGLang's.
+
+    `cache_device_bytes`: what the KV cache takes, instead of `max_total_tokens`. `cache_host_bytes`: None, 0 or what
+    `cache_disk_bytes` needs. `cache_dir`: None, one of this model's in the user's cache directory. `cache_read_only`:
+    take pages from the disk, put none there. `cache_page_tokens`: None, what suits the tiers. `cache`: what all this
+    comes to for the model, filled in by `launch`; None: SGLang's own prefix cache and nothing else.
+    """
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 30000
+    api_key: str | None = field(default=None, repr=False)
+    allow_no_key: bool = False
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int | None = None
+    any_model_name: bool = False
+    dtype: str = "bfloat16"
+    context_tokens: int | None = None
+    max_total_tokens: int = 16384
+    max_running_requests: int = 32
+    max_lora_rank: int = LORA_RANKS[0]
+    lora_rank_may_be_lower: bool = False
+    lora_slots: int = 8
+    adapter_dir: Path | None = None
+    expert_isa: str | None = None
+    expert_threads: int | None = None
+    expert_format: str | None = None
+    placement: Path | None = None
+    training_share: float = 0.5
+    microbatch_tokens: int = 2048
+    served_model_name: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    max_sessions: int = 64
+    session_memory_bytes: int | None = None
+    runtime_dir: Path | None = None
+    verbose: bool = False
+    passed_on: tuple[str, ...] = ()
+    cache_device_bytes: int | None = None
+    cache_host_bytes: int | None = None
+    cache_disk_bytes: int = 0
+    cache_dir: Path | None = None
+    cache_read_only: bool = False
+    cache_page_tokens: int | None = None
+    cache: CachePlan | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidValueError for a value outside its range, UnknownNameError for an unknown format."""
+        if self.dtype not in DTYPES:
+            raise InvalidValueError(f"--dtype {self.dtype!r}{suggestion(self.dtype, DTYPES)}")
+        if not 0 < self.port < 65536:
+            raise InvalidValueError(f"--port {self.port}: allowed are 1 to 65535")
+        if not 0 < self.training_share <= 1:
+            raise InvalidValueError(f"--training-share {self.training_share:g}: must be above 0 and at most 1")
+        if self.expert_format is not None and self.expert_format not in QUANTIZED_WHILE_LOADING:
+            raise UnknownNameError("expert format", self.expert_format, QUANTIZED_WHILE_LOADING, "--expert-format")
+        for name, lowest in LOWEST_VALUES.items():
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                option = OPTION_NAMES.get(name) or name.removesuffix("_bytes").replace("_", "-")
+                raise InvalidValueError(f"--{option} {value}: must be at least {lowest}")
+        if self.served_model_name is not None and not SERVED_NAME.fullmatch(self.served_model_name):
+            raise InvalidValueError(
+                f"--served-model-name {self.served_model_name!r}: allowed are letters, digits and . _ - / "
+                "(a colon stands before an adapter's name in a request)"
+            )
+        self._check_cache()
+
+    def _check_cache(self) -> None:
+        page = self.cache_page_tokens
+        if page is not None and (page > LARGEST_PAGE_TOKENS or page & (page - 1)):
+            allowed = ", ".join(str(2**power) for power in range(LARGEST_PAGE_TOKENS.bit_length()))
+            raise InvalidValueError(f"--cache-page-tokens {page}: allowed are {allowed}")
+        if not self.cache_disk_bytes:
+            for name in ("cache_dir", "cache_read_only"):
+                if getattr(self, name):
+                    raise InvalidValueError(
+                        f"--{name.replace('_', '-')}: there is no disk tier; say how large it may be with --cache-disk"
+                    )
+
+    @property
+    def asks_for_cache(self) -> bool:
+        """Whether any size of the prefix cache's tiers is given."""
+        sizes = (self.cache_device_bytes, self.cache_page_tokens)
+        return any(size is not None for size in sizes) or bool(self.cache_host_bytes or self.cache_disk_bytes)
+
+    @property
+    def url(self) -> str:
+        """Where a program on this machine reaches the server."""
+        host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        scheme = "https" if any(one.partition("=")[0] == "--ssl-certfile" for one in self.passed_on) else "http"
+        return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
+
+
+def own_option_names() -> list[str]:
+    """The options of `kt-runtime serve` that say what is in ServeOptions."""
+    names = [field.name for field in fields(ServeOptions) if field.name not in NOT_OPTIONS]
+    return [f"--{OPTION_NAMES.get(name) or name.removesuffix('_bytes').replace('_', '-')}" for name in names]
+
+
+def check_port_is_free(host: str, port: int) -> None:
+    """Binds and lets go again, before hours are spent on loading a model. Another program may still come in between."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise InvalidValueError(f"--host {host!r}: is no address of this machine ({error})") from None
+    with socket.socket(family, socket.SOCK_STREAM) as opened:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            opened.bind(address)
+        except OSError as error:
+            raise _refusal(error, host, port) from None
+
+
+def _refusal(error: OSError, host: str, port: int) -> Any:
+    if error.errno == errno.EADDRINUSE:
+        return ConflictError(f"port {port} on {host} is in use by another program; choose another with --port")
+    if error.errno == errno.EACCES:
+        return InvalidValueError(f"--port {port}: this user may not listen there; choose one above 1023")
+    return InvalidValueError(f"--host {host!r}: can't listen there ({error.strerror})")

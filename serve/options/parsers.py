@@ -1,0 +1,119 @@
+"""Which of SGLang's parsers read a model's tool calls and its reasoning out of what it writes.
+
+A preset says so itself. For any other checkpoint its chat template does, since models of one architecture differ:
+DeepSeek-V3, V3.1 and R1 have the same config, Qwen3-30B-A3B and Qwen3-Coder too. Markers are the models' own (model
+cards on the hub); names are those of SGLang 0.5.23 (`function_call.parser_names`, `parser.reasoning_parser_names`).
+
+A reasoning parser that a model does not need is worse than none: `deepseek-r1` takes all that DeepSeek-V3 answers for
+reasoning, since no `</think>` ever comes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kt_runtime.families.registry import family_for
+from kt_runtime.serve.models.presets import Preset, load_preset, preset_names
+
+NONE = "none"
+TEMPLATE_FILE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+LARGEST_TEMPLATE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Parsers:
+    """None: no parser, what the model writes is the answer as it is."""
+
+    tool_call: str | None = None
+    reasoning: str | None = None
+
+
+def parsers_for(
+    config: Mapping[str, Any], directory: Path, preset: Preset | None, passed_on: Sequence[str] = ()
+) -> Parsers:
+    """`preset`: the one that the user named. `passed_on`: options of SGLang's, which may name another template."""
+    preset = preset or _preset_of(directory)
+    if preset is not None:
+        return Parsers(preset.tool_call_parser, preset.reasoning_parser)
+    return from_template(config, chat_template(directory, passed_on))
+
+
+def from_template(config: Mapping[str, Any], template: str) -> Parsers:
+    """The parsers for a chat template of a model of this config; none for a template that knows no tools."""
+    if family_for(config).name == "qwen3_moe":
+        return Parsers(_qwen_tools(template), _qwen_reasoning(template))
+    if "<|tool_calls_section_begin|>" in template or config.get("model_type") == "kimi_k2":
+        return Parsers("kimi_k2", "kimi_k2" if "<think>" in template else None)
+    return Parsers(_deepseek_tools(template), _deepseek_reasoning(template))
+
+
+def chat_template(directory: Path, passed_on: Sequence[str] = ()) -> str:
+    """The text of the checkpoint's chat template, or of the file that `--chat-template` names; empty: there is none."""
+    if (named := last_value(passed_on, "--chat-template")) is not None:
+        path = Path(named)
+        return _read(path) if path.is_file() else ""
+    if (directory / TEMPLATE_FILE).is_file():
+        return _read(directory / TEMPLATE_FILE)
+    try:
+        found = json.loads(_read(directory / TOKENIZER_CONFIG) or "{}").get("chat_template")
+    except (ValueError, AttributeError, RecursionError):
+        return ""  # the tokenizer's own loader says what is wrong with the file
+    if isinstance(found, list):  # several, by name
+        return "\n".join(str(item.get("template", "")) for item in found if isinstance(item, dict))
+    return found if isinstance(found, str) else ""
+
+
+def _qwen_tools(template: str) -> str | None:
+    if "<function=" in template:
+        return "qwen3_coder"
+    return "qwen" if "<tool_call>" in template else None
+
+
+def _qwen_reasoning(template: str) -> str | None:
+    if "<think>" not in template:
+        return None
+    # Thinking-2507 always thinks: its template opens the tag, so that the answer has only the closing one.
+    return "qwen3" if "enable_thinking" in template else "qwen3-thinking"
+
+
+def _deepseek_tools(template: str) -> str | None:
+    if "<｜tool▁calls▁begin｜>" not in template:
+        return None
+    return "deepseekv3" if "```json" in template else "deepseekv31"  # V3.1 writes arguments without a code block
+
+
+def _deepseek_reasoning(template: str) -> str | None:
+    if "<think>" not in template:
+        return None
+    return "deepseek-v3" if "thinking" in template else "deepseek-r1"  # V3.1's switch
+
+
+def _preset_of(directory: Path) -> Preset | None:
+    """The preset whose repository a directory of the Hugging Face cache is."""
+    repository = directory.parent.parent.name
+    for name in preset_names():
+        preset = load_preset(name)
+        if any(repository == f"models--{hub_id.replace('/', '--')}" for hub_id in preset.hub_ids):
+            return preset
+    return None
+
+
+def last_value(arguments: Sequence[str], option: str) -> str | None:
+    """The last value given to an option."""
+    found = None
+    for position, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == option:
+            found = value if equals else "".join(arguments[position + 1 : position + 2])
+    return found
+
+
+def _read(path: Path) -> str:
+    """Empty for a file that is not there or larger than a template is."""
+    if not path.is_file() or path.stat().st_size > LARGEST_TEMPLATE_BYTES:
+        return ""
+    return path.read_text(encoding="utf-8", errors="replace")

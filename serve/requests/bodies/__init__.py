@@ -1,0 +1,1 @@
+"""Every field of every request body, with its type and range."""

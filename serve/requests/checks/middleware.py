@@ -1,0 +1,186 @@
+"""ASGI middleware: reads a body within its limit, checks it, and hands SGLang the same bytes, or those of its
+`normal_form`.
+
+What is refused never reaches SGLang. An answer with status 500 from SGLang's routes is replaced: it may quote an
+exception of the server's, with paths in it; the log has it. So is one of a request that is refused since too much
+else is going on: SGLang takes that for the client's mistake. Each 503 says when to try again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from email.message import Message
+from typing import Any, Protocol
+
+from kt_runtime.serve.requests.bodies.bounds import Body
+from kt_runtime.serve.requests.checks.body_reader import BodyReader, BodyRoom, ClientGone
+from kt_runtime.serve.requests.checks.body_size import BODIES_AT_ONCE, SMALL_BODY_BYTES
+from kt_runtime.serve.requests.checks.checking import parse_query, parsed, shortened
+from kt_runtime.serve.requests.checks.refusal import OWN_ROUTES, Refusal, answer
+from kt_runtime.sglang_patch.frontend.overload import noting
+from kt_runtime.sglang_patch.frontend.tokenizing import LONG_BYTES
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+RETRY_AFTER = (b"retry-after", b"5")  # seconds; long texts and grammars take some each
+ONE_RANK_HEADERS = (b"x-data-parallel-rank", b"x-smg-routing-key")
+
+
+class Fields(Protocol):
+    """What a rule of the route table says: the structs of a route's body and query, None where SGLang parses none."""
+
+    @property
+    def body(self) -> type[Body] | None: ...
+    @property
+    def query(self) -> type[Body] | None: ...
+
+
+class RequestMiddleware:
+    """`fields_of(method, path)`: the route table. `checks` see each body that fits its struct, and raise Refusal."""
+
+    def __init__(
+        self,
+        app: App,
+        fields_of: Callable[[str, str], Fields | None],
+        max_body_bytes: int,
+        checks: Sequence[Callable[[Body], None]],
+    ) -> None:
+        self.app, self.fields_of, self.max_body_bytes, self.checks = app, fields_of, max_body_bytes, checks
+        self.room = BodyRoom(BODIES_AT_ONCE * max_body_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path = route_path(scope)
+        fields = self.fields_of(scope["method"], path)
+        body_type = fields.body if fields else None
+        limit_bytes = self.max_body_bytes if body_type else SMALL_BODY_BYTES
+        reader = BodyReader(scope["headers"], receive, limit_bytes, self.room)
+        try:
+            body = await reader.read()
+            if fields is not None and fields.query is not None:
+                parse_query(scope.get("query_string", b""), fields.query)
+            if body_type is not None:
+                check_headers(scope["headers"])
+                request, body = parsed(body, body_type)
+                for check in self.checks:
+                    check(request)
+        except Refusal as refusal:
+            logger.info("%s %r: %s", scope["method"], path, shortened(refusal.message))
+            await _refuse(refusal, path, reader, send)
+            return
+        except ClientGone:
+            return
+        if path.startswith(OWN_ROUTES):
+            await self.app(scope, _Replay(body, receive), lambda message: send(with_retry_after(message)))
+            return
+        with noting() as overloads:
+            guarded = _Guarded(send, path, overloads, may_wait=len(body) > LONG_BYTES)
+            await self.app(scope, _Replay(body, receive), guarded)
+
+
+def check_headers(headers: list[tuple[bytes, bytes]]) -> None:
+    """Raises Refusal (400) unless the body is said to be JSON, and for headers that address other ranks."""
+    for name, _ in headers:
+        if name in ONE_RANK_HEADERS:
+            raise Refusal(400, f"header {name.decode()}: kt-runtime runs one model on one rank")
+    given = next((value.decode("latin-1") for name, value in headers if name == b"content-type"), None)
+    stated = Message()
+    stated["content-type"] = (given or "").lower()
+    if given is None or stated.get_content_type() != "application/json":
+        shown = "is missing" if given is None else f"is {shortened(given)}"
+        raise Refusal(400, f"Content-Type {shown}; it must be application/json")
+    charset = str(stated.get_param("charset", ""))
+    if charset not in ("", "utf-8", "utf8"):
+        raise Refusal(400, f"Content-Type: charset {shortened(charset)}; JSON is UTF-8")
+
+
+def route_path(scope: Scope) -> str:
+    """The path that routes see: without a proxy's prefix."""
+    path: str = scope["path"].removeprefix(scope.get("root_path") or "")
+    return path or "/"
+
+
+class _Replay:
+    """`receive` of ASGI: the body that was read, then what the client does next."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Any:
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+class _Guarded:
+    """`send` of ASGI: replaces the body of an answer with status 500, and all of one to a request that is refused for
+    now, in `overloads`. `may_wait`: it may be; a stream's headers are kept back then until it is known."""
+
+    def __init__(self, send: Send, path: str, overloads: Sequence[Exception], may_wait: bool) -> None:
+        self._send, self._path, self._overloads, self._may_wait = send, path, overloads, may_wait
+        self._replaced, self._start = False, None
+
+    async def __call__(self, message: Any) -> None:
+        if self._replaced:
+            return
+        if message["type"] == "http.response.start":
+            self._start = message
+            if self._may_wait:
+                return
+        if self._start is not None:
+            start, self._start = self._start, None
+            if await self._has_replaced(start):
+                return
+            await self._send(with_retry_after(start))
+        if message["type"] != "http.response.start":
+            await self._send(message)
+
+    async def _has_replaced(self, start: Any) -> bool:
+        if self._overloads:
+            refusal = Refusal(503, str(self._overloads[0]), code="busy")
+        elif start["status"] == 500:
+            logger.error("%r: answered with status 500; the log above may say why", self._path)
+            refusal = Refusal(500, "internal error; the server's log has it")
+        else:
+            return False
+        self._replaced = True
+        await _send_answer(refusal, self._path, self._send)
+        return True
+
+
+def with_retry_after(message: Any) -> Any:
+    """The same message of an answer, with the header if it is the start of a 503."""
+    headers = message.get("headers", ())
+    if message.get("status") != 503 or b"retry-after" in [name.lower() for name, _ in headers]:
+        return message
+    return {**message, "headers": [*headers, RETRY_AFTER]}
+
+
+async def _refuse(refusal: Refusal, path: str, reader: BodyReader, send: Send) -> None:
+    if reader.is_complete:
+        await _send_answer(refusal, path, send)
+        return
+    await _send_answer(refusal, path, send, close=True, more_body=True)
+    await reader.drain()
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _send_answer(
+    refusal: Refusal, path: str, send: Send, *, close: bool = False, more_body: bool = False
+) -> None:
+    body = answer(refusal, path)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if close:
+        headers.append((b"connection", b"close"))
+    await send(with_retry_after({"type": "http.response.start", "status": refusal.status, "headers": headers}))
+    await send({"type": "http.response.body", "body": body, "more_body": more_body})

@@ -1,0 +1,161 @@
+"""SGLang's storage backend for the prefix cache's disk tier.
+
+Symbol: `sglang.srt.mem_cache.hicache_storage.HiCacheStorage` (SGLang 0.5.23), loaded as the "dynamic" backend by module
+path (`arguments.py`); "interface_v1" in its extra configuration makes SGLang hand over pages where the host pool has
+them. Reason: SGLang's own file backend has one flat directory, no checksums, no quota by default and no namespace.
+
+SGLang's keys are chains of hashes over the tokens, seeded with the request's `extra_key`, which names the adapter's
+content (`cache_keys.py`). What else a page depends on is in the tier's namespace (`cache_namespace.py`).
+
+Only SGLang's storage threads call what may wait: `batch_exists`, `batch_get_v1`, `batch_set_v1`. The scheduler's thread
+makes the backend, asks it to clear, and closes it when it serves no longer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
+
+from kt_runtime.cache.disk_tier import DiskTier, DiskTierSettings
+from kt_runtime.cache.page import Page
+from kt_runtime.errors import InvalidValueError, KtError
+from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.sglang_patch.cache.namespace import namespace
+
+CLOSING_SECONDS = 8.0  # for what has not been written; the frontend waits somewhat longer for the scheduler's end
+# For a batch of pages. SGLang's thread reads for one request after another, and a request that was given up keeps it as
+# long as its batch; a flush of the memory tiers ends the scheduler if that is more than 10 s.
+READING_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
+
+_tier: DiskTier | None = None
+
+
+def disk_tier() -> DiskTier | None:
+    """The disk tier of this process; None in any other process than the scheduler's, and in a server without one."""
+    return _tier
+
+
+class DiskBackend(HiCacheStorage):
+    """`kt_runtime.resident.config` says where the tier is and how large. What is wrong with it ends the process."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
+        self._pools: list[str] = []
+        self._tier: DiskTier | None = None
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        global _tier
+        self.mem_pool_host = mem_pool_host
+        # SGLang's threads may hold addresses in it after SGLang let go of it.
+        self._memory = mem_pool_host.kv_buffer
+        try:
+            self._tier = _tier = _open_tier(mem_pool_host)
+        except KtError as error:
+            raise SystemExit(f"kt-runtime: {error}") from error
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._pools.append(str(getattr(host_pool_name, "value", host_pool_name)))
+
+    def on_host_pools_registered(self) -> None:
+        others = sorted(set(self._pools) - {"kv"})
+        if others:
+            raise SystemExit(
+                f"kt-runtime: --cache-disk: this model keeps {', '.join(others)} beside its keys and values; the disk "
+                "tier has room for these only"
+            )
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        tier = self._tier
+        return tier.look_up(_encoded(keys), _chain(extra_info)) if tier is not None else 0
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        tier = self._tier
+        if tier is None:
+            return [False] * len(keys)
+        return tier.read(list(self._pages(keys, host_indices)), READING_SECONDS)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Always says yes: a page that is dropped is counted by the tier, and SGLang would log each."""
+        tier = self._tier
+        if tier is not None:
+            tier.write(list(self._pages(keys, host_indices)), _chain(extra_info))
+        return [True] * len(keys)
+
+    def _pages(self, keys: list[str], host_indices: torch.Tensor) -> Iterator[Page]:
+        pointers, sizes = self.mem_pool_host.get_page_buffer_meta(host_indices)
+        step = len(pointers) // len(keys)
+        pieces = [_memory(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)]
+        for position, key in enumerate(_encoded(keys)):
+            yield Page(key, pieces[position * step : (position + 1) * step])
+
+    def clear(self) -> None:
+        """Asked for by the scheduler's thread, which does not wait for it."""
+        if self._tier is not None:
+            self._tier.clear(timeout_s=0.0)
+
+    def close(self) -> None:
+        global _tier
+        tier, self._tier = self._tier, None
+        if tier is not None:
+            tier.close(CLOSING_SECONDS)
+            _tier = None
+
+    # The interface of before v1: abstract, so that it has to be there; not called with "interface_v1"
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        return None
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return False
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:
+        return [None] * len(keys)
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return False
+
+
+def _open_tier(pool: Any) -> DiskTier:
+    settings = ResidentSettings.from_environment()
+    if settings is None or settings.cache_directory is None:
+        raise InvalidValueError("the disk tier belongs to a server that `kt-runtime serve --cache-disk` started")
+    _, sizes = pool.get_page_buffer_meta(torch.arange(pool.page_size))
+    return DiskTier(
+        DiskTierSettings(
+            directory=Path(settings.cache_directory),
+            quota_bytes=settings.cache_disk_bytes,
+            page_bytes=sum(sizes),
+            namespace=namespace(pool, pool.page_size),
+            read_only=settings.cache_read_only,
+        )
+    )
+
+
+def _encoded(keys: Sequence[str]) -> list[bytes]:
+    return [key.encode() for key in keys]
+
+
+def _chain(extra_info: HiCacheStorageExtraInfo | None) -> list[bytes]:
+    return _encoded(extra_info.prefix_keys or []) if extra_info is not None else []
+
+
+def _memory(pointer: int, size: int) -> memoryview:
+    """The host pool's own memory, valid as long as the pool is."""
+    return memoryview((ctypes.c_ubyte * size).from_address(pointer)).cast("B")

@@ -1,0 +1,227 @@
+"""Counts what each tier of the prefix cache does, for `/metrics`, `/kt/status` and a response's `meta_info`.
+
+The disk tier counts for itself. The device's and the host's pages are SGLang's; it says how many bytes it copied, but
+not which tier had what a request asked for, nor what the host pool gave up. Hence, in SGLang 0.5.23:
+
+- `ScheduleBatch.prepare_for_extend`: where SGLang decides, once per request, how much of the prompt came from which
+  tier (`Req.cached_tokens_device`, `_host`, `_storage`).
+- `BasePrefixCache.update_eviction_metrics`, `UnifiedRadixCache.evict_host`: how much the device and the host gave up.
+- `RadixCacheMetricsCollector.increment_backup_num_bytes`, `.increment_load_back_num_bytes`: copies to, from the host.
+- `Scheduler.ingest_requests`: called once per turn of the loop, at least every second; publishes.
+- `SchedulerOutputStreamer.get_cached_tokens_details`: becomes `meta_info.cached_tokens_details`. SGLang answers None
+  where nothing was cached, and the name of a class for the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kt_runtime.cache.counters import Counters
+from kt_runtime.cache.disk_tier import DiskTier
+from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.sglang_patch.cache.metrics_files import MetricsFiles
+from kt_runtime.sglang_patch.cache.prometheus import PublishedTiers
+from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.wire.messages import CacheTier
+
+COLLECTOR = "sglang.srt.observability.metrics_collector.RadixCacheMetricsCollector"
+PREPARE = "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend"
+DEVICE_EVICTED = "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.update_eviction_metrics"
+HOST_EVICTED = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.evict_host"
+WRITTEN_TO_HOST = f"{COLLECTOR}.increment_backup_num_bytes"
+READ_FROM_HOST = f"{COLLECTOR}.increment_load_back_num_bytes"
+INGEST = "sglang.srt.managers.scheduler.Scheduler.ingest_requests"
+DETAILS = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.get_cached_tokens_details"
+SYMBOLS = (
+    *(PREPARE, DEVICE_EVICTED, HOST_EVICTED, WRITTEN_TO_HOST, READ_FROM_HOST, INGEST, DETAILS),
+    "sglang.srt.managers.schedule_batch.Req._cache_breakdown_computed",
+    "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
+    "sglang.srt.managers.schedule_batch.Req.cached_tokens_device",
+    "sglang.srt.managers.schedule_batch.Req.cached_tokens_host",
+    "sglang.srt.mem_cache.memory_pool.KVCache.get_kv_size_bytes",
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.evictable_size",
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.protected_size",
+    "sglang.srt.mem_cache.pool_host.base.HostKVCache.available_size",
+    "sglang.srt.mem_cache.pool_host.base.HostKVCache.logical_size",
+    "sglang.srt.mem_cache.pool_host.base.HostKVCache.size_per_token",
+)
+DISK_NAME = "kt-runtime disk"
+PUBLISH_SECONDS = 1.0
+
+_NAMES = ("hits", "misses", "evicted_tokens", "bytes_read", "bytes_written")
+_device, _host = Counters(_NAMES), Counters(_NAMES)
+_published: PublishedTiers | None = None
+_files = MetricsFiles(None)
+_next_publication_s = 0.0
+
+
+def install(hooks: Hooks) -> None:
+    """Hooks a server that `kt-runtime serve` started; in any other SGLang process, nothing."""
+    if ResidentSettings.from_environment() is None:
+        return
+    hooks.around(PREPARE, _count_hits)
+    hooks.after(DEVICE_EVICTED, _count_device_evictions)
+    hooks.after(HOST_EVICTED, _count_host_evictions)
+    hooks.after(WRITTEN_TO_HOST, _count_written)
+    hooks.after(READ_FROM_HOST, _count_read)
+    hooks.after(INGEST, _publish_now_and_then)
+    hooks.after(DETAILS, describe_cached_tokens)
+
+
+def tiers(scheduler: Any) -> list[CacheTier]:
+    """The tiers that this server has, nearest first. In the scheduler's thread."""
+    found = [_device_tier(scheduler)]
+    if (pool := _host_pool(scheduler)) is not None:
+        found.append(_host_tier(pool, scheduler.page_size))
+    if (disk := _disk()) is not None:
+        found.append(disk_status(*disk, found[-1].page_tokens, found[-1].page_bytes))
+    return found
+
+
+def _device_tier(scheduler: Any) -> CacheTier:
+    pool, tree = scheduler.token_to_kv_pool_allocator.get_kvcache(), scheduler.tree_cache
+    sizes = pool.get_kv_size_bytes()  # K and V, or both in one; with a page more than there are tokens
+    # SGLang counts with NumPy, whose integers the wire does not take.
+    token_bytes = int(sum(sizes) if isinstance(sizes, tuple) else sizes) // (pool.size + pool.page_size)
+    used_tokens = tree.evictable_size() + tree.protected_size()
+    return _memory_tier(
+        "device", _device, scheduler.page_size, token_bytes, used_tokens, scheduler.max_total_num_tokens
+    )
+
+
+def _host_tier(pool: Any, page_tokens: int) -> CacheTier:
+    used_tokens = pool.logical_size - pool.available_size()
+    return _memory_tier("host", _host, page_tokens, pool.size_per_token, used_tokens, pool.logical_size)
+
+
+def _memory_tier(
+    name: str, counters: Counters, page_tokens: int, token_bytes: int, used_tokens: int, capacity_tokens: int
+) -> CacheTier:
+    counts = counters.snapshot()
+    return CacheTier(
+        tier=name,
+        page_tokens=page_tokens,
+        page_bytes=page_tokens * token_bytes,
+        pages=used_tokens // page_tokens,
+        used_bytes=used_tokens * token_bytes,
+        capacity_bytes=capacity_tokens * token_bytes,
+        hits=counts["hits"],
+        misses=counts["misses"],
+        evictions=counts["evicted_tokens"] // page_tokens,
+        bytes_read=counts["bytes_read"],
+        bytes_written=counts["bytes_written"],
+    )
+
+
+def disk_status(disk: DiskTier, settings: ResidentSettings, page_tokens: int, page_bytes: int) -> CacheTier:
+    status, counters = disk.status(), disk.counters.snapshot()
+    return CacheTier(
+        tier="disk",
+        page_tokens=page_tokens,
+        page_bytes=page_bytes,
+        pages=int(status["records"] or 0),
+        used_bytes=int(status["disk_bytes"] or 0),
+        capacity_bytes=int(status["quota_bytes"] or 0),
+        hits=counters["hits"],
+        misses=counters["misses"],
+        evictions=counters["evictions"],
+        bytes_read=counters["bytes_read"],
+        bytes_written=counters["bytes_written"],
+        corrupt=counters["corrupt"],
+        counters=counters,
+        directory=settings.cache_directory,
+        read_only=settings.cache_read_only,
+        reading_stopped=_text(status["reading_stopped"]),
+        writing_stopped=_text(status["writing_stopped"]),
+    )
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _host_pool(scheduler: Any) -> Any:
+    return getattr(scheduler.tree_cache, "full_kv_pool_host", None) if scheduler.enable_hierarchical_cache else None
+
+
+def _disk() -> tuple[DiskTier, ResidentSettings] | None:
+    settings = ResidentSettings.from_environment()
+    if settings is None or settings.cache_directory is None:
+        return None
+    from kt_runtime.sglang_patch.cache.backend import disk_tier
+
+    tier = disk_tier()
+    return None if tier is None else (tier, settings)
+
+
+# Counting, in the scheduler's thread
+
+
+def _count_hits(original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+    undecided = [request for request in batch.reqs if not request._cache_breakdown_computed]
+    result = original(batch, *args, **kwargs)
+    for request in undecided:
+        if request._cache_breakdown_computed:
+            _count_request(request, batch.tree_cache)
+    return result
+
+
+def _count_request(request: Any, tree: Any) -> None:
+    """A prompt's last token is computed in any case, and only whole pages are kept: the rest is asked of no tier."""
+    page_tokens = tree.page_size
+    pages = request._compute_max_prefix_len(len(request.origin_input_ids)) // page_tokens
+    device_pages = min(pages, request.cached_tokens_device // page_tokens)
+    _device.add("hits", device_pages)
+    _device.add("misses", pages - device_pages)
+    if tree.cache_controller is not None:
+        left = pages - device_pages
+        host_pages = min(left, request.cached_tokens_host // page_tokens)
+        _host.add("hits", host_pages)
+        _host.add("misses", left - host_pages)
+
+
+def _count_device_evictions(_result: Any, _tree: Any, num_evicted: int, *_args: Any, **_kwargs: Any) -> None:
+    _device.add("evicted_tokens", num_evicted)
+
+
+def _count_host_evictions(num_evicted: int, *_args: Any, **_kwargs: Any) -> None:
+    _host.add("evicted_tokens", num_evicted)
+
+
+def _count_written(_result: Any, _collector: Any, num_bytes: int) -> None:
+    _host.add("bytes_written", num_bytes)
+
+
+def _count_read(_result: Any, _collector: Any, num_bytes: int) -> None:
+    _host.add("bytes_read", num_bytes)
+
+
+# What is shown
+
+
+def _publish_now_and_then(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    global _published, _files, _next_publication_s
+    now_s = time.monotonic()
+    if now_s < _next_publication_s:
+        return
+    _next_publication_s = now_s + PUBLISH_SECONDS
+    if _published is None:
+        directory = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+        _published, _files = PublishedTiers(), MetricsFiles(Path(directory) if directory else None)
+    _published.publish(tiers(scheduler))
+    _files.take_room()
+
+
+def describe_cached_tokens(result: dict[str, int | str] | None, streamer: Any, request: Any) -> dict[str, int | str]:
+    """Prompt tokens by where their KV came from, also when nothing was cached; `computed`: no tier had them."""
+    details: dict[str, int | str] = {"device": 0, "host": 0, **(result or {})}
+    if streamer.enable_hicache_storage():
+        details["storage"] = details.get("storage", 0)
+        details["storage_backend"] = DISK_NAME
+    cached = sum(int(details.get(tier, 0)) for tier in ("device", "host", "storage"))
+    details["computed"] = max(0, len(request.origin_input_ids) - cached)
+    return details

@@ -1,0 +1,1 @@
+"""What the model computes on a machine without a GPU, and the routed experts on any machine."""

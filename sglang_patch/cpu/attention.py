@@ -1,0 +1,185 @@
+"""The attention backend `kt_cpu`: grouped-query and absorbed latent attention (MLA) on a CPU, in torch.
+
+Symbols (SGLang 0.5.23): `layers.attention.attention_registry.register_attention_backend` and `.choices` get the name;
+`models.deepseek_common.attention_backend_handler.AttentionBackendRegistry` learns that DeepSeek uses absorbed MLA with
+it. Reason: SGLang's `torch_native` recomputes the whole prefix for every cached extend, one sequence at a time, and has
+no MLA handler, so that DeepSeek takes the MHA path and meets the latent cache.
+
+Extends compute only the new queries, against cached prefix and new keys, one sequence at a time: what a sequence gets
+does not depend on the others in its batch. Decodes are one batch, padded to its longest sequence, unless padding would
+cost more than the sequences themselves. Scores and softmax are float32, see `kt_runtime.ops.attention`.
+
+Left out: sliding windows, cross attention and bidirectional attention. The families that are served have none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.ops.attention import attend_decode, attend_sequence
+from kt_runtime.sglang_patch.faults import finite_rows
+from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND
+
+SYMBOLS = (
+    "sglang.srt.arg_groups.choices.ATTENTION_BACKEND_CHOICES",
+    "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",
+    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend",
+    "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
+    "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.register",
+)
+PADDING_LIMIT = 2.0  # a decode batch is padded while that makes it at most this many times larger
+
+
+def install(hooks: Hooks) -> None:
+    if not hooks.on_cpu:
+        return
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+
+    if ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
+        ATTENTION_BACKEND_CHOICES.append(ATTENTION_BACKEND)
+    hooks.before("sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends", _register_backend)
+
+
+def _register_backend(*args: Any, **kwargs: Any) -> None:
+    """Late, because both registries import SGLang's kernels and models."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
+
+    register_attention_backend(ATTENTION_BACKEND)(create_backend)
+    AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda attention, batch: AttnForwardMethod.MLA)
+
+
+def create_backend(runner: Any) -> Any:
+    """The backend for SGLang's model runner. Raises InvalidValueError for a model whose attention it does not know."""
+    if getattr(runner, "sliding_window_size", None):
+        raise InvalidValueError(
+            f"attention backend {ATTENTION_BACKEND!r}: the model has a sliding window of {runner.sliding_window_size}; "
+            "only full causal attention is supported"
+        )
+    return _backend_class()(runner)
+
+
+@dataclass(frozen=True)
+class ExtendRow:
+    """One sequence of an extend: its queries are rows `start` to `stop`; `slots` [prefix + new] are its cache slots."""
+
+    start: int
+    stop: int
+    prefix_tokens: int
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """`slots` [B, longest], padded with slot 0, which SGLang reserves; or, if `rows` are given, each sequence alone."""
+
+    slots: torch.Tensor | None
+    lengths: torch.Tensor
+    rows: tuple[ExtendRow, ...] = ()
+
+
+def extend_rows(
+    req_to_token: torch.Tensor, requests: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]
+) -> tuple[ExtendRow, ...]:
+    rows, start = [], 0
+    for request, prefix, new in zip(requests.tolist(), prefix_lens, extend_lens, strict=True):
+        rows.append(ExtendRow(start, start + new, prefix, req_to_token[request, : prefix + new]))
+        start += new
+    return tuple(rows)
+
+
+def decode_batch(req_to_token: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor) -> DecodeBatch:
+    longest = int(lengths.max())
+    if longest * len(lengths) > PADDING_LIMIT * int(lengths.sum()):
+        rows = extend_rows(req_to_token, requests, [n - 1 for n in lengths.tolist()], [1] * len(lengths))
+        return DecodeBatch(None, lengths, rows)
+    slots = req_to_token[requests, :longest]
+    slots = slots.masked_fill(torch.arange(longest, device=slots.device) >= lengths[:, None], 0)
+    return DecodeBatch(slots, lengths)
+
+
+def _backend_class() -> type:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+    class CpuAttentionBackend(AttentionBackend):
+        """Reads and writes SGLang's token pools; keeps the plan of the present batch, nothing else."""
+
+        def __init__(self, runner: Any) -> None:
+            super().__init__()
+            self.req_to_token_pool = runner.req_to_token_pool
+            self.token_to_kv_pool = runner.token_to_kv_pool
+            self.forward_metadata: Any = None
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            mode, table = forward_batch.forward_mode, self.req_to_token_pool.req_to_token
+            requests = forward_batch.req_pool_indices
+            if mode.is_idle():
+                self.forward_metadata = None
+            elif mode.is_decode():
+                self.forward_metadata = decode_batch(table, requests, forward_batch.seq_lens)
+            else:
+                prefix, new = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+                self.forward_metadata = extend_rows(table, requests, list(map(int, prefix)), list(map(int, new)))
+
+        def forward_extend(
+            self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+        ) -> torch.Tensor:
+            keys, values = self._store(k, v, layer, forward_batch, save_kv_cache)
+            return self._rows(q, keys, values, layer, self.forward_metadata)
+
+        def forward_decode(
+            self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+        ) -> torch.Tensor:
+            keys, values = self._store(k, v, layer, forward_batch, save_kv_cache)
+            batch: DecodeBatch = self.forward_metadata
+            if batch.slots is None:
+                return self._rows(q, keys, values, layer, batch.rows)
+            heads, size = layer.tp_q_head_num, layer.qk_head_dim
+            out = attend_decode(
+                q.reshape(-1, heads, size),
+                keys[batch.slots],
+                values[batch.slots],
+                batch.lengths,
+                layer.scaling,
+                layer.logit_cap,
+            )
+            return out.to(q.dtype).view(-1, heads * layer.v_head_dim)
+
+        def support_triton(self) -> bool:
+            return False
+
+        def _rows(self, q: Any, keys: Any, values: Any, layer: Any, rows: tuple[ExtendRow, ...]) -> torch.Tensor:
+            heads = layer.tp_q_head_num
+            queries = q.reshape(-1, heads, layer.qk_head_dim)
+            out = q.new_zeros(queries.shape[0], heads, layer.v_head_dim)
+            for row in rows:
+                out[row.start : row.stop] = attend_sequence(
+                    queries[row.start : row.stop],
+                    keys[row.slots],
+                    values[row.slots],
+                    row.prefix_tokens,
+                    layer.scaling,
+                    layer.logit_cap,
+                )
+            return out.view(-1, heads * layer.v_head_dim)
+
+        def _store(
+            self, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            """Writes the new keys and values, then returns the pool's: [slots, K, D] and [slots, K, V]."""
+            from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+            notes = finite_rows.present()
+            if notes is not None and notes.has_adapters and k is not None:
+                k, v = finite_rows.masked(k), v if v is None else finite_rows.masked(v)
+            if save and k is not None:
+                self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+            pool = self.token_to_kv_pool
+            return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+
+    return CpuAttentionBackend

@@ -1,0 +1,195 @@
+"""SGLang's routed experts are computed by the expert store, and exist there only.
+
+Symbol (SGLang 0.5.23): `sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__` gets a quantization method of
+ours, `StoreMethod`. Reason: the wheel has no CPU kernel for experts, and on a GPU machine experts live in host memory.
+The layers stay `FusedMoE` instances, without expert parameters, so that SGLang's model, loader and LoRA code finds them
+where it expects them. Each gets a method `experts_forward(x, topk_output, slots=(), token_slots=None)`; a LoRA layer
+around it calls that with its adapters.
+
+`routed_scaling_factor` (DeepSeek): Hugging Face multiplies the routing weights by it. `StoreMethod` asks SGLang for the
+same with `fuse_routed_scaling_factor_in_topk`, so that the weights which arrive here have it; `router` keeps SGLang's
+DeepSeek layer from multiplying once more where it would.
+
+Other models than the families of `kt_runtime.families` keep SGLang's own experts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError, NumericsError, UnknownNameError
+from kt_runtime.experts import ExpertShape, ExpertStore
+from kt_runtime.families import family_for
+from kt_runtime.families.quantization import BF16, quantization_of
+from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.resident.progress import LayersRead
+from kt_runtime.sglang_patch.faults import finite_rows
+from kt_runtime.sglang_patch.hooks import Hooks
+
+logger = logging.getLogger(__name__)
+
+SYMBOLS = (
+    "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__",
+    "sglang.srt.layers.moe.token_dispatcher.StandardCombineInput",
+    "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase",
+    "sglang.srt.runtime_context.process_model_config",
+)
+
+NOT_ROUTED = -1  # an expert id that the store leaves out
+
+_store: ExpertStore | None = None
+_store_lock = threading.Lock()
+
+
+def install(hooks: Hooks) -> None:
+    hooks.around(SYMBOLS[0], _with_store_method)
+
+
+def expert_store() -> ExpertStore:
+    """The process's expert store. Raises ConflictError before the model has been loaded."""
+    if _store is None:
+        raise ConflictError("the expert store is not open: no model with routed experts has been loaded")
+    return _store
+
+
+def keeps_experts_in_store(config: Any) -> bool:
+    """Whether the experts of a model with this Hugging Face config are the store's."""
+    try:
+        family_for(config.to_dict())
+    except UnknownNameError:
+        return False
+    return True
+
+
+def model_config() -> Any:
+    """SGLang's ModelConfig of this process."""
+    from sglang.srt.runtime_context import process_model_config
+
+    return process_model_config()
+
+
+def open_store(directory: str) -> ExpertStore:
+    """Opens the store of the checkpoint in `directory`, once per process."""
+    global _store
+    with _store_lock:
+        if _store is None:
+            _store = _load_store(Path(directory))
+        return _store
+
+
+def _load_store(directory: Path) -> ExpertStore:
+    if not directory.is_dir():
+        raise NotFoundError(
+            f"model directory {str(directory)!r} does not exist; experts are read from a local checkpoint"
+        )
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    family = family_for(config)
+    settings = ResidentSettings.from_environment()
+    keys = {layer: family.expert_prefix(layer) for layer in family.moe_layers(config)}
+    shape = ExpertShape(*family.expert_shape(config))
+    logger.info("reading the routed experts of %d layers from %s", len(keys), directory)
+    return ExpertStore.load(
+        directory,
+        keys,
+        shape,
+        isa=settings.expert_isa if settings else None,
+        num_threads=settings.expert_threads if settings else None,
+        expert_format=settings.expert_format if settings else None,
+        progress=LayersRead(_checkpoint_bytes(config, shape)),
+    )
+
+
+def _checkpoint_bytes(config: dict[str, Any], shape: ExpertShape) -> int:
+    """What the routed experts of one layer take in the checkpoint, give or take padding."""
+    quantization = quantization_of(config)
+    stored = BF16 if quantization is None else quantization.expert_format
+    up, down = (
+        stored.packed_bytes(shape.intermediate, shape.hidden),
+        stored.packed_bytes(shape.hidden, shape.intermediate),
+    )
+    return shape.num_experts * (2 * up + down)
+
+
+def _with_store_method(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    if kwargs.get("quant_method") is None and keeps_experts_in_store(model_config().hf_config):
+        kwargs["quant_method"] = _method_class()()
+    original(layer, *args, **kwargs)
+
+
+def experts_forward(
+    layer: Any,
+    x: torch.Tensor,
+    topk_output: Any,
+    slots: Sequence[Any] = (),
+    token_slots: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Weighted sum of the experts that `topk_output` chose for each token: [T, H] -> [T, H], with x's dtype and device.
+
+    `slots` and `token_slots`: LoRA of routed experts, as `ExpertLayer.forward` takes them. While serving, rows that are
+    not finite give zeros and are noted (`finite_rows`); otherwise they raise NumericsError.
+    """
+    experts = expert_store().layers[layer.layer_id]
+    ids, weights = topk_output.topk_ids, topk_output.topk_weights
+    try:
+        return experts.forward(x, ids, weights, slots=slots, token_slots=token_slots)
+    except NumericsError:
+        notes = finite_rows.present()
+        if notes is None:
+            raise
+    bad = ~(torch.isfinite(x).all(-1) & torch.isfinite(weights).all(-1))
+    notes.note_rows(bad)
+    x, weights, ids = (
+        matrix.masked_fill(bad[:, None], value) for matrix, value in ((x, 0), (weights, 0), (ids, NOT_ROUTED))
+    )
+    return experts.forward(x, ids, weights, slots=slots, token_slots=token_slots)
+
+
+def _method_class() -> type:
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+    from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
+
+    class StoreMethod(FusedMoEMethodBase):
+        """Instead of weights, the layer gets `experts_forward`."""
+
+        fuse_routed_scaling_factor_in_topk = True
+
+        def create_weights(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
+            _check_layer(layer, num_experts)
+            layer.experts_forward = types.MethodType(experts_forward, layer)
+
+        def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
+            """None needed: SGLang takes it for a kernel of the method's own, with standard routing output."""
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            open_store(model_config().model_path)
+
+        def apply(self, layer: Any, dispatch_output: Any) -> Any:
+            out = layer.experts_forward(dispatch_output.hidden_states, dispatch_output.topk_output)
+            return StandardCombineInput(hidden_states=out)
+
+    return StoreMethod
+
+
+def _check_layer(layer: Any, num_experts: int) -> None:
+    config = layer.moe_runner_config
+    expected = {"activation": "silu", "apply_router_weight_on_input": False, "is_gated": True, "no_combine": False}
+    for name, value in expected.items():
+        if getattr(config, name) != value:
+            raise InvalidValueError(
+                f"{layer.layer_name}: {name} is {getattr(config, name)!r}; the expert store has {value!r}"
+            )
+    if layer.moe_ep_size != 1 or layer.moe_tp_size != 1 or layer.num_experts != num_experts:
+        raise InvalidValueError(
+            f"{layer.layer_name}: experts are split over {layer.moe_ep_size * layer.moe_tp_size} ranks; "
+            "the expert store holds all of them in one process"
+        )
+    if layer.num_fused_shared_experts:
+        raise InvalidValueError(f"{layer.layer_name}: start the server with --disable-shared-experts-fusion")

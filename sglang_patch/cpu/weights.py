@@ -1,0 +1,64 @@
+"""SGLang's loader does not read the routed experts, and gets every other tensor as if nothing were quantized.
+
+Symbols (SGLang 0.5.23): `model_loader.weight_utils.safetensors_weights_iterator` and
+`.buffered_multi_thread_safetensors_weights_iterator`. Reason: they read whole files; of a large MoE model that is the
+terabyte which must not be read twice, and SGLang warns about every tensor that it has no parameter for.
+
+Quantized matrices are dequantized one by one on the way: `arguments.py` tells SGLang that the checkpoint is not
+quantized, so that its linear layers are plain ones, which the training twin and LoRA share, and which need no kernels
+that the wheel has not for CPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kt_runtime.experts.dequantize import plain_tensors
+from kt_runtime.families.quantization import quantization_of
+from kt_runtime.resident import progress
+from kt_runtime.sglang_patch.cpu.moe import keeps_experts_in_store, model_config
+from kt_runtime.sglang_patch.hooks import Hooks
+
+SYMBOLS = (
+    "sglang.srt.model_loader.weight_utils.safetensors_weights_iterator",
+    "sglang.srt.model_loader.weight_utils.buffered_multi_thread_safetensors_weights_iterator",
+)
+ROUTED_EXPERT = re.compile(r"\.mlp\.experts\.")
+
+
+def install(hooks: Hooks) -> None:
+    for symbol in SYMBOLS:
+        hooks.around(symbol, _without_experts)
+
+
+def dense_tensors(
+    files: Iterable[str], dtype: torch.dtype, gptq_zero_offset: int = 1
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of everything but the routed experts, in the order of the files.
+
+    A matrix that is quantized in the checkpoint comes as `dtype`, everything else as it is stored.
+    """
+    return plain_tensors(files, dtype, _is_dense, gptq_zero_offset=gptq_zero_offset)
+
+
+def _is_dense(name: str) -> bool:
+    return ROUTED_EXPERT.search(name) is None
+
+
+def _without_experts(original: Any, hf_weights_files: list[str], *args: Any, **kwargs: Any) -> Any:
+    config = model_config()
+    if not keeps_experts_in_store(config.hf_config):
+        return original(hf_weights_files, *args, **kwargs)
+    progress.logger.info(
+        "reading attention, dense and shared weights (%d of the checkpoint's files)", len(hf_weights_files)
+    )
+    # SGLang's own config was told that nothing is quantized.
+    content = json.loads((Path(config.model_path) / "config.json").read_text(encoding="utf-8"))
+    quantization = quantization_of(content)
+    return dense_tensors(hf_weights_files, config.dtype, 1 if quantization is None else quantization.stored_zero_offset)

@@ -1,0 +1,1 @@
+"""SGLang's HTTP process: start, tokenizing, requests, log-probabilities."""

@@ -1,0 +1,108 @@
+"""An exception in the frontend's receiving loop ends the requests it belongs to; the server goes on.
+
+Symbols (SGLang 0.5.23): `sglang.srt.managers.tokenizer_manager.TokenizerManager.handle_loop`, `._handle_batch_output`,
+`.collect_metrics` and `.convert_logprob_style`, overridden in a base class of `FrontendManager`. Reason: SGLang wraps
+`handle_loop` in `print_exception_wrapper`, which kills the whole process tree when anything in it raises, although one
+message in it is about a few requests only: Prometheus refuses unknown labels, for example.
+
+Where one request is known to be at fault, it alone ends (`convert_logprob_style`), or is merely not counted
+(`collect_metrics`). Whatever else fails while a message is handled ends the requests that this message was about.
+"""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import Any
+
+import zmq
+from sglang.srt.managers.io_struct import BatchEmbeddingOutput, BatchStrOutput, BatchTokenIDOutput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager, async_sock_recv, real_time
+
+from kt_runtime.sglang_patch.frontend.logprob_limits import TooManyLogprobs, check_answer_logprobs, too_many_reason
+
+logger = logging.getLogger(__name__)
+
+BATCH_OUTPUTS = (BatchStrOutput, BatchEmbeddingOutput, BatchTokenIDOutput)
+
+
+class FaultContainment(TokenizerManager):
+    """A tokenizer manager whose loop outlives an exception."""
+
+    async def handle_loop(self) -> None:
+        """Ends only with its task, or when its socket is closed (ZMQError)."""
+        while True:
+            with self.soft_watchdog.disable():
+                received = await self._receive()
+            await self._handle(received)
+            self.last_receive_tstamp = real_time()
+            self.soft_watchdog.feed()
+
+    async def _receive(self) -> Any:
+        while True:
+            try:
+                return await async_sock_recv(self.recv_from_detokenizer)
+            except zmq.ZMQError:
+                raise
+            except Exception:
+                logger.exception("a message of the engine could not be read; it is left out")
+
+    async def _handle(self, received: Any) -> None:
+        """Never raises for what a message holds."""
+        states = {rid: self.rid_to_state.get(rid) for rid in getattr(received, "rids", None) or [received.rid]}
+        try:
+            if isinstance(received, BATCH_OUTPUTS):
+                await self._handle_batch_output(received)
+            else:
+                self._result_dispatcher(received)
+        except Exception as error:
+            logger.exception("handling %s failed; requests %s end", type(received).__name__, list(states))
+            for rid, state in states.items():
+                if state is not None:
+                    self._end_request(rid, state, error)
+
+    def _end_request(self, rid: str, state: Any, error: Exception) -> None:
+        """What SGLang answered before the exception stays the answer; any other request ends with a 500."""
+        if self.rid_to_state.get(rid) is state:
+            self.abort_request(rid)
+            del self.rid_to_state[rid]
+            state.finished = True
+            state.time_stats.set_finished_time()
+            self._release_lora_once(state)
+            meta_info = {"id": rid, "finish_reason": fault_reason(error), "completion_tokens": len(state.output_ids)}
+            state.out_list.append({"text": state.get_text(), "output_ids": state.output_ids, "meta_info": meta_info})
+        if state.out_list:
+            state.event.set()
+
+    def collect_metrics(self, state: Any, recv_obj: Any, i: int) -> None:
+        try:
+            super().collect_metrics(state, recv_obj, i)
+        except Exception:
+            logger.exception("request %s is not counted", recv_obj.rids[i])
+
+    def convert_logprob_style(self, meta_info: dict[str, Any], state: Any, *args: Any, **kwargs: Any) -> None:
+        """SGLang's last two positional arguments are the message and the request's place in it."""
+        message, place = args[-2:]
+        rid = message.rids[place]
+        try:
+            super().convert_logprob_style(meta_info, state, *args, **kwargs)
+            check_answer_logprobs(state)
+            return
+        except TooManyLogprobs as error:
+            logger.info("request %s ends: %s", rid, error)
+            reason = too_many_reason(error)
+        except Exception as error:
+            logger.exception("request %s ends: its log probabilities can't be given", rid)
+            reason = fault_reason(error)
+        meta_info["finish_reason"] = message.finished_reasons[place] = reason
+        self.abort_request(rid)
+
+
+def fault_reason(error: Exception) -> dict[str, Any]:
+    """SGLang's `finish_reason` of a request that an exception of ours has ended."""
+    return {
+        "type": "abort",
+        "message": f"the server failed at this request ({type(error).__name__}); its log says why",
+        "status_code": int(HTTPStatus.INTERNAL_SERVER_ERROR),
+        "err_type": "InternalServerError",
+    }

@@ -1,0 +1,342 @@
+"""Runs SGLang 0.5.23's HTTP server in this process, with kt-runtime's frontend around it.
+
+Symbols and reasons:
+
+- `sglang.srt.entrypoints.http_server.launch_server` is called with our tokenizer manager; `app` gets our middleware and
+  routes, and its lifespan is wrapped, so that the names channel lives in the server's own event loop.
+- its `execute_warmup_func` is ours (`frontend_warm_up.py`): until it has returned, `/health` and `/ready` answer 503.
+- `http_server._freeze_gc_after_server_warmup`: hooked. SGLang posts to its own route before it listens, without the API
+  key, which it does not know; here the same call is made directly.
+- `OpenAIServingBase._parse_model_parameter`: hooked. `/v1/models` lists an adapter by its plain name, but a request
+  with that name as `model` silently gets the base; here the plain name means the adapter, as `base:adapter` does. Any
+  other name means the base, also one with a colon: which names are answered at all, `serve/requests/checks/models.py`
+  decides.
+- `FunctionCallParser.ToolCallParserEnum` and `ReasoningParser.DetectorMap` are read: SGLang answers a request that
+  names another parser with status 500.
+
+Only the frontend process installs these: the modules are heavy and the scheduler has no use for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from kt_runtime.errors import RuntimeFault
+from kt_runtime.resident import progress
+from kt_runtime.sglang_patch.frontend import chat_logprobs, tokenizing
+from kt_runtime.sglang_patch.hooks import Hooks
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from kt_runtime.sglang_patch.frontend.manager import AdapterService, FrontendManager
+    from kt_runtime.sglang_patch.frontend.registry import VersionedRegistry
+
+logger = logging.getLogger(__name__)
+
+HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+FREEZE_GC = f"{HTTP_SERVER}._freeze_gc_after_server_warmup"
+PARSE_MODEL = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase._parse_model_parameter"
+SYMBOLS = (
+    f"{HTTP_SERVER}.app",
+    f"{HTTP_SERVER}.launch_server",
+    FREEZE_GC,
+    PARSE_MODEL,
+    "sglang.srt.entrypoints.engine.init_tokenizer_manager",
+    "sglang.srt.function_call.function_call_parser.FunctionCallParser.ToolCallParserEnum",
+    "sglang.srt.parser.reasoning_parser.ReasoningParser.DetectorMap",
+    "sglang.srt.managers.io_struct.GenerateReqInput",
+    "sglang.srt.managers.io_struct.LoRAUpdateOutput",
+    "sglang.srt.managers.io_struct.ShutdownReq",
+    "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.clear_hicache_storage",
+    "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.flush_cache",
+    "sglang.srt.managers.tokenizer_manager.ServerStatus",
+    "sglang.srt.managers.tokenizer_manager.SignalHandler",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.handle_loop",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.collect_metrics",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_logprob_style",
+    "sglang.srt.lora.lora_registry.LoRARef",
+    "sglang.srt.lora.lora_registry.LoRARegistry",
+    "sglang.srt.plugins.load_plugins",
+    "sglang.srt.server_args.prepare_server_args",
+    "sglang.srt.utils.kill_process_tree",
+)
+
+DRAIN_SECONDS = 10.0  # what running requests get to finish after the first SIGTERM or SIGINT
+STOP_SECONDS = 25.0  # after which the process ends whatever is still running
+WARM_UP_POLL_SECONDS = 0.1
+ENGINE_EXIT_SECONDS = 12.0  # the disk tier writes what it has been given (`cache_backend.CLOSING_SECONDS`)
+
+
+@dataclass
+class Engine:
+    """What the rest of the frontend may use of SGLang, in SGLang's event loop."""
+
+    manager: FrontendManager
+
+    @property
+    def registry(self) -> VersionedRegistry:
+        registry: VersionedRegistry = self.manager.lora_registry
+        return registry
+
+    def num_requests(self) -> int:
+        return len(self.manager.rid_to_state)
+
+    def set_adapters(self, adapters: AdapterService) -> None:
+        self.manager.adapters = adapters
+
+    async def flush_memory_tiers(self, wait_s: float) -> bool:
+        """Empties the prefix cache's device and host tiers once nothing is computed. False if it takes longer."""
+        return bool((await self.manager.flush_cache(timeout_s=wait_s)).success)
+
+    async def clear_disk_tier(self) -> None:
+        """Asks the scheduler to; what it writes may not be gone yet."""
+        await self.manager.clear_hicache_storage()
+
+
+class Frontend(Protocol):
+    """Implemented by `serve/launch.py`."""
+
+    def prepare(self, app: FastAPI) -> None:
+        """Adds middleware and routes, before the server starts."""
+        ...
+
+    def session(self, app: FastAPI, engine: Engine) -> contextlib.AbstractAsyncContextManager[None]:
+        """Entered in the event loop before the first request, left after the last."""
+        ...
+
+    def wait_for_resident(self) -> bool:
+        """Returns once the resident answers; False if `stop` was called before. In a thread of its own."""
+        ...
+
+    def warming_up(self) -> None:
+        """The first tokens are about to be computed."""
+        ...
+
+    def announce(self) -> None:
+        """Called in a thread of its own when the server can answer; must end soon after `stop`."""
+        ...
+
+    def failed(self, what: str) -> None:
+        """The server is about to end because of a mistake of its own. The log has more."""
+        ...
+
+    def stop(self) -> None:
+        """The server is about to end. May be called in any thread, more than once."""
+        ...
+
+    def clean_up(self) -> None:
+        """Removes what the server left on disk. The last thing called, once all of SGLang's processes have ended."""
+        ...
+
+
+def run(arguments: list[str], frontend: Frontend) -> NoReturn:
+    """Serves until SIGTERM or SIGINT, then ends this process. `arguments` are SGLang's, as on its command line.
+
+    Raises RuntimeFault when one of SGLang's processes dies while the model loads. No process of SGLang outlives this.
+    """
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    hooks = Hooks(on_cpu=False)
+    install(hooks)
+    hooks.apply()
+    server = _Server(frontend)
+    with contextlib.ExitStack() as ending:  # in reverse order, each step also when one before it fails
+        ending.callback(frontend.clean_up)
+        ending.callback(kill_process_tree, os.getpid(), include_parent=False, wait_timeout=60)
+        ending.callback(server.wait_for_engine)
+        ending.callback(frontend.stop)
+        server.run(arguments)
+    # All is done and removed. SGLang's ZMQ contexts and threads may still hold the interpreter back for half a minute.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def install(hooks: Hooks) -> None:
+    tokenizing.install(hooks)
+    chat_logprobs.install(hooks)
+    hooks.around(FREEZE_GC, freeze_gc_directly)
+    hooks.around(PARSE_MODEL, adapter_by_plain_name)
+
+
+def freeze_gc_directly(_original: Callable[..., None], server_args: Any) -> None:
+    """Called in SGLang's warm-up thread."""
+    from sglang.srt.entrypoints import http_server
+
+    manager = http_server.get_global_state().tokenizer_manager
+    if manager.event_loop is not None:
+        asyncio.run_coroutine_threadsafe(manager.freeze_gc(), manager.event_loop)
+
+
+def adapter_by_plain_name(original: Callable[..., Any], serving: Any, model: str) -> tuple[str, str | None]:
+    manager = serving.tokenizer_manager
+    base: str = manager.served_model_name
+    if model != base and model in manager.lora_registry.names():
+        return base, model
+    if model.startswith(f"{base}:"):
+        found: tuple[str, str | None] = original(serving, model)
+        return found
+    return base, None
+
+
+def parser_names() -> tuple[frozenset[str], frozenset[str]]:
+    """SGLang's parsers of tool calls and of reasoning."""
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+    return frozenset(FunctionCallParser.ToolCallParserEnum), frozenset(ReasoningParser.DetectorMap)
+
+
+class _Server:
+    """One run of SGLang's server and its two ways to end: asked by a signal, or because a child process died."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self.frontend = frontend
+        self.manager: FrontendManager | None = None
+        self._num_signals = 0
+        self._asked_to_end = False
+
+    def run(self, arguments: list[str]) -> None:
+        from sglang.srt.entrypoints import http_server
+        from sglang.srt.server_args import prepare_server_args
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _end_while_loading)
+        server_args = prepare_server_args(arguments)
+        server_args.resolve_once()
+        self.frontend.prepare(http_server.app)
+        router = http_server.app.router
+        router.lifespan_context = functools.partial(self._lifespan, router.lifespan_context)
+        http_server.launch_server(
+            server_args,
+            init_tokenizer_manager_func=self._init_manager,
+            execute_warmup_func=self._warm_up,
+            launch_callback=self.frontend.announce,
+        )
+
+    def _init_manager(self, server_args: Any, port_args: Any) -> Any:
+        from sglang.srt.entrypoints.engine import init_tokenizer_manager
+
+        from kt_runtime.sglang_patch.frontend.manager import FrontendManager
+
+        signal.signal(signal.SIGQUIT, _engine_died_while_loading)
+        manager, templates = init_tokenizer_manager(server_args, port_args, TokenizerManagerClass=FrontendManager)
+        manager.on_stop, manager.on_failure = self._stop, self._fail
+        self.manager = manager
+        return manager, templates
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, original: Callable[[Any], Any], app: FastAPI) -> AsyncIterator[Any]:
+        assert self.manager is not None
+        self.manager.auto_create_handle_loop()  # installs SGLang's signal handlers, which are ours
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._stop)
+        async with self.frontend.session(app, Engine(self.manager)), original(app) as state:
+            yield state
+        self._ask_engine_to_end()
+
+    def _warm_up(self, _server_args: Any) -> bool:
+        """In SGLang's warm-up thread, while the server begins to listen. False if the server was asked to end."""
+        from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+        from kt_runtime.sglang_patch.frontend.warm_up import warm_up
+
+        assert self.manager is not None
+        if not self.frontend.wait_for_resident():
+            return False
+        self.frontend.warming_up()
+        try:
+            running = asyncio.run_coroutine_threadsafe(warm_up(self.manager), self.manager.event_loop)
+            while not running.done():
+                if self._num_signals:
+                    running.cancel()
+                    return False
+                concurrent.futures.wait([running], timeout=WARM_UP_POLL_SECONDS)
+            running.result()
+        except Exception as error:  # whatever it was, the model can't answer
+            logger.exception("the first request failed")
+            self.frontend.failed(f"the model can't answer: {type(error).__name__}: {error}")
+            self._end_now(1)
+        self.manager.server_status = ServerStatus.Up
+        return True
+
+    def _stop(self) -> None:
+        """Runs in the event loop. Stops listening, lets requests finish for a while; a second signal ends at once."""
+        assert self.manager is not None
+        self._num_signals += 1
+        if self._num_signals > 1:
+            self._end_now(1)
+        progress.logger.info("stopping: %d requests have %g s to finish", len(self.manager.rid_to_state), DRAIN_SECONDS)
+        self.frontend.stop()
+        loop = asyncio.get_running_loop()
+        loop.call_later(DRAIN_SECONDS, functools.partial(self.manager.abort_request, abort_all=True))
+        deadline = threading.Timer(STOP_SECONDS, self._end_now, [1])
+        deadline.daemon = True
+        deadline.start()
+        if self.manager._server_stop_hook is not None:
+            self.manager._server_stop_hook()
+
+    def _fail(self) -> None:
+        self.frontend.failed("one of the server's processes has died")
+        self._end_now(1)
+
+    def _end_now(self, status: int) -> None:
+        from sglang.srt.utils import kill_process_tree
+
+        self.frontend.stop()
+        self._stop_watchdog()
+        kill_process_tree(os.getpid(), include_parent=False)
+        self.frontend.clean_up()
+        os._exit(status)
+
+    def _ask_engine_to_end(self) -> None:
+        """Lets the scheduler free the device and close its sockets itself. Called in the event loop that it needs."""
+        from sglang.srt.managers.io_struct import ShutdownReq
+
+        assert self.manager is not None
+        self._stop_watchdog()
+        self.manager._dispatch_to_scheduler(ShutdownReq())
+        self._asked_to_end = True
+
+    def wait_for_engine(self) -> None:
+        import psutil
+
+        if self._asked_to_end:
+            schedulers = [child for child in psutil.Process().children() if "scheduler" in _title(child)]
+            psutil.wait_procs(schedulers, timeout=ENGINE_EXIT_SECONDS)
+
+    def _stop_watchdog(self) -> None:
+        if self.manager is not None and self.manager._subprocess_watchdog is not None:
+            self.manager._subprocess_watchdog._stop_event.set()
+
+
+def _title(process: Any) -> str:
+    import psutil
+
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _end_while_loading(_number: int, _frame: Any) -> None:
+    raise SystemExit(0)
+
+
+def _engine_died_while_loading(_number: int, _frame: Any) -> None:
+    raise RuntimeFault("one of the server's processes died while the model was loaded; the log says why")

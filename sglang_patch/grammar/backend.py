@@ -1,0 +1,162 @@
+"""xgrammar's part of SGLang 0.5.23's scheduler, with the compiling and matching in processes of their own.
+
+Symbols and reasons:
+
+- `sglang.srt.constrained.xgrammar_backend.GrammarCompiler`, `.GrammarMatcher`: replaced by `grammar_client.py`'s. Both
+  run without a bound in the scheduler: a schema of 20,000 properties compiles on after its client has gone and leaves
+  gigabytes behind; `(([a-z]*)*)*!` holds every stream up for 8 s for each of its tokens.
+- `sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.__init__`: its thread pool and its dict become those
+  of `grammar_queue.py`, which end work that nobody waits for and keep a bounded number of grammars.
+- `base_grammar_backend.BaseGrammarObject.fill_vocab_mask_batched`: replaced. It waits for the grammars of a batch one
+  after the other; ours asks all of them before it waits for any (`grammar_step.py`).
+- `base_grammar_backend.InvalidGrammarObject`, `xgrammar_backend.XGrammarGrammar`: read.
+- `SchedulerBatchResultProcessor.process_batch_result_decode`, `.process_batch_result_prefill` in `sglang.srt.managers`:
+  hooked. Once all tokens of a step are accepted, the next masks are asked for, and computed while the model computes.
+- `SchedulerBatchResultProcessor._accept_grammar_tokens`, `._apply_prefill_grammar`: hooked. They end a request whose
+  grammar refuses its token as an error of the server's (500); one that took too much is 400, one that was not computed
+  since the machine is busy 503.
+- `GrammarManager.get_ready_grammar_requests`: hooked. It answers a grammar that finds no room, or waits too long for
+  its turn, as the client's mistake (400); it is 503.
+- `sglang.srt.constrained.grammar_manager.GrammarManager.__init__`: hooked, to do this in the scheduler only.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from kt_runtime.sglang_patch.grammar.log import shortened
+from kt_runtime.sglang_patch.hooks import Hooks
+
+BACKEND = "sglang.srt.constrained.xgrammar_backend"
+MANAGER = "sglang.srt.constrained.grammar_manager.GrammarManager"
+BASE = "sglang.srt.constrained.base_grammar_backend"
+RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+SYMBOLS = (
+    f"{BACKEND}.GrammarCompiler",
+    f"{BACKEND}.GrammarMatcher",
+    f"{BACKEND}.XGrammarGrammar",
+    f"{BASE}.BaseGrammarBackend.__init__",
+    f"{BASE}.BaseGrammarObject.fill_vocab_mask_batched",
+    f"{BASE}.InvalidGrammarObject",
+    f"{MANAGER}.__init__",
+    f"{MANAGER}.get_ready_grammar_requests",
+    f"{RESULTS}._accept_grammar_tokens",
+    f"{RESULTS}._apply_prefill_grammar",
+    f"{RESULTS}.process_batch_result_decode",
+    f"{RESULTS}.process_batch_result_prefill",
+    "sglang.srt.managers.schedule_batch.FINISH_ABORT",
+)
+
+BUSY = (HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError")
+MISTAKE = (HTTPStatus.BAD_REQUEST, "BadRequestError")
+
+
+def install(hooks: Hooks) -> None:
+    """Where the scheduler builds its grammar backend: elsewhere nobody needs xgrammar."""
+    hooks.before(f"{MANAGER}.__init__", use_processes)
+    hooks.after(f"{MANAGER}.get_ready_grammar_requests", mark_busy)
+    hooks.after(f"{RESULTS}._accept_grammar_tokens", blame_grammar)
+    hooks.after(f"{RESULTS}._apply_prefill_grammar", blame_grammar)
+    hooks.after(f"{RESULTS}.process_batch_result_decode", ask_for_masks)
+    hooks.after(f"{RESULTS}.process_batch_result_prefill", ask_for_masks)
+
+
+def use_processes(*_args: Any, **_kwargs: Any) -> None:
+    from sglang.srt.constrained import base_grammar_backend, xgrammar_backend
+
+    from kt_runtime.sglang_patch.grammar import client as grammar_client
+    from kt_runtime.sglang_patch.grammar import log as grammar_log
+
+    if xgrammar_backend.GrammarCompiler is grammar_client.GrammarCompiler:
+        return
+    xgrammar_backend.GrammarCompiler = grammar_client.GrammarCompiler
+    xgrammar_backend.GrammarMatcher = grammar_client.GrammarMatcher
+    base_grammar_backend.BaseGrammarObject.fill_vocab_mask_batched = staticmethod(fill_together)
+    bounded_after_init(base_grammar_backend.BaseGrammarBackend)
+    grammar_log.shorten_logs()
+
+
+def bound_queue_and_cache(backend: Any) -> None:
+    """Of two backends, one around the other, the outer one's are used; it is built last."""
+    from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
+
+    from kt_runtime.sglang_patch.grammar.client import GrammarCompiler
+    from kt_runtime.sglang_patch.grammar.queue import GrammarCache, GrammarExecutor
+
+    backend.executor = GrammarExecutor()
+    backend.cache = GrammarCache(process_of, InvalidGrammarObject)
+    GrammarCompiler.room.evict = backend.cache.evict
+
+
+def fill_together(entries: list[Any], vocab_mask: Any) -> None:
+    """`entries`: rows of `vocab_mask` and the grammars that fill them."""
+    from kt_runtime.sglang_patch.grammar.client import collect_masks
+
+    collect_masks(matcher for entry in entries if (matcher := matcher_of(entry.grammar)) is not None)
+    for entry in entries:
+        entry.grammar.fill_vocab_mask(vocab_mask, entry.row)
+
+
+def ask_for_masks(_result: Any, _processor: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After a step, for the next one."""
+    for req in batch.reqs:
+        if req.grammar is not None and not req.finished() and req.to_finish is None:
+            matcher = matcher_of(req.grammar)
+            if matcher is not None and not matcher.is_terminated():
+                matcher.ask_for_mask()
+
+
+def matcher_of(grammar: Any) -> Any:
+    """Of a grammar of SGLang's, also of one within its reasoning wrapper if that uses it now. None where there is
+    none."""
+    from kt_runtime.sglang_patch.grammar.client import GrammarMatcher
+
+    if hasattr(grammar, "_grammar_active"):
+        grammar = grammar.grammar if grammar._grammar_active() else None
+    matcher = getattr(grammar, "matcher", None)
+    return matcher if isinstance(matcher, GrammarMatcher) else None
+
+
+def mark_busy(requests: list[Any], *_args: Any, **_kwargs: Any) -> None:
+    """Those whose grammar could not be compiled now, but may be later, are not the client's mistake."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    from kt_runtime.sglang_patch.grammar.queue import is_for_now
+    from kt_runtime.sglang_patch.grammar.step import TRY_LATER
+
+    for req in requests:
+        if isinstance(req.to_finish, FINISH_ABORT) and is_for_now(req.to_finish.message):
+            req.to_finish.message = f"{shortened(req.to_finish.message.removesuffix(TRY_LATER))}{TRY_LATER}"
+            req.to_finish.status_code, req.to_finish.err_type = BUSY
+
+
+def blame_grammar(_result: Any, _processor: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
+    """A grammar that took too much was the client's mistake. SGLang's message holds the whole grammar."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    if not isinstance(req.to_finish, FINISH_ABORT):
+        return
+    req.to_finish.message = shortened(req.to_finish.message)
+    process = process_of(req.grammar)
+    if process is not None and process.failure is not None:
+        status = BUSY if process.failure.is_busy else MISTAKE
+        req.to_finish.status_code, req.to_finish.err_type = status
+
+
+def process_of(grammar: Any) -> Any:
+    """The process of a grammar of SGLang's, also of one within its reasoning wrapper. None where there is none."""
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+
+    inner = grammar if isinstance(grammar, XGrammarGrammar) else getattr(grammar, "grammar", None)
+    return inner.ctx.process if isinstance(inner, XGrammarGrammar) else None
+
+
+def bounded_after_init(backend_class: Any) -> None:
+    original = backend_class.__init__
+
+    def __init__(self: Any) -> None:
+        original(self)
+        bound_queue_and_cache(self)
+
+    backend_class.__init__ = __init__

@@ -1,0 +1,1 @@
+"""SGLang's LoRA on a CPU and on routed experts; versions installed from memory."""

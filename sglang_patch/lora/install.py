@@ -1,0 +1,211 @@
+"""Adapters come and go in SGLang's LoRA manager without a file, between two batches of the scheduler.
+
+Symbols (SGLang 0.5.23): `LoRAManager._load_lora_adapter` is replaced for the families that kt-runtime knows, so that a
+PEFT directory goes through kt-runtime's one validator, however SGLang was told to load it: SGLang mis-scales rsLoRA and
+patterns, drops unknown keys with a warning, and our weight reader would keep routed experts from it. `install_prepared`
+and `drop_adapter` are called by the host; they read and write `LoRAManager.loras`, `.configs`, `.lora_refs`,
+`.num_pinned_loras` and `LoRAMemoryPool.uid_to_buffer_id`, `.buffer_id_to_uid`, `.eviction_policy`.
+
+Everything here runs in the scheduler's thread, but for `prepare_adapter`, which takes long and changes nothing. What an
+id stands for never changes while it is loaded, and KV belongs to the adapter's content (`cache_keys.py`), which is told
+the content of each id here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from kt_runtime.adapters import AdapterTensors, as_version, content_hash, read_peft_directory
+from kt_runtime.errors import AdapterError, ConflictError, KtError, UnknownNameError
+from kt_runtime.families import family_for
+from kt_runtime.resident.memory import check_available
+from kt_runtime.sglang_patch.cache import keys as cache_keys
+from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.lora.adapter import POOL_NAMES, InstalledAdapter, build_adapter
+
+logger = logging.getLogger(__name__)
+
+MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
+SYMBOLS = (
+    f"{MANAGER}._load_lora_adapter",
+    "sglang.srt.lora.lora.LoRAAdapter",
+    f"{MANAGER}.loras",
+    f"{MANAGER}.configs",
+    f"{MANAGER}.lora_refs",
+    f"{MANAGER}.num_pinned_loras",
+    "sglang.srt.lora.lora_config.LoRAConfig.from_dict",
+    "sglang.srt.lora.lora_registry.LoRARef",
+    "sglang.srt.lora.mem_pool.EMPTY_SLOT",
+    "sglang.srt.lora.mem_pool.LoRAMemoryPool.uid_to_buffer_id",
+    "sglang.srt.lora.mem_pool.LoRAMemoryPool.buffer_id_to_uid",
+    "sglang.srt.lora.mem_pool.LoRAMemoryPool.eviction_policy",
+    "sglang.srt.runtime_context.get_lora",
+)
+
+
+def install(hooks: Hooks) -> None:
+    hooks.around(SYMBOLS[0], load_directory)
+
+
+def prepare_adapter(
+    manager: Any, config: Mapping[str, Any], name: str, adapter: AdapterTensors
+) -> tuple[InstalledAdapter, dict[str, Any]]:
+    """A copy of `adapter` in the pool's form and dtype, and what SGLang reads of its config; for `install_prepared`.
+
+    `config`: the model's, as in config.json. Changes nothing, and may be called beside the scheduler's thread. Raises
+    ConflictError when memory does not suffice, AdapterError or UnknownNameError when the server can't hold it.
+    """
+    _check_memory(manager, name, adapter)
+    built = build_adapter("", adapter, family_for(config).lora_modules(config), manager.dtype)
+    _check_fits(manager, name, built)
+    return built, _peft_config(adapter)
+
+
+def install_adapter(
+    manager: Any, config: Mapping[str, Any], lora_id: str, name: str, version: str, adapter: AdapterTensors
+) -> InstalledAdapter:
+    """`prepare_adapter` and `install_prepared` at once."""
+    _check_id_and_room(manager, lora_id, name)
+    return install_prepared(manager, lora_id, name, version, prepare_adapter(manager, config, name, adapter))
+
+
+def install_prepared(
+    manager: Any, lora_id: str, name: str, version: str, prepared: tuple[InstalledAdapter, dict[str, Any]]
+) -> InstalledAdapter:
+    """Makes what `prepare_adapter` gave servable under `lora_id`; nothing is copied.
+
+    `version`: hash of the adapter's content. `name` is for messages: several versions of one name may be installed. The
+    copy into the pool's memory happens in the first batch that uses it. Raises ConflictError when `lora_id` is taken or
+    `--max-loaded-loras` are loaded; then nothing has changed.
+    """
+    from sglang.srt.lora.lora_config import LoRAConfig
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    _check_id_and_room(manager, lora_id, name)
+    built, peft_config = prepared
+    installed = replace(built, uid=lora_id)
+    # SGLang wants unique names among what is loaded; the frontend knows which id a user's name means.
+    reference = LoRARef(lora_id=lora_id, lora_name=f"{name}#{lora_id}", lora_path="", pinned=False)
+    manager.configs[lora_id] = LoRAConfig.from_dict(peft_config)
+    manager.loras[lora_id] = installed
+    manager.lora_refs[lora_id] = reference
+    cache_keys.register(lora_id, version)
+    logger.info("installed adapter %s as %s: rank %d, %d bytes", name, lora_id, installed.config.r, installed.num_bytes)
+    return installed
+
+
+def drop_adapter(manager: Any, lora_id: str) -> None:
+    """Forgets the adapter and frees its slot. An unknown id is ignored.
+
+    No request may use it: SGLang fails on one that does (`adapters_in_use` says which are used). The slot is not
+    cleared: nothing reads a slot that no adapter has.
+    """
+    from sglang.srt.lora.mem_pool import EMPTY_SLOT
+
+    pool = manager.memory_pool
+    slot = pool.uid_to_buffer_id.pop(lora_id, None)
+    if slot is not None:
+        pool.buffer_id_to_uid[slot] = EMPTY_SLOT
+        pool.eviction_policy.remove(lora_id)
+    cache_keys.forget(lora_id)
+    manager.configs.pop(lora_id, None)
+    manager.loras.pop(lora_id, None)
+    reference = manager.lora_refs.pop(lora_id, None)
+    if reference is not None:
+        manager.num_pinned_loras -= int(bool(reference.pinned))
+
+
+def adapters_in_use(scheduler: Any) -> set[str]:
+    """LoRA ids of the requests that the scheduler has, waiting or running."""
+    requests = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue, *scheduler.collect_inflight_reqs()]
+    if scheduler.chunked_req is not None:
+        requests.append(scheduler.chunked_req)
+    return {request.lora_id for request in requests if request.lora_id is not None and not request.finished()}
+
+
+def load_directory(original: Callable[..., Any], manager: Any, lora_ref: Any) -> Any:
+    """`LoRAManager._load_lora_adapter`: the PEFT directory `lora_ref.lora_path` under `lora_ref.lora_id`."""
+    config = manager.base_hf_config.to_dict()
+    try:
+        family = family_for(config)
+    except UnknownNameError:
+        return original(manager, lora_ref)
+    try:
+        _check_name(manager, lora_ref)
+        highest = getattr(manager, "max_lora_rank", None) or MAX_RANK_AT_START
+        adapter = as_version(read_peft_directory(lora_ref.lora_path, family, config, highest), family, config)
+        install_adapter(manager, config, lora_ref.lora_id, lora_ref.lora_name, content_hash(adapter), adapter)
+    except KtError as error:
+        return manager.create_lora_update_result(success=False, error_message=str(error))
+    manager.lora_refs[lora_ref.lora_id] = lora_ref
+    manager.num_pinned_loras += int(bool(lora_ref.pinned))
+    return manager.create_lora_update_result(success=True)
+
+
+MAX_RANK_AT_START = 512
+"""For `--lora-paths` without `--max-lora-rank`: SGLang takes the highest rank that it finds."""
+
+
+def _check_name(manager: Any, lora_ref: Any) -> None:
+    if any(known.lora_name == lora_ref.lora_name for known in manager.lora_refs.values()):
+        raise ConflictError(f"adapter {lora_ref.lora_name!r} is already loaded")
+    if lora_ref.pinned and manager.num_pinned_loras >= manager.max_loras_per_batch - 1:
+        raise ConflictError(
+            f"adapter {lora_ref.lora_name!r} can't be pinned: {manager.num_pinned_loras} of "
+            f"{manager.max_loras_per_batch} slots are pinned, and one must stay free; raise --lora-slots"
+        )
+
+
+def _check_id_and_room(manager: Any, lora_id: str, name: str) -> None:
+    from sglang.srt.runtime_context import get_lora
+
+    if lora_id in manager.loras:
+        raise ConflictError(f"adapter {name!r}: the LoRA id {lora_id!r} is already in use")
+    limit = get_lora().max_loaded_loras
+    if limit is not None and len(manager.loras) >= limit:
+        raise ConflictError(
+            f"adapter {name!r}: {len(manager.loras)} adapters are loaded, --max-loaded-loras allows {limit}; "
+            f"unload one of: {_loaded(manager)}"
+        )
+
+
+def _check_memory(manager: Any, name: str, adapter: AdapterTensors) -> None:
+    elements = sum(pair.a.numel() + pair.b.numel() for pair in adapter.modules.values())
+    check_available(elements * manager.dtype.itemsize, f"adapter {name!r}", f"; unload one of: {_loaded(manager)}")
+
+
+def _loaded(manager: Any) -> str:
+    return ", ".join(sorted(reference.lora_name for reference in list(manager.lora_refs.values()))) or "none"
+
+
+def _check_fits(manager: Any, name: str, installed: InstalledAdapter) -> None:
+    pool = getattr(manager, "memory_pool", None)
+    if pool is None:  # while SGLang starts: it makes the pool for the adapters that it was started with
+        return
+    if installed.config.r > pool.max_lora_rank:
+        raise AdapterError(
+            f"adapter {name!r}: rank {installed.config.r} is above the server's --max-lora-rank {pool.max_lora_rank}"
+        )
+    for key, layer in installed.weights:
+        if key not in pool.A_buffer:
+            raise AdapterError(
+                f"adapter {name!r} changes {_target(key)} in layer {layer}, which is not among the modules "
+                f"that the server adapts: {', '.join(sorted(pool.target_modules))}"
+            )
+
+
+def _peft_config(adapter: AdapterTensors) -> dict[str, Any]:
+    """What SGLang reads of a PEFT config."""
+    return {
+        "peft_type": "LORA",
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": adapter.targets,
+    }
+
+
+def _target(key: str) -> str:
+    return "routed experts" if key in POOL_NAMES.values() else key

@@ -1,0 +1,97 @@
+"""How an adapter of ours gets into a slot of SGLang's LoRA memory pool, and where the pool's expert buffers are.
+
+Symbols (SGLang 0.5.23): `LoRAMemoryPool.load_lora_weight_to_buffer` and `.init_buffers`. Reasons: SGLang copies routed
+experts one by one, which takes seconds for a large model while every stream waits; for an `InstalledAdapter` it is two
+copies per fused linear. Without CUDA, the slot of the base model is not cleared either: nothing reads a slot of rank 0.
+On CUDA, the buffers of routed experts are allocated in host memory, where the expert store reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.lora.adapter import FusedLora, InstalledAdapter
+
+POOL = "sglang.srt.lora.mem_pool.LoRAMemoryPool"
+SYMBOLS = (f"{POOL}.load_lora_weight_to_buffer", f"{POOL}.init_buffers")
+
+
+def install(hooks: Hooks) -> None:
+    hooks.around(SYMBOLS[0], load_on_cpu if hooks.on_cpu else load_on_cuda)
+    if not hooks.on_cpu:
+        hooks.around(SYMBOLS[1], init_with_experts_on_host)
+
+
+def load_on_cpu(
+    original: Callable[..., None], pool: Any, uid: str | None, buffer_id: int, lora_adapter: Any, *args: Any
+) -> None:
+    if lora_adapter is not None:
+        load_on_cuda(original, pool, uid, buffer_id, lora_adapter, *args)
+
+
+def load_on_cuda(
+    original: Callable[..., None], pool: Any, uid: str | None, buffer_id: int, lora_adapter: Any, *args: Any
+) -> None:
+    if isinstance(lora_adapter, InstalledAdapter):
+        fill_slot(pool, buffer_id, lora_adapter)
+    else:
+        original(pool, uid, buffer_id, lora_adapter, *args)
+
+
+def fill_slot(pool: Any, slot: int, adapter: InstalledAdapter) -> None:
+    """Copies `adapter` into `slot`. What it does not change is zeroed, except experts when it changes none at all:
+
+    the expert layer leaves those adapters out.
+    """
+    for name in pool.A_buffer:
+        for layer, (a, b) in enumerate(zip(pool.A_buffer[name], pool.B_buffer[name], strict=True)):
+            weight = adapter.weights.get((name, layer))
+            if weight is not None:
+                _fill(a[slot], b[slot], weight, adapter.config.r, pool.max_lora_rank)
+            elif a.dim() == 3 or adapter.adapts_experts:
+                a[slot].zero_()
+                b[slot].zero_()
+    for buffers in (pool.embedding_A_buffer, pool.embedding_B_buffer, pool.lm_head_A_buffer, pool.lm_head_B_buffer):
+        for buffer in buffers.values():
+            buffer[slot].zero_()
+
+
+def _fill(a: torch.Tensor, b: torch.Tensor, weight: FusedLora, rank: int, max_rank: int) -> None:
+    """Dense linears have their parts one after the other; those of experts begin at multiples of the highest rank."""
+    if a.dim() == 2:
+        a[: weight.parts * rank].copy_(weight.a)
+    else:
+        for part in range(weight.parts):
+            source = weight.a[:, part * rank : (part + 1) * rank]
+            a[:, part * max_rank : part * max_rank + rank].copy_(source)
+    b[..., :rank].copy_(weight.b)
+
+
+def init_with_experts_on_host(original: Callable[..., None], pool: Any, base_model: Any) -> None:
+    """SGLang's `init_buffers`, with the four-dimensional buffers in host memory if the store computes the experts."""
+    if any(hasattr(module, "experts_forward") for module in base_model.modules()):
+        with ExpertBuffersOnHost():
+            original(pool, base_model)
+    else:
+        original(pool, base_model)
+
+
+class ExpertBuffersOnHost(TorchFunctionMode):
+    """Within this context `torch.zeros` of four dimensions allocates on the CPU, whatever device is asked for."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.zeros and args and isinstance(args[0], tuple) and len(args[0]) == 4:
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)

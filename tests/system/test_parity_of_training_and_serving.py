@@ -1,0 +1,42 @@
+"""Training and serving compute the same probabilities: k3 KL in bf16, on what the server itself sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from reference.parity import k3, sampled
+
+from kt_runtime.cli.connection import ServerAPI, resident_client
+from kt_runtime.cli.server_process import server
+from kt_runtime.serve.models.make_model import make_model
+from kt_runtime.wire import Batch
+from kt_runtime.wire.messages import LoraSettings
+
+LARGEST_K3 = 1e-3
+
+
+@pytest.fixture(scope="module", params=["tiny-deepseek-v3", "tiny-qwen3-moe"])
+def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerAPI]:
+    place = tmp_path_factory.mktemp("server")
+    make_model(request.param, place / "model", seed=4)
+    options = ["--adapter-dir", str(place / "adapters"), "--dtype", "bfloat16"]
+    with server(str(place / "model"), options, place / "server.log") as started:
+        yield started
+
+
+def test_k3_kl_between_training_and_sampling(api: ServerAPI) -> None:
+    with resident_client(api) as client:
+        client.create_session("parity", LoraSettings(rank=8, alpha=16, seed=5))
+        rows = np.random.default_rng(8).integers(3, 700, (4, 33)).tolist()
+        client.forward_backward("parity", Batch.from_sequences([r[:-1] for r in rows], [r[1:] for r in rows]))
+        client.optim_step("parity", 0.005)
+        client.publish("parity", "tuned")
+        for adapter in (None, "tuned"):
+            value, largest = k3(client, "parity", *sampled(api, adapter), model="policy" if adapter else "base")
+            print(
+                f"{client.status().family} {adapter or 'base'}: k3 KL {value:.2e}, largest |difference| {largest:.3f}"
+            )
+            assert 0 <= value <= LARGEST_K3
+        client.close_session("parity")

@@ -1,0 +1,81 @@
+"""`kt-runtime bench cache` on a tiny model: files, then a real server that is started twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import pytest
+
+from kt_runtime.bench.cache.plan import SOURCES
+from kt_runtime.bench.cache.report import print_report
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+QUICK = ("--model", "tiny-qwen3-moe", "--tokens", "256", "--page-tokens", "16", "--rounds", "2")
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("bench-cache")
+    choice = ("--dtype", "float32", "--bandwidth-bytes", "4000000", "--directory", str(directory), "--json")
+    done = subprocess.run(
+        [sys.executable, "-m", "kt_runtime.cli.main", "bench", "cache", *QUICK, *choice],
+        cwd=directory,
+        env=os.environ | {"PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(directory.glob("kt-runtime-bench-*")), "temporary files are left"
+    made: dict[str, Any] = json.loads(done.stdout)
+    return made
+
+
+def test_each_tier_served_prompts_of_its_own(result: dict[str, Any]) -> None:
+    """The command checks who served what; a sample that another tier served ends it."""
+    assert tuple(result["ttft_ms"]) == SOURCES
+    for source in SOURCES:
+        samples = result["ttft_ms_samples"][source]
+        assert len(samples) == 2 and min(samples) > 0
+        assert result["ttft_ms"][source] == median(samples)
+        assert result["ttft_ms_min"][source] == min(samples)
+    assert result["cold_to_disk"] == pytest.approx(result["ttft_ms"]["cold"] / result["ttft_ms"]["disk"])
+    assert result["different_answers"] == 0
+
+
+def test_the_disk_tier_is_held_against_plain_files(result: dict[str, Any]) -> None:
+    """One page: 16 tokens, 3 layers, 2 heads of 32 numbers for K and for V, 4 bytes each."""
+    rates = result["files"]["bytes_per_s"]
+    assert result["files"]["page_bytes"] == 16 * 3 * 2 * 32 * 2 * 4
+    assert result["disk_read_ratio"] == pytest.approx(rates["tier_read"] / rates["plain_read"])
+    assert result["disk_write_ratio"] == pytest.approx(rates["tier_write"] / rates["plain_write"])
+
+
+def test_people_get_tables(result: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(result)
+    printed = capsys.readouterr().out
+    assert "disk after restart" in printed and f"{result['disk_read_ratio']:.2f}" in printed
+    print_report(result | {"ttft_ms": None})
+    assert "disk after restart" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tokens", "100"), "--tokens is 100"),
+        (("--model", "tiny-qwen4"), "tiny-qwen4"),
+        (("--rounds", "0"), "--rounds is 0"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_starts(run: Run, arguments: tuple[str, str], message: str) -> None:
+    done = run("bench", "cache", *QUICK, *arguments)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "starting a server" not in done.stderr

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kt_runtime.ops import matmul
+from kt_runtime.ops.matmul import (
+    frozen_bmm,
+    frozen_linear,
+    gradient_product,
+    product,
+    rounded,
+    served_product,
+)
+from kt_runtime.resident.twin.frozen import FrozenLinear
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
+def test_a_row_does_not_depend_on_how_many_there_are(rows: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(3, 96, 64, generator=g), torch.randn(3, 64, 57, generator=g)
+    whole, few = product(a, b), product(a[:, :rows], b)
+    assert few.shape == (3, rows, 57)
+    torch.testing.assert_close(few, whole[:, :rows], rtol=0, atol=2e-5)
+
+
+def test_rounded_values_stay_in_their_dtype_and_pass_the_gradient_on() -> None:
+    x = torch.randn(9, requires_grad=True)
+    found = rounded(x, torch.bfloat16)
+    assert torch.equal(found, x.to(torch.bfloat16).float())
+    assert torch.equal(torch.autograd.grad(found, x, torch.arange(9.0))[0], torch.arange(9.0))
+    assert rounded(x, torch.float32) is x
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize("with_base", [False, True])
+def test_served_product_in_float32_is_the_plain_one(shape: tuple[int, ...], with_base: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, w, base = (torch.randn(*shape, *size, generator=g).requires_grad_() for size in ((7, 5), (5, 4), (7, 4)))
+    grad, inputs = torch.randn(*shape, 7, 4, generator=g), (x, w, base)
+    found = served_product(x, w, alpha=0.7, base=base if with_base else None)
+    expected = 0.7 * x @ w + (base if with_base else 0)
+    torch.testing.assert_close(found, expected)
+    ours = torch.autograd.grad(found, inputs, grad, allow_unused=True)
+    theirs = torch.autograd.grad(expected, inputs, grad, allow_unused=True)
+    for gradient, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_matrix_gives_torch_s_bits_forward_and_the_exact_gradient_rounded(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(2)
+    x, weight = (torch.randn(*shape, generator=g).to(dtype) for shape in ((3, 20, 32), (48, 32)))
+    by_out = torch.randn(3, 20, 48, generator=g).to(dtype)
+    leaf = x.clone().requires_grad_()
+    out = frozen_linear(leaf, weight)
+    assert torch.equal(out, torch.nn.functional.linear(x, weight))
+    exact = (by_out.double() @ weight.double()).to(dtype)
+    torch.testing.assert_close(torch.autograd.grad(out, leaf, by_out)[0], exact, rtol=0.01, atol=1e-4)
+    stacked = weight.T.expand(3, -1, -1)
+    out = frozen_bmm(leaf, stacked)
+    assert torch.equal(out, torch.bmm(x, stacked))
+    torch.testing.assert_close(torch.autograd.grad(out, leaf, by_out)[0], exact, rtol=0.01, atol=1e-4)
+
+
+def test_a_bias_is_added_and_a_frozen_layer_is_a_linear_layer() -> None:
+    layer = torch.nn.Linear(8, 6, dtype=torch.bfloat16)
+    x = torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True)
+    plain = layer(x)
+    layer.__class__ = FrozenLinear
+    assert isinstance(layer, torch.nn.Linear)
+    assert torch.equal(layer(x), plain)
+
+
+def test_a_head_is_widened_piece_by_piece_to_the_same_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(*shape, generator=g).bfloat16() for shape in ((2, 5, 300), (300, 24)))
+    expected = a.double() @ b.double()
+    monkeypatch.setattr(matmul, "_in_software", lambda values: True)
+    monkeypatch.setattr(matmul, "WIDENED_ROWS", 128)
+    found = gradient_product(a, b)
+    assert found.dtype == torch.bfloat16 and found.shape == (2, 5, 24)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=1e-3)

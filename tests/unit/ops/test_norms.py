@@ -1,0 +1,49 @@
+"""RMSNorm with a frozen weight: Hugging Face's numbers forward, the gradient of float64 backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RMSNorm
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+
+from kt_runtime.resident.twin.frozen import FrozenRmsNorm, is_rms_norm
+
+CLASSES = (Qwen3MoeRMSNorm, DeepseekV2RMSNorm, DeepseekV3RMSNorm)
+
+
+def made(cls: type, size: int, dtype: torch.dtype) -> torch.nn.Module:
+    module = cls(size, eps=1e-6).to(dtype)
+    module.weight = torch.nn.Parameter(torch.randn(size).to(dtype), requires_grad=False)
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_forward_is_hugging_faces_to_the_bit(cls: type, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module, x = made(cls, 96, dtype), torch.randn(3, 7, 96).to(dtype)
+    expected = module(x)
+    assert is_rms_norm(module)
+    module.__class__ = FrozenRmsNorm
+    assert torch.equal(module(x), expected)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("shape", [(1, 64), (3, 5, 4, 96)])
+def test_gradient_is_float64s(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
+    """Largest error relative to the largest gradient: bf16 has 8 bits in the incoming gradient and in the result."""
+    torch.manual_seed(1)
+    module = made(Qwen3MoeRMSNorm, shape[-1], dtype)
+    module.__class__ = FrozenRmsNorm
+    assert isinstance(module.weight, torch.Tensor)
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    grad = torch.randn(shape).to(dtype)
+    (found,) = torch.autograd.grad(module(x), x, grad)
+
+    wide = x.detach().double().requires_grad_()
+    exact = module.weight.double() * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6))
+    (expected,) = torch.autograd.grad(exact, wide, grad.double())
+    assert found.dtype == dtype
+    assert (found.double() - expected).abs().max() <= tolerance * expected.abs().max()

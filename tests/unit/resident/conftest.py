@@ -1,0 +1,426 @@
+"""A fake engine around tiny Hugging Face checkpoints, and the plain model to compare with.
+
+The checkpoints' weights are bfloat16 numbers (the expert store keeps bfloat16) and everything is computed in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kt_runtime.adapters import AdapterTensors
+from kt_runtime.errors import ConflictError
+from kt_runtime.experts import ExpertShape, ExpertStore
+from kt_runtime.families import LoraModule, family_for, resolve_targets
+from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights
+from kt_runtime.resident.scheduler import run_at_once
+from kt_runtime.resident.training.call import CallResult
+from kt_runtime.resident.training.opening import Opening, read_start
+from kt_runtime.resident.training.optimizer import StepSettings
+from kt_runtime.resident.training.session import Session
+from kt_runtime.resident.twin.batches import TrainingBatch
+from kt_runtime.resident.twin.lora import LoraModules
+from kt_runtime.resident.twin.model import Twin, dense_views
+from kt_runtime.resident.wakeup import Wakeup
+from kt_runtime.wire.messages import CacheTier, CrossEntropy, LoraSettings, Loss
+
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+YARN = {
+    "type": "yarn",
+    "factor": 4,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+DEEPSEEK: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "rope_scaling": YARN,
+    "tie_word_embeddings": False,
+}
+DEEPSEEK_V3 = DEEPSEEK | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+}
+DEEPSEEK_V2 = DEEPSEEK | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "q_lora_rank": None,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "group_limited_greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+}
+CONFIGS = {"qwen3_moe": QWEN3_MOE, "deepseek_v2": DEEPSEEK_V2, "deepseek_v3": DEEPSEEK_V3}
+
+
+class FakeHost:
+    """Implements kt_runtime.resident.host.Host: fused tensors as SGLang has them, and a served set of adapters."""
+
+    engine_version = "fake"
+    num_ranks = 1
+    device = torch.device("cpu")
+    max_lora_rank = 16
+    context_tokens = 256
+    chunked_prefill_tokens = 128
+
+    def __init__(
+        self,
+        directory: Path,
+        max_adapters: int = 16,
+        attends_in_float32: bool = True,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.attends_in_float32, self.dtype = attends_in_float32, dtype
+        self.model = self.model_directory = str(directory)
+        self.config = json.loads((directory / "config.json").read_text())
+        family = family_for(self.config)
+        self.hf = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa").eval()
+        self.hf.requires_grad_(False)
+        self._tensors = fused_tensors(self.hf, self.config)
+        self.experts = ExpertStore.load(
+            directory,
+            {layer: family.expert_prefix(layer) for layer in family.moe_layers(self.config)},
+            ExpertShape(*family.expert_shape(self.config)),
+            num_threads=1,
+        )
+        self.weights = WeightsFingerprint(
+            lambda each: hash_weights(dense_views(self.config, self._tensors), self.experts, each)
+        )
+        self.serving = False
+        self.max_adapters = max_adapters
+        self.installed: dict[str, AdapterTensors] = {}
+        self.preparing_threads: set[str] = set()
+        self.frontend = Wakeup()
+        self.versions: dict[str, str] = {}
+        self.names: dict[str, str] = {}
+        self.moves: list[tuple[str, str, str, Callable[[Exception | None], None]]] = []
+        self.move_error: Exception | None = None
+        self.closed = False
+        self.cache = CacheTier(
+            tier="device",
+            page_tokens=8,
+            page_bytes=64,
+            pages=1,
+            used_bytes=64,
+            capacity_bytes=640,
+            hits=2,
+            misses=3,
+            evictions=0,
+        )
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._tensors
+
+    def is_serving(self) -> bool:
+        return self.serving
+
+    def prepare_adapter(self, name: str, adapter: AdapterTensors) -> AdapterTensors:
+        self.preparing_threads.add(threading.current_thread().name)
+        copied = {key: (pair.a.clone(), pair.b.clone()) for key, pair in adapter.modules.items()}
+        return AdapterTensors.from_modules(adapter.rank, adapter.alpha, copied)
+
+    def install_adapter(self, lora_id: str, name: str, version: str, prepared: object) -> None:
+        assert isinstance(prepared, AdapterTensors)
+        if len(self.installed) >= self.max_adapters:
+            raise ConflictError(f"no room for another adapter: {len(self.installed)} are loaded")
+        self.versions[lora_id] = version
+        self.installed[lora_id] = prepared
+
+    def drop_adapter(self, lora_id: str) -> None:
+        self.installed.pop(lora_id, None)
+
+    def move_name(self, name: str, version: str, lora_id: str, done: Callable[[Exception | None], None]) -> None:
+        self.moves.append((name, version, lora_id, done))
+        self.frontend.set()
+
+    def wakeups(self) -> list[Any]:
+        return [self.frontend.fd]
+
+    def poll(self) -> None:
+        """The frontend answers between two turns."""
+        self.frontend.clear()
+        moves, self.moves = self.moves, []
+        for name, _, lora_id, done in moves:
+            if self.move_error is None:
+                self.names[name] = lora_id
+            done(self.move_error)
+
+    def cache_tiers(self) -> list[CacheTier]:
+        return [self.cache]
+
+    def close(self) -> None:
+        self.weights.close()
+        self.frontend.close()
+        self.closed = True
+
+
+def fused_tensors(model: torch.nn.Module, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The engine's tensors: rows of Hugging Face's, concatenated as the family's table says; vocabularies padded."""
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for source in family_for(config).twin_sources(config):
+        pieces.setdefault(source.source, []).append((source.start, state[source.name].detach()))
+    fused = {
+        name: torch.cat([piece for _, piece in sorted(parts, key=lambda part: part[0])]).clone()
+        for name, parts in pieces.items()
+    }
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        whole = fused[name]
+        fused[name] = torch.cat([whole, whole.new_full((-len(whole) % 64, whole.shape[1]), float("nan"))])
+    return fused
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One tiny checkpoint for each family."""
+    return {name: save_checkpoint(tmp_path_factory.mktemp(name), config) for name, config in CONFIGS.items()}
+
+
+def save_checkpoint(directory: Path, config: dict[str, Any]) -> Path:
+    torch.manual_seed(7)
+    hf_config = AutoConfig.for_model(**config)
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.8, 1.2)
+            else:
+                parameter.normal_(0, 0.08)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.05, 0.05)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(params=[True, False], ids=["float32_attention", "sdpa"])
+def attends_in_float32(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(params=sorted(CONFIGS))
+def host(request: pytest.FixtureRequest, checkpoints: dict[str, Path], attends_in_float32: bool) -> FakeHost:
+    """A fake engine, once for each family and way to attend."""
+    return FakeHost(checkpoints[request.param], attends_in_float32=attends_in_float32)
+
+
+@pytest.fixture
+def deepseek_host(checkpoints: dict[str, Path]) -> FakeHost:
+    """For what does not depend on the family."""
+    return FakeHost(checkpoints["deepseek_v3"])
+
+
+@pytest.fixture
+def make_host(checkpoints: dict[str, Path]) -> Callable[..., FakeHost]:
+    return lambda family="deepseek_v3", **settings: FakeHost(checkpoints[family], **settings)
+
+
+@pytest.fixture(scope="session")
+def make_hosts(checkpoints: dict[str, Path]) -> Callable[..., FakeHost]:
+    """As `make_host`, for fixtures that several tests share."""
+    return lambda family="deepseek_v3", **settings: FakeHost(checkpoints[family], **settings)
+
+
+class Lab:
+    """A twin and its sessions, without service and executor."""
+
+    def __init__(self, host: FakeHost) -> None:
+        self.host = host
+        self.twin = Twin(host)
+        self.lora = LoraModules(self.twin)
+        self._made = 0
+
+    def session(self, targets: Sequence[str] = ("all",), *, fill: bool = True, **settings: Any) -> Session:
+        """A session whose B is not zero (with `fill`), so that every gradient is there from the first call on."""
+        self._made += 1
+        values: dict[str, Any] = {"rank": 4, "alpha": 8.0, "targets": list(targets), "seed": 3} | settings
+        lora = LoraSettings(**values)
+        modules = resolve_targets(self.host.config, lora.targets)
+        name, key = f"session{self._made}", f"s{self._made}"
+        start = read_start(Opening(name, key, lora, modules), None, None, self.twin.family, self.host)
+        placing = self.lora.create(key, modules, start.masters, rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout)
+        session = Session(name, key, self.twin, self.lora, modules, lora, run_at_once(placing))
+        if fill:
+            generator = torch.Generator().manual_seed(11)
+            with torch.no_grad():
+                for name, parameter in sorted(session.parameters.items()):
+                    if name.endswith("lora_B"):
+                        parameter.normal_(0, 0.05, generator=generator)
+        return session
+
+    def forward_backward(
+        self, session: Session, batch: TrainingBatch, max_tokens: int = 64, loss: Loss | None = None, **options: Any
+    ) -> CallResult:
+        return run_at_once(session.forward_backward(batch, loss or CrossEntropy(), max_tokens, **options))
+
+    def forward(
+        self, session: Session, batch: TrainingBatch, max_tokens: int = 64, loss: Loss | None = None, **options: Any
+    ) -> CallResult:
+        return run_at_once(session.forward(batch, loss or CrossEntropy(), max_tokens, **options))
+
+    def step(self, session: Session, learning_rate: float = 1e-2, **settings: Any) -> float:
+        return run_at_once(session.optim_step(StepSettings(learning_rate, **settings)))
+
+    def plain_loss(self, session: Session, values: Mapping[str, torch.Tensor], batch: TrainingBatch) -> torch.Tensor:
+        """The loss by the plain Hugging Face model with the LoRA products added to its weights, for autograd."""
+        total, start = torch.zeros(()), 0
+        for logits in self.plain_logits(session, values, batch):
+            part = slice(start, start + len(logits))
+            logprobs = logits.log_softmax(-1).gather(1, torch.from_numpy(batch.targets[part].astype("int64"))[:, None])
+            total = total - (logprobs[:, 0] * torch.from_numpy(batch.weights[part])).sum()
+            start += len(logits)
+        return total
+
+    def plain_logits(
+        self, session: Session, values: Mapping[str, torch.Tensor], batch: TrainingBatch
+    ) -> list[torch.Tensor]:
+        """[tokens, V] of each sequence, computed alone by that model."""
+        weights = merged_weights(self.host.hf, session.modules, values, session.settings.alpha / session.settings.rank)
+        sequences = np.split(batch.tokens.astype("int64"), np.cumsum(batch.lengths)[:-1])
+        return [
+            torch.func.functional_call(self.host.hf, weights, (torch.from_numpy(tokens)[None],)).logits[0]
+            for tokens in sequences
+        ]
+
+
+def merged_weights(
+    model: torch.nn.Module, modules: Sequence[LoraModule], values: Mapping[str, torch.Tensor], scaling: float
+) -> dict[str, torch.Tensor]:
+    """The model's weights that LoRA changes, as W + scaling * B A."""
+    parameters, weights = dict(model.named_parameters()), {}
+    for module in modules:
+        delta = scaling * values[f"{module.name}.lora_B"] @ values[f"{module.name}.lora_A"]
+        if not module.num_experts:
+            weights[f"{module.name}.weight"] = parameters[f"{module.name}.weight"] + delta
+            continue
+        parent, _, projection = module.name.rpartition(".")
+        name = f"{parent}.{'down_proj' if projection == 'down_proj' else 'gate_up_proj'}"
+        whole = weights.get(name, parameters[name])
+        if projection != "down_proj":
+            other = torch.zeros_like(delta)
+            delta = torch.cat([delta, other] if projection == "gate_proj" else [other, delta], dim=1)
+        weights[name] = whole + delta
+    return weights
+
+
+@pytest.fixture
+def lab(host: FakeHost) -> Lab:
+    """A twin, once for each family."""
+    return Lab(host)
+
+
+@pytest.fixture
+def deepseek_lab(deepseek_host: FakeHost) -> Lab:
+    return Lab(deepseek_host)
+
+
+@pytest.fixture
+def make_lab(make_host: Callable[..., FakeHost]) -> Callable[..., Lab]:
+    return lambda family="deepseek_v3", **settings: Lab(make_host(family, **settings))
+
+
+@pytest.fixture
+def make_batch() -> Callable[..., TrainingBatch]:
+    """Sequences of the given lengths; a third of the tokens has weight 0."""
+
+    def make(*lengths: int, seed: int = 0) -> TrainingBatch:
+        random, total = np.random.default_rng(seed), sum(lengths)
+        weights = random.uniform(0.1, 1.0, total) * (random.uniform(size=total) > 0.33)
+        return TrainingBatch(
+            list(lengths),
+            random.integers(0, 300, total).astype(np.int32),
+            random.integers(0, 300, total).astype(np.int32),
+            weights.astype(np.float32),
+        )
+
+    return make
+
+
+@pytest.fixture
+def batch(make_batch: Callable[..., TrainingBatch]) -> TrainingBatch:
+    return make_batch(17, 30, 9, 1)
+
+
+@pytest.fixture
+def make_pairs() -> Callable[..., TrainingBatch]:
+    """Pairs from (prompt, chosen, rejected) lengths: the prompt's tokens are shared, the answers' targets count."""
+
+    def make(*lengths: tuple[int, int, int], seed: int = 0) -> TrainingBatch:
+        random = np.random.default_rng(seed)
+        tokens, targets, weights, ends = [], [], [], []
+        for prompt_length, *answers in lengths:
+            prompt = random.integers(0, 300, prompt_length)
+            for answer_length in answers:
+                whole = np.concatenate([prompt, random.integers(0, 300, answer_length)])
+                tokens.append(whole[:-1])
+                targets.append(whole[1:])
+                weights.append(np.arange(1, len(whole)) >= prompt_length)
+                ends.append(len(whole) - 1)
+        return TrainingBatch(
+            ends,
+            np.concatenate(tokens).astype(np.int32),
+            np.concatenate(targets).astype(np.int32),
+            np.concatenate(weights).astype(np.float32),
+        )
+
+    return make
+
+
+@pytest.fixture
+def pairs(make_pairs: Callable[..., TrainingBatch]) -> TrainingBatch:
+    return make_pairs((9, 6, 11), (3, 8, 2), (14, 1, 7))

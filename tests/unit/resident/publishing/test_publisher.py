@@ -1,0 +1,607 @@
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference.lora import huge_adapter, random_adapter, write_adapter
+
+from kt_runtime.adapters import AdapterVersion, LoraPair, VersionStore, as_version, content_hash
+from kt_runtime.errors import AdapterError, ConflictError, NotFoundError, UnknownNameError
+from kt_runtime.resident.publishing import publisher as publishing
+from kt_runtime.resident.publishing.owners import SessionId
+from kt_runtime.resident.publishing.probe import Probe
+from kt_runtime.resident.publishing.publisher import MAX_WAITING_OF_NAME, Publisher
+from kt_runtime.resident.scheduler import Executor
+from kt_runtime.resident.training import checkpoint as state
+from kt_runtime.resident.workers import Workers
+
+
+class Desk:
+    """A publisher over a fake engine; whatever it has begun goes on when `settle` or `settle_once` is called."""
+
+    def __init__(self, lab: Any, root: Path, salt: str = "salt") -> None:
+        self.lab, self.host = lab, lab.host
+        self.store = VersionStore(root, lab.twin.family, lab.host.config, lab.host.max_lora_rank, 3)
+        self.executor = Executor(1.0)
+        self.ended: queue.Queue[tuple[str, Exception | None]] = queue.Queue()
+        self.answers: list[tuple[str, Exception | None]] = []
+        self.outcomes: list[Any] = []  # an AdapterVersion each, or the exception
+        self.workers = Workers("kt-prepare", lambda *ended: self.ended.put(ended))
+        self.publisher = Publisher(
+            lab.host,
+            lab.twin.family,
+            self.store,
+            3,
+            Probe(lab.twin, lab.lora, lab.host.config),
+            self.executor.submit,
+            self.workers,
+            lambda *answer: self.answers.append(answer),
+        )
+        self.publisher.start(salt, self.store.scan()[0])
+
+    def adapter(self, seed: int) -> Any:
+        session = self.lab.session(["attention"], seed=seed)
+        adapter = state.masters(session)
+        session.close()
+        return adapter
+
+    def publish(self, name: str, seed: int, **who: Any) -> None:
+        self.publisher.publish(name, self.adapter(seed), f"seed {seed}", self.outcomes.append, **who)
+
+    def session(self, name: str) -> SessionId:
+        opened = SessionId(f"key of {name}", name)
+        self.publisher.owners.begin(opened)
+        return opened
+
+    def info(self, name: str) -> Any:
+        return {info.name: info for info in self.publisher.adapters()}[name]
+
+    def loaded(self, name: str, adapter: Any, path: Path) -> Any:
+        write_adapter(path, adapter)
+        self.publisher.load(name, str(path), self.outcomes.append)
+        self.settle()
+        return self.outcomes[-1]
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.publisher._queues)
+
+    def prepared(self) -> None:
+        """One adapter has been read, checked and converted, and its probe has run: the frontend is asked, or nobody."""
+        self.publisher.probe(*self.ended.get(timeout=60))
+        while not self.executor.is_idle:
+            self.executor.run_slice(is_serving=False)
+
+    def moved(self) -> None:
+        """The frontend answers what it was asked."""
+        self.host.poll()
+        answers, self.answers = self.answers, []
+        for lora_id, error in answers:
+            self.publisher.finish(lora_id, error)
+
+    def settle(self) -> None:
+        """Until nothing is left."""
+        while self.is_busy:
+            if self.host.moves:
+                self.moved()
+            else:
+                self.prepared()
+
+    def written(self) -> None:
+        assert self.publisher._persistence.flush(60)
+
+    def current(self, name: str) -> str | None:
+        return {info.name: info.current for info in self.publisher.adapters()}[name]
+
+
+@pytest.fixture
+def make_desk(make_lab: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[..., Desk]]:
+    desks: list[Desk] = []
+
+    def make(salt: str = "salt") -> Desk:
+        desks.append(Desk(make_lab(), tmp_path / "versions", salt))
+        return desks[-1]
+
+    yield make
+    for desk in desks:
+        desk.publisher.close()
+        desk.workers.close()
+
+
+@pytest.fixture
+def desk(make_desk: Callable[..., Desk]) -> Desk:
+    return make_desk()
+
+
+def test_a_published_version_is_served_listed_and_written(desk: Desk) -> None:
+    desk.publish("bob", 1)
+    assert desk.outcomes == []  # the frontend has not answered yet
+    desk.settle()
+    (version,) = desk.outcomes
+    assert isinstance(version, AdapterVersion)
+    assert desk.host.names == {"bob": version.lora_id}
+    assert set(desk.host.installed) == {version.lora_id}
+    (info,) = desk.publisher.adapters()
+    assert (info.name, info.current) == ("bob", version.hash)
+    assert info.versions[0].source == "seed 1"
+    desk.written()
+    assert desk.store.served("bob") == [version.hash]
+
+
+def test_the_same_content_again_succeeds_under_a_fresh_id(desk: Desk) -> None:
+    for _ in range(2):
+        desk.publish("bob", 1)
+        desk.settle()
+    first, second = desk.outcomes
+    assert first.hash == second.hash
+    assert first.lora_id != second.lora_id
+    assert desk.host.names["bob"] == second.lora_id
+    desk.written()
+    assert len(desk.store.versions("bob")) == 1
+
+
+def test_the_engine_is_told_the_content_of_every_id(desk: Desk) -> None:
+    for name, seed in (("bob", 1), ("bob", 2), ("alice", 1)):
+        desk.publish(name, seed)
+        desk.settle()
+    desk.publisher.rollback("bob", None, desk.outcomes.append)
+    desk.settle()
+    first, second, other, back = desk.outcomes
+    assert first.hash == other.hash == back.hash != second.hash
+    assert len({version.lora_id for version in desk.outcomes}) == 4
+    assert {version.lora_id: version.hash for version in desk.outcomes} == desk.host.versions
+    assert all(content_hash(desk.host.installed[lora_id]) == told for lora_id, told in desk.host.versions.items())
+
+
+def test_content_has_one_hash_published_written_read_and_restarted(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    """Of two dtypes too, as folding different scalings gives them: files have one."""
+    desk = make_desk("one")
+    plain = desk.adapter(1)
+    first = next(iter(plain.modules))
+    mixed = replace(
+        plain, modules={**plain.modules, first: LoraPair(plain.modules[first].a.bfloat16(), plain.modules[first].b)}
+    )
+    for name, adapter in (("plain", plain), ("mixed", mixed)):
+        desk.publisher.publish(name, adapter, "a test", desk.outcomes.append)
+        desk.settle()
+    desk.written()
+    published = {info.name: info.current for info in desk.publisher.adapters()}
+    assert published["plain"] != published["mixed"]
+    for name, version in published.items():
+        desk.publisher.load(f"{name}-again", str(tmp_path / "versions" / name / str(version)), desk.outcomes.append)
+        desk.settle()
+        assert desk.current(f"{name}-again") == version
+    desk.written()
+
+    restarted = make_desk("two")
+    restarted.settle()
+    assert {name: restarted.current(name) for name in published} == published
+    assert set(restarted.host.versions.values()) == set(published.values())
+    assert not restarted.host.versions.keys() & desk.host.versions.keys()
+
+
+def test_rollback_goes_back_also_before_anything_is_written(desk: Desk) -> None:
+    for seed in (1, 2, 3):
+        desk.publish("bob", seed)
+        desk.settle()
+    first, second, third = desk.outcomes
+    desk.publisher.rollback("bob", None, desk.outcomes.append)
+    desk.settle()
+    assert desk.current("bob") == second.hash
+    desk.publisher.rollback("bob", first.hash[:12], desk.outcomes.append)
+    desk.settle()
+    assert desk.current("bob") == first.hash
+    desk.publisher.rollback("bob", third.hash, desk.outcomes.append)
+    desk.settle()
+    assert desk.current("bob") == third.hash
+    assert len({version.lora_id for version in desk.outcomes}) == 6
+    for name, version in (("bob", "0123456"), ("alice", None)):
+        desk.publisher.rollback(name, version, desk.outcomes.append)
+        desk.settle()
+        assert isinstance(desk.outcomes[-1], UnknownNameError)
+        assert (version or name) in str(desk.outcomes[-1])
+
+
+def test_a_name_that_could_not_be_moved_drops_the_copy_and_keeps_the_version(desk: Desk) -> None:
+    desk.publish("bob", 1)
+    desk.settle()
+    desk.host.move_error = ConflictError("the frontend has no room")
+    desk.publish("bob", 2)
+    desk.settle()
+    first, error = desk.outcomes
+    assert error is desk.host.move_error
+    assert set(desk.host.installed) == {first.lora_id}
+    assert desk.current("bob") == first.hash
+    desk.host.move_error = None
+    desk.publish("bob", 3)
+    desk.settle()
+    assert desk.current("bob") == desk.outcomes[2].hash
+
+
+def test_without_room_nothing_changes(make_host: Any, desk: Desk) -> None:
+    desk.host.max_adapters = 1
+    desk.publish("bob", 1)
+    desk.settle()
+    desk.publish("bob", 2)
+    desk.settle()
+    assert "no room" in str(desk.outcomes[1])
+    assert desk.current("bob") == desk.outcomes[0].hash
+    desk.publisher.drop(desk.outcomes[0].lora_id)
+    assert desk.current("bob") is None
+    desk.publish("bob", 2)
+    desk.settle()
+    assert desk.current("bob") == desk.outcomes[2].hash
+
+
+def test_operations_on_one_name_wait_for_each_other(desk: Desk) -> None:
+    desk.publish("bob", 1)
+    desk.publish("bob", 2)
+    desk.publish("alice", 3)
+    desk.prepared()
+    desk.prepared()
+    assert sorted(move[0] for move in desk.host.moves) == ["alice", "bob"]
+    desk.settle()
+    assert {version.source for version in desk.outcomes[:2]} == {"seed 1", "seed 3"}
+    assert desk.outcomes[2].source == "seed 2"
+
+
+def test_a_waiting_operation_without_room_is_answered_with_the_error(desk: Desk) -> None:
+    desk.host.max_adapters = 1
+    desk.publish("bob", 1)
+    desk.publish("bob", 2)
+    desk.settle()
+    assert isinstance(desk.outcomes[1], ConflictError)
+    assert desk.current("bob") == desk.outcomes[0].hash
+
+
+def test_a_directory_is_loaded_through_the_same_steps(desk: Desk, tmp_path: Path) -> None:
+    session = desk.lab.session(["experts"])
+    path = tmp_path / "adapter"
+    state.write(path, state.snapshot(session, optimizer=False), desk.lab.twin.family, desk.host, replace=False)
+    desk.publisher.load("carol", str(path), desk.outcomes.append)
+    desk.settle()
+    assert desk.outcomes[0].source == str(path)
+    (path / "adapter_model.safetensors").write_bytes(b"12345")
+    for place in (path, tmp_path / "nothing"):
+        desk.publisher.load("carol", str(place), desk.outcomes.append)
+    desk.settle()
+    assert isinstance(desk.outcomes[1], AdapterError) and "truncated" in str(desk.outcomes[1])
+    assert isinstance(desk.outcomes[2], NotFoundError)
+    assert desk.current("carol") == desk.outcomes[0].hash
+
+
+def test_names_are_served_again_after_a_restart_and_forgotten_ones_are_not(make_desk: Callable[..., Desk]) -> None:
+    desk = make_desk()
+    for name, seed in (("bob", 1), ("bob", 2), ("alice", 3)):
+        desk.publish(name, seed)
+        desk.settle()
+    desk.publisher.forget("alice", lambda outcome: None)
+    desk.written()
+    restarted = make_desk("another salt")
+    assert restarted.publisher.restoring() == ["bob"]
+    restarted.settle()
+    assert restarted.publisher.restoring() == []
+    assert [info.name for info in restarted.publisher.adapters()] == ["bob"]
+    assert restarted.current("bob") == desk.outcomes[1].hash
+    assert not set(restarted.host.installed) & set(desk.host.installed)
+    restarted.publisher.rollback("bob", None, restarted.outcomes.append)
+    restarted.settle()
+    assert restarted.current("bob") == desk.outcomes[0].hash
+
+
+def test_ids_agree_between_ranks_and_differ_between_processes(make_desk: Callable[..., Desk]) -> None:
+    ids = []
+    for salt in ("one", "one", "two"):
+        desk = make_desk(salt)
+        desk.publish("bob", 1)
+        desk.prepared()
+        ids.append(desk.host.moves[0][2])
+    assert ids[0] == ids[1] != ids[2]
+
+
+# The stages.
+
+
+def test_nothing_is_read_checked_or_converted_on_the_engines_thread(desk: Desk, tmp_path: Path) -> None:
+    adapter = random_adapter(desk.host.config, rank=4, alpha=8.0, seed=1)
+    assert isinstance(desk.loaded("bob", adapter, tmp_path / "bob"), AdapterVersion)
+    desk.publish("bob", 1)
+    desk.settle()
+    desk.publisher.rollback("bob", None, desk.outcomes.append)
+    desk.settle()
+    assert len(desk.outcomes) == 3
+    assert desk.host.preparing_threads and all(name.startswith("kt-prepare") for name in desk.host.preparing_threads)
+
+
+def test_a_name_that_is_slow_to_read_holds_up_no_other(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, prepare = threading.Event(), desk.host.prepare_adapter
+
+    def slow(name: str, adapter: Any) -> Any:
+        assert name != "slow" or gate.wait(60)
+        return prepare(name, adapter)
+
+    monkeypatch.setattr(desk.host, "prepare_adapter", slow)
+    desk.publish("slow", 1)
+    desk.publish("bob", 2)
+    desk.prepared()
+    desk.moved()
+    assert [version.source for version in desk.outcomes] == ["seed 2"]
+    gate.set()
+    desk.settle()
+    assert [version.source for version in desk.outcomes] == ["seed 2", "seed 1"]
+
+
+def test_two_directories_that_hang_hold_up_no_other_name(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A dead network mount: whoever reads there never comes back. Its client is told, and the name is free again."""
+    gate, read, now = threading.Event(), publishing.read_adapter, [100.0]
+
+    def hangs(path: Any, *rest: Any) -> Any:
+        if "dead" in str(path):
+            assert gate.wait(60)
+        return read(path, *rest)
+
+    monkeypatch.setattr(publishing, "read_adapter", hangs)
+    monkeypatch.setattr(desk.workers, "_clock", lambda: now[0])
+    outcomes: dict[str, Any] = {}
+    for name in ("one", "two"):
+        desk.publisher.load(name, f"/dead/{name}", partial(outcomes.__setitem__, name))
+    desk.publish("bob", 1)
+    deadline = time.monotonic() + 30
+    while desk.ended.qsize() < 3:  # bob, and both errors
+        assert time.monotonic() < deadline
+        now[0] += 30.0
+        desk.workers.look()
+        time.sleep(0.01)
+    desk.settle()
+    assert [version.source for version in desk.outcomes] == ["seed 1"]
+    assert "(/dead/one): the file system has not answered for 60 s" in str(outcomes["one"])
+    desk.publish("one", 2)
+    desk.settle()
+    assert desk.current("one") == desk.outcomes[-1].hash
+    gate.set()
+
+
+def test_too_many_operations_of_one_name_are_refused_before_anything_is_copied(desk: Desk) -> None:
+    for seed in range(1 + MAX_WAITING_OF_NAME):
+        desk.publish("bob", seed)
+    with pytest.raises(ConflictError, match=f"{MAX_WAITING_OF_NAME} operations wait"):
+        desk.publish("bob", 9)
+    desk.publish("alice", 9)
+    desk.settle()
+    assert sum(isinstance(outcome, AdapterVersion) for outcome in desk.outcomes) == 2 + MAX_WAITING_OF_NAME
+
+
+def test_a_rollback_is_of_what_the_name_means_when_its_turn_comes(desk: Desk) -> None:
+    for seed in (1, 2):
+        desk.publish("bob", seed)
+    desk.publisher.rollback("bob", None, desk.outcomes.append)
+    desk.settle()
+    first, _, back = desk.outcomes
+    assert back.hash == first.hash == desk.current("bob")
+
+
+# The gate.
+
+
+@pytest.mark.parametrize("only", [(), ("attention",), ("experts",), ("mlp",)], ids=str)
+def test_finite_weights_whose_forward_pass_is_not_finite_are_refused(desk: Desk, tmp_path: Path, only: Any) -> None:
+    good = random_adapter(desk.host.config, rank=4, alpha=8.0, seed=1)
+    served = desk.loaded("bob", good, tmp_path / "good")
+    outcome = desk.loaded("bob", huge_adapter(desk.host.config, only=only), tmp_path / "huge")
+    assert isinstance(outcome, AdapterError)
+    assert "adapter 'bob': its forward pass is not finite: NaN or Inf from layer" in str(outcome)
+    assert desk.current("bob") == served.hash
+    assert set(desk.host.installed) == {served.lora_id}
+    assert desk.lab.twin.experts_of(1).adapters == {}  # nothing of it stays in the twin
+    desk.written()
+    assert [version.hash for version in desk.store.versions("bob")] == [served.hash]
+
+
+def test_the_layer_from_which_on_it_is_not_finite_is_named(desk: Desk, tmp_path: Path) -> None:
+    adapter = random_adapter(desk.host.config, rank=4, alpha=8.0, seed=1)
+    name = "model.layers.1.self_attn.o_proj"
+    pairs = {**adapter.modules, name: LoraPair(*(tensor * 0 + 3e38 for tensor in adapter.modules[name]))}
+    outcome = desk.loaded("bob", replace(adapter, modules=pairs), tmp_path / "huge")
+    assert "NaN or Inf from layer 1 on" in str(outcome)
+
+
+def test_a_version_that_is_not_finite_is_not_served_again_after_a_restart(make_desk: Callable[..., Desk]) -> None:
+    """One that an earlier server wrote, which had no gate."""
+    desk = make_desk("one")
+    desk.publish("alice", 1)
+    desk.settle()
+    desk.written()
+    trap = as_version(huge_adapter(desk.host.config), desk.lab.twin.family, desk.host.config)
+    version = desk.store.save("bob", trap, created=1.0)
+    desk.store.point("bob", [version.hash])
+    restarted = make_desk("two")
+    restarted.settle()
+    assert restarted.current("bob") is None
+    assert "not finite" in restarted.info("bob").problem
+    assert restarted.current("alice") == desk.outcomes[0].hash and restarted.info("alice").problem is None
+    restarted.publisher.rollback("bob", version.hash, restarted.outcomes.append)
+    restarted.settle()
+    refused = restarted.outcomes[-1]
+    assert isinstance(refused, ConflictError | AdapterError)
+    restarted.publish("bob", 2)
+    restarted.settle()
+    assert restarted.info("bob").problem is None and restarted.current("bob") == restarted.outcomes[-1].hash
+
+
+# Unloading.
+
+
+def forget(desk: Desk, name: str) -> list[Any]:
+    told: list[Any] = []
+    desk.publisher.forget(name, told.append)
+    return told
+
+
+def test_unloading_while_its_publication_is_on_another_thread_ends_both(desk: Desk) -> None:
+    desk.publish("bob", 1)
+    desk.settle()
+    first = desk.outcomes[0].lora_id
+    desk.publish("bob", 2)
+    desk.publish("bob", 3)
+    assert forget(desk, "bob") == [first]
+    assert [str(outcome) for outcome in desk.outcomes[1:]] == ["adapter 'bob' was unloaded before this had ended"] * 2
+    desk.prepared()  # nobody wants it any more
+    assert desk.host.moves == [] and not desk.is_busy
+    assert set(desk.host.installed) == {first}  # the frontend drops it when its last request has ended
+    desk.publish("bob", 4)
+    desk.settle()
+    assert desk.current("bob") == desk.outcomes[-1].hash
+
+
+def test_unloading_after_the_frontend_was_asked_waits_for_its_answer(desk: Desk) -> None:
+    desk.publish("bob", 1)
+    desk.prepared()
+    told = forget(desk, "bob")
+    assert told == [] and desk.outcomes == []
+    desk.settle()
+    assert told == [desk.outcomes[0].lora_id]
+    assert desk.publisher.adapters() == []
+    desk.written()
+    assert desk.store.names() == []
+
+
+def test_unloading_what_is_not_there_is_an_error_and_what_is_only_begun_is_not(desk: Desk) -> None:
+    (error,) = forget(desk, "bob")
+    assert isinstance(error, UnknownNameError)
+    desk.publish("bob", 1)
+    assert forget(desk, "bob") == [None]
+    assert isinstance(desk.outcomes[0], ConflictError)
+
+
+# Owners.
+
+
+def test_the_owner_is_shown_and_another_session_is_refused_unless_it_takes_over(desk: Desk, tmp_path: Path) -> None:
+    first, second = desk.session("first"), desk.session("second")
+    desk.publish("bob", 1, session=first)
+    desk.settle()
+    assert desk.info("bob").owner == "first" and desk.info("bob").owned_since > 0
+    with pytest.raises(ConflictError, match=r"'bob' is published by session 'first' since \d{4}-.*take_over"):
+        desk.publish("bob", 2, session=second)
+    with pytest.raises(ConflictError, match="published by session 'first'"):
+        desk.publisher.load("bob", str(tmp_path), desk.outcomes.append)
+    desk.publish("bob", 2, session=second, take_over=True)
+    desk.settle()
+    assert desk.info("bob").owner == "second" and desk.current("bob") == desk.outcomes[-1].hash
+    with pytest.raises(ConflictError, match="published by session 'second'"):
+        desk.publish("bob", 3, session=first)
+    desk.publisher.owners.end(second)
+    assert desk.info("bob").owner is None
+    with pytest.raises(ConflictError, match=r"was taken over by session 'second' at .*again, say take_over"):
+        desk.publish("bob", 3, session=first)
+    desk.publish("bob", 3, session=first, take_over=True)
+    desk.settle()
+    assert desk.info("bob").owner == "first"
+
+
+def test_a_session_whose_name_was_unloaded_is_told_at_its_next_publication(desk: Desk) -> None:
+    session = desk.session("run")
+    desk.publish("bob", 1, session=session)
+    desk.settle()
+    forget(desk, "bob")
+    with pytest.raises(ConflictError, match=r"'bob' was unloaded at .* after session 'run' had published it"):
+        desk.publish("bob", 2, session=session)
+    assert desk.publisher.adapters() == []
+    desk.publish("bob", 2, session=desk.session("another"))
+    desk.settle()
+    assert desk.info("bob").owner == "another"
+
+
+def test_unloading_during_the_first_publication_is_not_undone_by_the_second(desk: Desk) -> None:
+    session = desk.session("run")
+    desk.publisher.owners.claim("bob", session)  # as a run does when it begins
+    desk.publish("bob", 1, session=session)
+    assert forget(desk, "bob") == [None]
+    with pytest.raises(ConflictError, match=r"'bob' was unloaded at .*to publish it again, say take_over"):
+        desk.publish("bob", 2, session=session)
+
+
+def test_nor_by_a_session_that_had_not_claimed_the_name(desk: Desk) -> None:
+    """A client that only publishes owns a name once its first publication has ended."""
+    first, second = desk.session("first"), desk.session("second")
+    desk.publish("bob", 1, session=first)
+    desk.publish("bob", 2, session=second)
+    assert forget(desk, "bob") == [None]
+    for session in (first, second):
+        with pytest.raises(ConflictError, match=r"'bob' was unloaded at .*had published it or begun to"):
+            desk.publish("bob", 3, session=session)
+    desk.publish("bob", 3, session=first, take_over=True)
+    desk.settle()
+    assert desk.info("bob").owner == "first"
+
+
+def test_of_two_sessions_at_once_the_first_gets_the_name(desk: Desk) -> None:
+    for seed, name in ((1, "first"), (2, "second")):
+        desk.publish("bob", seed, session=desk.session(name))
+    desk.settle()
+    assert isinstance(desk.outcomes[0], AdapterVersion)
+    assert "published by session 'first'" in str(desk.outcomes[1])
+
+
+def test_a_publication_that_failed_owns_nothing_and_one_of_an_ended_session_neither(desk: Desk) -> None:
+    session = desk.session("run")
+    desk.host.move_error = ConflictError("no")
+    desk.publish("bob", 1, session=session)
+    desk.settle()
+    assert desk.publisher.owners.of("bob") is None
+    desk.host.move_error = None
+    desk.publish("bob", 1, session=session)
+    desk.publisher.owners.end(session)
+    desk.settle()
+    assert desk.info("bob").owner is None
+
+
+def test_a_directory_takes_a_name_over_when_it_says_so(desk: Desk, tmp_path: Path) -> None:
+    session = desk.session("run")
+    desk.publish("bob", 1, session=session)
+    desk.settle()
+    write_adapter(tmp_path / "a", random_adapter(desk.host.config, rank=4, alpha=8.0, seed=1))
+    desk.publisher.load("bob", str(tmp_path / "a"), desk.outcomes.append, take_over=True)
+    desk.settle()
+    assert desk.info("bob").owner is None
+    with pytest.raises(ConflictError, match="was taken over by loading another adapter under the name"):
+        desk.publish("bob", 2, session=session)
+
+
+# What is not on disk.
+
+
+def test_what_could_not_be_written_is_shown_and_rolled_back_to_from_memory(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.store, "save", full)
+        for seed in (1, 2):
+            desk.publish("bob", seed)
+            desk.settle()
+        while "No space" not in str(desk.info("bob").versions[0].not_stored):
+            time.sleep(0.01)
+        assert [version.stored for version in desk.info("bob").versions] == [False, False]
+        assert {item.name for item in desk.publisher.unstored()} == {"bob"}
+        desk.publisher.rollback("bob", None, desk.outcomes.append)
+        desk.settle()
+        assert desk.current("bob") == desk.outcomes[0].hash
+    desk.written()
+    assert [version.stored for version in desk.info("bob").versions] == [True, True]
+    assert desk.publisher.unstored() == []

@@ -1,0 +1,81 @@
+"""The hash of all weights: once, beside the engine, and of what the twin computes with."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights
+from kt_runtime.resident.twin.model import dense_views
+
+
+def test_it_is_of_what_the_twin_computes_with_before_there_is_a_twin(lab: Any) -> None:
+    views = dense_views(lab.host.config, lab.host.tensors())
+    assert hash_weights(views, lab.host.experts) == lab.twin.weights_fingerprint()
+    assert lab.host.weights.future().result(60) == lab.twin.weights_fingerprint()
+
+
+def test_the_number_of_threads_does_not_matter(deepseek_lab: Any) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        found = hash_weights(deepseek_lab.twin.views(), deepseek_lab.host.experts, threads.map)
+    assert found == deepseek_lab.twin.weights_fingerprint()
+
+
+def test_names_types_and_shapes_are_part_of_it(deepseek_lab: Any) -> None:
+    views, experts = dict(deepseek_lab.twin.views()), deepseek_lab.host.experts
+    name = "model.layers.0.mlp.gate_proj.weight"
+    others = [
+        {**views, name: views[name].reshape(-1)},
+        {**views, name: views[name].view(torch.int32)},
+        {("other" if key == name else key): value for key, value in views.items()},
+        {**views, name: views["model.layers.0.mlp.up_proj.weight"]},
+    ]
+    assert len({hash_weights(each, experts) for each in (views, *others)}) == 5
+
+
+def test_it_is_computed_once_beside_the_caller_and_anew_on_request() -> None:
+    go, answers = threading.Event(), ["first", "second"]
+
+    def compute(each: Any) -> str:
+        go.wait(10)
+        return answers.pop(0)
+
+    weights = WeightsFingerprint(compute)
+    asked = [weights.future() for _ in range(3)]
+    assert not asked[0].done()
+    go.set()
+    assert [each.result(10) for each in asked] == ["first"] * 3
+    assert weights.future(fresh=True).result(10) == "second"
+    assert weights.future().result(10) == "second"
+    weights.close()
+
+
+def test_who_asks_gets_the_error() -> None:
+    def compute(each: Any) -> str:
+        raise RuntimeError("out of memory")
+
+    weights = WeightsFingerprint(compute)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        weights.future().result(10)
+    weights.close()
+
+
+def test_closing_does_not_wait_for_a_large_model() -> None:
+    began, go = threading.Event(), threading.Event()
+
+    def hash_one(_: int) -> str:
+        began.set()
+        go.wait(10)
+        return ""
+
+    weights = WeightsFingerprint(lambda each: "".join(each(hash_one, range(1000))), num_threads=1)
+    asked = weights.future()
+    assert began.wait(10)
+    weights.close()
+    go.set()
+    with pytest.raises(CancelledError):
+        asked.result(10)

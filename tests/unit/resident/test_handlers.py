@@ -1,0 +1,207 @@
+"""The order of a session's requests, with an inbox in the wire server's place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from reference.lora import random_adapter, write_adapter
+
+from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.resident.server import Resident
+from kt_runtime.wire import messages
+from kt_runtime.wire.messages import (
+    CloseSession,
+    CreateSession,
+    Forward,
+    ForwardBackward,
+    GetStatus,
+    LoraSettings,
+    OptimStep,
+    PreferenceLoss,
+    Publish,
+)
+from kt_runtime.wire.server import Incoming
+
+
+class Inbox:
+    """In the place of a WireServer: requests that arrived together, and the answers in their order."""
+
+    wakeup_fd = -1
+
+    def __init__(self, requests: list[tuple[Any, dict[str, np.ndarray]]]) -> None:
+        self._waiting = [Incoming(request, arrays, b"", request.request_id) for request, arrays in requests]
+        self.replies: list[Any] = []
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._waiting)
+
+    def take(self) -> list[Incoming]:
+        taken, self._waiting = self._waiting, []
+        return taken
+
+    def answer(self, incoming: Incoming, reply: Any, arrays: Any = None) -> None:
+        self.replies.append(reply)
+
+    def close(self) -> None:
+        pass
+
+
+def run(host: Any, inbox: Inbox, directory: Path) -> dict[str, Any]:
+    """Serves until everything in the inbox is answered; the answers by request id."""
+    settings = ResidentSettings(
+        model="", model_directory="", wire_address="", names_address="", adapter_directory=str(directory / "adapters")
+    )
+    expected = len(inbox._waiting)
+    resident = Resident(host, settings, inbox)
+    while len(inbox.replies) < expected:
+        resident.apply(resident.decisions())
+        resident.turn()
+    resident.close()
+    return {reply.request_id: reply for reply in inbox.replies}
+
+
+def test_requests_of_a_session_that_arrive_together_keep_their_order(
+    make_host: Callable[..., Any], make_batch: Any, tmp_path: Path
+) -> None:
+    batch = make_batch(20, 9)
+    arrays = {"tokens": batch.tokens, "targets": batch.targets, "weights": batch.weights}
+    call = {"session": "a", "lengths": batch.lengths}
+    inbox = Inbox(
+        [
+            (CreateSession(request_id="0", session="a", lora=LoraSettings(rank=4, alpha=8.0)), {}),
+            (ForwardBackward(request_id="1", **call), arrays),
+            (ForwardBackward(request_id="2", **call), arrays),
+            (OptimStep(request_id="3", session="a", learning_rate=1e-2), {}),
+            (Forward(request_id="4", **call), arrays),
+            (Publish(request_id="5", session="a", name="bob"), {}),
+            (CloseSession(request_id="6", session="a"), {}),
+            (Forward(request_id="7", **call), arrays),
+        ]
+    )
+    replies = run(make_host(), inbox, tmp_path)
+    assert replies["1"].loss == replies["2"].loss > replies["4"].loss
+    assert replies["3"].step == 1
+    assert replies["5"].name == "bob"
+    assert replies["7"].kind == "UnknownNameError"
+
+
+LORA = LoraSettings(rank=4, alpha=8.0, targets=["attention"])
+
+
+def arrays_of(batch: Any, **more: np.ndarray) -> dict[str, np.ndarray]:
+    return {"tokens": batch.tokens, "targets": batch.targets, "weights": batch.weights} | more
+
+
+def test_a_preference_step_with_a_reference_adapter(make_host: Callable[..., Any], pairs: Any, tmp_path: Path) -> None:
+    """What a DPO trainer does: the reference's log-probabilities, a step against them, the margin afterwards."""
+    host, loss = make_host(), PreferenceLoss(kind="sigmoid", beta=0.5, scale=1 / 3)
+    adapter = random_adapter(host.config, rank=4, alpha=8.0, seed=2, only=["attention"])
+    path = str(write_adapter(tmp_path / "start", adapter))
+    call = {"session": "a", "lengths": pairs.lengths, "loss": loss}
+    reference = np.array([-30, -50, -40, -12, -6, -38], np.float32)
+    inbox = Inbox(
+        [
+            (CreateSession(request_id="0", session="a", lora=LORA, start_from=path, reference=path), {}),
+            (Forward(request_id="1", model="reference", **call), arrays_of(pairs)),
+            (Forward(request_id="2", **call), arrays_of(pairs, reference=reference)),
+            (Forward(request_id="3", model="base", **call), arrays_of(pairs)),
+            (ForwardBackward(request_id="4", **call), arrays_of(pairs, reference=reference)),
+            (OptimStep(request_id="5", session="a", learning_rate=1e-2), {}),
+            (Forward(request_id="6", **call), arrays_of(pairs, reference=reference)),
+            (Forward(request_id="7", model="reference", **call), arrays_of(pairs)),
+        ]
+    )
+    replies = run(host, inbox, tmp_path)
+    assert replies["4"].loss == pytest.approx(replies["2"].loss, rel=1e-6)
+    assert replies["6"].loss < replies["2"].loss
+    assert replies["1"].metrics["logps/chosen"] == replies["7"].metrics["logps/chosen"]
+    assert replies["1"].metrics["logps/chosen"] == replies["2"].metrics["logps/chosen"]
+    assert replies["1"].metrics["logps/chosen"] != replies["3"].metrics["logps/chosen"]
+    assert replies["4"].num_computed < replies["4"].num_tokens == sum(pairs.lengths)
+
+
+def test_adapters_that_do_not_fit_are_refused_before_there_is_a_session(
+    make_host: Callable[..., Any], tmp_path: Path
+) -> None:
+    host = make_host()
+    good = write_adapter(tmp_path / "good", random_adapter(host.config, rank=4, alpha=8.0, seed=2, only=["attention"]))
+    high = write_adapter(tmp_path / "high", random_adapter(host.config, rank=17, alpha=8.0, seed=2, only=["attention"]))
+    other = write_adapter(tmp_path / "other", random_adapter(make_host("qwen3_moe").config, rank=4, alpha=8.0, seed=2))
+    wrong: list[dict[str, Any]] = [
+        {"reference": str(tmp_path / "nothing")},
+        {"reference": "relative"},
+        {"reference": str(high)},
+        {"reference": str(other)},
+        {"start_from": str(other), "reference": str(good)},
+    ]
+    requests: list[tuple[Any, dict[str, Any]]] = [
+        (CreateSession(request_id=str(i), session="a", lora=LORA, **more), {}) for i, more in enumerate(wrong)
+    ]
+    inbox = Inbox([*requests, (CreateSession(request_id="good", session="a", lora=LORA, reference=str(good)), {})])
+    replies = run(host, inbox, tmp_path)
+    kinds = [replies[str(i)].kind for i in range(len(wrong))]
+    assert kinds == ["NotFoundError", "InvalidValueError", "AdapterError", "AdapterError", "AdapterError"]
+    assert "is 17, above this server's largest" in replies["2"].message
+    assert replies["good"].info.session == "a"
+
+
+def test_what_is_no_pair_is_refused_and_leaves_no_gradient(
+    make_host: Callable[..., Any], make_batch: Any, pairs: Any, tmp_path: Path
+) -> None:
+    loss, odd = PreferenceLoss(kind="simpo", beta=2.0), make_batch(5, 4, 3)
+    pairs.weights[: pairs.lengths[0]] = 0
+    inbox = Inbox(
+        [
+            (CreateSession(request_id="0", session="a", lora=LORA), {}),
+            (ForwardBackward(request_id="1", session="a", lengths=odd.lengths, loss=loss), arrays_of(odd)),
+            (ForwardBackward(request_id="2", session="a", lengths=pairs.lengths, loss=loss), arrays_of(pairs)),
+            (OptimStep(request_id="3", session="a", learning_rate=1e-2), {}),
+        ]
+    )
+    replies = run(make_host(), inbox, tmp_path)
+    assert [replies[i].kind for i in "123"] == ["InvalidValueError", "InvalidValueError", "ConflictError"]
+    assert "pair 0: the chosen answer" in replies["2"].message
+
+
+def test_status_says_what_a_recipe_is_compared_with(make_host: Callable[..., Any], tmp_path: Path) -> None:
+    host = make_host()
+    status = run(host, Inbox([(GetStatus(request_id="0"), {})]), tmp_path)["0"]
+    found = (status.expert_threads, status.chunked_prefill_tokens, status.microbatch_tokens)
+    assert found == (host.experts.num_threads, host.chunked_prefill_tokens, 2048)
+    assert sum(status.expert_node_bytes) == status.expert_bytes and status.expert_placement == ""
+
+
+def test_a_session_beyond_the_limits_is_refused_until_another_one_is_closed(
+    make_host: Callable[..., Any], tmp_path: Path
+) -> None:
+    def create(number: int) -> CreateSession:
+        lora = LoraSettings(rank=4, alpha=8.0, targets=["q_b_proj"])
+        return CreateSession(request_id=str(number), session=f"s{number}", lora=lora)
+
+    closing = CloseSession(request_id="c", session="s0")
+    requests: list[messages.AnyRequest] = [create(0), create(1), create(2), closing, create(3)]
+    # Sessions take turns: all requests of one turn are carried out before those of the next one arrive.
+    found: dict[str, Any] = {}
+    host, inbox = make_host(), Inbox([])
+    settings = ResidentSettings(
+        model="", model_directory="", wire_address="", names_address="", adapter_directory=str(tmp_path), max_sessions=2
+    )
+    resident = Resident(host, settings, inbox)
+    for request in requests:
+        inbox._waiting.append(Incoming(request, {}, b"", request.request_id))
+        while len(inbox.replies) <= len(found):
+            resident.apply(resident.decisions())
+            resident.turn()
+        found[request.request_id] = inbox.replies[-1]
+    status = resident.calls.infos()
+    resident.close()
+    assert [found[name].__class__.__name__ for name in "013"] == ["SessionReply"] * 3
+    assert found["2"].kind == "ConflictError"
+    assert "2 sessions are open, and --max-sessions is 2: s0 (step 0, " in found["2"].message
+    assert [each.session for each in status] == ["s1", "s3"]
+    assert status[0].num_bytes == 16 * status[0].num_parameters

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kt_runtime.errors import NumericsError
+from kt_runtime.resident.scheduler import MAX_CREDIT_SECONDS, Estimates, Executor, Pause, Plan, Slice, Slices, Work
+
+ALL = Plan(100)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Recorder:
+    """Works that write down what they do; `seconds` of the fake clock pass in each slice, or what it is told."""
+
+    def __init__(self, share: float = 0.5, num_ranks: int = 1) -> None:
+        self.clock = Clock()
+        self.executor = Executor(share, self.clock, num_ranks=num_ranks)
+        self.log: list[str] = []
+        self.answers: list[Any] = []
+        self.taken: list[float] = []
+
+    def submit(
+        self,
+        queue: str,
+        name: str,
+        coming: Sequence[Slice],
+        seconds: float | dict[str, float] = 0.0,
+        error: Exception | None = None,
+    ) -> None:
+        """`coming`: what follows the opening, which is called "opening" and runs as slice 0."""
+
+        def passes(kind: str) -> None:
+            each = seconds[kind] if isinstance(seconds, dict) else seconds
+            self.clock.now += each
+            self.taken.append(each)
+
+        def slices() -> Slices:
+            passes("opening")
+            self.log.append(f"{name}0")
+            for index, upcoming in enumerate(coming, start=1):
+                yield upcoming
+                passes(upcoming.kind)
+                self.log.append(f"{name}{index}")
+            if error is not None:
+                raise error
+            return f"{name} done"
+
+        self.executor.submit(Work(queue, slices(), self.answers.append, self.answers.append, Slice("opening")))
+
+    def turn(self, is_serving: bool, budget: float) -> float:
+        """Runs one turn; returns how long it took."""
+        started = self.clock.now
+        self.executor.run(self.executor.plan(is_serving, budget), is_serving)
+        return self.clock.now - started
+
+
+def stays(count: int, kind: str = "layer") -> list[Slice]:
+    return [Slice(kind, alike=count - index) for index in range(count)]
+
+
+SWITCHES = Slice("step", may_switch=True)
+
+
+def test_works_of_one_session_run_in_order() -> None:
+    recorder = Recorder()
+    recorder.submit("a", "x", [SWITCHES])
+    recorder.submit("a", "y", [])
+    assert recorder.executor.run(ALL, is_serving=False) == 3
+    assert recorder.log == ["x0", "x1", "y0"]
+    assert recorder.answers == ["x done", "y done"]
+    assert recorder.executor.is_idle
+
+
+def test_sessions_take_turns_where_a_work_may_be_overtaken() -> None:
+    recorder = Recorder()
+    recorder.submit("a", "x", [Slice("layer"), SWITCHES, Slice("layer")])
+    recorder.submit("b", "y", [SWITCHES])
+    recorder.executor.run(ALL, is_serving=False)
+    assert recorder.log == ["x0", "x1", "y0", "x2", "x3", "y1"]
+
+
+def test_an_error_ends_its_work_and_nothing_else() -> None:
+    recorder = Recorder()
+    error = NumericsError("the loss is nan")
+    recorder.submit("a", "x", [SWITCHES], error=error)
+    recorder.submit("a", "y", [])
+    recorder.executor.run(ALL, is_serving=False)
+    assert recorder.answers == [error, "y done"]
+
+
+def test_nothing_is_planned_without_work() -> None:
+    executor = Recorder().executor
+    assert executor.plan(is_serving=False, budget_seconds=1.0) == Plan()
+    assert executor.plan(is_serving=False, budget_seconds=1.0, arrives=True).num_slices > 0
+
+
+def test_idle_time_is_filled_up_to_the_budget() -> None:
+    recorder = Recorder()
+    recorder.submit("a", "x", stays(100), seconds=0.01)
+    assert recorder.turn(False, 0.1) == pytest.approx(0.01)  # the opening: nothing is known of what comes next
+    assert recorder.turn(False, 0.1) == pytest.approx(0.1, abs=0.011)
+    assert recorder.turn(False, 0.001) == pytest.approx(0.01)  # a slice longer than the budget runs all the same
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_long_slice_after_many_short_ones_does_not_lengthen_its_turn(num_ranks: int) -> None:
+    """What was seen: 80 slices of 1 ms, then slices of 0.5 s; with a budget of 10 ms one turn took 5 s."""
+    recorder = Recorder(num_ranks=num_ranks)
+    seconds = {"opening": 0.0001, "short": 0.001, "long": 0.5}
+    recorder.submit("a", "x", stays(80, "short") + stays(20, "long"), seconds)
+    budget = 0.01
+    while not recorder.executor.is_idle:
+        assert recorder.turn(False, budget) <= budget + 0.5
+    assert recorder.taken.count(0.5) == 20
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_turn_takes_longer_than_its_budget_and_one_slice(seed: int) -> None:
+    """Whatever the kinds, sizes and times are, and however badly they are announced."""
+    chance = random.Random(seed)
+    recorder = Recorder()
+    for queue in "abc":
+        kinds = {kind: chance.choice([1e-5, 1e-3, 0.02, 0.5]) for kind in ("opening", "k0", "k1", "k2")}
+        coming = [
+            Slice(
+                chance.choice(["k0", "k1", "k2"]),
+                chance.choice([1, 100, 10_000]),
+                chance.randint(1, 50),
+                index % 7 == 0,
+            )
+            for index in range(120)
+        ]
+        recorder.submit(queue, queue, coming, kinds)
+    while not recorder.executor.is_idle:
+        first = len(recorder.taken)
+        took = recorder.turn(False, 0.01)
+        assert took <= 0.01 + max(recorder.taken[first:])
+
+
+def test_several_ranks_run_the_number_that_was_planned() -> None:
+    """The number counts what is announced and known, so that it fits; no clock is read while the slices run."""
+    recorder = Recorder(num_ranks=2)
+    seconds = {"opening": 0.001, "short": 0.001, "long": 0.5}
+    recorder.submit("a", "x", stays(30, "short") + stays(2, "long"), seconds)
+    planned = []
+    while not recorder.executor.is_idle:
+        plan = recorder.executor.plan(False, 0.0105)
+        assert plan.seconds is None
+        planned.append(plan.num_slices)
+        assert recorder.executor.run(plan, is_serving=False) == plan.num_slices
+    assert planned == [1, 1, 10, 10, 9, 1, 1]
+
+
+def test_several_ranks_do_not_count_on_a_slice_that_another_session_may_overtake() -> None:
+    recorder = Recorder(num_ranks=2)
+    step = [Slice("step", alike=5 - index, may_switch=True) for index in range(5)]
+    recorder.submit("a", "x", step, 0.001)
+    recorder.executor.run(Plan(2), is_serving=False)
+    assert recorder.executor.plan(False, 1.0).num_slices == 4
+    recorder.submit("b", "y", [])
+    assert recorder.executor.plan(False, 1.0).num_slices == 1
+
+
+def test_estimates_are_of_one_kind_and_size() -> None:
+    estimate = Estimates()
+    estimate.learn(Slice("layer", 1000), 0.1)
+    assert estimate(Slice("layer", 900)) == pytest.approx(0.09)
+    assert estimate(Slice("layer", 100_000)) == float("inf")
+    assert estimate(Slice("loss", 1000)) == float("inf")
+
+
+def test_an_estimate_rises_at_once_and_falls_slowly() -> None:
+    estimate, layer = Estimates(), Slice("layer")
+    estimate.learn(layer, 0.1)
+    estimate.learn(layer, 0.5)
+    assert estimate(layer) == 0.5
+    estimate.learn(layer, 0.1)
+    assert estimate(layer) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
+def test_training_keeps_to_its_share_while_serving(share: float) -> None:
+    recorder = Recorder(share)
+    recorder.submit("a", "x", stays(100_000), seconds=0.003)
+    training, serving, step = 0.0, 0.0, 0.011
+    for _ in range(500):
+        training += recorder.turn(True, 0.01)
+        recorder.clock.now += step  # one batch of the engine
+        serving += step
+    assert training / (training + serving) <= share + 0.01
+    assert training / (training + serving) >= min(share, 0.45) * 0.9
+
+
+def test_a_long_slice_is_paid_back_before_the_next_one() -> None:
+    recorder = Recorder(0.25)
+    recorder.submit("a", "x", stays(10), seconds=1.0)
+    assert recorder.turn(True, 0.01) == 1.0
+    recorder.clock.now += 2.9 - MAX_CREDIT_SECONDS
+    assert recorder.executor.plan(True, 0.01) == Plan()
+    recorder.clock.now += 0.2 + MAX_CREDIT_SECONDS
+    assert recorder.turn(True, 0.01) == 1.0
+
+
+def test_idle_training_is_not_paid_back_when_serving_begins() -> None:
+    recorder = Recorder(0.1)
+    recorder.submit("a", "x", stays(100), seconds=1.0)
+    recorder.executor.run(Plan(50), is_serving=False)
+    assert recorder.executor.plan(True, 0.01).num_slices > 0
+
+
+def test_closing_drops_works_without_an_answer() -> None:
+    recorder = Recorder()
+    recorder.submit("a", "x", [SWITCHES])
+    recorder.submit("b", "y", [])
+    recorder.executor.run(Plan(1), is_serving=False)
+    recorder.executor.close()
+    assert recorder.executor.is_idle
+    assert recorder.answers == []
+
+
+# What waits for something beside the engine.
+
+
+def pausing(log: list[str], outcome: list[Any]) -> Slices:
+    log.append("begins")
+    try:
+        yield Pause("job", Slice("result"))
+    except ValueError as error:
+        outcome.append(error)
+        raise
+    log.append("goes on")
+    return "done"
+
+
+def submit_pausing(recorder: Recorder) -> list[Any]:
+    seen: list[Any] = []
+    work = Work("a", pausing(recorder.log, seen), recorder.answers.append, recorder.answers.append, Slice("opening"))
+    recorder.executor.submit(work)
+    return seen
+
+
+def test_a_paused_session_waits_and_the_others_go_on() -> None:
+    recorder = Recorder()
+    submit_pausing(recorder)
+    recorder.submit("a", "later", [])
+    recorder.submit("b", "x", [SWITCHES])
+    assert recorder.executor.run(ALL, is_serving=False) == 3
+    recorder.submit("a", "last", [])
+    assert recorder.executor.is_idle and recorder.executor.plan(False, 0.05) == Plan()
+    assert not recorder.executor.resume("another job", None)
+    assert recorder.executor.resume("job", None)
+    assert not recorder.executor.resume("job", None)
+    recorder.executor.run(ALL, is_serving=False)
+    assert recorder.log == ["begins", "x0", "x1", "goes on", "later0", "last0"]
+    assert recorder.answers == ["x done", "done", "later done", "last done"]
+
+
+def test_an_error_is_raised_where_the_work_paused() -> None:
+    recorder = Recorder()
+    seen, error = submit_pausing(recorder), ValueError("no such file")
+    recorder.executor.run(ALL, is_serving=False)
+    recorder.executor.resume("job", error)
+    recorder.executor.run(ALL, is_serving=False)
+    assert recorder.answers == seen == [error] and recorder.executor.is_idle
+
+
+def test_closing_ends_what_is_paused_too() -> None:
+    recorder = Recorder()
+    submit_pausing(recorder)
+    recorder.executor.run(ALL, is_serving=False)
+    recorder.executor.close()
+    assert not recorder.executor.resume("job", None) and recorder.answers == []

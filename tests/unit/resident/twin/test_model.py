@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from kt_runtime.errors import CheckpointError
+from kt_runtime.resident.twin.model import Twin
+
+
+def logits(twin: Twin, tokens: torch.Tensor) -> torch.Tensor:
+    hidden = twin.embed(tokens)
+    positions = twin.positions(hidden)
+    for layer in range(twin.num_layers):
+        hidden = twin.run_layer(layer, hidden, positions)
+    return torch.nn.functional.linear(twin.final_norm(hidden), twin.head)
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 300, (3, 50), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_logits_equal_those_of_a_separate_hugging_face_load(lab: Any, tokens: torch.Tensor) -> None:
+    expected = lab.host.hf(tokens).logits
+    assert (logits(lab.twin, tokens) - expected).abs().max() <= 1e-5
+    assert expected.std() > 0.1
+
+
+@torch.no_grad()
+def test_dense_parts_equal_hugging_face_s(lab: Any, tokens: torch.Tensor) -> None:
+    twin, model = lab.twin, lab.host.hf.model
+    hidden = twin.embed(tokens)
+    positions = twin.positions(hidden)
+    tolerance = 1e-6 if lab.host.attends_in_float32 else 0  # sums in another order
+    assert torch.equal(hidden, model.embed_tokens(tokens))
+    for ours, theirs in zip(range(twin.num_layers), model.layers, strict=True):
+        arguments = {"hidden_states": hidden, "attention_mask": None, "position_embeddings": positions}
+        found, wanted = twin.layer(ours).self_attn(**arguments)[0], theirs.self_attn(**arguments)[0]
+        assert (found - wanted).abs().max() <= tolerance
+        if twin.experts_of(ours) is not None:
+            gate, expected = twin.layer(ours).mlp.gate, theirs.mlp.gate
+            for found, wanted in zip(gate(hidden), expected(hidden.view(-1, hidden.shape[-1])), strict=True):
+                assert torch.equal(found.reshape(wanted.shape), wanted)
+
+
+def test_every_tensor_lies_in_the_engine_s_storage(lab: Any) -> None:
+    storages = {tensor.untyped_storage().data_ptr() for tensor in lab.host.tensors().values()}
+    assert lab.twin.views()
+    for name, view in lab.twin.views().items():
+        assert view.untyped_storage().data_ptr() in storages, name
+        assert not view.requires_grad, name
+    assert lab.twin.copied_bytes == 0
+    views = sum(view.nbytes for view in lab.twin.views().values())
+    assert lab.twin.shared_bytes == views + lab.host.experts.resident_bytes
+
+
+def test_data_pointers_are_those_of_the_fused_rows(make_lab: Any) -> None:
+    lab = make_lab("qwen3_moe")
+    views, fused = lab.twin.views(), lab.host.tensors()["model.layers.1.self_attn.qkv_proj.weight"]
+    queries = views["model.layers.1.self_attn.q_proj.weight"]
+    keys = views["model.layers.1.self_attn.k_proj.weight"]
+    assert queries.data_ptr() == fused.data_ptr()
+    assert keys.data_ptr() == fused[len(queries) :].data_ptr()
+
+
+def test_the_fingerprint_follows_the_weights(deepseek_lab: Any) -> None:
+    before = deepseek_lab.twin.weights_fingerprint()
+    assert before == deepseek_lab.twin.weights_fingerprint()
+    engine = deepseek_lab.host.tensors()["model.layers.2.self_attn.o_proj.weight"]
+    engine[3, 5] += 1
+    assert deepseek_lab.twin.weights_fingerprint() != before
+    engine[3, 5] -= 1
+
+
+def test_a_tensor_that_the_engine_lacks_is_an_error_with_its_name(deepseek_host: Any) -> None:
+    del deepseek_host._tensors["model.layers.1.mlp.shared_experts.down_proj.weight"]
+    with pytest.raises(CheckpointError, match=r"shared_experts\.down_proj\.weight"):
+        Twin(deepseek_host)
+
+
+def test_a_tensor_of_another_shape_is_an_error_with_both_shapes(deepseek_host: Any) -> None:
+    name = "model.layers.0.self_attn.o_proj.weight"
+    deepseek_host._tensors[name] = deepseek_host._tensors[name][:, :10]
+    with pytest.raises(CheckpointError, match=r"o_proj.*\[64, 64\].*\[64, 10\]"):
+        Twin(deepseek_host)
+
+
+def test_a_parameter_that_the_family_does_not_map_is_an_error(deepseek_host: Any) -> None:
+    host = copy.copy(deepseek_host)
+    host.config = host.config | {"num_hidden_layers": 3}
+    twin = Twin(host)
+    twin._model.register_parameter("extra", torch.nn.Parameter(torch.empty(2, device="meta")))
+    with pytest.raises(CheckpointError, match="extra"):
+        twin._refuse_leftovers()
+
+
+@torch.no_grad()
+def test_padding_rows_leave_the_others_as_they_are(deepseek_lab: Any, tokens: torch.Tensor) -> None:
+    twin = deepseek_lab.twin
+    hidden = twin.embed(tokens)
+    positions = twin.positions(hidden)
+    padding = torch.zeros(tokens.shape, dtype=torch.bool)
+    padding[1, 30:] = True
+    plain = twin.run_layer(1, hidden, positions)
+    with twin.padding(padding.view(-1)):
+        padded = twin.run_layer(1, hidden, positions)
+    assert torch.equal(plain[~padding], padded[~padding])
+    assert not torch.equal(plain[padding], padded[padding])

@@ -1,0 +1,85 @@
+"""One token is generated for all who ask for the server's health."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kt_runtime.serve.http.health import SharedHealth
+
+
+class Model:
+    """An app that answers a question once it is let; `asked` counts."""
+
+    def __init__(self, status: int = 200) -> None:
+        self.status, self.asked, self.answers = status, 0, asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.asked += 1
+        assert (await receive())["type"] == "http.request"
+        await self.answers.wait()
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
+        await send({"type": "http.response.body", "body": b"scheduler's own words"})
+
+
+async def ask(health: SharedHealth, path: str = "/health", method: str = "GET") -> tuple[int, bytes]:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    await health({"type": "http", "path": path, "method": method, "headers": []}, receive, send)
+    return sent[0]["status"], sent[1]["body"]
+
+
+def run(test: Callable[[Model, SharedHealth, list[float]], Any]) -> None:
+    async def started() -> None:
+        model, now = Model(), [100.0]
+        await test(model, SharedHealth(model, seconds=5.0, clock=lambda: now[0]), now)
+
+    asyncio.run(started())
+
+
+def test_all_who_ask_at_once_and_soon_after_share_one_answer() -> None:
+    async def test(model: Model, health: SharedHealth, now: list[float]) -> None:
+        asking = [asyncio.create_task(ask(health)) for _ in range(50)]
+        await asyncio.sleep(0)
+        asking[0].cancel()  # a client that goes away
+        await asyncio.sleep(0)
+        model.answers.set()
+        found = await asyncio.gather(*asking[1:])
+        assert set(found) == {(200, b"")} and model.asked == 1
+        now[0] += 4.9
+        assert await ask(health) == (200, b"") and model.asked == 1
+        now[0] += 0.2
+        assert await ask(health) == (200, b"") and model.asked == 2
+
+    run(test)
+
+
+@pytest.mark.parametrize("status", [503, 500])
+def test_what_is_not_good_is_not_kept(status: int) -> None:
+    async def test(model: Model, health: SharedHealth, _now: list[float]) -> None:
+        model.status = status
+        model.answers.set()
+        assert await ask(health) == (status, b"")
+        model.status = 200
+        assert await ask(health) == (200, b"") and model.asked == 2
+
+    run(test)
+
+
+def test_other_routes_and_methods_are_handed_on() -> None:
+    async def test(model: Model, health: SharedHealth, _now: list[float]) -> None:
+        model.answers.set()
+        for path, method in (("/health_generate", "GET"), ("/health", "HEAD"), ("/v1/models", "GET")):
+            assert await ask(health, path, method) == (200, b"scheduler's own words")
+        assert model.asked == 3
+
+    run(test)

@@ -1,0 +1,282 @@
+"""Our HTTP routes against a resident that is real on the wire and on the names channel, and fake behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import zmq
+import zmq.asyncio
+from fastapi import FastAPI
+
+from kt_runtime.errors import AdapterError, ConflictError, NumericsError, RuntimeFault, ServerBusyError
+from kt_runtime.resident.names import NamesChannel
+from kt_runtime.serve.http import adapters as adapters_module
+from kt_runtime.serve.http.adapters import Adapters, ResidentCalls, drop_adapter
+from kt_runtime.serve.http.names import NamesServer
+from kt_runtime.serve.http.routes import adapter_routes
+from kt_runtime.sglang_patch.frontend.registry import VersionedRegistry
+from kt_runtime.wire import codec, error_reply
+from kt_runtime.wire import messages as m
+
+
+class Frontend(SimpleNamespace):
+    http: httpx.AsyncClient
+    registry: VersionedRegistry
+    adapters: Adapters
+
+
+@contextlib.asynccontextmanager
+async def frontend(resident: Any, directory: Path) -> AsyncIterator[Frontend]:
+    registry, calls = VersionedRegistry(), ResidentCalls(resident.address)
+    names_address = f"ipc://{directory}/names.sock"
+    resident.move = lambda name, version, lora_id: move_and_wait(names_address, name, version, lora_id)
+    async with NamesServer(names_address, registry, lambda lora_id: drop_adapter(calls, lora_id)) as names:
+        adapters = Adapters(calls, names, lambda: 3, "/the/adapters")
+        app = FastAPI()
+        app.include_router(adapter_routes(adapters))
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            yield Frontend(http=http, registry=registry, adapters=adapters)
+    calls.close()
+
+
+def move_and_wait(address: str, name: str, version: str, lora_id: str) -> None:
+    channel = NamesChannel(address)
+    ended: list[Any] = []
+    channel.send(name, version, lora_id, ended.append)
+    deadline = time.monotonic() + 10
+    while not ended and time.monotonic() < deadline:
+        channel.poll()
+        time.sleep(0.001)
+    channel.close()
+    assert ended == [None]
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_adapter_is_loaded_moved_shown_rolled_back_and_taken_away(resident: Any, private_directory: Path) -> None:
+    async def scenario() -> None:
+        async with frontend(resident, private_directory) as front:
+            answer = (await front.http.post("/kt/adapters", json={"name": "a", "path": str(private_directory)})).json()
+            first = answer["lora_id"]
+            assert answer == {"name": "a", "version": answer["version"], "lora_id": first, "publish_ms": 1.5}
+            assert front.registry.names() == {"a": first}
+            assert resident.received(m.LoadAdapter)[0].path == str(private_directory)
+            await front.registry.acquire("a")
+            shown = (await front.http.get("/kt/adapters/a")).json()
+            assert shown["current"] == answer["version"] and shown["versions"][0]["in_flight"] == 1
+
+            answer = (await front.http.post("/kt/adapters/a/rollback", json={"version": "abcd"})).json()
+            assert front.registry.names() == {"a": answer["lora_id"]} and answer["lora_id"] != first
+            assert resident.received(m.RollbackAdapter)[0].adapter_version == "abcd"
+            status = (await front.http.get("/kt/status")).json()
+            assert status["draining"] == {first: 1} and status["requests_in_flight"] == 3
+            assert status["adapter_directory"] == "/the/adapters"
+            assert status["wire_address"] == resident.address and status["adapters"] == front.registry.names()
+            assert not resident.received(m.DropAdapter)
+            await front.registry.release(first)
+            await until(lambda: [r.lora_id for r in resident.received(m.DropAdapter)] == [first])
+
+            assert (await front.http.post("/kt/adapters/a/rollback")).status_code == 200  # no body: the version before
+            assert resident.received(m.RollbackAdapter)[1].adapter_version is None
+            gone = await front.http.delete("/kt/adapters/a")
+            assert gone.json() == {"name": "a", "in_flight": 0} and front.registry.names() == {}
+            assert resident.received(m.ForgetAdapter)[0].name == "a"
+            assert (await front.http.get("/kt/adapters")).json() == {"adapters": []}
+            await until(lambda: len(resident.received(m.DropAdapter)) == 3)
+
+    asyncio.run(scenario())
+
+
+def test_unknown_adapter_is_404_with_the_known_names(resident: Any, private_directory: Path) -> None:
+    resident.adapters = {"alpha": ("v", "id")}
+
+    async def scenario() -> None:
+        async with frontend(resident, private_directory) as front:
+            for answer in (await front.http.get("/kt/adapters/alpa"), await front.http.delete("/kt/adapters/alpa")):
+                error = answer.json()["error"]
+                assert answer.status_code == 404 and error["kind"] == "UnknownNameError" and "alpha" in error["message"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (AdapterError("layer 3: no lora_B"), 400),
+        (ConflictError("no room"), 409),
+        (RuntimeFault("broken"), 500),
+        (NumericsError("NaN"), 500),
+    ],
+)
+def test_errors_of_the_resident_keep_their_kind(
+    resident: Any, private_directory: Path, error: Exception, status: int
+) -> None:
+    resident.errors[m.LoadAdapter] = error
+
+    async def scenario() -> None:
+        async with frontend(resident, private_directory) as front:
+            answer = await front.http.post("/kt/adapters", json={"name": "a", "path": str(private_directory)})
+            assert answer.status_code == status
+            assert answer.json() == {"error": {"message": str(error), "kind": type(error).__name__}}
+            assert front.registry.names() == {}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("meta-llama/some-adapter", 404),
+        ("/no/such/directory", 404),
+        ("../../../../no-such", 404),
+        ("%2e%2e/x", 404),
+        ("tinker://a/b/../../x", 404),
+        ("/proc/self/exe", 404),
+        ("", 400),
+        ("a\0b", 400),
+        ("x" * 5000, 400),
+    ],
+)
+def test_path_that_is_no_local_directory_never_reaches_the_resident(
+    resident: Any, private_directory: Path, path: str, status: int
+) -> None:
+    async def scenario() -> None:
+        async with frontend(resident, private_directory) as front:
+            answer = await front.http.post("/kt/adapters", json={"name": "a", "path": path})
+            assert answer.status_code == status and not resident.requests
+
+    asyncio.run(scenario())
+
+
+def test_a_gguf_file_reaches_the_resident_and_other_files_do_not(resident: Any, private_directory: Path) -> None:
+    for name in ("adapter.gguf", "adapter.safetensors"):
+        (private_directory / name).touch()
+
+    async def scenario() -> None:
+        async with frontend(resident, private_directory) as front:
+            for name, status in (("adapter.gguf", 200), ("adapter.safetensors", 404), ("nothing.gguf", 404)):
+                body = {"name": "a", "path": str(private_directory / name)}
+                assert (await front.http.post("/kt/adapters", json=body)).status_code == status
+            (request,) = resident.received(m.LoadAdapter)
+            assert request.path == str(private_directory / "adapter.gguf")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a b", "-a", "x" * 129, "a\n", "а", "a\0"])
+def test_unusable_name_is_refused(resident: Any, private_directory: Path, name: str) -> None:
+    async def scenario() -> None:
+        async with frontend(resident, private_directory) as front:
+            answer = await front.http.post("/kt/adapters", json={"name": name, "path": str(private_directory)})
+            assert answer.status_code == 400 and "adapter name" in answer.json()["error"]["message"]
+            assert not resident.requests
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[]",
+        b'{"name": "a"}',
+        b'{"name": "a", "path": 7}',
+        b'{"name": "a", "path": "/", "pinned": true}',
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b'{"name": "' + b"x" * 70_000 + b'"}',
+        b"\x80\x04\x95K\x00.",
+    ],
+    ids=lambda body: repr(body[:12]),
+)
+def test_malformed_body_is_refused(resident: Any, private_directory: Path, body: bytes) -> None:
+    async def scenario() -> None:
+        async with frontend(resident, private_directory) as front:
+            answer = await front.http.post("/kt/adapters", content=body)
+            assert answer.status_code == 400 and "body" in answer.json()["error"]["message"]
+            assert not resident.requests
+
+    asyncio.run(scenario())
+
+
+def test_resident_that_does_not_answer_is_503(
+    resident: Any, private_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters_module, "STATUS_SECONDS", 0.2)
+    resident.is_silent = True
+
+    async def scenario() -> None:
+        async with frontend(resident, private_directory) as front:
+            answer = await front.http.get("/kt/status")
+            assert answer.status_code == 503 and answer.json()["error"]["kind"] == "RequestTimeoutError"
+            resident.is_silent = False
+            assert (await front.http.get("/kt/status")).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_resident_that_is_gone_is_503_at_once(resident: Any, private_directory: Path) -> None:
+    async def scenario() -> None:
+        async with frontend(resident, private_directory) as front:
+            resident.close()
+            began = time.monotonic()
+            answer = await front.http.get("/kt/adapters")
+            assert answer.status_code == 503 and answer.json()["error"]["kind"] == "ServerUnreachableError"
+            assert time.monotonic() - began < 20
+
+    asyncio.run(scenario())
+
+
+def test_busy_resident_is_asked_again_under_the_same_id(
+    private_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters_module, "BUSY_SECONDS", 0.01)
+    address, seen = f"ipc://{private_directory}/busy.sock", []
+
+    async def busy_twice(router: Any) -> None:
+        while True:
+            identity, *frames = await router.recv_multipart()
+            seen.append(codec.decode_request(frames)[0].request_id)
+            busy = error_reply(seen[-1], ServerBusyError("256 requests wait already"))
+            reply = busy if len(seen) < 3 else m.DoneReply(request_id=seen[-1])
+            await router.send_multipart([identity, *codec.encode(reply)])
+
+    async def scenario() -> None:
+        with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.bind(address)
+            task = asyncio.create_task(busy_twice(router))
+            calls = ResidentCalls(address)
+            await calls.call(m.DropAdapter(request_id="r", lora_id="x"), m.DoneReply, 20.0)
+            assert seen == ["r"] * 3
+            seen.clear()
+            with pytest.raises(ServerBusyError, match="256 requests"):
+                await calls.call(m.DropAdapter(request_id="s", lora_id="x"), m.DoneReply, 0.005)
+            calls.close()
+            task.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_unloading_goes_on_although_the_resident_no_longer_knows_the_name(
+    resident: Any, private_directory: Path
+) -> None:
+    async def scenario() -> None:
+        async with frontend(resident, private_directory) as front:
+            await front.adapters.load("a", str(private_directory))
+            resident.adapters.clear()
+            assert (await front.adapters.unload("a"))["name"] == "a" and front.registry.names() == {}
+
+    asyncio.run(scenario())

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from kt_runtime.errors import UnknownNameError
+from kt_runtime.families import family_for
+from kt_runtime.serve.models.checkpoint import checkpoint_tensors, count_parameters
+from kt_runtime.serve.models.presets import is_preset, load_preset, preset_names
+
+# Billions of parameters as the models' own pages give them, without the layer of multi-token prediction.
+PUBLISHED = {
+    "DeepSeek-V3-bf16": (671, 37),
+    "DeepSeek-V3": (671, 37),
+    "DeepSeek-V2-Lite": (15.7, 2.4),
+    "Kimi-K2": (1026, 32),
+    "Kimi-K2-Thinking": (1026, 32),
+    "Qwen3-30B-A3B": (30.5, 3.3),
+    "Qwen3-235B-A22B": (235, 22),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_the_published_ones(name: str) -> None:
+    counts = count_parameters(load_preset(name).config)
+    total, active = PUBLISHED[name]
+    assert counts.total / 1e9 == pytest.approx(total, rel=0.005)
+    # What counts as active differs from page to page: with or without the embedding.
+    assert counts.active / 1e9 == pytest.approx(active, rel=0.12)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_is_of_a_known_family_and_counts_agree_with_its_tensors(name: str) -> None:
+    preset = load_preset(name)
+    family_for(preset.config).check(preset.config)
+    counts = count_parameters(preset.config)
+    tensors = list(checkpoint_tensors(preset.config))
+    assert counts.total == counts.dense + counts.routed == sum(tensor.num_parameters for tensor in tensors)
+    assert counts.routed == sum(tensor.num_parameters for tensor in tensors if tensor.is_routed_expert)
+    assert len({tensor.name for tensor in tensors}) == len(tensors)
+
+
+def test_bench_preset_has_the_shape_that_figures_are_quoted_for() -> None:
+    config = load_preset("bench-qwen3-moe").config
+    keys = ("hidden_size", "num_hidden_layers", "num_experts", "moe_intermediate_size", "num_experts_per_tok")
+    assert [config[key] for key in keys] == [1024, 12, 64, 512, 4]
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (16, 4)
+
+
+def test_names_are_found_in_any_case() -> None:
+    assert is_preset("kimi-k2")
+    assert load_preset("KIMI-K2").name == "Kimi-K2"
+
+
+def test_unknown_name_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown preset 'tiny-deepseek-v4'; did you mean 'tiny-deepseek-v3'\?"):
+        load_preset("tiny-deepseek-v4")

@@ -1,0 +1,61 @@
+"""Whether what a request names is served."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kt_runtime.serve.requests.bodies.control import LoadAdapter
+from kt_runtime.serve.requests.bodies.generate import LogprobFields, VertexGenerate
+from kt_runtime.serve.requests.checks.models import ServedModels
+from kt_runtime.serve.requests.checks.refusal import Refusal
+
+
+def models(*, any_name: bool = False) -> ServedModels:
+    served = ServedModels("org/base", any_name=any_name)
+    served.adapters = lambda: {"mine": "id", "other": "id"}
+    return served
+
+
+@pytest.mark.parametrize("model", [None, "default", "org/base", "mine", "org/base:mine"])
+def test_model_adapter_and_both_are_served(model: str | None) -> None:
+    models().check(SimpleNamespace(model=model, lora_path=[None, "other"]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": "mime"}, "unknown model 'mime'; did you mean 'mine'"),
+        ({"model": "org/basis"}, "did you mean 'org/base'"),
+        ({"model": "org/base:mime"}, "unknown adapter 'mime'; did you mean 'mine'"),
+        ({"model": "gpt-4o:mine"}, "unknown model 'gpt-4o:mine'"),
+        ({"model": ""}, "unknown model ''"),
+        ({"lora_path": "mime"}, "unknown adapter 'mime'; did you mean 'mine'"),
+        ({"lora_path": ["mine", "x"]}, "unknown adapter 'x'; served are: 'mine', 'other'"),
+        ({"model": "z" * 1000}, "z"),
+    ],
+)
+def test_other_names_are_404_with_the_nearest(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refusal) as raised:
+        models().check(SimpleNamespace(**fields))
+    assert raised.value.status == 404 and message in raised.value.message and len(raised.value.message) < 500
+
+
+def test_adapter_that_is_loaded_is_named_by_its_path_and_vertexs_by_its_parameters() -> None:
+    models().check(LoadAdapter(lora_name="new", lora_path="/a/directory"))
+    with pytest.raises(Refusal, match="unknown adapter 'x'"):
+        models().check(VertexGenerate(instances=[], parameters=LogprobFields(lora_path="x")))
+
+
+def test_before_the_server_has_started_no_adapter_is_served() -> None:
+    with pytest.raises(Refusal, match="served are: none"):
+        ServedModels("base").check(SimpleNamespace(lora_path="mine"))
+
+
+def test_any_model_name_still_finds_no_unknown_adapter() -> None:
+    models(any_name=True).check(SimpleNamespace(model="gpt-4o"))
+    models(any_name=True).check(SimpleNamespace(model="llama:7b"))
+    with pytest.raises(Refusal, match="unknown adapter 'mime'"):
+        models(any_name=True).check(SimpleNamespace(model="org/base:mime"))

@@ -1,0 +1,328 @@
+"""What is checked before a model is loaded. The server itself: tests/system/test_http.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from reference.quantized_checkpoint import quantize_checkpoint
+from reference.serve_options import options
+
+from kt_runtime.cli.serve import command
+from kt_runtime.errors import ConflictError, InvalidValueError, KtError, NotFoundError, UnknownNameError
+from kt_runtime.serve import launch
+from kt_runtime.serve.options.named import ServeOptions, check_port_is_free
+
+KEY = "correct-horse-battery"
+
+
+def test_server_is_started_with_settings_that_the_resident_can_read(
+    started: list[Any], model: Path, port: int, private_directory: Path
+) -> None:
+    asked = options(model, port, private_directory, training_share=0.25, passed_on=("--log-level", "error"))
+    launch.serve(asked, print)
+    (call,) = started
+    assert call.settings.model_directory == str(model) and call.settings.training_share == 0.25
+    assert call.settings.wire_address == f"ipc://{private_directory}/resident-{port}.sock"
+    assert call.settings.names_address == f"ipc://{private_directory}/names-{port}.sock"
+    assert Path(call.settings.adapter_directory).is_dir()
+    assert call.arguments[-2:] == ["--log-level", "error"] and "--enable-lora" in call.arguments
+    scratch = private_directory / f"sglang-{port}"
+    assert stat.S_IMODE(scratch.stat().st_mode) == 0o700
+    call.frontend.clean_up()
+    assert not scratch.exists() and not list(private_directory.glob("*.sock"))
+
+
+def test_expert_format_is_asked_of_the_resident_and_is_refused_for_integer_checkpoints(
+    started: list[Any], model: Path, port: int, private_directory: Path, tmp_path: Path
+) -> None:
+    launch.serve(options(model, port, private_directory, expert_format="int4"), print)
+    (call,) = started
+    assert call.settings.expert_format == "int4"
+    quantized, _ = quantize_checkpoint(model, tmp_path, "int4_g32")
+    with pytest.raises(InvalidValueError, match=r"--expert-format int8: this checkpoint's experts are quantized"):
+        launch.serve(options(quantized, port, private_directory, expert_format="int8"), print)
+    assert len(started) == 1
+    with pytest.raises(UnknownNameError, match=r"unknown expert format 'fp4'; known: int4, int8"):
+        options(model, port, private_directory, expert_format="fp4")
+
+
+PLACEMENT = """\
+- match: {name: "mlp\\\\.experts$"}
+  replace:
+    class: ktransformers.operators.experts.KTransformersExperts
+    kwargs: {generate_device: cpu, generate_op: KExpertsCPU, out_device: "cuda:1", backend: AMXInt8}
+- match: {name: "^lm_head"}
+  replace: {class: ktransformers.operators.linear.KTransformersLinear, kwargs: {generate_device: "cuda:0"}}
+"""
+
+
+def test_placement_sets_the_expert_format_and_says_what_it_can_not_do(
+    started: list[Any], model: Path, port: int, private_directory: Path, tmp_path: Path
+) -> None:
+    rules, lines = tmp_path / "rules.yaml", list[str]()
+    rules.write_text(PLACEMENT)
+    launch.serve(options(model, port, private_directory, placement=rules), lines.append)
+    assert started[0].settings.expert_format == "int8"
+    assert lines[0] == f"{rules}: spreads layers over 2 GPUs: kt-runtime serves on one device"
+    with pytest.raises(InvalidValueError, match=r"--expert-format int4: .*rules.yaml asks for int8 experts"):
+        launch.serve(options(model, port, private_directory, placement=rules, expert_format="int4"), print)
+    quantized, _ = quantize_checkpoint(model, tmp_path / "int4", "int4_g32")
+    with pytest.raises(InvalidValueError, match=r"rules.yaml: asks for int8 experts: .*experts are quantized"):
+        launch.serve(options(quantized, port, private_directory, placement=rules), print)
+    rules.write_text(PLACEMENT.replace("AMXInt8", "AMXBF16"))
+    launch.serve(options(model, port, private_directory, placement=rules), print)
+    launch.serve(options(quantized, port, private_directory, placement=rules), lines.append)
+    assert [call.settings.expert_format for call in started[1:]] == [None, None]
+    assert f"{rules}: asks for bf16 experts: they stay as the checkpoint has them" in lines
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [(("lm_head", "lm_hea$"), "matches no module of the model"), (("AMXInt8", "AMXInt4"), "unknown backend")],
+)
+def test_placement_that_is_wrong_for_the_model_is_refused_before_anything_starts(
+    started: list[Any], model: Path, port: int, private_directory: Path, change: tuple[str, str], expected: str
+) -> None:
+    rules = private_directory / "rules.yaml"
+    rules.write_text(PLACEMENT.replace(*change))
+    result = CliRunner().invoke(
+        command, ["--model", str(model), "--port", str(port), "--placement", str(rules)], standalone_mode=False
+    )
+    assert isinstance(result.exception, InvalidValueError) and expected in str(result.exception)
+    assert not started
+
+
+def test_key_reaches_neither_sglang_nor_its_processes(
+    started: list[Any], model: Path, port: int, private_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KT_RUNTIME_API_KEY", KEY)
+    monkeypatch.setattr(sys, "argv", ["kt-runtime", "serve", "--api-key", KEY, f"--api-key={KEY}"])
+    launch.serve(options(model, port, private_directory, api_key=KEY), print)
+    (call,) = started
+    assert KEY not in repr((call.arguments, call.environ, call.settings, vars(call.frontend), sys.argv))
+    assert call.frontend._door.policy.decide("GET", "/v1/models", []) is not None
+
+
+def test_front_door_options_reach_it_and_wrong_ones_are_refused_before_anything_starts(
+    started: list[Any], model: Path, port: int, private_directory: Path
+) -> None:
+    fields = {"cors_origins": ("http://localhost:3000",), "max_body_bytes": 2**20, "any_model_name": True}
+    launch.serve(options(model, port, private_directory, **fields), print)
+    door = started[0].frontend._door
+    assert door.policy.origins.allowed == {"http://localhost:3000"} and door.max_body_bytes == 2**20
+    assert door.models.any_name and door.models.reserved == {door.models.name, "default"}
+    for wrong, message in (({"host": "0.0.0.0"}, "--allow-no-key"), ({"cors_origins": ("*",)}, "--cors-origin")):
+        with pytest.raises(InvalidValueError, match=message):
+            launch.serve(options(model, port, private_directory, **wrong), print)
+    assert len(started) == 1
+
+
+def test_model_that_does_not_exist_is_refused_before_anything_starts(
+    started: list[Any], port: int, private_directory: Path
+) -> None:
+    with pytest.raises(NotFoundError, match="looked at"):
+        launch.serve(options(private_directory / "none", port, private_directory), print)
+    assert not started
+
+
+def test_preset_that_is_not_here_is_refused_with_the_memory_it_would_need(
+    started: list[Any], port: int, private_directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    asked = dataclasses.replace(options(tmp_path, port, private_directory), model="DeepSeek-V3-bf16")
+    with pytest.raises(NotFoundError, match=r"looked at.*it needs \d\.\d+ TiB on the .PU, where .* are free"):
+        launch.serve(asked, print)
+    assert not started
+
+
+def test_model_that_does_not_fit_is_refused_with_the_bytes(
+    started: list[Any], model: Path, port: int, private_directory: Path
+) -> None:
+    asked = options(model, port, private_directory, max_total_tokens=10**12)
+    with pytest.raises(InvalidValueError, match=r"does not fit.*--max-total-tokens"):
+        launch.serve(asked, print)
+    assert not started
+
+
+def test_second_server_of_a_port_is_refused_by_the_lock(
+    started: list[Any], model: Path, port: int, private_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kt_runtime.sglang_patch.frontend import http_server as frontend
+
+    asked = options(model, port, private_directory)
+    monkeypatch.setattr(frontend, "run", lambda *_: launch.serve(asked, print))
+    with pytest.raises(ConflictError, match=f"in use by process {os.getpid()}"):
+        launch.serve(asked, print)
+
+
+def test_port_in_use_is_refused_and_named() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        number = other.getsockname()[1]
+        with pytest.raises(ConflictError, match=rf"port {number} on 127.0.0.1 is in use.*--port"):
+            check_port_is_free("127.0.0.1", number)
+    check_port_is_free("127.0.0.1", number)
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
+def test_host_that_is_not_this_machines_is_refused(host: str, port: int) -> None:
+    with pytest.raises(InvalidValueError, match="--host"):
+        check_port_is_free(host, port)
+
+
+def test_runtime_directory_that_others_may_enter_is_refused(
+    started: list[Any], model: Path, port: int, private_directory: Path
+) -> None:
+    (private_directory / "open").mkdir(mode=0o755)
+    with pytest.raises(InvalidValueError, match="0700"):
+        launch.serve(options(model, port, private_directory / "open"), print)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dtype": "bfloat"}, "did you mean 'bfloat16'"),
+        ({"port": 0}, "--port 0"),
+        ({"training_share": 0.0}, "--training-share"),
+        ({"training_share": float("nan")}, "--training-share"),
+        ({"max_lora_rank": 0}, "--max-lora-rank 0"),
+        ({"lora_slots": 1}, "--lora-slots 1: must be at least 2"),
+        ({"expert_threads": -1}, "--expert-threads"),
+        ({"max_body_bytes": 5}, "--max-body-size 5: must be at least 1024"),
+        ({"cache_page_tokens": 48}, "--cache-page-tokens 48: allowed are 1, 2, 4, .*, 1024"),
+        ({"cache_page_tokens": 2048}, "--cache-page-tokens 2048"),
+        ({"cache_page_tokens": 0}, "--cache-page-tokens 0: must be at least 1"),
+        ({"cache_dir": Path("/c")}, "--cache-dir: there is no disk tier; .*--cache-disk"),
+        ({"cache_read_only": True, "cache_host_bytes": 1}, "--cache-read-only: there is no disk tier"),
+    ],
+)
+def test_options_outside_their_range_are_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        ServeOptions(model="m", **values)
+
+
+def test_key_is_not_in_the_options_repr() -> None:
+    assert KEY not in repr(ServeOptions(model="m", api_key=KEY))
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:30000"), ("0.0.0.0", "http://127.0.0.1:30000"), ("::", "http://[::1]:30000")],
+)
+def test_url_is_one_that_this_machine_can_reach(host: str, url: str) -> None:
+    assert ServeOptions(model="m", host=host).url == url
+    encrypted = ServeOptions(model="m", host=host, passed_on=("--ssl-keyfile", "k", "--ssl-certfile=c"))
+    assert encrypted.url == url.replace("http://", "https://")
+
+
+def test_second_server_of_an_adapter_directory_is_refused_before_anything_is_loaded(
+    started: list[Any], model: Path, port: int, private_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kt_runtime.sglang_patch.frontend import http_server as frontend
+
+    asked = options(model, port, private_directory)
+    other = dataclasses.replace(asked, port=port + 1, runtime_dir=private_directory / "other")
+    monkeypatch.setattr(launch, "check_port_is_free", lambda *_: None)
+    monkeypatch.setattr(frontend, "run", lambda *_: launch.serve(other, print))
+    with pytest.raises(ConflictError, match=rf"--adapter-dir .* is in use by process {os.getpid()}: one server"):
+        launch.serve(asked, print)
+
+
+def test_command_line_passes_what_follows_the_dashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ServeOptions] = []
+    monkeypatch.setattr(launch, "serve", lambda asked, say: seen.append(asked))
+    result = CliRunner().invoke(
+        command,
+        ["--model", "tiny-qwen3-moe", "--port", "1234", "--", "--log-level", "error"],
+        env={"KT_RUNTIME_API_KEY": KEY},
+        catch_exceptions=False,
+    )
+    assert result.exit_code == 0 and seen[0].passed_on == ("--log-level", "error")
+    assert seen[0].port == 1234 and seen[0].api_key == KEY
+
+
+def test_help_does_not_show_the_key_of_the_environment() -> None:
+    assert KEY not in CliRunner().invoke(command, ["--help"], env={"KT_RUNTIME_API_KEY": KEY}).output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--model-path", "m", "--log-level", "error", "--port", "1234"],
+        ["m", "--port=1234", "--log-level", "error"],
+        ["--port", "1234", "--model_path=m", "--", "--log-level", "error"],
+    ],
+)
+def test_options_are_taken_as_peers_users_type_them(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ServeOptions] = []
+    monkeypatch.setattr(launch, "serve", lambda asked, say: seen.append(asked))
+    CliRunner().invoke(command, arguments, catch_exceptions=False, standalone_mode=False)
+    (asked,) = seen
+    assert (asked.model, asked.port, asked.passed_on) == ("m", 1234, ("--log-level", "error"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--prot", "30001"], r"unknown option --prot: .*did you mean --port\b"),
+        (["--tool-call-prser", "qwen"], r"unknown option --tool-call-prser: .*did you mean --tool-call-parser"),
+        (["--schedule-polcy", "lpm"], r"unknown option --schedule-polcy: .*did you mean --schedule-policy"),
+        (["--tool-call-parser", "qwenn"], r"argument --tool-call-parser: invalid choice: 'qwenn'"),
+        (["--log-level"], r"argument --log-level: expected one argument"),
+        (["--kt-method", "AMXINT4"], r"--kt-method can't be passed on.*--expert-format"),
+        (["--tp-size", "2"], r"--tp-size can't be passed on.*one rank"),
+        (["--served-model-name", "a:b"], r"--served-model-name 'a:b': allowed are letters"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_before_anything_starts(
+    started: list[Any], model: Path, port: int, private_directory: Path, arguments: list[str], expected: str
+) -> None:
+    given = ["--model", str(model), "--port", str(port), "--runtime-dir", str(private_directory), *arguments]
+    result = CliRunner().invoke(
+        command, [*given, "--adapter-dir", str(private_directory / "adapters")], standalone_mode=False
+    )
+    assert isinstance(result.exception, InvalidValueError) and re.search(expected, str(result.exception))
+    assert not started and not list(private_directory.glob("*.log"))
+
+
+@pytest.mark.parametrize("option", ["--schedule-polcy", "--prot", "--modle"])
+def test_a_misspelt_option_is_told_before_sglang_is_imported(option: str) -> None:
+    """That takes seconds."""
+    code = (
+        "import sys\n"
+        "from kt_runtime.cli.main import main\n"
+        "try:\n    sys.exit(main())\nfinally:\n    print('IMPORTED', 'sglang' in sys.modules, 'torch' in sys.modules)"
+    )
+    arguments = ["serve", "--model", "no-such-model", option, "1"]
+    ran = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2 and f"unknown option {option}" in ran.stderr, ran.stderr
+    assert "IMPORTED False False" in ran.stdout, ran.stdout
+
+
+def test_served_name_and_parsers_reach_sglang(
+    started: list[Any], model: Path, port: int, private_directory: Path
+) -> None:
+    asked = options(model, port, private_directory, served_model_name="org/mine", tool_call_parser="qwen")
+    launch.serve(asked, print)
+    (call,) = started
+    following = dict(zip(call.arguments, call.arguments[1:], strict=False))
+    assert (following["--served-model-name"], following["--tool-call-parser"]) == ("org/mine", "qwen")
+    assert "--reasoning-parser" not in call.arguments  # the tiny model's template knows no thinking
+    assert call.settings.model == "org/mine"
+
+
+def test_all_errors_here_are_the_users(port: int) -> None:
+    with pytest.raises(KtError) as raised:
+        ServeOptions(model="m", port=-1)
+    assert raised.value.exit_status == 2

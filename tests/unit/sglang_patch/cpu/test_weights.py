@@ -1,0 +1,43 @@
+"""SGLang gets every tensor but the routed experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference.quantized_checkpoint import quantize_checkpoint
+from safetensors import safe_open
+
+from kt_runtime.serve.models.make_model import make_model
+from kt_runtime.sglang_patch.cpu.weights import dense_tensors
+
+
+def test_routed_experts_are_left_out_and_nothing_else(tmp_path: Path) -> None:
+    make_model("tiny-deepseek-v3", tmp_path / "model", seed=0)
+    files = sorted(str(path) for path in (tmp_path / "model").glob("*.safetensors"))
+    expected: dict[str, Any] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            expected |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    experts = {name for name in expected if ".mlp.experts." in name}
+    found = dict(dense_tensors(files, torch.float32))
+    assert experts
+    assert any("shared_experts" in name for name in found)
+    assert set(found) == set(expected) - experts
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int4_g32", "gptq_int4_g32", "awq_g32"])
+def test_quantized_tensors_come_as_if_they_had_never_been_quantized(tmp_path: Path, scheme: str) -> None:
+    make_model("tiny-deepseek-v3", tmp_path / "model", seed=0)
+    quantized, plain = quantize_checkpoint(tmp_path / "model", tmp_path, scheme)
+    with safe_open(plain / "model.safetensors", framework="pt") as opened:
+        expected = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    files = sorted(str(path) for path in quantized.glob("*.safetensors"))
+    found = dict(dense_tensors(files, torch.float32))
+    assert set(found) == {name for name in expected if ".mlp.experts." not in name}
+    assert all(torch.equal(found[name].float(), expected[name]) for name in found)
+    assert found["model.layers.0.self_attn.o_proj.weight"].dtype == torch.float32
+    assert found["model.norm.weight"].dtype == torch.bfloat16

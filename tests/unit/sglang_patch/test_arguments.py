@@ -1,0 +1,108 @@
+"""SGLang's own parser takes the arguments that we compute."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pkgutil
+from pathlib import Path
+
+import pytest
+from reference.quantized_checkpoint import quantize_checkpoint
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.serve.memory.cache_plan import CachePlan
+from kt_runtime.serve.models.make_model import make_model
+from kt_runtime.serve.models.report import resolve_model
+from kt_runtime.serve.options.named import ServeOptions
+from kt_runtime.sglang_patch.arguments import option_names, server_arguments
+
+
+@pytest.fixture(scope="module")
+def parser(patched_sglang: None) -> argparse.ArgumentParser:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+@pytest.mark.parametrize("preset", ["tiny-deepseek-v3", "tiny-qwen3-moe"])
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_sglang_parses_them(parser: argparse.ArgumentParser, tmp_path: Path, preset: str, on_cpu: bool) -> None:
+    make_model(preset, tmp_path / "model", seed=0)
+    options = ServeOptions(model="", port=1234, dtype="float32", context_tokens=512, lora_slots=3, max_lora_rank=8)
+    arguments = server_arguments(options, resolve_model(tmp_path / "model"), on_cpu=on_cpu)
+    parsed = parser.parse_args(arguments)
+    assert (parsed.port, parsed.dtype, parsed.context_length) == (1234, "float32", 512)
+    assert (parsed.max_loras_per_batch, parsed.max_lora_rank, parsed.lora_strict_loading) == (3, 8, True)
+    assert parsed.attention_backend == ("kt_cpu" if on_cpu else None)
+    assert parsed.lora_backend == ("torch_native" if on_cpu else "csgmv")
+    assert "gate_proj" in parsed.lora_target_modules
+    assert parsed.disable_overlap_schedule
+    assert parsed.disable_shared_experts_fusion
+
+
+def test_a_quantized_checkpoint_is_no_quantized_model_to_sglang(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    from sglang.srt.utils.hf_transformers import get_config
+
+    make_model("tiny-deepseek-v3", tmp_path / "model", seed=0)
+    directory, _ = quantize_checkpoint(tmp_path / "model", tmp_path, "fp8")
+    model = resolve_model(directory)
+    assert model.config["quantization_config"]["quant_method"] == "fp8"
+    parsed = parser.parse_args(server_arguments(ServeOptions(model=""), model, on_cpu=True))
+    assert parsed.quantization == "unquant"
+    overrides = json.loads(parsed.json_model_override_args)
+    read = get_config(str(directory), trust_remote_code=False, model_override_args=overrides)
+    assert read.quantization_config is None
+    assert read.hidden_size == model.config["hidden_size"]
+
+
+def test_what_the_user_passes_on_comes_last(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    make_model("tiny-qwen3-moe", tmp_path / "model", seed=0)
+    options = ServeOptions(model="", passed_on=("--mem-fraction-static", "0.5"))
+    parsed = parser.parse_args(server_arguments(options, resolve_model(tmp_path / "model"), on_cpu=True))
+    assert parsed.mem_fraction_static == 0.5
+
+
+def test_option_names_are_complete_and_dashed(patched_sglang: None) -> None:
+    names = option_names()
+    assert {"--model-path", "--page-size", "--no-lora-strict-loading"} <= names
+    assert all(name.startswith("-") for name in names)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_the_caches_tiers_are_sglangs_with_our_disk_behind_them(
+    parser: argparse.ArgumentParser, tmp_path: Path, on_cpu: bool
+) -> None:
+    make_model("tiny-qwen3-moe", tmp_path / "model", seed=0)
+    plan = CachePlan(16, 768, 512, 1024, 1 << 20, tmp_path / "cache")
+    options = ServeOptions(model="", cache=plan)
+    parsed = parser.parse_args(server_arguments(options, resolve_model(tmp_path / "model"), on_cpu=on_cpu))
+    assert (parsed.max_total_tokens, parsed.page_size, parsed.enable_hierarchical_cache) == (512, 16, True)
+    assert (int(512 * parsed.hicache_ratio) // 16 + 1) * 16 == 1024  # as SGLang computes it
+    copies = ("direct", "page_first_direct") if on_cpu else ("kernel", "page_first")
+    assert (parsed.hicache_io_backend, parsed.hicache_mem_layout) == copies
+    assert parsed.hicache_write_policy == "write_through"
+    extra = json.loads(parsed.hicache_storage_backend_extra_config)
+    assert (parsed.hicache_storage_backend, extra["prefetch_threshold"]) == ("dynamic", 16)
+    assert pkgutil.resolve_name(f"{extra['module_path']}:{extra['class_name']}").__name__ == "DiskBackend"
+
+
+@pytest.mark.parametrize("plan", [None, CachePlan(1, 768, 512, 0, 0, None)])
+def test_without_a_host_tier_sglang_is_asked_for_none(tmp_path: Path, plan: CachePlan | None) -> None:
+    make_model("tiny-qwen3-moe", tmp_path / "model", seed=0)
+    arguments = server_arguments(ServeOptions(model="", cache=plan), resolve_model(tmp_path / "model"), on_cpu=True)
+    assert not [argument for argument in arguments if "hicache" in argument or "hierarchical" in argument]
+
+
+def test_sparse_attention_is_refused_with_tiers_and_by_name(tmp_path: Path) -> None:
+    make_model("tiny-deepseek-v3", tmp_path / "sparse", seed=0)
+    model = resolve_model(tmp_path / "sparse")
+    model = dataclasses.replace(model, config={**model.config, "index_topk": 2048})
+    plan = CachePlan(16, 480, 512, 1024, 0, None)
+    with pytest.raises(InvalidValueError, match=r"sparse.*index_topk 2048"):
+        server_arguments(ServeOptions(model="", cache=plan), model, on_cpu=True)

@@ -1,0 +1,1 @@
+"""Batch answers with their figures."""

@@ -1,0 +1,1 @@
+"""The loop: steps, evaluation, checkpoints, logs."""

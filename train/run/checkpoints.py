@@ -1,0 +1,249 @@
+"""Checkpoints of a run: `checkpoint-N/` in its output directory, and which of them a run goes on from.
+
+    adapter_config.json, adapter_model.safetensors    a PEFT adapter that anybody can serve
+    session.json, optimizer.safetensors               what the resident needs to go on (absent with save_only_model)
+    reference.safetensors                             DPO: the reference's log-probabilities computed so far
+    trainer_state.json                                what the trainer needs to go on; Hugging Face's keys, and ours
+
+They are written under a temporary name, which becomes `checkpoint-N` when all is there: a checkpoint of the same step
+stays whole until the new one is. A directory without `trainer_state.json` is incomplete, and never gone on from.
+
+When several checkpoints lie in one directory, the last one is that of the highest step in the latest run: a run that
+was started over may be at step 10 beside an older one's step 500. `run` in the state counts them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kt_runtime.errors import ConflictError, InvalidValueError, KtError, NotFoundError
+from kt_runtime.files import TEMPORARY_PREFIX, fsync_directory, visible_entries, write_file, write_json
+from kt_runtime.train.recipe import Recipe
+from kt_runtime.train.run.run_identity import LATER
+
+STATE_FILE = "trainer_state.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+ARRAYS_FILE = "reference.safetensors"
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
+RESULT_FILES = ("all_results.json", "eval_results.json", "train_results.json", STATE_FILE)
+OURS = "kt_runtime"
+FORMAT = 1
+PREFIX = "checkpoint-"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete one. `state`: the content of its `trainer_state.json`. `run`: 1 and up; 0 before runs were counted."""
+
+    path: Path
+    state: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.state["global_step"])
+
+    @property
+    def run(self) -> int:
+        return int(self.ours.get("run", 0))
+
+    @property
+    def ours(self) -> Mapping[str, Any]:
+        """The part of the state that Hugging Face does not have."""
+        ours: Mapping[str, Any] = self.state[OURS]
+        return ours
+
+    def arrays(self) -> dict[str, Any]:
+        """What `finish_checkpoint` was given, as numpy arrays."""
+        path = self.path / ARRAYS_FILE
+        if not path.is_file():
+            return {}
+        from safetensors.numpy import load_file
+
+        return load_file(path)
+
+
+def checkpoint_path(output_dir: Path, step: int) -> Path:
+    return (output_dir / f"{PREFIX}{step}").resolve()
+
+
+def finish_checkpoint(path: Path, state: Mapping[str, Any], ours: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    """Completes the directory that the resident has written at `path`. `ours`: what `Checkpoint.ours` gives."""
+    if arrays:
+        from safetensors.numpy import save
+
+        write_file(path / ARRAYS_FILE, save(dict(arrays)))
+    write_json(path / STATE_FILE, {**state, OURS: {"format": FORMAT, "saved_at": time.time(), **ours}})
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Raises NotFoundError or InvalidValueError, which say what is missing."""
+    if not path.is_dir():
+        raise NotFoundError(f"{path}: no such checkpoint")
+    where = path / STATE_FILE
+    if not where.is_file():
+        raise InvalidValueError(f"{path}: has no {STATE_FILE}: it is no checkpoint, or was not finished being written")
+    try:
+        state = json.loads(where.read_bytes())
+        ours = state[OURS]
+        found = ours["format"]
+        checkpoint = Checkpoint(path.resolve(), state)
+        _ = checkpoint.step, checkpoint.run
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidValueError(
+            f"{where}: is not the state of a kt-runtime checkpoint ({type(error).__name__}: {error}); a run's results "
+            "and other trainers' checkpoints can't be gone on from: name their adapter by adapter_name_or_path"
+        ) from None
+    if found != FORMAT:
+        raise InvalidValueError(f"{where}: format {found!r}; this version reads format {FORMAT}")
+    missing = [name for name in ADAPTER_FILES if not (path / name).is_file()]
+    if missing:
+        raise InvalidValueError(f"{path}: {missing[0]} is missing")
+    return checkpoint
+
+
+def checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
+    """(The complete ones, the last one at the end; the incomplete ones)."""
+    complete, incomplete = [], []
+    for path in visible_entries(output_dir):
+        if path.is_dir() and path.name.removeprefix(PREFIX).isdecimal() and path.name.startswith(PREFIX):
+            try:
+                complete.append(read_checkpoint(path))
+            except (InvalidValueError, NotFoundError):
+                incomplete.append(path)
+    return sorted(complete, key=lambda checkpoint: (checkpoint.run, checkpoint.step)), incomplete
+
+
+def run_number(output_dir: Path, gone_on_from: Checkpoint | None) -> int:
+    """Of the run that begins now: that of the last checkpoint if it goes on from there, otherwise a new one."""
+    complete = checkpoints(output_dir)[0]
+    if gone_on_from and complete and complete[-1].path == gone_on_from.path:
+        return gone_on_from.run
+    return 1 + max((checkpoint.run for checkpoint in complete), default=0)
+
+
+def temporary_path(path: Path) -> Path:
+    """Where the checkpoint `path` is written until it is complete."""
+    return path.with_name(TEMPORARY_PREFIX + path.name)
+
+
+def remove_unfinished(output_dir: Path) -> None:
+    """What a trainer left that died while it saved. Nobody else may be saving there."""
+    for path in output_dir.glob(f"{TEMPORARY_PREFIX}{PREFIX}*"):
+        shutil.rmtree(path)
+
+
+def to_resume(recipe: Recipe) -> Checkpoint | None:
+    """The checkpoint that the recipe goes on from; None: the run begins at step 0.
+
+    `resume_from_checkpoint`: a checkpoint, or a directory of checkpoints, whose last complete one is meant; true: that
+    of the output directory. Without it, a run goes on from the last complete checkpoint that is there, unless
+    `overwrite_output_dir`; a run that only evaluates goes on from none, and replaces nothing. Raises ConflictError for
+    an output directory that holds results and nothing to go on from, NotFoundError and InvalidValueError.
+    """
+    asked = recipe.resume_from_checkpoint
+    if isinstance(asked, Path):
+        return _with_optimizer(_last_in(asked, asked) if any(checkpoints(asked)) else read_checkpoint(asked))
+    if asked is True:
+        return _with_optimizer(_last_in(recipe.output_dir, "true"))
+    complete, _ = checkpoints(recipe.output_dir)
+    if recipe.overwrite_output_dir or not recipe.do_train:
+        return None
+    if complete and asked is None:
+        return _with_optimizer(complete[-1])
+    results = [name for name in (*ADAPTER_FILES, *RESULT_FILES) if (recipe.output_dir / name).exists()]
+    if complete or results:
+        held = complete[-1].path.name if complete else results[0]
+        raise ConflictError(
+            f"output_dir: {recipe.output_dir}: holds {held} of an earlier run"
+            f"{'' if complete else ' and no checkpoint to go on from'}; choose another directory, or say "
+            "overwrite_output_dir: true to start over"
+        )
+    return None
+
+
+def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Raises ConflictError naming what differs where the run would not be the one that was saved.
+
+    `identity`: what must be equal. `settings`: what may be changed on purpose; each change is a line of the result.
+    """
+    was = {**LATER, **checkpoint.ours["identity"]}
+    differing = [key for key in identity if was.get(key) != identity[key]]
+    if differing:
+        lines = "".join(f"\n  {key}: was {was.get(key)!r}, is {identity[key]!r}" for key in differing)
+        raise ConflictError(
+            f"{checkpoint.path}: can't be gone on from, another run wrote it:{lines}\n  go on with what it was, or "
+            "start a new run in another output_dir"
+        )
+    old = checkpoint.ours["settings"]
+    return [
+        f"{key}: was {old.get(key)!r} in {checkpoint.path.name}, is {value!r} from here on"
+        for key, value in settings.items()
+        if old.get(key) != value
+    ]
+
+
+def prune(output_dir: Path, limit: int | None, keep: Path | None) -> list[Path]:
+    """Removes the oldest complete checkpoints beyond `limit`, never the last one and never `keep`; returns them."""
+    complete = checkpoints(output_dir)[0] if limit else []
+    removed: list[Path] = []
+    for checkpoint in complete[:-1]:
+        if len(complete) - len(removed) <= (limit or 0):
+            break
+        if keep is None or checkpoint.path != keep.resolve():
+            remove(checkpoint.path)
+            removed.append(checkpoint.path)
+    return removed
+
+
+def remove(path: Path) -> None:
+    """`trainer_state.json` goes first: what is left of an interrupted removal is no checkpoint."""
+    (path / STATE_FILE).unlink(missing_ok=True)
+    fsync_directory(path)
+    shutil.rmtree(path)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """As `files.write_file`, without the content in memory."""
+    descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file, source.open("rb") as original:
+            shutil.copyfileobj(original, file, 1 << 22)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    fsync_directory(target.parent)
+
+
+def _last_in(directory: Path, asked: Path | str) -> Checkpoint:
+    complete, incomplete = checkpoints(directory)
+    if complete:
+        return complete[-1]
+    reason = ""
+    try:
+        for path in incomplete[:1]:
+            read_checkpoint(path)
+    except KtError as error:
+        reason = f"; {error}"
+    raise NotFoundError(f"resume_from_checkpoint: {asked}: {directory} has no complete checkpoint{reason}")
+
+
+def _with_optimizer(checkpoint: Checkpoint) -> Checkpoint:
+    if not (checkpoint.path / OPTIMIZER_FILE).is_file():
+        raise ConflictError(
+            f"{checkpoint.path}: holds the adapter without its optimizer's state (save_only_model: true), so training "
+            "can't go on from it; name it by adapter_name_or_path in a new run, or say overwrite_output_dir: true to "
+            "start over"
+        )
+    return checkpoint

@@ -1,0 +1,97 @@
+"""The resident's side of a run: its session, with the adapter that it trains, and what it is trained for."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.train.recipe import Recipe
+from kt_runtime.train.resident import Resident
+from kt_runtime.train.run.run_identity import all_settings
+from kt_runtime.train.run.trackers import Tracker, open_trackers
+from kt_runtime.train.stages.dpo import Dpo, described_reference, reference_adapter
+from kt_runtime.train.stages.objective import Objective, Row
+from kt_runtime.train.stages.reference_logprobs import Serving
+from kt_runtime.train.stages.sft import Sft
+from kt_runtime.train.stages.targets import patterns
+from kt_runtime.wire import LoraSettings
+from kt_runtime.wire.messages import Activations, SessionInfo
+
+Say = Callable[[str], None]
+
+
+def session_name(output_dir: Path) -> str:
+    """The same for every run over one output directory."""
+    absolute = str(output_dir.resolve())
+    readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", output_dir.name).strip("-.") or "run"
+    return f"{readable[:64]}-{hashlib.sha256(absolute.encode()).hexdigest()[:8]}"
+
+
+def lora_settings(recipe: Recipe) -> LoraSettings:
+    """Preference training compares two models: dropout would make each call another policy, so there is none."""
+    return LoraSettings(
+        rank=recipe.lora_rank,
+        alpha=recipe.served_alpha,
+        dropout=0.0 if recipe.stage == "dpo" else recipe.lora_dropout,
+        targets=list(recipe.lora_target),
+        seed=recipe.seed,
+    )
+
+
+def open_session(client: Resident, name: str, recipe: Recipe, say: Say) -> SessionInfo:
+    """Creates the session and prints what it trains and, in preference training, against which reference."""
+    reference = reference_adapter(recipe)
+    info = client.create_session(
+        name,
+        lora_settings(recipe),
+        _absolute(recipe.adapter_name_or_path),
+        reference=_absolute(reference),
+        publishes=recipe.publish if recipe.do_train else None,
+        take_over=recipe.publish_take_over,
+    )
+    say(described_session(info))
+    if recipe.stage == "dpo":
+        say(described_reference(recipe))
+        if recipe.lora_dropout:
+            say(f"{recipe.where('lora_dropout')}: lora_dropout: {recipe.lora_dropout:g}: not used; dpo has no dropout")
+    return info
+
+
+def described_session(info: SessionInfo) -> str:
+    head = f"training {info.num_parameters:,} parameters in {len(info.modules)} modules at rank {info.rank}:"
+    return "\n  ".join([head, *patterns(info.modules)])
+
+
+def objective_of(
+    client: Resident, session: str, recipe: Recipe, train: Sequence[Row], serving: Serving | None, say: Say
+) -> Objective:
+    """`serving`: how the reference is served; used with `ref_logprobs: serving`, which needs it."""
+    activations = cast(Activations, recipe.activations)
+    if recipe.stage == "dpo":
+        if recipe.ref_logprobs == "twin":
+            return Dpo(client, session, recipe, train, activations)
+        if serving is None:
+            where = recipe.where("ref_logprobs")
+            raise InvalidValueError(f"{where}: ref_logprobs: serving: this run has no HTTP server to ask; say twin")
+        return Dpo(client, session, recipe, train, activations, serving, say)
+    return Sft(client, session, activations)
+
+
+@contextlib.contextmanager
+def start_tracking(recipe: Recipe, first_step: int = 0) -> Iterator[list[Tracker]]:
+    """The recipe's trackers, closed when the context ends. `first_step`: after which a resumed run goes on."""
+    with contextlib.ExitStack() as stack:
+        name = recipe.run_name or recipe.output_dir.resolve().name
+        trackers = open_trackers(recipe.report_to, recipe.output_dir, name, all_settings(recipe), first_step)
+        for tracker in trackers:
+            stack.callback(tracker.close)
+        yield trackers
+
+
+def _absolute(path: Path | None) -> str | None:
+    return None if path is None else str(path.resolve())

@@ -1,0 +1,1 @@
+"""What one step of SFT or a preference loss trains on."""

@@ -1,0 +1,95 @@
+"""Which examples make which optimizer step, and how they travel.
+
+The order is a function of the recipe's seed, the epoch and the number of sequences, so any step can be planned without
+the steps before it: that is how a run resumes. A sequence here is an example or, with packing, a bin of examples.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kt_runtime.train.examples import Example, Pair
+from kt_runtime.train.recipe import Recipe
+from kt_runtime.train.stages.packing import pack
+from kt_runtime.wire import Batch
+
+Item = Example | Pair
+MicroBatch = list[Item]
+
+
+def plan(examples: Sequence[Item], recipe: Recipe, num_steps: int, first_step: int = 0) -> Iterator[list[MicroBatch]]:
+    """The micro-batches of the steps `first_step` to `num_steps` - 1, step by step.
+
+    Every example comes once per epoch; an epoch's last step may be smaller. With packing a micro-batch holds the
+    examples of `per_device_train_batch_size` bins.
+    """
+    bins = _bins(examples, recipe)
+    size, per_step = recipe.per_device_train_batch_size, _per_step(recipe)
+    in_epoch = math.ceil(len(bins) / per_step)
+    epoch, order = -1, list(range(len(bins)))
+    for step in range(first_step, num_steps):
+        if step // in_epoch != epoch:
+            epoch = step // in_epoch
+            order = _order(len(bins), recipe, epoch)
+        start = step % in_epoch * per_step
+        chosen = [bins[index] for index in order[start : start + per_step]]
+        yield [
+            [examples[index] for each in chosen[begin : begin + size] for index in each]
+            for begin in range(0, len(chosen), size)
+        ]
+
+
+def num_sequences(examples: Sequence[Item], recipe: Recipe) -> int:
+    """How many sequences an epoch has: bins with packing, otherwise examples."""
+    return len(_bins(examples, recipe))
+
+
+def steps_per_epoch(examples: Sequence[Item], recipe: Recipe) -> int:
+    """Optimizer steps, as Hugging Face's Trainer counts them; a last, smaller one counts."""
+    return math.ceil(num_sequences(examples, recipe) / _per_step(recipe))
+
+
+def to_batch(micro: Sequence[Item], weight: float) -> Batch:
+    """One wire sequence per example; a pair is two: chosen, then rejected.
+
+    A trained token of an example weighs `weight` (1 / the trained tokens of the whole optimizer step makes the step's
+    loss their mean); of a pair 1.0, which only says that it counts: the preference loss has a scale of its own.
+    """
+    parts = list(_sequences(micro, weight))
+    return Batch(
+        np.concatenate([example.tokens for example, _ in parts]),
+        np.concatenate([example.targets for example, _ in parts]),
+        np.concatenate([example.trained.astype(np.float32) * np.float32(each) for example, each in parts]),
+        [example.num_tokens for example, _ in parts],
+    )
+
+
+def _per_step(recipe: Recipe) -> int:
+    return recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
+
+
+def _bins(examples: Sequence[Item], recipe: Recipe) -> list[list[int]]:
+    """Preferences are not packed, as in LLaMA-Factory."""
+    if not recipe.packing or any(isinstance(item, Pair) for item in examples):
+        return [[index] for index in range(len(examples))]
+    return pack([item.num_tokens for item in examples], recipe.cutoff_len)
+
+
+def _order(count: int, recipe: Recipe, epoch: int) -> list[int]:
+    order = list(range(count))
+    if not recipe.disable_shuffling:
+        seed = recipe.seed if recipe.data_seed is None else recipe.data_seed
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+    return order
+
+
+def _sequences(micro: Sequence[Item], weight: float) -> Iterator[tuple[Example, float]]:
+    for item in micro:
+        if isinstance(item, Pair):
+            yield from ((example, 1.0) for example in item.examples)
+        else:
+            yield item, weight
