@@ -53,7 +53,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": {"wire", "documents", "errors", "files", "adapters", "configs"},
 }
 MOST_FILES = 14
-KNOWN_CROWDS: dict[str, int] = {}
+# These are to become two rooms, or fewer files; a number here only falls.
+KNOWN_CROWDS = {"kt_runtime/adapters": 18, "kt_runtime/bench/experts": 20, "kt_runtime/cache": 21}
 NEVER_IMPORTS_TORCH = {"checkpoint_file", "documents", "errors", "files", "wire", "families"}
 
 CSRC_MAY_INCLUDE: dict[str, set[str]] = {

@@ -21,7 +21,8 @@ from kt_runtime.errors import KtError, UnknownNameError, UserError
 
 INTERRUPTED_STATUS = 130
 
-# Command, and the line that `kt-runtime --help` shows. `kt_runtime.cli.NAME` holds it as `command`.
+# Command, and the line that `kt-runtime --help` shows. The module holds it as `command`: `kt_runtime.cli.NAME`, or
+# what MODULES says.
 COMMANDS = {
     "doctor": "What this machine can do, and what is missing.",
     "models": "List presets; make a tiny checkpoint of a real architecture.",
@@ -35,6 +36,16 @@ COMMANDS = {
     "export": "Merge an adapter into its model, as a recipe says.",
     "bench": "Time expert kernels and training against limits and peers.",
     "demo": "Train an adapter inside a running server and see its answer change.",
+}
+MODULES = {
+    "train": "cli.train.command",
+    "predict": "cli.train.predict",
+    "chat": "cli.chat.command",
+    "adapter": "cli.adapter.command",
+    "export": "cli.adapter.export",
+    "cache": "cli.cache.command",
+    "demo": "cli.demo.command",
+    "bench": "bench.command",
 }
 
 
@@ -52,7 +63,8 @@ class LazyCommands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"kt_runtime.cli.{cmd_name}").command
+        module = MODULES.get(cmd_name, f"cli.{cmd_name}")
+        command: click.Command = importlib.import_module(f"kt_runtime.{module}").command
         return command
 
     def resolve_command(
