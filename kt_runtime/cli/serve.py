@@ -58,7 +58,11 @@ class ServeCommand(click.Command):
 @click.option("--lora-slots", default=8, show_default=True, help="Adapter versions in one batch; the base counts.")
 @click.option("--adapter-dir", type=click.Path(path_type=Path), help="Where published versions are kept.")
 @click.option("--expert-isa", help="Instruction set of the expert kernels. [default: the best there is]")
-@click.option("--expert-threads", type=int, help="Threads for the routed experts. [default: all cores]")
+@click.option(
+    "--expert-threads",
+    type=int,
+    help="Threads for the routed experts. [default: physical cores, at most the CPU quota]",
+)
 @click.option(
     "--expert-format",
     metavar="int8|int4",

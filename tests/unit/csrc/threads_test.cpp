@@ -112,10 +112,11 @@ void test_own_node(Report& report) {
   CPU_SET(two.nodes[0].processors[0], &first);
   sched_setaffinity(0, sizeof first, &first);
   for (int round = 0; round < 20; ++round) {
-    std::atomic<int> begun{0}, callers_first{-1}, workers_first{-1};
+    std::atomic<int> begun{0}, callers_first{-1}, workers_first{-1}, elsewhere{0};
     const std::thread::id caller = std::this_thread::get_id();
     const auto task = [&](int queue, int64_t) {
       const bool is_caller = std::this_thread::get_id() == caller;
+      elsewhere += !is_caller && !only_on(affinity(), two.nodes[1].processors);
       int none = -1;
       if ((is_caller ? callers_first : workers_first).compare_exchange_strong(none, queue)) ++begun;
       while (begun.load() < 2) std::this_thread::yield();  // until both have begun
@@ -124,6 +125,7 @@ void test_own_node(Report& report) {
     const kt::Phase phase = kt::phase_by_node(2, tasks, task);
     kt::ThreadPool::instance().run_phases(&phase, 1, 2);
     report.equal("a thread begins with its own node's tasks", callers_first == 0 && workers_first == 1);
+    report.equal("a worker is pinned to its seat, also when the seats change", elsewhere == 0);
   }
   sched_setaffinity(0, sizeof before, &before);
 }
