@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kt_runtime.adapters.peft_directory import read_peft_directory, write_peft_directory
     from kt_runtime.adapters.programs import Reader, readers
     from kt_runtime.adapters.safetensors_file import read_tensors, write_tensors
-    from kt_runtime.adapters.source import read_adapter
+    from kt_runtime.adapters.source import check_is_adapter, read_adapter
     from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
     from kt_runtime.adapters.validator import check_adapter
     from kt_runtime.adapters.version_store import StoredName, VersionStore
@@ -34,6 +34,7 @@ _MODULE_OF = {
     "as_version": "versions",
     "check_adapter": "validator",
     "check_adapter_name": "names",
+    "check_is_adapter": "source",
     "complete_groups": "groups",
     "confined": "names",
     "content_hash": "versions",
@@ -62,6 +63,7 @@ __all__ = [
     "as_version",
     "check_adapter",
     "check_adapter_name",
+    "check_is_adapter",
     "complete_groups",
     "confined",
     "content_hash",

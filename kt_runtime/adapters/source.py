@@ -10,7 +10,17 @@ from typing import Any
 from kt_runtime.adapters.gguf_lora import SUFFIX, read_gguf_adapter
 from kt_runtime.adapters.peft_directory import read_peft_directory
 from kt_runtime.adapters.tensors import AdapterTensors
+from kt_runtime.errors import NotFoundError
 from kt_runtime.families import Family
+
+
+def check_is_adapter(path: Path) -> None:
+    """Raises NotFoundError where there is neither a directory nor a file NAME.gguf. Nothing is ever downloaded."""
+    if not path.is_dir() and not (path.suffix.lower() == SUFFIX and path.is_file()):
+        raise NotFoundError(
+            f"adapter path {str(path)!r}: no such directory or .gguf file on the server's machine; adapters are not "
+            "downloaded from a hub"
+        )
 
 
 def read_adapter(

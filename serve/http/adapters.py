@@ -18,7 +18,6 @@ import zmq.asyncio
 
 from kt_runtime.errors import (
     InvalidValueError,
-    NotFoundError,
     ProtocolError,
     RequestTimeoutError,
     ServerBusyError,
@@ -136,7 +135,7 @@ class Adapters:
 
         `take_over`: also from a training session that publishes the name.
         """
-        place = local_adapter(path)
+        place = absolute_path(path)
         self._names.check_name(name)
         return await self._change(
             messages.LoadAdapter(request_id=_new_id(), name=adapter_name(name), path=place, take_over=take_over)
@@ -182,18 +181,12 @@ def adapter_name(name: str) -> str:
         ) from None
 
 
-def local_adapter(path: str) -> str:
-    """The absolute path of a directory or of a file NAME.gguf on the server's machine. Nothing is ever downloaded."""
+def absolute_path(path: str) -> str:
+    """On the server's machine. What is there is looked at by the resident's workers: a network mount that does not
+    answer would hold up the event loop, and with it every request."""
     if not path or "\0" in path or len(path) > MAX_PATH_CHARACTERS:
         raise InvalidValueError(f"adapter path {path[:100]!r}: must be the path of a directory or of a .gguf file")
-    absolute = os.path.abspath(path)
-    is_gguf = absolute.lower().endswith(".gguf") and os.path.isfile(absolute)
-    if not is_gguf and not os.path.isdir(absolute):
-        raise NotFoundError(
-            f"adapter path {path!r}: no such directory or .gguf file on the server's machine; adapters are not "
-            "downloaded from a hub"
-        )
-    return absolute
+    return os.path.abspath(path)
 
 
 def _fields(value: Any) -> dict[str, Any]:

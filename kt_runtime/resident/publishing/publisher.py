@@ -35,6 +35,7 @@ from kt_runtime.adapters import (
     as_version,
     check_adapter,
     check_adapter_name,
+    check_is_adapter,
     content_hash,
     read_adapter,
 )
@@ -169,6 +170,7 @@ class Publisher:
 
         def read() -> Prepared:
             with errors_of_path(Path(path), "read"):
+                check_is_adapter(Path(path))
                 adapter = read_adapter(
                     path, self._family, self._host.config, self._host.max_lora_rank, self._host.model
                 )

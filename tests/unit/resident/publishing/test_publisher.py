@@ -273,11 +273,13 @@ def test_a_directory_is_loaded_through_the_same_steps(desk: Desk, tmp_path: Path
     desk.settle()
     assert desk.outcomes[0].source == str(path)
     (path / "adapter_model.safetensors").write_bytes(b"12345")
-    for place in (path, tmp_path / "nothing"):
+    (tmp_path / "adapter.safetensors").touch()
+    for place in (path, tmp_path / "nothing", tmp_path / "nothing.gguf", tmp_path / "adapter.safetensors"):
         desk.publisher.load("carol", str(place), desk.outcomes.append)
     desk.settle()
     assert isinstance(desk.outcomes[1], AdapterError) and "truncated" in str(desk.outcomes[1])
-    assert isinstance(desk.outcomes[2], NotFoundError)
+    for outcome in desk.outcomes[2:]:
+        assert isinstance(outcome, NotFoundError) and "not downloaded" in str(outcome)
     assert desk.current("carol") == desk.outcomes[0].hash
 
 
