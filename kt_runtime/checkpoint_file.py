@@ -1,6 +1,6 @@
-"""One file of a checkpoint that somebody else made: JSON, or safetensors.
+"""Reads one untrusted file of a checkpoint: JSON, or the header of a safetensors file.
 
-A safetensors header is checked whole before a byte of the data is used.
+The whole safetensors header is checked before any data is used.
 
 Format (https://github.com/huggingface/safetensors, "Format"): 8 bytes, little-endian, length N of the header; N bytes
 of JSON, `{"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, "__metadata__": {...}}`, perhaps

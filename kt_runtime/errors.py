@@ -15,7 +15,7 @@
         ├── ServerBusyError          also a RuntimeError: too much in progress, try again later
         └── NumericsError            also an ArithmeticError: NaN or Inf where a number belongs
 
-A message says what was wrong, its value, where, what is allowed, and the nearest known name.
+A message states the problem, the value, the place (such as file:line), what is allowed, and the nearest known name.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ MAX_CREDIT_SECONDS = 0.05
 """Upper bound on unused training time that is carried over, so that no long burst follows an idle phase of training."""
 
 FORGETTING = 4
-"""With each slice, a too high estimate falls by a quarter of the difference; a too low estimate rises at once."""
+"""With each slice, a too high estimate falls by a quarter of the difference. A too low estimate rises immediately."""
 
 
 class Slice(NamedTuple):

@@ -62,7 +62,7 @@ class _Job:
 
 
 class Workers:
-    """`ended(key, error)` is called once for each `begin` that was not given up, when `take` no longer blocks.
+    """`ended(key, error)` is called once for each `begin` that was not given up, when `take` will not block.
 
     `name`: prefix of the threads' names. Call `begin`, `take`, `give_up`, `finish` and `close` on the engine's thread.
     """

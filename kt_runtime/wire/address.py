@@ -70,7 +70,7 @@ def ipc_path(address: str) -> Path:
 
 
 def tcp_host_and_port(address: str) -> tuple[str, int]:
-    """Port 0 asks a server for any free port."""
+    """Host and port of a tcp:// address. With port 0, a server binds any free port. Raises InvalidValueError."""
     try:
         parts = urlsplit(address)
         host, port = parts.hostname, parts.port

@@ -278,11 +278,11 @@ class ResidentClient:
     # Any request, without waiting.
 
     def submit(self, request: AnyRequest, arrays: Arrays | None = None) -> Ticket:
-        """Sends `request` without waiting for its answer. If `request` does not commute with all requests in flight,
-        first waits for those.
+        """Sends `request` without waiting for its answer. If `request` does not commute with the requests in flight,
+        first waits for those. Then, if an earlier request has failed and its ticket was not waited for yet, raises that
+        error and sends nothing: no optimizer step may use half a gradient.
 
-        Raises ProtocolError if the message is not valid. If an earlier request has failed and its ticket was not waited
-        for yet, raises that error and sends nothing: an optimizer step over half a gradient must not happen.
+        Raises ProtocolError if the message is not valid.
         """
         frames = codec.encode(request, arrays, self._limits)
         try:

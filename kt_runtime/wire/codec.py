@@ -202,7 +202,7 @@ def _read_arrays(descriptors: list[ArrayDescriptor], frames: Sequence[bytes]) ->
         array = np.frombuffer(frames[position], dtype)
         try:
             arrays[descriptor.name] = array.reshape(descriptor.shape)
-        except (ValueError, OverflowError):  # a zero beside a number that no array dimension can hold
+        except (ValueError, OverflowError):  # such as [0, 2**63]: zero elements, but a size that numpy can't hold
             raise FrameError("arrays", f"{where}: impossible shape {descriptor.shape}") from None
     return arrays
 

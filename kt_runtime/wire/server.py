@@ -213,7 +213,7 @@ class WireServer:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an undeliverable answer raises an error, which `_send` ignores
         router.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         router.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        # A message up to twice the limit gets an error reply; libzmq drops the connection of a larger frame.
+        # A frame of up to twice the limit gets an error reply; libzmq closes the connection on a larger one.
         router.setsockopt(zmq.MAXMSGSIZE, 2 * self._limits.max_message_bytes)
         if secret_key:
             router.setsockopt(zmq.CURVE_SERVER, 1)

@@ -86,7 +86,7 @@ class Persistence:
     def put(
         self, name: str, version: AdapterVersion, adapter: AdapterTensors, served: list[str], known: Collection[str]
     ) -> None:
-        """`name` now means `version`. `served`, `known`: as in VersionTable; versions outside `known` aren't written."""
+        """`name` now means `version`. `served`, `known`: as in VersionTable; only versions in `known` are written."""
         with self._changed:
             entry = self._names.setdefault(name, _Name())
             entry.waiting.pop(version.hash, None)
