@@ -35,7 +35,7 @@ class Probe:
         self._modules = {module.name: module for module in twin.family.lora_modules(config)}
 
     def slices(self, adapter: AdapterTensors, where: str) -> Slices:
-        """Returns None if the pass is finite, else raises AdapterError: `where`, then the place of the first NaN or Inf.
+        """Returns None if the pass is finite, else raises AdapterError, which names `where` and the layer at fault.
 
         No slice has `may_switch`: else the pass would wait for another session's microbatch at each layer.
         """

@@ -223,7 +223,7 @@ class Publisher:
         self._host.drop_adapter(lora_id)
 
     def start(self, salt: str, stored: list[StoredName]) -> None:
-        """Restores the names as they were when the server stopped. A version that can't be served is logged, skipped.
+        """Restores the names as they were when the server stopped; logs and skips what can't be served.
 
         `salt` makes this process's ids unique; it is the same on every rank. `stored`: the result of
         `VersionStore.scan`.

@@ -10,7 +10,8 @@ import torch
 from kt_runtime.resident.scheduler import Slice
 
 SLICE_ELEMENTS = 1 << 22
-"""Target number of elements per slice. Tensors are not split, so a slice may have more."""
+"""Target number of elements per slice, between two checks of the request queue. Tensors are not split, so a slice may
+have more."""
 
 
 def portions(
