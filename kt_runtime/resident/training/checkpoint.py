@@ -176,7 +176,7 @@ class Saved:
 
 
 def read(path: Path, session: Session, family: Family, host: Host) -> Saved:
-    """Reads the checkpoint at `path` for `session` into new memory. Without `session.json`, it has masters only.
+    """Reads `path` for `session` into new memory. A directory without `session.json` provides only masters.
 
     Raises NotFoundError, AdapterError and ConflictError.
     """
