@@ -1,6 +1,6 @@
-"""One file of a checkpoint that somebody else made: JSON, or safetensors.
+"""Reads one untrusted file of a checkpoint: JSON, or the header of a safetensors file.
 
-A safetensors header is checked whole before a byte of the data is used.
+The whole safetensors header is checked before any data is used.
 
 Format (https://github.com/huggingface/safetensors, "Format"): 8 bytes, little-endian, length N of the header; N bytes
 of JSON, `{"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, "__metadata__": {...}}`, perhaps
@@ -8,11 +8,11 @@ padded with spaces; then the data, to whose beginning the offsets refer. Example
 
     3b 00 00 00 00 00 00 00  {"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}    00 00 80 3f
 
-Checked are lengths, types, names that appear twice, that the tensors cover the data without gap or overlap, and that
-each has as many bytes as its shape and dtype say. msgspec reads the JSON: it is strict, and refuses a header at the
-first value that has no place in it. But it keeps the last of two equal names, so that Python's json, which shows both,
-reads the header once more, when its structure is known to be harmless. Together they take at most MEMORY_FACTOR bytes
-for each byte of the header.
+The checks: lengths and types are valid; no name appears twice; the tensors cover the data without gap or overlap; each
+tensor has as many bytes as its shape and dtype need. msgspec parses the JSON strictly and rejects a header at the first
+unexpected value. Of two equal names, however, msgspec keeps only the last. So Python's json, which reports both, parses
+the header a second time, once msgspec has found its structure harmless. Both parsers together take at most
+MEMORY_FACTOR bytes for each byte of the header.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kt_runtime.files import open_regular, parse_json, read_at, read_regular
 MAX_HEADER_BYTES = 100_000_000  # the reference implementation's limit
 MAX_JSON_BYTES = MAX_HEADER_BYTES
 MEMORY_FACTOR = 30
-"""Bytes of memory that reading a header takes at most for each of its bytes, itself included; a model's takes 8."""
+"""Upper bound on bytes of memory per byte of header, the header itself included; a real model's header takes 8."""
 
 DTYPE_BYTES: Mapping[str, int] = {
     "F64": 8,
@@ -80,9 +80,9 @@ _metadata = msgspec.json.Decoder(dict[str, str])
 
 @contextlib.contextmanager
 def open_tensors(path: Path) -> Iterator[tuple[int, dict[str, Entry]]]:
-    """A descriptor of the safetensors file at `path`, and its tensors in the order of its header.
+    """Yields a descriptor of the safetensors file at `path`, and its tensors in header order.
 
-    Raises NotFoundError, and CheckpointError for a file that can't be read or that is not what its header says.
+    Raises NotFoundError, and CheckpointError for a file that can't be read or that contradicts its header.
     """
     with _errors_of(path), open_regular(path) as descriptor:
         file_bytes = os.fstat(descriptor).st_size
@@ -134,9 +134,9 @@ def header_bytes(beginning: bytes | bytearray, file_bytes: int, max_header_bytes
 
 
 def parse_header(text: bytes, file_bytes: int, dtypes: Collection[str] = tuple(DTYPE_BYTES)) -> dict[str, Entry]:
-    """The tensors of a header, in its order, for a file of `file_bytes` whose tensors may have `dtypes`.
+    """The tensors of a header, in header order, for a file of `file_bytes`; `dtypes` are the allowed dtypes.
 
-    Raises ValueError, which says which tensor is wrong and how, but not in which file.
+    Raises ValueError. The message names the wrong tensor and the problem, but not the file.
     """
     try:
         members = _members.decode(text)
@@ -150,7 +150,7 @@ def parse_header(text: bytes, file_bytes: int, dtypes: Collection[str] = tuple(D
         _decode(_metadata, metadata, f"header: {_METADATA!r}")
     first = 8 + len(text)
     entries = {}
-    while members:  # each is dropped as it is replaced: both together would take twice the memory
+    while members:  # each raw member is dropped once parsed: keeping both would take twice the memory
         name, raw = members.popitem()
         entries[name] = _entry(name, _decode(_stored, raw, f"header: {name[:80]!r}"), first, file_bytes, dtypes)
     _refuse_duplicates(text)
@@ -171,7 +171,7 @@ def _decode(decoder: msgspec.json.Decoder[_Decoded], raw: msgspec.Raw, what: str
 
 
 def _refuse_duplicates(text: bytes) -> None:
-    """Of a header whose structure is checked already."""
+    """Raises ValueError for a name that appears twice. The caller has checked the header's structure already."""
 
     def check(pairs: list[tuple[str, None]]) -> None:
         seen: set[str] = set()

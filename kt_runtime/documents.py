@@ -1,8 +1,8 @@
-"""From the bytes of a recipe or placement file to values that know their line.
+"""Parses a recipe or placement file (YAML or JSON) into values that carry their line number.
 
-PyYAML's `compose` is used instead of `load`: its nodes carry line numbers and show duplicate keys. Plain scalars are
-then read by YAML 1.2's core rules, not by PyYAML's 1.1: `1e-4` is a number, `010` and `no` are text (no octal, no
-silent False), and nothing but text, numbers, truth values, null, lists and mappings can come out.
+This module uses PyYAML's `compose` instead of `load`: its nodes carry line numbers and keep duplicate keys. Plain
+scalars then follow YAML 1.2's core rules, not PyYAML's 1.1: `1e-4` is a number, `010` and `no` are text (no octal, no
+silent False). Only text, numbers, booleans, null, lists and mappings can result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _short.maxstring = _short.maxother = _short.maxlong = 80
 
 @dataclass(frozen=True)
 class Entry:
-    """One `key: value`. `where` is file:line or "command line". A mapping as value is the tuple of its entries."""
+    """One `key: value`. `where` is file:line or "command line". A value that is a mapping is a tuple of entries."""
 
     key: str
     value: Any
@@ -44,12 +44,12 @@ class Entry:
 
 
 def shown(key: str, value: Any) -> str:
-    """The value for a message: short, and never a secret."""
+    """The value as an error message shows it: shortened, with secrets masked."""
     return "***" if is_secret(key) and value is not None else _short.repr(_masked(plain(value)))
 
 
 def _masked(value: Any) -> Any:
-    """Secrets within mappings are secrets as well."""
+    """Masks the secrets inside nested mappings too."""
     if isinstance(value, dict):
         return {key: "***" if is_secret(key) else _masked(inside) for key, inside in value.items()}
     return [_masked(inside) for inside in value] if isinstance(value, list) else value
@@ -64,7 +64,7 @@ def is_secret(key: str) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """The value without places: mappings become dictionaries."""
+    """The value without line numbers: mappings become dictionaries."""
     if isinstance(value, tuple):
         return {item.key: plain(item.value) for item in value}
     return [plain(item) for item in value] if isinstance(value, list) else value
@@ -96,7 +96,7 @@ def read_file(path: Path, kind: str) -> yaml.Node:
 
 
 def compose(text: str, name: str) -> yaml.Node | None:
-    """The document's node, None for an empty one. Raises InvalidValueError with the line."""
+    """The root node of a YAML document, None if the document is empty. Raises InvalidValueError with the line."""
     try:
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -111,7 +111,7 @@ def compose(text: str, name: str) -> yaml.Node | None:
 
 
 def _json_as_yaml(text: str, path: Path) -> str:
-    """JSON that YAML's parser takes as well, line for line: it refuses tabs between values, where JSON allows them."""
+    """Checks `text` as JSON and makes it valid YAML, line for line: YAML forbids JSON's tabs between values."""
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
@@ -122,7 +122,7 @@ def _json_as_yaml(text: str, path: Path) -> str:
 
 
 def in_order(lines: list[str], path: Path) -> list[str]:
-    """Sorted by their place in the file; those without a line, and the command line's, come last."""
+    """The messages sorted by line number; messages without a line, such as the command line's, come last."""
 
     def line(text: str) -> float:
         number = text.removeprefix(f"{path}:").partition(":")[0]
@@ -132,7 +132,7 @@ def in_order(lines: list[str], path: Path) -> list[str]:
 
 
 class ProblemsError(InvalidValueError):
-    """Several problems of one file. `problems`: each of them, with its place."""
+    """Several problems of one file. `problems`: one message each, with file and line."""
 
     def __init__(self, message: str, problems: list[str]) -> None:
         super().__init__(message)
@@ -140,16 +140,16 @@ class ProblemsError(InvalidValueError):
 
 
 def all_problems(path: Path, problems: list[str]) -> ProblemsError:
-    """One error that lists all problems of a file, in its order."""
+    """One error that lists all problems of a file, by line."""
     count, ordered = len(problems), in_order(problems, path)
     lines = "\n".join(f"  {problem}" for problem in ordered)
     return ProblemsError(f"{path}: {count} problem{'s' * (count > 1)}\n{lines}", ordered)
 
 
 class Values:
-    """Reads nodes into values; collects what is wrong in `problems`, each with its place.
+    """Converts YAML nodes to values; appends each problem to `problems`, with file and line.
 
-    `name`: the file, for places. `has_lines`: False for text of the command line, whose place is its name alone.
+    `name`: the file name for messages. `has_lines`: False for command-line text, which has a name but no lines.
     """
 
     def __init__(self, name: str, problems: list[str], *, has_lines: bool = True) -> None:
@@ -176,7 +176,7 @@ class Values:
         return entries
 
     def value(self, node: yaml.Node) -> Any:
-        """Raises ValueError for tags that would make objects and for aliases, which would allow endless values."""
+        """The node's value. Raises ValueError for tags that create objects and aliases, which can expand endlessly."""
         if id(node) in self._seen:
             raise ValueError("an alias (*name) is not read here; write the value out")
         self._seen.add(id(node))
@@ -194,10 +194,8 @@ class Values:
 
 
 def _joined(text: str) -> str:
-    """JSON escapes a character above U+FFFF as two (RFC 8259, section 7), which YAML's parser leaves apart.
-
-    Raises ValueError for one of the two alone: it is no character and can't be written anywhere.
-    """
+    """Joins surrogate pairs. JSON escapes a character above U+FFFF as two surrogates (RFC 8259, section 7), and YAML's
+    parser leaves the two separate. Raises ValueError for a lone surrogate: it is no character and can't be encoded."""
     try:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
     except UnicodeDecodeError:

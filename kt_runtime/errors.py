@@ -15,7 +15,7 @@
         ├── ServerBusyError          also a RuntimeError: too much in progress, try again later
         └── NumericsError            also an ArithmeticError: NaN or Inf where a number belongs
 
-A message says what was wrong, its value, where, what is allowed, and the nearest known name.
+A message states the problem, the value, the place (such as file:line), what is allowed, and the nearest known name.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class RuntimeFault(KtError):
 
 
 class UnknownNameError(UserError, LookupError):
-    """`kind` is what the name names ("preset", "loss"), `known` the names that exist.
+    """`kind`: the kind of thing that was looked up ("preset", "loss"). `known`: the names that exist.
 
-    `typed`: False for a name that a program wrote, such as a checkpoint's architecture: it is not misspelt.
+    `typed`: False for a name that a program wrote, such as a checkpoint's architecture: no spelling is suggested.
     """
 
     def __init__(self, kind: str, name: str, known: Iterable[str], where: str = "", *, typed: bool = True) -> None:
@@ -91,7 +91,7 @@ class NumericsError(RuntimeFault, ArithmeticError):
 
 
 def suggestion(name: str, known: Iterable[str], *, near: bool = True) -> str:
-    """`; did you mean 'x'? known: a, b, c`, shortened when there are many known names. `near`: False names no x."""
+    """`; did you mean 'x'? known: a, b, c`; the list of names ends after 20. `near` False leaves out the question."""
     names = sorted(known)
     meant = difflib.get_close_matches(name, names, n=1) if near else []
     hint = f"; did you mean {meant[0]!r}?" if meant else ";"

@@ -1,9 +1,9 @@
-"""File access with nothing lost: write under a temporary name, fsync, rename, fsync the directory.
+"""Atomic, durable writes: write under a temporary name, fsync, rename, fsync the directory.
 
-A reader sees the old file or the new one, never a half of either, also after a crash or `kill -9`.
-Temporary names start with `TEMPORARY_PREFIX`; whoever lists a directory skips them.
+A reader sees either the old file or the new file, whole, also after a crash or `kill -9`.
+Temporary names start with `TEMPORARY_PREFIX`; code that lists a directory skips them.
 
-And reading of files that somebody else made: only regular files, never more than a given number of bytes.
+Bounded reads of untrusted files: only regular files, never more than a given number of bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEMPORARY_PREFIX = ".tmp-"
 
 
 MayReplace = Callable[[Path, Path], None]
-"""Called with a directory and its name in messages; raises ConflictError where it must not be replaced."""
+"""Called with a directory and its name for messages; raises ConflictError if the directory must not be replaced."""
 
 
 _OF_THE_MACHINE = (errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
@@ -36,8 +36,8 @@ _OF_THE_MACHINE = (errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 @contextlib.contextmanager
 def errors_of_path(path: Path, deed: str) -> Iterator[None]:
-    """Turns what the system says of a path that a user chose into the user's error: no such place, not allowed, too
-    long, full. `deed`: "written", "read". A RuntimeFault where it is the machine's."""
+    """Turns an OSError about a path that a user chose (missing, forbidden, too long, disk full) into InvalidValueError,
+    and a failure of the machine (`_OF_THE_MACHINE`) into RuntimeFault. `deed`: "written" or "read", for messages."""
     try:
         yield
     except KtError:
@@ -50,9 +50,9 @@ def errors_of_path(path: Path, deed: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """A descriptor of the regular file at `path` (or where a link there leads), for reading.
+    """Yields a read-only descriptor of the regular file at `path`; follows symbolic links.
 
-    Never waits: opening a pipe that nobody writes to would. Raises OSError, also for what is not a regular file.
+    Never blocks, unlike a plain open of a pipe without a writer. Raises OSError, also for any non-regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -67,7 +67,7 @@ def open_regular(path: Path) -> Iterator[int]:
 
 
 def read_at(descriptor: int, count: int, offset: int) -> bytes:
-    """`count` bytes from `offset` on, fewer only where the file ends before. Raises OSError."""
+    """`count` bytes from `offset` on; fewer only at the end of the file. Raises OSError."""
     parts = []
     while count > 0 and (part := os.pread(descriptor, count, offset)):
         parts.append(part)
@@ -86,9 +86,9 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def parse_json(text: bytes) -> Any:
-    """JSON in UTF-8. NaN and Infinity are read, since Python's json writes them into config files.
+    """Parses JSON in UTF-8. Accepts NaN and Infinity, since Python's json writes them into config files.
 
-    Raises ValueError, also for a name that appears twice in an object and for half of a surrogate pair.
+    Raises ValueError, also for a name that appears twice in an object and for a lone surrogate.
     """
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def write_file(path: Path, data: bytes, *, private: bool = False) -> None:
 
 
 def write_json(path: Path, value: Any, *, private: bool = False) -> None:
-    """As `write_file`. Raises NumericsError for NaN and infinity, which JSON does not have."""
+    """`write_file` with `value` as JSON. Raises NumericsError for NaN and infinity, which JSON can't represent."""
     try:
         text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
@@ -146,9 +146,9 @@ def write_json(path: Path, value: Any, *, private: bool = False) -> None:
 
 
 def write_new_file(path: Path, fill: Callable[[Path], None]) -> None:
-    """Calls `fill(temporary)` to write a file, then gives it the name `path` in one step.
+    """Calls `fill(temporary)` to write a file, then names the file `path` atomically.
 
-    Raises ConflictError when `path` exists. The parent directory is created if missing.
+    Raises ConflictError if `path` exists. Creates a missing parent directory.
     """
     if os.path.lexists(path):
         raise ConflictError(f"{path} exists already; choose another name")
@@ -177,11 +177,11 @@ def write_directory(
 ) -> None:
     """Calls `fill(temporary)` to write files, then moves the whole directory to `path`.
 
-    `private`: only the owner may enter it and read its files (modes 0700 and 0600).
+    `private`: only the owner may enter the directory and read its files (modes 0700 and 0600).
 
-    `path` must not exist, unless `replace` is given: then new and old are exchanged in one step and the old one is
-    removed. Raises ConflictError when `path` exists and there is no `replace`, and what `replace` raises; nothing is
-    removed then.
+    If `path` exists, `replace` must be given: it approves the old directory, then old and new are exchanged atomically
+    and the old one is removed. Raises ConflictError if `path` exists without `replace`, and whatever `replace` raises;
+    in both cases nothing is removed.
     """
     if os.path.lexists(path) and replace is None:
         raise ConflictError(f"{path} exists already; choose another name, or remove it")
@@ -206,7 +206,7 @@ def write_directory(
         if replace is not None and path.exists():
             _exchange(temporary, path)
             try:
-                replace(temporary, path)  # somebody may have put a file there while the new ones were written
+                replace(temporary, path)  # checked again: files may have been added to the old directory meanwhile
             except BaseException:
                 _exchange(temporary, path)
                 raise
@@ -218,8 +218,8 @@ def write_directory(
 
 
 def only_files(names: re.Pattern[str], marks: Collection[str], what: str) -> MayReplace:
-    """Allows to replace an empty directory, and one that holds regular files with these names alone, all `marks` among
-    them. `what` writes such directories, in messages."""
+    """A `MayReplace` that approves two kinds of directories: empty ones, and those that hold only regular files whose
+    names match `names`, including every name in `marks`. `what`: the writer of such directories, for messages."""
 
     def check(directory: Path, shown: Path) -> None:
         found = set()
@@ -241,8 +241,8 @@ def only_files(names: re.Pattern[str], marks: Collection[str], what: str) -> May
 
 
 def move_directory(source: Path, path: Path) -> None:
-    """Gives directory `source`, whose content is on disk, the name `path` in one step; what was there is removed
-    afterwards, of a link only the link. Both must have the same parent."""
+    """Renames directory `source`, whose content is already synced, to `path` atomically. Removes an older entry at
+    `path` afterwards; of a symbolic link, only the link. Both paths must have the same parent."""
     if os.path.lexists(path):
         _exchange(source, path)
         fsync_directory(path.parent)
@@ -276,7 +276,7 @@ def _exchange(first: Path, second: Path) -> None:
 
 
 def visible_entries(directory: Path) -> list[Path]:
-    """The entries of `directory` that are not temporary, sorted by name; none if it does not exist."""
+    """The non-temporary entries of `directory`, sorted by name; empty if the directory does not exist."""
     if not directory.is_dir():
         return []
     return sorted(entry for entry in directory.iterdir() if not entry.name.startswith(TEMPORARY_PREFIX))
@@ -286,7 +286,7 @@ def visible_entries(directory: Path) -> list[Path]:
 def exclusive_lock(path: Path, purpose: str) -> Iterator[None]:
     """Holds an advisory lock on `path` (created if missing). Raises ConflictError at once if another process holds it.
 
-    The kernel releases the lock when the process ends in whatever way: there are no stale locks.
+    The kernel releases the lock when the process ends, however that happens: there are no stale locks.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -295,7 +295,7 @@ def exclusive_lock(path: Path, purpose: str) -> Iterator[None]:
         except BlockingIOError:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             raise ConflictError(f"{path}: {purpose} is in use by process {holder}") from None
-        with contextlib.suppress(OSError):  # on a full disk nobody learns who has it; it is held all the same
+        with contextlib.suppress(OSError):  # on a full disk the holder's id is not recorded; the lock holds anyway
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
@@ -304,7 +304,7 @@ def exclusive_lock(path: Path, purpose: str) -> Iterator[None]:
 
 
 def lock_holder(path: Path) -> str | None:
-    """The process that holds `exclusive_lock(path)`, None if nobody does. Holds the lock, shared, for a moment."""
+    """The process id that holds `exclusive_lock(path)`, None if nobody does. Briefly takes the lock in shared mode."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

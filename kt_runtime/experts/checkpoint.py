@@ -1,7 +1,7 @@
-"""A Hugging Face checkpoint directory, as the native loader takes it: open files, and where their tensors lie.
+"""Opens a Hugging Face checkpoint directory for the native loader: open files, and the offsets of their tensors.
 
-model.safetensors.index.json with its shards, or one model.safetensors; every header is read and checked here, the
-tensors' bytes are read by the loader. Of config.json the quantization_config is handed on as it is.
+The directory holds model.safetensors.index.json with its shards, or one model.safetensors. This module reads and checks
+every header; the loader reads the tensors' bytes. The quantization_config of config.json is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONFIG = "config.json"
 
 
 def open_checkpoint(directory: Path) -> _experts.Checkpoint:
-    """Every file is open and its header checked. Raises NotFoundError and CheckpointError, which name the file."""
+    """Opens every file and checks its header. Raises NotFoundError and CheckpointError, which name the file."""
     shards = _shards(directory)
     checkpoint = _experts.Checkpoint(str(directory), _quantization(directory))
     for shard, names in shards.items():
@@ -31,7 +31,7 @@ def open_checkpoint(directory: Path) -> _experts.Checkpoint:
 
 
 def _shards(directory: Path) -> dict[str, Collection[str] | None]:
-    """File name → the tensors in it by the index; None without one: all that the file holds."""
+    """File name → the names of its tensors according to the index; None without an index: all tensors of the file."""
     index = _read_if_there(directory / INDEX)
     if index is None:
         if not os.path.lexists(directory / SINGLE):
@@ -65,7 +65,7 @@ def _chosen(entries: dict[str, Entry], names: Collection[str], path: Path) -> di
 
 
 def _quantization(directory: Path) -> dict[str, Any] | None:
-    """quantization_config of config.json, of the text model where there are several; None where there is none."""
+    """quantization_config of config.json, else that of its text_config; None if there is neither."""
     config = _read_if_there(directory / CONFIG)
     if not isinstance(config, dict):
         return None

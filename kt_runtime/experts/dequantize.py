@@ -1,10 +1,10 @@
-"""Quantized matrices that are no routed experts, turned into plain ones while a checkpoint is read.
+"""Dequantizes matrices outside the routed experts while a checkpoint is read.
 
     W[row, col] = scale[row, col / group] * (code - zero[row, col / group])
 
-How each method stores codes, scales and zeros is in `kt_runtime.families.quantization`; which method it is, this module
-tells from the tensors' names, types and shapes. Arithmetic is float32, rounded once. One matrix is in memory at a time
-beside its codes; scales may lie in another file than the codes.
+`kt_runtime.families.quantization` describes how each method stores codes, scales and zeros. This module detects the
+method from the tensors' names, types and shapes. Arithmetic is float32, rounded once. Only one matrix and its codes are
+in memory at a time. Scales may be in another file than the codes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kt_runtime.errors import CheckpointError
 FP8_BLOCK = 128
 ROWS_AT_ONCE = 256
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the nibbles of an AWQ word belong: column i of eight is in nibble AWQ_ORDER[i]."""
+"""Order of nibbles in an AWQ word: column i of eight is in nibble AWQ_ORDER[i]."""
 
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 PARTS = {
@@ -30,7 +30,7 @@ PARTS = {
     "qweight": ("scales", "qzeros", "g_idx"),
     "weight": ("weight_scale_inv", "weight_scale", "weight_zero_point", "input_scale"),
 }
-"""By the last part of the name of a matrix's codes: its other tensors, where it has them."""
+"""Last part of the codes' name → last parts of the names of the matrix's other tensors; not all need exist."""
 CODES = tuple(f".{name}" for name in PARTS)
 
 
@@ -43,9 +43,9 @@ def plain_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a checkpoint as if it had never been quantized, in the order of the files.
 
-    A quantized matrix comes as `NAME.weight` [out, in] of `dtype`; all other tensors come as they are stored. Tensors
-    that are not `is_wanted` are left out. `gptq_zero_offset`: what GPTQ's zeros are more than what is stored for them,
-    0 in its second version. Raises CheckpointError for a quantized matrix that can't be understood.
+    A quantized matrix is yielded as `NAME.weight` [out, in] of `dtype`; other tensors as stored. Tensors whose name is
+    not `is_wanted` are skipped. `gptq_zero_offset`: GPTQ's true zeros minus the stored ones, 0 in GPTQ's second
+    version. Raises CheckpointError for a quantized matrix of no known method.
     """
     files = list(files)
     places: dict[str, str] = {}
@@ -72,9 +72,9 @@ def plain_tensors(
 
 
 def dequantized(codes: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype, gptq_zero_offset: int = 1) -> Tensor:
-    """The matrix [out, in] of which `codes` and `parts` (by the last part of their names) are what is stored.
+    """The matrix [out, in] that `codes` and `parts` (keyed by the last part of their names) store.
 
-    Raises ValueError for a combination of names, types and shapes that no method has.
+    Raises ValueError for a combination of names, types and shapes that no method uses.
     """
     if "weight_scale_inv" in parts:
         return from_fp8(codes, parts["weight_scale_inv"], dtype)
@@ -92,7 +92,7 @@ def dequantized(codes: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype, 
 
 
 def from_fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """e4m3 [out, in] times the scale of its block of 128x128, as DeepSeek-V3 ships it."""
+    """DeepSeek-V3's fp8: e4m3 codes [out, in], each times the scale of its 128x128 block."""
     rows, cols = codes.shape
     _check_shape("the scales' tensor", scales, ceil(rows / FP8_BLOCK), ceil(cols / FP8_BLOCK))
     if codes.dtype != torch.float8_e4m3fn:
@@ -147,7 +147,7 @@ def from_packed(codes: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype) 
 
 
 def from_gptq(codes: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype, zero_offset: int = 1) -> Tensor:
-    """GPTQ: codes packed along the columns of W and stored transposed; qzeros are `zero_offset` less than the zeros."""
+    """GPTQ: codes packed along W's columns and stored transposed; stored qzeros = zeros - `zero_offset`."""
     scales, rows = parts["scales"].float(), codes.shape[1]
     bits = _bits(parts["qzeros"].shape[1], rows)
     cols = codes.shape[0] * (32 // bits)
@@ -164,7 +164,7 @@ def from_gptq(codes: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype, ze
 
 
 def from_awq(codes: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """AWQ (`gemm`): stored transposed, eight rows of W in a word in the order 0 2 4 6 1 3 5 7."""
+    """AWQ (`gemm`): stored transposed; a word packs eight rows of W in the order 0 2 4 6 1 3 5 7."""
     scales, cols = parts["scales"].float(), codes.shape[0]
     rows = scales.shape[1]
     _check_shape("qweight", codes, cols, ceil(rows / 8))
@@ -180,7 +180,7 @@ def from_awq(codes: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype) -> 
 
 
 def unpacked(words: Tensor, bits: int, order: Iterable[int] | None = None) -> Tensor:
-    """int32 [N, M] to the unsigned codes in it, lowest bits first: uint8 [N, M * 32 / bits]."""
+    """int32 words [N, M] -> unsigned codes uint8 [N, M * 32 / bits], lowest bits first, or in `order` if given."""
     places = torch.arange(32 // bits) if order is None else torch.tensor(list(order))
     shifted = words.unsqueeze(-1).bitwise_right_shift((places * bits).to(torch.int32))
     return shifted.bitwise_and_(2**bits - 1).to(torch.uint8).flatten(1)
@@ -219,7 +219,7 @@ def _bits(words: int, codes: int) -> int:
 
 
 def _group(cols: int, num_groups: int) -> int:
-    """Columns that share a scale."""
+    """Group size: number of columns that share a scale."""
     if num_groups < 1 or cols % num_groups:
         raise ValueError(f"{cols} columns are not {num_groups} groups of one size")
     return cols // num_groups

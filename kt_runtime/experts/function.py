@@ -1,6 +1,6 @@
-"""Routed experts as one differentiable operation.
+"""Routed experts as one autograd operation.
 
-Between forward and backward the layer's activations are kept, or, where the caller prefers memory, only the inputs.
+Between forward and backward, the operation keeps the layer's activations, or only the inputs to save memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _RoutedExperts(torch.autograd.Function):
             grad_out = grad_out.contiguous()
         slots = _slot_arguments(ctx.lora, tuple(lora_tensors), x)
         grads = ctx.layer.backward(grad_out, x, ids, weights, **slots, retained=ctx.retained)
-        ctx.retained = None  # a second backward computes them again
+        ctx.retained = None  # a second backward recomputes the activations
         slot = grads.slots[0] if grads.slots else None
         lora_grads = [None] * len(lora_tensors) if slot is None else slot.tensors()
         return (
@@ -68,7 +68,7 @@ def routed_experts(
     """ExpertLayer.forward with gradients for x, weights and the tensors of `lora`, each in its own dtype.
 
     x [T, H], ids [T, K], weights [T, K] float32; `lora` applies to every token. Not twice differentiable. retain: keep
-    the activations for backward, which costs about half as much then; nothing is kept where no gradient is wanted.
+    the activations, which about halves the cost of backward. Nothing is kept if no gradient is needed.
     """
     tensors = () if lora is None else lora.tensors()
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weights, *tensors))
@@ -78,9 +78,10 @@ def routed_experts(
 def routed_experts_for_backward(
     layer: ExpertLayer, x: Tensor, ids: Tensor, weights: Tensor, lora: LoraSlot | None
 ) -> Tensor:
-    """`routed_experts` whose result nobody looks at: zeros [T, H], with the gradients of the real one, to the bit.
+    """`routed_experts` without forward: the result is zeros [T, H], the gradients are bit-identical to the real ones.
 
-    For recomputation: backward needs gate and up, which it computes itself, a third less than forward computes.
+    For activation recomputation: backward needs gate and up only, and computes these itself. The skipped down
+    projection is a third of forward's work.
     """
     tensors = () if lora is None else lora.tensors()
     return _RoutedExperts.apply(layer, lora, False, False, x, ids, weights, *tensors)

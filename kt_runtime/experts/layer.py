@@ -21,13 +21,12 @@ from kt_runtime.experts.values import LORA_TENSORS, ExpertGradients, ExpertShape
 class ExpertLayer:
     """The routed experts of one layer: sum over k of weights[t, k] * expert(ids[t, k], x[t]).
 
-    A token's result depends on that token alone (and with LoRA's dropout on its place in the batch): not on the batch
-    around it, its order, other tokens' adapters or the number of threads. float32 activations are multiplied exactly
-    with weights of every format; bfloat16 ones are quantized to int8 by groups, or finer, where the weights are
-    integers. CUDA tensors are staged through pinned host buffers (staging.py). Calls may come from several threads at
-    once. Errors: InvalidValueError for a wrong shape, dtype, device, id or slot, and for a result whose elements lie in
-    the same memory as each other or as an input; NumericsError for NaN or Inf in x, weights or grad_out; ConflictError
-    once the store is closed.
+    A token's result depends on this token alone (with LoRA dropout also on the token's position in the batch): not on
+    the other tokens, their order, their adapters or the number of threads. float32 activations are multiplied exactly
+    with weights of every format; bfloat16 activations are quantized to int8 per group, or finer, if the weights are
+    integers. CUDA tensors are staged through pinned host buffers (staging.py). Thread-safe. Errors: InvalidValueError
+    for a wrong shape, dtype, device, id or slot, and for a result tensor that aliases itself or an input; NumericsError
+    for NaN or Inf in x, weights or grad_out; ConflictError once the store is closed.
     """
 
     def __init__(self, native: _experts.Layer, shape: ExpertShape) -> None:
@@ -46,8 +45,8 @@ class ExpertLayer:
     ) -> Tensor:
         """x [T, H] float32 or bfloat16; ids [T, K] int32 or int64, -1: not routed; weights [T, K] float32.
 
-        token_slots [T] int32: index into `slots`, -1 for the base alone. Sums are float32; the result, in `out` where
-        given, is rounded once to the dtype of x. Not differentiable: `routed_experts` is.
+        token_slots [T] int32: index into `slots`, -1 for the base alone. Sums are float32; the result is rounded once
+        to the dtype of x and written to `out` if given. Not differentiable; `routed_experts` is.
         """
         return self._forward(x, ids, weights, slots, token_slots, out, retain=False)[0]
 
@@ -61,7 +60,7 @@ class ExpertLayer:
         token_slots: Tensor | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Retained]:
-        """`forward`, and the activations that `backward` would compute again: 8 * I + 12 * R bytes a routed pair."""
+        """`forward`, which also returns the activations that `backward` needs: 8 * I + 12 * R bytes per routed pair."""
         result, retained = self._forward(x, ids, weights, slots, token_slots, out, retain=True)
         assert retained is not None
         return result, retained
@@ -109,11 +108,11 @@ class ExpertLayer:
         into: Sequence[LoraSlot | None] | None = None,
         retained: Retained | None = None,
     ) -> ExpertGradients:
-        """Gradients for grad_out [T, H] of what `forward` gave for the other arguments.
+        """Gradients of `forward` with the other arguments, for grad_out [T, H].
 
-        retained: from `forward_retaining` with the same arguments; None: activations are computed again, to the same
-        bits. Rounding activations to bfloat16 or int8 counts as identity. Gradients of the slots are added to `into`
-        where given (float32 tensors of the slots' shapes), else are fresh.
+        retained: the result of `forward_retaining` with the same arguments; None: activations are recomputed,
+        bit-identically. The gradient treats rounding of activations to bfloat16 or int8 as the identity. The slots'
+        gradients are added to `into` if given (float32 tensors of the slots' shapes), else are new tensors.
         """
         require_tensor(x, "x")
         require_tensor(weights, "weights")
@@ -147,9 +146,9 @@ class ExpertLayer:
         return result
 
     def unpacked(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Plain copies of the weights as they are multiplied: gate [I, H], up [I, H], down [H, I].
+        """Dequantized copies of one expert's weights: gate [I, H], up [I, H], down [H, I].
 
-        bfloat16 for bf16 weights; the other formats, whose scales are no bfloat16 numbers, give float32.
+        bfloat16 for bf16 weights; float32 for other formats, whose scales are no bfloat16 numbers.
         """
         inner, hidden = self.shape.intermediate, self.shape.hidden
         dtype = torch.bfloat16 if self.format == "bf16" else torch.float32
@@ -165,7 +164,7 @@ class ExpertLayer:
 
     @property
     def format(self) -> str:
-        """How the weights are encoded (csrc/kernels/format.h): "bf16", "fp8_e4m3_g128", "int8", "int4_g32", ..."""
+        """The weights' format (csrc/kernels/format.h): "bf16", "fp8_e4m3_g128", "int8", "int4_g32", ..."""
         return self.native().format
 
     def native(self) -> _experts.Layer:
@@ -174,12 +173,12 @@ class ExpertLayer:
         return self._native
 
     def close(self) -> None:
-        """Drops the weights; a call that is running finishes on them first."""
+        """Releases the weights. Running calls finish first: they hold their own reference."""
         self._native = None
 
 
 def _slot_capsules(slots: Sequence[LoraSlot | None]) -> list[tuple[Any, ...] | None]:
-    """What the native side takes per slot: six tensors in the order of LORA_TENSORS, scaling, dropout and its seed."""
+    """Slots for the native side: each has six tensors in the order of LORA_TENSORS, scaling, dropout and its seed."""
     return [None if slot is None else _one_slot(slot, f"slots[{i}]") for i, slot in enumerate(slots)]
 
 

@@ -1,4 +1,4 @@
-"""What the experts find on this machine: processors, memory nodes, the most that it can do (csrc/kernels/peaks.h)."""
+"""This machine's processors, memory nodes and measured peak rates (csrc/kernels/peaks.h)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kt_runtime.experts.native import resolve_isa, translated_errors
 
 @dataclass(frozen=True)
 class MemoryNode:
-    """`number`: the operating system's. `processors`: that this process may run on. `threads`: of the experts there."""
+    """`number`: the operating system's id of the NUMA node. `processors`: those that this process may run on.
+    `threads`: expert threads on this node."""
 
     number: int
     processors: tuple[int, ...]
@@ -20,25 +21,25 @@ class MemoryNode:
 
 
 def usable_processors() -> int:
-    """That this process may run on."""
+    """Number of processors that this process may run on."""
     return sum(len(node.processors) for node in memory_nodes())
 
 
 def default_threads() -> int:
-    """A thread for each physical core that this process may run on, at most its cgroups' CPU quota, rounded up."""
+    """One thread per physical core that this process may run on, at most its cgroups' CPU quota, rounded up."""
     return _experts.default_num_threads()
 
 
 def memory_nodes(num_threads: int | None = None) -> list[MemoryNode]:
-    """Those with processors for this process. num_threads: None for `default_threads`."""
+    """The memory nodes that have processors for this process. num_threads: None means `default_threads()`."""
     found = _experts.memory_nodes(default_threads() if num_threads is None else num_threads)
     return [MemoryNode(number, tuple(processors), threads) for number, processors, threads in found]
 
 
 def placement_refusal(*, probe: bool = False) -> str | None:
-    """Why the system did not place weights on the memory node that they were meant for; None: it never refused.
+    """Why the system did not place weights on their intended memory node; None: it never refused.
 
-    probe: ask now, for one page on each node; else what became of the requests since the process began.
+    probe: try now, with one page on each node. Else: the outcome of all placements since the process began.
     """
     if probe:
         errors = [error for node in memory_nodes() if (error := _experts.probe_placement(node.number))]
@@ -55,10 +56,10 @@ def placement_refusal(*, probe: bool = False) -> str | None:
 
 
 def read_rate(isa: str, num_threads: int, buffer_bytes: int) -> float:
-    """Bytes a second that the threads read together from a buffer; the best of many passes. Takes a second or less.
+    """Bytes per second that all threads together read from a buffer; the best of many passes. Takes at most a second.
 
-    It must be much larger than the caches: each pass reads an eighth of it. InvalidValueError where it is too small;
-    UnknownNameError for an instruction set that is not available.
+    The buffer must be much larger than the caches: each pass reads an eighth of it. InvalidValueError if it is too
+    small; UnknownNameError for an instruction set that is not available.
     """
     isa = resolve_isa(isa)
     with translated_errors():
@@ -66,7 +67,7 @@ def read_rate(isa: str, num_threads: int, buffer_bytes: int) -> float:
 
 
 def peak_rate(isa: str, operation: str, num_threads: int) -> float:
-    """Operations a second, two for a multiply-add, of the arithmetic that the kernels of `isa` rest on.
+    """Operations per second (a multiply-add counts as two) of the instructions that the kernels of `isa` use.
 
     operation: "bf16" for bf16 and fp8 weights, "int8" for integer weights.
     """

@@ -1,4 +1,4 @@
-"""The border to the compiled module: tensors become DLPack capsules, native errors become kt_runtime.errors."""
+"""The interface to the compiled module: tensors become DLPack capsules, native errors become kt_runtime.errors."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def resolve_isa(name: str | None) -> str:
 
 
 def free_spare_memory() -> None:
-    """Returns calls' scratch and what backward's retained activations took to the system.
+    """Returns free scratch memory, including that of retained activations, to the system.
 
-    Otherwise it is kept for the next calls, until about 3,000 of them needed less than half.
+    Otherwise calls reuse this memory, until about 3,000 calls in a row needed less than half of it.
     """
     _experts.free_spare_memory()
 
 
 def spare_memory_bytes() -> int:
-    """What `free_spare_memory` would return, where no call is running."""
+    """Bytes that `free_spare_memory` would free, if no call is running."""
     return _experts.spare_memory_bytes()
 
 

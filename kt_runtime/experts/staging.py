@@ -1,9 +1,9 @@
-"""CUDA tensors through pinned host buffers: device to host, compute on the CPU, host to device.
+"""Stages CUDA tensors through pinned host buffers: device to host, compute on the CPU, host to device.
 
-Inputs are copied on the current stream and awaited by an event, so the caller's stream order holds. The result is
-copied back without waiting; the pinned buffer is not written again before that copy is over. Buffers belong to a thread
-and are reused by calls of that thread. LoRA tensors are copied once and again when they change (their autograd
-version counts in-place writes).
+Inputs are copied on the current stream; the call waits for the copies' event, so the caller's stream order holds. The
+result is copied back asynchronously; the pinned buffer is not overwritten before this copy has finished. Buffers are
+per thread and reused. Host copies of LoRA tensors are cached, and renewed when a tensor changes (its autograd version
+counts in-place writes).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class HostLayer(Protocol):
 
 
 class PinnedBuffer:
-    """Pinned bytes that grow, and the event after which they may be written again."""
+    """A growing pinned buffer, and the event after which it may be overwritten."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._in_use: torch.cuda.Event | None = None
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A contiguous pinned tensor of the same shape and dtype. Waits for the last copy out of this buffer."""
+        """A contiguous pinned tensor of `tensor`'s shape and dtype. Waits for the last copy out of this buffer."""
         if self._in_use is not None:
             self._in_use.synchronize()
             self._in_use = None
@@ -75,7 +75,7 @@ def forward(
     *,
     retain: bool,
 ) -> tuple[Tensor, Retained | None]:
-    """ExpertLayer.forward for a CUDA x; the result is on its device, valid in the order of the current stream."""
+    """ExpertLayer.forward for a CUDA x; the result is on x's device, ready in the order of the current stream."""
     with torch.cuda.device(x.device):
         inputs = _to_host({"x": x, "ids": ids, "weights": weights, "token_slots": token_slots}, x.device)
         buffer = _buffers.get("out")

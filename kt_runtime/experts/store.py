@@ -27,7 +27,7 @@ _R = TypeVar("_R")
 
 
 class Each(Protocol):
-    """The built-in `map`, or an executor's, whose threads share the work."""
+    """The built-in `map`, or an executor's `map`, which distributes the work over threads."""
 
     def __call__(self, function: Callable[[_T], _R], items: Iterable[_T], /) -> Iterable[_R]: ...
 
@@ -41,7 +41,7 @@ _warned = False
 
 
 def _warn_of_refused_placement() -> None:
-    """Once in a process: results are the same, only slower on several memory nodes."""
+    """Warns once per process. A refusal does not change results, it only slows machines with several memory nodes."""
     global _warned
     refusal = placement_refusal()
     if refusal is not None and not _warned:
@@ -50,11 +50,11 @@ def _warn_of_refused_placement() -> None:
 
 
 class ExpertStore:
-    """Owns the packed weights. `layers` maps the model's layer index to its ExpertLayer; weights never change.
+    """Owns the packed weights, which never change. `layers` maps the model's layer index to its ExpertLayer.
 
-    `format`: how the weights are encoded (formats.py); layers of different formats are joined by "+".
-    `weight_bytes`: what the weights take in that format without padding, as a checkpoint stores them: codes, scales
-    and zero points. `resident_bytes`: what they take packed, with padding; `node_bytes`: of it, on each memory node.
+    `format`: the weights' format (formats.py); several formats are joined by "+". `weight_bytes`: size of the weights
+    (codes, scales and zero points) in that format without padding, as in a checkpoint. `resident_bytes`: size in
+    memory, packed and padded. `node_bytes`: `resident_bytes` on each memory node.
     """
 
     def __init__(self, layers: Mapping[int, ExpertLayer], shape: ExpertShape, isa: str, num_threads: int) -> None:
@@ -86,16 +86,16 @@ class ExpertStore:
     ) -> ExpertStore:
         """Reads the experts from a Hugging Face checkpoint directory, one layer at a time.
 
-        The format is found from the tensors and config.json's quantization_config: bfloat16, fp8 e4m3 in blocks of
+        The format is detected from the tensors and config.json's quantization_config: bfloat16, fp8 e4m3 in blocks of
         128 x 128 (DeepSeek), compressed-tensors (pack-quantized, int-quantized, float-quantized), GPTQ, AWQ.
 
-        layer_keys: layer index -> prefix such as "model.layers.3.mlp.experts". Under it, either tensors per expert
-        (`.E.gate_proj.weight`, ...) or, in bfloat16 and fp8, the fused `.gate_up_proj` [E, 2I, H] and `.down_proj`
-        [E, H, I].
+        layer_keys: layer index -> prefix such as "model.layers.3.mlp.experts". Under the prefix are either tensors per
+        expert (`.E.gate_proj.weight`, ...) or, in bfloat16 and fp8, the fused `.gate_up_proj` [E, 2I, H] and
+        `.down_proj` [E, H, I].
         isa: one of available_isas(), None for the best. num_threads: None for machine.default_threads().
         expert_format: "int8" or "int4" quantizes a bfloat16 or fp8 checkpoint while loading; None keeps its format.
-        num_nodes: memory nodes that each matrix is cut for, None for those of the machine.
-        progress: called with (layers loaded, layers in all) after each layer.
+        num_nodes: number of memory nodes among which each matrix is split, None for those of the machine.
+        progress: called with (layers loaded, total layers) after each layer.
 
         NotFoundError: no checkpoint there. CheckpointError: broken file, missing tensor, wrong shape or dtype, an
         unknown or contradictory format, NaN or Inf. UnknownNameError: an instruction set that is not available, an
@@ -122,9 +122,9 @@ class ExpertStore:
         return cls(layers, shape, isa, num_threads)
 
     def fingerprint(self, *, fresh: bool = False, each: Each = map) -> str:
-        """sha256, in hex, of format, shape and packed weights of all layers. Computed once, or anew when `fresh`.
+        """sha256, in hex, of format, shape and packed weights of all layers. Cached; `fresh` recomputes the hash.
 
-        The same for every instruction set and number of memory nodes. `each` hashes the experts.
+        Independent of instruction set and number of memory nodes. `each` maps the hash function over the experts.
         """
         if self._closed:
             raise ConflictError("the expert store is closed")
@@ -146,7 +146,7 @@ class ExpertStore:
         return digest.digest()
 
     def close(self) -> None:
-        """Frees the weights. Later calls on its layers raise ConflictError; closing twice is fine."""
+        """Frees the weights. Later calls on the layers raise ConflictError; closing twice is allowed."""
         self._closed = True
         for layer in self._layers.values():
             layer.close()

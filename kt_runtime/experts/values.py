@@ -1,4 +1,4 @@
-"""What a layer of routed experts is given and gives back.
+"""Arguments and results of a layer of routed experts.
 
 Shapes: T tokens, K experts per token, H hidden, I intermediate, E experts, R LoRA rank.
 """
@@ -29,11 +29,11 @@ class ExpertShape:
 class LoraSlot:
     """One adapter for all experts of a layer: y = W x + scaling * B (A x), for gate, up and down.
 
-    Tensors are float32 or bfloat16, contiguous in the last dimension, other strides free; None in pairs where a
-    projection has no adapter. A [E, R, in], B [E, out, R]; the rank may differ from projection to projection.
+    Tensors are float32 or bfloat16, contiguous in the last dimension, with any other strides. A and B are both None for
+    a projection without an adapter. A [E, R, in], B [E, out, R]; the rank may differ between projections.
 
-    With `dropout`, A multiplies x of which each element is zero with that probability, else divided by 1 - dropout.
-    Which ones depends on `seed` (0 to 2^64 - 1), token, expert and projection: the same in forward and backward.
+    `dropout`: probability with which an element of A's input is zeroed; the others are divided by 1 - dropout. The
+    choice depends on `seed` (0 to 2^64 - 1), token, expert and projection, and is the same in forward and backward.
     """
 
     gate_a: Tensor | None = None  # [E, R, H]
@@ -51,7 +51,7 @@ class LoraSlot:
         return (self.gate_a, self.gate_b, self.up_a, self.up_b, self.down_a, self.down_b)
 
     def zeros(self) -> LoraSlot:
-        """Float32 zeros of the same shapes, in CPU memory: where gradients are summed."""
+        """A slot of float32 zeros with the same shapes, in CPU memory, for accumulating gradients."""
         return self.with_tensors([None if t is None else _zeros(t.shape) for t in self.tensors()])
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> LoraSlot:
@@ -61,7 +61,7 @@ class LoraSlot:
 
 @dataclass
 class ExpertGradients:
-    """`x` has the dtype of x, `weights` and the tensors of `slots` are float32. None for a slot that was None."""
+    """`x` has x's dtype; `weights` and the tensors of `slots` are float32. The gradient of a None slot is None."""
 
     x: Tensor
     weights: Tensor

@@ -1,14 +1,14 @@
-"""Scaled dot-product attention of one sequence's new queries over its cached keys, and of a batch of single queries.
+"""Scaled dot-product attention: prefill of one sequence's new queries over its cached keys, and decode of a batch.
 
-T queries, L keys, N query heads, G query heads per key head, K key heads, D key size, V value size. Everything is
-computed in float32, whatever the cache's dtype is: the scores, the softmax and the sums. Grouped-query attention keeps
-keys as they are: the G queries of a key head become rows of one matrix product. Absorbed MLA is the case K = 1.
+T queries, L keys, N query heads, G query heads per key head, K key heads, D key size, V value size. Scores, softmax and
+sums are float32, whatever the KV cache's dtype is. Grouped-query attention does not repeat keys: the G queries of a key
+head become rows of one matrix product. Absorbed MLA is the case K = 1.
 
-Queries are taken in blocks, whose scores stay in the caches where they can and never need more than `SCORE_BUDGET`
-numbers, and a block looks only at the keys that it may see. Serving on a CPU (`sglang_patch.attention`) and the twin
-use the same functions. The order in which BLAS adds depends on the number of keys, so blocks end at the same keys of a
-sequence however much of it is cached: what is left are float32's last bits. Queries are multiplied with the scaling
-before the product: there are fewer of them than scores. Knows nothing of SGLang.
+Queries are processed in blocks. A block's scores fit the processor's caches where possible, never exceed `SCORE_BUDGET`
+elements, and cover only the keys that the block may see. Serving on a CPU (`sglang_patch.cpu`) and the twin use the
+same functions. BLAS's summation order depends on the number of keys. So blocks end at the same positions of a sequence,
+however much of the sequence is cached; what still differs are float32's last bits. Queries are scaled before the
+product, since there are fewer queries than scores. This module does not import SGLang.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 
 from kt_runtime.ops.matmul import product
 
-SCORE_BUDGET = 1 << 23  # numbers in one block of scores: 32 MiB
-CACHED_SCORES = 1 << 19  # as many stay in the caches
-FEWEST_QUERIES = 64  # in a block, where the budget allows: keys and values are read once for each
-BLOCK_UNITS = (64, 16, 4)  # a block is a multiple of the first it holds: BLAS adds alike for 64 and 128 keys, not 109
+SCORE_BUDGET = 1 << 23  # elements in one block of scores: 32 MiB
+CACHED_SCORES = 1 << 19  # elements of scores that fit the processor's caches
+FEWEST_QUERIES = 64  # per block, where the budget allows: every block reads all keys and values once
+BLOCK_UNITS = (64, 16, 4)  # a block is a multiple of the first that fits: BLAS sums 64 and 128 keys alike, not 109
 
 
 def attend_sequence(
@@ -37,7 +37,7 @@ def attend_sequence(
     """q [T, N, D], k [L, K, D], v [L, K, V] with L = prefix_tokens + T -> float32 [T, N, V].
 
     Query t sees keys 0 to prefix_tokens + t. A `logit_cap` above 0 caps scores softly: cap * tanh(score / cap).
-    `log_sums` [T, N], float32, is filled where given: log of the sum over keys of exp(score).
+    `log_sums` [T, N], float32, is an optional output: log of the sum over keys of exp(score).
     """
     tokens, heads, _ = q.shape
     keys = k.shape[0]
@@ -85,11 +85,11 @@ def attend_batch_backward(
     log_sums: torch.Tensor,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`attend_sequence_backward` of B sequences, each tensor with one more dimension in front.
+    """`attend_sequence_backward` of B sequences: each tensor has a leading batch dimension.
 
-    `out` [B, T, N, V] and `log_sums` [B, T, N] are what `attend_sequence` gave. Where keys and values have one size and
-    none is cached, a CPU takes one call of PyTorch's fused kernel, in float32 too, with its own order of summing: that
-    gives a thread whole key heads, so only where there are enough of them.
+    `out` [B, T, N, V] and `log_sums` [B, T, N] are the results of `attend_sequence`. On a CPU, if keys and values have
+    one size and no key is cached, one call of PyTorch's fused kernel computes everything, in float32 too, but with its
+    own summation order. That kernel gives each thread whole key heads, so it runs only if there are enough key heads.
     """
     is_fused = q.device.type == "cpu" and k.shape == v.shape and k.shape[1] == q.shape[1]
     if not is_fused or len(q) * k.shape[2] < torch.get_num_threads():
@@ -107,9 +107,9 @@ def attend_batch_backward(
 def attend_sequence_backward(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients by q [T, N, D], k [L, K, D] and v [L, K, V] of `attend_sequence`, in their dtypes; grad_out [T, N, V].
+    """Gradients of `attend_sequence` for q [T, N, D], k [L, K, D], v [L, K, V], in their dtypes; grad_out [T, N, V].
 
-    The prefix is the keys before the last T. Scores are computed again, block by block; sums are float32.
+    The prefix is the keys before the last T. Scores are recomputed block by block; sums are float32.
     """
     tokens, heads, _ = q.shape
     prefix_tokens = k.shape[0] - tokens
@@ -133,9 +133,9 @@ def attend_sequence_backward(
 
 
 def _blocks(prefix_tokens: int, tokens: int, scores_of_one: int) -> list[tuple[int, int]]:
-    """[start, stop) of the blocks of queries; `scores_of_one`: what one query needs at most.
+    """[start, stop) of the blocks of queries. `scores_of_one`: the largest number of scores of one query.
 
-    They end where the sequence, prefix included, has a multiple of a block, however much of it is prefix.
+    Blocks end at multiples of the block size, counted from the start of the sequence, prefix included.
     """
     block = max(FEWEST_QUERIES, CACHED_SCORES // scores_of_one)
     block = max(1, min(block, SCORE_BUDGET // scores_of_one))
@@ -146,7 +146,7 @@ def _blocks(prefix_tokens: int, tokens: int, scores_of_one: int) -> list[tuple[i
 
 
 def _scores(rows: torch.Tensor, k: torch.Tensor, tokens: int, logit_cap: float) -> torch.Tensor:
-    """rows [K, G * T, D], k [K, L, D] -> [K, G * T, L]; the last query sees all keys, each before it one key fewer."""
+    """rows [K, G * T, D], k [K, L, D] -> [K, G * T, L]. The last query sees all L keys, the one before L - 1."""
     k_heads, keys, _ = k.shape
     scores = _cap(product(rows, k.transpose(1, 2)), logit_cap)
     if tokens > 1:
@@ -156,7 +156,7 @@ def _scores(rows: torch.Tensor, k: torch.Tensor, tokens: int, logit_cap: float) 
 
 @lru_cache(maxsize=16)
 def _hidden_future(tokens: int, device: torch.device) -> torch.Tensor:
-    """[T, T]: what hides from a query the keys after its own when it is added to scores."""
+    """[T, T]: the causal mask, added to scores: -inf for keys after the query's own, else 0."""
     return torch.full((tokens, tokens), float("-inf"), device=device).triu_(1)
 
 

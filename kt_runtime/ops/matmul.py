@@ -1,12 +1,12 @@
-"""Matrix products of training that must round as serving's do.
+"""Matrix products whose rounding in training must equal serving's.
 
-`served_product` is for LoRA, of which serving has copies in the model's dtype. `product` is for float32: with fewer
-than four rows, BLAS takes other kernels, which add in another order, so that a token would get other numbers when it is
-decoded alone than in training, and in bf16 now and then other experts.
+`served_product` is for LoRA: serving holds copies of A and B in the model's dtype. `product` is for float32. With fewer
+than four rows, BLAS uses other kernels, which sum in another order. A token decoded alone would then get other numbers
+than in training, and in bf16 sometimes other experts.
 
-Gradients have no counterpart in serving. On a CPU without instructions for bf16, PyTorch multiplies bf16 matrices that
-are not transposed one number at a time (0.9 GFLOP/s where float32 has 150), so there gradients are multiplied in
-float32 and rounded once: `gradient_product`, and `frozen_linear` and `frozen_bmm`, which use it in backward.
+Gradients have no counterpart in serving. On a CPU without bf16 instructions, PyTorch multiplies untransposed bf16
+matrices one element at a time (0.9 GFLOP/s, against 150 in float32). There, `gradient_product` multiplies in float32
+and rounds once; `frozen_linear` and `frozen_bmm` use it in backward.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch.nn import functional
 
 FEWEST_ROWS = 8
-WIDENED_ROWS = 1 << 14  # of a bf16 matrix that are float32 at a time: 256 MiB with a hidden size of 4096
+WIDENED_ROWS = 1 << 14  # rows of a bf16 matrix converted to float32 at a time: 256 MiB with a hidden size of 4096
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [..., M, K] times b [..., K, N] in float32; a row of the result does not depend on M."""
+    """a [..., M, K] @ b [..., K, N] in float32; a row of the result does not depend on M."""
     rows = a.shape[-2]
     if rows >= FEWEST_ROWS:
         return torch.matmul(a, b)
@@ -40,7 +40,7 @@ class _Rounded(torch.autograd.Function):
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`values` rounded to what `dtype` can hold, in their own dtype; the gradient is passed on unchanged."""
+    """`values` rounded to the precision of `dtype`, in their own dtype; the gradient passes unchanged."""
     return values if dtype == values.dtype else _Rounded.apply(values, dtype)
 
 
@@ -69,7 +69,7 @@ class _ServedProduct(torch.autograd.Function):
 
 
 def _scaled_product(a: torch.Tensor, b: torch.Tensor, alpha: float) -> torch.Tensor:
-    """alpha * a b, rounded once to their dtype: a [..., M, K], b [..., K, N]. For gradients, as `gradient_product`."""
+    """alpha * a @ b, rounded once to their dtype: a [..., M, K], b [..., K, N]. For gradients only."""
     if _in_software(a):
         return (a.float() @ b.float()).mul_(alpha).to(a.dtype)
     multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
@@ -77,36 +77,37 @@ def _scaled_product(a: torch.Tensor, b: torch.Tensor, alpha: float) -> torch.Ten
 
 
 def _inner_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [..., M, K], b [..., M, N] to a^T b [..., K, N]. BLAS is several times faster with the thin one first."""
+    """a^T b: a [..., M, K], b [..., M, N] -> [..., K, N]. BLAS is several times faster with the thin matrix first."""
     return a.mT @ b if a.shape[-1] <= b.shape[-1] else (b.mT @ a).mT
 
 
 def served_product(
     x: torch.Tensor, master: torch.Tensor, *, alpha: float = 1.0, base: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """base + alpha * x times master, rounded once to x's dtype: x [M, K], master [K, N], base [M, N] or None.
+    """base + alpha * x @ master, rounded once to x's dtype: x [M, K], master [K, N], base [M, N] or None.
 
-    All three may have one more dimension in front. `master` is rounded to x's dtype before; gradients pass as if it was
-    not (straight-through, Bengio et al. 2013, arXiv:1308.3432), and the master's is a float32 sum in its own dtype.
+    All three may have a leading batch dimension. `master` is first rounded to x's dtype; gradients ignore that rounding
+    (straight-through, Bengio et al. 2013, arXiv:1308.3432). The master's gradient is summed in float32 and has the
+    master's dtype.
     """
     return _ServedProduct.apply(x, master, alpha, base)
 
 
 @cache
 def _cpu_multiplies_bf16() -> bool:
-    """Whether PyTorch hands products of bf16 matrices on a CPU to oneDNN."""
+    """Whether PyTorch computes products of bf16 matrices on this CPU with oneDNN."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _in_software(values: torch.Tensor) -> bool:
-    """Whether products of matrices like `values` should rather be computed in float32."""
+    """Whether float32 is faster for products of matrices like `values`: bf16 on a CPU without bf16 instructions."""
     return values.dtype == torch.bfloat16 and values.device.type == "cpu" and not _cpu_multiplies_bf16()
 
 
 def gradient_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [..., M, K] times b [..., K, N], in their dtype; float32 inside where that is faster. For gradients only.
+    """a [..., M, K] @ b [..., K, N], in their dtype; computed in float32 where that is faster. For gradients only.
 
-    A matrix with more than `WIDENED_ROWS` rows, as a head with its vocabulary, is widened piece by piece.
+    A matrix b with more than `WIDENED_ROWS` rows, such as lm_head's, is converted to float32 piece by piece.
     """
     if not _in_software(a):
         return a @ b
@@ -121,7 +122,7 @@ def gradient_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class _Frozen(torch.autograd.Function):
-    """x times a matrix that is not trained; `transposed`: whether the matrix is [N, K] instead of [K, N]."""
+    """x times a frozen matrix. `transposed`: the matrix is [N, K] instead of [K, N]."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
@@ -137,12 +138,12 @@ class _Frozen(torch.autograd.Function):
 
 
 def frozen_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear` with a gradient for x alone: x [..., K], weight [N, K] -> [..., N]."""
+    """`torch.nn.functional.linear` with a gradient for x only: x [..., K], weight [N, K] -> [..., N]."""
     if bias is not None or not _in_software(x):
         return functional.linear(x, weight, bias)
     return _Frozen.apply(x, weight, True)
 
 
 def frozen_bmm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`torch.bmm` with a gradient for x alone."""
+    """`torch.bmm` with a gradient for x only."""
     return _Frozen.apply(x, weight, False) if _in_software(x) else torch.bmm(x, weight)

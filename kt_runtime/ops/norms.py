@@ -1,13 +1,13 @@
-"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) with Hugging Face's roundings, and its gradient.
+"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) with Hugging Face's rounding, and its gradient.
 
-Forward takes the same steps in the same order as transformers 5's `Qwen3MoeRMSNorm`, `DeepseekV2RMSNorm` and
-`DeepseekV3RMSNorm`: statistics in float32, the normalised state rounded to x's dtype before it is multiplied with the
-weight. Left to autograd, each step keeps a tensor and comes back as one to three passes over memory. The weight is
-frozen, so that the whole gradient is
+Forward runs the same steps in the same order as transformers 5's `Qwen3MoeRMSNorm`, `DeepseekV2RMSNorm` and
+`DeepseekV3RMSNorm`: statistics in float32, then the normalised state is rounded to x's dtype, then multiplied by the
+weight. Autograd would save a tensor for each step and make one to three passes over memory for each in backward. The
+weight is frozen, so with the output's gradient g and the weight w the whole gradient is
 
     d x = r (g w - n mean(g w n)),    r = 1 / sqrt(mean(x^2) + eps),    n = r x
 
-which is computed in float32 from x and r alone.
+Backward computes it in float32 from g, w, x and r; forward saves no other tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def frozen_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`rms_norm` with a gradient for x alone."""
+    """`rms_norm` with a gradient for x only."""
     return _FrozenRmsNorm.apply(x, weight, eps)
 
 

@@ -1,8 +1,8 @@
-"""Which experts a token goes to. T tokens, H hidden, E experts, K experts per token.
+"""The router: chooses each token's experts. T tokens, H hidden, E experts, K experts per token.
 
-DeepSeek's routers: Hugging Face computes their logits in float32 from bf16 hidden states and weights
-(`DeepseekV3TopkRouter`). Qwen3-MoE's: logits in the model's dtype, routing weights that stay float32, as SGLang 0.5.23
-has them (`sglang.srt.layers.moe.topk.fused_topk_torch_native`).
+DeepSeek: logits in float32 from bf16 hidden states and weights, as Hugging Face's `DeepseekV3TopkRouter` computes them.
+Qwen3-MoE: logits in the model's dtype, routing weights in float32, as SGLang 0.5.23 computes them
+(`sglang.srt.layers.moe.topk.fused_topk_torch_native`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def softmax_top_k(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Routing weights float32 [T, K], which sum to 1 where `normalise`, and ids [T, K], of logits [T, E]."""
+    """logits [T, E] -> routing weights float32 [T, K] and expert ids [T, K]. `normalise`: the K weights sum to 1."""
     weights, ids = torch.topk(logits.float().softmax(-1), top_k, dim=-1)
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)

@@ -1,12 +1,12 @@
-"""What trains and publishes inside the serving process. At the door:
+"""Training and publishing inside the serving process. The top modules:
 
-server      messages in, answers out, turns
-handlers    what each message of the training protocol does
-scheduler   whose slice runs next, and until when
-workers     threads for what needs a file
-host        what the engine around it must offer
+server      receives requests, sends replies, runs the turns between the engine's batches
+handlers    one handler for each request about a training session
+scheduler   decides which session's slice runs next, and when a turn ends
+workers     worker threads for file access and other long work
+host        the interface that the serving engine implements
 config      sizes and limits
 
-`twin` is the model that is differentiated, `training` sessions and their calls, `publishing` adapter versions on their
-way into the engine and onto the disk.
+`twin` is the model that is differentiated, `training` has sessions and their calls, `publishing` installs adapter
+versions in the engine and stores them on disk.
 """

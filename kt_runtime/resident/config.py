@@ -1,6 +1,6 @@
-"""What `kt-runtime serve` decides and the resident process must know: one JSON object in one environment variable.
+"""Settings that `kt-runtime serve` passes to the resident process: one JSON object in one environment variable.
 
-SGLang starts its processes itself, so the environment is the one thing that reaches all of them.
+SGLang starts its processes itself; only the environment reaches all of them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ ENVIRONMENT_VARIABLE = "KT_RUNTIME_SETTINGS"
 
 
 class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`wire_address`: ZMQ endpoint of the training protocol. `names_address`: where the frontend moves names.
+    """`wire_address`: ZMQ endpoint of the training protocol. `names_address`: ZMQ endpoint of the names channel.
 
-    `adapter_directory`: published versions are kept here, for rollback and restarts. `expert_isa`, `expert_threads`:
-    None lets the expert store choose. `expert_format`: what the experts are quantized to while they are loaded, None:
-    they stay as they are. `training_share`: the largest share of the time that training may take while
-    requests are being served, in (0, 1]; with nothing to serve, training has all of it. `microbatch_tokens`: padded
-    tokens that training sends through a layer at once; fewer make shorter pauses for serving. `max_sessions`,
-    `session_memory_bytes` (None: not limited): of training sessions, `session_limits` says how it is counted.
+    `adapter_directory`: stores published versions, for rollback and restarts. `expert_isa`, `expert_threads`: None lets
+    the expert store choose. `expert_format`: format to which the experts are quantized at load time, None: the
+    checkpoint's own. `training_share`: training's largest share of the time while requests are being served, in (0, 1];
+    an idle server gives training all of the time. `microbatch_tokens`: padded tokens that training sends through a
+    layer at once; a smaller value shortens serving's pauses. `max_sessions`, `session_memory_bytes` (None: no limit):
+    limits of training sessions (`session_limits`).
 
-    The prefix cache's disk tier: `cache_directory` None or `cache_disk_bytes` 0, there is none. `cache_page_tokens`:
-    of a page in all tiers. `cache_read_only`: nothing is written to the directory.
+    The prefix cache's disk tier: off if `cache_directory` is None or `cache_disk_bytes` is 0. `cache_page_tokens`:
+    tokens of a page in all tiers. `cache_read_only`: nothing is written to the directory.
     """
 
     model: str

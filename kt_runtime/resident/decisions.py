@@ -1,6 +1,6 @@
-"""What rank 0 decides in one turn, as bytes that any broadcast can carry, so that all ranks do the same.
+"""Rank 0's decisions for one turn, serialised for a broadcast, so that all ranks run the same work.
 
-Clocks, sockets and the frontend exist on rank 0 only; everything that follows from them is in here.
+Only rank 0 reads clocks, sockets and the frontend. The decisions contain everything that depends on these.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from kt_runtime.wire.messages import AnyRequest, ErrorReply
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True):
-    """A request; its arrays as (name, numpy dtype, bytes)."""
+    """A new request, with its arrays as (name, numpy dtype, bytes)."""
 
     request: AnyRequest
     arrays: list[tuple[str, str, bytes]]
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):
-    """What ran beside the engine under `key` has ended (`workers.py`); `error` says what went wrong."""
+    """The worker job `key` has ended (`workers.py`); `error`: its failure, or None."""
 
     key: str
     error: ErrorReply | None
 
 
 class Moved(msgspec.Struct, frozen=True, array_like=True):
-    """The frontend's answer: the name that was to mean `lora_id` does, or `error` says why not."""
+    """The frontend's answer to a move: the name now means `lora_id`, or `error` is the reason why not."""
 
     lora_id: str
     error: ErrorReply | None
 
 
 class Decisions(msgspec.Struct, frozen=True, array_like=True):
-    """`plan`: which slices to run in this turn; `is_serving`: whether they count against the share.
+    """`plan`: the bounds of this turn's slices. `is_serving`: the slices count against `training_share`.
 
-    `salt`: in rank 0's first decisions only; makes the ids of this process's adapters unlike any other's.
+    `salt`: set in rank 0's first decisions only; makes the adapter ids of this process unique.
     """
 
     arrived: list[Arrived]

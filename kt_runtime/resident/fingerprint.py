@@ -1,7 +1,7 @@
-"""The hash of all weights, computed beside the engine: for a large model it takes a pass over hundreds of gigabytes.
+"""The hash of all weights, computed on background threads: a large model needs a pass over hundreds of gigabytes.
 
-Every tensor and every expert is hashed on its own, by several threads that leave the processors to others where these
-want them, and the hashes are hashed. SHA-256 runs without Python's lock, so that the engine's thread goes on meanwhile.
+Several threads of low priority hash each tensor and each expert separately; the fingerprint is the hash of these
+hashes. SHA-256 releases Python's GIL, so the engine's thread keeps running.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kt_runtime.experts.store import Each
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 16
-"""One thread hashes 1 to 2 GB/s where the processor knows SHA-256; more would take the memory from everybody else."""
+"""One thread hashes 1 to 2 GB/s with SHA instructions; more threads would take memory bandwidth from serving."""
 NICENESS = 10
 
 
 def hash_weights(dense: Mapping[str, torch.Tensor], experts: ExpertStore, each: Each = map) -> str:
     """sha256 over the dense tensors' names, types, shapes and bytes, and over the expert store's fingerprint.
 
-    `each` is the built-in `map`, or that of an executor whose threads are to do the work.
+    `each`: the built-in `map`, or the `map` of an executor, which distributes the work over its threads.
     """
     digest = hashlib.sha256(b"kt-runtime weights 2")
     names = sorted(dense)
@@ -45,7 +45,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 
 class WeightsFingerprint:
-    """`compute` is `hash_weights` of some model. Computes nothing until it is asked; may be asked by any thread."""
+    """Computes and caches the fingerprint. `compute`: `hash_weights` of a model; `future` calls it. Thread-safe."""
 
     def __init__(self, compute: Callable[[Each], str], num_threads: int | None = None) -> None:
         if num_threads is None:
@@ -58,14 +58,14 @@ class WeightsFingerprint:
         self._threads = ThreadPoolExecutor(num_threads, "kt-hash", _give_way)
 
     def future(self, *, fresh: bool = False) -> Future[str]:
-        """The fingerprint, computed once; `fresh`: computed anew from now on, for those too who ask later."""
+        """The fingerprint, computed once. `fresh`: starts a new computation, which later callers share."""
         with self._lock:
             if self._latest is None or fresh:
                 self._latest = self._order.submit(self._run)
             return self._latest
 
     def close(self) -> None:
-        """Whoever waits gets a CancelledError."""
+        """Cancels the computation: waiting callers get a CancelledError."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._order.shutdown(wait=False, cancel_futures=True)
@@ -75,7 +75,7 @@ class WeightsFingerprint:
         try:
             found = self._compute(self._threads.map)
         except RuntimeError as error:
-            if self._closed:  # no work for closed threads
+            if self._closed:  # a closed executor rejects new work with a RuntimeError
                 raise CancelledError from error
             raise
         logger.info("the fingerprint of the weights is %s, computed in %.1f s", found[:16], time.monotonic() - began)
@@ -83,5 +83,5 @@ class WeightsFingerprint:
 
 
 def _give_way() -> None:
-    """This thread gets the processors that others leave it (setpriority(2): in Linux a thread has its own niceness)."""
+    """Lowers this thread's priority (setpriority(2): in Linux each thread has its own niceness)."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

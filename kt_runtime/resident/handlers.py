@@ -1,10 +1,10 @@
-"""What each request about a training session does, as a generator of slices that returns the answer.
+"""The handlers of requests about training sessions. A handler is a generator of slices, and sends the reply itself.
 
-A session exists from the end of its `CreateSession` to its `CloseSession`. Everything is checked when a request's turn
-comes, not when it arrives: the ones before it may create the session that it names.
+A session exists from the end of its `CreateSession` to its `CloseSession`. The checks run when the handler starts, not
+when the request arrives: an earlier request in the queue may create the session that this one names.
 
-Files are touched beside the engine's thread: the session's work pauses meanwhile (`executor.Pause`), and so its later
-requests wait.
+Worker threads access files. Meanwhile the session's work pauses (`scheduler.Pause`), so the session's later requests
+wait.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from kt_runtime.wire.messages import (
 )
 
 MAX_WAITING_SAVES = 2
-"""Of one session, beside the engine: each holds a copy of its state."""
+"""Unfinished saves of one session: each holds a copy of the session's state in memory."""
 
 SessionRequest = CreateSession | Forward | ForwardBackward | OptimStep | Save | Load | Publish | CloseSession
 Arrays = Mapping[str, np.ndarray]
 
 
 class Answers:
-    """How a request is answered: `reply` or `fail`, once each.
+    """Callbacks that answer a request: exactly one of `reply`, `fail`, `later` is called, once per request.
 
-    `later(key, request id, what, function)`: with what the function returns, which runs on rank 0, on a writing thread.
-    Every rank hears of `key` when it has ended.
+    `later(key, request id, what, function)`: `function` runs on a writer thread of rank 0, and its result is the reply.
+    When `function` has ended, every rank is notified with `key`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Answers:
         self.reply, self.fail, self.later = reply, fail, later
 
     def when_moved(self, request: Any, name: str) -> Callable[[AdapterVersion | Exception], None]:
-        """Answers with a `PublishReply` once the name has moved; its time counts from now."""
+        """A callback that sends a `PublishReply` when the name has moved; `publish_ms` counts from this call."""
         started = time.monotonic()
 
         def done(outcome: AdapterVersion | Exception) -> None:
@@ -106,7 +106,7 @@ class Answers:
 class SessionCalls:
     """`microbatch_tokens`: padded tokens that go through a layer at once.
 
-    `workers`: who ends what was begun there under a key calls `Executor.resume` with that key, on every rank.
+    `workers`: when a job ends, the owner of `workers` calls `Executor.resume` with the job's key, on every rank.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class SessionCalls:
         return msgspec.structs.replace(session.info(), publishes=self._publisher.owners.names_of(session.id))
 
     def slices(self, request: SessionRequest, arrays: Arrays) -> Slices:
-        """The request's work. Its result is None: it answers by itself when all has gone well."""
+        """The request's handler. It returns None and sends the reply itself; errors are raised."""
         match request:
             case CreateSession():
                 return self._create(request)
@@ -154,7 +154,7 @@ class SessionCalls:
 
     @staticmethod
     def opening(request: SessionRequest) -> Slice:
-        """What `slices` does first: checks, and all of a request that is not cut further."""
+        """The first slice of `slices`: the checks, or the whole request if the handler does not split it."""
         size = sum(request.lengths) if isinstance(request, Forward | ForwardBackward) else 1
         return Slice(type(request).__name__, size, may_switch=True)
 
@@ -165,7 +165,7 @@ class SessionCalls:
         return self._sessions[name]
 
     def _beside(self, what: str, make: Callable[[], Any]) -> Slices:
-        """Runs `make` on another thread while the work pauses; returns what it made, or raises its error."""
+        """Pauses the work while a worker thread runs `make`; returns the result of `make`, or raises its error."""
         self._jobs_begun += 1
         key = f"session job {self._jobs_begun}"
         self._workers.begin(key, what, make)
@@ -186,7 +186,7 @@ class SessionCalls:
             )
             session = yield from self._placed(opening, start)
             try:
-                if request.publishes is not None:  # somebody may have come first since this was asked
+                if request.publishes is not None:  # another session may have claimed the name meanwhile
                     self._publisher.owners.check(request.publishes, None, take_over=request.take_over)
             except ConflictError:
                 yield from session.closing()
@@ -200,7 +200,7 @@ class SessionCalls:
         self._answers.reply(messages.SessionReply(request_id=request.request_id, info=self._info(session)), None)
 
     def _opening(self, request: CreateSession) -> Opening:
-        """Checks all that can be known before anything is read."""
+        """Runs all checks that need no file."""
         if request.session in self._sessions:
             raise ConflictError(f"session {request.session!r} exists already; close it, or choose another name")
         settings = request.lora
@@ -220,7 +220,7 @@ class SessionCalls:
         return opening
 
     def _placed(self, opening: Opening, start: Start) -> Generator[Slice | Pause, None, Session]:
-        """The session, of what has been read. Nothing is left where an error ends this."""
+        """Creates the session from the `start` that was read. An error leaves nothing behind."""
         name, settings = opening.name, opening.settings
         del self._openings[name]
         opening = replace(opening, frozen_bytes=start.frozen_bytes)
@@ -247,7 +247,7 @@ class SessionCalls:
         return session
 
     def _counted(self) -> list[messages.SessionInfo]:
-        """Sessions that are there, and that are being opened: what the limits count."""
+        """The sessions that count against the limits: open ones, and those being opened."""
         return [*self.infos(), *(opening.info() for opening in self._openings.values())]
 
     def _forward(self, request: Forward | ForwardBackward, arrays: Arrays) -> Slices:
@@ -293,7 +293,7 @@ class SessionCalls:
         self._answers.reply(reply, None)
 
     def _save(self, request: Save) -> Slices:
-        """Copies the state now and writes it beside the engine: the session goes on meanwhile."""
+        """Copies the state now; a writer thread writes the copy while the session continues."""
         path = state.checked_path(request.path)
         session = self._session(request.session)
         waiting = sum(name == request.session for name in self._writing.values())
@@ -320,7 +320,7 @@ class SessionCalls:
         self._answers.later(key, request.request_id, str(path), write)
 
     def written(self, key: str) -> bool:
-        """Every rank: what `Answers.later` got under `key` has ended, one way or the other. False for another key."""
+        """Every rank: the save that `Answers.later` started under `key` has ended or failed. False for another key."""
         return self._writing.pop(key, None) is not None
 
     def _load(self, request: Load) -> Slices:
@@ -332,7 +332,7 @@ class SessionCalls:
         self._answers.reply(messages.SessionReply(request_id=request.request_id, info=self._info(session)), None)
 
     def _publish(self, request: Publish) -> Slices:
-        """Copies the masters; the rest goes on beside the session, whose next request may begin."""
+        """Copies the masters; the rest of the publication does not block the session's next request."""
         session = self._session(request.session)
         self._publisher.check(request.name, session.id, take_over=request.take_over)
         copied_bytes = 4 * sum(parameter.numel() for parameter in session.parameters.values())

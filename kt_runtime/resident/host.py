@@ -1,7 +1,7 @@
-"""What the resident needs of the engine that serves the model. SGLang implements it; tests use a fake.
+"""The interface between the resident and the serving engine. `sglang_patch` implements it for SGLang, tests fake it.
 
-Nothing here knows SGLang. All calls come from the engine's own thread, between two of its batches, except where a
-method says otherwise.
+This module does not import SGLang. The engine's thread makes all calls, between two batches, unless a method's
+docstring states otherwise.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class Host(Protocol):
     device: torch.device
     dtype: torch.dtype
     num_ranks: int
-    """How many processes run the same batches; `decisions` of rank 0 are broadcast to all."""
+    """Number of processes that run the same batches; rank 0's `decisions` are broadcast to all of them."""
     max_lora_rank: int
     context_tokens: int
     chunked_prefill_tokens: int
     """Prompt tokens that serving computes at once, 0: no limit."""
     experts: ExpertStore
     weights: WeightsFingerprint
-    """Of all that the twin computes with."""
+    """The fingerprint of all weights that the twin uses."""
     attends_in_float32: bool
-    """Whether serving attends in float32 and, in DeepSeek, over the latent (absorbed) in prefill too; see `attention`.
+    """Serving computes attention in float32 and, for DeepSeek, keeps MLA absorbed in prefill too; see `twin.attention`.
     """
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The engine's parameters and buffers by the engine's names. The twin takes views of them."""
+        """The engine's parameters and buffers, by the engine's names. The twin's parameters are views of them."""
         ...
 
     def is_serving(self) -> bool:
@@ -49,41 +49,41 @@ class Host(Protocol):
         ...
 
     def prepare_adapter(self, name: str, adapter: AdapterTensors) -> object:
-        """The adapter in the engine's form, with tensors of its own. Called by threads beside the engine's.
+        """Converts the adapter to the engine's format, with copied tensors. Called on worker threads.
 
-        Raises ConflictError when memory does not suffice, AdapterError when the engine can't hold such an adapter.
+        Raises ConflictError if memory does not suffice, AdapterError if the engine does not support such an adapter.
         """
         ...
 
     def install_adapter(self, lora_id: str, name: str, version: str, prepared: object) -> None:
-        """Makes what `prepare_adapter` made servable under `lora_id`, without copying it.
+        """Makes `prepared`, a result of `prepare_adapter`, servable under `lora_id`, without a copy.
 
-        `version`: its content hash. What the engine keeps of earlier requests is used again for the same content only.
-        Raises ConflictError when there is no room for another adapter. Nothing is changed on an error.
+        `version`: the adapter's content hash. The engine reuses cached KV of earlier requests for equal content only.
+        Raises ConflictError if there is no room for another adapter. An error changes nothing.
         """
         ...
 
     def drop_adapter(self, lora_id: str) -> None:
-        """Frees an adapter that no request uses any more. An unknown id is ignored."""
+        """Frees an adapter that no request uses any longer. An unknown id is ignored."""
         ...
 
     def move_name(self, name: str, version: str, lora_id: str, done: Callable[[Exception | None], None]) -> None:
-        """Asks the frontend to let `name` mean `lora_id` from now on; `done` is called in a later turn.
+        """Asks the frontend to move `name` to `lora_id`; `done` is called in a later turn.
 
-        The frontend drops the former version (`DropAdapter`) once the last request that uses it has ended.
+        The frontend drops the previous version (`DropAdapter`) when its last request has ended.
         """
         ...
 
     def wakeups(self) -> list[Any]:
-        """Descriptors or ZMQ sockets that poll readable when `poll` has something to do: the engine sleeps on them."""
+        """Descriptors or ZMQ sockets that the idle engine polls; readable when `poll` has work to do."""
         ...
 
     def poll(self) -> None:
-        """Called once per turn on rank 0: the moment to call `done` of the moves that the frontend has answered."""
+        """Called once per turn on rank 0; calls `done` of every move that the frontend has answered."""
         ...
 
     def cache_tiers(self) -> list[CacheTier]:
-        """The prefix cache's tiers as they are now, nearest first."""
+        """The current state of the prefix cache's tiers, nearest first."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""This process's memory: how much it takes, as the kernel counts it, and what becomes of what was freed."""
+"""This process's memory: its size according to the kernel, and the allocator's handling of freed memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def resident_set_bytes() -> int:
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """What the system can give without swapping (`proc_meminfo(5)`, MemAvailable)."""
+    """Bytes that the system can allocate without swapping (`proc_meminfo(5)`, MemAvailable)."""
     for line in meminfo.read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -29,17 +29,17 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 
 def check_available(needed: int, what: str, hint: str = "") -> None:
-    """Raises ConflictError, beginning with `what`, unless so many bytes are available."""
+    """Raises ConflictError, whose message begins with `what`, unless `needed` bytes are available."""
     available = available_bytes()
     if needed > available:
         raise ConflictError(f"{what} needs {needed} bytes of memory, {available} are available{hint}")
 
 
 def keep_freed_memory() -> bool:
-    """Lets the C library keep freed memory for the next allocation, up to 1 GiB, until `give_back_freed_memory`.
+    """Makes the C library keep up to 1 GiB of freed memory for reuse, until `give_back_freed_memory`.
 
-    Training on a CPU allocates and frees tensors of some megabytes all the time. By default each is mapped, its pages
-    are cleared at their first use, and it is unmapped: 6 to 8 % of a step. False where the C library is not glibc.
+    Training on a CPU constantly allocates and frees tensors of some megabytes. By default glibc maps and unmaps each
+    one, and the kernel clears its pages at first use: 6 to 8 % of a step. Returns False if the C library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -48,7 +48,7 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Returns freed memory to the system (malloc_trim(3)). Nothing where the C library is not glibc."""
+    """Returns freed memory to the system (malloc_trim(3)). No effect if the C library is not glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

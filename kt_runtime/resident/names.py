@@ -1,7 +1,6 @@
-"""The resident's end of the names channel: asks the frontend to let an adapter's name mean another version.
+"""The resident's end of the names channel: asks the frontend to move an adapter's name to another version.
 
-Nothing here waits: `send` and `poll` are called by the scheduler between two batches. The other end is
-`serve/http/names.py`.
+No call blocks: the scheduler calls `send` and `poll` between two batches. The other end is `serve/http/names.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kt_runtime.wire.messages import MoveName, NameMoved
 Done = Callable[[Exception | None], None]
 
 TIMEOUT_SECONDS = 60.0
-GRACE_SECONDS = 5.0  # the frontend refuses what comes after the timeout; its last answers need this long at most
+GRACE_SECONDS = 5.0  # the frontend rejects moves after the timeout; its last answers arrive within this time
 MAX_FRAME_BYTES = 64 * 1024
 
 _decode = msgspec.msgpack.Decoder(NameMoved).decode
@@ -27,10 +26,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class NamesChannel:
-    """One connection to the frontend at `address` (ipc://), which may start to listen later.
+    """One connection to the frontend at `address` (ipc://); the frontend may start to listen later.
 
-    Belongs to one thread. `done(None)` means that the name has moved; `done(error)` that it has not and will not.
-    `done` is called in `poll`, exactly once for each `send`, except for moves that are open when `close` is called.
+    Not thread-safe. `done(None)`: the name has moved; `done(error)`: it has not and will not. `poll` calls `done`,
+    exactly once for each `send`, except for moves that are still open at `close`.
     """
 
     def __init__(self, address: str, *, timeout_s: float = TIMEOUT_SECONDS, grace_s: float = GRACE_SECONDS) -> None:
@@ -46,12 +45,12 @@ class NamesChannel:
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
-        """To poll for reading: `poll` has something to do then. Nobody else may receive from it."""
+        """For polling only: when the socket is readable, call `poll`. Only `poll` may receive from it."""
         return self._socket
 
     @property
     def num_waiting(self) -> int:
-        """Moves whose `done` was not called yet."""
+        """Number of moves whose `done` was not called yet."""
         return len(self._waiting) + len(self._failed_at_once)
 
     def send(self, name: str, version: str, lora_id: str, done: Done) -> None:
@@ -71,7 +70,7 @@ class NamesChannel:
         self._waiting[move.move_id] = (move, done)
 
     def poll(self) -> None:
-        """Calls `done` of every move that has ended, one way or the other."""
+        """Calls `done` of every move that has succeeded, failed or timed out."""
         failed, self._failed_at_once = self._failed_at_once, []
         for done, problem in failed:
             done(problem)
@@ -91,7 +90,7 @@ class NamesChannel:
         try:
             answer = _decode(frames[0] if len(frames) == 1 else b"")
         except (msgspec.MsgspecError, ValueError, RecursionError):
-            return  # not the frontend's; what it should have answered runs into its timeout
+            return  # malformed, so not from the frontend; an unanswered move times out
         move, done = self._waiting.pop(answer.move_id, (None, None))
         if move is not None and done is not None:
             done(

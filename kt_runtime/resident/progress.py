@@ -1,4 +1,4 @@
-"""What a starting server does, said in lines that its console shows as they are (`serve.console`)."""
+"""A starting server's progress, as log lines that the console prints unchanged (`serve.console`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = logging.getLogger(LOGGER_NAME)
 
 
 class LayersRead:
-    """Says now and then how many bytes of the experts have been read, and how fast; `ExpertStore.load`'s progress."""
+    """Callback for `ExpertStore.load`: logs bytes read and rate, at most every 5 s, and at the end."""
 
     def __init__(self, layer_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`layer_bytes`: of one layer's experts in the checkpoint."""
+        """`layer_bytes`: bytes of one layer's experts in the checkpoint."""
         self._layer_bytes, self._clock = layer_bytes, clock
         self._started_s = self._reported_s = clock()
 

@@ -1,24 +1,24 @@
-"""Decides which slice of which session's work runs next, and whether training may run at all just now.
+"""Decides which session's slice runs next, and whether training may run now.
 
-A `Work` is a generator of slices. It yields what its *next* slice is (`Slice`), and each `next` runs the slice that was
-announced last. Its code up to the first yield is the slice `opening`. Within a session, works run in the order in which
-they came. Sessions take turns where the announced slice says that another session may go first: a session in the
-middle of a microbatch holds its activations.
+A `Work` is a generator of slices. It yields a description (`Slice`) of its *next* slice; each `next` runs the slice
+that was announced last. The code up to the first yield is the slice `opening`. A session's works run in order of
+submission. Sessions alternate only before a slice with `may_switch`: in the middle of a microbatch, a session holds
+activations.
 
-**When a turn ends.** A turn has a budget of seconds and runs one slice at least. How long a slice takes is estimated
-per kind and size, from the slices of that kind that ran before.
+**End of a turn.** A turn has a budget of seconds and runs at least one slice. The scheduler estimates a slice's
+duration per kind and size, from earlier slices of that kind.
 
-- One rank: after each slice the clock is read. The turn ends when the next slice is not expected to fit into what is
-  left of the budget, or when nothing is known about the next slice: that one begins a turn of its own. So a turn takes
-  at most the budget and one slice, whatever the estimates say.
-- Several ranks: they must all run the same slices, and no rank may stop by its own clock. Rank 0 decides the number
-  before the turn, and the number is broadcast. It counts only slices that are announced: as many of the run of alike
-  slices at the head of the queue as fit by their estimate, and one where nothing is known.
+- One rank: the scheduler reads the clock after each slice. The turn ends if the next slice is not expected to fit into
+  the rest of the budget, or if it has no estimate yet: such a slice starts a new turn. So a turn takes at most the
+  budget plus one slice, however wrong the estimates are.
+- Several ranks: all ranks must run the same slices, so no rank may stop by its own clock. Rank 0 decides the number of
+  slices before the turn and broadcasts it. It counts announced slices only: of the run of alike slices at the head of
+  the queue, as many as fit by their estimate, or one without an estimate.
 
-**What waits.** A work that needs something from beside the engine (a file that is read) yields a `Pause`. Its session's
-works rest then, whatever else comes for it, and the others go on, until `resume` is called with the pause's key.
+**Pauses.** A work that waits for a worker thread (such as a file read) yields a `Pause`. Its session's works then stop,
+while other sessions continue, until `resume` is called with the pause's key.
 
-Nothing here knows what a slice computes. Not thread-safe: everything happens on the engine's thread.
+The scheduler does not know what a slice computes. Not thread-safe: it runs on the engine's thread.
 """
 
 from __future__ import annotations
@@ -35,19 +35,18 @@ import msgspec
 
 UNBOUNDED_SLICES = 1 << 30
 MAX_CREDIT_SECONDS = 0.05
-"""Unused training time is carried over up to this much, so that a pause in training never ends in a long burst."""
+"""Upper bound on unused training time that is carried over, so that no long burst follows an idle phase of training."""
 
 FORGETTING = 4
-"""An estimate that was too high falls by a quarter of the difference with each slice; one that was too low rises at
-once."""
+"""With each slice, a too high estimate falls by a quarter of the difference. A too low estimate rises immediately."""
 
 
 class Slice(NamedTuple):
-    """What a work's next slice is. `kind`: slices of one kind do the same to different data.
+    """Describes a work's next slice. `kind`: slices of one kind run the same operation on different data.
 
-    `size`: what its time grows with, in the kind's own unit (tokens of a layer, elements of an optimizer step).
-    `alike`: how many slices of this kind and size follow each other, this one included, as far as the work knows.
-    `may_switch`: another session may go first.
+    `size`: the slice's time grows with this number, in the kind's own unit (tokens of a layer, elements of an optimizer
+    step). `alike`: the known number of consecutive slices of this kind and size, this one included. `may_switch`:
+    another session may run before this slice.
     """
 
     kind: str
@@ -64,7 +63,7 @@ class Pause(NamedTuple):
 
 
 Slices = Generator[Slice | Pause, None, Any]
-"""Yields before each slice but the first what it is. Returns the work's result."""
+"""Yields the description of each slice but the first, before it runs. Returns the work's result."""
 
 
 def run_at_once(slices: Slices) -> Any:
@@ -78,9 +77,9 @@ def run_at_once(slices: Slices) -> Any:
 
 @dataclass
 class Work:
-    """`queue`: the session (or other name) whose order it keeps. Exactly one of `done` and `failed` is called, once.
+    """`queue`: the session (or other name) whose works run in order. Exactly one of `done`, `failed` is called, once.
 
-    `opening`: what `slices` does up to its first yield.
+    `opening`: describes the part of `slices` before the first yield.
     """
 
     queue: str
@@ -91,20 +90,20 @@ class Work:
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
-    """What one turn may run. `seconds`: where the clock ends the turn too; None: `num_slices` alone does."""
+    """The bounds of one turn. `seconds`: the turn's time budget; None: only `num_slices` ends the turn."""
 
     num_slices: int = 0
     seconds: float | None = None
 
 
 class Estimates:
-    """Seconds of a slice, learned for each kind. Sizes of one power of two share an estimate, in seconds per unit."""
+    """Learned seconds per unit of size, for each kind. Sizes between two powers of two share an estimate."""
 
     def __init__(self) -> None:
         self._seconds_per_unit: dict[tuple[str, int], float] = {}
 
     def __call__(self, upcoming: Slice) -> float:
-        """Infinite where no slice of this kind and about this size has run yet."""
+        """Expected seconds; infinite if no slice of this kind and about this size has run yet."""
         return self._seconds_per_unit.get(_bucket(upcoming), math.inf) * max(upcoming.size, 1)
 
     def learn(self, ran: Slice, seconds: float) -> None:
@@ -118,9 +117,9 @@ def _bucket(of: Slice) -> tuple[str, int]:
 
 
 class _Queue:
-    """A session's works. `upcoming`: the next slice of the first one. `waits_for`: the key of its pause.
+    """A session's works. `upcoming`: the next slice of the first work. `waits_for`: the key of this work's pause.
 
-    `error`: what is raised in the work where it paused, instead of its next slice.
+    `error`: raised in the paused work when it resumes, in place of its next slice.
     """
 
     def __init__(self) -> None:
@@ -145,10 +144,10 @@ class _Queue:
 
 
 class Executor:
-    """`training_share`: the largest share of the time, in (0, 1], that slices take while requests are served.
+    """`training_share`: the largest share of the time, in (0, 1], that slices may take while requests are served.
 
-    While serving, a slice of d seconds must be followed by d * (1 / share - 1) seconds for serving before the next one
-    starts. `clock` returns seconds and never goes back. `num_ranks`: how many processes run the same slices.
+    While serving, a slice of d seconds is followed by d * (1 / share - 1) seconds for serving before the next slice.
+    `clock`: monotonic seconds. `num_ranks`: number of processes that run the same slices.
     """
 
     def __init__(
@@ -164,7 +163,7 @@ class Executor:
 
     @property
     def is_idle(self) -> bool:
-        """No slice could run now. Works may be paused."""
+        """No slice can run now; paused works may exist."""
         return not self._queues
 
     def submit(self, work: Work) -> None:
@@ -172,12 +171,12 @@ class Executor:
         queue.works.append(work)
 
     def num_works(self, name: str) -> int:
-        """Of one session, the one under way included."""
+        """Number of works of one session, the running one included."""
         queue = self._paused.get(name) or self._queues.get(name)
         return len(queue.works) if queue is not None else 0
 
     def resume(self, key: str, error: Exception | None) -> bool:
-        """Lets the work go on that paused with `key`, or raises `error` in it. False if none does: it may be closed."""
+        """Resumes the work that paused with `key`, or raises `error` in it. False if no work waits for `key`."""
         for name, queue in self._paused.items():
             if queue.waits_for == key:
                 queue.waits_for, queue.error = None, error
@@ -186,10 +185,10 @@ class Executor:
         return False
 
     def plan(self, is_serving: bool, budget_seconds: float, *, arrives: bool = False) -> Plan:
-        """What to run in the turn that begins now: as much as fits into `budget_seconds` and the share.
+        """The plan of the turn that begins now: the slices that fit into `budget_seconds` and the share.
 
-        Nothing without work, or while serving has time to be paid back; otherwise one slice at least, however long it
-        takes. `arrives`: work will be submitted before the turn. The plan can be sent to other ranks.
+        The plan is empty without work, or while training owes time to serving. Otherwise it has at least one slice,
+        however long. `arrives`: work will be submitted before the turn. The plan can be broadcast to other ranks.
         """
         if not self._queues and not (arrives and not is_serving):
             return Plan()
@@ -213,7 +212,7 @@ class Executor:
         return max(1, min(upcoming.alike, int(seconds / each) if each > 0 else upcoming.alike))
 
     def run(self, plan: Plan, is_serving: bool) -> int:
-        """Runs the slices of one turn, fewer when the work ends; returns how many."""
+        """Runs the slices of one turn; returns their number, which is smaller if the work ends early."""
         ends = math.inf if plan.seconds is None else self._clock() + plan.seconds
         count = 0
         while count < plan.num_slices and self._queues and not (count and self._is_over(ends)):
@@ -227,7 +226,7 @@ class Executor:
         return self._clock() + self._estimate(next(iter(self._queues.values())).next_slice) > ends
 
     def run_slice(self, is_serving: bool) -> None:
-        """Runs one slice of the session whose turn it is. The error of a work ends that work and nothing else."""
+        """Runs one slice of the next session. A work's error ends only this work."""
         started = self._clock()
         name, queue = next(iter(self._queues.items()))
         work, ran = queue.works[0], queue.next_slice
@@ -264,7 +263,7 @@ class Executor:
             self._not_before = now
 
     def close(self) -> None:
-        """Drops all work; neither `done` nor `failed` is called. Slices that were under way leave no trace."""
+        """Drops all work; neither `done` nor `failed` is called. Unfinished works leave no effects."""
         for queues in (self._queues, self._paused):
             while queues:
                 _, queue = queues.popitem()

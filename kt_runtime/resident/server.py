@@ -1,11 +1,11 @@
-"""The resident: takes the training protocol's requests, runs them as slices between the engine's batches, answers.
+"""The resident: receives requests of the training protocol, runs them in slices between the engine's batches, replies.
 
-The engine calls, on its own thread, once per turn: `decisions` (rank 0), `apply` with what was broadcast (every rank),
-`turn` (every rank). None of them raises because of a request: the user's mistakes and our own faults become error
-replies, and the engine goes on serving.
+Once per turn, the engine's thread calls `decisions` (rank 0), `apply` with the broadcast decisions (every rank) and
+`turn` (every rank). No request makes any of the three raise: both the user's mistakes and internal faults become error
+replies, and the engine keeps serving.
 
-Requests that name a session keep their order within the session. The others (status, adapters by name or directory) are
-carried out as they arrive.
+Requests that name a session run in order within the session. Other requests (status, adapters by name or directory)
+run as they arrive.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ logger = logging.getLogger(__name__)
 
 SERVING_BUDGET_SECONDS = 0.01
 IDLE_BUDGET_SECONDS = 0.05
-"""How long one turn's slices should take: how long a request may wait for the engine because of training."""
+"""Time budget of one turn's slices: how long training may delay a request."""
 
 WRITING_THREADS = 4
 WRITING_PATIENCE_SECONDS = 900.0
-"""Longer than for reading: while a disk takes what is written, its thread sleeps (fsync(2))."""
+"""Longer than the patience for reads: the writer thread sleeps while the disk flushes (fsync(2))."""
 
 CLOSING_SECONDS = 60.0
-"""How long the end of the server waits for what is being written."""
+"""How long the closing server waits for files that are being written."""
 
 
 class Server(Protocol):
-    """What the resident needs of `WireServer`."""
+    """The part of `WireServer` that the resident uses."""
 
     @property
     def has_pending(self) -> bool: ...
@@ -77,7 +77,7 @@ class Server(Protocol):
 
 @contextlib.contextmanager
 def _training_mode() -> Iterator[None]:
-    """The engine's loop runs in inference mode, whose tensors can't be trained on; gradients stay off until needed."""
+    """Leaves the engine loop's inference mode, whose tensors autograd can't use; gradients stay off until needed."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -87,9 +87,9 @@ class Resident:
 
     @classmethod
     def start(cls, host: Host, settings: ResidentSettings) -> Resident:
-        """On rank 0: builds the twin and listens at `settings.wire_address`. Closing it closes the host too.
+        """For rank 0: builds the twin and listens at `settings.wire_address`. `close` closes the host too.
 
-        What was published before is served again from the first turn on.
+        From the first turn on, earlier published adapters are restored.
         """
         return cls(host, settings, WireServer(settings.wire_address))
 
@@ -108,10 +108,10 @@ class Resident:
         self._writers = Workers(
             "kt-write", self._on_ended, num_threads=1, max_threads=WRITING_THREADS, patience_s=WRITING_PATIENCE_SECONDS
         )
-        self._ended: deque[Ended] = deque()  # filled by other threads
+        self._ended: deque[Ended] = deque()  # appended by other threads
         self._moved: deque[Moved] = deque()
         self._wakeup = Wakeup()
-        self._files: dict[str, str] = {}  # by the key of what writes them, the request
+        self._files: dict[str, str] = {}  # key of a writer's job -> request id
         self._unanswered: dict[str, Incoming] = {}
         self._plan = (Plan(), False)
         self._salt = uuid.uuid4().hex
@@ -156,21 +156,21 @@ class Resident:
 
     @property
     def wakeups(self) -> list[Any]:
-        """Descriptors and ZMQ sockets of which one polls readable when a sleeping engine has something to do."""
+        """Descriptors and ZMQ sockets that wake a sleeping engine: one of them polls readable when there is work."""
         assert self._server is not None
         return [self._server.wakeup_fd, self._wakeup.fd, *self._host.wakeups()]
 
     def has_work(self) -> bool:
         """True while the engine should not sleep: slices to run, requests to take, answers that wait for a turn.
 
-        What is only waited for is not among them: `wakeups` tells when it is there.
+        Pending jobs of other threads do not count: `wakeups` signals their end.
         """
         arrived = self._server is not None and self._server.has_pending
         ended = bool(self._ended or self._moved) or self._statuses.is_due
         return arrived or ended or not self.executor.is_idle
 
     def decisions(self) -> list[bytes]:
-        """Rank 0: what is to be done in this turn, for every rank's `apply`; empty when there is nothing."""
+        """Rank 0: the payloads of this turn for every rank's `apply`; empty if there is nothing to do."""
         assert self._server is not None
         self._wakeup.clear()
         self._host.poll()
@@ -189,7 +189,7 @@ class Resident:
         return [] if decided.is_empty else [encode(decided)]
 
     def apply(self, payloads: Sequence[bytes]) -> None:
-        """Every rank, with the payloads of `decisions` as broadcast. Slices run in `turn`."""
+        """Every rank: applies the broadcast payloads of `decisions`. Slices run later, in `turn`."""
         with _training_mode():
             for payload in payloads:
                 decided = decode(payload)
@@ -205,14 +205,14 @@ class Resident:
                 self._plan = (decided.plan, decided.is_serving)
 
     def turn(self) -> None:
-        """Every rank: runs the slices that the last `apply` was told of."""
+        """Every rank: runs the slices that the last `apply` planned."""
         (plan, is_serving), self._plan = self._plan, (Plan(), False)
         if plan.num_slices:
             with _training_mode():
                 self.executor.run(plan, is_serving)
 
     def close(self) -> None:
-        """Ends training, finishes what is being written, stops listening. Calls that were under way leave no trace."""
+        """Ends training, finishes pending writes, stops listening. Unfinished training calls leave no effects."""
         self.executor.close()
         self._writers.finish(CLOSING_SECONDS)
         self._writers.close()
@@ -250,7 +250,7 @@ class Resident:
             self._answer(reply, None)
 
     def _go_on(self, ended: Ended | Moved) -> None:
-        """With what waited for it: a session's work, the answer to a save, a publication."""
+        """Continues the operation that waited for `ended`: a session's work, a save's answer or a publication."""
         error = None if ended.error is None else error_from(ended.error)
         try:
             if isinstance(ended, Moved):
@@ -263,7 +263,7 @@ class Resident:
             logger.exception("what waited for %s went wrong; serving goes on", ended)
 
     def _immediate(self, request: AnyRequest) -> Reply | None:
-        """The reply, or None when it comes later."""
+        """Handles a request without a session. Returns the reply, or None if the reply follows later."""
         match request:
             case messages.GetStatus():
                 if self._server is not None:
@@ -334,14 +334,14 @@ class Resident:
         self._answer(reply, None)
 
     def _answer_later(self, key: str, request_id: str, what: str, function: Callable[[], Reply]) -> None:
-        """Rank 0 alone writes files; its answer is sent in the turn that finds it done."""
+        """Starts `function` on a writer thread, on rank 0 only; the reply is sent in the turn after its end."""
         if self._server is not None:
             self._files[key] = request_id
             self._writers.begin(key, what, function)
 
     def _answer_written(self, key: str) -> None:
         request_id = self._files.pop(key, None)
-        if request_id is None:  # another rank writes
+        if request_id is None:  # rank 0 writes, not this rank
             return
         try:
             reply: Reply = self._writers.take(key)
@@ -351,7 +351,7 @@ class Resident:
             self._answer(reply, None)
 
     def _on_ended(self, key: str, error: Exception | None) -> None:
-        """Called by other threads. The other ranks hear of it from rank 0."""
+        """Called by other threads. Rank 0's decisions pass the event to the other ranks."""
         if self._server is not None:
             self._ended.append(Ended(key, _told(error)))
             self._wakeup.set()
@@ -365,7 +365,7 @@ def _told(error: Exception | None) -> ErrorReply | None:
 
 
 def _scan(store: VersionStore, *, is_writer: bool) -> list[StoredName]:
-    """What the directory has of an earlier run. What is wrong there is logged: the model is loaded already."""
+    """The adapters that an earlier run stored. Problems are logged, not raised: the model is loaded already."""
     problems = store.clean() if is_writer else []
     found, more = store.scan()
     for problem in (*problems, *more):

@@ -1,4 +1,4 @@
-"""Answers to `GetStatus`, which may have to wait for the hash of the weights while the engine goes on."""
+"""Answers to `GetStatus`, which may wait for the hash of the weights while the engine keeps serving."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class _Asked(NamedTuple):
 
 
 class Statuses:
-    """`describe(request id, fingerprint)` is the answer as of now; `reply` and `fail` are called once a request.
+    """`describe(request id, fingerprint)` builds the current answer. Each request gets one call of `reply` or `fail`.
 
-    `wake` is called, by any thread, when a hash is known that somebody waits for.
+    `wake` is called, on any thread, when a hash that a request waits for is ready.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Statuses:
 
     @property
     def is_due(self) -> bool:
-        """Whether `answer_due` would answer somebody now. Who only waits keeps nobody awake."""
+        """Whether `answer_due` would answer a request now. Requests that still wait do not keep the engine awake."""
         now = self._clock()
         return any(asked.fingerprint.done() or now >= asked.deadline for asked in self._asked)
 
     def ask(self, request: GetStatus) -> None:
-        """Begins to compute the hash if nobody has yet; the answer comes now or from `answer_due`."""
+        """Starts computing the hash if necessary; answers now, or later in `answer_due`."""
         patience = math.inf if request.wait_s is None or request.verify_weights else request.wait_s
         fingerprint = self._weights.future(fresh=request.verify_weights)
         self._asked.append(_Asked(request.request_id, fingerprint, self._clock() + patience))
@@ -52,7 +52,7 @@ class Statuses:
         self.answer_due()
 
     def answer_due(self) -> None:
-        """Answers those whose hash is known, and, without it, those who have waited as long as they would."""
+        """Answers requests whose hash is known and, with an empty hash, requests whose `wait_s` has passed."""
         now = self._clock()
         due = [asked for asked in self._asked if asked.fingerprint.done() or now >= asked.deadline]
         self._asked = [asked for asked in self._asked if asked not in due]

@@ -1,18 +1,18 @@
-"""Functions on threads beside the engine: what reads, checks, hashes, converts or writes for long.
+"""Worker threads for long work besides the engine: reading, checking, hashing, converting, writing.
 
-The engine's thread hands a function over under a key and later takes what it made. A few functions run at once, so that
-memory is bounded: each may hold an adapter twice.
+The engine's thread submits a function under a key and later takes its result. Only a few functions run at once, to
+bound memory: each may hold an adapter twice.
 
-**A file system that does not answer** (a dead network mount) blocks a thread in the kernel, and nothing can end that.
-Such a thread uses no processor time, which a slow one does: it copies what it reads. So the time since a thread last
-ran is looked at:
+**A hanging file system** (a dead network mount) blocks a thread in the kernel, and nothing can interrupt this thread.
+A hanging thread uses no processor time; a slow one does, since it copies the data that it reads. So a watch thread
+checks how long ago each thread last used processor time:
 
-- after `STALL_SECONDS` it is not counted among the `num_threads` any more, and another function may begin;
-- after `patience_s` the function fails with a RequestTimeoutError. Its thread is lost; what it makes is dropped;
-- `max_threads` bounds all threads, lost ones included. When all are lost, functions that wait fail too. A thread whose
-  file system answers again ends, and there is room again.
+- after `STALL_SECONDS` the thread no longer counts against `num_threads`, so another function may begin;
+- after `patience_s` the function fails with a RequestTimeoutError. The thread is lost, and its result is dropped;
+- `max_threads` bounds all threads, lost ones included. If all are lost, waiting functions fail too. A lost thread ends
+  when its file system answers again, which frees its place.
 
-The threads are daemons: a process with lost threads can end.
+The threads are daemons, so lost threads do not keep the process from exiting.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ STALL_SECONDS, PATIENCE_SECONDS = 2.0, 60.0
 LOOK_SECONDS = 0.5
 
 Ended = Callable[[str, Exception | None], None]
-"""Gets a key and what went wrong, on any thread but the engine's."""
+"""Called with a job's key and its error or None, on any thread but the engine's."""
 
 
 @dataclass(eq=False)
 class _Job:
-    """`ran_at`: when its thread was last seen to have run. `cpu_clock`: the thread's, see pthread_getcpuclockid(3)."""
+    """`ran_at`: when the thread last made progress. `cpu_clock`: the thread's CPU clock (pthread_getcpuclockid(3))."""
 
     key: str
     what: str
@@ -62,9 +62,9 @@ class _Job:
 
 
 class Workers:
-    """`ended(key, error)` is called once for each `begin` that was not given up, when `take` would not wait any more.
+    """`ended(key, error)` is called once for each `begin` that was not given up, when `take` will not block.
 
-    `name` begins the threads' names. `begin`, `take`, `give_up`, `finish` and `close` belong to the engine's thread.
+    `name`: prefix of the threads' names. Call `begin`, `take`, `give_up`, `finish` and `close` on the engine's thread.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Workers:
         self._watch: threading.Thread | None = None
 
     def begin(self, key: str, what: str, make: Callable[[], Any]) -> None:
-        """`what` is for messages: whom or which path the function is for."""
+        """Queues `make` under `key`. `what`: the path or session that the function is for, for messages."""
         job = _Job(key, what, make)
         with self._changed:
             self._jobs[key] = job
@@ -103,33 +103,34 @@ class Workers:
             self._changed.notify_all()
 
     def take(self, key: str) -> Any:
-        """What the function returned. Waits where this rank is later than rank 0, which said that it has ended."""
+        """The function's result, or its error raised. Blocks only if this rank is slower than rank 0, which reported
+        the function's end."""
         return self._jobs.pop(key).result.result()
 
     def has_ended(self, key: str) -> bool:
         return self._jobs[key].result.done()
 
     def give_up(self, key: str) -> None:
-        """The result is not wanted any more; what has begun runs to its end. An unknown key is ignored."""
+        """Drops the job: a waiting function is removed, a running one completes unseen. An unknown key is ignored."""
         with self._changed:
             job = self._jobs.pop(key, None)
             if job is not None and job in self._waiting:
                 self._waiting.remove(job)
 
     def finish(self, timeout_s: float) -> bool:
-        """Waits until nothing waits or runs; False if it takes longer."""
+        """Waits until no function waits or runs; False after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and not self._running, timeout_s)
 
     def close(self) -> None:
-        """Begins nothing more, and does not wait for what runs."""
+        """Starts no further function, and does not wait for running ones."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
             self._changed.notify_all()
 
     def look(self) -> None:
-        """Looks which functions hang, tells whose patience is over, and begins others in their place."""
+        """Detects hanging functions, fails those past `patience_s`, and starts waiting functions in their place."""
         with self._changed:
             now = self._clock()
             for job in self._running:
@@ -154,7 +155,7 @@ class Workers:
                     return
             try:
                 self.look()
-            except Exception:  # without it nobody would be told of a hanging file system again
+            except Exception:  # the watch must survive: without it a hanging file system would go unnoticed
                 logger.exception("%s: unexpected error; going on", self._name)
             time.sleep(LOOK_SECONDS)
 
@@ -195,7 +196,7 @@ class Workers:
             threading.Thread(target=self._run, args=(job,), name=name, daemon=True).start()
 
     def _settle(self, job: _Job, value: Any, error: Exception | None) -> bool:
-        """Whether somebody is to be told."""
+        """Sets the job's result. Returns whether `ended` must be called."""
         if job.result.done() or self._jobs.get(job.key) is not job:
             return False
         if error is None:

@@ -1,4 +1,4 @@
-"""Where the resident listens: ipc:// sockets in private directories, and what a valid address is."""
+"""The resident's addresses: ipc:// sockets in private directories, and the checks of an address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROBE_SECONDS = 2.0
 
 
 def runtime_directory() -> Path:
-    """`kt-runtime` in XDG_RUNTIME_DIR, else `kt-runtime-<uid>` in the temporary directory; created 0700, checked."""
+    """`kt-runtime` in XDG_RUNTIME_DIR, else `kt-runtime-<uid>` in the temporary directory. As `private_directory`."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and Path(base).is_dir() and os.access(base, os.W_OK):
         return private_directory(Path(base) / "kt-runtime")
@@ -24,7 +24,10 @@ def runtime_directory() -> Path:
 
 
 def private_directory(path: Path) -> Path:
-    """Creates `path` with mode 0700, or checks that it is a directory of this user that nobody else may enter."""
+    """Creates `path` with mode 0700, or checks that an existing one belongs to this user and is closed to all others.
+
+    Raises InvalidValueError.
+    """
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -44,7 +47,7 @@ def private_directory(path: Path) -> Path:
 
 
 def is_ipc(address: str) -> bool:
-    """True for ipc://, False for tcp://; any other transport is an InvalidValueError."""
+    """True for ipc://, False for tcp://. Raises InvalidValueError for any other transport."""
     scheme = address.partition("://")[0]
     if scheme not in ("ipc", "tcp"):
         raise InvalidValueError(f"address {address!r}: must start with ipc:// or tcp://")
@@ -52,7 +55,7 @@ def is_ipc(address: str) -> bool:
 
 
 def ipc_path(address: str) -> Path:
-    """The socket file of an ipc:// address: absolute, at most 107 bytes."""
+    """The socket file of an ipc:// address. Raises InvalidValueError unless absolute and at most 107 bytes long."""
     path = address.removeprefix("ipc://")
     if not path.startswith("/"):
         raise InvalidValueError(
@@ -67,7 +70,7 @@ def ipc_path(address: str) -> Path:
 
 
 def tcp_host_and_port(address: str) -> tuple[str, int]:
-    """Port 0 asks a server for any free port."""
+    """Host and port of a tcp:// address. With port 0, a server binds any free port. Raises InvalidValueError."""
     try:
         parts = urlsplit(address)
         host, port = parts.hostname, parts.port
@@ -79,7 +82,7 @@ def tcp_host_and_port(address: str) -> tuple[str, int]:
 
 
 def probe(address: str) -> None:
-    """Raises ServerUnreachableError when nobody listens at `address`. ZMQ itself would wait for ever."""
+    """Raises ServerUnreachableError if no server listens at `address`. ZMQ itself would keep connecting for ever."""
     try:
         if is_ipc(address):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as opened:

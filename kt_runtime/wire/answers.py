@@ -1,7 +1,7 @@
-"""What a server remembers of requests, so that one that is sent again is not carried out again.
+"""The server's record of requests, so that a retried request does not run twice.
 
-A request id is *in progress* (with the resident), *answered* (the frames are kept) or *expired* (only the id is kept).
-All three are bounded. Not thread-safe: it belongs to the server's I/O thread.
+A request id is *in progress* (with the resident), *answered* (the reply's frames are kept) or *expired* (only the id is
+kept). The number of ids in each state is bounded. Not thread-safe: the server's I/O thread owns the record.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kt_runtime.errors import ConflictError, ServerBusyError
 
 
 class Admission(enum.Enum):
-    """NEW: to be carried out. IN_PROGRESS: it is already, and the one who asked last gets the answer."""
+    """NEW: the request must run. IN_PROGRESS: the request runs already; the latest sender will get the answer."""
 
     NEW = enum.auto()
     IN_PROGRESS = enum.auto()
@@ -37,9 +37,9 @@ class _Answer:
 
 
 class AnswerBook:
-    """`answers_kept` and `answers_kept_bytes` bound what is kept of answers; the newest one is always kept.
+    """`answers_kept` and `answers_kept_bytes` bound the kept answers; the newest answer is always kept.
 
-    `ids_kept` bounds the ids of expired answers, `max_pending` and `max_pending_bytes` the requests in progress.
+    `ids_kept` bounds the expired ids, `max_pending` and `max_pending_bytes` bound the requests in progress.
     """
 
     def __init__(
@@ -53,10 +53,11 @@ class AnswerBook:
         self._pending_bytes = self._kept_bytes = 0
 
     def admit(self, request_id: str, identity: bytes, frames: Sequence[bytes]) -> list[bytes] | Admission:
-        """Decides on a request that has arrived whole and well-formed.
+        """Decides what to do with a complete, well-formed request from the ZMQ identity `identity`.
 
-        A list is the frames of the first answer, to be sent again. Raises ConflictError when the id was used for
-        another content or its answer has expired, ServerBusyError when too much is in progress; neither is remembered.
+        A returned list holds the frames of the first answer, to be sent again. Raises ConflictError if the id was used
+        for another content or its answer has expired, ServerBusyError if too much is in progress. A rejected request
+        leaves no record.
         """
         digest = content_digest(frames)
         known = self._in_progress.get(request_id) or self._answers.get(request_id)
@@ -76,7 +77,7 @@ class AnswerBook:
         return Admission.NEW
 
     def abandon(self) -> dict[str, bytes]:
-        """Forgets the requests in progress, which will never be answered: by id the identity that asked last."""
+        """Forgets the requests in progress, which get no answer; returns request id -> latest sender's identity."""
         abandoned = {request_id: request.identity for request_id, request in self._in_progress.items()}
         self._in_progress.clear()
         self._pending_bytes = 0
@@ -92,7 +93,7 @@ class AnswerBook:
             )
 
     def finish(self, request_id: str, frames: list[bytes]) -> bytes:
-        """Keeps the answer to a request in progress and returns the identity that asked last."""
+        """Keeps the answer to a request in progress and returns the identity of the request's latest sender."""
         request = self._in_progress.pop(request_id)
         self._pending_bytes -= request.num_bytes
         answer = _Answer(request.digest, frames, sum(map(len, frames)))
@@ -110,7 +111,7 @@ class AnswerBook:
 
 
 def content_digest(frames: Sequence[bytes]) -> bytes:
-    """A hash of the frames and of where one ends."""
+    """A hash of the frames and their lengths."""
     digest = hashlib.blake2b(digest_size=16)
     for frame in frames:
         digest.update(len(frame).to_bytes(8, "little"))

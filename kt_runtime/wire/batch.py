@@ -1,4 +1,4 @@
-"""A batch of token sequences, flat as it travels: one after the other, with their lengths."""
+"""A batch of token sequences in wire layout: flat arrays, one sequence after the other, and the lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_TOKEN = 2**31 - 1
 class Batch:
     """`tokens` and `targets` int32 [N], `weights` float32 [N], N = sum(lengths).
 
-    targets[i] is the token that should follow tokens[i]; its loss counts weights[i] times (0: not at all).
+    targets[i] is the token that should follow tokens[i]; weights[i] multiplies its loss (0: no loss).
     Raises InvalidValueError when the shapes don't fit, a token is negative or a weight is not finite.
     """
 
@@ -39,7 +39,7 @@ class Batch:
         targets: Sequence[Sequence[int]],
         weights: Sequence[Sequence[float]] | None = None,
     ) -> Batch:
-        """One entry per sequence; without `weights` every target counts once."""
+        """Each argument has one entry per sequence. Without `weights` every target has weight 1."""
         if weights is None:
             weights = [[1.0] * len(sequence) for sequence in targets]
         lengths = [len(sequence) for sequence in tokens]
@@ -56,7 +56,7 @@ class Batch:
         return len(self.tokens)
 
     def split(self, flat: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
-        """Cuts [N] into one array (a view) per sequence."""
+        """Splits [N] into one array (a view) per sequence."""
         return np.split(flat, np.cumsum(self.lengths)[:-1])
 
 

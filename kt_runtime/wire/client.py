@@ -1,7 +1,7 @@
-"""The trainer's end of the wire: one call per message, resent under the same id until it is answered.
+"""The trainer's end of the wire: one method per message. The client retries a request under the same id until answered.
 
-Not thread-safe: a client belongs to one thread. Nothing that is resent is carried out twice (see `answers.py`), so a
-call that raised RequestTimeoutError may still be carried out, once.
+Not thread-safe: a client belongs to one thread. The server runs a retried request only once (`answers.py`). A call that
+raised RequestTimeoutError may still run later, once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LAST_RESEND_SECONDS = 60.0
 FIRST_BUSY_SECONDS = 0.1
 LAST_BUSY_SECONDS = 5.0
 
-# Their effects add up in any order, so several may be under way at once. Everything else waits for what came before.
+# The effects of these requests commute, so several may be in flight. Any other request waits for all before it.
 COMMUTING = (messages.GetStatus, messages.Forward, messages.ForwardBackward)
 
 _R = TypeVar("_R", bound=messages.Reply)
@@ -48,7 +48,7 @@ _R = TypeVar("_R", bound=messages.Reply)
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """`logprobs`: of each target, one float32 array per sequence. The others as in `messages.ForwardReply`."""
+    """`logprobs`: of each target, one float32 array per sequence. The other fields are those of `ForwardReply`."""
 
     loss: float
     logprobs: list[npt.NDArray[np.float32]]
@@ -61,7 +61,7 @@ class ForwardResult:
 
 @dataclass(eq=False)
 class Ticket:
-    """A request under way; give it to `ResidentClient.wait`."""
+    """A request in flight; pass it to `ResidentClient.wait`."""
 
     request: AnyRequest
     frames: list[bytes]
@@ -75,12 +75,12 @@ class Ticket:
 
 
 class ResidentClient:
-    """Talks to the resident at `address`.
+    """A connection to the resident at `address`.
 
-    Raises ServerUnreachableError when nothing listens there, at once or while waiting; RequestTimeoutError when an
-    answer takes longer than `timeout_s`; and whatever error of `kt_runtime.errors` the resident answers with.
-    `client_id` begins every request id; it must never be used twice for different work. For tcp:// all three CURVE keys
-    are needed.
+    Raises ServerUnreachableError if nothing listens there, on construction or while waiting; RequestTimeoutError if an
+    answer takes longer than `timeout_s`; and any error of `kt_runtime.errors` that the resident replies with.
+    `client_id` is the prefix of every request id; never use one id twice for different work. tcp:// needs all three
+    CURVE keys. `resend_s`: seconds before the first retry.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ResidentClient:
     # One method per message.
 
     def status(self, *, verify_weights: bool = False, wait_s: float | None = None) -> messages.StatusReply:
-        """`wait_s`: for the weights' hash, as in `messages.GetStatus`."""
+        """`wait_s`: how long to wait for the weights' hash, as in `messages.GetStatus`."""
         request = messages.GetStatus(request_id=self._next_id(), verify_weights=verify_weights, wait_s=wait_s)
         return self._call(request, messages.StatusReply)
 
@@ -164,7 +164,7 @@ class ResidentClient:
         model: Model = "policy",
         reference: npt.ArrayLike | None = None,
     ) -> ForwardResult:
-        """`reference` [number of sequences]: needed by a `PreferenceLoss` that `has_reference`, of the policy."""
+        """`reference` [number of sequences]: required for model "policy" by a `PreferenceLoss` that `has_reference`."""
         return self._forward_result(self.begin_forward(session, batch, loss, model=model, reference=reference), batch)
 
     def begin_forward(
@@ -176,7 +176,7 @@ class ResidentClient:
         model: Model = "policy",
         reference: npt.ArrayLike | None = None,
     ) -> Ticket:
-        """As `forward`, without waiting; `finish_forward(ticket, batch)` gives the result."""
+        """As `forward`, without waiting; `finish_forward(ticket, batch)` returns the result."""
         request = messages.Forward(
             request_id=self._next_id(),
             session=session,
@@ -207,7 +207,7 @@ class ResidentClient:
         reference: npt.ArrayLike | None = None,
         activations: Activations = "recompute",
     ) -> Ticket:
-        """As `forward_backward`, without waiting; `finish_forward(ticket, batch)` gives the result."""
+        """As `forward_backward`, without waiting; `finish_forward(ticket, batch)` returns the result."""
         request = messages.ForwardBackward(
             request_id=self._next_id(),
             session=session,
@@ -278,10 +278,11 @@ class ResidentClient:
     # Any request, without waiting.
 
     def submit(self, request: AnyRequest, arrays: Arrays | None = None) -> Ticket:
-        """Sends `request` and returns at once, if it commutes with all that is under way; else waits for that first.
+        """Sends `request` without waiting for its answer. If `request` does not commute with the requests in flight,
+        first waits for those. Then, if an earlier request has failed and its ticket was not waited for yet, raises that
+        error and sends nothing: no optimizer step may use half a gradient.
 
-        Raises ProtocolError when the message is not valid. Where a request before this one has failed and its ticket
-        was not waited for yet, that error is raised here and nothing is sent: no optimizer step over half a gradient.
+        Raises ProtocolError if the message is not valid.
         """
         frames = codec.encode(request, arrays, self._limits)
         try:
@@ -296,7 +297,7 @@ class ResidentClient:
         return ticket
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> tuple[AnyReply, dict[str, np.ndarray]]:
-        """The reply and its arrays, once per ticket. After a RequestTimeoutError the ticket may be waited for again."""
+        """The reply and its arrays, once per ticket. After a RequestTimeoutError, `wait` may be called again."""
         self._turn_until(ticket, self.timeout_s if timeout_s is None else timeout_s)
         self._tickets.pop(ticket.request.request_id, None)
         assert ticket.reply is not None and ticket.arrays is not None
@@ -304,7 +305,7 @@ class ResidentClient:
             raise error_from(ticket.reply)
         return ticket.reply, ticket.arrays
 
-    # Below: resending and receiving.
+    # Below: retries and receiving.
 
     def _next_id(self) -> str:
         self._num_requests += 1
@@ -368,7 +369,7 @@ class ResidentClient:
         )
 
     def _send(self, ticket: Ticket) -> None:
-        with contextlib.suppress(zmq.Again):  # as many as fit wait to be sent; this one is due again below
+        with contextlib.suppress(zmq.Again):  # ZMQ's send queue is full; the next retry is scheduled below
             self._socket.send_multipart(ticket.frames, zmq.NOBLOCK)
         ticket.next_send = time.monotonic() + ticket.resend_s
         ticket.resend_s = min(2 * ticket.resend_s, LAST_RESEND_SECONDS)
@@ -378,9 +379,9 @@ class ResidentClient:
         reply, arrays = codec.decode_reply(frames, self._limits)
         ticket = self._tickets.get(reply.request_id)
         if ticket is None:
-            if isinstance(reply, ErrorReply) and not reply.request_id:  # the server could not even read the id
+            if isinstance(reply, ErrorReply) and not reply.request_id:  # the server could not read the request's id
                 raise error_from(reply)
-            return  # a second answer to a request that was sent twice
+            return  # a second answer to a retried request
         if isinstance(reply, ErrorReply) and reply.kind == ServerBusyError.__name__:
             ticket.refused_busy = ServerBusyError(reply.message)
             ticket.next_send = time.monotonic() + ticket.busy_s

@@ -1,14 +1,13 @@
-"""Messages to ZMQ frames and back: a fixed magic, a msgpack header, array descriptors, and the arrays' raw bytes.
+"""Encodes messages as ZMQ frames and decodes them: a magic, a msgpack header, array descriptors, the arrays' raw bytes.
 
     frame 0    b"KT1"
     frame 1    the message (messages.py) as a msgpack map
     frame 2    msgpack list of {"name", "dtype", "shape"}, one for each array
     frame 3..  the arrays in that order: C order, little endian, no padding
 
-What arrives is never trusted: every size is compared with a limit before it is used, a frame's length must equal its
-shape times its item size, and each message type says which arrays it carries. Nothing is executed and no class is
-looked up by a name that came over the wire; bytes that happen to be a pickle are just a malformed message.
-docs/protocol.md has a worked example.
+Received bytes are untrusted. Every size is compared with a limit before use, an array frame's length must equal its
+shape times the item size, and each message type fixes which arrays it carries. The codec executes nothing and looks up
+no class by a name from the wire; a pickle is just a malformed message. docs/protocol.md has a worked example.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ MEBIBYTE = 1 << 20
 Arrays = Mapping[str, npt.NDArray[Any]]
 DTYPES: dict[str, np.dtype[Any]] = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4")}
 
-# Which arrays a message carries: name -> dtype, all one-dimensional. A type that is not here carries none.
+# The arrays of each message type: name -> dtype, all one-dimensional. Other types carry none.
 ARRAYS_OF: dict[type, dict[str, str]] = {
     Forward: {"tokens": "int32", "targets": "int32", "weights": "float32"},
     ForwardBackward: {"tokens": "int32", "targets": "int32", "weights": "float32"},
     ForwardReply: {"logprobs": "float32"},
 }
-PER_SEQUENCE = {"reference": "float32"}  # carried beside those by some losses, see `arrays_of`
+PER_SEQUENCE = {"reference": "float32"}  # an additional array of some losses, see `arrays_of`
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one message may hold. `max_message_bytes` counts all of its frames together."""
+    """Size limits of one message. `max_message_bytes` bounds the sum of all frames."""
 
     max_message_bytes: int = 256 * MEBIBYTE
     max_header_bytes: int = MEBIBYTE
@@ -75,7 +74,7 @@ class ArrayDescriptor(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Envelope(msgspec.Struct):
-    """What can be read of a message that is otherwise not understood."""
+    """The fields that can be read from a message even if the rest is malformed."""
 
     version: Any = None
     request_id: Any = None
@@ -88,15 +87,15 @@ _decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
 _decode_request = msgspec.msgpack.Decoder(AnyRequest).decode
 _decode_reply = msgspec.msgpack.Decoder(AnyReply).decode
 
-# What msgspec raises on bytes that are not the wanted message (UnicodeDecodeError is a ValueError).
+# msgspec's exceptions for bytes that are not the expected message (UnicodeDecodeError is a ValueError).
 _DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 
 
 def encode(message: Request | Reply, arrays: Arrays | None = None, limits: Limits | None = None) -> list[bytes]:
     """The frames of `message`. Arrays are copied: the caller may reuse them at once.
 
-    Raises ProtocolError where the message could not be decoded again: an array that is missing, unknown or of another
-    dtype, a number that is not finite, a size above a limit.
+    Raises ProtocolError for a message that the receiver would reject: an array that is missing, unknown or of another
+    dtype, a non-finite number, a size above a limit.
     """
     limits = limits or Limits()
     arrays = arrays or {}
@@ -125,12 +124,12 @@ def decode_request(frames: Sequence[bytes], limits: Limits | None = None) -> tup
 
 
 def decode_reply(frames: Sequence[bytes], limits: Limits | None = None) -> tuple[AnyReply, dict[str, np.ndarray]]:
-    """As `decode_request`, for what the server sends."""
+    """As `decode_request`, for the server's replies."""
     return _decode(frames, limits or Limits(), _decode_reply)
 
 
 def check_sizes(frames: Sequence[bytes], limits: Limits) -> None:
-    """Raises FrameError when `frames` are too few, too many or too large; looks at nothing but their lengths."""
+    """Raises FrameError if `frames` are too few, too many or too large; checks lengths only, not contents."""
     if not NUM_LEADING_FRAMES <= len(frames) <= limits.max_frames:
         raise FrameError(
             "frames", f"a message of {len(frames)} frames; allowed are {NUM_LEADING_FRAMES} to {limits.max_frames}"
@@ -167,7 +166,7 @@ def _decode(frames: Sequence[bytes], limits: Limits, decode_header: Any) -> tupl
 
 
 def request_id_of(header: bytes) -> str:
-    """The request id in a message's header, as far as one can be read: "" where not."""
+    """The request id in a message's header, "" if none can be read."""
     try:
         request_id = _decode_envelope(header).request_id
     except _DECODE_ERRORS:
@@ -203,7 +202,7 @@ def _read_arrays(descriptors: list[ArrayDescriptor], frames: Sequence[bytes]) ->
         array = np.frombuffer(frames[position], dtype)
         try:
             arrays[descriptor.name] = array.reshape(descriptor.shape)
-        except (ValueError, OverflowError):  # a zero beside a number that no array dimension can hold
+        except (ValueError, OverflowError):  # such as [0, 2**63]: zero elements, but a size that numpy can't hold
             raise FrameError("arrays", f"{where}: impossible shape {descriptor.shape}") from None
     return arrays
 
@@ -226,7 +225,7 @@ def _dtype_name(name: str, array: npt.NDArray[Any]) -> Any:
 
 
 def _check_arrays(message: Request | Reply, arrays: Arrays) -> None:
-    """The arrays must be the ones that this message carries, flat, finite and as long as `lengths` say."""
+    """Raises FrameError unless `arrays` are exactly those of `message`: flat, finite, as long as `lengths` require."""
     where, wanted = type(message).__name__, arrays_of(message)
     if set(arrays) != set(wanted):
         raise FrameError(
@@ -258,7 +257,7 @@ def _length_problem(name: str, length: int, message: Request | Reply) -> str | N
 
 
 def _check_finite(value: Any, where: str) -> None:
-    """Raises on NaN and infinity anywhere in a message's fields: msgpack can carry them, no message means them."""
+    """Raises FrameError for NaN or infinity anywhere in a message's fields: msgpack can encode them, no message may."""
     if isinstance(value, float) and not math.isfinite(value):
         raise FrameError("nonfinite", f"{where} is {value}; numbers must be finite")
     if isinstance(value, msgspec.Struct):

@@ -1,7 +1,7 @@
-"""Errors across the wire: an exception becomes an `ErrorReply`, and the client raises the same class again.
+"""Errors over the wire: the server turns an exception into an `ErrorReply`; the client raises the same class again.
 
-The classes are those of `kt_runtime.errors`, in a table made here. A kind that is not in it, from a newer server,
-becomes UserError or RuntimeFault by its category.
+The table `KINDS` holds the classes of `kt_runtime.errors`. A kind that is not in the table (from a newer server)
+becomes UserError or RuntimeFault, by its category.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ KINDS: dict[str, type[KtError]] = {
 
 
 def error_reply(request_id: str, error: BaseException) -> ErrorReply:
-    """The reply that tells a client of `error`. An exception that is not a KtError is a RuntimeFault of the server."""
+    """The reply that reports `error`. An exception that is not a KtError is reported as the server's RuntimeFault."""
     known = next((cls for cls in type(error).__mro__ if KINDS.get(cls.__name__) is cls), None)
     if known is None:
         kind, message = "RuntimeFault", f"unexpected {type(error).__name__}: {error}"
     else:
         kind, message = known.__name__, str(error)
-    # Numbers that overflow follow from the request's data and settings; sending it again gives the same.
+    # An overflow results from the request's data and settings; a retry would overflow again.
     category = "user" if isinstance(error, UserError | NumericsError) else "server"
     return ErrorReply(
         request_id=request_id,
@@ -35,9 +35,9 @@ def error_reply(request_id: str, error: BaseException) -> ErrorReply:
 
 
 def error_from(reply: ErrorReply) -> KtError:
-    """The exception that `reply` tells of, ready to be raised."""
+    """The exception that `reply` reports, ready to be raised."""
     cls = KINDS.get(reply.kind, UserError if reply.category == "user" else RuntimeFault)
-    if cls is UnknownNameError:  # made of parts that did not travel; the message has them in words
+    if cls is UnknownNameError:  # its constructor needs fields that `reply` lacks; the message includes their text
         error: KtError = UnknownNameError.__new__(UnknownNameError, reply.message)
         Exception.__init__(error, reply.message)
         vars(error).update(kind="name", name="", known=[])

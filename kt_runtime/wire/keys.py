@@ -8,7 +8,7 @@ from kt_runtime.errors import InvalidValueError
 
 
 def key_bytes(key: str, what: str) -> bytes:
-    """The 32 bytes of `key`; `what` names it in the InvalidValueError. The message does not show the key."""
+    """The 32 bytes of `key`. Raises InvalidValueError, which names the key as `what` and does not show it."""
     try:
         decoded = z85.decode(key.encode())
     except (ValueError, KeyError, IndexError):

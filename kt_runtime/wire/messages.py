@@ -1,11 +1,11 @@
-"""The training protocol's messages: what a trainer asks of the resident process, and what it gets back.
+"""The training protocol's messages: the trainer's requests to the resident process, and the replies.
 
-A message is a msgpack map with its kind in `type`; arrays travel beside it as raw buffers (`codec.py` describes the
-frames). Unknown fields of a request are an error, so that a misspelt option is never ignored. All token arrays are
-flat, the sequences of a batch one after the other, with `lengths` saying where each ends.
+A message is a msgpack map with its kind in `type`; arrays follow as raw buffers in separate frames (`codec.py`).
+Unknown fields of a request are an error, so a misspelt option is never ignored. All token arrays are flat: the
+sequences of a batch one after the other, with their `lengths`.
 
-Every request carries a `request_id` chosen by the client. A request that is sent again under the same id is not carried
-out again: it gets the first answer.
+The client chooses a `request_id` for every request. A retry under the same id does not run the request again: the
+server replies with the first answer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import msgspec
 from kt_runtime.errors import InvalidValueError
 
 PROTOCOL_VERSION = 3
-"""Of requests. It rises with every change that one side would read in another way than the other, or refuse: a field of
-a request that comes, goes or means something else; a field of a reply that goes or means something else. It does not
-rise when a reply gets a field: clients ignore the fields of replies that they don't know. `ErrorReply` never changes,
-since it is what tells a client of another version so.
+"""Sent with every request. Any incompatible change increments it: a request field is added, removed or changes its
+meaning; a reply field is removed or changes its meaning. A new reply field is compatible, since clients ignore unknown
+fields of replies. `ErrorReply` never changes, so that a client of another version can read the error that reports the
+version mismatch.
 """
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}\Z")]
@@ -29,7 +29,7 @@ RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Lengths = Annotated[list[Positive], msgspec.Meta(min_length=1, max_length=65536)]
 PathText = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
-"""A path on the resident's file system; PATH_MAX of Linux."""
+"""A path on the resident's file system; at most Linux's PATH_MAX characters."""
 
 LoraTarget = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
@@ -49,8 +49,7 @@ RANGES: dict[str, dict[str, tuple[float, float]]] = {
         "scale": (1e-12, 1e6),
     },
 }
-"""Lowest and highest value of each number that is computed with, both allowed: far beyond what trains, within float32.
-"""
+"""Lowest and highest allowed value of each setting, inclusive: far wider than useful values, but safe in float32."""
 
 
 def _check_ranges(what: str, message: msgspec.Struct) -> None:
@@ -66,7 +65,7 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_fiel
 
 
 class LoraSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`alpha` is the served one: scaling is always alpha / rank. A client folds rsLoRA into it.
+    """`alpha` is the value that serving uses: the scaling is always alpha / rank. A client folds rsLoRA into `alpha`.
 
     `targets`: module names ("q_proj", "kv_b_proj", "experts", ...) or groups ("all", "attention", "mlp", "shared",
     "experts"). `seed` fixes the initial A matrices.
@@ -85,10 +84,10 @@ class LoraSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GetStatus(Request, tag="get_status"):
-    """`verify_weights`: hash the model's weights anew instead of answering with the hash that is known.
+    """`verify_weights`: hash the model's weights again instead of replying with the known hash.
 
-    `wait_s`: how long the answer may wait for that hash, which takes a pass over all weights after the start. After it
-    the answer comes without. None: as long as it takes, as with `verify_weights`.
+    `wait_s`: seconds that the reply may wait for the hash; after a start, computing it takes a pass over all weights.
+    When they are over, the reply comes without the hash. None, or with `verify_weights`: the reply waits for the hash.
     """
 
     verify_weights: bool = False
@@ -96,14 +95,14 @@ class GetStatus(Request, tag="get_status"):
 
 
 class CreateSession(Request, tag="create_session"):
-    """Opens a training session: one adapter's fp32 masters and its optimizer state beside the shared base.
+    """Opens a training session: one adapter's fp32 master weights and optimizer state on top of the shared base.
 
-    `start_from`: a PEFT directory on the resident's file system whose tensors the masters begin with. `reference`:
-    another one, of any rank and targets that the server can serve, which stays as it is; `Forward` with the model
-    "reference" computes with it, or with the base alone where there is none.
+    `start_from`: a PEFT directory on the resident's file system with initial values of the masters. `reference`: a
+    second PEFT directory, of any rank and targets that the server can serve, which stays frozen. `Forward` with the
+    model "reference" computes with this adapter, or with the base alone if there is none.
 
-    `publishes`: the name that the session is going to publish. It is the session's own from now on, until it ends: a
-    ConflictError, unless `take_over`, if another session publishes that name.
+    `publishes`: the name under which the session will publish. The session owns this name until the session ends.
+    ConflictError if another session publishes the name, unless `take_over`.
     """
 
     session: Name
@@ -115,16 +114,15 @@ class CreateSession(Request, tag="create_session"):
 
 
 class CrossEntropy(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="cross_entropy", tag_field="name"):
-    """sum(weights * -logprob): a sum, so that calls add up exactly; the client normalises through the weights."""
+    """sum(weights * -logprob). A sum, so that calls add up exactly; the client normalises through the weights."""
 
 
 class PreferenceLoss(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="preference", tag_field="name"):
-    """`scale` * the sum over pairs of sequences, 2 i the chosen answer and 2 i + 1 the rejected one.
+    """`scale` * the sum over pairs of sequences. Sequence 2 i is the chosen answer of pair i, 2 i + 1 the rejected one.
 
-    A target counts where its weight is not 0; the weights' values don't matter. Each sequence has a counted target.
-    The formulas are in `kt_runtime.resident.training.preference`. `label_smoothing` is for sigmoid alone, `gamma` for
-    simpo.
-    `ftx`: adds ftx * the mean -logprob of the chosen answer, with any kind.
+    A target counts if its weight is not 0; the weight's value does not matter. Each sequence has a counted target.
+    `kt_runtime.resident.training.preference` has the formulas. `label_smoothing` is for sigmoid only, `gamma` for simpo
+    only. `ftx`: adds ftx * the mean -logprob of the chosen answer, with any kind.
     """
 
     kind: Literal["sigmoid", "hinge", "ipo", "orpo", "simpo"]
@@ -144,7 +142,7 @@ class PreferenceLoss(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, t
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss compares with a reference's log-probabilities."""
+        """Whether the loss needs a reference model's log-probabilities."""
         return self.kind in ("sigmoid", "hinge", "ipo")
 
 
@@ -157,12 +155,12 @@ class Forward(Request, tag="forward"):
     """Log-probabilities of the targets and the loss; state is unchanged.
 
     Buffers: `tokens` int32 [N], `targets` int32 [N] (already shifted: targets[i] is the token after tokens[i]),
-    `weights` float32 [N], N = sum(lengths). `model`: what computes: the session's adapter, the base alone, or the
-    session's reference. Nothing drops out.
+    `weights` float32 [N], N = sum(lengths). `model`: "policy" (the base with the session's adapter), "base" or
+    "reference". No dropout.
 
-    A `PreferenceLoss` that has a reference takes a fourth buffer where the model is the policy: `reference` float32
-    [number of sequences], the sum of the reference's log-probabilities over each sequence's counted targets. Another
-    model takes none: it is compared with itself.
+    With model "policy", a `PreferenceLoss` that `has_reference` requires a fourth buffer: `reference` float32 [number
+    of sequences], the sum of the reference's log-probabilities over each sequence's counted targets. With another
+    model there is no fourth buffer: the model is its own reference.
     """
 
     session: Name
@@ -172,10 +170,10 @@ class Forward(Request, tag="forward"):
 
 
 class ForwardBackward(Request, tag="forward_backward"):
-    """As `Forward` of the policy, with the session's dropout, and adds the loss's gradient to the accumulated one.
+    """`Forward` with model "policy" and the session's dropout, then backward: accumulates the loss's gradient.
 
-    `activations`: whether backward recomputes each layer, or keeps what forward computed and takes memory for it; the
-    result is the same.
+    `activations`: "recompute": backward recomputes each layer (activation checkpointing); "retain": forward keeps the
+    activations in memory. Both give the same result.
     """
 
     session: Name
@@ -187,8 +185,8 @@ class ForwardBackward(Request, tag="forward_backward"):
 class OptimStep(Request, tag="optim_step"):
     """One AdamW step over the accumulated gradient, which is then cleared.
 
-    The gradient is clipped to the global L2 norm `max_grad_norm` (0: not clipped). A gradient with NaN or Inf is
-    refused: the masters stay as they were and the accumulated gradient is cleared.
+    The gradient is clipped to the global L2 norm `max_grad_norm` (0: no clipping). A gradient with NaN or Inf is an
+    error: the masters stay unchanged and the accumulated gradient is cleared.
     """
 
     session: Name
@@ -205,10 +203,10 @@ class OptimStep(Request, tag="optim_step"):
 
 
 class Save(Request, tag="save"):
-    """Writes the adapter as a PEFT directory at `path`, with the optimizer's state when `optimizer`.
+    """Writes the adapter as a PEFT directory at `path`; `optimizer`: with the optimizer's state.
 
-    `replace`: an empty directory or one that `Save` wrote, and nothing has been added to, may be there; it is exchanged
-    for the new one once that is whole.
+    `replace`: `path` may be an empty directory, or one that `Save` wrote and that holds no other files. The new
+    directory takes its place once complete.
     """
 
     session: Name
@@ -218,7 +216,7 @@ class Save(Request, tag="save"):
 
 
 class Load(Request, tag="load"):
-    """Sets masters (and optimizer state, if the directory holds it) from a directory written by `Save`."""
+    """Restores the masters (and optimizer state, if the directory holds it) from a directory written by `Save`."""
 
     session: Name
     path: PathText
@@ -227,8 +225,8 @@ class Load(Request, tag="load"):
 class Publish(Request, tag="publish"):
     """Makes a new version from the session's masters and moves adapter `name` to it, without a reload.
 
-    The name is the session's own from then on, until it ends. A ConflictError, unless `take_over`, if another session
-    publishes that name, or if it was taken over from this one or unloaded.
+    The session then owns the name until the session ends. Without `take_over`, a ConflictError if another session
+    publishes the name, or if this session lost the name because it was taken over or unloaded.
     """
 
     session: Name
@@ -243,7 +241,7 @@ class CloseSession(Request, tag="close_session"):
 class LoadAdapter(Request, tag="load_adapter"):
     """Validates the PEFT directory at `path`, installs it as a version and moves adapter `name` to it.
 
-    A ConflictError, unless `take_over`, if a session publishes that name.
+    Without `take_over`, a ConflictError if a session publishes the name.
     """
 
     name: Name
@@ -252,7 +250,7 @@ class LoadAdapter(Request, tag="load_adapter"):
 
 
 class RollbackAdapter(Request, tag="rollback_adapter"):
-    """Moves adapter `name` back to `adapter_version` (a content hash or a prefix of it); None: the one before."""
+    """Moves adapter `name` back to `adapter_version` (a content hash or its prefix); None: the previous version."""
 
     name: Name
     adapter_version: Annotated[str, msgspec.Meta(max_length=128)] | None = None
@@ -263,17 +261,17 @@ class ListAdapters(Request, tag="list_adapters"):
 
 
 class ForgetAdapter(Request, tag="forget_adapter"):
-    """The frontend has taken adapter `name` away: forget its current version. The versions on disk stay.
+    """The frontend has unloaded adapter `name`: forget its current version. The versions on disk stay.
 
-    Publications of the name that are under way are answered with a ConflictError; one for which the frontend was asked
-    already ends first.
+    Publications of the name that are in progress fail with a ConflictError. Exception: if the frontend was already
+    asked to move the name, that publication completes first.
     """
 
     name: Name
 
 
 class DropAdapter(Request, tag="drop_adapter"):
-    """Frees the serving copy `lora_id`. Sent by the frontend once the last request that uses it has ended."""
+    """Frees the serving copy `lora_id`. The frontend sends this message when the copy's last request has ended."""
 
     lora_id: Annotated[str, msgspec.Meta(max_length=128)]
 
@@ -297,15 +295,15 @@ AnyRequest = (
 
 
 class Reply(msgspec.Struct, kw_only=True, tag_field="type"):
-    """A later server's may have more fields: they are ignored."""
+    """Base of all replies. A client ignores unknown fields, which a newer server may send."""
 
     request_id: str
 
 
 class ErrorReply(Reply, tag="error"):
-    """`category`: "user" (the request was wrong or its numbers overflow, don't resend) or "server" (ours).
+    """`category`: "user" (the request was wrong or its numbers overflow: do not retry) or "server" (the server failed).
 
-    `kind` is the class name of `kt_runtime.errors`, so that the client raises the same error.
+    `kind`: the name of a class in `kt_runtime.errors`; the client raises this class.
     """
 
     category: Literal["user", "server"]
@@ -314,9 +312,9 @@ class ErrorReply(Reply, tag="error"):
 
 
 class SessionInfo(msgspec.Struct, kw_only=True):
-    """`publishes`: names of adapters that are this session's own. `num_bytes`: what it may take, as the server's limit
-    counts. `idle_s`: since a request of it last began; `age_s`: since it was opened. `num_requests`: of it, under way
-    or waiting."""
+    """`publishes`: names of the adapters that this session owns. `num_bytes`: the memory that counts against
+    --session-memory. `idle_s`, `age_s`: seconds since the session's latest request began, and since the session was
+    opened. `num_requests`: the session's requests that run or wait."""
 
     session: str
     rank: int
@@ -332,15 +330,16 @@ class SessionInfo(msgspec.Struct, kw_only=True):
 
 
 class CacheTier(msgspec.Struct, kw_only=True):
-    """One tier of the prefix cache, "device", "host" or "disk", counted from the server's start on.
+    """One tier of the prefix cache: "device", "host" or "disk". Counters start at the server's start.
 
-    A page is the KV of `page_tokens` tokens, `page_bytes` bytes. `hits` and `misses`: pages that this tier was asked
-    for and had or had not; what one tier misses, the next one is asked for. `evictions`: pages removed to make room.
-    `bytes_read`, `bytes_written`: copied from and to the tier (0 on the device, where pages are used in place).
-    `used_bytes`, `capacity_bytes`: what the `pages` in it take now, and may take.
+    A page is the KV of `page_tokens` tokens, `page_bytes` bytes. `hits`, `misses`: lookups in this tier, in pages; a
+    miss in one tier becomes a lookup in the next. `evictions`: pages removed to make room. `bytes_read`,
+    `bytes_written`: bytes copied from and to the tier (0 on the device, where pages are used in place). `used_bytes`,
+    `capacity_bytes`: size of the tier's current `pages`, and the limit.
 
-    The disk's alone: `corrupt` records (each a miss too), `counters` (all of `kt_runtime.cache.counters`), `directory`,
-    `read_only` (pages are never written there), and why it is not read or written just now (None: it is).
+    Disk tier only: `corrupt` (records; each counts as a miss too), `counters` (all of `kt_runtime.cache.counters`),
+    `directory`, `read_only` (pages are never written), `reading_stopped` and `writing_stopped` (the reason why the tier
+    is currently not read or written; None: it is).
     """
 
     tier: str
@@ -363,7 +362,7 @@ class CacheTier(msgspec.Struct, kw_only=True):
 
 
 class UnstoredVersion(msgspec.Struct, kw_only=True):
-    """A version that is or was served and is not in the adapter directory. `is_waiting`: its writing is tried again."""
+    """A version that is or was served and is not in the adapter directory. `is_waiting`: the write will be retried."""
 
     name: str
     version: str
@@ -372,25 +371,25 @@ class UnstoredVersion(msgspec.Struct, kw_only=True):
 
 
 class UnforgottenName(msgspec.Struct, kw_only=True):
-    """A name that was unloaded, and that a restart would serve again: the adapter directory could not be changed."""
+    """An unloaded name that a restart would serve again, because the adapter directory could not be changed."""
 
     name: str
     reason: str
 
 
 class StatusReply(Reply, tag="status"):
-    """`fingerprint`: hash of the model's weights; empty while it is not known. Bytes: parameters shared with and copied
-    from SGLang.
+    """`fingerprint`: hash of the model's weights; empty until computed. `weights_shared_bytes`, `weights_copied_bytes`:
+    training's parameters that share SGLang's memory, and that are copies.
 
-    `expert_threads`: CPU threads that compute routed experts. `expert_node_bytes`: their weights on each memory node.
-    `expert_placement`: why the system did not put them there, empty where it did.
+    `expert_threads`: CPU threads that compute routed experts. `expert_node_bytes`: the experts' weights on each memory
+    node. `expert_placement`: why the system refused to place the weights on their nodes; empty: it did not refuse.
 
     `chunked_prefill_tokens`: prompt tokens that serving computes at once, 0: no limit. `microbatch_tokens`: padded
     tokens that training sends through a layer at once.
 
-    `cache`: the prefix cache's tiers, nearest first; empty where the engine doesn't say. `not_stored`: versions of
-    adapters that could not be written down. `not_forgotten`: unloaded names for which that could not be written down.
-    `restoring`: names of an earlier run that are not served again yet.
+    `cache`: the prefix cache's tiers, nearest first; empty if the engine reports none. `not_stored`: versions that
+    could not be written to disk. `not_forgotten`: unloaded names whose removal could not be written to disk.
+    `restoring`: names of an earlier run that are still being restored.
     """
 
     runtime_version: str
@@ -426,11 +425,11 @@ class SessionReply(Reply, tag="session"):
 
 
 class ForwardReply(Reply, tag="forward_result"):
-    """Buffer: `logprobs` float32 [N], the log-probability of each target. `loss` is a sum, as the request's loss says.
+    """Buffer: `logprobs` float32 [N], the log-probability of each target. `loss`: a sum, as the request's loss defines.
 
-    `metrics`: sums over the pairs of a `PreferenceLoss`, by the names under which LLaMA-Factory logs their means; empty
-    otherwise. `num_correct`: tokens of a weight other than 0 whose most probable next token is the target.
-    `num_computed`: tokens that went through the layers, a prompt that a pair shares once.
+    `metrics`: sums over the pairs of a `PreferenceLoss`, under the names with which LLaMA-Factory logs their means;
+    empty otherwise. `num_correct`: tokens with non-zero weight whose most probable next token is the target.
+    `num_computed`: tokens computed by the layers; the shared prompt of a pair counts once.
     """
 
     loss: float
@@ -442,7 +441,7 @@ class ForwardReply(Reply, tag="forward_result"):
 
 
 class OptimReply(Reply, tag="optim_result"):
-    """`grad_norm` is the norm before clipping. `finished_at`: Unix time, seconds, at which the step had ended."""
+    """`grad_norm`: the norm before clipping. `finished_at`: Unix time, seconds, at the end of the step."""
 
     step: int
     grad_norm: float
@@ -456,7 +455,7 @@ class SavedReply(Reply, tag="saved"):
 
 
 class PublishReply(Reply, tag="published"):
-    """`publish_ms`: from the publish call's start in the resident to the name's move."""
+    """`publish_ms`: milliseconds from the start of the request in the resident to the name's move."""
 
     name: str
     version: str
@@ -465,9 +464,9 @@ class PublishReply(Reply, tag="published"):
 
 
 class VersionInfo(msgspec.Struct, kw_only=True):
-    """`source`: "session NAME" or the directory it was loaded from. `created_at`: Unix time, seconds.
+    """`source`: "session NAME", or the path that the version was loaded from. `created_at`: Unix time, seconds.
 
-    `stored`: whether it is in the adapter directory, and so there after a restart; `not_stored` says why not.
+    `stored`: the version is in the adapter directory and so survives a restart; `not_stored`: why not.
     """
 
     version: str
@@ -481,10 +480,10 @@ class VersionInfo(msgspec.Struct, kw_only=True):
 
 
 class AdapterInfo(msgspec.Struct, kw_only=True):
-    """`versions` newest first; `current` is None when the name is not served at present.
+    """`versions`: newest first. `current`: None if the name is not served now.
 
-    `owner`: the session that publishes the name, since `owned_since` (Unix time, seconds); None: nobody does.
-    `problem`: why the name is not served again after a restart.
+    `owner`: the session that publishes the name, since `owned_since` (Unix time, seconds); None: no session does.
+    `problem`: why the name could not be restored after a restart.
     """
 
     name: str
@@ -502,7 +501,7 @@ class AdaptersReply(Reply, tag="adapters"):
 class MoveName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="move_name", tag_field="type"):
     """Resident to frontend, on the names channel: from now on adapter `name` means `lora_id`.
 
-    `expires_at`: CLOCK_MONOTONIC in seconds, at which the resident stops waiting; a later move must not be made.
+    `expires_at`: CLOCK_MONOTONIC in seconds, when the resident stops waiting. The frontend must not move it later.
     """
 
     move_id: str
@@ -513,15 +512,15 @@ class MoveName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="mo
 
 
 class NameMoved(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="name_moved", tag_field="type"):
-    """Frontend to resident: done, or `error` says why not."""
+    """Frontend to resident: the name has moved, or `error` is the reason why not."""
 
     move_id: str
     error: str | None = None
 
 
 class ForgottenReply(Reply, tag="forgotten"):
-    """`lora_id`: what the name meant at last, None if it meant nothing. The frontend takes the name away from it, if a
-    publication has moved it there meanwhile."""
+    """`lora_id`: the name's last meaning, None if it had none. If a publication has moved the name to this id in the
+    meantime, the frontend removes the name again."""
 
     lora_id: str | None
 

@@ -1,11 +1,11 @@
-"""The resident's end of the wire: a ROUTER socket on a thread of its own, which the scheduler never waits for.
+"""The resident's end of the wire: a ROUTER socket on its own I/O thread. The scheduler never waits for this thread.
 
-The I/O thread reads, checks and answers everything that needs no model: malformed messages, resent requests, too much
-at once. What is left waits until the scheduler calls `take`; `answer` hands the reply over and returns. Two event
-descriptors (eventfd(2)) wake the one side when the other has something.
+The I/O thread reads and checks messages, and answers those that need no model: malformed messages, retries, requests
+over the limits (backpressure). All other requests wait until the scheduler calls `take`; `answer` queues the reply and
+returns. Two event descriptors (eventfd(2)), one for each direction, wake the other side.
 
-Not defended against: a peer that was let in (this user, or a holder of an allowed key) and sends one message of
-endlessly many frames; libzmq collects a message before it shows any of it. Each frame is bounded.
+No defence exists against an authorised peer (this user, or a holder of an allowed key) that sends one message of
+endlessly many frames: libzmq collects a whole message before it delivers any frame. Each frame is bounded.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from kt_runtime.wire.messages import AnyRequest, GetStatus, ListAdapters, Reply
 
 logger = logging.getLogger(__name__)
 
-ZAP_ADDRESS = "inproc://zeromq.zap.01"  # ZMQ RFC 27: where libzmq asks whether a client may come in
+ZAP_ADDRESS = "inproc://zeromq.zap.01"  # ZMQ RFC 27: libzmq sends its authentication requests there
 ZAP_DOMAIN = b"kt-runtime"
 MAX_MESSAGES_PER_TURN = 64
-LOOKS_KEPT = 64  # answers to requests that only look
-LINGER_SECONDS = 5.0  # for `close`: how long peers may take to read what was answered
-HIGH_WATER_MARK = 64  # messages in libzmq's own queue of one peer, each way
+LOOKS_KEPT = 64  # answers to read-only requests
+LINGER_SECONDS = 5.0  # for `close`: how long peers may take to read their answers
+HIGH_WATER_MARK = 64  # messages in libzmq's queue of one peer, in each direction
 
 
 @dataclass
 class Incoming:
-    """A request that waits to be carried out. `arrays` are read-only views that stay valid as long as this does."""
+    """A request that waits for its handler. `arrays`: read-only views, valid as long as this object lives."""
 
     request: AnyRequest
     arrays: dict[str, np.ndarray]
@@ -60,11 +60,11 @@ class Incoming:
 class WireServer:
     """Listens at `address` from construction to `close`.
 
-    ipc:// sockets get mode 0600 in a directory that must be 0700 (created if missing); the lock file beside the socket
-    makes a second server a ConflictError and a dead server's socket free to take. tcp:// needs CURVE, on loopback too:
-    `server_secret_key` and `allowed_clients` (public keys) are Z85 text of 40 characters.
+    ipc:// sockets have mode 0600 in a directory with mode 0700 (created if missing). A lock file next to the socket
+    turns a second server into a ConflictError and allows reusing the socket of a dead server. tcp:// requires CURVE, on
+    loopback too: `server_secret_key` and `allowed_clients` (public keys) are Z85 text of 40 characters.
 
-    `take`, `answer`, `wait`, `has_pending` and `close` belong to one thread; only `wait` and `close` block.
+    Call `take`, `answer`, `wait`, `has_pending` and `close` from one thread; only `wait` and `close` block.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class WireServer:
         self._limits = Limits(max_message_bytes=max_message_bytes)
         bounds = {"ids_kept": ids_kept, "max_pending": max_pending, "max_pending_bytes": max_pending_bytes}
         self._book = AnswerBook(answers_kept=answers_kept, answers_kept_bytes=answers_kept_bytes, **bounds)
-        # Apart from the others, so that somebody who asks for the status all the time displaces no trainer's answers.
+        # Separate from `_book`, so that frequent status requests evict no answers to trainers.
         self._looks = AnswerBook(answers_kept=LOOKS_KEPT, answers_kept_bytes=MEBIBYTE, **bounds)
         self._pending: deque[Incoming] = deque()
         self._outbox: deque[tuple[Incoming, list[bytes]]] = deque()
         self._faults_logged: set[str] = set()
         self._closing = False
-        self._linger_s = self._ends_s = 0.0  # how long, and until when, `close` waits for peers
+        self._linger_s = self._ends_s = 0.0  # duration and deadline of `close` waiting for peers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._zap: zmq.Socket[bytes] | None = None
         self._allowed_keys = {key_bytes(key, "allowed client") for key in allowed_clients}
@@ -113,7 +113,7 @@ class WireServer:
 
     @property
     def wakeup_fd(self) -> int:
-        """A descriptor that polls readable while requests wait; `take` makes it unreadable again."""
+        """A descriptor that polls readable while requests wait; `take` clears it."""
         return self._arrived
 
     @property
@@ -121,26 +121,26 @@ class WireServer:
         return bool(self._pending)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleeps until a request waits or `timeout_s` has passed; says whether one waits."""
-        poller = select.poll()  # not select(2), which knows descriptors below 1,024 only
+        """Sleeps until a request waits or `timeout_s` has passed; returns whether one waits."""
+        poller = select.poll()  # not select(2), which is limited to descriptors below 1,024
         poller.register(self._arrived, select.POLLIN)
         deadline = time.monotonic() + timeout_s
         while not self._pending and (left := deadline - time.monotonic()) > 0:
             poller.poll(left * 1000)
             if not self._pending:
-                _drain(self._arrived)  # left over from a request that was taken before its event was written
+                _drain(self._arrived)  # a stale event: its request was taken before the event was written
         return bool(self._pending)
 
     def take(self) -> list[Incoming]:
-        """All requests that wait, in order of arrival; each must be answered once."""
+        """Removes and returns all waiting requests, in order of arrival. The caller must answer each exactly once."""
         _drain(self._arrived)
         return [self._pending.popleft() for _ in range(len(self._pending))]
 
     def answer(self, incoming: Incoming, reply: Reply, arrays: Arrays | None = None) -> None:
-        """Sends `reply` to whoever asked last for this id, and keeps it for whoever asks again.
+        """Sends `reply` to the latest sender of this request id, and keeps it for retries.
 
-        A reply with NaN or infinity reaches the client as a NumericsError. Raises RuntimeFault for a reply of another
-        id or a second one. After `close` nothing is sent: `close` has answered.
+        The client gets a NumericsError in place of a reply with NaN or infinity. Raises RuntimeFault for a second
+        reply, or for a reply to another id. After `close`, sends nothing: `close` has answered every request.
         """
         if incoming.answered or reply.request_id != incoming.request_id:
             problem = "was answered already" if incoming.answered else f"got a reply to {reply.request_id!r}"
@@ -161,10 +161,10 @@ class WireServer:
             return codec.encode(error_reply(reply.request_id, kind(f"the answer can't be sent: {error}")))
 
     def close(self, linger_s: float = LINGER_SECONDS) -> None:
-        """Sends what was answered, tells the others that the server is ending, closes the socket and removes its file.
+        """Sends all queued answers, fails the other requests, closes the socket and removes its file.
 
-        Requests without an answer get a ServerUnreachableError. Peers that do not read are waited for until `linger_s`
-        have passed, all together.
+        Requests without an answer get a ServerUnreachableError. `linger_s`: seconds to wait for slow peers, for all
+        peers together.
         """
         if self._closing:
             return
@@ -175,11 +175,11 @@ class WireServer:
         self._cleanup.close()
 
     def _left_ms(self, kept_s: float = 0.0) -> int:
-        """Of the linger; `kept_s` of it are for something else."""
+        """Milliseconds left of the linger, minus a reserve of `kept_s` seconds."""
         return max(0, int(1000 * (self._ends_s - kept_s - time.monotonic())))
 
     def _send_what_is_left(self) -> None:
-        """Closes the sockets; libzmq goes on sending for what is left of the linger."""
+        """Closes the sockets; libzmq keeps sending for the rest of the linger."""
         self._router.close(linger=self._left_ms())
         self._context.destroy(linger=0)
 
@@ -210,10 +210,10 @@ class WireServer:
     def _open_router(self, secret_key: str | None) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer nobody receives is an error to ignore, not a wait
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an undeliverable answer raises an error, which `_send` ignores
         router.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         router.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        # Up to twice the limit gets an error reply; a larger frame ends its connection before it is read.
+        # A frame of up to twice the limit gets an error reply; libzmq closes the connection on a larger one.
         router.setsockopt(zmq.MAXMSGSIZE, 2 * self._limits.max_message_bytes)
         if secret_key:
             router.setsockopt(zmq.CURVE_SERVER, 1)
@@ -240,7 +240,7 @@ class WireServer:
                     self._authenticate()
                 if self._router in ready:
                     self._receive()
-            except Exception:  # the thread must outlive our own mistakes: without it no trainer is ever answered
+            except Exception:  # the thread must survive our own bugs: without it no trainer ever gets an answer
                 logger.exception("wire server: unexpected error; going on")
         try:
             self._end()
@@ -253,7 +253,7 @@ class WireServer:
             self._send(self._book_of(incoming.request).finish(incoming.request_id, frames), frames)
 
     def _end(self) -> None:
-        """Sends all answers, and an error to whoever will get none, requests included that nobody has read yet."""
+        """Sends all answers, and an error for each request that gets none, including messages not yet read."""
         self._send_outbox()
         self._receive()
         not_begun = {incoming.request_id for incoming in self._pending}
@@ -278,7 +278,7 @@ class WireServer:
                 self._refuse(identity, error, _request_id(frames))
 
     def _read_frames(self) -> tuple[list[bytes], FrameError | None]:
-        """One message without its identity. Once it is above a limit, the rest of it is read and dropped."""
+        """Reads one message, without its identity. Beyond a limit, the rest of the message is read and dropped."""
         frames: list[bytes] = []
         num_frames = num_bytes = 0
         while self._router.getsockopt(zmq.RCVMORE):
@@ -314,19 +314,19 @@ class WireServer:
         self._send(identity, codec.encode(error_reply(request_id, error)))
 
     def _send(self, identity: bytes, frames: list[bytes]) -> None:
-        """A client that is gone or does not read is no error: it asks again under the same id when it is back.
+        """Sends without blocking. An unreachable or slow client is no error: the client retries under the same id.
 
-        While closing nobody can ask again, so that a client whose queue is full is waited for.
+        While closing no client can retry, so the call then waits for a client whose queue is full.
         """
         try:
             if self._closing:
-                self._router.setsockopt(zmq.SNDTIMEO, self._left_ms(self._linger_s / 2))  # the rest is for other peers
+                self._router.setsockopt(zmq.SNDTIMEO, self._left_ms(self._linger_s / 2))  # reserves half for others
             self._router.send_multipart([identity, *frames], 0 if self._closing else zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.debug("wire server: an answer was not sent: %s", error)
 
     def _authenticate(self) -> None:
-        """Answers one ZAP request (ZMQ RFC 27): 200 for an allowed CURVE key, 400 for all else."""
+        """Answers one ZAP request (ZMQ RFC 27): 200 for an allowed CURVE key, 400 for anything else."""
         assert self._zap is not None
         version, sequence, _domain, _address, _identity, mechanism, *credentials = self._zap.recv_multipart()
         allowed = mechanism == b"CURVE" and len(credentials) == 1 and credentials[0] in self._allowed_keys
@@ -352,9 +352,9 @@ def _bind(router: zmq.Socket[Any], address: str) -> None:
 
 @contextlib.contextmanager
 def _bind_ipc(router: zmq.Socket[Any], address: str, close: Callable[[], None]) -> Iterator[None]:
-    """Binds under a lock, with the socket file 0600; removes the file of a server that died.
+    """Binds under a lock, with mode 0600 for the socket file; removes the stale file of a dead server.
 
-    `close` closes the socket; libzmq removes its file then, so nobody else may have bound there before.
+    `close` closes the socket. libzmq then removes the socket file, so the lock must be held until after `close`.
     """
     path = ipc_path(address)
     private_directory(path.parent)

@@ -1,1 +1,1 @@
-"""An adapter version's way: copied, checked and hashed on a worker, probed, installed, named, written to disk."""
+"""The stages of publishing an adapter version: prepare on a worker thread, probe, install, move the name, store."""

@@ -1,8 +1,8 @@
-"""Who publishes an adapter's name: the training session that said so first, until it ends.
+"""Ownership of adapter names: the first training session that claims a name owns it until the session ends.
 
-Another session asks (`take_over`), and so does loading a directory under the name: two publishers of one name would
-undo each other's versions silently. A session whose name was taken over or unloaded is told at its next publication;
-so is one whose first publication of the name was under way then.
+Two publishers of one name would silently undo each other's versions. So another session, or a load of a directory under
+the name, needs `take_over`. A session whose name was taken over or unloaded gets an error at its next publication. The
+same holds if the session's first publication of the name was in progress at that time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ASKING = "say take_over (publish_take_over in a recipe, --take-over of adapter 
 
 @dataclass(frozen=True)
 class SessionId:
-    """`key` is the session's own alone; `name` is what its client calls it, and another session may be called later."""
+    """`key` is unique. `name` is the client's name of the session; a later session may reuse it."""
 
     key: str
     name: str
@@ -34,7 +34,7 @@ class Owner:
 
 
 class Owners:
-    """`clock`: Unix time, seconds. Sessions that have not begun here own nothing."""
+    """`clock`: Unix time, seconds. Only sessions between `begin` and `end` can own names."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -46,7 +46,7 @@ class Owners:
         self._live.add(session.key)
 
     def end(self, session: SessionId) -> None:
-        """The session was closed: its names are free."""
+        """The session was closed: releases its names."""
         self._live.discard(session.key)
         self._owners = {name: owner for name, owner in self._owners.items() if owner.session != session}
         self._lost = {place: why for place, why in self._lost.items() if place[0] != session.key}
@@ -58,7 +58,7 @@ class Owners:
         return sorted(name for name, owner in self._owners.items() if owner.session == session)
 
     def check(self, name: str, session: SessionId | None, *, take_over: bool) -> None:
-        """Raises ConflictError if `session` (None: no session) may not give `name` a version without asking."""
+        """Raises ConflictError if `session` (None: no session) may not publish `name` without `take_over`."""
         if take_over:
             return
         owner = self._owners.get(name)
@@ -83,7 +83,7 @@ class Owners:
         return True
 
     def claim(self, name: str, session: SessionId | None) -> None:
-        """`name` is published by `session` from now on; None, or a session that has ended: by nobody."""
+        """Makes `session` the owner of `name`. None, or a session that has ended: the name has no owner."""
         owner = self._owners.get(name)
         if owner is not None and owner.session == session:
             return
@@ -94,13 +94,13 @@ class Owners:
             self._lost.pop((session.key, name), None)
 
     def lose(self, name: str, how: str) -> None:
-        """The owner, if there is one, loses the name; `how` goes on from "adapter NAME"."""
+        """The owner, if there is one, loses the name. `how`: the reason, as a predicate after "adapter NAME"."""
         owner = self._owners.pop(name, None)
         if owner is not None:
             self.refuse(name, owner.session, how)
 
     def refuse(self, name: str, session: SessionId, how: str) -> None:
-        """`session` must ask before it publishes the name (again). Not for sessions that have ended."""
+        """From now on `session` needs `take_over` to publish the name. No effect for sessions that have ended."""
         if session.key in self._live:
             self._lost[session.key, name] = f"{how} at {_shown(self._clock())}"
 

@@ -1,9 +1,9 @@
-"""Writes published versions down, beside the engine, and keeps those in memory that could not be written yet.
+"""Writes published versions to disk on a background thread; versions that could not be written yet stay in memory.
 
-A name has versions that wait to be written and what it means now (`VersionStore.point`). Both are applied together by
-one thread; a disk that is full or fails is tried again after a pause that grows, and it is told whoever asks what waits
-and why. What waits is bounded: beyond the bound the version that each name means is kept, the others are given up and
-reported as not stored.
+For each name, this module holds the unwritten versions and the name's current meaning (`VersionStore.point`). One
+thread writes both together. It retries a full or failing disk with growing pauses, and reports each unwritten version
+with the reason. The unwritten versions are bounded: beyond the bound only the current version of each name is kept;
+others are dropped and reported as not stored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WRITING = "it is being written"
 
 @dataclass(frozen=True)
 class Unstored:
-    """A version that is not on disk. `is_waiting`: it is kept in memory and tried again."""
+    """A version that is not on disk. `is_waiting`: it is kept in memory, and the write is retried."""
 
     name: str
     version: str
@@ -43,7 +43,7 @@ class _Waiting:
 
 
 class _Name:
-    """What is to be written of one name. `served`, `known`: as VersionTable's; `served` None: the name is forgotten."""
+    """One name's pending writes. `served`, `known`: as in VersionTable; `served` None: the name was unloaded."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, _Waiting] = {}
@@ -63,13 +63,13 @@ class _Name:
 
     @property
     def unstored(self) -> list[str]:
-        """What a restart would not have: also the current version while `current.json` does not name it."""
+        """Versions that a restart would lose, including the current version until `current.json` names it."""
         unnamed = self.current if not self.is_pointed else None
         return [*self.waiting, *([unnamed] if unnamed is not None and unnamed not in self.waiting else [])]
 
 
 class Persistence:
-    """Every method may be called by any thread; none waits for the disk, except `flush` and `close`."""
+    """Thread-safe. Only `flush` and `close` wait for the disk."""
 
     def __init__(
         self, store: VersionStore, base_model: str, *, max_versions: int = MAX_VERSIONS, max_bytes: int = MAX_BYTES
@@ -86,7 +86,7 @@ class Persistence:
     def put(
         self, name: str, version: AdapterVersion, adapter: AdapterTensors, served: list[str], known: Collection[str]
     ) -> None:
-        """`name` means `version` now. `served`, `known`: VersionTable's; versions it does not know are not written."""
+        """`name` now means `version`. `served`, `known`: as in VersionTable; only versions in `known` are written."""
         with self._changed:
             entry = self._names.setdefault(name, _Name())
             entry.waiting.pop(version.hash, None)
@@ -98,7 +98,7 @@ class Persistence:
             self._changed.notify_all()
 
     def forget(self, name: str) -> None:
-        """`name` means nothing any more, after a restart neither. Its versions are written all the same."""
+        """`name` was unloaded and must stay so after a restart. Its waiting versions are written nevertheless."""
         with self._changed:
             entry = self._names.setdefault(name, _Name())
             entry.served, entry.is_pointed = None, False
@@ -111,7 +111,7 @@ class Persistence:
             return waiting.adapter if waiting is not None else None
 
     def reason(self, name: str, version: str) -> str | None:
-        """Why a restart would not have this version, None if it would."""
+        """Why a restart would lose this version; None if it would not."""
         with self._changed:
             entry = self._names.get(name)
             if entry is not None and version in entry.unstored:
@@ -128,7 +128,7 @@ class Persistence:
             return waiting + [Unstored(*place, reason, False) for place, reason in self._given_up.items()]
 
     def unforgotten(self) -> list[tuple[str, str]]:
-        """Names that were forgotten and that a restart would serve again, and why."""
+        """(name, reason) of unloaded names that a restart would serve again."""
         with self._changed:
             return [
                 (name, entry.problem)
@@ -137,12 +137,12 @@ class Persistence:
             ]
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until everything is written; False if it takes longer."""
+        """Waits until everything is written; False after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: all(entry.is_done for entry in self._names.values()), timeout_s)
 
     def close(self, timeout_s: float = CLOSING_SECONDS) -> None:
-        """Tries everything that waits once more, and logs what is not written then."""
+        """Retries every pending write once, and logs the versions that are still not written."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -151,7 +151,7 @@ class Persistence:
             if item.is_waiting:
                 logger.error("adapter %s, version %s is not stored: %s", item.name, item.version[:16], item.reason)
 
-    # On its thread.
+    # On the background thread.
 
     def _run(self) -> None:
         tried: set[str] = set()
@@ -168,7 +168,7 @@ class Persistence:
             self._write(name)
 
     def _next(self, tried: Collection[str]) -> str | None:
-        """A name that is due; when closing, each once more, whenever it was tried."""
+        """A name whose write is due. When closing, every name is due once, whatever its pause."""
         now = time.monotonic()
         for name, entry in self._names.items():
             if not entry.is_done and (name not in tried if self._closing else now >= entry.not_before):
@@ -183,10 +183,10 @@ class Persistence:
         with self._changed:
             entry = self._names[name]
             served, known, waiting = entry.served, entry.known, list(entry.waiting.values())
-        # What the name means comes first: it is what a restart needs, and the disk may have no room for all.
+        # The current version comes first: a restart needs it, and the disk may not have room for all.
         waiting.sort(key=lambda item: item.version.hash != (served[-1] if served else None))
         try:
-            if not served:  # takes no room, and so is done where the versions that wait can't be written
+            if not served:  # first, since this needs no disk space and so succeeds even on a full disk
                 self._store.forget(name)
                 self._is_forgotten(name)
             for item in waiting:
@@ -197,7 +197,7 @@ class Persistence:
                 self._store.point(name, served, known)
         except OSError as error:
             self._put_off(name, f"{error.strerror or error} (tried again)", error)
-        except Exception as error:  # noqa: BLE001 - reported: nothing makes it work another time
+        except Exception as error:  # noqa: BLE001 - reported, not retried: a retry would fail again
             self._give_up(name, served, waiting, error)
         else:
             self._is_written(name, served)
@@ -215,7 +215,7 @@ class Persistence:
 
     def _is_forgotten(self, name: str) -> None:
         with self._changed:
-            if self._names[name].served is None:  # nobody has published it meanwhile
+            if self._names[name].served is None:  # the name was not published again meanwhile
                 self._names[name].is_pointed = True
 
     def _is_written(self, name: str, served: list[str] | None) -> None:
@@ -256,10 +256,10 @@ class Persistence:
                 del self._names[name]
             self._changed.notify_all()
 
-    # With the lock.
+    # The caller holds the lock.
 
     def _keep_bounds(self) -> None:
-        """Gives up versions that no name means, those of forgotten names first, then the oldest."""
+        """Drops versions that are not current, those of unloaded names first, then the oldest."""
         waiting = [(name, item) for name, entry in self._names.items() for item in entry.waiting.values()]
         num_bytes = sum(item.adapter.num_bytes for _, item in waiting)
         spare = [(name, item) for name, item in waiting if item.version.hash != self._names[name].current]

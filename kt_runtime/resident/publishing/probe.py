@@ -1,8 +1,8 @@
-"""The gate in front of serving: one forward pass with an adapter, over a few fixed tokens, has to be finite.
+"""The probe before serving: one forward pass with an adapter, over a few fixed tokens, must be finite.
 
-Finite weights are not enough: 3e38 everywhere passes every check of the file, and the first request with it computes
-infinity. The pass goes through the training twin, which computes what serving computes, in slices of one layer, so that
-streams are not held up. The tokens choose some of the experts; what only other tokens meet is found when it is served.
+Finite weights are not enough: an adapter full of 3e38 passes every check of the file, yet its first request computes
+infinity. The pass runs through the training twin, which computes the same as serving, in slices of one layer, so that
+streams do not stall. The probe's tokens reach only some of the experts; an overflow elsewhere is found when serving.
 
 Shapes: T probe tokens, H hidden, V vocabulary.
 """
@@ -28,16 +28,16 @@ OPENING = Slice("probe start", NUM_TOKENS)
 
 
 class Probe:
-    """`lora`: the one of all sessions, since it knows which adapter is active in which layer."""
+    """`lora`: the instance that all sessions share, since it tracks the active adapter of each layer."""
 
     def __init__(self, twin: Twin, lora: LoraModules, config: Config) -> None:
         self._twin, self._lora = twin, lora
         self._modules = {module.name: module for module in twin.family.lora_modules(config)}
 
     def slices(self, adapter: AdapterTensors, where: str) -> Slices:
-        """Returns None when the pass is finite. Raises AdapterError, beginning with `where`, that names the layer.
+        """Returns None if the pass is finite, else raises AdapterError, which names `where` and the layer at fault.
 
-        No other session may go first between two slices: the pass would wait for a microbatch of it each time.
+        No slice has `may_switch`: else the pass would wait for another session's microbatch at each layer.
         """
         by_layer = self._by_layer(adapter)
         hidden = self._twin.embed(self._tokens())
@@ -64,7 +64,7 @@ class Probe:
         }
 
     def _tokens(self) -> torch.Tensor:
-        """[1, T], spread over the vocabulary, the same for every adapter of a model."""
+        """[1, T] token ids, spread evenly over the vocabulary, the same for every adapter of a model."""
         vocabulary = self._twin.vocabulary
         ids = [(2 * index + 1) * vocabulary // (2 * NUM_TOKENS) for index in range(NUM_TOKENS)]
         return torch.tensor([ids], device=self._twin.device)
@@ -72,7 +72,7 @@ class Probe:
     def _run_layer(
         self, layer: int, hidden: torch.Tensor, positions: Positions, adapter: AdapterTensors | None
     ) -> torch.Tensor:
-        """[1, T, H] to the same. The adapter is in the twin within this call only."""
+        """[1, T, H] -> [1, T, H]. The adapter is in the twin during this call only."""
         if adapter is None:
             self._lora.select(layer, None, dropout=False)
             return self._twin.run_layer(layer, hidden, positions)

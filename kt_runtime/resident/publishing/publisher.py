@@ -1,19 +1,19 @@
-"""Adapter names and versions on the resident's side: a pipeline from an adapter to what a name means.
+"""Adapter names and versions on the resident's side: the pipeline that moves a name to an adapter version.
 
-A publication, a load, a rollback and a restart's restoring go through the same stages. Each name has one operation
-under way, the others wait for it; operations on different names do not wait for each other:
+Publications, loads, rollbacks and the restoring after a restart run through the same stages. Each name has at most one
+operation in progress, others of the name wait. Operations on different names are independent:
 
-1. *prepare*, on a thread of its own: read the file, complete groups, check, hash, convert to the engine's form;
-2. *probe*, as slices between the engine's batches: one forward pass with the adapter has to be finite;
-3. *install*, on the engine's thread: the engine gets to know what was prepared, under a fresh id;
-4. *move*: the frontend is asked to let the name mean that id, and answers in a later turn;
-5. *remember*: the table of versions changes and the client is answered; then another thread writes the version's
-   directory and `current.json`, and tries again while the disk refuses (`persistence.py`). A crash before that leaves
-   the version before on disk, whole.
+1. *prepare*, on a worker thread: read the file, complete fused groups, check, hash, convert to the engine's format;
+2. *probe*, as slices between the engine's batches: one forward pass with the adapter must be finite;
+3. *install*, on the engine's thread: the engine registers the prepared adapter under a fresh id;
+4. *move*: the resident asks the frontend to move the name to that id; the frontend answers in a later turn;
+5. *remember*: the version table changes and the client gets its answer. Then a background thread writes the version's
+   directory and `current.json`, with retries while the disk fails (`persistence.py`). A crash before the write leaves
+   the previous version intact on disk.
 
-An error in the first four stages leaves the served versions as they were. What ends beside the engine (stages 1 and 4)
-becomes a decision of rank 0's that every rank applies. The copy of the former version is dropped when the frontend says
-that its last request has ended.
+An error in the first four stages leaves the served versions unchanged. Stages 1 and 4 end outside the engine's thread;
+their end becomes a decision of rank 0 that every rank applies. The previous version's serving copy is dropped when the
+frontend reports the end of its last request.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ from kt_runtime.wire.messages import AdapterInfo, UnforgottenName, UnstoredVersi
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_OF_NAME = 4
-"""Operations of one name that wait for the one under way: each may hold a copy of an adapter."""
+"""Waiting operations of one name, besides the one in progress: each may hold a copy of an adapter."""
 
 Done = Callable[[AdapterVersion | Exception], None]
-"""Called once: with the version that the name means now (`lora_id` set), or with what went wrong."""
+"""Called once, with the version that the name means now (`lora_id` set), or with the error."""
 Forgotten = Callable[[str | Exception | None], None]
-"""Called once: with the id that the name meant at last, None if it meant none, or with what went wrong."""
+"""Called once, with the last id that the name meant (None if it had none), or with the error."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """`adapter`: complete and checked, with tensors of its own. `servable`: the engine's form of it.
+    """Result of stage 1. `adapter`: complete and checked, with copied tensors. `servable`: in the engine's format.
 
-    `version.lora_id` is None: it is not installed yet.
+    `version.lora_id` is None until installation.
     """
 
     adapter: AdapterTensors
@@ -75,10 +75,11 @@ class Prepared:
 
 @dataclass
 class _Operation:
-    """`begin`: makes stage 1's function, when the operation's turn has come. `version`: known from stage 1 on.
+    """`begin`: returns stage 1's function; called when the operation starts. `version`: known from stage 1 on.
 
-    `session`: who publishes, None for a directory, a rollback, a restart. `claims`: whether the name is its own then.
-    `restores`: what is on disk as it is. `path`: what is read. `is_moving`: the frontend has been asked.
+    `session`: the publishing session, None for a load, a rollback or a restart. `claims`: the session becomes the
+    name's owner (None: the name loses its owner). `restores`: after a restart, the disk is up to date. `path`: the
+    file that is read. `is_moving`: the frontend was asked to move the name.
     """
 
     name: str
@@ -107,8 +108,9 @@ class _Operation:
 class Publisher:
     """Nothing can be published before `start`.
 
-    `submit` queues slices. `workers` run stage 1, under the keys `lora_id`; `moved(lora_id, error)` is called when
-    stage 4 has ended. Whoever is told must call `probe` and `finish` with the same arguments on every rank.
+    `submit` queues slices. `workers` run stage 1, with `lora_id` as the key; `moved(lora_id, error)` is called when
+    stage 4 has ended. On these events, the owner of this object must call `probe` (stage 1) and `finish` (stage 4) with
+    the same arguments on every rank.
     """
 
     def __init__(
@@ -135,10 +137,10 @@ class Publisher:
         self._restoring: set[str] = set()
         self._not_restored: dict[str, str] = {}
 
-    # What is asked of it.
+    # Requests.
 
     def check(self, name: str, session: SessionId | None, *, take_over: bool) -> None:
-        """Raises what can be known before an adapter is copied or read: InvalidValueError, ConflictError."""
+        """Runs the checks that need no copy and no file. Raises InvalidValueError, ConflictError."""
         check_adapter_name(name)
         self.owners.check(name, session, take_over=take_over)
         if len(self._queues.get(name, ())) > MAX_WAITING_OF_NAME:
@@ -156,16 +158,16 @@ class Publisher:
         session: SessionId | None = None,
         take_over: bool = False,
     ) -> None:
-        """Begins to let `name` mean `adapter`, whose tensors must not change any more.
+        """Starts moving `name` to `adapter`, whose tensors must not change from now on.
 
-        `done` may get AdapterError when it can't be served, and ConflictError without room for another one or when
-        somebody else publishes the name. Raises as `check`.
+        `done` may get AdapterError for an adapter that can't be served, and ConflictError if there is no room for
+        another adapter or another session owns the name. Raises as `check`.
         """
         self.check(name, session, take_over=take_over)
         self._add(name, lambda: lambda: self._checked(name, adapter, source), done, session, take_over, claims=True)
 
     def load(self, name: str, path: str, done: Done, *, take_over: bool = False) -> None:
-        """As `publish`, of the PEFT directory or GGUF file at `path`. `done` may get NotFoundError too."""
+        """As `publish`, for the PEFT directory or GGUF file at `path`. `done` may get NotFoundError too."""
         self.check(name, None, take_over=take_over)
 
         def read() -> Prepared:
@@ -181,9 +183,9 @@ class Publisher:
         self._add(name, lambda: read, done, None, take_over, claims=True, path=path)
 
     def rollback(self, name: str, to: str | None, done: Done) -> None:
-        """Begins to let `name` mean an earlier version. `done` may get UnknownNameError, ConflictError, AdapterError.
+        """Starts moving `name` to an earlier version. `done` may get UnknownNameError, ConflictError, AdapterError.
 
-        Who publishes the name stays its owner.
+        The name's owner does not change.
         """
         check_adapter_name(name)
 
@@ -193,9 +195,9 @@ class Publisher:
         self._add(name, begin, done, is_rollback=True)
 
     def forget(self, name: str, done: Forgotten) -> None:
-        """`name` means nothing any more; its versions stay on disk. What is under way to it is answered with an error.
+        """Unloads `name`; its versions stay on disk. Operations of the name that wait or run fail.
 
-        Where the frontend has been asked already, that ends first.
+        Exception: an operation that is moving already (the frontend was asked) completes first.
         """
         queue = self._queues.get(name)
         if queue is None:
@@ -216,15 +218,15 @@ class Publisher:
         self._end(first, withdrawn)
 
     def drop(self, lora_id: str) -> None:
-        """Frees the engine's copy. An unknown id is ignored."""
+        """Frees the engine's copy of `lora_id`. An unknown id is ignored."""
         self._installed.discard(lora_id)
         self._host.drop_adapter(lora_id)
 
     def start(self, salt: str, stored: list[StoredName]) -> None:
-        """Serves again what the names meant when the server stopped; what can't be served is logged and left out.
+        """Restores the names as they were when the server stopped; logs and skips what can't be served.
 
-        `salt` makes this process's ids unlike any other's; it is the same on every rank. `stored`: as
-        `VersionStore.scan` gave them.
+        `salt` makes this process's ids unique; it is the same on every rank. `stored`: the result of
+        `VersionStore.scan`.
         """
         self._salt = salt
         for item in stored:
@@ -236,7 +238,7 @@ class Publisher:
             self._restore(item.name)
 
     def close(self) -> None:
-        """Tries to write down what is not yet."""
+        """Tries once more to write the versions that are not on disk yet."""
         self._persistence.close()
 
     # The pipeline.
@@ -272,7 +274,7 @@ class Publisher:
         self._workers.begin(operation.lora_id, operation.what, make)
 
     def probe(self, lora_id: str, error: Exception | None) -> None:
-        """Stage 1 has ended. An id that was withdrawn is ignored."""
+        """Stage 1 has ended: starts the probe. The id of a withdrawn operation is ignored."""
         operation = self._under_way.get(lora_id)
         if operation is None:
             return
@@ -287,7 +289,7 @@ class Publisher:
         slices = self._probe.slices(operation.prepared.adapter, f"adapter {operation.name!r}")
         self._submit(
             Work(
-                f"adapter:{operation.name}",  # no session is called so
+                f"adapter:{operation.name}",  # not a valid session name, so no clash
                 slices,
                 lambda _: self._install(operation),
                 lambda problem: self._end(operation, problem),
@@ -296,13 +298,13 @@ class Publisher:
         )
 
     def _install(self, operation: _Operation) -> None:
-        """Its probe has ended well."""
+        """The probe has succeeded: installs the adapter and asks the frontend to move the name."""
         if self._under_way.get(operation.lora_id) is not operation:
             return
         name, lora_id, prepared = operation.name, operation.lora_id, operation.prepared
         assert prepared is not None
         try:
-            if operation.claims:  # somebody may have come first since this was asked
+            if operation.claims:  # another session may have claimed the name meanwhile
                 self.owners.check(name, operation.session, take_over=operation.take_over)
             self._host.install_adapter(lora_id, name, prepared.version.hash, prepared.servable)
         except Exception as error:  # noqa: BLE001 - handed on: `done` answers it
@@ -317,7 +319,7 @@ class Publisher:
         self._host.move_name(name, prepared.version.hash, lora_id, answered)
 
     def finish(self, lora_id: str, error: Exception | None) -> None:
-        """The frontend has moved the name, or has not. Begins the next operation that waits for this name."""
+        """The frontend has moved the name, or `error` is why not. Starts the name's next operation."""
         operation = self._under_way[lora_id]
         outcome: AdapterVersion | Exception = error or operation.version
         try:
@@ -341,7 +343,7 @@ class Publisher:
                 self._table.rollback(name, version.hash, version.lora_id)
             else:
                 self._table.publish(name, version)
-        except (UnknownNameError, ConflictError):  # current already
+        except (UnknownNameError, ConflictError):  # the version is current already
             self._table.publish(name, version)
         if operation.claims and self.owners.permits(name, operation.session, take_over=operation.take_over):
             self.owners.claim(name, operation.session)
@@ -352,7 +354,7 @@ class Publisher:
         self._persistence.put(name, version, prepared.adapter, self._table.served(name), known)
 
     def _end(self, operation: _Operation, outcome: AdapterVersion | Exception) -> None:
-        """Answers, and begins what waits for the name. Ignored for an operation that has ended."""
+        """Calls `done` and starts the name's next operation. Ignored for an operation that has ended."""
         if self._under_way.pop(operation.lora_id, None) is None:
             return
         self._workers.give_up(operation.lora_id)
@@ -371,7 +373,7 @@ class Publisher:
             del self._queues[operation.name]
 
     def _forget(self, name: str, done: Forgotten, *, had_operations: bool = False) -> None:
-        if had_operations:  # also of a name whose first publication is withdrawn: the next one would undo this
+        if had_operations:  # even if the first publication was withdrawn: the next one would undo the unload
             self.owners.lose(name, "was unloaded")
         try:
             former = self._table.unload(name).lora_id
@@ -383,7 +385,7 @@ class Publisher:
         self._persistence.forget(name)
         done(former)
 
-    # Stage 1, on a thread of its own.
+    # Stage 1, on a worker thread.
 
     def _checked(self, name: str, adapter: AdapterTensors, source: str) -> Prepared:
         completed = as_version(adapter, self._family, self._host.config)
@@ -403,7 +405,7 @@ class Publisher:
     # Restoring and describing.
 
     def restoring(self) -> list[str]:
-        """Names of an earlier run that are under way to be served again."""
+        """Names of an earlier run that are still being restored."""
         return sorted(self._restoring)
 
     def _restore(self, name: str) -> None:

@@ -1,1 +1,1 @@
-"""Sessions: a call cut into slices, losses, optimizer, checkpoints, limits."""
+"""Training sessions: calls cut into slices, losses, optimizer, checkpoints, limits."""

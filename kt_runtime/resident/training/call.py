@@ -1,4 +1,4 @@
-"""What a training call is given and what it gives back. N tokens of the call."""
+"""Arguments and result of a training call. N tokens of the call."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kt_runtime.resident.twin.model import Twin
 
 @dataclass(frozen=True)
 class Call:
-    """What stays the same over one call. `adapter`: the key in `LoraModules`, None for the base alone.
+    """The constants of one call. `adapter`: the key in `LoraModules`, None for the base alone.
 
-    `backward` False: log-probabilities only, without dropout. `seed`: of this call's dropout. `retain`: backward takes
-    what forward computed instead of computing it again.
+    `backward` False: log-probabilities only, without dropout. `seed`: this call's dropout seed. `retain`: forward keeps
+    the activations, so backward need not recompute them.
     """
 
     twin: Twin
@@ -30,7 +30,7 @@ class Call:
 
 @dataclass
 class CallResult:
-    """`logprobs` [N], float32, on the CPU. `gradient`: by parameter name, empty without backward.
+    """`logprobs` [N], float32, on the CPU. `gradient`: parameter name -> gradient, empty without backward.
 
     `metrics`, `num_correct`, `num_computed`: as in `wire.messages.ForwardReply`.
     """

@@ -1,15 +1,15 @@
-"""A training session on disk: a PEFT directory that anybody can serve, and what it takes to go on training.
+"""A training session on disk: a standard PEFT directory, plus the state that resuming needs.
 
     adapter_config.json, adapter_model.safetensors    the masters in float32, as `kt_runtime.adapters` writes them
     session.json                                      `SavedSession`
     optimizer.safetensors                             AdamW's state, float32: NAME.lora_A.first, .second, .steps
 
-The optimizer may be left out. A gradient that has not been stepped over is not saved. The directory appears whole or
-not at all. It may take the place of one that was saved before: an empty directory, or one that holds these files alone
-with a readable session.json; anything else is left as it is. Loading checks everything before anything is changed.
+The optimizer's state is optional. An accumulated gradient that no optimizer step has used is not saved. The directory
+appears atomically. It may replace an earlier checkpoint: an empty directory, or one that holds only these files with a
+readable session.json; any other directory is left unchanged. Loading checks everything before it changes anything.
 
-What touches files (`check_target`, `write`, `read`) takes long and may be called beside the engine's thread, while the
-session does nothing else. What touches the session comes in slices.
+The functions that access files (`check_target`, `write`, `read`) are slow and may run on a worker thread, while the
+session runs nothing else. The functions that access the session are generators of slices.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _SAVED_FILES = only_files(
     "`save`",
 )
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-MAX_ADAM_STEPS = float(1 << 24)  # float32 counts no further
+MAX_ADAM_STEPS = float(1 << 24)  # float32 can't count further
 
 
 class SavedSession(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`step`, `calls`: where training was. `modules`: what it adapted, without what completes fused groups."""
+    """`step`, `calls`: the session's counters. `modules`: the trained modules, without fillers of fused groups."""
 
     format: int = 1
     rank: int
@@ -70,7 +70,7 @@ class SavedSession(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A session's state at one moment, in memory of its own: training may go on while it is written."""
+    """A copy of a session's state at one moment: training may continue while the copy is written."""
 
     saved: SavedSession
     adapter: AdapterTensors
@@ -78,20 +78,20 @@ class Snapshot:
 
 
 def checked_path(path: str) -> Path:
-    """An absolute path. Raises InvalidValueError otherwise: a client does not know the server's working directory."""
+    """`path` as a Path. Raises InvalidValueError unless absolute: clients don't know the server's working directory."""
     if not path.startswith("/") or "\0" in path or ".." in Path(path).parts:
         raise InvalidValueError(f"path {path!r}: must be absolute, without '..'")
     return Path(path)
 
 
 def snapshot(session: Session, *, optimizer: bool) -> Snapshot:
-    """As `snapshot_slices`, at once."""
+    """As `snapshot_slices`, without pauses between slices."""
     taken: Snapshot = run_at_once(snapshot_slices(session, optimizer=optimizer))
     return taken
 
 
 def snapshot_slices(session: Session, *, optimizer: bool) -> Generator[Slice, None, Snapshot]:
-    """Copies masters (and moments) to memory of their own, on the CPU. The session must not change meanwhile."""
+    """Copies masters (and moments, with `optimizer`) to the CPU. The session must not change meanwhile."""
     saved = SavedSession(
         rank=session.settings.rank,
         alpha=session.settings.alpha,
@@ -106,13 +106,13 @@ def snapshot_slices(session: Session, *, optimizer: bool) -> Generator[Slice, No
 
 
 def masters(session: Session) -> AdapterTensors:
-    """As `copied_masters`, at once."""
+    """As `copied_masters`, without pauses between slices."""
     adapter: AdapterTensors = run_at_once(copied_masters(session))
     return adapter
 
 
 def copied_masters(session: Session) -> Generator[Slice, None, AdapterTensors]:
-    """A copy of the session's masters as an adapter: what is published and saved."""
+    """A copy of the session's masters as an adapter, for publishing and saving."""
     copied = yield from _copied(session.parameters)
     pairs = {
         module.name: (copied[f"{module.name}.lora_A"], copied[f"{module.name}.lora_B"]) for module in session.modules
@@ -121,7 +121,7 @@ def copied_masters(session: Session) -> Generator[Slice, None, AdapterTensors]:
 
 
 def check_target(path: Path, *, replace: bool) -> None:
-    """Raises ConflictError where `write` would; the session need not be copied for that."""
+    """Raises ConflictError if `write` would raise it, before the session is copied."""
     with errors_of_path(path, "written"):
         if not os.path.lexists(path):
             return
@@ -145,8 +145,8 @@ def _may_replace(directory: Path, shown: Path) -> None:
 def write(path: Path, snapshot: Snapshot, family: Family, host: Host, *, replace: bool) -> str:
     """Writes the directory and returns the adapter's content hash.
 
-    Raises ConflictError when it exists (with `replace`: when `save` did not write it), and InvalidValueError for a path
-    where nothing can be written.
+    Raises ConflictError if `path` exists (with `replace`: if `save` did not write it), and InvalidValueError for a path
+    that can't be written.
     """
     extra = {SESSION_FILE: msgspec.json.encode(snapshot.saved)}
     if snapshot.saved.has_optimizer:
@@ -167,7 +167,7 @@ def write(path: Path, snapshot: Snapshot, family: Family, host: Host, *, replace
 
 @dataclass(frozen=True)
 class Saved:
-    """What a directory holds for a session, checked: values for its masters, its moments, its counters."""
+    """The checked content of a checkpoint for a session: values of masters and moments, counters."""
 
     masters: dict[str, torch.Tensor]
     moments: dict[str, torch.Tensor]
@@ -176,7 +176,7 @@ class Saved:
 
 
 def read(path: Path, session: Session, family: Family, host: Host) -> Saved:
-    """What `path` holds for `session`, in memory of its own. A directory without `session.json` has masters alone.
+    """Reads `path` for `session` into new memory. A directory without `session.json` provides only masters.
 
     Raises NotFoundError, AdapterError and ConflictError.
     """
@@ -200,7 +200,7 @@ def restore(session: Session, saved: Saved) -> Slices:
 
 
 class Trained(Protocol):
-    """What is known of a session before it is there."""
+    """The properties of a session that are known before it is open."""
 
     @property
     def name(self) -> str: ...
@@ -213,10 +213,10 @@ class Trained(Protocol):
 def masters_from(
     adapter: AdapterTensors, session: Trained, device: torch.device, where: str
 ) -> dict[str, torch.Tensor]:
-    """The adapter's tensors as values for the session's masters, in memory of their own.
+    """Copies of the adapter's tensors, as values of the session's masters.
 
-    The adapter's scaling is folded into B where it differs. Raises ConflictError when the ranks differ or the adapter
-    adapts what the session does not train.
+    A scaling that differs from the session's is folded into B. Raises ConflictError if the ranks differ or the adapter
+    adapts a module that the session does not train.
     """
     settings = session.settings
     if adapter.rank != settings.rank:
@@ -229,7 +229,7 @@ def masters_from(
             scaled = pair.scaled(factor)
             tensors[f"{name}.lora_A"] = scaled.a.to(device, torch.float32, copy=True)
             tensors[f"{name}.lora_B"] = scaled.b.to(device, torch.float32, copy=True)
-        elif pair.a.any() or pair.b.any():  # all zero: completes a fused group
+        elif pair.a.any() or pair.b.any():  # an all-zero pair only completes a fused group
             raise ConflictError(f"{where}: adapts {name!r}, which session {session.name!r} does not train")
     return tensors
 

@@ -1,13 +1,14 @@
-"""The slices between a microbatch's last layer forward and its last layer backward: final norm, vocabulary, loss.
+"""The slices between the last layer's forward and backward: final norm, lm_head, loss.
 
-The logits of a whole microbatch never exist at once: the vocabulary is gone through for as many tokens as fit into
-`MAX_LOGITS_ELEMENTS`, with a slice for each such chunk. A loss whose slopes are known ahead (cross-entropy) takes one
-pass. A preference loss needs every log-probability of a pair before its first slope: a first pass finds them, a second
-one computes the logits again for the gradient, unless one chunk held everything.
+The logits of a whole microbatch never exist at once. Logits are computed in chunks of tokens that fit into
+`MAX_LOGITS_ELEMENTS`, one slice per chunk. Slopes are the derivatives dL/dlogprob. A loss whose slopes are known ahead
+(cross-entropy) needs one pass. A preference loss needs all log-probabilities of a pair before any slope: a first pass
+computes these, a second pass recomputes the logits for the gradient, unless one chunk held everything.
 
-A prompt that a pair shares is gone through once, though it has loss tokens for both sequences.
+The shared prompt of a pair is computed once, though both sequences have loss tokens there.
 
-Gradients are off between slices. Shapes: M loss tokens of the microbatch, U places among them, H hidden, V vocabulary.
+Autograd is off between slices. Shapes: M loss tokens of the microbatch, U distinct places among them, H hidden,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kt_runtime.resident.twin.batches import Microbatch
 
 @dataclass(frozen=True)
 class _Places:
-    """The loss tokens that differ: `real`, `targets` [U]. `of` [M]: which of them each loss token is; None: U is M."""
+    """The distinct loss tokens: `real`, `targets` [U]. `of` [M]: each loss token's index among these; None: U = M."""
 
     real: torch.Tensor
     targets: torch.Tensor
@@ -44,7 +45,7 @@ class _Places:
         return values if self.of is None else values[self.of]
 
     def gathered(self, values: torch.Tensor) -> torch.Tensor:
-        """[M] to [U]: the sum of what each place gets."""
+        """[M] to [U]: sums the values of each place."""
         if self.of is None:
             return values
         return values.new_zeros(len(self.real)).index_add_(0, self.of, values)
@@ -52,7 +53,7 @@ class _Places:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What the first pass leaves of each place, all [U]."""
+    """Results of the first pass for each place, all [U]."""
 
     logprobs: torch.Tensor
     is_correct: torch.Tensor
@@ -70,10 +71,10 @@ class _Seen:
 def loss_of(
     call: Call, microbatch: Microbatch, hidden: torch.Tensor, result: CallResult
 ) -> Generator[Slice, None, torch.Tensor | None]:
-    """Adds the microbatch's loss, log-probabilities and counts to `result`, a slice for each chunk.
+    """Adds the microbatch's loss, log-probabilities and counts to `result`, one slice per chunk.
 
-    `hidden` [B, S, H]: the last layer's output. Returns the gradient by it, None without backward. Raises NumericsError
-    when the loss is not finite.
+    `hidden` [B, S, H]: the last layer's output. Returns its gradient, None without backward. Raises NumericsError if
+    the loss is not finite.
     """
     twin, loss = call.twin, call.loss
     yield Slice("loss begins", len(microbatch.real))
@@ -113,7 +114,7 @@ def _chunks(length: int, size: int) -> list[slice]:
 
 def _chunk_slice(kind: str, chunks: list[slice], index: int) -> Slice:
     chunk = chunks[index]
-    return Slice(kind, chunk.stop - chunk.start, max(1, len(chunks) - 1 - index))  # the last one is often shorter
+    return Slice(kind, chunk.stop - chunk.start, max(1, len(chunks) - 1 - index))  # the last chunk is often shorter
 
 
 def _look(
@@ -137,9 +138,9 @@ def _look(
 
 
 def _is_argmax(logits: torch.Tensor, targets: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """[N]. In bf16 several logits are often the largest; then the first of them is the answer, as in `argmax`.
+    """[N]: whether the target is the argmax. In bf16 several logits often tie; then the first counts, as in `argmax`.
 
-    The largest value is cheap to find, where it is costs five times as much: only those are asked that reach it.
+    `argmax` costs five times as much as `amax`, so it runs only on rows whose target reaches the maximum.
     """
     reaches = counted & (logits.gather(1, targets[:, None])[:, 0] == logits.amax(-1))
     rows = reaches.nonzero()[:, 0]
@@ -156,7 +157,7 @@ def _second_pass(
     kept: torch.Tensor | None,
     by_normed: torch.Tensor,
 ) -> Generator[Slice, None, None]:
-    """Fills `by_normed` [U, H] from `slopes` [M]. `kept`: the log-probabilities, where there is one chunk only."""
+    """Fills `by_normed` [U, H] from `slopes` [M]. `kept`: the first pass's log-probabilities, if there is one chunk."""
     with torch.no_grad():
         slopes = places.gathered(slopes)
     for index, chunk in enumerate(chunks):

@@ -1,10 +1,11 @@
-"""What a loss is to the resident, the cross-entropy, and the two steps between hidden states and log-probabilities.
+"""The interface of a loss, the cross-entropy, and the steps between hidden states and log-probabilities.
 
-A loss sees log-probabilities of given targets and nothing else, and gives its derivative by each of them. From there
-`hidden_gradient` goes back to the hidden state: with p = softmax(z) and c = dL/dlogp[t], dL/dz = c * (onehot(t) - p).
+A loss gets the log-probabilities of the targets, and returns its value and the derivative (slope) for each of them.
+`hidden_gradient` propagates the slopes to the hidden state: with p = softmax(z) and c = dL/dlogp[t],
+dL/dz = c * (onehot(t) - p).
 
 Logits are computed in the model's dtype and the log-softmax in float32, as SGLang 0.5.23 does when it serves
-(`sglang.srt.layers.logits_processor`). `loss_slices` goes through the vocabulary's rows a few tokens at a time.
+(`sglang.srt.layers.logits_processor`). `loss_slices` computes logits for a few tokens at a time.
 
 Shapes: N tokens, M loss tokens of a microbatch, H hidden, V vocabulary.
 """
@@ -23,9 +24,9 @@ MAX_LOGITS_ELEMENTS = 1 << 24  # 64 MiB in float32
 
 @dataclass(frozen=True)
 class LossTokens:
-    """What a loss is computed from, all [M]. `sequence`: to which sequence of the call a token belongs, on the CPU.
+    """Input of a loss, all [M]. `sequence`: index of a token's sequence in the call, on the CPU.
 
-    `mean_logits`: over the vocabulary; only for a loss that `is_paired`, empty otherwise.
+    `mean_logits`: mean over the vocabulary; set only for a loss that `is_paired`, else zeros.
     """
 
     logprobs: torch.Tensor
@@ -36,7 +37,7 @@ class LossTokens:
 
 @dataclass(frozen=True)
 class LossValue:
-    """`slopes` [M]: dL/dlogprob, float32. `metrics`: sums, which add up over microbatches."""
+    """`slopes` [M]: dL/dlogprob, float32. `metrics`: sums, so that microbatches add up."""
 
     loss: float
     slopes: torch.Tensor
@@ -44,19 +45,19 @@ class LossValue:
 
 
 class LossFunction(Protocol):
-    """`is_paired`: sequences 2 i and 2 i + 1 of the call belong together and come in one microbatch."""
+    """`is_paired`: sequences 2 i and 2 i + 1 of the call are a pair and must be in one microbatch."""
 
     is_paired: bool
 
     def slopes_ahead(self, weights: torch.Tensor) -> torch.Tensor | None:
-        """The slopes [M], where they do not depend on the log-probabilities: one pass over the vocabulary is enough."""
+        """The slopes [M] if they do not depend on the log-probabilities (so that one pass is enough), else None."""
         ...
 
     def value(self, tokens: LossTokens) -> LossValue: ...
 
 
 class WeightedCrossEntropy:
-    """L = sum(weights * -logprobs). A weight of 0 takes the token out, whatever its log-probability is."""
+    """L = sum(weights * -logprobs). A weight of 0 excludes the token, even if its log-probability is not finite."""
 
     is_paired = False
 
@@ -74,7 +75,7 @@ def tokens_per_chunk(vocabulary: int) -> int:
 
 
 def log_softmax(hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and log-probabilities [N, V], float32. `hidden` [N, H] comes after the final norm; `head` [V, H]."""
+    """Logits and log-probabilities [N, V], float32. `hidden` [N, H]: the final norm's output; `head` [V, H]."""
     logits = torch.nn.functional.linear(hidden, head).float()
     return logits, torch.log_softmax(logits, dim=-1)
 
@@ -82,9 +83,9 @@ def log_softmax(hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor,
 def hidden_gradient(
     everything: torch.Tensor, targets: torch.Tensor, slopes: torch.Tensor, head: torch.Tensor
 ) -> torch.Tensor:
-    """Gradient [N, H] by the hidden state, in the head's dtype; `everything` as from `log_softmax`, overwritten.
+    """Gradient [N, H] of the hidden state, in the head's dtype. Overwrites `everything`, the result of `log_softmax`.
 
-    A token of slope 0 costs nothing.
+    A token with slope 0 costs nothing.
     """
     gradient = torch.zeros(len(targets), head.shape[1], dtype=head.dtype, device=head.device)
     rows = slopes.nonzero()[:, 0]

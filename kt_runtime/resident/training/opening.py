@@ -1,6 +1,6 @@
-"""What takes long before a training session can be there: reading its adapters, drawing its first values.
+"""The slow part of opening a training session: reads its adapters and draws initial values.
 
-`read_start` runs beside the engine's thread (`workers.py`) and changes nothing.
+`read_start` runs on a worker thread (`workers.py`) and has no side effects.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kt_runtime.wire.messages import LoraSettings, SessionInfo
 
 @dataclass(frozen=True)
 class Opening:
-    """A session that is being opened. Its memory counts already (`session_limits`); nobody can use it yet.
+    """A session that is being opened. Its memory already counts (`session_limits`); no request can use it yet.
 
-    `key`: its adapter's in `LoraModules`. `frozen_bytes`: of its reference, once it has been read.
+    `key`: the key of its adapter in `LoraModules`. `frozen_bytes`: size of its reference, 0 until that was read.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Start:
-    """`masters`: by name, float32, on the device, in memory of their own; so are `reference`'s tensors."""
+    """`masters`: parameter name -> value. These and `reference`'s tensors are float32 copies on the device."""
 
     masters: Mapping[str, torch.Tensor]
     reference: AdapterTensors | None
@@ -65,7 +65,7 @@ class Start:
 
 
 def read_start(opening: Opening, start_from: Path | None, reference: Path | None, family: Family, host: Host) -> Start:
-    """First values of the masters, from `start_from` where that has them, and the reference.
+    """The initial masters, from `start_from` where it has them, else drawn at random; and the reference adapter.
 
     Raises NotFoundError, AdapterError and ConflictError.
     """
@@ -86,7 +86,7 @@ def _read(path: Path, family: Family, host: Host) -> AdapterTensors:
 
 
 def _frozen(adapter: AdapterTensors, device: torch.device) -> AdapterTensors:
-    """Float32, on the device, without the file's bytes."""
+    """A float32 copy on the device, which does not keep the file's bytes alive."""
     return replace(
         adapter,
         modules={

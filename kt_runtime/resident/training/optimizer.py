@@ -1,8 +1,8 @@
 """AdamW (Loshchilov and Hutter, 2019) over one session's float32 masters, a few parameters at a time.
 
-The arithmetic is PyTorch's own functional `adamw`, so that the steps equal `torch.optim.AdamW`'s to the last bit. What
-is ours: the state's layout (named tensors that safetensors can hold), a step that can be cut into slices, and the
-refusal of a gradient that is not finite before anything is changed.
+PyTorch's functional `adamw` does the arithmetic, so the steps are bit-identical to `torch.optim.AdamW`'s. This module
+adds the state's layout (named tensors for safetensors), steps that are cut into slices, and a check that raises for a
+non-finite gradient before anything changes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StepSettings:
 
 
 class AdamW:
-    """Moments for `parameters`, made when a parameter's first step comes. `step` counts finished steps."""
+    """Moments for `parameters`, allocated at a parameter's first step. `steps` counts each parameter's steps."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self.parameters = parameters
@@ -46,11 +46,11 @@ class AdamW:
         self._largest: tuple[float, float] | None = None  # bounds of |parameter| and |first moment|; None: not known
 
     def check_range(self, norm: float, settings: StepSettings) -> Generator[Slice, None, None]:
-        """Raises InvalidValueError where a step over a gradient of this norm could leave float32's range.
+        """Raises InvalidValueError if a step with a gradient of this norm could overflow float32.
 
-        Once a part of the masters has changed nothing can be put back, so it is found out before. A bound decides,
-        which costs nothing. It grows with each step, far below the range with settings that train; where it doesn't
-        decide, it is measured anew.
+        A step that has changed some masters can't be undone, so this check runs before. It uses an upper bound that
+        costs nothing. The bound grows with each step, but stays far below the range with useful settings; if the bound
+        gets too large, the tensors are measured again.
         """
         for is_measured in (False, True):
             if self._largest is None or is_measured:
@@ -81,10 +81,10 @@ class AdamW:
         return largest[0], largest[1]
 
     def apply(self, gradient: dict[str, torch.Tensor], settings: StepSettings) -> Generator[Slice, None, None]:
-        """One step over the parameters that `gradient` names, in slices, which use `gradient` up.
+        """One step over the parameters in `gradient`, in slices. Each slice removes its entries from `gradient`.
 
-        A parameter that is not named keeps its value and its moments. The caller must run it to its end: a step is
-        only whole once the generator is exhausted.
+        Other parameters keep their values and moments. The caller must exhaust the generator: only then is the step
+        complete.
         """
         for upcoming, names in portions("optimizer step", gradient):
             yield upcoming
@@ -125,14 +125,14 @@ class AdamW:
             self.steps[name] = torch.zeros((), dtype=torch.float32)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The state by name, as a file holds it."""
+        """The state as NAME.first, NAME.second, NAME.steps, as in a checkpoint."""
         kinds = {"first": self.first, "second": self.second, "steps": self.steps}
         return {f"{name}.{kind}": value for kind, state in kinds.items() for name, value in state.items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> Generator[Slice, None, None]:
-        """Takes over `tensors`: float32 on the parameters' device (steps on the CPU), in nobody else's use.
+        """Takes ownership of `tensors`, without a copy: float32 on the parameters' device (steps on the CPU).
 
-        Names and shapes are the caller's to check. The parameters may have been set anew, too.
+        The caller checks names and shapes. Allowed also after the parameters were changed.
         """
         for state in (self.first, self.second, self.steps):
             yield from freed(state)
@@ -144,10 +144,11 @@ class AdamW:
 
 
 def clip(gradient: dict[str, torch.Tensor], max_norm: float) -> Generator[Slice, None, float]:
-    """Scales `gradient` in place so that its global norm is at most `max_norm` (0: never); returns the norm before.
+    """Scales `gradient` in place to a global norm of at most `max_norm` (0: no clipping); returns the norm before.
 
-    The norm is the L2 norm over all tensors together, to the bit as `torch.nn.utils.get_total_norm` computes it. Raises
-    NumericsError, with `gradient` as it was, when any element is NaN or infinite.
+    The norm is the L2 norm over all tensors together, bit-identical to `torch.nn.utils.get_total_norm`. Raises
+    NumericsError, and leaves `gradient` unchanged, if an element is NaN or infinite or the norm is not below
+    `LARGEST_NORM`.
     """
     norms: list[torch.Tensor] = []
     for upcoming, names in portions("gradient norm", gradient):

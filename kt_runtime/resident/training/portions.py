@@ -1,4 +1,4 @@
-"""Tensors a few at a time, so that work over all parameters of an adapter is cut into slices of about one length."""
+"""Cuts work over all parameters of an adapter into slices of similar duration: a few tensors at a time."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch
 from kt_runtime.resident.scheduler import Slice
 
 SLICE_ELEMENTS = 1 << 22
-"""Elements gone through between two looks at the request queue; a tensor is not cut, so that a slice may have more."""
+"""Target number of elements per slice, between two checks of the request queue. Tensors are not split, so a slice may
+have more."""
 
 
 def portions(
     kind: str, tensors: Mapping[str, torch.Tensor], names: Iterable[str] | None = None
 ) -> Iterator[tuple[Slice, list[str]]]:
-    """Names in sorted order, as many together as have `SLICE_ELEMENTS`, with the slice of `kind` to announce for them.
+    """Groups of names in sorted order with about `SLICE_ELEMENTS` elements each, and the slice of `kind` to announce.
 
-    `names`: some of those in `tensors`, all by default. Another session may go before each portion.
+    `names`: a subset of `tensors`' names, all by default. Another session may run before each portion.
     """
     chosen: list[str] = []
     elements = 0
@@ -33,7 +34,7 @@ def portions(
 
 
 def freed(tensors: MutableMapping[str, Any]) -> Generator[Slice, None, None]:
-    """Takes all out of `tensors`, in slices: the system needs 30 ms to take 1 GB back."""
+    """Empties `tensors`, in slices: the system needs 30 ms to free 1 GB."""
     for upcoming, names in portions("free", tensors):
         yield upcoming
         for name in names:

@@ -1,7 +1,7 @@
 r"""Preference losses over pairs of answers to one prompt, the chosen one c and the rejected one r.
 
-With s the sum of an answer's counted log-probabilities, a = s / (its counted tokens) their mean, and s', a' the same of
-the reference, a pair's loss is
+Let s be the sum of an answer's counted log-probabilities, a = s / (number of counted tokens) their mean, and s', a' the
+same for the reference. A pair's loss is
 
     sigmoid    -(1 - e) log sig(d) - e log sig(-d), d = beta ((s_c - s'_c) - (s_r - s'_r)), e the label smoothing
                (DPO, arXiv 2305.18290; smoothing: conservative DPO, https://ericmitchell.ai/cdpo.pdf)
@@ -14,13 +14,13 @@ the reference, a pair's loss is
     simpo      -log sig(beta (a_c - a_r) - gamma)
                (arXiv 2405.14734, eq. 6)
 
-and `ftx` adds -ftx a_c to any of them. Names and numbers are LLaMA-Factory's (`pref_loss`, `pref_beta`, `pref_ftx`,
-`dpo_label_smoothing`, `simpo_gamma`), the means of ipo included, which TRL 1.16 takes too. LLaMA-Factory 0.9.5 with TRL
-0.24 computes sigmoid where ipo or hinge is asked for; this does not.
+`ftx` adds -ftx a_c to any of these losses. Names and values follow LLaMA-Factory (`pref_loss`, `pref_beta`, `pref_ftx`,
+`dpo_label_smoothing`, `simpo_gamma`), including ipo's means, which TRL 1.16 uses too. For ipo and hinge, LLaMA-Factory
+0.9.5 with TRL 0.24 computes sigmoid instead; this module does not.
 
 Rewards, for the metrics: beta (s - s') for sigmoid and hinge, beta (a - a') for ipo, beta a for orpo and simpo.
 
-All in float64 on the CPU: numbers per pair, not per token. Shapes: P pairs, M loss tokens of a microbatch.
+Everything is float64 on the CPU: values per pair, not per token. Shapes: P pairs, M loss tokens of a microbatch.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from kt_runtime.wire.messages import PreferenceLoss
 
 AVERAGED = ("ipo", "orpo", "simpo")
 MOST_CERTAIN = -1e-12
-"""Mean log-probabilities above this count as this one in odds, which are infinite at 0."""
+"""Upper clamp of mean log-probabilities in odds, which are infinite at 0."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Of P pairs, chosen and rejected beside each other, all [P, 2] and float64.
+    """Values of P pairs, all [P, 2] (chosen, rejected) and float64.
 
-    `sums`: of the counted log-probabilities. `counts`: how many. `reference`: the reference's sums.
+    `sums`: of the counted log-probabilities. `counts`: of counted tokens. `reference`: the reference's sums.
     """
 
     sums: torch.Tensor
@@ -55,7 +55,8 @@ class Answers:
 
 
 class PreferenceLossFunction:
-    """`reference` [sequences of the call]: the reference's sums. None: the loss has none, or is its own reference."""
+    """`reference` [sequences of the call]: the reference's sums. None: the loss has no reference, or the model is its
+    own reference."""
 
     is_paired = True
 
@@ -87,7 +88,7 @@ class PreferenceLossFunction:
 
 
 def check_pairs(lengths: list[int], weights: npt.NDArray[np.float32]) -> None:
-    """Raises InvalidValueError when the sequences are no pairs, or one of them has no counted target."""
+    """Raises InvalidValueError for an odd number of sequences, or a sequence without a counted target."""
     if len(lengths) % 2:
         raise InvalidValueError(
             f"a preference loss takes pairs of sequences, chosen and rejected in turn; there are {len(lengths)} of them"
@@ -103,7 +104,7 @@ def check_pairs(lengths: list[int], weights: npt.NDArray[np.float32]) -> None:
 
 
 def pair_losses(settings: PreferenceLoss, answers: Answers) -> torch.Tensor:
-    """[P], without `scale`; differentiable by `answers.sums`."""
+    """[P], without `scale`; differentiable with respect to `answers.sums`."""
     means = answers.sums / answers.counts
     losses = _KINDS[settings.kind](settings, answers)
     return losses - settings.ftx * means[:, 0] if settings.ftx else losses
@@ -166,7 +167,7 @@ def _sum_by(index: torch.Tensor, values: torch.Tensor, size: int) -> torch.Tenso
 
 
 def _rounding(settings: PreferenceLoss, answers: Answers) -> torch.Tensor:
-    """[P]: a margin up to this comes from the reference's sums being float32, and prefers neither answer."""
+    """[P]: bound of the margin's rounding error, due to float32 reference sums. A smaller margin prefers neither."""
     if not settings.has_reference:
         return torch.zeros(len(answers.sums), dtype=torch.float64)
     sums = answers.reference / answers.counts if settings.kind in AVERAGED else answers.reference
@@ -175,7 +176,7 @@ def _rounding(settings: PreferenceLoss, answers: Answers) -> torch.Tensor:
 
 @torch.no_grad()
 def _metrics(settings: PreferenceLoss, answers: Answers, logits: torch.Tensor) -> dict[str, float]:
-    """Sums over the pairs of what LLaMA-Factory logs as means. `logits` [P, 2]: means over sequence and vocabulary."""
+    """Sums over the pairs, of which LLaMA-Factory logs means. `logits` [P, 2]: means over sequence and vocabulary."""
     reward, means = rewards(settings, answers), answers.sums / answers.counts
     logps = means if settings.kind in AVERAGED else answers.sums
     found = {

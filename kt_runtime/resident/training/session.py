@@ -1,7 +1,7 @@
 """A training session: one adapter's float32 masters, its accumulated gradient and its optimizer.
 
-Creating, calling and stepping are generators for the executor. A session changes only when one of them ends: a call's
-gradient is added, or a step's moments and masters belong together.
+The methods that compute are generators of slices for the executor. A call changes the session only at its end, when its
+gradient is added. A step must run to its end, since moments and masters change together.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from kt_runtime.resident.twin.model import Twin
 from kt_runtime.wire.messages import Activations, CrossEntropy, LoraSettings, Loss, Model, SessionInfo
 
 Reference = npt.NDArray[np.float32] | None
-"""Of each sequence of a call, the reference's log-probability summed over the counted targets."""
+"""[sequences of a call]: the reference's log-probabilities, summed over each sequence's counted targets."""
 
 
 class Session:
-    """`key`: its adapters' key in `LoraModules`. `step`: finished optimizer steps. `calls`: finished gradient calls.
+    """`key`: the adapter's key in `LoraModules`. `step`: finished optimizer steps. `calls`: finished gradient calls.
 
-    `num_bytes`: what it may take. `opened_at`, `used_at`: time.monotonic() when it was made, and when a request of it
-    was last begun.
+    `num_bytes`: the memory that the session may use. `opened_at`, `used_at`: time.monotonic() of its creation, and of
+    the start of its latest request.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Session:
         settings: LoraSettings,
         parameters: dict[str, torch.nn.Parameter],
     ) -> None:
-        """`parameters`: as `lora.create` gave them for `key`."""
+        """`parameters`: the result of `lora.create` for `key`."""
         self.name, self.key, self.settings, self.modules = name, key, settings, list(modules)
         self.id = SessionId(key, name)
         self._twin, self._lora, self.parameters = twin, lora, parameters
@@ -77,7 +77,7 @@ class Session:
         )
 
     def add_reference(self, adapter: AdapterTensors, model_modules: Sequence[LoraModule]) -> Slices:
-        """Afterwards the model "reference" is the base with `adapter`, which nobody may change. Once per session."""
+        """Makes the model "reference" the base with `adapter`, which must not change. Call at most once per session."""
         key = f"{self.key}_reference"
         yield from self._lora.create_frozen(key, adapter, model_modules)
         self.num_bytes += FROZEN_BYTES * sum(pair.a.numel() + pair.b.numel() for pair in adapter.modules.values())
@@ -104,7 +104,7 @@ class Session:
         reference: Reference = None,
         activations: Activations = "recompute",
     ) -> Slices:
-        """Adds the loss's gradient to the accumulated one when everything has gone well. Returns a `CallResult`."""
+        """Accumulates the loss's gradient; an error leaves the accumulated one unchanged. Returns a `CallResult`."""
         result: CallResult = yield from self._call(
             batch, _function(loss, reference), max_tokens, self.key, backward=True, activations=activations
         )
@@ -121,8 +121,8 @@ class Session:
     def optim_step(self, settings: StepSettings) -> Slices:
         """One AdamW step over the accumulated gradient, which is cleared in any case. Returns the norm before clipping.
 
-        Raises ConflictError without a gradient, NumericsError for one that is not finite and
-        InvalidValueError for settings with which the step could leave float32's range; the masters are as they were.
+        Raises ConflictError without a gradient, NumericsError for a non-finite gradient, and InvalidValueError for
+        settings with which the step could overflow float32. After an error, the masters are unchanged.
         """
         gradient, self.gradient = self.gradient, {}
         if not gradient:
@@ -140,7 +140,7 @@ class Session:
         return norm
 
     def close(self) -> None:
-        """As `closing`, at once."""
+        """As `closing`, without pauses between slices."""
         run_at_once(self.closing())
 
     def closing(self) -> Slices:
@@ -155,9 +155,9 @@ class Session:
     def restore(
         self, masters: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor], step: int, calls: int
     ) -> Slices:
-        """Copies `masters`, takes over `moments` (as `AdamW.tensors` gives them) and clears the gradient.
+        """Copies `masters`, takes ownership of `moments` (named as in `AdamW.tensors`) and clears the gradient.
 
-        Names and shapes are the caller's to check.
+        The caller checks names and shapes.
         """
         for upcoming, names in portions("copy", masters):
             yield upcoming
@@ -189,5 +189,5 @@ def _function(loss: Loss, reference: Reference) -> LossFunction:
 
 
 def hash_seed(seed: int, calls: int) -> int:
-    """Dropout's seed of one call: the same after a session was saved and loaded."""
+    """The dropout seed of one call: the same after a session was saved and restored."""
     return (seed << 32) ^ calls

@@ -1,7 +1,7 @@
-"""How many training sessions there may be, and what memory they may take together.
+"""Limits on the number of training sessions and on their total memory.
 
-A session is there until it is closed, also when its client is gone. Without a limit, clients that come and go fill the
-memory that the model is served from.
+A session stays open until it is closed, even if its client has disconnected. Without limits, abandoned sessions would
+fill the memory that serving needs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kt_runtime.families import LoraModule
 from kt_runtime.wire.messages import SessionInfo
 
 TRAINED_BYTES = 16
-"""Of one trained parameter: float32 master, gradient and both moments, as `serve.memory` plans."""
+"""Bytes per trained parameter: float32 master, gradient and both moments, as `serve.memory` plans."""
 
 FROZEN_BYTES = 4
-"""Of one parameter of a reference adapter."""
+"""Bytes per parameter of a reference adapter."""
 
 
 def num_parameters(modules: Iterable[LoraModule], rank: int) -> int:
@@ -27,13 +27,13 @@ def num_parameters(modules: Iterable[LoraModule], rank: int) -> int:
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """`max_bytes`: of all sessions together, counted as if all had trained; None: not limited."""
+    """`max_bytes`: limit of all sessions together, each counted with gradient and moments; None: no limit."""
 
     max_sessions: int = 64
     max_bytes: int | None = None
 
     def check(self, name: str, wanted_bytes: int, there: Sequence[SessionInfo]) -> None:
-        """Raises ConflictError where the session `name` does not fit beside those that are there."""
+        """Raises ConflictError if the new session `name` would exceed a limit, given the sessions `there`."""
         if len(there) >= self.max_sessions:
             raise ConflictError(
                 f"session {name!r}: {len(there)} sessions are open, and --max-sessions is {self.max_sessions}: "
@@ -53,7 +53,7 @@ def _gigabytes(count: int) -> str:
 
 
 def _listed(there: Sequence[SessionInfo]) -> str:
-    """Those that nobody has used for longest come first."""
+    """At most 8 sessions for a message, the longest idle first."""
     longest = sorted(there, key=lambda info: -info.idle_s)
     shown = [
         f"{info.session} (step {info.step}, {_gigabytes(info.num_bytes)}, idle {math.floor(info.idle_s)} s)"

@@ -1,15 +1,16 @@
 """One training call as a sequence of slices: embedding, each layer forward, the loss, each layer backward.
 
-Either forward keeps only the input of each layer (activation checkpointing, Chen et al. 2016), and backward recomputes
-a layer and goes through it at once, last to first. Or it retains what autograd needs of each layer, its experts'
-activations with it, and backward frees it layer by layer. Both give the same gradients. Microbatches come one after
-the other, so that only one has anything kept. Between any two slices the engine may serve.
+Forward has two modes with equal gradients. "recompute" keeps only each layer's input (activation checkpointing, Chen et
+al. 2016); backward recomputes and differentiates one layer at a time, last to first. "retain" keeps all that autograd
+needs of each layer, including its experts' activations; backward frees it layer by layer. Microbatches run one after
+the other, so only one microbatch holds activations. Between any two slices the engine may serve.
 
-The call's gradient lives in the generator until the end: a call that dies half-way leaves none. Dropout draws from a
-seed per (session, call, microbatch, layer), the same when a layer is recomputed, and leaves the process's generators
-alone.
+The call's gradient lives in the generator until the end: a failed call leaves no gradient. Dropout uses one seed per
+(session, call, microbatch, layer), so a recomputed layer drops the same elements. The process's random generators stay
+unchanged.
 
-Gradients are off between slices and on where one needs them. Must not run in inference mode: `service.py` leaves it.
+Autograd is off between slices and on in slices that need it. Must not run in inference mode: `resident/server.py`
+leaves it.
 
 Shapes: B sequences, S longest of them, H hidden, N tokens of the call, M real tokens of a microbatch.
 """
@@ -31,9 +32,9 @@ from kt_runtime.resident.twin.model import Positions
 
 
 def training_call(call: Call, microbatches: list[Microbatch], num_tokens: int) -> Generator[Slice, None, CallResult]:
-    """Runs the call. Raises NumericsError when the loss is not finite; nothing outside has changed then.
+    """Runs the call. Raises NumericsError if the loss is not finite, without side effects.
 
-    Yields before every slice what it is. Another session may go first where a microbatch begins.
+    Yields each slice's description before it runs. Another session may run before each microbatch.
     """
     result = CallResult(0.0, torch.zeros(num_tokens), {})
     for index, microbatch in enumerate(microbatches):
@@ -43,7 +44,7 @@ def training_call(call: Call, microbatches: list[Microbatch], num_tokens: int) -
 
 @dataclass
 class _Kept:
-    """What forward keeps of a layer: its input as a leaf of autograd's, and its output where the graph is retained."""
+    """What forward keeps of a layer: its input as an autograd leaf, and its output if the graph is retained."""
 
     leaf: torch.Tensor
     output: torch.Tensor | None
@@ -79,7 +80,7 @@ def _microbatch(call: Call, microbatch: Microbatch, index: int, result: CallResu
 
 
 def _layer_slice(call: Call, microbatch: Microbatch, direction: str, layer: int, coming: range) -> Slice:
-    """`coming`: the layers that follow each other in this direction, `layer` first."""
+    """`coming`: the remaining layers in this direction, `layer` first."""
     has_experts = call.twin.experts_of(layer) is not None
     alike = 0
     while alike < len(coming) and (call.twin.experts_of(coming[alike]) is not None) == has_experts:
@@ -97,9 +98,9 @@ def _layer_backward(
     by_output: torch.Tensor,
     gradient: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Adds a layer's parameters' gradients to `gradient`, returns the gradient by its input.
+    """Adds the gradients of a layer's parameters to `gradient`, and returns the gradient of the layer's input.
 
-    Where the input needs none, nothing below has a parameter, and what comes back is `by_output`.
+    If the input needs no gradient (no layer below has a parameter), returns `by_output`.
     """
     assert call.adapter is not None
     parameters = call.lora.parameters(call.adapter, layer)
@@ -121,7 +122,7 @@ def _layer_backward(
 
 @contextlib.contextmanager
 def _slice(call: Call, microbatch: Microbatch, index: int, layer: int, *, grad: bool) -> Iterator[None]:
-    """The surroundings of one slice: gradients on or off, the session's adapter in its layer, dropout's seed."""
+    """The context of one slice: autograd on or off, the session's adapter selected in its layer, the dropout seed."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(grad))
         if 0 <= layer < call.twin.num_layers:

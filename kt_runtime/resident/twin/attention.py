@@ -1,13 +1,13 @@
-"""The twin's attention on a machine without a GPU: as serving computes it there (`sglang_patch.attention`).
+"""The twin's attention on a machine without a GPU, equal to serving's there (`sglang_patch.cpu.attention`).
 
-Serving attends in float32 whatever the model's dtype is, and keeps DeepSeek's attention (MLA) absorbed in prefill too:
-keys and values stay in the latent space, each head's part of `kv_b_proj` goes into the query and behind the sum
+Serving computes attention in float32, whatever the model's dtype is, and keeps DeepSeek's MLA absorbed in prefill too:
+keys and values stay in the latent space; each head's part of `kv_b_proj` multiplies the query and the attention output
 (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). Hugging Face expands keys and values per head. In exact arithmetic both
-are the same; in bf16 they round differently, which sends some tokens to other experts and makes training learn from
-probabilities that serving never had.
+are equal. In bf16 they round differently, which sends some tokens to other experts, so training would learn from
+probabilities that serving never computed.
 
-A row that forks (`batches.Branch`) is attended to in two parts, its first sequence, and the second's rest over prefix
-and rest: what is computed is what two separate rows would compute.
+For a row that forks (`batches.Branch`), attention runs in two parts: the first sequence, then the rest of the second
+over prefix and rest. The result is that of two separate rows.
 
 Shapes: B sequences, S tokens of each, N query heads, D latent size (`kv_lora_rank`), P rotary size, K and V sizes of a
 head's key without the rotary part and of its value, R LoRA rank.
@@ -37,11 +37,11 @@ Branches = tuple[Branch, ...] | None
 
 
 class _Attention(torch.autograd.Function):
-    """Causal attention of the last queries over all keys, sequence by sequence; no scores are kept for backward."""
+    """Causal attention of the last queries over all keys, sequence by sequence; backward recomputes the scores."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-        # Kept in float32: backward subtracts <grad, out> from each score's gradient, which may be as small.
+        # Saved in float32: backward subtracts <grad, out> from each score's gradient, which may be equally small.
         out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=torch.float32)
         log_sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
         for row in range(len(q)):
@@ -79,7 +79,7 @@ def _forked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, branch: Branch, s
 
 
 def visible_keys(branches: tuple[Branch, ...], length: int, device: torch.device) -> torch.Tensor:
-    """[B, 1, S, S]: True where a query may look, for attention that takes a mask."""
+    """[B, 1, S, S] attention mask: True where a query may see a key, for attention that needs a mask."""
     place = torch.arange(length, device=device)
     causal = place[:, None] >= place
     ends = torch.tensor([[branch.prefix, branch.second] for branch in branches], device=device)
@@ -108,11 +108,11 @@ AttentionInterface.register(NAME, float32_attention)
 
 
 def absorb(attention: nn.Module) -> None:
-    """Makes a DeepSeek-V2 or -V3 attention module of Hugging Face's compute in absorbed order from now on.
+    """Patches a Hugging Face attention module of DeepSeek-V2 or -V3 to compute MLA in absorbed order.
 
-    Parameters stay where they are; W_v is a view of `kv_b_proj`'s weight, W_k lives within a call. Against the expanded
-    order, scores and sums take (2 D + P) / (K + P + V) times as many operations (3.4 with DeepSeek-V3's sizes), the
-    rest as many.
+    Parameters stay in place; W_v is a view of `kv_b_proj`'s weight, W_k is a temporary copy in each call. Compared with
+    the expanded order, scores and weighted sums take (2 D + P) / (K + P + V) times as many operations (3.4 with
+    DeepSeek-V3's sizes); everything else takes equally many.
     """
     expanded = attention.forward
 
@@ -125,7 +125,7 @@ def absorb(attention: nn.Module) -> None:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         if isinstance(self.kv_b_proj, LoraLinear) and self.kv_b_proj.drops_out():
-            # Dropout acts on kv_b_proj's input, which absorbed attention never has.
+            # Dropout acts on kv_b_proj's input, which absorbed attention never computes.
             return expanded(
                 hidden_states=hidden_states,
                 position_embeddings=position_embeddings,
@@ -167,7 +167,7 @@ def _absorbed(
 
 
 class KvWeight:
-    """`kv_b_proj` as per-head matrices W_k [N, K, D] and W_v [N, V, D], with LoRA beside them as serving has it.
+    """`kv_b_proj` as per-head matrices W_k [N, K, D] and W_v [N, V, D], with LoRA added as in serving.
 
     `kt_runtime.ops.mla` has the formulas. T tokens.
     """
@@ -177,7 +177,7 @@ class KvWeight:
         self._heads, self._key_size = attention.num_heads, attention.qk_nope_head_dim
         base = linear.get_base_layer() if isinstance(linear, LoraLinear) else linear
         w_k, self._w_v = mla.halves(base.get_parameter("weight"), self._heads, self._key_size)
-        # W_k for a moment in SGLang's memory order, on which the order of torch's bf16 sums depends.
+        # Copy W_k to SGLang's memory layout, since torch's bf16 summation order depends on the layout.
         self._w_k = w_k.mT.contiguous().mT
         self._lora = linear.active_lora() if isinstance(linear, LoraLinear) else []
 
@@ -203,7 +203,7 @@ class KvWeight:
 def _tables(
     positions: torch.Tensor | tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [1 or B, S, 1, P / 2]: DeepSeek-V3 has them twice side by side, DeepSeek-V2 as one complex tensor."""
+    """cos and sin [1 or B, S, 1, P / 2]. DeepSeek-V3's tables hold each twice, DeepSeek-V2 has one complex tensor."""
     if isinstance(positions, torch.Tensor):
         cos, sin = positions.real, positions.imag
     else:
@@ -212,6 +212,6 @@ def _tables(
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """[B, S, heads, P], neighbours are pairs; every product and sum is rounded to x's dtype."""
+    """Rotary embedding of x [B, S, heads, P] in adjacent pairs; every product and sum is rounded to x's dtype."""
     first, second = x[..., 0::2], x[..., 1::2]
     return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)

@@ -1,15 +1,15 @@
-"""How the sequences of one training call are cut into microbatches.
+"""Splits the sequences of one training call into microbatches.
 
-Rows are padded on the right: with causal attention nothing that is real ever looks at padding, so that no mask is
-needed; padding never reaches the routed experts nor the loss.
+Rows are padded on the right. With causal attention no real token ever sees padding, so no mask is needed. Padding
+reaches neither the routed experts nor the loss.
 
-A row holds one sequence, or a pair of a preference loss with its shared prompt once:
+A row holds one sequence, or a pair of a preference loss with the shared prompt only once:
 
     prefix | rest of the first | rest of the second | padding
 
-Both rests continue the prefix: their positions count from its end, and the second does not see the first (`Branch`).
-The prefix are the leading positions on which both have the same token and target and weight 0, so that what is computed
-there is the same for both, and all that the loss wants of it is the log-probabilities.
+Both rests continue the prefix: their positions count from the prefix's end, and the second does not see the first
+(`Branch`). The prefix is the leading positions where both sequences have equal tokens, equal targets and weight 0. So
+its computation is the same for both, and the loss needs only its log-probabilities.
 
 Shapes: B rows, S longest of them, N tokens of the call, M loss tokens of the microbatch.
 """
@@ -53,7 +53,7 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class Branch:
-    """Where a row forks: positions from `second` on see the first `prefix` ones, and themselves causally."""
+    """A row's fork: positions from `second` on see the first `prefix` positions, and each other causally."""
 
     prefix: int
     second: int
@@ -61,15 +61,15 @@ class Branch:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """`tokens` [B, S], padded with 0. `padding` [B * S]: True where none is; None when all are real.
+    """`tokens` [B, S], padded with 0. `padding` [B * S]: True for padding; None if there is none.
 
-    `positions` [B, S] and `branches`, one for each row: None when no row forks, so that positions are 0 to S - 1.
+    `positions` [B, S] and `branches` (one per row): both None if no row forks; positions are then 0 to S - 1.
 
-    Loss tokens: `real` [M]: index into the flattened [B * S], twice for a prefix that two sequences share. `where` [M]:
-    index of the same tokens in the call's flat arrays. `targets`, `weights`: [M]. `sequence` [M]: index of the sequence
-    in the call; both sequences of a pair are in one microbatch. `where` and `sequence` are on the CPU.
+    Loss tokens: `real` [M]: index into the flattened [B * S]; a shared prefix appears twice. `where` [M]: index of the
+    same tokens in the call's flat arrays. `targets`, `weights`: [M]. `sequence` [M]: index of the sequence in the call;
+    both sequences of a pair are in one microbatch. `where` and `sequence` are on the CPU.
 
-    `num_computed`: tokens that go through the layers.
+    `num_computed`: tokens that the layers compute.
     """
 
     tokens: torch.Tensor
@@ -86,7 +86,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class _Row:
-    """Sequence `first`, and `second` without its first `prefix` tokens behind it, or None."""
+    """Sequence `first`, then `second` without its first `prefix` tokens. `second` None: one sequence only."""
 
     first: int
     second: int | None
@@ -95,7 +95,7 @@ class _Row:
 
 
 def split(batch: TrainingBatch, max_tokens: int, device: torch.device, *, pairs: bool = False) -> list[Microbatch]:
-    """Rows by falling length, as many in a microbatch as fit into `max_tokens` with padding; one at least.
+    """Sorts rows by falling length and packs them into microbatches of at most `max_tokens` padded tokens, or one row.
 
     pairs: sequences 2 i and 2 i + 1 share a row and their prefix. Raises InvalidValueError for an odd number of them.
     """
@@ -164,7 +164,7 @@ def _microbatch(batch: TrainingBatch, rows: list[_Row], starts: Integers, device
 
 
 def _places(batch: TrainingBatch, row: _Row) -> list[tuple[int, Integers]]:
-    """For each sequence of the row its index and where in the row its tokens are."""
+    """(index, positions of its tokens within the row) of each of the row's sequences."""
     first = np.arange(batch.lengths[row.first])
     if row.second is None:
         return [(row.first, first)]

@@ -1,4 +1,4 @@
-"""The base's linear layers and norms as the twin has them: never trained, with the gradients of `kt_runtime.ops`."""
+"""The twin's linear layers and norms of the base: frozen, with the gradients of `kt_runtime.ops`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kt_runtime.ops.norms import frozen_rms_norm
 
 
 class FrozenLinear(nn.Linear):
-    """As `torch.nn.Linear`, with a gradient for its input alone."""
+    """`torch.nn.Linear` with a gradient for its input only."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return frozen_linear(x, self.weight, self.bias)
 
 
 class FrozenRmsNorm(nn.Module):
-    """Takes the class of a Hugging Face module in place: `weight` and `variance_epsilon` stay as they are."""
+    """Replaces the class of a Hugging Face RMSNorm in place; `weight` and `variance_epsilon` stay unchanged."""
 
     weight: torch.Tensor
     variance_epsilon: float
@@ -27,5 +27,5 @@ class FrozenRmsNorm(nn.Module):
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Whether it is one of the families' RMSNorms, whose arithmetic `kt_runtime.ops.norms` has."""
+    """Whether `module` is one of the families' RMSNorms, which `kt_runtime.ops.norms` implements."""
     return type(module).__name__ in ("Qwen3MoeRMSNorm", "DeepseekV2RMSNorm", "DeepseekV3RMSNorm")

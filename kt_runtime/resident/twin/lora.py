@@ -1,8 +1,7 @@
-"""LoRA on the twin: several adapters side by side on one base, float32 masters, one of them active at a time.
+"""LoRA on the twin: several adapters with float32 masters on one base, one adapter active at a time.
 
-Dense modules are wrapped by PEFT's layer with serving's roundings (`lora_linear`), routed experts get stacked A and B
-that the expert store takes. Never `get_peft_model` on the whole model: what it leaves out of a fused-expert model it
-leaves out silently.
+PEFT's layer with serving's rounding (`lora_linear`) wraps dense modules; routed experts get stacked A and B for the
+expert store. `get_peft_model` on the whole model is not used: it silently skips modules of a fused-expert model.
 
 A parameter is called `<module>.lora_A` or `<module>.lora_B`, with module names as in `kt_runtime.families`.
 
@@ -49,7 +48,7 @@ class LoraModules:
         alpha: float,
         dropout: float,
     ) -> Generator[Slice, None, dict[str, nn.Parameter]]:
-        """Adds an adapter, a layer at a time, and returns its parameters. They are `values`, which are not copied."""
+        """Adds an adapter, one layer per slice, and returns its parameters, which alias `values` without a copy."""
         config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, init_lora_weights=False)  # type: ignore[arg-type]
         pairs = (
             (module, nn.Parameter(values[f"{module.name}.lora_A"]), nn.Parameter(values[f"{module.name}.lora_B"]))
@@ -61,10 +60,10 @@ class LoraModules:
     def create_frozen(
         self, key: str, adapter: AdapterTensors, modules: Sequence[LoraModule]
     ) -> Generator[Slice, None, None]:
-        """Adds `adapter` in float32, which nothing trains, a layer at a time. `modules`: all that the model has.
+        """Adds the frozen `adapter` in float32, one layer per slice. `modules`: all LoRA modules of the model.
 
-        Tensors that are float32 and on the device already are used as they are; nobody may change them. Raises
-        InvalidValueError for a module that is none of `modules`.
+        Tensors that are float32 and on the device already are aliased, so the caller must not change them. Raises
+        InvalidValueError for a module that is not in `modules`.
         """
         by_name = {module.name: module for module in modules}
         unknown = [name for name in adapter.modules if name not in by_name]
@@ -82,9 +81,9 @@ class LoraModules:
     def _place(
         self, key: str, pairs: Iterable[tuple[LoraModule, nn.Parameter, nn.Parameter]], config: LoraConfig
     ) -> Generator[Slice, None, dict[int, dict[str, nn.Parameter]]]:
-        """Puts (module, A, B) into the twin, all or none; returns the parameters by layer and name.
+        """Puts all (module, A, B) into the twin, or none on error; returns the parameters by layer and name.
 
-        `pairs` in the order of layers. No call may use `key` before the end.
+        `pairs`: sorted by layer. No call may use `key` before the end.
         """
         by_layer: dict[int, dict[str, nn.Parameter]] = {}
         self._modules[key], self._parameters[key] = [], by_layer
@@ -93,7 +92,7 @@ class LoraModules:
             for layer, of_layer in groupby(pairs, lambda pair: pair[0].layer):
                 yield Slice("place", may_switch=True)
                 self._place_layer(key, layer, of_layer, config)
-        except BaseException:  # out of memory: what is placed already goes with the rest
+        except BaseException:  # such as out of memory: removes the modules that were placed already
             self.remove(key)
             raise
         return by_layer
@@ -124,11 +123,11 @@ class LoraModules:
             self._twin.experts[parent].adapters[key] = slot
 
     def remove(self, key: str) -> None:
-        """Takes an adapter away; a module that no adapter is left on becomes the plain one again."""
+        """Removes an adapter; a module without any adapter left is unwrapped."""
         run_at_once(self.removal(key))
 
     def removal(self, key: str) -> Generator[Slice, None, None]:
-        """As `remove`, a layer at a time."""
+        """As `remove`, one layer per slice."""
         for layer, modules in groupby(self._modules.pop(key), lambda module: module.layer):
             yield Slice("take away", may_switch=True)
             self._selected.clear()
@@ -142,7 +141,7 @@ class LoraModules:
             self._twin.experts[module.name.rpartition(".")[0]].adapters.pop(key, None)
             return
         wrapped = self._twin.submodule(module.name)
-        if not isinstance(wrapped, LoraLinear):  # it could not be wrapped
+        if not isinstance(wrapped, LoraLinear):  # wrapping had failed
             return
         wrapped.delete_adapter(key)
         if not wrapped.lora_A:
@@ -158,7 +157,7 @@ class LoraModules:
         return self._dropouts[key] > 0
 
     def select(self, layer: int, key: str | None, *, dropout: bool) -> None:
-        """From now on the adapter `key` is active in this layer, and no other; None: the base alone."""
+        """Makes `key` the only active adapter of this layer; None: the base alone. `dropout`: dropout is on."""
         if self._selected.get(layer) == (key, dropout):
             return
         for module in self._twin.layer(layer).modules():
@@ -172,13 +171,13 @@ class LoraModules:
 
     def _wrap(self, name: str, key: str, config: LoraConfig, a: nn.Parameter, b: nn.Parameter) -> None:
         module = self._twin.submodule(name)
-        with torch.device("meta"):  # PEFT makes tensors and draws first values, which are replaced at once
+        with torch.device("meta"):  # PEFT allocates and initialises tensors, which are replaced below
             if isinstance(module, LoraLinear):
                 module.update_layer(key, config.r, lora_alpha=config.lora_alpha, config=config)
             else:
                 module = LoraLinear(module, key, config, r=config.r, lora_alpha=config.lora_alpha)
                 self._twin.replace(name, module)
-        # PEFT gives adapters the base's dtype; masters are float32 whatever the base is.
+        # PEFT gives adapters the base's dtype; masters are always float32.
         module.lora_A[key].weight = a
         module.lora_B[key].weight = b
         module.set_adapter([])
@@ -186,9 +185,9 @@ class LoraModules:
 
 
 def initial_values(module: LoraModule, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(A, B) in float32. A: Kaiming-uniform with a = sqrt(5), as PEFT: uniform in ±1/sqrt(in). B: zero.
+    """(A, B) in float32. A: Kaiming-uniform with a = sqrt(5), as in PEFT: uniform in ±1/sqrt(in). B: zero.
 
-    A depends on `seed` and the module's name alone. May be called on any thread.
+    A depends only on `seed` and the module's name. Thread-safe.
     """
     digest = hashlib.sha256(f"{seed}:{module.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -1,8 +1,8 @@
-"""LoRA on a dense linear, in the order and with the roundings of serving on a CPU (SGLang 0.5.23, `lora.torch_ops`).
+"""LoRA on a dense linear, with the order and rounding of serving on a CPU (SGLang 0.5.23, `lora.torch_ops`).
 
-Serving has A and B in the model's dtype, keeps scaling * x A^T in it, and adds the product with B to the base's result
-before it rounds. Masters are float32 here; see `served_product` for their gradients. In a float32 model this is LoRA as
-PEFT computes it.
+Serving holds A and B in the model's dtype, rounds scaling * x A^T to this dtype, and adds the product with B to the
+base's result before rounding. Masters here are float32; `served_product` defines their gradients. In a float32 model
+the result equals PEFT's.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class LoraLinear(PeftLinear):
     """PEFT's layer with serving's arithmetic. Input and result have the base's dtype; A [R, in], B [out, R]."""
 
     def active_lora(self) -> list[tuple[torch.Tensor, torch.Tensor, float]]:
-        """(A, B, scaling) of the active adapter, if it is on this module."""
+        """(A, B, scaling) of the active adapter; empty if the adapter does not adapt this module."""
         return [
             (self.lora_A.get_parameter(f"{key}.weight"), self.lora_B.get_parameter(f"{key}.weight"), self.scaling[key])
             for key in self._active_here()
         ]
 
     def drops_out(self) -> bool:
-        """Whether the active adapter has dropout, and it is on."""
+        """Whether the active adapter has dropout and dropout is on."""
         return any(
             isinstance(self.lora_dropout[key], torch.nn.Dropout) and self.training for key in self._active_here()
         )

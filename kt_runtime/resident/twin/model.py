@@ -1,14 +1,14 @@
 """The training twin: the Hugging Face model of the same config over the engine's own storage.
 
-The model is built on the meta device, then each parameter becomes a view of rows of the engine's tensor, as the
-family's table says. Routed experts become one module that calls the expert store (`routed.py`). A parameter that the
-table does not name, or that the engine does not have, is an error at start, never a silent copy.
+The model is built on the meta device. Then each parameter becomes a view of rows of an engine tensor, according to the
+family's table. One module that calls the expert store replaces the routed experts (`routed.py`). A parameter that is
+missing in the table or in the engine is an error at start, never a silent copy.
 
-Where serving attends in float32, the twin does too, in serving's order of operations (`attention.py`), so that in bf16
-both compute the same numbers.
+If serving computes attention in float32, so does the twin, in serving's order of operations (`attention.py`). So both
+compute the same numbers in bf16.
 
-Left out: the model's own `forward`. The slices call embedding, layers, norm and head one by one, so that no mask is
-built and nothing is cached.
+The model's own `forward` is not used. The slices call embedding, layers, norm and head separately, so no mask is built
+and nothing is cached.
 
 Shapes: B sequences, S tokens of each, H hidden, V vocabulary.
 """
@@ -32,11 +32,11 @@ from kt_runtime.resident.twin.frozen import FrozenLinear, FrozenRmsNorm, is_rms_
 from kt_runtime.resident.twin.routed import RoutedExperts, SoftmaxRouter
 
 Positions = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""What a family's rotary embedding gives: cos and sin, or one complex tensor."""
+"""Result of a family's rotary embedding: cos and sin, or one complex tensor."""
 
 
 class Twin:
-    """`experts`: the routed-expert module of each MoE layer by its name. `device`, `dtype`: the engine's."""
+    """`experts`: module name -> routed-expert module, for each MoE layer. `device`, `dtype`: the engine's."""
 
     def __init__(self, host: Host) -> None:
         self.family: Family = family_for(host.config)
@@ -69,7 +69,7 @@ class Twin:
         return self._model.lm_head.weight
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[B, S] to [B, S, H]."""
+        """Token ids [B, S] -> embeddings [B, S, H]."""
         return self._model.model.embed_tokens(tokens)
 
     def positions(self, hidden: torch.Tensor, places: torch.Tensor | None = None) -> Positions:
@@ -81,7 +81,7 @@ class Twin:
     def run_layer(
         self, layer: int, hidden: torch.Tensor, positions: Positions, branches: attention.Branches = None
     ) -> torch.Tensor:
-        """One decoder layer, causal over each row, which may fork (`branches`): [B, S, H] to the same."""
+        """One decoder layer, causal within each row; rows may fork (`branches`): [B, S, H] -> [B, S, H]."""
         mask = None
         if branches is not None and not self._attends_in_float32:
             mask, branches = attention.visible_keys(branches, hidden.shape[1], hidden.device), None
@@ -110,9 +110,9 @@ class Twin:
 
     @contextlib.contextmanager
     def recomputing(self, layer: int) -> Iterator[None]:
-        """Meanwhile the layer runs for its gradients alone: what its routed experts would give is left out (zeros).
+        """In this context the layer runs only for its gradients: its routed experts output zeros.
 
-        Backward needs their activations, which it computes by itself, and no sum of theirs.
+        Backward recomputes the experts' activations itself and does not need their output.
         """
         module = self.experts_of(layer)
         if module is None:
@@ -126,7 +126,7 @@ class Twin:
 
     @contextlib.contextmanager
     def padding(self, padding: torch.Tensor | None) -> Iterator[None]:
-        """Meanwhile the rows of [B * S] where `padding` is True are no tokens to the routed experts; None: all are."""
+        """In this context the routed experts skip the rows of [B * S] where `padding` is True; None: no padding."""
         for module in self.experts.values():
             module.padding = padding
         try:
@@ -136,7 +136,7 @@ class Twin:
                 module.padding = None
 
     def weights_fingerprint(self) -> str:
-        """`hash_weights` of what the twin computes with, anew."""
+        """`hash_weights` of the twin's weights, computed again."""
         return hash_weights(self._views, self._store)
 
     def _place_experts(self, config: Mapping[str, Any]) -> None:
@@ -194,7 +194,7 @@ def _share(
 
 
 def dense_views(config: Mapping[str, Any], engine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The engine's dense weights by their Hugging Face names: what a twin shares. Raises CheckpointError as it does."""
+    """The engine's dense weights that a twin shares, by Hugging Face name. Raises CheckpointError as `Twin` does."""
     return {source.name: _view(source, engine) for source in family_for(config).twin_sources(config)}
 
 

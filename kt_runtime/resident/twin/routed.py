@@ -1,4 +1,4 @@
-"""The twin's routed part: experts that the expert store computes, and a router with the serving arithmetic.
+"""The twin's routed part: experts computed by the expert store, and a router with serving's arithmetic.
 
 Shapes: T tokens, K experts per token, E experts, H hidden, R LoRA rank.
 """
@@ -17,13 +17,13 @@ from kt_runtime.ops.router import softmax_top_k
 
 
 class RoutedExperts(nn.Module):
-    """In the place of Hugging Face's fused expert module; has no parameters of its own.
+    """Replaces Hugging Face's fused expert module; has no parameters of its own.
 
-    `adapters`: LoRA by key, float32 masters; serving has copies in the model's dtype, so they are rounded to it on the
-    way, with gradients as if not. `active` picks one, None the base alone; its dropout counts where `drops_out`, with a
-    seed from torch's generator. `padding` [T]: True for rows that are no token, None without any; they cost nothing and
-    come out as zeros. `needs_output` False: all comes out as zeros, for backward alone, which computes the activations
-    itself.
+    `adapters`: LoRA by key, float32 masters. Forward rounds the masters to the model's dtype, as serving's copies are;
+    gradients ignore this rounding. `active`: key of the active adapter, None for the base alone. `drops_out`: dropout
+    is on, with a seed from torch's generator. `padding` [T]: True for padding rows, which cost nothing and result in
+    zeros; None: no padding. `needs_output` False: the whole result is zeros, for recomputation; backward computes the
+    activations itself.
     """
 
     def __init__(self, store: ExpertStore, layer: int) -> None:
@@ -36,7 +36,7 @@ class RoutedExperts(nn.Module):
         self.needs_output = True
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[T, H], [T, K], [T, K] to [T, H]: the weighted sum of each token's experts."""
+        """[T, H], [T, K], [T, K] -> [T, H]: the weighted sum of each token's experts."""
         if self.padding is not None:
             ids = ids.masked_fill(self.padding[:, None], -1)
         slot = self.adapters.get(self.active) if self.active is not None else None
@@ -55,8 +55,8 @@ def _drawn_seed() -> int:
 class SoftmaxRouter(nn.Module):
     """Qwen3-MoE's router as SGLang 0.5.23 computes it (`sglang.srt.layers.moe.topk.fused_topk_torch_native`).
 
-    Against Hugging Face's: the routing weights stay float32 instead of being rounded to the model's dtype. In float32
-    both are the same. DeepSeek's routers need no counterpart: both sides compute them in float32.
+    Unlike Hugging Face's router, this one keeps the routing weights in float32 instead of rounding them to the model's
+    dtype. In a float32 model both are equal. DeepSeek's routers need no replacement: both sides compute in float32.
     """
 
     def __init__(self, config: Any) -> None:
