@@ -58,7 +58,7 @@ NO_PARSER = "none"
 
 
 class Cache(Protocol):
-    """The prefix cache's tiers; `serve.cache.CachePlan`. A size of 0 means that there is no such tier.
+    """The prefix cache's tiers; `serve.memory.cache_plan.CachePlan`. A size of 0 means that there is no such tier.
 
     `host_ratio`: tokens of the host pool divided by tokens of the device pool, adjusted for SGLang's rounding.
     """
@@ -76,7 +76,7 @@ class Cache(Protocol):
 
 
 class Options(Protocol):
-    """The user's options; `serve.options.ServeOptions`. `lora_slots`: adapters per batch, including the base model."""
+    """The user's options; `serve.options.named.ServeOptions`. `lora_slots`: adapters per batch, including the base."""
 
     @property
     def host(self) -> str: ...
@@ -105,7 +105,7 @@ class Options(Protocol):
 
 
 class Model(Protocol):
-    """The model; `serve.models.ResolvedModel`. `config` is the content of its config.json."""
+    """The model; `serve.models.report.ResolvedModel`. `config` is the content of its config.json."""
 
     @property
     def name(self) -> str: ...

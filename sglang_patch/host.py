@@ -42,7 +42,7 @@ class SGLangHost:
     """Lives in the scheduler process. The scheduler's thread calls every method except `prepare_adapter`."""
 
     engine_version = PINNED
-    num_ranks = 1  # `serve.sglang_options` refuses parallelism
+    num_ranks = 1  # `serve/options/sglang.py` refuses parallelism
 
     def __init__(self, scheduler: Any, settings: ResidentSettings) -> None:
         self._scheduler = scheduler
@@ -74,7 +74,7 @@ class SGLangHost:
         lora_install.install_prepared(self._runner.lora_manager, lora_id, name, version, prepared)
 
     def drop_adapter(self, lora_id: str) -> None:
-        """Drops the adapter now, or after its last request: an aborted request may outlive the frontend's count."""
+        """Drops the adapter now, or after its last request ends: an aborted one may outlive the frontend's count."""
         self._to_drop.add(lora_id)
         self._drop_unused()
 

@@ -1,7 +1,7 @@
 """The entry point `sglang.srt.plugins`: SGLang calls `register` in every process that it starts.
 
-Only the modules in `PATCHES` patch SGLang 0.5.23, one module per thing patched. Each module has a docstring with
-symbol, version and reason, a tuple `SYMBOLS` of the dotted names that it touches, and `install(hooks)`.
+Only the modules in `PATCHES` patch SGLang 0.5.23 in every process, one module per thing patched. Each module has a
+docstring with symbol, version and reason, a tuple `SYMBOLS` of the dotted names that it touches, and `install(hooks)`.
 
 SGLang catches every Exception of a plugin and continues without the plugin. An unpatched SGLang would load the routed
 experts a second time, or answer wrongly. A failure here therefore raises SystemExit, which is not an Exception.

@@ -30,7 +30,7 @@ SYMBOLS = (
 NO_CONTENT = ("_name_or_path", "_commit_hash", "transformers_version")
 """Keys of a model's configuration that don't change the computation."""
 
-_runner: Any = None  # the process's one model
+_runner: Any = None  # the runner of the process's only model
 _fingerprint: WeightsFingerprint | None = None
 
 

@@ -21,7 +21,7 @@ SYMBOLS = (
     "sglang.srt.mem_cache.allocation.get_last_loc_torch",
     "sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info",
 )
-POOL_TOKENS, LONGEST_PROMPT = 0, 5  # positions in the answer of get_worker_info
+POOL_TOKENS, LONGEST_PROMPT = 0, 5  # indices into the result of get_worker_info
 
 
 def install(hooks: Hooks) -> None:

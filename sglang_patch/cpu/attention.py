@@ -32,7 +32,7 @@ SYMBOLS = (
     "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
     "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.register",
 )
-PADDING_LIMIT = 2.0  # a decode batch is padded while that makes it at most this many times larger
+PADDING_LIMIT = 2.0  # a decode batch is padded if padding makes it at most this many times larger
 
 
 def install(hooks: Hooks) -> None:

@@ -1,4 +1,4 @@
-"""Gives SGLang's loader all tensors except the routed experts, dequantized.
+"""Gives SGLang's loader all tensors except the routed experts, with quantized matrices dequantized.
 
 Symbols (SGLang 0.5.23): `model_loader.weight_utils.safetensors_weights_iterator` and
 `.buffered_multi_thread_safetensors_weights_iterator`. Reason: SGLang's iterators read whole files, for a large MoE

@@ -27,7 +27,7 @@ SYMBOLS = (
 
 
 def described(error: BaseException) -> str:
-    """The message for the client. Only a KtError's text is sent: other exceptions may contain anything, see the log."""
+    """The message for the client: a KtError's own text. Other errors' text may hold anything and is only logged."""
     if isinstance(error, KtError):
         return str(error)
     return f"the server failed at this request ({type(error).__name__}); its log says why"

@@ -157,7 +157,7 @@ def next_batch(original: Callable[..., Any], scheduler: Any, running_batch: Any,
 def _choose_trial(waiting: list[Any]) -> None:
     global _on_trial
     if _on_trial is not None and (_on_trial.finished() or not (_on_trial in waiting or _on_trial.kv.holds_kv)):
-        _on_trial = None  # done, or aborted while it waited
+        _on_trial = None  # finished, or aborted while it waited
     if _suspects:
         _suspects[:] = [req for req in _suspects if req in waiting]
     if _on_trial is None and _suspects:

@@ -1,6 +1,6 @@
 """Masks non-finite rows (NaN or Inf) and ends the requests that computed them; other requests continue.
 
-An adapter with large finite weights may produce non-finite activations. They stay in the rows of its own request,
+An adapter with large finite weights may produce non-finite activations. These stay in the rows of their own request,
 because attention, matrix products and experts compute each token separately. But the expert store refuses a call with a
 non-finite row, sampling refuses the whole batch, and pages of such keys would enter the prefix cache. So rows are
 checked where a check costs one read of data just written; non-finite rows are replaced by zeros and noted:

@@ -26,7 +26,7 @@ PROCESS = f"{CHAT}._process_response_logprobs"
 HANDLE = f"{CHAT}._handle_non_streaming_request"
 SYMBOLS = (PROCESS, HANDLE, "sglang.srt.entrypoints.openai.protocol.ChatCompletionResponse")
 
-PIECE_ENTRIES = 1024  # some 10 ms
+PIECE_ENTRIES = 1024  # about 10 ms of work
 BEFORE, AFTER = b'{"content":[', b"]}"
 # A choice's logprobs without positions. The answer's own text can't contain this: its quotes are escaped.
 EMPTY = b'"logprobs":' + BEFORE + AFTER

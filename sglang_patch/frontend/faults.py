@@ -30,7 +30,7 @@ class FaultContainment(TokenizerManager):
     """A tokenizer manager whose receive loop survives exceptions."""
 
     async def handle_loop(self) -> None:
-        """Ends only with its task, or when its socket is closed (ZMQError)."""
+        """Ends only when its task is cancelled or its socket is closed (ZMQError)."""
         while True:
             with self.soft_watchdog.disable():
                 received = await self._receive()

@@ -7,7 +7,7 @@ Symbols and reasons:
 - `execute_warmup_func` of `launch_server` is replaced (`warm_up.py`). Until it returns, `/health` and `/ready` answer
   503.
 - `http_server._freeze_gc_after_server_warmup`: hooked. SGLang posts to its own route before it listens, and without the
-  API key, which SGLang does not know. The hook calls the route's function directly.
+  API key, because SGLang does not know kt-runtime's key. The hook makes the same call directly.
 - `OpenAIServingBase._parse_model_parameter`: hooked. `/v1/models` lists an adapter by its plain name, but SGLang
   silently answers a request with this `model` from the base. Here the plain name selects the adapter, as `base:adapter`
   does. Any other name selects the base, also a name with a colon. `serve/requests/checks/models.py` decides earlier
@@ -115,7 +115,7 @@ class Frontend(Protocol):
         ...
 
     def session(self, app: FastAPI, engine: Engine) -> contextlib.AbstractAsyncContextManager[None]:
-        """Entered in the event loop before the first request, left after the last."""
+        """A context that is entered in the event loop before the first request and left after the last."""
         ...
 
     def wait_for_resident(self) -> bool:

@@ -1,4 +1,4 @@
-"""Refuses a request because of overload, which is not a client error. Does not import SGLang.
+"""The error for a request refused because of overload, not because of a client's mistake. Does not import SGLang.
 
 SGLang 0.5.23's routes answer every ValueError with status 400, some of them after converting the exception to text. So
 `Overloaded` also records itself in a context variable, and the middleware in front of SGLang's routes answers 503.

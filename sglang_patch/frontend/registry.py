@@ -73,7 +73,8 @@ class VersionedRegistry(LoRARegistry):
         self._counters.pop(lora_id, None)
 
     async def acquire(self, lora_name: str | list[str | None]) -> str | list[str | None]:  # type: ignore[override]
-        """Raises ValueError, which SGLang answers with status 400, before anything is counted."""
+        """Counts one use per name and returns the LoRA ids. Raises ValueError for an unknown name (SGLang answers 400)
+        before it counts any."""
         if isinstance(lora_name, str):
             found = self._lookup(lora_name)
             self._counters[found].change(+1)

@@ -18,7 +18,7 @@ SMALLEST_DIVISOR = 1e-6  # SGLang's own bound for the temperature
 MAX_CHOICES = 128
 MAX_STOP_CHARACTERS = 4096  # of all stop strings together, because they are compared after each token
 
-COUNTS = {"max_new_tokens": 0, "min_new_tokens": 0, "top_k": -1, "n": 1, "stream_interval": 1}  # -> the smallest
+COUNTS = {"max_new_tokens": 0, "min_new_tokens": 0, "top_k": -1, "n": 1, "stream_interval": 1}  # smallest value of each
 NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 SWITCHES = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 TEXTS = ("json_schema", "regex", "ebnf", "structural_tag")

@@ -9,7 +9,7 @@ Symbols of SGLang 0.5.23, all in the frontend process, and reasons:
   `OpenAIServingDetokenize._handle_non_streaming_request`: render and tokenize in the event loop.
 - `OpenAIServingChat._convert_to_internal_request`: returns the result of the conversion that already ran in a thread
   when one of these methods calls it.
-- `parallel_prompt_encode.parallel_prompt_encode`: bypasses the tokenizer's checked `encode`, so it is checked here.
+- `parallel_prompt_encode.parallel_prompt_encode`: bypasses the tokenizer's checked `encode`, so a hook checks its text.
 
 The other OpenAI routes convert in the event loop's default executor, in any number of threads; `TextExecutor` replaces
 this executor. Rust tokenizers release the GIL. Python's templates and slow tokenizers do not, but the interpreter

@@ -2,8 +2,8 @@
 
 Symbol (SGLang 0.5.23): `sglang.srt.managers.io_struct.GenerateReqInput`. Reason: a first request is slow, because it
 imports modules, starts threads, grows pools and selects kernels. SGLang's own warm-up sends a request to its HTTP port
-without the API key, which SGLang does not know. It also caches and counts the request's tokens. Here the requests go to
-the tokenizer manager without being counted (`log_metrics`), and `sglang_patch/warm_up.py` keeps them out of the cache.
+without the API key, which SGLang does not know, and caches and counts the request's tokens. Here the requests go to the
+tokenizer manager and are not counted (`log_metrics`), and `sglang_patch/warm_up.py` keeps them out of the cache.
 A prompt of one token requests no page from any tier of the cache.
 """
 

@@ -172,7 +172,7 @@ class GrammarProcess:
     def _cpu_s(self) -> float:
         try:
             return time.clock_gettime(self._cpu_clock)
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             return 0.0
 
     def fail(self, failure: Failure) -> None:
@@ -229,7 +229,7 @@ class GrammarForker:
             try:
                 try:
                     self._send(theirs)
-                except OSError:  # it was ended
+                except OSError:  # the forker was ended
                     self._stop()
                     self._send(theirs)
             except (OSError, ValueError, struct.error) as error:

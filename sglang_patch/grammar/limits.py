@@ -117,7 +117,7 @@ def _depth(text: str) -> int:
 
 
 def _objects(value: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every JSON object within `value` with its JSON pointer. Not deeper than `MAX_DEPTH`, so recursion is fine."""
+    """Every JSON object in `value` with its JSON pointer. Recursion is safe, because `MAX_DEPTH` bounds the depth."""
     if isinstance(value, dict):
         yield place, value
         for key, child in value.items():

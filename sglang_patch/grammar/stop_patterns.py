@@ -56,7 +56,7 @@ def linear_patterns() -> LinearPatterns:
 
 @lru_cache(maxsize=NUM_COMPILED)
 def compiled(pattern: str) -> Any:
-    """Raises `re2.error`."""
+    """The compiled pattern, cached. Raises `re2.error`."""
     import re2
 
     options = re2.Options()
@@ -75,7 +75,7 @@ def window_tokens(original: Callable[[str], int], pattern: str) -> int:
         raise ValueError(f"stop_regex {pattern!r} is refused: {_reason(error)}; allowed is RE2's syntax") from None
     try:
         return min(original(pattern), WINDOW_TOKENS)
-    except Exception:  # noqa: BLE001 - syntax that RE2 knows and Python does not
+    except Exception:  # noqa: BLE001 - RE2 supports this syntax, Python does not
         return WINDOW_TOKENS
 
 

@@ -82,7 +82,7 @@ def init_with_experts_on_host(original: Callable[..., None], pool: Any, base_mod
 
 
 class ExpertBuffersOnHost(TorchFunctionMode):
-    """Within this context `torch.zeros` of four dimensions allocates on the CPU, whatever device is asked for."""
+    """In this context `torch.zeros` of four dimensions allocates on the CPU, whatever device the caller requests."""
 
     def __torch_function__(
         self,
