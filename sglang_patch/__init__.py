@@ -1,7 +1,7 @@
 """The plugin: the only code that knows the internals of SGLang.
 
-The folder stands at the top of the checkout, and kt_runtime/sglang_patch is a link to it. Under a second name
-its modules would be loaded twice, with classes and state of their own, so the name in kt_runtime is the only one.
+The folder lies at the top of the checkout; kt_runtime/sglang_patch is a symbolic link to it. Importing it under a
+second name would load its modules twice, with duplicate classes and state, so only the name in kt_runtime is allowed.
 """
 
 if __name__ != "kt_runtime.sglang_patch":

@@ -1,18 +1,18 @@
-"""SGLang's command line for a server of ours.
+"""Builds SGLang's command line for `kt-runtime serve`.
 
-Symbol: `sglang.srt.server_args.ServerArgs.add_cli_args` (SGLang 0.5.23), read for the names of its options only.
+Symbol: `sglang.srt.server_args.ServerArgs.add_cli_args` (SGLang 0.5.23), used for its option names and its checks only.
 
-Why each fixed option: training runs between two batches of the scheduler, so batches must not overlap, and CUDA graphs
-would hide the model from it. Shared experts must not be fused into the routed ones, which are the expert store's.
-Strict LoRA loading makes a key that SGLang does not know an error. An idle scheduler sleeps, instead of keeping a core
-busy (`turns.py` wakes it for training). `/metrics` answers, and OpenAI's `usage` says how much of a prompt was cached.
-A quantized checkpoint is no quantized model to SGLang: experts are the store's, and `weights.py` dequantizes the rest;
-`unquant` keeps SGLang from looking for fp8 weights by itself.
+Reasons for the fixed options: training runs between two batches of the scheduler, so batches must not overlap, and CUDA
+graphs would hide the model from training. Shared experts must not be fused into the routed experts, which the expert
+store holds. Strict LoRA loading turns an unknown key into an error. An idle scheduler sleeps and keeps no core busy
+(`turns.py` wakes it for training). `/metrics` is on, and OpenAI's `usage` includes the number of cached prompt tokens.
+SGLang sees a quantized checkpoint as unquantized: the expert store holds the experts, and `cpu/weights.py` dequantizes
+all other tensors. `unquant` keeps SGLang from detecting fp8 weights.
 
-Why the cache's: a page of the host pool in one piece of memory ("page first") is what a disk wants. `direct` copies are
-those that `cache_host_copies.py` has for a CPU; `kernel` ones are SGLang's for a GPU. Every page is written down as
-soon as it is computed. A request waits for the disk, since computing again takes longer; the disk tier gives up on a
-disk that hangs before SGLang gives up on the disk tier.
+Reasons for the cache's options: the host pool's "page first" layout keeps a page contiguous, as the disk tier needs it.
+`cache/host_copies.py` implements `direct` copies on a CPU; `kernel` copies are SGLang's for a GPU. Every page is
+written through as soon as it is computed. A request waits for the disk, because recomputing takes longer. If the disk
+hangs, the disk tier's own timeout ends before SGLang's timeout for the disk tier.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ DISK_BACKEND = {
     "prefetch_timeout_per_ki_token": 1.0,
     "hicache_storage_pass_prefix_keys": True,
 }
-# The token pool is bounded by --max-total-tokens. SGLang also wants this share of the memory for weights and pool, and
-# the experts, which may be nearly all of it, count as used.
+# --max-total-tokens bounds the token pool. SGLang also requires that weights and pool fit into this share of memory.
+# The experts count as used memory and may take nearly all of it.
 CPU_MEMORY_SHARE = 0.95
 NO_PARSER = "none"
 
 
 class Cache(Protocol):
-    """The prefix cache's tiers; `serve.cache.CachePlan`. 0: the tier is not there.
+    """The prefix cache's tiers; `serve.memory.cache_plan.CachePlan`. A size of 0 means that there is no such tier.
 
-    `host_ratio`: the host pool's tokens by the device pool's, as SGLang's rounding needs it.
+    `host_ratio`: tokens of the host pool divided by tokens of the device pool, adjusted for SGLang's rounding.
     """
 
     @property
@@ -76,7 +76,7 @@ class Cache(Protocol):
 
 
 class Options(Protocol):
-    """What is asked for; `serve.options.ServeOptions`. `lora_slots`: adapters in a batch, the base is one of them."""
+    """The user's options; `serve.options.named.ServeOptions`. `lora_slots`: adapters per batch, including the base."""
 
     @property
     def host(self) -> str: ...
@@ -105,7 +105,7 @@ class Options(Protocol):
 
 
 class Model(Protocol):
-    """Which model; `serve.models.ResolvedModel`. `config` is the content of its config.json."""
+    """The model; `serve.models.report.ResolvedModel`. `config` is the content of its config.json."""
 
     @property
     def name(self) -> str: ...
@@ -116,7 +116,7 @@ class Model(Protocol):
 
 
 def server_arguments(options: Options, model: Model, *, on_cpu: bool | None = None) -> list[str]:
-    """Arguments for SGLang's parser; what the user passes on comes last. `on_cpu`: None asks torch.
+    """Arguments for SGLang's parser, with the user's own SGLang options last. `on_cpu`: None asks torch.
 
     Raises UnknownNameError for a model of no known family, InvalidValueError for a variant that can't be served.
     """
@@ -167,25 +167,25 @@ def _tiers(cache: Cache, model: Model, on_cpu: bool) -> list[str]:
         "hicache-mem-layout": layout,
     }
     if cache.disk_bytes:
-        # A look-up takes microseconds: worth it for a single page.
+        # A look-up takes microseconds, so prefetching pays off from one page on.
         extra = {**DISK_BACKEND, "prefetch_threshold": cache.page_tokens}
         values |= {"hicache-storage-backend": "dynamic", "hicache-storage-backend-extra-config": json.dumps(extra)}
     return [*CACHE_TIERS, *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
 
 
 def option_names() -> frozenset[str]:
-    """Every option of SGLang's server, with its dashes."""
+    """Every option of SGLang's server, with its leading dashes."""
     parser = _parser()
     return frozenset(name for action in parser._actions for name in action.option_strings)
 
 
 def check_given(options: Options) -> None:
-    """Raises InvalidValueError with what SGLang's own parser says of what the user has given it."""
+    """Raises InvalidValueError with the message of SGLang's own parser if it refuses the user's SGLang options."""
     _parser().parse_args(["--model-path", "checked", *_parsers(options), *options.passed_on])
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage, 500 options of it, and end the process."""
+    """Raises an error where argparse would print its usage (500 options) and end the process."""
 
     def error(self, message: str) -> NoReturn:
         raise InvalidValueError(f"an option of SGLang's: {message}")

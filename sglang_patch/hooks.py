@@ -1,7 +1,7 @@
-"""How a module of this package patches SGLang: through `HookRegistry`, SGLang 0.5.23's own mechanism for plugins.
+"""Patches SGLang through `HookRegistry`, SGLang 0.5.23's own mechanism for plugins.
 
-SGLang logs and ignores a hook that can't be applied; a half-patched server would compute wrong answers. So `apply`
-applies the hooks itself and fails if one of them did not take.
+SGLang logs and ignores a hook that can't be applied, but a half-patched server would compute wrong answers. So
+`Hooks.apply` applies the hooks itself and raises an error if one of them could not be applied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Hook = Callable[..., Any]
 
 
 class Hooks:
-    """What `install(hooks)` of a patch module gets. `on_cpu`: this machine has no CUDA device."""
+    """The argument of each patch module's `install(hooks)`. `on_cpu`: this machine has no CUDA device."""
 
     def __init__(self, on_cpu: bool) -> None:
         self.on_cpu = on_cpu
@@ -36,19 +36,19 @@ class Hooks:
         self._register(target, hook, "AROUND")
 
     def replace(self, target: str, hook: Hook) -> None:
-        """`hook` stands in the place of the function or class `target`."""
+        """`hook` replaces the function or class `target`."""
         self._register(target, hook, "REPLACE")
 
     def add(self, target: str, value: Any) -> None:
-        """`value` becomes the attribute `target`, which must not be there yet."""
+        """Sets the attribute `target`, which must not exist yet, to `value`."""
         self._attributes.append((target, value, False))
 
     def set(self, target: str, value: Any) -> None:
-        """`value` becomes the attribute `target`, which must be there: a number, say, that is no function to hook."""
+        """Sets the existing attribute `target` to `value`: for numbers and other attributes that are not functions."""
         self._attributes.append((target, value, True))
 
     def apply(self) -> None:
-        """Applies what was registered. Raises ConflictError naming the targets that could not be patched."""
+        """Applies all registered hooks. Raises ConflictError that names the targets that could not be patched."""
         from sglang.srt.plugins.hook_registry import HookRegistry
 
         HookRegistry.apply_hooks()

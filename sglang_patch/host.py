@@ -1,6 +1,6 @@
-"""SGLang's scheduler as the resident's host: implements `kt_runtime.resident.host.Host`.
+"""Implements the resident's interface `kt_runtime.resident.host.Host` with SGLang's scheduler.
 
-Symbols (SGLang 0.5.23): attributes of `Scheduler` and of its `ModelRunner`, read and not changed.
+Symbols (SGLang 0.5.23): attributes of `Scheduler` and of its `ModelRunner`, which are only read.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ SYMBOLS = (
 
 
 class SGLangHost:
-    """Lives in the scheduler process; every method but `prepare_adapter` is called from its thread."""
+    """Lives in the scheduler process. The scheduler's thread calls every method except `prepare_adapter`."""
 
     engine_version = PINNED
-    num_ranks = 1  # `serve.sglang_options` refuses parallelism
+    num_ranks = 1  # `serve/options/sglang.py` refuses parallelism
 
     def __init__(self, scheduler: Any, settings: ResidentSettings) -> None:
         self._scheduler = scheduler
@@ -59,7 +59,7 @@ class SGLangHost:
         self.chunked_prefill_tokens = int(scheduler.chunked_prefill_size or 0)
         self.experts = moe.expert_store()
         self.weights = cache_namespace.fingerprint(self._runner)
-        self.attends_in_float32 = self.device.type == "cpu"  # `attention.py`; on CUDA the backends are SGLang's own
+        self.attends_in_float32 = self.device.type == "cpu"  # `cpu/attention.py`; on CUDA SGLang's own backends run
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return cache_namespace.named_tensors(self._runner.model)
@@ -74,7 +74,7 @@ class SGLangHost:
         lora_install.install_prepared(self._runner.lora_manager, lora_id, name, version, prepared)
 
     def drop_adapter(self, lora_id: str) -> None:
-        """At once, or when its last request has ended: an aborted one may outlive the frontend's count."""
+        """Drops the adapter now, or after its last request ends: an aborted one may outlive the frontend's count."""
         self._to_drop.add(lora_id)
         self._drop_unused()
 
@@ -85,7 +85,7 @@ class SGLangHost:
         return [self._names.socket]
 
     def poll(self) -> None:
-        """Takes the frontend's answers to `move_name`, frees what is no longer used; called once per turn."""
+        """Receives the frontend's answers to `move_name` and drops unused adapters. Called once per turn."""
         self._names.poll()
         self._drop_unused()
 

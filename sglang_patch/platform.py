@@ -1,10 +1,10 @@
-"""SGLang on a machine without a GPU: the entry point `sglang.srt.platforms`.
+"""Runs SGLang on a machine without a GPU: the entry point `sglang.srt.platforms`.
 
-Symbols: `sglang.srt.platforms.cpu.CpuDeviceMixin`, `.interface.SRTPlatform` (SGLang 0.5.23). Reason: the wheel's own
-CPU platform needs its kernel library, which needs the CUDA driver; an out-of-tree platform with dispatch key `native`
-takes the torch implementations instead. Where CUDA is available, SGLang keeps its own platform.
+Symbols: `sglang.srt.platforms.cpu.CpuDeviceMixin`, `.interface.SRTPlatform` (SGLang 0.5.23). Reason: the CPU platform
+in SGLang's wheel needs SGLang's kernel library, which needs the CUDA driver. An out-of-tree platform with dispatch key
+`native` selects the torch implementations instead. If CUDA is available, SGLang keeps its own platform.
 
-SGLang must not be imported while it discovers its plugins, so the class is built when SGLang asks for it by name.
+SGLang must not be imported while it discovers plugins, so the class is created when SGLang looks it up by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ATTENTION_BACKEND = "kt_cpu"
 
 
 def activate() -> str | None:
-    """Name of the platform class, or None where CUDA is available. Ends the process with another SGLang version."""
+    """Name of the platform class, or None if CUDA is available. Raises SystemExit for another SGLang version."""
     import torch
 
     try:
@@ -37,7 +37,10 @@ def activate() -> str | None:
 
 
 def install(hooks: Hooks) -> None:
-    """SGLang finds `activate` by its entry point. A crash must not wait a minute for a GPU's core dump."""
+    """Only sets an environment variable, so that a crash does not wait a minute for a GPU's core dump.
+
+    SGLang finds `activate` by its entry point.
+    """
     if hooks.on_cpu:
         os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "0")
 
@@ -60,7 +63,7 @@ def _platform_class() -> type:
         capabilities = PlatformCapabilities()
 
         def apply_server_args_defaults(self, server_args: Any) -> None:
-            # SGLang has already turned "none given" into its AMX backend, which needs the kernel library.
+            # SGLang has already replaced a missing value by its AMX backend, which needs the kernel library.
             if server_args.attention_backend in (None, "intel_amx"):
                 server_args.attention_backend = ATTENTION_BACKEND
 

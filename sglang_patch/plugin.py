@@ -1,10 +1,10 @@
 """The entry point `sglang.srt.plugins`: SGLang calls `register` in every process that it starts.
 
-Symbols of SGLang 0.5.23 are touched by the modules in `PATCHES` only, one per thing patched. Each has a docstring with
-symbol, version and reason, a tuple `SYMBOLS` of the dotted names that it touches, and `install(hooks)`.
+Only the modules in `PATCHES` patch SGLang 0.5.23 in every process, one module per thing patched. Each module has a
+docstring with symbol, version and reason, a tuple `SYMBOLS` of the dotted names that it touches, and `install(hooks)`.
 
-SGLang swallows every Exception of a plugin and goes on without it. Without our patches it would load the routed experts
-a second time, or answer wrongly, so a failure here ends the process: SystemExit is not an Exception.
+SGLang catches every Exception of a plugin and continues without the plugin. An unpatched SGLang would load the routed
+experts a second time, or answer wrongly. A failure here therefore raises SystemExit, which is not an Exception.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ TOUCHED_OTHERWISE = (
     "faults.answers",
     "grammar.log",
 )
-"""Modules that read or call SGLang without patching it in every process; `frontend.http_server` speaks for its folder
-too, `cache.events` for `cache.backend`."""
+"""Modules that read or call SGLang without patching it in every process. `frontend.http_server` also lists the symbols
+of the other modules in its folder, and `cache.events` lists those of `cache.backend`."""
 
 
 def register() -> None:
-    """Patches SGLang in this process. Ends the process, with the reason, where SGLang can't be patched."""
+    """Patches SGLang in this process. Raises SystemExit with the reason if SGLang can't be patched."""
     try:
         check_version()
         install_patches()
@@ -56,7 +56,7 @@ def install_patches() -> None:
 
 
 def symbols() -> dict[str, tuple[str, ...]]:
-    """The dotted names of SGLang that each patch touches, by patch. Imports nothing of SGLang."""
+    """Maps each patch to the dotted names in SGLang that the patch touches. Does not import SGLang."""
     return {name: patch_module(name).SYMBOLS for name in (*PATCHES, *TOUCHED_OTHERWISE)}
 
 

@@ -1,9 +1,9 @@
-"""Who a signal is for, when every process of a server gets it: Ctrl-C in a terminal, a service manager's SIGTERM.
+"""SGLang's child processes ignore signals that every process of a server receives: Ctrl-C, a service manager's SIGTERM.
 
-Processes (SGLang 0.5.23): those of `run_scheduler_process` and `run_detokenizer_process`, which would end at once.
-Reason: the frontend lets requests finish and then asks the scheduler to end, which writes down what the prefix cache
-still has to; with one of them gone it can only end the rest. They can't outlive it: the frontend kills them when they
-take too long, and the kernel when the frontend dies.
+Processes (SGLang 0.5.23): `run_scheduler_process` and `run_detokenizer_process`, which would otherwise end immediately.
+Reason: the frontend lets requests finish, then asks the scheduler to end, and the scheduler writes the prefix cache's
+remaining pages. If one of these processes is gone, the frontend can only kill the others. The child processes can't
+outlive the frontend: it kills them when they take too long, and the kernel kills them when the frontend dies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SYMBOLS = (
 
 
 def install(hooks: Hooks) -> None:
-    """In a process that a server of `kt-runtime serve` started; in any other process, nothing."""
+    """Ignores SIGINT and SIGTERM in child processes of `kt-runtime serve`. Does nothing in any other process."""
     if ResidentSettings.from_environment() is not None and multiprocessing.parent_process() is not None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)

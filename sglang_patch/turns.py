@@ -1,15 +1,15 @@
-"""Gives the resident its turns inside SGLang's scheduler loop.
+"""Runs the resident's turns inside SGLang's scheduler loop.
 
 SGLang 0.5.23 symbols and reasons:
 
-- `Scheduler.run_event_loop`: the moment at which the model is loaded and nothing is served yet. The resident is built
-  there, around the scheduler's own model.
-- `SchedulerRequestReceiver.recv_requests`: called once per turn on every rank; what rank 0 adds to `local_reqs` is
-  broadcast to all of them. The resident's decisions travel this way, so that ranks never disagree.
-- `Scheduler.ingest_requests`: after it, the turn's training slices run, between two of SGLang's batches.
-- `IdleSleeper.maybe_sleep`: with `--sleep-on-idle` the scheduler sleeps until a request arrives; it must not while
-  there is training work, and must wake for the training protocol's requests, for what the resident's own threads have
-  finished, and for the frontend's answers.
+- `Scheduler.run_event_loop`: called when the model is loaded and no request is served yet. The resident is created at
+  this point and shares the scheduler's model.
+- `SchedulerRequestReceiver.recv_requests`: called once per turn on every rank. SGLang broadcasts the entries that rank
+  0 adds to `local_reqs` to all ranks. The resident's decisions are such entries, so that ranks never disagree.
+- `Scheduler.ingest_requests`: the turn's training slices run after this call, between two of SGLang's batches.
+- `IdleSleeper.maybe_sleep`: with `--sleep-on-idle` the scheduler sleeps until a request arrives. The scheduler must not
+  sleep while there is training work. Requests of the training protocol, results of the resident's own threads and the
+  frontend's answers must wake it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _resident: Any = None  # kt_runtime.resident.server.Resident of this process, on
 
 @dataclass(frozen=True)
 class Decision:
-    """Rides on SGLang's request broadcast; never reaches its dispatcher."""
+    """Sent with SGLang's request broadcast. Removed before SGLang dispatches the requests."""
 
     payload: bytes
 
 
 def install(hooks: Hooks) -> None:
-    """Hooks a server that `kt-runtime serve` started; in any other SGLang process, nothing."""
+    """Hooks the processes of `kt-runtime serve`. Does nothing in any other SGLang process."""
     if ResidentSettings.from_environment() is None:
         return
     run_event_loop, ingest_requests, recv_requests, maybe_sleep = SYMBOLS
@@ -88,8 +88,8 @@ def _turn(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
 
 
 def has_work() -> bool:
-    """True while the resident could do something: the scheduler's thread must not rest then. It may while the resident
-    only waits, for a thread of its own or for the frontend: they wake it."""
+    """True while the resident has work for the scheduler's thread, which must not sleep then. False while the resident
+    only waits for its own threads or for the frontend: both wake the scheduler."""
     return _resident is not None and bool(_resident.has_work())
 
 

@@ -1,4 +1,4 @@
-"""The one SGLang version that this package knows. It touches SGLang's internals, which change with every release."""
+"""The only supported SGLang version: this package uses SGLang's internals, which change with every release."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PINNED = "0.5.23"
 def check_version(found: str | None = None) -> None:
     """Raises InvalidValueError unless SGLang (`found`, else the installed one) is the pinned version.
 
-    Does not import SGLang: a version whose modules have moved could not be imported as we need it.
+    Does not import SGLang: importing another version could fail, because its modules may have moved.
     """
     if found is None:
         found = installed_version()

@@ -1,8 +1,9 @@
-"""Requests of kt-runtime's own, made before the server says that it is ready, leave no trace in the prefix cache.
+"""Keeps the KV of kt-runtime's own warm-up requests out of the prefix cache.
 
-Symbol (SGLang 0.5.23): `sglang.srt.managers.schedule_batch.Req.__init__`. Reason: whatever a request computed is put
-into the tree when it ends, and from there into the host's and the disk's tier. `skip_radix_cache_insert`, which SGLang
-has for requests with overridden embeddings, keeps it out. The requests themselves: `frontend_warm_up.py`.
+Symbol (SGLang 0.5.23): `sglang.srt.managers.schedule_batch.Req.__init__`. Reason: SGLang inserts a request's KV into
+the radix tree when the request ends, and copies it from there to the host tier and the disk tier. SGLang's flag
+`skip_radix_cache_insert`, meant for requests with overridden embeddings, prevents that. `frontend/warm_up.py` sends
+these requests before the server reports that it is ready.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""SGLang's prefix cache: kt-runtime's disk tier behind it, its keys, pages and counters."""
+"""SGLang's prefix cache: its disk tier by kt-runtime, keys, pages and counters."""

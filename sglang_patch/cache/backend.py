@@ -1,14 +1,14 @@
 """SGLang's storage backend for the prefix cache's disk tier.
 
 Symbol: `sglang.srt.mem_cache.hicache_storage.HiCacheStorage` (SGLang 0.5.23), loaded as the "dynamic" backend by module
-path (`arguments.py`); "interface_v1" in its extra configuration makes SGLang hand over pages where the host pool has
-them. Reason: SGLang's own file backend has one flat directory, no checksums, no quota by default and no namespace.
+path (`arguments.py`). With "interface_v1" in its extra configuration, SGLang passes pages as indices into the host
+pool, without a copy. Reason: SGLang's file backend has one flat directory, no checksums, default quota or namespace.
 
-SGLang's keys are chains of hashes over the tokens, seeded with the request's `extra_key`, which names the adapter's
-content (`cache_keys.py`). What else a page depends on is in the tier's namespace (`cache_namespace.py`).
+SGLang's keys are chained hashes of the tokens, seeded with the request's `extra_key`, which contains the hash of the
+adapter's content (`keys.py`). The tier's namespace covers everything else that a page depends on (`namespace.py`).
 
-Only SGLang's storage threads call what may wait: `batch_exists`, `batch_get_v1`, `batch_set_v1`. The scheduler's thread
-makes the backend, asks it to clear, and closes it when it serves no longer.
+Only SGLang's storage threads call the methods that may block: `batch_exists`, `batch_get_v1`, `batch_set_v1`. The
+scheduler's thread creates the backend, asks it to clear, and closes it at the end of serving.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kt_runtime.errors import InvalidValueError, KtError
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.cache.namespace import namespace
 
-CLOSING_SECONDS = 8.0  # for what has not been written; the frontend waits somewhat longer for the scheduler's end
-# For a batch of pages. SGLang's thread reads for one request after another, and a request that was given up keeps it as
-# long as its batch; a flush of the memory tiers ends the scheduler if that is more than 10 s.
+CLOSING_SECONDS = 8.0  # to write the pending pages; the frontend waits somewhat longer for the scheduler's end
+# Timeout for a batch of pages. SGLang's thread reads for one request at a time, and an aborted request occupies it
+# until its batch is done. If that takes more than 10 s, a flush of the memory tiers ends the scheduler.
 READING_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
@@ -39,12 +39,12 @@ _tier: DiskTier | None = None
 
 
 def disk_tier() -> DiskTier | None:
-    """The disk tier of this process; None in any other process than the scheduler's, and in a server without one."""
+    """The disk tier of this process. None outside the scheduler's process, and in a server without a disk tier."""
     return _tier
 
 
 class DiskBackend(HiCacheStorage):
-    """`kt_runtime.resident.config` says where the tier is and how large. What is wrong with it ends the process."""
+    """Settings come from `kt_runtime.resident.config`. Raises SystemExit if the tier can't be opened."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
         self._pools: list[str] = []
@@ -53,7 +53,7 @@ class DiskBackend(HiCacheStorage):
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         global _tier
         self.mem_pool_host = mem_pool_host
-        # SGLang's threads may hold addresses in it after SGLang let go of it.
+        # SGLang's threads may use addresses in this buffer after SGLang has dropped its reference to the pool.
         self._memory = mem_pool_host.kv_buffer
         try:
             self._tier = _tier = _open_tier(mem_pool_host)
@@ -87,7 +87,7 @@ class DiskBackend(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Always says yes: a page that is dropped is counted by the tier, and SGLang would log each."""
+        """Reports success for every page: SGLang would log each dropped page, and the tier counts them already."""
         tier = self._tier
         if tier is not None:
             tier.write(list(self._pages(keys, host_indices)), _chain(extra_info))
@@ -101,7 +101,7 @@ class DiskBackend(HiCacheStorage):
             yield Page(key, pieces[position * step : (position + 1) * step])
 
     def clear(self) -> None:
-        """Asked for by the scheduler's thread, which does not wait for it."""
+        """Starts clearing the tier and does not wait, because the scheduler's thread calls this."""
         if self._tier is not None:
             self._tier.clear(timeout_s=0.0)
 
@@ -112,7 +112,7 @@ class DiskBackend(HiCacheStorage):
             tier.close(CLOSING_SECONDS)
             _tier = None
 
-    # The interface of before v1: abstract, so that it has to be there; not called with "interface_v1"
+    # The interface before v1: its methods are abstract and must be defined, but "interface_v1" never calls them
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -157,5 +157,5 @@ def _chain(extra_info: HiCacheStorageExtraInfo | None) -> list[bytes]:
 
 
 def _memory(pointer: int, size: int) -> memoryview:
-    """The host pool's own memory, valid as long as the pool is."""
+    """A view of the host pool's memory, valid during the pool's lifetime."""
     return memoryview((ctypes.c_ubyte * size).from_address(pointer)).cast("B")

@@ -1,13 +1,13 @@
-"""The scheduler's part in the prefix cache's tiers: it waits for copies without spinning, and ends when all is written.
+"""Lets the scheduler wait for copies between cache tiers without spinning, and write all pages before it ends.
 
 Symbols (SGLang 0.5.23) and reasons:
 
-- `Scheduler.on_idle`: called again and again while nothing can be computed. With pages on their way between the tiers
-  the scheduler does not count as idle and does not sleep; it would keep a core busy that the threads moving the pages
-  could use. A rest of a millisecond ends early for a request.
-- `Scheduler.release_host_resources`: called when the server was asked to end, and frees the host pool. Pages that were
-  computed last are still on their way from there to the disk tier; SGLang ends its storage backend only afterwards.
-- `HiCacheStorage`, `MHATokenToKVPoolHost`, `MLATokenToKVPoolHost`: what `cache_backend.py` is made of.
+- `Scheduler.on_idle`: called in a loop while there is nothing to compute. While pages are in flight between the tiers,
+  the scheduler does not count as idle and does not sleep. It would occupy a core that the copying threads could use, so
+  it sleeps for a millisecond here. A request ends the sleep early.
+- `Scheduler.release_host_resources`: called when the server was asked to end, and frees the host pool. The last pages
+  may still be in flight from this pool to the disk tier, and SGLang closes its storage backend only afterwards.
+- `HiCacheStorage`, `MHATokenToKVPoolHost`, `MLATokenToKVPoolHost`: used by `backend.py`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _write_all(scheduler: Any) -> None:
 
 
 def finish_copies(tree_cache: Any, timeout_s: float) -> bool:
-    """Waits until the pages that were computed have been handed to the disk tier. False if it takes longer."""
+    """Waits until all computed pages have been passed to the disk tier. False after a timeout."""
     deadline = time.monotonic() + timeout_s
     while tree_cache.ongoing_write_through or tree_cache.ongoing_backup:
         if time.monotonic() > deadline:

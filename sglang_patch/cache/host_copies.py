@@ -1,14 +1,14 @@
-"""Copies between device pool and host pool on a machine whose device is its CPU: SGLang's three operators in torch.
+"""SGLang's three operators that copy between device pool and host pool, for a machine whose device is its CPU.
 
 Symbols (SGLang 0.5.23), absent without a GPU: `transfer_kv_direct`, `transfer_kv_per_layer_direct_pf_lf` and
 `transfer_kv_all_layer_direct_lf_pf` in `sglang.srt.mem_cache.pool_host.mha` and `.mla`, which call them for
-`--hicache-io-backend direct`. Reason: on a GPU they come with SGLang's kernel library, which needs the CUDA driver.
+`--hicache-io-backend direct`. Reason: SGLang's kernel library provides them on a GPU, but needs the CUDA driver.
 
-Indices are tokens' rows, whole pages of consecutive ones. Copies are done on return, in the scheduler's thread, hence
-page by page with NumPy: 200 MB of bf16 took 65 ms on two cores, as long as one plain copy, and with torch's
-`index_select` and `index_copy_`, which copy number by number, 700 ms.
+Indices are token rows, in whole pages of consecutive rows. The copies are synchronous and run in the scheduler's
+thread, hence page by page with NumPy: 200 MB of bf16 took 65 ms on two cores, as long as one plain copy. torch's
+`index_select` and `index_copy_`, which copy element by element, took 700 ms.
 
-Shapes: N tokens, P page size, L layers, R = the rest of a token's row.
+Shapes: N tokens, P page size, L layers, R = the remaining dimensions of a token's row.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def transfer_kv_per_layer_direct_pf_lf(
     layer_id: int,
     page_size: int,
 ) -> None:
-    """Host [pages, L, P, R] to one device layer [tokens, R], for each of K and V (or the one latent)."""
+    """Host [pages, L, P, R] to one device layer [tokens, R], for K and for V (or for the single MLA latent)."""
     pages = list(zip(src_indices[::page_size].tolist(), dst_indices[::page_size].tolist(), strict=True))
     for source, target in zip(map(_host_pages, src_ptrs), map(_rows, dst_ptrs), strict=True):
         for slot, row in pages:
@@ -75,7 +75,7 @@ def transfer_kv_all_layer_direct_lf_pf(
     dst_indices: Tensor,
     page_size: int,
 ) -> None:
-    """Device layers [tokens, R], those of K before those of V, to host [pages, L, P, R] of K and V."""
+    """Device layers [tokens, R], first all of K, then all of V, to host [pages, L, P, R] of K and V."""
     pages = list(zip(src_indices[::page_size].tolist(), dst_indices[::page_size].tolist(), strict=True))
     num_layers = len(src_ptrs) // len(dst_ptrs)
     for part, target in enumerate(map(_host_pages, dst_ptrs)):
@@ -86,10 +86,10 @@ def transfer_kv_all_layer_direct_lf_pf(
 
 
 def _rows(layer: Tensor) -> npt.NDArray[np.uint8]:
-    """[tokens, R] of any type as [tokens, bytes]."""
+    """A byte view [tokens, bytes] of [tokens, R] of any dtype."""
     return layer.view(layer.shape[0], -1).view(torch.uint8).numpy()
 
 
 def _host_pages(pool: Tensor) -> npt.NDArray[np.uint8]:
-    """[pages, L, P, R] of any type as [pages, L, P, bytes]."""
+    """A byte view [pages, L, P, bytes] of [pages, L, P, R] of any dtype."""
     return pool.view(*pool.shape[:3], -1).view(torch.uint8).numpy()

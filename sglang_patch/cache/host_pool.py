@@ -1,12 +1,12 @@
-"""The prefix cache's host tier: a pool of pages in memory beside the device's.
+"""The prefix cache's host tier: a pool of pages in CPU memory.
 
 Symbols (SGLang 0.5.23) and reasons:
 
-- `pool_host.common._cuda_host_register` pins the pool for copies by the GPU. It needs the CUDA driver; without a GPU
-  there is nothing to pin for. The same for `HostKVCache.__init__`'s `pin_memory`, with which a page asks torch for
-  pinned memory.
-- `pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES`: SGLang refuses a pool that would not leave 10 GiB free, so that a
-  small machine can have none at all. `kt-runtime serve` has compared everything that it needs with what there is.
+- `pool_host.common._cuda_host_register` pins the pool for copies by the GPU and needs the CUDA driver. Without a GPU,
+  pinning has no use. The same holds for the argument `pin_memory` of `HostKVCache.__init__`, with which SGLang asks
+  torch for pinned memory for a page.
+- `pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES`: SGLang refuses a pool that leaves less than 10 GiB free, so a
+  small machine could have no host pool. `kt-runtime serve` itself compares all required memory with the available.
 """
 
 from __future__ import annotations
@@ -33,5 +33,5 @@ def _register_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _without_pinned_memory(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Every pool passes all by name (the parameters are keyword-only)."""
+    """Overrides a keyword: all parameters of the pool's `__init__` are keyword-only."""
     return args, {**kwargs, "pin_memory": False}

@@ -1,19 +1,19 @@
-"""The prefix cache's pages belong to an adapter's content, not to the id under which SGLang happens to have it loaded.
+"""Keys of the prefix cache's pages contain the hash of the adapter's content instead of SGLang's LoRA id.
 
 Symbols (SGLang 0.5.23) and reasons:
 
-- `Req.__init__` makes the key that every tier keeps a request's KV under, `extra_key`, by writing the LoRA id behind
-  what the client sent. Ids are new with every load, so that nothing would be found again after a restart or under
-  another name; and a client that sends some adapter's id as its own extra key, on a request to the base model, would be
-  given that adapter's KV (SGLang issue 24638). `cache_key` replaces it, once for each request: every request, of a
-  session or not, for text or an embedding, is made here, and what is sampled n times is n requests. Chunks and
-  retracted requests keep the object. `Scheduler._maybe_namespace_elastic_radix_cache`, which comes later, is left out
-  for requests that are aborted at once, but run for one token.
+- `Req.__init__` builds `extra_key`, under which every tier stores a request's KV: the client's own extra key plus the
+  LoRA id. Each load gives an adapter a new id, so no page would be found after a restart or under another name. And a
+  client that sends an adapter's id as its own extra key, on a request to the base model, would receive that adapter's
+  KV (SGLang issue 24638). `cache_key` replaces `extra_key` once per request: this constructor makes every request, in
+  a session or not, for text or an embedding, and each of n samples. Chunks and retracted requests keep the object.
+  A hook on `Scheduler._maybe_namespace_elastic_radix_cache`, which SGLang calls later, would miss requests that are
+  aborted at once: they still run for one token.
 - `StreamingSession.take` and `.try_match_prefix`: a streaming session keeps the KV of its turns outside the tree and
-  reuses it without looking at the key. When the session's next turn has another key, because its adapter's name has
-  moved on or the client asks for another adapter, the KV is released, and the turn starts with what the tree has.
+  reuses it without comparing the key. The session's next turn has another key if its adapter's name has moved to a new
+  version or the client asks for another adapter. Then the KV is released, and the turn starts from the tree's pages.
 
-`cache_salt` stays as the client sent it: SGLang keeps it apart from the extra key in the tree and in a page's hash.
+`cache_salt` stays as the client sent it: SGLang keeps it separate from the extra key in the tree and in a page's hash.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _contents: dict[str, str] = {}  # content hash of each adapter that is loaded in
 
 
 def install(hooks: Hooks) -> None:
-    """Hooks a server that `kt-runtime serve` started; in any other SGLang process, nothing."""
+    """Hooks the processes of `kt-runtime serve`. Does nothing in any other SGLang process."""
     if ResidentSettings.from_environment() is None:
         return
     hooks.after(SYMBOLS[0], _rewrite)
@@ -47,20 +47,20 @@ def install(hooks: Hooks) -> None:
 
 
 def register(lora_id: str, content: str) -> None:
-    """From now on requests for `lora_id` share KV with all others for adapters of the content hash `content`."""
+    """Requests for `lora_id` share KV with all requests for adapters with the content hash `content` from now on."""
     _contents[lora_id] = content
 
 
 def forget(lora_id: str) -> None:
-    """An unknown id is ignored. What was computed for it stays in the cache, under its content."""
+    """Forgets the id; ignores an unknown one. The adapter's KV stays in the cache under its content hash."""
     _contents.pop(lora_id, None)
 
 
 def cache_key(lora_id: str | None, own: str | None) -> str:
-    """`own`: what the client sent. Never equal for two pairs of content and `own`, nor to what a client can send.
+    """The request's `extra_key`, different for any two pairs of adapter content and `own`, the client's own extra key.
 
-    "kt1|base|-", "kt1|<hash of the adapter's content>|<sha256 of the client's key>". An adapter that was not registered
-    shares with nobody: "id-" and the hash of its id stand where the content's would.
+    "kt1|base|-", "kt1|<hash of the adapter's content>|<sha256 of the client's key>". An unregistered adapter shares KV
+    with no other: "id-" and the hash of its id replace the content hash. No key that a client sends can equal one.
     """
     adapter = "base" if lora_id is None else _contents.get(lora_id) or f"id-{_sha256(lora_id)}"
     return f"{FORMAT}|{adapter}|{_sha256(own) if own else '-'}"

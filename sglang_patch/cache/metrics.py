@@ -1,15 +1,15 @@
-"""Counts what each tier of the prefix cache does, for `/metrics`, `/kt/status` and a response's `meta_info`.
+"""Counts hits, misses, evictions and copies per tier of the prefix cache: `/metrics`, `/kt/status`, `meta_info`.
 
-The disk tier counts for itself. The device's and the host's pages are SGLang's; it says how many bytes it copied, but
-not which tier had what a request asked for, nor what the host pool gave up. Hence, in SGLang 0.5.23:
+The disk tier has its own counters. SGLang manages the pages on the device and the host. It reports how many bytes it
+copied, but neither hits per tier nor the host pool's evictions. Hence, in SGLang 0.5.23:
 
-- `ScheduleBatch.prepare_for_extend`: where SGLang decides, once per request, how much of the prompt came from which
+- `ScheduleBatch.prepare_for_extend`: SGLang decides here, once per request, how many prompt tokens came from which
   tier (`Req.cached_tokens_device`, `_host`, `_storage`).
-- `BasePrefixCache.update_eviction_metrics`, `UnifiedRadixCache.evict_host`: how much the device and the host gave up.
+- `BasePrefixCache.update_eviction_metrics`, `UnifiedRadixCache.evict_host`: evictions on the device and on the host.
 - `RadixCacheMetricsCollector.increment_backup_num_bytes`, `.increment_load_back_num_bytes`: copies to, from the host.
-- `Scheduler.ingest_requests`: called once per turn of the loop, at least every second; publishes.
-- `SchedulerOutputStreamer.get_cached_tokens_details`: becomes `meta_info.cached_tokens_details`. SGLang answers None
-  where nothing was cached, and the name of a class for the disk.
+- `Scheduler.ingest_requests`: called once per turn of the loop, at least every second; the metrics are published here.
+- `SchedulerOutputStreamer.get_cached_tokens_details`: becomes `meta_info.cached_tokens_details`. SGLang returns None if
+  nothing was cached, and a class name for the disk.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _next_publication_s = 0.0
 
 
 def install(hooks: Hooks) -> None:
-    """Hooks a server that `kt-runtime serve` started; in any other SGLang process, nothing."""
+    """Hooks the processes of `kt-runtime serve`. Does nothing in any other SGLang process."""
     if ResidentSettings.from_environment() is None:
         return
     hooks.around(PREPARE, _count_hits)
@@ -73,7 +73,7 @@ def install(hooks: Hooks) -> None:
 
 
 def tiers(scheduler: Any) -> list[CacheTier]:
-    """The tiers that this server has, nearest first. In the scheduler's thread."""
+    """The tiers of this server, nearest to the device first. Call it in the scheduler's thread."""
     found = [_device_tier(scheduler)]
     if (pool := _host_pool(scheduler)) is not None:
         found.append(_host_tier(pool, scheduler.page_size))
@@ -84,8 +84,8 @@ def tiers(scheduler: Any) -> list[CacheTier]:
 
 def _device_tier(scheduler: Any) -> CacheTier:
     pool, tree = scheduler.token_to_kv_pool_allocator.get_kvcache(), scheduler.tree_cache
-    sizes = pool.get_kv_size_bytes()  # K and V, or both in one; with a page more than there are tokens
-    # SGLang counts with NumPy, whose integers the wire does not take.
+    sizes = pool.get_kv_size_bytes()  # (K, V) or their sum; the pool has one page more than `size` tokens
+    # SGLang's counts are NumPy integers, which the wire format refuses.
     token_bytes = int(sum(sizes) if isinstance(sizes, tuple) else sizes) // (pool.size + pool.page_size)
     used_tokens = tree.evictable_size() + tree.protected_size()
     return _memory_tier(
@@ -171,7 +171,7 @@ def _count_hits(original: Callable[..., Any], batch: Any, *args: Any, **kwargs: 
 
 
 def _count_request(request: Any, tree: Any) -> None:
-    """A prompt's last token is computed in any case, and only whole pages are kept: the rest is asked of no tier."""
+    """Counts whole pages without the prompt's last token: no tier is asked for a partial page or for this token."""
     page_tokens = tree.page_size
     pages = request._compute_max_prefix_len(len(request.origin_input_ids)) // page_tokens
     device_pages = min(pages, request.cached_tokens_device // page_tokens)
@@ -200,7 +200,7 @@ def _count_read(_result: Any, _collector: Any, num_bytes: int) -> None:
     _host.add("bytes_read", num_bytes)
 
 
-# What is shown
+# Publishing
 
 
 def _publish_now_and_then(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -217,7 +217,7 @@ def _publish_now_and_then(_result: Any, scheduler: Any, *_args: Any, **_kwargs: 
 
 
 def describe_cached_tokens(result: dict[str, int | str] | None, streamer: Any, request: Any) -> dict[str, int | str]:
-    """Prompt tokens by where their KV came from, also when nothing was cached; `computed`: no tier had them."""
+    """Prompt tokens by the tier that had their KV, also if nothing was cached. `computed`: tokens that no tier had."""
     details: dict[str, int | str] = {"device": 0, "host": 0, **(result or {})}
     if streamer.enable_hicache_storage():
         details["storage"] = details.get("storage", 0)

@@ -1,8 +1,8 @@
-"""The files through which SGLang's processes share Prometheus's metrics, made safe against a full disk.
+"""Allocates the files through which SGLang's processes share Prometheus metrics, so that a full disk does no harm.
 
-`prometheus_client` (multiprocess mode) makes them with holes and writes through a memory map. Where the disk has no
-room for a hole that is written to, the kernel ends the process with SIGBUS: a full /tmp would end the server, and the
-training in it. So the room that the files claim is taken as soon as they are seen.
+`prometheus_client` (multiprocess mode) creates sparse files and writes them through a memory map. If the disk has no
+space for a hole that is written to, the kernel ends the process with SIGBUS: a full /tmp would end the server, and the
+training in it. So the files' full size is allocated as soon as a file is found.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class MetricsFiles:
-    """`directory`: None, there are none."""
+    """`directory`: where the files are; None if there are none."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._taken_bytes: dict[str, int] = {}
 
     def take_room(self) -> None:
-        """For files that are new or have grown. Where the disk or the file system can't do it, nothing happens."""
+        """Allocates new files and files that have grown. Ignores failures of the disk or the file system."""
         if self._directory is None:
             return
-        with contextlib.suppress(OSError):  # a process that ends takes its files with it; the server must go on
+        with contextlib.suppress(OSError):  # an ending process removes its files; the server must continue
             for entry in os.scandir(self._directory):
                 size = entry.stat().st_size if entry.name.endswith(".db") else 0
                 if size > self._taken_bytes.get(entry.name, 0) and _allocate(entry.path, size):
@@ -34,7 +34,7 @@ class MetricsFiles:
 
 
 def _allocate(path: str, size: int) -> bool:
-    """fallocate(2). `os.posix_fallocate` would write where a file system can't do it, against the file's owner."""
+    """fallocate(2). On a file system without it, `os.posix_fallocate` would write, racing with the file's owner."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -1,7 +1,7 @@
-"""What pages of KV depend on besides their tokens and the adapter, for all tiers that outlive this process.
+"""Everything that pages of KV depend on besides their tokens and the adapter, for tiers that outlive this process.
 
-Symbol (SGLang 0.5.23): after `ModelRunner.initialize` the weights are loaded, and the hash of them is begun when there
-is a disk tier: SGLang makes its pools meanwhile. The other symbols are read only.
+Symbol (SGLang 0.5.23): after `ModelRunner.initialize` the weights are loaded. With a disk tier, hashing them starts at
+this point and runs while SGLang allocates its pools. The other symbols are only read.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SYMBOLS = (
     "sglang.srt.runtime_context.get_parallel",
 )
 NO_CONTENT = ("_name_or_path", "_commit_hash", "transformers_version")
-"""Keys of a configuration that don't change what is computed."""
+"""Keys of a model's configuration that don't change the computation."""
 
-_runner: Any = None  # the process's one model
+_runner: Any = None  # the runner of the process's only model
 _fingerprint: WeightsFingerprint | None = None
 
 
@@ -40,9 +40,9 @@ def install(hooks: Hooks) -> None:
 
 
 def namespace(pool: Any, page_tokens: int) -> Namespace:
-    """Of the pages in the host pool `pool`. Waits for the weights' fingerprint, which takes a pass over them.
+    """Namespace of the pages in the host pool `pool`. Waits for the fingerprint, which reads all weights once.
 
-    Raises ConflictError before the model has been loaded, and what went wrong with the fingerprint.
+    Raises ConflictError before the model has been loaded, or the error of a failed fingerprint.
     """
     if _runner is None:
         raise ConflictError("the prefix cache's namespace: no model has been loaded")
@@ -58,13 +58,13 @@ def namespace(pool: Any, page_tokens: int) -> Namespace:
 
 
 def fingerprint(runner: Any) -> WeightsFingerprint:
-    """Of the weights of `runner`'s model, which is the process's only one: the resident and the cache share it."""
+    """Fingerprint of the weights of `runner`'s model, the only one in the process. Resident and cache share it."""
     global _fingerprint
     if _fingerprint is None:
         from kt_runtime.resident.twin.model import dense_views
 
         config = runner.model_config.hf_config.to_dict()
-        family_for(config)  # an unknown family is told here, not by whoever waits
+        family_for(config)  # raises for an unknown family here, not in the thread that waits
         tensors = named_tensors(runner.model)
         _fingerprint = WeightsFingerprint(
             lambda each: hash_weights(dense_views(config, tensors), moe.expert_store(), each)
@@ -86,13 +86,13 @@ def _loaded(result: Any, runner: Any) -> None:
 
 
 def _configuration(runner: Any) -> dict[str, Any]:
-    """What changes KV and is no weight; an instruction set's kernels round in their own way."""
+    """Everything but the weights that changes KV. Kernels of different instruction sets round differently."""
     from sglang.srt.runtime_context import get_exec, get_lora
 
     kernel, config = get_exec().kernel, runner.model_config.hf_config.to_dict()
     return {
         "engine": PINNED,
-        "runtime": __version__,  # attention, norms and experts are ours, and may be mended
+        "runtime": __version__,  # attention, norms and experts are kt-runtime's, and a release may change them
         "model": {key: value for key, value in config.items() if key not in NO_CONTENT},
         "dtype": str(runner.dtype),
         "device": str(runner.device),

@@ -1,9 +1,9 @@
-"""Hashes of pages without a compiler.
+"""Hashes pages in Python, without compiling an extension.
 
-Symbol: `sglang.srt.mem_cache.utils.get_native_hash` (SGLang 0.5.23). Reason: it compiles an extension at the first
-look-up in the storage tier, which takes half a minute and needs g++, ninja and OpenSSL's headers; without them every
-look-up fails. The hashes are the same: the tree of nodes, which computes its own, must find what this one names.
-On a GPU as well: hashing 32,768 tokens takes two milliseconds, so that nothing is lost.
+Symbol: `sglang.srt.mem_cache.utils.get_native_hash` (SGLang 0.5.23). Reason: SGLang's function compiles an extension at
+the first look-up in the storage tier, which takes half a minute and needs g++, ninja and OpenSSL's headers. Without
+them every look-up fails. The hashes are identical to SGLang's: the radix tree computes its nodes' hashes itself and
+must find the same pages. Also used with a GPU: hashing 32,768 tokens takes only two milliseconds.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def install(hooks: Hooks) -> None:
 
 
 def get_native_hash(token_ids: Any, prior_digest: bytes | None, page_size: int | None = None) -> str | list[str]:
-    """SHA-256 of (digest before, token ids as 4 bytes each, little endian), hexadecimal: of all tokens, or, with
-    `page_size`, of each page, its digest going into the next one's. The last page may be a part of one."""
+    """Hexadecimal SHA-256 of (prior digest, token ids as 4 bytes each, little endian). Without `page_size`: one hash of
+    all tokens. With it: one hash per page, chained from page to page; the last page may be partial."""
     raw = token_ids.raw_token_ids() if hasattr(token_ids, "raw_token_ids") else token_ids
     data = memoryview(array("I", raw[: len(token_ids)]).tobytes())
     digest = prior_digest or b""

@@ -1,14 +1,13 @@
-"""Pages of more than one token.
+"""Support for KV pages of more than one token.
 
 SGLang 0.5.23:
 
-- `sglang.srt.mem_cache.allocation.get_last_loc`, which finds the cache slot of a sequence's last token: on a CPU, for
-  every attention backend but two that it knows by name, it starts a Triton kernel. Its own torch version is right for
-  `kt_cpu`.
-- `sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info`, whose answer holds the longest prompt that is taken. A
-  request is begun once there is room for its prompt and a page more (`PrefillBudget.check_prefill`): a prompt within a
-  page of the whole pool would wait for ever, and all requests behind it. Within two pages, its answer would be cut to
-  nothing (`max_new_tokens_for_memory`). Both are refused instead.
+- `sglang.srt.mem_cache.allocation.get_last_loc` finds the cache slot of a sequence's last token. On a CPU it starts a
+  Triton kernel for every attention backend except two hard-coded names. SGLang's own torch version works for `kt_cpu`.
+- `sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info` returns, among others, the limit on a prompt's length.
+  A request starts once there is room for its prompt plus one page (`PrefillBudget.check_prefill`). A prompt within one
+  page of the pool's size would wait forever and block all requests behind it. Within two pages, the answer would be
+  truncated to nothing (`max_new_tokens_for_memory`). Both are refused instead.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ SYMBOLS = (
     "sglang.srt.mem_cache.allocation.get_last_loc_torch",
     "sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info",
 )
-POOL_TOKENS, LONGEST_PROMPT = 0, 5  # positions in the answer of get_worker_info
+POOL_TOKENS, LONGEST_PROMPT = 0, 5  # indices into the result of get_worker_info
 
 
 def install(hooks: Hooks) -> None:
@@ -32,7 +31,7 @@ def install(hooks: Hooks) -> None:
 
 
 def longest_prompt(pool_tokens: int, page_tokens: int) -> int:
-    """SGLang takes prompts shorter than this, or cuts longer ones to it."""
+    """Upper bound in tokens. SGLang accepts only shorter prompts, or truncates longer ones to it."""
     return pool_tokens - 2 * page_tokens
 
 

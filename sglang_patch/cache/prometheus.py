@@ -1,8 +1,8 @@
 """The prefix cache's tiers as Prometheus metrics: `kt_runtime:cache_TIER_WHAT`.
 
-SGLang runs Prometheus's client in its multiprocess mode: what the scheduler's process counts lies in memory-mapped
-files, which the frontend's `/metrics` adds up, also while the scheduler is busy. Only plain counters and gauges work
-in that mode, so the tiers' own counters are copied into them.
+SGLang runs Prometheus's client in multiprocess mode: the scheduler's process counts in memory-mapped files, and the
+frontend's `/metrics` sums them, also while the scheduler is busy. Only plain counters and gauges work in this mode, so
+the tiers' own counters are copied into them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LEVELS = {
 
 
 class PublishedTiers:
-    """Made once per process. `registry`: None, the client's default one."""
+    """Create it once per process. `registry`: None selects the client's default registry."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self._registry = registry

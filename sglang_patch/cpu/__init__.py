@@ -1,1 +1,1 @@
-"""What the model computes on a machine without a GPU, and the routed experts on any machine."""
+"""The model's computation on a machine without a GPU, and the routed experts on any machine."""

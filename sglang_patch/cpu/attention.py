@@ -1,15 +1,15 @@
 """The attention backend `kt_cpu`: grouped-query and absorbed latent attention (MLA) on a CPU, in torch.
 
-Symbols (SGLang 0.5.23): `layers.attention.attention_registry.register_attention_backend` and `.choices` get the name;
-`models.deepseek_common.attention_backend_handler.AttentionBackendRegistry` learns that DeepSeek uses absorbed MLA with
-it. Reason: SGLang's `torch_native` recomputes the whole prefix for every cached extend, one sequence at a time, and has
-no MLA handler, so that DeepSeek takes the MHA path and meets the latent cache.
+Symbols (SGLang 0.5.23): the backend is registered with `layers.attention.attention_registry.register_attention_backend`
+and added to `ATTENTION_BACKEND_CHOICES`. `models.deepseek_common.attention_backend_handler.AttentionBackendRegistry`
+selects absorbed MLA for DeepSeek with this backend. Reason: SGLang's `torch_native` recomputes the whole prefix for
+every cached extend, one sequence at a time. It has no MLA handler, so DeepSeek would run its MHA path on the latent KV.
 
-Extends compute only the new queries, against cached prefix and new keys, one sequence at a time: what a sequence gets
-does not depend on the others in its batch. Decodes are one batch, padded to its longest sequence, unless padding would
-cost more than the sequences themselves. Scores and softmax are float32, see `kt_runtime.ops.attention`.
+An extend computes only the new queries against the cached prefix and the new keys, one sequence at a time, so a
+sequence's result does not depend on the other sequences in its batch. A decode is one batch, padded to its longest
+sequence, unless padding costs more than the sequences. Scores and softmax are float32 (`kt_runtime.ops.attention`).
 
-Left out: sliding windows, cross attention and bidirectional attention. The families that are served have none.
+Not supported: sliding windows, cross attention and bidirectional attention. No served model family has them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SYMBOLS = (
     "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
     "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.register",
 )
-PADDING_LIMIT = 2.0  # a decode batch is padded while that makes it at most this many times larger
+PADDING_LIMIT = 2.0  # a decode batch is padded if padding makes it at most this many times larger
 
 
 def install(hooks: Hooks) -> None:
@@ -46,7 +46,7 @@ def install(hooks: Hooks) -> None:
 
 
 def _register_backend(*args: Any, **kwargs: Any) -> None:
-    """Late, because both registries import SGLang's kernels and models."""
+    """Called late, because both registries import SGLang's kernels and models."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
 
@@ -55,7 +55,7 @@ def _register_backend(*args: Any, **kwargs: Any) -> None:
 
 
 def create_backend(runner: Any) -> Any:
-    """The backend for SGLang's model runner. Raises InvalidValueError for a model whose attention it does not know."""
+    """The backend for SGLang's model runner. Raises InvalidValueError for a model with a sliding window."""
     if getattr(runner, "sliding_window_size", None):
         raise InvalidValueError(
             f"attention backend {ATTENTION_BACKEND!r}: the model has a sliding window of {runner.sliding_window_size}; "
@@ -66,7 +66,7 @@ def create_backend(runner: Any) -> Any:
 
 @dataclass(frozen=True)
 class ExtendRow:
-    """One sequence of an extend: its queries are rows `start` to `stop`; `slots` [prefix + new] are its cache slots."""
+    """One sequence of an extend: its queries are rows `start` to `stop`, its cache slots are `slots` [prefix + new]."""
 
     start: int
     stop: int
@@ -76,7 +76,7 @@ class ExtendRow:
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """`slots` [B, longest], padded with slot 0, which SGLang reserves; or, if `rows` are given, each sequence alone."""
+    """`slots` [B, longest], padded with SGLang's reserved slot 0; or None, and `rows` lists each sequence alone."""
 
     slots: torch.Tensor | None
     lengths: torch.Tensor
@@ -107,7 +107,7 @@ def _backend_class() -> type:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
     class CpuAttentionBackend(AttentionBackend):
-        """Reads and writes SGLang's token pools; keeps the plan of the present batch, nothing else."""
+        """Reads and writes SGLang's token pools. Its only state is the plan of the current batch."""
 
         def __init__(self, runner: Any) -> None:
             super().__init__()
@@ -171,7 +171,7 @@ def _backend_class() -> type:
         def _store(
             self, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            """Writes the new keys and values, then returns the pool's: [slots, K, D] and [slots, K, V]."""
+            """Writes the new keys and values, then returns the pool's buffers: [slots, K, D] and [slots, K, V]."""
             from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
             notes = finite_rows.present()

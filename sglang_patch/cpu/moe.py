@@ -1,16 +1,16 @@
-"""SGLang's routed experts are computed by the expert store, and exist there only.
+"""The expert store holds and computes the routed experts of SGLang's model.
 
-Symbol (SGLang 0.5.23): `sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__` gets a quantization method of
-ours, `StoreMethod`. Reason: the wheel has no CPU kernel for experts, and on a GPU machine experts live in host memory.
-The layers stay `FusedMoE` instances, without expert parameters, so that SGLang's model, loader and LoRA code finds them
-where it expects them. Each gets a method `experts_forward(x, topk_output, slots=(), token_slots=None)`; a LoRA layer
-around it calls that with its adapters.
+Symbol (SGLang 0.5.23): `sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__` gets kt-runtime's quantization
+method `StoreMethod`. Reason: SGLang's wheel has no CPU kernel for experts, and on a GPU machine experts are in host
+memory. The layers stay `FusedMoE` instances without expert parameters, because SGLang's model, loader and LoRA code
+expect them. Each layer gets a method `experts_forward(x, topk_output, slots=(), token_slots=None)`. A LoRA layer that
+wraps the layer passes its adapters to this method.
 
-`routed_scaling_factor` (DeepSeek): Hugging Face multiplies the routing weights by it. `StoreMethod` asks SGLang for the
-same with `fuse_routed_scaling_factor_in_topk`, so that the weights which arrive here have it; `router` keeps SGLang's
-DeepSeek layer from multiplying once more where it would.
+`routed_scaling_factor` (DeepSeek): Hugging Face multiplies the routing weights by this factor. `StoreMethod` makes
+SGLang do the same with `fuse_routed_scaling_factor_in_topk`, so the weights arrive here already scaled. `router.py`
+keeps SGLang's DeepSeek layer from multiplying a second time.
 
-Other models than the families of `kt_runtime.families` keep SGLang's own experts.
+Models outside the families of `kt_runtime.families` keep SGLang's own experts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SYMBOLS = (
     "sglang.srt.runtime_context.process_model_config",
 )
 
-NOT_ROUTED = -1  # an expert id that the store leaves out
+NOT_ROUTED = -1  # an expert id that the store skips
 
 _store: ExpertStore | None = None
 _store_lock = threading.Lock()
@@ -61,7 +61,7 @@ def expert_store() -> ExpertStore:
 
 
 def keeps_experts_in_store(config: Any) -> bool:
-    """Whether the experts of a model with this Hugging Face config are the store's."""
+    """Whether the expert store holds the experts of a model with this Hugging Face config."""
     try:
         family_for(config.to_dict())
     except UnknownNameError:
@@ -77,7 +77,7 @@ def model_config() -> Any:
 
 
 def open_store(directory: str) -> ExpertStore:
-    """Opens the store of the checkpoint in `directory`, once per process."""
+    """Opens the store of the checkpoint in `directory`. Later calls in the process return the same store."""
     global _store
     with _store_lock:
         if _store is None:
@@ -108,7 +108,7 @@ def _load_store(directory: Path) -> ExpertStore:
 
 
 def _checkpoint_bytes(config: dict[str, Any], shape: ExpertShape) -> int:
-    """What the routed experts of one layer take in the checkpoint, give or take padding."""
+    """Bytes of one layer's routed experts in the checkpoint, up to padding."""
     quantization = quantization_of(config)
     stored = BF16 if quantization is None else quantization.expert_format
     up, down = (
@@ -133,8 +133,8 @@ def experts_forward(
 ) -> torch.Tensor:
     """Weighted sum of the experts that `topk_output` chose for each token: [T, H] -> [T, H], with x's dtype and device.
 
-    `slots` and `token_slots`: LoRA of routed experts, as `ExpertLayer.forward` takes them. While serving, rows that are
-    not finite give zeros and are noted (`finite_rows`); otherwise they raise NumericsError.
+    `slots` and `token_slots`: LoRA of routed experts, as in `ExpertLayer.forward`. During serving, a row that is not
+    finite yields zeros and is noted (`finite_rows`); otherwise such a row raises NumericsError.
     """
     experts = expert_store().layers[layer.layer_id]
     ids, weights = topk_output.topk_ids, topk_output.topk_weights
@@ -157,7 +157,7 @@ def _method_class() -> type:
     from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 
     class StoreMethod(FusedMoEMethodBase):
-        """Instead of weights, the layer gets `experts_forward`."""
+        """Gives the layer a method `experts_forward` instead of weights."""
 
         fuse_routed_scaling_factor_in_topk = True
 
@@ -166,7 +166,7 @@ def _method_class() -> type:
             layer.experts_forward = types.MethodType(experts_forward, layer)
 
         def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
-            """None needed: SGLang takes it for a kernel of the method's own, with standard routing output."""
+            """Creates none: SGLang then treats `apply` as the method's own kernel, with standard routing output."""
 
         def process_weights_after_loading(self, layer: Any) -> None:
             open_store(model_config().model_path)

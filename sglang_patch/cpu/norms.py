@@ -1,9 +1,10 @@
-"""Root-mean-square norms on a CPU, rounded as Hugging Face rounds them.
+"""RMSNorm on a CPU with Hugging Face's rounding.
 
 Symbol: `sglang.srt.layers.layernorm.RMSNorm.forward_native` (SGLang 0.5.23). Reason: SGLang normalises the float32 sum
-of hidden state and residual and rounds once, behind the weight; Hugging Face, and so the training twin, rounds the sum
-to the model's dtype first, and the normalised state again before the weight. In bf16 that alone sends a token to other
-experts now and then, and training would then learn from probabilities that serving never had.
+of hidden state and residual and rounds once, after multiplying by the weight. Hugging Face, and therefore the training
+twin, rounds the sum to the model's dtype first and rounds the normalised state again before the weight. In bf16 this
+difference alone occasionally routes a token to other experts. Training would then use probabilities that serving never
+computed.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""DeepSeek's routing as Hugging Face computes it, and so the training twin.
+"""DeepSeek's routing with Hugging Face's arithmetic, which the training twin uses too.
 
 Symbols (SGLang 0.5.23), on a CPU only:
 
 - `models.deepseek_v2.MoEGate.forward`: Hugging Face computes DeepSeek's router logits in float32 from bf16 hidden
-  states and weights, and so does SGLang on CUDA; elsewhere SGLang rounds them to bf16, which changes who is chosen.
-- `models.deepseek_v2.DeepseekV2MoE.__init__`: Hugging Face multiplies the routing weights by `routed_scaling_factor`;
-  off CUDA, SGLang multiplies the experts' rounded result. The weights get it here too (see `moe`), so that the layer's
-  own factor becomes 1.
+  states and weights, as does SGLang on CUDA. Elsewhere SGLang rounds the logits to bf16, which changes expert choices.
+- `models.deepseek_v2.DeepseekV2MoE.__init__`: Hugging Face multiplies the routing weights by `routed_scaling_factor`.
+  Without CUDA, SGLang multiplies the experts' rounded result. Here the routing weights are scaled too (`moe.py`), so
+  the layer's own factor is set to 1.
 
-Qwen3-MoE's routing weights stay float32 as SGLang has them; the twin's router follows (`resident.routed`).
+Qwen3-MoE's routing weights stay float32, as in SGLang, and the twin's router does the same (`resident.twin.routed`).
 """
 
 from __future__ import annotations

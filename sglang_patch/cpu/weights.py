@@ -1,12 +1,12 @@
-"""SGLang's loader does not read the routed experts, and gets every other tensor as if nothing were quantized.
+"""Gives SGLang's loader all tensors except the routed experts, with quantized matrices dequantized.
 
 Symbols (SGLang 0.5.23): `model_loader.weight_utils.safetensors_weights_iterator` and
-`.buffered_multi_thread_safetensors_weights_iterator`. Reason: they read whole files; of a large MoE model that is the
-terabyte which must not be read twice, and SGLang warns about every tensor that it has no parameter for.
+`.buffered_multi_thread_safetensors_weights_iterator`. Reason: SGLang's iterators read whole files, for a large MoE
+model a terabyte, which must not be read twice. And SGLang warns about every tensor without a parameter.
 
-Quantized matrices are dequantized one by one on the way: `arguments.py` tells SGLang that the checkpoint is not
-quantized, so that its linear layers are plain ones, which the training twin and LoRA share, and which need no kernels
-that the wheel has not for CPUs.
+Quantized matrices are dequantized one by one while loading. `arguments.py` tells SGLang that the checkpoint is not
+quantized, so SGLang creates plain linear layers. The training twin and LoRA share these layers. Plain layers also need
+no quantized kernels, which SGLang's wheel does not have for CPUs.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def install(hooks: Hooks) -> None:
 def dense_tensors(
     files: Iterable[str], dtype: torch.dtype, gptq_zero_offset: int = 1
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of everything but the routed experts, in the order of the files.
+    """(name, tensor) of every tensor but the routed experts, in the order of the files.
 
-    A matrix that is quantized in the checkpoint comes as `dtype`, everything else as it is stored.
+    A quantized matrix is dequantized to `dtype`; every other tensor keeps its stored dtype.
     """
     return plain_tensors(files, dtype, _is_dense, gptq_zero_offset=gptq_zero_offset)
 
@@ -58,7 +58,7 @@ def _without_experts(original: Any, hf_weights_files: list[str], *args: Any, **k
     progress.logger.info(
         "reading attention, dense and shared weights (%d of the checkpoint's files)", len(hf_weights_files)
     )
-    # SGLang's own config was told that nothing is quantized.
+    # SGLang's own config has no quantization, because of `arguments.NOT_QUANTIZED`.
     content = json.loads((Path(config.model_path) / "config.json").read_text(encoding="utf-8"))
     quantization = quantization_of(content)
     return dense_tensors(hf_weights_files, config.dtype, 1 if quantization is None else quantization.stored_zero_offset)

@@ -1,1 +1,1 @@
-"""An exception or a number that is not finite ends its own request, not the scheduler."""
+"""Fault containment: an exception or a non-finite number ends only its own request, not the scheduler."""

@@ -1,8 +1,8 @@
-"""How a request ends that an exception in the scheduler process belongs to: what it held is freed, its client told.
+"""Ends a request after an exception in the scheduler process: frees the request's resources and informs its client.
 
 Symbols (SGLang 0.5.23): `managers.io_struct.AbortReq`, with which the scheduler ends a request outside its output
-stream; `mem_cache.common.release_kv_cache`; the answers to control requests in `managers.io_struct`, which are named
-after the requests. Reason: SGLang has no such end; an exception in its loop ends the process.
+stream; `mem_cache.common.release_kv_cache`; the answers to control requests in `managers.io_struct`, whose names derive
+from the requests' names. Reason: SGLang can't end a single request; an exception in its loop ends the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SYMBOLS = (
 
 
 def described(error: BaseException) -> str:
-    """What the client is told. An exception that is not made for users may hold anything: the log has its text."""
+    """The message for the client: a KtError's own text. Other errors' text may hold anything and is only logged."""
     if isinstance(error, KtError):
         return str(error)
     return f"the server failed at this request ({type(error).__name__}); its log says why"
@@ -38,7 +38,7 @@ def status_of(error: BaseException) -> HTTPStatus:
 
 
 def tell_client(scheduler: Any, rid: str, message: str, route: Any, status: HTTPStatus) -> None:
-    """`route`: SGLang's request, or the message it came in; says which frontend waits for the answer."""
+    """Sends an error answer. `route`: SGLang's request or its message, which identifies the waiting frontend."""
     from sglang.srt.managers.io_struct import AbortReq
 
     reason = {"type": "abort", "message": message, "status_code": int(status), "err_type": _kind(status)}
@@ -50,9 +50,9 @@ def _kind(status: HTTPStatus) -> str:
 
 
 def end_request(scheduler: Any, req: Any, message: str, status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR) -> None:
-    """Ends a request that the scheduler has, wherever it is: nothing of it is kept, and nothing reaches the cache.
+    """Ends a request in any state. Its memory is freed, and none of its KV enters the prefix cache.
 
-    The batches that hold it must be told to leave it out (`ScheduleBatch.filter_batch` does, since it is finished).
+    The caller must remove the request from its batches (`ScheduleBatch.filter_batch` removes finished requests).
     """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
@@ -70,7 +70,7 @@ def end_request(scheduler: Any, req: Any, message: str, status: HTTPStatus = HTT
 
 
 def forget_waiting(scheduler: Any, requests: Iterable[Any]) -> None:
-    """Takes requests out of the queues of those that have not begun."""
+    """Removes requests from the waiting queue and from the grammar queue, and cancels their grammars."""
     gone = {id(req) for req in requests}
     scheduler.waiting_queue = [req for req in scheduler.waiting_queue if id(req) not in gone]
     grammars = scheduler.grammar_manager
@@ -81,11 +81,11 @@ def forget_waiting(scheduler: Any, requests: Iterable[Any]) -> None:
 
 
 def release_memory(scheduler: Any, req: Any) -> None:
-    """KV slots, row of the request pool and lock in the prefix cache; what was computed is not kept."""
+    """Frees KV slots, request pool row and prefix cache lock. Computed KV is not inserted into the cache."""
     from sglang.srt.mem_cache.common import release_kv_cache
 
     if req.kv.holds_kv and req.kv.kv_allocated_len > 0:
-        req.kv.kv_committed_len = req.kv.kv_allocated_len  # an exception may come between the two
+        req.kv.kv_committed_len = req.kv.kv_allocated_len  # an exception may have left the two lengths unequal
         release_kv_cache(req, scheduler.tree_cache, checkpoint=False)
         return
     if req.kv.holds_kv:
@@ -96,10 +96,10 @@ def release_memory(scheduler: Any, req: Any) -> None:
 
 
 def failure_of(request: Any, error: BaseException) -> Any:
-    """SGLang's answer to a control request, saying that it failed; None for a request that has no answer.
+    """SGLang's answer that reports the failure of a control request; None for a request that has no answer.
 
-    A field `success` (or `updated`) is False, `message` and `error_message` say why. What the request names too is the
-    request's: its sender is found by `session_id`. Others are empty.
+    `success` (or `updated`) is False; `message` and `error_message` have the reason. Fields that the request also has
+    are copied from the request: SGLang finds the sender by `session_id`. All other fields are empty.
     """
     answer = _answer_type(type(request).__name__)
     if answer is None:

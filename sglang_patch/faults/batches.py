@@ -1,17 +1,17 @@
-"""An exception while a batch is made or computed ends the request at fault; the batch's others are computed again.
+"""An exception in building or computing a batch ends the request at fault; the batch's other requests are retried.
 
-SGLang 0.5.23 symbols and reasons; an exception in each of them ends the scheduler process:
+SGLang 0.5.23 symbols and reasons; an exception in each of them would end the scheduler process:
 
-- `Req.update_finish_state`: whatever a request's own stop conditions raise ends that request.
-- `SchedulerBatchResultProcessor._apply_prefill_grammar`, `._accept_grammar_tokens`: the same for its grammar; SGLang
-  expects a ValueError only.
-- `SchedulerOutputStreamer.stream_output`: what can't be sent together is sent one by one.
-- `Scheduler.get_next_batch_to_run`, `.update_running_batch`, `.run_batch`, `.process_batch_result`: which request is at
-  fault is not known here. All that the step was about give back what they hold and join again one at a time (as
-  SGLang does it when memory is short: prompt and answer so far are computed again as a prefill). The next joins when a
-  prefill alone and a decode step beside the others went well. Where a step fails, whoever joined last is at fault and
-  ends; the others go on where they were. Every failure while requests join ends one, and none is in more than
-  MOST_FAILURES of them, so that a fault that is nobody's can't keep the server busy.
+- `Req.update_finish_state`: an exception from a request's own stop conditions ends this request.
+- `SchedulerBatchResultProcessor._apply_prefill_grammar`, `._accept_grammar_tokens`: the same for a request's grammar;
+  SGLang handles only ValueError.
+- `SchedulerOutputStreamer.stream_output`: if sending all answers together fails, each answer is sent separately.
+- `Scheduler.get_next_batch_to_run`, `.update_running_batch`, `.run_batch`, `.process_batch_result`: the request at
+  fault is unknown here. All requests of the step release their memory and rejoin one at a time, as after SGLang's
+  retraction for lack of memory: a prefill recomputes prompt and answer so far. The next request rejoins after the
+  current one has passed a prefill alone and a decode step together with the others. If a step fails, the request that
+  rejoined last is at fault and ends; the others resume. Each failure during rejoining ends one request, and no request
+  survives more than MOST_FAILURES failures, so that a fault of no particular request can't keep the server busy.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ SYMBOLS = (
     f"{SCHEDULER}._pending_chunked_abort_req",
     f"{SCHEDULER}.token_to_kv_pool_allocator",
 )
-MOST_FAILURES = 5  # of steps that a request may be in; where faults come without a pattern
-SENT = (  # how much of an answer SGLang has sent, in a request
+MOST_FAILURES = 5  # failed steps that a request survives, for faults without a pattern
+SENT = (  # a request's attributes that count how much of its answer SGLang has sent
     *("finished_output", "send_token_offset", "send_decode_id_offset"),
     *("input_logprob_sent", "send_output_token_logprobs_offset"),
 )
-FAILED = object()  # the result of a batch that could not be computed; its requests are out of it already
+FAILED = object()  # the result of a batch that could not be computed; its requests have already been removed
 
-_suspects: list[Any] = []  # requests of steps that failed, in the waiting queue: each is computed alone next
-_failures: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # failed steps that a request was in
-_on_trial: Any = None  # the suspect that joined last
-_scheduler: Any = None  # of this process, since its first step
+_suspects: list[Any] = []  # requests of failed steps, in the waiting queue; each starts again alone
+_failures: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # number of failed steps per request
+_on_trial: Any = None  # the suspect that rejoined last
+_scheduler: Any = None  # this process's scheduler, set at its first step
 
 
 def install(hooks: Hooks) -> None:
@@ -70,7 +70,7 @@ def install(hooks: Hooks) -> None:
     hooks.around(stream, stream_output)
 
 
-# What one request is known to be at fault for
+# Failures whose request is known
 
 
 def update_finish_state(original: Callable[..., None], req: Any, *args: Any, **kwargs: Any) -> None:
@@ -131,11 +131,11 @@ def _abort(error: Exception) -> Any:
     return FINISH_ABORT(described(error), HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 
 
-# Steps of which it is not known
+# Failed steps whose request at fault is unknown
 
 
 def next_batch(original: Callable[..., Any], scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
-    """SGLang's plan of the next step. While there are suspects, one at a time is the only request that may begin."""
+    """SGLang's plan of the next step. While there are suspects, only one request may start: the suspect on trial."""
     global _scheduler
     _scheduler = scheduler
     waiting = scheduler.waiting_queue
@@ -157,7 +157,7 @@ def next_batch(original: Callable[..., Any], scheduler: Any, running_batch: Any,
 def _choose_trial(waiting: list[Any]) -> None:
     global _on_trial
     if _on_trial is not None and (_on_trial.finished() or not (_on_trial in waiting or _on_trial.kv.holds_kv)):
-        _on_trial = None  # done, or aborted while it waited
+        _on_trial = None  # finished, or aborted while it waited
     if _suspects:
         _suspects[:] = [req for req in _suspects if req in waiting]
     if _on_trial is None and _suspects:
@@ -165,7 +165,7 @@ def _choose_trial(waiting: list[Any]) -> None:
 
 
 def _plan_after_failure(scheduler: Any, running: Any, last: Any, shown: list[Any], error: Exception) -> Any:
-    """Whoever was about to begin is suspected; whoever was running goes on, if it is known who that is."""
+    """The requests that were about to start become suspects. Running requests continue, if they can be identified."""
     from sglang.srt.managers.schedule_batch import NextBatchPlan, ScheduleBatch
 
     goes_on = running if running.reqs or last is None else last
@@ -175,7 +175,7 @@ def _plan_after_failure(scheduler: Any, running: Any, last: Any, shown: list[Any
     if not failed:
         failed, goes_on = goes_on.reqs, ScheduleBatch(reqs=[], batch_is_full=False)
     if not failed:
-        raise error  # no request has anything to do with it
+        raise error  # the failure involves no request
     goes_on.filter_batch(reqs_to_exclude=failed)
     goes_on.batch_is_full = False
     recover(scheduler, failed, error)
@@ -213,7 +213,7 @@ def process_result(original: Callable[..., None], scheduler: Any, batch: Any, re
         _take_apart(scheduler, batch, reqs, error)
         return
     if _on_trial in reqs and batch.forward_mode.is_decode():
-        _on_trial = None  # its prefill alone and a step beside others went well
+        _on_trial = None  # its prefill alone and a decode step together with others succeeded
 
 
 def _take_apart(scheduler: Any, batch: Any, reqs: list[Any], error: Exception) -> None:
@@ -223,9 +223,9 @@ def _take_apart(scheduler: Any, batch: Any, reqs: list[Any], error: Exception) -
 
 
 def recover(scheduler: Any, reqs: Iterable[Any], error: Exception) -> None:
-    """Ends the request at fault: the only one, or the one on trial. The rest become suspects.
+    """Ends the request at fault: the only request, or the one on trial. The others become suspects.
 
-    `reqs` must be out of their batch already. Raises where a request's memory can't be told any more.
+    `reqs` must have been removed from their batch. Raises if a request's memory can't be determined any more.
     """
     global _on_trial
     unique = list({id(req): req for req in reqs}.values())
@@ -247,7 +247,7 @@ def recover(scheduler: Any, reqs: Iterable[Any], error: Exception) -> None:
 
 
 def _suspect(scheduler: Any, req: Any) -> None:
-    """Back into the queue, as SGLang does it with a request that it retracts for want of memory."""
+    """Puts the request back into the waiting queue, as SGLang does when it retracts a request for lack of memory."""
     if scheduler.chunked_req is req:
         scheduler.chunked_req = None
     if scheduler._pending_chunked_abort_req is req:
@@ -262,7 +262,7 @@ def _suspect(scheduler: Any, req: Any) -> None:
 
 
 def _send_end(scheduler: Any, req: Any) -> None:
-    """A request that was done when the step failed, whose end may not have been sent."""
+    """Frees a request that was finished when the step failed, and sends its end if that was not sent yet."""
     release_memory(scheduler, req)
     if not req.finished_output:
         scheduler.output_streamer.stream_output([req], req.return_logprob)

@@ -1,8 +1,8 @@
-"""A request is aborted by its whole id.
+"""Aborts a request by its full id instead of a prefix.
 
-Symbol (SGLang 0.5.23): `Scheduler.abort_request`, `GrammarManager.abort_requests` within it. Reason: they abort every
-request whose id begins with the one that is given. A client may choose its request's id: with `"rid": "a"`, and by
-closing its connection, it would end all requests of others whose id, mostly 32 random hexadecimal digits, begins so.
+Symbol (SGLang 0.5.23): `Scheduler.abort_request`, which calls `GrammarManager.abort_requests`. Reason: both abort every
+request whose id starts with the given id. Clients may choose their requests' ids. A client with `"rid": "a"` that
+closes its connection would abort all other requests whose id, mostly 32 random hexadecimal digits, starts with "a".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.collect_inflight_reqs",
     "sglang.srt.managers.scheduler.Scheduler.grammar_manager",
 )
-NOBODY = ""  # begins with no id
+NOBODY = ""  # starts with no id, so it matches none
 
 
 def install(hooks: Hooks) -> None:
@@ -25,7 +25,7 @@ def install(hooks: Hooks) -> None:
 
 
 def abort_exactly(original: Callable[..., None], scheduler: Any, message: Any) -> None:
-    """The others that SGLang would take for the one have no id while it looks for it."""
+    """Aborts only the request with this exact id: others whose id starts with it have no id during SGLang's search."""
     if message.abort_all:
         original(scheduler, message)
         return

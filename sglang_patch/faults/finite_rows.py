@@ -1,24 +1,23 @@
-"""Rows that are not finite (NaN or Inf) are masked, and the request that computed them ends; its neighbours go on.
+"""Masks non-finite rows (NaN or Inf) and ends the requests that computed them; other requests continue.
 
-An adapter may hold finite numbers so large that what is computed with them is not. The rows of such a request stay its
-own: attention, products and experts compute each token by itself. But the expert store refuses a call in which one row
-is not finite, sampling refuses the whole batch, and pages of keys would enter the prefix cache. So rows are looked at
-where that costs one reading of what was just written, replaced by zeros, and noted:
+An adapter with large finite weights may produce non-finite activations. These stay in the rows of their own request,
+because attention, matrix products and experts compute each token separately. But the expert store refuses a call with a
+non-finite row, sampling refuses the whole batch, and pages of such keys would enter the prefix cache. So rows are
+checked where a check costs one read of data just written; non-finite rows are replaced by zeros and noted:
 
-- the experts' input, when the store has refused it (`moe.experts_forward`); a call without such rows costs nothing;
+- the experts' input, after the store has refused it (`moe.experts_forward`); a call without such rows costs nothing;
 - new keys and values on a CPU, in batches with an adapter (`attention`);
 - the last hidden states, before the head, and the logits of each request, after bias and grammar.
 
 SGLang 0.5.23 symbols and reasons:
 
-- `ModelRunner.forward`: begins the notes of a forward pass.
-- `LogitsProcessor.forward`, `Sampler._preprocess_logits`: where hidden states and logits are seen whole.
-- `Req.update_finish_state`: a token that was sampled from masked logits is not an answer.
+- `ModelRunner.forward`: starts the notes of a forward pass.
+- `LogitsProcessor.forward`, `Sampler._preprocess_logits`: here the complete hidden states and logits are available.
+- `Req.update_finish_state`: drops a token that was sampled from masked logits from the answer.
 
-After the pass `fault_batches` has the noted requests marked. A prefill discards the output of a request with SGLang's
-`discard_output_reason`, a decode step ends one with `to_finish`; neither keeps its pages (`skip_radix_cache_insert`).
-
-Training looks at its numbers itself: it fails with NumericsError.
+After the pass, `batches.py` has the noted requests marked. A prefill discards a request's output with SGLang's
+`discard_output_reason`, a decode step ends the request with `to_finish`. Neither caches the request's pages
+(`skip_radix_cache_insert`). Training does its own checks and raises NumericsError.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ SYMBOLS = (
     "sglang.srt.lora.utils.generate_sequence_lengths",
 )
 
-_notes: Notes | None = None  # of the forward pass that runs, or has just run, in this process
+_notes: Notes | None = None  # of the current or the last forward pass in this process
 
 
 class Notes:
-    """Which rows of one forward pass were not finite. `lengths` [B]: tokens of each request, in the batch's order."""
+    """The non-finite rows of one forward pass. `lengths` [B]: number of tokens of each request, in batch order."""
 
     def __init__(self, lengths: list[int], has_adapters: bool) -> None:
         self.has_adapters = has_adapters
@@ -64,7 +63,7 @@ class Notes:
         self._requests |= bad.cpu()
 
     def requests(self) -> list[int]:
-        """Places in the batch of the requests with a row that was not finite."""
+        """Batch positions of the requests with a non-finite row."""
         by_rows = [bool(rows.any()) for rows in self._rows.split(self._lengths)]
         return [place for place, bad in enumerate(self._requests.tolist()) if bad or by_rows[place]]
 
@@ -78,12 +77,12 @@ def install(hooks: Hooks) -> None:
 
 
 def present() -> Notes | None:
-    """The notes of the serving pass that runs in this process; None outside of one, as while training."""
+    """The notes of the current serving pass in this process; None outside a serving pass, for example in training."""
     return _notes
 
 
 def bad_rows(matrix: torch.Tensor) -> torch.Tensor | None:
-    """Bool [T]: rows of [T, ...] that are not finite; None if all are. One pass over the numbers where they are."""
+    """Bool [T]: the non-finite rows of [T, ...]; None if all rows are finite. Reads finite input once."""
     if bool(torch.isfinite(matrix.sum())):
         return None
     bad = ~torch.isfinite(matrix.reshape(matrix.shape[0], -1)).all(-1)
@@ -91,7 +90,7 @@ def bad_rows(matrix: torch.Tensor) -> torch.Tensor | None:
 
 
 def masked(matrix: torch.Tensor) -> torch.Tensor:
-    """`matrix` [T, ...] of the running pass with zeros in the rows that are not finite, which are noted."""
+    """`matrix` [T, ...] of the current pass with zeros in its non-finite rows. Notes these rows."""
     bad = bad_rows(matrix)
     if bad is None or _notes is None:
         return matrix
@@ -118,7 +117,7 @@ def _mask_hidden_states(
 
 
 def _mask_logits(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """[B, V], in place. A grammar's -inf is no fault, as long as one token is left."""
+    """Zeroes non-finite rows of [B, V] in place. A grammar's -inf is allowed while at least one token remains."""
     bad = ~torch.isfinite(logits.amax(-1))
     if _notes is not None and bool(bad.any()):
         _notes.note_requests(bad)
@@ -127,7 +126,7 @@ def _mask_logits(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tenso
 
 
 def mark_requests(scheduler: Any, batch: Any) -> None:
-    """Ends the requests that the pass just run has noted; forgets its notes."""
+    """Ends the requests that the last pass has noted, and clears the notes."""
     notes = _notes
     forget()
     for place in notes.requests() if notes is not None else ():
@@ -135,13 +134,13 @@ def mark_requests(scheduler: Any, batch: Any) -> None:
 
 
 def forget() -> None:
-    """No forward pass runs any more."""
+    """Clears the notes after a forward pass."""
     global _notes
     _notes = None
 
 
 def _end(scheduler: Any, batch: Any, req: Any) -> None:
-    """The request is ended while the batch's result is processed, or its next chunk is left out."""
+    """Marks the request: SGLang ends it while processing the batch's result, or skips its next prefill chunk."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     message = f"{_source(scheduler, req)} computed numbers that are not finite (NaN or Inf) for this request"

@@ -1,14 +1,14 @@
-"""An exception while the scheduler takes a request in ends that request, not the process.
+"""An exception while the scheduler receives a request ends this request, not the process.
 
-Symbols (SGLang 0.5.23) and reasons; each of them ends the scheduler process where it raises:
+Symbols (SGLang 0.5.23) and reasons; an exception in each of them would end the scheduler process:
 
-- `request_receiver.sock_recv`: a message that can't be decoded, `SchedulerRequestReceiver.unwrap_pickle_wrapper`: one
-  whose fields can't be.
-- `Scheduler.process_input_requests`: what raises in it is answered for the message that was handled: a generating
-  request with an error, a control request with SGLang's own answer that says it failed.
-- `Scheduler.handle_generate_request`, `.handle_embedding_request`: the same for each request of a batch. What is taken
-  in is tried out at once: its sampling parameters are made into SGLang's tensors as the batch will do it, and its
-  adapter must be one that is installed, so that a later batch does not fail because of it.
+- `request_receiver.sock_recv`: a message can't be decoded. `SchedulerRequestReceiver.unwrap_pickle_wrapper`: a
+  message's fields can't be decoded.
+- `Scheduler.process_input_requests`: an exception is answered for the message that was being handled. A generating
+  request gets an error, a control request gets SGLang's own answer for a failure.
+- `Scheduler.handle_generate_request`, `.handle_embedding_request`: the same for each request of a batch. A new request
+  is tried immediately, so that it can't fail in a later batch: its sampling parameters are converted to SGLang's
+  tensors as in a batch, and its adapter must be installed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SYMBOLS = (
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Takes the place of a message that could not be decoded. `rids`: of the requests in it, as far as known."""
+    """Replaces a message that could not be decoded. `rids`: ids of the message's requests, as far as known."""
 
     rids: tuple[str, ...]
     error: Exception
@@ -55,7 +55,7 @@ def install(hooks: Hooks) -> None:
 
 
 def receive(original: Callable[..., Any], socket: zmq.Socket, flags: int = 0) -> Any:
-    """A message of the frontend. Raises ZMQError only: nothing there, or the socket is closed."""
+    """A message of the frontend. Raises only ZMQError: there is no message, or the socket is closed."""
     try:
         return original(socket, flags)
     except zmq.ZMQError:
@@ -91,7 +91,10 @@ def _try(original: Callable[..., None], scheduler: Any, requests: list[Any], req
 
 
 def answer_failure(scheduler: Any, message: Any, error: Exception) -> None:
-    """Ends every request in `message`, or says that the control request failed. `message` None: it was between two."""
+    """Ends every request in `message`, or answers a control request with a failure.
+
+    `message` None: the exception came between two messages and is only logged.
+    """
     rids = _rids_of(message)
     logger.error("%s failed, requests %s end", type(message).__name__, list(rids), exc_info=error)
     if message is None:
@@ -120,7 +123,7 @@ def _rids_of(message: Any) -> tuple[str, ...]:
 
 
 def take_in(original: Callable[..., Any], scheduler: Any, request: Any, **kwargs: Any) -> Any:
-    """One generating request. Never raises."""
+    """Handles and tries one generating request. Never raises."""
     before = {id(req) for req in _waiting(scheduler)}
     try:
         original(scheduler, request, **kwargs)
@@ -132,7 +135,7 @@ def take_in(original: Callable[..., Any], scheduler: Any, request: Any, **kwargs
 
 
 def try_out(scheduler: Any, req: Any) -> None:
-    """Raises what a batch with this request alone would raise before it is computed."""
+    """Raises the errors that a batch with only this request would raise before its forward pass."""
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     manager = scheduler.tp_worker.model_runner.lora_manager
@@ -143,7 +146,7 @@ def try_out(scheduler: Any, req: Any) -> None:
 
 @dataclass
 class _Alone:
-    """What SGLang reads of a batch while it makes sampling parameters into tensors."""
+    """The fields of a batch that SGLang reads to convert sampling parameters to tensors."""
 
     reqs: list[Any]
     device: Any

@@ -1,1 +1,1 @@
-"""SGLang's HTTP process: start, tokenizing, requests, log-probabilities."""
+"""SGLang's HTTP process: startup, tokenization, request checks, log-probabilities."""

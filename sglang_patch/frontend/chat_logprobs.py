@@ -1,12 +1,12 @@
-"""The log-probabilities of a chat answer are written in pieces, so that other requests are answered meanwhile.
+"""Writes the log-probabilities of a chat answer in pieces, so that the event loop can serve other requests meanwhile.
 
 Symbols (SGLang 0.5.23), methods of `sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat`, hooked:
 
-- `_process_response_logprobs`: SGLang makes one object of pydantic's for each log-probability of an answer, 1.3 KB and
-  6 to 17 µs with its JSON, all in one go of the event loop: 10 s and 1 GB for 20 of them at 16,000 tokens of two
-  samples. Here it only remembers the engine's numbers.
-- `_handle_non_streaming_request`: makes the objects of a few positions with SGLang's own method, writes their JSON,
-  drops them, and lets the loop answer others before the next. A stream's chunks hold few positions already.
+- `_process_response_logprobs`: SGLang creates one pydantic object per log-probability of an answer, 1.3 KB and 6 to 17
+  µs including its JSON, without yielding to the event loop: 10 s and 1 GB for 20 log-probabilities at each of 16,000
+  tokens of two samples. The hook only stores the engine's numbers.
+- `_handle_non_streaming_request`: for a few positions at a time, the hook creates the objects with SGLang's own method,
+  writes their JSON, frees them and yields to the event loop. A stream's chunks hold few positions already.
 
 The client gets the same bytes, chunked.
 """
@@ -26,9 +26,9 @@ PROCESS = f"{CHAT}._process_response_logprobs"
 HANDLE = f"{CHAT}._handle_non_streaming_request"
 SYMBOLS = (PROCESS, HANDLE, "sglang.srt.entrypoints.openai.protocol.ChatCompletionResponse")
 
-PIECE_ENTRIES = 1024  # some 10 ms
+PIECE_ENTRIES = 1024  # about 10 ms of work
 BEFORE, AFTER = b'{"content":[', b"]}"
-# A choice's logprobs without positions. In a text of the answer the quotes would have backslashes.
+# A choice's logprobs without positions. The answer's own text can't contain this: its quotes are escaped.
 EMPTY = b'"logprobs":' + BEFORE + AFTER
 
 Original = Callable[..., Any]
@@ -36,9 +36,9 @@ Original = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Rows:
-    """The engine's triples of a choice: `tokens` has one for each position, `top` a list for each, or is empty.
+    """The engine's triples of one choice. `tokens`: one per position. `top`: a list per position, or empty.
 
-    `made(serving, item)`: SGLang's own method.
+    `made(item)`: calls SGLang's own method.
     """
 
     tokens: Sequence[Any]
@@ -46,12 +46,12 @@ class Rows:
     made: Callable[[dict[str, Any]], Any]
 
     def of(self, start: int, end: int) -> Any:
-        """SGLang's object of the positions from `start` to `end`."""
+        """SGLang's object for the positions from `start` to `end`."""
         item = {"output_token_logprobs": self.tokens[start:end], "output_top_logprobs": self.top[start:end]}
         return self.made({"meta_info": item})
 
     def json(self) -> Iterator[bytes]:
-        """Of all positions, a piece at a time, without what stands before and after them."""
+        """The JSON of all positions in pieces, without the enclosing object and brackets."""
         start = 0
         while start < len(self.tokens):
             end = self._end_of_piece(start)
@@ -67,7 +67,7 @@ class Rows:
         return end
 
 
-# The choices of the answer that is made just now.
+# The choices of the answer that the current task creates.
 _remembered: contextvars.ContextVar[list[Rows] | None] = contextvars.ContextVar("remembered_logprobs", default=None)
 
 
@@ -111,5 +111,5 @@ async def _pieces(between: list[bytes], choices: list[Rows]) -> AsyncIterator[by
         yield b'"logprobs":' + BEFORE
         for piece in rows.json():
             yield piece
-            await asyncio.sleep(0)  # a fast client is sent all without waiting for it
+            await asyncio.sleep(0)  # sending to a fast client never yields to the event loop
         yield AFTER + rest

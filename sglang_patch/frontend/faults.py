@@ -1,12 +1,12 @@
-"""An exception in the frontend's receiving loop ends the requests it belongs to; the server goes on.
+"""An exception in the frontend's receive loop ends only the affected requests; the server continues.
 
 Symbols (SGLang 0.5.23): `sglang.srt.managers.tokenizer_manager.TokenizerManager.handle_loop`, `._handle_batch_output`,
 `.collect_metrics` and `.convert_logprob_style`, overridden in a base class of `FrontendManager`. Reason: SGLang wraps
-`handle_loop` in `print_exception_wrapper`, which kills the whole process tree when anything in it raises, although one
-message in it is about a few requests only: Prometheus refuses unknown labels, for example.
+`handle_loop` in `print_exception_wrapper`, which kills the whole process tree after any exception in the loop, although
+a message concerns only a few requests. For example, Prometheus refuses unknown labels.
 
-Where one request is known to be at fault, it alone ends (`convert_logprob_style`), or is merely not counted
-(`collect_metrics`). Whatever else fails while a message is handled ends the requests that this message was about.
+If one request is known to be at fault, only this request ends (`convert_logprob_style`) or is not counted
+(`collect_metrics`). Any other exception while handling a message ends the requests of this message.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ BATCH_OUTPUTS = (BatchStrOutput, BatchEmbeddingOutput, BatchTokenIDOutput)
 
 
 class FaultContainment(TokenizerManager):
-    """A tokenizer manager whose loop outlives an exception."""
+    """A tokenizer manager whose receive loop survives exceptions."""
 
     async def handle_loop(self) -> None:
-        """Ends only with its task, or when its socket is closed (ZMQError)."""
+        """Ends only when its task is cancelled or its socket is closed (ZMQError)."""
         while True:
             with self.soft_watchdog.disable():
                 received = await self._receive()
@@ -48,7 +48,7 @@ class FaultContainment(TokenizerManager):
                 logger.exception("a message of the engine could not be read; it is left out")
 
     async def _handle(self, received: Any) -> None:
-        """Never raises for what a message holds."""
+        """Never raises because of a message's content."""
         states = {rid: self.rid_to_state.get(rid) for rid in getattr(received, "rids", None) or [received.rid]}
         try:
             if isinstance(received, BATCH_OUTPUTS):
@@ -62,7 +62,7 @@ class FaultContainment(TokenizerManager):
                     self._end_request(rid, state, error)
 
     def _end_request(self, rid: str, state: Any, error: Exception) -> None:
-        """What SGLang answered before the exception stays the answer; any other request ends with a 500."""
+        """Keeps an answer that SGLang completed before the exception; ends any other request with status 500."""
         if self.rid_to_state.get(rid) is state:
             self.abort_request(rid)
             del self.rid_to_state[rid]
@@ -81,7 +81,7 @@ class FaultContainment(TokenizerManager):
             logger.exception("request %s is not counted", recv_obj.rids[i])
 
     def convert_logprob_style(self, meta_info: dict[str, Any], state: Any, *args: Any, **kwargs: Any) -> None:
-        """SGLang's last two positional arguments are the message and the request's place in it."""
+        """SGLang's last two positional arguments are the message and the request's index in the message."""
         message, place = args[-2:]
         rid = message.rids[place]
         try:
@@ -99,7 +99,7 @@ class FaultContainment(TokenizerManager):
 
 
 def fault_reason(error: Exception) -> dict[str, Any]:
-    """SGLang's `finish_reason` of a request that an exception of ours has ended."""
+    """SGLang's `finish_reason` for a request that a server-side exception has ended."""
     return {
         "type": "abort",
         "message": f"the server failed at this request ({type(error).__name__}); its log says why",

@@ -2,19 +2,20 @@
 
 Symbols and reasons:
 
-- `sglang.srt.entrypoints.http_server.launch_server` is called with our tokenizer manager; `app` gets our middleware and
-  routes, and its lifespan is wrapped, so that the names channel lives in the server's own event loop.
-- its `execute_warmup_func` is ours (`frontend_warm_up.py`): until it has returned, `/health` and `/ready` answer 503.
-- `http_server._freeze_gc_after_server_warmup`: hooked. SGLang posts to its own route before it listens, without the API
-  key, which it does not know; here the same call is made directly.
-- `OpenAIServingBase._parse_model_parameter`: hooked. `/v1/models` lists an adapter by its plain name, but a request
-  with that name as `model` silently gets the base; here the plain name means the adapter, as `base:adapter` does. Any
-  other name means the base, also one with a colon: which names are answered at all, `serve/requests/checks/models.py`
-  decides.
+- `sglang.srt.entrypoints.http_server.launch_server` is called with kt-runtime's tokenizer manager. `app` gets
+  kt-runtime's middleware and routes. Its lifespan is wrapped, so that the names channel uses the server's event loop.
+- `execute_warmup_func` of `launch_server` is replaced (`warm_up.py`). Until it returns, `/health` and `/ready` answer
+  503.
+- `http_server._freeze_gc_after_server_warmup`: hooked. SGLang posts to its own route before it listens, and without the
+  API key, because SGLang does not know kt-runtime's key. The hook makes the same call directly.
+- `OpenAIServingBase._parse_model_parameter`: hooked. `/v1/models` lists an adapter by its plain name, but SGLang
+  silently answers a request with this `model` from the base. Here the plain name selects the adapter, as `base:adapter`
+  does. Any other name selects the base, also a name with a colon. `serve/requests/checks/models.py` decides earlier
+  which names are served at all.
 - `FunctionCallParser.ToolCallParserEnum` and `ReasoningParser.DetectorMap` are read: SGLang answers a request that
   names another parser with status 500.
 
-Only the frontend process installs these: the modules are heavy and the scheduler has no use for them.
+Only the frontend process installs these hooks: the modules are large, and the scheduler does not need them.
 """
 
 from __future__ import annotations
@@ -74,15 +75,15 @@ SYMBOLS = (
     "sglang.srt.utils.kill_process_tree",
 )
 
-DRAIN_SECONDS = 10.0  # what running requests get to finish after the first SIGTERM or SIGINT
-STOP_SECONDS = 25.0  # after which the process ends whatever is still running
+DRAIN_SECONDS = 10.0  # time for running requests to finish after the first SIGTERM or SIGINT
+STOP_SECONDS = 25.0  # after this time the process ends everything that still runs
 WARM_UP_POLL_SECONDS = 0.1
-ENGINE_EXIT_SECONDS = 12.0  # the disk tier writes what it has been given (`cache_backend.CLOSING_SECONDS`)
+ENGINE_EXIT_SECONDS = 12.0  # the disk tier writes its pending pages (`cache.backend.CLOSING_SECONDS`)
 
 
 @dataclass
 class Engine:
-    """What the rest of the frontend may use of SGLang, in SGLang's event loop."""
+    """The part of SGLang that the rest of the frontend may use, in SGLang's event loop."""
 
     manager: FrontendManager
 
@@ -98,11 +99,11 @@ class Engine:
         self.manager.adapters = adapters
 
     async def flush_memory_tiers(self, wait_s: float) -> bool:
-        """Empties the prefix cache's device and host tiers once nothing is computed. False if it takes longer."""
+        """Empties the prefix cache's device and host tiers once the scheduler is idle. False after `wait_s` seconds."""
         return bool((await self.manager.flush_cache(timeout_s=wait_s)).success)
 
     async def clear_disk_tier(self) -> None:
-        """Asks the scheduler to; what it writes may not be gone yet."""
+        """Asks the scheduler to clear the tier. Does not wait: some pages may still exist when it returns."""
         await self.manager.clear_hicache_storage()
 
 
@@ -114,11 +115,11 @@ class Frontend(Protocol):
         ...
 
     def session(self, app: FastAPI, engine: Engine) -> contextlib.AbstractAsyncContextManager[None]:
-        """Entered in the event loop before the first request, left after the last."""
+        """A context that is entered in the event loop before the first request and left after the last."""
         ...
 
     def wait_for_resident(self) -> bool:
-        """Returns once the resident answers; False if `stop` was called before. In a thread of its own."""
+        """Blocks until the resident answers; False if `stop` was called before. Called in its own thread."""
         ...
 
     def warming_up(self) -> None:
@@ -126,11 +127,11 @@ class Frontend(Protocol):
         ...
 
     def announce(self) -> None:
-        """Called in a thread of its own when the server can answer; must end soon after `stop`."""
+        """Called in its own thread when the server can answer requests. Must return soon after `stop`."""
         ...
 
     def failed(self, what: str) -> None:
-        """The server is about to end because of a mistake of its own. The log has more."""
+        """The server is about to end because of an internal error `what`. The log has details."""
         ...
 
     def stop(self) -> None:
@@ -138,14 +139,14 @@ class Frontend(Protocol):
         ...
 
     def clean_up(self) -> None:
-        """Removes what the server left on disk. The last thing called, once all of SGLang's processes have ended."""
+        """Removes the server's temporary files. Called last, after all of SGLang's processes have ended."""
         ...
 
 
 def run(arguments: list[str], frontend: Frontend) -> NoReturn:
-    """Serves until SIGTERM or SIGINT, then ends this process. `arguments` are SGLang's, as on its command line.
+    """Serves until SIGTERM or SIGINT, then ends this process. `arguments`: SGLang's command line arguments.
 
-    Raises RuntimeFault when one of SGLang's processes dies while the model loads. No process of SGLang outlives this.
+    Raises RuntimeFault if one of SGLang's processes dies while the model loads. No SGLang process outlives this call.
     """
     from sglang.srt.plugins import load_plugins
     from sglang.srt.utils import kill_process_tree
@@ -155,13 +156,13 @@ def run(arguments: list[str], frontend: Frontend) -> NoReturn:
     install(hooks)
     hooks.apply()
     server = _Server(frontend)
-    with contextlib.ExitStack() as ending:  # in reverse order, each step also when one before it fails
+    with contextlib.ExitStack() as ending:  # runs in reverse order; a failing step does not prevent the next
         ending.callback(frontend.clean_up)
         ending.callback(kill_process_tree, os.getpid(), include_parent=False, wait_timeout=60)
         ending.callback(server.wait_for_engine)
         ending.callback(frontend.stop)
         server.run(arguments)
-    # All is done and removed. SGLang's ZMQ contexts and threads may still hold the interpreter back for half a minute.
+    # Cleanup is complete. SGLang's ZMQ contexts and threads could still delay the interpreter's exit by half a minute.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -204,7 +205,7 @@ def parser_names() -> tuple[frozenset[str], frozenset[str]]:
 
 
 class _Server:
-    """One run of SGLang's server and its two ways to end: asked by a signal, or because a child process died."""
+    """One run of SGLang's server, which ends after a signal or because a child process died."""
 
     def __init__(self, frontend: Frontend) -> None:
         self.frontend = frontend
@@ -244,14 +245,14 @@ class _Server:
     @contextlib.asynccontextmanager
     async def _lifespan(self, original: Callable[[Any], Any], app: FastAPI) -> AsyncIterator[Any]:
         assert self.manager is not None
-        self.manager.auto_create_handle_loop()  # installs SGLang's signal handlers, which are ours
+        self.manager.auto_create_handle_loop()  # installs the signal handlers of `FrontendSignals`
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._stop)
         async with self.frontend.session(app, Engine(self.manager)), original(app) as state:
             yield state
         self._ask_engine_to_end()
 
     def _warm_up(self, _server_args: Any) -> bool:
-        """In SGLang's warm-up thread, while the server begins to listen. False if the server was asked to end."""
+        """Runs in SGLang's warm-up thread while the server starts to listen. False if the server was asked to end."""
         from sglang.srt.managers.tokenizer_manager import ServerStatus
 
         from kt_runtime.sglang_patch.frontend.warm_up import warm_up
@@ -268,7 +269,7 @@ class _Server:
                     return False
                 concurrent.futures.wait([running], timeout=WARM_UP_POLL_SECONDS)
             running.result()
-        except Exception as error:  # whatever it was, the model can't answer
+        except Exception as error:  # any failure means that the model can't answer
             logger.exception("the first request failed")
             self.frontend.failed(f"the model can't answer: {type(error).__name__}: {error}")
             self._end_now(1)
@@ -276,7 +277,7 @@ class _Server:
         return True
 
     def _stop(self) -> None:
-        """Runs in the event loop. Stops listening, lets requests finish for a while; a second signal ends at once."""
+        """Runs in the event loop. Stops listening and drains requests; a second signal ends the server immediately."""
         assert self.manager is not None
         self._num_signals += 1
         if self._num_signals > 1:
@@ -305,7 +306,7 @@ class _Server:
         os._exit(status)
 
     def _ask_engine_to_end(self) -> None:
-        """Lets the scheduler free the device and close its sockets itself. Called in the event loop that it needs."""
+        """Asks the scheduler to free the device and close its sockets itself. Must be called in the event loop."""
         from sglang.srt.managers.io_struct import ShutdownReq
 
         assert self.manager is not None

@@ -2,19 +2,19 @@
 
 Symbols: `sglang.srt.managers.tokenizer_manager.TokenizerManager` and `.SignalHandler`, subclassed. Reasons:
 
-- `init_lora`: the registry whose names can move (`frontend_registry.py`).
-- `load_lora_adapter`, `unload_lora_adapter`: SGLang's routes go through kt-runtime's one validator and version store. A
-  name that is served already moves, where SGLang refuses it. `load_lora_adapter_from_tensors` takes pickles: refused.
-- `generate_request`: SGLang lets a client set `lora_id` itself. Without `lora_path` it would choose any copy, and an
-  unknown one ends the scheduler; with one that fails, a count would be released that was never taken.
+- `init_lora`: installs the registry whose names can move (`registry.py`).
+- `load_lora_adapter`, `unload_lora_adapter`: SGLang's routes use kt-runtime's validator and version store. Loading to a
+  served name moves the name; SGLang would refuse it. `load_lora_adapter_from_tensors` takes pickles, so it is refused.
+- `generate_request`: SGLang lets a client set `lora_id`. Without a `lora_path`, such an id would select any installed
+  copy, and an unknown id would end the scheduler. With a `lora_path` that fails, SGLang would release a count that was
+  never taken.
 - `_validate_and_resolve_lora`: a `lora_path` list longer than the batch would count requests that never end.
-- `_validate_one_request`: what would end the scheduler, and with it the training in it (`frontend_checks.py`,
-  `frontend_sampling.py`), and grammars and log-probabilities that no client needs (`grammar_limits.py`,
-  `logprob_limits.py`).
-- `handle_loop`: an exception in it would end the whole server (`frontend_faults.py`).
-- `_tokenize_texts`, `auto_create_handle_loop`: text becomes tokens in threads (`tokenizing.py`).
-- the signal handlers: SGLang waits for the last request without a bound, and for a dead child kills this process before
-  it can remove its sockets.
+- `_validate_one_request`: refuses values that would end the scheduler and the training in it (`checks.py`,
+  `sampling.py`), and excessive grammars and log-probabilities (`grammar/limits.py`, `logprob_limits.py`).
+- `handle_loop`: an exception in the loop would end the whole server (`faults.py`).
+- `_tokenize_texts`, `auto_create_handle_loop`: tokenization runs in threads (`tokenizing.py`).
+- the signal handlers: SGLang waits for the last request without a timeout. After the death of a child process, SGLang
+  kills this process before it can remove its sockets.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class FrontendManager(FaultContainment):
         return await self._change_adapters(load)
 
     async def unload_lora_adapter(self, obj: Any, _: Any = None) -> LoRAUpdateOutput:
-        """Answers when the name is gone; SGLang waits for the last request that uses it."""
+        """Answers once the name is removed; SGLang's own method waits for the last request that uses the adapter."""
 
         async def unload(adapters: AdapterService) -> None:
             await adapters.unload(obj.lora_name)

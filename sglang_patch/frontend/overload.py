@@ -1,8 +1,7 @@
-"""A request that is refused since too much else is going on, which is no mistake of its client's. Knows no SGLang.
+"""The error for a request refused because of overload, not because of a client's mistake. Does not import SGLang.
 
-SGLang 0.5.23's routes answer every ValueError with status 400, some of them after the exception has become a text. So
-who raises `Overloaded` also notes it where whoever serves the request can see it: the middleware in front of SGLang's
-routes answers 503.
+SGLang 0.5.23's routes answer every ValueError with status 400, some of them after converting the exception to text. So
+`Overloaded` also records itself in a context variable, and the middleware in front of SGLang's routes answers 503.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _noted: contextvars.ContextVar[list[Overloaded] | None] = contextvars.ContextVar
 
 
 class Overloaded(ValueError):
-    """`status_code`: SGLang's native route reads it."""
+    """A refusal because of overload. SGLang's native route reads `status_code`."""
 
     status_code = HTTPStatus.SERVICE_UNAVAILABLE
 
@@ -29,7 +28,7 @@ class Overloaded(ValueError):
 
 @contextlib.contextmanager
 def noting() -> Iterator[list[Overloaded]]:
-    """What is raised for the request that is handled within, also in tasks that it starts."""
+    """The `Overloaded` errors raised within this context, also in tasks that are started in the context."""
     noted: list[Overloaded] = []
     token = _noted.set(noted)
     try:

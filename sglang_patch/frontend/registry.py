@@ -2,11 +2,12 @@
 
 Symbol: `sglang.srt.lora.lora_registry.LoRARegistry`, subclassed. Reasons:
 
-- SGLang can only take a name away, wait until it is unused, and add it again: requests in between fail. Here a name
-  moves in one step, and the usage counters of the former copy live on.
-- `acquire` looks a name up, lets other coroutines run, and only then counts. A copy could look unused in between and be
-  dropped under a request. Here nothing is awaited between the two, so no lock is needed: all callers share one loop.
-- `release` of an id that was never acquired (a request that failed before) is ignored instead of failing a task.
+- SGLang can only remove a name, wait until it is unused, and add it again: requests in between fail. Here a name moves
+  in one step, and the usage counters of the previous copy are kept.
+- SGLang's `acquire` looks a name up, yields to other coroutines, and only then counts. In between, a copy could look
+  unused and be dropped while a request needs it. Here `acquire` awaits nothing between look-up and count. All callers
+  share one event loop, so no lock is needed.
+- `release` of an id that was never acquired (by a request that failed earlier) is ignored; SGLang's would fail a task.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry
 
 
 class UsageCounter:
-    """How many requests use one serving copy. Belongs to one event loop; nothing but `wait_for_zero` ever waits."""
+    """Number of requests that use one serving copy. Belongs to one event loop; only `wait_for_zero` waits."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -72,7 +73,8 @@ class VersionedRegistry(LoRARegistry):
         self._counters.pop(lora_id, None)
 
     async def acquire(self, lora_name: str | list[str | None]) -> str | list[str | None]:  # type: ignore[override]
-        """Raises ValueError, which SGLang answers with status 400, before anything is counted."""
+        """Counts one use per name and returns the LoRA ids. Raises ValueError for an unknown name (SGLang answers 400)
+        before it counts any."""
         if isinstance(lora_name, str):
             found = self._lookup(lora_name)
             self._counters[found].change(+1)
@@ -89,7 +91,7 @@ class VersionedRegistry(LoRARegistry):
                 self._counters[one].change(-1)
 
     async def get_unregistered_loras(self, lora_name: set[str]) -> list[str]:
-        """SGLang would load these from their paths; our adapters have none, and `acquire` names what is missing."""
+        """Always empty: SGLang would load these from paths, which our adapters lack; `acquire` names missing ones."""
         return []
 
     def _lookup(self, name: str) -> str:

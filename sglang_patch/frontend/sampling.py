@@ -1,8 +1,8 @@
-"""What sampling parameters of a request may hold, so that nothing behind the frontend fails because of them.
+"""Checks a request's sampling parameters, so that no invalid value reaches the scheduler.
 
-SGLang 0.5.23 checks some (`SamplingParams.verify`). Found by sending what it does not: numbers that do not fit an int32
-or int64 tensor, NaN, other types than it declares (its scheduler then can't decode the message), and sizes without a
-bound. Each function raises ValueError, which SGLang answers with status 400.
+SGLang 0.5.23 checks some values (`SamplingParams.verify`). Tests on a server found values that it does not check:
+numbers that do not fit an int32 or int64 tensor, NaN, other types than declared (the scheduler then can't decode the
+message), and unbounded sizes. Each function raises ValueError, which SGLang answers with status 400.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 LARGEST_INT = 2**31 - 1  # SGLang keeps counts and token ids in int32 tensors
 LARGEST_SEED = 2**63 - 1
-LARGEST_BIAS = 1e30  # divided by the lowest temperature, 1e-6, it is still a float32
+LARGEST_BIAS = 1e30  # still fits float32 after division by the lowest temperature, 1e-6
 SMALLEST_DIVISOR = 1e-6  # SGLang's own bound for the temperature
 MAX_CHOICES = 128
-MAX_STOP_CHARACTERS = 4096  # of all stop strings together: they are compared after each token
+MAX_STOP_CHARACTERS = 4096  # of all stop strings together, because they are compared after each token
 
-COUNTS = {"max_new_tokens": 0, "min_new_tokens": 0, "top_k": -1, "n": 1, "stream_interval": 1}  # -> the smallest
+COUNTS = {"max_new_tokens": 0, "min_new_tokens": 0, "top_k": -1, "n": 1, "stream_interval": 1}  # smallest value of each
 NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 SWITCHES = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 TEXTS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
 def check_sampling(parameters: Any, vocab_size: int) -> None:
-    """`parameters`: of one request, as the client sent them."""
+    """`parameters`: one request's sampling parameters as the client sent them."""
     if parameters is None:
         return
     if not isinstance(parameters, Mapping):
@@ -46,7 +46,7 @@ def check_sampling(parameters: Any, vocab_size: int) -> None:
 
 
 def check_choices(sampling_params: Any) -> None:
-    """Before SGLang makes `n` requests of one. `sampling_params`: of one request, or a list of them."""
+    """Checks `n` before SGLang expands a request into `n` requests. `sampling_params`: one request's, or a list."""
     for parameters in sampling_params if isinstance(sampling_params, list) else [sampling_params]:
         if isinstance(parameters, Mapping) and parameters.get("n", 1) is None:
             raise ValueError("n is null; it must be an integer")
@@ -69,7 +69,7 @@ def _check_number(name: str, value: Any) -> None:
 
 
 def _check_repetition_penalty(value: float | None) -> None:
-    """Logits are divided by it."""
+    """Checks the lower bound: SGLang divides logits by this value."""
     if value is not None and value < SMALLEST_DIVISOR:
         raise ValueError(f"repetition_penalty is {value}; it must be at least {SMALLEST_DIVISOR:g}")
 

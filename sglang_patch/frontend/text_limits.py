@@ -1,16 +1,16 @@
-"""Whether a text can be a prompt of this model, found out without tokenizing all of it. Knows tokenizers, not SGLang.
+"""Refuses texts that are too long for the model's context without tokenizing all of them. Does not import SGLang.
 
-A text is refused by the first of these that holds (ValueError):
+The first of these conditions that holds refuses a text (ValueError):
 
-1. It has more characters than the context length times the longest token of the vocabulary. Exact: no tokenizer of the
-   supported kinds covers more text with one token. A tokenizer with a normalizer may shorten text first, by Unicode's
-   composition to a third at most.
-2. It is longer than 8 characters for each token of the context, and its pieces of 64 KiB, tokenized one by one, come to
-   more than twice the context length. Cutting changes how the text next to a cut is tokenized, a few tokens of some
-   thousands, so twice is far on the safe side. The rest of the text is not looked at: text of 2 MB takes seconds and
-   300 MB of memory to tokenize at once, its pieces up to twice the context length neither.
+1. The text has more characters than the context length times the longest token of the vocabulary. This bound is exact:
+   no supported kind of tokenizer covers more text with one token. A tokenizer with a normalizer may first shorten the
+   text, by Unicode composition to a third at most.
+2. The text is longer than 8 characters per token of the context, and its pieces of 64 KiB, tokenized one by one, have
+   more than twice the context length in tokens. Cutting changes the tokens next to a cut, a few of some thousands, so a
+   factor of two is far on the safe side. The rest of the text is not tokenized. Tokenizing 2 MB of text at once takes
+   seconds and 300 MB of memory; tokenizing pieces up to twice the context length takes neither.
 
-What passes is tokenized whole and then compared with the context length exactly, by SGLang.
+A text that passes is tokenized as a whole, and SGLang compares it exactly with the context length.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ LENIENCE = 2
 
 
 class ClientGone(ValueError):
-    """The client has gone while its text waited or was tokenized; nobody reads the answer."""
+    """The client disconnected while its text waited or was tokenized."""
 
 
 class TextLimits:
-    """For one tokenizer, a transformers one, with or without Rust. Methods may be called in any thread."""
+    """Limits for one transformers tokenizer, fast (Rust) or slow. Methods may be called in any thread."""
 
     def __init__(self, tokenizer: Any, context_tokens: int) -> None:
         self.context_tokens = context_tokens
@@ -39,11 +39,11 @@ class TextLimits:
         shortens = backend is None or backend.normalizer is not None
         self.max_characters = context_tokens * longest * (MOST_COMPOSED if shortens else 1)
         self.counted_from = max(PIECE_CHARACTERS, COUNTED_CHARACTERS_PER_TOKEN * context_tokens)
-        # A truncation that tokenizer.json asks for is switched off with the first use: now, not in two threads at once.
+        # The first call switches off a truncation from tokenizer.json. It happens here, before several threads encode.
         self._encode("a", add_special_tokens=False)
 
     def check(self, text: str, is_gone: Callable[[], bool]) -> None:
-        """Raises ValueError for a text that is too long, ClientGone when `is_gone()`, asked between two pieces."""
+        """Raises ValueError for a text that is too long, ClientGone if `is_gone()` is true before a piece."""
         self.check_characters(text)
         if len(text) > self.counted_from:
             self._count_pieces(text, is_gone)
@@ -56,7 +56,7 @@ class TextLimits:
             )
 
     def check_num_tokens(self, num_tokens: int) -> None:
-        """Of a text that is asked for by its tokens."""
+        """Raises ValueError if a detokenization request has too many tokens."""
         most = LENIENCE * self.context_tokens
         if num_tokens > most:
             raise ValueError(f"{num_tokens:,} tokens; allowed are {most:,}, twice the model's context length")

@@ -1,21 +1,22 @@
-"""Text becomes tokens in threads, not in the frontend's event loop, and not before its length was looked at.
+"""Tokenizes text in threads instead of the frontend's event loop, after a check of its length.
 
 Symbols of SGLang 0.5.23, all in the frontend process, and reasons:
 
-- `TokenizerManager._tokenize_texts` (overridden in `frontend_manager.py`): tokenizes in the event loop: for a text of
-  8 MB nobody is answered for ten seconds. Text of any length is tokenized, then compared with the context length.
+- `TokenizerManager._tokenize_texts` (overridden in `manager.py`): tokenizes in the event loop. A text of 8 MB blocks
+  all other requests for ten seconds. SGLang tokenizes text of any length before comparing it with the context length.
 - `AnthropicServing._handle_streaming`, `._handle_non_streaming`, `.handle_count_tokens`,
   `OpenAIServingResponses._make_request`, `OpenAIServingTokenize._handle_non_streaming_request`,
   `OpenAIServingDetokenize._handle_non_streaming_request`: render and tokenize in the event loop.
-- `OpenAIServingChat._convert_to_internal_request`: gives what was converted in a thread where one of them calls it.
-- `parallel_prompt_encode.parallel_prompt_encode`: passes by the tokenizer's `encode`, which is checked.
+- `OpenAIServingChat._convert_to_internal_request`: returns the result of the conversion that already ran in a thread
+  when one of these methods calls it.
+- `parallel_prompt_encode.parallel_prompt_encode`: bypasses the tokenizer's checked `encode`, so a hook checks its text.
 
-The other OpenAI routes convert in the event loop's default executor, in any number of threads; `TextExecutor` takes its
-place. Rust tokenizers release the interpreter while they work; Python's templates and slow tokenizers do not, but the
-interpreter changes threads every 5 ms.
+The other OpenAI routes convert in the event loop's default executor, in any number of threads; `TextExecutor` replaces
+this executor. Rust tokenizers release the GIL. Python's templates and slow tokenizers do not, but the interpreter
+switches threads every 5 ms.
 
-Long texts (256 KiB of body) are done one at a time, so that short ones never wait for them, and each asks whether its
-client is still there: when its turn comes and every 64 KiB.
+Long texts (over 256 KiB of body) run one at a time in a separate thread, so that short texts never wait for them. The
+thread checks that the client is still connected before it starts a long text, and every 64 KiB.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _converted: contextvars.ContextVar[Any] = contextvars.ContextVar("converted", de
 
 
 class TextExecutor(ThreadPoolExecutor):
-    """The event loop's default executor, with one thread of its own for long texts."""
+    """The event loop's default executor, with a separate thread for long texts."""
 
     def __init__(self) -> None:
         super().__init__(thread_name_prefix="text")
@@ -67,7 +68,7 @@ class TextExecutor(ThreadPoolExecutor):
         self._waiting_bytes = 0
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """What SGLang gives to the default executor: of a conversion the last argument is the HTTP request."""
+        """SGLang's calls to the default executor. The last argument of a conversion is the HTTP request."""
         request = args[-1] if args and hasattr(args[-1], "is_disconnected") else None
         if request is None:
             return super().submit(function, *args, **kwargs)
@@ -79,7 +80,7 @@ class TextExecutor(ThreadPoolExecutor):
     def submit_text(
         self, size: int, loop: asyncio.AbstractEventLoop, context: contextvars.Context, function: Callable[[], T]
     ) -> Future[T]:
-        """`size`: of the text in bytes, about. Raises Overloaded where too much text waits already."""
+        """`size`: approximate bytes of the text. Raises Overloaded if too much long text waits already."""
         if size <= LONG_BYTES:
             return super().submit(context.run, _with_loop, loop, function)
         with self._lock:
@@ -95,19 +96,19 @@ class TextExecutor(ThreadPoolExecutor):
             self._waiting_bytes -= size
 
     async def run(self, size: int, function: Callable[[], T]) -> T:
-        """`function()` in a thread, with the caller's context variables. Removed from the queue if the caller ends."""
+        """Runs `function()` in a thread with the caller's context variables. Cancelling the caller dequeues it."""
         future = self.submit_text(size, asyncio.get_running_loop(), contextvars.copy_context(), function)
         return await asyncio.wrap_future(future)
 
 
 class Tokenizing:
-    """What the frontend's tokenizer manager has of it. Built before its event loop runs."""
+    """The tokenizer manager's text limits and executor. Created before the event loop runs."""
 
     def __init__(self, tokenizer: Any, context_tokens: int) -> None:
         self.limits = TextLimits(tokenizer, context_tokens)
         self.executor = TextExecutor()
         self._encode = tokenizer.encode
-        tokenizer.encode = self.encode  # of this one tokenizer: all of SGLang's routes call it
+        tokenizer.encode = self.encode  # patches only this tokenizer instance, which all of SGLang's routes use
 
     def encode(self, text: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(text, str):
@@ -115,7 +116,7 @@ class Tokenizing:
         return self._encode(text, *args, **kwargs)
 
     async def tokenize(self, texts: Any, tokenize: Callable[[], Coroutine[Any, Any, T]], is_async: bool) -> T:
-        """`tokenize()` awaits nothing unless `is_async`. Raises ValueError for a text that is too long."""
+        """Unless `is_async`, `tokenize()` must not await anything. Raises ValueError for a text that is too long."""
         each = [texts] if isinstance(texts, str) else [text for text in texts or () if isinstance(text, str)]
         for text in each:
             self.limits.check_characters(text)
@@ -146,8 +147,8 @@ def install(hooks: Hooks) -> None:
 
 
 async def in_thread(original: Callable[..., Coroutine[Any, Any, T]], serving: Any, *args: Any, **kwargs: Any) -> T:
-    """For coroutines that await nothing. Their first argument is the request's body, one of them the HTTP request or
-    none."""
+    """Runs in a thread a coroutine that awaits nothing. Its first argument is the request's body; the HTTP request, if
+    any, is among its arguments."""
     request = next((argument for argument in args if hasattr(argument, "is_disconnected")), None)
     current_request.set(request)
     size = _body_bytes(request) if request is not None else len(args[0].model_dump_json())
@@ -164,14 +165,17 @@ async def detokenize_in_thread(original: Callable[..., Any], serving: Any, adapt
 async def convert_in_thread(
     original: Callable[..., Coroutine[Any, Any, T]], serving: Any, chat_request: Any, body: Any, raw_request: Any
 ) -> T:
-    """The handler validates, converts and waits for the answer; its conversion is made before it asks for it."""
+    """Converts the request in a thread, then runs the handler, which validates, converts and awaits the answer.
+
+    The handler's own call of the conversion returns the thread's result (`as_converted`).
+    """
     chat = serving.openai_serving_chat
     current_request.set(raw_request)
 
     def convert() -> Callable[[], Any]:
         try:
             converted = chat._convert_to_internal_request(chat_request, raw_request)
-        except Exception as error:  # noqa: BLE001  # the handler knows which of them means what
+        except Exception as error:  # noqa: BLE001  # the handler maps exceptions to answers
             return functools.partial(_raise, error)
         return lambda: converted
 
@@ -205,8 +209,8 @@ def drive(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def client_is_gone() -> bool:
-    """Whether the client of the request that this thread works for has closed its connection. May be called in the
-    event loop too, where it is not known."""
+    """Whether the client of this thread's request has closed its connection. False in the event loop, where the state
+    is unknown, and after ASK_SECONDS without an answer."""
     request, loop = current_request.get(), _loop.get()
     if request is None or loop is None:
         return False
@@ -240,7 +244,7 @@ def _tokenizing(serving: Any) -> Tokenizing:
 
 
 def _body_bytes(request: Any) -> int:
-    """Of the request's body; unknown counts as long."""
+    """Size of the request's body. A body of unknown size counts as long."""
     try:
         return int(request.headers["content-length"])
     except (AttributeError, KeyError, ValueError):

@@ -1,10 +1,10 @@
-"""A few tokens are computed before the server says that it is ready.
+"""Computes a few tokens before the server reports that it is ready.
 
-Symbol (SGLang 0.5.23): `sglang.srt.managers.io_struct.GenerateReqInput`. Reason: what runs for the first time is slow:
-modules are imported, threads started, pools grown, kernels chosen. SGLang's own warm-up sends a request to its HTTP
-port, without the API key, which it does not know, puts the request's tokens into the prefix cache and counts them.
-Here the requests go to the tokenizer manager, uncounted (`log_metrics`), and `warm_up.py` keeps the cache as it was.
-One token of prompt asks no tier of the cache for a page.
+Symbol (SGLang 0.5.23): `sglang.srt.managers.io_struct.GenerateReqInput`. Reason: a first request is slow, because it
+imports modules, starts threads, grows pools and selects kernels. SGLang's own warm-up sends a request to its HTTP port
+without the API key, which SGLang does not know, and caches and counts the request's tokens. Here the requests go to the
+tokenizer manager and are not counted (`log_metrics`), and `sglang_patch/warm_up.py` keeps them out of the cache.
+A prompt of one token requests no page from any tier of the cache.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 from kt_runtime.sglang_patch.warm_up import RID_PREFIX
 
-FIRST_TOKEN = 0  # every vocabulary has it
+FIRST_TOKEN = 0  # an id that every vocabulary has
 GREEDY = {"temperature": 0.0, "max_new_tokens": 2, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "top_p": 0.9, "top_k": 20, "max_new_tokens": 2, "ignore_eos": True}
 
 
 async def warm_up(manager: Any) -> None:
-    """Prefill and decode, greedy and sampled, with and without logprobs. Raises what the requests raise."""
+    """Runs prefill and decode, greedy and sampled, with and without logprobs. Raises the requests' exceptions."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     requests: tuple[dict[str, Any], ...] = (

@@ -1,1 +1,1 @@
-"""Grammars compile and match in processes of their own, with bounds; stop patterns in linear time."""
+"""Compiles and matches grammars in separate processes with limits; matches stop patterns in linear time."""

@@ -1,4 +1,4 @@
-"""What grammars may take."""
+"""Resource limits of grammars."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """What one grammar may take, in seconds of processor time and in bytes beyond the vocabulary, and what all may.
+    """Limits of one grammar, in seconds of CPU time and in bytes beyond the vocabulary, and of all grammars together.
 
-    `match_cpu_s`: for one token of one request. `step_s`: what the scheduler waits for all grammars of a batch before
-    it ends the slowest of them; `least_cpu_s`: what each may use even then (`step.py`). `wait_s`: how long it
-    waits by the clock for a grammar that gets no processor time. `room_s`: how long a new grammar waits for others to
-    end where `max_processes` or `max_bytes` is reached.
+    `match_cpu_s`: CPU time for one token of one request. `step_s`: how long the scheduler waits for all grammars of a
+    batch before it ends the slowest. `least_cpu_s`: CPU time that each grammar may use even then (`step.py`). `wait_s`:
+    wall-clock time that the scheduler waits for a grammar that gets no CPU time. `room_s`: how long a new grammar waits
+    for others to end once `max_processes` or `max_bytes` is reached.
     """
 
     compile_cpu_s: float = 5.0

@@ -1,23 +1,23 @@
-"""xgrammar's part of SGLang 0.5.23's scheduler, with the compiling and matching in processes of their own.
+"""Replaces xgrammar in SGLang 0.5.23's scheduler by classes that compile and match in separate processes.
 
 Symbols and reasons:
 
-- `sglang.srt.constrained.xgrammar_backend.GrammarCompiler`, `.GrammarMatcher`: replaced by `grammar_client.py`'s. Both
-  run without a bound in the scheduler: a schema of 20,000 properties compiles on after its client has gone and leaves
-  gigabytes behind; `(([a-z]*)*)*!` holds every stream up for 8 s for each of its tokens.
-- `sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.__init__`: its thread pool and its dict become those
-  of `grammar_queue.py`, which end work that nobody waits for and keep a bounded number of grammars.
-- `base_grammar_backend.BaseGrammarObject.fill_vocab_mask_batched`: replaced. It waits for the grammars of a batch one
-  after the other; ours asks all of them before it waits for any (`grammar_step.py`).
+- `sglang.srt.constrained.xgrammar_backend.GrammarCompiler`, `.GrammarMatcher`: replaced by the classes of `client.py`.
+  SGLang runs both in the scheduler without a limit. A schema of 20,000 properties continues to compile after its client
+  has disconnected, and leaks gigabytes. `(([a-z]*)*)*!` blocks every stream for 8 s per token.
+- `sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.__init__`: its thread pool and its dict are replaced
+  by the classes of `queue.py`, which cancel work without a waiting request and keep a bounded number of grammars.
+- `base_grammar_backend.BaseGrammarObject.fill_vocab_mask_batched`: replaced. SGLang waits for the grammars of a batch
+  one after the other; the replacement asks all of them before it waits for any (`step.py`).
 - `base_grammar_backend.InvalidGrammarObject`, `xgrammar_backend.XGrammarGrammar`: read.
 - `SchedulerBatchResultProcessor.process_batch_result_decode`, `.process_batch_result_prefill` in `sglang.srt.managers`:
-  hooked. Once all tokens of a step are accepted, the next masks are asked for, and computed while the model computes.
-- `SchedulerBatchResultProcessor._accept_grammar_tokens`, `._apply_prefill_grammar`: hooked. They end a request whose
-  grammar refuses its token as an error of the server's (500); one that took too much is 400, one that was not computed
-  since the machine is busy 503.
-- `GrammarManager.get_ready_grammar_requests`: hooked. It answers a grammar that finds no room, or waits too long for
-  its turn, as the client's mistake (400); it is 503.
-- `sglang.srt.constrained.grammar_manager.GrammarManager.__init__`: hooked, to do this in the scheduler only.
+  hooked. After all tokens of a step are accepted, the next masks are requested, and computed in parallel to the model.
+- `SchedulerBatchResultProcessor._accept_grammar_tokens`, `._apply_prefill_grammar`: hooked. SGLang ends a request whose
+  grammar refuses its token with a server error (500). The hook answers 400 if the grammar exceeded its limits, and 503
+  if the machine was too busy.
+- `GrammarManager.get_ready_grammar_requests`: hooked. SGLang answers 400 for a grammar that finds no free process or
+  waits too long in the queue; the hook answers 503.
+- `sglang.srt.constrained.grammar_manager.GrammarManager.__init__`: hooked, to install all this only in the scheduler.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MISTAKE = (HTTPStatus.BAD_REQUEST, "BadRequestError")
 
 
 def install(hooks: Hooks) -> None:
-    """Where the scheduler builds its grammar backend: elsewhere nobody needs xgrammar."""
+    """Hooks the creation of the scheduler's grammar backend, because no other process needs xgrammar."""
     hooks.before(f"{MANAGER}.__init__", use_processes)
     hooks.after(f"{MANAGER}.get_ready_grammar_requests", mark_busy)
     hooks.after(f"{RESULTS}._accept_grammar_tokens", blame_grammar)
@@ -78,7 +78,7 @@ def use_processes(*_args: Any, **_kwargs: Any) -> None:
 
 
 def bound_queue_and_cache(backend: Any) -> None:
-    """Of two backends, one around the other, the outer one's are used; it is built last."""
+    """Replaces the backend's thread pool and dict. Of two nested backends, the outer one is created last and used."""
     from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 
     from kt_runtime.sglang_patch.grammar.client import GrammarCompiler
@@ -90,7 +90,7 @@ def bound_queue_and_cache(backend: Any) -> None:
 
 
 def fill_together(entries: list[Any], vocab_mask: Any) -> None:
-    """`entries`: rows of `vocab_mask` and the grammars that fill them."""
+    """Fills the masks of a batch. `entries`: rows of `vocab_mask` and the grammars that fill them."""
     from kt_runtime.sglang_patch.grammar.client import collect_masks
 
     collect_masks(matcher for entry in entries if (matcher := matcher_of(entry.grammar)) is not None)
@@ -99,7 +99,7 @@ def fill_together(entries: list[Any], vocab_mask: Any) -> None:
 
 
 def ask_for_masks(_result: Any, _processor: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After a step, for the next one."""
+    """Requests the masks of the next step, after a step."""
     for req in batch.reqs:
         if req.grammar is not None and not req.finished() and req.to_finish is None:
             matcher = matcher_of(req.grammar)
@@ -108,8 +108,8 @@ def ask_for_masks(_result: Any, _processor: Any, batch: Any, *_args: Any, **_kwa
 
 
 def matcher_of(grammar: Any) -> Any:
-    """Of a grammar of SGLang's, also of one within its reasoning wrapper if that uses it now. None where there is
-    none."""
+    """The matcher of SGLang's grammar object; also that of a grammar in SGLang's reasoning wrapper, while the wrapper
+    applies it. None if there is none."""
     from kt_runtime.sglang_patch.grammar.client import GrammarMatcher
 
     if hasattr(grammar, "_grammar_active"):
@@ -119,7 +119,7 @@ def matcher_of(grammar: Any) -> Any:
 
 
 def mark_busy(requests: list[Any], *_args: Any, **_kwargs: Any) -> None:
-    """Those whose grammar could not be compiled now, but may be later, are not the client's mistake."""
+    """Answers 503 instead of 400 to requests whose grammar could not be compiled because of overload."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     from kt_runtime.sglang_patch.grammar.queue import is_for_now
@@ -132,7 +132,10 @@ def mark_busy(requests: list[Any], *_args: Any, **_kwargs: Any) -> None:
 
 
 def blame_grammar(_result: Any, _processor: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
-    """A grammar that took too much was the client's mistake. SGLang's message holds the whole grammar."""
+    """Answers 400 if the grammar exceeded its limits, 503 if the machine was busy; shortens the message.
+
+    SGLang's message contains the whole grammar.
+    """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     if not isinstance(req.to_finish, FINISH_ABORT):
@@ -145,7 +148,7 @@ def blame_grammar(_result: Any, _processor: Any, req: Any, *_args: Any, **_kwarg
 
 
 def process_of(grammar: Any) -> Any:
-    """The process of a grammar of SGLang's, also of one within its reasoning wrapper. None where there is none."""
+    """The process of SGLang's grammar object, also of a grammar in SGLang's reasoning wrapper. None if it has none."""
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
     inner = grammar if isinstance(grammar, XGrammarGrammar) else getattr(grammar, "grammar", None)

@@ -1,17 +1,16 @@
-"""Clients' grammars as the scheduler sees them: xgrammar's classes, with the work in other processes.
+"""The scheduler's side of grammars: xgrammar's classes, with the work in other processes.
 
 `GrammarCompiler` and `GrammarMatcher` here have the methods of xgrammar 0.2.7's classes that SGLang 0.5.23's backend
-(`sglang.srt.constrained.xgrammar_backend`) calls; `grammar_backend.py` puts them in their place. A grammar lives in a
-process of its own (`grammar_process.py`): what compiling and matching may take is limited by the kernel, and ending the
-process ends the work, which xgrammar itself can't.
+(`sglang.srt.constrained.xgrammar_backend`) calls; `backend.py` installs them. Each grammar has its own process
+(`process.py`): the kernel limits its CPU time and memory, and ending the process cancels its work. xgrammar itself
+can't cancel work.
 
-Why not compile elsewhere and hand the result over: `CompiledGrammar.serialize_json` grows with the square of the rules.
-A schema of 500 optional properties compiles in 0.03 s to 2 MB and needs more than 2 GB to be written. And matching
-needs a limit no less: the 14 characters `(([a-z]*)*)*!` compile at once and take 8 s for one token's mask.
+Compiling in another process and transferring the result is no alternative: `CompiledGrammar.serialize_json` grows with
+the square of the rules. A schema of 500 optional properties compiles in 0.03 s to 2 MB and needs more than 2 GB to be
+serialized. Matching needs a limit too: the 14 characters `(([a-z]*)*)*!` compile immediately and take 8 s for one mask.
 
-The masks of a batch are asked for together, and what the scheduler waits for them is bounded (`grammar_step.py`).
-A matcher whose process has ended refuses every token (ValueError, which SGLang answers by ending that request) and
-leaves the mask as it is.
+The masks of a batch are requested together, and the scheduler's wait for them is bounded (`step.py`). A matcher whose
+process has ended refuses every token (ValueError, after which SGLang ends this request) and leaves the mask unchanged.
 """
 
 from __future__ import annotations
@@ -62,11 +61,11 @@ TOO_MUCH = "took more time or memory than allowed"
 
 
 class GrammarError(RuntimeError):
-    """SGLang's backend answers a RuntimeError of the compiler with status 400."""
+    """A RuntimeError, because SGLang's backend answers a RuntimeError of the compiler with status 400."""
 
 
 class Cancellation:
-    """Ends the process of a grammar that nobody waits for any more, whenever it starts."""
+    """Ends the process of a grammar without waiting requests, even if the process starts after `cancel`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -101,12 +100,12 @@ class GrammarProcess:
     """The parent's end of one grammar's process. Used by one thread at a time, except for `end`."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Raises GrammarError when the process does not report."""
+        """Raises GrammarError if the process does not send its process id."""
         self.connection = connection
         self.private_bytes = 0
         self.failure: Failure | None = None
         self.unanswered: collections.deque[Answer] = collections.deque()  # in the order of the questions
-        self.num_asked = 0  # since there was no question without an answer
+        self.num_asked = 0  # questions since the last time that all were answered
         self._cpu_before_s = 0.0
         self._lock = threading.Lock()
         self._pidfd = -1
@@ -132,7 +131,7 @@ class GrammarProcess:
             raise self._ended() from None
 
     def ask(self, message: bytes, wait_s: float) -> bytes:
-        """Raises GrammarError when the process has ended, or does not answer in time, which ends it."""
+        """Raises GrammarError if the process has ended or does not answer within `wait_s`; a timeout ends it."""
         try:
             self.connection.settimeout(wait_s)
             self.connection.send(message)
@@ -156,7 +155,7 @@ class GrammarProcess:
         return self.unanswered[-1]
 
     def take_answer(self) -> None:
-        """Of a socket that has one, or has been closed."""
+        """Receives an answer from a socket that is readable: it has an answer, or has been closed."""
         try:
             data = self.connection.recv(MAX_MESSAGE_BYTES)
         except OSError:
@@ -167,17 +166,17 @@ class GrammarProcess:
             self.fail(Failure(TOO_MUCH, is_lasting=True))
 
     def used_cpu_s(self) -> float:
-        """Processor time since the first question without an answer was asked."""
+        """CPU time in seconds since the oldest unanswered question was sent."""
         return self._cpu_s() - self._cpu_before_s
 
     def _cpu_s(self) -> float:
         try:
             return time.clock_gettime(self._cpu_clock)
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             return 0.0
 
     def fail(self, failure: Failure) -> None:
-        """Ends it, and with it the requests that use it."""
+        """Ends the process, and with it the requests that use its grammar."""
         self.end()
         self.failure = self.failure or failure
         self.unanswered.clear()
@@ -192,7 +191,7 @@ class GrammarProcess:
         return self.failure.reason if self.failure is not None else "has ended"
 
     def end(self) -> None:
-        """At once, also while the process computes. May be called in any thread, more than once."""
+        """Kills the process immediately, also while it computes. May be called in any thread, more than once."""
         with self._lock:
             pidfd, self._pidfd = self._pidfd, -1
         if pidfd >= 0:
@@ -205,7 +204,7 @@ class GrammarProcess:
 
 
 def cpu_clock_of(pid: int) -> int:
-    """The number of the clock that counts a process's time on processors, for `time.clock_gettime`."""
+    """The id of the clock that counts a process's CPU time, for `time.clock_gettime`. Raises OSError."""
     clock = ctypes.c_int()
     error = ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock))
     if error:
@@ -214,8 +213,8 @@ def cpu_clock_of(pid: int) -> int:
 
 
 class GrammarForker:
-    """The process that holds the vocabulary and forks a process for each grammar. Starts with the first grammar, and
-    again if it was ended; ends with this process, since its socket closes then."""
+    """The process that holds the vocabulary and forks one process per grammar. It starts with the first grammar and
+    restarts if it was ended. It ends with this process, because its socket closes then."""
 
     def __init__(self, vocabulary: Callable[[], str]) -> None:
         self._vocabulary = vocabulary
@@ -230,7 +229,7 @@ class GrammarForker:
             try:
                 try:
                     self._send(theirs)
-                except OSError:  # it was ended
+                except OSError:  # the forker was ended
                     self._stop()
                     self._send(theirs)
             except (OSError, ValueError, struct.error) as error:
@@ -267,7 +266,7 @@ class GrammarForker:
                 [sys.executable, "-m", PROGRAM, *map(str, files)],
                 pass_fds=files,
                 stdin=subprocess.DEVNULL,
-                # Threads of numpy's would not survive the fork; and a share of the address space for each.
+                # NumPy's threads would not survive the fork, and each would reserve address space.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
             )
         finally:
@@ -287,8 +286,8 @@ class GrammarForker:
 
 
 class Room:
-    """Bounds how many grammars live at once, and their bytes. `evict` drops one that is only kept for later, and says
-    whether there was one."""
+    """Bounds the number of live grammars and their bytes. `evict` drops a cached grammar and returns whether there was
+    one."""
 
     def __init__(self, limits: GrammarLimits) -> None:
         self.limits = limits
@@ -305,7 +304,7 @@ class Room:
 
     @contextlib.contextmanager
     def starting(self, cancellation: Cancellation | None) -> Iterator[None]:
-        """Waits for room. Raises GrammarError when there is none after a while."""
+        """Waits for room. Raises GrammarError if there is none after `limits.room_s`, or after a cancellation."""
         deadline = time.monotonic() + self.limits.room_s
         while not self._take():
             if self.evict():
@@ -346,12 +345,12 @@ class Room:
 
 
 class CompiledGrammar:
-    """In xgrammar's class's place. Its process ends when neither a matcher nor the cache refers to it any more."""
+    """Replaces xgrammar's class. Its process ends once neither a matcher nor the cache refers to the grammar."""
 
     def __init__(self, process: GrammarProcess, room: Room) -> None:
         self.process, self.limits, self.patience = process, room.limits, room.patience
         self.numbers = itertools.count(1)
-        self.closed: collections.deque[int] = collections.deque()  # matchers that the process may drop
+        self.closed: collections.deque[int] = collections.deque()  # numbers of matchers that the process may drop
         process.connection.settimeout(room.limits.wait_s)
         room.add(process)
         weakref.finalize(self, room.remove, process)
@@ -362,7 +361,7 @@ class CompiledGrammar:
 
     @property
     def grammar(self) -> str:
-        """As EBNF. xgrammar's property gives an object that `str` turns into this."""
+        """The grammar as EBNF. xgrammar's property returns an object that `str` converts to this text."""
         return self.process.ask(bytes([TEXT]), self.limits.wait_s)[1:].decode()
 
     def drop_closed(self) -> None:
@@ -371,12 +370,12 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """In the place of xgrammar's class. Compiling raises GrammarError, a RuntimeError, with what is wrong."""
+    """Replaces xgrammar's class. Compiling raises GrammarError, a RuntimeError, with the reason."""
 
     room = Room(GrammarLimits())
 
     def __init__(self, tokenizer_info: Any, **_options: Any) -> None:
-        """The options are about xgrammar's threads and cache, which are not used."""
+        """Ignores the options: they configure xgrammar's threads and cache, which are not used."""
         self.forker = GrammarForker(lambda: str(tokenizer_info.serialize_json()))
 
     def compile_json_schema(
@@ -399,7 +398,7 @@ class GrammarCompiler:
         return self._compile("structural_tag", text)
 
     def clear_cache(self) -> None:
-        """There is none."""
+        """Does nothing: this class has no cache."""
 
     def _compile(self, kind: str, spec: str, **options: Any) -> CompiledGrammar:
         limits, cancellation = self.room.limits, current_cancellation.get()
@@ -433,8 +432,8 @@ def what_may_be(process: GrammarProcess, limits: GrammarLimits) -> str:
 
 
 class GrammarMatcher:
-    """In the place of xgrammar's class. Used by the scheduler's thread. The process hears of it with its first
-    question, so that requests that wait for their turn cost it nothing."""
+    """Replaces xgrammar's class. Used by the scheduler's thread. The grammar's process creates the matcher at its first
+    question, so that queued requests cost nothing."""
 
     def __init__(
         self, compiled: CompiledGrammar, *, max_rollback_tokens: int, override_stop_tokens: Any = None
@@ -444,7 +443,7 @@ class GrammarMatcher:
         self._stop_token_ids = (
             [override_stop_tokens] if isinstance(override_stop_tokens, int) else override_stop_tokens or ()
         )
-        self._mask: Answer | None = None  # of the present state, once it was asked for
+        self._mask: Answer | None = None  # the current state's mask, once requested
 
     def accept_token(self, token: int) -> bool:
         """Raises ValueError when the grammar's process has ended."""
@@ -456,13 +455,13 @@ class GrammarMatcher:
         return bool(accepted)
 
     def ask_for_mask(self) -> None:
-        """So that it is computed while the scheduler does something else."""
+        """Requests the mask, so that the process computes it while the scheduler does other work."""
         if self._mask is None:
-            with contextlib.suppress(GrammarError):  # the request's next token says so
+            with contextlib.suppress(GrammarError):  # accepting the request's next token reports it
                 self._mask = self._ask(MASK, 0)
 
     def fill_next_token_bitmask(self, bitmask: Any, row: int = 0) -> bool:
-        """`bitmask`: int32, one row of bits for each request. A row whose grammar has ended is left as it is."""
+        """`bitmask`: int32, one row of bits per request. If the grammar's process has ended, the row is unchanged."""
         import torch
 
         try:
@@ -512,7 +511,7 @@ class GrammarMatcher:
 
 
 def collect_masks(matchers: Iterable[GrammarMatcher]) -> None:
-    """Asks all of them before it waits for any. Those that have not answered afterwards have ended."""
+    """Requests all masks before it waits for any. A process that has not answered afterwards has ended."""
     late: list[GrammarMatcher] = []
     for matcher in matchers:
         matcher.ask_for_mask()

@@ -1,8 +1,8 @@
-"""What a client's grammar may hold, checked in the frontend before it reaches the scheduler.
+"""Checks the size of a client's grammar in the frontend, before it reaches the scheduler.
 
 The fields of SGLang 0.5.23's sampling parameters: `json_schema`, `regex`, `ebnf`, `structural_tag`. Each function
-raises ValueError, which SGLang answers with status 400. These limits keep out what no schema in use comes near; what
-compiling may really take is limited where it happens (`grammar_process.py`).
+raises ValueError, which SGLang answers with status 400. These limits are far above any schema in use. The process that
+compiles a grammar limits its actual CPU time and memory (`process.py`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 MAX_BYTES = 128 * 1024
 MAX_DEPTH = 64
 MAX_PROPERTIES = 2_000
-MAX_VALUES = 10_000  # of all `enum`s together
+MAX_VALUES = 10_000  # in all `enum` lists together
 MAX_REPETITIONS = 10_000
 MAX_RULES = 2_000
-NUM_CHECKED = 32  # grammars remembered as within the limits
+NUM_CHECKED = 32  # cached grammars that are within the limits
 SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 ANY_JSON = "$$ANY$$"  # SGLang's name for the grammar of all JSON
 
 
 def check_grammars(sampling_params: Mapping[str, Any]) -> None:
-    """Checks the fields that are set. What is no text is left to SGLang's own checks of types."""
+    """Checks the fields that are set. SGLang's own type checks refuse values that are not strings."""
     for name in ("json_schema", "regex", "ebnf", "structural_tag"):
         spec = sampling_params.get(name)
         if isinstance(spec, str):
@@ -35,7 +35,7 @@ def check_grammars(sampling_params: Mapping[str, Any]) -> None:
 
 @functools.lru_cache(maxsize=NUM_CHECKED)
 def _check(name: str, spec: str) -> None:
-    """Once for all prompts and samples of a request: it takes milliseconds of the event loop."""
+    """Cached to run once for all prompts and samples of a request, as it blocks the event loop for milliseconds."""
     CHECKS[name](name, spec)
 
 
@@ -51,7 +51,7 @@ def check_schema(name: str, text: str) -> None:
     except ValueError as error:
         raise ValueError(f"{name}: is not JSON: {error}") from None
     num_properties = num_values = 0
-    ending: set[str] = set()  # references that are known not to lead back to themselves
+    ending: set[str] = set()  # references known not to be circular
     for place, part in _objects(schema, "#"):
         num_properties += sum(len(part[key]) for key in SCHEMA_MAPS if isinstance(part.get(key), dict))
         num_values += len(part["enum"]) if isinstance(part.get("enum"), list) else 0
@@ -69,7 +69,7 @@ def check_schema(name: str, text: str) -> None:
 
 
 def check_regex(name: str, text: str) -> None:
-    """Repetitions within repetitions multiply: `(a{1000}){1000}` is a million states."""
+    """Limits the product of nested repetitions: `(a{1000}){1000}` has a million states."""
     _check_repetitions(name, _most_repetitions(text, quotes=""))
 
 
@@ -91,7 +91,7 @@ def _check_repetitions(name: str, largest: int) -> None:
 
 
 def _check_size(name: str, text: str) -> None:
-    """Characters first: text that can't be encoded, or takes long to encode, is refused by its length."""
+    """Counts characters first, so that a text that is slow or impossible to encode is refused by its length."""
     size = len(text) if len(text) > MAX_BYTES else len(text.encode("utf-8", "surrogatepass"))
     if size > MAX_BYTES:
         raise ValueError(f"{name}: {size:,} bytes; allowed are {MAX_BYTES:,}")
@@ -99,12 +99,12 @@ def _check_size(name: str, text: str) -> None:
         raise ValueError(f"{name}: holds half of a character (a lone surrogate)")
 
 
-# A string that does not end is taken to the end of the text, so that no part of it is looked at twice.
+# An unterminated string extends to the end of the text, so that no part of the text is scanned twice.
 _BRACKET_OR_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 
 
 def _depth(text: str) -> int:
-    """Of nested brackets in JSON, without parsing: Python's parser recurses."""
+    """Depth of nested brackets in JSON, without parsing, because Python's parser recurses."""
     depth = deepest = 0
     for found in _BRACKET_OR_STRING.finditer(text):
         character = found[0]
@@ -117,7 +117,7 @@ def _depth(text: str) -> int:
 
 
 def _objects(value: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every JSON object within `value` with its JSON pointer. Not deeper than `MAX_DEPTH`, so recursion is fine."""
+    """Every JSON object in `value` with its JSON pointer. Recursion is safe, because `MAX_DEPTH` bounds the depth."""
     if isinstance(value, dict):
         yield place, value
         for key, child in value.items():
@@ -130,9 +130,9 @@ def _objects(value: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check_reference(name: str, root: Any, place: str, reference: str, ending: set[str]) -> None:
-    """Follows a reference to a reference, and so on: one that comes back to itself describes nothing.
+    """Follows a chain of references. Raises ValueError for a circular chain, which describes nothing.
 
-    Each reference of a schema is followed once: those that it led to are in `ending` afterwards.
+    Each reference of a schema is followed once: the references of a checked chain are added to `ending`.
     """
     first, seen = reference, set[str]()
     while reference not in ending:
@@ -147,7 +147,7 @@ def _check_reference(name: str, root: Any, place: str, reference: str, ending: s
 
 
 def _resolve(root: Any, reference: str) -> Any:
-    """What `#/a/b` points to; None where that is nothing, which the compiler says."""
+    """The target of `#/a/b`. None if there is none; the compiler reports this error."""
     if not reference.startswith("#"):
         return None
     found = root
@@ -163,8 +163,8 @@ _COUNT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 def _most_repetitions(text: str, quotes: str) -> int:
     """The largest product of nested counts `{n}`, `{n,m}` in a regular expression, or in EBNF outside `quotes`.
 
-    Read from the left: a group's largest product is known when it closes, and a count multiplies what stands before
-    it. `*` and `+` count once.
+    Reads from left to right: a group's largest product is known when the group closes, and a count multiplies the
+    product of the part before it. `*` and `+` count as one.
     """
     largest = last = 1
     groups: list[int] = []  # for each open group, the largest product found in it so far
@@ -189,13 +189,13 @@ def _most_repetitions(text: str, quotes: str) -> int:
 
 
 def _number(digits: str) -> int:
-    """At most a million, which is too many anyway: Python refuses to read numbers of thousands of digits."""
+    """The number, capped at a million, which exceeds every limit. Python refuses to parse thousands of digits."""
     digits = digits.lstrip("0")
     return min(int(digits[:7] or "1"), 10**6) if len(digits) < 8 else 10**6
 
 
 def _past(text: str, position: int, quotes: str) -> int:
-    """Past the character, escape, character class or quoted text at `position`."""
+    """The position after the character, escape, character class or quoted text at `position`."""
     character = text[position]
     if character == "\\":
         return position + 2

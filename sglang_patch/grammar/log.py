@@ -1,7 +1,7 @@
-"""A client's grammar is cut to a few hundred characters in the log.
+"""Shortens clients' grammars in the log to a few hundred characters.
 
-SGLang 0.5.23 logs a grammar whole, each time that it fails to compile or refuses a token: megabytes for each request of
-whoever sends them. Symbols: the loggers `logger` of the modules below. What a module writes otherwise is short.
+SGLang 0.5.23 logs the whole grammar each time that it fails to compile or refuses a token, so a client can cause
+megabytes of log per request. Symbols: the loggers `logger` of the modules below. Their other messages are short.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ SYMBOLS = (
     "sglang.srt.managers.schedule_batch.logger",
     "sglang.srt.managers.scheduler_components.batch_result_processor.logger",
 )
-HEAD_CHARACTERS, TAIL_CHARACTERS = 300, 200  # the reason stands at the end
+HEAD_CHARACTERS, TAIL_CHARACTERS = 300, 200  # the reason is at the end of the message
 
 
 class Shortening(logging.Filter):
-    """Passes every record on, a long one with its middle left out."""
+    """Passes every record; removes the middle of a long message."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = shortened(record.getMessage()), None
@@ -32,7 +32,7 @@ SHORTENING = Shortening()
 
 def shorten_logs() -> None:
     for name in SYMBOLS:
-        pkgutil.resolve_name(name).addFilter(SHORTENING)  # once: a logger does not take the same filter again
+        pkgutil.resolve_name(name).addFilter(SHORTENING)  # idempotent: a logger ignores a filter that it has already
 
 
 def shortened(message: str) -> str:

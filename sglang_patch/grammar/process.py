@@ -1,12 +1,12 @@
-"""The program that compiles and matches clients' grammars, so that the scheduler does neither.
+"""The program that compiles and matches clients' grammars outside the scheduler.
 
-Started by `grammar_client.py` as `python -m kt_runtime.sglang_patch.grammar.process CONTROL VOCABULARY`, the numbers of
-two inherited files: a SEQPACKET socket, and the tokenizer's vocabulary as xgrammar writes it (`serialize_json`). It
-loads xgrammar and the vocabulary once, then forks one process for each grammar, which shares the vocabulary's memory.
+`client.py` starts it as `python -m kt_runtime.sglang_patch.grammar.process CONTROL VOCABULARY`, with the numbers of two
+inherited files: a SEQPACKET socket, and the tokenizer's vocabulary as serialized by xgrammar (`serialize_json`). The
+program loads xgrammar and the vocabulary once, then forks one process per grammar; all share the vocabulary's memory.
 
-Such a process compiles its grammar and then holds the matchers of all requests with that grammar. Kernel limits end it,
-and with it this grammar only: processor time by an interval timer (SIGPROF), memory by RLIMIT_AS. It also ends when its
-socket is closed or its parent dies.
+A grammar's process compiles the grammar and then holds the matchers of all requests with this grammar. Kernel limits
+end the process, and thereby only this grammar: CPU time by an interval timer (SIGPROF), memory by RLIMIT_AS. The
+process also ends when its socket is closed or its parent dies.
 
 Messages, little endian, one packet each. A grammar's process first sends its process id (`PID`). Then requests:
 
@@ -20,10 +20,10 @@ Messages, little endian, one packet each. A grammar's process first sends its pr
     HEAD(CLOSE, matcher, 0)                                       no answer
     TEXT                                                          -> `=` and the grammar as EBNF, UTF-8
 
-An empty packet would look like a closed socket.
+The prefix `=` avoids empty packets, which would look like a closed socket.
 
-Library: xgrammar 0.2.7, its compiled part only (`xgrammar.base._core`): the Python package would import torch and
-transformers, 560 MB and seconds, for wrappers that this program has no use for.
+Library: xgrammar 0.2.7, only its compiled part (`xgrammar.base._core`). The Python package would import torch and
+transformers (560 MB, several seconds) for wrappers that this program does not need.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NOT_NEEDED = ("torch", "ml_dtypes")  # optional for xgrammar's binding layer, an
 
 
 def load_xgrammar() -> Any:
-    """xgrammar's compiled part, without what the package's `__init__` imports."""
+    """xgrammar's compiled part, without the imports of the package's `__init__`."""
     for name in NOT_NEEDED:
         sys.modules[name] = None  # type: ignore[assignment]  # `import` raises ImportError
     spec = importlib.util.find_spec("xgrammar")
@@ -72,7 +72,7 @@ def load_xgrammar() -> Any:
 
 def main(arguments: list[str]) -> None:
     control_file, vocabulary_file = map(int, arguments)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):  # ends with its parent; the kernel reaps
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):  # ends with its parent; children are auto-reaped
         signal.signal(number, signal.SIG_IGN)
     xgrammar = load_xgrammar()
     with os.fdopen(vocabulary_file, "rb") as file:
@@ -101,7 +101,7 @@ def _end_with_parent(parent: int) -> None:
     if os.getppid() != parent:
         os._exit(0)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # out of memory, the kernel ends a grammar rather than the model
+        file.write("1000")  # when memory runs out, the kernel kills a grammar's process instead of the model's
 
 
 class GrammarProcess:
@@ -114,7 +114,7 @@ class GrammarProcess:
         self.matchers: dict[int, Matcher] = {}
 
     def run(self) -> None:
-        """Answers until the other side closes. What raises ends the process: the other side sees the socket close."""
+        """Answers until the peer closes the socket. An exception ends the process, which closes the socket."""
         self.connection.send(PID.pack(os.getpid()))
         while message := self.connection.recv(MAX_MESSAGE_BYTES):
             kind = message[0]
@@ -134,7 +134,7 @@ class GrammarProcess:
         try:
             self.compiled = self._compile(order["kind"], order["spec"], order["options"])
             slowest_s = self.probe()
-        except Exception as error:  # noqa: BLE001  # whatever the library finds wrong with a client's grammar
+        except Exception as error:  # noqa: BLE001  # any error that the library reports for a client's grammar
             return {"error": _cause(error)}
         finally:
             _limit_cpu(0)
@@ -158,8 +158,8 @@ class GrammarProcess:
         return compiler.compile_grammar_from_strings(spec, "root")
 
     def probe(self) -> float:
-        """Follows one path of the grammar and returns the processor time of its slowest mask: some grammars of 20
-        characters take seconds for each token, and are refused before a request waits for one."""
+        """Follows one path of the grammar and returns the CPU seconds of its slowest mask. Some grammars of 20
+        characters take seconds per token; they are refused before a request waits for a token."""
         generator, matcher, slowest_s = random.Random(0), self._matcher(0), 0.0
         for _ in range(PROBE_TOKENS):
             began = time.process_time()
@@ -200,7 +200,7 @@ class GrammarProcess:
 
 
 class Matcher:
-    """xgrammar's matcher, and the mask of its present state once that has been asked for."""
+    """xgrammar's matcher, and the cached mask of its current state."""
 
     def __init__(self, handle: Any, vocab_size: int) -> None:
         import numpy as np
@@ -252,7 +252,7 @@ def _cause(error: Exception) -> str:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """From now on; SIGPROF, whose default is to end the process. 0: no limit."""
+    """Limits CPU time from now on: SIGPROF ends the process by default. 0: no limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
@@ -265,7 +265,7 @@ def _limit_memory(more_bytes: int) -> None:
 
 
 def _private_bytes() -> int:
-    """What this process has in memory that it shares with no other."""
+    """Bytes of memory that this process shares with no other."""
     with contextlib.suppress(OSError), open("/proc/self/smaps_rollup") as file:
         return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Private_"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

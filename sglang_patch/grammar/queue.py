@@ -1,8 +1,8 @@
-"""Grammars that requests wait for, and those kept for the next request.
+"""The queue of grammars to compile, and the cache of compiled grammars.
 
-In the places of `ThreadPoolExecutor` and `dict` in `sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend`
-(SGLang 0.5.23). There a compilation goes on when its request has been aborted, requests with one new grammar compile it
-once each, and what was compiled is kept for ever.
+They replace `ThreadPoolExecutor` and `dict` in `sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend`
+(SGLang 0.5.23). In SGLang a compilation continues after its request has been aborted, each request with the same new
+grammar compiles it again, and compiled grammars are kept forever.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kt_runtime.sglang_patch.grammar.client import Cancellation, current_cancell
 from kt_runtime.sglang_patch.grammar.step import TRY_LATER
 
 Key = tuple[str, str]
-NUM_WORKERS = 2  # of which each waits for a process of its own
-MAX_KEPT = 32  # compiled; each is a process
-TIMED_OUT = "Grammar preprocessing timed out"  # SGLang's words for a grammar that waited too long for its turn
-MAX_REFUSED = 256  # so that a grammar that was refused is refused at once
+NUM_WORKERS = 2  # threads; each waits for one grammar's process
+MAX_KEPT = 32  # compiled grammars in the cache; each is a process
+TIMED_OUT = "Grammar preprocessing timed out"  # SGLang's message for a grammar that waited too long in the queue
+MAX_REFUSED = 256  # cached refusals, so that a refused grammar is refused again without compiling
 
 
 class GrammarFuture(Future[Any]):
-    """Stays pending until it has its result, so that `cancel` always takes."""
+    """Stays pending until it has its result, so that `cancel` succeeds until then."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class GrammarFuture(Future[Any]):
 
 
 class Job:
-    """One compilation, and the requests that wait for it. `wait` and `leave` are called in the scheduler's thread."""
+    """One compilation and its waiting requests. `wait` and `leave` are called in the scheduler's thread."""
 
     def __init__(self, compile_grammar: Callable[..., Any], key: Key, require_reasoning: bool) -> None:
         self.compile_grammar, self.key, self.require_reasoning = compile_grammar, key, require_reasoning
@@ -50,7 +50,7 @@ class Job:
         self.waiting: list[GrammarFuture] = []
 
     def wait(self) -> GrammarFuture | None:
-        """None if the job has ended or been cancelled."""
+        """A future for the result; None if the job has ended or been cancelled."""
         with self.lock:
             if self.is_done or self.cancellation.cancelled:
                 return None
@@ -86,14 +86,14 @@ class Job:
                     future.set_result(grammar if position == 0 else self._copy(grammar))
 
     def _copy(self, grammar: Any) -> Any:
-        """As SGLang takes one from its cache."""
+        """A copy as SGLang makes one from its cache."""
         copied = grammar.copy()
         copied.maybe_init_reasoning(self.require_reasoning)
         return copied
 
 
 class GrammarExecutor:
-    """Two threads, started with the first grammars. A job whose requests were all aborted is not begun, or ended."""
+    """Two threads, started with the first grammars. A job whose requests were all aborted is skipped or cancelled."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
@@ -124,20 +124,19 @@ class GrammarExecutor:
             place = (job.key, job.require_reasoning)
             if self._running.get(place) is job:
                 self._running.pop(place, None)
-            del job  # and with it the grammar, unless a request has it
+            del job  # drops the grammar too, unless a request uses it
 
 
 def is_for_now(message: str) -> bool:
-    """Whether a grammar was refused since too much else was going on, so that it may be taken later."""
+    """Whether a grammar was refused because of overload, so that a later attempt may succeed."""
     return message.endswith(TRY_LATER) or message.startswith(TIMED_OUT)
 
 
 class GrammarCache:
-    """The part of a dict that SGLang uses, with the least recently used dropped. `evict` may be called in any thread.
+    """An LRU cache with the dict methods that SGLang uses. `evict` may be called in any thread.
 
-    `process_of(grammar)`: the grammar's process, None for one that was refused. What was refused only for now is not
-    kept. `refuse(reason)`: what SGLang takes for
-    a grammar that is refused.
+    `process_of(grammar)`: the grammar's process, None for a refused grammar. `refuse(reason)`: SGLang's object for a
+    refused grammar. Refusals because of overload are not cached.
     """
 
     def __init__(self, process_of: Callable[[Any], Any], refuse: Callable[[str], Any]) -> None:
@@ -150,8 +149,8 @@ class GrammarCache:
         return len(self._compiled) + len(self._refused)
 
     def get(self, key: Key) -> Any:
-        """One whose process took more than a grammar may is refused from then on; one whose process ended otherwise,
-        also since others were there at the same time, is compiled again."""
+        """The cached grammar or refusal; None to compile. A grammar whose process exceeded its own limits is refused
+        from then on. One whose process ended otherwise, for example by a step's shared limit, is compiled again."""
         with self._lock:
             found = self._compiled.get(key)
             if found is None:
@@ -178,7 +177,7 @@ class GrammarCache:
         del dropped  # outside the lock: it may end a process
 
     def evict(self) -> bool:
-        """Drops the compiled grammar that was used longest ago. False if there is none."""
+        """Drops the least recently used compiled grammar. False if there is none."""
         with self._lock:
             dropped = self._compiled.popitem(last=False) if self._compiled else None
         return dropped is not None

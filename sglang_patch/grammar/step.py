@@ -1,16 +1,16 @@
-"""What the scheduler waits for grammars, bounded for all of them together.
+"""Bounds the time that the scheduler waits for all grammars together.
 
-The scheduler asks every grammar of a batch for its token's mask, then collects the answers: the processes work side by
-side. All of them share a budget of waiting, `step_s` at once; in the long run half of the time, so that grammars slow
-others down to half of their speed at most.
+The scheduler asks every grammar of a batch for its token's mask, then collects the answers; the processes work in
+parallel. All grammars share one waiting budget: at most `step_s` per step, and half of the time in the long run, so
+that grammars slow other requests down to half of their speed at most.
 
-Processor time counts, not the clock: on a busy machine an honest grammar answers late, having used little. Of a step's
-wait no more is taken from the budget than the grammars have used. When the scheduler has waited for as long as the
-budget says, those that have not answered are judged by what they have used since they were asked. Each may use its
-share of what is left of the budget, and `least_cpu_s` where the budget allows that to all of them. Whoever has used
-more is ended; the others are waited for. Their shares together are no more than `step_s`, so a step ends within twice
-`step_s` where one core is free for grammars. Where none is, shares shrink from then on, and at four times `step_s` only
-those are waited for that have used next to nothing.
+CPU time counts, not wall-clock time: on a busy machine a harmless grammar answers late after using little CPU time. A
+step's wait reduces the budget by at most the CPU time that the grammars used. When the scheduler has waited for the
+whole budget, the late grammars are judged by their CPU time since they were asked. Each may use its share of the
+remaining budget, or `least_cpu_s` if `step_s` allows this for all of them. A grammar that has used more is ended; the
+scheduler waits for the others. Their shares sum to at most `step_s`, so a step ends within twice `step_s` if one core
+is free for grammars. If none is free, the shares shrink from then on, and at four times `step_s` the scheduler waits
+only for grammars that have used almost no CPU time.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from typing import Protocol
 
 from kt_runtime.sglang_patch.grammar.allowance import GrammarLimits
 
-TRY_LATER = "; try again later"  # ends the message of each refusal that holds only now
-LONG_RUN_SHARE = 0.5  # of the scheduler's time that it may wait for grammars
-HONEST_CPU_S = 0.002  # for one token; what the masks of common schemas and vocabularies take, and more
-LOOK_SECONDS = 0.01  # between two looks at the processor time of those that are late
+TRY_LATER = "; try again later"  # the end of each refusal's message that is due to overload
+LONG_RUN_SHARE = 0.5  # share of the scheduler's time that it may wait for grammars
+HONEST_CPU_S = 0.002  # for one token; more than the masks of common schemas and vocabularies take
+LOOK_SECONDS = 0.01  # between two checks of the late processes' CPU time
 
 
 @dataclass
 class Answer:
-    """Of a grammar's process to one question. None until it is there, and where the process has ended before."""
+    """A grammar process's answer to one question. `data` is None until it arrives, and if the process ended before."""
 
     data: bytes | None = None
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a grammar's process was ended. `is_lasting`: the same grammar is refused from then on. `is_busy`: not its own
-    doing, so its requests may be sent again."""
+    """Why a grammar's process was ended. `is_lasting`: the same grammar is refused from then on. `is_busy`: the machine
+    is the cause, so clients may retry the grammar's requests."""
 
     reason: str
     is_lasting: bool = False
@@ -49,7 +49,7 @@ class Failure:
 
 
 class AskedProcess(Protocol):
-    """A grammar's process as `client.GrammarProcess` has it. `num_asked`: since no question was without an answer."""
+    """The part of `client.GrammarProcess` used here. `num_asked`: questions since all were last answered."""
 
     connection: socket.socket
     unanswered: deque[Answer]
@@ -66,7 +66,7 @@ class AskedProcess(Protocol):
 
 
 class Patience:
-    """The budget of one scheduler, used by its thread only. `left_s`: seconds of it after the last step."""
+    """The waiting budget of one scheduler, used by its thread only. `left_s`: seconds left after the last step."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -74,7 +74,7 @@ class Patience:
         self._known_at = clock()
 
     def collect(self, processes: Iterable[AskedProcess], limits: GrammarLimits) -> None:
-        """Takes the answers that `processes` owe. Afterwards each has given them or has ended."""
+        """Collects all outstanding answers of `processes`. Afterwards each process has answered or has ended."""
         began = self._clock()
         left_s = self.left_s = min(limits.step_s, self.left_s + LONG_RUN_SHARE * (began - self._known_at))
         poll, late = select.poll(), {}
@@ -103,12 +103,12 @@ class Patience:
 
 
 def share_of_one(left_s: float, num_asked: int, limits: GrammarLimits) -> float:
-    """Seconds of processor time for one question, where `num_asked` are late."""
+    """Seconds of CPU time for one question while `num_asked` questions are late."""
     return min(max(left_s / num_asked, limits.least_cpu_s), limits.step_s / num_asked)
 
 
 def shrunk(share_s: float, waited_s: float, limits: GrammarLimits) -> float:
-    """Of a step that lasts for more than twice `step_s`."""
+    """The share, reduced once a step lasts longer than twice `step_s`."""
     left_of_it = min(1.0, (4 * limits.step_s - waited_s) / (2 * limits.step_s))
     return max(share_s * left_of_it, min(share_s, HONEST_CPU_S))
 

@@ -1,14 +1,14 @@
-"""`stop_regex` is matched in linear time, over a bounded piece of the answer.
+"""Matches `stop_regex` in linear time, in a bounded window at the end of the answer.
 
 SGLang 0.5.23 symbols and reasons:
 
-- `managers.schedule_batch.re`: the module of regular expressions that a request's `stop_regex` is searched with, after
-  each token and in the scheduler's thread. Python's `re` goes back and tries again; with `(a+)+b$` each further token
-  doubles the time, and nothing can interrupt it. RE2 reads a text once.
-- `sampling.sampling_params.get_max_seq_length`: how many tokens an answer's end is searched; SGLang searches all of a
-  long answer for `a+`, and fails with a server error for a pattern that it can't parse. What RE2 does not know
-  (references back, looking around, more than 1000 repetitions) is refused here, with ValueError: status 400.
-- `sampling.sampling_params.MAX_STOP_REGEX_COUNT`: a pattern within these bounds takes RE2 some milliseconds a token.
+- `managers.schedule_batch.re`: the regular expression module that searches for a request's `stop_regex` after each
+  token, in the scheduler's thread. Python's `re` backtracks: with `(a+)+b$` each further token doubles the time, and
+  nothing can interrupt the search. RE2 reads a text once.
+- `sampling.sampling_params.get_max_seq_length`: the number of tokens at an answer's end that are searched. SGLang
+  searches all of a long answer for `a+`, and fails with a server error for a pattern that it can't parse. A pattern
+  that RE2 does not support (backreferences, lookaround, more than 1000 repetitions) raises ValueError here: status 400.
+- `sampling.sampling_params.MAX_STOP_REGEX_COUNT`: a pattern within these bounds takes RE2 some milliseconds per token.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SYMBOLS = (
     "sglang.srt.sampling.sampling_params.get_max_seq_length",
     "sglang.srt.sampling.sampling_params.MAX_STOP_REGEX_COUNT",
 )
-MAX_PATTERNS = 2  # of one request; SGLang bounds their length
-WINDOW_TOKENS = 256  # at the end of an answer, in which a match is looked for
-COMPILED_BYTES = 16 << 10  # of memory for one pattern; RE2 refuses what needs more
-NUM_COMPILED = 256  # patterns kept
+MAX_PATTERNS = 2  # per request; SGLang bounds their length
+WINDOW_TOKENS = 256  # tokens at the end of an answer that are searched for a match
+COMPILED_BYTES = 16 << 10  # memory for one compiled pattern; RE2 refuses a larger one
+NUM_COMPILED = 256  # cached patterns
 
 
 class LinearPatterns:
-    """What SGLang uses of `re`: `search`, and the exception `error` of a pattern that can't be compiled."""
+    """The part of `re` that SGLang uses: `search`, and `error`, the exception for a pattern that can't be compiled."""
 
     def __init__(self) -> None:
         import re2
@@ -56,7 +56,7 @@ def linear_patterns() -> LinearPatterns:
 
 @lru_cache(maxsize=NUM_COMPILED)
 def compiled(pattern: str) -> Any:
-    """Raises `re2.error`."""
+    """The compiled pattern, cached. Raises `re2.error`."""
     import re2
 
     options = re2.Options()
@@ -66,7 +66,7 @@ def compiled(pattern: str) -> Any:
 
 
 def window_tokens(original: Callable[[str], int], pattern: str) -> int:
-    """Longest match of `pattern` in tokens, at most WINDOW_TOKENS. Raises ValueError for a pattern not allowed."""
+    """Longest match of `pattern` in tokens, at most WINDOW_TOKENS. Raises ValueError for an unsupported pattern."""
     import re2
 
     try:
@@ -75,7 +75,7 @@ def window_tokens(original: Callable[[str], int], pattern: str) -> int:
         raise ValueError(f"stop_regex {pattern!r} is refused: {_reason(error)}; allowed is RE2's syntax") from None
     try:
         return min(original(pattern), WINDOW_TOKENS)
-    except Exception:  # noqa: BLE001 - syntax that RE2 knows and Python does not
+    except Exception:  # noqa: BLE001 - RE2 supports this syntax, Python does not
         return WINDOW_TOKENS
 
 

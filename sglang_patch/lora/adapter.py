@@ -1,9 +1,9 @@
-"""An adapter in the form that SGLang's LoRA memory pool holds: one A and one B per fused linear and layer.
+"""An adapter in the layout of SGLang's LoRA memory pool: one A and one B per fused linear and layer.
 
-Stands where SGLang 0.5.23 expects its own `sglang.srt.lora.lora.LoRAAdapter` (symbol; not patched): in
-`LoRAManager.loras`, where `config.r` and `scaling` are read for every batch. Reason for a class of ours: SGLang's keeps
-one tensor per expert and joins them in Python loops, needs q with v, fills missing parts with wrong shapes, and loses
-the scaling of experts in the rounding of B.
+Replaces SGLang 0.5.23's `sglang.srt.lora.lora.LoRAAdapter` (symbol; not patched) in `LoRAManager.loras`, where SGLang
+reads `config.r` and `scaling` for every batch. Reason for a separate class: SGLang's class stores one tensor per expert
+and concatenates them in Python loops, requires q with v, fills missing parts with wrong shapes, and loses precision by
+folding the experts' scaling into the rounded B.
 
 Legend: E experts, R rank, P parts of the fused linear (3 for qkv_proj, 2 for gate_up_proj, else 1).
 
@@ -24,7 +24,7 @@ from kt_runtime.errors import AdapterError, UnknownNameError
 from kt_runtime.families import LoraModule
 
 POOL_NAMES = {"w13": "gate_up_proj_moe", "w2": "down_proj_moe"}
-"""The pool's names for routed experts, by the last name of `LoraModule.source`; dense linears have the same there."""
+"""The pool's names for routed experts, by the last name of `LoraModule.source`. Dense linears keep that name."""
 
 PoolKey = tuple[str, int]
 """(name in the pool, layer)."""
@@ -32,7 +32,7 @@ PoolKey = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class FusedLora:
-    """A and B of one fused linear, as above, and its number of parts."""
+    """A and B of one fused linear, in the shapes above, and its number of parts."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -41,7 +41,7 @@ class FusedLora:
 
 @dataclass(frozen=True, slots=True)
 class RankAndAlpha:
-    """What SGLang reads of a loaded adapter's config for every batch."""
+    """The fields of a loaded adapter's config that SGLang reads for every batch."""
 
     r: int
     lora_alpha: float
@@ -49,9 +49,9 @@ class RankAndAlpha:
 
 @dataclass(frozen=True)
 class InstalledAdapter:
-    """Immutable: the tensors are its own. `weights` has only what the adapter changes.
+    """Immutable; owns its tensors. `weights` has only the modules that the adapter changes.
 
-    `layers` and `embedding_layers` are what SGLang looks into for its own adapters' tensors.
+    SGLang looks for its own adapters' tensors in `layers` and `embedding_layers`; both are empty here.
     """
 
     uid: str
@@ -66,7 +66,7 @@ class InstalledAdapter:
 
     @property
     def expert_scaling(self) -> float:
-        """The factor for routed experts: SGLang's own adapters have it multiplied into B already, these have not."""
+        """The factor for routed experts. SGLang's own adapters have it folded into B; an `InstalledAdapter` has not."""
         return self.scaling
 
     @property
@@ -81,7 +81,7 @@ class InstalledAdapter:
 def build_adapter(
     uid: str, adapter: AdapterTensors, modules: Iterable[LoraModule], dtype: torch.dtype
 ) -> InstalledAdapter:
-    """Copies `adapter` into the pool's form and dtype. `modules`: all that can be adapted in the model.
+    """Copies `adapter` into the pool's layout and dtype. `modules`: all modules of the model that LoRA can adapt.
 
     A missing part of a fused linear gets A = 0 and B = 0. Raises UnknownNameError for a module that the model does not
     have, and AdapterError for a tensor of the wrong shape.

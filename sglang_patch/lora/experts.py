@@ -1,13 +1,12 @@
-"""LoRA on routed experts: the expert store adds it, from the pool's buffers.
+"""LoRA on routed experts: the expert store computes it from the buffers of SGLang's LoRA memory pool.
 
-Symbols (SGLang 0.5.23): `sglang.srt.lora.layers.get_lora_layer`, in which a class of ours takes the place of
-`FusedMoEWithLoRA` for layers whose experts are in the store, and `LoRAManager.prepare_lora_batch`, after which each
-token's adapter is noted. Reason: SGLang's class needs Triton, Marlin or CuTe kernels, which want expert weights on a
-GPU.
+Symbols (SGLang 0.5.23): `sglang.srt.lora.layers.get_lora_layer` returns kt-runtime's class instead of
+`FusedMoEWithLoRA` for layers whose experts are in the store. A hook after `LoRAManager.prepare_lora_batch` records each
+token's adapter. Reason: SGLang's class needs Triton, Marlin or CuTe kernels, which require expert weights on a GPU.
 
 Legend: E experts, R highest rank of the server, r rank of the adapter, H hidden size, I intermediate size, T tokens.
-The pool holds for each slot gate_up A [E, 2R, H] (gate in the rows from 0, up in those from R), gate_up B [E, 2I, R],
-down A [E, R, I] and down B [E, H, R]; of each, the first r of R are the adapter's. The store gets views of them.
+Per slot the pool holds gate_up A [E, 2R, H] (gate in the rows from 0, up in the rows from R), gate_up B [E, 2I, R],
+down A [E, R, I] and down B [E, H, R]. The adapter uses the first r of each R. The store gets views of these buffers.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class SlotUse:
 
 @dataclass(frozen=True, slots=True)
 class ExpertBatch:
-    """`token_slots`: int32 [T] on the model's device, an index into `slots` per token, -1 without LoRA on experts."""
+    """`token_slots`: int32 [T] on the model's device, each token's index into `slots`; -1 without LoRA on experts."""
 
     slots: tuple[SlotUse, ...]
     token_slots: torch.Tensor
@@ -83,7 +82,7 @@ def _slot_use(manager: Any, lora_id: str | None) -> SlotUse | None:
     slot = manager.memory_pool.uid_to_buffer_id.get(lora_id)
     if adapter is None or slot is None or not getattr(adapter, "adapts_experts", True):
         return None
-    # SGLang's own adapters have the factor multiplied into B when they are copied into the pool.
+    # SGLang folds the factor into B when it copies its own adapters into the pool.
     return SlotUse(slot, adapter.config.r, getattr(adapter, "expert_scaling", 1.0))
 
 
@@ -94,8 +93,8 @@ def layer_class() -> type:
     class StoredExpertsWithLoRA(FusedMoEWithLoRA):
         """A `FusedMoE` whose experts are in the store, with the adapters of the batch.
 
-        A subclass, so that SGLang's manager and pool treat it as what it replaces. What the model's code asks of it
-        otherwise is answered by the layer that it wraps.
+        A subclass of `FusedMoEWithLoRA`, so that SGLang's manager and pool treat it in the same way. Attributes that it
+        does not have are read from the wrapped layer.
         """
 
         def __init__(self, base_layer: Any, lora_backend: Any) -> None:

@@ -1,14 +1,14 @@
-"""Adapters come and go in SGLang's LoRA manager without a file, between two batches of the scheduler.
+"""Installs adapters from memory in SGLang's LoRA manager, and drops them, between two batches of the scheduler.
 
-Symbols (SGLang 0.5.23): `LoRAManager._load_lora_adapter` is replaced for the families that kt-runtime knows, so that a
-PEFT directory goes through kt-runtime's one validator, however SGLang was told to load it: SGLang mis-scales rsLoRA and
-patterns, drops unknown keys with a warning, and our weight reader would keep routed experts from it. `install_prepared`
-and `drop_adapter` are called by the host; they read and write `LoRAManager.loras`, `.configs`, `.lora_refs`,
+Symbols (SGLang 0.5.23): `LoRAManager._load_lora_adapter` is replaced for the families that kt-runtime knows, so that
+kt-runtime's validator checks every PEFT directory, on every way to load it. Reason: SGLang mis-scales rsLoRA and PEFT's
+patterns, drops unknown keys with a warning, and would not receive routed experts from kt-runtime's weight reader. The
+host calls `install_prepared` and `drop_adapter`. They read and write `LoRAManager.loras`, `.configs`, `.lora_refs`,
 `.num_pinned_loras` and `LoRAMemoryPool.uid_to_buffer_id`, `.buffer_id_to_uid`, `.eviction_policy`.
 
-Everything here runs in the scheduler's thread, but for `prepare_adapter`, which takes long and changes nothing. What an
-id stands for never changes while it is loaded, and KV belongs to the adapter's content (`cache_keys.py`), which is told
-the content of each id here.
+Everything here runs in the scheduler's thread, except `prepare_adapter`, which takes long and changes nothing. A loaded
+id never changes its adapter. KV is keyed by the adapter's content: this module registers each id's content hash with
+`cache/keys.py`.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def install(hooks: Hooks) -> None:
 def prepare_adapter(
     manager: Any, config: Mapping[str, Any], name: str, adapter: AdapterTensors
 ) -> tuple[InstalledAdapter, dict[str, Any]]:
-    """A copy of `adapter` in the pool's form and dtype, and what SGLang reads of its config; for `install_prepared`.
+    """The argument of `install_prepared`: a copy of `adapter` in the pool's layout and dtype, and a config for SGLang.
 
-    `config`: the model's, as in config.json. Changes nothing, and may be called beside the scheduler's thread. Raises
-    ConflictError when memory does not suffice, AdapterError or UnknownNameError when the server can't hold it.
+    `config`: the model's config.json. Changes nothing and may run outside the scheduler's thread. Raises ConflictError
+    if memory does not suffice, AdapterError or UnknownNameError if the server can't hold the adapter.
     """
     _check_memory(manager, name, adapter)
     built = build_adapter("", adapter, family_for(config).lora_modules(config), manager.dtype)
@@ -67,7 +67,7 @@ def prepare_adapter(
 def install_adapter(
     manager: Any, config: Mapping[str, Any], lora_id: str, name: str, version: str, adapter: AdapterTensors
 ) -> InstalledAdapter:
-    """`prepare_adapter` and `install_prepared` at once."""
+    """Calls `prepare_adapter`, then `install_prepared`."""
     _check_id_and_room(manager, lora_id, name)
     return install_prepared(manager, lora_id, name, version, prepare_adapter(manager, config, name, adapter))
 
@@ -75,7 +75,7 @@ def install_adapter(
 def install_prepared(
     manager: Any, lora_id: str, name: str, version: str, prepared: tuple[InstalledAdapter, dict[str, Any]]
 ) -> InstalledAdapter:
-    """Makes what `prepare_adapter` gave servable under `lora_id`; nothing is copied.
+    """Makes the result of `prepare_adapter` servable under `lora_id`, without a copy.
 
     `version`: hash of the adapter's content. `name` is for messages: several versions of one name may be installed. The
     copy into the pool's memory happens in the first batch that uses it. Raises ConflictError when `lora_id` is taken or
@@ -87,7 +87,7 @@ def install_prepared(
     _check_id_and_room(manager, lora_id, name)
     built, peft_config = prepared
     installed = replace(built, uid=lora_id)
-    # SGLang wants unique names among what is loaded; the frontend knows which id a user's name means.
+    # SGLang requires unique names among the loaded adapters. The frontend maps a user's name to an id.
     reference = LoRARef(lora_id=lora_id, lora_name=f"{name}#{lora_id}", lora_path="", pinned=False)
     manager.configs[lora_id] = LoRAConfig.from_dict(peft_config)
     manager.loras[lora_id] = installed
@@ -98,10 +98,10 @@ def install_prepared(
 
 
 def drop_adapter(manager: Any, lora_id: str) -> None:
-    """Forgets the adapter and frees its slot. An unknown id is ignored.
+    """Removes the adapter and frees its slot. Ignores an unknown id.
 
-    No request may use it: SGLang fails on one that does (`adapters_in_use` says which are used). The slot is not
-    cleared: nothing reads a slot that no adapter has.
+    No request may use the adapter, because SGLang would fail (see `adapters_in_use`). The slot is not cleared: nothing
+    reads a slot without an adapter.
     """
     from sglang.srt.lora.mem_pool import EMPTY_SLOT
 
@@ -119,7 +119,7 @@ def drop_adapter(manager: Any, lora_id: str) -> None:
 
 
 def adapters_in_use(scheduler: Any) -> set[str]:
-    """LoRA ids of the requests that the scheduler has, waiting or running."""
+    """LoRA ids of the scheduler's waiting and running requests."""
     requests = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue, *scheduler.collect_inflight_reqs()]
     if scheduler.chunked_req is not None:
         requests.append(scheduler.chunked_req)
@@ -127,7 +127,10 @@ def adapters_in_use(scheduler: Any) -> set[str]:
 
 
 def load_directory(original: Callable[..., Any], manager: Any, lora_ref: Any) -> Any:
-    """`LoRAManager._load_lora_adapter`: the PEFT directory `lora_ref.lora_path` under `lora_ref.lora_id`."""
+    """Replaces `LoRAManager._load_lora_adapter`: loads the PEFT directory `lora_ref.lora_path` as `lora_ref.lora_id`.
+
+    Other model families use SGLang's own method. A KtError becomes an unsuccessful result.
+    """
     config = manager.base_hf_config.to_dict()
     try:
         family = family_for(config)
@@ -146,7 +149,7 @@ def load_directory(original: Callable[..., Any], manager: Any, lora_ref: Any) ->
 
 
 MAX_RANK_AT_START = 512
-"""For `--lora-paths` without `--max-lora-rank`: SGLang takes the highest rank that it finds."""
+"""For `--lora-paths` without `--max-lora-rank`: SGLang then uses the highest rank among the adapters."""
 
 
 def _check_name(manager: Any, lora_ref: Any) -> None:
@@ -183,7 +186,7 @@ def _loaded(manager: Any) -> str:
 
 def _check_fits(manager: Any, name: str, installed: InstalledAdapter) -> None:
     pool = getattr(manager, "memory_pool", None)
-    if pool is None:  # while SGLang starts: it makes the pool for the adapters that it was started with
+    if pool is None:  # SGLang is starting and sizes the pool later, for the adapters of --lora-paths
         return
     if installed.config.r > pool.max_lora_rank:
         raise AdapterError(
@@ -198,7 +201,7 @@ def _check_fits(manager: Any, name: str, installed: InstalledAdapter) -> None:
 
 
 def _peft_config(adapter: AdapterTensors) -> dict[str, Any]:
-    """What SGLang reads of a PEFT config."""
+    """The fields of a PEFT config that SGLang reads."""
     return {
         "peft_type": "LORA",
         "r": adapter.rank,

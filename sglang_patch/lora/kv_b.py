@@ -1,9 +1,9 @@
 """LoRA on `kv_b_proj` of multi-head latent attention, on a machine without a GPU.
 
-Symbols (SGLang 0.5.23): `sglang.srt.lora.deepseek_mla_correction.apply_q_correction` and `.apply_v_correction`.
-Reason: absorbed attention never calls `kv_b_proj`. SGLang adds the
-LoRA delta beside the two products with its halves, with a Triton kernel. Here the delta is `kt_runtime.ops.mla`'s,
-which has the formulas and the shapes; only on a machine without CUDA.
+Symbols (SGLang 0.5.23): `sglang.srt.lora.deepseek_mla_correction.apply_q_correction` and `.apply_v_correction`,
+replaced only on a machine without CUDA. Reason: absorbed attention never calls `kv_b_proj`. SGLang adds the LoRA delta
+to the two products with the halves of `kv_b_proj`, in a Triton kernel. Here `kt_runtime.ops.mla` computes the delta;
+that module documents the formulas and the shapes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def install(hooks: Hooks) -> None:
 
 
 def apply_q_correction(attention: Any, q_nope: torch.Tensor, q_nope_out: torch.Tensor) -> torch.Tensor:
-    """Adds the adapters' part to the absorbed query `q_nope_out` [T, N, D], in place, and returns it."""
+    """Adds the LoRA delta to the absorbed query `q_nope_out` [T, N, D] in place and returns `q_nope_out`."""
     for rows, a, (b_k, _), scaling in _segments(attention):
         delta = mla.query_delta(q_nope[rows].transpose(0, 1), a, b_k)
         q_nope_out[rows].transpose(0, 1).add_(delta, alpha=scaling)
@@ -36,7 +36,7 @@ def apply_q_correction(attention: Any, q_nope: torch.Tensor, q_nope_out: torch.T
 
 
 def apply_v_correction(attention: Any, attn_output: torch.Tensor, attn_bmm_flat: torch.Tensor) -> torch.Tensor:
-    """Adds the adapters' part to the attention's output `attn_bmm_flat` [T, N * V], in place, and returns it."""
+    """Adds the LoRA delta to the attention's output `attn_bmm_flat` [T, N * V] in place and returns `attn_bmm_flat`."""
     heads = attn_bmm_flat.view(-1, attention.num_local_heads, attention.v_head_dim)
     for rows, a, (_, b_v), scaling in _segments(attention):
         delta = mla.output_delta(attn_output[rows].transpose(0, 1), a, b_v)
@@ -48,7 +48,7 @@ Halves = tuple[torch.Tensor, torch.Tensor]
 
 
 def _segments(attention: Any) -> Iterator[tuple[slice, torch.Tensor, Halves, float]]:
-    """(rows of the batch, A [R, D], B's halves, scaling) of each run of tokens that has an adapter."""
+    """(rows of the batch, A [R, D], halves of B, scaling) of each run of consecutive tokens with one adapter."""
     layer = attention.kv_b_proj
     batch = layer.lora_backend.get_batch_info()
     if batch is None or not getattr(layer, "set_lora", False):

@@ -1,9 +1,9 @@
-"""LoRA without a CUDA driver: pinned memory becomes ordinary memory.
+"""Replaces pinned memory by ordinary memory in SGLang's LoRA code, on a machine without CUDA only.
 
 Symbols (SGLang 0.5.23): `LoRAManager.__init__`, `.load_lora_adapter`, `.load_lora_adapter_from_tensors`,
-`.fetch_new_loras`, `.prepare_lora_batch`, `.unload_lora_adapter`. Reason: SGLang's LoRA code asks for pinned memory
-without looking whether there is a device, when it wraps layers, loads weights and prepares every batch; without a CUDA
-driver torch refuses. Only on a machine without CUDA.
+`.fetch_new_loras`, `.prepare_lora_batch`, `.unload_lora_adapter`. Reason: SGLang's LoRA code requests pinned memory
+without checking for a device when it wraps layers, loads weights and prepares batches. torch raises an error for such a
+request without a CUDA driver.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def install(hooks: Hooks) -> None:
 
 
 def without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`original(*args, **kwargs)`, in which asking torch for pinned memory gives ordinary memory."""
+    """Runs `original(*args, **kwargs)` with requests for pinned memory answered by ordinary memory."""
     with UnpinnedMemory():
         return original(*args, **kwargs)
 
 
 class UnpinnedMemory(TorchFunctionMode):
-    """Within this context `tensor.pin_memory()` is `tensor`, and the argument `pin_memory` of factories is dropped.
+    """In this context `tensor.pin_memory()` returns `tensor`, and tensor factories ignore the argument `pin_memory`.
 
-    Holds for the thread that entered it.
+    Affects only the thread that entered the context.
     """
 
     def __torch_function__(

@@ -1,9 +1,9 @@
-"""How an adapter of ours gets into a slot of SGLang's LoRA memory pool, and where the pool's expert buffers are.
+"""Copies an `InstalledAdapter` into a slot of SGLang's LoRA memory pool, and places the pool's expert buffers.
 
 Symbols (SGLang 0.5.23): `LoRAMemoryPool.load_lora_weight_to_buffer` and `.init_buffers`. Reasons: SGLang copies routed
-experts one by one, which takes seconds for a large model while every stream waits; for an `InstalledAdapter` it is two
-copies per fused linear. Without CUDA, the slot of the base model is not cleared either: nothing reads a slot of rank 0.
-On CUDA, the buffers of routed experts are allocated in host memory, where the expert store reads them.
+experts one by one, which takes seconds for a large model and blocks every stream. An `InstalledAdapter` needs two
+copies per fused linear. Without CUDA, the base model's slot is not cleared either, because nothing reads a slot of rank
+0. On CUDA, the buffers of routed experts are allocated in host memory, where the expert store reads them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def load_on_cuda(
 
 
 def fill_slot(pool: Any, slot: int, adapter: InstalledAdapter) -> None:
-    """Copies `adapter` into `slot`. What it does not change is zeroed, except experts when it changes none at all:
+    """Copies `adapter` into `slot` and zeroes all modules that the adapter does not change.
 
-    the expert layer leaves those adapters out.
+    If the adapter changes no experts, expert buffers keep their old content: the expert layer skips such an adapter.
     """
     for name in pool.A_buffer:
         for layer, (a, b) in enumerate(zip(pool.A_buffer[name], pool.B_buffer[name], strict=True)):
@@ -62,7 +62,7 @@ def fill_slot(pool: Any, slot: int, adapter: InstalledAdapter) -> None:
 
 
 def _fill(a: torch.Tensor, b: torch.Tensor, weight: FusedLora, rank: int, max_rank: int) -> None:
-    """Dense linears have their parts one after the other; those of experts begin at multiples of the highest rank."""
+    """Parts of A are contiguous for dense linears; for experts, each part starts at a multiple of `max_rank`."""
     if a.dim() == 2:
         a[: weight.parts * rank].copy_(weight.a)
     else:
@@ -82,7 +82,7 @@ def init_with_experts_on_host(original: Callable[..., None], pool: Any, base_mod
 
 
 class ExpertBuffersOnHost(TorchFunctionMode):
-    """Within this context `torch.zeros` of four dimensions allocates on the CPU, whatever device is asked for."""
+    """In this context `torch.zeros` of four dimensions allocates on the CPU, whatever device the caller requests."""
 
     def __torch_function__(
         self,
