@@ -105,7 +105,7 @@ def _check_access(directory: Path, mode: int, what: str) -> None:
 
 
 def _check_writers(directory: Path) -> None:
-    """Refuses pages that other users may change: they would change answers, also of a server that only reads them."""
+    """Refuses a directory that every user may write to: altered pages would alter answers, also of a read-only use."""
     mode = stat.S_IMODE(directory.stat().st_mode)
     if mode & stat.S_IWOTH:
         raise InvalidValueError(
@@ -115,7 +115,7 @@ def _check_writers(directory: Path) -> None:
 
 
 def _check_content(directory: Path) -> None:
-    """Refuses a directory that holds files other than the cache's."""
+    """Refuses a directory that holds other files and no cache."""
     names = {name for name in os.listdir(directory) if not name.startswith(".")} - FILE_SYSTEMS_NAMES
     foreign = sorted(names - OWN_NAMES)
     if foreign and "segments" not in names:
