@@ -57,7 +57,8 @@ class AccessPolicy:
     def decide(
         self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], scheme: str = "http"
     ) -> Denial | None:
-        """The denial, or None to let the request pass. `headers`: lower-case names, as in ASGI. `scheme`: http(s)."""
+        """The denial, or None for an allowed request. `headers`: lower-case names, as in ASGI. `scheme`: "http" or
+        "https"."""
         rule = rule_for(method, path)
         headers = list(headers)
         is_question = self._is_question(method, headers)

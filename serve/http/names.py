@@ -123,7 +123,7 @@ class NamesServer:
 
     @property
     def draining(self) -> dict[str, int]:
-        """lora_id of each serving copy that waits for its last requests -> number of those requests."""
+        """lora_id of each serving copy that no name maps to any more -> number of requests that still use the copy."""
         return {lora_id: self.registry.num_in_flight(lora_id) for lora_id in self._draining}
 
     async def _serve(self) -> None:
