@@ -1,7 +1,7 @@
 """The server: launch, presets, routes, access, the memory plan.
 
-The folder stands at the top of the checkout, and kt_runtime/serve is a link to it. Under a second name
-its modules would be loaded twice, with classes and state of their own, so the name in kt_runtime is the only one.
+The folder is at the top of the checkout, and kt_runtime/serve is a link to it. Import its modules as kt_runtime.serve
+only: Python would load a module a second time under a second name, with its own classes and state.
 """
 
 if __name__ != "kt_runtime.serve":

@@ -1,7 +1,7 @@
-"""The directory of published adapter versions, looked at and claimed before a model is loaded for hours.
+"""The directory of published adapter versions: checked and locked before the model loads, which can take hours.
 
-The resident copes with a disk that fills up or fails while it serves; what is wrong from the beginning is the user's to
-know.
+The resident tolerates a disk that fills up or fails during serving. Problems that exist at the start are reported to
+the user.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def adapter_directory(asked: Path | None, model_directory: Path) -> Path:
-    """Where versions are kept: `asked`, or one of this model's in the user's data directory. Created if missing.
+    """The directory of adapter versions: `asked`, or a default in the user's data directory. Created if missing.
 
-    The default one is this model's alone: adapters of one model do not fit another. Raises InvalidValueError.
+    Each model has its own default, since adapters of one model do not fit another. Raises InvalidValueError.
     """
     directory = asked
     try:
@@ -53,10 +53,10 @@ def adapter_directory(asked: Path | None, model_directory: Path) -> Path:
 
 @contextlib.contextmanager
 def claimed_adapters(directory: Path, runtime_directory: Path) -> Iterator[None]:
-    """While it lasts no other server uses `directory`: its clean-up would remove what this one is writing.
+    """Locks `directory` against other servers, whose clean-up would remove the files that this server is writing.
 
-    The lock is in `directory`, so that it holds for other users and other runtime directories too. On a full disk there
-    may be no room for its file: then it holds for this user's servers. Raises ConflictError, InvalidValueError.
+    The lock file is in `directory`, so the lock also excludes other users and other runtime directories. If the disk is
+    too full for the file, the lock excludes this user's servers only. Raises ConflictError, InvalidValueError.
     """
     digest = hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:16]
     with contextlib.ExitStack() as held:
@@ -74,9 +74,9 @@ def claimed_adapters(directory: Path, runtime_directory: Path) -> Iterator[None]
 
 
 def check_adapters(directory: Path) -> list[str]:
-    """What the user should know of a directory that is claimed. Removes what an earlier server left half written.
+    """Returns warnings for the user about a locked directory. Removes versions that an earlier server left incomplete.
 
-    Raises InvalidValueError for a directory that can't be listed or written to at all.
+    Raises InvalidValueError for a directory that can't be listed, or where no file can be written at all.
     """
     try:
         entries = visible_entries(directory)
@@ -96,7 +96,7 @@ def check_adapters(directory: Path) -> list[str]:
 
 
 def _writing_problem(directory: Path) -> list[str]:
-    """Writes a block and removes it."""
+    """Warnings from a trial write of 4 KiB. A full disk is a warning; any other failure raises InvalidValueError."""
     notes = []
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=directory)

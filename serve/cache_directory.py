@@ -1,7 +1,7 @@
-"""The directory of the prefix cache's disk tier, looked at before a model is loaded for hours.
+"""The directory of the prefix cache's disk tier: checked before the model loads, which can take hours.
 
-The tier itself copes with a disk that fills up or goes away while it serves; what is wrong from the beginning is the
-user's to know.
+The tier tolerates a disk that fills up or disappears during serving. Problems that exist at the start are reported to
+the user.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError
 from kt_runtime.files import exclusive_lock
 from kt_runtime.serve.memory.plan import format_bytes
 
-# What the disk tier puts into its directory (`kt_runtime.cache.directory`), and what a file system does.
+# Entries that the disk tier (`kt_runtime.cache.directory`) or a file system creates in the directory.
 OWN_NAMES = frozenset({"lock", "index.log", "segments", "aside", "probe"})
 FILE_SYSTEMS_NAMES = frozenset({"lost+found"})
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def caches_directory() -> Path:
-    """Where the disk tiers of all models are unless `--cache-dir` says otherwise; it may not exist."""
+    """The default parent directory of all models' disk tiers (`--cache-dir` overrides it). It may not exist."""
     home = os.environ.get("XDG_CACHE_HOME")
     base = Path(home) if home and Path(home).is_absolute() else _expanded(Path("~")) / ".cache"
     return base / "kt-runtime" / "prefix"
 
 
 def cache_directory(asked: Path | None, model_directory: Path) -> Path:
-    """Where the disk tier is: `asked`, or one of this model's in the user's cache directory. Nothing is created."""
+    """The disk tier's directory: `asked`, or this model's default in the user's cache directory. Creates nothing."""
     if asked is None:
         digest = hashlib.sha256(os.fsencode(model_directory)).hexdigest()[:8]
         asked = caches_directory() / f"{model_directory.name}-{digest}"
@@ -49,10 +49,10 @@ def _expanded(path: Path) -> Path:
 
 
 def check_directory(directory: Path, disk_bytes: int, *, read_only: bool) -> list[str]:
-    """Creates the directory if it may be written. Returns what the user should know.
+    """Creates the directory unless `read_only`. Returns warnings for the user.
 
-    Raises ConflictError if another server writes there, NotFoundError if there is nothing to read, InvalidValueError
-    for a directory that can't be used or that others may write to.
+    Raises ConflictError if another server writes to the directory, NotFoundError if there is no cache to read, and
+    InvalidValueError for a directory that can't be used or that other users may write to.
     """
     try:
         if directory.exists() and not directory.is_dir():
@@ -71,7 +71,7 @@ def check_directory(directory: Path, disk_bytes: int, *, read_only: bool) -> lis
         raise ConflictError(
             f"--cache-dir {error}: one server writes to a cache directory; name another one, or say --cache-read-only"
         ) from None
-    except NotFoundError:  # which is an OSError, too
+    except NotFoundError:  # NotFoundError is also an OSError
         raise
     except OSError as error:
         if error.errno not in FULL:
@@ -82,8 +82,9 @@ def check_directory(directory: Path, disk_bytes: int, *, read_only: bool) -> lis
 
 @contextlib.contextmanager
 def claimed(directory: Path, runtime_directory: Path) -> Iterator[None]:
-    """While it lasts no other server of this user's is started with `directory`, also while the first is still loading
-    its model. Raises ConflictError. No file in `directory` itself stays open: its disk may be taken away."""
+    """Keeps this user's other servers from starting with `directory`, also while this server still loads its model.
+
+    Raises ConflictError. No file in `directory` itself stays open, since its disk may be detached."""
     digest = hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:16]
     with exclusive_lock(runtime_directory / f"cache-{digest}.lock", f"--cache-dir {directory}"):
         yield
@@ -104,7 +105,7 @@ def _check_access(directory: Path, mode: int, what: str) -> None:
 
 
 def _check_writers(directory: Path) -> None:
-    """Pages that anybody can change would change answers, also of a server that only reads them."""
+    """Refuses a directory that every user may write to: altered pages would alter answers, also of a read-only use."""
     mode = stat.S_IMODE(directory.stat().st_mode)
     if mode & stat.S_IWOTH:
         raise InvalidValueError(
@@ -114,7 +115,7 @@ def _check_writers(directory: Path) -> None:
 
 
 def _check_content(directory: Path) -> None:
-    """Files of another kind are not mixed with the cache's."""
+    """Refuses a directory that holds other files and no cache."""
     names = {name for name in os.listdir(directory) if not name.startswith(".")} - FILE_SYSTEMS_NAMES
     foreign = sorted(names - OWN_NAMES)
     if foreign and "segments" not in names:

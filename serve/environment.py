@@ -1,7 +1,7 @@
-"""Variables of SGLang's in the operator's environment that would go around what the front door checks.
+"""SGLang's environment variables that would bypass the checks of the front door.
 
 SGLang 0.5.23 reads them in `environ.py`, `entrypoints/http_server.py` and `debug_utils/dumper.py`. `kt-runtime serve`
-takes them out before it imports SGLang, and says so.
+removes them before it imports SGLang, and prints a line for each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ HEADERS = "headers would change a request after its body has been checked"
 ROUTES = "routes are as docs/http.md says"
 ANOTHER_SERVER = "requests to another server would not be checked"
 
-# A name that ends in * stands for all that begin so.
+# A name that ends in * matches every name with that prefix.
 DROPPED: tuple[tuple[str, str], ...] = (
     ("SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES", HEADERS),
     ("SGLANG_ENABLE_REQUEST_DECOMPRESSION", "a body's size is checked as it is sent"),
@@ -26,7 +26,7 @@ DROPPED: tuple[tuple[str, str], ...] = (
 
 
 def dropped_variables(environment: MutableMapping[str, str]) -> Iterator[str]:
-    """Takes them out of `environment`; a line for each that was there."""
+    """Removes the variables from `environment`; yields a line for each one found."""
     for pattern, reason in DROPPED:
         for name in sorted(environment):
             if name == pattern or (pattern.endswith("*") and name.startswith(pattern[:-1])):

@@ -1,7 +1,7 @@
-"""`kt-runtime serve`: from options to a running server, and to nothing left behind when it ends.
+"""`kt-runtime serve`: starts the server from its options, and removes its temporary files when the server ends.
 
-Everything that can be wrong is checked before the model is loaded: options, port, model, memory, sockets. SGLang's
-HTTP server then runs in this process, and starts its scheduler with the resident in it.
+Options, port, model, memory and sockets are checked before the model is loaded. SGLang's HTTP server then runs in this
+process and starts SGLang's scheduler process, which contains the resident.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ RESIDENT_SECONDS = 60.0
 
 
 def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
-    """Ends this process when the server was asked to end. `say` gets the line that says that the server is ready.
+    """Runs the server, and ends this process when the server is stopped. `say` prints the lines for the user.
 
-    Raises what is wrong with the options, the model or this machine before anything is loaded, and RuntimeFault when
-    one of SGLang's processes dies while the model is loaded.
+    Raises errors in the options, the model or this machine before anything is loaded, and RuntimeFault when one of
+    SGLang's processes dies during loading.
     """
     key = _take_key(options.api_key)
     for note in dropped_variables(os.environ):
         say(note)
-    check_port_is_free(options.host, options.port)  # and that --host is an address of this machine
+    check_port_is_free(options.host, options.port)  # also checks that --host is an address of this machine
     check_reach(options)
     check_passed_on(options.passed_on, own=own_option_names(), with_tiers=options.asks_for_cache)
     model = _resolve(options)
@@ -93,17 +93,17 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
             say(note)
         settings = _settings(options, model, directory, adapters)
         os.environ.update(settings.to_environment())
-        # Threads that spin while they wait take the cores from the trainer, the tokenizer and the expert pool: with two
-        # other processes at work a decode step took 550 ms instead of 20. SGLang's processes inherit this.
-        # Before they sleep they spin for a moment, some 0.1 ms: a training step has 20,000 waits, most of them shorter,
-        # and without that it takes an eighth longer.
+        # Threads that spin while they wait take cores from the trainer, the tokenizer and the expert pool: with two
+        # other busy processes a decode step took 550 ms instead of 20. SGLang's processes inherit these settings.
+        # Threads still spin for about 0.1 ms before they sleep: a training step has 20,000 waits, most of them shorter,
+        # and takes an eighth longer without the spinning.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.setdefault("GOMP_SPINCOUNT", "4000")
         if not has_gpu():
-            # SGLang compiles its routing with TorchInductor, which runs g++ when the first request comes: 5 to 20
-            # seconds, once more for a batch of another kind, and an error where there is no compiler.
+            # SGLang compiles its routing with TorchInductor, which runs g++ for 5 to 20 s at the first request, again
+            # for each new kind of batch, and fails where there is no compiler.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # SGLang would count in this directory, together with whatever another program or an earlier server left there.
+        # SGLang's metrics would include files that another program or an earlier server left in this directory.
         os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
         sglang_arguments = _sglang_arguments(options, model)
         for line in describe_model(options, model, *memory):
@@ -121,7 +121,7 @@ def _run(sglang_arguments: list[str], ours: _Frontend) -> None:
 
 
 def _sglang_arguments(options: ServeOptions, model: ResolvedModel) -> list[str]:
-    """Raises InvalidValueError for a value that SGLang doesn't take. It is imported here, which takes seconds."""
+    """Imports SGLang, which takes seconds. Raises InvalidValueError for a value that SGLang refuses."""
     from kt_runtime.sglang_patch import arguments
 
     if options.passed_on or {options.tool_call_parser, options.reasoning_parser} != {NONE}:
@@ -130,7 +130,7 @@ def _sglang_arguments(options: ServeOptions, model: ResolvedModel) -> list[str]:
 
 
 class _Frontend:
-    """Our side of SGLang's HTTP server; implements `sglang_patch.frontend.Frontend`."""
+    """kt-runtime's side of SGLang's HTTP server; implements `sglang_patch.frontend.Frontend`."""
 
     def __init__(
         self,
@@ -145,8 +145,8 @@ class _Frontend:
         self._door = FrontDoor(options, model.name, key, _longest_tokens(options, model.config))
         self._stopping = threading.Event()
         self._scratch = directory / f"sglang-{options.port}"
-        shutil.rmtree(self._scratch, ignore_errors=True)  # of a server that was killed; the lock says it is gone
-        # SGLang makes its own sockets with `tempfile`; in a private directory nobody else can reach them.
+        shutil.rmtree(self._scratch, ignore_errors=True)  # left by a killed server; the lock proves that it ended
+        # SGLang creates its sockets with `tempfile`; in a private directory no other user can reach them.
         tempfile.tempdir = str(private_directory(self._scratch))
 
     def prepare(self, app: FastAPI) -> None:
@@ -182,7 +182,7 @@ class _Frontend:
         self._console.say("the model is loaded; computing its first tokens")
 
     def announce(self) -> None:
-        """Waits for the port and for the adapters of an earlier run, then says that the server is ready."""
+        """Waits for the port and for the adapters of an earlier run, then prints that the server is ready."""
         host, port = self._options.url.rpartition(":")[0].partition("://")[2].strip("[]"), self._options.port
         while not self._stopping.is_set() and not _listens(host, port):
             self._stopping.wait(POLL_SECONDS)
@@ -209,7 +209,7 @@ class _Frontend:
         self._console.end()
 
     def _resident_answers(self, *, restored: bool = False) -> bool:
-        """`restored`: and serves again what it is going to of an earlier run."""
+        """Whether the resident answers. `restored`: and whether it serves the adapters of an earlier run again."""
         try:
             with ResidentClient(self._settings.wire_address, timeout_s=RESIDENT_SECONDS) as client:
                 return not (client.status(wait_s=0).restoring and restored)
@@ -219,7 +219,8 @@ class _Frontend:
 
 
 def _take_key(key: str | None) -> ApiKey | None:
-    """Takes the key out of the environment, which SGLang's processes inherit, and of `sys.argv`, which it may dump."""
+    """Removes the key from the environment, which SGLang's processes inherit, and from `sys.argv`, which SGLang may
+    dump."""
     os.environ.pop(KEY_VARIABLE, None)
     if key is None:
         return None
@@ -260,7 +261,7 @@ def _cache_settings(cache: CachePlan | None) -> dict[str, Any]:
 
 
 def _with_parsers(options: ServeOptions, model: ResolvedModel) -> ServeOptions:
-    """The options with the parsers that suit the model, where the user has not named others."""
+    """The options with the model's parsers, unless the user has named others."""
     found = parsers_for(model.config, model.directory, model.preset, options.passed_on)
     return dataclasses.replace(
         options,
@@ -270,7 +271,7 @@ def _with_parsers(options: ServeOptions, model: ResolvedModel) -> ServeOptions:
 
 
 def _with_cache(options: ServeOptions, config: Mapping[str, Any], directory: Path | None) -> ServeOptions:
-    """The options with the prefix cache's plan, which also says how many tokens the KV cache holds."""
+    """The options with the prefix cache's plan, which also sets `max_total_tokens`, the size of the KV cache."""
     plan = plan_cache(options, config, directory)
     if plan is None:
         return options
@@ -285,7 +286,7 @@ def _longest_tokens(options: ServeOptions, config: Mapping[str, Any]) -> int:
 def _prepare_cache(
     cache: CachePlan, longest_tokens: int, runtime: Path, held: contextlib.ExitStack, say: Callable[[str], None]
 ) -> None:
-    """Claims the disk tier's directory for as long as `held` is open. Raises what `check_directory` raises."""
+    """Locks the disk tier's directory until `held` closes. Raises the errors of `claimed` and `check_directory`."""
     say(describe(cache))
     if note := lack_of_room(cache, longest_tokens):
         say(note)
@@ -298,8 +299,8 @@ def _prepare_cache(
 
 
 def _placed(options: ServeOptions, model: ResolvedModel, say: Callable[[str], None]) -> ServeOptions:
-    """The options with what `--placement` asks for. Raises InvalidValueError for a file that is wrong for the model,
-    and when `--expert-format` says otherwise."""
+    """The options with the expert format of `--placement`. Raises InvalidValueError for a file that does not fit the
+    model or that contradicts `--expert-format`."""
     if options.placement is None:
         return options
     placement = read_placement(options.placement, module_names(model.config))
@@ -312,7 +313,7 @@ def _placed(options: ServeOptions, model: ResolvedModel, say: Callable[[str], No
         raise InvalidValueError(
             f"--expert-format {given}: {options.placement} asks for {wanted} experts; leave one of the two out"
         )
-    # bf16 is no format to quantize to: it is what an unquantized checkpoint has, and a quantized one can't give.
+    # bf16 is no quantization target: unquantized checkpoints are in bf16, and quantized ones can't provide it.
     if wanted not in QUANTIZED_WHILE_LOADING:
         if quantization_of(model.config) is not None:
             say(f"{options.placement}: asks for {wanted} experts: they stay as the checkpoint has them")
@@ -325,7 +326,7 @@ def _placed(options: ServeOptions, model: ResolvedModel, say: Callable[[str], No
 
 
 def _resolve(options: ServeOptions) -> ResolvedModel:
-    """A preset that is not here is also told what memory it would need: worth knowing before a download."""
+    """Finds the model. The NotFoundError of a preset includes its memory need, which helps before a download."""
     try:
         model = resolve_model(options.model)
         return dataclasses.replace(model, name=options.served_model_name or model.name)

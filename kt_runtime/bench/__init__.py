@@ -1,3 +1,1 @@
-"""Measurements: `kt-runtime bench experts`, `train` and `cache`, as shares of the machine's limits and beside named
-peers.
-"""
+"""Measurements: `kt-runtime bench experts`, `train` and `cache`, compared with the machine's limits and named peers."""

@@ -1,1 +1,1 @@
-"""Commands, a file or folder each. A command imports what it needs when it runs, so that `--help` answers at once."""
+"""The commands, one file or folder each. A command imports its dependencies when it runs, so that `--help` is fast."""

@@ -1,4 +1,4 @@
-"""How commands find a server: `--url`, then KT_RUNTIME_URL, then the default port on this machine."""
+"""The connection of commands to a server: at `--url`, else KT_RUNTIME_URL, else the default port on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def server_options(function: _F) -> _F:
 
 
 def server_url(option: str | None) -> str:
-    """The server's base URL without a trailing slash. Raises InvalidValueError for what is not http(s)://HOST[:PORT]."""
+    """The server's base URL without trailing slash. Raises InvalidValueError unless it is http(s)://HOST[:PORT]."""
     url = option or os.environ.get(URL_VARIABLE) or DEFAULT_URL
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -38,7 +38,7 @@ def server_url(option: str | None) -> str:
 
 
 def resident_client(api: ServerAPI, timeout_s: float = 600.0) -> ResidentClient:
-    """The training protocol's client for a server on this machine; the server says where its resident listens."""
+    """A training client for a server on this machine, at the resident's address from the server's status."""
     if urlsplit(api.url).hostname not in LOOPBACK:
         raise InvalidValueError(
             f"server URL {api.url}: training talks to the server through a socket file, so it runs on that machine; "
@@ -48,7 +48,7 @@ def resident_client(api: ServerAPI, timeout_s: float = 600.0) -> ResidentClient:
 
 
 class ServerAPI:
-    """JSON requests to the server's HTTP routes; an error answer is raised as the error of its kind."""
+    """JSON requests to the server's HTTP routes. An error answer is raised as the exception of its kind."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 120.0) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -65,7 +65,7 @@ class ServerAPI:
         return self._request("DELETE", path)
 
     def answers(self) -> bool:
-        """True when a server answers at the URL at all."""
+        """Whether any server answers at the URL."""
         try:
             self._http.get("/health", timeout=5.0)
         except httpx.TransportError:
@@ -73,7 +73,7 @@ class ServerAPI:
         return True
 
     def is_ready(self) -> bool:
-        """True when the server takes requests: its model is loaded and has computed its first tokens."""
+        """Whether the server accepts requests: the model is loaded and has computed its first tokens."""
         try:
             return self._http.get("/ready", timeout=5.0).status_code == 200
         except httpx.TransportError:
@@ -94,7 +94,7 @@ class ServerAPI:
 
 
 def running_status(option: str | None, api_key: str | None) -> dict[str, Any] | None:
-    """GET /kt/status of the server that the option, the environment or the default names; None when none answers."""
+    """GET /kt/status of the server at `server_url(option)`; None if no server answers."""
     api = ServerAPI(server_url(option), api_key)
     status: dict[str, Any] | None = api.get("/kt/status") if api.answers() else None
     return status

@@ -50,7 +50,7 @@ def examine(url: str, api_key: str | None) -> dict[str, Any]:
 
 
 def find_problems(report: dict[str, Any]) -> list[str]:
-    """Why this machine can't serve; none when it can."""
+    """The reasons why this machine can't serve; empty if it can."""
     problems = machine.software_problems(report["software"])
     if report["experts"]["error"]:
         problems.append(f"the extension kt_runtime._experts does not load: {report['experts']['error']}")
@@ -64,7 +64,7 @@ def find_problems(report: dict[str, Any]) -> list[str]:
 
 
 def server_facts(url: str, api_key: str | None) -> dict[str, Any]:
-    """`status`: what the server at `url` says of itself; None when there is none, or when it refused (`error`)."""
+    """`status`: the status of the server at `url`; None if there is no server, or if it refused (`error`)."""
     try:
         status = ServerAPI(url, api_key, timeout_s=STATUS_TIMEOUT_S).get("/kt/status")
     except ServerUnreachableError:
@@ -121,7 +121,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _node_lines(memory_nodes: dict[str, Any]) -> list[str]:
-    """Where a server's expert weights would lie, a line for each memory node."""
+    """The placement of a server's expert weights, one line per memory node."""
     nodes, lines = memory_nodes["nodes"], []
     for node in nodes:
         share = "all" if len(nodes) == 1 else f"1/{len(nodes)} of every matrix"

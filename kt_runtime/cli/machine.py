@@ -17,7 +17,7 @@ from kt_runtime.serve.models.hub_cache import hub_cache_directory
 from kt_runtime.serve.models.report import models_directory
 from kt_runtime.sglang_patch.version import PINNED
 
-# What the kernels or their choice depend on, as /proc/cpuinfo spells it.
+# CPU features that the kernels or their selection depend on, as spelt in /proc/cpuinfo.
 CPU_FEATURES = (
     *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"),
     *("amx_tile", "amx_bf16", "amx_int8"),
@@ -40,7 +40,7 @@ def cpu_facts() -> dict[str, Any]:
 
 
 def extension_facts() -> dict[str, Any]:
-    """`isas`: instruction sets that the expert kernels can use here, best first. `error`: why there are none."""
+    """`isas`: the expert kernels' instruction sets on this machine, best first. `error`: why there are none."""
     try:
         from kt_runtime.experts import available_isas
     except ImportError as error:
@@ -49,9 +49,9 @@ def extension_facts() -> dict[str, Any]:
 
 
 def memory_node_facts() -> dict[str, Any]:
-    """Where a server's expert weights would lie: each matrix is cut into equal parts, one for each node. None: unknown.
+    """`nodes`: the memory nodes for a server's expert weights; each matrix is cut into equal parts, one per node.
 
-    `refusal`: why the system would not put them there.
+    `refusal`: why the system would refuse this placement; None for one node. Values that are unknown are None.
     """
     try:
         from kt_runtime.experts.machine import memory_nodes, placement_refusal
@@ -66,7 +66,7 @@ def memory_node_facts() -> dict[str, Any]:
 
 
 def _node_bytes(number: int) -> dict[str, int | None]:
-    """Memory of a node, as /sys/devices/system/node/nodeN/meminfo has it."""
+    """Total and free memory of a node, from /sys/devices/system/node/nodeN/meminfo; None if unknown."""
     found: dict[str, int | None] = {"total_bytes": None, "free_bytes": None}
     try:
         lines = Path(f"/sys/devices/system/node/node{number}/meminfo").read_text().splitlines()
@@ -100,7 +100,7 @@ def gpu_facts() -> list[dict[str, Any]]:
 
 
 def software_facts() -> dict[str, Any]:
-    """`packages`: found version or None. `wanted`: what this kt-runtime needs of it, where it matters."""
+    """`packages`: installed version or None. `wanted`: the version that kt-runtime requires, if it requires one."""
     packages = {}
     for name in PACKAGES:
         wanted = EXACT_VERSIONS.get(name) or (f"{LEADING_VERSIONS[name]}*" if name in LEADING_VERSIONS else None)
@@ -146,6 +146,6 @@ def _version(package: str) -> str | None:
 
 
 def _free_bytes(path: Path) -> int:
-    """Free space where `path` is or would be made."""
+    """Free space on the file system of `path`, which need not exist."""
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     return shutil.disk_usage(existing).free

@@ -21,8 +21,8 @@ from kt_runtime.errors import KtError, UnknownNameError, UserError
 
 INTERRUPTED_STATUS = 130
 
-# Command, and the line that `kt-runtime --help` shows. The module holds it as `command`: `kt_runtime.cli.NAME`, or
-# what MODULES says.
+# Command -> its line in `kt-runtime --help`. The command is `command` in the module `kt_runtime.cli.NAME`, or in the
+# module from MODULES.
 COMMANDS = {
     "doctor": "What this machine can do, and what is missing.",
     "models": "List presets; make a tiny checkpoint of a real architecture.",
@@ -51,7 +51,7 @@ MODULES = {
 
 @dataclass
 class Session:
-    """What the group's own options say; click hands it to commands as `ctx.obj`."""
+    """The values of the group's own options; click passes the object to commands as `ctx.obj`."""
 
     debug: bool = False
 
@@ -80,7 +80,7 @@ class LazyCommands(click.Group):
 
 
 def _set_debug(ctx: click.Context, _: click.Parameter, debug: bool) -> None:
-    """Eager: what goes wrong while the command's own module is imported is shown in full too."""
+    """Callback of --debug. The option is eager, so that errors in importing a command's module have tracebacks too."""
     ctx.obj.debug = debug
     level = logging.DEBUG if debug else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(message: str, status: int, session: Session, *, is_ours: bool) -> int:
-    """Prints the error that is being handled."""
+    """Prints the current error; returns `status`."""
     if session.debug:
         traceback.print_exc()
     click.echo(f"kt-runtime: {message}", err=True)
@@ -132,7 +132,7 @@ def _report(message: str, status: int, session: Session, *, is_ours: bool) -> in
 
 
 def _forget_output() -> None:
-    """The reader of a pipe has gone: nothing more can be written, not even when Python closes stdout."""
+    """Redirects stdout to /dev/null after a broken pipe, so that Python's flush at exit does not fail."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -12,7 +12,7 @@ from kt_runtime.errors import InvalidValueError
 
 
 class ServeCommand(click.Command):
-    """Takes SGLang's options among its own, and other names for its own (`serve.peer_options`)."""
+    """Accepts SGLang's options among its own, and aliases of its own options (`serve.options.peers`)."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         from kt_runtime.serve.options.peers import sorted_arguments
@@ -121,7 +121,7 @@ def command(**options: Any) -> None:
 
 
 def _with_sizes(options: dict[str, Any]) -> dict[str, Any]:
-    """Fields of ServeOptions: sizes in bytes; what is not given is left out, for the default."""
+    """The fields of ServeOptions, with sizes in bytes. Options that were not given are omitted, for their defaults."""
     from kt_runtime.serve.memory.sizes import parse_size
 
     if options["cache_device"] is not None and options["max_total_tokens"] is not None:

@@ -1,4 +1,4 @@
-"""Starts `kt-runtime serve` as a process of its own for a command that needs a server, and ends it afterwards."""
+"""Starts `kt-runtime serve` in a separate process for a command that needs a server, and ends it afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.errors import KtError, RuntimeFault
 
-START_SECONDS = 3600.0  # terabytes may be read
+START_SECONDS = 3600.0  # loading may read terabytes
 STOP_SECONDS = 30.0
 
 
@@ -28,9 +28,9 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def server(model: str, arguments: list[str], log_path: Path, *, api_key: str | None = None) -> Iterator[ServerAPI]:
-    """Runs a server on a free port while the context lasts. Raises RuntimeFault with the log's end if it won't start.
+    """Runs a server on a free port inside the `with` block. Raises RuntimeFault with the log's end if the start fails.
 
-    `arguments`: further options of `kt-runtime serve`. The server's output goes to `log_path`.
+    `arguments`: further options of `kt-runtime serve`. `log_path`: gets the server's output.
     """
     port = free_port()
     command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", "serve", "--model", model, "--port", str(port)]
@@ -53,7 +53,7 @@ def server(model: str, arguments: list[str], log_path: Path, *, api_key: str | N
 
 
 def _end_with_parent() -> None:
-    """In the server's process: the kernel sends it SIGTERM when whoever started it dies, in whatever way (prctl(2))."""
+    """Runs in the server's process: the kernel sends it SIGTERM when the parent dies, however it dies (prctl(2))."""
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
@@ -75,7 +75,7 @@ def _wait_ready(process: subprocess.Popen[bytes], api: ServerAPI, log_path: Path
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the whole process group: asks first, then insists."""
+    """Ends the process with SIGTERM; after at most STOP_SECONDS kills the whole process group with SIGKILL."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):

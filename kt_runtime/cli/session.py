@@ -1,6 +1,6 @@
 """`kt-runtime session`: list and close the training sessions of a running server.
 
-A session is there until it is closed, also when the run that opened it is gone.
+A session stays open until it is closed, even after the run that opened it has ended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kt_runtime.cli.connection import ServerAPI, resident_client, server_options
 from kt_runtime.errors import ConflictError, UnknownNameError
 
 IN_USE_SECONDS = 300.0
-"""A session whose last request is not older is taken for one that a run still uses."""
+"""A session counts as in use if its last request is not older than this."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -85,7 +85,7 @@ def _sessions(api: ServerAPI) -> list[dict[str, Any]]:
 
 
 def _use(session: dict[str, Any]) -> str | None:
-    """What says that somebody uses it; None: nothing does."""
+    """Why the session counts as in use; None if it does not."""
     if session["num_requests"]:
         return f"{session['num_requests']} requests of it are under way or wait"
     if session["idle_s"] < IN_USE_SECONDS:

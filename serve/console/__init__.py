@@ -1,1 +1,1 @@
-"""What a server shows in the terminal, and the file that has all the rest."""
+"""The server's terminal output, and the log file with the full output."""

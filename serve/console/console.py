@@ -1,4 +1,4 @@
-"""The terminal of `kt-runtime serve`: a few lines of our own, and what goes wrong. All the rest is in a file."""
+"""The terminal of `kt-runtime serve`: kt-runtime's own lines, warnings and errors. A log file has the full output."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TAIL_LINES = 30
 
 
 class Console:
-    """`say` gets each line. With a `log`, a thread reads it and shows what a user must see of it.
+    """Prints each line through `say`. With a `log`, a thread reads the log and prints the lines meant for the user.
 
-    `configuration`: SGLang's logging configuration, a file that goes when the console ends.
+    `configuration`: the file with SGLang's logging configuration, deleted when the console ends.
     """
 
     def __init__(
@@ -31,17 +31,17 @@ class Console:
         self._say, self._log, self._configuration = say, log, configuration
         self._reader = LogReader()
         self._started_s = time.monotonic()
-        self._lock = threading.Lock()  # of the reader and of the order of lines
+        self._lock = threading.Lock()  # guards the reader and the order of lines
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console", daemon=True)
 
     @property
     def seconds(self) -> float:
-        """Since the console was opened."""
+        """Seconds since the console was opened."""
         return time.monotonic() - self._started_s
 
     def say(self, line: str) -> None:
-        """A terminal that is gone, or a pipe whose reader has ended, does not end the server."""
+        """Prints `line`. A closed terminal, or a pipe whose reader has ended, does not end the server."""
         with contextlib.suppress(OSError, ValueError):
             self._say(line)
 
@@ -55,7 +55,7 @@ class Console:
         self._thread.start()
 
     def show_tail(self) -> None:
-        """For a crash: the end of the log. What was shown of it already is shown once more, in its place."""
+        """Prints the end of the log after a crash, including lines that were already printed."""
         if self._log is None:
             return
         with self._lock:
@@ -65,7 +65,7 @@ class Console:
                 self.say(f"  | {printable(line)}")
 
     def end(self) -> None:
-        """Shows what is left to show, and gives stdout and stderr back. May be called more than once."""
+        """Prints the remaining lines and restores stdout and stderr. May be called more than once."""
         self._ended.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
@@ -89,7 +89,7 @@ class Console:
 
 
 def terminal() -> TextIO:
-    """Stdout as it is now: once SGLang runs, file descriptor 1 is its log's. Nowhere for a process without stdout."""
+    """A duplicate of stdout: once SGLang runs, file descriptor 1 is the log. /dev/null for a process without stdout."""
     try:
         return os.fdopen(os.dup(1), "w")
     except OSError:
@@ -100,10 +100,10 @@ def terminal() -> TextIO:
 def opened_console(
     say: Callable[[str], None], directory: Path, port: int, log_level: str, *, verbose: bool
 ) -> Iterator[Console]:
-    """The console of the server on `port`; its log and SGLang's logging configuration are in `directory`.
+    """The console of the server on `port`; the log and SGLang's logging configuration are in `directory`.
 
-    `verbose`: all that the processes write goes to the terminal, as it does when the user configures SGLang's logging;
-    there is no file then. When the server fails, the end of the log is shown.
+    `verbose`: all output of the processes goes to the terminal and there is no log file. The same holds when the user
+    configures SGLang's logging. When the server fails, the end of the log is shown.
     """
     if verbose or os.environ.get(CONFIG_VARIABLE):
         yield Console(say)

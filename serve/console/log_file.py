@@ -1,8 +1,8 @@
-"""The file that everything written by the server's processes goes to, bounded in size.
+"""The log file of the server's processes, bounded in size.
 
-The processes write to it directly, through file descriptors 1 and 2, which the children inherit: what the last breath
-of a process says is in it. Two files of at most `MOST_BYTES` are kept: the log, and the part before it (or the log of
-the server before) with `.1` behind its name.
+The processes write to the file directly, through file descriptors 1 and 2, which their children inherit. So the file
+also has the last output of a process that crashes. Two files of at most `MOST_BYTES` are kept: the log, and the
+previous part (or the previous server's log) with the suffix `.1`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ MOST_BYTES = 8 << 20
 
 
 class LogFile:
-    """Not thread-safe but for `tail`: one thread reads, the one that redirects and restores is another's before or
-    after it."""
+    """Only `tail` is thread-safe. One thread may read; another may redirect before it and restore after it."""
 
     def __init__(self, path: Path, most_bytes: int = MOST_BYTES) -> None:
-        """Creates the file, readable for this user only. A log that is there becomes the part before."""
+        """Creates the file, readable for this user only. An existing log becomes the previous part."""
         self.path, self._most_bytes = path, most_bytes
         if path.exists():
             path.replace(self._before)
@@ -34,7 +33,7 @@ class LogFile:
         return self.path.with_name(f"{self.path.name}.1")
 
     def redirect(self) -> None:
-        """What this process and its later children write to stdout and stderr goes to the file from now on."""
+        """Redirects stdout and stderr of this process and of its later children to the file."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._saved = (os.dup(1), os.dup(2))
@@ -42,7 +41,7 @@ class LogFile:
             os.dup2(self._descriptor, number)
 
     def restore(self) -> None:
-        """Undoes `redirect`; nothing if it is undone already."""
+        """Undoes `redirect`. Does nothing if there is nothing to undo."""
         if self._saved is None:
             return
         sys.stdout.flush()
@@ -53,7 +52,7 @@ class LogFile:
         self._saved = None
 
     def new_lines(self) -> list[str]:
-        """Whole lines written since the last call. Starts the file anew when it has grown to its bound."""
+        """Whole lines written since the last call. Rotates the file when it has grown beyond its bound."""
         size = os.fstat(self._descriptor).st_size
         data = self._rest + os.pread(self._descriptor, max(0, size - self._position), self._position)
         self._position = size
@@ -63,15 +62,17 @@ class LogFile:
         return [line.decode(errors="replace") for line in lines]
 
     def tail(self, count: int) -> list[str]:
-        """The last lines that are not empty."""
+        """The last `count` non-empty lines, from the last 64 KiB."""
         size = os.fstat(self._descriptor).st_size
         start = max(0, size - 64 * 1024)
         text = os.pread(self._descriptor, size - start, start).decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()][-count:]
 
     def _start_anew(self) -> None:
-        """Writers append, so that they go on at the new beginning. What they write between copy and truncation, a
-        moment, is lost; where the disk has no room for the copy, all of the part before is."""
+        """Copies the file to the previous part, then truncates the file; writers use O_APPEND and continue at offset 0.
+
+        Output written between copy and truncation is lost. If the disk is too full for the copy, the whole previous
+        part is lost."""
         try:
             shutil.copyfile(self.path, self._before)
         except OSError:

@@ -1,7 +1,7 @@
-"""Which lines of the processes' log a user sees: warnings, errors, and what kt-runtime says of its progress.
+"""Selects the log lines that a user sees: warnings, errors, and kt-runtime's own progress.
 
-SGLang's log has no levels in it. `logging_config` gives every process of it a format that has; uvicorn, which serves
-HTTP, sets its own.
+SGLang's log format has no levels. `logging_config` gives each of SGLang's processes a format with levels; uvicorn,
+which serves HTTP, sets its own format.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _UVICORNS = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] ([A-Z]+): +(.*)")
 _TORCHS = re.compile(r"(?:\[rank\d+\]:)?[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ")
 _SHOWN = {"WARNING": "warning", "ERROR": "error", "CRITICAL": "error"}
 
-# Warnings that every server of ours causes, and that mean nothing here.
+# Warnings that every kt-runtime server causes, and that need no action.
 EXPECTED = (
     "Cannot detect CUDA architecture",
     "Fail to set RLIMIT_NOFILE",
@@ -29,7 +29,7 @@ EXPECTED = (
     "OpenAI Responses API (/v1/responses) disabled",
 )
 LONGEST_RECORD_LINES = 60
-# A terminal obeys them, and SGLang's messages quote what clients sent.
+# A terminal interprets control characters, and SGLang's messages quote text from clients.
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
 
 
@@ -38,14 +38,14 @@ def printable(line: str) -> str:
 
 
 class LogReader:
-    """Reads a log line by line. A record may have several: they are shown or not, as its first one is."""
+    """Reads a log line by line. A record may have several lines; its first line decides whether all are shown."""
 
     def __init__(self) -> None:
         self._is_shown = False
         self._num_lines = 0
 
     def shown(self, line: str) -> str | None:
-        """What to show for this line of the log, if anything. Control characters are shown as `?`."""
+        """The text to show for this line of the log, or None. Control characters are shown as `?`."""
         line = printable(line)
         if match := _OURS.fullmatch(line):
             level, name, text = match.groups()
@@ -67,9 +67,9 @@ class LogReader:
 
 
 def logging_config(level: str) -> dict[str, Any]:
-    """For `logging.config.dictConfig`, in each of SGLang's processes (its SGLANG_LOGGING_CONFIG_PATH).
+    """The `logging.config.dictConfig` of each of SGLang's processes (SGLang reads it from SGLANG_LOGGING_CONFIG_PATH).
 
-    `level`: SGLang's `--log-level`. The loggers that SGLang quietens itself are quiet here too.
+    `level`: SGLang's `--log-level`. Loggers that SGLang silences by default are silenced here too.
     """
     return {
         "version": 1,

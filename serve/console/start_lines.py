@@ -1,4 +1,4 @@
-"""What a server says before it loads anything: which model, how it is held, what memory it takes."""
+"""The lines that a server prints before it loads anything: the model, its weight formats, its memory need."""
 
 from __future__ import annotations
 

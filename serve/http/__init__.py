@@ -1,1 +1,1 @@
-"""kt-runtime's own HTTP routes, and what every request passes: keys, origins, the route table."""
+"""kt-runtime's own HTTP routes, and the access checks of every request: keys, origins, the route table."""

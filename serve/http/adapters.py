@@ -1,6 +1,7 @@
-"""What the frontend does with adapters: asks the resident, keeps names and requests in flight.
+"""The frontend's adapter operations: calls to the resident, adapter names, and requests in flight.
 
-Both HTTP interfaces end here, ours (`routes.py`) and SGLang's `/load_lora_adapter`: one validator sees every adapter.
+Both HTTP interfaces, kt-runtime's (`routes.py`) and SGLang's `/load_lora_adapter`, use this module, so that one
+validator checks every adapter.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ _R = TypeVar("_R", bound=Reply)
 
 
 class ResidentCalls:
-    """Asks the resident without blocking the event loop; as many calls at once as one likes.
+    """Calls to the resident that do not block the event loop. Any number of calls may be in flight.
 
-    Raises ServerUnreachableError, RequestTimeoutError, ServerBusyError, and whatever error the resident answers with.
+    Raises ServerUnreachableError, RequestTimeoutError, ServerBusyError, and the error that the resident answers with.
     """
 
     def __init__(self, address: str) -> None:
@@ -50,7 +51,7 @@ class ResidentCalls:
         self._context.destroy(linger=0)
 
     async def call(self, request: AnyRequest, reply_type: type[_R], timeout_s: float) -> _R:
-        """Sends `request` again while there is no answer; the resident carries an id out once."""
+        """Resends `request` until a reply arrives; the resident executes each request id once."""
         probe(self.address)
         deadline = time.monotonic() + timeout_s
         name = type(request).__name__
@@ -81,9 +82,9 @@ def _new_id() -> str:
 
 
 class Adapters:
-    """`num_requests` counts the requests that the frontend has under way, of all adapters and the base.
+    """`num_requests` returns the frontend's number of requests in flight, for all adapters and the base.
 
-    `adapter_directory`: where the resident keeps published versions.
+    `adapter_directory`: the resident's directory of published versions.
     """
 
     def __init__(
@@ -97,9 +98,9 @@ class Adapters:
         self._adapter_directory = adapter_directory
 
     async def status(self, verify_weights: bool = False) -> dict[str, Any]:
-        """`verify_weights`: hash the model's weights anew, which takes as long as reading them.
+        """`verify_weights`: hash the model's weights again, which takes as long as reading them.
 
-        After the start of a large model the hash is not known for a while, and then empty in the answer.
+        The hash of a large model is empty in the answer until the resident has computed it after its start.
         """
         request = messages.GetStatus(request_id=_new_id(), verify_weights=verify_weights, wait_s=HASH_SECONDS)
         timeout_s = CHANGE_SECONDS if verify_weights else STATUS_SECONDS
@@ -114,7 +115,7 @@ class Adapters:
         }
 
     async def list_all(self) -> list[dict[str, Any]]:
-        """As `AdapterInfo`, and for each version that is loaded the number of requests that use it."""
+        """The fields of `AdapterInfo`; each version also has `in_flight`, the number of requests that use it."""
         reply = await self._resident.call(
             messages.ListAdapters(request_id=_new_id()), messages.AdaptersReply, STATUS_SECONDS
         )
@@ -131,9 +132,9 @@ class Adapters:
         return adapters[name]
 
     async def load(self, name: str, path: str, *, take_over: bool = False) -> dict[str, Any]:
-        """Serves the PEFT directory or GGUF file at `path` as `name`; a name that is there already moves to it.
+        """Serves the PEFT directory or GGUF file at `path` as `name`. An existing name moves to the new version.
 
-        `take_over`: also from a training session that publishes the name.
+        `take_over`: move the name even if a training session publishes it.
         """
         place = absolute_path(path)
         self._names.check_name(name)
@@ -147,9 +148,9 @@ class Adapters:
         )
 
     async def unload(self, name: str) -> dict[str, Any]:
-        """No new request gets `name` once this was called. Its copy is dropped when the last request has ended.
+        """Removes `name` at once for new requests. Its serving copy is dropped after the last request that uses it.
 
-        A publication of the name that was under way may have moved it once more; then it is taken away again.
+        A publication in flight may move the name once more during the call; the name is then removed again.
         """
         former = self._names.remove(adapter_name(name))
         try:
@@ -182,8 +183,8 @@ def adapter_name(name: str) -> str:
 
 
 def absolute_path(path: str) -> str:
-    """On the server's machine. What is there is looked at by the resident's workers: a network mount that does not
-    answer would hold up the event loop, and with it every request."""
+    """`path` made absolute, on the server's machine. The resident's workers, not this function, read the file system:
+    an unresponsive network mount would block the event loop and every request. Raises InvalidValueError."""
     if not path or "\0" in path or len(path) > MAX_PATH_CHARACTERS:
         raise InvalidValueError(f"adapter path {path[:100]!r}: must be the path of a directory or of a .gguf file")
     return os.path.abspath(path)

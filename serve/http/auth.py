@@ -1,7 +1,7 @@
-"""Enforces the route table: keys, and without a key the `Host` and `Origin` of each request.
+"""Enforces the route table: by the API key, or for a server without a key by each request's `Host` and `Origin`.
 
-SGLang's own key middleware is not used: it leaves websockets out, and it needs the key in SGLang's arguments, which are
-logged. Nor is its CORS middleware, which answers every origin with credentials.
+SGLang's own key middleware is not used: it ignores websockets, and it needs the key in SGLang's arguments, which are
+logged. SGLang's CORS middleware is not used: it answers every origin with credentials.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ KINDS = {401: "Unauthorized", 403: "Forbidden", 404: "NotFoundError", 405: "Meth
 
 
 class ApiKey:
-    """Holds the key's digest only, so that neither a log nor a dump of this process's objects shows the key."""
+    """Holds only the key's digest, so that no log or dump of this process's objects shows the key."""
 
     MIN_CHARACTERS = 8
 
     def __init__(self, key: str) -> None:
-        """Raises InvalidValueError, which does not quote the key."""
+        """Raises InvalidValueError; the message does not quote the key."""
         if len(key) < self.MIN_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
             raise InvalidValueError(
                 f"the API key has {len(key)} characters; it must have at least {self.MIN_CHARACTERS}, all printable "
@@ -38,7 +38,7 @@ class ApiKey:
         self._digest = hashlib.sha256(key.encode()).digest()
 
     def matches(self, offered: bytes) -> bool:
-        """Takes the same time for every key that is offered: digests of equal length are compared."""
+        """Compares digests of equal length in constant time."""
         return hmac.compare_digest(hashlib.sha256(offered).digest(), self._digest)
 
 
@@ -49,7 +49,7 @@ class Denial:
 
 
 class AccessPolicy:
-    """`host` is the address that the server binds to; `origins` other sites whose pages may call it."""
+    """`host`: the address that the server binds to. `origins`: other sites whose pages may call the server."""
 
     def __init__(self, host: str, key: ApiKey | None, origins: Collection[str] = ()) -> None:
         self.key, self.origins = key, OriginPolicy(host, origins)
@@ -57,7 +57,8 @@ class AccessPolicy:
     def decide(
         self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], scheme: str = "http"
     ) -> Denial | None:
-        """None lets the request pass. `headers` have lower-case names, as in ASGI. `scheme`: "http" or "https"."""
+        """The denial, or None for an allowed request. `headers`: lower-case names, as in ASGI. `scheme`: "http" or
+        "https"."""
         rule = rule_for(method, path)
         headers = list(headers)
         is_question = self._is_question(method, headers)
@@ -72,8 +73,8 @@ class AccessPolicy:
         return self._check_rule(rule, method, path)
 
     def _is_question(self, method: str, headers: list[tuple[bytes, bytes]]) -> bool:
-        """A browser's, before it lets a page of `--cors-origin` ask: it carries no key, and the CORS middleware answers
-        it. Any other OPTIONS would be handed on: the metrics are given to every method."""
+        """Whether this is a CORS preflight from a page of `--cors-origin`. A preflight carries no key, and the CORS
+        middleware answers it. Other OPTIONS requests get no exemption: the metrics route answers every method."""
         names = [name for name, _ in headers]
         return (
             method == "OPTIONS"
@@ -98,7 +99,7 @@ class AccessPolicy:
         return None
 
     def _check_key(self, headers: list[tuple[bytes, bytes]]) -> Denial | None:
-        """Every credential that a request carries must be the key; a second one is not a second guess."""
+        """Every credential in the request must be the key, so that several credentials are not several guesses."""
         assert self.key is not None
         offered = [value for name, value in headers if name == b"x-api-key"]
         for value in (value for name, value in headers if name == b"authorization"):
@@ -122,7 +123,7 @@ class AccessPolicy:
 
 
 class AccessMiddleware:
-    """Asks the policy before anything else sees the request; for websockets too."""
+    """Applies the policy to HTTP requests and websockets before any other middleware."""
 
     def __init__(self, app: App, policy: AccessPolicy) -> None:
         self.app, self.policy = app, policy
@@ -145,7 +146,7 @@ class AccessMiddleware:
             await _send_denial(denial, send, self._readable_by(scope["headers"]))
 
     def _readable_by(self, headers: list[tuple[bytes, bytes]]) -> bytes | None:
-        """The origin of the page that may read a denial, which the CORS middleware inside does not see."""
+        """The allowed origin that may read a denial, or None. Denials do not pass through the CORS middleware."""
         origins = [value for name, value in headers if name == b"origin"]
         return next((origin for origin in origins if self.policy.origins.allows(origin)), None)
 

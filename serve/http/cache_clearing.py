@@ -1,5 +1,5 @@
-"""Empties the prefix cache of a running server: all of its tiers, since a page that is left in memory would not be
-written to the disk a second time.
+"""Empties the prefix cache of a running server. All tiers are emptied together, since a page that stayed in memory
+would never be written to the disk again.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Engine(Protocol):
 
 
 class CacheClearing:
-    """`status`: the server's, as `/kt/status` answers."""
+    """`status`: returns the server's status, as `/kt/status` does."""
 
     def __init__(self, status: Callable[[], Awaitable[dict[str, Any]]], engine: Engine) -> None:
         self._status, self._engine = status, engine
 
     async def clear(self) -> dict[str, Any]:
-        """`{"cleared": {tier: pages that were in it}}`.
+        """Returns `{"cleared": {tier: number of pages it held}}`. Works on a full disk.
 
-        A full disk can be emptied. Raises ConflictError while requests are computed, or if the disk tier's directory
-        can't be reached or is only read, and RequestTimeoutError if the disk takes too long.
+        Raises ConflictError while requests are in flight, or if the disk tier's directory is unreachable or read-only,
+        and RequestTimeoutError if the disk takes too long.
         """
         before = await self._tiers()
         disk = before.get("disk")
@@ -56,7 +56,7 @@ class CacheClearing:
         deadline = time.monotonic() + DISK_SECONDS
         while True:
             disk = (await self._tiers())["disk"]
-            # Requests go on meanwhile, and what they compute is written again.
+            # New requests run meanwhile and write new pages, so the tier need not be empty: the counter tells.
             if disk["pages"] == 0 or disk["counters"]["cleared"] > before["counters"]["cleared"]:
                 return
             if time.monotonic() > deadline:

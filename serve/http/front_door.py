@@ -1,8 +1,8 @@
-"""What stands between the network and SGLang's routes: access, CORS, and what a request may hold.
+"""The middleware between the network and SGLang's routes: access, CORS, and checks of request bodies.
 
 From the outside in: `AccessMiddleware` (keys, Host and Origin), CORS for the sites of `--cors-origin`,
-`SharedHealth`, `RequestMiddleware` (bodies). SGLang's own CORS middleware, which answers every origin with credentials,
-is taken out.
+`SharedHealth`, `RequestMiddleware` (bodies). SGLang's own CORS middleware is removed, since it answers every origin
+with credentials.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class FrontDoor:
-    """`context_tokens`: the longest sequence, from which the largest body follows."""
+    """`context_tokens`: the longest sequence; it determines the body limit."""
 
     def __init__(self, options: ServeOptions, model_name: str, key: ApiKey | None, context_tokens: int) -> None:
         self.policy = AccessPolicy(options.host, key, options.cors_origins)
@@ -38,7 +38,7 @@ class FrontDoor:
         self.max_body_bytes = options.max_body_bytes or largest_body_bytes(context_tokens)
 
     def serves(self, adapters: Callable[[], Collection[str]]) -> None:
-        """`adapters` answers with the names of the adapters that requests may name from now on."""
+        """From now on requests may use the adapters whose names `adapters` returns."""
         self.models.adapters = adapters
 
     def prepare(self, app: FastAPI) -> None:
@@ -67,7 +67,7 @@ class FrontDoor:
 
 
 def check_reach(options: ServeOptions) -> None:
-    """Raises InvalidValueError for a server that everyone on the network could use, unless that was asked for."""
+    """Raises InvalidValueError for a server open to the whole network, unless the user asked for one."""
     if options.api_key is None and not options.allow_no_key and not is_loopback(options.host):
         raise InvalidValueError(
             f"--host {options.host!r}: the server would answer everyone who reaches this machine. Set a key "

@@ -1,7 +1,7 @@
-"""`/health` for everyone who asks: SGLang lets the model generate a token for each question, and waits a second.
+"""`/health` with a shared answer: for each request, SGLang has the model generate a token and waits a second.
 
-The route needs no key, so that load balancers and orchestrators can ask. All who ask at once, and for some seconds
-after the model has answered, share one answer.
+The route needs no key, so that load balancers and orchestrators can poll it. Concurrent requests share one answer, and
+a good answer is reused for `SECONDS`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from kt_runtime.serve.requests.checks.middleware import App, Receive, Scope, Send, route_path
 
 PATH = "/health"
-SECONDS = 5.0  # orchestrators ask every 10
+SECONDS = 5.0  # orchestrators poll every 10 s
 
 
 class SharedHealth:
-    """ASGI middleware. An answer other than 200 is shared by those who wait for it, and is not kept."""
+    """ASGI middleware. An answer other than 200 is shared by the requests that wait for it, and is not reused."""
 
     def __init__(self, app: App, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         self._app, self._seconds, self._clock = app, seconds, clock
@@ -34,7 +34,7 @@ class SharedHealth:
         await send({"type": "http.response.body", "body": b""})
 
     async def _ask(self, scope: Scope) -> int:
-        """A client that goes away does not take the answer from the others."""
+        """The status code. One client's disconnect does not cancel the shared request."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._status({**scope, "query_string": b""}))
         return await asyncio.shield(self._asking)
@@ -46,7 +46,7 @@ class SharedHealth:
         async def receive() -> Any:
             nonlocal sent
             if sent:
-                await asyncio.Event().wait()  # nobody goes away
+                await asyncio.Event().wait()  # the shared request has no client that could disconnect
             sent = True
             return {"type": "http.request", "body": b"", "more_body": False}
 

@@ -1,11 +1,11 @@
-"""The frontend's end of the names channel: the resident says which version a name means from now on.
+"""The frontend's end of the names channel, on which the resident moves a name to another adapter version.
 
-A ROUTER socket in the HTTP server's event loop; one frame of msgpack each way (`MoveName`, `NameMoved`). A move takes
-effect between two requests, in one step: a request is of the version before or of the one after. The version before is
-dropped in the resident once the last request that began with it has ended; until then both stay loaded.
+A ROUTER socket in the HTTP server's event loop; one frame of msgpack each way (`MoveName`, `NameMoved`). A move is
+atomic: each request uses either the old or the new version. The resident drops the old version after the last request
+that started with the old version has ended; until then both versions stay loaded.
 
-A move carries the moment until which the resident waits for it (CLOCK_MONOTONIC, which all processes of a machine
-share). A later one is refused, so that the resident never gives up a version that a name then comes to mean.
+A move carries the resident's deadline for it (CLOCK_MONOTONIC, which all processes of a machine share). The frontend
+refuses a late move, so that no name moves to a version that the resident has already given up.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Registry(Protocol):
-    """Which name means which serving copy (`lora_id`), and how many requests use each copy."""
+    """Maps names to serving copies (`lora_id`), and counts the requests that use each copy."""
 
     def move(self, name: str, lora_id: str) -> str | None:
-        """Lets `name` mean `lora_id`; returns what it meant before."""
+        """Maps `name` to `lora_id`; returns the previous `lora_id`, or None."""
         ...
 
     def remove(self, name: str) -> str | None:
-        """Takes `name` away; returns what it meant."""
+        """Removes `name`; returns its `lora_id`, or None."""
         ...
 
     def names(self) -> dict[str, str]: ...
@@ -53,14 +53,14 @@ class Registry(Protocol):
     async def wait_unused(self, lora_id: str) -> None: ...
 
     def forget(self, lora_id: str) -> None:
-        """No request will use `lora_id` any more."""
+        """Deletes the entry of `lora_id`, which no request uses any more."""
         ...
 
 
 class NamesServer:
-    """Listens inside `async with`. `drop(lora_id)` frees a serving copy in the resident; it is tried until it works.
+    """Listens inside `async with`. `drop(lora_id)` frees a serving copy in the resident; it is retried until it works.
 
-    `reserved`: what no adapter may be called, since requests with these names mean the model.
+    `reserved`: names that no adapter may have, since they mean the model itself.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class NamesServer:
 
     async def __aenter__(self) -> NamesServer:
         path = ipc_path(self.address)
-        path.unlink(missing_ok=True)  # of a server that was killed; the directory is ours alone and locked
+        path.unlink(missing_ok=True)  # left by a killed server; the directory is locked by this server
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
@@ -97,12 +97,12 @@ class NamesServer:
         ipc_path(self.address).unlink(missing_ok=True)
 
     def check_name(self, name: str) -> None:
-        """Raises ConflictError for a name that means the model."""
+        """Raises ConflictError for a reserved name."""
         if name in self.reserved:
             raise ConflictError(f"adapter name {name!r}: requests with this name mean the model; choose another name")
 
     def move(self, move: MoveName) -> None:
-        """Raises ConflictError when the move comes too late, to a copy that is being dropped, or of a reserved name."""
+        """Raises ConflictError for a late move, a move to a copy that is being dropped, and a reserved name."""
         self.check_name(move.name)
         late_s = time.monotonic() - move.expires_at
         if late_s > 0:
@@ -115,7 +115,7 @@ class NamesServer:
             self._drain(former)
 
     def remove(self, name: str) -> str | None:
-        """Takes `name` away at once. Requests that began with it finish; then its copy is dropped."""
+        """Removes `name` at once; returns its `lora_id`. The copy is dropped after the requests that use it."""
         former = self.registry.remove(name)
         if former is not None:
             self._drain(former)
@@ -123,14 +123,14 @@ class NamesServer:
 
     @property
     def draining(self) -> dict[str, int]:
-        """Serving copies that no name means any more -> requests that still use them."""
+        """lora_id of each serving copy that no name maps to any more -> number of requests that still use the copy."""
         return {lora_id: self.registry.num_in_flight(lora_id) for lora_id in self._draining}
 
     async def _serve(self) -> None:
         while True:
             frames = await self._socket.recv_multipart()
             answer = self._answer(frames[1:])
-            with contextlib.suppress(zmq.ZMQError):  # whoever asked is gone
+            with contextlib.suppress(zmq.ZMQError):  # the sender has disconnected
                 await self._socket.send_multipart([frames[0], _encode(answer)])
 
     def _answer(self, frames: list[Any]) -> NameMoved:
@@ -155,7 +155,7 @@ class NamesServer:
         try:
             await self.registry.wait_unused(lora_id)
             if lora_id in self.registry.names().values():
-                return  # a name has come back to it
+                return  # a name has moved back to this copy
             self._dropping.add(lora_id)
             self.registry.forget(lora_id)
             await self._drop_until_done(lora_id)

@@ -1,13 +1,13 @@
-"""Which `Host` and `Origin` a server without a key answers: this machine's programs, and pages that it served itself.
+"""Checks `Host` and `Origin` for a server without a key, which answers this machine's programs and its own pages.
 
-A web page open in a browser on this machine can reach a server at loopback. Three headers, which a page can't set, say
-where a request comes from:
+A web page in a browser on this machine can reach a server at loopback. Three headers, which a page can't set, tell the
+origin of a request:
 
-- `Host` is the name that the browser was told. A page whose own name has come to mean 127.0.0.1 (DNS rebinding) sends
-  that name. At loopback only loopback names are answered; elsewhere also addresses and this machine's own name, since a
-  name that is rebound is neither.
+- `Host` is the host name of the requested URL. With DNS rebinding (an attacker's name that resolves to 127.0.0.1) it is
+  the attacker's name. A server at loopback accepts only loopback names; other servers also accept addresses and this
+  machine's own name, since a rebound name is neither.
 - `Origin` names the page. It must be the server itself, or one of `--cors-origin`.
-- `Sec-Fetch-Site` is sent where `Origin` is not: images, links, forms with GET.
+- `Sec-Fetch-Site` is sent where browsers omit `Origin`: images, links, forms with GET.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class OriginPolicy:
         self._names = frozenset() if self.is_local else _own_names(host)
 
     def problem(self, headers: Iterable[tuple[bytes, bytes]], scheme: str = "http") -> str | None:
-        """What is foreign about a request, such as "Host 'example.org'"; None where nothing is.
+        """The foreign header of a request, such as "Host 'example.org'", or None.
 
-        `scheme`: "https" where the connection is TLS (`--ssl-certfile`), or a proxy on this machine says that its is.
+        `scheme`: "https" if the connection uses TLS (`--ssl-certfile`), or if a proxy on this machine reports TLS.
         """
         headers = list(headers)
         hosts = [value for name, value in headers if name == b"host"]
@@ -63,7 +63,7 @@ class OriginPolicy:
 
 
 def checked_origin(origin: str) -> str:
-    """As browsers write it: scheme, name and port, no path. Raises InvalidValueError."""
+    """`origin` as browsers write it: scheme, name and port, no path. Raises InvalidValueError."""
     try:
         parts = urlsplit(origin)
         _ = parts.port
@@ -81,7 +81,7 @@ def checked_origin(origin: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server bound to `host` is reached from this machine only. A name must resolve to loopback only."""
+    """Whether only this machine can reach a server bound to `host`. All addresses of a name must be loopback."""
     if _is_loopback_name(host):
         return True
     if _is_address(host):

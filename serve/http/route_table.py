@@ -1,4 +1,4 @@
-"""Every route of SGLang's and ours: who may call it, and what bounds its body.
+"""Every route of SGLang and kt-runtime: who may call it, and how its body is bounded.
 
     access     without a key, this machine's   without a key, others'   with a key
     PROBE      answered                        403                      answered
@@ -7,13 +7,12 @@
     GUARDED    answered                        403                      key
     REFUSED    403                             403                      key, then 403
 
-"This machine's" and "others'" are the request's `Host` and `Origin`; `origins.py` says which count. Where the server
-listens beyond loopback without a key (`--allow-no-key`), GUARDED routes answer nobody.
+"This machine's" and "others'" refer to the request's `Host` and `Origin`, as `origins.py` judges them. On a server that
+listens beyond loopback without a key (`--allow-no-key`), every request to a GUARDED route is denied.
 
-A route that the table doesn't name is not there (404): what a later SGLang adds is closed until someone has looked at
-it.
-A rule with a `body` is checked by `requests/middleware.py` against that struct before SGLang parses anything, and the
-body may be as large as `requests/body_size.py` says; every other body may have 64 KiB.
+A route that is missing from the table answers 404: a route added by a later SGLang stays closed until it is reviewed.
+For a rule with a `body`, `requests/checks/middleware.py` validates the body against that struct before SGLang parses
+anything, and `requests/checks/body_size.py` bounds its size; every other body may have 64 KiB.
 `tests/unit/serve/test_route_table.py` walks SGLang's route table and the fields of its request models.
 """
 
@@ -45,8 +44,8 @@ class Access(enum.Enum):
 class Rule:
     """`path` may hold `{x}`, one segment, or `{x:path}`, the rest. `methods` None: all. `reason` is for REFUSED.
 
-    `body`: the fields that the body may have. None: the route reads no body, or is ours and checks its own.
-    `query`: likewise, of what stands behind the path's question mark.
+    `body`: the fields that the body may have. None: the route reads no body, or is kt-runtime's and checks its own.
+    `query`: the same for the query string.
     """
 
     access: Access
@@ -175,7 +174,7 @@ _COMPILED = [(_compile(rule.path), rule) for rule in RULES]
 
 
 def rule_for(method: str, path: str) -> Rule | None:
-    """The table's rule, or None where it has none. A websocket's method is "WEBSOCKET"."""
+    """The first matching rule, or None. A websocket's method is "WEBSOCKET"."""
     for pattern, rule in _COMPILED:
         if (rule.methods is None or method in rule.methods) and pattern.fullmatch(path):
             return rule
@@ -183,7 +182,7 @@ def rule_for(method: str, path: str) -> Rule | None:
 
 
 def methods_of(path: str) -> frozenset[str]:
-    """The methods with which the table has a path; empty for a path that it doesn't have."""
+    """The methods of a path in the table; empty for an unknown path."""
     return frozenset(
         method for pattern, rule in _COMPILED if pattern.fullmatch(path) for method in rule.methods or {"GET", "POST"}
     )

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 1024
 
-# The first class that fits decides.
+# The first matching class applies.
 STATUS_OF_ERROR: tuple[tuple[type[KtError], int], ...] = (
     (UnknownNameError, 404),
     (NotFoundError, 404),
@@ -106,7 +106,7 @@ def cache_routes(clearing: CacheClearing) -> APIRouter:
 
 
 async def _body(request: Request, body_type: type[_B]) -> _B:
-    """The JSON body; an empty one counts as {}."""
+    """The parsed JSON body; an empty body counts as {}."""
     received = b""
     async for part in request.stream():
         received += part
@@ -124,7 +124,7 @@ async def _answer(work: Callable[[], Awaitable[dict[str, Any]]]) -> JSONResponse
     except KtError as error:
         status = next(status for kind, status in STATUS_OF_ERROR if isinstance(error, kind))
         return _error(status, type(error).__name__, str(error))
-    except Exception as error:  # the boundary: a mistake of ours becomes an answer, with its log
+    except Exception as error:  # the boundary: a bug becomes a logged error answer
         logger.exception("a /kt route failed")
         return _error(500, "RuntimeFault", f"unexpected {type(error).__name__}; the server's log has it")
 

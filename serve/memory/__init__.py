@@ -1,1 +1,1 @@
-"""What a model needs in memory, per device and tier, and what the machine has."""
+"""A model's memory need per device and cache tier, and the machine's free memory."""

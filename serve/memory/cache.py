@@ -1,8 +1,8 @@
-"""How much of each tier of the prefix cache there is: computed from options and config.json before anything is loaded.
+"""The sizes of the prefix cache's tiers, computed from options and config.json before anything is loaded.
 
-SGLang keeps KV in pages of `page_tokens` tokens: the device tier is its KV pool, the host tier a second pool that holds
-a copy of every page of the device's (write-through) and those that left it. A page whose copy is in use by the device
-can't leave the host tier, so a host tier that is no larger than the device's has no room for anything else.
+SGLang keeps KV in pages of `page_tokens` tokens. The device tier is SGLang's KV pool. The host tier is a second pool,
+with a copy of every device page (write-through) and of pages evicted from the device. The host copy of a page that the
+device uses can't be evicted, so a host tier no larger than the device tier has no room for other pages.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from kt_runtime.serve.memory.cache_plan import CachePlan
 from kt_runtime.serve.memory.plan import cached_numbers_per_token, format_bytes
 from kt_runtime.serve.options.named import ServeOptions
 
-# A page is a record on disk. Of 1 token, records are small and a prompt is thousands of them; of 256, more than half a
-# page is computed again on average where two prompts part.
+# A page is a record on disk. With 1 token a page, a prompt is thousands of small records. With 256, more than half a
+# page is recomputed on average where two prompts diverge.
 PAGE_TOKENS = 64
-# The scheduler wants a page for the prompt, one for the answer and one beside them before it begins a request.
+# SGLang's scheduler starts a request only if a page for the prompt, one for the answer and one more are free.
 LEAST_DEVICE_PAGES = 4
-# Room for a copy of the whole device pool and for a prompt as long as it, on its way from the disk.
+# Room for a copy of the whole device pool, and for an equally long prompt that is being read from the disk.
 HOST_PER_DEVICE = 2
 
 
 def plan_cache(options: ServeOptions, config: Mapping[str, Any], directory: Path | None) -> CachePlan | None:
-    """None if nothing is asked for: then SGLang's own prefix cache on the device is all there is.
+    """The tiers' sizes; None if no option asks for tiers, and SGLang's own prefix cache on the device is the only one.
 
-    `directory`: where the disk tier would be. Raises InvalidValueError for sizes that no page or no prompt fits into.
+    `directory`: of the disk tier, if there is one. Raises InvalidValueError for sizes too small for a page or a prompt.
     """
     if not options.asks_for_cache:
         return None
@@ -98,7 +98,7 @@ def _check_disk(disk_bytes: int, page_bytes: int, page_tokens: int) -> None:
 
 
 def describe(plan: CachePlan) -> str:
-    """One line for whoever starts the server."""
+    """One line about the tiers for the server's start."""
     tiers = [f"device {plan.device_tokens} tokens ({format_bytes(plan.device_tokens * plan.token_bytes)})"]
     if plan.host_tokens:
         tiers.append(f"host {plan.host_tokens} tokens ({format_bytes(plan.host_bytes)})")
@@ -109,7 +109,7 @@ def describe(plan: CachePlan) -> str:
 
 
 def lack_of_room(plan: CachePlan, longest_tokens: int) -> str | None:
-    """What a user should know about a host tier that is allowed. `longest_tokens`: of a request."""
+    """A warning about a host tier too small for the longest prefix, or None. `longest_tokens`: of a request."""
     longest = min(longest_tokens, plan.device_tokens)
     room = plan.host_tokens - plan.device_tokens
     if plan.disk_bytes == 0 or room >= longest // plan.page_tokens * plan.page_tokens:

@@ -1,4 +1,4 @@
-"""The sizes of the prefix cache's tiers, as `kt_runtime.serve.memory.cache` works them out."""
+"""The sizes of the prefix cache's tiers, as `kt_runtime.serve.memory.cache` computes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kt_runtime.cache.disk_tier import DiskTierSettings
 
-# What the disk tier's index takes in memory per record; measured with a million.
+# Memory of the disk tier's index per record, measured with a million records.
 INDEX_BYTES = 215
 
 
@@ -15,9 +15,9 @@ INDEX_BYTES = 215
 class CachePlan:
     """`page_tokens`: tokens of a page in every tier. `token_bytes`: KV of one token, all layers.
 
-    `device_tokens`, `host_tokens` (0: no such tier): whole pages. `host_tokens` is what SGLang's host pool holds in
-    all. `disk_bytes`: the quota, 0: no disk tier, else `directory` is where it is. `read_only`: nothing is written
-    there.
+    `device_tokens`, `host_tokens` (0: no host tier): the tiers' sizes, whole pages. `host_tokens` includes the copies
+    of device pages. `disk_bytes`: the quota of the disk tier in `directory`, 0: no disk tier. `read_only`: the disk
+    tier is never written.
     """
 
     page_tokens: int
@@ -30,13 +30,13 @@ class CachePlan:
 
     @property
     def page_bytes(self) -> int:
-        """KV of one page: the payload of a record on disk."""
+        """KV of one page, the payload of a record on disk."""
         return self.page_tokens * self.token_bytes
 
     @property
     def host_ratio(self) -> float:
-        """For SGLang's --hicache-ratio, 0.0 without a host tier. It multiplies, rounds down to whole pages and adds one
-        page; half a page less than what is wanted ends up at exactly `host_tokens`."""
+        """The value of SGLang's --hicache-ratio, 0.0 without a host tier. SGLang multiplies the device tokens by it,
+        rounds down to whole pages and adds one page: half a page below the target gives exactly `host_tokens`."""
         return max(0.0, self.host_tokens - 0.5 * self.page_tokens) / self.device_tokens
 
     @property
@@ -45,7 +45,7 @@ class CachePlan:
 
     @property
     def disk_memory_bytes(self) -> int:
-        """What the disk tier takes in memory: buffers for reading and writing, and the index."""
+        """Memory of the disk tier: read and write buffers, and the index."""
         if self.disk_bytes == 0:
             return 0
         buffers = DiskTierSettings.read_memory_bytes + max(DiskTierSettings.write_memory_bytes, self.page_bytes)

@@ -1,4 +1,4 @@
-"""Memory that is free on this machine: the CPU's within the control group's limit, and the GPU's."""
+"""This machine's free memory: on the CPU within the control group's limit, and on the GPU."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
 NO_LIMIT_BYTES = 2**60
-# Device files of NVIDIA's and AMD's drivers, and of Windows' for Linux. Without any of them torch finds no GPU, and
-# importing it to hear that takes seconds.
+# Device files of NVIDIA's driver, AMD's driver and WSL. Without any of them torch finds no GPU; asking torch itself
+# would cost seconds for its import.
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def has_gpu() -> bool:
-    """Whether torch has a GPU to put attention and dense layers on."""
+    """Whether torch finds a GPU for attention and dense layers."""
     if not any(Path(device).exists() for device in GPU_DEVICES):
         return False
     import torch
@@ -22,7 +22,7 @@ def has_gpu() -> bool:
 
 
 def available_memory(with_gpu: bool) -> dict[str, int]:
-    """Free bytes by device. With several GPUs it is the first one's: one rank uses one GPU."""
+    """Free bytes by device. With several GPUs the first one counts, since the single rank uses one GPU."""
     free = {"cpu": available_cpu_bytes()}
     if with_gpu:
         import torch
@@ -41,7 +41,7 @@ def available_cpu_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def huge_pages() -> dict[str, int]:
-    """Bytes of reserved huge pages, in all and free."""
+    """Bytes of reserved huge pages, total and free."""
     info = _meminfo()
     size_bytes = info.get("Hugepagesize", 0)
     return {
@@ -51,7 +51,7 @@ def huge_pages() -> dict[str, int]:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """What each enclosing control group leaves: version 2, then version 1. Page cache can be given back."""
+    """Free bytes of each enclosing control group, version 2, then version 1. Page cache counts as free."""
     for line in _read_text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -91,7 +91,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _read_text(path: Path) -> str:
-    """Empty where there is no such file: each kernel has another set of control group files."""
+    """The file's text; empty for a missing file, since control group files differ between kernels."""
     try:
         return path.read_text()
     except (FileNotFoundError, NotADirectoryError, PermissionError):

@@ -1,9 +1,9 @@
-"""KTransformers' placement rules (`kt_optimize_rule` files): what of them kt-runtime can do, and what not.
+"""Reads KTransformers' placement rules (`kt_optimize_rule` files) and reports what kt-runtime does not support.
 
 A file is a list of `{match: {name: regex, class: dotted}, replace: {class: dotted, kwargs: {...}}, recursive: bool}`;
-the first rule that matches a module holds for it. Of all that, the routed experts' format and the number of devices
-mean something here. What has no equivalent gets one line, what belongs to unsupported hardware is an error, and the
-rest is a detail of the old engine.
+the first rule that matches a module applies. kt-runtime uses only the routed experts' format and the number of devices.
+A setting without an equivalent gives one note, a setting for unsupported hardware is an error, and all others are
+details of the old engine and ignored.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _EXPERTS_MODULE = re.compile(r"\.experts$")
 
 @dataclass(frozen=True)
 class Placement:
-    """`expert_format`: int8 or bf16, None: as the checkpoint has it. `expert_isa`: "amx" when the rules ask for it.
+    """`expert_format`: int8 or bf16, None: the checkpoint's. `expert_isa`: "amx" when the rules ask for AMX.
 
-    `num_devices`: GPUs that the rules spread the model over. `notes`: one line for each thing without an equivalent.
+    `num_devices`: GPUs that the rules spread the model over. `notes`: one line for each setting without an equivalent.
     """
 
     expert_format: str | None
@@ -61,8 +61,8 @@ class _Rule:
 def read_placement(path: Path, module_names: Sequence[str] | None) -> Placement:
     """The placement that a rule file asks for. `module_names`: the model's modules; None: rules are not matched.
 
-    Raises NotFoundError for a missing file and InvalidValueError with every problem found, each with its line: among
-    them a regex that matches none of the modules.
+    Raises NotFoundError for a missing file, and InvalidValueError that lists every problem with its line. A regex that
+    matches none of the modules is a problem.
     """
     node = read_file(path, "placement file")
     if not isinstance(node, yaml.SequenceNode):
@@ -82,7 +82,7 @@ def read_placement(path: Path, module_names: Sequence[str] | None) -> Placement:
 
 
 def module_names(config: Mapping[str, Any]) -> list[str]:
-    """Names that rules may match, as transformers 4 had them: every expert is a module of its own."""
+    """The module names that rules may match, as in transformers 4, where every expert is a module."""
     family = family_for(config)
     names: dict[str, None] = {"model": None, "lm_head": None}
     for tensor in dense_tensors(config):
@@ -119,8 +119,8 @@ def _placement(
 
 
 def _expert_rules(rules: list[_Rule], modules: Sequence[str] | None) -> Iterator[_Rule]:
-    """The rules that hold for routed experts: of each module the first that matches. Rules by class never do, since the
-    experts are a plain list of modules; without modules, all rules that place experts."""
+    """The rules for routed experts: the first match of each module; `modules` None: all rules that place experts.
+    Rules that match by class never apply to experts, which are a plain list of modules."""
     if modules is None:
         yield from (rule for rule in rules if known.REPLACEMENTS.get(rule.replacement) == known.EXPERTS)
         return
@@ -135,7 +135,7 @@ def _expert_rules(rules: list[_Rule], modules: Sequence[str] | None) -> Iterator
 
 
 class _Reader:
-    """Reads rules one by one; collects problems, and notes by text: (first place, how often)."""
+    """Reads rules one by one; collects problems, and notes: text -> (first place, number of occurrences)."""
 
     def __init__(self, values: Values, problems: list[str]) -> None:
         self._values, self._problems = values, problems

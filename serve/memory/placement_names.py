@@ -1,8 +1,8 @@
-"""What KTransformers' placement rules may name, as data: nothing of it is ever imported.
+"""The names that KTransformers' placement rules may use, as data: none of them is ever imported.
 
-The old loader imports whatever dotted path a rule names, which makes a rule file a program. Here the 67 replacement
-classes, 38 matched classes and all operators of the 77 rule files that KTransformers shipped (its repository's
-`archive/`, 2026-08) are a fixed table; anything else is an error.
+KTransformers' loader imports any dotted path that a rule names, so a rule file can run code. Here a fixed table has the
+67 replacement classes, 38 matched classes and all operators of the 77 rule files that KTransformers shipped (its
+repository's `archive/`, 2026-08); any other name is an error.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ OPS: Mapping[str, str] = {
     "KLinearIPEXLLM": XPU,
     "KLinearTorchW8A8A2": NPU,
 }
-"""What an operator means here: an unsupported platform, a detail of the old engine, or a line that says what holds."""
+"""What an operator means here: an unsupported platform, an ignored detail of the old engine, or the text of a note."""
 
 BACKENDS: Mapping[str, str | None] = {"AMXInt8": "int8", "AMXBF16": "bf16", "llamafile": None}
-"""The expert format that a backend asks for; None: as the checkpoint has it."""
+"""The expert format that a backend asks for; None: the checkpoint's."""

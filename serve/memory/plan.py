@@ -1,9 +1,9 @@
-"""How much memory a model needs to be served and trained, and how much there is.
+"""The memory that a model needs for serving and training, compared with the free memory.
 
-Computed from config.json alone, before anything is loaded. Attention and dense weights have the server's dtype, also
-where the checkpoint has them quantized; experts have the checkpoint's format, or the one they are quantized to. Sizes
-of what SGLang allocates follow its 0.5.23 pools: latent attention caches kv_lora_rank + qk_rope_head_dim numbers per
-token and layer, grouped-query attention 2 * num_key_value_heads * head_dim. What can only be estimated says so.
+The need is computed from config.json alone, before anything is loaded. Attention and dense weights have the server's
+dtype, even if the checkpoint has them quantized; experts have the checkpoint's format, or the one they are quantized
+to. The sizes of SGLang's pools follow SGLang 0.5.23: latent attention caches kv_lora_rank + qk_rope_head_dim numbers
+per token and layer, grouped-query attention 2 * num_key_value_heads * head_dim. Estimates are labelled as such.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from kt_runtime.serve.models.checkpoint import count_parameters, dense_tensors
 Device = Literal["cpu", "gpu"]
 
 GIB = 2**30
-# Three Python processes with torch and SGLang imported. Measured with a tiny model on CPUs: 0.75 to 0.9 GiB each, what
-# they share divided among them.
+# Three Python processes with torch and SGLang imported. Measured with a tiny model on CPUs: 0.75 to 0.9 GiB each, with
+# shared memory divided among the processes.
 PROCESSES_BYTES = 5 * GIB // 2
-# What SGLang's `prepare_mha_write_back_staging` keeps at most on the GPU.
+# The most pages that SGLang's `prepare_mha_write_back_staging` keeps on the GPU.
 STAGED_PAGES = 64
-# fp32 master, gradient and both moments of AdamW.
+# fp32 master weight, gradient and both moments of AdamW.
 TRAINED_PARAMETER_BYTES = 4 * 4
 
 
 @dataclass(frozen=True, slots=True)
 class ServingShape:
-    """What the server is asked for. `device`: where attention and dense layers are; routed experts are on the CPU.
+    """The server's settings that determine memory. `device`: of attention and dense layers; experts are on the CPU.
 
     `lora_targets`: last names of the adapted modules (`q_proj`, ...), None for all that the family can adapt.
-    `activation_bytes`: 2 for bf16, 4 for float32, also for the KV cache. `training_tokens`: of one microbatch.
-    `expert_format`: what experts are quantized to while they are loaded, None: nothing.
-    `cache`: the prefix cache's tiers beside the KV cache, `tokens_option`: the option that says how large that is.
+    `activation_bytes`: of an activation and a number in the KV cache, 2 for bf16, 4 for float32. `training_tokens`: of
+    one microbatch. `expert_format`: the format that experts are quantized to during loading, None: no quantization.
+    `cache`: the prefix cache's tiers. `tokens_option`: the option that sets the KV cache's size.
     """
 
     device: Device = "cpu"
@@ -56,7 +56,7 @@ class ServingShape:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """`lower`: the options to lower when it doesn't fit; none where nothing but a smaller model helps."""
+    """`lower`: the options to lower if memory is short; empty if only a smaller model helps."""
 
     what: str
     device: Device
@@ -86,7 +86,7 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
     dense_bytes = counts.dense * shape.activation_bytes
     stored, held = expert_formats(config, shape.expert_format)
     num_moe_layers = len(family_for(config).moe_layers(config))
-    # SGLang's pools have one page more than they offer.
+    # SGLang's pools allocate one page more than their capacity.
     tokens = shape.max_total_tokens + (shape.cache.page_tokens if shape.cache else 0)
     sequence = tokens * cached_numbers_per_token(config)
     slots, masters = lora_parameters(config, shape)
@@ -109,7 +109,7 @@ def _cache_needs(config: Mapping[str, Any], shape: ServingShape) -> list[MemoryN
     cache = shape.cache
     if cache is None:
         return []
-    # Latent attention has one tensor per layer, which SGLang copies without a stop on the GPU.
+    # Latent attention has one tensor per layer, which SGLang copies to the host without staging on the GPU.
     is_staged = shape.device == "gpu" and not config.get("kv_lora_rank")
     staged_pages = min(STAGED_PAGES, cache.host_tokens // cache.page_tokens) if is_staged else 0
     return [
@@ -120,10 +120,10 @@ def _cache_needs(config: Mapping[str, Any], shape: ServingShape) -> list[MemoryN
 
 
 def expert_formats(config: Mapping[str, Any], quantized_to: str | None) -> tuple[ExpertFormat, ExpertFormat]:
-    """(the format that the experts have in the checkpoint, the format that they are held in).
+    """(the experts' format in the checkpoint, their format in memory).
 
-    Raises UnknownNameError for a format that experts can't be quantized to, InvalidValueError where the checkpoint's
-    are integers already: rounding them again would only lose accuracy.
+    Raises UnknownNameError for a format that experts can't be quantized to, and InvalidValueError if the checkpoint's
+    experts are already integers: rounding them again would only lose accuracy.
     """
     quantization = quantization_of(config)
     stored = BF16 if quantization is None else quantization.expert_format
@@ -140,7 +140,7 @@ def expert_formats(config: Mapping[str, Any], quantized_to: str | None) -> tuple
 
 
 def layer_bytes(config: Mapping[str, Any], held: ExpertFormat) -> int:
-    """What the routed experts of one layer take in memory, with padding."""
+    """Memory of one layer's routed experts, with padding."""
     num_experts, hidden, intermediate = family_for(config).expert_shape(config)
     return num_experts * (2 * held.packed_bytes(intermediate, hidden) + held.packed_bytes(hidden, intermediate))
 
@@ -171,7 +171,7 @@ def lora_parameters(config: Mapping[str, Any], shape: ServingShape) -> tuple[int
 
 
 def check_fits(plan: MemoryPlan, available_bytes: Mapping[str, int]) -> None:
-    """Raises InvalidValueError saying what each device lacks, and what to lower."""
+    """Raises InvalidValueError that states what each device lacks and which options to lower."""
     problems = []
     for device in plan.devices():
         need, there = plan.total_bytes(device), available_bytes.get(device, 0)
@@ -182,7 +182,7 @@ def check_fits(plan: MemoryPlan, available_bytes: Mapping[str, int]) -> None:
 
 
 def describe_need(plan: MemoryPlan, available_bytes: Mapping[str, int]) -> str:
-    """One clause: what each device would have to hold, and what is free there."""
+    """One clause: the memory needed and free on each device."""
     return "; ".join(
         f"it needs {format_bytes(plan.total_bytes(device))} on the {device.upper()}, where "
         f"{format_bytes(available_bytes.get(device, 0))} are free"

@@ -1,7 +1,7 @@
-"""What a recipe says about placement and memory, compared with the server that is already there.
+"""Compares a recipe's placement and memory settings with the running server.
 
-The server decided all this when it started; a recipe that says otherwise still trains the same adapter. So each
-difference is one line, and never an error.
+The server fixed these settings at its start, and they do not change the adapter that a recipe trains. So each
+difference is one note, and never an error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RecipeKeys(Protocol):
 
 
 def compare(placement: Placement, status: StatusReply) -> list[str]:
-    """One line for each difference between what a rule file asks for and what the resident model has."""
+    """One line for each difference between a rule file's placement and the resident model's."""
     lines = []
     if placement.expert_format and not _is_format(status.expert_format, placement.expert_format):
         lines.append(f"asks for {placement.expert_format} experts; the resident ones are {status.expert_format}")
@@ -56,9 +56,9 @@ def compare(placement: Placement, status: StatusReply) -> list[str]:
 
 
 def placement_notes(recipe: RecipeKeys, status: StatusReply) -> list[str]:
-    """`kt_optimize_rule` against the resident placement. A file that is not here is read by its name.
+    """Compares `kt_optimize_rule` with the resident placement. For a missing file, the file's name is interpreted.
 
-    Raises InvalidValueError for a file that is here but broken.
+    Raises InvalidValueError for a broken file.
     """
     rule = recipe.kt_optimize_rule
     if rule is None:
@@ -72,7 +72,7 @@ def placement_notes(recipe: RecipeKeys, status: StatusReply) -> list[str]:
 
 
 def rule_file(recipe: RecipeKeys) -> Path | None:
-    """The recipe's rule file, from the working directory, then beside the recipe; None: there is none."""
+    """The recipe's rule file, searched in the working directory, then in the recipe's directory; None: not found."""
     rule = recipe.kt_optimize_rule
     if rule is None:
         return None
@@ -80,10 +80,10 @@ def rule_file(recipe: RecipeKeys) -> Path | None:
 
 
 def asked_placement(recipe: RecipeKeys, config: Mapping[str, Any] | None = None) -> Placement | None:
-    """What the recipe's rule file asks for; None: there is no file.
+    """The placement of the recipe's rule file; None: there is no file.
 
-    `config`: of the model that a server is to be started with, by this file. Raises InvalidValueError for a file that
-    is here but broken and, with `config`, for what `kt-runtime serve --placement` refuses.
+    `config`: of the model, if a server will be started with this file. Raises InvalidValueError for a broken file and,
+    with `config`, for a file that `kt-runtime serve --placement` refuses.
     """
     found = rule_file(recipe)
     if found is None:
@@ -98,14 +98,14 @@ def asked_placement(recipe: RecipeKeys, config: Mapping[str, Any] | None = None)
 
 
 def placement_of_name(name: str) -> Placement:
-    """What a rule file's name says: -amx- (int8 in the shipped files), -multi-gpu-N (2 without a number)."""
+    """The placement that a rule file's name implies: -amx- (int8 in the shipped files), -multi-gpu-N (default 2)."""
     parts = {part.group(1).partition("-")[0]: part.group(2) for part in _NAME_PARTS.finditer(name)}
     devices = int(parts["multi"] or 2) if "multi" in parts else 1
     return Placement(None, devices, (), "amx" if "amx" in parts else None)
 
 
 def resident_notes(recipe: RecipeKeys, status: StatusReply) -> list[str]:
-    """cpu_infer, chunk_size, kt_weight_path and the like against the resident model."""
+    """Compares cpu_infer, chunk_size, kt_weight_path and similar keys with the resident model."""
     return list(_notes(recipe, status))
 
 
@@ -141,7 +141,7 @@ def _chunks(status: StatusReply) -> str:
 
 
 def _wanted_format(fields: Mapping[str, Any]) -> str | None:
-    """Of `expert_weight_format`, else of `backend` (AMXBF16, AMXINT8_SFT, ...; auto and LLAMAFILE say nothing)."""
+    """The format of `expert_weight_format`, else of `backend` (AMXBF16, AMXINT8_SFT, ...; none for auto, LLAMAFILE)."""
     if name := fields.get("expert_weight_format"):
         return _FORMATS[name]
     found = re.search(r"bf16|int8|int4|fp8|mxfp4", str(fields.get("backend", "")).casefold())
@@ -149,7 +149,7 @@ def _wanted_format(fields: Mapping[str, Any]) -> str | None:
 
 
 def _is_format(resident: str, wanted: str) -> bool:
-    """Resident names carry groups (int4_g32) and join the formats of several layers by "+"."""
+    """Whether a resident format is `wanted`. Resident names have groups (int4_g32) and join layers' formats by "+"."""
     return all(name.split("_")[0] == wanted for name in resident.split("+"))
 
 

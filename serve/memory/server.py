@@ -1,5 +1,5 @@
-"""The memory that a server with given options needs: one plan, for `serve`, for `models show` and for presets that
-are not on this machine, so that all of them say the same."""
+"""The memory need of a server with given options. `serve`, `models show` and the message for a missing preset share
+this plan, so that all report the same numbers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def serving_shape(options: ServeOptions, *, with_gpu: bool) -> ServingShape:
 
 
 def with_lora_rank(options: ServeOptions, config: Mapping[str, Any], name: str) -> ServeOptions:
-    """`options` with the highest of LORA_RANKS for which the model fits, the lowest if it never does; as they are where
-    the user has said a rank. Slots and a training session's optimizer grow with it: 0.8 GiB a rank for Qwen3-30B."""
+    """`options` with the highest of LORA_RANKS for which the model fits, or the lowest if none fits; unchanged if the
+    user has set a rank. LoRA slots and a session's optimizer grow with the rank: 0.8 GiB a rank for Qwen3-30B."""
     if not options.lora_rank_may_be_lower:
         return options
     for rank in LORA_RANKS:
@@ -41,7 +41,7 @@ def with_lora_rank(options: ServeOptions, config: Mapping[str, Any], name: str) 
 
 
 def session_memory_bytes(plan: MemoryPlan, available: Mapping[str, int]) -> int:
-    """What training sessions may take by default: what the plan has for them, and half of what it leaves."""
+    """The default memory limit of all training sessions: their part of the plan, and half of the unplanned memory."""
     planned = next((need for need in plan.needs if need.what == TRAINED), None)
     if planned is None:
         return 1 << 20
@@ -50,9 +50,9 @@ def session_memory_bytes(plan: MemoryPlan, available: Mapping[str, int]) -> int:
 
 
 def plan_server(options: ServeOptions, config: Mapping[str, Any], name: str) -> tuple[MemoryPlan, Mapping[str, int]]:
-    """What the model `name` needs on each device with these options, and what is free there on this machine.
+    """(the memory need of the model `name` with these options, this machine's free bytes by device).
 
-    Raises what `plan_memory` raises.
+    Raises the errors of `plan_memory`.
     """
     with_gpu = has_gpu()
     return plan_memory(config, serving_shape(options, with_gpu=with_gpu), name), available_memory(with_gpu)

@@ -6,7 +6,7 @@ import re
 
 from kt_runtime.errors import InvalidValueError, suggestion
 
-# Binary, also where the i is left out, as `free`, `du` and `systemd` have it.
+# Binary units, also without the i, as in `free`, `du` and `systemd`.
 UNITS = {"": 1, "B": 1} | {
     name: 1024**power for power, letter in enumerate("KMGT", start=1) for name in (letter, f"{letter}iB")
 }
@@ -14,7 +14,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
 
 def parse_size(text: str, where: str) -> int:
-    """Bytes. `where` is for messages: the option. Raises InvalidValueError saying what is allowed."""
+    """The size in bytes. `where`: the option's name for messages. Raises InvalidValueError that lists allowed forms."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise InvalidValueError(f"{where} {text!r}: is no size; allowed are numbers with a unit, as 512MiB, 20G or 0")

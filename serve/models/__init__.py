@@ -1,1 +1,1 @@
-"""Checkpoints and presets: found, described, made."""
+"""Checkpoints and presets: finding, checking and describing them, and making random ones."""

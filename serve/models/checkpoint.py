@@ -1,7 +1,8 @@
-"""What tensors a checkpoint of a config holds, under the names that the hub uses.
+"""The tensors of a config's checkpoint, under the names that the hub uses.
 
-Routed experts lie on disk one matrix per expert and projection (`model.layers.1.mlp.experts.0.gate_proj.weight`),
-though transformers 5 and SGLang fuse them in memory. Everything else has the name of its Hugging Face parameter.
+A checkpoint stores routed experts as one matrix per expert and projection
+(`model.layers.1.mlp.experts.0.gate_proj.weight`), though transformers 5 and SGLang fuse them in memory. Every other
+tensor has the name of its Hugging Face parameter.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def checkpoint_tensors(config: Mapping[str, Any]) -> Iterator[CheckpointTensor]:
 
 
 def dense_tensors(config: Mapping[str, Any]) -> Iterator[CheckpointTensor]:
-    """All but the routed experts. A tied head is on disk once, as the embedding."""
+    """All tensors but the routed experts. A tied head is on disk once, as the embedding."""
     is_tied = bool(config.get("tie_word_embeddings"))
     for source in family_for(config).twin_sources(config):
         if not (is_tied and source.name == "lm_head.weight"):
@@ -66,7 +67,7 @@ def dense_tensors(config: Mapping[str, Any]) -> Iterator[CheckpointTensor]:
 
 
 def count_parameters(config: Mapping[str, Any]) -> ParameterCount:
-    """From shapes alone: fast also where the experts are tens of thousands of tensors."""
+    """Counts from shapes alone, fast even with tens of thousands of expert tensors."""
     family = family_for(config)
     dense = sum(tensor.num_parameters for tensor in dense_tensors(config))
     num_experts, hidden, intermediate = family.expert_shape(config)

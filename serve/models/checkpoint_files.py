@@ -1,6 +1,6 @@
-"""Checks a checkpoint directory whole, before a byte of it is used: configuration, tokenizer, weights.
+"""Checks a whole checkpoint directory before anything is loaded: configuration, tokenizer, weights.
 
-Of the weights only the safetensors headers are read. Every error names the file, and what this version can use.
+Of the weights only the safetensors headers are read. Every error names the file, and what this version supports.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Found = Mapping[str, tuple[str, Entry]]
 def check_checkpoint(directory: Path) -> dict[str, Any]:
     """Returns the content of config.json.
 
-    Raises CheckpointError for missing, torn or foreign files, UnknownNameError for a model family or quantization that
-    is not known, InvalidValueError for a config that serving and training would compute differently.
+    Raises CheckpointError for missing, truncated or foreign files, UnknownNameError for an unknown model family or
+    quantization, and InvalidValueError for a config that serving and training would compute differently.
     """
     config = read_config(directory)
     check_quantization(directory, config)
@@ -95,7 +95,7 @@ def check_weights(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def _is_quantized(tensor: CheckpointTensor, quantization: Quantization, found: Found) -> bool:
-    """Whether it is stored as `quantization` says; many checkpoints keep some of their matrices as they were."""
+    """Whether the tensor is stored in `quantization`; many checkpoints leave some matrices unquantized."""
     if len(tensor.shape) != 2 or (tensor.name in found and found[tensor.name][1].dtype in PLAIN):
         return False
     return any(name in found for name in _quantized(tensor, quantization))

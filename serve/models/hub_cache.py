@@ -1,6 +1,6 @@
 """The Hugging Face cache on this machine, read only: nothing is ever downloaded.
 
-Layout (huggingface_hub): `models--ORG--NAME/refs/main` holds a commit, `snapshots/COMMIT/` the files of it as links.
+Layout (huggingface_hub): `models--ORG--NAME/refs/main` holds a commit, `snapshots/COMMIT/` has its files as links.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def repository_directory(hub_id: str) -> Path:
 
 
 def find_snapshot(hub_id: str) -> Path | None:
-    """The snapshot that `refs/main` names, or else the only snapshot there; None if there is none."""
+    """The snapshot that `refs/main` names, else the only snapshot in the cache; None if neither exists."""
     repository = repository_directory(hub_id)
     reference = repository / "refs" / "main"
     if reference.is_file():

@@ -1,7 +1,7 @@
 """Checkpoints of real architectures with random weights, for tests, the demo and measurements.
 
 Files are as on the hub: config.json, generation_config.json, safetensors in bf16 (sharded above `SHARD_BYTES`),
-tokenizer. One tensor is in memory at a time. Same preset and seed: same bytes, tensor by tensor, whatever the order.
+tokenizer. One tensor is in memory at a time. Preset and seed determine each tensor's bytes, in any order of writing.
 
 Scales are chosen so that every part of the model matters to the logits: matrices have standard deviation
 1/sqrt(fan-in), twice that in the router and the head; norms vary around 1; the router's correction bias is not zero.
@@ -48,11 +48,11 @@ Progress = Callable[[int, int], None]
 def make_model(
     preset: str | Preset, directory: Path, seed: int = 0, *, replace: bool = False, progress: Progress | None = None
 ) -> Path:
-    """Writes the checkpoint of a made preset to `directory` in one step and returns `directory`.
+    """Writes the checkpoint of a made preset to `directory` atomically and returns `directory`.
 
-    `progress(bytes_written, bytes_in_all)` is called after every tensor. Raises InvalidValueError for a preset whose
-    weights come from the hub, ConflictError when `directory` exists, unless `replace` and
-    it holds a checkpoint alone.
+    `progress(bytes_written, total_bytes)` is called after every tensor. Raises InvalidValueError for a preset whose
+    weights come from the hub, and ConflictError when `directory` exists. With `replace`, an existing directory that
+    holds only a checkpoint is replaced.
     """
     chosen = load_preset(preset) if isinstance(preset, str) else preset
     if not chosen.is_made:
@@ -115,10 +115,10 @@ def safetensors_header(tensors: list[CheckpointTensor]) -> bytes:
 
 
 def random_tensor(tensor: CheckpointTensor, seed: int) -> npt.NDArray[Any]:
-    """The tensor's values, as float32 or as bf16 in uint16. Depend on its name, its shape and `seed` only.
+    """The tensor's values, float32 or bf16 as uint16. Only its name, its shape and `seed` determine them.
 
-    16 random bits choose one of 65536 quantiles of the normal distribution: ten times as fast as drawing normal
-    numbers and rounding them, and bf16 hardly resolves more.
+    16 random bits choose one of 65536 quantiles of the normal distribution. This is ten times as fast as drawing and
+    rounding normal numbers, and bf16 hardly resolves more.
     """
     digest = hashlib.sha256(f"{seed} {tensor.name}".encode()).digest()
     generator = np.random.PCG64(int.from_bytes(digest[:16], "little"))

@@ -1,7 +1,7 @@
 """The tokenizer of a made checkpoint: byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) over `configs/world`.
 
-Its size is exactly the config's `vocab_size`, its special tokens have the ids that the config names, and its chat
-template has the shape of the family's own.
+The tokenizer has exactly the config's `vocab_size`, its special tokens have the config's ids, and its chat template has
+the shape of the family's own.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def chat_format(config: Mapping[str, Any]) -> ChatFormat:
 def write_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
     """Writes tokenizer.json and tokenizer_config.json.
 
-    Raises InvalidValueError when the text is too short for `vocab_size`, or the config's ids of special tokens are not
-    the tokenizer's.
+    Raises InvalidValueError when the text is too short for `vocab_size`, or when the config's ids of special tokens
+    differ from the tokenizer's.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

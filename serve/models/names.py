@@ -1,7 +1,7 @@
-"""What is known about a model by its name alone, for the message that says that it is not on this machine.
+"""Facts about models by name alone, for the error message about a model that is not on this machine.
 
-Names as their makers publish them on the hub. A checkpoint is judged by its config.json (`families.registry`), never by
-its name: this table only helps to find it.
+Names are those on the hub. A checkpoint is judged by its config.json (`families.registry`), never by its name: this
+table only helps a user to find a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kt_runtime.serve.models.presets import preset_names
 
 @dataclass(frozen=True)
 class Served:
-    """`pattern`: of the name without its organisation, in lower case. `preset`: one of the same architecture."""
+    """`pattern`: matches the name without organisation, in lower case. `preset`: one of the same architecture."""
 
     pattern: str
     organisation: str
     preset: str
 
 
-# The first that fits decides.
+# The first match applies.
 SERVED = (
     Served(r"deepseek-(v3|v3-0324|v3-base|v3\.1(-base|-terminus)?|r1|r1-0528|r1-zero)", "deepseek-ai", "DeepSeek-V3"),
     Served(r"deepseek-(coder-)?v2(\.5)?(-.*)?", "deepseek-ai", "DeepSeek-V2-Lite"),
@@ -53,7 +53,7 @@ NOT_SERVED = (
 
 
 def advice(text: str) -> str:
-    """A sentence or two about a model that was not found and is no preset: what it is, how to get it."""
+    """One or two sentences about a model that was not found and is no preset: what it is, how to get it."""
     name = text.rpartition("/")[2].casefold()
     for pattern, architecture in NOT_SERVED:
         if re.fullmatch(pattern, name):
@@ -70,7 +70,7 @@ def advice(text: str) -> str:
 
 
 def download(hub_id: str, name: str | None = None) -> str:
-    """How a user gets the checkpoint `hub_id`, where it is then, and the `name` to call it by (None: the hub's)."""
+    """How to download the checkpoint `hub_id`: command, destination, and its `name` for --model (None: `hub_id`)."""
     return (
         f"Download it with `hf download {hub_id}`, which puts it into {repository_directory(hub_id)}, "
         f"and say --model {name or hub_id}"

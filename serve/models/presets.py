@@ -1,9 +1,9 @@
 """Presets: the names that `--model` knows, one JSON file each in `configs/models/`.
 
-A file holds `description`, `hub_ids` (Hugging Face repositories to look for in the local cache, first found wins; none
-for presets that `kt-runtime models make` writes), an optional `note` for people, `tool_call_parser` and
-`reasoning_parser` (SGLang's names, left out where the model needs none), and `config`: the content of the checkpoint's
-own config.json.
+A file holds `description`, `hub_ids` (Hugging Face repositories to search in the local cache, the first found is used;
+empty for presets that `kt-runtime models make` writes), an optional `note` for people, `tool_call_parser` and
+`reasoning_parser` (SGLang's names, omitted if the model needs none), and `config`: the content of the checkpoint's
+config.json.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _PresetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Preset(msgspec.Struct, frozen=True):
-    """`is_made`: its checkpoint is written here, with random weights, instead of coming from the hub."""
+    """`is_made`: `kt-runtime models make` writes the checkpoint, with random weights; the hub does not have it."""
 
     name: str
     description: str
@@ -59,7 +59,7 @@ def is_preset(name: str) -> bool:
 
 
 def load_preset(name: str) -> Preset:
-    """The preset called `name`, upper or lower case. Raises UnknownNameError listing the known names."""
+    """The preset called `name`, case-insensitive. Raises UnknownNameError listing the known names."""
     by_folded_name = {known.casefold(): known for known in preset_names()}
     if name.casefold() not in by_folded_name:
         raise UnknownNameError("preset", name, preset_names())

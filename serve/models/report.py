@@ -1,4 +1,4 @@
-"""What `--model` means: a preset, a directory, or an entry of the Hugging Face cache. Nothing is downloaded."""
+"""Resolves `--model`: a preset, a directory, or an entry of the Hugging Face cache. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODELS_VARIABLE = "KT_RUNTIME_MODELS"
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A checkpoint that has been checked. `name`: what the server calls it. `config`: the content of config.json."""
+    """A validated checkpoint. `name`: its name at the server. `config`: the content of config.json."""
 
     name: str
     directory: Path
@@ -30,16 +30,16 @@ class ResolvedModel:
 
 
 def models_directory() -> Path:
-    """Where `kt-runtime models make` writes when no directory is given: KT_RUNTIME_MODELS, or in the user's cache."""
+    """The default output of `kt-runtime models make`: KT_RUNTIME_MODELS, or a directory in the user's cache."""
     if explicit := os.environ.get(MODELS_VARIABLE):
         return Path(explicit).expanduser()
     return user_cache_directory() / "kt-runtime" / "models"
 
 
 def resolve_model(name_or_path: str | Path) -> ResolvedModel:
-    """Finds and checks a model. A preset's name goes before a directory of that name: write `./NAME` for the latter.
+    """Finds and checks a model. A preset overrides a directory of the same name: write `./NAME` for the directory.
 
-    Raises NotFoundError listing every place looked at, and what `check_checkpoint` raises for a broken checkpoint.
+    Raises NotFoundError listing every place searched, and the errors of `check_checkpoint` for a broken checkpoint.
     """
     text = str(name_or_path)
     preset = load_preset(text) if is_preset(text) else None
@@ -59,12 +59,12 @@ def resolve_model(name_or_path: str | Path) -> ResolvedModel:
 
 
 def find_preset(preset: Preset) -> Path | None:
-    """Where a preset's checkpoint is on this machine, not checked; None if it is not."""
+    """The directory of a preset's checkpoint on this machine, unchecked; None if there is none."""
     return locate(preset.name, preset)[0]
 
 
 def locate(text: str, preset: Preset | None) -> tuple[Path | None, list[str]]:
-    """(directory or None, the places looked at)."""
+    """(directory or None, the places searched)."""
     places = []
     if preset is not None:
         candidate = models_directory() / preset.name

@@ -1,1 +1,1 @@
-"""What `kt-runtime serve` is asked for: own options, SGLang's, those that peers' users type."""
+"""The options of `kt-runtime serve`: its own, SGLang's, and aliases from SGLang, vLLM and KTransformers."""

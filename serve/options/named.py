@@ -1,4 +1,4 @@
-"""What `kt-runtime serve` is asked for, checked as far as that goes without a model."""
+"""The options of `kt-runtime serve`, checked as far as possible without a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kt_runtime.serve.memory.cache_plan import CachePlan
 
 DTYPES = ("bfloat16", "float32")
 LORA_RANKS = (64, 32, 16, 8)
-"""The default of `--max-lora-rank`, and what is tried in its place where that does not fit."""
+"""The default of `--max-lora-rank` (the first), and lower ranks to try if memory is short."""
 
 LOWEST_VALUES = {
     "max_total_tokens": 16,
@@ -38,33 +38,33 @@ NOT_OPTIONS = ("passed_on", "cache", "lora_rank_may_be_lower")
 OPTION_NAMES = {
     "max_body_bytes": "max-body-size",
     "cors_origins": "cors-origin",
-}  # where the option is not called after the field
+}  # options whose name differs from the field's
 SERVED_NAME = re.compile(r"[A-Za-z0-9._/-]{1,200}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """`max_total_tokens`: of the prefix cache and all running requests together. `context_tokens`: None, the model's.
+    """`max_total_tokens`: of the prefix cache and all running requests together. `context_tokens`: None: the model's.
 
-    `lora_slots`: adapter versions that one batch may hold; the base takes one of them. `adapter_dir`: None, a directory
-    of this model's in the user's data directory. `expert_isa`, `expert_threads`: None, the best there is.
-    `expert_format`: what a bf16 or fp8 checkpoint's experts are quantized to while loading; None, as they are.
+    `lora_slots`: adapter versions in one batch; the base takes one slot. `adapter_dir`: None: this model's directory in
+    the user's data directory. `expert_isa`, `expert_threads`: None: the best available.
+    `expert_format`: the format that a bf16 or fp8 checkpoint's experts are quantized to during loading; None: none.
     `placement`: a KTransformers rule file, which may set `expert_format`.
-    `max_lora_rank`: slots are as large as that in any case. `lora_rank_may_be_lower`: where memory asks for it.
-    `training_share`: the largest share of the time that training may take while requests are served.
-    `max_sessions`: training sessions open at once; `session_memory_bytes`: what they may take together, None: half of
-    what the model leaves.
+    `max_lora_rank`: every slot is allocated for this rank. `lora_rank_may_be_lower`: lower the rank if memory is short.
+    `training_share`: the largest share of time for training while requests are served.
+    `max_sessions`: training sessions open at once; `session_memory_bytes`: their memory limit together, None: their
+    part of the memory plan and half of the unplanned memory.
     `allow_no_key`: listen beyond this machine without a key. `cors_origins`: sites whose pages may call the server.
-    `max_body_bytes`: None, what follows from the context length. `any_model_name`: an unknown model is the model.
-    `served_model_name`: what clients call the model; None, its preset's, hub's or directory's name.
-    `tool_call_parser`, `reasoning_parser`: SGLang's names, "none" for none; None, what suits the model (`parsers`).
-    `runtime_dir`: where the sockets and the log are; None, the user's. `verbose`: SGLang's whole log goes to the
-    terminal. `passed_on`: options of SGLang's.
+    `max_body_bytes`: None: from the context length. `any_model_name`: an unknown model name means the model.
+    `served_model_name`: the model's name for clients; None: its preset's, hub's or directory's name.
+    `tool_call_parser`, `reasoning_parser`: SGLang's names, "none" for none; None: the model's own (`parsers`).
+    `runtime_dir`: directory of sockets and log; None: the user's. `verbose`: SGLang's whole log goes to the terminal.
+    `passed_on`: options for SGLang.
 
-    `cache_device_bytes`: what the KV cache takes, instead of `max_total_tokens`. `cache_host_bytes`: None, 0 or what
-    `cache_disk_bytes` needs. `cache_dir`: None, one of this model's in the user's cache directory. `cache_read_only`:
-    take pages from the disk, put none there. `cache_page_tokens`: None, what suits the tiers. `cache`: what all this
-    comes to for the model, filled in by `launch`; None: SGLang's own prefix cache and nothing else.
+    `cache_device_bytes`: size of the KV cache, instead of `max_total_tokens`. `cache_host_bytes`: None: 0, or the size
+    that a disk tier needs. `cache_dir`: None: this model's directory in the user's cache directory. `cache_read_only`:
+    read pages from the disk, write none. `cache_page_tokens`: None: a default for the tiers. `cache`: the plan that
+    `launch` computes from these options for the model; None: only SGLang's own prefix cache.
     """
 
     model: str
@@ -147,20 +147,20 @@ class ServeOptions:
 
     @property
     def url(self) -> str:
-        """Where a program on this machine reaches the server."""
+        """The server's URL for programs on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         scheme = "https" if any(one.partition("=")[0] == "--ssl-certfile" for one in self.passed_on) else "http"
         return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
 
 
 def own_option_names() -> list[str]:
-    """The options of `kt-runtime serve` that say what is in ServeOptions."""
+    """The options of `kt-runtime serve` that set fields of ServeOptions."""
     names = [field.name for field in fields(ServeOptions) if field.name not in NOT_OPTIONS]
     return [f"--{OPTION_NAMES.get(name) or name.removesuffix('_bytes').replace('_', '-')}" for name in names]
 
 
 def check_port_is_free(host: str, port: int) -> None:
-    """Binds and lets go again, before hours are spent on loading a model. Another program may still come in between."""
+    """Binds the port and releases it, before the long loading of a model. Another program may still take the port."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

@@ -1,11 +1,11 @@
-"""Which of SGLang's parsers read a model's tool calls and its reasoning out of what it writes.
+"""Selects SGLang's parsers for a model's tool calls and reasoning.
 
-A preset says so itself. For any other checkpoint its chat template does, since models of one architecture differ:
-DeepSeek-V3, V3.1 and R1 have the same config, Qwen3-30B-A3B and Qwen3-Coder too. Markers are the models' own (model
-cards on the hub); names are those of SGLang 0.5.23 (`function_call.parser_names`, `parser.reasoning_parser_names`).
+A preset names its parsers. For other checkpoints the chat template decides, since models of one architecture differ:
+DeepSeek-V3, V3.1 and R1 have the same config, Qwen3-30B-A3B and Qwen3-Coder too. Markers come from the models' cards on
+the hub; parser names from SGLang 0.5.23 (`function_call.parser_names`, `parser.reasoning_parser_names`).
 
-A reasoning parser that a model does not need is worse than none: `deepseek-r1` takes all that DeepSeek-V3 answers for
-reasoning, since no `</think>` ever comes.
+A reasoning parser that a model does not need is worse than none: `deepseek-r1` treats the whole answer of DeepSeek-V3
+as reasoning, since the model never writes `</think>`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGEST_TEMPLATE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Parsers:
-    """None: no parser, what the model writes is the answer as it is."""
+    """None: no parser; the model's output is the answer."""
 
     tool_call: str | None = None
     reasoning: str | None = None
@@ -35,7 +35,7 @@ class Parsers:
 def parsers_for(
     config: Mapping[str, Any], directory: Path, preset: Preset | None, passed_on: Sequence[str] = ()
 ) -> Parsers:
-    """`preset`: the one that the user named. `passed_on`: options of SGLang's, which may name another template."""
+    """`preset`: the one that the user named. `passed_on`: options for SGLang, which may name another template."""
     preset = preset or _preset_of(directory)
     if preset is not None:
         return Parsers(preset.tool_call_parser, preset.reasoning_parser)
@@ -43,7 +43,7 @@ def parsers_for(
 
 
 def from_template(config: Mapping[str, Any], template: str) -> Parsers:
-    """The parsers for a chat template of a model of this config; none for a template that knows no tools."""
+    """The parsers for this chat template and config; no tool parser for a template without tools."""
     if family_for(config).name == "qwen3_moe":
         return Parsers(_qwen_tools(template), _qwen_reasoning(template))
     if "<|tool_calls_section_begin|>" in template or config.get("model_type") == "kimi_k2":
@@ -61,8 +61,8 @@ def chat_template(directory: Path, passed_on: Sequence[str] = ()) -> str:
     try:
         found = json.loads(_read(directory / TOKENIZER_CONFIG) or "{}").get("chat_template")
     except (ValueError, AttributeError, RecursionError):
-        return ""  # the tokenizer's own loader says what is wrong with the file
-    if isinstance(found, list):  # several, by name
+        return ""  # the tokenizer's loader reports errors in this file
+    if isinstance(found, list):  # several named templates
         return "\n".join(str(item.get("template", "")) for item in found if isinstance(item, dict))
     return found if isinstance(found, str) else ""
 
@@ -76,7 +76,7 @@ def _qwen_tools(template: str) -> str | None:
 def _qwen_reasoning(template: str) -> str | None:
     if "<think>" not in template:
         return None
-    # Thinking-2507 always thinks: its template opens the tag, so that the answer has only the closing one.
+    # Thinking-2507 always thinks: the template writes `<think>`, so the answer has only the closing tag.
     return "qwen3" if "enable_thinking" in template else "qwen3-thinking"
 
 
@@ -93,7 +93,7 @@ def _deepseek_reasoning(template: str) -> str | None:
 
 
 def _preset_of(directory: Path) -> Preset | None:
-    """The preset whose repository a directory of the Hugging Face cache is."""
+    """The preset whose repository contains `directory`, in the Hugging Face cache; None if there is none."""
     repository = directory.parent.parent.name
     for name in preset_names():
         preset = load_preset(name)
@@ -113,7 +113,7 @@ def last_value(arguments: Sequence[str], option: str) -> str | None:
 
 
 def _read(path: Path) -> str:
-    """Empty for a file that is not there or larger than a template is."""
+    """The file's text; empty for a missing file, and for one larger than any template."""
     if not path.is_file() or path.stat().st_size > LARGEST_TEMPLATE_BYTES:
         return ""
     return path.read_text(encoding="utf-8", errors="replace")

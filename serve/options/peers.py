@@ -1,7 +1,7 @@
-"""The command line of `serve` as users of SGLang, vLLM and KTransformers type it.
+"""Accepts the command lines of SGLang, vLLM and KTransformers users for `serve`.
 
-Options of SGLang may stand anywhere, with or without `--` before them; those that name one of kt-runtime's own options
-by another name mean that option. What is left over is checked later against SGLang's parser (`sglang_options`).
+SGLang's options may stand anywhere, with or without `--` before them. Aliases of kt-runtime's own options are
+translated. The other options are checked later (`serve.options.sglang`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kt_runtime.errors import InvalidValueError
 
-# Names of SGLang, vLLM and KTransformers for options that kt-runtime has under another name.
+# Option names of SGLang, vLLM and KTransformers -> kt-runtime's names.
 ALIASES = {
     "--model-path": "--model",
     "--context-length": "--context-tokens",
@@ -27,10 +27,10 @@ ALIASES = {
 
 
 def sorted_arguments(arguments: Sequence[str], takes_value: Mapping[str, bool]) -> list[str]:
-    """The same arguments with kt-runtime's own first, then `--`, then all others in their order.
+    """The arguments with kt-runtime's own first, then `--`, then all others in their order.
 
-    `takes_value`: kt-runtime's options, with their dashes. A word before the first foreign option is the model. Raises
-    InvalidValueError for a word that belongs to nothing.
+    `takes_value`: kt-runtime's options with their dashes -> whether they take a value. A word before the first foreign
+    option is the model. Raises InvalidValueError for a word that belongs to no option.
     """
     own: list[str] = []
     foreign: list[str] = []
@@ -56,7 +56,7 @@ def sorted_arguments(arguments: Sequence[str], takes_value: Mapping[str, bool]) 
 
 
 def _own_name(name: str, own: Collection[str]) -> str | None:
-    """The option of kt-runtime's that `name` means. Underscores count as dashes, as KTransformers has them."""
+    """kt-runtime's option for `name`, or None. Underscores count as dashes, since KTransformers uses them."""
     if not name.startswith("-"):
         return None
     dashed = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
@@ -65,5 +65,5 @@ def _own_name(name: str, own: Collection[str]) -> str | None:
 
 
 def nearest_options(name: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """The options among `names` that are spelt most like `name`, nearest first."""
+    """Up to `count` of `names` with the spelling closest to `name`, nearest first."""
     return difflib.get_close_matches(name, sorted(set(names)), n=count, cutoff=0.65)

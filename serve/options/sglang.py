@@ -1,6 +1,6 @@
-"""What a user may pass on to SGLang: every option of SGLang's but those that kt-runtime decides.
+"""Checks options passed through to SGLang: all of SGLang's options are allowed but those that kt-runtime sets.
 
-Checked by full name: SGLang's parser also accepts abbreviations, which would slip past.
+Only full names are accepted: SGLang's parser also accepts abbreviations, which would bypass the check.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.serve.options.peers import nearest_options
 from kt_runtime.serve.options.sglang_names import NAMES
 
-# (why, the options it holds for); a name that ends in * stands for all that begin so.
+# (reason, options refused for it); a name that ends in * matches every name with that prefix.
 REFUSED: tuple[tuple[str, str], ...] = (
     ("use kt-runtime's own option", "--model --model-path --host --port --dtype --device --max-total-tokens"),
     ("use kt-runtime's own option", "--max-running-requests --max-lora-rank"),
@@ -96,7 +96,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
 )
 
-# What holds only where kt-runtime sets up the prefix cache's tiers.
+# Options refused only when kt-runtime sets up the prefix cache's tiers.
 REFUSED_WITH_TIERS: tuple[tuple[str, str], ...] = (
     ("use --cache-page-tokens", "--page-size --c128-page-size"),
     ("sizes of the prefix cache are computed for KV of the server's --dtype", "--kv-cache-dtype"),
@@ -108,7 +108,7 @@ REFUSED_WITH_TIERS: tuple[tuple[str, str], ...] = (
 )
 CHUNK_OPTION = "--chunked-prefill-size"
 
-# Values that say what is so anyway, or do no harm; more than one with spaces between.
+# Allowed values of refused options: defaults and harmless ones, separated by spaces.
 HARMLESS: dict[str, str] = {
     **dict.fromkeys(("--tp-size", "--tensor-parallel-size", "--pp-size", "--pipeline-parallel-size"), "1"),
     **dict.fromkeys(("--dp-size", "--data-parallel-size", "--ep", "--ep-size", "--expert-parallel-size"), "1"),
@@ -127,9 +127,9 @@ def reason_against(option: str, *, with_tiers: bool = False) -> str | None:
 
 
 def check_passed_on(arguments: Sequence[str], *, own: Collection[str] = (), with_tiers: bool = False) -> None:
-    """Raises InvalidValueError for the first argument that can't be passed on.
+    """Raises InvalidValueError for the first argument that SGLang may not get.
 
-    `own`: kt-runtime's options, to name the nearest. `with_tiers`: kt-runtime sets up the prefix cache's tiers.
+    `own`: kt-runtime's options, for suggestions. `with_tiers`: kt-runtime sets up the prefix cache's tiers.
     """
     if arguments and not arguments[0].startswith("-"):
         raise InvalidValueError(f"{arguments[0]!r} is not an option of SGLang's; options begin with --")
@@ -155,7 +155,7 @@ def _unknown(name: str, own: Collection[str]) -> str:
 
 
 def check_chunks(arguments: Sequence[str], page_tokens: int) -> None:
-    """Raises InvalidValueError if prompts are computed in chunks that are no whole pages: SGLang would end with an
+    """Raises InvalidValueError if SGLang's prefill chunk is not a whole number of pages: SGLang would fail an
     assertion."""
     for position, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")

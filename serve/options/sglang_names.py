@@ -1,4 +1,4 @@
-"""The names of SGLang 0.5.23's options, so that a misspelt one is told at once: importing SGLang takes seconds.
+"""The names of SGLang 0.5.23's options, to report a misspelt one at once: importing SGLang takes seconds.
 
 Source: `sglang.srt.server_args.ServerArgs.add_cli_args`; `tests/unit/serve/test_sglang_options.py` compares.
 """

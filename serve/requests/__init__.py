@@ -1,6 +1,7 @@
-"""What a request to a route may hold, as data, and the middleware that checks it before SGLang parses anything.
+"""The schemas of all request bodies, and the middleware that validates requests before SGLang parses anything.
 
-`sampling`, `generate`, `chat`, `completions`, `responses`, `messages`, `scoring`, `control`: the fields of each route's
-body, as msgspec structs; types and bounds are in `bounds` and `free_json`. Which route has which body is in
-`serve/http/route_table.py`. `checking` turns bytes into a struct or a refusal, `middleware` does so for every request.
+`bodies`: `sampling`, `generate`, `chat`, `completions`, `responses`, `messages`, `scoring`, `control` have the
+fields of each route's body as msgspec structs; `bounds` and `free_json` have types and bounds.
+`serve/http/route_table.py` maps routes to bodies. `checks`: `checking` turns bytes into a struct or a refusal,
+`middleware` does so for every request.
 """

@@ -1,1 +1,1 @@
-"""The prefix cache: time to first token from each tier, and the disk tier against plain files."""
+"""The prefix cache: time to first token from each tier, and the disk tier compared with plain files."""

@@ -1,4 +1,4 @@
-"""The disk tier's bandwidth and that of plain sequential files, in turns, on the same disk."""
+"""Bandwidth of the disk tier and of plain sequential files, measured alternately on the same disk."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kt_runtime.cache.segment import slot_bytes_for
 
 @dataclass
 class Bandwidth:
-    """`seconds` by measure, a round each. `cached_shares`: what the system still had in its own cache before the reads
-    that are not `warm`; None where it doesn't say."""
+    """`seconds`: by measure, one entry per round. `cached_shares`: the share of the files in the page cache before the
+    cold reads, 0 to 1; None if the system does not report it."""
 
     page_bytes: int
     num_pages: int
@@ -44,7 +44,7 @@ class Bandwidth:
         }
 
     def ratio(self, use: str) -> float:
-        """The tier's rate to the plain file's, by medians."""
+        """The tier's median rate divided by the plain file's."""
         return median(self.seconds[f"plain_{use}"]) / median(self.seconds[f"tier_{use}"])
 
     def best_ratio(self, use: str) -> float:
@@ -52,8 +52,8 @@ class Bandwidth:
 
 
 def measure(page_bytes: int, size: int, rounds: int, directory: Path, say: Callable[[str], None]) -> Bandwidth:
-    """One round goes before those that count: it brings memory into use. What is read is compared with what was
-    written; RuntimeFault if it differs."""
+    """Runs one warm-up round, which touches all memory, then `rounds` counted ones. Raises RuntimeFault if the data
+    read differs from the data written."""
     result = Bandwidth(page_bytes, max(8, size // page_bytes))
     source, target = _memory(result.num_bytes), _memory(result.num_bytes)
     source[:] = np.random.default_rng(0).bytes(result.num_bytes)
@@ -71,5 +71,5 @@ def measure(page_bytes: int, size: int, rounds: int, directory: Path, say: Calla
 
 
 def _memory(size: int) -> memoryview:
-    """Whole memory pages, for both sides: some processors read files slowly into memory that begins anywhere."""
+    """Page-aligned memory for both sides: on some processors reads into unaligned memory are slow."""
     return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

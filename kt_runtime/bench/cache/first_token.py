@@ -1,7 +1,7 @@
-"""Time to first token of prompts whose prefix comes from one tier alone, through a real server that is started twice.
+"""Time to first token of prompts whose prefix comes from one tier only, with a real server that is started twice.
 
-The device tier has room for one prompt, so that each prompt drives the one before it out to the host tier, which has
-room for all of them. `/flush_cache` empties both. Which tier really served a prompt is in the answer.
+The device tier has room for one prompt, so each prompt evicts the previous one to the host tier, which has room for all
+prompts. `/flush_cache` empties both tiers. The answer reports which tier served a prompt.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.server_process import server
 from kt_runtime.errors import RuntimeFault
 
-QUESTION_TOKENS = 8  # what follows the prefix in every prompt; less than a page, so it is never cached
+QUESTION_TOKENS = 8  # tokens after the prefix in every prompt; less than a page, so never cached
 TIMEOUT_S = 3600.0
-SETTLE_S = 120.0  # for what was computed to reach the disk
+SETTLE_S = 120.0  # until all computed pages are on the disk
 TIER_OF = {"cold": None, "device": "device", "host": "host", "disk": "storage", "disk_after_restart": "storage"}
 
 
 class FirstToken:
-    """`token_bytes`: KV of a token. `model`: the checkpoint. What the servers write lies in `directory`."""
+    """`token_bytes`: KV of a token. `model`: the checkpoint. `directory`: for all files of the servers."""
 
     def __init__(self, plan: Plan, model: Path, dtype: str, token_bytes: int, vocabulary: int, directory: Path) -> None:
         self._plan, self._model, self._dtype, self._token_bytes = plan, model, dtype, token_bytes
@@ -61,14 +61,15 @@ class FirstToken:
                 self._sample(patient, "disk_after_restart", prompt, say)
 
     def different_answers(self) -> int:
-        """First tokens that were not the one of the cold prompt. Rounding may differ: the prompt is cut otherwise."""
+        """Number of first tokens that differ from the cold prompt's. Rounding may differ, since a cached prefix changes
+        how the prompt is split."""
         cold = self.answers["cold"]
         return sum(a != b for source in SOURCES for a, b in zip(self.answers[source], cold, strict=True))
 
     def _options(self) -> list[str]:
         plan = self._plan
         page = plan.page_tokens
-        # A prompt's own pages, one begun, one for the answer and one that the scheduler wants beside them.
+        # The prefix's pages, a partial one, one for the answer and one more that SGLang's scheduler requires.
         device_tokens = plan.tokens + 3 * page
         host_tokens = (plan.rounds + 3) * device_tokens
         pages = (2 * plan.rounds + 4) * (plan.tokens // page + 1)
@@ -94,9 +95,9 @@ class FirstToken:
         say(f"{source}: {milliseconds:.0f} ms")
 
     def _ask(self, api: ServerAPI, prompt: list[int], tier: str | None) -> tuple[float, int]:
-        """Milliseconds until the first token's answer is there, and that token.
+        """(milliseconds until the answer with the first token, that token).
 
-        Raises RuntimeFault if not all of the prefix was served by `tier` (None: some of it by any).
+        Raises RuntimeFault unless `tier` served the whole prefix (None: unless no tier served any of it).
         """
         body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}}
         started = time.perf_counter()
@@ -106,8 +107,8 @@ class FirstToken:
         return milliseconds, int(answer["output_ids"][0])
 
     def _wait_for_disk(self, api: ServerAPI, num_prompts: int) -> None:
-        """Until all that was computed is written: what is still in memory would be served from there, and copying it
-        would go on during the next sample."""
+        """Waits until all computed pages are on the disk: unwritten pages would be served from memory, and copying them
+        would disturb the next sample."""
         wanted = num_prompts * (self._plan.tokens // self._plan.page_tokens)
         deadline = time.monotonic() + SETTLE_S
         while True:
@@ -120,7 +121,7 @@ class FirstToken:
 
 
 def check_tier(meta_info: dict[str, Any], tier: str | None, tokens: int) -> None:
-    """Raises RuntimeFault unless `tier`, and no other, had `tokens` of the prompt; None: unless none had any."""
+    """Raises RuntimeFault unless `tier` alone served `tokens` of the prompt; None: unless no tier served any."""
     details = meta_info.get("cached_tokens_details") or {}
     served = {name: int(details.get(name) or 0) for name in ("device", "host", "storage")}
     if served != dict.fromkeys(served, 0) | ({} if tier is None else {tier: tokens}):

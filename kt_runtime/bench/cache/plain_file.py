@@ -1,4 +1,4 @@
-"""One file written and read from its beginning to its end: what the disk tier is held against."""
+"""Sequential write and read of one file, the baseline for the disk tier."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import time
 from pathlib import Path
 
-CALL_BYTES = 4 << 20  # of one system call
+CALL_BYTES = 4 << 20  # per system call
 
 
 def write(path: Path, source: memoryview) -> float:
-    """Seconds to write a new file until it survives a power cut (fdatasync)."""
+    """Seconds to write a new file durably (fdatasync)."""
     path.unlink(missing_ok=True)
     started = time.perf_counter()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -25,7 +25,7 @@ def write(path: Path, source: memoryview) -> float:
 
 
 def read(path: Path, target: memoryview) -> float:
-    """Seconds to fill `target`, whose size is the file's."""
+    """Seconds to fill `target`, which has the file's size."""
     started = time.perf_counter()
     descriptor = os.open(path, os.O_RDONLY)
     try:

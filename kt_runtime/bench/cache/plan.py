@@ -1,4 +1,4 @@
-"""What is measured, on which model, how often."""
+"""The parameters of a measurement: the model, the sizes, the number of rounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kt_runtime.errors import InvalidValueError, UnknownNameError
 
 PRESET = "bench-qwen3-moe"
 DTYPES = ("bfloat16", "float32")
-# Where a first token can come from, in the order in which they are measured.
+# Sources of a first token's prefix, in the order of measurement.
 SOURCES = ("cold", "device", "host", "disk", "disk_after_restart")
 
 
@@ -17,8 +17,8 @@ SOURCES = ("cold", "device", "host", "disk", "disk_after_restart")
 class Plan:
     """`model`: a preset that can be made, or a checkpoint's directory. `tokens`: of the prefix, whole pages.
 
-    `directory`: where files are measured and the cache lies, None: the directory for temporary files. `dtype`: None,
-    the faster one on this machine. `rounds`: of every measurement. `bandwidth_bytes`: written and read in a round.
+    `directory`: for the measured files and the cache, None: the directory for temporary files. `dtype`: None: the
+    faster one on this machine. `rounds`: of every measurement. `bandwidth_bytes`: written and read in a round.
     """
 
     model: str = PRESET
@@ -31,7 +31,7 @@ class Plan:
     with_server: bool = True
 
     def __post_init__(self) -> None:
-        """Raises InvalidValueError for a number that makes no sense, UnknownNameError for an unknown dtype."""
+        """Raises InvalidValueError for a number out of range, UnknownNameError for an unknown dtype."""
         for name in ("page_tokens", "rounds", "bandwidth_bytes"):
             if getattr(self, name) < 1:
                 raise InvalidValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; must be 1 or more")

@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from kt_runtime.bench.cache.plan import SOURCES
 from kt_runtime.serve.memory.plan import format_bytes
 
-NARROW = 100  # columns, where the output is no terminal
+NARROW = 100  # columns, if the output is no terminal
 READ_BAR, WRITE_BAR, FIRST_TOKEN_BAR = 0.8, 0.5, 5.0
 
 

@@ -1,4 +1,4 @@
-"""One round: both sides write, read from the disk, and read again what the system still has in memory."""
+"""One round: both sides write, read from the disk, and read again from the system's page cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEASURES = ("plain_write", "tier_write", "plain_read", "tier_read", "plain_read_
 
 @dataclass(frozen=True)
 class Round:
-    """`plain`: the file beside the tier's directory. Both sides move `source` to the disk and back to `target`."""
+    """`plain`: a file next to the tier's directory. Both sides write `source` to the disk and read it into `target`."""
 
     source: memoryview
     target: memoryview
@@ -27,7 +27,7 @@ class Round:
     is_tier_first: bool
 
     def measure(self) -> tuple[dict[str, float], float | None]:
-        """Seconds by measure, and how much the system still had in its own cache before the reads that aren't warm."""
+        """(seconds by measure, share of the files in the page cache before the cold reads)."""
         try:
             seconds = self._both(
                 "write", lambda: plain_file.write(self.plain, self.source), lambda: self.tier.write(self.source)
@@ -36,12 +36,12 @@ class Round:
             system_cache.drop(*paths)
             cached_share = system_cache.cached_share(*paths)
             seconds |= self._both("read", self._read_plain, self._read_tier)
-            system_cache.fill(*paths)  # the tier may have read past it
+            system_cache.fill(*paths)  # the tier may have bypassed the page cache
             seconds |= self._both("read_warm", self._read_plain, self._read_tier)
         finally:
             self.plain.unlink(missing_ok=True)
             self.tier.clear()
-            fsync_directory(self.plain.parent)  # what removing costs the disk is not the next round's
+            fsync_directory(self.plain.parent)  # keeps the cost of the removal out of the next round
         return seconds, cached_share
 
     def _both(self, what: str, plain: Callable[[], float], tier: Callable[[], float]) -> dict[str, float]:
@@ -55,7 +55,7 @@ class Round:
         return self._checked(lambda: self.tier.read(self.target))
 
     def _checked(self, read: Callable[[], float]) -> float:
-        """`read`'s seconds. Nothing of what it should bring was there before."""
+        """The seconds of `read`. Inverts `target` first, so that stale data can't pass. Raises RuntimeFault."""
         source, target = np.frombuffer(self.source, np.uint8), np.frombuffer(self.target, np.uint8)
         np.invert(source, out=target)
         seconds = read()

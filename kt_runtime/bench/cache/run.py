@@ -1,4 +1,4 @@
-"""The whole run: files first, while the machine has nothing else to do, then the server."""
+"""The whole run: files first, while the machine is otherwise idle, then the server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
-    """The JSON of docs/bench.md."""
+    """Returns the JSON that docs/bench.md describes."""
     with tempfile.TemporaryDirectory(prefix="kt-runtime-bench-", dir=plan.directory) as root:
         directory = Path(root)
         say(f"the checkpoint of {plan.model}")
@@ -32,7 +32,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
         config = json.loads((model / "config.json").read_text())
         dtype = plan.dtype or faster_dtype()
         token_bytes = cached_numbers_per_token(config) * DTYPE_BYTES[dtype]
-        os.sync()  # the checkpoint is on the disk before the disk is measured
+        os.sync()  # keeps pending writes of the checkpoint out of the measurement
         files = bandwidth.measure(plan.page_tokens * token_bytes, plan.bandwidth_bytes, plan.rounds, directory, say)
         answers = None
         if plan.with_server:

@@ -1,4 +1,4 @@
-"""The operating system's own cache of files (page cache), which must not answer for the disk."""
+"""Control of the operating system's page cache, which must not serve reads that measure the disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _READING_BYTES = 4 << 20
 
 
 def drop(*paths: Path) -> None:
-    """Asks the system to forget what it holds of these files, which are written to the disk first."""
+    """Writes these files to the disk, then asks the system to drop them from the page cache."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -22,7 +22,7 @@ def drop(*paths: Path) -> None:
 
 
 def fill(*paths: Path) -> None:
-    """Has the system hold these files, as far as there is memory."""
+    """Loads these files into the page cache, as far as memory allows."""
     for path in paths:
         with path.open("rb") as file:
             while file.read(_READING_BYTES):
@@ -30,7 +30,7 @@ def fill(*paths: Path) -> None:
 
 
 def cached_share(*paths: Path) -> float | None:
-    """How much of these files the system holds, 0 to 1; None where it doesn't say (mincore(2))."""
+    """The share of these files in the page cache, 0 to 1; None if the system does not report it (mincore(2))."""
     there = total = 0
     for path in paths:
         flags = _resident_pages(path)
@@ -41,7 +41,7 @@ def cached_share(*paths: Path) -> float | None:
 
 
 def _resident_pages(path: Path) -> bytes | None:
-    """One byte for each of the file's memory pages; its lowest bit says whether it is there."""
+    """One byte per memory page of the file; the lowest bit is set for a page in the page cache. None: unknown."""
     size = path.stat().st_size
     if size == 0:
         return b""
@@ -49,12 +49,12 @@ def _resident_pages(path: Path) -> bytes | None:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
         start = ctypes.c_char.from_buffer(mapping)
         failed = ctypes.CDLL(None).mincore(ctypes.byref(start), ctypes.c_size_t(size), flags)
-        del start  # or the mapping can't be closed
+        del start  # releases the buffer, so that the mapping can be closed
     return None if failed else flags.raw
 
 
 def file_system(path: Path) -> str | None:
-    """The kind of file system that `path` is on, as "ext4" or "tmpfs", whose files are in memory; None if unknown."""
+    """The type of `path`'s file system, such as "ext4" or "tmpfs" (files in memory); None if unknown."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:

@@ -1,4 +1,4 @@
-"""The disk tier without a server: pages of the model's size through its public methods, as the server calls them."""
+"""The disk tier without a server: pages of the model's size, moved by the public methods that the server calls."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kt_runtime.cache.namespace import Namespace
 from kt_runtime.cache.page import Page
 from kt_runtime.errors import RuntimeFault
 
-CALL_PAGES = 128  # SGLang's HiCache hands over and asks for so many pages at once
+CALL_PAGES = 128  # pages per write or read call of SGLang's HiCache
 NAMESPACE = Namespace(weights="bench", kv_dtype="bench", page_tokens=1, layout="page_first_direct")
 PATIENCE_S = 60.0  # a slow disk gives a low figure, not a failure
 
 
 class TierFiles:
-    """One tier for all rounds, as a server has it for its life: what it holds memory for, it has used before."""
+    """One tier for all rounds, as in a long-running server, so that its memory is touched before the counted rounds."""
 
     def __init__(self, directory: Path, page_bytes: int, num_pages: int) -> None:
         self.directory, self._page_bytes, self._num_pages = directory, page_bytes, num_pages
@@ -39,7 +39,7 @@ class TierFiles:
         self._tier.close(PATIENCE_S)
 
     def write(self, source: memoryview) -> float:
-        """Seconds until all pages survive a power cut. There must be none before."""
+        """Seconds until all pages are durable on the disk. The tier must be empty."""
         before, pages = self._tier.counters["records_written"], self._pages(source)
         started = time.perf_counter()
         for first in range(0, self._num_pages, CALL_PAGES):
@@ -51,7 +51,7 @@ class TierFiles:
         return seconds
 
     def read(self, target: memoryview) -> float:
-        """Seconds from the look-up to the last page."""
+        """Seconds from the look-up until the last page is read."""
         pages = self._pages(target)
         started = time.perf_counter()
         found = self._tier.look_up([page.key for page in pages])
@@ -70,7 +70,7 @@ class TierFiles:
         return [path for path in self.directory.rglob("*") if path.is_file()]
 
     def _pages(self, memory: memoryview) -> list[Page]:
-        """K and V of a page are two pieces, as in the server's host pool."""
+        """The pages in `memory`; K and V of a page are separate pieces, as in the server's host pool."""
         size, half = self._page_bytes, self._page_bytes // 2
         starts = range(0, self._num_pages * size, size)
         return [

@@ -1,1 +1,1 @@
-"""`kt-runtime bench experts`: how near the expert engine comes to the machine's limits, and to its peers."""
+"""`kt-runtime bench experts`: the expert engine compared with the machine's limits and with its peers."""

@@ -1,6 +1,6 @@
-"""A checkpoint of one layer in a temporary directory, as a model's makers would have published it.
+"""Writes a checkpoint of one layer in a published model's format.
 
-Written tensor by tensor, so that the file is never held in memory.
+The file is written tensor by tensor, so it is never held in memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def write_checkpoint(directory: Path, encoding: str, weights: Weights) -> None:
 
 
 def _expert_tensors(weights: Weights, expert: int, encode: Callable[[Tensor], Named]) -> Named:
-    """Names without the expert: "gate_proj.weight"."""
+    """One expert's tensors, named without the expert: "gate_proj.weight"."""
     return {
         f"{projection}.{suffix}": tensor
         for projection, matrix in weights.expert(expert).items()

@@ -1,4 +1,4 @@
-"""The weight formats that are measured, and where each comes from."""
+"""The measured weight formats, and the checkpoint encoding and quantization of each."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kt_runtime.errors import UnknownNameError
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a checkpoint stores the weights: `bits` with a scale for `group` columns (0: fp8 in blocks, or bf16)."""
+    """A checkpoint's weight storage: `bits` per weight, one scale per `group` columns (0: fp8 blocks, or bf16)."""
 
     bits: int
     group: int = 0
     zero_points: bool = False
 
 
-# By the name of a checkpoint's encoding.
+# Checkpoint encodings by name.
 ENCODINGS = {
     "bf16": Encoding(16),
     "fp8": Encoding(8),  # e4m3, blocks of 128 x 128, as DeepSeek ships it
@@ -29,12 +29,12 @@ ENCODINGS = {
 
 @dataclass(frozen=True)
 class BenchFormat:
-    """`encoding`: of the checkpoint. `quantize`: the store's expert_format. `path`: what forward multiplies with."""
+    """`encoding`: of the checkpoint. `quantize`: the store's expert_format. `path`: forward's multiply instruction."""
 
     name: str
     encoding: str
     quantize: str | None
-    path: str  # a peak: "bf16" or "int8"
+    path: str  # the peak to compare with: "bf16" or "int8"
 
 
 FORMATS = {

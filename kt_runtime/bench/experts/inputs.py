@@ -1,9 +1,9 @@
 """Activations, routings and LoRA tensors of a case: the same for every format, thread count and peer.
 
-A model has many layers, so a layer's weights are not in the caches when its turn comes. With few tokens, successive
-calls therefore take their experts from a shuffled deck, one after the other, round and round: an expert comes up again
-only after all others were read. With more tokens than the deck serves at once, experts are drawn at random for each
-token, and one call reads nearly the whole layer.
+In a model with many layers, a layer's weights have left the CPU caches before the layer runs again. The benchmark keeps
+them cold too: with few tokens, successive calls cycle through a shuffled list of experts, so an expert is read again
+only after all others. If one call needs more than all experts, each token's experts are random, and a call reads nearly
+the whole layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_BATCHES = 64
 @dataclass(frozen=True)
 class Batch:
     x: Tensor  # [T, H] bfloat16, normal(0, 1)
-    ids: Tensor  # [T, K] int32, distinct for a token
+    ids: Tensor  # [T, K] int32, distinct within a token
     weights: Tensor  # [T, K] float32, softmax of normal numbers
     grad_out: Tensor  # [T, H] bfloat16, normal(0, 1)
 
@@ -40,7 +40,7 @@ class Batch:
 
 
 def make_batches(shape: BenchShape, num_tokens: int) -> list[Batch]:
-    """Batches to call one after the other, all touching the same number of experts."""
+    """Batches for successive calls; all touch the same number of experts."""
     generator = torch.Generator().manual_seed(num_tokens)
     return [
         Batch(

@@ -1,7 +1,7 @@
-"""kt-kernel as a peer, in another interpreter: it pins its own versions of torch and others.
+"""kt-kernel as a peer, in another interpreter, since kt-kernel pins its own versions of torch and other packages.
 
-One process for each of its classes, so that a class that crashes costs that class alone. The question is a JSON
-argument, the answer the last line of stdout, on which kt-kernel prints too; tensors are safetensors files.
+Each kt-kernel class runs in its own process, so that a crash affects only that class. The question is a JSON argument;
+the answer is the last line of stdout, to which kt-kernel also prints; tensors are passed as safetensors files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCRIPT = Path(__file__).with_name("kt_kernel_script.py")
 IMPORT_TIMEOUT_S = 180.0
 LOAD_TIMEOUT_S = 600.0
 
-# The checkpoint encoding that its classes read, by the format that is measured. It quantizes int8 from bf16 itself.
+# Measured format -> checkpoint encoding that kt-kernel reads. kt-kernel quantizes bf16 to int8 itself.
 ENCODINGS = {"bf16": "bf16", "fp8": "fp8", "int8": "bf16", "int4": "int4_g32", "int4_g32": "int4_g32"}
 FORWARD_CLASSES: dict[str, tuple[str, ...]] = {
     "bf16": ("AMXBF16_MOE", "AVX2BF16_MOE"),
@@ -44,7 +44,7 @@ TRAINING_CLASSES: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Answer:
-    """`ms` and `output` (of the first tokens, forward only) by class; `problems`: why a class gave nothing."""
+    """`ms` and `outputs` (of the first tokens, forward only) by class. `problems`: why a class has no result."""
 
     ms: dict[tuple[int, str], dict[str, float]] = field(default_factory=dict)  # by (tokens, op)
     outputs: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # by (tokens, class)
@@ -52,12 +52,12 @@ class Answer:
 
 
 class KtKernel:
-    """`problem` says why it can't be used; else `version`, `variant` and `classes` are known."""
+    """kt-kernel in another interpreter. `problem`: why kt-kernel can't be used; None: the other fields are set."""
 
     def __init__(self, python: Path) -> None:
         if not python.is_file():
             raise NotFoundError(f"--peer {python}: there is no such file; expected a Python interpreter with kt-kernel")
-        self._python = python.absolute()  # not resolved: a virtual environment is known by the link's place
+        self._python = python.absolute()  # not resolved: the link's location identifies a virtual environment
         self.problem: str | None = None
         facts = self._run({"do": "describe"}, None, IMPORT_TIMEOUT_S)
         self.problem = facts.get("problem")
@@ -69,7 +69,7 @@ class KtKernel:
         return {"version": self.version, "variant": self.variant, "problem": self.problem}
 
     def encoding(self, format_name: str) -> str | None:
-        """Of the checkpoint that it needs for a format; None where it has no class for it."""
+        """The checkpoint encoding that kt-kernel needs for a format; None: no class supports the format."""
         return ENCODINGS.get(format_name) if self.problem is None else None
 
     def measure(
@@ -82,7 +82,7 @@ class KtKernel:
         lora: LoraSlot,
         patience: Patience,
     ) -> Answer:
-        """`directory` holds the checkpoint and takes the inputs. `cases`: batches by (tokens, op)."""
+        """`directory` has the checkpoint and gets the input files. `cases`: batches by (tokens, op)."""
         answer = Answer()
         for op in sorted({op for _, op in cases}):
             batches = {tokens: made for (tokens, its_op), made in cases.items() if its_op == op}
@@ -130,7 +130,7 @@ class KtKernel:
 
 
 def _plain_environment() -> dict[str, str]:
-    """Without what steers this interpreter: PYTHONPATH and the like."""
+    """The environment without variables of this interpreter, such as PYTHONPATH."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 

@@ -1,10 +1,10 @@
-"""Run by kt_kernel.py in the interpreter that has kt-kernel, torch and safetensors; it knows nothing of kt_runtime.
+"""Run by kt_kernel.py in the interpreter with kt-kernel, torch and safetensors. Does not import kt_runtime.
 
     PYTHON kt_kernel_script.py QUESTION
 
-QUESTION is JSON. The last line of stdout is the answer, JSON too. In the working directory: model.safetensors, a
-checkpoint of one layer; inputs.safetensors; outputs.safetensors is written. kt-kernel's classes are called as its own
-wrappers call them (0.7.2: kt_kernel/utils/amx.py, kt_kernel/sft/amx.py), not through these wrappers: they want a GPU.
+QUESTION is JSON. The last line of stdout is the answer, also JSON. The working directory has model.safetensors, a
+checkpoint of one layer, and inputs.safetensors; the script writes outputs.safetensors. It calls kt-kernel's classes as
+kt-kernel's wrappers do (0.7.2: kt_kernel/utils/amx.py, kt_kernel/sft/amx.py), since the wrappers need a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from statistics import median
 
 PREFIX = "model.layers.0.mlp.experts"
 PARTS = ("gate", "up", "down")
-# By format: names of a matrix's tensors, bits of a code, group.
+# Format -> (tensor name of the weights, of the scales, bits of a code, group).
 TENSORS = {
     "bf16": ("weight", None, 0, 0),
     "int8": ("weight", None, 0, 0),
@@ -26,7 +26,7 @@ TENSORS = {
     "int4_g32": ("weight_packed", "weight_scale", 4, 32),
 }
 CHECKED_TOKENS = 4
-ROW_UNIT = 32  # of its largest batch
+ROW_UNIT = 32  # the largest batch is rounded up to a multiple
 
 
 def describe():
@@ -101,7 +101,7 @@ class Layer:
         if bits:
             config.quant_config.bits, config.quant_config.group_size = bits, group
             config.quant_config.zero_point = False
-        # What it quantizes itself, and what its training classes pack, it wants as one tensor for all experts.
+        # kt-kernel takes one tensor for all experts where it quantizes, and in training classes other than fp8.
         give = self.give_stacked if kind == "int8" or (is_training and kind != "fp8") else self.give_one_by_one
         for part in PARTS:
             give(config, f"{part}_proj", part, weight)
@@ -115,7 +115,7 @@ class Layer:
             setattr(config, target, self.kept[-1].data_ptr())
 
     def give_one_by_one(self, config, target, part, name):
-        """Addresses by memory node and expert; 0 where a format has no such tensor."""
+        """Sets addresses by memory node and expert; 0 if the format has no such tensor."""
         experts = self.question["experts"]
         pointers = [0] * experts if name is None else [tensor.data_ptr() for tensor in self.tensors(part, name)]
         setattr(config, target + "s", [pointers])
@@ -173,7 +173,7 @@ def measure(question):
 
 
 def timed(calls, runs, seconds):
-    """Seconds of each call; as timing.py counts them."""
+    """Seconds of each counted call, by the same rule as timing.py."""
     first = seconds_of(calls[0])
     taken = [] if first < seconds else [first]
     while not taken or (sum(taken) < 5 * seconds and (len(taken) < runs or sum(taken) < seconds)):
@@ -188,7 +188,7 @@ def seconds_of(call):
 
 
 def forget_own_directory():
-    """The files beside this one are no modules of this interpreter: one of them is called kt_kernel."""
+    """Removes this file's directory from sys.path: its kt_kernel.py would hide the package kt_kernel."""
     here = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.realpath(path) != here]
 
@@ -198,7 +198,7 @@ def main():
     question = json.loads(sys.argv[1])
     try:
         answer = describe() if question["do"] == "describe" else measure(question)
-    except Exception as error:  # noqa: BLE001 (whatever kt-kernel raises is the answer: it could not)
+    except Exception as error:  # noqa: BLE001 (any error of kt-kernel is an answer: its problem)
         answer = {"problem": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
     print(json.dumps(answer), flush=True)
 

@@ -1,4 +1,4 @@
-"""One shape's weights, inputs and references: made once, used by every format, thread count and peer."""
+"""One shape's weights, inputs and references, made once for all formats, thread counts and peers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LayerCase:
         return make_lora(self.shape)
 
     def few(self, tokens: int) -> Batch:
-        """The tokens of the first batch that errors are taken over."""
+        """The first tokens of the first batch, on which errors are computed."""
         return self.batches(tokens)[0].first(reference.TOKENS)
 
     def _batches(self, tokens: int) -> list[Batch]:

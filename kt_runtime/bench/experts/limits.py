@@ -1,8 +1,8 @@
-"""What the machine can do at most, measured in the same run, and the time that a case needs at least.
+"""The machine's limits, measured in the same run, and the least time that a case needs at these limits.
 
 limit_ratio of a row = time at the limits / measured time. Time at the limits is the longer of
   bytes of the experts that the batch touches / DRAM read bandwidth
-  operations / peak of the instruction that the format's path multiplies with, two operations for a multiply-add.
+  operations / peak of the multiply instruction of the format's path, two operations for a multiply-add.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ READ_BUFFER_BYTES = 512 << 20
 LARGEST_READ_BUFFER_BYTES = 4 << 30
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
-# Backward multiplies the gradients of gate, up and down with their matrices: as much as forward again. Activations that
-# were not retained cost gate and up once more.
+# In units of forward's operations. Backward multiplies the gradients of gate, up and down by their matrices, as many
+# operations as forward. Recomputing activations that were not retained costs gate and up once more.
 BACKWARD = 1.0
 RECOMPUTED = 2 / 3
 
@@ -36,13 +36,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Work:
-    """What a call must do at least."""
+    """The least work of a call: bytes read and operations."""
 
     weight_bytes: float
     operations: dict[str, float]  # by path: "bf16", "int8"
 
     def limit(self, limits: Limits) -> tuple[float, str]:
-        """Seconds, and what bounds them: "dram", or the path that takes longest."""
+        """(seconds at the limits, the bottleneck: "dram", or the path that takes longest)."""
         seconds = {path: count / limits.peak(path) for path, count in self.operations.items()}
         reading = self.weight_bytes / limits.dram_bytes_per_s
         if reading >= sum(seconds.values()):
@@ -55,9 +55,9 @@ def forward_work(touched_bytes: float, operations: float, path: str) -> Work:
 
 
 def training_work(touched_bytes: float, operations: float, path: str, recomputed: bool) -> Work:
-    """Forward and backward; `operations` and `touched_bytes` are those of forward.
+    """The work of forward and backward; `operations` and `touched_bytes` are those of forward.
 
-    Gradients are not quantized: backward's operations are held against the bf16 peak in every format.
+    Gradients are not quantized, so backward's operations count against the bf16 peak in every format.
     """
     forwards = 1 + (RECOMPUTED if recomputed else 0)
     counts = {"bf16": BACKWARD * operations}
@@ -66,7 +66,7 @@ def training_work(touched_bytes: float, operations: float, path: str, recomputed
 
 
 def measure_limits(isa: str, threads: int, free_bytes: int) -> Limits:
-    """Best of many short passes: other processes lower a pass, never raise it."""
+    """The best of many short passes: other processes can only slow a pass down."""
     buffer_bytes = min(
         max(READ_BUFFER_BYTES, 16 * last_level_cache_bytes()), LARGEST_READ_BUFFER_BYTES, free_bytes // 4
     )
@@ -80,7 +80,7 @@ def measure_limits(isa: str, threads: int, free_bytes: int) -> Limits:
 
 
 def last_level_cache_bytes() -> int:
-    """Of the caches that processor 0 reads through; 0 where the system does not say."""
+    """Bytes of processor 0's largest cache; 0 if the system does not report it."""
     sizes = [0]
     for file in CACHES.glob("index*/size"):
         text = file.read_text().strip()

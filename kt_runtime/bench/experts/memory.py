@@ -1,4 +1,4 @@
-"""Whether a shape fits, before anything is made; and how much memory loading took at its peak."""
+"""Checks that a shape fits into memory and disk before anything is made, and measures the peak memory of loading."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.serve.memory.machine import available_cpu_bytes
 from kt_runtime.serve.memory.plan import format_bytes
 
-# In bf16 sizes of the layer: the original weights, the packed copy, and what loading or a peer's repacking needs.
+# In units of the layer's bf16 size: the original weights, the packed copy, and temporary memory for loading or for a
+# peer's repacking.
 COPIES = 3.0
-COPIES_WITH_KT_KERNEL = 5.0  # it holds up to three copies while loading, next to the original weights
+COPIES_WITH_KT_KERNEL = 5.0  # kt-kernel holds up to three copies during loading, besides the original weights
 BESIDES_BYTES = 1 << 30  # interpreter, torch, activations, read buffer
 
 
@@ -27,7 +28,7 @@ def needed_bytes(shape: BenchShape, with_kt_kernel: bool) -> int:
 
 
 def check_memory(shape: BenchShape, with_kt_kernel: bool) -> None:
-    """InvalidValueError with the number needed, and how many experts would fit."""
+    """Raises InvalidValueError with the memory needed and the number of experts that would fit."""
     needed, free = needed_bytes(shape, with_kt_kernel), available_cpu_bytes()
     if needed <= free:
         return
@@ -41,7 +42,7 @@ def check_memory(shape: BenchShape, with_kt_kernel: bool) -> None:
 
 
 def check_disk(shape: BenchShape, formats: Collection[BenchFormat]) -> None:
-    """Checkpoints of all encodings of one shape lie in the directory for temporary files at the same time."""
+    """Raises InvalidValueError if one shape's checkpoints in all encodings do not fit into the temporary directory."""
     encodings = {form.encoding for form in formats}
     needed = sum(shape.bf16_bytes if encoding == "bf16" else shape.bf16_bytes * 5 // 8 for encoding in encodings)
     directory = Path(tempfile.gettempdir())
@@ -54,15 +55,15 @@ def check_disk(shape: BenchShape, formats: Collection[BenchFormat]) -> None:
 
 
 class PeakMemory:
-    """`with PeakMemory() as peak: ...; peak.extra_bytes`: what the process took beyond its size at the start.
+    """`with PeakMemory() as peak: ...; peak.extra_bytes`: the process's peak memory beyond its size at the start.
 
-    None where the system does not let a process reset its own peak (Linux: /proc/self/clear_refs).
+    None if the system does not let a process reset its own peak (Linux: /proc/self/clear_refs).
     """
 
     def __enter__(self) -> PeakMemory:
         self.extra_bytes: int | None = None
         with suppress(AttributeError):  # not glibc
-            # What was freed before goes back to the system, or it would be taken again unnoticed.
+            # Returns freed memory to the system; its reuse would not be counted otherwise.
             ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
         self._was_reset = False
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Fills in what the peers take for the same cases."""
+"""Adds the peers' times and errors for the same cases to the rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kt_runtime.bench.experts.rows import Row
 from kt_runtime.bench.experts.timing import Patience, measure
 
 KT_KERNEL = "kt_kernel"
-# What PyTorch raises where an operator is missing for this processor, shape or version.
+# PyTorch's errors for an operator that is missing for this processor, shape or version.
 TORCH_ERRORS = (RuntimeError, NotImplementedError, AttributeError, ValueError, TypeError)
 
 

@@ -1,4 +1,4 @@
-"""What one run measures."""
+"""The parameters of one run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make_plan(
     with_torch: bool = True,
     patience: Patience,
 ) -> Plan:
-    """Empty: the defaults. UnknownNameError, InvalidValueError."""
+    """A plan; an empty sequence means the default. Raises UnknownNameError, InvalidValueError."""
     processors = usable_processors()
     for count in threads:
         if not 1 <= count <= processors:

@@ -1,4 +1,4 @@
-"""What makers of quantized checkpoints do to a matrix [rows, cols]: rounding to nearest, scales from the extremes."""
+"""Quantization of a matrix [rows, cols] as in published checkpoints: rounding to nearest, scales from the extremes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FP8_LARGEST = 448.0  # of e4m3
 
 
 def to_fp8_blocks(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 values, and a float32 scale for each block of 128 x 128: matrix = values * scale. DeepSeek-V3's."""
+    """e4m3 values and a float32 scale per block of 128 x 128: matrix = values * scale. DeepSeek-V3's format."""
     rows, cols = matrix.shape
     padding = (0, -cols % FP8_BLOCK, 0, -rows % FP8_BLOCK)
     blocks = torch.nn.functional.pad(matrix.float(), padding).unflatten(0, (-1, FP8_BLOCK))
@@ -42,7 +42,7 @@ def to_integers(matrix: Tensor, bits: int, group: int, zero_points: bool) -> tup
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Signed codes [rows, cols] -> int32 [rows, cols * bits / 32]; 2^(bits - 1) is added, the first code is lowest."""
+    """Signed codes [rows, cols] -> int32 [rows, cols * bits / 32]: adds 2^(bits - 1), first code in the lowest bits."""
     per_word = 32 // bits
     if codes.shape[1] % per_word:
         raise InvalidValueError(f"{codes.shape[1]} columns are no whole words of {per_word} codes")

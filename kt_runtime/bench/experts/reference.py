@@ -1,4 +1,4 @@
-"""The layer in float64 from the original weights, on a few tokens: what errors are measured against."""
+"""The layer in float64 with the original weights, on a few tokens: the reference for errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kt_runtime.bench.experts.inputs import Batch
 from kt_runtime.bench.experts.weights import Weights
 from kt_runtime.experts import LoraSlot
 
-TOKENS = 4  # that errors are taken over; fewer where the batch has fewer
+TOKENS = 4  # for computing errors; fewer if the batch has fewer
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ReferenceGradients:
 
 
 def forward(weights: Weights, batch: Batch) -> Tensor:
-    """[T, H] float64."""
+    """The layer's output, [T, H] float64."""
     return _layer(weights, batch.x.double(), batch.ids, batch.weights.double(), None, 0.0)
 
 
@@ -45,7 +45,7 @@ def gradients(weights: Weights, batch: Batch, lora: LoraSlot) -> ReferenceGradie
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
-    """Frobenius norms: |got - wanted| / |wanted|."""
+    """|got - wanted| / |wanted|, Frobenius norms."""
     return float((got.double() - wanted).norm() / wanted.norm())
 
 

@@ -13,7 +13,7 @@ LEGEND = (
     "of limit: share of what the machine's limit (DRAM, bf16, int8) allows. peers: how many times as long they take."
     " retain, recompute: forward and backward with LoRA."
 )
-NARROW = 100  # columns, where the output is no terminal
+NARROW = 100  # columns, if the output is no terminal
 
 
 def print_report(result: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One row of the result: a case with its figures."""
+"""One row of the result: a case with its measurements."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kt_runtime.bench.experts.timing import Timing
 class Row:
     shape: str
     experts: int
-    format: str  # as it was asked for
-    weight_format: str  # the store's name of it
+    format: str  # the requested format
+    weight_format: str  # the store's name for the format
     isa: str
     threads: int
     tokens: int
@@ -25,10 +25,10 @@ class Row:
     rel_error: float
     resident_bytes: int  # of the layer, packed
     weight_bytes: int  # of the layer, as a checkpoint stores that format
-    peers: dict[str, float] = field(default_factory=dict)  # ms; of kt_kernel that of its fastest class
+    peers: dict[str, float] = field(default_factory=dict)  # ms; for kt_kernel its fastest class
     peer_errors: dict[str, float] = field(default_factory=dict)
     kt_kernel_classes: dict[str, float] = field(default_factory=dict)  # ms
-    # forward, where activations are quantized to int8: the part of rel_error that this brings, and the weights' part
+    # forward with int8 activations: the parts of rel_error from quantizing activations and from quantizing weights
     activation_error: float | None = None
     weight_error: float | None = None
     # forward_backward only

@@ -1,4 +1,4 @@
-"""The whole run: machine, then shape by shape, format by format; everything is freed before the next."""
+"""The whole run: the machine, then each shape and format; all memory is freed before the next one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 
 class Checkpoints:
-    """Checkpoints of one shape, each written when first asked for."""
+    """Checkpoints of one shape, each written at its first use."""
 
     def __init__(self, root: Path, weights: Weights) -> None:
         self._root, self._weights = root, weights
@@ -51,14 +51,14 @@ class Run:
         self._loads: list[dict[str, Any]] = []
 
     def result(self) -> dict[str, Any]:
-        """The JSON of docs/bench.md. InvalidValueError before anything is measured where a shape does not fit."""
+        """The JSON of docs/bench.md. Raises InvalidValueError before any measurement if a shape does not fit."""
         for shape in self._plan.shapes:
             check_memory(shape, self._kt_kernel is not None)
             check_disk(shape, self._plan.formats)
         limits = self._measure_limits()
         for shape in self._plan.shapes:
             self._measure_shape(shape)
-        # Again, since what else the machine does changes: a limit is the best that was seen.
+        # Measured again, since the machine's other load varies: a limit is the best measured value.
         limits = _merged(limits, self._measure_limits())
         return {
             "machine": self._machine(limits),
@@ -80,7 +80,7 @@ class Run:
         }
 
     def _machine(self, limits: dict[tuple[str, int], Limits]) -> dict[str, Any]:
-        """The figures on top are those of the first instruction set with the most threads."""
+        """The machine's facts; the top-level limits are those of the first instruction set with the most threads."""
         top = limits[self._plan.isas[0], max(self._plan.threads)]
         cpu = cpu_facts()
         return dataclasses.asdict(top) | {
@@ -153,7 +153,7 @@ class Run:
 def _merged(
     first: dict[tuple[str, int], Limits], second: dict[tuple[str, int], Limits]
 ) -> dict[tuple[str, int], Limits]:
-    """The better of both; and more threads can do at least what fewer can."""
+    """The better limit of both. A limit with more threads is at least that with fewer."""
     merged = {key: _best(found, second[key]) for key, found in first.items()}
     for isa, threads in sorted(merged):
         for other, fewer in merged:

@@ -1,4 +1,4 @@
-"""The layers that are measured."""
+"""The shapes of the measured layers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BenchShape:
 
     @property
     def bf16_bytes(self) -> int:
-        """What the layer takes as plain bfloat16."""
+        """The layer's size in plain bfloat16."""
         return BF16_BYTES * self.num_experts * self.weights_per_expert
 
     def with_experts(self, num_experts: int) -> BenchShape:
@@ -57,7 +57,7 @@ SHAPES = {
 
 
 def parse_shape(text: str) -> BenchShape:
-    """A name of SHAPES, or ExKxHxIxR such as 64x6x2048x1408x8. UnknownNameError, InvalidValueError."""
+    """`text`: a name of SHAPES, or ExKxHxIxR such as 64x6x2048x1408x8. Raises UnknownNameError, InvalidValueError."""
     if text in SHAPES:
         return SHAPES[text]
     if not re.fullmatch(r"\d+([x,]\d+)*", text):

@@ -1,4 +1,4 @@
-"""Rows of one loaded store: a format, an instruction set, a number of threads."""
+"""Measures the rows of one loaded store: one format, instruction set and number of threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RETAIN, RECOMPUTE = "retain", "recompute"
 
 @dataclass(frozen=True)
 class Training:
-    """Forward and backward of one batch with LoRA; gradients of the LoRA tensors are added to `into`."""
+    """Forward and backward of one batch with LoRA; adds the gradients of the LoRA tensors to `into`."""
 
     store: ExpertStore
     lora: LoraSlot
@@ -85,7 +85,8 @@ class StoreBench:
         return rows
 
     def _gradient_errors(self, training: Training, tokens: int, activations: str) -> dict[str, float]:
-        """Of x and routing weights within the whole batch; of LoRA, whose gradients are sums, a few tokens alone."""
+        """Relative errors: for x and routing weights from the whole batch; for LoRA, whose gradients are sums over
+        tokens, from a step with only the reference's few tokens."""
         expected, few = self._case.expected_gradients(tokens), self._case.few(tokens)
         whole = training.step(self._case.batches(tokens)[0], activations)
         slot = self._case.lora.zeros()
@@ -118,7 +119,7 @@ class StoreBench:
         return training_work(*self._counts(tokens), self._form.path, recomputed=activations == RECOMPUTE)
 
     def _counts(self, tokens: int) -> tuple[float, float]:
-        """Bytes of the experts that forward touches, and its operations: two for a multiply-add."""
+        """(bytes of the experts that forward touches, operations of forward), two operations for a multiply-add."""
         shape, touched = self._case.shape, self._case.batches(tokens)[0].touched_experts
         bytes_per_expert = self._store.resident_bytes / shape.num_experts
         return touched * bytes_per_expert, 2.0 * tokens * shape.top_k * shape.weights_per_expert

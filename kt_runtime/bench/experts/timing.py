@@ -1,4 +1,4 @@
-"""How long a call takes: a few calls first, then as many as the time allows."""
+"""Times a call: one warm-up call, then calls until `Patience` is satisfied."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-SETTLE_S = 0.02  # in which another library's threads stop spinning
+SETTLE_S = 0.02  # until another library's threads stop spinning
 
 
 @dataclass(frozen=True)
 class Patience:
-    """At least `runs` calls and `seconds`; but no more calls after five times as long."""
+    """Measure at least `runs` calls and at least `seconds`, but at most about five times `seconds`."""
 
     runs: int
     seconds: float
@@ -27,7 +27,8 @@ class Timing:
 
 
 def measure(calls: Sequence[Callable[[], object]], patience: Patience) -> Timing:
-    """Times calls[0], calls[1] ... in turn, round and round. The first call is counted only if it alone is too long."""
+    """Times the calls cyclically. The first call is a warm-up; it counts only if it takes at least
+    `patience.seconds`."""
     time.sleep(SETTLE_S)
     was_enabled = gc.isenabled()
     gc.disable()

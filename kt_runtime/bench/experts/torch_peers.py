@@ -1,7 +1,7 @@
-"""What PyTorch offers for the same layer in the same format; the best known way of each kind.
+"""PyTorch's implementations of the same layer in the same format; the best known one of each kind.
 
-bf16: `torch_loop`, a loop over the experts; `torch_grouped`, its grouped matrix product; `torch_autograd`, the loop
-with LoRA under autograd. int8: `torch_int8pack` (weights only) and `torch_int_mm` (activations quantized by token too).
+bf16: `torch_loop`, a loop over the experts; `torch_grouped`, a grouped matmul; `torch_autograd`, the loop with LoRA
+under autograd. int8: `torch_int8pack` (weights only) and `torch_int_mm` (activations quantized per token too).
 int4: `torch_int4pack`, groups of 32 and 128 columns. For the CPU, PyTorch has no product with fp8 weights in blocks of
 128 x 128, and none with zero points as a byte.
 """
@@ -27,7 +27,7 @@ INT4_GROUPS = {"int4": 32, "int4_g32": 32, "int4_g128": 128}
 
 
 def forward_peers(weights: Weights, format_name: str) -> dict[str, Forward]:
-    """By name; none where PyTorch has nothing of that format."""
+    """Forward functions by name; empty if PyTorch does not support the format."""
     if format_name == "bf16":
         return {"torch_loop": _looped(_bf16_product(weights)), "torch_grouped": _grouped(weights)}
     if format_name == "int8":
@@ -57,7 +57,7 @@ def _looped(product: Product) -> Forward:
 
 
 def _by_expert(batch: Batch) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(expert, indices of its pairs, their tokens) for every expert with tokens."""
+    """(expert, indices of its (token, expert) pairs, their tokens) for every expert with tokens."""
     order, counts = _sorted_pairs(batch, int(batch.ids.max()) + 1)
     tokens = order // batch.ids.shape[1]
     start = 0
@@ -68,7 +68,7 @@ def _by_expert(batch: Batch) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 def _sorted_pairs(batch: Batch, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs (token, expert) sorted by expert, and how many each expert has."""
+    """Indices of (token, expert) pairs sorted by expert, and the number of pairs per expert."""
     flat = batch.ids.view(-1)
     return flat.argsort(stable=True), flat.bincount(minlength=num_experts)
 
@@ -135,14 +135,14 @@ def _int4pack(weights: Weights, group: int) -> Product:
 
 
 def _int4_matrix(matrix: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Unsigned codes packed as PyTorch wants them, and [groups, out, 2]: scale, and what is added to every product."""
+    """(codes packed by PyTorch, [groups, out, 2]: the scale, and the offset that the kernel adds to each product)."""
     codes, scales, _ = to_integers(matrix, 4, group, False)
     words = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int() + 8, 1)
     return words, torch.stack([scales, torch.zeros_like(scales)], 2).transpose(0, 1).contiguous()
 
 
 def _autograd(weights: Weights, lora: LoraSlot) -> Callable[[Batch], None]:
-    # A leaf per expert, as PEFT has them: the gradient of a slice of one big tensor would be as big as that tensor.
+    # One leaf tensor per expert, as in PEFT: the gradient of a slice of one big tensor has the big tensor's size.
     tensors = [t for t in lora.tensors() if t is not None]
     leaves = [[t[expert].clone().requires_grad_() for t in tensors] for expert in range(weights.down.shape[0])]
 

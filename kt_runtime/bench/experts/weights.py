@@ -38,13 +38,14 @@ def random_weights(shape: BenchShape, seed: int = 0) -> Weights:
 
 
 def _fill(matrix: Tensor, generator: np.random.PCG64, table: np.ndarray) -> None:
-    """16 random bits choose a quantile: ten times as fast as drawing normal numbers, and bf16 hardly resolves more."""
+    """Fills `matrix`: 16 random bits choose a quantile. Ten times as fast as drawing normal numbers; bf16 hardly
+    resolves more."""
     count = matrix.numel()
     bits = generator.random_raw(-(-count // 4)).view(np.uint16)[:count]
     matrix.view(torch.int16).numpy().reshape(-1)[:] = table[bits]
 
 
 def _quantiles() -> np.ndarray:
-    """bfloat16 values in int16."""
+    """The quantiles as bfloat16, stored in int16."""
     middle = (torch.arange(QUANTILES, dtype=torch.float64) + 0.5) / QUANTILES
     return (torch.special.ndtri(middle) * DEVIATION).bfloat16().view(torch.int16).numpy()

@@ -1,1 +1,1 @@
-"""Training through a real server against Hugging Face + PEFT doing the same."""
+"""Training on a real server compared with the same training by Hugging Face + PEFT."""

@@ -1,4 +1,4 @@
-"""The checkpoint that both sides train: made from a preset, or one that is there."""
+"""The checkpoint that both sides train: made from a preset, or an existing one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kt_runtime.serve.models.presets import is_preset, load_preset
 
 
 def checkpoint(plan: Plan, directory: Path) -> Path:
-    """A checkpoint's directory, written below `directory` where the model is a preset.
+    """The checkpoint's directory; a preset's checkpoint is written below `directory`.
 
-    Raises NotFoundError for a model that is neither, InvalidValueError for `layers` of a directory, and for more layers
-    than a preset has.
+    Raises NotFoundError for a model that is neither preset nor directory, and InvalidValueError for `layers` with a
+    directory, and for more layers than a preset has.
     """
     if not is_preset(plan.model):
         if not (Path(plan.model) / "config.json").is_file():
@@ -39,7 +39,7 @@ def vocabulary(directory: Path) -> int:
 
 
 def faster_dtype() -> str:
-    """bfloat16 where PyTorch multiplies it with the machine's own instructions, else float32."""
+    """bfloat16 if PyTorch multiplies bfloat16 by hardware instructions of this machine, else float32."""
     import torch
 
     if torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported():

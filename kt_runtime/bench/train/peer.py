@@ -1,4 +1,4 @@
-"""Hugging Face + PEFT as the peer: one process for each measurement, which takes its memory with it."""
+"""Hugging Face + PEFT as the peer: one process per measurement, whose end frees all memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kt_runtime.wire.messages import Activations
 
 SCRIPT = Path(__file__).with_name("peer_script.py")
 TIMEOUT_S = 3600.0
-PROBE_TOKENS = 32  # enough where one dtype is multiplied in software
+PROBE_TOKENS = 32  # enough if one dtype is emulated in software
 CLEARLY_FASTER = 4.0  # below this ratio a whole sequence decides: some instructions pay off only with many tokens
 
 
 @dataclass
 class Peer:
-    """`probes`: tokens/s of a step of one sequence, or of its first `probe_tokens`, by dtype. `dtype`: in which it is
-    measured, the faster one unless given."""
+    """`probes`: dtype -> tokens/s of a step with the first `probe_tokens` of one sequence. `dtype`: of the measurement,
+    `plan.peer_dtype` or else the faster one."""
 
     plan: Plan
     model: Path
@@ -58,7 +58,7 @@ class Peer:
         self.dtype = max(self.probes, key=lambda dtype: self.probes[dtype])
 
     def measure(self, targets: str, activations: Activations) -> Measured:
-        """`recompute` is Hugging Face's gradient checkpointing."""
+        """Trains with warm-up and counted steps. `recompute` means Hugging Face's gradient checkpointing."""
         self.say(f"Hugging Face + PEFT: {targets}, {activations} in {self.dtype}")
         steps = self.plan.warmup_steps + self.plan.steps
         answer = self._ask(targets, activations, self.dtype, self.sequences, self.plan.micro_batches(), steps)
@@ -98,7 +98,7 @@ class Peer:
         try:
             done = subprocess.run(
                 [sys.executable, "-P", str(SCRIPT)],
-                input=json.dumps(question),  # an argument may have 128 KiB
+                input=json.dumps(question),  # by stdin, since an argument is limited to 128 KiB
                 capture_output=True,
                 text=True,
                 timeout=TIMEOUT_S,

@@ -1,7 +1,7 @@
-"""Hugging Face + PEFT fine-tuning the same checkpoint, in a process of its own.
+"""Fine-tunes the same checkpoint with Hugging Face + PEFT, in a separate process.
 
-Reads JSON from stdin (`peer.Peer._ask`), prints one JSON line: seconds and losses of the steps, peak memory of the
-steps and of loading. Knows nothing of kt-runtime.
+Reads JSON from stdin (`peer.Peer._ask`) and prints one JSON line: seconds and losses of the steps, peak memory of the
+steps and of loading. Does not import kt_runtime.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def adapted(model: Any, question: dict[str, Any]) -> Any:
 
 
 def step(model: Any, optimizer: Any, tokens: torch.Tensor, micro_batches: list[list[int]]) -> float:
-    """The mean loss per predicted token."""
+    """Runs one optimizer step; returns the mean loss per predicted token."""
     loss = 0.0
     for first, end in micro_batches:
         some = tokens[first:end]

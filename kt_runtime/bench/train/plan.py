@@ -1,4 +1,4 @@
-"""What is trained, how often, and by whom."""
+"""The parameters of the measured training on both sides."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Plan:
-    """A step is `sequences` of `tokens` each, then AdamW.
+    """A step trains on `sequences` of `tokens` each, then runs AdamW.
 
-    `micro_batch`: sequences that the peer computes at once. `microbatch_tokens`: tokens that the server does.
-    `model`: a preset that can be made, or a checkpoint's directory. `layers`: None, as the model has. `dtype`,
+    `micro_batch`: sequences in the peer's microbatch. `microbatch_tokens`: tokens in the server's microbatch.
+    `model`: a preset that can be made, or a checkpoint's directory. `layers`: None: all of the model's. `dtype`,
     `peer_dtype`: None: the faster one on this machine. `warmup_steps` are not counted.
     """
 
@@ -62,7 +62,7 @@ class Plan:
         return self.sequences * self.tokens
 
     def micro_batches(self) -> list[tuple[int, int]]:
-        """[first, end) of the sequences that the peer computes at once."""
+        """[first, end) of the sequences in each of the peer's microbatches."""
         starts = range(0, self.sequences, self.micro_batch)
         return [(start, min(start + self.micro_batch, self.sequences)) for start in starts]
 
@@ -82,10 +82,10 @@ class Plan:
 
 
 def sequences_of(plan: Plan, vocabulary: int) -> npt.NDArray[np.int64]:
-    """[sequences, tokens]: the same random tokens for both sides, and in every step."""
+    """[sequences, tokens]: random tokens, the same for both sides and in every step."""
     return np.random.default_rng(0).integers(3, vocabulary, (plan.sequences, plan.tokens))
 
 
 def lora_targets(name: str) -> list[str]:
-    """`attention+experts` as the server's target groups."""
+    """The server's target groups of a name such as `attention+experts`."""
     return name.split("+")

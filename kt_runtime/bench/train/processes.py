@@ -1,4 +1,4 @@
-"""The most memory that processes have taken since a moment (Linux: VmHWM, /proc/PID/clear_refs)."""
+"""Peak memory of processes since a reset (Linux: VmHWM, /proc/PID/clear_refs)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 class ProcessTree:
-    """The processes that this one has started, and theirs: the server's. Pages that they share count for each."""
+    """All descendants of this process, which are the server's processes. Shared pages count for each process."""
 
     def __init__(self) -> None:
         self.processes = _below(os.getpid())
 
     def reset(self) -> None:
-        """From now on peaks are of what comes. Where the system forbids it, they stay those since the start."""
+        """Restarts the peaks from the current memory. If the system forbids that, peaks stay those since the start."""
         for process in self.processes:
             with suppress(OSError):
                 Path(f"/proc/{process}/clear_refs").write_text("5")
@@ -26,17 +26,17 @@ class ProcessTree:
 def _below(process: int) -> list[int]:
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process has just ended
             after_name = stat.read_text(errors="replace").rpartition(")")[2].split()
             parents[int(stat.parent.name)] = int(after_name[1])
     found = [process]
-    for one in found:  # grows meanwhile
+    for one in found:  # `found` grows during the loop
         found += [child for child, parent in parents.items() if parent == one]
     return found[1:]
 
 
 def peak_bytes(process: int) -> int:
-    """0 for a process that has ended."""
+    """The process's VmHWM in bytes; 0 for a process that has ended."""
     with suppress(OSError):
         for line in Path(f"/proc/{process}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from kt_runtime.serve.memory.plan import format_bytes
 
-NARROW = 100  # columns, where the output is no terminal
+NARROW = 100  # columns, if the output is no terminal
 
 
 def print_report(result: dict[str, Any]) -> None:

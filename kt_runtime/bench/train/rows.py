@@ -1,4 +1,4 @@
-"""One row of the result: a setting with both sides' figures."""
+"""One row of the result: a setting with both sides' measurements."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Measured:
-    """`seconds` of each counted step; `losses` of every step, from the untrained adapter on, as means per token."""
+    """`seconds`: of each counted step. `losses`: mean per token of every step, the first with the untrained adapter."""
 
     seconds: list[float]
     losses: list[float]
     peak_bytes: int
 
     def tokens_per_s(self, step_tokens: int) -> float:
-        """Of the median step."""
+        """Tokens per second of the median step."""
         return step_tokens / median(self.seconds)
 
     def best_tokens_per_s(self, step_tokens: int) -> float:
-        """Of the shortest step."""
+        """Tokens per second of the shortest step."""
         return step_tokens / min(self.seconds)
 
 
@@ -31,7 +31,7 @@ class Row:
     step_tokens: int
     ours: Measured
     peer: Measured | None
-    attention_tokens_per_s: float | None  # with the same activations and LoRA on attention alone
+    attention_tokens_per_s: float | None  # ours, same activations, LoRA on attention only
 
     def as_json(self) -> dict[str, Any]:
         rate = self.ours.tokens_per_s(self.step_tokens)

@@ -1,4 +1,4 @@
-"""The whole run: the server first, and when it is gone the peer, on the same checkpoint and tokens."""
+"""The whole run: the server first, and after its end the peer, on the same checkpoint and tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kt_runtime.cli.machine import cpu_facts
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
-    """The JSON of docs/bench.md."""
+    """Returns the JSON that docs/bench.md describes."""
     with tempfile.TemporaryDirectory(prefix="kt-runtime-bench-") as root:
         directory = Path(root)
         say(f"the checkpoint of {plan.model}")

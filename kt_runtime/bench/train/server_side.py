@@ -1,4 +1,4 @@
-"""Our side: a server as users start it, trained through the wire."""
+"""kt-runtime's side: a server started as users start it, trained over the wire protocol."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALL_TIMEOUT_S = 3600.0
 def measure(
     plan: Plan, model: Path, dtype: str, sequences: npt.NDArray[np.int64], directory: Path, say: Callable[[str], None]
 ) -> dict[tuple[str, str], Measured]:
-    """By targets and activations. The server is gone afterwards; its files are in `directory`."""
+    """The measurements by (targets, activations). The server has ended on return; its files are in `directory`."""
     context = max(plan.tokens + 1, 64)
     options = ["--dtype", dtype, "--context-tokens", str(context), "--max-total-tokens", "1024"]
     options += ["--max-running-requests", "1", "--max-lora-rank", str(plan.rank), "--lora-slots", "2"]
@@ -45,7 +45,7 @@ def measure(
 def _train(
     client: ResidentClient, plan: Plan, targets: str, activations: Activations, sequences: npt.NDArray[np.int64]
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each counted step, and the losses of all steps."""
+    """(seconds of each counted step, losses of all steps)."""
     batch = _batch(sequences)
     session = f"bench-{targets.replace('+', '-')}-{activations}"
     lora = LoraSettings(rank=plan.rank, alpha=plan.alpha, targets=lora_targets(targets), seed=0)
@@ -63,7 +63,7 @@ def _train(
 
 
 def _batch(sequences: npt.NDArray[np.int64]) -> Batch:
-    """Every token but the last of a sequence predicts the next; the loss is the step's mean."""
+    """The batch for one step: every token but a sequence's last predicts the next; the loss is the step's mean."""
     count, tokens = sequences.shape
     weights = np.full((count, tokens), 1.0 / (count * (tokens - 1)))
     weights[:, -1] = 0.0

@@ -186,7 +186,7 @@ def _owner(adapter: dict[str, Any]) -> str:
 
 
 def _say_problems(adapter: dict[str, Any]) -> None:
-    """What a table has no room for."""
+    """Prints an adapter's problems, which do not fit into a table."""
     if adapter["problem"]:
         click.echo(f"{adapter['name']} is not served: {adapter['problem']}")
     for version in adapter["versions"]:

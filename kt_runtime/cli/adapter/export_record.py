@@ -1,7 +1,7 @@
-"""How `--overwrite` tells what an export wrote from everything else: by a record in it.
+"""The record by which `--overwrite` recognizes exports, the only files and directories that it replaces.
 
-A directory has `kt_export.json` with the names of its files; a `.gguf` file has a key of its own. Readers of adapters
-and checkpoints ignore both.
+A directory has `kt_export.json` with the names of its files; a `.gguf` file has a metadata key. Readers of adapters and
+checkpoints ignore both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_RECORD_BYTES = 1 << 20
 
 
 class ExportRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`files`: of the directory, without the record itself."""
+    """`files`: names of the directory's files, without the record itself."""
 
     files: tuple[str, ...]
     format: int = 1
@@ -33,7 +33,7 @@ def record_of(names: Iterable[str]) -> bytes:
 
 
 def check_replaced(path: Path) -> None:
-    """Raises ConflictError unless an export wrote `path`, which exists, and nothing was added since."""
+    """Raises ConflictError unless an export wrote the existing `path`, and no file was added since."""
     if path.is_symlink():
         raise _not_ours(path, "it is a link")
     if path.is_dir():

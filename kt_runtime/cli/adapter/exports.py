@@ -1,4 +1,4 @@
-"""The forms in which an adapter leaves kt-runtime: a PEFT directory, a merged checkpoint, a GGUF file."""
+"""The export formats of an adapter: a PEFT directory, a merged checkpoint, a GGUF file."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def export_adapter(
     shard_gigabytes: float = 5.0,
     overwrite: bool = False,
 ) -> None:
-    """Writes `path`; when anything fails, what was there is there still. `say` gets one line per remark.
+    """Writes `path`; a failure leaves existing files unchanged. `say` prints one line per remark.
 
-    `dtype`: None is the adapter's own for "peft", float32 for "gguf", the base's for "merged". `overwrite`: `path` may
-    be an export from before, which is replaced in one step. Raises UserErrors.
+    `dtype`: None means the adapter's own for "peft", float32 for "gguf", the base's for "merged". `overwrite`: `path`
+    may be an earlier export, which is replaced atomically. Raises UserErrors.
     """
     check_place(path, overwrite=overwrite)
     if path.is_dir() and path.samefile(chosen.base):
@@ -66,7 +66,7 @@ def export_adapter(
 
 
 def check_place(path: Path, *, overwrite: bool) -> None:
-    """Raises ConflictError unless `path` is free, or something that an export wrote and `overwrite` is asked for."""
+    """Raises ConflictError if `path` exists, unless it is an earlier export and `overwrite` is set."""
     if not os.path.lexists(path):
         return
     if not overwrite:

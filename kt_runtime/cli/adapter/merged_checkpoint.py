@@ -1,9 +1,9 @@
 """A Hugging Face checkpoint with an adapter merged into it, written tensor by tensor.
 
-Every tensor of the base is written under its own name: adapted matrices merged, all others as they are. What is
-quantized in the base is dequantized on the way, and then the whole checkpoint is plain (bf16, no quantization_config).
-Where each tensor will lie is known from the headers alone before the first one is read, so that one matrix is in memory
-at a time, and a disk that is too small is noticed at once. The directory appears when it is complete, or not at all.
+Every tensor of the base keeps its name: adapted matrices are merged, all others are copied. A quantized base is
+dequantized, and the whole checkpoint becomes plain (bf16, no quantization_config). The headers alone determine each
+tensor's place before the first tensor is read, so one matrix is in memory at a time, and a lack of disk space is
+reported at once. The directory appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor goes: `offset` counts from the beginning of the data of file number `shard`.
+    """A tensor's place in the output: `offset` in bytes from the start of the data of file number `shard`.
 
-    `dtype`: as safetensors spells it.
+    `dtype`: safetensors' name.
     """
 
     dtype: str
@@ -67,10 +67,10 @@ def write_merged(
 ) -> int:
     """Writes the new directory `path`; returns the bytes of its tensors.
 
-    `adapter` must have been checked against the base's config. `dtype`: float32 widens every tensor; None keeps what
-    the base has, and is bfloat16 for a quantized one, whose float16 tensors it replaces too: AWQ's and GPTQ's norms and
-    embeddings, which a server that computes in bfloat16 rounds just so. Raises NumericsError for a value beyond its
-    type, CheckpointError for a broken base, ConflictError when `path` exists or the disk is too small.
+    `adapter` must have been checked against the base's config. `dtype`: float32 widens every tensor; None keeps the
+    base's dtypes, and means bfloat16 for a quantized base. bfloat16 also replaces float16 (norms and embeddings of AWQ
+    and GPTQ), with the same rounding as in a server that computes in bfloat16. Raises NumericsError for a value out of
+    its dtype's range, CheckpointError for a broken base, ConflictError when `path` exists or the disk is too small.
     """
     config = check_checkpoint(base)
     quantization = quantization_of(config)
@@ -96,7 +96,7 @@ def write_merged(
 
 
 def plan(files: list[Path], dtype: torch.dtype | None, shard_bytes: int) -> dict[str, Place]:
-    """Every tensor's place, in the order of the files. Only one tensor alone may exceed `shard_bytes`."""
+    """Every tensor's place, in the order of the files. A shard exceeds `shard_bytes` only if it has a single tensor."""
     if shard_bytes < 1:
         raise InvalidValueError(f"shard size is {shard_bytes} bytes; expected a positive number")
     places: dict[str, Place] = {}
@@ -114,7 +114,7 @@ def plan(files: list[Path], dtype: torch.dtype | None, shard_bytes: int) -> dict
 
 
 def _plain_entries(files: list[Path]) -> Iterator[tuple[str, Place]]:
-    """Each tensor as `plain_tensors` gives it, with BF16 for what is quantized, and not placed yet."""
+    """Name and type of each tensor from `plain_tensors`, BF16 for quantized ones; `shard` and `offset` are not set."""
     headers = {file: read_header(file) for file in files}
     where = {name: file for file, header in headers.items() for name in header}
     for file, header in headers.items():
@@ -159,12 +159,12 @@ def _check_disk(path: Path, needed_bytes: int) -> None:
 
 
 def _copy_others(base: Path, directory: Path, config: Mapping[str, Any], dtype: torch.dtype | None) -> None:
-    """config.json without quantization; tokenizer, generation_config.json and whatever else lies beside the weights."""
+    """Writes config.json without quantization; copies tokenizer, generation_config.json and all other non-weights."""
     skipped = {"config.json", INDEX, RECORD_FILE, *FOREIGN_SETTINGS}
     for entry in sorted(base.iterdir()):
         is_weight = entry.suffix in (".safetensors", *OTHER_WEIGHTS)
         if entry.is_file() and not is_weight and entry.name not in skipped and not entry.name.startswith("."):
-            shutil.copyfile(entry, directory / entry.name)  # follows links: caches of the hub consist of them
+            shutil.copyfile(entry, directory / entry.name)  # follows links, since snapshots in the hub cache are links
     changed = {key: value for key, value in config.items() if key not in CONFIG_KEYS}
     if dtype is not None or len(changed) < len(config):
         key = "torch_dtype" if "torch_dtype" in changed else "dtype"
@@ -198,7 +198,7 @@ def _write_tensors(
 
 
 class _Shards:
-    """The files, all with their headers from the beginning; one of them is open at a time."""
+    """The output files. All headers are written first; then one file is open at a time."""
 
     def __init__(self, directory: Path, places: Mapping[str, Place]) -> None:
         count = max((place.shard for place in places.values()), default=0) + 1

@@ -1,4 +1,4 @@
-"""Which adapter and which base model a command means: names of a running server, directories, files."""
+"""Resolves the adapter and base model of a command: names of a running server, directories, files."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from kt_runtime.serve.models.presets import is_preset, load_preset
 from kt_runtime.serve.models.report import locate, not_found_message
 
 MAX_RANK = 1024
-"""The largest rank that is read where no server limits it."""
+"""The largest rank accepted when no server limits the rank."""
 
 WRITING_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class ChosenAdapter:
-    """An adapter, checked against the config of its base. `described`: what it is, for people."""
+    """An adapter, checked against the config of its base. `described`: a description for people."""
 
     adapter: AdapterTensors
     base: Path
@@ -48,9 +48,9 @@ class ChosenAdapter:
 
 
 def choose_adapter(source: str, version: str | None, base: str | None, api: Callable[[], ServerAPI]) -> ChosenAdapter:
-    """`source`: a PEFT directory, a .gguf file, or a name that the server at `api` serves, of which `version` is meant.
+    """`source`: a PEFT directory, a .gguf file, or a name served by `api`, for which `version` selects the version.
 
-    `base`: as `--model` of serve; None: the server's model for a name, else what the adapter's config names.
+    `base`: as `--model` of serve; None: the server's model for a name, else the base named in the adapter's config.
     """
     path = Path(source).expanduser()
     is_name = NAME_PATTERN.fullmatch(source) is not None and not path.exists()
@@ -80,7 +80,7 @@ def find_model(name: str) -> Path:
 
 
 def _served(name: str, version: str | None, api: ServerAPI) -> tuple[Path, dict[str, Any], str]:
-    """(directory of the version, the server's status, what it is)."""
+    """(directory of the version, the server's status, description for people)."""
     try:
         shown, status = api.get(f"/kt/adapters/{name}"), api.get("/kt/status")
     except ServerUnreachableError as error:
@@ -97,8 +97,8 @@ def _served(name: str, version: str | None, api: ServerAPI) -> tuple[Path, dict[
 
 
 def wait_until_written(path: Path, name: str, not_stored: str | None = None) -> None:
-    """A version is served before its directory `path` has been written, by a moment. Raises NotFoundError, which says
-    `not_stored`, why the server could not write it."""
+    """Waits for the directory `path` of a version, which is served shortly before it is written. Raises NotFoundError;
+    the message includes `not_stored`, the server's reason for a failed write."""
     deadline = time.monotonic() + WRITING_SECONDS
     while not path.is_dir():
         if time.monotonic() > deadline:
@@ -112,7 +112,7 @@ def wait_until_written(path: Path, name: str, not_stored: str | None = None) -> 
 
 
 def _named_base(path: Path) -> str:
-    """`base_model_name_or_path` of a PEFT directory. Raises InvalidValueError when that says nothing."""
+    """`base_model_name_or_path` of a PEFT directory. Raises InvalidValueError if it is missing."""
     hint = "say with --base which model it belongs to (a preset, a directory, or an entry of the Hugging Face cache)"
     if not path.is_dir():
         raise InvalidValueError(f"{path}: a file does not name its base; {hint}")

@@ -135,7 +135,7 @@ def _show(answer: dict[str, Any], as_json: bool, print_text: Callable[[dict[str,
 
 @contextmanager
 def _held(path: Path) -> Iterator[None]:
-    """Keeps servers that are just starting from using the directory, too. Raises ConflictError, naming who has it."""
+    """Locks the directory, also against servers that are still starting. Raises ConflictError naming the holder."""
     with _explained(path), claimed(path, runtime_directory()):
         yield
 

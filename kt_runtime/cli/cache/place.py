@@ -1,4 +1,4 @@
-"""Which cache directory a command means, and which there are."""
+"""Finds the cache directory of a command, and lists existing ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def caches_in(path: Path) -> list[Path]:
 
 
 def cache_at(path: Path) -> Path:
-    """`path`, absolute. Raises NotFoundError with the caches that are near it if it is none."""
+    """`path`, absolute. Raises NotFoundError, which lists nearby caches, if `path` is no cache."""
     path = path.expanduser().absolute()
     try:
         inspection.check_is_cache(path)
@@ -27,7 +27,7 @@ def cache_at(path: Path) -> Path:
 
 
 def only_cache(what: str) -> Path:
-    """The one cache in the user's cache directory. Raises NotFoundError if there are more, or none."""
+    """The only cache in the user's cache directory. Raises NotFoundError unless there is exactly one."""
     found = caches_in(caches_directory())
     if len(found) == 1:
         return found[0]
@@ -35,7 +35,7 @@ def only_cache(what: str) -> Path:
 
 
 def not_at(message: str, near: Path | None = None) -> NotFoundError:
-    """`message` with the caches that might have been meant: in and beside `near`, and in the default place."""
+    """`message` with suggested caches: those in `near`, next to it, and in the default directory."""
     root = caches_directory()
     known = set(caches_in(root))
     if near is not None:

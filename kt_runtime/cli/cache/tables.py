@@ -1,4 +1,4 @@
-"""What `kt-runtime cache` prints for people."""
+"""The tables of `kt-runtime cache`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_SHOWN = 20
 
 
 def print_tiers(answer: dict[str, Any]) -> None:
-    """Of a server: `{"url", "tiers"}`."""
+    """Prints a server's tiers. `answer`: `{"url", "tiers"}`."""
     tiers = answer["tiers"]
     if tiers:
         click.echo(f"{answer['url']}, since it began; pages of {tiers[0]['page_tokens']} tokens")
@@ -35,7 +35,7 @@ def _hit_rate(tier: dict[str, Any]) -> str:
 
 
 def _copied(name: str) -> Callable[[dict[str, Any]], str]:
-    """Nothing is copied to the device and from it: pages are used where they are."""
+    """The column of copied bytes, empty for the device tier, whose pages are used in place."""
     return lambda tier: "" if tier["tier"] == "device" else format_bytes(tier[name])
 
 
@@ -77,7 +77,7 @@ def print_directory(found: dict[str, Any]) -> None:
 
 
 def print_caches(answer: dict[str, Any], address: str) -> None:
-    """Of the user's cache directory: `{"root", "caches"}`. `address`: where no server answered."""
+    """Prints the user's caches. `answer`: `{"root", "caches"}`. `address`: where no server answered."""
     click.echo(f"no server at {address}")
     if not answer["caches"]:
         click.echo(f"no cache in {answer['root']}; name another directory with --dir")

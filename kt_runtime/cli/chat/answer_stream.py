@@ -1,4 +1,4 @@
-"""One answer, piece by piece, from the server's streaming routes (server-sent events)."""
+"""Streams one answer from the server's streaming routes (server-sent events)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kt_runtime.errors import RequestTimeoutError, RuntimeFault, ServerUnreachab
 
 
 def chat_pieces(http: httpx.Client, body: Mapping[str, Any]) -> Generator[str, None, None]:
-    """The answer's text from /v1/chat/completions.
+    """Yields the answer's text from /v1/chat/completions.
 
     Raises UserError, RuntimeFault, ServerUnreachableError, RequestTimeoutError. Closing the iterator closes the
-    connection, upon which the server stops computing the answer.
+    connection, and the server aborts the answer.
     """
     finished = False
     for event in _events(http, "/v1/chat/completions", {**body, "stream": True}):
@@ -69,7 +69,7 @@ def _code(error: Any) -> int:
 
 
 def _error(status: int, text: str) -> UserError | RuntimeFault:
-    """One line from whatever the server says: SGLang's two shapes of errors, or plain text."""
+    """The error as one line, from SGLang's two error formats or from plain text."""
     message = text
     try:
         value = json.loads(text)

@@ -38,7 +38,7 @@ HELP = {
     "/exit": "end (so does Ctrl-D)",
 }
 ANSWER_SECONDS, CONNECT_SECONDS = 600.0, 10.0
-# Not printed at a terminal, since they could change its settings: all control characters but tab and newline.
+# Removed from terminal output, since they could change terminal settings: control characters but tab and newline.
 CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 
 
@@ -77,7 +77,7 @@ def command(
                 check_exists(directory, f"{recipe.where('adapter_name_or_path')}: adapter_name_or_path")
             api = stack.enter_context(_server_for(recipe, directory, url, api_key))
         status = api.get("/kt/status")
-        # Before an adapter is served for the wrong model, or for a template that can't be used.
+        # Checks model and template before an adapter is loaded for the wrong model or an unusable template.
         renderer = None if recipe is None else _renderer(recipe, status)
         name = stack.enter_context(adapter_in_use(api, adapter, directory, _say))
         http = stack.enter_context(_http(api.url, api_key))
@@ -118,14 +118,15 @@ def _server_for(
 
 
 def _renderer(recipe: Recipe, status: dict[str, Any]) -> Renderer:
-    """Raises ConflictError when the recipe's model is not the resident one, and as `Renderer` does."""
+    """The recipe's renderer. Raises ConflictError if the recipe's model is not resident, and `Renderer`'s errors."""
     from kt_runtime.train.render.rendering import Renderer
 
     return Renderer(recipes_model(recipe, status), recipe)
 
 
 def _follow(conversation: Conversation, recipe: Recipe, renderer: Renderer) -> None:
-    """The recipe's sampling, system prompt and template. A template other than the server's is rendered here."""
+    """Applies the recipe's sampling, system prompt and template. The client renders a template that differs from the
+    server's."""
     from kt_runtime.train.predict.run import sampling_parameters, stopping
 
     conversation.system = conversation.system or recipe.default_system
@@ -176,7 +177,7 @@ class _Chat:
                 _say(f"error: {error}")
 
     def _take(self, line: str) -> bool:
-        """Does what the line says; True when it says to end. Two slashes begin a question with one."""
+        """Runs a command or asks a question; returns True for /exit. Two slashes start a question with one slash."""
         if line.startswith("/") and not line.startswith("//"):
             return self._obey(line)
         if line:

@@ -1,4 +1,4 @@
-"""A conversation with the resident model: its history, who answers, and how the question reaches the server."""
+"""A conversation with the resident model: history, answering adapter, and requests to the server."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MESSAGE_TOKENS = 32  # more than any chat template puts around a message
 
 @dataclass
 class Conversation:
-    """`base`: the model's name at the server. `adapter`: who answers, None for the base.
+    """`base`: the model's name at the server. `adapter`: the answering adapter, None for the base.
 
-    `context_tokens`: what the server takes, prompt and answer together. `max_new_tokens`: of one answer, None for what
-    the context leaves. `options`: further fields of /v1/chat/completions. `render`: turns messages into token ids when
-    the server's own template is not to be used; then `sampling` are SGLang's parameters, and /generate is asked.
+    `context_tokens`: the server's limit for prompt and answer together. `max_new_tokens`: of one answer, None: the
+    rest of the context. `options`: further fields of /v1/chat/completions. `render`: renders messages to token ids in
+    place of the server's template; the requests then go to /generate with SGLang's parameters in `sampling`.
     """
 
     http: httpx.Client
@@ -37,11 +37,11 @@ class Conversation:
     turns: list[Message] = field(default_factory=list)
 
     def ask(self, question: str) -> Generator[str, None, None]:
-        """Yields the answer piece by piece and adds both to the history.
+        """Yields the answer piece by piece and adds question and answer to the history.
 
-        An answer that was stopped (KeyboardInterrupt, or the iterator closed) stays as far as it came. After an error,
-        or without any piece, the question is taken back as well, so that it can be asked again. Raises as
-        `chat_pieces`.
+        The history keeps the received part of an interrupted answer (KeyboardInterrupt, or the iterator closed). After
+        an error, or an empty answer, the history drops the question too, so that it can be asked again. Raises the
+        errors of `chat_pieces`.
         """
         self.turns.append({"role": "user", "content": question})
         said: list[str] = []
@@ -68,8 +68,8 @@ class Conversation:
             return self._rendered_pieces(self.render(self.messages))
         model = f"{self.base}:{self.adapter}" if self.adapter else self.base
         body: dict[str, Any] = {**self.options, "model": model, "messages": self.messages}
-        # The server refuses a limit that prompt and context leave no room for, and only it knows the prompt's tokens:
-        # at most one a byte. Where the limit may not fit, the context alone is the limit.
+        # The server refuses a max_tokens that exceeds the context left by the prompt. The prompt's number of tokens is
+        # unknown here, at most one per byte. If max_tokens may not fit, the context alone is the limit.
         most_tokens = sum(len(message["content"].encode()) + MESSAGE_TOKENS for message in self.messages)
         if self.max_new_tokens is not None and most_tokens + self.max_new_tokens <= self.context_tokens:
             body["max_tokens"] = self.max_new_tokens

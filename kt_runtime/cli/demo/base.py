@@ -1,7 +1,7 @@
-"""The demo's base model: a tiny DeepSeek-V3 that is taught a small world first, so that its answers mean something.
+"""The demo's base model: a tiny DeepSeek-V3, trained on a small world so that its answers make sense.
 
-Plain full training with Hugging Face and torch, in float32, before any server runs. It has nothing to do with how
-kt-runtime trains.
+The training is plain full training with Hugging Face and torch, in float32, before any server runs. It does not use
+kt-runtime's training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def make_base(preset: str, directory: Path, say: Callable[[str], None]) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.set_num_threads(1)  # for matrices this small more threads only wait for each other
+    torch.set_num_threads(1)  # more threads would only wait for each other on matrices this small
     untrained = directory.with_name(directory.name + "-untrained")
     make_model(preset, untrained, seed=0)
     tokenizer: Any = AutoTokenizer.from_pretrained(untrained)

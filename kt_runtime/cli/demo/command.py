@@ -76,7 +76,7 @@ def _demo(place: Path, say: Any) -> dict[str, Any]:
                 streams.adapter = ADAPTER
                 first_token.wait(FIRST_TOKEN_SECONDS)
             after = chat(http, f"{name}:{ADAPTER}", QUESTION)
-            time.sleep(2.0)  # let streams of the new version be answered as well
+            time.sleep(2.0)  # time for streams of the new version
         say(f"{QUESTION}  The adapter answers: {after}")
         say(f"{QUESTION}  The base still answers: {chat(http, name, QUESTION)}")
         end = api.get("/kt/status?verify=true")
@@ -109,7 +109,7 @@ def _demo(place: Path, say: Any) -> dict[str, Any]:
 
 
 def _train(place: Path, api: ServerAPI, say: Any) -> dict[str, Any]:
-    """Runs `kt-runtime train` as a process of its own, as a user would; returns what it prints with --json."""
+    """Runs `kt-runtime train` in a separate process, as a user would; returns its --json output."""
     recipe = place / "demo-identity.yaml"
     recipe.write_text(configs().joinpath("recipes", "demo-identity.yaml").read_text())
     command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", "train", "--recipe", str(recipe), "--json"]
@@ -131,7 +131,7 @@ def _train(place: Path, api: ServerAPI, say: Any) -> dict[str, Any]:
 
 @dataclass
 class _Memory:
-    """Watches the resident's memory while the context lasts."""
+    """Records the resident's peak memory inside the `with` block."""
 
     api: ServerAPI
     peak_bytes: int = 0

@@ -1,4 +1,4 @@
-"""Clients for the demo: streams that are answered all the while, and a probe for a new version's first token."""
+"""Clients for the demo: continuous streams, and a probe for a new version's first token."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def chat(http: httpx.Client, model: str, question: str) -> str:
 
 @dataclass
 class Streams:
-    """`number` clients that ask one question after the other until stopped, each answer a stream.
+    """`number` clients that stream answers to one question after the other until stopped.
 
-    `adapter` may be set while they run: from then on every other client asks for it. Counters are under `_lock`.
+    `adapter` may be set while the clients run; every other client then uses it. `_lock` guards the counters.
     """
 
     url: str
@@ -100,7 +100,7 @@ class Streams:
 
 
 class FirstToken:
-    """Asks for an adapter again and again until it answers; `at` is the Unix time of its first token then."""
+    """Retries requests to an adapter until it answers; `at`: the Unix time of the adapter's first token."""
 
     def __init__(self, url: str, model: str, adapter: str, question: str, pause_s: float = 0.02) -> None:
         self._url, self._model, self._question, self._pause_s = url, f"{model}:{adapter}", question, pause_s

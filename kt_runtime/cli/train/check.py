@@ -1,4 +1,4 @@
-"""`kt-runtime train --check`: everything that can be known before a run, without changing anything anywhere."""
+"""`kt-runtime train --check`: all checks that are possible before a run, without side effects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Say = Callable[[str], None]
 
 
 def check_run(recipe: Recipe, inputs: Inputs, config: dict[str, Any], api: ServerAPI | None, say: Say) -> None:
-    """Prints what the run would do. Raises what would stop it. `api`: the running server, asked for its status only."""
+    """Prints the run's plan. Raises the errors that would stop the run. `api`: the running server; only its status is
+    read."""
     from kt_runtime.serve.memory.resident_notes import asked_placement, rule_file
     from kt_runtime.train.run.loop import check_lengths
 
@@ -42,7 +43,7 @@ def check_run(recipe: Recipe, inputs: Inputs, config: dict[str, Any], api: Serve
 
 
 def _print_plan(recipe: Recipe, inputs: Inputs, config: dict[str, Any], fingerprint: str | None, say: Say) -> None:
-    """`fingerprint`: of the resident model, None while there is none."""
+    """`fingerprint`: of the resident model, None without a server."""
     from kt_runtime.train.run.loop import gone_on_from
     from kt_runtime.train.stages.dpo import described_reference
     from kt_runtime.train.stages.targets import patterns
@@ -91,13 +92,13 @@ def _print_steps(recipe: Recipe, inputs: Inputs, say: Say) -> None:
     if rates.follows_metric:
         say(f"learning rate {recipe.lr_scheduler_type}: first {rates[0]:.2e}, then as evaluations say")
         return
-    highest = max(rates[0], rates[min(schedule.num_warmup_steps(recipe, total), total - 1)])  # where warm-up ends
+    highest = max(rates[0], rates[min(schedule.num_warmup_steps(recipe, total), total - 1)])  # at the end of warm-up
     last = rates[total - 1]
     say(f"learning rate {recipe.lr_scheduler_type}: first {rates[0]:.2e}, highest {highest:.2e}, last {last:.2e}")
 
 
 def _cadence(recipe: Recipe, cadence: Cadence) -> str:
-    """Shares of all steps as the steps that they are."""
+    """The intervals of logging, saving and evaluation, with shares of all steps converted to steps."""
     strategies = {
         "log": (recipe.logging_strategy, cadence.logging_steps),
         "save": (recipe.save_strategy, cadence.save_steps),

@@ -43,14 +43,14 @@ if TYPE_CHECKING:
     from kt_runtime.wire.messages import PublishReply
 
 ABANDON_SECONDS = 3.0
-# One call may be 16,384 tokens through the largest models' experts on the CPU, behind other sessions and many streams.
-# A server that has died is noticed within a minute all the same, and Ctrl-C ends the waiting.
+# The timeout of one call: 16,384 tokens through the largest models' experts on the CPU, behind other sessions and many
+# streams. The death of the server is still noticed within a minute, and Ctrl-C ends the waiting.
 CALL_SECONDS = 86400.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """Everything that is known before training. `config`: of the model's config.json."""
+    """The validated inputs of a training run. `config`: the content of the model's config.json."""
 
     recipe: Recipe
     inputs: Inputs
@@ -115,8 +115,8 @@ def _read(path: Path, overrides: tuple[str, ...], say: Callable[[str], None]) ->
 
 
 def _prepare(recipe: Recipe, status: dict[str, Any] | None, say: Callable[[str], None]) -> Prepared:
-    """Reads model directory, adapter, rule file, data and checkpoint, and raises what is wrong with them, before any
-    server is started or asked for anything but its status."""
+    """Reads and checks model directory, adapter, rule file, data and checkpoint, before any server is started or gets a
+    request other than for its status. Raises their errors."""
     from kt_runtime.cli.train.starting_adapter import with_starting_adapter
     from kt_runtime.serve.memory.resident_notes import asked_placement
     from kt_runtime.serve.models.checkpoint_files import read_config
@@ -174,7 +174,7 @@ def _run(prepared: Prepared, url: str | None, api_key: str | None, display: Disp
 
 
 def say_where_published(api: ServerAPI, published: PublishReply, model: str, say: Callable[[str], None]) -> None:
-    """For a server that ends with the run: where the version is, and when its name answers again."""
+    """Prints, for a server that ends with the run, the directory of the version and how to serve its name again."""
     from kt_runtime.cli.adapter.place import wait_until_written
 
     directory = Path(api.get("/kt/status")["adapter_directory"]) / published.name / published.version
@@ -190,7 +190,7 @@ def say_where_published(api: ServerAPI, published: PublishReply, model: str, say
 
 
 def reference_serving(api: ServerAPI, api_key: str | None, recipe: Recipe, say: Callable[[str], None]) -> Serving:
-    """How the reference's adapter, or the base, is served for `ref_logprobs: serving`."""
+    """A context manager that serves the reference's adapter, or the base, for `ref_logprobs: serving`."""
     from kt_runtime.train.predict.serving_path import ServingPath
 
     @contextlib.contextmanager
@@ -202,7 +202,7 @@ def reference_serving(api: ServerAPI, api_key: str | None, recipe: Recipe, say: 
 
 
 def _abandon(api: ServerAPI, session: str) -> None:
-    """Asks the server, over a connection of its own, to drop the session once its call has ended; waits for little."""
+    """Asks the server on a separate connection to close the session after its current call. Waits ABANDON_SECONDS."""
     with contextlib.suppress(KtError), resident_client(api, timeout_s=ABANDON_SECONDS) as client:
         client.close_session(session)
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is known before the first question. `adapter`: the directory that is to answer, None when it is served."""
+    """The validated inputs of a prediction. `adapter`: directory of the answering adapter, None: a served name, or the
+    base. `is_running`: a server was running."""
 
     renderer: Renderer
     rows: Sequence[Row]
@@ -77,7 +78,7 @@ def predict_alone(
     check: bool,
     as_json: bool,
 ) -> int:
-    """What `train` does for a recipe that only predicts. `check`: everything has been read and nothing is asked."""
+    """Runs `train` for a recipe that only predicts. `check`: only prints the plan."""
     if not check:
         _print(_predict(recipe, prepared, None, url, api_key, say, time.monotonic()), as_json)
         return 0
@@ -97,7 +98,7 @@ def _print(results: Mapping[str, float], as_json: bool) -> None:
 
 
 def _adapter_directory(recipe: Recipe) -> Path | None:
-    """What the recipe has trained, if it has; else what it names; else None, the base."""
+    """The adapter that the recipe has trained; else the one it names; else None, the base."""
     trained = recipe.do_train and (recipe.output_dir / CONFIG_FILE).is_file()
     return recipe.output_dir if trained else recipe.adapter_name_or_path
 
@@ -133,7 +134,7 @@ def prepare_prediction(
     say: Callable[[str], None],
     status: Mapping[str, Any] | None,
 ) -> Prediction:
-    """Reads everything before a server is started. `status`: the running server's, None without one."""
+    """Reads and checks all inputs before a server is started. `status`: of the running server, None without one."""
     from kt_runtime.serve.memory.resident_notes import asked_placement
     from kt_runtime.serve.models.checkpoint_files import read_config
     from kt_runtime.train.predict.run import read_rows
@@ -157,7 +158,7 @@ def prepare_prediction(
 def predict_after_training(
     api: ServerAPI, api_key: str | None, recipe: Recipe, say: Callable[[str], None]
 ) -> dict[str, float]:
-    """For `do_predict` at the end of `train`: the adapter just trained answers, as it is published or was saved."""
+    """Runs `do_predict` at the end of `train`, with the newly trained adapter as published, or as saved."""
     from kt_runtime.train.predict.run import predict
     from kt_runtime.train.render.rendering import Renderer
 

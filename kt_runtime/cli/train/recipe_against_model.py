@@ -1,4 +1,4 @@
-"""A recipe compared with the model and the server that are to train it, for `train` and its checks."""
+"""Checks a recipe against the model and the server that will train it, for `train` and its checks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 def check_rank(recipe: Recipe, max_rank: int | None) -> None:
-    """Raises, with the recipe's line, what the resident would refuse once the run has begun. `max_rank`: the server's,
-    None while there is none."""
+    """Raises, with the recipe's line, the error of a rank that the resident would refuse during the run.
+
+    `max_rank`: the server's, None without a server."""
     if max_rank is not None and recipe.lora_rank > max_rank:
         raise InvalidValueError(
             f"{recipe.where('lora_rank')}: lora_rank: {recipe.lora_rank}: the server serves adapters up to rank "
@@ -33,7 +34,7 @@ def check_targets(recipe: Recipe, config: dict[str, Any]) -> None:
 
 
 def say_resident_notes(recipe: Recipe, status: StatusReply, say: Callable[[str], None]) -> None:
-    """What the recipe says about placement and memory, where the resident model has it otherwise."""
+    """Prints where the recipe's placement and memory settings differ from the resident model's."""
     from kt_runtime.serve.memory.resident_notes import placement_notes, resident_notes
 
     for note in [*placement_notes(recipe, status), *resident_notes(recipe, status)]:

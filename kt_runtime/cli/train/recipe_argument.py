@@ -1,4 +1,4 @@
-"""How commands take a recipe: `FILE [KEY=VALUE ...]`, as llamafactory-cli does, or by --recipe."""
+"""The recipe arguments of commands: `FILE [KEY=VALUE ...]`, as in llamafactory-cli, or --recipe."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def recipe_arguments(function: _F) -> _F:
-    """Adds --recipe and the arguments, which `recipe_of` tells apart."""
+    """Adds --recipe and the arguments, which `recipe_of` parses."""
     option = click.option("--recipe", "recipe_path", type=click.Path(path_type=Path), help="The same as FILE.")
     return option(click.argument("arguments", nargs=-1, metavar="[FILE] [KEY=VALUE]...")(function))
 
 
 def recipe_of(option: Path | None, arguments: Sequence[str], command: str) -> tuple[Path, tuple[str, ...]]:
-    """(the recipe's file, what overrides it). Raises click.UsageError without a file, and for two of them."""
+    """(the recipe's file, its overrides). Raises click.UsageError without a file, and for two files."""
     path, overrides = find_recipe(option, arguments)
     if path is None:
         given = f" ({overrides[0]!r} changes a recipe's key)" if overrides else ""
@@ -27,7 +27,7 @@ def recipe_of(option: Path | None, arguments: Sequence[str], command: str) -> tu
 
 
 def find_recipe(option: Path | None, arguments: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
-    """As `recipe_of`, where a recipe may be missing."""
+    """As `recipe_of`, but the recipe may be missing."""
     files = [argument for argument in arguments if _is_file(argument)]
     named = [*([str(option)] if option is not None else []), *files]
     if len(named) > 1:
@@ -39,5 +39,5 @@ def find_recipe(option: Path | None, arguments: Sequence[str]) -> tuple[Path | N
 
 
 def _is_file(argument: str) -> bool:
-    """A key is never a path that is there; what has no "=" can't be an override."""
+    """Whether `argument` is the recipe's file. An override has a "=", and is never the path of an existing file."""
     return "=" not in argument or Path(argument).is_file()

@@ -1,7 +1,7 @@
-"""All that is wrong with a recipe in one message: its keys, its model and adapter, every row of its data, the server.
+"""Reports all problems of a recipe in one message: its keys, model, adapter, every row of its data, the server.
 
-A command stops at the first problem. Then, and only then, everything is looked through once more, and what is wrong is
-kept instead of raised. Nothing is started or changed by either.
+A command stops at the first problem. Only then, all checks run once more and collect problems instead of raising them.
+Neither run starts or changes anything.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Status = Mapping[str, Any]
 
 @contextlib.contextmanager
 def with_all_problems(path: Path, overrides: tuple[str, ...], purpose: str, status: Status | None) -> Iterator[None]:
-    """Where a UserError ends the block, raises one with all problems of the recipe at `path`, that one among them.
+    """If a UserError ends the block, raises an error with all problems of the recipe at `path`, including that one.
 
-    `purpose`: as of `read_recipe`. `status`: GET /kt/status of the server that would be used, None without one.
+    `purpose`: as for `read_recipe`. `status`: GET /kt/status of the server that would be used, None without one.
     """
     try:
         yield
@@ -55,7 +55,7 @@ class _Found:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """What is raised within is one of the problems."""
+        """Collects a UserError raised inside as a problem."""
         try:
             yield
         except UserError as error:
@@ -99,7 +99,7 @@ def _search(found: _Found, path: Path, overrides: tuple[str, ...], purpose: str,
 
 
 def _search_model(found: _Found, recipe: Recipe, directory: Path, status: Status | None) -> None:
-    """What the model's configuration and the server's limits say against the recipe's adapter and placement."""
+    """Checks the recipe's adapter and placement against the model's configuration and the server's limits."""
     from kt_runtime.cli.train.recipe_against_model import check_rank, check_targets
     from kt_runtime.cli.train.starting_adapter import with_starting_adapter
     from kt_runtime.serve.memory.resident_notes import asked_placement
@@ -124,7 +124,7 @@ def _search_model(found: _Found, recipe: Recipe, directory: Path, status: Status
 def _search_data(
     found: _Found, recipe: Recipe, names: tuple[str, ...], renderer: Renderer | None, status: Status | None
 ) -> None:
-    """Each dataset alone, since one that can't be read says nothing about the others."""
+    """Checks each dataset alone, so that an unreadable one does not hide the problems of the others."""
     from kt_runtime.train.run.inputs import Inputs
     from kt_runtime.train.run.loop import check_lengths
 
@@ -141,7 +141,7 @@ class _EnoughOfADataset(Exception):
 
 
 def _rows(found: _Found, recipe: Recipe, name: str, renderer: Renderer | None) -> list[Example | Pair]:
-    """The rows of a dataset that can be rendered; what is wrong with the others is kept, of the first ones."""
+    """The rows of a dataset that can be rendered. Collects the first MOST_OF_A_DATASET problems of the other rows."""
     from kt_runtime.train.data import read_all_that_can_be
 
     before, rendered = len(found.problems), list["Example | Pair"]()

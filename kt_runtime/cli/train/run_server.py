@@ -1,4 +1,4 @@
-"""The server that a command works with: the running one, or one started for the command with the recipe's model."""
+"""The server for a command: the running one, or one started for the command with the recipe's model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kt_runtime.files import open_regular, read_at, read_regular
 if TYPE_CHECKING:
     from kt_runtime.train.recipe import Recipe
 
-LEAST_LORA_RANK = 16  # memory grows with it, and a run says what rank it needs
+LEAST_LORA_RANK = 16  # low, since memory grows with the rank and a run states the rank that it needs
 CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES, COMPARED_BYTES = 100_000_000, 1 << 16
 
@@ -33,17 +33,17 @@ def running_server(
     max_lora_rank: int = 0,
     placement: Path | None = None,
 ) -> Iterator[ServerAPI]:
-    """The running server, or one that is started with `model` and ended when the context ends.
+    """The running server, or one that is started with `model` and ended with the context.
 
-    `url`: what the user said by --url, or None. A server named so must be there: ServerUnreachableError if it is not.
-    `max_lora_rank`: the highest rank that a server started here must take. `placement`: its rule file.
+    `url`: the value of --url, or None. Raises ServerUnreachableError if `url` is given and no server answers there.
+    `max_lora_rank`, `placement`: for a server started here, the highest rank to accept and the rule file.
     """
     api = ServerAPI(server_url(url), api_key)
     if api.answers():
         yield api
         return
     check_named_server(url, model)
-    local_directory(model)  # said at once when there is no such model
+    local_directory(model)  # reports a missing model before the server starts
     log = Path(tempfile.mkdtemp(prefix="kt-runtime-")) / "server.log"
     say(f"no server at {api.url}: starting one for this run with {model}; its log is {log}")
     arguments = ["--max-lora-rank", str(max(LEAST_LORA_RANK, max_lora_rank))]
@@ -55,7 +55,7 @@ def running_server(
 
 
 def check_named_server(url: str | None, model: str) -> None:
-    """For a URL at which nothing answers. Raises ServerUnreachableError if it is the user's own choice."""
+    """Call if no server answers. Raises ServerUnreachableError if the user gave `url` explicitly."""
     if url is not None:
         raise ServerUnreachableError(
             f"--url {url}: no server answers there; without --url, one is started with {model} for this command"
@@ -63,9 +63,8 @@ def check_named_server(url: str | None, model: str) -> None:
 
 
 def recipes_model(recipe: Recipe, status: Mapping[str, Any] | None) -> Path:
-    """The directory of the recipe's model, which the server with `status` has, or None: that one will be started with.
-
-    Raises NotFoundError or ConflictError, with the recipe's line.
+    """The directory of the recipe's model. `status`: of the running server, which must have the model resident; None:
+    a server will be started with it. Raises NotFoundError or ConflictError, with the recipe's line.
     """
     where = f"{recipe.where('model_name_or_path')}: model_name_or_path"
     if status is not None:
@@ -102,7 +101,7 @@ def check_model(wanted: str, status: Mapping[str, Any], where: str = "model_name
 
 
 def same_checkpoint(one: Path, other: Path) -> bool:
-    """True if both are one directory, or hold the same configuration, list of weights and beginnings of weights."""
+    """Whether both are one directory, or have equal configurations, weight indexes and beginnings of weights."""
     if one.resolve() == other.resolve():
         return True
     try:
@@ -112,7 +111,8 @@ def same_checkpoint(one: Path, other: Path) -> bool:
 
 
 def _identity(directory: Path) -> tuple[Any, bytes, list[tuple[int, bytes]]]:
-    """Fine-tuned checkpoints share configuration and index with their base, so that some weights are read as well."""
+    """(configuration, index, beginnings of the first and last weight file). A fine-tuned checkpoint differs from its
+    base in the weights only."""
     config = json.loads(read_regular(directory / CONFIG_FILE, MAX_HEADER_BYTES))
     index = read_regular(directory / INDEX_FILE, MAX_HEADER_BYTES) if (directory / INDEX_FILE).is_file() else b""
     files = sorted(set(json.loads(index)["weight_map"].values())) if index else [WEIGHTS_FILE]

@@ -1,7 +1,7 @@
-"""`adapter_name_or_path` of a recipe that trains: checked whole, before anything is started, and gone on from as it is.
+"""`adapter_name_or_path` of a recipe that trains: the whole adapter is checked first, then training continues from it.
 
-As in LLaMA-Factory, the adapter's own rank, alpha and modules hold; unlike there, a recipe that says otherwise is not
-overruled silently.
+As in LLaMA-Factory, training uses the adapter's own rank, alpha and modules; unlike there, a recipe that contradicts
+them is not overridden silently.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def with_starting_adapter(
     recipe: Recipe, config: Mapping[str, Any], max_rank: int | None, say: Callable[[str], None]
 ) -> Recipe:
-    """The recipe with its starting adapter's rank, alpha and targets, where it has one and does not say otherwise.
+    """The recipe with rank, alpha and targets of its starting adapter, if any; its own alpha and targets override.
 
-    `max_rank`: the server's, None while there is none. Reads the adapter and the one in `ref_model_adapters` whole.
+    `max_rank`: the server's, None without a server. Reads the whole adapter and the one in `ref_model_adapters`.
     Raises AdapterError, NotFoundError, and ConflictError for a recipe that contradicts its adapter.
     """
     rank_limit = max_rank or MAX_RANK
@@ -57,7 +57,7 @@ def with_starting_adapter(
 
 
 def targets_of(adapter: AdapterTensors, config: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """`lora_target` that means the adapter's modules and no others. Raises ConflictError when there is none."""
+    """The `lora_target` that selects exactly the adapter's modules. Raises ConflictError if there is none."""
     adapted = set(without_fillers(adapter).modules)
     modules = family_for(config).lora_modules(config)
     if adapted == {module.name for module in modules}:

@@ -1,4 +1,4 @@
-"""An adapter for one command: a name that the server serves already, or a directory that it serves meanwhile."""
+"""The adapter for one command: a name that is already served, or a directory served during the command."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ CONFIG_FILE = "adapter_config.json"
 def adapter_in_use(
     api: ServerAPI, name: str | None, directory: Path | None, say: Callable[[str], None]
 ) -> Iterator[str | None]:
-    """The name to ask for: `name` if given, else that of `directory` while the context lasts, else None (the base).
+    """The name for requests: `name` if given, else a temporary name of `directory`, else None (the base).
 
-    Raises UnknownNameError for a name that is not served, and what the server says against the directory.
+    The temporary name is served while the context lasts. Raises UnknownNameError for a name that is not served, and
+    the server's errors about the directory.
     """
     if name is not None:
         check_served(api, name)
@@ -46,7 +47,7 @@ def adapter_in_use(
 
 
 def check_exists(directory: Path | None, where: str = "adapter_name_or_path") -> None:
-    """Raises NotFoundError, beginning with `where`, for an adapter that is not on this machine."""
+    """Raises NotFoundError, with a message that starts with `where`, for an adapter that is not on this machine."""
     if directory is not None and not directory.exists():
         raise NotFoundError(f"{where}: {directory}: no such file or directory; nothing is downloaded")
 
@@ -62,7 +63,7 @@ def served_names(api: ServerAPI) -> list[str]:
 
 
 def rank_of(directory: Path | None) -> int:
-    """The rank in a PEFT directory's configuration, 0 if it can't be told; the server validates it when it loads it."""
+    """The rank in a PEFT directory's configuration, 0 if unreadable; the server validates the adapter at loading."""
     if directory is None:
         return 0
     try:
@@ -73,9 +74,9 @@ def rank_of(directory: Path | None) -> int:
 
 
 def _free_name(api: ServerAPI, directory: Path) -> str:
-    """The same for every command with that directory, so that few versions stay in the server's store; else a new one.
+    """A name derived from `directory`, the same for all commands, so that few versions stay in the server's store.
 
-    Another command may be using the first.
+    If another command uses that name already, the name gets a random suffix.
     """
     path = directory.resolve()
     readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name)[:40]

@@ -1,7 +1,7 @@
-"""The types of fields, each with what bounds it. Every integer fits into 64 bits with room for arithmetic on it.
+"""The types of fields, each with its bounds. Every integer fits into 64 bits with room for arithmetic.
 
-A prompt's text and token ids have no bound of their own: the body's limit (`body_size.py`) holds for them, and the
-server compares their tokens with the context length once it has counted them.
+A prompt's text and token ids have no bound of their own: the body's size limit (`body_size.py`) applies, and the server
+compares the number of tokens with the context length after tokenization.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ LARGEST_INT32 = 2**31 - 1
 MAX_PROMPTS = 1024  # of one request; also prompts times samples of each
 MAX_SAMPLES = 128
 MAX_TOP_LOGPROBS = 1024  # of /generate
-# OpenAI's bound for chats and responses. It has 5 for completions, vLLM 20; clients that distil a model ask SGLang for
-# more. There each is an entry of a dict, a tenth of the work of a chat's.
+# 20 is OpenAI's bound for chats and responses. For completions OpenAI has 5 and vLLM 20, but clients that distil a
+# model ask SGLang for more; there each one is a dict entry, a tenth of the work of a chat's.
 MAX_CHAT_TOP_LOGPROBS, MAX_COMPLETION_LOGPROBS = 20, 128
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 32, 1024
 BOUNDED_BY_BODY = {"bounded by": "body"}
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields that one JSON object may have. `left_out`: fields that it may not have, and why, or what to send instead.
+    """The fields that one JSON object may have. `left_out`: unsupported fields, with the reason or an alternative.
 
-    A field that is left out may still be sent as null, false or with its value of `neutral`: clients write out their
-    defaults. `null_is_left_out`: so may any other field, as null, and these as an empty list or object.
+    A client may still send an unsupported field as null, false or with its value in `neutral`, since clients write out
+    their defaults. `null_is_left_out`: any field may be null, and an unsupported one also an empty list or object.
     """
 
     left_out: ClassVar[dict[str, str]] = {}
@@ -35,20 +35,20 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     null_is_left_out: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """One reference more than is ever given back: msgspec 0.22 frees some types' fields twice where Python collects
-        the classes, at its end, and the process would end with a segmentation fault."""
+        """Leaks one reference to the class: msgspec 0.22 frees some types' fields twice when Python collects the
+        classes at exit, which would end the process with a segmentation fault."""
         super().__init_subclass__(**options)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(cls))
 
 
 Prompt: TypeAlias = Annotated[str, Meta(extra=BOUNDED_BY_BODY)]
-TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST_INT32)]  # the vocabulary is checked by `frontend_checks`
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST_INT32)]  # vocabulary: `sglang_patch/frontend/checks.py`
 TokenIds: TypeAlias = Annotated[list[TokenId], Meta(extra=BOUNDED_BY_BODY)]
 Prompts: TypeAlias = Annotated[list[Prompt], Meta(min_length=1, max_length=MAX_PROMPTS)]
 OneOrMorePromptsOfIds: TypeAlias = Annotated[list[TokenId | TokenIds], Meta(extra=BOUNDED_BY_BODY)]
 
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
-# SGLang's scheduler drops a request whose id begins as its own health checks' does while it is busy, without an answer.
+# A busy SGLang scheduler drops a request without an answer if its id has the prefix of SGLang's own health checks.
 RequestId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256, pattern="^(?!HEALTH_CHECK)")]
 RequestIds: TypeAlias = Annotated[list[RequestId], Meta(max_length=MAX_PROMPTS)]
 LongName: TypeAlias = Annotated[str, Meta(max_length=4096)]

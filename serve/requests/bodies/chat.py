@@ -1,7 +1,7 @@
 """Bodies of /v1/chat/completions and /invocations: messages, tools, formats.
 
 Source: `ChatCompletionRequest` in `sglang.srt.entrypoints.openai.protocol` of SGLang 0.5.23, and OpenAI's API reference
-for what its clients send and SGLang ignores.
+for fields that its clients send and SGLang ignores.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 4096, 1024, 512
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
-    """One part of a message's content; `type` says which. Images, audio and video are no parts here."""
+    """One part of a message's content, tagged by `type`. Images, audio and video are not accepted."""
 
 
 class TextPart(Part, tag="text", kw_only=True):
@@ -113,13 +113,13 @@ class Message(Body, kw_only=True):
     reasoning_content: Prompt | None = None
     phase: Literal["commentary", "final_answer"] | None = None
     prefix: bool | None = None
-    # What OpenAI's client writes when it sends an answer back; ignored.
+    # Written by OpenAI's client when it sends an answer back; ignored.
     refusal: Prompt | None = None
     annotations: FreeValue | None = None
     parsed: FreeValue | None = None
     audio: None = None
     function_call: None = None
-    # And what LiteLLM and OpenRouter do. `reasoning` alone has become `reasoning_content` before (`normal_form`).
+    # Written by LiteLLM and OpenRouter. `normal_form` has already renamed `reasoning` to `reasoning_content`.
     id: Name | None = None
     cache_control: FreeObject | None = None
     reasoning_details: FreeValue | None = None
@@ -144,7 +144,7 @@ class JsonSchemaFormat(Body, kw_only=True):
 
 
 class ResponseFormat(Body, kw_only=True):
-    """`schema` beside `type` is the older way to write a JSON schema. The last four are structural tags'."""
+    """`schema` beside `type` is the older form of a JSON schema. The last four fields belong to structural tags."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
@@ -165,7 +165,7 @@ class ToolChoice(Body, kw_only=True):
 
 
 class Reasoning(Body, kw_only=True):
-    """OpenRouter's way to ask for thinking."""
+    """OpenRouter's field to request thinking."""
 
     effort: Effort | None = None
     reasoning_effort: Effort | None = None
@@ -176,7 +176,7 @@ class Reasoning(Body, kw_only=True):
 
 
 class Completing(OpenAIBody, kw_only=True):
-    """What /v1/chat/completions and /v1/completions have in common."""
+    """The common fields of /v1/chat/completions and /v1/completions."""
 
     model: Name | None = None
     logit_bias: LogitBias | None = None
@@ -222,7 +222,7 @@ class Completing(OpenAIBody, kw_only=True):
 
 
 class ChatCompletion(Completing, kw_only=True):
-    """`modalities` is OpenAI's, for what is answered; SGLang's field of that name is about images."""
+    """`modalities` has OpenAI's meaning, the kinds of output; SGLang's field of that name is about images."""
 
     left_out: ClassVar[dict[str, str]] = {
         **{name: reason for name, reason in Completing.left_out.items() if name != "modalities"},
@@ -243,7 +243,7 @@ class ChatCompletion(Completing, kw_only=True):
     messages: Messages
     logprobs: bool = False
     top_logprobs: ChatTopLogprobs | None = None
-    max_tokens: NewTokens | None = None  # SGLang takes 0 for no limit
+    max_tokens: NewTokens | None = None  # SGLang treats 0 as no limit
     max_completion_tokens: NewTokens | None = None
     tools: Tools | None = None
     tool_choice: Literal["auto", "required", "none"] | ToolChoice | None = None

@@ -1,4 +1,4 @@
-"""Bodies and queries of the routes that ask no model, as far as they are SGLang's. Ours are in `serve/http/routes.py`.
+"""Bodies and queries of SGLang's routes that do not use the model. kt-runtime's are in `serve/http/routes.py`.
 
 Source: `sglang.srt.managers.io_struct` of SGLang 0.5.23.
 """

@@ -1,7 +1,7 @@
-"""Types whose inside is the client's own, such as a JSON schema: they are bounded in bytes and depth.
+"""Types with free content from the client, such as a JSON schema, bounded in bytes and depth.
 
-msgspec calls `decode` for a field of one of these classes. Grammars are bounded in bytes
-here; what they may hold is checked where they are compiled.
+msgspec calls `decode` for a field of one of these classes. Grammars are bounded in bytes here; their content is checked
+when they are compiled.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kt_runtime.sglang_patch.grammar.stop_patterns import MAX_PATTERNS
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_FREE_BYTES = 64 * 1024
 MAX_DEPTH = 64
-# Of `PreTrainedTokenizerBase.apply_chat_template`, `render_jinja_template` (transformers 5.19) and jinja's `render`: a
-# second value for one of them is a TypeError, and `chat_template` would be a program of the client's own.
+# Arguments of `PreTrainedTokenizerBase.apply_chat_template`, `render_jinja_template` (transformers 5.19) and jinja's
+# `render`. A second value for one is a TypeError, and `chat_template` would run a program from the client.
 RENDERING_ARGUMENTS = frozenset(
     [
         *(
@@ -37,7 +37,7 @@ MAX_STOP_PATTERN_BYTES = 256  # SGLang's own
 
 
 class Checked:
-    """What was checked; `value` is as the client sent it."""
+    """A checked value. `value` is unchanged from the client's."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -48,15 +48,15 @@ class FreeObject(Checked):
 
 
 class FreeValue(Checked):
-    """Any JSON value of that size."""
+    """Any JSON value of at most `MAX_FREE_BYTES` and `MAX_DEPTH` levels."""
 
 
 class TemplateArguments(Checked):
-    """Variables of the chat template, as `enable_thinking`. None may be an argument of the calls that render it."""
+    """Variables of the chat template, such as `enable_thinking`. None may be in `RENDERING_ARGUMENTS`."""
 
 
 class SchemaObject(Checked):
-    """A JSON schema as an object, where SGLang looks into it before it checks what it is."""
+    """A JSON schema as an object, for fields that SGLang reads before it validates the schema."""
 
 
 class Grammar(Checked):
@@ -68,7 +68,7 @@ class StopPattern(Checked):
 
 
 def decode(kind: type, value: Any) -> Any:
-    """`dec_hook` of msgspec: an instance of `kind`. Raises ValueError, to which msgspec adds the place."""
+    """`dec_hook` of msgspec: an instance of `kind`. Raises ValueError, to which msgspec adds the field's path."""
     return kind(_DECODERS[kind](value))
 
 
@@ -81,7 +81,7 @@ def _free_object(value: Any) -> Any:
 def _free_value(value: Any) -> Any:
     try:
         size = len(orjson.dumps(value))
-    except TypeError:  # orjson's own limit, 254
+    except TypeError:  # beyond orjson's own limit of 254 levels
         raise ValueError(f"is nested more than {MAX_DEPTH} deep") from None
     if size > MAX_FREE_BYTES:
         raise ValueError(f"is {size} bytes of JSON; allowed are {MAX_FREE_BYTES}")
@@ -141,7 +141,7 @@ def _check_depth(value: Any) -> None:
 
 
 def json_type(value: Any) -> str:
-    """What msgspec calls the type in its messages."""
+    """The type's name in msgspec's messages."""
     if value is None:
         return "null"
     return {bool: "bool", int: "int", float: "float", str: "str", list: "array"}.get(type(value), "object")

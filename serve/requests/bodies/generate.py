@@ -47,7 +47,7 @@ OTHER_RANKS = (
 
 
 class SessionParams(Body, kw_only=True):
-    """Which turn of a session (`/open_session`) the prompt continues."""
+    """The request of a session (`/open_session`) that the prompt continues."""
 
     id: Name
     rid: Name | None = None
@@ -58,7 +58,7 @@ class SessionParams(Body, kw_only=True):
 
 
 class LogprobFields(Body, kw_only=True):
-    """What /generate and /vertex_generate have in common. In a batch a list has an entry for each prompt."""
+    """The common fields of /generate and /vertex_generate. In a batch a list has one entry per prompt."""
 
     sampling_params: (
         SamplingParams | Annotated[list[SamplingParams], Meta(min_length=1, max_length=MAX_PROMPTS)] | None
@@ -72,7 +72,7 @@ class LogprobFields(Body, kw_only=True):
     stream: bool = False
     rid: RequestId | RequestIds | None = None
     lora_path: Name | NamesOrNull | None = None
-    lora_id: Name | NamesOrNull | None = None  # ignored: `FrontendManager.generate_request` decides it
+    lora_id: Name | NamesOrNull | None = None  # ignored: `FrontendManager.generate_request` sets it
     extra_key: Name | Names | None = None
     cache_salt: Name | Names | None = None
     session_id: Name | None = None

@@ -1,6 +1,6 @@
 """Bodies of /v1/messages and /v1/messages/count_tokens.
 
-Source: `sglang.srt.entrypoints.anthropic.protocol` of SGLang 0.5.23, and Anthropic's API reference for what its
+Source: `sglang.srt.entrypoints.anthropic.protocol` of SGLang 0.5.23, and Anthropic's API reference for fields that its
 clients send and SGLang ignores.
 """
 
@@ -31,7 +31,7 @@ from kt_runtime.serve.requests.bodies.generate import ONE_RANK, OTHER_RANKS
 
 
 class Block(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
-    """One block of a message's content; `type` says which. Images and documents are no blocks here."""
+    """One block of a message's content, tagged by `type`. Images and documents are not accepted."""
 
     cache_control: FreeObject | None = None  # ignored: every prefix is cached
 
@@ -98,7 +98,7 @@ class AnthropicMessage(Body, kw_only=True):
 
 
 class AnthropicTool(Body, kw_only=True):
-    """`type` begins with the family of Anthropic's own tools, or is "custom" or missing for the client's."""
+    """`type`: for Anthropic's own tools it starts with their family; for the client's tools "custom" or missing."""
 
     name: Name
     type: Label | None = None

@@ -1,6 +1,6 @@
-"""Fields that the bodies of OpenAI's routes have in common, and names of other servers' clients for them.
+"""The common fields of OpenAI's routes, and the names that clients of other servers use for them.
 
-Source: OpenAI's API reference; vLLM's request models for what its clients send beside.
+Source: OpenAI's API reference; vLLM's request models for its clients' additional fields.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kt_runtime.serve.requests.bodies.bounds import (
 )
 from kt_runtime.serve.requests.bodies.free_json import FreeObject
 
-# What clients of vLLM and others call what SGLang has under another name, or does not have.
+# Fields of vLLM's and others' clients that SGLang has under another name, or does not have.
 ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(
         ("guided_json", "structured_outputs"),
@@ -47,12 +47,12 @@ ELSEWHERE: dict[str, str] = {
     "detokenize": "send `return_token_ids: true` and leave the text aside",
     "spaces_between_special_tokens": 'send chat_template_kwargs: {"spaces_between_special_tokens": false}',
 }
-# Values with which a field of these changes nothing, beside null, false and what is empty.
+# Values with which an unsupported field changes nothing, besides null, false and empty values.
 NEUTRAL: dict[str, Any] = {"length_penalty": 1, "detokenize": True, "spaces_between_special_tokens": True}
 
 
 class OpenAIBody(Body, kw_only=True):
-    """`null` means that a field is left out, as in OpenAI's API; SGLang's models refuse it for some."""
+    """`null` means an omitted field, as in OpenAI's API; SGLang's models refuse null in some fields."""
 
     null_is_left_out: ClassVar[bool] = True
 
@@ -66,7 +66,7 @@ class OpenAIBody(Body, kw_only=True):
     stop: Stop | None = None
     stream: bool = False
     session_id: Name | None = None
-    # Sent by OpenAI's clients, ignored by SGLang. Answers are not kept, whatever `store` says.
+    # Sent by OpenAI's clients, ignored by SGLang. Answers are never stored, whatever the value of `store`.
     user: LongName | None = None
     metadata: FreeObject | None = None
     store: bool | None = None
@@ -74,4 +74,4 @@ class OpenAIBody(Body, kw_only=True):
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
     prompt_cache_retention: Label | None = None
-    usage: FreeObject | None = None  # OpenRouter's; answers always say what was used
+    usage: FreeObject | None = None  # OpenRouter's; answers always have the usage

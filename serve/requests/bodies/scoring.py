@@ -1,4 +1,4 @@
-"""Bodies of /v1/score and /v1/decisions, and of the routes that take a finished answer apart.
+"""Bodies of /v1/score and /v1/decisions, and of the routes that parse a finished answer.
 
 Source: `ScoringRequest` and `DecisionRequest` in `sglang.srt.entrypoints.openai.protocol`, `ParseFunctionCallReq` and
 `SeparateReasoningReqInput` in `sglang.srt.managers.io_struct` of SGLang 0.5.23.
@@ -27,7 +27,7 @@ from kt_runtime.serve.requests.bodies.generate import NO_EMBEDDINGS, NO_MEDIA, N
 
 LabelIds = Annotated[list[Count], Meta(max_length=1024)]
 PositiveTemperature = Annotated[float, Meta(gt=0, le=1000)]
-# The parsers of some models look for a tool call's end from each of its beginnings: quadratic in the text's length.
+# Some models' parsers search a tool call's end from every possible start: quadratic in the text's length.
 CallText = Annotated[str, Meta(max_length=32 * 1024)]
 AnswerText = Annotated[str, Meta(max_length=256 * 1024)]
 

@@ -1,4 +1,4 @@
-"""Which struct of a body stands at a place such as ".messages[0].content[1]"."""
+"""Finds the structs of a body at a path such as ".messages[0].content[1]"."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 
 
 def steps(place: str) -> Iterator[str | int | None]:
-    """Names of fields and positions in lists; None: any value of an object with keys of the client's own."""
+    """The path's field names and list positions; None: any value of an object with the client's own keys."""
     for key, index in _STEP.findall(place):
         yield key or (None if index == "..." else int(index))
 
 
 def structs_at(body_type: type[Body], place: str) -> list[Any]:
-    """The structs that may stand there."""
+    """The struct types allowed at `place`."""
     kinds = [msgspec.inspect.type_info(body_type)]
     for step in steps(place):
         kinds = [inner for kind in kinds for inner in _inside(kind, step)]

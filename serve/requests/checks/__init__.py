@@ -1,1 +1,1 @@
-"""What is checked of a request before SGLang sees it: size, syntax, fields, names, volume."""
+"""The checks of a request before SGLang parses it: size, syntax, fields, names, volume."""

@@ -1,4 +1,4 @@
-"""Reads a request's body: within its size, within the room that all bodies together have, and not for ever."""
+"""Reads a request's body, bounded in size, in the memory of all bodies together, and in time."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from kt_runtime.serve.requests.checks.body_size import SMALL_BODY_BYTES
 from kt_runtime.serve.requests.checks.checking import shortened
 from kt_runtime.serve.requests.checks.refusal import Refusal
 
-# A client that sends nothing for so long is not waited for any longer.
+# Timeout for a client that sends nothing.
 PART_SECONDS = 30.0
-# Nor one that sends a byte now and then, and keeps the room of all. Above what a slow line takes for a body.
+# The minimum rate, against clients that trickle bytes and hold the memory of all bodies. Slow lines are faster.
 SLOWEST_BYTES_PER_SECOND = 32 * 1024
-# What is still read, and thrown away, of a body that was refused: a client that is sending would otherwise find its
-# connection reset before it has read the answer.
+# The part of a refused body that is read and discarded: without the reading, the connection of a client that still
+# sends would be reset before the client has read the answer.
 DRAINED_BYTES, DRAIN_SECONDS = 64 * 1024 * 1024, 5.0
 
 
 class ClientGone(Exception):
-    """The client went away while its body was read; nobody is there to be answered."""
+    """The client disconnected while its body was read, so no answer can be sent."""
 
 
 class BodyRoom:
-    """Bytes of all bodies that are being read. Small bodies are not counted, so that they always get through."""
+    """The bytes of all bodies that are being read. The first SMALL_BODY_BYTES of each body do not count, so that small
+    bodies are never refused."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes, self.taken_bytes = limit_bytes, 0
 
 
 class BodyReader:
-    """`is_complete`: the client has sent all of it."""
+    """Reads one body. `is_complete`: the client has sent all of the body."""
 
     def __init__(
         self,
@@ -44,8 +45,8 @@ class BodyReader:
         self.is_complete = False
 
     async def read(self) -> bytes:
-        """Raises Refusal: 413 as soon as it is known that the body is too large, 400 for one that is compressed, 408
-        for a client that stops sending, 503 while other bodies take the room; and ClientGone."""
+        """The whole body. Raises ClientGone, and Refusal: 413 as soon as the body is known to be too large, 400 for a
+        compressed body, 408 for a client that stops or is too slow, 503 while other bodies take the memory."""
         for name, value in self._headers:
             if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > self._limit):
                 raise self._too_large(f"{value[:20].decode()} bytes")
@@ -88,7 +89,7 @@ class BodyReader:
         return part
 
     async def drain(self) -> None:
-        """Throws away what else the client sends, within bounds."""
+        """Reads and discards the rest of the body, at most DRAINED_BYTES and for at most DRAIN_SECONDS."""
         drained = 0
         try:
             async with asyncio.timeout(DRAIN_SECONDS):

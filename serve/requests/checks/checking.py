@@ -1,4 +1,4 @@
-"""From the bytes of a body to one of the structs of this package, or to a Refusal that says what is wrong where."""
+"""Parses a body's bytes into one of this package's structs, or raises a Refusal that names the field and the error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kt_runtime.serve.requests.checks.normal_form import normal_form
 from kt_runtime.serve.requests.checks.refusal import Refusal
 
 SHOWN_CHARACTERS, SHOWN_ENTRIES = 60, 8
-# Each object costs Python some microseconds; a million of them would hold everybody up for seconds.
+# Each object costs Python some microseconds; a million objects would block the event loop for seconds.
 MAX_OBJECTS = 50_000
 _B = TypeVar("_B", bound=Body)
 
@@ -28,12 +28,12 @@ _AT = re.compile(r"(?P<what>.*?)(?: - at `\$(?P<place>.*)`| - at `key` in `\$(?P
 
 
 def parse(body: bytes, body_type: type[_B]) -> _B:
-    """Raises Refusal (400) for what is no JSON, has a key twice, or does not fit `body_type`."""
+    """The struct. Raises Refusal (400) for invalid JSON, a duplicate key, or a body that does not fit `body_type`."""
     return parsed(body, body_type)[0]
 
 
 def parsed(body: bytes, body_type: type[_B]) -> tuple[_B, bytes]:
-    """As `parse`, with the body that SGLang is given: the client's own bytes, or those of its `normal_form`."""
+    """The struct of `parse` and the body for SGLang: the client's bytes, or the bytes of the body's `normal_form`."""
     value = read_json(body)
     if not isinstance(value, dict):
         raise Refusal(400, f"the body must be a JSON object, not {shortened(value)}")
@@ -43,7 +43,7 @@ def parsed(body: bytes, body_type: type[_B]) -> tuple[_B, bytes]:
 
 
 def parse_query(query: bytes, query_type: type[_B]) -> _B:
-    """As `parse`, for the parameters behind a path's question mark."""
+    """As `parse`, for the query string."""
     pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
     return _fitted(_Objects().distinct(pairs), query_type, strict=False)
 
@@ -58,7 +58,7 @@ def _fitted(value: dict[str, Any], body_type: type[_B], *, strict: bool = True) 
 
 
 def read_json(body: bytes) -> Any:
-    """As SGLang's parser reads it (orjson), but refuses an object that has a key twice."""
+    """Parses JSON like SGLang (orjson), but refuses an object with a duplicate key."""
     try:
         json.loads(body.decode(), object_pairs_hook=_Objects().distinct)
         return orjson.loads(body)
@@ -71,7 +71,7 @@ def read_json(body: bytes) -> Any:
 
 
 class _Objects:
-    """Sees each object of a body once it is parsed. Raises Refusal for a key twice, and for too many objects."""
+    """Called for each parsed object of a body. Raises Refusal for a duplicate key, and for too many objects."""
 
     def __init__(self) -> None:
         self._num_seen = 0
@@ -89,7 +89,7 @@ class _Objects:
 
 
 def explained(message: str, value: Any, body_type: type[Body]) -> Refusal:
-    """msgspec's error with the field's name, its value and what else is known."""
+    """A Refusal from msgspec's error message, with the field's name, its value and a hint."""
     unknown = _UNKNOWN_FIELD.match(message)
     if unknown:
         return _unknown_field(unknown[1], unknown[2] or "", value, body_type)
@@ -123,7 +123,7 @@ def _unknown_field(name: str, place: str, value: Any, body_type: type[Body]) -> 
 
 
 def shortened(value: Any) -> str:
-    """The beginning of a value as JSON, and how long it is."""
+    """The start of a value as JSON, and its length."""
     if isinstance(value, str):
         text = repr(value[: SHOWN_CHARACTERS + 1])
         return text if len(value) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}... ({len(value)} characters)"

@@ -1,9 +1,9 @@
-"""ASGI middleware: reads a body within its limit, checks it, and hands SGLang the same bytes, or those of its
-`normal_form`.
+"""ASGI middleware: reads a body within its limit, checks it, and gives SGLang the same bytes, or the bytes of the
+body's `normal_form`.
 
-What is refused never reaches SGLang. An answer with status 500 from SGLang's routes is replaced: it may quote an
-exception of the server's, with paths in it; the log has it. So is one of a request that is refused since too much
-else is going on: SGLang takes that for the client's mistake. Each 503 says when to try again.
+A refused request never reaches SGLang. SGLang's answers with status 500 are replaced, since they may quote a server
+exception with paths; the log has it. The answer to a request refused for overload is also replaced, by a 503: SGLang
+reports overload as a client error. Each 503 has a Retry-After header.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-RETRY_AFTER = (b"retry-after", b"5")  # seconds; long texts and grammars take some each
+RETRY_AFTER = (b"retry-after", b"5")  # seconds; a long text or a grammar takes some
 ONE_RANK_HEADERS = (b"x-data-parallel-rank", b"x-smg-routing-key")
 
 
 class Fields(Protocol):
-    """What a rule of the route table says: the structs of a route's body and query, None where SGLang parses none."""
+    """A rule of the route table: the structs of a route's body and query, None where SGLang parses none."""
 
     @property
     def body(self) -> type[Body] | None: ...
@@ -42,7 +42,7 @@ class Fields(Protocol):
 
 
 class RequestMiddleware:
-    """`fields_of(method, path)`: the route table. `checks` see each body that fits its struct, and raise Refusal."""
+    """`fields_of(method, path)`: the route table. `checks` run on each parsed body, and raise Refusal."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class RequestMiddleware:
 
 
 def check_headers(headers: list[tuple[bytes, bytes]]) -> None:
-    """Raises Refusal (400) unless the body is said to be JSON, and for headers that address other ranks."""
+    """Raises Refusal (400) for a content type other than JSON, and for headers that address other ranks."""
     for name, _ in headers:
         if name in ONE_RANK_HEADERS:
             raise Refusal(400, f"header {name.decode()}: kt-runtime runs one model on one rank")
@@ -103,13 +103,13 @@ def check_headers(headers: list[tuple[bytes, bytes]]) -> None:
 
 
 def route_path(scope: Scope) -> str:
-    """The path that routes see: without a proxy's prefix."""
+    """The path as routes match it, without a proxy's prefix."""
     path: str = scope["path"].removeprefix(scope.get("root_path") or "")
     return path or "/"
 
 
 class _Replay:
-    """`receive` of ASGI: the body that was read, then what the client does next."""
+    """ASGI `receive` for SGLang: first the body that was read, then the client's further messages."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._body: bytes | None = body
@@ -123,8 +123,8 @@ class _Replay:
 
 
 class _Guarded:
-    """`send` of ASGI: replaces the body of an answer with status 500, and all of one to a request that is refused for
-    now, in `overloads`. `may_wait`: it may be; a stream's headers are kept back then until it is known."""
+    """ASGI `send` that replaces an answer with status 500, and any answer once the request is refused for overload (an
+    error in `overloads`). `may_wait`: overload is possible, so the headers wait for the answer's next message."""
 
     def __init__(self, send: Send, path: str, overloads: Sequence[Exception], may_wait: bool) -> None:
         self._send, self._path, self._overloads, self._may_wait = send, path, overloads, may_wait
@@ -159,7 +159,7 @@ class _Guarded:
 
 
 def with_retry_after(message: Any) -> Any:
-    """The same message of an answer, with the header if it is the start of a 503."""
+    """`message`, with a Retry-After header if it starts a 503 answer."""
     headers = message.get("headers", ())
     if message.get("status") != 503 or b"retry-after" in [name.lower() for name, _ in headers]:
         return message

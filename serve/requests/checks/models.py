@@ -1,4 +1,4 @@
-"""Whether the model and the adapters that a request names are served."""
+"""Checks that the model and the adapters in a request are served."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kt_runtime.serve.requests.bodies.control import LoadAdapter
 from kt_runtime.serve.requests.bodies.generate import VertexGenerate
 from kt_runtime.serve.requests.checks.refusal import Refusal
 
-# What SGLang takes a request that names no model for.
+# SGLang's model name for a request without one.
 UNNAMED = "default"
 
 
 class ServedModels:
-    """`name`: the model's. `adapters` answers with the adapters' names; it is set when the server has started.
+    """`name`: the model's. `adapters` returns the adapters' names and is set when the server has started.
 
-    `any_name`: a name that means nothing here means the model, for clients that send a name of their own.
+    `any_name`: an unknown name means the model, for clients that send a fixed name.
     """
 
     def __init__(self, name: str, *, any_name: bool = False) -> None:
@@ -26,7 +26,7 @@ class ServedModels:
 
     @property
     def reserved(self) -> frozenset[str]:
-        """What no adapter may be called: requests with these names mean the model."""
+        """Names that no adapter may have, since they mean the model."""
         return frozenset({self.name, UNNAMED})
 
     def check(self, request: Any) -> None:

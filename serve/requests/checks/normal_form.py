@@ -1,10 +1,10 @@
-"""What clients write in more ways than one, in the one way that SGLang reads it.
+"""Rewrites clients' variants of a body into the form that SGLang reads.
 
-- A field that kt-runtime does not carry, with a value that says no: null, false, its neutral value, and in OpenAI's
-  bodies also one with nothing in it.
-- `null` in OpenAI's bodies, which means that the field is left out.
-- `reasoning` of a message, as vLLM and OpenRouter call `reasoning_content`.
-- Parts of a message with the types that /v1/responses gives to text.
+- Removes an unsupported field whose value disables it: null, false, its neutral value, and in OpenAI's bodies also an
+  empty list or object.
+- Removes `null` fields in OpenAI's bodies, where null means an omitted field.
+- Renames a message's `reasoning`, the name in vLLM and OpenRouter, to `reasoning_content`.
+- Gives text parts with the type names of /v1/responses the type "text".
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kt_runtime.serve.requests.bodies.bounds import Body
 from kt_runtime.serve.requests.bodies.structs import structs_at
 from kt_runtime.serve.requests.checks.refusal import Refusal
 
-TEXT_TYPES = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # where each has its text
+TEXT_TYPES = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # part type -> key of its text
 
 
 def normal_form(value: dict[str, Any], body_type: type[Body]) -> dict[str, Any]:
-    """The same object where it is in that form already; a changed copy otherwise. Raises Refusal (400)."""
+    """`value` itself if it is already in normal form, else a changed copy. Raises Refusal (400)."""
     kept = _without_defaults(value, body_type)
     if isinstance(kept.get("messages"), list) and "reasoning_content" in _fields_of(body_type, "messages"):
         messages = [_message(one) for one in kept["messages"]]
@@ -37,7 +37,7 @@ def normal_form(value: dict[str, Any], body_type: type[Body]) -> dict[str, Any]:
 
 
 def _without_defaults(value: dict[str, Any], body_type: type[Body]) -> dict[str, Any]:
-    """Without the fields that are left out, here and in `sampling_params` and `parameters`."""
+    """`value` without omitted fields, including those in `sampling_params` and `parameters`."""
     kept = {key: inner for key, inner in value.items() if not _is_left_out(key, inner, body_type)}
     changed = len(kept) < len(value)
     for key in ("sampling_params", "parameters"):

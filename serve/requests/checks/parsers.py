@@ -1,4 +1,4 @@
-"""Whether the parser that a request names is one of SGLang's."""
+"""Checks that the parser in a request is one of SGLang's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class KnownParsers:
         self._tool_call, self._reasoning = sorted(tool_call), sorted(reasoning)
 
     def check(self, request: Body) -> None:
-        """Raises Refusal (400). SGLang would answer with status 500."""
+        """Raises Refusal (400) for an unknown parser, which SGLang would answer with status 500."""
         if isinstance(request, FunctionCallText):
             _check("tool_call_parser", request.tool_call_parser, self._tool_call)
         elif isinstance(request, ReasoningText):

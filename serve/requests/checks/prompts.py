@@ -1,7 +1,7 @@
-"""How many prompts a request holds, and whether what it says for each prompt fits to that number.
+"""Checks the number of prompts in a request, and that per-prompt lists have that length.
 
-SGLang takes the first entry of a list to tell what the list is, and indexes per-prompt lists without looking at their
-length: both end in errors of its own (status 500), so both are checked here.
+SGLang infers a list's type from its first entry, and indexes per-prompt lists without a length check. Errors in either
+would end in SGLang's status 500, so both are checked here.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _check_vertex(request: VertexGenerate) -> None:
 
 
 def _check_fields(request: LogprobFields, num_prompts: int | None) -> None:
-    """`num_prompts` None: one prompt, not in a list. With n samples of it SGLang makes a batch of it."""
+    """`num_prompts` None: one prompt, not in a list. For n samples SGLang turns the prompt into a batch."""
     sampling = request.sampling_params
     each = [sampling] if isinstance(sampling, SamplingParams) else sampling or []
     if len({one.n for one in each}) > 1:
@@ -128,7 +128,7 @@ def _num_of_list(name: str, value: Any) -> int | None:
 
 
 def _one_kind(name: str, values: list[Any]) -> bool:
-    """Whether the entries are lists. Raises Refusal where some are and some are not."""
+    """Whether the entries are lists. Raises Refusal for a mixture."""
     first = type(values[0])
     for position, value in enumerate(values):
         if type(value) is not first:

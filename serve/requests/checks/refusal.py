@@ -1,11 +1,11 @@
-"""A request that is refused before SGLang sees it, and the answer in the format of the route's API."""
+"""The refusal of a request before it reaches SGLang, and its answer in the format of the route's API."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-# OpenAI's and Anthropic's names of what is wrong.
+# OpenAI's and Anthropic's error types by status.
 OPENAI_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "server_error", 503: "server_error"}
 ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 INVALID = "invalid_request_error"
@@ -13,7 +13,7 @@ OWN_ROUTES = "/kt/"  # of kt-runtime
 
 
 class Refusal(Exception):
-    """`field` is the field that is wrong, such as "sampling_params.top_k"; `code` a word for programs."""
+    """`field`: the wrong field, such as "sampling_params.top_k". `code`: a machine-readable word."""
 
     def __init__(self, status: int, message: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -21,7 +21,7 @@ class Refusal(Exception):
 
 
 def answer(refusal: Refusal, path: str) -> bytes:
-    """The JSON that a client of `path`'s API expects."""
+    """The error as JSON in the format of `path`'s API."""
     if path.startswith("/v1/messages"):
         kind = ANTHROPIC_TYPES.get(refusal.status, INVALID)
         content: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": refusal.message}}

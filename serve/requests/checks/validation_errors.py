@@ -1,4 +1,4 @@
-"""SGLang's answer to a body that its own schema refuses shows where its files are; this one names the fields only."""
+"""Replaces SGLang's answer to a body that its schema refuses: SGLang's shows file paths, this one only field names."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""How much one request may ask for in all: tokens of its sequences, and log-probabilities in its answer.
+"""Bounds the volume of one request: tokens of its sequences, and log-probabilities in its answer.
 
-Both are products of fields that are harmless each. A prompt of 16,000 tokens with 1,024 log-probabilities at each is 16
-million numbers with their tokens, some gigabytes of Python's objects, in an answer that is made as one piece.
+Both are products of fields that are harmless alone. A prompt of 16,000 tokens with 1,024 log-probabilities at each is
+16 million numbers with their tokens: gigabytes of Python objects in an answer that is built in one piece.
 
-Tokens of a text are not known before it is tokenized; two bytes a token are reckoned, more than texts have. How many
-tokens a request without a limit gets is not known at all: `sglang_patch/frontend/logprob_limits.py`, which says what
-the limits of log-probabilities follow from, counts them as they come.
+A text's number of tokens is unknown before tokenization; the estimate is one token per two bytes, more than real texts
+have. The answer length of a request without a limit is unknown too: `sglang_patch/frontend/logprob_limits.py` counts
+the log-probabilities during generation, and documents the limits.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from kt_runtime.sglang_patch.frontend.logprob_limits import (
     MAX_STREAMED_LOGPROBS,
 )
 
-FULL_SEQUENCES = 64  # of the context's length, in one request
+FULL_SEQUENCES = 64  # of the context length, per request
 TEXT_BYTES_PER_TOKEN = 2
-DEFAULT_NEW_TOKENS = 128  # SGLang's, where /generate does not say
+DEFAULT_NEW_TOKENS = 128  # SGLang's default for /generate
 
 
-OUTPUT_LOGPROBS = "message.output_text.logprobs"  # what `include` of /v1/responses must have for them
+OUTPUT_LOGPROBS = "message.output_text.logprobs"  # requests them by `include` of /v1/responses
 
 
 @dataclass(frozen=True)
 class Volume:
-    """`prompt_tokens`: of all prompts. `samples`: of each prompt. `new_tokens`: of one sample of one prompt; None: the
-    request does not say. `logprobs`: how many at each token, the token's own included; `of_prompt`: also at the
-    prompts' tokens; `most_logprobs`: what the answer may have.
+    """`prompt_tokens`: of all prompts. `samples`: per prompt. `new_tokens`: limit of one sample; None: no limit given.
+    `logprobs`: log-probabilities per token, the token's own included. `of_prompt`: prompt tokens get them too.
+    `most_logprobs`: the limit for the answer.
     """
 
     num_prompts: int
@@ -53,7 +53,7 @@ class Volume:
 
 
 class VolumeLimit:
-    """`context_tokens`: the model's longest sequence. `longest_tokens`: what the KV cache has room for, if less."""
+    """`context_tokens`: the model's longest sequence. `longest_tokens`: the KV cache's capacity, if smaller."""
 
     def __init__(self, context_tokens: int, longest_tokens: int | None = None) -> None:
         self.context_tokens = context_tokens
@@ -96,7 +96,7 @@ def _volume_of(request: Body) -> Volume | None:
         samples = max(request.n, request.best_of or 1)
         return Volume(num_prompts, tokens, samples, request.max_tokens, logprobs, of_prompt, MAX_LOGPROBS_AS_TEXT)
     if isinstance(request, ChatCompletion):
-        # The messages of one prompt are bounded by the body's limit; their tokens get no log-probabilities.
+        # The body's limit bounds the messages of the one prompt; prompt tokens get no log-probabilities.
         new_tokens = request.max_completion_tokens or request.max_tokens
         logprobs = 1 + (request.top_logprobs or 0) if request.logprobs else 0
         return Volume(1, 0, request.n, new_tokens, logprobs, False, MAX_LOGPROBS_AS_TEXT)
@@ -131,7 +131,7 @@ def _generating(request: LogprobFields, prompts: Any) -> Volume:
 
 
 def _prompts(value: Any) -> tuple[int, int]:
-    """Number of prompts and of their tokens: of a text, token ids, or a list of either."""
+    """(number of prompts, number of their tokens) of a text, token ids, or a list of either."""
     if isinstance(value, str):
         return 1, len(value.encode(errors="replace")) // TEXT_BYTES_PER_TOKEN
     if not value or isinstance(value[0], int):
