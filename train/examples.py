@@ -16,8 +16,7 @@ Integers = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Example:
-    """`tokens` and `targets` int32 [n], `trained` bool [n]: targets[i] follows tokens[i], trained[i] selects it for the
-    loss.
+    """`tokens` and `targets` int32 [n], `trained` bool [n]: targets[i] follows tokens[i], trained[i]: it counts.
 
     `where` is the row's place, for messages. `of` makes tokens and targets views of one array: 5 bytes a token.
     """

@@ -20,7 +20,7 @@ from kt_runtime.families import LoraModule
 
 @dataclass(frozen=True)
 class Part:
-    """One LoRA pair of a file: a dense module, or its expert number `expert`. `scaling` is the one used in training."""
+    """One LoRA pair of a file, for a dense module or one expert (`expert`). `scaling`: the one used in its training."""
 
     module: LoraModule
     expert: int | None

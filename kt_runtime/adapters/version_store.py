@@ -153,7 +153,7 @@ class VersionStore:
         return [item for item in served if item in hashes]
 
     def forget(self, name: str) -> None:
-        """Durably unloads `name`; its versions stay on disk. Ignores an unknown name."""
+        """Unloads `name`, for later restarts too; its versions stay on disk. Ignores an unknown name."""
         check_adapter_name(name)
         (self.root / name / CURRENT_FILE).unlink(missing_ok=True)
 

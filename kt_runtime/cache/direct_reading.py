@@ -1,8 +1,7 @@
 """Reads that bypass the system's page cache (O_DIRECT, Linux): the disk writes into our memory without a copy.
 
 Used only for data outside the page cache, since memory is faster than a disk. Offset, lengths and addresses must be
-multiples of the block size. Where a file system does not support O_DIRECT, nothing is read and the caller reads as
-usual.
+multiples of the block size. Without support by the file system nothing is read, and the caller reads as usual.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class DiskTier:
     # Called by the server
 
     def look_up(self, keys: Sequence[bytes], chain: Sequence[bytes] = ()) -> int:
-        """The number of leading pages that are stored. Starts to prefetch them; never waits for the disk.
+        """The number of leading pages that are stored. Starts to prefetch them; does no disk access itself.
 
         `chain`: the keys before `keys`, from the beginning of the text.
         """

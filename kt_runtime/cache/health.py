@@ -35,8 +35,8 @@ class Availability:
         return use in self._late
 
     def lose(self, reason: object, *uses: Use, is_late: bool = False) -> None:
-        """Stops `uses`: the cache then runs without them. A second call changes nothing, except that a reason other
-        than a hanging call replaces a hanging call: the return of that call is then no recovery."""
+        """Stops `uses`: the cache runs without them until `regain`. A hanging call (`is_late`) leaves a stopped use as
+        it is; another reason replaces a hanging call, whose return is then no recovery."""
         with self._lock:
             lost = [use for use in uses if use not in self._reasons]
             self._reasons |= dict.fromkeys(uses if not is_late else lost, str(reason))

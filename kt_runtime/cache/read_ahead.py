@@ -233,7 +233,7 @@ class ReadAhead:
         return max(0.001, min([self._patience_s, *(at - now for at in times)]))
 
     def _hangs(self) -> bool:
-        """Call with the lock held. True if no thread can serve the queue: all of them work on overdue jobs."""
+        """Call with the lock held. True if the queue is stuck: all reading threads or the checking one are overdue."""
         now = time.monotonic()
         reading = [job for job in self._reading if self._is_overdue(job, now)]
         is_checking_late = self._checking is not None and self._is_overdue(self._checking, now)

@@ -26,7 +26,7 @@ _NUM_NAMED = 5
 
 
 def read_datasets(recipe: Recipe, names: tuple[str, ...], say: Say) -> Iterator[Conversation | Preference]:
-    """Rows of all named datasets, at most `max_samples` of each. `say` gets rows that are left out, and their number.
+    """Rows of all named datasets, at most `max_samples` of each. `say` names and counts rows left out.
 
     Checks names and descriptions at once, rows while reading. Raises NotFoundError, UnknownNameError, and
     InvalidValueError for a row that violates its format, and for a dataset without a usable row.

@@ -2,7 +2,7 @@
 
 An answer begins at the end of its prompt: the messages before it, rendered with the generation prompt. It ends where
 the rendered conversation up to and including it ends. Templates of reasoning models render an answer differently once
-it is history (Qwen3 and DeepSeek drop its think block), so earlier answers are searched in all of their possible forms.
+it is history (Qwen3 and DeepSeek drop its think block), so earlier answers are matched in all of these forms.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class AnswerFinder:
     def conversation(
         self, messages: Sequence[dict[str, Any]], where: str, *, last_only: bool
     ) -> tuple[str, list[Span]]:
-        """The text of the whole conversation and each answer's [start, end) in it, in order; the last message is an
-        answer.
+        """The whole conversation's text and each answer's [start, end) in it; the last message is an answer.
 
         Raises InvalidValueError when the boundary between a prompt and its answer is ambiguous.
         """
