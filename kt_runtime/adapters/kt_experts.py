@@ -17,7 +17,7 @@ from kt_runtime.families import LoraModule
 
 FUSED_FILE = "fused_expert_lora.safetensors"
 WRAPPER = ".orig_module"
-"""What KTransformers' wrappers insert into the names of adapter_model.safetensors."""
+"""The part that KTransformers' wrappers insert into the names of adapter_model.safetensors."""
 
 _KEY = re.compile(r"layers\.(?P<layer>0|[1-9][0-9]{0,5})\.experts\.(?P<projection>gate|up|down)_lora_(?P<letter>[ab])")
 

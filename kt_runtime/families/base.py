@@ -111,7 +111,7 @@ class Family(ABC):
     gguf_architecture: str
     """`general.architecture` of llama.cpp's files of this family."""
     foreign_model_types: tuple[str, ...] = ()
-    """Those of `model_types` that transformers 5.19 does not know: such a checkpoint brings its own Python modules."""
+    """The `model_types` unknown to transformers 5.19: such a checkpoint contains its own Python modules."""
 
     @abstractmethod
     def check(self, config: Config) -> None:

@@ -65,7 +65,7 @@ class ExpertFormat:
 
 BF16 = ExpertFormat("bf16")
 QUANTIZED_WHILE_LOADING = {"int8": ExpertFormat("int8"), "int4": ExpertFormat("int4", 32)}
-"""By the names that `--expert-format` takes."""
+"""Formats by their names for `--expert-format`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kt_runtime.errors import InvalidValueError, NotFoundError, UserError
 from kt_runtime.train.data import json_text, tables
 
 Report = Callable[[UserError], None]
-"""Is told of a problem; raises it, or keeps it so that further ones are found."""
+"""Gets a problem; raises it, or keeps it so that reading continues to further ones."""
 
 _SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 

@@ -21,7 +21,7 @@ CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 3600.0
 
 Answer = Mapping[str, Any]
 Ask = Callable[[dict[str, Any], str], Coroutine[Any, Any, Answer]]
-"""`ask(body, where)` gives SGLang's answer, whose `meta_info` is there. `where`: the row's place, for messages."""
+"""`ask(body, where)` returns SGLang's answer, with `meta_info`. `where`: the row's place, for messages."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 Check = Callable[[Any], Any]
 
 TRACKERS = {name: name for name in ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")}
-"""What `report_to` knows: the package to import and, the same here, its name for pip."""
+"""Trackers for `report_to`: the package to import, which has the same name for pip."""
 
 _WORDS = {"yes": True, "on": True, "no": False, "off": False}
 

@@ -23,7 +23,7 @@ _BY_METRIC: dict[str, Check] = {
     "eps": number(0),
 }
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")
-"""These follow an evaluation's metric, so they need one; all others are functions of the step."""
+"""Schedules that depend on an evaluation metric, so they need evaluations; all others are functions of the step."""
 
 ARGUMENTS: Mapping[str, Mapping[str, Check]] = {
     "linear": {},

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Function = Mapping[str, Any]
-"""Of a tool: name, description, parameters (JSON schema). Of a call: name, arguments (a mapping)."""
+"""For a tool: name, description, parameters (JSON schema). For a call: name, arguments (a mapping)."""
 
 _QWEN_HEAD = """
 

@@ -41,7 +41,7 @@ PREFIX = "checkpoint-"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint. `state`: its `trainer_state.json`. `run`: from 1; 0 in files from before runs were counted."""
+    """A complete checkpoint. `state`: its `trainer_state.json`. `run`: from 1; 0 before runs were counted."""
 
     path: Path
     state: Mapping[str, Any]

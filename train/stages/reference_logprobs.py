@@ -31,9 +31,9 @@ from kt_runtime.train.predict.serving_path import Answer, Ask, ServingPath, malf
 STOP_SECONDS = 0.1
 
 LogProbs = npt.NDArray[np.float32]
-"""Of an answer's counted tokens, in their order."""
+"""Log-probabilities of an answer's counted tokens, in order."""
 Serving = Callable[[Path | None], AbstractContextManager[ServingPath]]
-"""Serves the adapter of a directory, or the base for None, while the context lasts."""
+"""Serves the adapter of a directory, or the base for None, within the context."""
 Scored = Callable[[Example, LogProbs], None]
 
 
