@@ -1,7 +1,7 @@
 """The trainer: recipes, data and the training loop. It talks to the resident over the wire.
 
-The folder stands at the top of the checkout, and kt_runtime/train is a link to it. Under a second name
-its modules would be loaded twice, with classes and state of their own, so the name in kt_runtime is the only one.
+The folder is at the top of the checkout; kt_runtime/train is a link to it. Imported under a second name, its modules
+would be loaded twice, with their own classes and state, so kt_runtime.train is the only name.
 """
 
 if __name__ != "kt_runtime.train":

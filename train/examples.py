@@ -1,4 +1,4 @@
-"""What a run trains on once text has become tokens: one sequence, or two answers to one prompt."""
+"""Tokenised training data: one sequence, or two answers to one prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Integers = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Example:
-    """`tokens` and `targets` int32 [n], `trained` bool [n]: targets[i] follows tokens[i], trained[i] says if it counts.
+    """`tokens` and `targets` int32 [n], `trained` bool [n]: targets[i] follows tokens[i], trained[i]: it counts.
 
     `where` is the row's place, for messages. `of` makes tokens and targets views of one array: 5 bytes a token.
     """
@@ -35,7 +35,7 @@ class Example:
 
     @classmethod
     def of(cls, ids: Sequence[int] | Integers, trained: Sequence[bool] | Mask, where: str = "") -> Example:
-        """From a sequence of n + 1 token ids and whether each is trained on; the first id has nothing before it."""
+        """From n + 1 token ids and one flag per id (is it trained on); the first id is no target."""
         whole = np.asarray(ids, np.int32)
         return cls(whole[:-1], whole[1:], np.array(trained[1:], np.bool_), where)
 
@@ -55,7 +55,7 @@ class Example:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pair:
-    """Two answers to one prompt, each as an example of its own; their `trained` masks count the answers only."""
+    """Two answers to one prompt, each a complete example; their `trained` masks select the answers only."""
 
     chosen: Example
     rejected: Example

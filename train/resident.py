@@ -1,6 +1,6 @@
-"""What the trainer asks of the resident: the part of `ResidentClient` that a run uses, and that tests put in its place.
+"""The trainer's interface to the resident: the part of `ResidentClient` that a run uses. Tests replace it.
 
-Each method is the one of `kt_runtime.wire.ResidentClient` with that name, and raises what that raises.
+Each method is the method of the same name in `kt_runtime.wire.ResidentClient`, with the same errors.
 """
 
 from __future__ import annotations

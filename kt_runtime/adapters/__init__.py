@@ -1,6 +1,6 @@
 """Adapters: their tensors, PEFT directories, the one validator, versions in memory and on disk.
 
-Attributes are imported on first use: names and paths can be checked without loading torch.
+Attributes are imported on first use, so that checking names and paths does not load torch.
 """
 
 from __future__ import annotations

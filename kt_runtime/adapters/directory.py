@@ -1,7 +1,7 @@
-"""A directory from somebody else, opened once: only regular files in it are read, and each of them once.
+"""An untrusted directory, opened once: only its regular files are read, each of them once.
 
-The bytes that are checked are the bytes that are used: a file is opened without following links, its type and size are
-taken from the open descriptor, and it is read whole. Replacing it afterwards changes nothing.
+The bytes that are checked are the bytes that are used: a file is opened without following links, its type and size come
+from the open descriptor, and it is read whole. Replacing the file afterwards has no effect.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _LARGEST_READ_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class OpenDirectory:
-    """`path` is for messages only; everything goes through `descriptor`."""
+    """`path` is for messages only; all access goes through `descriptor`."""
 
     path: Path
     descriptor: int
 
     def file_names(self) -> list[str]:
-        """Names of the regular files. Subdirectories are left alone; links and special files raise AdapterError."""
+        """Names of the regular files. Subdirectories are skipped; links and special files raise AdapterError."""
         names = []
         with os.scandir(self.descriptor) as entries:
             for entry in entries:
@@ -61,7 +61,7 @@ class OpenDirectory:
 
 @contextlib.contextmanager
 def open_directory(path: str | os.PathLike[str]) -> Iterator[OpenDirectory]:
-    """Opens `path`, which must be a directory and no symbolic link. Raises NotFoundError or AdapterError."""
+    """Opens `path`, which must be a directory and not a symbolic link. Raises NotFoundError or AdapterError."""
     place = Path(path)
     try:
         descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,9 +1,9 @@
-"""One rank and one scaling for an adapter whose modules have several.
+"""Gives an adapter whose modules have several ranks and scalings one rank and one scaling.
 
 SGLang serves every module at one rank and at `lora_alpha / r`; it ignores rsLoRA and patterns. So a module of a lower
-rank is padded with zeros, which is exact, and a module of another scaling s has its B multiplied by s / s_common in
-float32: exact when the quotient is a power of two, otherwise to float32's rounding. The common scaling is the one that
-most modules have (the largest among equals), so that most stay as they are.
+rank is padded with zeros, which is exact. A module of another scaling s has its B multiplied by s / s_common in
+float32: exact for a quotient that is a power of two, otherwise rounded to float32. The common scaling is the most
+frequent one (the largest among equally frequent ones), so that most modules stay unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kt_runtime.families import LoraModule
 
 @dataclass(frozen=True)
 class Part:
-    """One pair of a file: a dense module, or one expert of it (`expert`). `scaling` is what its author trained with."""
+    """One LoRA pair of a file, for a dense module or one expert (`expert`). `scaling`: the one used in its training."""
 
     module: LoraModule
     expert: int | None
@@ -31,7 +31,7 @@ class Part:
 def fold(parts: list[Part], plain_alpha: float | None) -> AdapterTensors:
     """All parts at their common scaling and largest rank; missing experts of an adapted projection become zero pairs.
 
-    `plain_alpha` is lora_alpha where one rank and scaling hold throughout: it is kept as it was written.
+    `plain_alpha` is lora_alpha if all parts have one rank and scaling: the value is kept as written.
     """
     rank = max(part.pair.a.shape[-2] for part in parts)
     common = _common_scaling(parts)
@@ -61,7 +61,7 @@ def _uniform(part: Part, rank: int, common: float) -> LoraPair:
 
 
 def _owned(tensor: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    # Tensors of a file are views of its bytes: without a copy, one small tensor would keep the whole file in memory.
+    # A file's tensors are views of its bytes: without a copy, one small tensor would keep the whole file in memory.
     return tensor.clone() if tensor is original else tensor
 
 

@@ -1,4 +1,4 @@
-"""The GGUF container, read from bytes that somebody else made.
+"""The GGUF container, parsed from untrusted bytes.
 
 Format (https://github.com/ggml-org/ggml, docs/gguf.md), all little-endian, `string` = u64 length and UTF-8 bytes:
 
@@ -8,9 +8,9 @@ Format (https://github.com/ggml-org/ggml, docs/gguf.md), all little-endian, `str
     zeros up to a multiple of `general.alignment` (32 without that key); from there offsets count
     the tensors in the order of the list, each padded to that alignment
 
-Everything before the data is checked before any of the data is touched: lengths, types, duplicate names, that tensors
-follow each other without gap or overlap, as ggml itself demands. The `gguf` package writes our files and names the
-tensors, but does not read here: its reader trusts lengths (an array that claims 2^60 entries keeps it busy for ever).
+The whole header is checked before any tensor data is used: lengths, types, duplicate names, and, as ggml requires, that
+the tensors follow each other without gap or overlap. The `gguf` package writes our files and names the tensors, but
+does not read here: its reader trusts lengths (an array that claims 2^60 entries keeps it busy for ever).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 @dataclass(frozen=True)
 class GgufFile:
-    """`values`: scalars and strings by key, arrays as their length alone. `tensors`: views of the file's bytes, with
-    the outermost dimension first."""
+    """`values`: scalars and strings by key, of arrays only the length. `tensors`: views of the file's bytes, with the
+    outermost dimension first."""
 
     values: Mapping[str, Any]
     arrays: Mapping[str, int]
@@ -47,7 +47,7 @@ class GgufFile:
 
 
 def parse_gguf(data: bytearray, where: str) -> GgufFile:
-    """A whole file in memory. Raises AdapterError, beginning with `where`, if anything is wrong."""
+    """`data` is a whole file. Raises AdapterError, beginning with `where`, if anything is wrong."""
     cursor = _Cursor(data, where)
     if cursor.take(4) != b"GGUF":
         raise AdapterError(f"{where}: no GGUF file: begins with {bytes(data[:4])!r}, not b'GGUF'")
@@ -81,7 +81,7 @@ class _Entry:
 
 
 class _Cursor:
-    """Reads forwards; nothing beyond the end or beyond the largest header, so that no claimed length can cost much."""
+    """Reads forwards, never beyond the end or the largest header size, so that no claimed length can cost much."""
 
     def __init__(self, data: bytearray, where: str) -> None:
         self.data, self.where, self.position = data, where, 0

@@ -6,8 +6,8 @@ two tensors, `blk.0.attn_q.weight.lora_a` [R, in] and `.lora_b` [out, R]; routed
 scaling of a module is alpha / R with R its own rank; without an alpha, or with 0, it is 1. Rows of q_proj and k_proj
 keep their order: llama.cpp permutes them for other architectures, not for qwen3moe and deepseek2.
 
-kv_b_proj can't be exported: llama.cpp splits it into attn_k_b, transposed, and attn_v_b, its converter has no such form
-for LoRA, and its graph multiplies both without LoRA. Files from before that split have `attn_kv_b`, which is read here.
+kv_b_proj can't be exported. llama.cpp splits it into attn_k_b, transposed, and attn_v_b; its converter has no such form
+for LoRA, and its graph multiplies both without LoRA. Older files, without that split, have `attn_kv_b`, which is read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SUFFIX = ".gguf"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KEY = re.compile(r"(?P<base>.+)\.weight\.lora_(?P<letter>[ab])")
 
-WRITER_KEY, WRITER = "kt_runtime.writer", "kt-runtime"  # of files that `write_gguf_adapter` wrote
+WRITER_KEY, WRITER = "kt_runtime.writer", "kt-runtime"  # marks files from `write_gguf_adapter`
 
 NOT_EXPRESSIBLE = ("kv_b_proj",)
 NOT_APPLIED = {"deepseek2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")}
@@ -51,7 +51,7 @@ NOT_APPLIED = {"deepseek2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")}
 def read_gguf_adapter(
     path: str | os.PathLike[str], family: Family, config: Mapping[str, Any], max_rank: int
 ) -> AdapterTensors:
-    """The adapter in the file `path`: one rank, one scaling, groups complete, checked; nothing is used before that.
+    """The adapter in the file `path`, checked before use: one rank, one scaling, complete groups.
 
     Raises NotFoundError or AdapterError; the message begins with the file.
     """
@@ -78,9 +78,9 @@ def write_gguf_adapter(
     base_model: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Writes the new file `path` atomically. Modules whose A or B is zero throughout are left out.
+    """Writes the new file `path` atomically. Modules whose A or B is all zero are left out.
 
-    Raises AdapterError as `check_adapter`, and for modules that the format can't express; ConflictError if it exists.
+    Raises AdapterError as `check_adapter`, and for modules that GGUF can't express; ConflictError if the file exists.
     """
     completed = complete_groups(adapter, family, config) if adapter.modules else adapter
     check_adapter(completed, family, config, max_rank, str(path))
@@ -104,7 +104,7 @@ def write_gguf_adapter(
 
 
 def is_written_here(path: Path) -> bool:
-    """Whether `write_gguf_adapter` wrote the file. False too for what is no GGUF file."""
+    """Whether `write_gguf_adapter` wrote the file. False also for a file that is not GGUF."""
     import gguf
 
     try:
@@ -115,15 +115,15 @@ def is_written_here(path: Path) -> bool:
 
 
 def not_applied(adapter: AdapterTensors, family: Family) -> list[str]:
-    """The projections of `adapter` that llama.cpp reads from a file and then does not use, sorted."""
+    """The projections of `adapter` that llama.cpp loads but does not apply, sorted."""
     used = {name.rpartition(".")[2] for name, pair in adapter.modules.items() if bool(pair.b.any())}
     return sorted(used & set(NOT_APPLIED.get(family.gguf_architecture, ())))
 
 
 def tensor_names(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
-    """GGUF's name of every module that can be adapted, without `.weight`: `model.layers.0.mlp.gate_proj` is
+    """The GGUF name, without `.weight`, of every module that LoRA may adapt: `model.layers.0.mlp.gate_proj` is
     `blk.0.ffn_gate`."""
-    import gguf  # half a second, and only for this
+    import gguf  # takes half a second, and only this function needs it
 
     architecture = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[family.gguf_architecture]
     modules = family.lora_modules(config)
@@ -156,7 +156,7 @@ def _check_keys(file: GgufFile, family: Family, where: str) -> float:
 def _parts(
     file: GgufFile, alpha: float, family: Family, config: Mapping[str, Any], max_rank: int, where: str
 ) -> list[Part]:
-    """One part per dense module and per expert, in the model's order; every tensor is used or refused."""
+    """One part per dense module and per expert, in the model's order. A tensor that is not used raises AdapterError."""
     modules, names = family.lora_modules(config), tensor_names(family, config)
     module_of = {names[module.name]: module for module in modules}
     pairs: dict[str, dict[str, torch.Tensor]] = {}
@@ -236,7 +236,7 @@ def _kinds() -> dict[torch.dtype, tuple[gguf.GGMLQuantizationType, Any]]:
     import gguf
     import numpy as np
 
-    # numpy has no bfloat16; only the size of its entries counts here.
+    # numpy has no bfloat16; only the element size matters here.
     return {
         torch.float32: (gguf.GGMLQuantizationType.F32, np.dtype(np.float32)),
         torch.float16: (gguf.GGMLQuantizationType.F16, np.dtype(np.float16)),

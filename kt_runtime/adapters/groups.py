@@ -1,7 +1,7 @@
 """Fused groups: SGLang computes q, k, v (q_a and kv_a; gate and up) in one linear, and needs LoRA for all or none.
 
-Its own code fails with a KeyError, drops tensors, or fills in zeros of a wrong shape when a member is missing.
-So missing members are filled here, with A = 0 and B = 0 of the right shapes, which changes nothing that is computed.
+With a missing member, SGLang's code fails with a KeyError, drops tensors, or fills in zeros of a wrong shape. So
+missing members are filled in here with A = 0 and B = 0 of the right shapes, which leaves every result unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def missing_members(adapter: AdapterTensors, family: Family, config: Config) -> 
 
 
 def complete_groups(adapter: AdapterTensors, family: Family, config: Config) -> AdapterTensors:
-    """`adapter` with every group complete and its modules in the model's order; itself if nothing was to do."""
+    """`adapter` with every group complete and its modules in the model's order; the same object if nothing changes."""
     missing = missing_members(adapter, family, config)
     order = [module.name for module in family.lora_modules(config)]
     names = adapter.modules.keys() | {module.name for module in missing}
@@ -34,9 +34,9 @@ def complete_groups(adapter: AdapterTensors, family: Family, config: Config) -> 
 
 
 def without_fillers(adapter: AdapterTensors) -> AdapterTensors:
-    """`adapter` without the pairs whose A and B are all zero: those get no gradient, so training must not take them up.
+    """`adapter` without the pairs whose A and B are all zero: such pairs get no gradient, so they can't be trained.
 
-    A trained or fresh pair is never among them: LoRA starts with B = 0 and A random.
+    No trained or fresh pair is among them: LoRA starts with B = 0 and a random A.
     """
     return replace(adapter, modules={name: pair for name, pair in adapter.modules.items() if _is_used(pair)})
 

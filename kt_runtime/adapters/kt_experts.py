@@ -1,8 +1,8 @@
 """KTransformers' `fused_expert_lora.safetensors`: the routed experts' part of an adapter that kt-kernel trained.
 
-It lies beside adapter_model.safetensors, which has the other parts, and adapter_config.json, whose rank and alpha hold
-for both. Keys are `layers.L.experts.{gate,up,down}_lora_{a,b}`; `a` is [E, R, in], `b` is [E, out, R], as written by
-kt-kernel 0.7.2 (`kt_kernel.sft`).
+The file lies beside adapter_model.safetensors, which has the other modules, and adapter_config.json, whose rank and
+alpha hold for both. Keys are `layers.L.experts.{gate,up,down}_lora_{a,b}`; `a` is [E, R, in], `b` is [E, out, R], as
+written by kt-kernel 0.7.2 (`kt_kernel.sft`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kt_runtime.families import LoraModule
 
 FUSED_FILE = "fused_expert_lora.safetensors"
 WRAPPER = ".orig_module"
-"""What KTransformers' wrappers insert into the names of adapter_model.safetensors."""
+"""The part that KTransformers' wrappers insert into the names of adapter_model.safetensors."""
 
 _KEY = re.compile(r"layers\.(?P<layer>0|[1-9][0-9]{0,5})\.experts\.(?P<projection>gate|up|down)_lora_(?P<letter>[ab])")
 

@@ -1,4 +1,4 @@
-"""An adapter added to the weights of its base: W + (alpha / rank) B A, rounded once to the weight's type."""
+"""Merges an adapter into the base weights: W + (alpha / rank) B A, rounded once to the weight's dtype."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ROWS_AT_ONCE = 1024
 
 
 class Merger:
-    """Merges the tensors of a checkpoint one by one, under their Hugging Face names; routed experts one by one too.
+    """Merges the tensors of a checkpoint one by one, by their Hugging Face names; each routed expert separately.
 
-    `left`: names of adapted matrices that have not come yet.
+    `left`: names of adapted matrices that have not been merged yet.
     """
 
     def __init__(self, adapter: AdapterTensors) -> None:
@@ -27,9 +27,9 @@ class Merger:
         self.left = {name for name, pair in self._pairs.items() if bool(pair.a.any()) and bool(pair.b.any())}
 
     def merged(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`weight` as `dtype`, with its part of the adapter if it has one. `weight` itself stays as it is.
+        """`weight` as `dtype`, with its adapter pair merged if it has one. `weight` itself stays unchanged.
 
-        Raises NumericsError, naming the matrix, for a sum that `dtype` does not hold: float16 ends at 65504.
+        Raises NumericsError, naming the matrix, if the sum overflows `dtype`: float16 ends at 65504.
         """
         if name not in self.left:
             return weight.to(dtype)

@@ -13,7 +13,7 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
 
 def check_adapter_name(name: str) -> str:
-    """Returns `name`. Raises InvalidValueError unless it can name an adapter in requests, files and URLs alike."""
+    """Returns `name`. Raises InvalidValueError unless it is valid in requests, file names and URLs alike."""
     if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name):
         shown = name if len(str(name)) <= 160 else f"{str(name)[:160]}... ({len(str(name))} characters)"
         raise InvalidValueError(
@@ -24,10 +24,10 @@ def check_adapter_name(name: str) -> str:
 
 
 def confined(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> Path:
-    """`path`, relative paths counted from `root`, if it lies below `root` with all symbolic links followed.
+    """`path`, relative to `root` unless absolute, if it lies below `root` with all symbolic links resolved.
 
-    Raises InvalidValueError if it does not, or can't be a path. Nothing needs to exist. `%2e` and the like are
-    ordinary characters here: whoever decodes URLs does it before.
+    Raises InvalidValueError otherwise, and for an invalid path. The path need not exist. `%2e` and the like are
+    ordinary characters here: the caller decodes URLs before.
     """
     text = os.fspath(path)
     if not text or "\0" in text or len(text) > 4096:

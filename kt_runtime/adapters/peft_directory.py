@@ -1,17 +1,16 @@
 """PEFT adapter directories: `adapter_config.json` and `adapter_model.safetensors`.
 
 Keys are `base_model.model.NAME.lora_A.weight` and `.lora_B.weight` (the prefix may be missing); routed experts have one
-pair per expert, `NAME = model.layers.L.mlp.experts.E.gate_proj`. SGLang 0.5.23 and PEFT 0.21 both read all of it.
+pair per expert, `NAME = model.layers.L.mlp.experts.E.gate_proj`. SGLang 0.5.23 and PEFT 0.21 read all of these.
 
-`target_modules` has the projections' names, of which SGLang takes gate_proj, up_proj and down_proj for every MLP. PEFT
-0.21 takes them for transformers 5's fused experts alone (`peft.utils.transformers_weight_conversion`), and would drop
-the pairs of dense MLPs and shared experts without a word: those are named again in `target_parameters`, by their
-weights, as `mlp.shared_experts.gate_proj.weight`. PEFT then adapts the parameter instead of the module, with the same
-two tensors.
+`target_modules` lists projections. SGLang applies gate_proj, up_proj and down_proj to every MLP. PEFT 0.21 applies them
+to transformers 5's fused experts only (`peft.utils.transformers_weight_conversion`), and would silently drop the pairs
+of dense MLPs and shared experts. So `target_parameters` names those again by their weights, as
+`mlp.shared_experts.gate_proj.weight`. PEFT then adapts the parameter instead of the module, with the same two tensors.
 
-A directory is opened once, and validated whole before anything of it is used. KTransformers' experts are read from
-their own file beside it (`kt_experts.py`). Not read: sharded files, PEFT's fused experts (`target_parameters`
-other than linears' weights); each is refused by name.
+A directory is opened once, and validated whole before any of it is used. KTransformers' experts are read from their own
+file in the directory (`kt_experts.py`). Sharded files and PEFT's fused experts (`target_parameters` other than linears'
+weights) are refused by name.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ def read_peft_directory(
     max_rank: int,
     base_model: str | None = None,
 ) -> AdapterTensors:
-    """The adapter in `path`: one rank, scaling folded, groups complete, checked.
+    """The adapter in `path`, checked: one rank, one folded scaling, complete groups.
 
-    `base_model` is the served model's name; an adapter that names another one gets a note, no error. What was changed
-    is in the result's `notes`. Raises NotFoundError or AdapterError; the message begins with the file.
+    `base_model` is the served model's name; an adapter made for another one gets a note, not an error. `notes` of the
+    result lists all changes. Raises NotFoundError or AdapterError; the message begins with the file.
     """
     with open_directory(path) as directory:
         _check_file_names(directory)
@@ -86,7 +85,7 @@ def read_peft_directory(
 def folded_whole(
     parts: list[Part], alpha: float | None, family: Family, config: Mapping[str, Any], max_rank: int, where: str
 ) -> tuple[AdapterTensors, list[str]]:
-    """The parts as one checked adapter, and the modules that complete its groups. Raises as `check_adapter`."""
+    """The parts as one checked adapter, and the modules added to complete its groups. Raises as `check_adapter`."""
     adapter = fold(parts, alpha)
     completed = complete_groups(adapter, family, config)
     check_adapter(completed, family, config, max_rank, where)
@@ -109,9 +108,9 @@ def write_peft_directory(
 ) -> None:
     """Writes the directory `path` atomically: after a crash at any moment it is there whole, or not at all.
 
-    Incomplete groups are completed with zeros. `private`: only the owner may read it. `extra` files (an optimizer's
-    state, a version's description) come and go with the directory. Raises AdapterError as `check_adapter`;
-    ConflictError if `path` exists, unless `replace` allows it (`files.write_directory`).
+    Incomplete groups are completed with zeros. `private`: only the owner may read it. `extra`: files (an optimizer's
+    state, a version's description) written and replaced together with the directory. Raises AdapterError as
+    `check_adapter`; ConflictError if `path` exists, unless `replace` allows it (`files.write_directory`).
     """
     extra = extra or {}
     for name in extra:
@@ -136,9 +135,9 @@ def write_peft_directory(
 
 
 def _dense_parameters(adapter: AdapterTensors, family: Family, config: Mapping[str, Any]) -> list[str]:
-    """PEFT's `target_parameters`: what it would not find by `target_modules`, without the layer's number.
+    """PEFT's `target_parameters`: the modules that PEFT would not find by `target_modules`, without layer numbers.
 
-    Where the checkpoint brings its own modules, every expert is a linear there, and PEFT finds all by `target_modules`.
+    Empty for a checkpoint with modules of its own: each expert is a linear there, and PEFT finds all of them.
     """
     if config.get("model_type") in family.foreign_model_types:
         return []
@@ -184,7 +183,7 @@ def _with_kt_experts(
 
 
 def largest_file(family: Family, config: Mapping[str, Any], max_rank: int) -> int:
-    """More than any honest adapter of this model has: every module at the largest rank in float32."""
+    """An upper bound in bytes: every module of the model at the largest rank in float32."""
     features = sum(
         (module.in_features + module.out_features) * max(1, module.num_experts)
         for module in family.lora_modules(config)
@@ -193,7 +192,7 @@ def largest_file(family: Family, config: Mapping[str, Any], max_rank: int) -> in
 
 
 def largest_header(family: Family, config: Mapping[str, Any]) -> int:
-    """More than any honest adapter of this model has: half a kilobyte for each tensor, metadata of a megabyte."""
+    """An upper bound in bytes: half a kilobyte for each tensor of the model, and a megabyte of metadata."""
     tensors = sum(2 * max(1, module.num_experts) for module in family.lora_modules(config))
     return min(MAX_HEADER_BYTES, (1 << 20) + 512 * tensors)
 
@@ -205,7 +204,7 @@ def _parts(
     config: Mapping[str, Any],
     where: str,
 ) -> list[Part]:
-    """One part per complete pair, in the model's order; every key is used or refused."""
+    """One part per complete pair, in the model's order. A key that is not used raises AdapterError."""
     known = {module.name: module for module in family.lora_modules(config)}
     order = {name: position for position, name in enumerate(known)}
     pairs: dict[tuple[str, int], dict[str, str]] = {}
@@ -286,7 +285,7 @@ def _notes(filled: list[str], settings: PeftSettings, base_model: str | None) ->
 
 
 def filler_notes(filled: list[str]) -> list[str]:
-    """What to say of the modules that `complete_groups` added."""
+    """The note for users about the modules that `complete_groups` added."""
     if not filled:
         return []
     shown = ", ".join(filled[:3]) + (", ..." if len(filled) > 3 else "")

@@ -1,7 +1,7 @@
-"""How much of an adapter directory each program loads: counted from the directory itself, for people.
+"""For users: how much of an adapter directory each program loads, counted from the directory itself.
 
-What PEFT 0.21 finds is said in `peft_directory`, what llama.cpp applies in `gguf_lora`; docs/adapters.md says how both
-were compared with the programs themselves.
+`peft_directory` describes which modules PEFT 0.21 finds, `gguf_lora` which ones llama.cpp applies; docs/adapters.md
+describes how both were compared with the programs themselves.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kt_runtime.families import MLP, SHARED, Family, family_for
 
 @dataclass(frozen=True)
 class Reader:
-    """`num_loaded` of `num_parameters` numbers of the adapter take part in what `program` computes with the directory.
+    """`program` applies `num_loaded` of the adapter's `num_parameters` numbers when it loads the directory.
 
-    `remark`: what the others are and what to do about them, "" where there are none.
+    `remark`: what the other numbers are and what to do about them, "" where there are none.
     """
 
     program: str
@@ -73,7 +73,7 @@ def _peft(
 
 
 def _llama_cpp(sizes: Mapping[str, int], total: int, family: Family) -> Reader:
-    """As a GGUF file, which can't be written with a module that the format does not express."""
+    """For the GGUF export, which refuses adapters with a module that the format can't express."""
     program = "llama.cpp (adapter export --format gguf)"
     by_projection: dict[str, int] = {}
     for name, size in sizes.items():
@@ -93,7 +93,7 @@ def _llama_cpp(sizes: Mapping[str, int], total: int, family: Family) -> Reader:
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """Parameters of each module, A and B together; of routed experts by the name of the expert's own linear."""
+    """Parameters of each module, A and B together. Each routed expert counts under its own linear's name."""
     sizes: dict[str, int] = {}
     with safe_open(path, framework="pt") as opened:
         for key in opened.keys():  # noqa: SIM118 (not a dict)

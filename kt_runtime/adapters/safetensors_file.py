@@ -1,5 +1,5 @@
-"""Adapters' tensors: reads safetensors files that somebody else made (the format and its checks are in
-`kt_runtime.checkpoint_file`), and writes them without a second copy in memory.
+"""Adapters' tensors: reads untrusted safetensors files (`kt_runtime.checkpoint_file` has the format and its checks),
+and writes them without a second copy in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 def parse_header(
     data: bytearray, where: str, dtypes: Collection[str] = FLOAT_DTYPES, max_header_bytes: int = MAX_HEADER_BYTES
 ) -> dict[str, Entry]:
-    """The tensors of a whole file in memory. Raises AdapterError, beginning with `where`, if anything is wrong."""
+    """The tensors of a file in memory. Raises AdapterError, beginning with `where`, if anything is wrong."""
     try:
         length = header_bytes(data[:8], len(data), max_header_bytes)
         return parse_checked(bytes(data[8 : 8 + length]), len(data), [name for name in dtypes if name in DTYPES])
@@ -46,10 +46,10 @@ def parse_header(
 def read_tensors(
     data: bytearray, where: str, dtypes: Collection[str] = FLOAT_DTYPES, max_header_bytes: int = MAX_HEADER_BYTES
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a whole file in memory, as views of `data`. Raises AdapterError as `parse_header`.
+    """The tensors of a file in memory, as views of `data`. Raises AdapterError as `parse_header`.
 
-    `max_header_bytes`: parsing takes up to `MEMORY_FACTOR` times as much memory, so that a reader who knows what to
-    expect gives less.
+    `max_header_bytes`: parsing takes up to `MEMORY_FACTOR` times as much memory, so a caller that knows the expected
+    size passes less.
     """
     tensors = {}
     for name, entry in parse_header(data, where, dtypes, max_header_bytes).items():
@@ -63,7 +63,7 @@ def read_tensors(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
-    """Writes a new file at `path`, one tensor after the other, each converted to `dtype` if given. Does not fsync."""
+    """Writes a new file at `path`, one tensor after another, each converted to `dtype` if given. Does not fsync."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():

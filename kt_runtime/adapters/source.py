@@ -1,4 +1,4 @@
-"""Wherever an adapter comes from: a PEFT directory, or a GGUF file by its name's ending."""
+"""An adapter from any source: a PEFT directory, or a GGUF file, told apart by the name's ending."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ Names are Hugging Face's without PEFT's prefix. Legend: E experts, R rank.
     dense linear      model.layers.0.self_attn.q_proj         A [R, in]      B [out, R]
     routed experts    model.layers.1.mlp.experts.gate_proj    A [E, R, in]   B [E, out, R]
 
-y = W x + (alpha / rank) B A x. An adapter file has one pair per expert, `...mlp.experts.3.gate_proj`; here they are one
-pair per layer and projection, because everything that computes with them wants them so.
+y = W x + (alpha / rank) B A x. An adapter file has one pair per expert, `...mlp.experts.3.gate_proj`; here the experts
+of a layer and projection are stacked into one pair, the form that serving and training compute with.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LoraPair(NamedTuple):
         return self.a.dim() == 3
 
     def padded(self, rank: int) -> LoraPair:
-        """The same product at a higher rank: zero rows for `a`, zero columns for `b`."""
+        """The same product B A at a higher rank: adds zero rows to `a`, zero columns to `b`."""
         missing = rank - self.a.shape[-2]
         if missing == 0:
             return self
@@ -41,15 +41,15 @@ class LoraPair(NamedTuple):
         )
 
     def scaled(self, factor: float) -> LoraPair:
-        """The product times `factor`, computed into `b` in float32; unchanged when `factor` is exactly 1."""
+        """B A times `factor`: multiplies `b` in float32; returns the pair itself when `factor` is exactly 1."""
         return self if factor == 1.0 else LoraPair(self.a, self.b.to(torch.float32) * factor)
 
 
 @dataclass(frozen=True)
 class AdapterTensors:
-    """`modules` by name, as the module's docstring says. `notes`: what was changed when it was read, for people.
+    """`modules` by name, see the module's docstring. `notes`: changes made when it was read, for users.
 
-    The tensors are not copied: whoever changes them in place changes the adapter.
+    The tensors are not copied: changing them in place changes the adapter.
     """
 
     rank: int
@@ -92,7 +92,7 @@ class AdapterTensors:
         return sorted({name.rpartition(".")[2] for name in self.modules})
 
     def in_one_dtype(self) -> AdapterTensors:
-        """The same numbers: in float32 where the dtypes differ, as a file has them; else itself."""
+        """The same numbers in one dtype: float32 if the tensors' dtypes differ, otherwise the adapter itself."""
         if len({tensor.dtype for pair in self.modules.values() for tensor in pair}) == 1:
             return self
         pairs = {name: LoraPair(pair.a.float(), pair.b.float()) for name, pair in self.modules.items()}
@@ -105,14 +105,14 @@ class AdapterTensors:
     def stacked_experts(self, layer: int) -> dict[str, LoraPair]:
         """The layer's routed experts by projection: `{"gate_proj": (A [E, R, in], B [E, out, R]), ...}`.
 
-        Only what the adapter has: empty for a layer whose routed experts are not adapted.
+        Projections without LoRA are left out: the result is empty for a layer whose routed experts are not adapted.
         """
         prefix = f"model.layers.{layer}.mlp.experts."
         return {name.removeprefix(prefix): pair for name, pair in self.modules.items() if name.startswith(prefix)}
 
 
 def zero_pair(module: LoraModule, rank: int, dtype: torch.dtype = torch.float32) -> LoraPair:
-    """The pair that changes nothing, of the shapes that `module` needs."""
+    """A pair of zeros, which changes nothing, in the shapes for `module`."""
     stack = (module.num_experts,) if module.num_experts else ()
     return LoraPair(
         torch.zeros(*stack, rank, module.in_features, dtype=dtype),

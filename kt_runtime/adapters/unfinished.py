@@ -1,4 +1,4 @@
-"""What a crash left half written in a directory of adapter versions: temporary entries, two levels deep."""
+"""Cleans up what a crash left half written in a directory of adapter versions: temporary entries, two levels deep."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kt_runtime.files import TEMPORARY_PREFIX
 
 
 def remove_unfinished(root: Path) -> list[str]:
-    """Removes temporary entries in `root` and in the directories in it; returns what could not be removed, and why.
+    """Removes temporary entries in `root` and in its directories; returns a message for each that can't be removed.
 
-    Never beside a writer. Nothing happens if `root` does not exist.
+    Never call it beside a writer. Does nothing if `root` does not exist.
     """
     problems: list[str] = []
     for directory in [root, *_subdirectories(root, problems)]:

@@ -1,4 +1,4 @@
-"""The one validator of adapters: what is read, what training saves and what is published all pass here."""
+"""The one validator of adapters: for adapters that are read, saved by training, or published."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def check_adapter(
     adapter: AdapterTensors, family: Family, config: Mapping[str, Any], max_rank: int, where: str = "adapter"
 ) -> None:
-    """Raises AdapterError, beginning with `where`, unless the adapter can be served and trained as it is.
+    """Raises AdapterError, beginning with `where`, unless the adapter can be served and trained unchanged.
 
     One rank from 1 to `max_rank`, a finite positive alpha, at least one module, only modules that the model has,
     fused groups complete, tensors of the right shape and of a known dtype, every number finite.
@@ -55,7 +55,7 @@ def check_rank(rank: Any, max_rank: int, where: str, key: str = "r") -> int:
 
 
 def check_alpha(alpha: Any, where: str, key: str = "lora_alpha") -> float:
-    """`alpha` as a float: finite, above 0, and within float32, in which the scaling is computed."""
+    """`alpha` as a float: finite, above 0, and within float32, the dtype of the scaling."""
     is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
     if is_number and 0 < alpha <= LARGEST_ALPHA:
         return float(alpha)
@@ -63,7 +63,7 @@ def check_alpha(alpha: Any, where: str, key: str = "lora_alpha") -> float:
 
 
 def unknown_module(name: str, known: list[str], family: Family, where: str) -> AdapterError:
-    """What to raise for a module that LoRA can't adapt in this model; router, embeddings and lm_head by their names."""
+    """The error for a module that LoRA can't adapt in this model; names router, embeddings and lm_head explicitly."""
     if name.rpartition(".")[2] in NEVER_ADAPTED:
         return AdapterError(f"{where}: {name!r}: router, embeddings and lm_head are never adapted here")
     return AdapterError(
@@ -87,7 +87,7 @@ def _check_pair(module: LoraModule, pair: LoraPair, rank: int, where: str) -> No
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    # One pass without a mask of the tensor's size: the extremes of a tensor with a NaN are NaN.
+    # One pass without a mask of the tensor's size: the minimum and maximum of a tensor with a NaN are NaN.
     return all(math.isfinite(extreme.item()) for extreme in torch.aminmax(tensor.detach()))
 
 

@@ -1,13 +1,13 @@
 """Published versions on disk, for rollback and restarts.
 
     ROOT/NAME/HASH/adapter_config.json, adapter_model.safetensors, version.json     one PEFT directory per version
-    ROOT/NAME/current.json      {"format": 1, "served": [HASH, ...]}                what the name means: the last one
+    ROOT/NAME/current.json      {"format": 1, "served": [HASH, ...]}                served versions, current one last
 
-Directories and `current.json` appear by renaming; a crash leaves the old state or the new one, and temporary names,
-which listings skip. `current.json` is written after the version that it names. One process writes a store at a
-time; who opens it for writing holds a lock (`serve/adapter_directory.py`). Only the owner may read what is written.
+Directories and `current.json` are renamed into place: a crash leaves the old state or the new one, and temporary names,
+which listings skip. `current.json` is written after the version that it names. Only one process writes a store at a
+time; it holds a lock (`serve/adapter_directory.py`). Only the owner may read the files.
 
-Methods that read or write one name raise OSError as the system calls do; `clean` and `scan` report it.
+Methods for one name raise OSError as the system calls do; `clean` and `scan` report it in their results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MAX_JSON_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class StoredName:
-    """A name that means a version: every complete version of it, the oldest first, and `served` as VersionTable's."""
+    """A name in use: `versions` are all complete ones, the oldest first; `served` is as in VersionTable."""
 
     name: str
     versions: list[AdapterVersion]
@@ -47,7 +47,7 @@ class StoredName:
 
 
 class VersionStore:
-    """Versions of the adapters of one model below `root`, created when needed. At most `kept` versions of each name."""
+    """Versions of one model's adapters below `root`, which is created when needed. At most `kept` versions per name."""
 
     def __init__(self, root: Path, family: Family, config: Mapping[str, Any], max_rank: int, kept: int = 8) -> None:
         self.root = root
@@ -56,9 +56,9 @@ class VersionStore:
     def save(
         self, name: str, adapter: AdapterTensors, *, created: float, source: str = "", base_model: str | None = None
     ) -> AdapterVersion:
-        """Writes a version, unless it is there already, and returns it. Does not change what `name` means.
+        """Writes a version, unless it is stored already, and returns it. Does not change the current version of `name`.
 
-        Tensors keep their numbers exactly: float32 if any of them is, else as they are. Raises as `check_adapter`.
+        Tensors are stored exactly: in float32 if their dtypes differ, otherwise as they are. Raises as `check_adapter`.
         """
         check_adapter_name(name)
         stored = as_version(adapter, self._family, self._config)
@@ -87,13 +87,13 @@ class VersionStore:
                 extra={VERSION_FILE: json.dumps(described).encode()},
                 private=True,
             )
-        except ConflictError:  # the same content, by another rank
+        except ConflictError:  # another rank's process has stored the same content meanwhile
             if not path.is_dir():
                 raise
         return version
 
     def load(self, name: str, version_hash: str) -> AdapterTensors:
-        """Reads and validates a version. Raises UnknownNameError; AdapterError if its content does not fit its hash."""
+        """Reads and validates a version. Raises UnknownNameError, and AdapterError if its content has another hash."""
         check_adapter_name(name)
         path = self.root / name / version_hash
         if not _HASH.fullmatch(version_hash) or not path.is_dir():
@@ -105,12 +105,12 @@ class VersionStore:
         return adapter
 
     def names(self) -> list[str]:
-        """Names that mean a version, sorted."""
+        """Names with a current version, sorted."""
         entries = visible_entries(self.root)
         return [path.name for path in entries if NAME_PATTERN.fullmatch(path.name) and (path / CURRENT_FILE).is_file()]
 
     def versions(self, name: str) -> list[AdapterVersion]:
-        """Every complete version of `name`, the oldest first; those that can't be described are left out."""
+        """Every complete version of `name`, the oldest first; skips versions whose description is unreadable."""
         found = []
         for version_hash in self._hashes(name):
             try:
@@ -120,10 +120,10 @@ class VersionStore:
         return sorted(found, key=lambda version: (version.created, version.hash))
 
     def point(self, name: str, served: list[str], known: Collection[str] = ()) -> None:
-        """Lets `name` mean `served[-1]`, after a crash too, and removes versions beyond those kept.
+        """Durably makes `served[-1]` the current version of `name`, and removes versions beyond `kept`.
 
-        `served`, `known`: VersionTable's; versions that it does not know are removed first. Raises
-        UnknownNameError if the version is not stored.
+        `served`, `known`: as in VersionTable; versions outside `known` are removed first. Raises UnknownNameError if
+        the version is not stored.
         """
         check_adapter_name(name)
         hashes = self._hashes(name)
@@ -137,7 +137,7 @@ class VersionStore:
         self._remove_oldest(name, served[-1], known)
 
     def served(self, name: str) -> list[str]:
-        """Hashes that `name` meant, in order, the current one last. Raises UnknownNameError, AdapterError."""
+        """Hashes that `name` served, in order, the current one last. Raises UnknownNameError, AdapterError."""
         check_adapter_name(name)
         path = self.root / name
         if not (path / CURRENT_FILE).is_file():
@@ -153,26 +153,26 @@ class VersionStore:
         return [item for item in served if item in hashes]
 
     def forget(self, name: str) -> None:
-        """`name` means nothing any more, after a restart neither; its versions stay. An unknown name is ignored."""
+        """Unloads `name`, for later restarts too; its versions stay on disk. Ignores an unknown name."""
         check_adapter_name(name)
         (self.root / name / CURRENT_FILE).unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
-        """Forgets `name` and removes its versions. An unknown name is ignored."""
+        """Unloads `name` and removes its versions. Ignores an unknown name."""
         check_adapter_name(name)
         path = self.root / name
         (path / CURRENT_FILE).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
 
     def clean(self) -> list[str]:
-        """Removes what a crash left half written; returns what could not be removed, and why.
+        """Removes what a crash left half written; returns a message for each entry that could not be removed.
 
-        Call it before anything is written, never beside a writer.
+        Call it before the first write, never beside a writer.
         """
         return remove_unfinished(self.root)
 
     def scan(self) -> tuple[list[StoredName], list[str]]:
-        """What each name means, by name, and what of it can't be read, and why."""
+        """All names in use, sorted, and a message for each name that can't be read."""
         found: list[StoredName] = []
         problems: list[str] = []
         try:
@@ -210,7 +210,7 @@ class VersionStore:
         return version
 
     def _remove_oldest(self, name: str, current: str, known: Collection[str]) -> None:
-        """Content that was published once more is not the oldest to the table, though it was written first."""
+        """Content that was published again keeps its old creation time on disk, so `known` protects it from removal."""
         hashes = sorted((version.hash for version in self.versions(name)), key=lambda item: item in known)
         for version_hash in [item for item in hashes if item != current][: max(0, len(hashes) - self._kept)]:
             shutil.rmtree(self.root / name / version_hash, ignore_errors=True)

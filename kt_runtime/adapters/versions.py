@@ -1,8 +1,8 @@
-"""Which version of an adapter a name means, and what it meant before.
+"""In memory: the current version of each adapter name, and the versions before it.
 
-A version is immutable and known by its content hash. A name has a list of versions that it has meant, the newest last:
-to publish appends, to roll back cuts. Versions cut off stay known, so that one can go forward to them by hash, until
-more than `kept` of a name are known. Requests in flight are counted by the engine, not here.
+A version is immutable and identified by its content hash. A name has a list of the versions that it served, the current
+one last: publishing appends, a rollback cuts the list. Versions cut off stay known, so that a rollback by hash can
+restore them, until more than `kept` of a name are known. The engine, not this module, counts requests in flight.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _SHORTEST_PREFIX = 4
 
 @dataclass(frozen=True)
 class AdapterVersion:
-    """`hash`: 64 hexadecimal digits. `created`: seconds since 1970. `source`: where it came from, for people.
+    """`hash`: 64 hexadecimal digits. `created`: seconds since 1970. `source`: where it came from, for users.
 
-    `lora_id`: under which the engine has it loaded, or None while it hasn't.
+    `lora_id`: the engine's id of the loaded version, None while it is not loaded.
     """
 
     hash: str
@@ -44,10 +44,9 @@ class AdapterVersion:
 
 
 def as_version(adapter: AdapterTensors, family: Family, config: Config) -> AdapterTensors:
-    """`adapter` as a version holds it and its hash covers it: groups complete, all in one dtype.
+    """The form of `adapter` that versions store and hash: complete groups, one dtype.
 
-    So what was published, what is read from the version's directory and what is read from any other directory with the
-    same content have the same hash.
+    A published adapter, its version's directory and any other directory with the same content then have the same hash.
     """
     return complete_groups(adapter, family, config).in_one_dtype()
 
@@ -55,7 +54,7 @@ def as_version(adapter: AdapterTensors, family: Family, config: Config) -> Adapt
 def content_hash(adapter: AdapterTensors) -> str:
     """SHA-256 over rank, alpha, and of each tensor in the order of the names: name, dtype, shape, bytes.
 
-    Two adapters with the same hash compute the same. The same numbers in another dtype are another version.
+    Two adapters with the same hash give the same results. The same numbers in another dtype are another version.
     """
     digest = hashlib.sha256(f"kt-runtime adapter 1\n{adapter.rank}\n{float(adapter.alpha)!r}\n".encode())
     for name, tensor in sorted(adapter.tensors.items()):
@@ -67,14 +66,14 @@ def content_hash(adapter: AdapterTensors) -> str:
 
 @dataclass
 class _Entry:
-    """`served`: hashes in the order in which the name meant them, the current one last, each once."""
+    """`served`: hashes of the served versions in order, the current one last, each once."""
 
     versions: dict[str, AdapterVersion] = field(default_factory=dict)
     served: list[str] = field(default_factory=list)
 
 
 class VersionTable:
-    """Names, their current versions and `kept` versions of history each. Every method may be called by any thread."""
+    """Names, their current versions and `kept` versions of history each. Thread-safe."""
 
     def __init__(self, kept: int = 8) -> None:
         if kept < 1:
@@ -84,7 +83,7 @@ class VersionTable:
         self._lock = threading.Lock()
 
     def publish(self, name: str, version: AdapterVersion) -> AdapterVersion | None:
-        """Lets `name` mean `version`; returns the version it meant before. Raises InvalidValueError for a bad name."""
+        """Makes `version` current for `name`; returns the former one. Raises InvalidValueError for a bad name."""
         check_adapter_name(name)
         with self._lock:
             entry = self._entries.setdefault(name, _Entry())
@@ -96,7 +95,7 @@ class VersionTable:
             return before
 
     def rollback_target(self, name: str, to: str | None = None) -> AdapterVersion:
-        """The version that `rollback` would choose: the one before the current, or the one whose hash begins with `to`.
+        """The version that `rollback` would restore: the one before the current, or the one with hash prefix `to`.
 
         Raises UnknownNameError for an unknown name or hash; ConflictError if there is no earlier version, or if `to`
         fits several or is the current one.
@@ -105,7 +104,7 @@ class VersionTable:
             return self._target(name, to)
 
     def rollback(self, name: str, to: str | None = None, lora_id: str | None = None) -> AdapterVersion:
-        """Lets `name` mean an earlier version (or, with `to`, any known one), loaded as `lora_id`; returns it."""
+        """Makes an earlier version (with `to`, any known one) current, loaded as `lora_id`; returns it."""
         with self._lock:
             target = replace(self._target(name, to), lora_id=lora_id)
             entry = self._entries[name]
@@ -117,13 +116,13 @@ class VersionTable:
             return target
 
     def loaded(self, name: str, lora_id: str) -> None:
-        """The current version is loaded as `lora_id`; history stays as it is. Raises UnknownNameError."""
+        """Records that the current version is loaded as `lora_id`; keeps the history. Raises UnknownNameError."""
         with self._lock:
             entry = self._entry(name)
             entry.versions[entry.served[-1]] = replace(entry.versions[entry.served[-1]], lora_id=lora_id)
 
     def unload(self, name: str) -> AdapterVersion:
-        """Forgets `name` and its history; returns the version it meant. Raises UnknownNameError."""
+        """Forgets `name` and its history; returns its current version. Raises UnknownNameError."""
         with self._lock:
             current = _current(self._entry(name))
             del self._entries[name]
@@ -131,7 +130,7 @@ class VersionTable:
             return current
 
     def current(self, name: str) -> AdapterVersion:
-        """Raises UnknownNameError for a name that means nothing."""
+        """Raises UnknownNameError for a name without a version."""
         with self._lock:
             entry = self._entry(name)
             return entry.versions[entry.served[-1]]
@@ -142,7 +141,7 @@ class VersionTable:
             return list(self._entry(name).versions.values())
 
     def served(self, name: str) -> list[str]:
-        """Hashes of the versions that `rollback` goes back through, the current one last. Raises UnknownNameError."""
+        """Hashes of the versions that `rollback` steps back through, the current one last. Raises UnknownNameError."""
         with self._lock:
             return list(self._entry(name).served)
 
@@ -152,7 +151,7 @@ class VersionTable:
             return {name: entry.versions[entry.served[-1]] for name, entry in sorted(self._entries.items())}
 
     def restore(self, name: str, versions: list[AdapterVersion], served: list[str]) -> None:
-        """Puts back what `history` and `served` gave before a restart. Hashes without a version are left out."""
+        """Restores the results of `history` and `served` after a restart. Hashes without a version are left out."""
         check_adapter_name(name)
         known = {version.hash: version for version in versions}
         kept = [item for item in served if item in known]

@@ -1,4 +1,4 @@
-"""Memory for pages on their way to and from the disk: bounded, and used again, since fresh memory costs page faults."""
+"""A bounded pool of page buffers for disk transfers. Buffers are reused, since fresh memory costs page faults."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _CACHE_LINE = 64
 
 
 class BufferPool:
-    """At most `limit_bytes` are out at a time. Memory given back is kept for the next page of the same size.
+    """At most `limit_bytes` are handed out at a time. A returned buffer is kept for the next page of the same size.
 
-    Buffers begin on whole memory pages, small ones on cache lines: reading a file into memory that begins anywhere is
-    four times slower on some processors, and that is where malloc puts large blocks. They lie in huge pages where the
-    system has some: it hands a disk memory in pieces of a page each, and of small ones it takes many requests.
+    Buffers are aligned to memory pages, small ones to cache lines: on some processors, reading a file into unaligned
+    memory, such as malloc's large blocks, is four times slower. Buffers lie in huge pages where the system has some: a
+    disk transfer takes one piece for each memory page, so small pages split it into many requests.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -30,7 +30,7 @@ class BufferPool:
         return self._out
 
     def take(self, size: int, timeout_s: float = 0.0) -> memoryview | None:
-        """`size` bytes with arbitrary contents, or None if there is no room within the time."""
+        """A buffer of `size` bytes with arbitrary contents, or None if no memory is free within the timeout."""
         with self._changed:
             if size > self.limit_bytes:
                 return None
@@ -53,12 +53,12 @@ class BufferPool:
             self._changed.notify_all()
 
     def _keep(self, size: int, buffers: list[memoryview]) -> None:
-        """Under the lock."""
+        """Call with the lock held."""
         self._kept.setdefault(size, []).extend(buffers)
         self._kept_bytes += size * len(buffers)
 
     def _forget_other_sizes(self, size: int) -> None:
-        """Under the lock. Kept memory counts too: sizes that are not in use any more make room."""
+        """Call with the lock held. Kept buffers count towards the limit: sizes no longer in use make room."""
         for other in list(self._kept):
             if self._out + self._kept_bytes + size <= self.limit_bytes:
                 return
@@ -67,7 +67,7 @@ class BufferPool:
 
 
 def _slab(size: int, room_bytes: int) -> list[memoryview]:
-    """Buffers of `size`, one at least, that lie in one piece of memory; it goes when the last of them goes."""
+    """At least one buffer of `size`; all share one allocation, which is freed with the last of them."""
     unit = mmap.PAGESIZE if size >= mmap.PAGESIZE else _CACHE_LINE
     step = -(-size // unit) * unit
     count = max(1, min(_SLAB_BYTES, room_bytes) // step)

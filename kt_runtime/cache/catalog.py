@@ -1,6 +1,6 @@
-"""Which record lies in which slot, who is the least recently used, and which slot comes next. In memory only.
+"""In memory: which slot holds which record, the LRU order, and which slot is written next.
 
-A location is `segment number << 32 | slot`. Not thread-safe: the store's lock is held around every call.
+A location is `segment number << 32 | slot`. Not thread-safe: the store holds its lock around every call.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def parts(place: int) -> tuple[int, int]:
 
 
 def segment_bytes_for(quota_bytes: int) -> int:
-    """Small enough that one segment is little of the quota, large enough that their number stays small."""
+    """Small enough that one segment is a small share of the quota, large enough that there are few segments."""
     return max(min(_LARGEST_SEGMENT, max(_SMALLEST_SEGMENT, quota_bytes // 64)), quota_bytes // _MOST_SEGMENTS)
 
 
 @dataclass
 class Segment:
-    """`owners[s]`: the record in slot s, None if the slot is free, b"" while something is being written there."""
+    """`owners[s]`: the record in slot s, None if the slot is free, b"" while a record is being written to the slot."""
 
     geometry: Geometry
     owners: list[bytes | None] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Segment:
 
 
 class Catalog:
-    """`room_bytes`: what the segment files may have together; set again by the owner when the index grows."""
+    """`room_bytes`: most bytes of all segment files together; the owner sets it again when the index grows."""
 
     def __init__(self, quota_bytes: int) -> None:
         self.quota_bytes = quota_bytes
@@ -60,7 +60,7 @@ class Catalog:
         self._free: dict[int, list[int]] = {}  # slot_bytes -> heap of locations
         self._growing: dict[int, int] = {}  # slot_bytes -> number of the segment that has room at its end
         self._pins: dict[int, int] = {}
-        self._empty: set[int] = set()  # segments without a live record
+        self._empty: set[int] = set()  # segments without records
         self._next_number = 1
 
     def __len__(self) -> int:
@@ -76,28 +76,28 @@ class Catalog:
         return self._records.get(record)
 
     def touch(self, record: bytes) -> bool:
-        """The record becomes the most recently used; False if there is none."""
+        """Makes `record` the most recently used; False if the catalog does not have it."""
         if record not in self._records:
             return False
         self._records.move_to_end(record)
         return True
 
     def pin(self, place: int) -> None:
-        """The slot keeps its record until `unpin`."""
+        """The slot is not reused before `unpin`."""
         self._pins[place] = self._pins.get(place, 0) + 1
 
     def unpin(self, place: int) -> None:
-        """A record dropped meanwhile frees its slot now."""
+        """Frees the slot now if its record was dropped while pinned."""
         left = self._pins.pop(place) - 1
         if left:
             self._pins[place] = left
         elif (segment := self.segments.get(place >> _SLOT_BITS)) and segment.owners[parts(place)[1]] is None:
             self._release(place, segment)
 
-    # Building up, on open
+    # Loading, when a directory is opened
 
     def add_segment(self, geometry: Geometry, num_slots: int) -> None:
-        """A segment found on disk, all of its slots free until `load_changes` says otherwise; then `finish_loading`."""
+        """A segment found on disk; its slots are free until `load_changes`. Call `finish_loading` at the end."""
         segment = Segment(geometry, [None] * num_slots)
         self.segments[geometry.number] = segment
         self.used_bytes += segment.file_bytes
@@ -117,10 +117,10 @@ class Catalog:
             heapq.heapify(free)
 
     def load_changes(self, changes: Iterable[tuple[int, int, int, bytes]]) -> None:
-        """(kind, segment, slot, record), in the order in which they happened; see `index_log`. Whatever was in a slot
-        is out when another record is put there. Slots that don't exist (the file was cut) are passed over.
+        """Replays (kind, segment, slot, record) in the order of the changes, see `index_log`. A put into an occupied
+        slot removes the record that was there. Slots beyond the end of a truncated file are skipped.
 
-        One loop without calls: there may be millions.
+        One loop without calls: there may be millions of changes.
         """
         records, move = self._records, self._records.move_to_end
         owners = {number: segment.owners for number, segment in self.segments.items()}
@@ -154,10 +154,10 @@ class Catalog:
             self._empty.add(number)
         return segment
 
-    # Living
+    # In use
 
     def put(self, record: bytes, place: int) -> None:
-        """Enters a record written to a slot that `allocate` gave. Replaces the record's former slot."""
+        """Enters a record that was written to a slot from `allocate`. Frees the record's former slot."""
         self.drop(record)
         number, slot = parts(place)
         self.segments[number].owners[slot] = record
@@ -173,14 +173,14 @@ class Catalog:
         return True
 
     def give_up(self, place: int) -> None:
-        """Frees a slot that `allocate` gave and that was not written."""
+        """Frees a slot from `allocate` that was not written."""
         self._release(place, self._disown(place))
 
     def allocate(self, slot_bytes: int) -> int | None:
-        """A slot to write to, evicting what was used least recently if the quota asks for it.
+        """A slot to write to. Evicts the least recently used records if the quota requires it.
 
-        `evicted` and `removed` (segment numbers) grow by what had to go; the caller deletes the files and empties both.
-        None: the record doesn't fit, or everything that could go is being read.
+        Evicted records are appended to `evicted`, and numbers of removed segments to `removed`; the caller deletes the
+        files and clears both lists. None: the record is too large, or everything evictable is being read.
         """
         if FILE_HEADER_BYTES + slot_bytes > self.room_bytes:
             return None
@@ -198,14 +198,14 @@ class Catalog:
                 return None
 
     def shrink(self) -> bool:
-        """Removes whole segments until they fit `room_bytes` again. False if they can't."""
+        """Removes whole segments until the rest fits `room_bytes`. False if that is not possible."""
         while self.used_bytes > self.room_bytes:
             if not self._make_room(0):
                 return False
         return True
 
     def remove_empty(self) -> None:
-        """Takes all segments away that hold nothing."""
+        """Removes all segments without records."""
         for number in list(self._empty):
             self._remove(number)
 
@@ -243,8 +243,8 @@ class Catalog:
         return location(segment.geometry.number, len(segment.owners) - 1)
 
     def _make_room(self, slot_bytes: int) -> bool:
-        """Frees a slot of that size by evicting the oldest record, or a whole segment if that record's slot is of
-        another size: single slots of another size would be of no use."""
+        """Frees a slot of that size. Evicts the oldest record, or, if that record's slot has another size, its whole
+        segment: a single slot of another size is of no use."""
         for number in list(self._empty):
             if self.segments[number].geometry.slot_bytes != slot_bytes and self._remove(number):
                 return True
@@ -261,7 +261,7 @@ class Catalog:
         return False
 
     def _remove(self, number: int) -> bool:
-        """Takes the segment away with all its records. False if one of its slots is in use."""
+        """Removes the segment with all its records. False if one of its slots is in use."""
         segment = self.segments[number]
         busy = any(number == parts(place)[0] for place in self._pins)
         if busy or b"" in segment.owners:

@@ -1,4 +1,4 @@
-"""What a tier counted since the server began; `NAMES` are the disk tier's. One lock: several threads count."""
+"""Counters of a tier since the server began; `NAMES` are the disk tier's. One lock: several threads count."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import threading
 from collections.abc import Iterable
 
 NAMES = (
-    "hits",  # pages read and right
-    "misses",  # pages asked for and not delivered, for whatever reason
+    "hits",  # pages read and valid
+    "misses",  # pages requested and not delivered, for whatever reason
     "bytes_read",  # payload of the hits
     "bytes_written",  # payload of the records written
     "records_written",
     "evictions",  # records removed to keep the quota
-    "cleared",  # records removed because somebody asked for it
-    "corrupt",  # records that were not what the index said: each is a miss too
-    "dropped",  # pages offered and not written: no room in memory, the disk failing, too large
-    "read_errors",  # reads that the system refused
+    "cleared",  # records removed on request
+    "corrupt",  # records that did not match the index; each is a miss too
+    "dropped",  # pages offered and not written: no memory, a failing disk, or too large
+    "read_errors",  # reads that failed with an OSError
     "write_errors",
-    "late",  # reads given up because the disk took too long
-    "read_ahead",  # pages whose reading began before they were asked for
+    "late",  # reads abandoned because the disk took too long
+    "read_ahead",  # prefetched pages: reading began before the request
 )
 
 

@@ -1,7 +1,7 @@
-"""Reading a file past the system's cache (O_DIRECT, Linux): the disk writes into our memory, and no copy is made.
+"""Reads that bypass the system's page cache (O_DIRECT, Linux): the disk writes into our memory without a copy.
 
-Only for what is not in that cache: memory is faster than a disk. Offset, lengths and memory must be whole blocks. Not
-every file system can do it; where it can't, nothing is read and the caller reads as usual.
+Used only for data outside the page cache, since memory is faster than a disk. Offset, lengths and addresses must be
+multiples of the block size. Without support by the file system nothing is read, and the caller reads as usual.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import os
 import threading
 from collections.abc import Sequence
 
-BLOCK_BYTES = 4096  # a multiple of what disks and file systems ask for
+BLOCK_BYTES = 4096  # a multiple of the alignment that disks and file systems require
 _SMALLEST = 256 << 10
-_MOST_CACHED = 0.5  # of the bytes; with more, most of the work is a copy from memory
+_MOST_CACHED = 0.5  # share of the bytes; above it, most of the work is a copy from memory
 _CACHESTAT = 451  # system call, the same number on x86-64 and 64-bit Arm; Linux 6.5
 _REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOENT}  # the last: a system without /proc
 _NO_FILES_LEFT = {errno.EMFILE, errno.ENFILE}
@@ -23,24 +23,24 @@ _LIBC = ctypes.CDLL(None)
 
 
 def is_eligible(views: Sequence[memoryview], offset: int) -> bool:
-    """Whether offset and lengths are whole blocks, and enough of them. Memory that isn't, the system refuses."""
+    """Whether offset and lengths are whole blocks, and enough of them. The system itself refuses unaligned memory."""
     size = sum(len(view) for view in views)
     return size >= _SMALLEST and offset % BLOCK_BYTES == 0 and not any(len(view) % BLOCK_BYTES for view in views)
 
 
 def cached_share(descriptor: int, offset: int, size: int) -> float | None:
-    """How much of that part of a file is in the system's cache, 0 to 1; None where the system does not say."""
+    """The share (0 to 1) of that range of the file in the page cache; None where the system does not report it."""
     if not hasattr(_LIBC, "syscall"):
         return None
     part = (ctypes.c_uint64 * 2)(offset, size)
-    counts = (ctypes.c_uint64 * 5)()  # of memory pages; the first: those in the cache
+    counts = (ctypes.c_uint64 * 5)()  # in memory pages; the first is the number of cached ones
     if _LIBC.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(descriptor), part, counts, ctypes.c_uint(0)):
         return None
     return int(counts[0]) * mmap.PAGESIZE / size
 
 
 class DirectFile:
-    """A second descriptor of an open file, made when it is first needed. Threads may share it."""
+    """A second descriptor of an open file, opened on first use. Thread-safe."""
 
     def __init__(self, descriptor: int) -> None:
         self._buffered = descriptor
@@ -49,8 +49,8 @@ class DirectFile:
         self._opening = threading.Lock()
 
     def read_into(self, views: Sequence[memoryview], offset: int) -> int:
-        """Fills the first of `views` and returns the number of bytes: all, or fewer at the end of the file, or none if
-        they are in the system's cache or can't be read so."""
+        """Fills the first of `views` and returns the number of bytes read: all, or fewer at the end of the file, or 0
+        if they are in the page cache or O_DIRECT fails."""
         if self._is_refused:
             return 0
         share = cached_share(self._buffered, offset, sum(len(view) for view in views))

@@ -1,9 +1,9 @@
-"""The files of one cache directory, open: lock, index, segments, what was put aside.
+"""The open files of one cache directory: lock, index, segments, quarantine.
 
 DIRECTORY/lock            held by the one process that writes
 DIRECTORY/index.log       see index_log
 DIRECTORY/segments/*.seg  see segment
-DIRECTORY/aside/          a few damaged records, for inspection
+DIRECTORY/aside/          quarantine: a few damaged records, for inspection
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class CacheDirectory:
-    """Open on construction; fills `catalog`. `segments`: file by number. `index` is None only for a reader of a
-    directory that has none. `index_is_right`: False if the catalog was made from the records instead.
+    """Opens on construction and fills `catalog`. `segments`: file by number. `index` is None only for a reader of a
+    directory without one. `index_is_right`: False if the catalog was built from the records instead.
 
-    Raises ConflictError if another process writes to the directory, NotFoundError if `read_only` and it is no cache.
+    Raises ConflictError if another process writes to the directory, NotFoundError if `read_only` and there is no cache.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class CacheDirectory:
             try:
                 size = self._size(path)
                 if size is None:
-                    self._files.remove(path)  # a link: there is nothing in it to look at
+                    self._files.remove(path)  # a link has no content to inspect
                 else:
                     self.aside.take_file(path, size)
             except OSError as error:
@@ -128,14 +128,14 @@ class CacheDirectory:
         self._has_new_names = True
 
     def sync_names(self) -> None:
-        """Segments created before survive a power cut when this returns."""
+        """Makes the names of new segments durable: they survive a power cut after this returns."""
         if self._has_new_names:
             self._files.sync_directory(self.path / "segments")
             self._files.sync_directory(self.path)
             self._has_new_names = False
 
     def delete_segment(self, number: int) -> None:
-        """Nobody may be reading it. Also one whose file could not be made. After an OSError it is still there."""
+        """The segment must have no readers; its file may be missing. After an OSError the segment is still there."""
         with contextlib.suppress(FileNotFoundError):
             self._files.remove(self.path / "segments" / segment_name(number))
         if number in self.segments:
@@ -153,7 +153,7 @@ class CacheDirectory:
             self._files.remove(path)
 
     def close(self) -> None:
-        """Closes everything and gives the lock back. Nothing is written."""
+        """Closes everything and releases the lock. Writes nothing."""
         self._resources.close()
 
     def _close_files(self) -> None:

@@ -1,8 +1,8 @@
-"""The disk tier as a server holds it: look up, read, write, count. While serving it never raises and never waits long.
+"""The disk tier for a server: look up, read, write, count. While serving it never raises and never waits long.
 
-A caller's pages are a prefix: page after page, each of no use without those before. `read` and `write` therefore stop
-at the first page that does not work, and `chain` (the keys from the beginning of the text up to the caller's pages)
-keeps the beginning of a prefix from being evicted before its end.
+A caller's pages are a prefix: each page is useless without those before it. So `read` and `write` stop at the first
+page that fails. `chain` (the keys from the beginning of the text up to the caller's pages) keeps the beginning of a
+prefix from being evicted before its end.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class DiskTierSettings:
-    """`page_bytes`: payload of every page. `patience_s`: a disk that takes longer to read counts as hanging, and one
-    that takes five times as long to write: there is memory for what waits.
-    `sync_interval_s`: a power cut costs at most what was written since. `interval_s`: how often the directory is looked
-    after, and the first delay before a failed disk is tried again (it doubles up to a minute).
+    """`page_bytes`: payload of every page. `patience_s`: the disk counts as hanging when a read takes longer, or a
+    write takes five times as long (pending writes have memory of their own). `sync_interval_s`: a power cut loses at
+    most the writes of that time. `interval_s`: how often the directory is checked, and the first delay before a failed
+    disk is tried again (the delay doubles, up to a minute).
     """
 
     directory: Path
@@ -64,8 +64,8 @@ class DiskTierSettings:
 
 
 class DiskTier:
-    """Open on construction. Raises ConflictError if another server writes to the directory and NotFoundError if
-    `read_only` and there is none. A disk that can't be used is waited for; its directory is made only at the beginning.
+    """Opens on construction. Raises ConflictError if another server writes to the directory and NotFoundError if
+    `read_only` and there is none. An unusable disk is retried; its directory is created only on construction.
     """
 
     def __init__(self, settings: DiskTierSettings, files: FileSystem | None = None) -> None:
@@ -102,12 +102,12 @@ class DiskTier:
             counters=self.counters,
         )
 
-    # What the server calls
+    # Called by the server
 
     def look_up(self, keys: Sequence[bytes], chain: Sequence[bytes] = ()) -> int:
-        """How many pages from the first on are there. Begins to read them; never touches the disk itself.
+        """The number of leading pages that are stored. Starts to prefetch them; does no disk access itself.
 
-        `chain`: the keys before these, from the beginning of the text.
+        `chain`: the keys before `keys`, from the beginning of the text.
         """
         store = self._store
         if store is None or not self.availability[Use.READING]:
@@ -124,9 +124,9 @@ class DiskTier:
         return found
 
     def read(self, pages: Sequence[Page], limit_s: float = math.inf) -> list[bool]:
-        """Fills the pages' pieces, up to the first that can't be had; the pieces of the others are left as they are.
+        """Fills the pages' pieces, up to the first page that fails; the pieces of later pages stay as they are.
 
-        No page is waited for that was not begun within `limit_s`.
+        Gives up a page whose read has not begun within `limit_s`.
         """
         results = [False] * len(pages)
         deadline = time.monotonic() + limit_s
@@ -148,7 +148,7 @@ class DiskTier:
         return results
 
     def write(self, pages: Sequence[Page], chain: Sequence[bytes] = ()) -> list[bool]:
-        """Takes copies of pages that are not there yet; they are written later. False: dropped."""
+        """Copies the pages that are not stored yet, to be written later. False: the page was dropped."""
         store = self._store
         if store is None or self._settings.read_only or not self.availability[Use.WRITING]:
             self.counters.add("dropped", len(pages))
@@ -164,7 +164,7 @@ class DiskTier:
         return results + [False] * (len(pages) - len(usable))
 
     def _usable(self, pages: Sequence[Page]) -> Sequence[Page]:
-        """Those before the first with a key or size that no record can have."""
+        """The pages before the first one with an invalid key or size."""
         size = self._settings.page_bytes
         for position, page in enumerate(pages):
             if page.payload_bytes != size or not is_key(page.key):
@@ -175,11 +175,11 @@ class DiskTier:
         return pages
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Waits until what was accepted is written (or dropped because the disk failed). False if it takes longer."""
+        """Waits until all accepted pages are written (or dropped because the disk failed). False after `timeout_s`."""
         return self._writer.flush(timeout_s)
 
     def sync(self, timeout_s: float = 10.0) -> bool:
-        """Waits until what was accepted survives a power cut. False if it takes longer, or the disk fails."""
+        """Waits until accepted pages survive a power cut. False after `timeout_s`, or if the disk fails."""
 
         def sync_store() -> None:
             if (store := self._store_in_place()) is not None:
@@ -188,7 +188,7 @@ class DiskTier:
         return self._writer.run(sync_store, timeout_s) and self.availability[Use.WRITING]
 
     def clear(self, timeout_s: float = 10.0) -> bool:
-        """Removes all records, of all namespaces. False if it takes longer, or the disk fails."""
+        """Removes all records, of all namespaces. False after `timeout_s`, or if the disk fails."""
 
         is_cleared = False
 
@@ -200,11 +200,11 @@ class DiskTier:
 
         if self._settings.read_only:
             return False
-        self._writer.drop_all()  # it would be removed as soon as it is written
+        self._writer.drop_all()  # pending pages would be removed right after being written
         return self._writer.run(clear_store, timeout_s) and is_cleared
 
     def status(self) -> dict[str, int | str | None]:
-        """Counters, number of records, bytes on disk, and why it can't be read or written just now (None if it can)."""
+        """Counters, records, bytes on disk, and why reading and writing are stopped (None while they work)."""
         store = self._store
         return {
             **self.counters.snapshot(),
@@ -216,7 +216,7 @@ class DiskTier:
         }
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Writes what is pending. A disk that hangs is left behind after `timeout_s`."""
+        """Writes pending pages. After `timeout_s` the threads of a hanging disk are left behind."""
         deadline = time.monotonic() + timeout_s
         self._is_closing = True
         is_written = self._writer.close(timeout_s)
@@ -246,7 +246,7 @@ class DiskTier:
         store.use(chain)
 
     def _store_in_place(self) -> PageStore | None:
-        """Raises OSError if the directory is gone or another: nothing of that one's may be removed or replaced."""
+        """Raises OSError if the directory is gone or replaced: a replacement's files may not be changed."""
         store = self._store
         if store is not None and not self._is_in_place(store):
             raise FileNotFoundError(f"{self._settings.directory} was removed or replaced")
@@ -266,7 +266,7 @@ class DiskTier:
         self._next_try_s = time.monotonic() + self._settings.interval_s
 
     def _keep(self) -> None:
-        """By the writing thread, about every `interval_s`."""
+        """Maintenance, called by the writing thread about every `interval_s`."""
         if self._is_closing:
             return
         store = self._store
@@ -285,10 +285,10 @@ class DiskTier:
             self.availability.lose(error, Use.WRITING)
 
     def _try_again(self, attempt: Callable[[], None]) -> None:
-        """Calls `attempt` if it is time to; failing, it is tried later and later."""
+        """Calls `attempt` if its time has come; each failure doubles the delay until the next."""
         if time.monotonic() < self._next_try_s:
             return
-        self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)  # until something was written
+        self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)  # reset once something was written
         self._next_try_s = time.monotonic() + self._retry_s
         try:
             attempt()
@@ -298,7 +298,7 @@ class DiskTier:
             self._written_at_retry = self.counters["records_written"]
 
     def _reopen(self) -> None:
-        """Only a directory that is there, on the same disk or with a cache in it: an empty mount point is not ours."""
+        """Only a directory on the same disk as before, or with a cache in it: an empty mount point is not ours."""
         directory = self._settings.directory
         is_elsewhere = self._device is not None and self._files.identity(directory)[0] != self._device
         if is_elsewhere and "segments" not in self._files.names(directory):

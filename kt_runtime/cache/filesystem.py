@@ -1,6 +1,6 @@
-"""Every access of the disk tier to files. A test puts a file system in its place that forgets, tears, fails or waits.
+"""All file access of the disk tier. Tests replace it by a file system that loses or tears writes, fails or hangs.
 
-Methods raise OSError like the system calls that they stand for.
+Methods raise OSError as the system calls that they wrap.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _LIBC = ctypes.CDLL(None)
 
 class OpenFile(Protocol):
     def read_into(self, pieces: Sequence[bytearray | memoryview], offset: int) -> int:
-        """Fills `pieces` in order with the bytes from `offset`; returns how many there were (fewer at the end)."""
+        """Fills `pieces` in order from `offset`; returns the number of bytes read (fewer at the end of the file)."""
 
     def write_from(self, pieces: Sequence[Buffer], offset: int) -> None:
-        """Writes `pieces` in order from `offset`. After an OSError any part of them may be written."""
+        """Writes `pieces` in order from `offset`. After an OSError any part of them may have been written."""
 
     def sync(self) -> None:
-        """Returns when what was written survives a power cut."""
+        """Returns when all earlier writes are durable (survive a power cut)."""
 
     def size(self) -> int: ...
 
@@ -41,10 +41,10 @@ class OpenFile(Protocol):
 
 class FileSystem(Protocol):
     def make_directory(self, path: Path) -> None:
-        """With parents; nothing happens if it exists. Only the owner may enter it."""
+        """Creates `path` and its parents, accessible to the owner only; an existing directory is kept."""
 
     def identity(self, path: Path) -> tuple[int, int]:
-        """Device and inode: another directory under the same name has another one."""
+        """Device and inode, which differ for a new directory under the same name."""
 
     def names(self, path: Path) -> list[str]: ...
 
@@ -53,20 +53,20 @@ class FileSystem(Protocol):
     def remove(self, path: Path) -> None: ...
 
     def rename(self, old: Path, new: Path) -> None:
-        """Replaces `new`."""
+        """Replaces `new` if it exists."""
 
     def sync_directory(self, path: Path) -> None: ...
 
     def lock(self, path: Path, purpose: str) -> contextlib.AbstractContextManager[None]:
-        """Raises ConflictError, naming the process that has it, if another one does."""
+        """Raises ConflictError, naming the process that holds the lock, if another one does."""
 
     def lock_holder(self, path: Path) -> str | None:
-        """The process that has it, None if nobody does."""
+        """The process that holds the lock, or None."""
 
 
 class _DiskFile:
-    """Reads through the system's cache wait for each other: the system reads ahead for who reads in order, and threads
-    that read neighbouring places at the same time are slower than one. Those past it don't."""
+    """Serialises reads through the page cache: the system prefetches for a sequential reader, and threads that read
+    neighbouring places at the same time are slower than one. Direct reads (O_DIRECT) run in parallel."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -75,7 +75,7 @@ class _DiskFile:
 
     def read_into(self, pieces: Sequence[bytearray | memoryview], offset: int) -> int:
         views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
-        # What remains is read as usual; none but at the end of the file, or where this can't be used.
+        # The rest is read as usual; there is none except at the end of the file, or where direct reading fails.
         done = self._direct.read_into(views[:_MOST_PIECES], offset) if is_eligible(views, offset) else 0
         views = _rest(views, done)
         with self._reading:
@@ -112,16 +112,16 @@ class _DiskFile:
 
 
 def _begin_writing_back(descriptor: int, offset: int, size: int) -> None:
-    """The disk works while the next pages are prepared, and `sync` finds little left to do. Only Linux has it
-    (sync_file_range(2)); what goes wrong here, `sync` reports."""
+    """Starts writing back, so that the disk works while the next pages are prepared and `sync` finds little left to do.
+    Linux only (sync_file_range(2)). Errors are ignored here; `sync` reports them."""
     begin = getattr(_LIBC, "sync_file_range", None)
     if begin is not None:
-        write = 2  # SYNC_FILE_RANGE_WRITE: begin, don't wait
+        write = 2  # SYNC_FILE_RANGE_WRITE: start, don't wait
         begin(descriptor, ctypes.c_int64(offset), ctypes.c_int64(size), write)
 
 
 def _rest(views: list[memoryview], count: int) -> list[memoryview]:
-    """What remains of `views` after their first `count` bytes."""
+    """`views` without their first `count` bytes."""
     for position, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[position + 1 :]]
@@ -130,7 +130,7 @@ def _rest(views: list[memoryview], count: int) -> list[memoryview]:
 
 
 class DiskFiles:
-    """The real thing."""
+    """The real file system."""
 
     def make_directory(self, path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Whether the disk can be used now, for reading and for writing. Says once when it stops and once when it is back."""
+"""Whether the disk is usable, for reading and for writing separately. Logs one line per failure and per recovery."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Availability:
         return use not in self._reasons
 
     def reason(self, use: Use) -> str | None:
-        """Why it can't be used; None if it can."""
+        """Why `use` is stopped; None while it works."""
         return self._reasons.get(use)
 
     def is_late(self, use: Use) -> bool:
-        """True if it can't be used because a call hangs: it can again when the call has come back."""
+        """True if `use` is stopped because a call hangs; it works again once that call has returned."""
         return use in self._late
 
     def lose(self, reason: object, *uses: Use, is_late: bool = False) -> None:
-        """From now on the cache does without. Nothing happens if it does so already, but a call that hangs is no longer
-        what is waited for if there is another reason."""
+        """Stops `uses`: the cache runs without them until `regain`. A hanging call (`is_late`) leaves a stopped use as
+        it is; another reason replaces a hanging call, whose return is then no recovery."""
         with self._lock:
             lost = [use for use in uses if use not in self._reasons]
             self._reasons |= dict.fromkeys(uses if not is_late else lost, str(reason))

@@ -1,4 +1,4 @@
-"""Closing something that other threads may be using: the last one to leave does it."""
+"""Closes a resource that other threads may be using: the last user closes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 
 class InUse:
-    """`close` is called once: by `abandon`, or by the last thread that is inside `using` then."""
+    """`close` is called once: by `abandon`, or by the last thread inside `using` at that time."""
 
     def __init__(self, close: Callable[[], None]) -> None:
         self._close = close
@@ -17,7 +17,7 @@ class InUse:
 
     @contextlib.contextmanager
     def using(self) -> Iterator[bool]:
-        """Nothing is closed inside. False if it has been abandoned already."""
+        """The resource stays open inside. Yields False if it was abandoned before."""
         with self._lock:
             is_open = not self._is_closed
             self._users += is_open

@@ -1,12 +1,12 @@
-"""The index on disk: a log of blocks, each some changes in the order in which they happened. Little endian.
+"""The index on disk: a log of blocks, each with some changes in the order in which they happened. Little endian.
 
     block:  4 magic "KTIX", 2 format version, 2 zero, 4 number of entries, 4 CRC-32 of the entries,
             4 CRC-32 of the 16 bytes before; then the entries
     entry:  1 kind (1 put, 2 drop, 3 use), 3 zero, 4 segment, 4 slot, 16 record id
 
-Read from the beginning, puts and uses give the order of use: least recently used first. `rewrite` replaces the log by
-one without history. What is at its end after a crash (a block cut off) is left away; damage before that is reported,
-so that the store can look at the records themselves.
+Read from the beginning, puts and uses give the LRU order, least recently used first. `rewrite` replaces the log by one
+without history. A block cut off at the end (after a crash) is ignored; damage before the end is reported, so that the
+store can read the records themselves.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def encode_block(changes: list[Change]) -> bytes:
 
 
 class IndexLog:
-    """`size_bytes`, `num_changes`: of the log as it is. After an OSError the end of the log is undefined: open anew."""
+    """`size_bytes`, `num_changes`: of the current log. After an OSError the end of the log is undefined: reopen it."""
 
     def __init__(self, files: FileSystem, path: Path, *, write: bool) -> None:
         self._files, self._path, self._write = files, path, write
@@ -59,8 +59,8 @@ class IndexLog:
         self.is_damaged = False
 
     def replay(self) -> Iterator[tuple[int, int, int, bytes]]:
-        """All changes (as in `Change`; plain tuples, since there may be millions), in order. Afterwards `is_damaged`
-        says whether something in the middle could not be read."""
+        """All changes in order (the fields of `Change` as plain tuples, since there may be millions). Afterwards
+        `is_damaged` is True if a block before the end could not be read."""
         data = _read_all(self._file)
         offset = 0
         while offset < len(data):
@@ -87,7 +87,7 @@ class IndexLog:
         self._file.sync()
 
     def rewrite(self, changes: Iterable[Change]) -> None:
-        """Replaces the whole log by `changes`, in one step."""
+        """Atomically replaces the whole log by `changes`."""
         temporary = self._path.with_name(TEMPORARY_PREFIX + self._path.name)
         fresh = IndexLog(self._files, temporary, write=True)
         try:
@@ -113,7 +113,7 @@ class IndexLog:
 
 
 def _block_at(data: memoryview | bytes, offset: int) -> bytes | None:
-    """The entries of the block that begins there; None if there is no whole and right one."""
+    """The entries of the block at `offset`; None if the block is cut off or damaged."""
     header = bytes(data[offset : offset + _HEADER_BYTES])
     if len(header) < _HEADER_BYTES:
         return None

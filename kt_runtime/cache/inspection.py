@@ -1,4 +1,4 @@
-"""What `kt-runtime cache stat|verify|clear` does with a cache directory. Opens it for the time of the call."""
+"""Backs `kt-runtime cache stat|verify|clear`. The cache directory is open for the time of a call."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FOREIGN = "a file that is no segment of this format"
 LOST = "gone: its segment was cut off, damaged or removed"
 UNREADABLE = "the system refused to read it"
 
-_ANY = bytes(16)  # no record is looked up by key here, so the namespace does not matter
-_QUOTA = 1 << 62  # looking at a cache evicts nothing
+_ANY = bytes(16)  # no record is looked up by key here, so any namespace works
+_QUOTA = 1 << 62  # inspection evicts nothing
 _MOST_TRIES = 10
 
 
@@ -25,7 +25,7 @@ _MOST_TRIES = 10
 class Statistics:
     """`disk_bytes`: segments and index. `slot_bytes`: bytes of a record on disk -> number of records.
 
-    `aside`: names of the damaged records that were kept, `aside_bytes` in all. `holder`: the process that writes there.
+    `aside`: names of the quarantined records, `aside_bytes` in all. `holder`: the process that writes there.
     """
 
     records: int
@@ -38,8 +38,8 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Damage:
-    """`record`: its id, or the file's name. `kept_as`: the file that it can be looked at in, None: there was no room,
-    or it stayed where it is because it could not be read."""
+    """`record`: its id, or the file's name. `kept_as`: the quarantined file; None if the quarantine was full, or if the
+    record was unreadable and stayed where it is."""
 
     record: str
     fault: str
@@ -48,7 +48,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Verification:
-    """`records`: those that were read. `index_was_right`: False, it was damaged and was written anew."""
+    """`records`: number of records read. `index_was_right`: False if the index was damaged and has been rewritten."""
 
     records: int
     damaged: tuple[Damage, ...]
@@ -56,12 +56,12 @@ class Verification:
 
     @property
     def faults(self) -> dict[str, int]:
-        """What was wrong -> number of records."""
+        """Kind of damage -> number of records."""
         return dict(Counter(damage.fault for damage in self.damaged))
 
 
 def statistics(path: Path, files: FileSystem | None = None) -> Statistics:
-    """Also of a directory that a server is using. Raises NotFoundError if there is no cache."""
+    """Works while a server is using the directory. Raises NotFoundError if there is no cache."""
     files = files or DiskFiles()
     store = _open_to_look(path, files)
     try:
@@ -81,8 +81,8 @@ def statistics(path: Path, files: FileSystem | None = None) -> Statistics:
 def verify(
     path: Path, files: FileSystem | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Verification:
-    """Reads every record, in the order of use; damaged ones are put aside. Raises NotFoundError if there is none and
-    ConflictError while a server is using it: what it writes just then would look damaged.
+    """Reads every record, in LRU order, and quarantines damaged ones. Raises NotFoundError if there is no cache and
+    ConflictError while a server is using it: records that it is writing would look damaged.
 
     `progress(done_bytes, total_bytes)` is called after each record.
     """
@@ -94,11 +94,11 @@ def verify(
     try:
         foreign = sorted(_aside(path, files).keys() - before.keys())
         found = [(name, FOREIGN) for name in foreign]
-        found += [("", FOREIGN)] * (store.counters["corrupt"] - len(foreign))  # there was no room to keep them
+        found += [("", FOREIGN)] * (store.counters["corrupt"] - len(foreign))  # the quarantine had no room for them
         records = store.records()
         lost = indexed - set(records)
         if lost:
-            store.rewrite_index()  # they are reported once, as the others are
+            store.rewrite_index()  # so that the next call does not report them again
         found += [(record.hex(), LOST) for record in sorted(lost)]
         found += _check_all(store, records, progress)
         kept = _aside(path, files)
@@ -109,7 +109,7 @@ def verify(
 
 
 def clear(path: Path, files: FileSystem | None = None) -> int:
-    """Removes all records; returns how many there were. What was put aside stays. Raises as `verify` does."""
+    """Removes all records; returns their number. The quarantine stays. Raises as `verify` does."""
     files = files or DiskFiles()
     check_is_cache(path, files)
     store = PageStore(path, _QUOTA, _ANY, files=files)
@@ -120,7 +120,7 @@ def clear(path: Path, files: FileSystem | None = None) -> int:
 
 
 def check_is_cache(path: Path, files: FileSystem | None = None) -> None:
-    """Raises NotFoundError if there is no cache at `path`: a directory that is none is not made one."""
+    """Raises NotFoundError if there is no cache at `path`, so that no other directory is turned into one."""
     try:
         names = (files or DiskFiles()).names(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -130,7 +130,7 @@ def check_is_cache(path: Path, files: FileSystem | None = None) -> None:
 
 
 def _open_to_look(path: Path, files: FileSystem) -> PageStore:
-    """A server may take a segment away between its name was read and it is opened."""
+    """Opens again if a server removes a segment between listing and opening it."""
     for _ in range(_MOST_TRIES):
         try:
             return PageStore(path, _QUOTA, _ANY, files=files, read_only=True)
@@ -144,7 +144,7 @@ def _open_to_look(path: Path, files: FileSystem) -> PageStore:
 def _check_all(
     store: PageStore, records: list[bytes], progress: Callable[[int, int], None] | None
 ) -> list[tuple[str, str]]:
-    """(record, what is wrong with it)."""
+    """(record, what is wrong with it) of each damaged record."""
     found = []
     total_bytes = sum(size * count for size, count in store.slot_sizes().items())
     for number, record in enumerate(records, start=1):
@@ -160,7 +160,7 @@ def _check_all(
 
 
 def _indexed(path: Path, files: FileSystem) -> tuple[set[bytes], bool]:
-    """The records that the index says are there, and whether it is whole. None that is damaged is relied on."""
+    """The records that the index lists, and whether the index is whole. A damaged index lists none."""
     if "index.log" not in files.names(path):
         return set(), True
     log = IndexLog(files, path / "index.log", write=False)
@@ -179,7 +179,7 @@ def _indexed(path: Path, files: FileSystem) -> tuple[set[bytes], bool]:
 
 
 def _aside(path: Path, files: FileSystem) -> dict[str, int]:
-    """What was put aside: name -> bytes."""
+    """Contents of the quarantine: name -> bytes."""
     if "aside" not in files.names(path):
         return {}
     sizes = {}

@@ -1,4 +1,4 @@
-"""From the files of a cache directory to a catalog: by the index, or, where that is damaged, by the records."""
+"""Builds a catalog from the files of a cache directory: from the index or, if that is damaged, from the records."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def open_segments(
 
 
 def _open_segment(files: FileSystem, path: Path, number: int, *, write: bool) -> tuple[OpenFile, Geometry] | None:
-    """None if it is no segment of this format. Raises what else the system refuses: that says nothing of the file."""
+    """None if it is no segment of this format. Raises other OSErrors, which say nothing about the file's content."""
     try:
         file = files.open(path, write=write)
     except OSError as error:
@@ -63,16 +63,16 @@ def _open_segment(files: FileSystem, path: Path, number: int, *, write: bool) ->
 
 
 def replay(index: IndexLog, catalog: Catalog) -> bool:
-    """False if the index can't be relied on. What it says of slots that a shorter file lacks is left out."""
+    """False if the index is unreliable. Entries for slots beyond the end of a truncated segment are left out."""
     catalog.load_changes(index.replay())
     has_slots = any(segment.owners for segment in catalog.segments.values())
     return not index.is_damaged and not (has_slots and index.num_changes == 0)
 
 
 def scan(opened: dict[int, OpenFile], catalog: Catalog) -> int:
-    """Enters the records that are in the slots, in the order in which they were written; returns their number.
+    """Enters the records found in the slots, in the order in which they were written; returns their number.
 
-    Only headers are read: a payload is checked when it is used.
+    Reads headers only: a payload is checked when it is used.
     """
     found: list[tuple[int, int, int, bytes]] = []
     for number, file in opened.items():
@@ -87,7 +87,7 @@ def scan(opened: dict[int, OpenFile], catalog: Catalog) -> int:
 
 
 def _record_in(file: OpenFile, geometry: Geometry, slot: int) -> tuple[int, bytes] | None:
-    """Sequence and id."""
+    """The (sequence, id) of the slot's record."""
     data = bytearray(HEADER_BYTES)
     try:
         file.read_into([data], geometry.offset(slot))

@@ -1,4 +1,4 @@
-"""What a page must agree with besides its tokens: two servers share pages exactly when their namespaces are equal."""
+"""What else pages depend on besides their tokens: two servers share pages exactly when their namespaces are equal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Namespace:
             raise InvalidValueError(f"cache namespace: page_tokens is {self.page_tokens}; allowed: 1 and more")
 
     def digest(self) -> bytes:
-        """16 bytes. Each field goes in with its name and length, so that no two sets of fields run together."""
+        """16 bytes. Each field is hashed with its name and length, so that no two sets of fields run together."""
         digest = hashlib.blake2b(f"kt-runtime page {FORMAT_VERSION}".encode(), digest_size=NAMESPACE_BYTES)
         for field in dataclasses.fields(self):
             value = str(getattr(self, field.name)).encode()

@@ -1,4 +1,4 @@
-"""A page as the store is asked for it: a key, and where its bytes are or go."""
+"""A page as a caller hands it to the store: a key, and the memory that its bytes are read into or written from."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Page:
-    """`pieces`: the payload in order; where to read it to, or what to write. Contiguous memory each.
+    """`pieces`: the payload in order, each piece contiguous: the target of a read or the source of a write.
 
-    `slot`: memory of a whole slot in which the one piece lies at its place (`slot_io.page_in_slot`), if there is such.
+    `slot`: if given, memory of a whole slot that contains the one piece at its offset (`slot_io.page_in_slot`).
     """
 
     key: bytes
@@ -39,13 +39,13 @@ class Page:
 
 
 def _copy(target: bytearray | memoryview, source: bytearray | memoryview) -> None:
-    """Unlike an assignment to a memoryview, NumPy lets other threads run meanwhile: those that have the disk work."""
+    """NumPy releases the GIL while copying; a memoryview assignment does not. The disk's threads run meanwhile."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def neighbours(placed: list[tuple[Page, int]], largest_bytes: int) -> Iterator[list[tuple[Page, int]]]:
-    """Parts of `placed` (pages with their locations) whose slots follow each other and whose payload is the same size,
-    in order; a part ends once it has `largest_bytes`."""
+    """Runs of `placed` (pages with their locations) with consecutive slots and payloads of one size, in order. A run
+    ends once it has `largest_bytes`."""
     by_slot = itertools.groupby(enumerate(placed), key=lambda item: (item[1][1] - item[0], item[1][0].payload_bytes))
     for (_, size), run in by_slot:
         part = [item for _, item in run]

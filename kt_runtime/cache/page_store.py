@@ -1,7 +1,7 @@
 """Records in a cache directory, under a quota. Synchronous; raises OSError when the disk does.
 
-Any number of threads may read, one may write. A slot that is being read keeps its record until the read is over.
-After `kill -9` everything is there whose `write` had returned; after a power cut everything of before the last `sync`.
+Any number of threads may read, one may write. A slot keeps its record while the slot is being read. After `kill -9`
+every record survives whose `write` had returned; after a power cut, every record from before the last `sync`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class PageStore:
-    """Open on construction. Raises ConflictError if another process writes to the directory, InvalidValueError for a
+    """Opens on construction. Raises ConflictError if another process writes to the directory, InvalidValueError for a
     quota below 1 MiB, NotFoundError if `read_only` and there is no such directory.
 
-    `namespace`: 16 bytes that every record read or written here carries; records of others share directory and quota.
+    `namespace`: 16 bytes in every record read or written here; records of other namespaces share directory and quota.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PageStore:
         self._lock = threading.Lock()
         self._changes: list[Change] = []
         self._dirty: set[int] = set()
-        self._cut: set[int] = set()  # segments that somebody may have cut off, their own header with them
+        self._cut: set[int] = set()  # segments that may have been truncated, their own header included
         self._sequence = 0
         self._catalog = Catalog(quota_bytes)
         self._directory = CacheDirectory(
@@ -72,7 +72,7 @@ class PageStore:
         if not read_only:
             try:
                 self._catalog.room_bytes = quota_bytes - self._index_bytes()
-                self._catalog.shrink()  # the quota may be smaller than last time
+                self._catalog.shrink()  # the quota may be smaller than on the last start
                 self._note_evictions()
                 self._delete_removed()
                 self._append_changes()
@@ -88,7 +88,7 @@ class PageStore:
 
     @property
     def used_bytes(self) -> int:
-        """Segments and index."""
+        """Bytes of segments and index."""
         with self._lock:
             return self._catalog.used_bytes + self._index_bytes()
 
@@ -102,14 +102,14 @@ class PageStore:
             return [record in self._catalog for record in records]
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """`keys` is a prefix, page after page, and was used just now. Its first page becomes the most recently used:
-        a page is of no use without those before it, so it must go before them."""
+        """Marks `keys`, a prefix page after page, as just used. Its first page becomes the most recently used: later
+        pages are useless without it, so they must be evicted first."""
         records = [record_id(self.namespace, key) for key in keys]
         with self._lock:
             for record in reversed(records):
                 if self._catalog.touch(record) and not self.read_only:
                     self._changes.append(Change(USE, 0, 0, record))
-            if len(self._changes) > _MOST_CHANGES:  # the disk can't be written to: the index is written whole later
+            if len(self._changes) > _MOST_CHANGES:  # the disk is not writable: the whole index is written later
                 self._changes.clear()
                 self._index_is_behind = True
 
@@ -130,15 +130,15 @@ class PageStore:
     # Reading
 
     def read(self, pages: Sequence[Page]) -> list[bool]:
-        """Fills the pieces of each page that is there and right. The pieces of the others hold anything afterwards.
+        """Fills the pieces of each page that is stored and valid. Other pages' pieces get arbitrary contents.
 
         Raises OSError if the disk refused a read and nothing could be read at all.
         """
         return self.check(pages, self.fetch(pages))
 
     def fetch(self, pages: Sequence[Page]) -> list[Fetched]:
-        """The first half of `read`, with all that the disk is needed for: who goes on to fetch the next pages while
-        another thread checks these keeps it busy."""
+        """The first half of `read`, with all of its disk access. A caller keeps the disk busy by fetching the next
+        pages while another thread checks these."""
         fetched: list[Fetched] = []
         error: OSError | None = None
         with self._in_use.using() as is_open:
@@ -159,7 +159,7 @@ class PageStore:
         return fetched
 
     def check(self, pages: Sequence[Page], fetched: Sequence[Fetched]) -> list[bool]:
-        """The second half of `read`: which of `pages` are right, by what `fetch` returned for them."""
+        """The second half of `read`: which of `pages` are valid, given what `fetch` returned for them."""
         hits: set[bytes] = set()
         for one in fetched:
             fault = one.check(self.namespace)
@@ -174,7 +174,7 @@ class PageStore:
         return results
 
     def _pin(self, pages: Sequence[Page]) -> list[tuple[Page, int]]:
-        """The pages that are there, with their locations, in the order of these."""
+        """The stored pages with their locations, in the order of the locations."""
         found = []
         records = [record_id(self.namespace, page.key) for page in pages]
         with self._lock:
@@ -191,7 +191,7 @@ class PageStore:
                 self._catalog.unpin(place)
 
     def _refuse_fetched(self, fetched: Fetched, fault: Fault) -> None:
-        """Unless the slot has been given to another record since it was read."""
+        """Refuses the record, unless its slot was given to another record after the read."""
         record = record_id(self.namespace, fetched.page.key)
         with self._in_use.using() as is_open:
             with self._lock:
@@ -208,10 +208,10 @@ class PageStore:
         return self._catalog.segments[number].geometry
 
     def _refuse(self, record: bytes, place: int, fault: Fault) -> None:
-        """The record, which is pinned, is counted, put aside and forgotten."""
+        """Counts the record, which is pinned, quarantines it and drops it from the catalog."""
         number, slot = parts(place)
         self.counters.add("corrupt")
-        level = logging.DEBUG if self.read_only else logging.WARNING  # beside a server that writes it is no news
+        level = logging.DEBUG if self.read_only else logging.WARNING  # expected while a server is writing
         logger.log(level, "cache record %s, slot %d of %08d.seg: %s; not used", record.hex(), slot, number, fault.value)
         if not self.read_only:
             geometry, source = self._geometry(number), self._directory.segments[number]
@@ -225,7 +225,7 @@ class PageStore:
                     self._changes.append(Change(DROP, 0, 0, record))
 
     def check_record(self, record: bytes) -> Fault | None:
-        """Reads a record of whatever namespace. One that is not right is put aside. None also if there is none."""
+        """Reads a record of any namespace and quarantines a damaged one. Also None if there is no such record."""
         with self._lock:
             place = self._catalog.find(record)
             if place is None:
@@ -245,7 +245,7 @@ class PageStore:
     # Writing: one thread
 
     def write(self, pages: Sequence[Page]) -> int:
-        """Stores `pages`, in order side by side where there is room; returns how many of them are stored afterwards.
+        """Stores `pages`, in consecutive slots where there is room; returns how many of them are stored afterwards.
 
         The first of `pages` becomes the most recently used record (see `use`).
         """
@@ -271,7 +271,7 @@ class PageStore:
             return num_known + len(todo)
 
     def _allocate(self, pages: Sequence[Page]) -> tuple[list[tuple[Page, int]], int]:
-        """Pages with a slot for each, and the number of those that are stored already."""
+        """Pages with a slot for each, and the number of pages that were stored before."""
         todo: list[tuple[Page, int]] = []
         seen: set[bytes] = set()
         num_known = 0
@@ -284,7 +284,7 @@ class PageStore:
                     continue
                 place = self._catalog.allocate(slot_bytes_for(page.payload_bytes))
                 if place is None:
-                    break  # the pages after it would be of no use without it
+                    break  # later pages are useless without this one
                 seen.add(record)
                 todo.append((page, place))
             self._note_evictions()
@@ -292,7 +292,7 @@ class PageStore:
         return todo, num_known
 
     def _mend_headers(self) -> None:
-        """Without its header a segment, and what is written to it now, would be put aside when it is opened again."""
+        """Rewrites lost headers: otherwise the next start quarantines the segment, its new records included."""
         with self._lock:
             cut = list(self._cut)
         for number in cut:
@@ -302,7 +302,7 @@ class PageStore:
                 self._cut.discard(number)
 
     def _note_evictions(self) -> None:
-        """Under the lock."""
+        """Call with the lock held."""
         self.counters.add("evictions", len(self._catalog.evicted))
         self._changes.extend(Change(DROP, 0, 0, record) for record in self._catalog.evicted)
         self._catalog.evicted.clear()
@@ -345,16 +345,16 @@ class PageStore:
             elif changes:
                 index.append(changes)
         except OSError:
-            self._index_is_behind = True  # `changes` are not in it: the next one that works is written whole
+            self._index_is_behind = True  # it lacks `changes`: the next write replaces the whole index
             raise
 
     def rewrite_index(self) -> None:
-        """Writes the index anew, without what it says of slots that are gone."""
+        """Rewrites the index without entries for slots that are gone."""
         self._index_is_behind = True
         self._append_changes()
 
     def sync(self) -> None:
-        """What was written before survives a power cut when this returns."""
+        """Makes all earlier writes durable: they survive a power cut after this returns."""
         with self._in_use.using() as is_open:
             index = self._directory.index
             if not is_open or self.read_only or index is None:
@@ -367,7 +367,7 @@ class PageStore:
             index.sync()
 
     def probe(self, size: int) -> None:
-        """Raises OSError if `size` bytes can't be written now. What is written is removed again."""
+        """Raises OSError if `size` bytes can't be written now. Removes what it writes."""
         self._directory.probe(size)
 
     def probe_reading(self) -> None:
@@ -391,27 +391,27 @@ class PageStore:
             self._append_changes()
             return num_records
 
-    # The quota: segments, index (with a rewritten one beside it for a moment), and what is put aside
+    # The quota covers segments, the index (during a rewrite, old and new side by side) and the quarantine.
 
     def _index_bytes(self) -> int:
         return self._directory.index.size_bytes if self._directory.index else 0
 
     def _largest_index(self) -> int:
-        """The index is rewritten when it is larger: twice what it needs, and some for a cache that is nearly empty."""
+        """Above this size the index is rewritten: twice what it needs, plus some for a nearly empty cache."""
         history = min(_HISTORY_BYTES, self._catalog.quota_bytes // 256)
         return 2 * len(self._catalog) * ENTRY_BYTES + history
 
     def _set_room(self) -> None:
-        """Under the lock. Reserves for the index what it may grow to, so that segments need not give way to it."""
+        """Call with the lock held. Reserves the index's largest size, so that its growth evicts no segment."""
         index_bytes = self._largest_index() + len(self._catalog) * ENTRY_BYTES
         self._catalog.room_bytes = self._catalog.quota_bytes - index_bytes - self._catalog.quota_bytes // 200
 
     def abandon(self) -> None:
-        """Closes, when the last thread has left, and writes nothing more: the directory is gone or somebody else's."""
+        """Closes once the last thread has left, and writes nothing more: the directory is gone or somebody else's."""
         self._in_use.abandon()
 
     def close(self) -> None:
-        """Writes the order of use, then closes. Raises OSError if that could not be written."""
+        """Writes the LRU order, then closes. Raises OSError if the order could not be written."""
         try:
             self.sync()
         finally:

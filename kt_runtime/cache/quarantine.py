@@ -1,4 +1,4 @@
-"""Records that were not what they should be are kept for inspection: at most some of them, never used again."""
+"""Damaged records, kept for inspection: a bounded number of them, never used again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class Aside:
-    """`limit_bytes` bounds what the directory holds; beyond it damaged records are only counted."""
+    """`limit_bytes` bounds the directory's content; beyond it, damaged records are only counted."""
 
     def __init__(self, files: FileSystem, directory: Path, limit_bytes: int) -> None:
         self._files, self._directory, self._limit = files, directory, limit_bytes
@@ -47,7 +47,7 @@ class Aside:
         self._count += 1
 
     def take_file(self, path: Path, size: int) -> None:
-        """Moves a file that is no segment of ours here, or deletes it if there is no room."""
+        """Moves a file that is no valid segment here, or deletes it if there is no room."""
         if self._count < _MOST_FILES and self._bytes + size <= self._limit:
             self._files.rename(path, self._directory / path.name)
             self._bytes += size

@@ -1,7 +1,7 @@
-"""Threads that read pages before they are asked for, into memory of their own.
+"""Threads that prefetch pages into buffers of their own.
 
-Nothing is ever read straight into the caller's memory: a read may hang for longer than the caller waits, and would then
-write into memory that belongs to somebody else. The copy from our memory costs little beside the disk.
+A read never targets the caller's memory: a read may hang for longer than the caller waits, and would then write into
+memory that has another owner. The copy from our buffer costs little beside the disk.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kt_runtime.cache.slot_io import page_in_slot
 logger = logging.getLogger(__name__)
 
 _JOB_BYTES = 8 << 20
-_FAILURES = 3  # reads in a row that the system refused: then the disk is not used until one works
+_FAILURES = 3  # consecutive failed reads that stop reading until one works
 
 Check: TypeAlias = Callable[[], list[bool]]
 
 
 @dataclass
 class _Entry:
-    """One page on its way. `buffer` goes back to the pool when nobody waits and nobody reads any more."""
+    """One page in flight. `buffer` returns to the pool when no caller waits for the page and no thread reads it."""
 
     page: Page
     buffer: memoryview
@@ -44,7 +44,7 @@ class _Entry:
 
 @dataclass
 class _Job:
-    """`began_s`: when its reading or its checking began; None while it waits for either."""
+    """`began_s`: start of the reading, or of the checking; None while the job waits for either."""
 
     entries: list[_Entry]
     began_s: float | None = None
@@ -52,14 +52,14 @@ class _Job:
 
 
 class ReadAhead:
-    """`fetch` reads pages from the disk and returns what is left to do without it: to find out which of them are right.
-    It may raise OSError. All pages have `page_bytes`.
+    """`fetch` reads pages from the disk, may raise OSError, and returns a callable for the rest, which needs no disk:
+    finding out which of them are valid. All pages have `page_bytes`.
 
-    Some threads only fetch and another one checks: a disk that has nothing to do while checksums are compared is slower
-    by a fifth. A job counts as running until it is checked: what is damaged is put aside, which may hang as well.
+    Some threads only fetch, and another one checks: a disk that idles during checksums is slower by a fifth. A job
+    counts as running until it is checked: quarantining a damaged record may hang as well.
 
-    The disk hangs when a job takes longer than `patience_s` (for 8 MiB; a larger page may take longer in proportion).
-    That time counts from when the job was begun: a healthy disk with much to do is waited for.
+    The disk hangs when a job takes longer than `patience_s` (for 8 MiB; proportionally longer for a larger page). The
+    time counts from the job's start: a healthy disk with a long queue is waited for.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class ReadAhead:
         self._pool = BufferPool(max(memory_bytes, self._slot_bytes))
         self._pages_per_job = max(1, _JOB_BYTES // page_bytes)
         self._changed = threading.Condition()
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # not yet asked for
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # not yet requested by `take`
         self._queued: deque[_Job] = deque()
-        self._running: list[_Job] = []  # begun and not checked yet
-        self._reading: list[_Job] = []  # of these, the ones that a thread reads now
+        self._running: list[_Job] = []  # started, not yet checked
+        self._reading: list[_Job] = []  # the ones of `_running` that a thread is reading now
         self._checking: _Job | None = None
         self._num_threads, self._num_finished = num_threads, 0
         self._fetched: deque[tuple[_Job, Check, Exception | None]] = deque()
@@ -96,7 +96,7 @@ class ReadAhead:
             thread.start()
 
     def start(self, keys: Sequence[bytes]) -> int:
-        """Begins to read `keys`, as far as there is memory; returns how many of them are on their way. Doesn't wait."""
+        """Starts to read `keys`, as far as memory allows; returns how many of them are in flight. Never waits."""
         if not self._availability[Use.READING]:
             return 0
         count, fresh, wanted = 0, list[_Entry](), set(keys)
@@ -121,9 +121,9 @@ class ReadAhead:
         return count
 
     def take(self, pages: Sequence[Page], limit_s: float = math.inf) -> list[bool]:
-        """Fills the pages that are right, up to the first that is not: what follows is of no use without it.
+        """Fills the valid pages, up to the first that is not valid: later ones are useless without it.
 
-        Waits as long as the disk does not hang; a page that the disk has not begun to read after `limit_s` is given up.
+        Waits unless the disk hangs; gives up a page whose read has not started within `limit_s`.
         """
         keys = [page.key for page in pages]
         results = [False] * len(pages)
@@ -148,7 +148,7 @@ class ReadAhead:
         return results
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """They won't be asked for."""
+        """Cancels the prefetch of `keys`."""
         with self._changed:
             for key in keys:
                 entry = self._entries.pop(key, None)
@@ -156,7 +156,7 @@ class ReadAhead:
                     self._give_up(entry)
 
     def close(self, timeout_s: float) -> bool:
-        """False if a read still hangs after `timeout_s`; its thread ends with it."""
+        """False if a read still hangs after `timeout_s`; its thread ends when the read does."""
         with self._changed:
             self._is_closed = True
             self._fail_queued()
@@ -167,9 +167,9 @@ class ReadAhead:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _entry(self, keys: Sequence[bytes], deadline: float) -> _Entry | None:
-        """The first of `keys`, on its way at last; None if there is no memory for it until then.
+        """The entry of the first of `keys`, once it is in flight; None if no memory is free for it by `deadline`.
 
-        Nor if no read ends for as long as one may take: then what has the memory hangs.
+        Also None if no read ends within `patience_s`: then the jobs that hold the memory hang.
         """
         finished, ended_s = self._num_finished, time.monotonic()
         while self._availability[Use.READING] and not self._is_closed:
@@ -184,11 +184,11 @@ class ReadAhead:
                 return None
             if not self.start(keys):
                 with self._changed:
-                    self._changed.wait(0.1 * self._patience_s)  # others have the memory: theirs are being read
+                    self._changed.wait(0.1 * self._patience_s)  # reads of other callers hold the memory
         return None
 
     def _buffer(self, wanted: set[bytes]) -> memoryview | None:
-        """Under the lock. Other pages that nobody came for make room, the oldest first."""
+        """Call with the lock held. Frees finished pages that no caller took, the oldest first, if memory is short."""
         buffer = self._pool.take(self._slot_bytes)
         while buffer is None:
             others = (entry for key, entry in self._entries.items() if entry.is_done and key not in wanted)
@@ -200,13 +200,13 @@ class ReadAhead:
         return buffer
 
     def _give_up(self, entry: _Entry) -> None:
-        """Under the lock."""
+        """Call with the lock held."""
         entry.is_given_up = True
         if entry.is_done:
             self._pool.give_back(entry.buffer)
 
     def _wait(self, entry: _Entry, deadline: float) -> bool:
-        """False if it is given up. Where the disk hangs it is not used until its reads have come back."""
+        """False if the page is given up. A hanging disk is not used again before its reads have returned."""
         job = entry.job
         assert job is not None
         with self._changed:
@@ -219,7 +219,7 @@ class ReadAhead:
             else:
                 return True
             self._give_up(entry)
-            if is_hanging:  # whoever ends the last of what runs says that the disk is back
+            if is_hanging:  # the thread that finishes the last running job ends this state
                 self._fail_queued()
                 reason = f"a read takes longer than {self._patience_s:g} s"
                 self._availability.lose(reason, Use.READING, is_late=True)
@@ -227,25 +227,25 @@ class ReadAhead:
         return False
 
     def _until_next_look(self, now: float, deadline: float) -> float:
-        """Under the lock. Seconds until a job may be overdue or the deadline past, though nothing has changed."""
+        """Call with the lock held. Seconds until a job may become overdue or the deadline passes."""
         times = [job.began_s + self._patience_s for job in self._running if job.began_s is not None]
         times += [deadline] if deadline > now else []
         return max(0.001, min([self._patience_s, *(at - now for at in times)]))
 
     def _hangs(self) -> bool:
-        """Under the lock. True if no thread is left for what waits: all that they do takes too long."""
+        """Call with the lock held. True if the queue is stuck: all reading threads or the checking one are overdue."""
         now = time.monotonic()
         reading = [job for job in self._reading if self._is_overdue(job, now)]
         is_checking_late = self._checking is not None and self._is_overdue(self._checking, now)
         return is_checking_late or len(reading) == self._num_threads
 
     def _fail_queued(self) -> None:
-        """Under the lock."""
+        """Call with the lock held."""
         while self._queued:
             self._finish(self._queued.popleft(), [])
 
     def _finish(self, job: _Job, hits: list[bool]) -> None:
-        """Under the lock."""
+        """Call with the lock held."""
         self._num_finished += 1
         for position, entry in enumerate(job.entries):
             entry.is_done = True
@@ -322,7 +322,7 @@ class ReadAhead:
         return job.began_s is not None and now - job.began_s > self._patience_s
 
     def was_refused(self) -> bool:
-        """True while reading is off because the system refused reads; somebody else must find out when it is over."""
+        """True while reading is stopped because reads failed; the owner must probe the disk to start reading again."""
         return not self._availability[Use.READING] and not self._availability.is_late(Use.READING)
 
     def forget_failures(self) -> None:

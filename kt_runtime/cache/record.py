@@ -5,17 +5,17 @@
        4     2   format version
        6     2   length of the key
        8     8   length of the payload
-      16     8   sequence: records written later have a higher one
+      16     8   sequence: increases with every record written
       24     8   XXH3-64 of the payload
       32    16   namespace (`Namespace.digest`)
-      48    96   key, filled up with zero bytes
+      48    96   key, padded with zero bytes
      144     4   CRC-32 of the 144 bytes before
      148    12   zero
 
-A record is right only if all of this is what the reader asked for: whatever a crash, another model's server or a
-damaged disk left in its place is some `Fault`, hence a miss.
+A record is valid only if all of this is what the reader asked for. Anything else in the slot, left by a crash, by
+another model's server or by a damaged disk, is some `Fault`, hence a miss.
 XXH3 (https://github.com/Cyan4973/xxHash) finds torn and flipped bytes as well as 64 bits can, four times as fast as
-zlib's CRC-32; it is no protection against somebody who may write the directory.
+zlib's CRC-32. It is no protection against an attacker with write access to the directory.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class Header:
 
 
 def record_id(namespace: bytes, key: bytes) -> bytes:
-    """The 16 bytes by which the index knows a record."""
+    """The record's key in the index, 16 bytes."""
     return hashlib.blake2b(namespace + key, digest_size=ID_BYTES).digest()
 
 
 def is_key(key: bytes) -> bool:
-    """Whether a record can have that key: 1 to 96 bytes, none of them zero."""
+    """Whether `key` is a valid key: 1 to 96 bytes, none of them zero."""
     return 0 < len(key) <= LONGEST_KEY and b"\0" not in key
 
 
@@ -129,7 +129,7 @@ def check(data: Buffer, payload: Iterable[Buffer], namespace: bytes, key: bytes)
 
 
 def check_slot(data: bytearray, record: bytes) -> Fault | None:
-    """None if `data`, which begins with a header, holds the record with that id, of whatever namespace."""
+    """None if `data`, which begins with a header, holds the record with that id, of any namespace."""
     header = decode_header(data)
     if isinstance(header, Fault):
         return header

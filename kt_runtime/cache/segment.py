@@ -9,9 +9,9 @@
       20     4   slots that the file may have
       24     4   CRC-32 of the 24 bytes before
 
-Slot s begins at 4096 + s * slot_bytes. Slots of large records are whole blocks of 4 KiB: writing one reads nothing.
-A slot is used again for another record of the same size, in place: a record is known by its own header, never by its
-place. The file grows slot by slot and never shrinks; it is removed whole.
+Slot s begins at 4096 + s * slot_bytes. Slots of large records are whole blocks of 4 KiB, so that writing one needs no
+read. A slot is reused in place for another record of the same size: a record is identified by its own header, never by
+its place. The file grows slot by slot and never shrinks; it is removed whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kt_runtime.cache.record import FORMAT_VERSION, HEADER_BYTES
 FILE_HEADER_BYTES = 4096
 _ALIGNMENT = 512
 _BLOCK = 4096
-_LARGE_PAYLOAD = 256 << 10  # from here on, filling up to whole blocks costs less than 2 %
+_LARGE_PAYLOAD = 256 << 10  # from here on, padding to whole blocks costs less than 2 %
 
 _HEADER = struct.Struct("<4sHHIQI")
 _CHECKSUM = struct.Struct("<I")
@@ -65,7 +65,7 @@ class Geometry:
         return (fields + _CHECKSUM.pack(zlib.crc32(fields))).ljust(FILE_HEADER_BYTES, b"\0")
 
     def slots_in(self, file_bytes: int) -> int:
-        """Slots that a file of that size has, a cut-off last one included."""
+        """Slots in a file of that size, a truncated last one included."""
         return min(self.capacity, -(-max(0, file_bytes - FILE_HEADER_BYTES) // self.slot_bytes))
 
 

@@ -1,4 +1,4 @@
-"""Moving pages between memory and neighbouring slots of a segment: one call of the system for many records."""
+"""Moves pages between memory and neighbouring slots of a segment: one system call for many records."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from kt_runtime.cache.segment import Geometry, slot_bytes_for
 
 
 def page_in_slot(key: bytes, slot: memoryview, payload_bytes: int) -> Page:
-    """A page to read into memory of `slot_bytes_for(payload_bytes)`: with all that is in the slot around it, so that
-    slots which are whole blocks can come from the disk without a copy of the system's in between."""
+    """A page to read into memory of `slot_bytes_for(payload_bytes)`. The memory covers the whole slot, so that slots of
+    whole blocks are read from the disk without a copy through the page cache."""
     return Page(key, [slot[HEADER_BYTES : HEADER_BYTES + payload_bytes]], slot)
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """`page` as it came from the slot at `place`, and the record's header, both unchecked; without a header where the
-    slot is for records of another size."""
+    """`page` and its record's header as read from the slot at `place`, both unchecked. There is no header where the
+    slot has another record size."""
 
     page: Page
     place: int
     header: Buffer | None
 
     def check(self, namespace: bytes) -> Fault | None:
-        """None if it is the right record."""
+        """None if it is the expected record."""
         if self.header is None:
             return Fault.WRONG_LENGTH
         return check(self.header, self.page.pieces, namespace, self.page.key)
 
 
 def fetch_slots(file: OpenFile, geometry: Geometry, group: Sequence[tuple[Page, int]]) -> list[Fetched]:
-    """Fills the pages, all of one size, from the neighbouring slots at their places."""
+    """Fills the pages, all of one size, from their neighbouring slots."""
     payload_bytes = group[0][0].payload_bytes
     if slot_bytes_for(payload_bytes) != geometry.slot_bytes:
         return [Fetched(page, place, None) for page, place in group]
@@ -53,7 +53,7 @@ def fetch_slots(file: OpenFile, geometry: Geometry, group: Sequence[tuple[Page, 
     padding = bytearray(geometry.slot_bytes - HEADER_BYTES - payload_bytes)
     for page, place in group:
         header = bytearray(HEADER_BYTES) if page.slot is None else page.slot[:HEADER_BYTES]
-        header[:] = bytes(HEADER_BYTES)  # where the file ends before it there is none, whatever the memory held
+        header[:] = bytes(HEADER_BYTES)  # erases old memory contents: a truncated file has no header here
         fetched.append(Fetched(page, place, header))
         pieces += [header, *page.pieces, padding] if page.slot is None else [page.slot]
     _, first_slot = parts(group[0][1])
@@ -64,7 +64,7 @@ def fetch_slots(file: OpenFile, geometry: Geometry, group: Sequence[tuple[Page, 
 def write_slots(
     file: OpenFile, geometry: Geometry, first_slot: int, pages: Sequence[Page], namespace: bytes, sequence: int
 ) -> None:
-    """Writes `pages`, which fit the slots, from that slot on; `sequence` is the first one's, and the others' follow."""
+    """Writes `pages`, which fit the slots, from `first_slot` on. Their sequences count up from `sequence`."""
     pieces: list[Buffer] = []
     for number, page in enumerate(pages, sequence):
         size = page.payload_bytes

@@ -1,6 +1,6 @@
-"""A thread that writes pages after they were offered, from memory of its own, so that nobody waits for the disk.
+"""A thread that writes pages after callers offered them, from buffers of its own, so that no caller waits for the disk.
 
-The memory is bounded. When the disk can't keep up, pages are dropped, not waited for: they can be computed again.
+Memory is bounded. When the disk can't keep up, pages are dropped instead of waited for: they can be computed again.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from kt_runtime.cache.health import Availability, Use
 from kt_runtime.cache.page import Page
 
 _OPERATION_BYTES = 8 << 20
-_HANGING = 5  # times the patience; a busy disk may take some seconds, and there is memory meanwhile
+_HANGING = 5  # times `patience_s`; writes of a busy disk may take some seconds, and memory buffers them
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class _Operation:
-    """`chain`: the keys of the whole prefix, the pages' own included; empty if more of its pages are to come.
-    `action`: something else that only the writing thread may do."""
+    """`chain`: the keys of the whole prefix, those of `pages` included; empty if more of its pages will follow.
+    `action`: another task for the writing thread."""
 
     pages: list[Page]
     chain: Sequence[bytes]
@@ -34,8 +34,8 @@ class _Operation:
 
 
 class WriteBehind:
-    """`write(pages, chain)` stores pages and marks the chain as used; it may raise OSError. `keep` is called by the
-    same thread about every `interval_s`, whatever else happens: syncing, looking after the directory.
+    """`write(pages, chain)` stores pages and marks the chain as used; it may raise OSError. The same thread calls
+    `keep` (sync, directory check) about every `interval_s`, whatever else happens.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class WriteBehind:
         self._operations: deque[_Operation] = deque()
         self._pending: dict[bytes, memoryview] = {}
         self._is_closed = False
-        self._began_s: float | None = None  # when the thread began what it is doing
+        self._began_s: float | None = None  # start of the thread's current task
         self._thread = threading.Thread(target=self._work, name="cache-write", daemon=True)
         self._thread.start()
 
@@ -67,8 +67,8 @@ class WriteBehind:
     def offer(self, pages: Sequence[Page], chain: Sequence[bytes]) -> int:
         """Copies pages, in order, until there is no memory for the next; returns how many will be written.
 
-        Waits for the disk when there is no memory, but not longer than `patience_s` for any page, and not at all while
-        the disk takes longer than that for what it does.
+        Without free memory it waits for the disk, at most `patience_s` for any page, and not at all while the current
+        disk operation takes longer than that.
         """
         self._notice_hanging()
         accepted, size = 0, 0
@@ -77,7 +77,7 @@ class WriteBehind:
             if page.key not in self._pending and page.key not in copies:
                 buffer = self._pool.take(page.payload_bytes) if self._availability[Use.WRITING] else None
                 if buffer is None:
-                    self._enqueue(copies, ())  # writing them makes room
+                    self._enqueue(copies, ())  # writing these frees memory
                     copies, size = {}, 0
                     buffer = self._wait_for_buffer(page.payload_bytes)
                 if buffer is None:
@@ -86,7 +86,7 @@ class WriteBehind:
                 copies[page.key] = buffer
                 size += len(buffer)
             accepted += 1
-            if size >= _OPERATION_BYTES:  # the disk works while the rest is copied
+            if size >= _OPERATION_BYTES:  # the disk writes these while the rest is copied
                 self._enqueue(copies, ())
                 copies, size = {}, 0
         self._enqueue(copies, chain)
@@ -96,7 +96,7 @@ class WriteBehind:
     def _enqueue(self, copies: dict[bytes, memoryview], chain: Sequence[bytes]) -> None:
         if copies or chain:
             with self._changed:
-                for key in copies.keys() & self._pending.keys():  # another caller was quicker
+                for key in copies.keys() & self._pending.keys():  # another caller offered the same page first
                     self._pool.give_back(copies.pop(key))
                 pages = [Page(key, [buffer]) for key, buffer in copies.items()]
                 self._pending |= copies
@@ -104,7 +104,7 @@ class WriteBehind:
                 self._changed.notify_all()
 
     def fetch(self, page: Page) -> bool:
-        """Fills `page` from what has not been written yet; False if it isn't among that."""
+        """Fills `page` from the pages that are not written yet; False if it is not among them."""
         with self._changed:
             buffer = self._pending.get(page.key)
             if buffer is None or len(buffer) != page.payload_bytes:
@@ -113,12 +113,12 @@ class WriteBehind:
             return True
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until nothing is pending. False if that takes longer."""
+        """Waits until nothing is pending. False after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, timeout_s)
 
     def run(self, action: Callable[[], None], timeout_s: float) -> bool:
-        """Lets the writing thread do something after what is pending. False if it takes longer or the disk fails."""
+        """Runs `action` on the writing thread after pending writes. False after `timeout_s` or if it fails."""
         done = threading.Event()
 
         def act() -> None:
@@ -131,16 +131,16 @@ class WriteBehind:
         return done.wait(timeout_s)
 
     def drop_all(self) -> None:
-        """What is pending is not written, except what is being written just now."""
+        """Discards pending pages, except those being written now."""
         with self._changed:
             while self._operations:
                 self._drop(self._operations.popleft())
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> bool:
-        """Writes what is pending, then ends the thread. False if it still hangs after `timeout_s`.
+        """Writes pending pages, then ends the thread. False if the thread still hangs after `timeout_s`.
 
-        A disk that is not done in four fifths of that time writes only what it has begun.
+        After four fifths of that time, pages whose write has not started are dropped.
         """
         deadline = time.monotonic() + timeout_s
         if not self.flush(0.8 * timeout_s):
@@ -152,37 +152,37 @@ class WriteBehind:
         return not self._thread.is_alive()
 
     def _notice_hanging(self) -> None:
-        """Says so, and takes nothing more, while the disk keeps the thread for long; what waits is written after."""
+        """Stops writing, and logs it, while one disk operation takes too long; queued pages are written later."""
         limit_s = _HANGING * self._patience_s
         if self._busy_s() > limit_s:
             self._availability.lose(f"a write takes longer than {limit_s:g} s", Use.WRITING, is_late=True)
 
     def _busy_s(self) -> float:
-        """For how long the thread has been doing what it does now, 0 while it waits for something to do."""
+        """Seconds since the start of the thread's current task, 0 while the thread is idle."""
         began_s = self._began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
     def _wait_for_buffer(self, size: int) -> memoryview | None:
-        """None: the disk is slower than pages come, and nobody is kept waiting for it. It hangs only if one call takes
-        long (`_notice_hanging`), not because much waits to be written."""
+        """None: the disk is slower than pages arrive, and callers do not wait. A long queue is no sign of a hanging
+        disk; only one long call is (`_notice_hanging`)."""
         buffer, waited_until_s = None, time.monotonic() + self._patience_s
         while buffer is None and self._availability[Use.WRITING]:
             now = time.monotonic()
             left_s = min(waited_until_s - now, self._patience_s - self._busy_s())
             buffer = self._pool.take(size, max(0.0, left_s))
-            if left_s <= 0 or time.monotonic() < now + left_s:  # refused at once: the machine has no memory for it
+            if left_s <= 0 or time.monotonic() < now + left_s:  # an early None: the machine has no free memory
                 break
         if buffer is None:
             self._notice_hanging()
         return buffer
 
     def _drop(self, operation: _Operation) -> None:
-        """Under the lock."""
+        """Call with the lock held."""
         self._counters.add("dropped", len(operation.pages))
         self._release(operation)
 
     def _release(self, operation: _Operation) -> None:
-        """Under the lock."""
+        """Call with the lock held."""
         for page in operation.pages:
             buffer = self._pending.pop(page.key, None)
             if buffer is not None:
@@ -218,7 +218,7 @@ class WriteBehind:
     def _perform(self, operation: _Operation) -> None:
         is_written = False
         try:
-            if operation.action is not None:  # also while writing is stopped: emptying a full disk makes room
+            if operation.action is not None:  # also while writing is stopped: clearing a full disk makes room
                 operation.action()
                 is_written = True
             elif self._availability[Use.WRITING]:

@@ -1,4 +1,4 @@
-"""One name table per model family: the twin's names, SGLang's names, and what LoRA may adapt."""
+"""One table of names per model family: the twin's parameters, SGLang's parameters, and the targets of LoRA."""
 
 from kt_runtime.families.base import ATTENTION, EXPERTS, GROUPS, MLP, SHARED, Family, LoraModule, TensorSource
 from kt_runtime.families.registry import FAMILIES, family_for

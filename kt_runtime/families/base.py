@@ -1,12 +1,12 @@
-"""What a model family's table must say, and what every family shares.
+"""The table that describes a model family, and the parts that all families share.
 
-A family describes, from the Hugging Face config alone, three things that must agree with each other: the twin's
-parameters (transformers 5.19), SGLang 0.5.23's parameters that hold the same bytes, and the linear modules that LoRA
-may adapt. A family is mostly a list of `FusedLinear`: one SGLang parameter, and the Hugging Face modules whose rows it
-is made of, in order. Both name lists are derived from it, so that they can't drift apart.
+From the Hugging Face config alone, a family describes three things that must agree: the twin's parameters
+(transformers 5.19), SGLang 0.5.23's parameters that hold the same bytes, and the linear modules that LoRA may adapt. A
+family is mostly a list of `FusedLinear`: one SGLang parameter, and the Hugging Face modules whose rows it consists of,
+in order. Both name lists are derived from this list, so that they can't drift apart.
 
 Not described here: routed experts' bytes (the expert store owns them), the rotary tables (computed, not loaded).
-SGLang's dense weights are plain `[out, in]` matrices, also where the checkpoint has them quantized (`quantization.py`).
+SGLang's dense weights are plain `[out, in]` matrices, even if the checkpoint has them quantized (`quantization.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """One tensor of the twin: rows `start` to `stop` of SGLang's `source` are its value.
+    """One tensor of the twin: it aliases rows `start` to `stop` of SGLang's `source`.
 
-    `name`: Hugging Face. `shape`: as the twin's module has it. `is_buffer`: a buffer in the twin, while SGLang may
-    hold a parameter; it keeps SGLang's dtype (float32 for the router's correction bias) whatever the model's dtype is.
+    `name`: Hugging Face. `shape`: as in the twin's module. `is_buffer`: a buffer in the twin, while SGLang may hold a
+    parameter; a buffer keeps SGLang's dtype (float32 for the router's correction bias) whatever the model's dtype.
     `source` may have more rows than `stop`: SGLang pads the vocabulary to a multiple of 64.
     """
 
@@ -51,8 +51,8 @@ class LoraModule:
 
     Routed experts are one entry per layer and projection, `model.layers.L.mlp.experts.gate_proj`, with `num_experts`
     matrices; elsewhere `num_experts` is 0. `source` is the SGLang module that computes it, and `start` to `stop` its
-    rows there; modules with the same `source` are one fused group, of which SGLang needs every member's LoRA tensors.
-    Of routed experts it is SGLang's parameter without `_weight`, `...experts.w13` or `...experts.w2`.
+    rows there. Modules with the same `source` are one fused group: SGLang needs LoRA tensors for every member of it.
+    For routed experts `source` is SGLang's parameter without `_weight`, `...experts.w13` or `...experts.w2`.
     """
 
     name: str
@@ -73,7 +73,7 @@ class LoraModule:
         return int(self.name.split(".")[2])
 
     def expert_name(self, expert: int) -> str:
-        """`model.layers.L.mlp.experts.E.gate_proj`, as adapter files name it."""
+        """The expert's name in adapter files, `model.layers.L.mlp.experts.E.gate_proj`."""
         parent, _, projection = self.name.rpartition(".")
         return f"{parent}.{expert}.{projection}"
 
@@ -101,8 +101,8 @@ class FusedLinear:
 class Family(ABC):
     """One model family. Instances have no state; `config` is always the content of `config.json`.
 
-    Every method raises InvalidValueError when the config lacks a key, or asks for what SGLang and Hugging Face compute
-    differently, so that serving and training can't disagree silently.
+    Every method raises InvalidValueError when the config lacks a key, or has a feature that SGLang and Hugging Face
+    compute differently, so that serving and training can't disagree silently.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Family(ABC):
     gguf_architecture: str
     """`general.architecture` of llama.cpp's files of this family."""
     foreign_model_types: tuple[str, ...] = ()
-    """Those of `model_types` that transformers 5.19 does not know: such a checkpoint brings its own Python modules."""
+    """The `model_types` unknown to transformers 5.19: such a checkpoint contains its own Python modules."""
 
     @abstractmethod
     def check(self, config: Config) -> None:
@@ -123,7 +123,7 @@ class Family(ABC):
 
     @abstractmethod
     def attention_norms(self, config: Config) -> dict[str, int]:
-        """Norms of `self_attn`, named relative to the layer, with their sizes."""
+        """Sizes of the norms of `self_attn`, by name relative to the layer."""
 
     @abstractmethod
     def moe_layers(self, config: Config) -> list[int]:
@@ -133,11 +133,11 @@ class Family(ABC):
     def num_experts(self, config: Config) -> int: ...
 
     def shared_intermediate(self, config: Config) -> int:
-        """Intermediate size of the shared experts, which are one MLP; 0 without any."""
+        """Intermediate size of the shared experts, which form one MLP; 0 without shared experts."""
         return 0
 
     def has_correction_bias(self, config: Config) -> bool:
-        """True if the router adds a bias per expert to choose experts by (not to weigh them)."""
+        """True if the router selects experts with a bias per expert, which does not enter their weights."""
         return False
 
     def num_experts_per_tok(self, config: Config) -> int:
@@ -151,7 +151,7 @@ class Family(ABC):
         return self.num_experts(config), integer(config, "hidden_size"), integer(config, "moe_intermediate_size")
 
     def twin_sources(self, config: Config) -> list[TensorSource]:
-        """Every parameter of the twin but the routed experts', and the persistent buffers that SGLang has."""
+        """Every parameter of the twin except the routed experts', and the persistent buffers that SGLang has."""
         self.check(config)
         hidden, vocabulary = integer(config, "hidden_size"), integer(config, "vocab_size")
         embedding = "model.embed_tokens.weight"
@@ -178,13 +178,13 @@ class Family(ABC):
         return modules
 
     def projections(self, config: Config) -> list[str]:
-        """The distinct last names of `lora_modules`, in their order. Also what `--lora-target-modules` must list."""
+        """The distinct last names of `lora_modules`, in their order: the required list for `--lora-target-modules`."""
         return list(dict.fromkeys(module.projection for module in self.lora_modules(config)))
 
     def sglang_lora_targets(self, config: Config) -> list[str]:
-        """Value of SGLang's `--lora-target-modules`: it turns these names into those of its fused modules itself.
+        """The value for SGLang's `--lora-target-modules`; SGLang itself maps these names to its fused modules.
 
-        Never its `all`: that adds embed_tokens and lm_head, which are not adapted here.
+        Never SGLang's `all`, which adds embed_tokens and lm_head: they are not adapted here.
         """
         return self.projections(config)
 

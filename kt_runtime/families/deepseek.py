@@ -2,14 +2,14 @@
 
 Hugging Face: `transformers.models.deepseek_v2`, `.deepseek_v3`. SGLang: `sglang.srt.models.deepseek_v2`, all of them.
 
-- With `q_lora_rank`, SGLang holds q_a_proj and kv_a_proj_with_mqa as `fused_qkv_a_proj_with_mqa`. Without it
-  (DeepSeek-V2-Lite) it holds q_proj and kv_a_proj_with_mqa as they are. Its LoRA code knows only the fused module and
-  `qkv_proj`, so that these two can't be served adapted there: they are not among the family's LoRA modules then.
-- After loading, SGLang keeps `kv_b_proj.weight` as it was and derives w_kc and w_vc from it, which are copies for the
-  absorbed form. The twin shares `kv_b_proj.weight`.
+- With `q_lora_rank`, SGLang fuses q_a_proj and kv_a_proj_with_mqa into `fused_qkv_a_proj_with_mqa`. Without it
+  (DeepSeek-V2-Lite), SGLang has q_proj and kv_a_proj_with_mqa as they are. SGLang's LoRA code knows only the fused
+  module and `qkv_proj`, so it can't serve LoRA on these two: the family's LoRA modules do not include them then.
+- After loading, SGLang keeps `kv_b_proj.weight` unchanged and derives copies from it, w_kc and w_vc, for the absorbed
+  form. The twin shares `kv_b_proj.weight`.
 - SGLang may fuse the shared experts into the routed ones; the server must be started with
-  `--disable-shared-experts-fusion`, or `mlp.shared_experts` does not exist there.
-- SGLang holds `e_score_correction_bias` as a float32 parameter, Hugging Face as a buffer.
+  `--disable-shared-experts-fusion`, or `mlp.shared_experts` does not exist in SGLang.
+- `e_score_correction_bias` is a float32 parameter in SGLang, a buffer in Hugging Face.
 - Layers of multi-token prediction (`num_nextn_predict_layers`) are in neither model.
 """
 
@@ -101,7 +101,7 @@ class DeepseekV3(DeepseekV2):
     architectures = ("DeepseekV3ForCausalLM",)
 
     def check_routing(self, config: Config) -> None:
-        # SGLang reads this key to decide about sigmoid routing with a bias; Hugging Face's DeepSeek-V3 always does it.
+        # SGLang routes by sigmoid with a bias only if this key says so; Hugging Face's DeepSeek-V3 always does.
         require(config, "topk_method", "noaux_tc", "the twin's router is DeepSeek-V3's, with a correction bias")
         require(config, "scoring_func", "sigmoid", "the twin's router is DeepSeek-V3's", default="sigmoid")
 

@@ -1,4 +1,4 @@
-"""What the `quantization_config` of a config.json says: how matrices lie on disk, and how large experts are in memory.
+"""Parses the `quantization_config` of a config.json: the layout of matrices on disk, and experts' sizes in memory.
 
 A quantized matrix `NAME.weight` [out, in] lies on disk as several tensors. With P = 32 / bits codes in an int32, and
 G groups of columns that share a scale:
@@ -12,8 +12,8 @@ G groups of columns that share a scale:
                         `gptq_v2`), g_idx [in]
     awq                 qweight [in, out / P], scales [G, out], qzeros [G, out / P], codes in the order 0 2 4 6 1 3 5 7
 
-Which matrices are quantized is not read from the config (`ignore`, `modules_to_not_convert`): the checkpoint's tensors
-say it. Here is only what the config can say: the method, and parameters that this version can't use.
+Which matrices are quantized follows from the checkpoint's tensors, not from the config (`ignore`,
+`modules_to_not_convert`). This module takes from the config the method, and refuses parameters that are unsupported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kt_runtime.errors import CheckpointError, UnknownNameError
 from kt_runtime.families.base import Config
 
 FP8_BLOCK = 128
-ZERO_POINT_GROUP = 128  # the store's groups where a checkpoint has one zero point a row
+ZERO_POINT_GROUP = 128  # the store's group size where a checkpoint has one zero point per row
 FLOAT_QUANTIZED = "compressed-tensors float-quantized"
 CODE_BITS = (4, 8)
 BLOCK_ROWS, COLUMN_UNIT, LINE_BYTES = 16, 32, 64  # csrc/kernels/layout.h
@@ -38,7 +38,7 @@ INT32 = ("I32",)
 
 @dataclass(frozen=True, slots=True)
 class ExpertFormat:
-    """How the expert store holds a matrix. `group`: columns that share a scale, 0: a row's all.
+    """The expert store's format of a matrix. `group`: columns that share a scale; 0: one scale per row.
 
     `encoding`: "bf16", "fp8_e4m3", "int8" or "int4".
     """
@@ -49,11 +49,11 @@ class ExpertFormat:
 
     @property
     def name(self) -> str:
-        """As `kt_runtime._experts` names it, such as `int4_g128_zp`."""
+        """The format's name in `kt_runtime._experts`, such as `int4_g128_zp`."""
         return self.encoding + (f"_g{self.group}" if self.group else "") + ("_zp" if self.zero_points else "")
 
     def packed_bytes(self, rows: int, cols: int) -> int:
-        """Of one matrix in the packed layout, as csrc/kernels/layout.h lays it out."""
+        """Bytes of one matrix in the packed layout of csrc/kernels/layout.h."""
         cols = _round_up(cols, COLUMN_UNIT)
         groups = ceil(cols / self.group) if self.group else 0
         scale_bytes = 0 if self.encoding == "bf16" else BLOCK_ROWS * 4
@@ -65,12 +65,12 @@ class ExpertFormat:
 
 BF16 = ExpertFormat("bf16")
 QUANTIZED_WHILE_LOADING = {"int8": ExpertFormat("int8"), "int4": ExpertFormat("int4", 32)}
-"""By the names that `--expert-format` takes."""
+"""Formats by their names for `--expert-format`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """`dtypes`: what is allowed, as safetensors spells it."""
+    """`dtypes`: the allowed ones, as safetensors spells them."""
 
     dtypes: tuple[str, ...]
     shape: tuple[int, ...]
@@ -79,10 +79,9 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """`method`: quant_method, for compressed-tensors with its format. `symmetric`: all zeros are the middle code.
+    """`method`: quant_method, for compressed-tensors with its format. `symmetric`: every zero point is the middle code.
 
-    `group`: columns that share a scale, 0: a row's all. `stored_zero_offset`: what zeros are more than what is stored
-    for them.
+    `group`: columns that share a scale; 0: one scale per row. `stored_zero_offset`: zero point minus its stored value.
     """
 
     method: str
@@ -107,7 +106,7 @@ class Quantization:
     def stored(self, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
         """The tensors of a quantized matrix [out, in] by the last part of their names; the first holds the codes.
 
-        Raises CheckpointError for a matrix whose columns are not whole groups.
+        Raises CheckpointError if the columns of the matrix are not whole groups.
         """
         return _STORED[self.method](self, *shape)
 
@@ -120,8 +119,7 @@ class Quantization:
 def quantization_of(config: Config) -> Quantization | None:
     """None for a checkpoint that is not quantized.
 
-    Raises UnknownNameError for a method or format that is not known, CheckpointError for parameters of a known one that
-    can't be used.
+    Raises UnknownNameError for an unknown method or format, CheckpointError for unsupported parameters of a known one.
     """
     key, settings = next(((key, config[key]) for key in CONFIG_KEYS if config.get(key)), ("", None))
     if settings is None:
@@ -283,7 +281,7 @@ def _choice(settings: Mapping[str, Any], where: str, key: str, allowed: tuple[An
 
 
 def _group(settings: Mapping[str, Any], where: str, key: str) -> int:
-    """0 for -1, which stands for the whole row."""
+    """The group size; 0 for -1, which means the whole row."""
     found = settings.get(key)
     if not isinstance(found, int) or isinstance(found, bool) or (found != -1 and (found < 1 or found % COLUMN_UNIT)):
         raise CheckpointError(f"{where}: {key!r} is {found!r}; allowed: -1, or a multiple of {COLUMN_UNIT}")

@@ -43,7 +43,7 @@ class Qwen3Moe(Family):
         return list(range(integer(config, "num_hidden_layers")))
 
     def num_experts(self, config: Config) -> int:
-        # transformers 5 writes `num_local_experts`; checkpoints from before say `num_experts`.
+        # transformers 5 writes `num_local_experts`, older versions `num_experts`.
         return integer(config, "num_experts", "num_local_experts")
 
 

@@ -1,4 +1,4 @@
-"""Which family a checkpoint belongs to, by its config."""
+"""Finds the family of a checkpoint by its config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FAMILIES: tuple[Family, ...] = (Qwen3Moe(), DeepseekV2(), DeepseekV3())
 
 
 def family_for(config: Config) -> Family:
-    """The family of a config.json, by `architectures` first and `model_type` second.
+    """The family of a config.json: by `architectures` first, `model_type` second.
 
     Raises UnknownNameError("model family") listing the known model types.
     """

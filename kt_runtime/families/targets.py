@@ -1,4 +1,4 @@
-"""What a user's list of LoRA targets means for a model."""
+"""Resolves a user's list of LoRA targets for a model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PROJECTIONS = (
 
 
 def resolve_targets(config: Config, targets: Sequence[str]) -> list[LoraModule]:
-    """The modules that `targets` name, in the order of the model, each once.
+    """The modules that `targets` select, in the order of the model, each once.
 
     A target is a projection ("q_proj"; "gate_proj" means dense, shared and routed experts alike, as in SGLang), a
     group ("attention", "mlp" for dense MLPs, "shared", "experts"), or "all". Raises UnknownNameError for a name that no
     family knows; InvalidValueError for an empty list, for router, embeddings and lm_head, and for a name that matches
-    nothing in this model.
+    no module of this model.
     """
     if not targets:
         raise InvalidValueError(f"no LoRA targets; name some of: {', '.join((ALL, *GROUPS, *PROJECTIONS))}")

@@ -1,6 +1,6 @@
-"""Datasets as LLaMA-Factory's users have them: `dataset_info.json` beside files of rows in its formats.
+"""Datasets in LLaMA-Factory's form: `dataset_info.json` beside files of rows in its formats.
 
-Every error names file:line; which rows are left out, and that they are said, is in docs/datasets.md.
+Every error names file:line. docs/datasets.md lists which rows are left out and how that is reported.
 """
 
 from kt_runtime.train.data.conversations import Conversation, Message, Preference

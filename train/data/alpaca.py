@@ -1,4 +1,4 @@
-"""Alpaca rows: a question in one or two columns, the answer in another, and what was said before in a list of pairs."""
+"""Alpaca rows: the question in one or two columns, the answer in another, earlier turns in a list of pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dataset_info.json`: where each dataset's rows are, how they are written, what their columns and roles are named."""
+"""`dataset_info.json`: the path and format of each dataset's rows, and the names of their columns and roles."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ _KEYS = (
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """One entry. `columns` and `tags` hold the row's own name for each of ours, or None where it has none.
+    """One entry. `columns` and `tags` map our names to the row's own names, or to None where the row has none.
 
-    `named_columns`: the entry names its columns itself. Then a column that it does not name is not read.
+    `named_columns`: the entry has its own `columns`. Columns that it does not name are then not read.
     """
 
     name: str
@@ -80,7 +80,7 @@ class DatasetInfo:
 
 
 def read_catalog(directory: Path, names: tuple[str, ...], where: str) -> list[DatasetInfo]:
-    """The entries of the named datasets. `where` says who names them, for errors.
+    """The entries of the named datasets. `where`: the origin of the names, for errors.
 
     Raises NotFoundError, UnknownNameError for a name that is not in the file, and InvalidValueError.
     """
@@ -166,7 +166,7 @@ def _columns(entry: dict[str, Any], formatting: str, where: str) -> dict[str, st
 
 
 def _tags(entry: dict[str, Any], formatting: str, where: str) -> dict[str, str | None]:
-    """Tags that are not named keep their default: without its tag, every row with that role would be lost."""
+    """A tag that is not given keeps its default: without its tag, every row with that role would be lost."""
     defaults = _OPENAI_TAGS if formatting == "openai" else _SHAREGPT_TAGS
     tags = {**defaults, **_names(entry.get("tags") or {}, "tag", tuple(defaults), f"{where}: tags")}
     roles = [key for key in tags if key not in ("role_tag", "content_tag") and tags[key] is not None]
@@ -189,7 +189,7 @@ def _names(value: Any, kind: str, known: tuple[str, ...], where: str) -> dict[st
 
 
 def _check_columns(info: DatasetInfo) -> None:
-    """Columns without which every row would be lost. LLaMA-Factory: a column that `columns` leaves out is null."""
+    """Requires the columns that every row needs. As in LLaMA-Factory, a column that `columns` leaves out is null."""
     chat = info.formatting != "alpaca"
     needed: list[tuple[str, ...]] = [("messages",)] if chat else [("prompt", "query")]
     needed += [("chosen",), ("rejected",)] if info.ranking else [] if chat else [("response",)]

@@ -1,7 +1,7 @@
-"""Sharegpt and OpenAI rows: a list of turns, each with its role. Which words name the roles, the dataset's tags say.
+"""Sharegpt and OpenAI rows: a list of turns, each with its role. The dataset's tags define the names of the roles.
 
-Questions (user, tool) and answers (assistant, its tool calls) alternate. A row in which they don't, or with another
-role, is left out, as LLaMA-Factory does. Of OpenAI rows, tool turns that follow one another count as one.
+Questions (user, tool) and answers (assistant, its tool calls) must alternate. As in LLaMA-Factory, rows in another
+order or with another role are left out. In OpenAI rows, consecutive tool turns count as one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kt_runtime.train.data.rows import Row, shown
 from kt_runtime.train.data.turns import Cells, RowSkipped, Turns, read_calls, read_tools
 
 _ROLES = {"user_tag": "user", "observation_tag": "tool", "assistant_tag": "assistant", "function_tag": "assistant"}
-_KEPT = ("tool_call_id", "name", "reasoning_content")  # chat templates read these of some models
+_KEPT = ("tool_call_id", "name", "reasoning_content")  # read by the chat templates of some models
 _THOUGHT = re.compile(r"\s*(<think>.*?</think>)\s*", re.DOTALL)
 
 
 def read_turns(row: Row, info: DatasetInfo) -> Turns:
-    """Raises RowSkipped for wrong roles or their order, InvalidValueError for what is of the wrong type."""
+    """Raises RowSkipped for wrong roles or a wrong order, InvalidValueError for a value of the wrong type."""
     cells = Cells(row, info)
     cells.present("messages")
     given = cells.structure("messages")
@@ -57,7 +57,7 @@ class _Turn:
         return self.kind is not None and _ROLES[self.kind] == "assistant"
 
     def text(self) -> str:
-        """The turn's text; "" for null. A list of OpenAI's text parts is joined."""
+        """The turn's text; "" for null. A list of OpenAI text parts is joined."""
         key = str(self._info.tags["content_tag"])
         value = self._values.get(key)
         if value is None and (self.answers or key in self._values):
@@ -82,7 +82,7 @@ class _Turn:
         return message
 
     def _function_call(self, text: str) -> Message:
-        """Sharegpt writes calls as JSON text, perhaps with a thought before them."""
+        """Parses sharegpt's calls: JSON text, optionally preceded by a thought."""
         thought = _THOUGHT.match(text)
         call = text[thought.end() :] if thought else text
         calls = read_calls(decode_line(call, f"{self._where}: {self.tag}"), f"{self._where}: {self.tag}")

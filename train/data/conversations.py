@@ -1,8 +1,8 @@
-"""What a dataset's row becomes: a conversation to learn from, or a question with a better and a worse answer.
+"""Converted dataset rows: a conversation to learn from, or a question with a better and a worse answer.
 
-Messages are plain mappings as chat templates take them: {"role": "system" | "user" | "assistant" | "tool",
-"content": str} and, of an assistant that calls tools, "tool_calls": [{"type": "function", "function": {"name": str,
-"arguments": {...}}}]; "tool_call_id", "name" and "reasoning_content" are kept where a row has them.
+Messages are plain mappings in the form of chat templates: {"role": "system" | "user" | "assistant" | "tool",
+"content": str}, and for an assistant that calls tools "tool_calls": [{"type": "function", "function": {"name": str,
+"arguments": {...}}}]. A row's "tool_call_id", "name" and "reasoning_content" are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Preference:
-    """`messages` ends with the user's or a tool's turn; `chosen` and `rejected` are assistant's and differ."""
+    """`messages` ends with a user or tool turn; `chosen` and `rejected` are different assistant messages."""
 
     messages: tuple[Message, ...]
     chosen: Message

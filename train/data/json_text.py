@@ -1,6 +1,6 @@
-"""JSON with places: rows of an array or of a stream of objects, one at a time, each with its line.
+"""JSON with line numbers: rows of an array or of a stream of objects, one at a time, each with its line.
 
-The file's text is held, the rows are not: `raw_decode` reads one value at a time out of the text.
+The file's text is kept in memory, the rows are not: `raw_decode` parses one value at a time from the text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def read_text(path: Path) -> str:
-    """The file as text, without its byte order mark. Errors name the line of a byte that is not UTF-8."""
+    """The file as text, without its byte order mark. An error for invalid UTF-8 names the line of the byte."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -46,7 +46,7 @@ def not_utf8(where: str, error: UnicodeDecodeError) -> InvalidValueError:
 
 
 def decode_line(text: str, where: str) -> Any:
-    """The one JSON value that `text` holds. `where` is its file:line."""
+    """The single JSON value in `text`. `where` is its file:line."""
     value, end = _decode(text, _skip(text, 0), where)
     end = _skip(text, end)
     if end != len(text):
@@ -55,13 +55,13 @@ def decode_line(text: str, where: str) -> Any:
 
 
 def rows_of_text(text: str, path: Path) -> Iterator[tuple[Any, int]]:
-    """(row, line) of each row: the elements of an array, or objects that follow one another."""
+    """(row, line) of each row: the elements of an array, or consecutive objects."""
     start = _skip(text, 0)
     return _elements(text, start + 1, path) if text[start] == "[" else _stream(text, start, path)
 
 
 def members(text: str, path: Path) -> Iterator[tuple[str, Any, int]]:
-    """(key, value, line) of each member of the text's one object, duplicates and all."""
+    """(key, value, line) of each member of the text's one object, duplicate keys included."""
     cursor = _Cursor(text, path)
     cursor.expect("{")
     while not cursor.took("}"):
@@ -97,7 +97,7 @@ def _stream(text: str, start: int, path: Path) -> Iterator[tuple[Any, int]]:
 
 
 class _Cursor:
-    """A position in a text. `line` is the line at which the value read last begins."""
+    """A position in a text. `line` is the first line of the last value that was read."""
 
     def __init__(self, text: str, path: Path, position: int = 0) -> None:
         self._text, self._path, self._position = text, path, position

@@ -1,8 +1,8 @@
-"""In which order the rows of several datasets come: one after the other, or interleaved.
+"""The order of rows from several datasets: one dataset after the other, or interleaved.
 
-Interleaving follows `datasets.interleave_datasets` (the same order for the same seed): in turns, or drawn with given
-probabilities, until the first dataset ends (under) or until all have (over: those that end begin again; once: they
-don't).
+Interleaving matches `datasets.interleave_datasets` (same seed, same order): round-robin, or drawn with given
+probabilities. "under" stops when the first dataset ends, "over" and "once" when all have ended; "over" restarts
+datasets that have ended, "once" does not.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ STRATEGIES = ("concat", "interleave_under", "interleave_over", "interleave_once"
 def mix(
     sources: Sequence[Source[Item]], strategy: str, probabilities: Sequence[float] | None, seed: int
 ) -> Iterator[Item]:
-    """Rows of all sources. A source gives at least one row, and the same rows each time it is called."""
+    """Rows of all sources. Each source must yield at least one row, and the same rows at each call."""
     if strategy == "concat" or len(sources) == 1:
         return (item for source in sources for item in source())
     return _interleave([_Tape(source) for source in sources], strategy, probabilities, seed)
 
 
 class _Tape(Generic[Item]):
-    """Reads one row ahead, so that a source is known to have ended when its last row is taken."""
+    """Reads one row ahead, so that the end of a source is known when its last row is taken."""
 
     def __init__(self, source: Source[Item]) -> None:
         self._source, self.ended = source, False
@@ -40,7 +40,7 @@ class _Tape(Generic[Item]):
         self._next = next(self._rows)
 
     def take(self, again: bool) -> Item:
-        """The next row; after the last the first one again if `again`."""
+        """The next row; after the last one, the first one again if `again`."""
         item = self._next
         try:
             self._next = next(self._rows)

@@ -1,4 +1,4 @@
-"""The recipe's datasets, row by row, in the order of `mix_strategy`. Nothing but the row in hand is kept in memory."""
+"""The recipe's datasets, row by row, in the order of `mix_strategy`. Only the current row is kept in memory."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _NUM_NAMED = 5
 
 
 def read_datasets(recipe: Recipe, names: tuple[str, ...], say: Say) -> Iterator[Conversation | Preference]:
-    """Rows of all named datasets, at most `max_samples` of each. Rows that are left out are named and counted by `say`.
+    """Rows of all named datasets, at most `max_samples` of each. `say` names and counts rows left out.
 
-    Names and descriptions are checked at once, rows as they are read. Raises NotFoundError, UnknownNameError, and
-    InvalidValueError for a row that is not what its format says, and for a dataset of which no row is left.
+    Checks names and descriptions at once, rows while reading. Raises NotFoundError, UnknownNameError, and
+    InvalidValueError for a row that violates its format, and for a dataset without a usable row.
     """
     datasets = _open(recipe, names, say)
     _check_mixing(recipe, names)
@@ -37,13 +37,13 @@ def read_datasets(recipe: Recipe, names: tuple[str, ...], say: Say) -> Iterator[
 
 
 def read_named(recipe: Recipe, names: tuple[str, ...], say: Say) -> Iterator[tuple[str, Conversation | Preference]]:
-    """As `read_datasets`, each row with its dataset's name, but always one dataset after the other."""
+    """As `read_datasets`, with each row's dataset name, and always one dataset after the other."""
     return ((dataset.info.name, row) for dataset in _open(recipe, names, say) for row in dataset.rows())
 
 
 def read_all_that_can_be(recipe: Recipe, names: tuple[str, ...], report: Report) -> Iterator[Conversation | Preference]:
-    """As `read_named`, without the names: what is wrong with a dataset or a row is told to `report`, and reading goes
-    on with the next. Not for runs."""
+    """As `read_named`, without the names. Passes each problem of a dataset or row to `report` and continues with the
+    next one. Not for runs."""
     for name in names:
         try:
             for dataset in _open(recipe, (name,), lambda _: None, report):
@@ -83,7 +83,7 @@ def _check_mixing(recipe: Recipe, names: tuple[str, ...]) -> None:
 
 
 class _Dataset:
-    """One dataset of the recipe. `rows` can be called again: it reads the file again, without a word."""
+    """One dataset of the recipe. Each call of `rows` reads the file; only the first one prints messages."""
 
     def __init__(self, info: DatasetInfo, recipe: Recipe, say: Say, report: Report) -> None:
         self.info, self._recipe, self._tell, self._report = info, recipe, say, report
@@ -122,7 +122,7 @@ class _Dataset:
         self._report(error)
 
     def _chosen_rows(self) -> Iterator[Row]:
-        """The first `max_samples` rows; with `num_samples` that many, drawn at random, in the order of the file."""
+        """The first `max_samples` rows; with `num_samples` that many random rows, in the order of the file."""
         most, wanted = self._recipe.max_samples, self.info.num_samples
         if wanted is None:
             for number, row in enumerate(read_rows(self.info.path, self._columns, self._problem)):
@@ -137,7 +137,7 @@ class _Dataset:
                 yield row
 
     def _draw(self, num_rows: int, num_wanted: int) -> list[int]:
-        """How often each row is taken. Wanted rows beyond those there are repeat some, as in LLaMA-Factory."""
+        """How often each row is taken. If more rows are wanted than exist, some are repeated, as in LLaMA-Factory."""
         random = np.random.default_rng([self._recipe.seed, zlib.crc32(self.info.name.encode())])
         if num_wanted >= num_rows:
             return (1 + random.multinomial(num_wanted - num_rows, np.full(num_rows, 1 / num_rows))).tolist()
@@ -146,7 +146,7 @@ class _Dataset:
         return repeats.tolist()
 
     def _say_columns(self, row: Row, say: Say) -> None:
-        """Which of the first row's columns are read or not, where the recipe's author may expect otherwise."""
+        """Reports which columns of the first row are read or not, where the recipe's author may expect otherwise."""
         if self.info.formatting == "openai":
             return
         names = ("system", "tools", "history") if self.info.formatting == "alpaca" else ("system", "tools")
@@ -177,5 +177,5 @@ class _Dataset:
 
 
 def _answers(turns: Turns) -> tuple[Message, ...]:
-    """All answers, since all are trained on, also those given before the last question."""
+    """All answers, those before the last question included: all of them are trained on."""
     return tuple(message for message in (*turns.messages, *turns.answers) if message["role"] == "assistant")

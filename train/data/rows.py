@@ -1,7 +1,7 @@
 """The rows of a dataset's file or folder, one at a time, each a mapping with its file:line.
 
-json and jsonl are read here (`json_text`), since no library names the line of an error; csv by the standard library,
-parquet and arrow by pyarrow, a batch at a time.
+json and jsonl are read by `json_text`, since no library reports the line of an error; csv by the standard library;
+parquet and arrow by pyarrow, one batch at a time.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from kt_runtime.errors import InvalidValueError, NotFoundError, UserError
 from kt_runtime.train.data import json_text, tables
 
 Report = Callable[[UserError], None]
-"""Is told of a problem; raises it, or keeps it so that further ones are found."""
+"""Gets a problem; raises it, or keeps it so that reading continues to further ones."""
 
 _SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`where` is file:line, or of a table, which has no lines, "file: row N"."""
+    """`where` is file:line; for a table, which has no lines, "file: row N"."""
 
     values: dict[str, Any]
     where: str
 
 
 def refuse(error: UserError) -> None:
-    """The usual `Report`: the first problem ends the reading."""
+    """The default `Report`: raises the first problem."""
     raise error
 
 
 def read_rows(path: Path, columns: Collection[str], report: Report = refuse) -> Iterator[Row]:
     """Rows of a file, or of all files of a folder in the order of their names.
 
-    `columns` are those that will be asked for; a table's other columns are not read. `report` is told what is wrong
-    with one row, without which reading can go on. Raises NotFoundError, and InvalidValueError for a file that is empty
-    or not what its suffix says.
+    `columns`: the columns that the caller needs; others of a table are not read. `report` gets the problem of a single
+    row; reading continues without that row. Raises NotFoundError, and InvalidValueError for a file that is empty or
+    does not match its suffix.
     """
     for file in data_files(path):
         for values, where in _read_file(file, columns, report):
@@ -51,7 +51,7 @@ def read_rows(path: Path, columns: Collection[str], report: Report = refuse) -> 
 
 
 def data_files(path: Path) -> list[Path]:
-    """The file itself, or the files of a folder, which must be of one type; names that begin with a dot don't count."""
+    """The file itself, or the files of a folder, which must have one type; names with a leading dot are ignored."""
     if not path.is_dir():
         files = [path]
         if not path.is_file():
@@ -70,7 +70,7 @@ def data_files(path: Path) -> list[Path]:
 
 
 def shown(value: Any) -> str:
-    """The value as a message shows it: at most 80 characters."""
+    """The value for a message, at most 80 characters."""
     try:
         text = repr(value)
     except RecursionError:
@@ -109,14 +109,14 @@ def _json_lines(file: Path, report: Report) -> Iterator[tuple[Any, str]]:
 
 
 def _filled_lines(file: Path) -> Iterator[tuple[str, str]]:
-    """(line, file:line) of the lines that are not blank."""
+    """(line, file:line) of each line that is not blank."""
     for number, text in _lines(file):
         if not text.isspace():
             yield text.rstrip("\r\n"), f"{file}:{number}"
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    """(number, line with its end). Raises InvalidValueError for a byte that is not UTF-8 and an empty file."""
+    """(number, line with its end). Raises InvalidValueError for invalid UTF-8 and for an empty file."""
     filled = False
     with _open(file) as stream:
         for number, line in enumerate(stream, start=1):
@@ -138,14 +138,14 @@ def _open(file: Path) -> Any:
 
 
 def _begins_with_bracket(file: Path) -> bool:
-    """Whether a .jsonl file is one JSON array after all, as some tools write it."""
+    """Whether a .jsonl file is really one JSON array, as some tools write it."""
     with _open(file) as stream:
         return stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
 def _csv_rows(file: Path) -> Iterator[tuple[dict[str, str], str]]:
-    """Rows by the names of the first line. A row's place is the line where it begins: cells may hold line ends."""
-    csv.field_size_limit(2**31 - 1)  # an answer may be longer than the default, 131,072 characters
+    """Rows with the names of the first line. A row's place is its first line: cells may contain line ends."""
+    csv.field_size_limit(2**31 - 1)  # an answer may exceed the default, 131,072 characters
     reader = csv.reader((text for _, text in _lines(file)), strict=True)
     header: list[str] = []
     begin = 1

@@ -1,4 +1,4 @@
-"""Rows of parquet and arrow files, a batch at a time, so that memory stays bounded by a batch."""
+"""Rows of parquet and arrow files, read batch by batch: one batch bounds the memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCH_ROWS = 1024
 
 
 def rows(file: Path, columns: Collection[str]) -> Iterator[tuple[dict[str, Any], str]]:
-    """(row, "file: row N"), N from 1. Of the file's columns those in `columns`, or all if it has none of them."""
+    """(row, "file: row N"), N from 1. Only the columns in `columns`, or all if the file has none of these."""
     number = 0
     with _named_errors(file):
         batches = _parquet(file, columns) if file.suffix.lower() == ".parquet" else _arrow(file, columns)
@@ -25,7 +25,7 @@ def rows(file: Path, columns: Collection[str]) -> Iterator[tuple[dict[str, Any],
             batch = next(batches, None)
             if batch is None:
                 break
-            batch.validate(full=True)  # offsets of a damaged file would be read beyond their buffer otherwise
+            batch.validate(full=True)  # otherwise damaged offsets would be read beyond their buffer
             values = batch.to_pylist()
         for row in values:
             number += 1
@@ -52,7 +52,7 @@ def _parquet(file: Path, columns: Collection[str]) -> Iterator[pyarrow.RecordBat
 
 
 def _arrow(file: Path, columns: Collection[str]) -> Iterator[pyarrow.RecordBatch]:
-    """Both forms: the IPC file with its footer, and the IPC stream that Hugging Face's datasets write."""
+    """Accepts the IPC file with its footer, and the IPC stream that Hugging Face's datasets write."""
     import pyarrow
 
     source = pyarrow.memory_map(str(file))

@@ -1,4 +1,4 @@
-"""What both formats make of a row before it becomes a conversation, and the checked access to a row's columns."""
+"""The form of a row before it becomes a conversation, for both formats, and checked access to a row's columns."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _NOT_LEARNT = {
 
 
 class RowSkipped(Exception):
-    """A row that is left out, named and counted. The message is the reason."""
+    """The row is left out, and counted and named in the messages. The exception's message is the reason."""
 
 
 @dataclass(frozen=True)
 class Turns:
-    """`messages` without the system's, up to and with the question; `answers`: one, or the chosen and the rejected."""
+    """`messages`: all but the system's, the question included; `answers`: one, or the chosen and the rejected one."""
 
     system: str
     messages: list[Message]
@@ -35,7 +35,7 @@ class Turns:
 
 
 class Cells:
-    """A row's values by our names for its columns. Wrong types are errors that name place, column and value."""
+    """A row's values by our names for its columns. A wrong type is an error that names place, column and value."""
 
     def __init__(self, row: Row, info: DatasetInfo) -> None:
         self._row, self._info, self.where = row, info, row.where
@@ -45,12 +45,12 @@ class Cells:
                 raise self.error(name, f"{reason}; take the column out of the rows, or name columns without {name}")
 
     def value(self, name: str) -> Any:
-        """None for a column that is not named, not there or null."""
+        """None for a column that is unnamed, missing or null."""
         column = self._info.columns[name]
         return None if column is None else self._row.values.get(column)
 
     def text(self, name: str) -> str:
-        """The column's text, or "" for none."""
+        """The column's text; "" for null."""
         value = self.value(name)
         if value is None:
             return ""
@@ -59,7 +59,7 @@ class Cells:
         return value
 
     def present(self, *names: str) -> None:
-        """Raises if the row has none of these columns at all: then its columns are named otherwise."""
+        """Raises if the row has none of these columns: then the file uses other column names."""
         columns = [column for name in names if (column := self._info.columns[name])]
         if any(column in self._row.values for column in columns):
             return
@@ -71,7 +71,7 @@ class Cells:
         )
 
     def structure(self, name: str) -> Any:
-        """The column's list or mapping, which may be written as JSON text (csv has no other way)."""
+        """The column's list or mapping, also as JSON text (csv has no other form)."""
         value = self.value(name)
         if isinstance(value, str):
             return decode_line(value, self._place(name)) if value.strip() else None
@@ -85,7 +85,7 @@ class Cells:
 
 
 def read_tools(cells: Cells) -> tuple[dict[str, Any], ...] | None:
-    """The functions that the row's assistant may call, in the form of chat templates. None for none."""
+    """The functions that the row's assistant may call, in the form of chat templates; None without any."""
     tools = cells.structure("tools")
     if not tools:
         return None
@@ -103,9 +103,9 @@ def _tool(tool: Any, cells: Cells) -> dict[str, Any]:
 
 
 def read_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Calls in the form of chat templates, their arguments as mappings.
+    """Calls in the form of chat templates, with arguments as mappings.
 
-    Takes OpenAI's {"function": {"name", "arguments"}} and the plain {"name", "arguments"}, one or a list.
+    Accepts OpenAI's {"function": {"name", "arguments"}} and the plain {"name", "arguments"}, one or a list.
     """
     calls = [value] if isinstance(value, dict) else value
     if not isinstance(calls, list) or not calls:

@@ -1,1 +1,1 @@
-"""Batch answers with their figures."""
+"""Batch generation of answers, and their metrics."""

@@ -16,7 +16,7 @@ PROGRESS_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Prompt:
-    """`ids` with the generation prompt. `where`: the row's place, for messages."""
+    """`ids` include the generation prompt. `where`: the row's place, for messages."""
 
     ids: Iterable[int]
     max_new_tokens: int
@@ -25,7 +25,7 @@ class Prompt:
 
 @dataclass
 class CacheUse:
-    """Of all requests so far: prompt tokens that were sent, and how many of them the server had in its prefix cache."""
+    """Sums over all requests so far: prompt tokens sent, and how many of them were in the server's prefix cache."""
 
     sent_tokens: int = 0
     cached_tokens: int = 0
@@ -42,7 +42,7 @@ class CacheUse:
 class Generator:
     """`adapter`: a name that the server serves, or None for the base. `sampling`: SGLang's parameters for all prompts.
 
-    `num_at_once`: requests under way at any time.
+    `num_at_once`: requests in flight.
     """
 
     url: str
@@ -53,7 +53,7 @@ class Generator:
     pauses_s: tuple[float, ...] = PAUSES_SECONDS
 
     def answer(self, prompts: Sequence[Prompt], answered: Callable[[int, str], None]) -> CacheUse:
-        """Calls `answered(index, text)` for each prompt, in whatever order the answers come. Raises as ServingPath."""
+        """Calls `answered(index, text)` for each prompt, in the order of the replies. Raises as ServingPath."""
         use = CacheUse()
         waiting = iter(enumerate(prompts))
 
@@ -85,7 +85,7 @@ class Generator:
 
 
 class Progress:
-    """Says every few seconds how many of `total` are done, the rate, and the time left."""
+    """Reports every few seconds how many of `total` are done, the rate, and the time left."""
 
     def __init__(
         self,

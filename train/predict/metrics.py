@@ -1,12 +1,12 @@
-"""How close predictions come to their labels, in the figures that LLaMA-Factory prints, from the same libraries.
+"""Metrics of predictions against labels: those of LLaMA-Factory, from the same libraries.
 
 - BLEU-n: nltk's `sentence_bleu` over characters, equal weights for 1..n, smoothing method 3 (Chen & Cherry, 2014).
 - ROUGE-1, -2, -L (F): rouge_chinese over the words that jieba cuts, joined by spaces; 0 when either side has no word.
-- exact_match: 1 when both are the same but for space around them, else 0.
+- exact_match: 1 when both are equal except for surrounding whitespace, else 0.
 - accuracy: 1 when both choose the same option by the rule of `multiple_choice.py`, else 0; multiple choice only.
 
-BLEU and ROUGE are percentages, the last two are shares, as in the tables of KTransformers' guide to fine-tuning. A
-set's figure is the mean over its rows, each rounded to 4 digits before, as LLaMA-Factory does.
+BLEU and ROUGE are percentages, the last two are shares, as in the tables of KTransformers' guide to fine-tuning. As in
+LLaMA-Factory, a set's figure is the mean over its rows, each rounded to 4 digits before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DIGITS = 4
 
 
 def check_packages() -> None:
-    """Raises NotFoundError with the command that installs them when packages for the figures are missing."""
+    """Raises NotFoundError with the installation command if packages for the metrics are missing."""
     missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise NotFoundError(
@@ -36,12 +36,12 @@ def check_packages() -> None:
 
 
 class Scorer:
-    """Loads the libraries once (jieba's dictionary: a second). Raises NotFoundError when one is missing."""
+    """Loads the libraries once (jieba's dictionary takes a second). Raises NotFoundError if one is missing."""
 
     def __init__(self) -> None:
         check_packages()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # jieba imports pkg_resources, and says so on stderr
+            warnings.simplefilter("ignore")  # jieba imports pkg_resources, which warns on stderr
             import jieba
             from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
             from rouge_chinese import Rouge
@@ -52,7 +52,7 @@ class Scorer:
     def score(self, prediction: str, label: str, question: str = "") -> dict[str, float]:
         """The row's figures by name: bleu-1..4, rouge-1, rouge-2, rouge-l, exact_match; accuracy if multiple choice.
 
-        `question`: the user's last message; it tells which options there are.
+        `question`: the user's last message, which lists the options.
         """
         figures = {f"bleu-{order}": self._bleu(prediction, label, order) for order in range(1, 5)}
         figures |= self._rouges(prediction, label)
@@ -84,10 +84,10 @@ def means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _jieba_tokenizer(jieba: Any) -> Any:
-    """What `jieba.cut` uses, without the cache that jieba keeps in the directory for temporary files.
+    """The tokenizer behind `jieba.cut`, without jieba's cache file in the directory for temporary files.
 
-    That file is read back with `marshal` from wherever anybody may have written it, and written while log lines are
-    printed; reading the dictionary anew takes as long as it ever takes the first time.
+    jieba reads that file with `marshal`, although anybody may have written it, and prints log lines when it writes it.
+    Parsing the dictionary again takes no longer than jieba's first use.
     """
     tokenizer = jieba.Tokenizer()
     tokenizer.FREQ, tokenizer.total = tokenizer.gen_pfdict(tokenizer.get_dict_file())

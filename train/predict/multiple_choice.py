@@ -1,17 +1,17 @@
 """Which option an answer to a multiple-choice question chooses.
 
-An option's name X is a letter from A to J, or "option" and a number as in "option 3". The first that fits decides:
+An option's name X is a letter from A to J, or "option" and a number as in "option 3". The first rule that fits decides:
 
-1. The answer is X, but for space, quotes, asterisks, brackets and full stops around it.
-2. The answer is the text of one of the question's options, whatever the case. The options are the question's lines that
-   begin with a name and one of . ) : 、 as in "B. Paris", "(B) Paris", "option2: Paris", beginning with the first name.
+1. The answer is X, ignoring space, quotes, asterisks, brackets and full stops around X.
+2. The answer is the text of one of the question's options, ignoring case. The options are the question's lines that
+   begin with a name and one of . ) : 、 as in "B. Paris", "(B) Paris", "option2: Paris", starting with the first name.
 3. The last \\boxed{X}.
 4. The last statement like "answer is X", "answer: X", "choose X", "答案是X", "答案：X", "选X", X's text included.
 5. The answer begins with X and one of . ) ] : , ; 、 or the end of the line, as "B. Paris" does and "A boat" does not.
-6. The only name that stands in brackets: "It must be (C)."
+6. The only name in brackets: "It must be (C)."
 
-A row is multiple choice when its label names an option by 1 or 2, or by 5 and ends with that option's text. What
-precedes </think> is not part of an answer.
+A row is multiple choice when its label names an option by rule 1 or 2, or by rule 5 and ends with that option's text.
+Text before </think> is not part of an answer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def options(question: str) -> dict[str, str]:
 
 
 def expected_option(label: str, question: str = "") -> str | None:
-    """The option that a row's label names, or None when the row is not multiple choice."""
+    """The option that a row's label names, or None if the row is not multiple choice."""
     offered = options(question)
     if whole := _whole(label, offered):
         return whole
@@ -52,7 +52,7 @@ def expected_option(label: str, question: str = "") -> str | None:
 
 
 def chosen_option(answer: str, question: str = "") -> str | None:
-    """The option that an answer chooses, or None when it chooses none."""
+    """The option that an answer chooses, or None."""
     answer = _THINKING.sub("", answer, count=1)
     offered = options(question)
     if whole := _whole(answer, offered):
@@ -75,7 +75,7 @@ def _whole(text: str, offered: dict[str, str]) -> str | None:
 
 
 def _stated(answer: str, offered: dict[str, str]) -> str | None:
-    """The last option that a statement names, by its text or by its name: "The answer is A dog" may be option B."""
+    """The last option in a statement, by its text or by its name: "The answer is A dog" may be option B."""
     chosen = None
     texts = sorted(((_folded(text), name) for name, text in offered.items()), reverse=True)
     for statement in _STATED.finditer(answer):

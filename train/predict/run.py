@@ -1,8 +1,8 @@
 """Answers a dataset's questions with the resident model and compares the answers with the dataset's.
 
-The last assistant message of each row is the label, what precedes it the prompt, rendered as in training. Files in
-`output_dir`, as LLaMA-Factory writes them: `generated_predictions.jsonl`, `predict_results.json`, and the results added
-to `all_results.json`. A run that ends early leaves what it has in `generated_predictions.jsonl.partial`.
+The last assistant message of each row is the label; the messages before it are the prompt, rendered as in training.
+Files in `output_dir`, as in LLaMA-Factory: `generated_predictions.jsonl`, `predict_results.json`, and the results added
+to `all_results.json`. A run that ends early leaves its answers in `generated_predictions.jsonl.partial`.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def predict(
     preparation_s: float = 0.0,
     rows: Sequence[Row] | None = None,
 ) -> dict[str, float]:
-    """Asks the server at `url`, writes the files, and returns what is in `predict_results.json`.
+    """Sends the prompts to the server at `url`, writes the files, and returns the content of `predict_results.json`.
 
-    `adapter`: a name that the server serves, None for the base. `preparation_s`: what it took until now, for the
-    results. `rows`: what `read_rows` gave, when they were read before. Raises NotFoundError when a package for the
-    figures is missing, before anything is asked; else as `Generator.answer` and `read_rows` do.
+    `adapter`: a name that the server serves, None for the base. `preparation_s`: seconds spent before, for the results.
+    `rows`: the result of `read_rows`, if they were read before. Raises NotFoundError, before the first request, if a
+    package for the metrics is missing; otherwise as `Generator.answer` and `read_rows`.
     """
     scorer = Scorer()
     context_tokens = _context_tokens(url, api_key)
@@ -78,7 +78,7 @@ def predict(
 
 
 def sampling_parameters(recipe: Recipe) -> dict[str, Any]:
-    """SGLang's parameters for the recipe's. `top_k` 0 or less means all tokens; without `do_sample`, the likeliest."""
+    """The recipe's sampling as SGLang's parameters. `top_k` up to 0: all tokens; without `do_sample`: the likeliest."""
     sampled = recipe.do_sample and recipe.temperature > 0
     return {
         "temperature": recipe.temperature if sampled else 0.0,
@@ -90,7 +90,7 @@ def sampling_parameters(recipe: Recipe) -> dict[str, Any]:
 
 
 def stopping(renderer: Renderer) -> dict[str, Any]:
-    """SGLang's parameters that end an answer where the recipe's template ends it, which the server may not know."""
+    """SGLang's parameters for the end of an answer in the recipe's template, which the server may not know."""
     if not renderer.end:
         return {}
     ids = renderer.tokenizer.encode(renderer.end, add_special_tokens=False)
@@ -98,9 +98,9 @@ def stopping(renderer: Renderer) -> dict[str, Any]:
 
 
 def read_rows(recipe: Recipe, renderer: Renderer, say: Callable[[str], None]) -> list[Row]:
-    """The recipe's `eval_dataset` or, without one, of `dataset` what `val_size` holds out, or all of it.
+    """The rows of the recipe's `eval_dataset` or, without one, those of `dataset` held out by `val_size`, or all of it.
 
-    Raises as `read_datasets`, and InvalidValueError for a row that the template can't render and when there is none.
+    Raises as `read_datasets`, and InvalidValueError for a row that the template can't render, and if there is no row.
     """
     rows = [_row(example, renderer) for example in _read(recipe, renderer, say)]
     if not rows:
@@ -113,7 +113,7 @@ def _names(recipe: Recipe) -> str:
 
 
 def _read(recipe: Recipe, renderer: Renderer, say: Callable[[str], None]) -> Iterable[Conversation | Preference]:
-    """What `val_size` holds out are the same rows as in training with this recipe."""
+    """With `val_size`, holds out the same rows as training with this recipe."""
     if recipe.eval_dataset or not recipe.val_size:
         return read_datasets(recipe, recipe.eval_dataset or recipe.dataset, say)
     rows: list[Conversation | Preference] = []
@@ -136,7 +136,7 @@ def _row(example: Conversation | Preference, renderer: Renderer) -> Row:
 
 
 def _fitting(rows: Sequence[Row], context_tokens: int, say: Callable[[str], None]) -> list[Row]:
-    """The rows whose prompt leaves room for an answer; the others are named. Raises InvalidValueError if none does."""
+    """The rows whose prompt leaves room for an answer; names the others. Raises InvalidValueError if there is none."""
     too_long = [f"{row.where} ({len(row.ids)} tokens)" for row in rows if len(row.ids) >= context_tokens]
     if len(too_long) == len(rows):
         raise InvalidValueError(f"{too_long[0]}: the server takes {context_tokens} tokens; so no row can be answered")
@@ -147,7 +147,7 @@ def _fitting(rows: Sequence[Row], context_tokens: int, say: Callable[[str], None
 
 
 def _label(message: Any) -> str:
-    """The answer's text; calls of tools as JSON, one a line."""
+    """The answer's text; tool calls as JSON, one a line."""
     calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls") or ()]
     return "\n".join([*filter(None, [message.get("content")]), *calls])
 
@@ -162,7 +162,7 @@ def _answer(
     say: Callable[[str], None],
     adapter: str | None,
 ) -> tuple[list[str], float]:
-    """(answers in the order of the rows, seconds). Writes the predictions, or what there is of them."""
+    """(answers in the order of the rows, seconds). Writes the predictions, also after a failure those so far."""
     answers: list[str | None] = [None] * len(rows)
     progress = Progress(len(rows), say)
 

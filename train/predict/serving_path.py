@@ -1,7 +1,7 @@
 """Many requests to a running server's `/generate`, several at a time.
 
-A request that fails for a passing reason (no connection, busy, restarting) is sent again; any other failure ends the
-whole, and what was answered until then has been handed over already.
+A request that fails for a temporary reason (no connection, busy, restarting) is retried. Any other failure ends the
+whole run; answers received before have been handed over by then.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import httpx
 
 from kt_runtime.errors import InvalidValueError, RequestTimeoutError, RuntimeFault, ServerUnreachableError
 
-PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # before each further try
+PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # before each retry
 PASSING_STATUS = {429, 502, 503, 504}
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 3600.0
 
 Answer = Mapping[str, Any]
 Ask = Callable[[dict[str, Any], str], Coroutine[Any, Any, Answer]]
-"""`ask(body, where)` gives SGLang's answer, whose `meta_info` is there. `where`: the row's place, for messages."""
+"""`ask(body, where)` returns SGLang's answer, with `meta_info`. `where`: the row's place, for messages."""
 
 
 @dataclass(frozen=True)
 class ServingPath:
-    """`adapter`: a name that the server serves, or None for the base. `num_at_once`: requests under way at any time."""
+    """`adapter`: a name that the server serves, or None for the base. `num_at_once`: most requests in flight."""
 
     url: str
     api_key: str | None = field(repr=False)
@@ -35,10 +35,10 @@ class ServingPath:
     pauses_s: tuple[float, ...] = PAUSES_SECONDS
 
     def run(self, work: Callable[[Ask], Awaitable[None]]) -> None:
-        """Runs `work` to its end; it asks as often and as much at once as it likes, and waits for its turn.
+        """Runs `work` to its end. `work` may send any number of requests at once; those above `num_at_once` wait.
 
         Raises ServerUnreachableError, RequestTimeoutError, RuntimeFault, and InvalidValueError for a refused request.
-        Ctrl-C raises KeyboardInterrupt; closing their connections makes the server drop the requests under way.
+        Ctrl-C raises KeyboardInterrupt; closing their connections makes the server cancel the requests in flight.
         """
         try:
             asyncio.run(self._run(work))

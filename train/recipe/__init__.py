@@ -1,10 +1,10 @@
 """Recipes in LLaMA-Factory's vocabulary: `read_recipe` checks a file and returns a `Recipe`.
 
-kt_runtime.documents   bytes -> values that know their line (YAML or JSON, no surprises)
-checks       what one value may be
+kt_runtime.documents   bytes -> values with their lines (YAML or JSON)
+checks       allowed values of one key
 fields       the Recipe: honoured keys, defaults, types
-aliases, kt_config, others   keys that mean the same, are compared, refused or without effect
-constraints  what several keys must agree on
+aliases, kt_config, others   keys that are synonyms, compared, refused or without effect
+constraints  rules across several keys
 schedules    the settings of transformers' learning-rate schedules
 table        all keys with their class; docs/recipes.md is generated from it
 """

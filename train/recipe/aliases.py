@@ -1,6 +1,6 @@
-"""Keys that say in other words what a recipe key says, or that are compared with something.
+"""Aliases: keys that are synonyms of a recipe key, or that are compared with the resident model.
 
-Each has a check and a function that carries its meaning into the draft, after all keys have been checked one by one.
+Each has a check, and a function that writes its value into the draft after all keys have been checked one by one.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def _neat_packing(draft: Draft, value: Any) -> None:
 
 
 def _gradient_checkpointing(draft: Draft, value: Any) -> None:
-    """False is transformers' default, and without effect in LLaMA-Factory, which checkpoints by its own key."""
+    """False is transformers' default and has no effect in LLaMA-Factory, whose own key controls checkpointing."""
     if value and draft.values.get("disable_gradient_checkpointing"):
         where = draft.where("disable_gradient_checkpointing")
         draft.problem("gradient_checkpointing", f"disable_gradient_checkpointing is true at {where}")
 
 
 def _kt_cpu_activation(draft: Draft, value: Any) -> None:
-    """LLaMA-Factory: it goes before disable_gradient_checkpointing, but can't recompute when that says to retain."""
+    """As in LLaMA-Factory, overrides disable_gradient_checkpointing; recompute conflicts with it being true."""
     if value == "recompute" and draft.values.get("disable_gradient_checkpointing"):
         where = draft.where("disable_gradient_checkpointing")
         draft.problem(

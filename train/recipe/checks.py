@@ -1,5 +1,5 @@
-"""What a value may be. A check takes a value as the document has it and returns the recipe's, or raises ValueError
-saying what is allowed; `plain` values only, so no check ever sees a line number."""
+"""Allowed values of single keys. A check takes the document's value and returns the recipe's value, or raises
+ValueError with the allowed values. Checks take `plain` values only, without line numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 Check = Callable[[Any], Any]
 
 TRACKERS = {name: name for name in ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")}
-"""What `report_to` knows: the package to import and, the same here, its name for pip."""
+"""Trackers for `report_to`: the package to import, which has the same name for pip."""
 
 _WORDS = {"yes": True, "on": True, "no": False, "off": False}
 
@@ -56,7 +56,8 @@ def whole(least: int, most: int | None = None) -> Check:
 
 
 def number(least: float = -math.inf, below: float = math.inf, *, above: bool = False, upto: float = math.inf) -> Check:
-    """`above`: the lower bound itself is not allowed. `below` is not allowed, `upto` is. Quoted numbers are numbers."""
+    """`least` and `upto` are inclusive bounds (with `above`, `least` is exclusive), `below` is an exclusive one.
+    Accepts numbers in quotes."""
     bounds = [f"{'above' if above else 'of at least'} {least:g}"] * (least > -math.inf)
     bounds += [f"below {below:g}"] * (below < math.inf) + [f"at most {upto:g}"] * (upto < math.inf)
     allowed = f"must be a finite number {' and '.join(bounds)}".rstrip()
@@ -78,7 +79,7 @@ def number(least: float = -math.inf, below: float = math.inf, *, above: bool = F
 
 
 def one_of(*names: str, why: dict[str, str] | None = None) -> Check:
-    """`why`: names that are known but refused, with the reason and what to do instead."""
+    """`why`: names that are known but refused, with the reason and the alternative."""
 
     def check(value: Any) -> str:
         if isinstance(value, str) and value in (why or {}):
@@ -98,7 +99,7 @@ def nearest(value: Any, names: tuple[str, ...] | list[str]) -> str:
 
 
 def names(value: Any) -> tuple[str, ...]:
-    """A list of names, or one text with commas between them."""
+    """A list of names, or one text with names separated by commas."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list) or not parts or not all(isinstance(part, str) for part in parts):
         raise ValueError("must be names separated by commas")
@@ -129,7 +130,7 @@ def optional(check: Check) -> Check:
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """A mapping, or one as JSON text, which the command line may need."""
+    """A mapping, or a mapping as JSON text, for the command line."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -141,7 +142,7 @@ def mapping(value: Any) -> dict[str, Any]:
 
 
 def warmup(value: Any) -> int | float:
-    """Steps, or below 1 the share of all steps, as transformers 5 reads it."""
+    """A number of steps or, below 1, a share of all steps, as in transformers 5."""
     result = number(0)(value)
     if result >= 1 and result != int(result):
         raise ValueError("must be a whole number of steps, or a share of them below 1")
@@ -149,7 +150,7 @@ def warmup(value: Any) -> int | float:
 
 
 def steps(value: Any) -> int | float:
-    """A number of steps, or below 1 the share of all steps, as transformers reads it."""
+    """A number of steps or, below 1, a share of all steps, as in transformers."""
     allowed = "must be a whole number of steps of at least 1, or a share of all steps below 1"
     try:
         result = number(0, above=True)(value)
@@ -180,7 +181,7 @@ def dataset_directory(value: Any) -> Path:
 
 
 def trackers(value: Any) -> tuple[str, ...]:
-    """`report_to`: none, all (that are installed), or names, each of an installed package."""
+    """`report_to`: none, all (installed ones), or names, each of an installed package."""
     if value is None or value in ("none", [], ["none"]):
         return ()
     listed = names(value)

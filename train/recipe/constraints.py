@@ -1,6 +1,6 @@
-"""What several keys must agree on. Each function looks at a draft whose values have been checked one by one.
+"""Rules across several keys. Each function checks a draft whose values have passed their own checks.
 
-A value that is wrong by itself is taken out, so that a search for further problems does not meet it again.
+An invalid value is removed from the draft, so that a search for further problems does not report it again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NEED_DATA = ("do_eval", "do_predict", "eval_on_start")
 
 
 def check(draft: Draft, purpose: str) -> None:
-    """Adds problems and notes; fills in defaults that depend on other keys."""
+    """Adds problems and notes, and fills in defaults that depend on other keys."""
     for look in _ALL:
         look(draft)
     _required(draft, purpose)
@@ -135,7 +135,7 @@ def _evaluation(draft: Draft) -> None:
 
 
 def _metric(draft: Draft, metric: str) -> None:
-    """What is missing is said now, not after the first evaluation."""
+    """Reports an unavailable metric now instead of after the first evaluation."""
     if draft.get("eval_on_each_dataset") and (listed := draft.get("eval_dataset")):
         prefix = next((f"{name}_" for name in listed if metric.startswith(f"{name}_")), None)
         if prefix is None:
@@ -153,7 +153,7 @@ def _metric(draft: Draft, metric: str) -> None:
 
 
 def _best_model(draft: Draft) -> None:
-    """As transformers: an evaluation must have a checkpoint to go back to."""
+    """As in transformers, every evaluation needs a checkpoint to restore the best model from."""
     if not draft.get("load_best_model_at_end") or draft.get("eval_strategy") == "no":
         return
     save, evaluate = draft.get("save_strategy"), draft.get("eval_strategy")
@@ -169,7 +169,7 @@ def _best_model(draft: Draft) -> None:
 
 
 def _is_multiple(of: float, unit: float) -> bool:
-    """Shares are compared in millionths: 0.3 is a multiple of 0.1."""
+    """Shares are compared in millionths, so that 0.3 is a multiple of 0.1."""
     return of % unit == 0 or (of < 1 and unit < 1 and round(of * 1_000_000) % max(1, round(unit * 1_000_000)) == 0)
 
 
@@ -198,13 +198,13 @@ def _publishing(draft: Draft) -> None:
 
 
 def _answers(draft: Draft) -> None:
-    """LLaMA-Factory's default, 1024, passes silently; there, too, max_new_tokens goes first wherever it is above 0."""
+    """LLaMA-Factory's default, 1024, passes silently: there, too, max_new_tokens above 0 overrides max_length."""
     if draft.get("max_length") not in (None, 1024):
         draft.note("max_length", "no effect: max_new_tokens goes first")
 
 
 def _paths(draft: Draft) -> None:
-    """Before anything else is done: no hub is ever asked for what is not here. An adapter may be one GGUF file."""
+    """Checks local paths before anything else: nothing is ever downloaded. An adapter may be a GGUF file."""
     for key in ("adapter_name_or_path", "ref_model_adapters"):
         path = draft.get(key)
         if path is not None and not os.path.exists(path):
@@ -217,7 +217,7 @@ def _paths(draft: Draft) -> None:
 
 
 def _output(draft: Draft) -> None:
-    """Before a model is loaded: whether the directory is one, or can be made."""
+    """Checks, before a model is loaded, that the output directory exists or can be created, and is writable."""
     wanted = draft.values.get("output_dir")
     if wanted is None:
         return

@@ -1,4 +1,4 @@
-"""A recipe while it is being read: checked values, their places, and what is wrong or worth a line so far."""
+"""A partly read recipe: checked values, their places, and the problems and notes so far."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kt_runtime.train.recipe.fields import DEFAULTS
 
 
 class Draft:
-    """`values`: by the recipe's attribute. `written`: the values as written, by key. `places`: by key."""
+    """`values`: checked, by the recipe's attribute. `written`: as in the file, by key. `places`: file:line, by key."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -20,7 +20,7 @@ class Draft:
         self.notes: list[str] = []
 
     def get(self, key: str) -> Any:
-        """The checked value, or the key's default, also where the key is wrong or null."""
+        """The checked value; the key's default if the value is missing, wrong or null."""
         value = self.values.get(key)
         return self.default(key) if value is None else value
 
@@ -43,6 +43,6 @@ class Draft:
         self.notes.append(f"{self.where(key)}: {shown_key(key)}: {value}: {what}")
 
     def put(self, key: str, value: Any, where: str) -> None:
-        """As written; mappings lose their places here."""
+        """Stores the value as written; nested values lose their places."""
         self.written[key] = plain(value)
         self.places[key] = where

@@ -200,7 +200,7 @@ class Recipe:
 
     @property
     def served_alpha(self) -> float:
-        """The alpha whose plain alpha / rank gives the recipe's scaling; LLaMA-Factory's default is 2 x rank."""
+        """The alpha for which alpha / rank is the recipe's scaling; LLaMA-Factory's default is 2 x rank."""
         alpha = 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
         return alpha * math.sqrt(self.lora_rank) if self.use_rslora else alpha
 
@@ -211,12 +211,12 @@ class Recipe:
 
     @property
     def tracks_best(self) -> bool:
-        """Whether evaluations are compared with each other, by `metric_for_best_model`."""
+        """Whether evaluations are compared with each other by `metric_for_best_model`."""
         follows = self.load_best_model_at_end or self.save_strategy == BEST or self.lr_scheduler_type in BY_METRIC
         return follows or self.early_stopping_steps is not None
 
     def where(self, key: str) -> str:
-        """file:line where the key stands, or the recipe's file when it is at its default."""
+        """file:line of the key, or the recipe's file if the key has its default."""
         return self.places.get(key, self.source)
 
 

@@ -1,7 +1,7 @@
 """The `kt_config:` mapping of kt-kernel 0.7.2: 25 fields for users, with or without the prefix `kt_`.
 
-Fields that repeat a recipe key set that key; fields that describe the loaded experts are kept, and compared with the
-resident model by the command; the others have no effect. Unknown fields are refused.
+Fields that repeat a recipe key set that key. Fields that describe the loaded experts are kept, and the command compares
+them with the resident model. The others have no effect. Unknown fields are refused.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ EXPERT_FORMATS = ("bf16", "int8", "fp8", "rawint4", "mxfp4")
 
 @dataclass(frozen=True)
 class Field:
-    """`key`: the recipe key that it sets, None when it is only compared or ignored. `off`: values that mean nothing
-    for a field that is refused otherwise. `line`: what it means, or why it has no effect."""
+    """`key`: the recipe key that the field sets; None if it is only compared or ignored. `off`: values that turn off a
+    field which is refused otherwise. `line`: what the field means, or why it has no effect."""
 
     check: Check
     line: str
@@ -105,7 +105,7 @@ def apply(draft: Draft, fields: dict[str, Any] | None) -> None:
         if name in kept:
             draft.problem(full, "is given with and without the prefix kt_")
         elif name == "enabled" and value is True:
-            continue  # accelerate-kt writes it into the mapping itself
+            continue  # written by accelerate-kt itself
         elif name not in FIELDS:
             why = "kt-kernel sets it itself" if name in RUNTIME_ONLY else "kt-kernel 0.7.2 has no such field"
             draft.problem(full, f"{why}{nearest(name, list(FIELDS))}; known: {', '.join(FIELDS)}")

@@ -1,7 +1,7 @@
 """The keys that are known but not honoured, as data: LLaMA-Factory 0.9.4 to 0.9.6 and transformers 5.
 
-REFUSED: anything but the listed values would train something else than the recipe says. WARNED: the result is the same
-without the key; one line says why. A key at its default passes silently everywhere, since tools write all defaults.
+REFUSED: with any other than the listed values, training would differ from what the recipe asks for. WARNED: the key has
+no effect on the result; one line explains why. A default value passes silently, since tools write all defaults.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Refused:
-    """`passing`: the values that mean "off". `reason` says why, and what to do."""
+    """`passing`: the values that mean "off". `reason`: why the key is refused, and the alternative."""
 
     reason: str
     passing: tuple[Any, ...]
@@ -21,7 +21,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Warned:
-    """`reason` says why it has no effect; None: not worth a line. `default` passes silently."""
+    """`reason`: why the key has no effect; None: no message. `default` passes silently."""
 
     reason: str | None
     default: Any = None
@@ -254,7 +254,7 @@ WARNED: Mapping[str, Warned] = {
         "log lines go to the terminal and to trainer_log.jsonl", log_level="passive", log_level_replica="warning"
     ),
     **_warned("the bar is shown on terminals only", disable_tqdm=None),
-    # Not worth a line: caches, processes and files that do not exist here, and settings of methods that are off.
+    # No message: caches, processes and files that do not exist here, and settings of methods that are off.
     **_warned(
         None,
         overwrite_cache=False,

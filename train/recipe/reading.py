@@ -1,4 +1,4 @@
-"""Reads a recipe file and the command line's `key=value`, and reports everything that is wrong with them at once."""
+"""Reads a recipe file and the command line's `key=value` overrides; reports all of their problems at once."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ DEEPEST = 8
 
 
 def read_recipe(path: Path, overrides: list[str] | None = None, purpose: str = "train") -> tuple[Recipe, list[str]]:
-    """Returns the recipe, and notes: one line for each key that has no effect here and deserves one.
+    """Returns the recipe and notes: one line for each key whose lack of effect the user should know.
 
     `purpose` (train, predict, chat, export) decides which keys are needed. `output_dir` is relative to the working
-    directory; a `dataset_dir` that is not there is looked for beside the recipe.
+    directory; a `dataset_dir` that does not exist is looked up beside the recipe.
 
     Raises NotFoundError for a missing file and InvalidValueError with every problem found, each with its line.
     """
@@ -39,8 +39,8 @@ def read_recipe(path: Path, overrides: list[str] | None = None, purpose: str = "
 def read_what_is_right(
     path: Path, overrides: list[str] | None = None, purpose: str = "train"
 ) -> tuple[Recipe, list[str]]:
-    """The recipe with every key that is wrong at its default, and what is wrong with those: for a search for further
-    problems, never for a run. Raises as `read_recipe` for a file that is no recipe at all."""
+    """The recipe with defaults in place of wrong values, and the problems. Serves a search for further problems, never
+    a run. Raises as `read_recipe` for a file that is not a recipe at all."""
     draft = _draft(path, overrides, purpose)
     return _recipe(draft, path), draft.problems
 
@@ -59,7 +59,7 @@ def _draft(path: Path, overrides: list[str] | None, purpose: str) -> Draft:
 
 
 def _recipe(draft: Draft, path: Path) -> Recipe:
-    # A key that is written as null but whose attribute has no null is at its default.
+    # A key written as null gets its default, unless null is a valid value of its attribute.
     values = {key: value for key, value in draft.values.items() if value is not None or key in NULLABLE}
     places = {key: place for key, place in draft.places.items() if draft.written.get(key, place) is not None}
     directory = draft.get("dataset_dir")
@@ -69,7 +69,7 @@ def _recipe(draft: Draft, path: Path) -> Recipe:
 
 
 def _take(draft: Draft, entry: Entry) -> None:
-    """One key: its value checked, or refused, or noted."""
+    """Checks one key: its value is stored, or becomes a problem or a note."""
     key = entry.key
     draft.put(key, entry.value, entry.where)
     if isinstance(entry.value, tuple):
@@ -118,8 +118,8 @@ def _entries(path: Path, overrides: list[str], problems: list[str]) -> list[Entr
 
 
 def _overridden(entries: Sequence[Entry], path: Sequence[str], value: Any) -> list[Entry]:
-    """`entries` with `value` at `path`: `lr_scheduler_kwargs.min_lr=1e-6` sets one entry of a mapping and leaves the
-    others, as OmegaConf does. A mapping that stands there as JSON text is one too. Raises ValueError."""
+    """`entries` with `value` at `path`: as in OmegaConf, `lr_scheduler_kwargs.min_lr=1e-6` overrides one entry of a
+    mapping and keeps the others. The mapping may also be JSON text. Raises ValueError."""
     name, *deeper = path
     if len(path) > DEEPEST:
         raise ValueError(f"no key lies deeper than {DEEPEST} levels")
@@ -137,7 +137,7 @@ def _overridden(entries: Sequence[Entry], path: Sequence[str], value: Any) -> li
 
 
 def _override(text: str) -> Any:
-    """A value as YAML reads it. Raises ValueError."""
+    """The value as YAML. Raises ValueError."""
     try:
         node = compose(text, COMMAND_LINE)
     except InvalidValueError:

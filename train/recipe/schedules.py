@@ -1,6 +1,6 @@
-"""The learning-rate schedules of `transformers.get_scheduler` and the settings that each takes.
+"""The learning-rate schedules of `transformers.get_scheduler` and the settings of each.
 
-A table instead of signatures, so that a recipe is checked without importing transformers; a test compares the two.
+A table instead of signatures, so that checking a recipe does not import transformers; a test compares the two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BY_METRIC: dict[str, Check] = {
     "eps": number(0),
 }
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")
-"""These follow an evaluation's metric, so they need one; all others are functions of the step."""
+"""Schedules that depend on an evaluation metric, so they need evaluations; all others are functions of the step."""
 
 ARGUMENTS: Mapping[str, Mapping[str, Check]] = {
     "linear": {},
@@ -57,7 +57,7 @@ NAMES = tuple(ARGUMENTS)
 
 
 def check_arguments(name: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """The schedule's settings, checked, and what is wrong: (setting or "", what)."""
+    """The schedule's settings, checked, and the problems as (setting or "", problem)."""
     known, checked, wrong = ARGUMENTS[name], dict[str, Any](), list[tuple[str, str]]()
     for key, value in values.items():
         if key not in known:

@@ -1,8 +1,8 @@
-"""Where the answers stand in a conversation that a chat template has rendered.
+"""Finds the answers in a conversation that a chat template has rendered.
 
-An answer begins where the server's prompt for it ends: the messages before it, rendered with the generation prompt. It
-ends where the conversation up to and with it ends. Templates of reasoning models write an answer differently once it
-is history (Qwen3 and DeepSeek drop its think block), so an earlier answer is looked for in the forms it can have.
+An answer begins at the end of its prompt: the messages before it, rendered with the generation prompt. It ends where
+the rendered conversation up to and including it ends. Templates of reasoning models render an answer differently once
+it is history (Qwen3 and DeepSeek drop its think block), so earlier answers are matched in all of these forms.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BLOCK = re.compile(r"<(?P<tag>think|thinking)>(?P<space>\s*)(?P<end></(?P=tag)>
 
 @dataclass(frozen=True, slots=True)
 class AnswerFinder:
-    """`render(messages, add_generation_prompt)` gives text; `closing` is what `closing_of` says of the template."""
+    """`render(messages, add_generation_prompt)` returns text; `closing`: result of `closing_of` for the template."""
 
     render: Render
     closing: str
@@ -40,9 +40,9 @@ class AnswerFinder:
     def conversation(
         self, messages: Sequence[dict[str, Any]], where: str, *, last_only: bool
     ) -> tuple[str, list[Span]]:
-        """The text of the whole conversation and each answer's [start, end) in it, in order; the last message answers.
+        """The whole conversation's text and each answer's [start, end) in it; the last message is an answer.
 
-        Raises InvalidValueError when an answer can't be told from its prompt.
+        Raises InvalidValueError when the boundary between a prompt and its answer is ambiguous.
         """
         last = len(messages) - 1
         text, start = self._last(self.render(messages[:last], True), self.render(messages, False), messages, where)
@@ -54,7 +54,7 @@ class AnswerFinder:
         return text, [*spans, (start, len(text))]
 
     def reply(self, messages: Sequence[dict[str, Any]], answer: dict[str, Any], where: str) -> tuple[str, str]:
-        """The prompt and the answer that follows it."""
+        """(prompt, answer text that follows it)."""
         prompt, whole = self.render(messages, True), [*messages, answer]
         text, start = self._last(prompt, self.render(whole, False), whole, where)
         return text[:start], text[start:]
@@ -62,8 +62,8 @@ class AnswerFinder:
     def _last(self, prompt: str, answered: str, messages: Sequence[dict[str, Any]], where: str) -> tuple[str, int]:
         if answered.startswith(prompt):
             return answered, len(prompt)
-        # The prompt holds the beginning of a think block, or an empty one, which the template leaves out of the answer
-        # (DeepSeek-R1; Qwen3 without thinking): go on from the prompt.
+        # The prompt ends with an opened or empty think block, which the template leaves out of the rendered answer
+        # (DeepSeek-R1; Qwen3 without thinking): append the answer to the prompt.
         block = _BLOCK.search(prompt)
         if block and answered.startswith(prompt[: block.start()]):
             visible = answered[block.start() :]
@@ -85,7 +85,7 @@ class AnswerFinder:
         raise InvalidValueError(_unclear(prompt, text, turn + 1, where))
 
     def _after(self, block: re.Match[str], visible: str, content: str) -> str:
-        """What follows a prompt that ends with `block`, when the template renders the whole answer as `visible`."""
+        """The text after a prompt that ends with `block`; `visible` is the template's rendering of the answer."""
         end = f"</{block['tag']}>"
         if block["end"]:
             answer = visible.rpartition(end)[2]
@@ -99,7 +99,7 @@ class AnswerFinder:
         return (inner.lstrip() if block["space"] else inner) + end + gap + visible
 
     def _forms(self, answer: str, message: dict[str, Any]) -> list[str]:
-        """The answer as it was given, then its text as it stands or without its think block."""
+        """The answer as rendered, then its text unchanged, stripped, or without its think block."""
         forms = [answer] if answer else []
         content = message.get("content") or ""
         if self.closing and not message.get("tool_calls"):
@@ -109,7 +109,7 @@ class AnswerFinder:
         return forms
 
     def _shortened(self, answer: str, text: str, start: int) -> int:
-        """The answer's length in `text` when one part of it was dropped there; 0 when that is not what happened."""
+        """The answer's length in `text` if exactly one part of it was dropped there, otherwise 0."""
         if not self.closing:
             return 0
         kept = 0
@@ -123,7 +123,7 @@ class AnswerFinder:
 
 
 def closing_of(render: Render) -> str:
-    """What a template puts after an answer's text, as `<|im_end|>` and a newline; empty when it puts nothing."""
+    """The text that a template appends to an answer, such as `<|im_end|>` and a newline; may be empty."""
     texts = [
         render([{"role": "user", "content": "u"}, {"role": "assistant", "content": letter}], False) for letter in "ab"
     ]
@@ -143,7 +143,7 @@ def _common(first: str, second: str) -> int:
 
 
 def _visible(prompt: str, answered: str) -> str:
-    """What follows the prompt, or the prompt without its think block; empty when neither is there."""
+    """The text after the prompt, with or without the prompt's think block; empty when neither form matches."""
     for opening in (prompt, _BLOCK.sub("", prompt)):
         if answered.startswith(opening):
             return answered[len(opening) :]

@@ -11,7 +11,7 @@ from kt_runtime.train.render.pieces import Messages, Piece, Tools
 
 
 class ChatTemplate:
-    """`options` reach the template by name (`enable_thinking`), as a request's chat_template_kwargs do."""
+    """`options` are passed to the template by name (`enable_thinking`), as a request's chat_template_kwargs are."""
 
     def __init__(self, tokenizer: Any, options: dict[str, Any]) -> None:
         self._tokenizer, self._options = tokenizer, options
@@ -43,7 +43,7 @@ class ChatTemplate:
         return [Piece(prompt)], [Piece(text).whole]
 
     def new_notes(self) -> list[str]:
-        """What a user should know about how the answers so far are trained; each is handed out once."""
+        """Notes for users on how the answers rendered so far are trained; each note is returned once."""
         fresh = [note for note, told in self._notes.items() if not told]
         self._notes.update(dict.fromkeys(fresh, True))
         return fresh
@@ -59,7 +59,7 @@ class ChatTemplate:
             try:
                 return self._apply(_as_served(messages), tools, add_generation_prompt)
             except TypeError:
-                # A template that joins a call's arguments as text (DeepSeek-V3) can't take the mapping SGLang gives it.
+                # A template that concatenates a call's arguments as text (DeepSeek-V3) fails on SGLang's mapping.
                 return self._apply(_with_text_arguments(messages), tools, add_generation_prompt)
 
         def checked(messages: Messages, add_generation_prompt: bool) -> str:
@@ -84,7 +84,7 @@ class ChatTemplate:
 
 
 def _as_served(messages: Messages) -> list[dict[str, Any]]:
-    """As SGLang's OpenAI endpoint gives messages to a template: no null fields, call arguments as a mapping."""
+    """Messages as SGLang's OpenAI endpoint passes them to a template: no null fields, call arguments as mappings."""
     return [_message(message, _mapping) for message in messages]
 
 

@@ -1,4 +1,4 @@
-"""Text that is tokenised part by part, and which of its tokens are an answer's."""
+"""Text that is tokenised in parts, with a mask of the answers' tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tools = Sequence[dict[str, Any]] | None
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that is tokenised on its own. Its first `num_answer_chars` characters are an answer."""
+    """Text that is tokenised on its own. Its first `num_answer_chars` characters belong to an answer."""
 
     text: str
     num_answer_chars: int = 0
@@ -34,19 +34,19 @@ class Template(Protocol):
     """A chat template or a named one. `where` is the row's place, for errors."""
 
     def conversation(self, messages: Messages, tools: Tools, where: str, *, last_only: bool) -> list[Piece]:
-        """Every answer counted, or the last one only. The last message is the assistant's."""
+        """Counts every answer, or only the last one. The last message is the assistant's."""
 
     def prompt(self, messages: Messages, tools: Tools, where: str) -> list[Piece]:
-        """What the model is given to answer."""
+        """The prompt for the next answer."""
 
     def reply(
         self, messages: Messages, answer: dict[str, Any], tools: Tools, where: str
     ) -> tuple[list[Piece], list[Piece]]:
-        """A prompt and the answer to it."""
+        """(prompt, answer)."""
 
 
 def tokenize(tokenizer: Any, rows: Sequence[Sequence[Piece]]) -> list[tuple[Tokens, Mask]]:
-    """Token ids int32 [n] of each row and whether each is an answer's, bool [n]. `tokenizer` is a fast one."""
+    """For each row its token ids int32 [n] and answer mask bool [n]. `tokenizer` is a fast one."""
     pieces = [piece for row in rows for piece in row]
     mixed = [0 < piece.num_answer_chars < len(piece.text) for piece in pieces]
     plain = iter(_encode(tokenizer, [piece.text for piece, both in zip(pieces, mixed, strict=True) if not both]))
@@ -66,7 +66,7 @@ def _joined(parts: list[tuple[list[int], Mask]]) -> tuple[Tokens, Mask]:
 
 
 def _encode(tokenizer: Any, texts: list[str], with_starts: bool = False) -> list[tuple[list[int], list[int]]]:
-    """Ids and, when asked for, the character at which each token starts."""
+    """Ids and, if `with_starts`, the index of each token's first character."""
     if not texts:
         return []
     encoded = tokenizer(

@@ -1,11 +1,11 @@
-"""Turns conversations into token ids and loss masks, in the chat template that the server itself answers with.
+"""Turns conversations into token ids and loss masks, with the chat template that the server itself uses.
 
-An answer's tokens follow the tokens of its prompt as the server would send them: text is cut where an answer begins and
-the parts are tokenised one by one, because the model never emits a token that straddles the end of its prompt. Between
-two answers the text is tokenised as a whole, as the server tokenises history.
+An answer's tokens follow its prompt's tokens exactly as in serving. Text is cut where an answer begins and the parts
+are tokenised separately, because the model never emits a token that straddles the end of its prompt. Between two
+answers the text is tokenised as a whole, as the server tokenises history.
 
-A row longer than `cutoff_len` keeps its start; a row that then has no trained token is left out and counted, as TRL
-does. (LLaMA-Factory cuts prompt and answer in proportion, and trains on rows that have nothing to learn.)
+A row longer than `cutoff_len` is truncated at its end. As in TRL, a row without a trained token is then left out and
+counted. (LLaMA-Factory truncates prompt and answer in proportion, and trains on rows without a trained token.)
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ CHUNK_ROWS = 256
 
 
 class Renderer:
-    """Renders with the tokenizer of the served model's directory. No code from that directory is run.
+    """Renders with the tokenizer from the served model's directory. No code from that directory is run.
 
-    Raises NotFoundError without a tokenizer.json, InvalidValueError when it can't be read or there is neither a chat
-    template nor a named one, UnknownNameError for a template that does not exist.
+    Raises NotFoundError without a tokenizer.json, InvalidValueError if it is unreadable or if there is neither a chat
+    template nor a named one, UnknownNameError for an unknown template.
     """
 
     def __init__(self, model_directory: Path, recipe: Recipe) -> None:
@@ -52,13 +52,13 @@ class Renderer:
         self._template = template
 
     def render(self, row: Row) -> Example | Pair | None:
-        """None when the cut at `cutoff_len` leaves nothing to train on, or two answers that are the same."""
+        """None if truncation at `cutoff_len` leaves no trained token, or two equal answers."""
         return self._rendered([row], Tally())[0]
 
     def render_all(self, rows: Iterable[Row], say: Callable[[str], None]) -> list[Example | Pair]:
-        """Reads as it renders; says how many rows were cut and left out.
+        """Renders rows while reading them; reports how many rows were truncated and left out.
 
-        Raises InvalidValueError for a row that the template can't render, and when no row at all is left.
+        Raises InvalidValueError for a row that the template can't render, and if no row is left.
         """
         tally = Tally()
         items: list[Example | Pair] = []
@@ -76,14 +76,14 @@ class Renderer:
         return items
 
     def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
-        """Token ids of what the model is given to answer, uncut."""
+        """Token ids of the prompt for the next answer, not truncated."""
         pieces = self._template.prompt(self._with_system(messages), tools, "the prompt")
         ids: list[int] = tokenize(self.tokenizer, [pieces])[0][0].tolist()
         return ids
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the model's chat template is given beside the messages: a request's `chat_template_kwargs`."""
+        """The model's chat template's arguments besides the messages: a request's `chat_template_kwargs`."""
         recipe = self.recipe
         options: dict[str, Any] = {}
         if recipe.enable_thinking is not None:
@@ -96,11 +96,11 @@ class Renderer:
 
     @property
     def end(self) -> str | None:
-        """What ends an answer in a named template, which the server may not know; None for the server's own."""
+        """The end of an answer in a named template, which the server may not know; None for the server's template."""
         return self._named.end if self._named else None
 
     def marked(self, item: Example | Pair) -> str:
-        """As text, with the trained tokens between «»; of a pair both answers after their prompt."""
+        """The text with trained tokens between «»; for a pair, both answers after their prompt."""
         if isinstance(item, Pair):
             return f"chosen:\n{self.marked(item.chosen)}\nrejected:\n{self.marked(item.rejected)}"
         starts = [0, *(np.flatnonzero(np.diff(item.trained)) + 1).tolist(), item.num_tokens]
@@ -111,7 +111,7 @@ class Renderer:
         return str(text)
 
     def comparison(self) -> str | None:
-        """The warning that a named template differs from what the server renders, with both; None when it doesn't."""
+        """A warning, with both texts, if a named template and the server's render differently; otherwise None."""
         if self._named is None:
             return None
         return compare(self._named, self._served, self.tokenizer, self.recipe.where("template"))
@@ -176,7 +176,7 @@ class Renderer:
         return Example.of(ids, trained[: len(ids)], row.where)
 
     def _with_system(self, messages: Messages) -> Messages:
-        """`default_system` speaks where a row has no system turn of its own."""
+        """Adds `default_system` to a row without a system turn."""
         if self.recipe.default_system is None or (messages and messages[0]["role"] == "system"):
             return messages
         return [{"role": "system", "content": self.recipe.default_system}, *messages]

@@ -1,4 +1,4 @@
-"""What became of the rows of a dataset on their way to examples: counted, and the first of each kind named."""
+"""Counts the rows that became examples, were truncated or left out, and names the first of each kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tally:
     first: dict[str, str] = field(default_factory=dict)
 
     def cut(self, where: str, num_tokens: int) -> None:
-        """A pair's two answers count once, by the longer."""
+        """Counts a pair once, by its longer answer."""
         self.longest[where] = max(num_tokens, self.longest.get(where, 0))
 
     def lose(self, reason: str, where: str) -> None:

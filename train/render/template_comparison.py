@@ -1,4 +1,4 @@
-"""Says how a named template differs from the chat template that the server answers with."""
+"""Reports how a named template differs from the chat template that the server uses."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """LLaMA-Factory's templates of the supported families, as data, for recipes that name one.
 
-Without a name the model's own chat template is used, which is what the server answers with. A named template is
-honoured as LLaMA-Factory 0.9.4 to 0.9.5 render it: each slot is tokenised on its own, a reasoning template puts an
-empty think block into every answer that has none. Tools stand after the system prompt, calls are an answer's text, what
-tools gave is a turn of its own (`tool_formats`).
+Recipes without a template name use the model's own chat template, as the server does. A named template renders as in
+LLaMA-Factory 0.9.4 to 0.9.5: each slot is tokenised separately, and a reasoning template adds an empty think block to
+every answer without one. Tools follow the system prompt, calls are part of an answer's text, and tool results are turns
+of their own (`tool_formats`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ BOS, EOS, CONTENT = "{bos}", "{eos}", "{content}"
 
 THINK, END_THINK = "<think>", "</think>"
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
-_BETWEEN_OBSERVATIONS = "\n</tool_response>\n<tool_response>\n"  # of LLaMA-Factory's OpenAI rows, in every template
+_BETWEEN_OBSERVATIONS = "\n</tool_response>\n<tool_response>\n"  # in LLaMA-Factory's OpenAI rows, for every template
 _THOUGHT = re.compile(r"<think>\n.*?\n</think>\n\n", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Slots: text in which `{content}` stands for the message's, or the whole slot `{bos}` or `{eos}`.
+    """Slots: text with `{content}` for the message's text, or the whole slot is `{bos}` or `{eos}`.
 
-    `reasoning`: answers hold a think block, an empty one where the data have none. `end`: what ends an answer.
-    `observation`: what a tool gave, None as a user's turn. `tools`: how tools and their calls are written.
+    `reasoning`: answers have a think block, an empty one where the data have none. `end`: the end of an answer.
+    `observation`: the slot of a tool result, None: as a user's turn. `tools`: the format of tools and their calls.
     """
 
     user: tuple[str, ...]
@@ -128,7 +128,7 @@ def named(name: str | None, where: str) -> Template | None:
 
 @dataclass(frozen=True, slots=True)
 class NamedTemplate:
-    """Renders messages with a template of LLaMA-Factory's. `enable_thinking` None means True, its default there."""
+    """Renders messages with a LLaMA-Factory template. `enable_thinking` None means True, LLaMA-Factory's default."""
 
     name: str
     template: Template
@@ -153,7 +153,7 @@ class NamedTemplate:
         return pieces
 
     def prompt(self, messages: Messages, tools: Tools, where: str) -> list[Piece]:
-        """Reasoning of earlier turns is left out unless it is preserved, as in LLaMA-Factory's chat and preferences."""
+        """As LLaMA-Factory's chat and preferences: drops the reasoning of earlier turns unless it is preserved."""
         messages = self._as_text(messages)
         pieces = self._opening(messages, tools)
         for message in _turns(messages):
@@ -176,7 +176,7 @@ class NamedTemplate:
 
     @property
     def _silent(self) -> bool:
-        """Whether the empty think block is the prompt's instead of the answer's."""
+        """Whether the empty think block belongs to the prompt instead of the answer."""
         return self.template.reasoning and self.enable_thinking is False
 
     def _turn(self, message: dict[str, Any], where: str) -> list[Piece]:
@@ -195,7 +195,7 @@ class NamedTemplate:
         return [thought if self._silent else thought.whole, *answer]
 
     def _as_text(self, messages: Messages) -> list[dict[str, Any]]:
-        """Calls become the text of their answer, and what several tools gave becomes one turn."""
+        """Messages with calls written into their answer's text, and consecutive tool results joined into one turn."""
         turns: list[dict[str, Any]] = []
         for message in messages:
             if message.get("tool_calls"):

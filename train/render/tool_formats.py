@@ -1,7 +1,7 @@
-"""How LLaMA-Factory's named templates write tools and their calls, as its versions 0.9.4 and 0.9.5 do.
+"""The formats of tools and calls in LLaMA-Factory's named templates, as of its versions 0.9.4 and 0.9.5.
 
-A format turns a row's list of functions into text that follows the system prompt, and the calls of an answer into the
-answer's text. Which template has which is in `templates`.
+A format renders a row's list of functions as text after the system prompt, and the calls of an answer as the answer's
+text. `templates` assigns a format to each template.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Function = Mapping[str, Any]
-"""Of a tool: name, description, parameters (JSON schema). Of a call: name, arguments (a mapping)."""
+"""For a tool: name, description, parameters (JSON schema). For a call: name, arguments (a mapping)."""
 
 _QWEN_HEAD = """
 
@@ -29,8 +29,8 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {"name": <function-name>, "arguments": <args-json-object>}
 </tool_call>"""
-# LLaMA-Factory has today's date here. A run whose text changed overnight could not be resumed, so this is the day that
-# Llama 3.1's own template has where it is given none.
+# LLaMA-Factory inserts today's date here. A run whose text changes overnight could not be resumed, so the date is
+# fixed: the default of Llama 3.1's own template.
 _LLAMA3_HEAD = """Cutting Knowledge Date: December 2023
 Today Date: 26 Jul 2024
 
@@ -42,7 +42,7 @@ in the format {"name": function name, "parameters": dictionary of argument name 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """`tools`: what the system prompt says about the functions. `calls`: an answer that calls some, one at least."""
+    """`tools`: the text about the functions in the system prompt. `calls`: an answer with at least one call."""
 
     tools: Callable[[Sequence[Function]], str]
     calls: Callable[[Sequence[Function]], str]
@@ -114,12 +114,12 @@ def _json(value: Any, indent: int | None = None) -> str:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """A schema's part, which rows may have left out or written as something else."""
+    """A part of a schema; an empty mapping if the row has none or another type there."""
     return value if isinstance(value, Mapping) else {}
 
 
 def _list(value: Any) -> Sequence[Any]:
-    """As `_mapping`."""
+    """As `_mapping`, for a list."""
     return value if isinstance(value, list) else []
 
 

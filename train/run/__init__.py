@@ -1,1 +1,1 @@
-"""The loop: steps, evaluation, checkpoints, logs."""
+"""The training loop: steps, evaluation, checkpoints, logs."""

@@ -1,4 +1,4 @@
-"""At which optimizer steps a run logs, saves, evaluates and publishes. Steps count from 1."""
+"""The optimizer steps at which a run logs, saves, evaluates and publishes. Steps count from 1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kt_runtime.train.recipe.fields import BEST
 
 @dataclass(frozen=True)
 class Cadence:
-    """`epoch_steps`: optimizer steps of one pass over the data, the last, smaller one included."""
+    """`epoch_steps`: optimizer steps of one pass over the data; a smaller last step counts."""
 
     recipe: Recipe
     total_steps: int
@@ -30,7 +30,7 @@ class Cadence:
         return self._steps(self.recipe.eval_steps or self.recipe.logging_steps)
 
     def epoch(self, step: int) -> float:
-        """Passes over the data after `step`."""
+        """The number of passes over the data after `step`."""
         return step / self.epoch_steps
 
     def logs(self, step: int) -> bool:
@@ -39,7 +39,7 @@ class Cadence:
         return is_first or step == self.total_steps or self._due(step, self.recipe.logging_strategy, self.logging_steps)
 
     def saves(self, step: int) -> bool:
-        """With `save_strategy: best` evaluations say when, and the last step is nothing special."""
+        """With `save_strategy: best` evaluations trigger saving; the last step has no checkpoint of its own then."""
         if self.recipe.save_strategy == BEST:
             return False
         is_last = step == self.total_steps and self.recipe.save_strategy != "no"
@@ -50,12 +50,12 @@ class Cadence:
         return is_last or self._due(step, self.recipe.eval_strategy, self.eval_steps)
 
     def publishes(self, step: int) -> bool:
-        """While training goes on; the end publishes by itself."""
+        """True only before the last step: the end of a run publishes separately."""
         every = self.recipe.publish_every_steps
         return bool(self.recipe.publish and every and step % every == 0 and step < self.total_steps)
 
     def _steps(self, asked: float) -> int:
-        """Below 1 a share of all steps, rounded up, as transformers' TrainerState does."""
+        """The number of steps; below 1 a share of all steps, rounded up as in transformers' TrainerState."""
         return max(1, math.ceil(self.total_steps * asked)) if asked < 1 else int(asked)
 
     def _due(self, step: int, strategy: str, every: int) -> bool:

@@ -1,15 +1,15 @@
-"""Checkpoints of a run: `checkpoint-N/` in its output directory, and which of them a run goes on from.
+"""Checkpoints of a run: `checkpoint-N/` in its output directory, and which of them a run resumes from.
 
     adapter_config.json, adapter_model.safetensors    a PEFT adapter that anybody can serve
-    session.json, optimizer.safetensors               what the resident needs to go on (absent with save_only_model)
+    session.json, optimizer.safetensors               what the resident needs to resume (absent with save_only_model)
     reference.safetensors                             DPO: the reference's log-probabilities computed so far
-    trainer_state.json                                what the trainer needs to go on; Hugging Face's keys, and ours
+    trainer_state.json                                what the trainer needs to resume; Hugging Face's keys, and ours
 
-They are written under a temporary name, which becomes `checkpoint-N` when all is there: a checkpoint of the same step
-stays whole until the new one is. A directory without `trainer_state.json` is incomplete, and never gone on from.
+A checkpoint is written under a temporary name and renamed to `checkpoint-N` when it is complete, so an older checkpoint
+of the same step stays whole until then. A directory without `trainer_state.json` is incomplete; no run resumes from it.
 
-When several checkpoints lie in one directory, the last one is that of the highest step in the latest run: a run that
-was started over may be at step 10 beside an older one's step 500. `run` in the state counts them.
+The last of several checkpoints in a directory is the one with the highest step of the latest run: a restarted run may
+be at step 10 beside an older run's step 500. The state's `run` counts the runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PREFIX = "checkpoint-"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete one. `state`: the content of its `trainer_state.json`. `run`: 1 and up; 0 before runs were counted."""
+    """A complete checkpoint. `state`: its `trainer_state.json`. `run`: from 1; 0 before runs were counted."""
 
     path: Path
     state: Mapping[str, Any]
@@ -56,12 +56,12 @@ class Checkpoint:
 
     @property
     def ours(self) -> Mapping[str, Any]:
-        """The part of the state that Hugging Face does not have."""
+        """The part of the state that is not Hugging Face's."""
         ours: Mapping[str, Any] = self.state[OURS]
         return ours
 
     def arrays(self) -> dict[str, Any]:
-        """What `finish_checkpoint` was given, as numpy arrays."""
+        """The `arrays` of `finish_checkpoint`, as numpy arrays."""
         path = self.path / ARRAYS_FILE
         if not path.is_file():
             return {}
@@ -75,7 +75,7 @@ def checkpoint_path(output_dir: Path, step: int) -> Path:
 
 
 def finish_checkpoint(path: Path, state: Mapping[str, Any], ours: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    """Completes the directory that the resident has written at `path`. `ours`: what `Checkpoint.ours` gives."""
+    """Completes the directory that the resident has written at `path`. `ours` becomes `Checkpoint.ours`."""
     if arrays:
         from safetensors.numpy import save
 
@@ -84,7 +84,7 @@ def finish_checkpoint(path: Path, state: Mapping[str, Any], ours: Mapping[str, A
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Raises NotFoundError or InvalidValueError, which say what is missing."""
+    """Raises NotFoundError or InvalidValueError, naming what is missing."""
     if not path.is_dir():
         raise NotFoundError(f"{path}: no such checkpoint")
     where = path / STATE_FILE
@@ -110,7 +110,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
-    """(The complete ones, the last one at the end; the incomplete ones)."""
+    """(complete checkpoints, the last one at the end; incomplete ones)."""
     complete, incomplete = [], []
     for path in visible_entries(output_dir):
         if path.is_dir() and path.name.removeprefix(PREFIX).isdecimal() and path.name.startswith(PREFIX):
@@ -122,7 +122,7 @@ def checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
 
 
 def run_number(output_dir: Path, gone_on_from: Checkpoint | None) -> int:
-    """Of the run that begins now: that of the last checkpoint if it goes on from there, otherwise a new one."""
+    """The number of the run that begins now: the last checkpoint's if the run resumes from it, otherwise a new one."""
     complete = checkpoints(output_dir)[0]
     if gone_on_from and complete and complete[-1].path == gone_on_from.path:
         return gone_on_from.run
@@ -130,23 +130,23 @@ def run_number(output_dir: Path, gone_on_from: Checkpoint | None) -> int:
 
 
 def temporary_path(path: Path) -> Path:
-    """Where the checkpoint `path` is written until it is complete."""
+    """The temporary name under which the checkpoint `path` is written."""
     return path.with_name(TEMPORARY_PREFIX + path.name)
 
 
 def remove_unfinished(output_dir: Path) -> None:
-    """What a trainer left that died while it saved. Nobody else may be saving there."""
+    """Removes what a trainer left behind that died while saving. No other trainer may be saving there."""
     for path in output_dir.glob(f"{TEMPORARY_PREFIX}{PREFIX}*"):
         shutil.rmtree(path)
 
 
 def to_resume(recipe: Recipe) -> Checkpoint | None:
-    """The checkpoint that the recipe goes on from; None: the run begins at step 0.
+    """The checkpoint that the recipe resumes from; None: the run begins at step 0.
 
-    `resume_from_checkpoint`: a checkpoint, or a directory of checkpoints, whose last complete one is meant; true: that
-    of the output directory. Without it, a run goes on from the last complete checkpoint that is there, unless
-    `overwrite_output_dir`; a run that only evaluates goes on from none, and replaces nothing. Raises ConflictError for
-    an output directory that holds results and nothing to go on from, NotFoundError and InvalidValueError.
+    `resume_from_checkpoint`: a checkpoint, or a directory whose last complete checkpoint is used; true: the output
+    directory. Without it, a run resumes from the last complete checkpoint in the output directory, unless
+    `overwrite_output_dir`. A run that only evaluates resumes from none, and replaces nothing. Raises ConflictError for
+    an output directory with results but no checkpoint to resume from, NotFoundError and InvalidValueError.
     """
     asked = recipe.resume_from_checkpoint
     if isinstance(asked, Path):
@@ -170,9 +170,9 @@ def to_resume(recipe: Recipe) -> Checkpoint | None:
 
 
 def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Raises ConflictError naming what differs where the run would not be the one that was saved.
+    """Raises ConflictError, naming the differences, if `checkpoint` is from a different run.
 
-    `identity`: what must be equal. `settings`: what may be changed on purpose; each change is a line of the result.
+    `identity`: values that must be equal. `settings`: values that may change; the result has a line for each change.
     """
     was = {**LATER, **checkpoint.ours["identity"]}
     differing = [key for key in identity if was.get(key) != identity[key]]
@@ -204,14 +204,14 @@ def prune(output_dir: Path, limit: int | None, keep: Path | None) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """`trainer_state.json` goes first: what is left of an interrupted removal is no checkpoint."""
+    """Deletes `trainer_state.json` first, so that an interrupted removal leaves no complete checkpoint."""
     (path / STATE_FILE).unlink(missing_ok=True)
     fsync_directory(path)
     shutil.rmtree(path)
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """As `files.write_file`, without the content in memory."""
+    """As `files.write_file`, without loading the content into memory."""
     descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=target.parent)
     try:
         with os.fdopen(descriptor, "wb") as file, source.open("rb") as original:

@@ -1,4 +1,4 @@
-"""Where a run's lines go, and the bar at the bottom of a terminal."""
+"""A run's output: lines, and a progress bar at the bottom of a terminal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import IO, Any, Protocol
 
 
 class Display(Protocol):
-    """A place for lines (`say`) and for how far the run is (`progress`); a context manager."""
+    """An output for lines (`say`) and for the run's progress (`progress`); a context manager."""
 
     def say(self, line: str) -> None: ...
 
     def progress(self, done: int, total: int, facts: Mapping[str, str]) -> None:
-        """`facts`: what stands beside the bar, as {"loss": "0.1234", "left": "0:01:10"}, in this order."""
+        """`facts`: shown beside the bar in this order, as {"loss": "0.1234", "left": "0:01:10"}."""
 
     def __enter__(self) -> Display: ...
 
@@ -20,7 +20,7 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """Lines only, for pipes and log files: the journal's own lines say how far the run is."""
+    """Lines only, for pipes and log files, where the journal's lines show the progress."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self.say = write
@@ -36,7 +36,7 @@ class PlainDisplay:
 
 
 class TerminalDisplay:
-    """A bar that stays at the bottom while lines scroll above it; it is drawn from the first `progress` on."""
+    """A bar at the bottom while lines scroll above it, drawn from the first `progress` on."""
 
     def __init__(self, stream: IO[str]) -> None:
         from rich.console import Console
@@ -65,7 +65,7 @@ class TerminalDisplay:
 
 
 def display_for(stream: IO[str]) -> Display:
-    """The terminal's bar where `stream` is one, else plain lines, each written at once."""
+    """A bar if `stream` is a terminal, else plain lines, each written at once."""
     if stream.isatty():
         return TerminalDisplay(stream)
 

@@ -1,4 +1,4 @@
-"""What a run trains and evaluates on: read, rendered, split, and known by a digest."""
+"""The data of a run, for training and evaluation: read, rendered, split, and identified by a digest."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Inputs:
-    """`evaluation`: name to rows, as `Evaluator` takes it; empty when nothing is to be evaluated."""
+    """`evaluation`: name to rows, as in `Evaluator`; empty without an evaluation."""
 
     train: list[Row]
     evaluation: dict[str, list[Row]]
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the rows that are trained on, in order: the same digest, the same batches."""
+        """SHA-256 of the training rows in order: equal digests mean equal batches."""
         digest = hashlib.sha256()
         for row in self.train:
             for example in row.examples if isinstance(row, Pair) else (row,):

@@ -1,4 +1,4 @@
-"""Ctrl-C, or SIGTERM from a batch system: the first asks a run to stop after its step, the second stops it at once."""
+"""Ctrl-C, or SIGTERM from a batch system: the first stops a run after its step, the second stops it at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MESSAGE = "interrupted: finishing this step, then saving; Ctrl-C again stops at 
 class Interruption:
     """A context in which the first of `SIGNALS` sets `requested` and the next raises KeyboardInterrupt.
 
-    Signals reach the main thread only: in another thread nothing is installed, and `requested` stays False.
+    Only the main thread receives signals: in another thread no handler is installed, and `requested` stays False.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -37,5 +37,5 @@ class Interruption:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        with contextlib.suppress(RuntimeError):  # the signal came amidst a write to the same stream
+        with contextlib.suppress(RuntimeError):  # the signal interrupted a write to the same stream
             self._say(MESSAGE)

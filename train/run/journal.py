@@ -1,10 +1,10 @@
-"""What a run tells people and scripts: lines, the bar, trackers, and the files that LLaMA-Factory's users read.
+"""A run's records for people and scripts: lines, the bar, trackers, and LLaMA-Factory's result files.
 
     trainer_log.jsonl       one line per logging step and evaluation, appended as the run goes
     trainer_state.json      Hugging Face's keys, `log_history` among them; also in every checkpoint
     train_results.json, eval_results.json, all_results.json
 
-A journal's state is saved with checkpoints: a resumed run's files are those of an unbroken one, but for the times.
+Checkpoints contain the journal's state: a resumed run's files equal those of an uninterrupted one, except for times.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SAVED = ("loss_sum", "loss_first", "unwritten", "num_tokens", "num_samples", "s
 
 
 class Journal:
-    """`parameters`: how many one token meets, for `total_flos`. Counters go on from `restore`'s."""
+    """`parameters`: parameters used per token, for `total_flos`. Counters continue from `restore`'s."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class Journal:
         self.loss_last = 0.0
         self.unwritten: list[dict[str, float]] = []
         self.num_tokens = self.num_samples = 0
-        self._last_step: tuple[float, float] | None = None  # its learning rate and gradient norm
+        self._last_step: tuple[float, float] | None = None  # learning rate and gradient norm
         self._start()
 
     def restore(self, step: int, history: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> None:
-        """Goes on after `step`; lines of later steps, which will come again, are taken out of the log file.
+        """Resumes after `step`. Removes lines of later steps from the log file, since those steps will run again.
 
-        `history`: the checkpoint's `log_history`. `state`: what `state` returned.
+        `history`: the checkpoint's `log_history`. `state`: a result of the method `state`.
         """
         for name in _SAVED:
             setattr(self, name, state[name])
@@ -71,14 +71,14 @@ class Journal:
         self._path.unlink(missing_ok=True)
 
     def state(self) -> dict[str, Any]:
-        """For `restore`, beside what `trainer_state` has. JSON values; floats come back bit for bit."""
+        """The input of `restore` that `trainer_state` does not have. JSON values; floats are restored bit for bit."""
         return {
             **{name: getattr(self, name) for name in _SAVED if name != "seconds"},
             "loss_last": self.loss_last,
             "seconds": self._elapsed(),
         }
 
-    # While the run goes on.
+    # During the run.
 
     def step(self, outcome: Outcome, learning_rate: float, grad_norm: float) -> None:
         if not self.done:
@@ -96,7 +96,7 @@ class Journal:
         self._display.progress(self.done, self._cadence.total_steps, facts)
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """`metrics`: as `Evaluator.run` returns them."""
+        """`metrics`: a result of `Evaluator.run`."""
         self._record(metrics)
         losses = {key: value for key, value in metrics.items() if _is_figure(key)}
         self._append({**losses, **self._position()})
@@ -104,7 +104,7 @@ class Journal:
         self._display.say(f"step {self.done}/{self._cadence.total_steps}  evaluation: {shown}")
 
     def trainer_state(self, **best: Any) -> dict[str, Any]:
-        """Hugging Face's `trainer_state.json`. `best`: its keys about the best checkpoint."""
+        """Hugging Face's `trainer_state.json`. `best`: its keys for the best checkpoint."""
         recipe = self._cadence.recipe
         return {
             "best_global_step": None,
@@ -133,9 +133,9 @@ class Journal:
     # At the end.
 
     def finish(self) -> dict[str, Any]:
-        """Writes `train_results.json` and `all_results.json`; returns what is in them.
+        """Writes `train_results.json` and `all_results.json`; returns their new values.
 
-        Steps that no line tells of yet get one: a run that stopped early ends between two of them.
+        Also writes a line for steps since the last line: a run may stop early, between two logging steps.
         """
         if self.unwritten and self._last_step is not None:
             self._write_step(*self._last_step)
@@ -158,7 +158,7 @@ class Journal:
         """Writes `eval_results.json`, and adds it to `all_results.json`."""
         add_results(self._directory, "eval_results.json", {"epoch": self._cadence.epoch(self.done), **metrics})
 
-    # Below: how.
+    # Implementation.
 
     def _start(self) -> None:
         self._started, self._done_before, self._tokens_before = self._clock(), self.done, self.num_tokens
@@ -218,7 +218,7 @@ def _is_figure(key: str) -> bool:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The log's lines; a last one that was cut off is left out."""
+    """The log's lines, without a truncated last one."""
     lines = []
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:

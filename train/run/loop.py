@@ -1,8 +1,8 @@
 """One training run: sends batches to the resident, steps its optimizer, evaluates, saves, publishes.
 
-The trainer owns the recipe and the data; the resident owns the model, the masters and the optimizer's state. When the
-trainer dies, the resident goes on serving; the next run over the same output directory closes the orphaned session and
-goes on from the last complete checkpoint.
+The trainer owns the recipe and the data; the resident owns the model, the master weights and the optimizer's state. If
+the trainer dies, the resident continues serving. The next run over the same output directory closes the orphaned
+session and resumes from the last complete checkpoint.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def run(
 ) -> RunResult:
     """Trains, evaluates, saves and publishes. Raises ConflictError when another trainer uses the output directory.
 
-    `parameters`: of the model, how many one token meets. `serving`: how to reach the serving path, for a recipe with
-    `ref_logprobs: serving`. A first SIGINT ends the run after its step; it is saved.
+    `parameters`: model parameters used per token. `serving`: access to the serving path, for a recipe with
+    `ref_logprobs: serving`. The first SIGINT ends the run after its current step, and saves it.
     """
     recipe.output_dir.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(recipe.output_dir / LOCK_FILE, "output directory"):
@@ -71,9 +71,9 @@ def run(
 
 
 def gone_on_from(recipe: Recipe, inputs: Inputs, fingerprint: str | None) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint that the run goes on from, and a line for each setting that has changed since.
+    """The checkpoint that the run resumes from, and a line for each setting that has changed since.
 
-    `fingerprint`: of the resident model; None: not known yet, and taken to be the checkpoint's. Raises as
+    `fingerprint`: of the resident model; None: not known yet, the checkpoint's is assumed. Raises as
     `checkpoints.to_resume` and `checkpoints.check_same_run`.
     """
     checkpoint = checkpoints.to_resume(recipe)
@@ -106,7 +106,7 @@ def _cadence(recipe: Recipe, inputs: Inputs) -> Cadence:
 def _session(
     client: Resident, status: StatusReply, recipe: Recipe, checkpoint: Checkpoint | None, display: Display
 ) -> Iterator[str]:
-    """A session for the run's time. KeyboardInterrupt leaves it open: closing it would wait for the calls under way."""
+    """The run's session. KeyboardInterrupt leaves it open: closing it would wait for calls in flight."""
     name = session_name(recipe.output_dir)
     if name in [info.session for info in status.sessions]:
         client.close_session(name)
@@ -116,7 +116,7 @@ def _session(
             client.load(name, str(checkpoint.path))
         yield name
     except Exception:
-        with contextlib.suppress(KtError):  # what has gone wrong before matters more
+        with contextlib.suppress(KtError):  # the original error is more important
             client.close_session(name)
         raise
     client.close_session(name)

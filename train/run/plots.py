@@ -1,7 +1,7 @@
 """`plot_loss`: curves of a run's log as PNG files, named as LLaMA-Factory names them.
 
-Raw values pale, and over them an exponential moving average whose weight grows with the number of points: 0 for a
-few, towards 0.9 for hundreds.
+Raw values are pale. Above them is an exponential moving average, whose weight grows with the number of points from 0
+for a few towards 0.9 for hundreds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SMOOTHING, SMOOTHING_RATE = 1.8, 0.05
 
 
 def plot(directory: Path, history: Sequence[Mapping[str, Any]], say: Callable[[str], None]) -> list[Path]:
-    """Draws each of `KEYS`, and every dataset's own eval loss, that the log has values of; returns the files."""
+    """Draws each of `KEYS`, and every dataset's own eval loss, if the log has its values; returns the files."""
     try:
         import matplotlib
     except ImportError:
@@ -32,7 +32,7 @@ def plot(directory: Path, history: Sequence[Mapping[str, Any]], say: Callable[[s
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The moving average; as long as `values`."""
+    """The moving average, of the same length as `values`."""
     weight = SMOOTHING * (1 / (1 + math.exp(-SMOOTHING_RATE * len(values))) - 0.5)
     result: list[float] = []
     for value in values:

@@ -1,4 +1,4 @@
-"""What a finished run leaves in its output directory beside its log: the adapter, the tokenizer, a README."""
+"""The results of a finished run in its output directory, besides its log: the adapter, the tokenizer, a README."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SHOWN_SETTINGS = (
 
 
 def add_results(directory: Path, name: str, results: Mapping[str, Any]) -> None:
-    """Writes file `name`, and adds the results to `all_results.json`; what can't be read there is replaced."""
+    """Writes the file `name`, and adds the results to `all_results.json`; replaces unreadable content there."""
     write_json(directory / name, dict(results))
     path = directory / ALL_RESULTS_FILE
     try:
@@ -49,9 +49,9 @@ def add_results(directory: Path, name: str, results: Mapping[str, Any]) -> None:
 
 
 def write_results(recipe: Recipe, adapter: Path, model_directory: Path, results: Mapping[str, Any]) -> list[Reader]:
-    """Copies the adapter from directory `adapter` and the tokenizer from the model's, and writes README.md.
+    """Copies the adapter from the directory `adapter` and the tokenizer from the model's, and writes README.md.
 
-    Returns how much of the adapter each program loads, as README.md says it too.
+    Returns how much of the adapter each program loads, as listed in README.md.
     """
     for name in ADAPTER_FILES:
         copy_file(adapter / name, recipe.output_dir / name)
@@ -64,7 +64,7 @@ def write_results(recipe: Recipe, adapter: Path, model_directory: Path, results:
 
 
 def model_card(recipe: Recipe, results: Mapping[str, Any], loaded: Sequence[Reader]) -> str:
-    """Hugging Face's model card: front matter that its hub reads, who loads how much, how the adapter was made."""
+    """Hugging Face's model card: the hub's front matter, how much each program loads, how the adapter was trained."""
     settings = "\n".join(f"- {name}: {_shown(getattr(recipe, name))}" for name in _SHOWN_SETTINGS)
     figures = "\n".join(f"- {name}: {value}" for name, value in results.items())
     programs = "\n".join(

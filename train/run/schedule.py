@@ -1,4 +1,4 @@
-"""Learning rate over optimizer steps: `transformers.get_scheduler`, so that all its names mean what users know.
+"""Learning rate over optimizer steps: `transformers.get_scheduler`, so that all schedule names keep their meaning.
 
 The rates equal those of Hugging Face's Trainer: step i (from 0) uses the schedule's value before its i-th advance.
 """
@@ -16,7 +16,7 @@ from kt_runtime.train.recipe.schedules import BY_METRIC
 
 
 def num_steps(recipe: Recipe, num_examples: int) -> int:
-    """Optimizer steps of the whole run. A last, smaller batch of an epoch is a step as well."""
+    """Optimizer steps of the whole run. A smaller last batch of an epoch counts as a step."""
     per_step = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
     if recipe.max_steps > 0:
         return recipe.max_steps
@@ -24,14 +24,14 @@ def num_steps(recipe: Recipe, num_examples: int) -> int:
 
 
 def num_warmup_steps(recipe: Recipe, steps: int) -> int:
-    """`warmup_steps` goes before `warmup_ratio`; below 1 it is a share of the steps, rounded up."""
+    """`warmup_steps` overrides `warmup_ratio`; below 1 it is a share of the steps, rounded up."""
     warmup = recipe.warmup_steps or recipe.warmup_ratio or 0
     return int(warmup) if recipe.warmup_steps >= 1 else math.ceil(steps * warmup)
 
 
 class Schedule:
-    """The rate of each optimizer step. Two schedules follow an evaluation's metric: `evaluated` tells it to them, and
-    `state` goes into checkpoints. The others are functions of the step, and `evaluated` does nothing for them."""
+    """The rate of each optimizer step. Two schedules depend on an evaluation metric: `evaluated` passes it to them, and
+    checkpoints contain their `state`. The others are functions of the step and ignore `evaluated`."""
 
     def __init__(self, recipe: Recipe, steps: int) -> None:
         """Raises InvalidValueError for settings that transformers refuses."""
@@ -61,7 +61,7 @@ class Schedule:
         return float(self._rate * self._schedule.lr_lambdas[0](step))
 
     def evaluated(self, metric: float) -> None:
-        """`metric`: what `metric_for_best_model` names, after an evaluation."""
+        """`metric`: the latest evaluation's value of `metric_for_best_model`."""
         if self.follows_metric:
             self._schedule.step(metric)
 
@@ -69,7 +69,7 @@ class Schedule:
         return self.rate(step)
 
     def state(self) -> dict[str, Any]:
-        """JSON values. Empty for a function of the step."""
+        """JSON values. Empty for a schedule that is a function of the step."""
         if not self.follows_metric:
             return {}
         state = {key: value for key, value in self._schedule.state_dict().items() if _is_json(value)}
@@ -82,7 +82,7 @@ class Schedule:
 
 
 def _is_json(value: Any) -> bool:
-    """Infinity, the best value before the first, is not; it is also what a new schedule begins with."""
+    """False for infinity, the initial best value, which a new schedule has anyway."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The resident's side of a run: its session, with the adapter that it trains, and what it is trained for."""
+"""A run's session in the resident: the adapter that is trained, and its objective."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Say = Callable[[str], None]
 
 
 def session_name(output_dir: Path) -> str:
-    """The same for every run over one output directory."""
+    """The session name, equal for every run over one output directory."""
     absolute = str(output_dir.resolve())
     readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", output_dir.name).strip("-.") or "run"
     return f"{readable[:64]}-{hashlib.sha256(absolute.encode()).hexdigest()[:8]}"
 
 
 def lora_settings(recipe: Recipe) -> LoraSettings:
-    """Preference training compares two models: dropout would make each call another policy, so there is none."""
+    """No dropout in preference training: it compares two models, and dropout would make each call another policy."""
     return LoraSettings(
         rank=recipe.lora_rank,
         alpha=recipe.served_alpha,
@@ -44,7 +44,7 @@ def lora_settings(recipe: Recipe) -> LoraSettings:
 
 
 def open_session(client: Resident, name: str, recipe: Recipe, say: Say) -> SessionInfo:
-    """Creates the session and prints what it trains and, in preference training, against which reference."""
+    """Creates the session. Prints the trained modules and, in preference training, the reference."""
     reference = reference_adapter(recipe)
     info = client.create_session(
         name,
@@ -70,7 +70,7 @@ def described_session(info: SessionInfo) -> str:
 def objective_of(
     client: Resident, session: str, recipe: Recipe, train: Sequence[Row], serving: Serving | None, say: Say
 ) -> Objective:
-    """`serving`: how the reference is served; used with `ref_logprobs: serving`, which needs it."""
+    """`serving`: access to the served reference; required for `ref_logprobs: serving`, otherwise unused."""
     activations = cast(Activations, recipe.activations)
     if recipe.stage == "dpo":
         if recipe.ref_logprobs == "twin":
@@ -84,7 +84,7 @@ def objective_of(
 
 @contextlib.contextmanager
 def start_tracking(recipe: Recipe, first_step: int = 0) -> Iterator[list[Tracker]]:
-    """The recipe's trackers, closed when the context ends. `first_step`: after which a resumed run goes on."""
+    """The recipe's trackers, closed when the context ends. `first_step`: the step from which a run resumes."""
     with contextlib.ExitStack() as stack:
         name = recipe.run_name or recipe.output_dir.resolve().name
         trackers = open_trackers(recipe.report_to, recipe.output_dir, name, all_settings(recipe), first_step)

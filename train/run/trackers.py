@@ -1,7 +1,7 @@
-"""`report_to`: trackers of runs, each imported only when a recipe names it.
+"""`report_to`: experiment trackers, each imported only when a recipe names it.
 
-Nothing leaves the machine unless the user has said so: wandb runs offline where neither WANDB_MODE nor WANDB_API_KEY
-nor a login says otherwise, and the others likewise.
+No data leave the machine unless the user has configured it: without WANDB_MODE, WANDB_API_KEY or a login, wandb runs
+offline; the other trackers behave likewise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from kt_runtime.errors import InvalidValueError, UnknownNameError
 
 PROJECT = "kt-runtime"
-MLFLOW_PARAMETERS = 100  # what its REST API takes at once
+MLFLOW_PARAMETERS = 100  # limit of its REST API per request
 WANDB_HOSTS = ("api.wandb.ai",)
 
 
@@ -27,7 +27,7 @@ class Tracker(Protocol):
 
 
 def check_trackers(names: tuple[str, ...]) -> None:
-    """Raises UnknownNameError, or InvalidValueError naming the package that a named tracker lacks."""
+    """Raises UnknownNameError, or InvalidValueError naming a named tracker's missing package."""
     for name in names:
         if name not in TRACKERS:
             raise UnknownNameError("tracker", name, TRACKERS, where="report_to")
@@ -38,16 +38,16 @@ def check_trackers(names: tuple[str, ...]) -> None:
 def open_trackers(
     names: tuple[str, ...], directory: Path, run_name: str, settings: Mapping[str, Any], first_step: int = 0
 ) -> list[Tracker]:
-    """One tracker per name. `settings`: the recipe's values, for the trackers' own record of a run.
+    """One tracker per name. `settings`: the recipe's values, for the tracker's record of the run.
 
-    `first_step`: where a resumed run goes on; what TensorBoard has of later steps is no longer shown.
+    `first_step`: the step from which a run resumes; TensorBoard then hides its data of later steps.
     """
     check_trackers(names)
     return [TRACKERS[name](directory, run_name, settings, first_step) for name in names]
 
 
 def named(values: Mapping[str, float]) -> dict[str, float]:
-    """As Hugging Face's trainer reports them: `train/loss`, `eval/loss`."""
+    """The keys as Hugging Face's trainer reports them: `train/loss`, `eval/loss`."""
     return {
         f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": value
         for key, value in values.items()
@@ -88,7 +88,7 @@ class _Wandb:
 
 
 def wandb_is_configured(environment: Mapping[str, str]) -> bool:
-    """True if the user has chosen a mode, given a key, or logged in: then wandb does what they chose."""
+    """True if the user has chosen a mode, given a key, or logged in: wandb then follows that choice."""
     if environment.get("WANDB_MODE") or environment.get("WANDB_API_KEY"):
         return True
     try:
@@ -117,7 +117,7 @@ class _Swanlab:
 
 
 class _Trackio:
-    """Keeps its runs on this machine unless it is told of a space."""
+    """Keeps its runs on this machine unless a space is configured."""
 
     def __init__(self, directory: Path, run_name: str, settings: Mapping[str, Any], first_step: int) -> None:
         import trackio
@@ -132,7 +132,7 @@ class _Trackio:
 
 
 class _Mlflow:
-    """Writes below the output directory unless MLFLOW_TRACKING_URI says where."""
+    """Writes below the output directory unless MLFLOW_TRACKING_URI names another place."""
 
     def __init__(self, directory: Path, run_name: str, settings: Mapping[str, Any], first_step: int) -> None:
         import mlflow
@@ -152,7 +152,7 @@ class _Mlflow:
         self._mlflow.end_run()
 
 
-# A name in a recipe is that of the package too.
+# The keys are both recipe names and package names.
 TRACKERS: dict[str, Callable[[Path, str, Mapping[str, Any], int], Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _Wandb,

@@ -1,4 +1,4 @@
-"""A run's own course: its beginning, its steps with what happens between them, its end."""
+"""The course of one run: start, steps with evaluations and checkpoints between them, end."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from kt_runtime.wire.messages import OptimReply, PublishReply, StatusReply
 
 @dataclass(frozen=True)
 class RunResult:
-    """`optim_finished_at`: Unix time, seconds, at which the last optimizer step had ended in the resident.
+    """`optim_finished_at`: end of the last optimizer step in the resident, Unix time in seconds.
 
-    `checkpoint`: the last one saved, None if there is none. `interrupted`: the run can go on from there.
+    `checkpoint`: the last one saved, or None. `interrupted`: a later run can resume from it.
     """
 
     steps: int
@@ -47,7 +47,7 @@ class RunResult:
 
 @dataclass
 class Training:
-    """A run under way. `start`, then `steps`, then `finish` with what `steps` returned."""
+    """A running training. Call `start`, then `steps`, then `finish` with the result of `steps`."""
 
     client: Resident
     session: str
@@ -70,7 +70,7 @@ class Training:
         self._took_best = False
         self.schedule = schedule.Schedule(self.recipe, max(self.cadence.total_steps, 1))
 
-    # The beginning.
+    # Start.
 
     def start(self, checkpoint: Checkpoint | None) -> None:
         if self.recipe.do_train:
@@ -97,7 +97,7 @@ class Training:
         self._prepare()
 
     def _start_over(self) -> None:
-        """Takes away what scripts would take for this run's. Checkpoints and adapter stay until they are replaced."""
+        """Removes result files that scripts would take for this run's. Checkpoints and adapter stay until replaced."""
         self.journal.begin()
         for name in checkpoints.RESULT_FILES:
             (self.recipe.output_dir / name).unlink(missing_ok=True)
@@ -106,7 +106,7 @@ class Training:
         self.objective.prepare(self._coming_rows(), lambda: self.interruption.requested)
 
     def _coming_rows(self) -> Iterator[Row]:
-        """What the run will train and evaluate on, in the order in which it comes; a row may come again."""
+        """The rows of training and evaluation in the order of their use; a row may come several times."""
         recipe = self.recipe
         if recipe.do_train:
             for step in batches.plan(self.inputs.train, recipe, self.cadence.total_steps, first_step=self.journal.done):
@@ -117,7 +117,7 @@ class Training:
     # Steps.
 
     def steps(self) -> bool:
-        """Trains to the end; False when it was interrupted before."""
+        """Trains to the end; False if interrupted before."""
         if not self.recipe.do_train:
             return True
         self._catch_up_evaluation()
@@ -163,11 +163,11 @@ class Training:
             self._save()
         if self.cadence.publishes(step):
             _, refusal = self._publish()
-            if refusal is not None:  # training has cost hours and goes on; the end says it once more
+            if refusal is not None:  # hours of training must not be lost; `finish` reports the error again
                 self.display.say(f"step {step} was not published: {refusal}")
 
     def _evaluate(self) -> bool:
-        """True when it was the best so far. An evaluation that Ctrl-C ends is made by the run that goes on."""
+        """True for the best evaluation so far. A resumed run repeats an evaluation that Ctrl-C has ended."""
         figures = self._figures()
         if figures is None:
             return False
@@ -181,7 +181,7 @@ class Training:
         return is_better
 
     def _figures(self) -> dict[str, float] | None:
-        """None when Ctrl-C ended it. Raises NumericsError, with the step, when they are no numbers."""
+        """None if Ctrl-C ended the evaluation. Raises NumericsError, naming the step, for NaN or infinity."""
         try:
             return self.evaluator.run(lambda: self.interruption.requested)
         except NumericsError as error:
@@ -194,14 +194,14 @@ class Training:
             self._save()
 
     def _evaluation_of(self, step: int) -> dict[str, float] | None:
-        """Its figures as the journal has them, None where there was none after that step."""
+        """The figures of the evaluation after `step` from the journal; None if there was none."""
         entries = [entry for entry in self.journal.history if entry["step"] == step]
         found = next((entry for entry in reversed(entries) if "eval_runtime" in _unnamed(entry)), None)
         return found and {key: value for key, value in found.items() if key not in ("epoch", "step")}
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the best evaluation has a checkpoint, which `save_total_limit` leaves."""
+        """Whether the best evaluation has a checkpoint, which `save_total_limit` keeps."""
         return self.recipe.load_best_model_at_end or self.recipe.save_strategy == BEST
 
     # Saving and publishing.
@@ -209,7 +209,7 @@ class Training:
     def _save(self) -> Path:
         path = checkpoints.checkpoint_path(self.recipe.output_dir, self.journal.done)
         temporary = checkpoints.temporary_path(path)
-        shutil.rmtree(temporary, ignore_errors=True)  # of a save that failed; the server replaces its own files alone
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a failed save; the server replaces only its own files
         saved = self.client.save(self.session, str(temporary), optimizer=not self.recipe.save_only_model, replace=True)
         if saved.step != self.journal.done:
             shutil.rmtree(temporary)
@@ -238,14 +238,14 @@ class Training:
         return path
 
     def _rescue(self) -> None:
-        """Saves the steps before one whose numbers are no numbers; that step has changed nothing."""
+        """Saves the steps before a NaN or infinity; the failed step has changed nothing."""
         path = checkpoints.checkpoint_path(self.recipe.output_dir, self.journal.done)
         if self.recipe.do_train and self.journal.done and self.last != path:
-            with contextlib.suppress(KtError):  # the step's own error is told
+            with contextlib.suppress(KtError):  # the caller reports the step's own error
                 self._save()
 
     def _told(self, error: NumericsError, micro_batches: list[list[Row]], rate: float) -> NumericsError:
-        """The step, its rows and what to do about it; what was trained before it is saved first."""
+        """The error with the step, its rows and advice; saves the steps before it first."""
         self._rescue()
         step, recipe = self.journal.done + 1, self.recipe
         rows = list(dict.fromkeys(row.where for micro_batch in micro_batches for row in micro_batch if row.where))
@@ -266,7 +266,7 @@ class Training:
         return f"; what was trained before is in {self.last}" if self.last else ""
 
     def _publish(self) -> tuple[PublishReply | None, UserError | None]:
-        """What was published, or why the server refused: the name is somebody else's, or the adapter is not finite."""
+        """The reply, or the server's refusal: another owner has the name, or the adapter is not finite."""
         if not self.recipe.publish:
             return None, None
         try:
@@ -278,10 +278,10 @@ class Training:
         )
         return published, None
 
-    # The end.
+    # End.
 
     def finish(self, is_whole: bool) -> RunResult:
-        """Raises what the server had against the last publication when all else is written."""
+        """Raises the server's refusal of the last publication only after everything else is written."""
         if not is_whole:
             path = checkpoints.checkpoint_path(self.recipe.output_dir, self.journal.done)
             if self.journal.done and self.last != path:
@@ -305,7 +305,7 @@ class Training:
         return self._result(published, interrupted=False)
 
     def _last_evaluation(self) -> dict[str, float]:
-        """The one after the last step, where there was one and the session still holds what it was made of."""
+        """The last step's evaluation; runs it if there was none, or if the session now holds the best model."""
         known = None if self._took_best else self._evaluation_of(self.journal.done)
         if known is not None:
             self.journal.finish_evaluation(known)
@@ -319,7 +319,7 @@ class Training:
         return figures
 
     def _write_adapter(self, results: dict[str, float]) -> None:
-        """The adapter's files are the last checkpoint's, where that is what the session holds now."""
+        """Copies the adapter from the best or last checkpoint if it has the session's weights, else saves it."""
         output_dir = self.recipe.output_dir
         holds_best = self.recipe.load_best_model_at_end and self.best.checkpoint
         source = Path(self.best.checkpoint) if holds_best and self.best.checkpoint else self.last
@@ -347,5 +347,5 @@ class Training:
 
 
 def _unnamed(entry: dict[str, object]) -> set[str]:
-    """The entry's keys, an evaluation of named sets counted as one."""
+    """The entry's keys; keys `eval_NAME_runtime` of named sets become the one key `eval_runtime`."""
     return {"eval_runtime" if key.startswith("eval_") and key.endswith("_runtime") else key for key in entry}

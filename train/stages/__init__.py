@@ -1,1 +1,1 @@
-"""What one step of SFT or a preference loss trains on."""
+"""The training objectives: batches and losses of one step of SFT or preference training."""

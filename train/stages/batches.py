@@ -1,7 +1,7 @@
-"""Which examples make which optimizer step, and how they travel.
+"""Assigns examples to optimizer steps, and encodes them for the wire.
 
-The order is a function of the recipe's seed, the epoch and the number of sequences, so any step can be planned without
-the steps before it: that is how a run resumes. A sequence here is an example or, with packing, a bin of examples.
+The order is a function of the recipe's seed, the epoch and the number of sequences. So any step can be planned without
+the steps before it, which resuming relies on. A sequence here is an example or, with packing, a bin of examples.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ def plan(examples: Sequence[Item], recipe: Recipe, num_steps: int, first_step: i
 
 
 def num_sequences(examples: Sequence[Item], recipe: Recipe) -> int:
-    """How many sequences an epoch has: bins with packing, otherwise examples."""
+    """The number of sequences in an epoch: bins with packing, otherwise examples."""
     return len(_bins(examples, recipe))
 
 
 def steps_per_epoch(examples: Sequence[Item], recipe: Recipe) -> int:
-    """Optimizer steps, as Hugging Face's Trainer counts them; a last, smaller one counts."""
+    """Optimizer steps per epoch, as Hugging Face's Trainer counts them; a smaller last one counts."""
     return math.ceil(num_sequences(examples, recipe) / _per_step(recipe))
 
 
 def to_batch(micro: Sequence[Item], weight: float) -> Batch:
-    """One wire sequence per example; a pair is two: chosen, then rejected.
+    """One wire sequence per example; a pair becomes two: chosen, then rejected.
 
-    A trained token of an example weighs `weight` (1 / the trained tokens of the whole optimizer step makes the step's
-    loss their mean); of a pair 1.0, which only says that it counts: the preference loss has a scale of its own.
+    The weight of an example's trained token is `weight`: with 1 / (trained tokens of the whole optimizer step), the
+    step's loss is their mean. A pair's tokens have 1.0, which only selects them: the preference loss has its own scale.
     """
     parts = list(_sequences(micro, weight))
     return Batch(
@@ -73,7 +73,7 @@ def _per_step(recipe: Recipe) -> int:
 
 
 def _bins(examples: Sequence[Item], recipe: Recipe) -> list[list[int]]:
-    """Preferences are not packed, as in LLaMA-Factory."""
+    """Bins of indices. As in LLaMA-Factory, preferences are not packed."""
     if not recipe.packing or any(isinstance(item, Pair) for item in examples):
         return [[index] for index in range(len(examples))]
     return pack([item.num_tokens for item in examples], recipe.cutoff_len)

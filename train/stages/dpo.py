@@ -1,9 +1,9 @@
-"""Preference training: pairs of answers, compared with a frozen reference where the loss has one.
+"""Preference training on pairs of answers, compared with a frozen reference if the loss has one.
 
 The reference's log-probabilities are constants: each is computed once, kept for later epochs (8 bytes a pair), and
-saved with checkpoints, so that a resumed run goes on with the same bits. The twin computes them in the first step that
-needs them, with the policy's own arithmetic: as long as policy and reference are the same model, the loss is exactly
-that of no difference. With `ref_logprobs: serving` the serving path gives them before the first step.
+saved with checkpoints, so that a resumed run continues with the same bits. The twin computes them in the first step
+that needs them, with the policy's own arithmetic: while policy and reference are the same model, the loss is exactly
+that of equal models. With `ref_logprobs: serving` the serving path computes them before the first step.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def preference_loss(recipe: Recipe, scale: float = 1.0) -> PreferenceLoss:
 
 
 def reference_adapter(recipe: Recipe) -> Path | None:
-    """The adapter that is the reference; None: the base with adapters off, or the loss has no reference."""
+    """The adapter used as reference; None: the base with adapters off, or a loss without reference."""
     if recipe.stage != "dpo" or not preference_loss(recipe).has_reference:
         return None
     return recipe.ref_model_adapters or recipe.adapter_name_or_path
 
 
 def described_reference(recipe: Recipe) -> str:
-    """One line for people: which reference the loss compares with, and who computes its log-probabilities."""
+    """One line for users: the reference of the loss, and the source of its log-probabilities."""
     if not preference_loss(recipe).has_reference:
         return f"reference: none; {recipe.pref_loss} compares the two answers' average log-probabilities alone"
     path = "; log-probabilities from the serving path (ref_logprobs)" if recipe.ref_logprobs == "serving" else ""
@@ -65,8 +65,8 @@ def _reference_model(recipe: Recipe) -> str:
 
 
 class Dpo:
-    """`train`: the pairs of the run, in the order of which `state` speaks. `serving`: given, the reference's
-    log-probabilities come from there, by `prepare`; it says by `say` how that goes."""
+    """`train`: the pairs of the run; their order is that of `state`. `serving`: if given, `prepare` takes the
+    reference's log-probabilities from the serving path and reports its progress by `say`."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Dpo:
             ReferencePass(self._values, twin, self._say).run(path, pairs, stop)
 
     def accumulate(self, micro_batches: Sequence[Sequence[Row]]) -> Outcome:
-        """One call for the whole step, as in `sft`."""
+        """Sends the whole step as one call, as `sft` does."""
         rows = [row for micro_batch in micro_batches for row in micro_batch]
         loss = preference_loss(self._recipe, scale=1.0 / len(rows))
         batch, reference = to_batch(rows, 1.0), self._reference(rows, loss)
@@ -116,7 +116,7 @@ class Dpo:
         return None if stop() else totals
 
     def state(self) -> dict[str, Any]:
-        """The values known so far. Evaluation's are kept only if computing them again may give other bits."""
+        """The known values. Evaluation's are included only if computing them again may give different bits."""
         if not preference_loss(self._recipe).has_reference:
             return {}
         return self._values.state(evaluation=self._serving is not None)
@@ -134,7 +134,7 @@ class Dpo:
             yield ticket, batch, chunk
 
     def _reference(self, rows: Sequence[Row], loss: PreferenceLoss) -> npt.NDArray[np.float32] | None:
-        """What the wire's `reference` carries: float32 [2 * pairs], or None. Computes what is not known yet."""
+        """The wire's `reference`: float32 [2 * pairs], or None. Computes values that are not known yet."""
         if not loss.has_reference:
             return None
         missing = self._values.missing(rows)
@@ -146,7 +146,7 @@ class Dpo:
 
 
 def _sums(result: ForwardResult, batch: Batch) -> npt.NDArray[np.float32]:
-    """Of each sequence's counted log-probabilities."""
+    """For each sequence the sum of its counted log-probabilities."""
     weights = batch.split(batch.weights)
     return np.asarray(
         [summed(logprobs[weight != 0]) for logprobs, weight in zip(result.logprobs, weights, strict=True)], np.float32

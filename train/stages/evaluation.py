@@ -1,4 +1,4 @@
-"""Evaluation: figures on rows that are not trained on, and which of a run's evaluations was the best."""
+"""Evaluation: metrics on held-out rows, and the best of a run's evaluations."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def split(
 ) -> tuple[list[Item], list[Item]]:
     """(Rows to train on, rows held out), both in the order of the data. `val_size`: a share below 1, or a count.
 
-    `identities`: one for each row. A row that mixing or `num_samples` repeats counts once, and is held out, once, with
-    all its repeats: otherwise it would be evaluated on and trained on. Which rows are held out depends on the seed and
-    on how many there are.
+    `identities`: one for each row. A row that mixing or `num_samples` repeats counts once. All its repeats leave the
+    training rows and one is held out: otherwise a row would be both evaluated and trained on. The choice depends on the
+    seed and the number of distinct rows.
     """
     named = range(len(rows)) if identities is None else identities
     first = {name: index for index, name in reversed(list(enumerate(named)))}
@@ -43,7 +43,7 @@ def split(
 
 
 def identity_of(row: Row) -> Hashable:
-    """Place and content: rows of a file may share a line, and rows of different places be alike."""
+    """Place and content: rows of a file may share a line, and rows at different places may have equal content."""
     digest = hashlib.blake2b(digest_size=16)
     for example in row.examples if isinstance(row, Pair) else (row,):
         digest.update(example.ids.tobytes())
@@ -52,7 +52,7 @@ def identity_of(row: Row) -> Hashable:
 
 
 class Evaluator:
-    """`sets`: name to rows; the name "" is the one set of a run that does not tell its datasets apart."""
+    """`sets`: name to rows; the name "" is the only set of a run that evaluates its datasets together."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class Evaluator:
         self._objective, self._sets, self._recipe, self._clock = objective, sets, recipe, clock
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
-        """`eval_loss` and the like, `eval_NAME_loss` where there are several sets; None when `stop` said so.
+        """`eval_loss` and the like, with several sets `eval_NAME_loss`; None if `stop` returned True.
 
-        Raises NumericsError for a figure that is no number.
+        Raises NumericsError for NaN or infinity.
         """
         figures: dict[str, float] = {}
         for name, rows in self._sets.items():
@@ -94,7 +94,7 @@ class Evaluator:
 
 @dataclass
 class Best:
-    """The best evaluation so far, and for how many evaluations there has been none better."""
+    """The best evaluation so far, and the number of evaluations since."""
 
     key: str
     greater_is_better: bool
@@ -112,8 +112,8 @@ class Best:
         return cls(key, not key.endswith("loss") if greater is None else greater, recipe.early_stopping_steps)
 
     def judge(self, step: int, figures: Mapping[str, float]) -> bool:
-        """True if this evaluation is the best so far. Raises UnknownNameError when it has no such metric, NumericsError
-        for one that is no number: it would be the best for ever, since nothing is better than NaN."""
+        """True if this evaluation is the best so far. Raises UnknownNameError if it lacks the metric, NumericsError for
+        NaN or infinity: NaN would stay the best for ever, since no value compares as better."""
         if self.key not in figures:
             raise UnknownNameError("metric", self.key, figures, where="metric_for_best_model")
         value = figures[self.key]
@@ -132,14 +132,14 @@ class Best:
         return {"metric": self.metric, "step": self.step, "checkpoint": self.checkpoint, "since": self.since}
 
     def restore(self, state: Mapping[str, Any], beside: Path) -> None:
-        """`beside`: the checkpoint that is gone on from; the best is looked for there if its directory was renamed."""
+        """`beside`: the checkpoint to resume from; a best checkpoint that is not at its path is looked up beside it."""
         self.metric, self.step = state["metric"], state["step"]
         self.checkpoint, self.since = state["checkpoint"], state["since"]
         if self.checkpoint and not Path(self.checkpoint).is_dir():
             self.checkpoint = str(beside.parent / Path(self.checkpoint).name)
 
     def hugging_face(self) -> dict[str, Any]:
-        """As `trainer_state.json` names it."""
+        """The keys of `trainer_state.json`."""
         return {
             "best_global_step": self.step,
             "best_metric": self.metric,

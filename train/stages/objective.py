@@ -1,4 +1,4 @@
-"""What a stage trains for: turns a step's examples into calls of the resident, and answers into a loss and metrics."""
+"""An objective turns a step's examples into calls of the resident, and the replies into a loss and metrics."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kt_runtime.wire import Batch, ForwardResult, Ticket
 
 Row = Example | Pair
 
-# Evaluation's calls under way at once: the resident always has one to go on with, and few wait in its memory.
+# Evaluation calls in flight: enough that the resident always has the next one, few enough for its memory.
 CALLS_AHEAD = 4
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one optimizer step. `loss` and `metrics` are means over what counts: trained tokens, or pairs.
+    """Results of one optimizer step. `loss` and `metrics` are means over the counted items: trained tokens, or pairs.
 
-    `num_tokens`: tokens that went through the layers, a prompt shared by a pair once. `num_samples`: rows.
+    `num_tokens`: tokens computed by the layers; a prompt shared by a pair counts once. `num_samples`: rows.
     """
 
     loss: float
@@ -34,7 +34,7 @@ class Outcome:
 
 @dataclass
 class Totals:
-    """Of an evaluation: sums, and over how much they are to be divided."""
+    """Sums over an evaluation, and their divisors."""
 
     loss: float = 0.0
     count: int = 0
@@ -60,17 +60,17 @@ def check_finite(figures: Mapping[str, float]) -> None:
 
 class Objective(Protocol):
     def prepare(self, rows: Iterable[Row], stop: Callable[[], bool]) -> None:
-        """Before anything is trained or evaluated, and after `restore`: computes what is known beforehand about `rows`,
-        which the run will come to in this order. Ends early when `stop` says so."""
+        """Computes constants for `rows`, listed in the order of their use, before any training or evaluation and after
+        `restore`. Ends early when `stop` returns True."""
 
     def accumulate(self, micro_batches: Sequence[Sequence[Row]]) -> Outcome:
-        """Adds the step's gradient to the session's: a step's micro-batches are one call, see `sft`."""
+        """Adds the step's gradient to the session's. A step's micro-batches are one call, see `sft`."""
 
     def evaluate(self, rows: Sequence[Row], batch_size: int, stop: Callable[[], bool]) -> Totals | None:
-        """Sums over `rows`, with the session as it is; None when `stop` said so in between."""
+        """Sums over `rows` with the session's current weights; None if `stop` returned True meanwhile."""
 
     def state(self) -> dict[str, Any]:
-        """numpy arrays that a resumed run needs to give the same losses, for a checkpoint."""
+        """numpy arrays for a checkpoint, from which a resumed run computes the same losses."""
 
     def restore(self, arrays: Mapping[str, Any]) -> None: ...
 
@@ -81,7 +81,7 @@ Call = tuple[Ticket, Batch, Sequence[Row]]
 def in_flight(
     client: Resident, calls: Iterable[Call], stop: Callable[[], bool] = lambda: False
 ) -> Iterator[tuple[ForwardResult, Sequence[Row]]]:
-    """Finishes `calls` in order while up to `CALLS_AHEAD` later ones are under way; begins no more after `stop`."""
+    """Finishes `calls` in order, with up to `CALLS_AHEAD` later ones in flight; starts no more after `stop`."""
     waiting: deque[Call] = deque()
     for call in calls:
         waiting.append(call)

@@ -1,15 +1,15 @@
 """Log-probabilities of answers under DPO's reference, from the serving path instead of the training twin.
 
-Pairs often share their prompts. The server keeps the keys and values of what it has computed in its prefix cache, so
-that a prompt goes through the layers once, however many answers it has. SGLang finds at most `logprob_start_len` tokens
-of a request in the cache, and from that position on it computes log-probabilities; here that is the prompt's last
-token, from which the answer's first is predicted. All before it is called the prompt's prefix. With pages of P tokens
-up to P - 1 tokens of a prefix are computed again for each answer.
+Pairs often share their prompts. The server's prefix cache keeps the keys and values of a prompt, so that the layers
+compute a prompt once, however many answers it has. SGLang reuses at most `logprob_start_len` cached tokens of a
+request, and computes log-probabilities from that position on. Here the position is the prompt's last token, which
+predicts the answer's first. The tokens before it are called the prompt's prefix. With pages of P tokens, up to P - 1
+tokens of a prefix are computed again for each answer.
 
-Order: one answer of a prompt goes first, the others when it has come, or all that are under way would compute the
-prefix. At most `num_at_once` prompts are open at a time, which bounds what the cache must hold; prompts of an earlier
-call come before others, as long as the cache has them. The longest request of all is the first, so that one which the
-server can't take is known at once, and it goes alone: what all prompts share, as a system prompt, is computed once.
+Order: the first answer of a prompt is sent alone and the others after its reply, since otherwise all answers in flight
+would compute the prefix. At most `num_at_once` prompts are open at a time, which bounds the cache's memory. Prompts of
+an earlier call come before others, while the cache still has them. The longest request of all is sent first and alone:
+a request that is too long for the server fails at once, and a system prompt shared by all is computed once.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from kt_runtime.train.predict.serving_path import Answer, Ask, ServingPath, malf
 STOP_SECONDS = 0.1
 
 LogProbs = npt.NDArray[np.float32]
-"""Of an answer's counted tokens, in their order."""
+"""Log-probabilities of an answer's counted tokens, in order."""
 Serving = Callable[[Path | None], AbstractContextManager[ServingPath]]
-"""Serves the adapter of a directory, or the base for None, while the context lasts."""
+"""Serves the adapter of a directory, or the base for None, within the context."""
 Scored = Callable[[Example, LogProbs], None]
 
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """One request, for all `examples` that are this very sequence. `ids[: start + 1]` is the prompt."""
+    """One request, for all `examples` with this very sequence. `ids[: start + 1]` is the prompt."""
 
     ids: list[int]
     start: int
@@ -60,9 +60,9 @@ class _Question:
 
 @dataclass
 class Counters:
-    """Of all that was asked so far. `prefix_tokens`: of the distinct prefixes; `prefix_tokens_sent`: of all requests.
+    """Sums over all requests so far. `prefix_tokens`: of distinct prefixes; `prefix_tokens_sent`: of all requests.
 
-    `cached_tokens` is what the server had; all of them are of prefixes.
+    `cached_tokens`: prompt tokens found in the server's cache, all of them prefix tokens.
     """
 
     num_pairs: int = 0
@@ -93,9 +93,9 @@ class Counters:
 def ask_reference(
     path: ServingPath, pairs: Sequence[Pair], counters: Counters, scored: Scored, stop: Callable[[], bool]
 ) -> bool:
-    """Calls `scored` once for each example of `pairs`, in whatever order they come; False when `stop` ended it before.
+    """Calls `scored` once for each example of `pairs`, in the order of the replies; False if `stop` ended it early.
 
-    Raises as ServingPath, and NumericsError for a log-probability that is no number.
+    Raises as ServingPath, and NumericsError for a log-probability that is NaN or infinite.
     """
     groups = _questions(pairs, counters.prompts)
     counters.num_pairs += len(pairs)
@@ -127,7 +127,7 @@ def ask_reference(
 
 
 def _questions(pairs: Iterable[Pair], known: Container[bytes]) -> dict[bytes, list[_Question]]:
-    """By prompt: the one with the longest question first, then those of `known`, then the others from long to short."""
+    """By prompt: first the one with the longest request, then those in `known`, then the others from long to short."""
     groups: dict[bytes, dict[bytes, _Question]] = {}
     for pair in pairs:
         for example in pair.examples:
@@ -170,7 +170,7 @@ async def _ask_groups(
 
 
 async def _unless(stop: Callable[[], bool], work: Coroutine[Any, Any, None]) -> bool:
-    """True when `work` has come to its end, False when `stop` said so before; then it is cancelled."""
+    """True when `work` has finished; False when `stop` returned True before, which cancels `work`."""
     task = asyncio.ensure_future(work)
     while not (await asyncio.wait({task}, timeout=STOP_SECONDS))[0]:
         if stop():
@@ -182,7 +182,7 @@ async def _unless(stop: Callable[[], bool], work: Coroutine[Any, Any, None]) -> 
 
 
 def _logprobs(question: _Question, answer: Answer) -> LogProbs:
-    """SGLang's list has one entry for each token from `start` on; the first has no number."""
+    """Parses SGLang's list, which has one entry for each token from `start` on; the first entry has no value."""
     example = question.examples[0]
     try:
         found = np.array([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]], np.float32)

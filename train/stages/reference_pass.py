@@ -1,7 +1,7 @@
 """The pass before the first step that takes the reference's log-probabilities from the serving path.
 
-Its first pairs, which are the first step's, are computed on the twin as well: how far the two differ is said before the
-rest is asked for.
+The twin also computes those of the first pairs (the first step's); the difference between the two is reported before
+the remaining requests are sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Stop = Callable[[], bool]
 
 @dataclass(frozen=True)
 class Twin:
-    """The session's twin, `batch_size` pairs at a time. `loss`: with a reference, of scale 1."""
+    """The session's twin, called with `batch_size` pairs at a time. `loss`: has a reference and scale 1."""
 
     client: Resident
     session: str
@@ -39,7 +39,7 @@ class Twin:
     batch_size: int
 
     def logprobs(self, pairs: Sequence[Row]) -> dict[int, LogProbs]:
-        """The reference's, of each example's counted tokens, by id(example)."""
+        """The reference's log-probabilities of each example's counted tokens, by id(example)."""
         found: dict[int, LogProbs] = {}
         for chunk in chunks(pairs, self.batch_size):
             batch = to_batch(chunk, 1.0)
@@ -51,7 +51,7 @@ class Twin:
         return found
 
     def mean_loss(self, pairs: Sequence[Row], reference: npt.NDArray[np.float32]) -> float:
-        """Of the policy as it is. `reference`: float32 [pairs, 2]."""
+        """The mean loss of the current policy. `reference`: float32 [pairs, 2]."""
         total = 0.0
         for start in range(0, len(pairs), self.batch_size):
             part = slice(start, start + self.batch_size)
@@ -62,14 +62,14 @@ class Twin:
 
 
 class ReferencePass:
-    """Fills `values` in. What has come stays when the pass is ended early."""
+    """Fills in `values`. When the pass ends early, values computed so far stay."""
 
     def __init__(self, values: ReferenceValues, twin: Twin, say: Say) -> None:
         self.counters = Counters()
         self._values, self._twin, self._say = values, twin, say
 
     def run(self, path: ServingPath, pairs: Sequence[Pair], stop: Stop) -> None:
-        """`pairs`: without values so far, those of the first step first. Raises as `ask_reference` and the client."""
+        """`pairs`: those without values, the first step's first. Raises as `ask_reference` and the client."""
         started = time.monotonic()
         progress = Progress(2 * len(pairs), self._say, verb="reference: scored", unit="answers")
         compared, rest = pairs[:NUM_COMPARED], pairs[NUM_COMPARED:]
@@ -99,7 +99,7 @@ class ReferencePass:
         return kept
 
     def _compare(self, pairs: Sequence[Pair], served: dict[int, LogProbs]) -> None:
-        """Says by how much the serving path's values are off the twin's, and what that does to the loss."""
+        """Reports the difference between the serving path's and the twin's values, and its effect on the loss."""
         on_twin = self._twin.logprobs(pairs)
         examples = [example for pair in pairs for example in pair.examples]
         tokens = np.concatenate([np.abs(served[id(each)] - on_twin[id(each)]) for each in examples])
@@ -116,7 +116,7 @@ class ReferencePass:
 
 
 def summed(logprobs: LogProbs) -> float:
-    """Added in float64."""
+    """The sum, accumulated in float64."""
     return float(np.sum(logprobs, dtype=np.float64))
 
 

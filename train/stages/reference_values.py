@@ -1,4 +1,4 @@
-"""What is known of the reference's log-probabilities: two sums for each pair, and what a checkpoint keeps of them."""
+"""The known log-probabilities of the reference: two sums for each pair, and their form in a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Values = npt.NDArray[np.float32]
 
 
 class ReferenceValues:
-    """float32 [pairs, 2], chosen and rejected, NaN where not known yet: the pairs of the run in the order of `train`,
-    then others as they come. A pair is known by its identity, not its content."""
+    """float32 [pairs, 2], chosen and rejected, NaN while unknown: first the run's pairs in the order of `train`, then
+    others in the order of their first use. A pair is identified by its id, not its content."""
 
     def __init__(self, train: Sequence[Row]) -> None:
         self._num_train = len(train)
-        self._rows = list(train)  # keeps the pairs alive, and with them their ids
+        self._rows = list(train)  # keeps the pairs alive, so that their ids stay unique
         self._index = {id(pair): index for index, pair in enumerate(train)}
         self._values = np.full((len(train), 2), np.nan, np.float32)
         self._saved: dict[bytes, Values] = {}
 
     def of(self, rows: Sequence[Row]) -> Values:
-        """float32 [rows, 2]."""
+        """The rows' values, float32 [rows, 2]."""
         places = self._places(rows)
         return self._values[places]
 
@@ -43,13 +43,13 @@ class ReferenceValues:
         self._values[places] = values
 
     def missing(self, rows: Iterable[Row]) -> list[Row]:
-        """Those whose values are not known, each once, in their order."""
+        """The rows without values, each once, in order."""
         each = list({id(row): row for row in rows}.values())
         is_missing = np.isnan(self.of(each)).any(axis=1)
         return [each[index] for index in np.flatnonzero(is_missing)]
 
     def state(self, *, evaluation: bool) -> dict[str, Any]:
-        """For a checkpoint. `evaluation`: with the other pairs' values, found again by what the pairs hold."""
+        """Arrays for a checkpoint. `evaluation`: includes the other pairs' values, keyed by content digests."""
         arrays: dict[str, Any] = {REFERENCE: self._values[: self._num_train].copy()}
         others = self._values[self._num_train :]
         if evaluation and len(others):
@@ -59,7 +59,7 @@ class ReferenceValues:
         return arrays
 
     def restore(self, arrays: Mapping[str, Any]) -> None:
-        """Raises InvalidValueError when the checkpoint's pairs are not as many as the run's."""
+        """Raises InvalidValueError if the checkpoint has another number of pairs than the run."""
         saved = arrays.get(REFERENCE)
         if saved is None:
             return

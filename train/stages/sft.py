@@ -1,9 +1,9 @@
-"""Supervised fine-tuning: the mean cross-entropy of a step's trained tokens, however they lie in micro-batches.
+"""Supervised fine-tuning: the mean cross-entropy of a step's trained tokens, independent of the micro-batches.
 
-A step's micro-batches travel as one call. What goes through the layers at once is the server's to choose
-(`--microbatch-tokens`): the gradient is the same sum, and experts that lie in CPU memory are read once for all of these
-tokens instead of once for every row. `per_device_train_batch_size` bounds memory where a trainer has only that to bound
-it with; here it says, with `gradient_accumulation_steps`, how many rows make a step.
+A step's micro-batches are sent as one call; the server chooses how many tokens the layers compute at once
+(`--microbatch-tokens`). The gradient is the same sum, and experts in CPU memory are read once for all of these tokens
+instead of once for every row. In other trainers `per_device_train_batch_size` bounds memory; here it only determines,
+with `gradient_accumulation_steps`, how many rows make a step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A list of adapted modules as a person wants to read it: layers as ranges, projections side by side."""
+"""A readable list of adapted modules: layers as ranges, projections side by side."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LAYER = re.compile(r"(?P<before>.*?\blayers\.)(?P<layer>\d+)(?P<after>\..+)")
 
 
 def patterns(modules: Iterable[str]) -> list[str]:
-    """`model.layers.{0-26}.self_attn.{q_proj,o_proj}`: what follows is grouped by the layers that it is in."""
+    """`model.layers.{0-26}.self_attn.{q_proj,o_proj}`: modules grouped by the layers in which they occur."""
     layers_of: dict[tuple[str, str, str], list[int]] = {}
     alone: list[str] = []
     for module in modules:
