@@ -29,7 +29,7 @@ from kt_runtime.adapters.unfinished import remove_unfinished
 from kt_runtime.adapters.versions import AdapterVersion, as_version, content_hash
 from kt_runtime.errors import AdapterError, ConflictError, KtError, UnknownNameError
 from kt_runtime.families import Family
-from kt_runtime.files import visible_entries, write_json
+from kt_runtime.files import fsync_directory, visible_entries, write_json
 
 CURRENT_FILE = "current.json"
 VERSION_FILE = "version.json"
@@ -155,14 +155,22 @@ class VersionStore:
     def forget(self, name: str) -> None:
         """Unloads `name`, for later restarts too; its versions stay on disk. Ignores an unknown name."""
         check_adapter_name(name)
-        (self.root / name / CURRENT_FILE).unlink(missing_ok=True)
+        self._unlink_current(name)
+
+    def _unlink_current(self, name: str) -> None:
+        """Durably: a power cut must not bring an unloaded name back."""
+        path = self.root / name / CURRENT_FILE
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return
+        fsync_directory(path.parent)
 
     def remove(self, name: str) -> None:
         """Unloads `name` and removes its versions. Ignores an unknown name."""
         check_adapter_name(name)
-        path = self.root / name
-        (path / CURRENT_FILE).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
+        self._unlink_current(name)
+        shutil.rmtree(self.root / name, ignore_errors=True)
 
     def clean(self) -> list[str]:
         """Removes what a crash left half written; returns a message for each entry that could not be removed.

@@ -130,9 +130,9 @@ class _Dataset:
                     return
                 yield row
             return
-        num_rows = sum(1 for _ in read_rows(self.info.path, self._columns))
+        num_rows = sum(1 for _ in read_rows(self.info.path, self._columns, lambda _: None))
         repeats = self._draw(num_rows, min(wanted, most or wanted)) if num_rows else []
-        for repeat, row in zip(repeats, read_rows(self.info.path, self._columns), strict=False):
+        for row, repeat in zip(read_rows(self.info.path, self._columns, self._problem), repeats, strict=False):
             for _ in range(repeat):
                 yield row
 

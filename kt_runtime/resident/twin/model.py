@@ -53,7 +53,7 @@ class Twin:
         self._refuse_leftovers()
         self._model.eval()
         self.shared_bytes = sum(view.nbytes for view in self._views.values()) + host.experts.resident_bytes
-        self.copied_bytes = 0
+        self.copied_bytes = bytes_beside(self._model, host.tensors())
 
     @property
     def num_layers(self) -> int:
@@ -191,6 +191,16 @@ def _share(
             setattr(module, leaf, nn.Parameter(view, requires_grad=False))
         views[source.name] = getattr(module, leaf)
     return views
+
+
+def bytes_beside(model: nn.Module, engine: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of the model's weights that lie in none of the engine's storages: what the twin takes beside them.
+
+    Rotary tables are not counted: they are computed from the configuration.
+    """
+    storages = {tensor.untyped_storage().data_ptr() for tensor in engine.values()}
+    weights = model.state_dict().values()
+    return sum(weight.nbytes for weight in weights if weight.untyped_storage().data_ptr() not in storages)
 
 
 def dense_views(config: Mapping[str, Any], engine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kt_runtime.adapters import VersionStore, VersionTable, complete_groups, content_hash
+from kt_runtime.adapters import VersionStore, VersionTable, complete_groups, content_hash, version_store
 from kt_runtime.errors import AdapterError, InvalidValueError, UnknownNameError
 
 
@@ -129,6 +129,19 @@ def test_remove_forgets_a_name(tmp_path: Path, qwen: Any) -> None:
     store.remove("x")
     assert store.names() == []
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("unload", ["forget", "remove"])
+def test_unloading_is_durable(tmp_path: Path, qwen: Any, unload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its directory is synced once the entry is gone: a power cut does not bring the name back."""
+    store = open_store(qwen, tmp_path)
+    store.point("x", [store.save("x", qwen.adapter("o_proj"), created=0.0).hash])
+    synced: list[tuple[Path, bool]] = []
+    monkeypatch.setattr(
+        version_store, "fsync_directory", lambda place: synced.append((place, (place / "current.json").exists()))
+    )
+    getattr(store, unload)("x")
+    assert synced == [(tmp_path / "x", False)]
 
 
 # Forks a writer for each n, which is killed before its n-th fsync, rename or replace, until one comes through.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kt_runtime.errors import CheckpointError
-from kt_runtime.resident.twin.model import Twin
+from kt_runtime.resident.twin.model import Twin, bytes_beside
 
 
 def logits(twin: Twin, tokens: torch.Tensor) -> torch.Tensor:
@@ -47,6 +47,15 @@ def test_dense_parts_equal_hugging_face_s(lab: Any, tokens: torch.Tensor) -> Non
                 assert torch.equal(found.reshape(wanted.shape), wanted)
 
 
+def a_model_with_one_copy(lab: Any) -> torch.nn.Module:
+    """Its head is the engine's, but for a copy."""
+    model = torch.nn.Module()
+    for number, view in enumerate(lab.twin.views().values()):
+        is_head = view.data_ptr() == lab.twin.head.data_ptr()
+        model.register_buffer(str(number), view.clone() if is_head else view)
+    return model
+
+
 def test_every_tensor_lies_in_the_engine_s_storage(lab: Any) -> None:
     storages = {tensor.untyped_storage().data_ptr() for tensor in lab.host.tensors().values()}
     assert lab.twin.views()
@@ -54,6 +63,7 @@ def test_every_tensor_lies_in_the_engine_s_storage(lab: Any) -> None:
         assert view.untyped_storage().data_ptr() in storages, name
         assert not view.requires_grad, name
     assert lab.twin.copied_bytes == 0
+    assert bytes_beside(a_model_with_one_copy(lab), lab.host.tensors()) == lab.twin.head.nbytes
     views = sum(view.nbytes for view in lab.twin.views().values())
     assert lab.twin.shared_bytes == views + lab.host.experts.resident_bytes
 

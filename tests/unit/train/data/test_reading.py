@@ -13,7 +13,7 @@ import pytest
 
 import kt_runtime.configs
 from kt_runtime.errors import InvalidValueError, UnknownNameError
-from kt_runtime.train.data import read_datasets, read_named
+from kt_runtime.train.data import read_all_that_can_be, read_datasets, read_named
 
 
 def alpaca(count: int, text: str = "q") -> list[dict[str, str]]:
@@ -43,6 +43,16 @@ def test_num_samples_draws_rows_and_repeats_some_beyond_all(datasets: Any) -> No
     counts = Counter(questions(datasets.read()))
     assert set(counts) == {"q0", "q1", "q2"}
     assert counts.total() == 8
+
+
+@pytest.mark.parametrize("entry", [{}, {"num_samples": 3}])
+def test_rows_that_cant_be_read_are_all_reported(datasets: Any, entry: dict[str, int]) -> None:
+    good = json.dumps(alpaca(1)[0])
+    datasets.add("\n".join([good, "7", good, '"text"', good]).encode(), **entry)
+    problems: list[str] = []
+    rows = list(read_all_that_can_be(datasets.recipe(), ("d",), lambda error: problems.append(str(error))))
+    assert len(rows) == 3
+    assert ["d.jsonl:2" in problems[0], "d.jsonl:4" in problems[1], len(problems)] == [True, True, 2]
 
 
 def test_datasets_are_interleaved_as_the_recipe_says(datasets: Any) -> None:
