@@ -1,10 +1,10 @@
 // bfloat16 as its 16 bits. Widening is exact; narrowing rounds to nearest, ties to even.
 //
-// `static inline` on purpose: files of an instruction set include this header, and of an inline function that several
-// objects define, the linker keeps one, perhaps the AVX-512 one for code that must run on any x86-64. What such files
-// include is therefore static, in a namespace of the instruction set or in an unnamed one; for the rest (member
-// functions, templates of the standard library) CMakeLists.txt gives them -fno-weak. tests/unit/csrc/test_symbols.py
-// looks.
+// `static inline` on purpose: files compiled for one instruction set include this header. Where several objects define
+// an inline function, the linker keeps one copy, perhaps the AVX-512 copy for code that must run on any x86-64. Every
+// function in such headers is therefore static, or in a namespace of the instruction set, or in an unnamed namespace.
+// For the rest (member functions, templates of the standard library) CMakeLists.txt compiles those files with
+// -fno-weak. tests/unit/csrc/test_symbols.py checks the objects.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Instruction sets that both the processor has and the operating system saves the registers of.
+// Instruction sets that the processor has and whose registers the operating system saves.
 #pragma once
 
 #include <cstdint>

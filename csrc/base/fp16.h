@@ -30,7 +30,7 @@ static inline uint16_t float_to_fp16(float value) {
   const uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);  // NaN
   if (magnitude >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);
-  if (magnitude < 113u << 23) {  // below 2^-14: the last bit is 2^-24, which is that of floats from 0.5 on
+  if (magnitude < 113u << 23) {  // below 2^-14: the last bit is 2^-24, as in floats of [0.5, 1)
     float small;
     std::memcpy(&small, &magnitude, sizeof small);
     small += 0.5f;

@@ -55,7 +55,7 @@ AlignedBuffer::~AlignedBuffer() { std::free(data_); }
 Pages::Pages(size_t bytes, int node) {
   if (bytes == 0) return;
 #if defined(__linux__)
-  // Straight from the system: memory that the C library had in use before has been touched.
+  // mmap, because memory that the C library reuses has been touched already.
   mapped_bytes_ = bytes + kHugePage;
   mapped_ = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapped_ == MAP_FAILED) {

@@ -24,7 +24,7 @@ class AlignedBuffer {
   size_t bytes() const { return bytes_; }
   void* data() const { return data_; }
 
-  // At least `count` elements of T; what was there before is lost when the buffer has to grow.
+  // Room for at least `count` elements of T. The contents are lost when the buffer has to grow.
   template <class T>
   T* reserve(int64_t count) {
     const size_t wanted = static_cast<size_t>(count) * sizeof(T);
@@ -45,12 +45,12 @@ class AlignedBuffer {
   size_t bytes_ = 0;
 };
 
-// Pages that no thread has touched: each lies, once it is written, on the node that the system was asked for (mbind,
-// preferred: a node that is full gives way to another), or where that was refused, on the node of the thread that
-// writes it first.
+// Pages that no thread has touched. The first write places a page on the requested node (mbind, preferred: the system
+// takes another node when the requested one is full). If the system refused the request, the page lies on the node of
+// the thread that writes first.
 class Pages {
  public:
-  // `node`: the operating system's number; -1: none is asked for. Throws std::bad_alloc.
+  // `node`: the operating system's number; -1: no request. Throws std::bad_alloc.
   Pages(size_t bytes, int node);
   ~Pages();
   Pages(Pages&& other) noexcept { swap(other); }
@@ -75,14 +75,15 @@ class Pages {
   size_t mapped_bytes_ = 0;
 };
 
-// What became of the requests for a memory node since the process began.
+// Outcomes of the requests for a memory node since the process began.
 struct PlacementCounts {
   int64_t granted = 0, refused = 0;
   int last_error = 0;  // errno of the last refusal
 };
 PlacementCounts placement_counts();
 
-// Asks for a node for a range of pages: 0, or errno. For tests: replaced by `ask` until it is given null.
+// Requests a node for a range of pages; returns 0 or errno. For tests: `ask` replaces the system call; null restores
+// it.
 using PlacementCall = int (*)(void* data, size_t bytes, int node);
 void set_placement_call(PlacementCall ask);
 

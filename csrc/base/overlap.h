@@ -5,12 +5,12 @@
 
 namespace kt {
 
-// Two elements of one tensor may lie in the same bytes, as after torch.Tensor.expand. Exact where each dimension steps
-// over the whole of the smaller ones, as views of one dense tensor do; true for other strides.
+// True if two elements of the tensor may share bytes, as after torch.Tensor.expand. Exact where the stride of each
+// dimension exceeds the extent of all smaller dimensions, as in views of one dense tensor; true for other strides.
 bool overlaps_itself(const TensorView& tensor);
 
-// Some element of one shares a byte with some element of the other: column blocks of one matrix do not. True also where
-// that takes too long to tell, which needs strides that do not nest.
+// True if an element of `one` shares a byte with an element of `other`; two column blocks of one matrix do not. Also
+// true if the search takes too long, which only strides that do not nest can cause.
 bool share_memory(const TensorView& one, const TensorView& other);
 
 }  // namespace kt

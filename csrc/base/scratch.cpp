@@ -39,7 +39,7 @@ struct ThreadScratch {
   }
 };
 
-// body(scratch) for that of threads which are not in a call.
+// Calls body(scratch) for every buffer of the threads that are not in a call.
 template <class Body>
 void for_each_idle(Body&& body) {
   std::lock_guard lock(Threads::instance().mutex);
@@ -52,7 +52,7 @@ void for_each_idle(Body&& body) {
 
 }  // namespace
 
-// The list of buffers changes only where nobody else can look at it.
+// The list of buffers changes only under the mutex, so that no other thread reads it meanwhile.
 Scratch::Scratch() {
   ThreadScratch& own = ThreadScratch::own();
   std::lock_guard lock(Threads::instance().mutex);

@@ -1,8 +1,8 @@
-// Memory that a thread keeps from call to call, as the system clears fresh pages slowly; given back when it is much
-// larger than what recent calls needed.
+// Memory that a thread keeps between calls, because the system clears fresh pages slowly. Memory is freed when it is
+// much larger than recent calls needed.
 //
-// Time is counted in calls. A window is kCallsInWindow of them; at its end, memory of more than twice the most that was
-// reserved in this window and the one before is freed, of every thread that is not in a call.
+// Time is counted in calls. A window is kCallsInWindow calls. The end of a window frees every buffer that is larger
+// than twice the largest reservation of this window and the previous one, for all threads that are not in a call.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace kt {
 
 inline constexpr int64_t kCallsInWindow = 1024;
 
-// The most that was asked for in this window and the one before.
+// The largest request of this window and the previous one.
 class RecentNeed {
  public:
   void add(size_t bytes) { now_ = bytes > now_ ? bytes : now_; }
@@ -55,7 +55,7 @@ class Scratch {
   RecentNeed need_;
 };
 
-// While it lives, no other thread frees this one's scratch. One at a time for each thread.
+// During the object's lifetime no other thread frees this thread's scratch. At most one per thread at a time.
 class ScratchUse {
  public:
   ScratchUse();
@@ -67,7 +67,7 @@ class ScratchUse {
 // Of all threads.
 int64_t scratch_bytes();
 void end_scratch_window();
-// All that no thread uses at the moment.
+// Frees the scratch of every thread that is not in a call.
 void free_scratch();
 
 }  // namespace kt

@@ -1,4 +1,4 @@
-// A tensor in somebody else's memory: pointer, element type, shape, strides in elements.
+// A tensor that does not own its memory: pointer, element type, shape, strides in elements.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The loops of kernels/peaks.h on several threads at once. Not on the thread pool: every thread must do its own equal
-// part at the same time, and a pool gives a free worker the part of a late one.
+// The loops of kernels/peaks.h on several threads at once. The thread pool is not used: every thread must run its own
+// equal part at the same time, while the pool gives a late worker's part to a free one.
 #include "bind/machine.h"
 
 #include <algorithm>
@@ -58,7 +58,7 @@ int64_t rounds_for(int64_t (*loop)(int64_t), double seconds) {
 }
 
 double best_rate(int64_t (*loop)(int64_t), int num_threads, int passes) {
-  constexpr double kPassSeconds = 0.005;  // short: on a busy machine some passes are left alone
+  constexpr double kPassSeconds = 0.005;  // short: on a busy machine some passes run undisturbed
   const int64_t rounds = rounds_for(loop, kPassSeconds);
   double best = 0;
   for (int pass = 0; pass < passes; ++pass) {
@@ -69,13 +69,13 @@ double best_rate(int64_t (*loop)(int64_t), int num_threads, int passes) {
   return best;
 }
 
-// Each pass reads an eighth of the buffer, so that what a pass left in the caches is gone when its turn comes again.
+// Each pass reads an eighth of the buffer, so that the caches hold nothing of that eighth when it is read again.
 double best_read_rate(const Peaks& peaks, int num_threads, int64_t bytes, int passes) {
   constexpr int64_t kParts = 8;
   const int64_t part = bytes / (kParts * num_threads) / kPage * kPage, own = kParts * part;
   AlignedBuffer buffer(static_cast<size_t>(own) * num_threads);
   auto* data = static_cast<uint8_t*>(buffer.data());
-  // Written by the thread that will read it: that is where the memory then is.
+  // First touch by the thread that will read: the memory then lies on that thread's node.
   run_together(num_threads, [&](int i) { std::fill_n(data + i * own, own, static_cast<uint8_t>(i + 1)); });
   double best = 0;
   for (const int streams : {1, 2, 4}) {

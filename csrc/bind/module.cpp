@@ -67,7 +67,7 @@ PYBIND11_MODULE(_experts, module) {
     const kt::PlacementCounts counts = kt::placement_counts();
     return std::make_tuple(counts.granted, counts.refused, counts.last_error);
   });
-  // Scratch of all threads, and activations' memory that waits for its next use.
+  // Scratch of all threads, and retained activations' memory that awaits reuse.
   module.def("spare_memory_bytes", [] { return kt::scratch_bytes() + kt::Retained::spare_bytes(); });
   module.def("free_spare_memory", &kt::Retained::free_spare);
   kt::bind_layer(module);

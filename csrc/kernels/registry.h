@@ -9,11 +9,11 @@
 
 namespace kt {
 
-// Those that this machine can run, best first; the last is always "portable".
+// The instruction sets that this machine can run, best first; the last is always "portable".
 std::vector<const Tiles*> available_tiles();
 
-// The one called `name`, or the best one when `name` is empty. An unknown or unavailable name is an error that lists
-// the available ones.
+// Finds the instruction set `name`, or the best one when `name` is empty. An unknown or unavailable name is an error
+// that lists the available ones.
 Status find_tiles(const std::string& name, const Tiles** tiles);
 
 }  // namespace kt

@@ -6,9 +6,10 @@
 //   multiply_int8   activations quantized to int8, integer weights, exact integer sums within a group
 //
 // Every element of a result is one chain of additions in the order of the inner index (group by group, where the
-// weights have groups), whatever the other rows and columns of the call are. So a token's result does not depend on the
-// batch, nor on how work is cut for threads. A kernel may choose another register tile for few rows than for many, not
-// another order. No allocation, no threads: panels lie on the stack (64 KiB at most).
+// weights have groups), whatever the other rows and columns of the call are. A token's result therefore depends neither
+// on the batch nor on the split of work between threads. A kernel may use other register tiles for few rows than for
+// many, but the same order of additions. Kernels allocate nothing and start no threads; panels lie on the stack (64 KiB
+// at most).
 #pragma once
 
 #include <cstdint>
@@ -43,7 +44,7 @@ struct RowProduct {
   int64_t ldc;
 };
 
-// Consecutive blocks of a packed matrix. The weights of a matrix in pieces (NUMA nodes) are several of these.
+// Consecutive blocks of a packed matrix. A matrix in pieces (NUMA nodes) is several PackedBlocks.
 struct PackedBlocks {
   PackedShape shape;    // of the whole matrix
   const uint8_t* data;  // the first of these blocks
@@ -62,8 +63,8 @@ struct PackedProduct {
   int64_t ldc;
 };
 
-// Rows of int8 activations as `quantize` leaves them. `values` is the instruction set's own order of the codes. A row
-// is the sum of its groups, each codes times one scale:
+// Rows of int8 activations, written by `quantize`. `values` holds the codes in an order that the instruction set
+// chooses. A row is the sum of its groups, each codes times one scale:
 //   columns  group g is columns g * shape.activation_group() and on: shape.activation_groups() groups
 //   planes   group 0 is the high and group 1 the low digit of every column (AMX, int8 weights with one scale a row)
 // scales and sums (of the codes of a group) are [rows][groups], ld_groups apart.
@@ -88,9 +89,9 @@ struct IntegerProduct {
   int64_t ldc;
 };
 
-// out[m, j] (+)= sum over n of in[m, n] * W(n, first_col + j), for m < rows, j < cols; W decoded with its scales. `in`
-// comes as `transpose_rows` leaves it. first_col and cols are multiples of 32; columns up to shape.padded_cols() may be
-// asked for and are zero beyond shape.cols. The matrix is given in pieces of consecutive blocks, in order.
+// out[m, j] (+)= sum over n of in[m, n] * W(n, first_col + j), for m < rows, j < cols; W decoded with its scales.
+// `transpose_rows` makes `in`. first_col and cols are multiples of 32; columns up to shape.padded_cols() may be asked
+// for and are zero beyond shape.cols. The matrix is given in pieces of consecutive blocks, in order.
 template <class T>
 struct TransposedProduct {
   int64_t rows;
@@ -102,7 +103,7 @@ struct TransposedProduct {
   float* out;
   int64_t ldo;
   bool accumulate;
-  bool resume = false;  // the sums go on from what is in `out`: the product over earlier pieces
+  bool resume = false;  // resume from the sums in `out`: the product over earlier pieces
 };
 constexpr int64_t kTokenUnit = 8;
 
@@ -129,12 +130,12 @@ struct Tiles {
   void (*transpose_rows)(const float* in, int64_t ld, int64_t rows, int64_t cols, float* out, int64_t ld_out);
   void (*transpose_rows_bf16)(const float* in, int64_t ld, int64_t rows, int64_t cols, uint16_t* out, int64_t ld_out);
 
-  // Elementwise; every element through the same arithmetic wherever it stands in the array.
+  // Elementwise. An element's arithmetic does not depend on its place in the array.
   void (*widen)(const uint16_t* from, int64_t count, float* to);                // bf16 -> float32
   void (*narrow)(const float* from, int64_t count, uint16_t* to);               // float32 -> bf16, nearest even
   void (*swiglu)(const float* gate, const float* up, int64_t count, float* h);  // silu(gate) * up
-  // With dh the gradient of h before the routing weight: returns <h, dh>, and gate, up become their gradients times
-  // `weight`.
+  // `dh` is the gradient of h without the routing weight. Returns <h, dh>; overwrites gate and up with their gradients
+  // times `weight`.
   double (*swiglu_backward)(float* gate, float* up, const float* dh, float weight, int64_t count);
   void (*add_scaled)(const float* from, float factor, int64_t count, float* to);  // to += factor * from
 };

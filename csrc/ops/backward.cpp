@@ -1,14 +1,14 @@
 // With g the gradient of the output at a token, and p one of its pairs (expert e, routing weight w):
 //
-//   d h     = W_down^T g (+ LoRA)        taken without w, so that the gradient of w is <h, d h>
+//   d h     = W_down^T g (+ LoRA)        computed without w, so that the gradient of w is <h, d h>
 //   d up    = w * d h * silu(gate)
 //   d gate  = w * d h * up * silu'(gate)
 //   d x     = W_gate^T d gate + W_up^T d up (+ LoRA), summed over the token's pairs in their order
 //   d A, B  = products over the pairs of an (expert, slot) group, in token order
 //
-// The weights are read from the same packed copy as in forward: a product with the transposed matrix turns a small
-// panel of it at a time, on the stack (kernels/generic/transposed.h), and takes its gradients turned by
-// `transpose_rows`.
+// Backward reads the same packed weights as forward. A product with the transposed matrix transposes one small panel at
+// a time, on the stack (kernels/generic/transposed.h). Its other operand is a gradient that `transpose_rows` has
+// transposed.
 #include <algorithm>
 #include <cstring>
 
@@ -20,7 +20,7 @@
 namespace kt {
 namespace {
 
-// The right-hand side of a transposed product, in the type that it is multiplied in.
+// The transposed operand of a transposed product, in the type of the multiplication.
 struct Turned {
   float* f32 = nullptr;
   uint16_t* bf16 = nullptr;
@@ -43,7 +43,7 @@ struct BackwardBuffers {
 // Arrays of one expert's pairs: rows of `hidden` or `inner` floats, or of the rank.
 struct ExpertRows {
   float *x, *grad, *gate, *up, *h, *dh;
-  float* by_up;     // d x by way of up, where the weights lie on several nodes
+  float* by_up;     // up's part of d x, where the weights lie on several nodes
   float* low_down;  // scaled by the routing weight
   float* dlow[kNumProjections];
   Turned grad_turned, gate_turned, up_turned;
@@ -67,8 +67,8 @@ class BackwardPass {
         lora_in_(max_rank(call.slots, kGate) > 0 || max_rank(call.slots, kUp) > 0),
         lora_down_(max_rank(call.slots, kDown) > 0) {}
 
-  // `finite`: to be looked at first, in the same job; null: nothing. Throws NotFinite, and has then written nothing to
-  // the gradients.
+  // The same job first runs the check `finite`, if not null. Throws NotFinite before anything is written to the
+  // gradients.
   void run(const FiniteCheck* finite) {
     y_ = BackwardBuffers::all().y.reserve<float>(routing_.num_pairs() * ld_hidden_);
     const Plan plan = backward_plan(engine_.layer, routing_, engine_.num_threads, finite ? finite->num_parts() : 0);
@@ -95,8 +95,8 @@ class BackwardPass {
   }
 
  private:
-  // Nodes [first, first + count) of the layer, whose pieces a transposed product is taken over. Those before have been:
-  // the sums go on from there.
+  // Nodes [first, first + count) of the layer: a transposed product sums over their pieces, and resumes from the sums
+  // of the nodes before `first`.
   struct Nodes {
     int first, count;
   };
@@ -105,7 +105,7 @@ class BackwardPass {
 
   const PairRange& run_of(int64_t index) const { return routing_.experts[static_cast<size_t>(index)]; }
 
-  // Arrays for `pairs` pairs whose turned rows take `turned` tokens in all.
+  // Arrays for `pairs` pairs whose transposed rows have `turned` tokens in all, padding included.
   ExpertRows reserve(BackwardBuffers* b, int64_t pairs, int64_t turned) const {
     ExpertRows rows{};
     if (lora_in_) rows.x = b->x.reserve<float>(pairs * ld_hidden_);
@@ -179,7 +179,7 @@ class BackwardPass {
     for (int i = 0; i < nodes.count; ++i) pieces[i] = engine_.layer.piece(expert, part, nodes.first + i).blocks;
     const int64_t turned_ld = round_up(rows, kTokenUnit);
     const bool resume = nodes.first > 0;
-    // Rows of the matrix that earlier nodes have; for each, both types have `turned_ld` elements.
+    // Elements of `in` for the matrix rows of earlier nodes: `turned_ld` per row, in both types.
     const int64_t skipped = engine_.layer.span(part, nodes.first).first * kBlockRows * turned_ld;
     const auto [first, count, out, ld] = columns;
     if (in.bf16) {
@@ -230,7 +230,7 @@ class BackwardPass {
     });
   }
 
-  // gate and up become their gradients; the gradients of the routing weights and of the adapters.
+  // Overwrites gate and up with their gradients, and computes the gradients of the routing weights and of the adapters.
   void activation(int64_t index, ExpertRows rows) const {
     const PairRange& run = run_of(index);
     const int64_t rank = chunk_.rank;
@@ -273,7 +273,7 @@ class BackwardPass {
                           ld_hidden_, rows.low_down + m * rank, rows.dlow[kDown] + m * rank, rank);
   }
 
-  // out[m, j] += the gradient, by way of A, of column first + j of what the projection reads.
+  // out[m, j] += A's part of the gradient of column first + j of the projection's input.
   void low_backward(const PairRange& group, const LoraSlot& slot, Projection part, const float* dlow, int64_t first,
                     int64_t count, float* out, int64_t ld) const {
     const Dropout dropout(slot, part, routing_, group);
@@ -302,7 +302,7 @@ class BackwardPass {
     if (nodes.count == engine_.layer.num_nodes()) {
       multiply(kUp, rows.up_turned, out, true);
     } else {
-      multiply(kUp, rows.up_turned, rows.by_up + first, false);  // its own sums, until the last node has added its part
+      multiply(kUp, rows.up_turned, rows.by_up + first, false);  // separate sums until the last node has added its part
     }
     if (!is_last(nodes)) return;
     for (int64_t m = 0; nodes.first > 0 && m < run.size(); ++m)
@@ -349,7 +349,7 @@ class BackwardPass {
   const RoutedGradients& gradients_;
   const int64_t hidden_, inner_, ld_hidden_, ld_inner_;
   const bool bf16_, lora_in_, lora_down_;
-  std::vector<int64_t> turned_begin_;  // of each expert's tokens among all turned ones
+  std::vector<int64_t> turned_begin_;  // first column of each expert's tokens among all transposed ones
   ExpertRows all_{};
   float* y_ = nullptr;
 };

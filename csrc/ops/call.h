@@ -1,4 +1,4 @@
-// What one call on a layer takes. The tensors stay the caller's and are only read, but for the results.
+// The arguments of one call on a layer. The caller owns all tensors; a call writes only to the results.
 #pragma once
 
 #include <vector>
@@ -17,8 +17,8 @@ struct LoraPair {
   int64_t rank() const { return present() ? a.shape[1] : 0; }
 };
 
-// `dropout`: the probability that an element which A multiplies is zero; the others are divided by 1 - dropout. `seed`
-// decides which (dropout.h).
+// `dropout`: the probability that an element of A's input is zeroed; the other elements are divided by 1 - dropout.
+// `seed` selects the elements (dropout.h).
 struct LoraSlot {
   LoraPair pairs[kNumProjections];
   float scaling = 1.0f;
@@ -34,7 +34,7 @@ struct RoutedCall {
   std::vector<LoraSlot> slots;
 };
 
-// Where gradients go. Those of a slot are float32 and contiguous, and are added to what is there.
+// The results of backward. Gradients of a slot are float32 and contiguous, and are accumulated.
 struct RoutedGradients {
   TensorView x;        // [T, H], type of the call's x
   TensorView weights;  // [T, K] float32
@@ -51,8 +51,8 @@ struct Engine {
 // How a call multiplies; see kernels/tiles.h.
 enum class Arithmetic { kFloat, kBf16, kInt8 };
 
-// float32 activations are multiplied exactly. bfloat16 ones are quantized to int8 for integer weights, else multiplied
-// as they are where the instruction set can, else widened.
+// float32 activations: exact products. bfloat16 activations: quantized to int8 for integer weights; otherwise
+// multiplied as bf16 where the instruction set can; otherwise widened to float32.
 inline Arithmetic arithmetic_of(const Engine& engine, const RoutedCall& call) {
   if (call.x.dtype != DType::kBf16) return Arithmetic::kFloat;
   if (engine.layer.format().integer()) return Arithmetic::kInt8;

@@ -1,7 +1,7 @@
-// Dropout of what a low-rank product reads: LoRA's x is zero at random places in training, and larger at the others.
+// Dropout on the input of a low-rank product: in training LoRA's x is zero at random places and larger at the others.
 //
-// Which places these are follows from the slot's seed, the token, its expert, the projection and the column alone: not
-// from chunks, threads or the other pairs, and backward finds them again. The mask is never in memory.
+// The mask is a function of the slot's seed, the token, its expert, the projection and the column. Chunks, threads and
+// other pairs do not affect the mask, so backward computes the same one. The mask is never stored.
 #pragma once
 
 #include "ops/call.h"
@@ -9,17 +9,17 @@
 
 namespace kt {
 
-// Rows of one projection of the pairs of one (expert, slot) group; the first of them is pair `group.begin`.
+// The input rows of one projection for the pairs of one (expert, slot) group; row 0 is pair `group.begin`.
 class Dropout {
  public:
   Dropout(const LoraSlot& slot, Projection projection, const Routing& routing, const PairRange& group)
       : slot_(slot), projection_(projection), routing_(routing), group_(group) {}
 
-  // A copy [rows, ld] of x [rows, ldx] with its first `cols` columns dropped, the rest zero; x itself without dropout.
-  // In memory of the thread that the next call with the same projection takes again.
+  // A copy [rows, ldx] of x with dropout in its first `cols` columns and zeros in the others; x itself without dropout.
+  // The copy lies in the thread's scratch, which the next call with the same projection overwrites.
   const float* dropped(const float* x, int64_t ldx, int64_t cols) const;
 
-  // y[m, j] += (mask * grad)[m, first + j] for j < count: `grad` is by the dropped x.
+  // y[m, j] += grad[m, j] * mask[m, first + j] for j < count; `grad` is the gradient of the dropped x.
   void add_masked(const float* grad, int64_t ldg, int64_t first, int64_t count, float* y, int64_t ldy) const;
 
   bool active() const { return slot_.dropout > 0.0f; }

@@ -1,4 +1,4 @@
-// The search for NaN and Inf in what a call reads: part of the call's job, before anything of the caller's is written.
+// The search for NaN and Inf in a call's inputs: part of the call's job, before any result is written.
 #pragma once
 
 #include <initializer_list>
@@ -12,7 +12,7 @@ namespace kt {
 // "NAME[row, column] is NaN or Inf" for the first such element of a float32 or bf16 matrix.
 Status check_finite(const TensorView& matrix, const char* name);
 
-// Thrown by a part of the check that found one; `FiniteCheck::all` says which is the first.
+// Thrown by the part of the check that found NaN or Inf; `FiniteCheck::all` then finds the first one.
 struct NotFinite {};
 
 class FiniteCheck {
@@ -23,7 +23,7 @@ class FiniteCheck {
   };
   FiniteCheck(std::initializer_list<Matrix> matrices);
 
-  // Elements so few that the caller alone finds them sooner than a pool of threads would begin.
+  // True for so few elements that the calling thread finishes before a pool of threads would start.
   bool is_small() const;
   // In the order of the matrices, on this thread.
   Status all() const;
@@ -36,8 +36,8 @@ class FiniteCheck {
   int64_t num_parts_ = 0;
 };
 
-// Looks for NaN and Inf here where the matrices are small or there is one thread, else in `body`'s job: body(check or
-// null) runs its parts before it writes anything.
+// Checks on the calling thread for small matrices or a single thread, else within `body`'s job: body(check or null)
+// runs all parts of the check before it writes any result.
 template <class Body>
 Status with_check(std::initializer_list<FiniteCheck::Matrix> matrices, int num_threads, Body&& body) {
   const FiniteCheck finite(matrices);

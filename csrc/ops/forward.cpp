@@ -10,7 +10,7 @@
 namespace kt {
 namespace {
 
-// Blocks in one go, where one thread works on an expert.
+// Blocks per step, where one thread computes a whole expert.
 int64_t blocks_of_gate_up(int64_t rows) { return few_rows(rows) ? 64 : 8; }
 int64_t blocks_of_down(int64_t rows) { return few_rows(rows) ? 64 : 16; }
 
@@ -182,7 +182,7 @@ void ForwardPass::gate_up(int64_t index, int64_t block, int64_t blocks, const Ro
   }
 }
 
-// All columns of h are there: its low-rank product, and its rows as `down` takes them.
+// Runs when all columns of h are complete: the low-rank product of h, and its rows in the type that `down` multiplies.
 void ForwardPass::finish_h(int64_t index, const Rows& rows, bool for_down) const {
   const PairRange& run = routing_.experts[static_cast<size_t>(index)];
   low(index, kDown, rows.h, rows);

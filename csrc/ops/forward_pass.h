@@ -10,21 +10,20 @@ namespace kt {
 
 class ForwardPass {
  public:
-  // `keep`: where gate, up and the low-rank products are to stay, or null.
+  // `keep` receives gate, up and the low-rank products for backward; null: they are not kept.
   ForwardPass(const Engine& engine, const RoutedCall& call, const Routing& routing, RetainedChunk* keep);
 
-  // Everything up to the output.
-  // `finite`: to be looked at first, in the same job; null: nothing. Throws NotFinite, and has then written nothing to
-  // `out`.
+  // The whole pass. The same job first runs the check `finite`, if not null. Throws NotFinite before anything is
+  // written to `out`.
   void run(const TensorView& out, const FiniteCheck* finite);
-  // Only what is kept, for a backward pass that finds nothing retained.
+  // Computes only what `keep` receives, for a backward pass without retained activations.
   void run_kept(const FiniteCheck* finite);
 
-  // Bytes of the rows that live until the end of a pass, for each pair.
+  // Bytes per pair of the rows that live until the end of a pass.
   static int64_t bytes_per_pair(const Engine& engine);
 
  private:
-  // Per-pair arrays: of all pairs, or of one expert's in the memory of the thread that works on it.
+  // Per-pair arrays: of all pairs, or of one expert's pairs in the scratch of the thread that computes the expert.
   struct Rows {
     Operand x, h;
     float* low[kNumProjections];
@@ -57,7 +56,7 @@ class ForwardPass {
   const bool with_lora_in_, with_lora_down_;
   const int64_t ld_y_;
   Operand tokens_;  // int8: a token is quantized once, not for each of its experts
-  Rows all_{};      // of all pairs, where experts are cut
+  Rows all_{};      // of all pairs, where threads share an expert
   float* y_ = nullptr;
 };
 

@@ -63,7 +63,7 @@ void lora_up_backward(const Tiles& tiles, const LoraSlot& slot, Projection proje
                       const float* grad, int64_t ldg, float* low_grad, int64_t ld) {
   const LoraPair& pair = slot.pairs[projection];
   if (!pair.present()) return;
-  // B is turned once: then its rows are as long as those of the gradient, and the product runs along both.
+  // B is transposed once: its rows are then as long as the gradient's rows, and the product runs along both.
   const int64_t rank = pair.rank(), out = pair.b.shape[1];
   const float* b = widened(pair.b, expert, {0, out, 0, rank}, true, out);
   tiles.row_product({rows, rank, out, grad, ldg, b, nullptr, out, slot.scaling, low_grad, ld});

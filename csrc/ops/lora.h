@@ -1,8 +1,8 @@
 // Low-rank products for the pairs of one (expert, slot) group: y += scaling * B (A x).
 //
-// A is read as it lies. Parts of B are widened to float32 scratch of the thread, in the orientation that lets a product
-// run along contiguous memory. `low` arrays hold scaling * A x: [pairs, rank], row stride `ld`. The work grows with the
-// group's pairs: an adapter that no token uses costs nothing.
+// `lora_down` reads A in place. The other products widen a part of A or B to float32 in the thread's scratch, in the
+// orientation that lets a product run along contiguous memory. `low` arrays hold scaling * A x: [pairs, rank], row
+// stride `ld`. The work grows with the group's pairs: an adapter that no token uses costs nothing.
 #pragma once
 
 #include "ops/call.h"

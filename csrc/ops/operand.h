@@ -1,4 +1,4 @@
-// Rows of activations in the form in which a packed product takes them: float32, bf16, or int8 with scales and sums.
+// Rows of activations as the operand of a packed product: float32, bf16, or int8 with scales and sums.
 #pragma once
 
 #include "base/scratch.h"
@@ -8,7 +8,7 @@ namespace kt {
 
 struct Operand {
   Arithmetic arithmetic = Arithmetic::kFloat;
-  float* f32 = nullptr;  // also beside the others where a caller wants it (LoRA)
+  float* f32 = nullptr;  // in addition to the others where a caller needs it (LoRA)
   uint16_t* bf16 = nullptr;
   uint8_t* codes = nullptr;
   float* scales = nullptr;
@@ -20,8 +20,8 @@ struct Operand {
   Operand from(int64_t row) const;
 };
 
-// Row stride of activations for a matrix with so many columns: padding as the packed layout wants, and one cache line
-// more, so that the rows of a register tile do not all fall into the same sets of the first-level cache.
+// Row stride of activations for a matrix with `cols` columns: padded as in the packed layout, plus one cache line, so
+// that the rows of a register tile do not all fall into the same sets of the L1 cache.
 inline int64_t activation_stride(int64_t cols) { return round_up(cols, kColumnUnit) + 16; }
 
 // Memory of a thread for operands.
@@ -37,7 +37,7 @@ class OperandBuffer {
 // Row `row` of `operand` from its float32 values (which may be its own f32 row): narrows or quantizes as needed.
 void finish_row(const Tiles& tiles, const PackedShape& shape, const Operand& operand, int64_t row, const float* values);
 
-// Copies what the arithmetic needs (and f32 where both have it) of row `from` of `source`.
+// Copies row `from` of `source` to row `to` of `target`, in every form that both have.
 void copy_row(const Operand& source, int64_t from, const Operand& target, int64_t to);
 
 // c = rows of the operand times the blocks, transposed: c[m, 16 * b + i].

@@ -16,7 +16,7 @@ namespace {
 struct SpareChunks {
   std::mutex mutex;
   std::vector<RetainedChunk> chunks;  // taken from the end
-  size_t idle = 0;                    // of the first ones: not taken in this window
+  size_t idle = 0;                    // number of chunks at the front that this window did not take
   RecentNeed need;                    // bytes of a chunk
 
   bool too_large(const RetainedChunk& chunk) const { return static_cast<size_t>(chunk.bytes()) > 2 * need.most(); }

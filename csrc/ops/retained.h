@@ -1,4 +1,4 @@
-// Activations of a forward call that its backward needs, so that it does not have to compute them again.
+// Activations that a forward call keeps, so that its backward call need not recompute them.
 #pragma once
 
 #include <optional>
@@ -23,8 +23,8 @@ struct RetainedChunk {
   float* low_rows(Projection part) const { return static_cast<float*>(low[part].data()); }
 };
 
-// What the sizes and the contents of a call's retained activations follow from, without the routing (which the chunks
-// hold) and without the values of x and of the adapters.
+// The arguments that determine sizes and contents of a call's retained activations, without the routing (which the
+// chunks hold) and without the values of x and of the adapters.
 struct CallFacts {
   struct Slot {
     int64_t ranks[kNumProjections];
@@ -40,8 +40,8 @@ struct CallFacts {
 
 CallFacts facts_of(const ExpertLayer& layer, const RoutedCall& call);
 
-// The memory is kept for the next calls, until recent ones (scratch.h) needed less at once or in one piece, or until
-// `free_spare`: the kernel clears fresh pages, which takes as long as a third of a forward pass.
+// Later calls reuse the memory, because the system takes as long to clear fresh pages as a third of a forward pass.
+// Memory is freed when recent calls (scratch.h) needed fewer or smaller chunks, and by `free_spare`.
 struct Retained {
   Retained() = default;
   ~Retained();
@@ -58,7 +58,7 @@ struct Retained {
   std::vector<RetainedChunk> chunks;
 };
 
-// A forward or backward call, from beginning to end: counts calls, and gives memory back at the end of a window.
+// The scope of one forward or backward call: counts calls, and frees memory at the end of a window (scratch.h).
 class CallScope {
  public:
   CallScope() = default;
@@ -69,8 +69,8 @@ class CallScope {
 };
 
 // Fails, and names the first difference, unless `retained` comes from a forward call with this layer, shape and dtype
-// of x, routing (ids and weights), and slots (ranks, scaling, dropout, seed, and which token has which). A checked
-// call: ids and slots are in range.
+// of x, routing (ids and weights), and slots (ranks, scaling, dropout, seed, and which token has which). `call` must
+// have passed check_call, so that ids and slots are in range.
 Status check_retained(const ExpertLayer& layer, const RoutedCall& call, const Retained& retained);
 
 }  // namespace kt

@@ -11,7 +11,7 @@ namespace kt {
 
 struct PairRange {
   int64_t expert;
-  int64_t slot;  // -1 for the base, or where slots are not told apart
+  int64_t slot;  // -1: the base, or the range covers all slots
   int64_t begin, end;
   int64_t size() const { return end - begin; }
 };
@@ -25,12 +25,12 @@ struct Routing {
   std::vector<PairRange> experts;    // one per expert with pairs, in the order of their numbers
   std::vector<int64_t> by_size;      // indices into `experts`, most pairs first
   std::vector<PairRange> groups;     // one per expert and slot (>= 0) with pairs: the LoRA work
-  std::vector<int64_t> first_group;  // of each entry of `experts`, plus an end
+  std::vector<int64_t> first_group;  // index into `groups` of each entry of `experts`, plus an end
 
   int64_t most_pairs = 0;  // of one expert
 
   int64_t num_pairs() const { return static_cast<int64_t>(token.size()); }
-  // Of the median of the experts, of which there is one at least.
+  // Pairs of the median expert. Requires at least one expert.
   int64_t typical_pairs() const { return experts[static_cast<size_t>(by_size[by_size.size() / 2])].size(); }
 };
 
@@ -38,10 +38,10 @@ int64_t id_at(const TensorView& ids, int64_t token, int64_t position);
 // -1 where the call has no token_slots.
 int64_t slot_at(const RoutedCall& call, int64_t token);
 
-// Keeps the memory of its vectors when it is filled again.
+// Fills `routing` and reuses the memory of its vectors.
 void route(const ExpertShape& shape, const RoutedCall& call, int64_t first_token, int64_t num_tokens, Routing* routing);
 
-// Ids outside [-1, E), slots outside [-1, S), NaN or Inf among routing weights. Not x: finite.h.
+// Refuses ids outside [-1, E), slots outside [-1, S), and NaN or Inf among routing weights. finite.h checks x.
 Status check_call(const ExpertShape& shape, const RoutedCall& call);
 
 }  // namespace kt

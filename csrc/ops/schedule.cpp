@@ -11,16 +11,17 @@ int threads_for_work(const ExpertLayer& layer, const Routing& routing, int num_t
   return routing.num_pairs() * shape.hidden * shape.intermediate * 3 < kAloneBelow ? 1 : num_threads;
 }
 
-// With many experts for each thread, one task does everything for an expert: its intermediates stay in that core's
-// cache, and there is nothing to wait for. Else the matrices of an expert are cut between threads, and on several
-// memory nodes always, so that each node reads its own weights.
+// With many experts per thread, one task computes a whole expert: intermediates stay in that core's cache, and no
+// thread waits. Otherwise threads share the matrices of an expert. On several memory nodes they always do, so that each
+// node reads its own weights.
 bool by_expert(const ExpertLayer& layer, const Routing& routing, int num_threads) {
   constexpr int64_t kExpertsPerThread = 16;
   return num_threads == 1 ||
          (layer.num_nodes() == 1 && static_cast<int64_t>(routing.experts.size()) >= kExpertsPerThread * num_threads);
 }
 
-// Equal shares in fours, as kernels take them; enough tasks for each thread that one which comes late matters little.
+// Equal shares in multiples of four, the kernels' unit. Each thread has several tasks, so that a late thread costs
+// little.
 int64_t blocks_at_once(const ExpertLayer& layer, Projection part, const Routing& routing, int num_threads) {
   constexpr int64_t kUnit = 4, kMost = 64, kTasksPerThread = 8;
   if (routing.experts.empty() || !few_rows(routing.typical_pairs())) return kUnit;
@@ -31,7 +32,7 @@ int64_t blocks_at_once(const ExpertLayer& layer, Projection part, const Routing&
   return round_up((piece + ranges - 1) / ranges, kUnit);
 }
 
-// Each node its own blocks.
+// Each node's tasks are its own blocks.
 Stage block_stage(Step step, const ExpertLayer& layer, Projection part, const Routing& routing, int num_threads) {
   Stage stage = stage_of(step, static_cast<int64_t>(routing.experts.size()));
   stage.at_once = blocks_at_once(layer, part, routing, num_threads);
@@ -62,8 +63,8 @@ Plan forward_plan(const ExpertLayer& layer, const Routing& routing, int num_thre
   return plan;
 }
 
-// A column of a transposed product is one sum over all rows of the matrix, in their order, so that its bits depend on
-// no cut. The rows lie on several nodes: the sum goes from node to node.
+// A column of a transposed product is one sum over all rows of the matrix in order, so that its bits do not depend on
+// the split. Where the rows lie on several nodes, each node extends the sum of the previous one (add_relay).
 Plan backward_plan(const ExpertLayer& layer, const Routing& routing, int num_threads, int64_t parts_to_check) {
   Plan plan;
   const int threads = plan.num_threads = threads_for_work(layer, routing, num_threads);

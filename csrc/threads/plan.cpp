@@ -3,7 +3,7 @@
 namespace kt {
 
 void add_relay(Plan* plan, int step, int64_t items, int64_t units, int num_nodes) {
-  // Of a relay of g groups and n nodes, n - 1 stages at either end leave nodes without work of their own.
+  // In a relay of g groups over n nodes, the first and the last n - 1 stages leave some nodes without their own work.
   const int64_t groups = num_nodes == 1 ? 1 : std::clamp<int64_t>(units, 1, std::max(8, 2 * num_nodes));
   for (int64_t turn = 0; turn < groups + num_nodes - 1; ++turn) {
     Stage stage = stage_of(step, items);

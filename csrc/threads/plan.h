@@ -1,8 +1,8 @@
-// Who does what where, as data: the stages of a job, and the ranges of work in each, by memory node.
+// A job as data: its stages, and the ranges of work of each stage by memory node (NUMA).
 //
-// A stage is `items` times `units`: experts times blocks of weights, say. Each node has a span of the units, the same
-// for all items; a task is a range of a span. Nothing here knows what an item or a unit is, and no choice here changes
-// a result.
+// A stage is a grid of `items` x `units`, for example experts x blocks of weights. Each node has a span of the units,
+// the same span for all items. A task is a range of one span. The caller defines items and units. No choice of a plan
+// changes a result.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ struct Range {
 };
 
 struct Stage {
-  int step = 0;  // what is to be done; a number of whoever makes the plan
+  int step = 0;  // the operation, numbered by the maker of the plan
   int64_t items = 0;
   int64_t at_once = 1;  // units in a task
   int num_nodes = 1;
@@ -49,18 +49,18 @@ inline Stage stage_of(int step, int64_t items) {
 
 struct Plan {
   int num_threads = 1;
-  std::vector<Stage> stages;  // each begins when the one before has ended; kMaxPhases at most
+  std::vector<Stage> stages;  // a stage begins when the previous one has ended; at most kMaxPhases
 
   bool has(int step) const {
     return std::any_of(stages.begin(), stages.end(), [&](const Stage& stage) { return stage.step == step; });
   }
 };
 
-// Adds stages in which every unit of every item passes the nodes in their order: node 0, then node 1, ... The units are
-// cut into groups, and while a node has one group, the node before it has the next.
+// Adds stages that pass every unit of every item through the nodes in order: node 0, then node 1, ... The stages form a
+// pipeline over groups of units: while a node works on one group, the previous node works on the next group.
 void add_relay(Plan* plan, int step, int64_t items, int64_t units, int num_nodes);
 
-// body(step, range) for each range of each stage. The first exception is rethrown; stages after it are left out.
+// Calls body(step, range) for each range of each stage. Rethrows the first exception; later stages are skipped.
 template <class Body>
 void run(const Plan& plan, Body&& body) {
   struct Task {

@@ -30,7 +30,7 @@ void relax() {
 #endif
 }
 
-// Until `value` is `wanted`: spins, then sleeps. Who changes it must notify.
+// Returns when `value` is `wanted`: spins, then sleeps. A thread that changes `value` must notify.
 template <class T>
 void wait_for(const std::atomic<T>& value, T wanted) {
   for (int i = 0; i < kSpins; ++i) {
@@ -53,13 +53,13 @@ void pin_to(int processor) {
   cpu_set_t mask;
   CPU_ZERO(&mask);
   CPU_SET(processor, &mask);
-  (void)sched_setaffinity(0, sizeof mask, &mask);  // refused: the thread goes where it is sent
+  (void)sched_setaffinity(0, sizeof mask, &mask);  // if refused, the kernel's scheduler places the thread
 #else
   (void)processor;
 #endif
 }
 
-// Keeps this thread on the processors of a node while it lives.
+// Restricts this thread to the processors of a node during the object's lifetime.
 class OnNode {
  public:
 #if defined(__linux__)
@@ -209,7 +209,7 @@ void ThreadPool::add_workers(int wanted) {
     try {
       std::thread([this, index = s.num_workers + 1] { work(index); }).detach();
     } catch (const std::system_error&) {
-      return;  // no more threads to be had: the job runs on those there are
+      return;  // no more threads are available: the job runs on the existing ones
     }
     ++s.num_workers;
   }
@@ -232,7 +232,7 @@ void ThreadPool::run_phases(const Phase* phases, int num_phases, int num_threads
   }
   add_workers(helpers);
   const int own_node = current_node();
-  wait_for(s.active, int32_t{0});  // a worker that woke late for the job before
+  wait_for(s.active, int32_t{0});  // a worker may have woken late for the previous job
   s.phases = phases;
   s.num_phases = num_phases;
   s.num_helpers = std::min(helpers, s.num_workers);

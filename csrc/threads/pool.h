@@ -1,13 +1,13 @@
 // The process's one pool of worker threads, each pinned to a processor of its own.
 //
-// A job is a sequence of phases; a phase is a number of tasks, in one queue for each memory node. A thread takes tasks
-// of its own node first, then others'; a phase begins when the last task of the phase before has ended. Workers sleep
-// between jobs; within a job a thread that waits for the end of a phase spins for some microseconds, then sleeps. The
-// caller works too, and never waits for a worker that has not yet woken: a job that is over before a worker wakes costs
-// nothing more. A second caller that comes while the pool is busy, and a forked child (which has no workers), do their
-// job alone.
+// A job is a sequence of phases. A phase is a set of tasks in one queue per memory node. A thread takes tasks of its
+// own node first, then tasks of other nodes. A phase begins when the last task of the previous phase has ended. Workers
+// sleep between jobs. Within a job, a thread that waits for the end of a phase spins for some microseconds, then
+// sleeps. The calling thread works too, and never waits for a worker that is still asleep: a job that ends before a
+// worker wakes has no extra cost. Two kinds of callers run their job alone: a caller that finds the pool busy, and a
+// forked child (which has no workers).
 //
-// Where the thread matters to more than speed (memory lies where it is first touched), a phase is bound: each task runs
+// A phase is bound where the choice of thread affects more than speed (first touch places memory): each task then runs
 // on a processor of its queue's node.
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace kt {
 
-// threads_for (topology.h) this machine and this process's cgroups.
+// threads_for (topology.h) with this machine and the CPU quota of this process's cgroups.
 int default_num_threads();
 
 inline constexpr int kMaxNodes = 8;
@@ -46,7 +46,7 @@ Phase phase_of(int64_t num_tasks, Body& body) {
           false};
 }
 
-// A phase of a queue a node that calls body(node, task).
+// A phase with one queue per node that calls body(node, task).
 template <class Body>
 Phase phase_by_node(int num_nodes, const int64_t* num_tasks, Body& body) {
   Phase phase{num_nodes,
@@ -62,11 +62,11 @@ class ThreadPool {
  public:
   static ThreadPool& instance();
 
-  // Runs the phases on at most `num_threads` threads and returns when all are done. The first exception that a task
-  // throws is rethrown here; tasks that have not begun by then are left out.
+  // Runs the phases on at most `num_threads` threads and returns when all are done. Rethrows the first exception of a
+  // task; tasks that have not begun by then are skipped.
   void run_phases(const Phase* phases, int num_phases, int num_threads);
 
-  // What a worker calls, from now on, between waking for a job and its first look at it; null: nothing. For tests.
+  // For tests: a worker calls `hook` after it wakes for a job and before it reads the job; null removes the hook.
   void set_wake_hook(void (*hook)());
 
   // One phase: body(task) once for each task in [0, num_tasks).

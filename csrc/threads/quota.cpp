@@ -28,8 +28,8 @@ double limit_v1(const std::string& directory) {
   return quota_file >> quota && period_file >> period ? ratio(quota, period) : kNoLimit;
 }
 
-// Of the group and of all above it. A container may see the group's path as the host does, where only the mount's own
-// directory exists: then that one has the limit.
+// The tightest limit of the group and its parents. A container may see the host's path of the group, of which only the
+// mount's own directory exists; that directory then holds the limit.
 double tightest(const std::string& mount, std::string group, double (*limit_of)(const std::string&)) {
   double limit = limit_of(mount);
   while (group.size() > 1) {

@@ -58,7 +58,7 @@ void cores_first(const std::string& root, Topology::Node* node) {
   node->processors.insert(node->processors.end(), siblings.begin(), siblings.end());
 }
 
-// What SimulatedTopology puts in place of the machine's.
+// SimulatedTopology's replacement of the machine's topology.
 std::atomic<const Topology*> simulated_topology{nullptr};
 std::atomic<uint64_t> version{1};
 

@@ -1,4 +1,4 @@
-// The processors that this process may use, by memory node (NUMA), and how much of them it is allowed to use.
+// The processors that this process may use, by memory node (NUMA), and the process's CPU quota.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ namespace kt {
 struct Topology {
   struct Node {
     int id = 0;  // the operating system's number
-    std::vector<int>
-        processors;     // that the process may use; never empty. One of each physical core, then their siblings
+    // Processors that the process may use; never empty. One of each physical core first, then their SMT siblings.
+    std::vector<int> processors;
     int num_cores = 0;  // physical cores among them
   };
   std::vector<Node> nodes;  // at least one
@@ -22,29 +22,30 @@ struct Topology {
   int node_of(int processor) const;
 };
 
-// Of this machine and the affinity mask of the process; read once.
+// This machine's topology, restricted to the process's affinity mask; read once.
 const Topology& topology();
-// Another number where `topology()` may have changed; never 0.
+// Changes whenever `topology()` may have changed; never 0.
 uint64_t topology_version();
 
-// From `root`/sys/devices/system, with the processors of `allowed` only.
+// Reads `root`/sys/devices/system; lists only processors of `allowed`.
 Topology read_topology(const std::string& root, const std::vector<int>& allowed);
 
-// Processors' worth of time that the cgroups of this process grant it (v2 cpu.max, v1 cpu.cfs_quota_us; the tightest of
-// the group and its parents); infinite where none says so. From `root`/proc/self/cgroup and `root`/sys/fs/cgroup.
+// The CPU quota of this process's cgroups, in processors (v2 cpu.max, v1 cpu.cfs_quota_us): the tightest limit of the
+// group and its parents; infinite without a limit. Reads `root`/proc/self/cgroup and `root`/sys/fs/cgroup.
 double read_cpu_quota(const std::string& root);
 
-// Physical cores, as two threads of one core share its arithmetic units; at most the quota, rounded up; at least 1.
+// Threads to use: one per physical core, because the hardware threads of a core share its arithmetic units; at most the
+// quota, rounded up; at least 1.
 int threads_for(const Topology& topology, double cpu_quota);
 
-// Which processor thread `index` of a pool runs on: nodes take turns, so that few threads are spread over all of them.
+// The processor of a pool's thread `index`. Round-robin over nodes, so that few threads are spread over all nodes.
 struct Seat {
   int node, processor;
 };
 Seat seat_of(const Topology& topology, int index);
 
-// Replaces `topology()` while it lives. For tests, while no job runs: the pool's workers take their new seats with the
-// next job.
+// For tests: replaces `topology()` during the object's lifetime. To be made while no job runs; the pool's workers move
+// to their new processors with the next job.
 class SimulatedTopology {
  public:
   explicit SimulatedTopology(Topology simulated);
@@ -56,7 +57,7 @@ class SimulatedTopology {
   const Topology simulated_;
 };
 
-// "0-3,8,10-11" as the kernel writes lists of processors; malformed text gives what could be read.
+// Parses the kernel's lists of processors, such as "0-3,8,10-11"; of malformed text, the part before the error.
 std::vector<int> parse_processor_list(const char* text);
 
 }  // namespace kt

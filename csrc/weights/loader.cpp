@@ -14,10 +14,10 @@
 namespace kt {
 namespace {
 
-// Codes that are read, checked and packed at a time: they stay in the second-level cache.
+// Codes that are read, checked and packed at a time: they stay in the L2 cache.
 constexpr int64_t kStripBytes = 256 << 10;
 
-// What is kept: the scheme's own format, or the one asked for.
+// The packed format: the scheme's own, or the requested one.
 Status choose_format(const Scheme& scheme, const std::string& prefix, const std::string& wanted, Format* format) {
   *format = scheme.format();
   if (wanted.empty()) return {};
@@ -53,7 +53,7 @@ Status load_piece(const Scheme& scheme, const MatrixSource& source, int64_t expe
   return {};
 }
 
-// The error of the first matrix in order, whichever thread met one first.
+// The error of the first matrix in order, regardless of which thread failed first.
 class FirstError {
  public:
   bool skips(int64_t task) {

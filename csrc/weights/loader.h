@@ -17,13 +17,13 @@ struct LoadOptions {
   std::string format;  // "int8" or "int4": quantize a bf16 or fp8 checkpoint while loading; empty: as it is stored
 };
 
-// One stage, whose items are the matrices (expert by expert: gate, up, down) and whose units are the nodes' pieces of
-// them: each is packed, and so its pages are first touched, by a thread of its node.
+// One stage, whose items are the matrices (expert by expert: gate, up, down) and whose units are the nodes' pieces of a
+// matrix. A thread of its node packs a piece, and therefore touches the piece's pages first.
 Plan loading_plan(int64_t num_experts, const LoadOptions& options);
 
-// `prefix` is for example "model.layers.3.mlp.experts". The format is found from the checkpoint (scheme.h). Names,
-// types and shapes of all tensors are checked before one is read, values while reading. Besides the packed copy at most
-// one matrix per thread is held.
+// `prefix` is for example "model.layers.3.mlp.experts". The checkpoint determines the format (scheme.h). Names, types
+// and shapes of all tensors are checked before one is read, values while reading. Besides the packed copy at most one
+// matrix per thread is held.
 Status load_layer(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape,
                   const LoadOptions& options, std::shared_ptr<ExpertLayer>* layer);
 

@@ -1,6 +1,6 @@
-// pack_blocks: rows of a matrix -> blocks of 16 rows. A block's lines are 32-bit words transposed: word i of line l is
-// what row i has in the columns of the line. So each row becomes words first (two bf16, four bytes or eight nibbles),
-// then 16 rows of words are transposed; for fp8 the halves of four neighbouring rows' words change places in between.
+// pack_blocks: rows of a matrix -> blocks of 16 rows. A block's lines are transposed 32-bit words: word i of line l
+// holds row i's codes in the columns of the line. Each row first becomes words (two bf16, four bytes or eight nibbles),
+// then 16 rows of words are transposed. For fp8 the halves of four neighbouring rows' words are exchanged in between.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -99,7 +99,7 @@ class BlockPacker {
   }
 
   void transpose(uint32_t* lines) const {
-    constexpr int64_t kChunk = 64;  // lines that stay in the first-level cache for all four quarters
+    constexpr int64_t kChunk = 64;  // lines that stay in the L1 cache for all four quarters
     for (int64_t begin = 0; begin < num_lines_; begin += kChunk) {
       const int64_t end = std::min(num_lines_, begin + kChunk);
       for (int64_t quarter = 0; quarter < kBlockRows / 4; ++quarter) {

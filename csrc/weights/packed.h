@@ -49,7 +49,7 @@ class ExpertLayer {
 
   ExpertLayer(ExpertShape shape, Format format, int num_nodes);
 
-  // Unlike any other layer's of this process, also of one that is gone.
+  // Unique in this process, also among destroyed layers.
   uint64_t id() const { return id_; }
   const ExpertShape& shape() const { return shape_; }
   const Format& format() const { return format_; }
@@ -66,7 +66,7 @@ class ExpertLayer {
 
   int64_t resident_bytes() const;
   int64_t node_bytes(int node) const { return shape_.num_experts * node_expert_bytes(node); }
-  // What the weights take in this format without padding: codes, scales and zeros as a checkpoint stores them.
+  // Bytes of the weights in this format without padding: codes, scales and zeros as a checkpoint stores them.
   int64_t weight_bytes() const;
 
  private:

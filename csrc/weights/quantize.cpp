@@ -73,7 +73,7 @@ float best_int4_scale(const float* group) {
   float best = 0.0f, least = INFINITY;
   for (const float divisor : kInt4Divisors) {
     const float scale = rounded_scale(largest / divisor);
-    if (!(scale >= 0x1p-126f)) continue;  // nothing but zeros, or as good as
+    if (!(scale >= 0x1p-126f)) continue;  // only zeros, or a scale below the normal numbers
     const float error = int4_error(group, scale) / (divisor * divisor);
     if (error < least) {
       least = error;

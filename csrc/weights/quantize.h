@@ -1,4 +1,5 @@
-// Float rows -> integer codes, while loading. Scales are rounded to what is kept before codes are made with them.
+// Float rows -> integer codes, while loading. Scales are rounded to their stored precision before the codes are
+// computed.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +12,8 @@ namespace kt {
 // One scale: largest magnitude / 127. Codes have 128 added. A row of zeros has scale 0. `cols`: a multiple of 32.
 void quantize_int8(const float* row, int64_t cols, uint8_t* codes, float* scale);
 
-// A scale for each 32 columns, of 11 significant bits: of some candidates the one with the least squared error. Codes
-// have 8 added. A group of zeros has scale 0. `cols`: a multiple of 32.
+// A scale for each 32 columns, with 11 significant bits: the candidate with the least squared error. Codes have 8
+// added. A group of zeros has scale 0. `cols`: a multiple of 32.
 void quantize_int4(const float* row, int64_t cols, uint8_t* codes, float* scales);
 
 inline constexpr int64_t kInt4Group = 32;

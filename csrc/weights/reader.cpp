@@ -22,7 +22,7 @@ Status bad_element(const TensorPart& part, const std::string& what, int64_t elem
   return bad_checkpoint(part.where() + " holds " + what + " at element " + std::to_string(part.first + element));
 }
 
-// Where row `row` of eight (or, with 8 bits, four) stands in its word, in codes.
+// The position, in codes, of row `row` of eight (or, with 8 bits, four) in its word.
 int64_t place_in_word(const Scheme& scheme, int64_t row) {
   static constexpr int kAwqPlace[8] = {0, 4, 1, 5, 2, 6, 3, 7};
   const int64_t at = row % scheme.codes_per_word();

@@ -16,7 +16,7 @@ class MatrixReader {
   // The source must outlive the reader.
   MatrixReader(const Scheme& scheme, const MatrixSource& source, int64_t rows, int64_t cols);
 
-  // Reads what belongs to the whole matrix: scales, zeros, and the codes where rows do not lie together (GPTQ, AWQ).
+  // Reads what belongs to the whole matrix: scales, zeros, and the codes where rows are not contiguous (GPTQ, AWQ).
   Status prepare();
   // Rows [first, first + count) in the scheme's format, first and count multiples of 16 (count up to the last row).
   // `strip` is valid until the next call.

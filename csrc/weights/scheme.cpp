@@ -114,7 +114,7 @@ class SchemeFinder {
     return dtype_error(name, "BF16, F8_E4M3 or I8");
   }
 
-  // Experts may be left out of a quantized checkpoint, so quantization_config says nothing about them.
+  // A quantized checkpoint may leave its experts unquantized, so quantization_config does not describe dense experts.
   Status dense(const std::string& scale_suffix, Scheme* scheme) const {
     for (const std::string& suffix : {scale_suffix, scale_suffix + "_inv"}) {
       if (has(base_ + suffix))

@@ -39,12 +39,12 @@ struct Scheme {
   int bits = 16;      // of a code
   int64_t group = 0;  // columns that share a scale; 0: a row has one
   bool zero_points = false;
-  int zero_added = 0;  // to what is stored: 1 for the first version of GPTQ
+  int zero_added = 0;  // added to the stored zero: 1 for the first version of GPTQ
   std::string scale_suffix;
 
   bool integer() const { return storage >= Storage::kInt8; }
   int64_t codes_per_word() const { return 32 / bits; }
-  // One scale and zero a row is kept as groups of 128 columns that agree: zeros are stored by group.
+  // One scale and zero a row becomes groups of 128 columns with equal values, because zeros are stored by group.
   Format format() const;
 };
 

@@ -1,11 +1,11 @@
-// Products with weights that tiles take as they are packed: bf16 (float.cpp), and int8 with one scale a row
-// (planes.cpp). A line of weights holds 4 bytes of each of its rows in either, so that the loops count in bytes of a
+// Products with weights that tiles load in their packed form: bf16 (float.cpp), and int8 with one scale a row
+// (planes.cpp). In both formats a line of weights holds 4 bytes of each of its rows, so the loops count in bytes of a
 // row.
 //
 //   struct Rows {  // the activations
 //     using Dot, Sum;  // the instruction; float or int32_t
 //     RowTiles tiles;  // of A
-//     int64_t step_bytes;  // of a row of A: 64, or 32 where the rows' length wants it
+//     int64_t step_bytes;  // of a row of A: 64, or 32 where the rows' length requires it
 //     TileRun a(int64_t tile, int64_t byte) const;
 //     // C in register kTile is complete. `scratch`: memory for 16 x 16 of them.
 //     template <int kTile> void finish(int64_t tile, int64_t block, Sum* scratch) const;
@@ -21,8 +21,8 @@ constexpr int64_t bytes_of_row(const PackedShape& shape) {
   return (shape.block_bytes() - shape.line_offset()) / kBlockRows;
 }
 
-// Weights that later calls of `accumulate` will read, of four blocks: some lines of each a step, to the second-level
-// cache.
+// Prefetch to the L2 cache: weights of four blocks that later calls of `accumulate` will read, some lines of each block
+// per step.
 struct BlocksFetch {
   static constexpr int kBlocks = 4;
 
@@ -36,9 +36,9 @@ struct BlocksFetch {
   int64_t stride = 0, lines = 0;
 };
 
-// Up to 8 tiles of activations with 8 blocks, 512 bytes of a row at a time (256 columns of bf16, 512 of int8), so that
-// what is read again, the activations of few rows or the weights under many, stays in the first-level cache. Sums wait
-// on the stack (64 KiB).
+// Multiplies up to 8 tiles of activations by 8 blocks, 512 bytes of a row at a time (256 columns of bf16, 512 of int8).
+// The operand that is read again (activations of few rows, or weights for many rows) then stays in the L1 cache.
+// Partial sums lie on the stack (64 KiB).
 template <class Rows>
 class DenseTiles {
  public:
@@ -60,7 +60,7 @@ class DenseTiles {
     const int64_t end_tile = least(first_tile + kTilesAtOnce, rows_.tiles.count);
     for (int64_t byte = 0; byte < row_bytes_; byte += kChunkBytes) {
       for (int64_t block = first; block < end; block += BlocksFetch::kBlocks) {
-        // Later rows find the weights in the second-level cache.
+        // Later rows find the weights in the L2 cache.
         BlocksFetch fetch = first_tile == 0 ? fetch_after(first, block, end, byte, (end_tile + 1) / 2) : BlocksFetch{};
         for (int64_t pair = block; pair < least(block + BlocksFetch::kBlocks, end); pair += 2) {
           for (int64_t tile = first_tile; tile < end_tile; tile += 2) {
@@ -79,7 +79,8 @@ class DenseTiles {
     return block_at(weights_.shape, weights_.data, block).lines + byte * kBlockRows;
   }
 
-  // What is read after these bytes of these blocks, in equal shares; after the last ones, what a next call begins with.
+  // The lines that are read after these bytes of these blocks, in equal shares; after the last blocks, the first lines
+  // of a next call.
   BlocksFetch fetch_after(int64_t first, int64_t block, int64_t end, int64_t byte, int64_t passes) const {
     const int64_t pairs = (least(end - block, BlocksFetch::kBlocks) + 1) / 2;
     const int64_t steps = least(row_bytes_ - byte, kChunkBytes) / rows_.step_bytes * pairs * passes;

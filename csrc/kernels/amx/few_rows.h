@@ -1,5 +1,5 @@
-// Another use of the registers than tile_registers.h's: one tile of rows against up to four blocks side by side, for
-// products that are bound by memory, which one stream of weights does not keep busy.
+// A second blocking of the tile registers, beside tile_registers.h: one tile of rows times up to four blocks side by
+// side. It serves products that are bound by memory, because one stream of weights does not saturate the memory.
 //
 //   tiles 0..3   C[b]    sums
 //   tile 4       A
@@ -19,7 +19,7 @@ inline TileConfig config_of_few(int64_t rows, int64_t step_bytes) {
   return config;
 }
 
-// work.template operator()<kB>(first) for all blocks, four at a time while there are so many.
+// work.template operator()<kB>(first) for all blocks, four at a time while at least four are left.
 template <class Work>
 inline void by_four_blocks(int64_t blocks, Work work) {
   int64_t block = 0;
@@ -30,7 +30,7 @@ inline void by_four_blocks(int64_t blocks, Work work) {
   if (left == 1) work.template operator()<1>(block);
 }
 
-// Beyond the last blocks of a call nothing is fetched but what is near already: what is read next is not known.
+// At the last blocks of a call the next read is unknown: prefetches then hit lines that have been read already.
 template <int kB>
 inline Ahead ahead_of_few(const PackedBlocks& weights, int64_t block) {
   Ahead ahead(weights.shape, kB);

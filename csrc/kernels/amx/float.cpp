@@ -124,8 +124,8 @@ class FewFp8Rows {
   }
 
  private:
-  // The next columns are unpacked before these are multiplied: a tile is loaded from lines that have long left the
-  // store buffer.
+  // The next columns are unpacked before these are multiplied, so that a tile's lines have left the store buffer long
+  // before the tile is loaded.
   template <int kB>
   void run_blocks(int64_t block) {
     const int64_t cols = shape_.padded_cols(), group = shape_.group();

@@ -49,7 +49,7 @@ inline void unpack_fp8_line(const uint8_t* line, uint8_t* out) {
 #else
 
 // Two look-ups in tables of 128 bytes (VPERMI2B, which ignores the index's top bit: the sign), then the interleaving
-// that the layout is made for.
+// for which the layout is designed.
 inline void unpack_fp8_line(const uint8_t* line, uint8_t* out) {
   const __m512i codes = _mm512_loadu_si512(line);
   const __m512i low =

@@ -4,10 +4,10 @@
 // = 64 columns x 16 rows of weights, C = rows x 16 int32 sums of one group. Blocking 2 x 2 (tile_registers.h).
 //
 // Up to 1024 columns of a group are unpacked to signed codes minus zero on the stack (2 blocks x 16 KiB), which all
-// rows then use. Here only int8 with stored zero points is multiplied as it is packed, unsigned, and the zero leaves
-// the sum after the product: sum - zero * (sum of the activations' codes). Either way the integer of a group is exact,
-// and then, as in the other instruction sets: total = fma(sum, group scale * activation scale, total), result = total *
-// row scale.
+// rows then use. Exception in this file: int8 with stored zero points is multiplied in its packed, unsigned form, and
+// the zero is subtracted after the product: sum - zero * (sum of the activations' codes). In both cases the integer sum
+// of a group is exact, followed by the arithmetic of the other instruction sets: total = fma(sum, group scale *
+// activation scale, total), result = total * row scale.
 //
 // A group ends with a store of C and 4 vector instructions a row and block, at once for each tile: with groups of 32
 // columns a tile takes 105 cycles, of which the product is 16 (measured, docs/measurements.md). Few rows are left to
@@ -19,7 +19,7 @@ namespace kt::amx::inline KT_AMX_BUILD {
 namespace {
 
 // Up to these rows AVX-512's kernels are faster, as a group's end costs them less, and give the same bits. The model
-// stands beside the portable ones, which round products.
+// must not use the portable kernels for few rows, because those round products.
 #if defined(KT_AMX_MODEL)
 constexpr int64_t few_rows(const PackedShape&) { return 0; }
 #else
@@ -35,7 +35,7 @@ struct Span {
   const float* row_scales[2];
 };
 
-// The packed lines as they are, where zero points are stored: a code minus its zero does not fit a signed byte.
+// The packed lines unchanged, where zero points are stored: a code minus its zero does not fit a signed byte.
 class Int8Lines {
  public:
   using Dot = DotS8U8;
@@ -214,7 +214,7 @@ class IntegerTiles {
   const PackedShape& shape_;
   const RowTiles rows_;
   const int64_t step_;
-  alignas(64) int32_t sums_[2][16 * kBlockRows];  // in turn: a store must not wait for the loads of the tile before
+  alignas(64) int32_t sums_[2][16 * kBlockRows];  // alternate: a store must not wait for the previous tile's loads
 };
 
 }  // namespace

@@ -1,7 +1,8 @@
-// The kernels of this instruction set, by file. Contracts: kernels/tiles.h. All else is AVX-512's.
+// The kernels of this instruction set, by file. Contracts: kernels/tiles.h. All other kernels are AVX-512's.
 //
 // The same files compile twice: as `hardware` into the library, and with KT_AMX_MODEL as `model` into the C++ tests,
-// where a software model stands for the tile registers, plain loops for AVX-512, and the portable kernels for the rest.
+// where a software model replaces the tile registers, plain loops replace AVX-512, and the portable kernels replace the
+// rest.
 #pragma once
 
 #include "kernels/tiles.h"
@@ -29,7 +30,7 @@ void multiply_int8(const IntegerProduct& p);
 QuantizedSize quantized_size(const PackedShape& shape);
 void quantize(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums);
 
-// planes.cpp: where weights are int8 with one scale a row, what those three do. Longer rows could overflow a sum of
+// planes.cpp: the same three functions for int8 weights with one scale a row. Longer rows could overflow a sum of
 // products of a signed and an unsigned byte.
 constexpr bool has_planes(const PackedShape& shape) {
   return shape.format.encoding == Encoding::kInt8 && shape.format.group == 0 && shape.padded_cols() <= 65536;

@@ -1,6 +1,6 @@
 // bf16: TDPBF16PS, int8: TDPBSUD, on four sums (tiles 0 to 3) of two by two operands (4 and 5 against 6 and 7): four
-// products of 16 x 16 x 64 bytes a round, each sum's latency (52 cycles) behind the other three (16 each). The
-// permission for tiles was asked for when the processor's features were read (base/cpu.h).
+// products of 16 x 16 x 64 bytes a round; the other three products (16 cycles each) hide a sum's latency (52 cycles).
+// base/cpu.h requests the permission for tiles when it reads the processor's features.
 #include <immintrin.h>
 
 #include <cstring>

@@ -1,11 +1,11 @@
 // int8 weights with one scale a row: activations as two planes of int8, TDPBSUD.
 //
-// With one scale for a whole row of weights, a row of activations needs no groups of columns either: an element is 128
-// * high + low of a code in -16256..16256, so that rounding adds 2^-15 of the row's largest magnitude. The products are
-// twice as many as with one int8 a column, but sums end once a row, not every 32 columns, and tiles take the weights as
-// they are packed: unsigned, so that the zero leaves the sum at the end, sum - 128 * (sum of the plane's codes).
+// With one scale for a whole row of weights, a row of activations needs no groups of columns either: the code of an
+// element is 128 * high + low in -16256..16256, so that rounding adds 2^-15 of the row's largest magnitude. There are
+// twice as many products as with one int8 a column, but sums end once a row, not every 32 columns. Tiles take the
+// weights in their packed, unsigned form; the zero is subtracted at the end: sum - 128 * (sum of the plane's codes).
 //
-// A row lies as its high plane and then its low one, at half the distance of rows: to the tiles they are two rows.
+// A row is stored as its high plane, then its low plane, half a row stride apart: the tiles see two rows.
 #include "kernels/amx/dense.h"
 #include "kernels/amx/vectors.h"
 #include "kernels/generic/quantize.h"

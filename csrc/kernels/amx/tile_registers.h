@@ -1,17 +1,16 @@
-// The eight tile registers, as these kernels use them, and the inner loop of all of them but those for few rows
-// (few_rows.h).
+// The eight tile registers, and the inner loop of all AMX kernels except those for few rows (few_rows.h).
 //
 //   tiles 0..3   C[r][b] = tile 2 * r + b     float32 or int32 sums
 //   tiles 4, 5   A[r]                         rows x (pairs of bf16 or quads of int8) along the inner index
 //   tiles 6, 7   B[b]                         pairs or quads along the inner index x 16 columns
 //
-// Rate of the full 2 x 2: 4 products of 16 cycles for 4 tile loads of about 8, so that products bound it where the
-// operands lie in the first-level cache; each of the four chains waits 52 cycles for its last product, less than the 64
-// of a step. (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter 20.) From the second-level cache
+// Rate of the full 2 x 2: 4 products of 16 cycles for 4 tile loads of about 8 cycles, so the products are the limit
+// where the operands lie in the L1 cache. Each of the four chains waits 52 cycles for its last product, less than the
+// 64 cycles of a step. (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter 20.) From the L2 cache
 // the loads of a step take 85 to 120 cycles (measured, docs/measurements.md).
 //
-// The instructions are written as assembler rather than through GCC's intrinsics, which take literal tile numbers only
-// and do not tell the compiler that a tile load reads memory: plain stores to its source could be delayed past it.
+// The instructions are inline assembler. GCC's intrinsics take literal tile numbers only, and do not declare that a
+// tile load reads memory: the compiler could delay plain stores to the source past the load.
 //
 // With KT_AMX_MODEL the same kernels run on a software model of the registers (tests only), on any processor.
 #pragma once
@@ -127,9 +126,8 @@ class TileSession {
 };
 
 // Rows of a call in tiles of equal height, so that one configuration serves all: tile t holds rows [start, start +
-// height).
-// The last may begin among rows of the one before it, whose results need not be given again. `unit` rows of A that
-// belong together, for each of the call's, are in one tile.
+// height). The last tile may overlap the previous one; the results of repeated rows need not be written again. A row of
+// the call has `unit` rows of A, all in one tile.
 struct RowTiles {
   explicit RowTiles(int64_t num_rows, int64_t unit = 1)
       : rows(num_rows * unit), count((rows + 15) / 16), height((num_rows + count - 1) / count * unit) {}
@@ -157,8 +155,8 @@ struct TileRun {
 // How far ahead of a block's lines to prefetch.
 constexpr int64_t kBlockAhead = 2048;
 
-// The same from `offset` in the lines of blocks that are read side by side: beyond their ends lie the next ones, not
-// what follows in memory, which is read already.
+// The prefetch distance from `offset` in the lines of blocks that are read side by side. Beyond a block's end it skips
+// to the next blocks of the loop, because the bytes that follow in memory are read already.
 struct Ahead {
   Ahead(const PackedShape& shape, int64_t blocks)
       : lines_bytes(shape.block_bytes() - shape.line_offset()),
@@ -168,7 +166,7 @@ struct Ahead {
   int64_t lines_bytes, turn;
 };
 
-// Beside the products of `accumulate`: nothing to fetch.
+// For `accumulate`: no prefetch.
 struct NoFetch {
   void step() {}
 };

@@ -3,11 +3,11 @@
 // Step: A = 16 columns k of W x 32 rows n (pairs of n, from two blocks), B = 16 pairs of n x up to 16 tokens of the
 // activations as they lie, C = 16 k x tokens. Blocking: 2 tiles of k x 2 of tokens.
 //
-// Panel: up to 8 blocks (128 n) x 64 k, [pair of blocks][k][32 n] on the stack (16 KiB, so that it fits the first-level
-// cache beside activations and sums of 48 tokens, 24 KiB); two packed lines of bf16 are two rows of it by two
-// permutations, other encodings are scaled in float32 and rounded to bf16. It serves up to 8 tiles of tokens. Their
-// sums (32 KiB) wait on the stack for the next n, so that each is one chain in the order of n, wherever the matrix is
-// cut into pieces. An odd last block is paired with zeros.
+// Panel: up to 8 blocks (128 n) x 64 k, [pair of blocks][k][32 n] on the stack (16 KiB, so that it fits the
+// L1 cache beside activations and sums of 48 tokens, 24 KiB); two packed lines of bf16 are two rows of it by two
+// permutations, other encodings are scaled in float32 and rounded to bf16. A panel serves up to 8 tiles of tokens.
+// Their sums (32 KiB) stay on the stack until the next n, so that each sum is one chain in the order of n, wherever the
+// matrix is split into pieces. An odd last block is paired with zeros.
 #include <cstring>
 
 #include "base/bf16.h"
@@ -59,7 +59,7 @@ class TransposedTiles {
 
   int64_t panel_cols(int64_t col) const { return p_.cols - col < kPanelCols ? p_.cols - col : kPanelCols; }
 
-  // The lines of a panel, a share of them with every step of the one before.
+  // Prefetches the lines of a panel, a share of them with every step of the previous panel.
   class PanelFetch {
    public:
     PanelFetch(const TransposedTiles& tiles, int64_t block, int64_t col, int64_t steps) : tiles_(tiles), block_(block) {

@@ -1,5 +1,5 @@
 // AVX2 + FMA, float32 activations (bf16 ones are widened before). Register tile 6 x 16: 12 accumulators, two vectors of
-// weights, one activation. Many rows: weights are unpacked once to float32 panels of 16 x 256 (16 KiB, first-level
+// weights, one activation. Many rows: weights are unpacked once to float32 panels of 16 x 256 (16 KiB, L1
 // cache); per column 12 fma, 6 broadcasts, 2 loads: two fma a cycle, 0.85 of that with unpacking and cold weights for
 // 40 rows. Few rows: decoded in registers, up to 4 blocks at once; bound by memory up to 4 rows of bf16 and one of fp8
 // or int8, above by decoding. Layout: kernels/layout.h.

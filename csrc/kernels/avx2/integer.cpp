@@ -59,7 +59,7 @@ inline void start(const IntegerTile& t, int64_t g, int32_t default_zero, Sums<kR
   }
 }
 
-// Sums are written through: GCC would otherwise add products first, of several steps, and run out of registers.
+// Keeps each addition in place: otherwise GCC first adds products of several steps, and runs out of registers.
 inline void keep(__m256i& sum) { asm("" : "+x"(sum)); }
 
 // Products of halves [first, first + kHalves) of the blocks' codes, 4 columns in 16 bits, with the rows' activations at
@@ -167,7 +167,7 @@ inline void add_int4(const IntegerTile& t, const GroupSpan& span, Sums<kRows, kB
   }
 }
 
-// c is the memory of the totals: the registers are all in use between groups.
+// Totals lie in c, because all registers are in use between groups.
 template <int kRows, int kBlocks>
 inline void finish_group(const IntegerTile& t, int64_t g, const Sums<kRows, kBlocks>& sum) {
 #pragma GCC unroll 8
@@ -194,7 +194,7 @@ struct Avx2 {
 
   template <Encoding kEncoding, int kRows, int kBlocks, bool kFew>
   static void tile(const IntegerTile& in) {
-    const IntegerTile t = in;  // of our own: results are floats in memory that might lie anywhere
+    const IntegerTile t = in;  // a local copy, because stores of results might alias `in`
     constexpr int32_t kZero = kEncoding == Encoding::kInt4 ? 8 : 128;
     for (int r = 0; t.first == 0 && r < kRows; ++r)
       std::memset(t.c + r * t.ldc, 0, kBlocks * kBlockRows * sizeof(float));

@@ -45,7 +45,7 @@ struct Vec16 {
   }
 };
 
-// Lines as they are: 16 rows x a pair of bf16.
+// Lines unchanged: 16 rows x a pair of bf16.
 template <class V>
 struct PairLines {
   static constexpr int kColumns = 2, kUnitLines = 1, kSums = V::kSums, kBlocks = 4, kFewRows = V::kFewRows;

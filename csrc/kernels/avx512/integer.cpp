@@ -43,8 +43,8 @@ struct Totals {
   __m512 at[kRows][kBlocks];
 };
 
-// A pointer that moves from row to row. Hidden from the compiler, which else keeps one address for every row, more than
-// there are registers.
+// A pointer that moves from row to row. It is hidden from the compiler, which otherwise keeps one address per row, more
+// than there are registers.
 template <class T>
 inline void next_row(T*& at, int64_t ld) {
   at += ld;

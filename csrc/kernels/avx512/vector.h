@@ -26,7 +26,7 @@ struct Vec16 {
   static Reg load_partial(const float* from, int count) { return _mm512_maskz_loadu_ps(mask(count), from); }
   static void store(float* to, Reg value) { _mm512_storeu_ps(to, value); }
   static void store_partial(float* to, Reg value, int count) { _mm512_mask_storeu_ps(to, mask(count), value); }
-  // Also of a pair of bf16, which need not lie where a float may.
+  // Also broadcasts a pair of bf16, which need not be aligned as a float.
   static Reg broadcast(const float* from) {
     float value;
     std::memcpy(&value, from, sizeof value);

@@ -20,7 +20,7 @@
 namespace kt {
 namespace {
 
-// Where the parts of every block of a matrix are, in bytes from the block's beginning, worked out once a call.
+// Offsets of the parts of every block of a matrix, in bytes from the block's beginning; computed once a call.
 struct Parts {
   explicit Parts(const PackedShape& shape)
       : encoding(shape.format.encoding),
@@ -88,7 +88,7 @@ struct Fp8Lines {
 };
 
 // Integer codes become floats without a conversion: a code in bits [s, s + 8) of the mantissa of 2^(23 - s) adds
-// exactly itself. One subtraction takes away that power and the zero.
+// exactly itself. One subtraction removes that power and the zero.
 template <class V>
 inline typename V::Reg code_on_power(typename V::Int bits, int mask, int s) {
   return (typename V::Reg)((bits & (mask << s)) | ((127 + 23 - s) << 23));

@@ -1,6 +1,6 @@
 // Elementwise kernels as loops without branches, which the compiler turns into vectors of each instruction set. Only
-// additions, multiplications, divisions and conversions that IEEE 754 defines, none contracted: so an element's result
-// is the same in a vector, in the rest behind the last vector, and on every instruction set.
+// additions, multiplications, divisions and conversions that IEEE 754 defines, none contracted. An element's result is
+// therefore the same in a vector, in the remainder after the last vector, and on every instruction set.
 //
 // Include only in a kernel's own translation unit.
 #pragma once

@@ -6,8 +6,8 @@
 //
 // Few rows (one register tile): weights are decoded in registers in the inner loop, each once; several blocks at a
 // time, so that there are enough independent chains. Bound by memory: the loop prefetches ahead of its streams.
-// Many rows: a panel (some blocks x some columns) is unpacked to the stack once, then a register tile goes over all
-// rows; sums wait in c between panels. Meanwhile the packed bytes of the next panel are prefetched.
+// Many rows: a panel (some blocks x some columns) is unpacked to the stack once, then a register tile iterates over all
+// rows; partial sums lie in c between panels. Meanwhile the packed bytes of the next panel are prefetched.
 //
 // V is an ISA's vector of floats:
 //   Element, kDepth      type of the activations, columns per dot (1, or 2: a pair of bf16)
@@ -45,11 +45,11 @@ struct Job {
   const Parts parts;
 };
 
-// Lines that will be read later, `stride` apart in each of the blocks of a tile; a few with every turn of its loop.
+// Prefetch of lines that will be read later, `stride` apart in the blocks of a tile; one line of each block per step.
 struct Prefetch {
   const uint8_t* at = nullptr;
   int64_t stride = 0;
-  int64_t lines = 0;       // still to be asked for in each block
+  int64_t lines = 0;       // still to be prefetched in each block
   int64_t until_turn = 0;  // of these, before the end of the blocks
   int64_t turn = 0;        // bytes from there to the blocks of the next tile
 
@@ -78,8 +78,8 @@ inline typename V::Reg group_scales(const Parts& parts, const uint8_t* block, in
   return V::halves(reinterpret_cast<const uint16_t*>(scales) + g * kBlockRows + v * V::kLanes);
 }
 
-// Puts finished sums into c: with the scales of group g on top of what earlier groups left there, and after the last
-// column with those of the rows.
+// Adds finished sums, times the scales of group g, to the totals of earlier groups in c; after the last column,
+// multiplies by the scales of the rows.
 template <class V, int kRows, int kVectors>
 __attribute__((noinline)) void finish(const Job<V>& job, const Part& part, int64_t g, bool last,
                                       const typename V::Reg (&sums)[kRows][kVectors]) {
@@ -129,7 +129,7 @@ struct RowPointers {
   }
 
  private:
-  // Else the compiler makes one address of every row and step, more than there are registers.
+  // Otherwise the compiler keeps one address for every row and step, more than there are registers.
   static void hide(const char*& pointer) { __asm__("" : "+r"(pointer)); }
 
   const char* base[kBases];
@@ -323,7 +323,7 @@ void multiply_many(const Job<V>& job) {
   constexpr int64_t kColumnBytes = kLineBytes / V::kDepth;  // of an unpacked block
   const Parts& parts = job.parts;
   const int64_t width = parts.group ? V::kPanelColumns / parts.group * parts.group : V::kPanelColumns;
-  if (width == 0) return multiply_few<V, Source>(job);  // groups beyond a panel: their sums have no place but registers
+  if (width == 0) return multiply_few<V, Source>(job);  // groups longer than a panel: only registers hold their sums
   alignas(64) uint8_t panel[kInPlace ? 1 : V::kPanelBlocks * V::kPanelColumns * kColumnBytes];
   const int64_t stride = kInPlace ? parts.block_bytes : width * kColumnBytes, blocks = job.p.weights.blocks;
   for (int64_t block = 0; block < blocks; block += V::kPanelBlocks) {
@@ -335,7 +335,7 @@ void multiply_many(const Job<V>& job) {
         for (int64_t b = block; b < end_block; ++b)
           unpack<V, Source>(parts, job.block(b), first, end, panel + (b - block) * stride);
       }
-      // What the next panel reads: on in these blocks, or the beginning of the following ones.
+      // The next panel reads the following columns of these blocks, or the beginning of the following blocks.
       Prefetch prefetch{lines + (end - first) / Source::kColumns * kLineBytes, parts.block_bytes,
                         std::min(width, parts.cols - end) / Source::kColumns, 0, 0};
       if (end == parts.cols && end_block < blocks) {

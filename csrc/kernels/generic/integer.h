@@ -4,15 +4,15 @@
 //     static constexpr int kMaxRows, kMaxBlocks;  // of a register tile of many rows; kMaxBlocks 1 or 2
 //     static constexpr int kFewRows;              // up to this many rows are few; at most kMaxRows
 //     static constexpr int few_blocks(int rows);  // of a register tile of few rows: 1, 2 or 4
-//     static constexpr int64_t kChunkBytes;       // of packed lines that stay in the first-level cache
+//     static constexpr int64_t kChunkBytes;       // of packed lines that stay in the L1 cache
 //     template <Encoding, int kRows, int kBlocks, bool kFew> static void tile(const IntegerTile&);
 //   };
 //
-// Few rows: blocks side by side, all their groups at once, each a forward stream that is prefetched some distance
-// ahead: a single stream does not keep enough lines under way to reach the bandwidth of memory. Many rows: kMaxBlocks
-// blocks, a chunk of groups after the other, which all row tiles use while it lies in the first-level cache and each
-// fetches its part of the next chunk into the second; float totals lie in c between chunks. The order of additions is
-// the order of groups in either case.
+// Few rows: blocks side by side, all groups in one pass. Each block is a forward stream with prefetch, because a single
+// stream does not keep enough lines in flight to reach the memory bandwidth. Many rows: kMaxBlocks blocks, one chunk of
+// groups at a time. All row tiles use a chunk while it lies in the L1 cache, and each prefetches its part of the next
+// chunk into the L2 cache; float totals lie in c between chunks. In either case the order of additions is the order of
+// groups.
 //
 // Include only in a kernel's own translation unit, with Isa in an unnamed namespace.
 #pragma once
@@ -28,11 +28,11 @@
 namespace kt {
 namespace {
 
-// Bytes to ask for ahead of all forward streams: the latency of memory times its bandwidth, some times over.
+// Bytes to prefetch ahead, over all forward streams: a multiple of memory latency times bandwidth.
 constexpr int64_t kStreamAhead = 8192;
 constexpr int kMostBlocks = 4;  // of any register tile
 
-// What a register tile computes: groups [first, end) of some rows with one block or more. c holds the totals of the
+// The work of a register tile: groups [first, end) of some rows times one block or more. c holds the totals of the
 // groups before `first`.
 struct IntegerTile {
   PackedShape shape;
@@ -63,8 +63,8 @@ inline GroupSpan group_span(const PackedShape& shape, int64_t g) {
   return {col, cols, col / kPerLine * kLineBytes, cols / kPerLine};
 }
 
-// Few rows: how far ahead of its lines a group prefetches, into the first-level cache. A line for each that it reads:
-// many at once would wait for each other, and the group's own loads for them.
+// Few rows: how far ahead of its lines a group prefetches, into the L1 cache. A group prefetches one line for each line
+// that it reads: a burst of prefetches would queue, and the group's own loads would wait behind the burst.
 inline int64_t stream_ahead(const IntegerTile& t, const GroupSpan& span) {
   return span.line_begin + t.ahead < t.block_end ? t.ahead : t.ahead + t.turn;
 }
@@ -75,7 +75,7 @@ inline void prefetch_lines(const uint8_t* const* lines, int64_t offset) {
   for (int b = 0; b < kBlocks; ++b) _mm_prefetch(reinterpret_cast<const char*>(lines[b]) + offset, _MM_HINT_T0);
 }
 
-// Many rows: the group's part of a later chunk, into the second-level cache.
+// Many rows: prefetches the group's part of a later chunk into the L2 cache.
 template <int kBlocks>
 inline void prefetch_group(const IntegerTile& t, const GroupSpan& span) {
   for (int b = 0; b < kBlocks; ++b) {

@@ -2,10 +2,10 @@
 //
 //   out[m, k] = sum over n of in[m, n] * W(n, k)
 //
-// Vectors run along k; `in` is broadcast, and lies transposed so that a tile's broadcasts are neighbours. Chunk:
-// 4 blocks (64 n) x 64 columns; its weights are unpacked once into a panel [n][k] on the stack (16 KiB) and serve all
-// tokens. Register tile: kRows x kVectors accumulators, kVectors of weights, one broadcast. sums [96 tokens][64]
-// (24 KiB) wait on the stack for the next chunk of n, so that each is one chain in the order of n. While a chunk is
+// Vectors run along k. `in` is broadcast, and stored transposed so that a tile's broadcasts are adjacent. Chunk: 4
+// blocks (64 n) x 64 columns; its weights are unpacked once into a panel [n][k] on the stack (16 KiB) and serve all
+// tokens. Register tile: kRows x kVectors accumulators, kVectors of weights, one broadcast. sums [96 tokens][64] (24
+// KiB) stay on the stack until the next chunk of n, so that each sum is one chain in the order of n. While a chunk is
 // unpacked and multiplied, the lines of the next one are prefetched.
 //
 // An `Op` is one way to multiply:
@@ -120,7 +120,7 @@ class TransposedLoop {
     return left <= 0 ? 0 : left < kPanelCols ? left : kPanelCols;
   }
 
-  // What is unpacked after a chunk.
+  // The lines that are unpacked after a chunk.
   Ahead ahead_of(const Chunk& chunk, int64_t col) const {
     Chunk next = after(chunk);
     if (next.blocks == 0) {

@@ -1,5 +1,5 @@
-// Plain loops, as the portable kernels are: what the compiler makes of them with the baseline's instructions. The 48
-// float32 sums are enough to hide latencies with vectors of 16 bytes.
+// Plain loops like the portable kernels, compiled with the baseline's instructions. The 48 float32 sums are enough to
+// hide latencies with vectors of 16 bytes.
 #include "kernels/generic/reading.h"
 #include "kernels/peaks.h"
 
@@ -23,7 +23,7 @@ int64_t bf16(int64_t rounds) {
 }
 
 int64_t int8(int64_t rounds) {
-  constexpr int kTerms = 1024;  // as the kernels: codes widened to int16, in the first-level cache
+  constexpr int kTerms = 1024;  // as the kernels: codes widened to int16, in the L1 cache
   int16_t a[kTerms], b[kTerms];
   for (int i = 0; i < kTerms; ++i) {
     a[i] = static_cast<int16_t>(i % 251 - 125);
