@@ -28,7 +28,7 @@ class NativeLayer {
   NativeLayer(std::shared_ptr<ExpertLayer> layer, const Tiles* tiles, int num_threads)
       : layer_(std::move(layer)), tiles_(tiles), num_threads_(num_threads) {}
 
-  // Gives what `backward` takes as `retained` where `retain` is set, else null.
+  // Returns the `retained` argument of `backward` if `retain` is set, else null.
   std::shared_ptr<Retained> forward(pybind11::handle x, pybind11::handle ids, pybind11::handle weights,
                                     const pybind11::sequence& slots, pybind11::handle token_slots, pybind11::handle out,
                                     bool retain) const;
@@ -38,7 +38,7 @@ class NativeLayer {
                 pybind11::handle weights_grad, const pybind11::sequence& slot_grads,
                 const std::shared_ptr<Retained>& retained) const;
 
-  // Into bfloat16 tensors for a bf16 layer, else float32.
+  // Writes to bfloat16 tensors for a bf16 layer, else to float32 tensors.
   void unpack(int64_t expert, pybind11::handle gate, pybind11::handle up, pybind11::handle down) const;
 
   PieceBytes piece_bytes(int64_t expert, int projection, int node) const;

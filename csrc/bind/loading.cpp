@@ -26,7 +26,7 @@ void check_range(const char* name, int64_t value, int64_t most) {
                   std::string(name) + " is " + std::to_string(value) + "; allowed: 1 to " + std::to_string(most)};
 }
 
-// A value as Python's json gives it.
+// Converts a value that Python's json has read.
 Setting setting_of(py::handle value) {
   Setting made;
   if (py::isinstance<py::bool_>(value)) {
@@ -72,7 +72,7 @@ int default_num_nodes() {
   return static_cast<int>(std::min<size_t>(topology().nodes.size(), static_cast<size_t>(kMaxNodes)));
 }
 
-// `format` "": as the checkpoint stores it. `num_nodes` 0: those of this machine.
+// `format` "": the checkpoint's format. `num_nodes` 0: the nodes of this machine.
 NativeLayer load(const Checkpoint& checkpoint, const std::string& prefix, int64_t num_experts, int64_t hidden,
                  int64_t intermediate, const std::string& isa, int num_threads, const std::string& format,
                  int num_nodes) {

@@ -25,11 +25,11 @@ struct PlainMatrix {
 };
 
 // Writes blocks [block, block + count) to `packed`, the place of the first of them. Integer group scales are kept as
-// float16 times a power of two for the row: exact for scales that came as float16 or bfloat16 and lie within a factor
-// of 2^20 of the row's largest.
+// float16 times a power of two for the row: exact for scales that the checkpoint stores as float16 or bfloat16 and that
+// lie within a factor of 2^20 of the row's largest.
 void pack_blocks(const PlainMatrix& matrix, int64_t block, int64_t count, uint8_t* packed);
 
-// W[row, col] as it is multiplied. For tests, exports and errors; slow.
+// W[row, col] with the value that the kernels multiply. For tests, exports and errors; slow.
 double decode(const PackedShape& shape, const uint8_t* packed, int64_t row, int64_t col);
 
 struct ExpertShape {

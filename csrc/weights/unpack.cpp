@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kTileCols = 64;  // a cache line of codes of each row is written at once
 
-// The nibbles of a word into the bytes of another: nibble i, at 4 i, goes to byte i.
+// Spreads the nibbles of a word: nibble i, at bit 4 i, becomes byte i.
 uint64_t spread_nibbles(uint32_t word) {
   uint64_t x = word;
   x = (x | x << 16) & 0x0000ffff0000ffffu;

@@ -3,7 +3,7 @@
 //
 //   tiles 0..3   C[b]    sums
 //   tile 4       A
-//   tiles 5..7   B[b], in turn
+//   tiles 5..7   B[b], alternating
 #pragma once
 
 #include "kernels/amx/tile_registers.h"

@@ -22,13 +22,14 @@ class Square {
     exchange<8>();
   }
 
-  // Row i, or its sum with what is there.
+  // Writes row i to `to`, or adds row i to the values there.
   void give(int64_t i, bool accumulate, float* to) const {
     store(accumulate ? load<Floats>(to) + rows_[i] : rows_[i], to);
   }
 
  private:
-  // Rows i and i + D trade the elements of the first whose index has bit D for those of the second that lack it.
+  // Rows i and i + D exchange elements: those of the first whose index has bit D for those of the second whose index
+  // lacks it.
   template <int kD>
   void exchange() {
 #pragma GCC unroll 16

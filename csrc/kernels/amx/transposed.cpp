@@ -163,7 +163,7 @@ class TransposedTiles {
     for_each_sum<2, kB>([&]<int kTile>(int r, int i) { store_tile<kTile>(sum(r, i), kLineBytes); });
   }
 
-  // The activations end with this block: those of its 8 pairs, and zeros for the tile's other 8.
+  // For the last block of the activations: its 8 pairs, and zeros for the tile's other 8.
   template <int kB>
   void add_last_block(const TileRun (&from_a)[2], const TileRun (&from_b)[kB], int64_t step) const {
     alignas(64) uint8_t pairs[kB][kPairs][kLineBytes] = {};

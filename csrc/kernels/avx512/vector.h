@@ -1,4 +1,4 @@
-// Sixteen floats of AVX-512. Interface: portable/vector.h, without what decoding takes.
+// Sixteen floats of AVX-512. Interface: portable/vector.h, without the functions for decoding.
 #pragma once
 
 #include <immintrin.h>

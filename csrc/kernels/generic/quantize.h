@@ -1,5 +1,5 @@
-// Activations to int8, what all instruction sets share: plain loops that the compiler vectorises for the unit that
-// includes this. Include only in a kernel's own translation unit.
+// Quantizing activations to int8, shared by all instruction sets: plain loops that the compiler vectorises for the unit
+// that includes this. Include only in a kernel's own translation unit.
 #pragma once
 
 #include <cstdint>
