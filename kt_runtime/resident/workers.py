@@ -105,7 +105,11 @@ class Workers:
     def take(self, key: str) -> Any:
         """The function's result, or its error raised. Blocks only if this rank is slower than rank 0, which reported
         the function's end."""
-        return self._jobs.pop(key).result.result()
+        try:
+            # The job keeps its place until then: the result of one without a place is dropped.
+            return self._jobs[key].result.result()
+        finally:
+            self._jobs.pop(key, None)
 
     def has_ended(self, key: str) -> bool:
         return self._jobs[key].result.done()

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,18 @@ def test_a_fault_of_ours_is_logged_where_it_happened(
     bench.workers.begin("a", "adapter 'a'", broken)
     assert isinstance(bench.next_ended()[1], ZeroDivisionError)
     assert "adapter 'a': unexpected error" in caplog.text and "in broken" in caplog.text
+
+
+def test_a_result_may_be_waited_for_before_it_is_there(make_bench: Callable[..., Bench]) -> None:
+    """As on a rank that is slower than rank 0."""
+    bench, asked = make_bench(), threading.Event()
+
+    class Asked(Future[Any]):
+        def result(self, timeout: float | None = None) -> Any:
+            asked.set()
+            return super().result(30)
+
+    bench.workers.begin("a", "a", lambda: asked.wait(30))
+    bench.workers._jobs["a"].result = Asked()
+    assert bench.workers.take("a") is True
+    assert bench.workers._jobs == {}
