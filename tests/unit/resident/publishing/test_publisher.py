@@ -348,14 +348,14 @@ def test_two_directories_that_hang_hold_up_no_other_name(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A dead network mount: whoever reads there never comes back. Its client is told, and the name is free again."""
-    gate, read, now = threading.Event(), publishing.read_adapter, [100.0]
+    gate, check, now = threading.Event(), publishing.check_is_adapter, [100.0]
 
-    def hangs(path: Any, *rest: Any) -> Any:
+    def hangs(path: Path) -> None:
         if "dead" in str(path):
             assert gate.wait(60)
-        return read(path, *rest)
+        check(path)
 
-    monkeypatch.setattr(publishing, "read_adapter", hangs)
+    monkeypatch.setattr(publishing, "check_is_adapter", hangs)  # the first look at the path
     monkeypatch.setattr(desk.workers, "_clock", lambda: now[0])
     outcomes: dict[str, Any] = {}
     for name in ("one", "two"):
@@ -452,15 +452,33 @@ def forget(desk: Desk, name: str) -> list[Any]:
     return told
 
 
-def test_unloading_while_its_publication_is_on_another_thread_ends_both(desk: Desk) -> None:
+@pytest.mark.parametrize("is_late", [False, True], ids=["still running", "its end is reported already"])
+def test_unloading_while_its_publication_is_on_another_thread_ends_both(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
     desk.publish("bob", 1)
     desk.settle()
     first = desk.outcomes[0].lora_id
+    gate, prepare = threading.Event(), desk.host.prepare_adapter
+
+    def waits(*arguments: Any) -> Any:
+        assert gate.wait(60)
+        return prepare(*arguments)
+
+    monkeypatch.setattr(desk.host, "prepare_adapter", waits)
     desk.publish("bob", 2)
     desk.publish("bob", 3)
+    reports = []
+    if is_late:
+        gate.set()
+        reports.append(desk.ended.get(timeout=60))
     assert forget(desk, "bob") == [first]
     assert [str(outcome) for outcome in desk.outcomes[1:]] == ["adapter 'bob' was unloaded before this had ended"] * 2
-    desk.prepared()  # nobody wants it any more
+    gate.set()
+    assert desk.workers.finish(60)
+    for report in reports:
+        desk.publisher.probe(*report)  # nobody wants it any more
+    assert desk.ended.empty() and desk.executor.is_idle
     assert desk.host.moves == [] and not desk.is_busy
     assert set(desk.host.installed) == {first}  # the frontend drops it when its last request has ended
     desk.publish("bob", 4)
