@@ -23,5 +23,9 @@ SYMBOLS = (
 def install(hooks: Hooks) -> None:
     """Ignores SIGINT and SIGTERM in child processes of `kt-runtime serve`. Does nothing in any other process."""
     if ResidentSettings.from_environment() is not None and multiprocessing.parent_process() is not None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+        leave_to_frontend()
+
+
+def leave_to_frontend() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

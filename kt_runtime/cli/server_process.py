@@ -34,22 +34,25 @@ def server(model: str, arguments: list[str], log_path: Path, *, api_key: str | N
     """
     port = free_port()
     command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", "serve", "--model", model, "--port", str(port)]
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [*command, "--verbose", *arguments],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=_end_with_parent,
-        )
+    process = _start([*command, "--verbose", *arguments], log_path)
     try:
         api = ServerAPI(f"http://127.0.0.1:{port}", api_key)
         _wait_ready(process, api, log_path)
         yield api
     finally:
         _stop(process)
+
+
+def _start(command: list[str], log_path: Path) -> subprocess.Popen[bytes]:
+    with log_path.open("wb") as log:
+        return subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
 
 
 def _end_with_parent() -> None:

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from kt_runtime.errors import RuntimeFault
 from kt_runtime.resident import progress
-from kt_runtime.sglang_patch.frontend import chat_logprobs, tokenizing
+from kt_runtime.sglang_patch.frontend import chat_logprobs, processes, tokenizing
 from kt_runtime.sglang_patch.hooks import Hooks
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ SYMBOLS = (
     FREEZE_GC,
     PARSE_MODEL,
     "sglang.srt.entrypoints.engine.init_tokenizer_manager",
+    processes.ENGINE_PROCESSES,
     "sglang.srt.function_call.function_call_parser.FunctionCallParser.ToolCallParserEnum",
     "sglang.srt.parser.reasoning_parser.ReasoningParser.DetectorMap",
     "sglang.srt.managers.io_struct.GenerateReqInput",
@@ -152,9 +153,7 @@ def run(arguments: list[str], frontend: Frontend) -> NoReturn:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    hooks = Hooks(on_cpu=False)
-    install(hooks)
-    hooks.apply()
+    _apply(install)
     server = _Server(frontend)
     with contextlib.ExitStack() as ending:  # runs in reverse order; a failing step does not prevent the next
         ending.callback(frontend.clean_up)
@@ -167,6 +166,14 @@ def run(arguments: list[str], frontend: Frontend) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _apply(install: Callable[[Hooks], None]) -> None:
+    import torch
+
+    hooks = Hooks(on_cpu=not torch.cuda.is_available())
+    install(hooks)
+    hooks.apply()
 
 
 def install(hooks: Hooks) -> None:
@@ -221,6 +228,7 @@ class _Server:
             signal.signal(number, _end_while_loading)
         server_args = prepare_server_args(arguments)
         server_args.resolve_once()
+        _apply(functools.partial(processes.install, server_args=server_args))
         self.frontend.prepare(http_server.app)
         router = http_server.app.router
         router.lifespan_context = functools.partial(self._lifespan, router.lifespan_context)

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from system import forked_server
 
+from kt_runtime.cli import server_process
 from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.server_process import server
 from kt_runtime.serve.memory.plan import cached_numbers_per_token
@@ -29,6 +31,14 @@ class Served:
     preset: str
     model_directory: Path
     log: Path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_servers() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_process, "_start", forked_server.start)
+        forked_server.import_all()
+        yield
 
 
 @pytest.fixture(scope="session", params=PRESETS)

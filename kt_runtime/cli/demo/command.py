@@ -6,6 +6,7 @@ while streams are being answered; the adapter is published under them, and the s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.demo.base import make_base
 from kt_runtime.cli.demo.streams import FirstToken, Streams, chat
 from kt_runtime.cli.server_process import server
-from kt_runtime.errors import RuntimeFault
+from kt_runtime.errors import KtError, RuntimeFault
 from kt_runtime.files import write_json
 from kt_runtime.serve.models.presets import configs
 
@@ -150,4 +151,5 @@ class _Memory:
 
     def _watch(self) -> None:
         while not self._stop.wait(MEMORY_PERIOD_SECONDS):
-            self.peak_bytes = max(self.peak_bytes, self.api.get("/kt/status")["rss_bytes"])
+            with contextlib.suppress(KtError):  # one failed reading must not end the recording
+                self.peak_bytes = max(self.peak_bytes, self.api.get("/kt/status")["rss_bytes"])

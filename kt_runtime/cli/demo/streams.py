@@ -126,5 +126,5 @@ class FirstToken:
                     for _ in chat_stream(http, self._model, self._question, max_tokens=1):
                         self.at = time.time()
                         return
-                except (httpx.HTTPError, RuntimeError):
+                except (httpx.HTTPError, RuntimeError, ValueError):
                     time.sleep(self._pause_s)  # not published yet

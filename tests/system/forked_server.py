@@ -1,0 +1,92 @@
+"""Starts the tests' servers as forks of one process that has imported SGLang: `kt-runtime serve` in 5 s instead of 20.
+
+Only the imports are shared: the command line, the environment, all processes and their end are a server's own. The
+command itself, in a new interpreter, is started by test_http.py, test_demo.py, and wherever a fault is injected through
+the interpreter's environment.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.process
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from kt_runtime.cli import server_process
+from kt_runtime.cli.main import main
+
+IMPORTED = ["torch", "kt_runtime.serve.launch", "sglang.srt.entrypoints.http_server"]
+# What the interpreter, the loader and OpenMP read when a process starts: a fork can't have other values.
+READ_AT_START = ("PYTHONPATH", "LD_PRELOAD", "OMP_NUM_THREADS")
+# As `kt-runtime serve` sets them before it imports torch.
+SET_BEFORE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "4000"}
+
+context = multiprocessing.get_context("forkserver")
+_at_start = {name: os.environ.get(name) for name in READ_AT_START}
+_start_command = server_process._start
+
+
+class ForkedServer:
+    """What `server_process` uses of subprocess.Popen."""
+
+    def __init__(self, command: list[str], log_path: Path) -> None:
+        arguments = command[command.index("serve") :]
+        environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+        self._process = context.Process(target=_serve, args=(arguments, environment, str(log_path)))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("kt-runtime serve", timeout or 0.0)
+        return self.returncode
+
+
+def start(command: list[str], log_path: Path) -> subprocess.Popen[bytes] | ForkedServer:
+    """In place of `server_process._start`."""
+    if any(os.environ.get(name) != value for name, value in _at_start.items()):
+        return _start_command(command, log_path)
+    return ForkedServer(command, log_path)
+
+
+def import_all() -> None:
+    """Starts the process that the servers are forks of. It ends with this process."""
+    from multiprocessing import forkserver
+
+    before = dict(os.environ)
+    os.environ.update(SET_BEFORE)
+    try:
+        context.set_forkserver_preload(IMPORTED)
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _serve(arguments: list[str], environment: dict[str, str], log_path: str) -> None:
+    os.setsid()
+    server_process._end_with_parent()
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["kt-runtime", *arguments]
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    sys.exit(main())
