@@ -5,7 +5,7 @@ Each function raises ValueError, which SGLang answers with status 400. `manager.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -20,13 +20,6 @@ def check_top_logprobs(top_logprobs_num: Any, vocab_size: int) -> None:
     """Found by tests on a server: `topk` fails for more entries than the vocabulary has."""
     if top_logprobs_num is not None and not 0 <= top_logprobs_num <= vocab_size:
         raise ValueError(f"top_logprobs_num is {top_logprobs_num}; allowed are 0 to {vocab_size}")
-
-
-def check_stop_token_ids(sampling_params: Mapping[str, Any], vocab_size: int) -> None:
-    """With `min_new_tokens`, SGLang uses the ids as indices into the logits."""
-    stop_ids = sampling_params.get("stop_token_ids")
-    if isinstance(stop_ids, list) and stop_ids and sampling_params.get("min_new_tokens"):
-        _check_in_vocabulary("stop_token_ids: token id", stop_ids, vocab_size)
 
 
 def check_lora_path(lora_path: Any, num_prompts: int, is_single: bool) -> None:

@@ -30,7 +30,6 @@ from sglang.srt.managers.tokenizer_manager import SignalHandler
 from kt_runtime.errors import KtError
 from kt_runtime.sglang_patch.frontend.checks import (
     check_lora_path,
-    check_stop_token_ids,
     check_token_ids,
     check_top_logprobs,
 )
@@ -99,7 +98,6 @@ class FrontendManager(FaultContainment):
         if input_ids is not None and obj.input_embeds is None:
             check_token_ids(input_ids, self.model_config.vocab_size)
         check_top_logprobs(getattr(obj, "top_logprobs_num", None), self.model_config.vocab_size)
-        check_stop_token_ids(obj.sampling_params or {}, self.model_config.vocab_size)
         check_grammars(obj.sampling_params or {})
         check_prompt_logprobs(obj, len(input_ids or ()))
         if getattr(obj, "return_logprob", False):

@@ -39,7 +39,7 @@ def check_sampling(parameters: Any, vocab_size: int) -> None:
     _check_types(parameters, SWITCHES, bool, "true or false")
     _check_types(parameters, TEXTS, str, "a string")
     _check_one_beam(parameters.get("beam_width"))
-    _check_stop_token_ids(parameters.get("stop_token_ids"))
+    _check_stop_token_ids(parameters.get("stop_token_ids"), vocab_size)
     _check_logit_bias(parameters.get("logit_bias"), vocab_size)
     _check_stop("stop", parameters.get("stop"))
     _check_stop("stop_regex", parameters.get("stop_regex"))
@@ -93,14 +93,16 @@ def _check_one_beam(width: Any) -> None:
         raise ValueError(f"beam_width is {_shown(width)}; beam search is not served, only 1 is allowed")
 
 
-def _check_stop_token_ids(ids: Any) -> None:
+def _check_stop_token_ids(ids: Any, vocab_size: int) -> None:
+    """SGLang uses the ids as indices into the logits where a request of the same batch has `min_new_tokens`: an id
+    outside the vocabulary would end that request too."""
     if ids is None:
         return
     if not isinstance(ids, list):
         raise ValueError(f"stop_token_ids is {_shown(ids)}; it must be a list of token ids")
     for token in ids:
         if token is not None:
-            _check_integer("stop_token_ids: a token id", token, -LARGEST_INT - 1, LARGEST_INT)
+            _check_integer("stop_token_ids: a token id", token, 0, vocab_size - 1)
 
 
 def _check_logit_bias(bias: Any, vocab_size: int) -> None:

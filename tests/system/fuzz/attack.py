@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.synchronize import Event
@@ -116,11 +117,10 @@ def attack_otherwise(target: Target, stop: Event) -> None:
 
 
 def _run_all(works: list[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    """Raises what one of them raised, so that no attack weakens unnoticed."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        for running in [pool.submit(work) for work in works]:
+            running.result()
 
 
 def _every(step: int, first: int, make: Callable[[int], Any]) -> Callable[[], Any]:

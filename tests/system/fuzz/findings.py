@@ -266,6 +266,8 @@ FINDINGS: tuple[Finding, ...] = (
         "more-tokens-than-the-grammar",
         sampling_params={"min_new_tokens": 8, "max_new_tokens": 16, "ebnf": 'root ::= "ab"'},
     ),
+    # It was accepted, and ended each request of its batch that had min_new_tokens.
+    _generate("stop-token-of-no-vocabulary", True, sampling_params={**SMALL, "stop_token_ids": [5, 10**6]}),
     _generate("sampling-list-for-one", sampling_params=[SMALL]),
     _generate("sampling-list-in-a-stream", sampling_params=[], stream=True),
     _generate("rid-list-empty", True, rid=[]),

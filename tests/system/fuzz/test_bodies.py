@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from system.fuzz.clients import post
 from system.fuzz.raw_json import Pairs, Raw, to_json
 from system.fuzz.room import grown
 from system.fuzz.templates import ADAPTERS, BODIES
-from system.fuzz.wire_cases import KINDS, WireCase, WireCases, WirePlaces
+from system.fuzz.values import Values
+from system.fuzz.wire_cases import KINDS, WireCase, WireCases, WirePlaces, _arrays
 
 from kt_runtime.errors import KtError
 from kt_runtime.wire import codec
@@ -112,6 +114,13 @@ def test_messages_are_of_every_kind_good_and_bad() -> None:
             decoded[case.kind, False] += 1
     assert set(decoded) == {(kind, good) for kind in KINDS for good in (True, False)}
     assert cases.case(7) == WireCases(WIRE_PLACES, seed=1).case(7)
+
+
+@pytest.mark.parametrize("loss", [{"name": "preference", "kind": "sigmoid"}, {"kind": "ipo"}])
+@pytest.mark.parametrize("lengths", [None, 5, "x", [], [-1], [[]], [2**63]])
+def test_a_message_is_made_of_wrong_lengths_too(lengths: Any, loss: dict[str, Any]) -> None:
+    described, buffers = _arrays(Values(random.Random(1), {}), "forward_backward", lengths, {"loss": loss})
+    assert len(described) == len(buffers) >= 3
 
 
 def test_what_is_precious_is_only_ever_given_to_save() -> None:

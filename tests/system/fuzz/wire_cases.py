@@ -160,7 +160,7 @@ def _arrays(values: Values, kind: str, lengths: Any, fields: dict[str, Any]) -> 
     weight = values.one((1.0, 1.0, 1.0, 0.0, -1.0, 1e30, 3e38, float("nan")))
     wanted["weights"] = np.full(size, weight, "<f4")
     loss = fields.get("loss")
-    if isinstance(loss, dict) and loss.get("kind") in ("sigmoid", "hinge", "ipo"):
+    if fits and isinstance(loss, dict) and loss.get("kind") in ("sigmoid", "hinge", "ipo"):
         wanted["reference"] = np.full(len(lengths), values.one((-5.0, 0.0, 3e38)), "<f4")
     names = {"<i4": "int32", "<f4": "float32"}
     descriptors = [

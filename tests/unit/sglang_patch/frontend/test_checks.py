@@ -8,7 +8,6 @@ import pytest
 
 from kt_runtime.sglang_patch.frontend.checks import (
     check_lora_path,
-    check_stop_token_ids,
     check_token_ids,
     check_top_logprobs,
 )
@@ -33,13 +32,6 @@ def test_no_more_top_logprobs_than_the_vocabulary_has(number: int | None, is_all
     else:
         with pytest.raises(ValueError, match=f"top_logprobs_num is {number}"):
             check_top_logprobs(number, 768)
-
-
-def test_stop_ids_are_checked_where_they_become_positions() -> None:
-    check_stop_token_ids({"stop_token_ids": [9999]}, 768)
-    check_stop_token_ids({"stop_token_ids": None, "min_new_tokens": 2}, 768)
-    with pytest.raises(ValueError, match="stop_token_ids: token id 9999"):
-        check_stop_token_ids({"stop_token_ids": [9999], "min_new_tokens": 2}, 768)
 
 
 @pytest.mark.parametrize(

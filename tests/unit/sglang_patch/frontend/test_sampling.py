@@ -31,7 +31,7 @@ WRONG: list[tuple[str, Any]] = [
     *each(("skip_special_tokens",), *(0, [])),
     *each(("json_schema", "regex", "ebnf", "structural_tag"), *(5, {"a": 1}, [])),
     *each(("beam_width",), *(2, 0, "1", True)),
-    *each(("stop_token_ids",), *(5, [2**31], ["x"], [1.5])),
+    *each(("stop_token_ids",), *(5, [2**31], ["x"], [1.5], [-1], [5, VOCABULARY])),
     *each(("logit_bias",), *([], {"x": 1}, {"5": "x"}, {"5": NAN}, {"5": 1e31}, {"-1": 1}, {"٥": 1})),
     ("logit_bias", {"0" * k + str(token): 1 for k in range(2) for token in range(VOCABULARY)}),
     *each(("stop",), *(5, [5], "x" * 4097, ["x" * 3000, "y" * 3000])),
