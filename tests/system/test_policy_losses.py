@@ -13,8 +13,7 @@ from kt_runtime.errors import InvalidValueError, ProtocolError
 from kt_runtime.wire import Batch, LoraSettings, PolicyLoss, Samples
 
 pytestmark = pytest.mark.preset("tiny-qwen3-moe")
-# Training against serving in float32; on this server the largest k3 per token was measured as 4e-13.
-LARGEST_K3 = 1e-10
+LARGEST_K3 = 5e-13  # training against serving in float32, a mean over 768 tokens: 5.9e-14 was measured
 LOSSES = [PolicyLoss(kind="importance_sampling"), PolicyLoss(kind="ppo"), PolicyLoss(kind="cispo")]
 LOSSES += [PolicyLoss(kind="dro", beta=0.05), PolicyLoss(kind="gspo")]
 
