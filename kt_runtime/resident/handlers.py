@@ -30,6 +30,7 @@ from kt_runtime.resident.training import checkpoint as state
 from kt_runtime.resident.training.call import CallResult
 from kt_runtime.resident.training.opening import Opening, Start, read_start
 from kt_runtime.resident.training.optimizer import StepSettings
+from kt_runtime.resident.training.policy import check_samples
 from kt_runtime.resident.training.preference import check_pairs
 from kt_runtime.resident.training.session import Session
 from kt_runtime.resident.training.session_limits import SessionLimits
@@ -38,6 +39,7 @@ from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin
 from kt_runtime.resident.workers import Workers
 from kt_runtime.wire import messages
+from kt_runtime.wire.batch import Samples
 from kt_runtime.wire.messages import (
     CloseSession,
     CreateSession,
@@ -46,6 +48,7 @@ from kt_runtime.wire.messages import (
     ForwardReply,
     Load,
     OptimStep,
+    PolicyLoss,
     PreferenceLoss,
     Publish,
     Reply,
@@ -256,12 +259,22 @@ class SessionCalls:
         batch.check(self._twin.vocabulary, self._host.context_tokens)
         if isinstance(request.loss, PreferenceLoss):
             check_pairs(request.lengths, batch.weights)
-        reference = arrays.get("reference")
+        reference, samples = arrays.get("reference"), None
+        if isinstance(request.loss, PolicyLoss):
+            samples = Samples(arrays["sampled"], arrays["advantages"])
+            check_samples(samples, batch.weights)
         if isinstance(request, Forward):
-            slices = session.forward(batch, request.loss, self._max_tokens, model=request.model, reference=reference)
+            slices = session.forward(
+                batch, request.loss, self._max_tokens, model=request.model, reference=reference, samples=samples
+            )
         else:
             slices = session.forward_backward(
-                batch, request.loss, self._max_tokens, reference=reference, activations=request.activations
+                batch,
+                request.loss,
+                self._max_tokens,
+                reference=reference,
+                samples=samples,
+                activations=request.activations,
             )
         result: CallResult = yield from slices
         reply = ForwardReply(

@@ -1,10 +1,10 @@
 """The training protocol over ZMQ: messages, codec, the resident's server and the trainer's client."""
 
 from kt_runtime.wire.address import runtime_directory
-from kt_runtime.wire.batch import Batch
+from kt_runtime.wire.batch import Batch, Samples
 from kt_runtime.wire.client import ForwardResult, ResidentClient, Ticket
 from kt_runtime.wire.failures import error_from, error_reply
-from kt_runtime.wire.messages import CrossEntropy, LoraSettings, Loss, PreferenceLoss
+from kt_runtime.wire.messages import CrossEntropy, LoraSettings, Loss, PolicyLoss, PreferenceLoss
 from kt_runtime.wire.server import Incoming, WireServer
 
 __all__ = [
@@ -14,8 +14,10 @@ __all__ = [
     "Incoming",
     "LoraSettings",
     "Loss",
+    "PolicyLoss",
     "PreferenceLoss",
     "ResidentClient",
+    "Samples",
     "Ticket",
     "WireServer",
     "error_from",

@@ -60,6 +60,28 @@ class Batch:
         return np.split(flat, np.cumsum(self.lengths)[:-1])
 
 
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """What a `PolicyLoss` needs of a batch's targets, float32 [N] each: `logprobs`, the log-probabilities with which
+    the sampler chose them, and `advantages`. Values of targets with weight 0 have no effect.
+
+    Raises InvalidValueError when the shapes differ or a number is not finite.
+    """
+
+    logprobs: npt.NDArray[np.float32]
+    advantages: npt.NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        for name in ("logprobs", "advantages"):
+            object.__setattr__(self, name, _flat(name, getattr(self, name), np.float32, len(self.logprobs)))
+
+    @classmethod
+    def from_sequences(cls, logprobs: Sequence[Sequence[float]], advantages: Sequence[Sequence[float]]) -> Samples:
+        """Each argument has one entry per sequence."""
+        flat = [np.array([item for sequence in given for item in sequence]) for given in (logprobs, advantages)]
+        return cls(flat[0], flat[1])
+
+
 def _flat(name: str, given: npt.ArrayLike, dtype: type, length: int) -> npt.NDArray[np.int32] | npt.NDArray[np.float32]:
     array = np.asarray(given)
     if array.shape != (length,):

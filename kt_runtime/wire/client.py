@@ -19,7 +19,7 @@ import zmq
 from kt_runtime.errors import InvalidValueError, KtError, ProtocolError, RequestTimeoutError, ServerBusyError
 from kt_runtime.wire import codec, messages
 from kt_runtime.wire.address import is_ipc, probe
-from kt_runtime.wire.batch import Batch
+from kt_runtime.wire.batch import Batch, Samples
 from kt_runtime.wire.codec import Arrays, Limits
 from kt_runtime.wire.failures import error_from
 from kt_runtime.wire.keys import key_bytes
@@ -163,9 +163,14 @@ class ResidentClient:
         *,
         model: Model = "policy",
         reference: npt.ArrayLike | None = None,
+        samples: Samples | None = None,
     ) -> ForwardResult:
-        """`reference` [number of sequences]: required for model "policy" by a `PreferenceLoss` that `has_reference`."""
-        return self._forward_result(self.begin_forward(session, batch, loss, model=model, reference=reference), batch)
+        """`reference` [number of sequences]: required for model "policy" by a `PreferenceLoss` that `has_reference`.
+
+        `samples`: required by a `PolicyLoss`.
+        """
+        ticket = self.begin_forward(session, batch, loss, model=model, reference=reference, samples=samples)
+        return self._forward_result(ticket, batch)
 
     def begin_forward(
         self,
@@ -175,6 +180,7 @@ class ResidentClient:
         *,
         model: Model = "policy",
         reference: npt.ArrayLike | None = None,
+        samples: Samples | None = None,
     ) -> Ticket:
         """As `forward`, without waiting; `finish_forward(ticket, batch)` returns the result."""
         request = messages.Forward(
@@ -184,7 +190,7 @@ class ResidentClient:
             loss=loss or CrossEntropy(),
             model=model,
         )
-        return self.submit(request, _arrays(batch, reference))
+        return self.submit(request, _arrays(batch, reference, samples))
 
     def forward_backward(
         self,
@@ -193,9 +199,12 @@ class ResidentClient:
         loss: Loss | None = None,
         *,
         reference: npt.ArrayLike | None = None,
+        samples: Samples | None = None,
         activations: Activations = "recompute",
     ) -> ForwardResult:
-        ticket = self.begin_forward_backward(session, batch, loss, reference=reference, activations=activations)
+        ticket = self.begin_forward_backward(
+            session, batch, loss, reference=reference, samples=samples, activations=activations
+        )
         return self._forward_result(ticket, batch)
 
     def begin_forward_backward(
@@ -205,6 +214,7 @@ class ResidentClient:
         loss: Loss | None = None,
         *,
         reference: npt.ArrayLike | None = None,
+        samples: Samples | None = None,
         activations: Activations = "recompute",
     ) -> Ticket:
         """As `forward_backward`, without waiting; `finish_forward(ticket, batch)` returns the result."""
@@ -215,7 +225,7 @@ class ResidentClient:
             loss=loss or CrossEntropy(),
             activations=activations,
         )
-        return self.submit(request, _arrays(batch, reference))
+        return self.submit(request, _arrays(batch, reference, samples))
 
     def finish_forward(self, ticket: Ticket, batch: Batch) -> ForwardResult:
         reply, arrays = self.wait(ticket)
@@ -401,8 +411,10 @@ def _check_keys(address: str, keys: dict[str, str | None]) -> None:
             key_bytes(key, what)
 
 
-def _arrays(batch: Batch, reference: npt.ArrayLike | None) -> dict[str, npt.NDArray[Any]]:
+def _arrays(batch: Batch, reference: npt.ArrayLike | None, samples: Samples | None) -> dict[str, npt.NDArray[Any]]:
     arrays: dict[str, npt.NDArray[Any]] = {"tokens": batch.tokens, "targets": batch.targets, "weights": batch.weights}
     if reference is not None:
         arrays["reference"] = np.asarray(reference, np.float32)
+    if samples is not None:
+        arrays |= {"sampled": samples.logprobs, "advantages": samples.advantages}
     return arrays

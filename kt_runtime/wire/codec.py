@@ -29,6 +29,7 @@ from kt_runtime.wire.messages import (
     Forward,
     ForwardBackward,
     ForwardReply,
+    PolicyLoss,
     PreferenceLoss,
     Reply,
     Request,
@@ -47,7 +48,9 @@ ARRAYS_OF: dict[type, dict[str, str]] = {
     ForwardBackward: {"tokens": "int32", "targets": "int32", "weights": "float32"},
     ForwardReply: {"logprobs": "float32"},
 }
-PER_SEQUENCE = {"reference": "float32"}  # an additional array of some losses, see `arrays_of`
+# Additional arrays of some losses, see `arrays_of`: one number per sequence, and one per token.
+PER_SEQUENCE = {"reference": "float32"}
+OF_SAMPLES = {"sampled": "float32", "advantages": "float32"}
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,11 @@ def _read_arrays(descriptors: list[ArrayDescriptor], frames: Sequence[bytes]) ->
 def arrays_of(message: Request | Reply) -> dict[str, str]:
     """Names and dtypes of the arrays that `message` carries."""
     wanted = ARRAYS_OF.get(type(message), {})
-    if isinstance(message, Forward | ForwardBackward) and isinstance(message.loss, PreferenceLoss):
+    if not isinstance(message, Forward | ForwardBackward):
+        return wanted
+    if isinstance(message.loss, PolicyLoss):
+        return wanted | OF_SAMPLES
+    if isinstance(message.loss, PreferenceLoss):
         is_policy = isinstance(message, ForwardBackward) or message.model == "policy"
         if message.loss.has_reference and is_policy:
             return wanted | PER_SEQUENCE

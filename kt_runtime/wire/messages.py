@@ -17,7 +17,7 @@ import msgspec
 
 from kt_runtime.errors import InvalidValueError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Sent with every request. Any incompatible change increments it: a request field is added, removed or changes its
 meaning; a reply field is removed or changes its meaning. A new reply field is compatible, since clients ignore unknown
 fields of replies. `ErrorReply` never changes, so that a client of another version can read the error that reports the
@@ -146,7 +146,45 @@ class PreferenceLoss(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, t
         return self.kind in ("sigmoid", "hinge", "ipo")
 
 
-Loss = CrossEntropy | PreferenceLoss
+class PolicyLoss(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="policy", tag_field="name"):
+    """A policy-gradient loss over sampled tokens: `kt_runtime.resident.training.policy` has the formulas.
+
+    A target counts if its weight is not 0; the weight multiplies the target's loss. `clip_low`, `clip_high`: bounds of
+    the probability ratio, for ppo, cispo and gspo; None: the kind's own of `CLIP_BOUNDS`. `beta`: for dro only, which
+    needs it.
+    """
+
+    kind: Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"]
+    clip_low: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    clip_high: Annotated[float, msgspec.Meta(ge=1, le=1e6)] | None = None
+    beta: Annotated[float, msgspec.Meta(ge=1e-9, le=1e6)] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("clip_low", "clip_high"):
+            if getattr(self, name) is not None and self.kind not in CLIP_BOUNDS:
+                raise InvalidValueError(
+                    f"policy loss {self.kind!r}: {name} is {getattr(self, name)}; only {', '.join(CLIP_BOUNDS)} clip"
+                )
+        if (self.beta is not None) != (self.kind == "dro"):
+            problem = "needs beta" if self.kind == "dro" else f"beta is {self.beta}; only 'dro' knows it"
+            raise InvalidValueError(f"policy loss {self.kind!r}: {problem}")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest ratio. Only for a kind that clips."""
+        low, high = CLIP_BOUNDS[self.kind]
+        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
+
+    @property
+    def penalty(self) -> float:
+        """dro's beta."""
+        assert self.beta is not None
+        return self.beta
+
+
+CLIP_BOUNDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (1 - 3e-4, 1 + 4e-4)}
+
+Loss = CrossEntropy | PreferenceLoss | PolicyLoss
 Model = Literal["policy", "base", "reference"]
 Activations = Literal["recompute", "retain"]
 
@@ -157,6 +195,9 @@ class Forward(Request, tag="forward"):
     Buffers: `tokens` int32 [N], `targets` int32 [N] (already shifted: targets[i] is the token after tokens[i]),
     `weights` float32 [N], N = sum(lengths). `model`: "policy" (the base with the session's adapter), "base" or
     "reference". No dropout.
+
+    A `PolicyLoss` requires two more buffers: `sampled` and `advantages` float32 [N], the log-probabilities with which
+    the targets were sampled, and their advantages.
 
     With model "policy", a `PreferenceLoss` that `has_reference` requires a fourth buffer: `reference` float32 [number
     of sequences], the sum of the reference's log-probabilities over each sequence's counted targets. With another
@@ -428,7 +469,8 @@ class ForwardReply(Reply, tag="forward_result"):
     """Buffer: `logprobs` float32 [N], the log-probability of each target. `loss`: a sum, as the request's loss defines.
 
     `metrics`: sums over the pairs of a `PreferenceLoss`, under the names with which LLaMA-Factory logs their means;
-    empty otherwise. `num_correct`: tokens with non-zero weight whose most probable next token is the target.
+    sums over the counted tokens of a `PolicyLoss`; empty for a `CrossEntropy`. `num_correct`: tokens with non-zero
+    weight whose most probable next token is the target.
     `num_computed`: tokens computed by the layers; the shared prompt of a pair counts once.
     """
 

@@ -171,7 +171,8 @@ def _second_pass(
 def _add_to(result: CallResult, call: Call, microbatch: Microbatch, places: _Places, seen: _Seen) -> LossValue:
     with torch.no_grad():
         logprobs, weights = places.spread(seen.logprobs), microbatch.weights
-        tokens = LossTokens(logprobs, weights, microbatch.sequence, places.spread(seen.mean_logits))
+        mean_logits = places.spread(seen.mean_logits)
+        tokens = LossTokens(logprobs, weights, microbatch.where, microbatch.sequence, mean_logits)
         value = call.loss.value(tokens)
         if not torch.isfinite(torch.tensor(value.loss)):
             raise NumericsError(f"the loss is {value.loss}; nothing was added to the gradient")

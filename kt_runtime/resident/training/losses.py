@@ -24,13 +24,15 @@ MAX_LOGITS_ELEMENTS = 1 << 24  # 64 MiB in float32
 
 @dataclass(frozen=True)
 class LossTokens:
-    """Input of a loss, all [M]. `sequence`: index of a token's sequence in the call, on the CPU.
+    """Input of a loss, all [M]. `where`: a token's index in the call's flat arrays; `sequence`: index of its sequence
+    in the call; both on the CPU.
 
     `mean_logits`: mean over the vocabulary; set only for a loss that `is_paired`, else zeros.
     """
 
     logprobs: torch.Tensor
     weights: torch.Tensor
+    where: torch.Tensor
     sequence: torch.Tensor
     mean_logits: torch.Tensor
 

@@ -21,6 +21,7 @@ from kt_runtime.resident.scheduler import Slices, run_at_once
 from kt_runtime.resident.training.call import Call, CallResult
 from kt_runtime.resident.training.losses import LossFunction, WeightedCrossEntropy
 from kt_runtime.resident.training.optimizer import AdamW, StepSettings, clip
+from kt_runtime.resident.training.policy import PolicyLossFunction
 from kt_runtime.resident.training.portions import freed, portions
 from kt_runtime.resident.training.preference import PreferenceLossFunction
 from kt_runtime.resident.training.session_limits import FROZEN_BYTES, TRAINED_BYTES, num_parameters
@@ -28,7 +29,16 @@ from kt_runtime.resident.training.slices import training_call
 from kt_runtime.resident.twin.batches import TrainingBatch, split
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin
-from kt_runtime.wire.messages import Activations, CrossEntropy, LoraSettings, Loss, Model, SessionInfo
+from kt_runtime.wire import Samples
+from kt_runtime.wire.messages import (
+    Activations,
+    CrossEntropy,
+    LoraSettings,
+    Loss,
+    Model,
+    PreferenceLoss,
+    SessionInfo,
+)
 
 Reference = npt.NDArray[np.float32] | None
 """[sequences of a call]: the reference's log-probabilities, summed over each sequence's counted targets."""
@@ -91,9 +101,11 @@ class Session:
         *,
         model: Model = "policy",
         reference: Reference = None,
+        samples: Samples | None = None,
     ) -> Slices:
         """Log-probabilities without dropout; nothing changes. Returns a `CallResult`."""
-        return (yield from self._call(batch, _function(loss, reference), max_tokens, self._adapter_of[model]))
+        function = _function(loss, reference, samples)
+        return (yield from self._call(batch, function, max_tokens, self._adapter_of[model]))
 
     def forward_backward(
         self,
@@ -102,11 +114,13 @@ class Session:
         max_tokens: int,
         *,
         reference: Reference = None,
+        samples: Samples | None = None,
         activations: Activations = "recompute",
     ) -> Slices:
         """Accumulates the loss's gradient; an error leaves the accumulated one unchanged. Returns a `CallResult`."""
+        function = _function(loss, reference, samples)
         result: CallResult = yield from self._call(
-            batch, _function(loss, reference), max_tokens, self.key, backward=True, activations=activations
+            batch, function, max_tokens, self.key, backward=True, activations=activations
         )
         both = result.gradient.keys() & self.gradient.keys()
         for upcoming, names in portions("sum of gradients", result.gradient, both):
@@ -184,8 +198,13 @@ class Session:
         return (yield from training_call(call, microbatches, len(batch.tokens)))
 
 
-def _function(loss: Loss, reference: Reference) -> LossFunction:
-    return WeightedCrossEntropy() if isinstance(loss, CrossEntropy) else PreferenceLossFunction(loss, reference)
+def _function(loss: Loss, reference: Reference, samples: Samples | None) -> LossFunction:
+    if isinstance(loss, CrossEntropy):
+        return WeightedCrossEntropy()
+    if isinstance(loss, PreferenceLoss):
+        return PreferenceLossFunction(loss, reference)
+    assert samples is not None
+    return PolicyLossFunction(loss, samples)
 
 
 def hash_seed(seed: int, calls: int) -> int:

@@ -21,6 +21,7 @@ KINDS = {kind.__struct_config__.tag: kind for kind in get_args(AnyRequest)}
 LORA = {"rank": 4, "alpha": 8.0, "targets": ["all"], "seed": 3}
 CROSS_ENTROPY = {"name": "cross_entropy"}
 PREFERENCE = {"name": "preference", "kind": "orpo", "beta": 0.1}
+POLICY = {"name": "policy", "kind": "ppo"}
 
 FIELDS: dict[str, list[Any]] = {
     "session": [*SESSIONS, "nobody", "", "a" * 200, "../x", 5],
@@ -35,7 +36,8 @@ FIELDS: dict[str, list[Any]] = {
     "start_from": [None, "PEFT", "BROKEN", "SAVED", "/nowhere", "/dev/zero", "\0", ""],
     "reference": [None, "PEFT", "BROKEN", "/nowhere", 5],
     "loss": [CROSS_ENTROPY, PREFERENCE, {**PREFERENCE, "kind": "sigmoid"}, {**PREFERENCE, "beta": 1e300},
-        {**PREFERENCE, "kind": "x"}, {}],
+        {**PREFERENCE, "kind": "x"}, POLICY, {**POLICY, "kind": "gspo"}, {**POLICY, "kind": "dro", "beta": 1e-9},
+        {**POLICY, "clip_high": 0.5}, {**POLICY, "kind": "dro"}, {}],
     "model": ["policy", "base", "reference", "x"],
     "activations": ["recompute", "retain", "x"],
     "learning_rate": [0.0, 1e-3, 0.1, 1e19, 3e38, 1e300, -1.0, float("nan"), float("inf")],
@@ -162,6 +164,9 @@ def _arrays(values: Values, kind: str, lengths: Any, fields: dict[str, Any]) -> 
     loss = fields.get("loss")
     if fits and isinstance(loss, dict) and loss.get("kind") in ("sigmoid", "hinge", "ipo"):
         wanted["reference"] = np.full(len(lengths), values.one((-5.0, 0.0, 3e38)), "<f4")
+    if isinstance(loss, dict) and loss.get("name") == "policy":
+        wanted["sampled"] = np.full(size, values.one((-5.0, -1.0, 0.0, -1e4, 3e38)), "<f4")
+        wanted["advantages"] = np.full(size, values.one((1.0, -1.0, 0.0, 3e38)), "<f4")
     names = {"<i4": "int32", "<f4": "float32"}
     descriptors = [
         {"name": name, "dtype": names[array.dtype.str], "shape": [len(array)]} for name, array in wanted.items()

@@ -29,6 +29,12 @@ BATCH = {
     "targets": np.array([2, 3, 4], np.int32),
     "weights": np.ones(3, np.float32),
 }
+SAMPLES = {"sampled": np.array([-1, -2, -3], np.float32), "advantages": np.array([1, -1, 0.5], np.float32)}
+POLICY_LOSSES: list[dict[str, Any]] = [
+    {"name": "policy", "kind": "ppo", "clip_low": 0.8, "clip_high": 1.2},
+    {"name": "policy", "kind": "gspo", "clip_low": None, "clip_high": None},
+    {"name": "policy", "kind": "dro", "beta": 0.1},
+]
 VALID: dict[str, dict[str, Any]] = {
     "get_status": {"verify_weights": False, "wait_s": 0.0},
     "create_session": {
@@ -125,7 +131,9 @@ class Desk:
     def decoded(self, kind: str, fields: dict[str, Any]) -> Incoming | ProtocolError:
         """What the codec makes of a request."""
         header = {"type": kind, "version": messages.PROTOCOL_VERSION, "request_id": f"r{next(self.numbers)}"} | fields
-        arrays = BATCH if kind in ("forward", "forward_backward") else {}
+        arrays = dict(BATCH) if kind in ("forward", "forward_backward") else {}
+        if isinstance(loss := fields.get("loss"), dict) and loss.get("name") == "policy":
+            arrays |= SAMPLES
         described = [{"name": name, "dtype": str(array.dtype), "shape": [3]} for name, array in arrays.items()]
         encode = msgspec.msgpack.encode
         frames = [codec.MAGIC, encode(header), encode(described), *(array.tobytes() for array in arrays.values())]
@@ -224,6 +232,20 @@ def test_no_value_of_any_field_is_the_server_s_fault(desk: Desk, kind: str) -> N
     works = desk.ask("forward", VALID["forward"])
     assert isinstance(works, messages.ForwardReply), works
     assert np.isfinite(works.loss)
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES, ids=lambda loss: str(loss["kind"]))
+def test_no_setting_of_a_policy_loss_is_the_server_s_fault(desk: Desk, loss: dict[str, Any]) -> None:
+    faults, num_computed = [], 0
+    for what, changed in [("nothing changed", loss), *variants(desk, loss)]:
+        fields = VALID["forward"] | {"loss": changed}
+        if isinstance(desk.decoded("forward", fields), ProtocolError):
+            continue
+        reply = desk.ask("forward", fields)
+        num_computed += isinstance(reply, messages.ForwardReply)
+        if isinstance(reply, messages.ErrorReply) and reply.category != "user":
+            faults.append(f"{what}: {reply.kind}: {reply.message[:200]}")
+    assert faults == [] and num_computed > 0
 
 
 def test_every_request_is_walked() -> None:

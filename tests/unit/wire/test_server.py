@@ -216,7 +216,7 @@ MALFORMED = {
     "wrong magic": ([b"GET / HTTP/1.1\r\n", *GOOD[1:]], "", "frame 0"),
     "truncated msgpack": ([GOOD[0], GOOD[1][:-8], *GOOD[2:]], "", "truncated"),
     "unknown type": (
-        [GOOD[0], msgspec.msgpack.encode({"type": "exec", "version": 3, "request_id": "a"}), GOOD[2]],
+        [GOOD[0], msgspec.msgpack.encode({"type": "exec", "version": 4, "request_id": "a"}), GOOD[2]],
         "a",
         "exec",
     ),

@@ -23,7 +23,8 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def cross_entropy(logprobs: torch.Tensor, weights: torch.Tensor) -> float:
-    return WeightedCrossEntropy().value(LossTokens(logprobs, weights, torch.zeros(0), torch.zeros(0))).loss
+    nothing = torch.zeros(0)
+    return WeightedCrossEntropy().value(LossTokens(logprobs, weights, nothing, nothing, nothing)).loss
 
 
 def test_cross_entropy_and_its_gradient_equal_autograd(tensors: tuple[torch.Tensor, ...]) -> None:

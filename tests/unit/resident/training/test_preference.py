@@ -40,10 +40,16 @@ def logprobs() -> torch.Tensor:
     return -torch.rand(len(SEQUENCE), generator=torch.Generator().manual_seed(1)) * 3 - 0.05
 
 
+def loss_tokens(
+    logprobs: torch.Tensor, weights: torch.Tensor, sequence: torch.Tensor, mean_logits: torch.Tensor
+) -> LossTokens:
+    return LossTokens(logprobs, weights, torch.arange(len(logprobs)), sequence, mean_logits)
+
+
 def evaluate(logprobs: torch.Tensor, **settings: Any) -> LossValue:
     loss = PreferenceLoss(**settings)
     function = PreferenceLossFunction(loss, REFERENCE if loss.has_reference else None)
-    return function.value(LossTokens(logprobs, WEIGHTS, SEQUENCE, MEAN_LOGITS))
+    return function.value(loss_tokens(logprobs, WEIGHTS, SEQUENCE, MEAN_LOGITS))
 
 
 def answer_sums(logprobs: torch.Tensor) -> list[float]:
@@ -66,7 +72,7 @@ def test_label_smoothing_weighs_the_flipped_pair(logprobs: torch.Tensor) -> None
     chosen, rejected = -2.0, -5.0  # with the reference -1 and -1.5: ratios -1 and -3.5, margin 0.4 * 2.5 = 1
     loss = PreferenceLoss(kind="sigmoid", beta=0.4, label_smoothing=0.25)
     function = PreferenceLossFunction(loss, np.array([-1.0, -1.5], np.float32))
-    tokens = LossTokens(torch.tensor([chosen, rejected]), torch.ones(2), torch.tensor([0, 1]), torch.zeros(2))
+    tokens = loss_tokens(torch.tensor([chosen, rejected]), torch.ones(2), torch.tensor([0, 1]), torch.zeros(2))
     found = function.value(tokens)
     # 0.75 * log(1 + exp(-1)) + 0.25 * log(1 + exp(1)) = 0.75 * 0.3132617 + 0.25 * 1.3132617
     assert found.loss == pytest.approx(0.5632617, abs=1e-7)
@@ -77,7 +83,7 @@ def test_label_smoothing_weighs_the_flipped_pair(logprobs: torch.Tensor) -> None
 def test_orpo_by_hand() -> None:
     """Mean log-probabilities log 0.8 and log 0.5: odds 4 and 1, log odds ratio log 4, -log sig(log 4) = log 1.25."""
     logprobs = torch.tensor([math.log(0.8), math.log(0.8), math.log(0.5), 7.0])
-    tokens = LossTokens(logprobs, torch.tensor([2.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 1, 1]), torch.zeros(4))
+    tokens = loss_tokens(logprobs, torch.tensor([2.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 1, 1]), torch.zeros(4))
     found = PreferenceLossFunction(PreferenceLoss(kind="orpo", beta=0.1), None).value(tokens)
     assert found.loss == pytest.approx(-math.log(0.8) + 0.1 * math.log(1.25), rel=1e-7)
     assert found.metrics["sft_loss"] == pytest.approx(0.2231436, abs=1e-6)
@@ -89,7 +95,7 @@ def test_orpo_by_hand() -> None:
 
 def test_simpo_by_hand() -> None:
     """beta 2, gamma 0.5: 2 * (-0.5 - -1.0) - 0.5 = 0.5 and -log sig(0.5) = 0.4740770; sig(-0.5) = 0.3775407."""
-    tokens = LossTokens(torch.tensor([-0.25, -0.75, -1.0]), torch.ones(3), torch.tensor([0, 0, 1]), torch.zeros(3))
+    tokens = loss_tokens(torch.tensor([-0.25, -0.75, -1.0]), torch.ones(3), torch.tensor([0, 0, 1]), torch.zeros(3))
     found = PreferenceLossFunction(PreferenceLoss(kind="simpo", beta=2.0, gamma=0.5), None).value(tokens)
     assert found.loss == pytest.approx(0.4740770, abs=1e-7)
     assert found.slopes.tolist() == pytest.approx([-0.3775407, -0.3775407, 0.7550813], abs=1e-6)
@@ -145,7 +151,7 @@ def test_metrics_are_sums_over_pairs_under_llama_factory_s_names(logprobs: torch
 
 def test_without_a_reference_s_numbers_the_model_is_its_own_reference(logprobs: torch.Tensor) -> None:
     loss = PreferenceLoss(kind="sigmoid", beta=0.1)
-    found = PreferenceLossFunction(loss, None).value(LossTokens(logprobs, WEIGHTS, SEQUENCE, MEAN_LOGITS))
+    found = PreferenceLossFunction(loss, None).value(loss_tokens(logprobs, WEIGHTS, SEQUENCE, MEAN_LOGITS))
     assert found.loss == pytest.approx(2 * math.log(2))
     assert found.metrics["rewards/margins"] == found.metrics["rewards/accuracies"] == 0
 
@@ -153,9 +159,9 @@ def test_without_a_reference_s_numbers_the_model_is_its_own_reference(logprobs: 
 def test_pairs_apart_are_the_pairs_together(logprobs: torch.Tensor) -> None:
     """A microbatch holds some pairs of a call; the reference is the whole call's."""
     function = PreferenceLossFunction(PreferenceLoss(kind="sigmoid", beta=0.4), REFERENCE)
-    whole = function.value(LossTokens(logprobs, WEIGHTS, SEQUENCE, MEAN_LOGITS))
+    whole = function.value(loss_tokens(logprobs, WEIGHTS, SEQUENCE, MEAN_LOGITS))
     parts = [SEQUENCE >= 2, SEQUENCE < 2]
-    apart = [function.value(LossTokens(logprobs[p], WEIGHTS[p], SEQUENCE[p], MEAN_LOGITS[p])) for p in parts]
+    apart = [function.value(loss_tokens(logprobs[p], WEIGHTS[p], SEQUENCE[p], MEAN_LOGITS[p])) for p in parts]
     assert sum(part.loss for part in apart) == pytest.approx(whole.loss, rel=1e-12)
     for part, value in zip(parts, apart, strict=True):
         assert torch.equal(whole.slopes[part], value.slopes)
@@ -175,7 +181,7 @@ def test_loss_and_slopes_stay_finite_at_the_ends(settings: dict[str, Any], value
 
 def test_odds_keep_their_digits_where_a_probability_is_almost_one() -> None:
     """log(1 - exp(-1e-7)) is log(1e-7); log1p(-exp(x)) in float32 would have no digit of it."""
-    tokens = LossTokens(torch.tensor([-1e-7, -1e-6]), torch.ones(2), torch.tensor([0, 1]), torch.zeros(2))
+    tokens = loss_tokens(torch.tensor([-1e-7, -1e-6]), torch.ones(2), torch.tensor([0, 1]), torch.zeros(2))
     found = PreferenceLossFunction(PreferenceLoss(kind="orpo", beta=1.0), None).value(tokens)
     assert found.metrics["odds_ratio_loss"] == pytest.approx(math.log1p(0.1), rel=1e-5)
 
