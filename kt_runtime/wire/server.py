@@ -74,7 +74,7 @@ class WireServer:
         max_message_bytes: int = 256 * MEBIBYTE,
         answers_kept: int = 1024,
         answers_kept_bytes: int = 256 * MEBIBYTE,
-        ids_kept: int = 65536,
+        ids_kept: int = 16384,
         max_pending: int = 256,
         max_pending_bytes: int = 512 * MEBIBYTE,
         server_secret_key: str | None = None,
