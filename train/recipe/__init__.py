@@ -3,7 +3,8 @@
 kt_runtime.documents   bytes -> values with their lines (YAML or JSON)
 checks       allowed values of one key
 fields       the Recipe: honoured keys, defaults, types
-aliases, kt_config, others   keys that are synonyms, compared, refused or without effect
+others       the keys of other programs, read from configs/recipe_keys.yaml: refused, without effect, synonyms
+aliases, kt_config   what synonyms write into the recipe
 constraints  rules across several keys
 schedules    the settings of transformers' learning-rate schedules
 table        all keys with their class; docs/recipes.md is generated from it

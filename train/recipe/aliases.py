@@ -1,25 +1,16 @@
-"""Aliases: keys that are synonyms of a recipe key, or that are compared with the resident model.
+"""Aliases: what each synonym of a recipe key writes into the draft, after all keys have been checked one by one.
 
-Each has a check, and a function that writes its value into the draft after all keys have been checked one by one.
+The aliases, their allowed values and their meaning are in `configs/recipe_keys.yaml`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from kt_runtime.train.recipe import kt_config
-from kt_runtime.train.recipe.checks import Check, mapping, one_of, optional, text, truth
 from kt_runtime.train.recipe.checks import trackers as check_trackers
 from kt_runtime.train.recipe.draft import Draft
-
-
-@dataclass(frozen=True)
-class Alias:
-    check: Check
-    apply: Callable[[Draft, Any], None]
-    line: str
 
 
 def _evaluation_strategy(draft: Draft, value: Any) -> None:
@@ -99,20 +90,16 @@ def _ref_model(draft: Draft, value: Any) -> None:
         )
 
 
-ALIASES: dict[str, Alias] = {
-    "evaluation_strategy": Alias(one_of("no", "steps", "epoch"), _evaluation_strategy, "the old name of eval_strategy"),
-    "adapter_folder": Alias(optional(text), _adapter_folder, "joined to adapter_name_or_path"),
-    "create_new_adapter": Alias(optional(truth), _create_new_adapter, "refused together with adapter_name_or_path"),
-    "neat_packing": Alias(optional(truth), _neat_packing, "true: packing, which is always neat"),
-    "gradient_checkpointing": Alias(optional(truth), _gradient_checkpointing, "true: recompute, which is the default"),
-    "kt_cpu_activation": Alias(
-        optional(one_of("retain", "recompute")), _kt_cpu_activation, "goes before disable_gradient_checkpointing"
-    ),
-    "use_swanlab": Alias(optional(truth), _use_swanlab, "true: report_to swanlab"),
-    "use_kt": Alias(optional(truth), _use_kt, "implied"),
-    "infer_backend": Alias(
-        one_of("huggingface", "vllm", "sglang", "ktransformers"), _infer_backend, "SGLang answers in any case"
-    ),
-    "ref_model": Alias(optional(text), _ref_model, "null, or the resident model"),
-    "kt_config": Alias(optional(mapping), kt_config.apply, "a mapping; its fields are listed below"),
+APPLY: dict[str, Callable[[Draft, Any], None]] = {
+    "evaluation_strategy": _evaluation_strategy,
+    "adapter_folder": _adapter_folder,
+    "create_new_adapter": _create_new_adapter,
+    "neat_packing": _neat_packing,
+    "gradient_checkpointing": _gradient_checkpointing,
+    "kt_cpu_activation": _kt_cpu_activation,
+    "use_swanlab": _use_swanlab,
+    "use_kt": _use_kt,
+    "infer_backend": _infer_backend,
+    "ref_model": _ref_model,
+    "kt_config": kt_config.apply,
 }

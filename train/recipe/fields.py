@@ -17,19 +17,11 @@ from typing import Any
 
 from kt_runtime.train.recipe import checks
 from kt_runtime.train.recipe.checks import Check, names, number, one_of, optional, text, truth, whole
+from kt_runtime.train.recipe.others import TABLE
 from kt_runtime.train.recipe.schedules import BY_METRIC
 from kt_runtime.train.recipe.schedules import NAMES as SCHEDULES
 
-STAGES_REFUSED = {
-    name: f"{name} is not trained here; this version trains sft and dpo" for name in ("pt", "rm", "ppo", "kto")
-}
-METHODS_REFUSED = {
-    name: f"{name} would change weights that are shared with serving; use lora" for name in ("full", "freeze", "oft")
-}
-LOSSES_REFUSED = {
-    "kto_pair": "gone from TRL, and LLaMA-Factory 0.9.5 silently trains sigmoid instead; say sigmoid, or one of "
-    "hinge, ipo, orpo, simpo"
-}
+REFUSED_VALUES = TABLE.refused_values
 BEST = "best"
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused")
 
@@ -49,12 +41,12 @@ class Recipe:
     disable_gradient_checkpointing: bool = key(False, truth, "false recomputes activations, true retains them")
 
     # method
-    stage: str = key("sft", one_of("sft", "dpo", why=STAGES_REFUSED), "sft or dpo")
+    stage: str = key("sft", one_of("sft", "dpo", why=REFUSED_VALUES["stage"]), "sft or dpo")
     do_train: bool = key(False, truth, "train; the default when no do_... key is given")
     do_eval: bool = key(False, truth, "evaluate at the end")
     do_predict: bool = key(False, truth, "answer the evaluation data; needs predict_with_generate")
     predict_with_generate: bool = key(False, truth, "write answers and their BLEU and ROUGE")
-    finetuning_type: str = key("lora", one_of("lora", why=METHODS_REFUSED), "lora")
+    finetuning_type: str = key("lora", one_of("lora", why=REFUSED_VALUES["finetuning_type"]), "lora")
     lora_rank: int = key(8, whole(1), "at most the server's --max-lora-rank")
     lora_alpha: float | None = key(None, optional(number(0, above=True)), "default 2 x lora_rank")
     lora_dropout: float = key(0.0, number(0, 1), "dropout before LoRA's A")
@@ -73,7 +65,9 @@ class Recipe:
     # preference
     pref_beta: float = key(0.1, number(0, above=True), "beta of the preference loss")
     pref_loss: str = key(
-        "sigmoid", one_of("sigmoid", "hinge", "ipo", "orpo", "simpo", why=LOSSES_REFUSED), "the preference loss"
+        "sigmoid",
+        one_of("sigmoid", "hinge", "ipo", "orpo", "simpo", why=REFUSED_VALUES["pref_loss"]),
+        "the preference loss",
     )
     pref_ftx: float = key(0.0, number(0), "weight of the SFT loss on chosen answers")
     dpo_label_smoothing: float = key(0.0, number(0, 0.5), "with pref_loss sigmoid only")

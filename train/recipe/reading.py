@@ -11,7 +11,7 @@ import yaml
 from kt_runtime.documents import Entry, Values, all_problems, compose, in_order, is_secret, read_file, shown_key
 from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.train.recipe import constraints
-from kt_runtime.train.recipe.aliases import ALIASES
+from kt_runtime.train.recipe.aliases import APPLY
 from kt_runtime.train.recipe.checks import nearest, truth
 from kt_runtime.train.recipe.draft import Draft
 from kt_runtime.train.recipe.fields import NULLABLE, Recipe
@@ -51,9 +51,9 @@ def _draft(path: Path, overrides: list[str] | None, purpose: str) -> Draft:
     draft = Draft(str(path))
     for entry in _entries(path, overrides or [], draft.problems):
         _take(draft, entry)
-    for key, alias in ALIASES.items():
+    for key, apply in APPLY.items():
         if key in draft.values:
-            alias.apply(draft, draft.values.pop(key))
+            apply(draft, draft.values.pop(key))
     constraints.check(draft, purpose)
     return draft
 
@@ -84,7 +84,7 @@ def _take(draft: Draft, entry: Entry) -> None:
             draft.problem(key, f"refused: {REFUSED[key].reason}")
     elif key in WARNED:
         warned = WARNED[key]
-        if warned.reason and not _is_among(draft.written[key], (None, warned.default)):
+        if warned.reason and not _is_among(draft.written[key], warned.passing):
             draft.note(key, f"no effect: {warned.reason}")
     else:
         draft.problem(key, f"no such key{nearest(key, list(KNOWN))}")

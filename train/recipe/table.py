@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from kt_runtime.train.recipe import kt_config
-from kt_runtime.train.recipe.aliases import ALIASES
 from kt_runtime.train.recipe.checks import Check
 from kt_runtime.train.recipe.fields import DEFAULTS, HONOURED
-from kt_runtime.train.recipe.others import REFUSED, WARNED
+from kt_runtime.train.recipe.others import REFUSED, TABLE, WARNED
 
 CHECKS: Mapping[str, Check] = {
     **{name: field.metadata["check"] for name, field in HONOURED.items()},
-    **{name: alias.check for name, alias in ALIASES.items()},
+    **{name: alias.check for name, alias in TABLE.aliases.items()},
 }
-KNOWN = (*HONOURED, *ALIASES, *REFUSED, *WARNED)
+KNOWN = (*HONOURED, *TABLE.aliases, *REFUSED, *WARNED)
 
 
 @dataclass(frozen=True)
@@ -32,16 +31,18 @@ class Row:
 def rows() -> list[Row]:
     """All keys in the order of the documentation: by class, then as declared."""
     table = [_honoured(name) for name in HONOURED]
-    table += [Row(name, "alias", "", alias.line) for name, alias in ALIASES.items()]
+    table += [Row(name, "alias", "", alias.line) for name, alias in TABLE.aliases.items()]
     table += [
-        Row(name, "refused", " or ".join(map(_word, dict.fromkeys(known.passing))), known.reason)
+        Row(name, "refused", " or ".join(map(_word, dict.fromkeys(known.passing))), str(known.reason))
         for name, known in REFUSED.items()
     ]
     table += [
         Row(name, "warned", _word(known.default), known.reason or "no effect here; no line is printed")
         for name, known in WARNED.items()
     ]
-    table += [Row(f"kt_config.{name}", known.kind, "", known.line) for name, known in kt_config.FIELDS.items()]
+    table += [
+        Row(f"kt_config.{name}", known.kind, "", kt_config.line(known)) for name, known in kt_config.FIELDS.items()
+    ]
     return table
 
 

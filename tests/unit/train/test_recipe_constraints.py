@@ -150,45 +150,47 @@ BROKEN: list[tuple[str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "expected"), BROKEN, ids=[text.replace("\n", " ")[:60] for text, _ in BROKEN])
-def test_a_disagreement_is_one_problem_with_its_line(tmp_path: Path, text: str, expected: str) -> None:
+AGREED: list[tuple[str, str, Any]] = [
+    ("val_size: 0.1\neval_strategy: steps\nlogging_steps: 7", "eval_steps", 7),
+    ("do_eval: true\nval_size: 3", "do_train", False),
+    ("", "do_train", True),
+    ("stage: dpo\npref_loss: simpo\npref_ftx: 0.5", "pref_ftx", 0.5),
+    ("val_size: 5\neval_strategy: epoch\nlr_scheduler_type: reduce_lr_on_plateau", "metric_for_best_model", "loss"),
+    (
+        "val_size: 5\neval_strategy: epoch\nearly_stopping_steps: 2\nmetric_for_best_model: accuracy\n"
+        "compute_accuracy: true",
+        "greater_is_better",
+        True,
+    ),
+    (
+        "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1e-6}",
+        "lr_scheduler_kwargs",
+        {"min_lr": 1e-6},
+    ),
+    ("warmup_steps: 0.1", "warmup_steps", 0.1),
+    ("warmup_steps: 10.0", "warmup_steps", 10),
+    ("resume_from_checkpoint: .", "resume_from_checkpoint", Path(".")),
+    ("resume_from_checkpoint: false", "resume_from_checkpoint", False),
+]
+
+
+def test_a_disagreement_is_one_problem_with_its_line(tmp_path: Path, subtests: pytest.Subtests) -> None:
     file = tmp_path / "recipe.yaml"
-    with pytest.raises(InvalidValueError) as caught:
-        read(tmp_path, text)
-    message = str(caught.value)
-    first, *problems = message.splitlines()
-    assert first == f"{file}: 1 problem", message
-    pattern = expected if ".*" in expected or "\\[" in expected else re.escape(expected.format(file=file))
-    assert re.search(rf"^  {re.escape(str(file))}:{pattern}", problems[0]), message
+    for text, expected in BROKEN:
+        with subtests.test(text):
+            with pytest.raises(InvalidValueError) as caught:
+                read(tmp_path, text)
+            message = str(caught.value)
+            first, *problems = message.splitlines()
+            assert first == f"{file}: 1 problem", message
+            pattern = expected if ".*" in expected or "\\[" in expected else re.escape(expected.format(file=file))
+            assert re.search(rf"^  {re.escape(str(file))}:{pattern}", problems[0]), message
 
 
-@pytest.mark.parametrize(
-    ("text", "attribute", "value"),
-    [
-        ("val_size: 0.1\neval_strategy: steps\nlogging_steps: 7", "eval_steps", 7),
-        ("do_eval: true\nval_size: 3", "do_train", False),
-        ("", "do_train", True),
-        ("stage: dpo\npref_loss: simpo\npref_ftx: 0.5", "pref_ftx", 0.5),
-        ("val_size: 5\neval_strategy: epoch\nlr_scheduler_type: reduce_lr_on_plateau", "metric_for_best_model", "loss"),
-        (
-            "val_size: 5\neval_strategy: epoch\nearly_stopping_steps: 2\nmetric_for_best_model: accuracy\n"
-            "compute_accuracy: true",
-            "greater_is_better",
-            True,
-        ),
-        (
-            "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1e-6}",
-            "lr_scheduler_kwargs",
-            {"min_lr": 1e-6},
-        ),
-        ("warmup_steps: 0.1", "warmup_steps", 0.1),
-        ("warmup_steps: 10.0", "warmup_steps", 10),
-        ("resume_from_checkpoint: .", "resume_from_checkpoint", Path(".")),
-        ("resume_from_checkpoint: false", "resume_from_checkpoint", False),
-    ],
-)
-def test_what_agrees_is_read(tmp_path: Path, text: str, attribute: str, value: Any) -> None:
-    assert getattr(read(tmp_path, text)[0], attribute) == value
+def test_what_agrees_is_read(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for text, attribute, value in AGREED:
+        with subtests.test(text):
+            assert getattr(read(tmp_path, text)[0], attribute) == value
 
 
 def test_preference_keys_without_dpo_and_a_hidden_warmup_get_a_line(tmp_path: Path) -> None:

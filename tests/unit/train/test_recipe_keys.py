@@ -6,15 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from kt_runtime.documents import Values, plain, read_file
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.train.recipe import Recipe, checks, kt_config, read_recipe
-from kt_runtime.train.recipe.aliases import ALIASES
+from kt_runtime.train.recipe.aliases import APPLY
 from kt_runtime.train.recipe.fields import DEFAULTS, HONOURED, NULLABLE
-from kt_runtime.train.recipe.others import REFUSED, WARNED
+from kt_runtime.train.recipe.others import REFUSED, TABLE, WARNED
 from kt_runtime.train.recipe.table import KNOWN, markdown, rows
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "recipes.md"
+ROOT = Path(__file__).resolve().parents[3]
+DOCUMENT = ROOT / "docs" / "recipes.md"
+KEYS = ROOT / "configs" / "recipe_keys.yaml"
 GOOD = "model_name_or_path: m\ndataset: identity\noutput_dir: out\n"
 
 # The keys of LLaMA-Factory 0.9.4 to 0.9.6 by class, as the project's reference classes them (its "H or R" decided).
@@ -102,21 +106,38 @@ def _written(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@pytest.mark.parametrize("kind", SPECIFIED)
-def test_every_specified_key_has_its_class(kind: str) -> None:
+def test_every_specified_key_has_its_class() -> None:
     classes = {row.key: row.kind for row in rows()}
-    assert {key: classes.get(key) for key in SPECIFIED[kind].split()} == dict.fromkeys(SPECIFIED[kind].split(), kind)
+    specified = {key: kind for kind, keys in SPECIFIED.items() for key in keys.split()}
+    assert {key: classes.get(key) for key in specified} == specified
 
 
 def test_no_key_has_two_classes() -> None:
-    assert len(KNOWN) == len(set(KNOWN)) == len(HONOURED) + len(ALIASES) + len(REFUSED) + len(WARNED)
+    listed = [key for group in (*TABLE.refused, *TABLE.warned) for key in group.keys]
+    assert sorted(KNOWN) == sorted({*KNOWN}) == sorted([*HONOURED, *TABLE.aliases, *listed])
 
 
-@pytest.mark.parametrize("key", sorted(set(HONOURED) - set(TOGETHER)))
-def test_an_honoured_key_reaches_the_recipe(tmp_path: Path, key: str) -> None:
-    given = GOOD_VALUES.get(key, _other(key))
-    written, expected = given if isinstance(given, tuple) else (given, given)
-    assert getattr(read(tmp_path, **{key: written})[0], key) == expected
+def test_the_table_of_keys_means_the_same_to_every_yaml_reader() -> None:
+    """A name that stands twice in a mapping is a problem for documents.Values alone; `off` is one to YAML 1.1 alone."""
+    problems: list[str] = []
+    root = read_file(KEYS, "table")
+    assert isinstance(root, yaml.MappingNode)
+    of_core_schema = plain(tuple(Values(str(KEYS), problems).entries(root)))
+    of_yaml_1_1 = yaml.safe_load(KEYS.read_text())
+    assert not problems
+    assert repr(of_core_schema) == repr(of_yaml_1_1), "0, 0.0 and false are three values"
+
+
+def test_every_alias_is_applied() -> None:
+    assert list(APPLY) == list(TABLE.aliases)
+
+
+def test_an_honoured_key_reaches_the_recipe(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for key in sorted(set(HONOURED) - set(TOGETHER)):
+        with subtests.test(key=key):
+            given = GOOD_VALUES.get(key, _other(key))
+            written, expected = given if isinstance(given, tuple) else (given, given)
+            assert getattr(read(tmp_path, **{key: written})[0], key) == expected
 
 
 def _other(key: str) -> Any:
@@ -158,83 +179,87 @@ def test_keys_that_need_others_reach_the_recipe(tmp_path: Path) -> None:
         assert DEFAULTS[key] != getattr(preferred if key.startswith("ref_") else evaluated, key)
 
 
-@pytest.mark.parametrize("key", HONOURED)
-def test_a_senseless_value_is_refused_with_its_line(tmp_path: Path, key: str) -> None:
-    with pytest.raises(InvalidValueError, match=rf"recipe.yaml:\d+: {key}[.:]"):
-        read(tmp_path, **{key: {"senseless": []}})
+def test_a_senseless_value_is_refused_with_its_line(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for key in HONOURED:
+        with subtests.test(key=key), pytest.raises(InvalidValueError, match=rf"recipe.yaml:\d+: {key}[.:]"):
+            read(tmp_path, **{key: {"senseless": []}})
 
 
-@pytest.mark.parametrize("key", sorted(NULLABLE - {"enable_thinking"}))
-def test_null_is_the_default_of_keys_without_one(key: str) -> None:
-    assert DEFAULTS[key] is None
+def test_null_is_the_default_of_keys_without_one() -> None:
+    nullable = NULLABLE - {"enable_thinking"}
+    assert nullable and {key: DEFAULTS[key] for key in nullable} == dict.fromkeys(nullable)
 
 
-@pytest.mark.parametrize("key", REFUSED)
-def test_a_refused_key_passes_when_it_is_off_and_says_why_when_it_is_on(tmp_path: Path, key: str) -> None:
-    for off in REFUSED[key].passing:
-        assert read(tmp_path, **{key: off})[1] == []
-    with pytest.raises(InvalidValueError) as caught:
-        read(tmp_path, **{key: "something"})
-    assert f"recipe.yaml:4: {key}: 'something': refused: {REFUSED[key].reason}" in str(caught.value)
+def test_a_refused_key_passes_when_it_is_off_and_says_why_when_it_is_on(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for key, known in REFUSED.items():
+        with subtests.test(key=key):
+            for off in known.passing:
+                assert read(tmp_path, **{key: off})[1] == []
+            with pytest.raises(InvalidValueError) as caught:
+                read(tmp_path, **{key: "something"})
+            assert f"recipe.yaml:4: {key}: 'something': refused: {known.reason}" in str(caught.value)
 
 
-@pytest.mark.parametrize("key", WARNED)
-def test_a_key_without_effect_gets_one_line_unless_it_is_at_its_default(tmp_path: Path, key: str) -> None:
-    known = WARNED[key]
-    assert read(tmp_path, **{key: known.default if known.default != "" else "''"})[1] == []
-    recipe, notes = read(tmp_path, **{key: "something"})
-    assert recipe == read(tmp_path)[0]
-    assert len(notes) == (known.reason is not None)
-    assert all(note.startswith(f"{tmp_path}/recipe.yaml:4: {key}: ") and "no effect" in note for note in notes)
+def test_a_key_without_effect_gets_one_line_unless_it_is_at_its_default(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    unchanged = read(tmp_path)[0]
+    for key, known in WARNED.items():
+        with subtests.test(key=key):
+            assert read(tmp_path, **{key: known.default if known.default != "" else "''"})[1] == []
+            recipe, notes = read(tmp_path, **{key: "something"})
+            assert recipe == unchanged
+            assert len(notes) == (known.reason is not None)
+            assert all(note.startswith(f"{tmp_path}/recipe.yaml:4: {key}: ") and "no effect" in note for note in notes)
 
 
-@pytest.mark.parametrize(
-    ("keys", "attribute", "value"),
-    [
-        ({"evaluation_strategy": "epoch", "val_size": 0.1}, "eval_strategy", "epoch"),
-        ({"adapter_name_or_path": ".", "adapter_folder": "."}, "adapter_name_or_path", Path(".")),
-        ({"neat_packing": True}, "packing", True),
-        ({"neat_packing": False, "packing": True}, "packing", True),
-        ({"gradient_checkpointing": True}, "activations", "recompute"),
-        ({"gradient_checkpointing": False}, "activations", "recompute"),
-        ({"kt_cpu_activation": "retain"}, "activations", "retain"),
-        ({"kt_cpu_activation": "recompute"}, "activations", "recompute"),
-        ({"use_kt": True}, "stage", "sft"),
-        ({"ref_model": "m", "stage": "dpo"}, "stage", "dpo"),
-        ({"create_new_adapter": True}, "adapter_name_or_path", None),
-        ({"kt_config": {"num_threads": 12}}, "cpu_infer", 12),
-        ({"kt_config": {"kt_lora_rank": 4}}, "lora_rank", 4),
-        ({"kt_config": {"lora_alpha": 4}}, "served_alpha", 4.0),
-        ({"kt_config": {"kt_weight_path": "w"}}, "kt_weight_path", Path("w")),
-        ({"kt_config": {"activation_policy": {"cpu": "retain", "gpu": "retain"}}}, "activations", "retain"),
-        ({"kt_config": {"enabled": True, "train_mode": "lora"}}, "kt_config", {"train_mode": "lora"}),
-        ({"kt_config": {}}, "kt_config", {}),
-        ({"kt_config": None}, "kt_config", {}),
-    ],
-    ids=str,
-)
-def test_an_alias_means_the_other_key(tmp_path: Path, keys: dict[str, Any], attribute: str, value: Any) -> None:
-    recipe, notes = read(tmp_path, **keys)
-    assert getattr(recipe, attribute) == value
-    assert notes == []
+ALIASES: list[tuple[dict[str, Any], str, Any]] = [
+    ({"evaluation_strategy": "epoch", "val_size": 0.1}, "eval_strategy", "epoch"),
+    ({"adapter_name_or_path": ".", "adapter_folder": "."}, "adapter_name_or_path", Path(".")),
+    ({"neat_packing": True}, "packing", True),
+    ({"neat_packing": False, "packing": True}, "packing", True),
+    ({"gradient_checkpointing": True}, "activations", "recompute"),
+    ({"gradient_checkpointing": False}, "activations", "recompute"),
+    ({"kt_cpu_activation": "retain"}, "activations", "retain"),
+    ({"kt_cpu_activation": "recompute"}, "activations", "recompute"),
+    ({"use_kt": True}, "stage", "sft"),
+    ({"ref_model": "m", "stage": "dpo"}, "stage", "dpo"),
+    ({"create_new_adapter": True}, "adapter_name_or_path", None),
+    ({"kt_config": {"num_threads": 12}}, "cpu_infer", 12),
+    ({"kt_config": {"kt_lora_rank": 4}}, "lora_rank", 4),
+    ({"kt_config": {"lora_alpha": 4}}, "served_alpha", 4.0),
+    ({"kt_config": {"kt_weight_path": "w"}}, "kt_weight_path", Path("w")),
+    ({"kt_config": {"activation_policy": {"cpu": "retain", "gpu": "retain"}}}, "activations", "retain"),
+    ({"kt_config": {"enabled": True, "train_mode": "lora"}}, "kt_config", {"train_mode": "lora"}),
+    ({"kt_config": {}}, "kt_config", {}),
+    ({"kt_config": None}, "kt_config", {}),
+]
+NOTED: list[tuple[dict[str, Any], str]] = [
+    ({"use_kt": False}, "use_kt: False: the experts are kt-runtime's own"),
+    ({"infer_backend": "vllm"}, "infer_backend: 'vllm': SGLang answers"),
+    (
+        {"kt_config": {"activation_policy": {"cpu": "retain", "gpu": "recompute"}}},
+        "kt_config.activation_policy: {'cpu': 'retain', 'gpu': 'recompute'}: there is one policy for both: retain",
+    ),
+    ({"kt_config": {"max_cache_depth": 2}}, "kt_config.max_cache_depth: 2: no effect"),
+]
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ({"use_kt": False}, "use_kt: False: the experts are kt-runtime's own"),
-        ({"infer_backend": "vllm"}, "infer_backend: 'vllm': SGLang answers"),
-        (
-            {"kt_config": {"activation_policy": {"cpu": "retain", "gpu": "recompute"}}},
-            "kt_config.activation_policy: {'cpu': 'retain', 'gpu': 'recompute'}: there is one policy for both: retain",
-        ),
-        ({"kt_config": {"max_cache_depth": 2}}, "kt_config.max_cache_depth: 2: no effect"),
-    ],
-    ids=str,
-)
-def test_some_aliases_get_a_line(tmp_path: Path, keys: dict[str, Any], expected: str) -> None:
-    (note,) = read(tmp_path, **keys)[1]
-    assert expected in note
+def test_an_alias_means_the_other_key(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for keys, attribute, value in ALIASES:
+        with subtests.test(keys=keys):
+            recipe, notes = read(tmp_path, **keys)
+            assert getattr(recipe, attribute) == value
+            assert notes == []
+
+
+def test_some_aliases_get_a_line(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for keys, expected in NOTED:
+        with subtests.test(keys=keys):
+            (note,) = read(tmp_path, **keys)[1]
+            assert expected in note
 
 
 def test_swanlab_is_one_of_the_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +274,7 @@ def test_swanlab_is_one_of_the_trackers(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_kt_config_knows_25_fields_and_refuses_others(tmp_path: Path) -> None:
     assert len(kt_config.FIELDS) == 25
-    off = {name: field.off[-1] for name, field in kt_config.FIELDS.items() if field.kind == "refused"}
+    off = {name: field.passes for name, field in kt_config.FIELDS.items() if field.kind == "refused"}
     assert read(tmp_path, kt_config=off)[1] == []
     with pytest.raises(InvalidValueError) as caught:
         read(tmp_path, lora_rank=8, kt_config=dict.fromkeys(off, 1) | {"num_thread": 1, "wrap_fn": "x", "lora_rank": 4})
