@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
-from pathlib import Path
 
-from kt_runtime.errors import ConflictError, RuntimeFault
+import psutil
+
+from kt_runtime.errors import ConflictError
 
 # mallopt(3). Larger thresholds for mmap are refused: 32 MiB is glibc's HEAP_MAX_SIZE / 2 on 64-bit machines.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -15,17 +15,13 @@ _KEPT_BYTES = 1 << 30
 
 
 def resident_set_bytes() -> int:
-    """Resident set size of this process (proc(5), /proc/self/statm, second field)."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    """Resident set size of this process."""
+    return psutil.Process().memory_info().rss
 
 
-def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+def available_bytes() -> int:
     """Bytes that the system can allocate without swapping (`proc_meminfo(5)`, MemAvailable)."""
-    for line in meminfo.read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeFault(f"{meminfo} has no line MemAvailable")
+    return psutil.virtual_memory().available
 
 
 def check_available(needed: int, what: str, hint: str = "") -> None:

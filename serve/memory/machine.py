@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 CGROUP = Path("/sys/fs/cgroup")
 NO_LIMIT_BYTES = 2**60
 # Device files of NVIDIA's driver, AMD's driver and WSL. Without any of them torch finds no GPU; asking torch itself
@@ -32,21 +34,22 @@ def available_memory(with_gpu: bool) -> dict[str, int]:
 
 
 def total_cpu_bytes() -> int:
-    return _meminfo()["MemTotal"]
+    return psutil.virtual_memory().total
 
 
 def available_cpu_bytes(cgroup: Path = CGROUP) -> int:
     """The kernel's MemAvailable, or less if a control group (a container's limit) leaves less."""
-    return max(0, min([_meminfo()["MemAvailable"], *_left_in_groups(cgroup)]))
+    return max(0, min([psutil.virtual_memory().available, *_left_in_groups(cgroup)]))
 
 
 def huge_pages() -> dict[str, int]:
-    """Bytes of reserved huge pages, total and free."""
-    info = _meminfo()
-    size_bytes = info.get("Hugepagesize", 0)
+    """Bytes of reserved huge pages, total and free. psutil does not report them."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    info = {name: int(number) for name, number, *_ in lines}
+    size_bytes = info.get("Hugepagesize:", 0) * 1024
     return {
-        "total_bytes": info.get("HugePages_Total", 0) * size_bytes,
-        "free_bytes": info.get("HugePages_Free", 0) * size_bytes,
+        "total_bytes": info.get("HugePages_Total:", 0) * size_bytes,
+        "free_bytes": info.get("HugePages_Free:", 0) * size_bytes,
     }
 
 
@@ -78,16 +81,6 @@ def _left_in_group(group: Path, limit_name: str, usage_name: str, cache_name: st
         return None
     statistics = dict(line.split(None, 1) for line in _read_text(group / "memory.stat").splitlines() if " " in line)
     return int(limit) - int(usage) + int(statistics.get(cache_name, 0))
-
-
-def _meminfo() -> dict[str, int]:
-    """/proc/meminfo in bytes; counts of pages stay counts."""
-    values = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        number, *unit = rest.split()
-        values[name] = int(number) * (1024 if unit == ["kB"] else 1)
-    return values
 
 
 def _read_text(path: Path) -> str:

@@ -1,6 +1,7 @@
 """The Hugging Face cache on this machine, read only: nothing is ever downloaded.
 
 Layout (huggingface_hub): `models--ORG--NAME/refs/main` holds a commit, `snapshots/COMMIT/` has its files as links.
+docs/architecture.md says why huggingface_hub's own functions do not look for a snapshot.
 """
 
 from __future__ import annotations
@@ -9,17 +10,16 @@ import os
 import re
 from pathlib import Path
 
+from huggingface_hub import constants
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def hub_cache_directory() -> Path:
-    """HF_HUB_CACHE, or `hub` in HF_HOME, or `huggingface/hub` in the user's cache directory."""
-    if explicit := os.environ.get("HF_HUB_CACHE"):
-        return Path(explicit).expanduser()
-    if home := os.environ.get("HF_HOME"):
-        return Path(home).expanduser() / "hub"
-    return user_cache_directory() / "huggingface" / "hub"
+    """Where `hf download` puts models: HF_HUB_CACHE, or what follows from older variables, HF_HOME and the user's cache
+    directory. huggingface_hub reads the variables when it is imported."""
+    return Path(constants.HF_HUB_CACHE)
 
 
 def user_cache_directory() -> Path:

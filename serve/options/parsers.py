@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_runtime.families.registry import family_for
+from kt_runtime.serve.models.hub_cache import repository_directory
 from kt_runtime.serve.models.presets import Preset, load_preset, preset_names
 
 NONE = "none"
@@ -97,7 +98,7 @@ def _preset_of(directory: Path) -> Preset | None:
     repository = directory.parent.parent.name
     for name in preset_names():
         preset = load_preset(name)
-        if any(repository == f"models--{hub_id.replace('/', '--')}" for hub_id in preset.hub_ids):
+        if any(repository == repository_directory(hub_id).name for hub_id in preset.hub_ids):
             return preset
     return None
 

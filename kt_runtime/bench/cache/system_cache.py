@@ -7,6 +7,8 @@ import mmap
 import os
 from pathlib import Path
 
+import psutil
+
 _READING_BYTES = 4 << 20
 
 
@@ -56,9 +58,9 @@ def _resident_pages(path: Path) -> bytes | None:
 def file_system(path: Path) -> str | None:
     """The type of `path`'s file system, such as "ext4" or "tmpfs" (files in memory); None if unknown."""
     try:
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+        mounts = psutil.disk_partitions(all=True)
     except OSError:
         return None
     resolved = path.resolve()
-    around = [(len(mount[1]), mount[2]) for mount in mounts if resolved.is_relative_to(mount[1])]
+    around = [(len(mount.mountpoint), mount.fstype) for mount in mounts if resolved.is_relative_to(mount.mountpoint)]
     return max(around)[1] if around else None

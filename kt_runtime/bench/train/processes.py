@@ -1,17 +1,18 @@
-"""Peak memory of processes since a reset (Linux: VmHWM, /proc/PID/clear_refs)."""
+"""Peak memory of processes since a reset (Linux: VmHWM, /proc/PID/clear_refs), which psutil does not know."""
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 
 class ProcessTree:
     """All descendants of this process, which are the server's processes. Shared pages count for each process."""
 
     def __init__(self) -> None:
-        self.processes = _below(os.getpid())
+        self.processes = [child.pid for child in psutil.Process().children(recursive=True)]
 
     def reset(self) -> None:
         """Restarts the peaks from the current memory. If the system forbids that, peaks stay those since the start."""
@@ -21,18 +22,6 @@ class ProcessTree:
 
     def peak_bytes(self) -> int:
         return sum(peak_bytes(process) for process in self.processes)
-
-
-def _below(process: int) -> list[int]:
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # the process has just ended
-            after_name = stat.read_text(errors="replace").rpartition(")")[2].split()
-            parents[int(stat.parent.name)] = int(after_name[1])
-    found = [process]
-    for one in found:  # `found` grows during the loop
-        found += [child for child, parent in parents.items() if parent == one]
-    return found[1:]
 
 
 def peak_bytes(process: int) -> int:

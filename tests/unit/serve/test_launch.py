@@ -138,7 +138,7 @@ def test_model_that_does_not_exist_is_refused_before_anything_starts(
 def test_preset_that_is_not_here_is_refused_with_the_memory_it_would_need(
     started: list[Any], port: int, private_directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     asked = dataclasses.replace(options(tmp_path, port, private_directory), model="DeepSeek-V3-bf16")
     with pytest.raises(NotFoundError, match=r"looked at.*it needs \d\.\d+ TiB on the .PU, where .* are free"):
         launch.serve(asked, print)

@@ -114,7 +114,7 @@ def test_a_host_tier_with_little_room_is_said(
 def test_preset_that_is_not_here_is_refused_with_the_memory_that_its_tiers_would_need(
     started: list[Any], port: int, private_directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     given = options(tmp_path, port, private_directory)
     asked = dataclasses.replace(given, model="Qwen3-30B-A3B", max_lora_rank=16)
     for host_bytes, need in (

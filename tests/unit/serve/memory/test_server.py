@@ -39,7 +39,7 @@ def test_show_and_serve_agree_for_every_preset(name: str, with_gpu: bool, monkey
 def test_a_preset_that_is_not_here_is_refused_with_what_show_says(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("KT_RUNTIME_MODELS", str(tmp_path))
     monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu: {"cpu": 1 << 34})
     needed = format_bytes(models.describe(name)["devices"]["cpu"]["needed_bytes"])

@@ -1,31 +1,44 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from kt_runtime.serve.models.hub_cache import find_snapshot, hub_cache_directory, is_hub_id, repository_directory
+from kt_runtime.serve.models.hub_cache import find_snapshot, is_hub_id, repository_directory
 
 COMMIT, OTHER = "a" * 40, "b" * 40
+
+VARIABLES = {
+    "HF_HUB_CACHE": ("/one", "/one"),
+    "HUGGINGFACE_HUB_CACHE": ("/two", "/two"),
+    "HF_HOME": ("/three", "/three/hub"),
+    "XDG_CACHE_HOME": ("/four", "/four/huggingface/hub"),
+}
+PROGRAM = "from kt_runtime.serve.models.hub_cache import hub_cache_directory; print(hub_cache_directory())"
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     return tmp_path / "models--org--name"
 
 
-def test_the_variables_are_read_in_hugging_faces_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", "/one")
-    monkeypatch.setenv("HF_HOME", "/two")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/three")
-    assert hub_cache_directory() == Path("/one")
-    monkeypatch.delenv("HF_HUB_CACHE")
-    assert hub_cache_directory() == Path("/two/hub")
-    monkeypatch.delenv("HF_HOME")
-    assert hub_cache_directory() == Path("/three/huggingface/hub")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert hub_cache_directory() == Path.home() / ".cache/huggingface/hub"
+def directory_in(environment: dict[str, str]) -> str:
+    run = subprocess.run([sys.executable, "-P", "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def test_the_variables_are_read_in_hugging_faces_order() -> None:
+    """In processes of their own: huggingface_hub reads the variables once."""
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    assert directory_in(environment) == str(Path.home() / ".cache/huggingface/hub")
+    for name, (value, directory) in reversed(VARIABLES.items()):  # each overrides those after it
+        environment[name] = value
+        assert directory_in(environment) == directory
 
 
 def test_the_snapshot_of_main_is_found(repository: Path) -> None:
