@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -79,7 +80,8 @@ def module_files() -> list[tuple[str, Path]]:
     return files
 
 
-def imported_names(path: Path) -> set[str]:
+@cache
+def imported_names(path: Path) -> frozenset[str]:
     """Dotted names of all imports in a file; `from a import b` counts as `a.b`, since b may be a module."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -88,7 +90,7 @@ def imported_names(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import; write the full name"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 def wrong_imports(part: str, path: Path) -> Iterator[str]:

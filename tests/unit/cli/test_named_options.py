@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import click
@@ -67,10 +68,11 @@ def unknown_options(text: str, known: set[str]) -> list[str]:
     return found
 
 
-def all_texts() -> Iterator[tuple[str, str]]:
+@cache
+def all_texts() -> list[tuple[str, str]]:
     """(file:line, text) of every source."""
     assert SOURCES
-    return ((f"{path.relative_to(ROOT)}:{line}", text) for path in SOURCES for line, text in texts(path))
+    return [(f"{path.relative_to(ROOT)}:{line}", text) for path in SOURCES for line, text in texts(path)]
 
 
 def test_options_that_the_code_names_exist(known: set[str]) -> None:
