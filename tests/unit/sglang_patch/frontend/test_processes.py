@@ -46,7 +46,7 @@ def report(pipe: Any) -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)]
     frozen = gc.get_freeze_count()
     pipe.send(
-        (os.getppid(), list(HELD), [int(handler) for handler in handlers], len(signal.pthread_sigmask(0, ())), frozen)
+        (os.getppid(), list(HELD), handlers, len(signal.pthread_sigmask(0, ())), frozen)
     )
 
 
