@@ -1,26 +1,125 @@
 """The open files of one cache directory: lock, index, segments, quarantine.
 
 DIRECTORY/lock            held by the one process that writes
-DIRECTORY/index.log       see index_log
-DIRECTORY/segments/*.seg  see segment
+DIRECTORY/index.log       see `index`
+DIRECTORY/segments/*.seg  see `format`
 DIRECTORY/aside/          quarantine: a few damaged records, for inspection
+
+Opening builds the catalog from the index or, if the index is damaged, from the records.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kt_runtime.cache import loading
-from kt_runtime.cache.catalog import Catalog
-from kt_runtime.cache.counters import Counters
 from kt_runtime.cache.filesystem import FileSystem, OpenFile
-from kt_runtime.cache.index_log import IndexLog
-from kt_runtime.cache.quarantine import Aside
-from kt_runtime.cache.record import FORMAT_VERSION
-from kt_runtime.cache.segment import Geometry, segment_name
+from kt_runtime.cache.format import (
+    FORMAT_VERSION,
+    HEADER_BYTES,
+    Fault,
+    Geometry,
+    decode_header,
+    read_geometry,
+    record_id,
+    segment_name,
+    segment_number,
+)
+from kt_runtime.cache.health import Counters
+from kt_runtime.cache.index import PUT, Catalog, IndexLog
 from kt_runtime.errors import NotFoundError
+
+_MOST_FILES_ASIDE = 16
+_NO_FILE = (errno.EISDIR, errno.ELOOP)  # a directory, a link
+
+logger = logging.getLogger(__name__)
+
+
+class Aside:
+    """Damaged records, kept for inspection and never used again.
+
+    `limit_bytes` bounds the directory's content; beyond it, damaged records are only counted.
+    """
+
+    def __init__(self, files: FileSystem, directory: Path, limit_bytes: int) -> None:
+        self._files, self._directory, self._limit = files, directory, limit_bytes
+        self._bytes, self._count = 0, 0
+
+    def open(self) -> None:
+        self._files.make_directory(self._directory)
+        for name in self._files.names(self._directory):
+            file = self._files.open(self._directory / name)
+            self._bytes += file.size()
+            self._count += 1
+            file.close()
+
+    def keep(self, name: str, source: OpenFile, offset: int, size: int) -> None:
+        """Copies `size` bytes from `source`, if there is room. Never raises: the record is lost either way."""
+        if self._count >= _MOST_FILES_ASIDE or self._bytes + size > self._limit:
+            return
+        data = bytearray(size)
+        try:
+            count = source.read_into([data], offset)
+            target = self._files.open(self._directory / name, write=True, create=True)
+            try:
+                target.truncate(0)
+                target.write_from([memoryview(data)[:count]], 0)
+            finally:
+                target.close()
+        except OSError as error:
+            logger.debug("a damaged record could not be put aside: %s", error)
+            return
+        self._bytes += count
+        self._count += 1
+
+    def take_file(self, path: Path, size: int) -> None:
+        """Moves a file that is no valid segment here, or deletes it if there is no room."""
+        if self._count < _MOST_FILES_ASIDE and self._bytes + size <= self._limit:
+            self._files.rename(path, self._directory / path.name)
+            self._bytes += size
+            self._count += 1
+        else:
+            self._files.remove(path)
+
+
+class InUse:
+    """Closes a resource that other threads may be using: the last user closes it.
+
+    `close` is called once: by `abandon`, or by the last thread inside `using` at that time.
+    """
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
+        self._lock = threading.Lock()
+        self._users, self._is_closed = 0, False
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[bool]:
+        """The resource stays open inside. Yields False if it was abandoned before."""
+        with self._lock:
+            is_open = not self._is_closed
+            self._users += is_open
+        try:
+            yield is_open
+        finally:
+            if is_open:
+                with self._lock:
+                    self._users -= 1
+                    is_last = self._is_closed and self._users == 0
+                if is_last:
+                    self._close()
+
+    def abandon(self) -> None:
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+            is_last = not was_closed and self._users == 0
+        if is_last:
+            self._close()
+
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +160,12 @@ class CacheDirectory:
 
     def _load(self, catalog: Catalog) -> None:
         write = not self.read_only
-        self.segments, foreign = loading.open_segments(self._files, self.path / "segments", catalog, write=write)
+        self.segments, foreign = _open_segments(self._files, self.path / "segments", catalog, write=write)
         if write or "index.log" in self._names(self.path):
             self.index = IndexLog(self._files, self.path / "index.log", write=write)
-        self.index_is_right = self.index is not None and loading.replay(self.index, catalog)
+        self.index_is_right = self.index is not None and _replay(self.index, catalog)
         if not self.index_is_right and catalog.segments:
-            loading.scan(self.segments, catalog)
+            _scan(self.segments, catalog)
         catalog.finish_loading()
         if write:
             self._put_aside(foreign)
@@ -161,3 +260,88 @@ class CacheDirectory:
             file.close()
         if self.index is not None:
             self.index.close()
+
+
+def _open_segments(
+    files: FileSystem, directory: Path, catalog: Catalog, *, write: bool
+) -> tuple[dict[int, OpenFile], list[str]]:
+    """Opens every segment and enters its slots in `catalog`.
+
+    Also returns the names of files that are no segments of this format.
+    """
+    opened: dict[int, OpenFile] = {}
+    foreign: list[str] = []
+    try:
+        for name in sorted(files.names(directory)):
+            number = segment_number(name)
+            if number is None or name != segment_name(number):
+                foreign.append(name)
+                continue
+            found = _open_segment(files, directory / name, number, write=write)
+            if found is None:
+                foreign.append(name)
+            else:
+                opened[number], geometry = found
+                catalog.add_segment(geometry, geometry.slots_in(opened[number].size()))
+    except BaseException:
+        for file in opened.values():
+            file.close()
+        raise
+    return opened, foreign
+
+
+def _open_segment(files: FileSystem, path: Path, number: int, *, write: bool) -> tuple[OpenFile, Geometry] | None:
+    """None if it is no segment of this format. Raises other OSErrors, which say nothing about the file's content."""
+    try:
+        file = files.open(path, write=write)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return None
+        raise
+    geometry = None
+    try:
+        geometry = read_geometry(file, number)
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+    finally:
+        if geometry is None:
+            file.close()
+    return None if geometry is None else (file, geometry)
+
+
+def _replay(index: IndexLog, catalog: Catalog) -> bool:
+    """False if the index is unreliable. Entries for slots beyond the end of a truncated segment are left out."""
+    catalog.load_changes(index.replay())
+    has_slots = any(segment.owners for segment in catalog.segments.values())
+    return not index.is_damaged and not (has_slots and index.num_changes == 0)
+
+
+def _scan(opened: dict[int, OpenFile], catalog: Catalog) -> int:
+    """Enters the records found in the slots, in the order in which they were written; returns their number.
+
+    Reads headers only: a payload is checked when it is used.
+    """
+    found: list[tuple[int, int, int, bytes]] = []
+    for number, file in opened.items():
+        segment = catalog.segments[number]
+        for slot in range(len(segment.owners)):
+            record = _record_in(file, segment.geometry, slot)
+            if record is not None:
+                found.append((record[0], number, slot, record[1]))
+    catalog.load_changes((PUT, number, slot, record) for _, number, slot, record in sorted(found))
+    logger.warning("the cache's index was damaged; %d records were found again in its segments", len(catalog))
+    return len(catalog)
+
+
+def _record_in(file: OpenFile, geometry: Geometry, slot: int) -> tuple[int, bytes] | None:
+    """The (sequence, id) of the slot's record."""
+    data = bytearray(HEADER_BYTES)
+    try:
+        file.read_into([data], geometry.offset(slot))
+    except OSError:
+        return None
+    header = decode_header(data)
+    if isinstance(header, Fault):
+        return None
+    return header.sequence, record_id(header.namespace, header.key)

@@ -15,14 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kt_runtime.cache.counters import Counters
 from kt_runtime.cache.filesystem import DiskFiles, FileSystem
-from kt_runtime.cache.health import Availability, Use
-from kt_runtime.cache.namespace import Namespace
+from kt_runtime.cache.format import Namespace, is_key
+from kt_runtime.cache.health import Availability, Counters, Use
 from kt_runtime.cache.page import Page
 from kt_runtime.cache.page_store import SMALLEST_QUOTA, PageStore
 from kt_runtime.cache.read_ahead import Check, ReadAhead
-from kt_runtime.cache.record import is_key
 from kt_runtime.cache.write_behind import WriteBehind
 from kt_runtime.errors import InvalidValueError, KtError
 

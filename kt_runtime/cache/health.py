@@ -1,12 +1,29 @@
-"""Whether the disk is usable, for reading and for writing separately. Logs one line per failure and per recovery."""
+"""What is known about the disk: whether it is usable, and counters of what it did."""
 
 from __future__ import annotations
 
 import enum
 import logging
 import threading
+from collections.abc import Iterable
 
 logger = logging.getLogger(__name__)
+
+DISK_COUNTERS = (
+    "hits",  # pages read and valid
+    "misses",  # pages requested and not delivered, for whatever reason
+    "bytes_read",  # payload of the hits
+    "bytes_written",  # payload of the records written
+    "records_written",
+    "evictions",  # records removed to keep the quota
+    "cleared",  # records removed on request
+    "corrupt",  # records that did not match the index; each is a miss too
+    "dropped",  # pages offered and not written: no memory, a failing disk, or too large
+    "read_errors",  # reads that failed with an OSError
+    "write_errors",
+    "late",  # reads abandoned because the disk took too long
+    "read_ahead",  # prefetched pages: reading began before the request
+)
 
 
 class Use(enum.Enum):
@@ -15,7 +32,10 @@ class Use(enum.Enum):
 
 
 class Availability:
-    """`where` is for messages. Thread-safe."""
+    """Whether the disk is usable, for reading and for writing separately. Logs one line per failure and per recovery.
+
+    `where` is for messages. Thread-safe.
+    """
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -51,3 +71,23 @@ class Availability:
             self._late -= set(uses)
         if back:
             logger.info("cache: %s %s works again", " and ".join(use.value for use in back), self._where)
+
+
+class Counters:
+    """Counts of a tier since the server began. One lock: several threads count."""
+
+    def __init__(self, names: Iterable[str] = DISK_COUNTERS) -> None:
+        self._lock = threading.Lock()
+        self._values = dict.fromkeys(names, 0)
+
+    def add(self, name: str, count: int = 1) -> None:
+        with self._lock:
+            self._values[name] += count
+
+    def __getitem__(self, name: str) -> int:
+        with self._lock:
+            return self._values[name]
+
+    def snapshot(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._values)

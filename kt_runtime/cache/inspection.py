@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kt_runtime.cache.filesystem import DiskFiles, FileSystem
-from kt_runtime.cache.index_log import DROP, PUT, IndexLog
+from kt_runtime.cache.index import DROP, PUT, IndexLog
 from kt_runtime.cache.page_store import PageStore
 from kt_runtime.errors import NotFoundError
 

@@ -12,16 +12,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kt_runtime.cache.catalog import Catalog, parts
-from kt_runtime.cache.counters import Counters
-from kt_runtime.cache.directory import CacheDirectory
+from kt_runtime.cache.directory import CacheDirectory, InUse
 from kt_runtime.cache.filesystem import DiskFiles, FileSystem
-from kt_runtime.cache.in_use import InUse
-from kt_runtime.cache.index_log import DROP, ENTRY_BYTES, PUT, USE, Change
-from kt_runtime.cache.page import Page, neighbours
-from kt_runtime.cache.record import HEADER_BYTES, Fault, check_slot, record_id
-from kt_runtime.cache.segment import Geometry, slot_bytes_for
-from kt_runtime.cache.slot_io import Fetched, fetch_slots, write_slots
+from kt_runtime.cache.format import HEADER_BYTES, Fault, Geometry, check_slot, record_id, slot_bytes_for
+from kt_runtime.cache.health import Counters
+from kt_runtime.cache.index import DROP, ENTRY_BYTES, PUT, USE, Catalog, Change, parts
+from kt_runtime.cache.page import Fetched, Page, fetch_slots, neighbours, write_slots
 from kt_runtime.errors import InvalidValueError
 
 SMALLEST_QUOTA = 1 << 20
@@ -146,8 +142,8 @@ class PageStore:
             try:
                 for group in neighbours(found, _LARGEST_TRANSFER):
                     try:
-                        number, _ = parts(group[0][1])
-                        fetched += fetch_slots(self._directory.segments[number], self._geometry(number), group)
+                        number, slot = parts(group[0][1])
+                        fetched += fetch_slots(self._directory.segments[number], self._geometry(number), slot, group)
                     except OSError as failure:
                         self.counters.add("read_errors")
                         error = failure

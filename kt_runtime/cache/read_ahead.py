@@ -15,12 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kt_runtime.cache.buffers import BufferPool
-from kt_runtime.cache.counters import Counters
-from kt_runtime.cache.health import Availability, Use
-from kt_runtime.cache.page import Page
-from kt_runtime.cache.segment import slot_bytes_for
-from kt_runtime.cache.slot_io import page_in_slot
+from kt_runtime.cache.format import slot_bytes_for
+from kt_runtime.cache.health import Availability, Counters, Use
+from kt_runtime.cache.page import BufferPool, Page, page_in_slot
 
 logger = logging.getLogger(__name__)
 

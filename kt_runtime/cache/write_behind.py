@@ -12,10 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kt_runtime.cache.buffers import BufferPool
-from kt_runtime.cache.counters import Counters
-from kt_runtime.cache.health import Availability, Use
-from kt_runtime.cache.page import Page
+from kt_runtime.cache.health import Availability, Counters, Use
+from kt_runtime.cache.page import BufferPool, Page
 
 _OPERATION_BYTES = 8 << 20
 _HANGING = 5  # times `patience_s`; writes of a busy disk may take some seconds, and memory buffers them

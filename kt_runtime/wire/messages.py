@@ -378,9 +378,9 @@ class CacheTier(msgspec.Struct, kw_only=True):
     `bytes_written`: bytes copied from and to the tier (0 on the device, where pages are used in place). `used_bytes`,
     `capacity_bytes`: size of the tier's current `pages`, and the limit.
 
-    Disk tier only: `corrupt` (records; each counts as a miss too), `counters` (all of `kt_runtime.cache.counters`),
-    `directory`, `read_only` (pages are never written), `reading_stopped` and `writing_stopped` (the reason why the tier
-    is currently not read or written; None: it is).
+    Disk tier only: `corrupt` (records; each counts as a miss too), `counters` (all of
+    `kt_runtime.cache.health.DISK_COUNTERS`), `directory`, `read_only` (pages are never written), `reading_stopped` and
+    `writing_stopped` (the reason why the tier is currently not read or written; None: it is).
     """
 
     tier: str

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kt_runtime.cache.counters import Counters
 from kt_runtime.cache.disk_tier import DiskTier
+from kt_runtime.cache.health import Counters
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.cache.metrics_files import MetricsFiles
 from kt_runtime.sglang_patch.cache.prometheus import PublishedTiers

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from kt_runtime import __version__
-from kt_runtime.cache.namespace import Namespace
+from kt_runtime.cache.format import Namespace
 from kt_runtime.errors import ConflictError
 from kt_runtime.families import family_for
 from kt_runtime.resident.config import ResidentSettings

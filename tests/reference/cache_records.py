@@ -8,8 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kt_runtime.cache.filesystem import DiskFiles
-from kt_runtime.cache.record import HEADER_BYTES, Header, decode_header, encode_header, record_id
-from kt_runtime.cache.segment import Geometry, read_geometry, segment_number
+from kt_runtime.cache.format import (
+    HEADER_BYTES,
+    Geometry,
+    Header,
+    decode_header,
+    encode_header,
+    read_geometry,
+    record_id,
+    segment_number,
+)
 
 
 @dataclass(frozen=True)

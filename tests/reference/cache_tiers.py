@@ -10,7 +10,7 @@ import pytest
 from reference.cache_files import contents, key_of, page_to_read, page_to_write, payload_of
 
 from kt_runtime.cache.disk_tier import DiskTier, DiskTierSettings
-from kt_runtime.cache.namespace import Namespace
+from kt_runtime.cache.format import Namespace
 
 ROOT = Path("/cache")
 SIZE = 4096

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kt_runtime.cache.segment import FILE_HEADER_BYTES, slot_bytes_for
+from kt_runtime.cache.format import FILE_HEADER_BYTES, slot_bytes_for
 from kt_runtime.sglang_patch.cache.metrics import DISK_NAME
 from kt_runtime.sglang_patch.cache.prometheus import COPIED, DISK, EVERY_TIER, LEVELS
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kt_runtime.bench.cache.round import MEASURES, Round
 from kt_runtime.bench.cache.tier_files import TierFiles
-from kt_runtime.cache.segment import slot_bytes_for
+from kt_runtime.cache.format import slot_bytes_for
 
 
 @dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kt_runtime.cache.disk_tier import DiskTier, DiskTierSettings
-from kt_runtime.cache.namespace import Namespace
+from kt_runtime.cache.format import Namespace
 from kt_runtime.cache.page import Page
 from kt_runtime.errors import RuntimeFault
 

@@ -13,7 +13,7 @@ from kt_runtime.bench.cache.first_token import check_tier
 from kt_runtime.bench.cache.plan import Plan
 from kt_runtime.bench.cache.round import MEASURES, Round
 from kt_runtime.bench.cache.tier_files import TierFiles
-from kt_runtime.cache.record import HEADER_BYTES
+from kt_runtime.cache.format import HEADER_BYTES
 from kt_runtime.errors import InvalidValueError, KtError, RuntimeFault
 
 PAGE_BYTES = 16 << 10

@@ -9,7 +9,7 @@ from reference.cache_files import key_of, page_to_read, page_to_write
 from reference.cache_tiers import SIZE, keys, present, settings, write
 
 from kt_runtime.cache.disk_tier import DiskTier
-from kt_runtime.cache.namespace import Namespace
+from kt_runtime.cache.format import Namespace
 from kt_runtime.cache.page import Page
 from kt_runtime.errors import ConflictError, InvalidValueError
 

@@ -28,9 +28,8 @@ from reference.cache_files import (
 from reference.cache_tiers import ROOT, SIZE, eventually, keys, present, settings, stopped_lines, write
 
 from kt_runtime.cache import buffers
-from kt_runtime.cache.counters import Counters
 from kt_runtime.cache.disk_tier import DiskTier, DiskTierSettings
-from kt_runtime.cache.health import Availability, Use
+from kt_runtime.cache.health import Availability, Counters, Use
 from kt_runtime.cache.page import Page
 from kt_runtime.cache.write_behind import WriteBehind
 

@@ -9,8 +9,8 @@ from reference.cache_files import FaultyFiles, page_to_write
 from reference.cache_stores import segment_of
 
 from kt_runtime.cache import inspection
+from kt_runtime.cache.format import FILE_HEADER_BYTES, slot_bytes_for
 from kt_runtime.cache.page_store import PageStore
-from kt_runtime.cache.segment import FILE_HEADER_BYTES, slot_bytes_for
 from kt_runtime.errors import ConflictError, NotFoundError
 
 ROOT = Path("/cache")

@@ -4,11 +4,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kt_runtime.cache.counters import Counters
-from kt_runtime.cache.health import Availability, Use
+from kt_runtime.cache.format import slot_bytes_for
+from kt_runtime.cache.health import Availability, Counters, Use
 from kt_runtime.cache.page import Page
 from kt_runtime.cache.read_ahead import Check, ReadAhead
-from kt_runtime.cache.segment import slot_bytes_for
 
 SIZE = 64
 BIG = 9 << 20  # a page that is a read of its own

@@ -17,11 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference.cache_files import contents, key_of, page_to_read, page_to_write, payload_of
 
-from kt_runtime.cache.catalog import segment_bytes_for
 from kt_runtime.cache.disk_tier import DiskTier, DiskTierSettings
-from kt_runtime.cache.namespace import Namespace
+from kt_runtime.cache.format import FILE_HEADER_BYTES, Namespace, slot_bytes_for
+from kt_runtime.cache.index import segment_bytes_for
 from kt_runtime.cache.page_store import SMALLEST_QUOTA, PageStore
-from kt_runtime.cache.segment import FILE_HEADER_BYTES, slot_bytes_for
 from kt_runtime.errors import ConflictError
 
 NAMESPACE = Namespace(weights="w", kv_dtype="bfloat16", page_tokens=64, layout="page_first_direct")

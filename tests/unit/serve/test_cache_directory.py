@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kt_runtime.cache.namespace import Namespace
+from kt_runtime.cache.format import Namespace
 from kt_runtime.cache.page_store import PageStore
 from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError
 from kt_runtime.files import exclusive_lock

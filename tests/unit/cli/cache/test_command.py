@@ -14,8 +14,8 @@ import pytest
 from reference.cache_files import page_to_write
 from reference.fake_server import Answer, fake_server
 
+from kt_runtime.cache.format import FILE_HEADER_BYTES, slot_bytes_for
 from kt_runtime.cache.page_store import PageStore
-from kt_runtime.cache.segment import FILE_HEADER_BYTES, slot_bytes_for
 from kt_runtime.wire.messages import CacheTier
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

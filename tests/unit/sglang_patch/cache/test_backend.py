@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kt_runtime.cache.namespace import Namespace
+from kt_runtime.cache.format import Namespace
 from kt_runtime.resident.config import ENVIRONMENT_VARIABLE, ResidentSettings
 from kt_runtime.sglang_patch.arguments import DISK_BACKEND
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kt_runtime.cache.counters import NAMES
+from kt_runtime.cache.health import DISK_COUNTERS
 from kt_runtime.sglang_patch.cache.prometheus import PublishedTiers
 from kt_runtime.wire.messages import CacheTier
 
@@ -20,7 +20,9 @@ def tier(name: str, **values: Any) -> CacheTier:
 
 
 def disk(**values: Any) -> CacheTier:
-    return tier("disk", counters=dict.fromkeys(NAMES, 0) | values.pop("counters", {}), directory="/cache", **values)
+    return tier(
+        "disk", counters=dict.fromkeys(DISK_COUNTERS, 0) | values.pop("counters", {}), directory="/cache", **values
+    )
 
 
 def samples(registry: CollectorRegistry) -> dict[str, float]:

@@ -10,14 +10,14 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kt_runtime.cache.namespace import Namespace
-from kt_runtime.cache.record import (
+from kt_runtime.cache.format import (
     FORMAT_VERSION,
     HEADER_BYTES,
     LONGEST_KEY,
     Fault,
     Header,
-    check,
+    Namespace,
+    check_record,
     checksum,
     encode_header,
 )
@@ -33,7 +33,7 @@ def record(key: bytes, payload: bytes, namespace: bytes = NAMESPACE, version: in
 
 
 def fault_of(data: bytearray, key: bytes, size: int) -> Fault | None:
-    return check(data[:HEADER_BYTES], [data[HEADER_BYTES : HEADER_BYTES + size]], NAMESPACE, key)
+    return check_record(data[:HEADER_BYTES], [data[HEADER_BYTES : HEADER_BYTES + size]], NAMESPACE, key)
 
 
 @given(st.binary(min_size=1, max_size=LONGEST_KEY).filter(lambda key: 0 not in key), st.binary(max_size=300))

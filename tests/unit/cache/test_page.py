@@ -9,10 +9,8 @@ import threading
 
 import pytest
 
-from kt_runtime.cache.buffers import BufferPool
-from kt_runtime.cache.counters import Counters
-from kt_runtime.cache.health import Availability
-from kt_runtime.cache.page import Page
+from kt_runtime.cache.health import Availability, Counters
+from kt_runtime.cache.page import BufferPool, Page
 from kt_runtime.cache.write_behind import WriteBehind
 
 
