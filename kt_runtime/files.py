@@ -1,7 +1,8 @@
 """Atomic, durable writes: write under a temporary name, fsync, rename, fsync the directory.
 
 A reader sees either the old file or the new file, whole, also after a crash or `kill -9`.
-Temporary names start with `TEMPORARY_PREFIX`; code that lists a directory skips them.
+Temporary names start with `TEMPORARY_PREFIX`; code that lists a directory skips them, and `remove_unfinished` removes
+what a crash left.
 
 Bounded reads of untrusted files: only regular files, never more than a given number of bytes.
 """
@@ -280,6 +281,56 @@ def visible_entries(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     return sorted(entry for entry in directory.iterdir() if not entry.name.startswith(TEMPORARY_PREFIX))
+
+
+def remove_unfinished(root: Path) -> list[str]:
+    """Removes temporary entries in `root` and in its directories; returns a message for each that can't be removed.
+
+    Two levels deep, as directories of adapter versions are. Never call it beside a writer. Does nothing if `root` does
+    not exist.
+    """
+    problems: list[str] = []
+    for directory in [root, *_subdirectories(root, problems)]:
+        for entry in _entries_of(directory, problems):
+            if entry.name.startswith(TEMPORARY_PREFIX):
+                _remove_entry(entry, problems)
+    return problems
+
+
+def _remove_entry(entry: Path, problems: list[str]) -> None:
+    def refused(_: object, path: str, error: tuple[object, BaseException, object]) -> None:
+        problems.append(_unremovable(path, error[1]))
+
+    try:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, onerror=refused)
+        else:
+            entry.unlink(missing_ok=True)
+    except OSError as error:
+        problems.append(_unremovable(str(entry), error))
+
+
+def _unremovable(path: str, error: BaseException) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return f"{path}: left half written by an earlier server, and can't be removed: {reason}"
+
+
+def _subdirectories(root: Path, problems: list[str]) -> list[Path]:
+    return [
+        entry for entry in _entries_of(root, problems) if not entry.name.startswith(TEMPORARY_PREFIX) and entry.is_dir()
+    ]
+
+
+def _entries_of(directory: Path, problems: list[str]) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        problem = f"{directory}: can't be read: {error.strerror or error}"
+        if problem not in problems:
+            problems.append(problem)
+        return []
 
 
 @contextlib.contextmanager

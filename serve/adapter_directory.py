@@ -14,10 +14,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from kt_runtime.adapters.names import NAME_PATTERN
-from kt_runtime.adapters.unfinished import remove_unfinished
+from kt_runtime.adapters.paths import NAME_PATTERN
 from kt_runtime.errors import ConflictError, InvalidValueError
-from kt_runtime.files import TEMPORARY_PREFIX, exclusive_lock, visible_entries
+from kt_runtime.files import TEMPORARY_PREFIX, exclusive_lock, remove_unfinished, visible_entries
 
 LOCK_FILE = ".lock"
 FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -9,15 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kt_runtime.adapters.directory import OpenDirectory, open_directory
     from kt_runtime.adapters.gguf_lora import not_applied, read_gguf_adapter, write_gguf_adapter
-    from kt_runtime.adapters.groups import complete_groups, without_fillers
-    from kt_runtime.adapters.names import check_adapter_name, confined
+    from kt_runtime.adapters.paths import OpenDirectory, check_adapter_name, confined, open_directory
     from kt_runtime.adapters.peft_directory import read_peft_directory, write_peft_directory
     from kt_runtime.adapters.programs import Reader, readers
     from kt_runtime.adapters.safetensors_file import read_tensors, write_tensors
     from kt_runtime.adapters.source import check_is_adapter, read_adapter
-    from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
+    from kt_runtime.adapters.tensors import AdapterTensors, LoraPair, complete_groups, without_fillers
     from kt_runtime.adapters.validator import check_adapter
     from kt_runtime.adapters.version_store import StoredName, VersionStore
     from kt_runtime.adapters.versions import AdapterVersion, VersionTable, as_version, content_hash
@@ -26,26 +24,26 @@ _MODULE_OF = {
     "AdapterTensors": "tensors",
     "AdapterVersion": "versions",
     "LoraPair": "tensors",
-    "OpenDirectory": "directory",
+    "OpenDirectory": "paths",
     "Reader": "programs",
     "StoredName": "version_store",
     "VersionStore": "version_store",
     "VersionTable": "versions",
     "as_version": "versions",
     "check_adapter": "validator",
-    "check_adapter_name": "names",
+    "check_adapter_name": "paths",
     "check_is_adapter": "source",
-    "complete_groups": "groups",
-    "confined": "names",
+    "complete_groups": "tensors",
+    "confined": "paths",
     "content_hash": "versions",
     "not_applied": "gguf_lora",
-    "open_directory": "directory",
+    "open_directory": "paths",
     "read_adapter": "source",
     "read_gguf_adapter": "gguf_lora",
     "read_peft_directory": "peft_directory",
     "read_tensors": "safetensors_file",
     "readers": "programs",
-    "without_fillers": "groups",
+    "without_fillers": "tensors",
     "write_gguf_adapter": "gguf_lora",
     "write_peft_directory": "peft_directory",
     "write_tensors": "safetensors_file",

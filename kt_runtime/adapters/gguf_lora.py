@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kt_runtime.adapters.directory import open_directory
 from kt_runtime.adapters.folding import Part
 from kt_runtime.adapters.gguf_file import MAX_HEADER_BYTES, GgufFile, parse_gguf
-from kt_runtime.adapters.groups import complete_groups
+from kt_runtime.adapters.paths import open_directory
 from kt_runtime.adapters.peft_directory import filler_notes, folded_whole, largest_file
-from kt_runtime.adapters.tensors import AdapterTensors, LoraPair, expected_shapes
+from kt_runtime.adapters.tensors import AdapterTensors, LoraPair, complete_groups, expected_shapes
 from kt_runtime.adapters.validator import check_adapter, check_rank, check_shape, unknown_module
 from kt_runtime.errors import AdapterError
 from kt_runtime.families import Family, LoraModule

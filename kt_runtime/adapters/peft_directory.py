@@ -8,9 +8,12 @@ to transformers 5's fused experts only (`peft.utils.transformers_weight_conversi
 of dense MLPs and shared experts. So `target_parameters` names those again by their weights, as
 `mlp.shared_experts.gate_proj.weight`. PEFT then adapts the parameter instead of the module, with the same two tensors.
 
-A directory is opened once, and validated whole before any of it is used. KTransformers' experts are read from their own
-file in the directory (`kt_experts.py`). Sharded files and PEFT's fused experts (`target_parameters` other than linears'
-weights) are refused by name.
+A directory is opened once, and validated whole before any of it is used. Sharded files and PEFT's fused experts
+(`target_parameters` other than linears' weights) are refused by name.
+
+KTransformers writes the routed experts that kt-kernel trained as `fused_expert_lora.safetensors` beside the two files;
+rank and alpha of adapter_config.json hold for both tensor files. Keys are `layers.L.experts.{gate,up,down}_lora_{a,b}`;
+`a` is [E, R, in], `b` is [E, out, R], as written by kt-kernel 0.7.2 (`kt_kernel.sft`).
 """
 
 from __future__ import annotations
@@ -25,13 +28,11 @@ from typing import Any
 
 import torch
 
-from kt_runtime.adapters.directory import OpenDirectory, open_directory
 from kt_runtime.adapters.folding import Part, fold
-from kt_runtime.adapters.groups import complete_groups
-from kt_runtime.adapters.kt_experts import FUSED_FILE, WRAPPER, per_expert_tensors
+from kt_runtime.adapters.paths import OpenDirectory, open_directory
 from kt_runtime.adapters.peft_config import MAX_CONFIG_BYTES, PeftSettings, make_config, parse_config
 from kt_runtime.adapters.safetensors_file import MAX_HEADER_BYTES, read_tensors, write_tensors
-from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
+from kt_runtime.adapters.tensors import AdapterTensors, LoraPair, complete_groups
 from kt_runtime.adapters.validator import check_adapter, check_shape, unknown_module
 from kt_runtime.errors import AdapterError, InvalidValueError
 from kt_runtime.families import MLP, SHARED, Family, LoraModule
@@ -40,11 +41,16 @@ from kt_runtime.files import MayReplace, write_directory
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+_FUSED_FILE = "fused_expert_lora.safetensors"
+_WRAPPER = ".orig_module"  # the part that KTransformers' wrappers insert into the names of adapter_model.safetensors
 
 _REFUSED_FILES = {
     "adapter_model.safetensors.index.json": "sharded adapters are not read; save it as one adapter_model.safetensors",
 }
 _KEY = re.compile(r"(?P<name>.+)\.lora_(?P<letter>[AB])\.weight")
+_FUSED_KEY = re.compile(
+    r"layers\.(?P<layer>0|[1-9][0-9]{0,5})\.experts\.(?P<projection>gate|up|down)_lora_(?P<letter>[ab])"
+)
 _LAYER = re.compile(r"^model\.layers\.\d+\.")
 _EXPERT = re.compile(r"(?P<parent>.+\.experts)\.(?P<expert>0|[1-9][0-9]{0,5})\.(?P<projection>\w+)")
 
@@ -70,7 +76,7 @@ def read_peft_directory(
         largest = largest_file(family, config, max_rank)
         header = largest_header(family, config)
         tensors = read_tensors(directory.read(TENSOR_FILE, largest), where, max_header_bytes=header)
-        if FUSED_FILE in directory.file_names():
+        if _FUSED_FILE in directory.file_names():
             tensors = _with_kt_experts(tensors, settings, directory, largest, family, config)
             where = str(directory.path)
     if not tensors:
@@ -163,7 +169,7 @@ def _with_kt_experts(
     family: Family,
     config: Mapping[str, Any],
 ) -> dict[str, torch.Tensor]:
-    where = str(directory.path / FUSED_FILE)
+    where = str(directory.path / _FUSED_FILE)
     if not settings.is_plain:
         raise AdapterError(
             f"{where}: beside it, {CONFIG_FILE} has use_rslora, rank_pattern or alpha_pattern; what they mean for "
@@ -171,15 +177,41 @@ def _with_kt_experts(
         )
     known = {module.name: module for module in family.lora_modules(config)}
     header = largest_header(family, config)
-    fused = read_tensors(directory.read(FUSED_FILE, largest), where, max_header_bytes=header)
-    experts = per_expert_tensors(fused, known, where)
-    others = {name.replace(WRAPPER, ""): tensor for name, tensor in tensors.items()}
+    fused = read_tensors(directory.read(_FUSED_FILE, largest), where, max_header_bytes=header)
+    experts = _per_expert_tensors(fused, known, where)
+    others = {name.replace(_WRAPPER, ""): tensor for name, tensor in tensors.items()}
     if len(others) < len(tensors):
-        raise AdapterError(f"{directory.path / TENSOR_FILE}: has modules with and without {WRAPPER!r} in their names")
+        raise AdapterError(f"{directory.path / TENSOR_FILE}: has modules with and without {_WRAPPER!r} in their names")
     twice = next((name for name in others if name.removeprefix(PREFIX) in experts), None)
     if twice is not None:
         raise AdapterError(f"{where}: {twice!r} is in {TENSOR_FILE} too")
     return others | experts
+
+
+def _per_expert_tensors(
+    tensors: Mapping[str, torch.Tensor], known: Mapping[str, LoraModule], where: str
+) -> dict[str, torch.Tensor]:
+    """The same tensors as `model.layers.L.mlp.experts.E.gate_proj.lora_A.weight` and so on: views, no copies.
+
+    `known`: the model's modules by name. Raises AdapterError for a key or shape that the file can't have.
+    """
+    flat: dict[str, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        match = _FUSED_KEY.fullmatch(key)
+        if match is None:
+            raise AdapterError(f"{where}: unknown key {key!r}; expected layers.L.experts.gate_lora_a and the like")
+        name = f"model.layers.{match['layer']}.mlp.experts.{match['projection']}_proj"
+        if name not in known:
+            raise AdapterError(f"{where}: {key!r}: layer {match['layer']} of this model has no routed experts")
+        module = known[name]
+        if tensor.dim() != 3 or tensor.shape[0] != module.num_experts:
+            raise AdapterError(
+                f"{where}: {key!r} has shape {list(tensor.shape)}; expected three dimensions, the first of "
+                f"{module.num_experts} experts"
+            )
+        for expert, part in enumerate(tensor.unbind(0)):
+            flat[f"{module.expert_name(expert)}.lora_{match['letter'].upper()}.weight"] = part
+    return flat
 
 
 def largest_file(family: Family, config: Mapping[str, Any], max_rank: int) -> int:

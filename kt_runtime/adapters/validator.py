@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from kt_runtime.adapters.groups import missing_members
-from kt_runtime.adapters.tensors import AdapterTensors, LoraPair, expected_shapes
+from kt_runtime.adapters.tensors import AdapterTensors, LoraPair, expected_shapes, missing_members
 from kt_runtime.errors import AdapterError, suggestion
 from kt_runtime.families import Family, LoraModule
 from kt_runtime.families.targets import NEVER_ADAPTED

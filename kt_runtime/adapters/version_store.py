@@ -21,15 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kt_runtime.adapters.directory import open_directory
-from kt_runtime.adapters.names import NAME_PATTERN, check_adapter_name
+from kt_runtime.adapters.paths import NAME_PATTERN, check_adapter_name, open_directory
 from kt_runtime.adapters.peft_directory import read_peft_directory, write_peft_directory
 from kt_runtime.adapters.tensors import AdapterTensors
-from kt_runtime.adapters.unfinished import remove_unfinished
 from kt_runtime.adapters.versions import AdapterVersion, as_version, content_hash
 from kt_runtime.errors import AdapterError, ConflictError, KtError, UnknownNameError
 from kt_runtime.families import Family
-from kt_runtime.files import fsync_directory, visible_entries, write_json
+from kt_runtime.files import fsync_directory, remove_unfinished, visible_entries, write_json
 
 CURRENT_FILE = "current.json"
 VERSION_FILE = "version.json"

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kt_runtime.adapters.groups import complete_groups
-from kt_runtime.adapters.names import check_adapter_name
-from kt_runtime.adapters.tensors import AdapterTensors
+from kt_runtime.adapters.paths import check_adapter_name
+from kt_runtime.adapters.tensors import AdapterTensors, complete_groups
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
 from kt_runtime.families import Family
 from kt_runtime.families.base import Config

@@ -206,6 +206,6 @@ def _installed(package: str) -> bool:
 
 
 def adapter_name(value: Any) -> str:
-    from kt_runtime.adapters.names import check_adapter_name
+    from kt_runtime.adapters.paths import check_adapter_name
 
     return check_adapter_name(text(value))  # an InvalidValueError is a ValueError

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_runtime.adapters import AdapterTensors, open_directory, read_adapter
-from kt_runtime.adapters.names import NAME_PATTERN
+from kt_runtime.adapters.paths import NAME_PATTERN
 from kt_runtime.adapters.peft_config import MAX_CONFIG_BYTES
 from kt_runtime.adapters.peft_directory import CONFIG_FILE
 from kt_runtime.cli.connection import ServerAPI
