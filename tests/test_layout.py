@@ -55,8 +55,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": {"wire", "documents", "errors", "files", "adapters", "configs"},
 }
 MOST_FILES = 14
-# These are to become two rooms, or fewer files; a number here only falls.
-KNOWN_CROWDS = {"kt_runtime/adapters": 18, "kt_runtime/bench/experts": 20, "kt_runtime/cache": 21}
 NEVER_IMPORTS_TORCH = {"checkpoint_file", "documents", "errors", "files", "wire", "families"}
 
 CSRC_MAY_INCLUDE: dict[str, set[str]] = {
@@ -136,7 +134,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_a_folder_has_about_a_dozen_files() -> None:
     folders = Counter(path.parent for _, path in module_files() if path.name != "__init__.py")
     crowded = {str(folder.relative_to(ROOT)): number for folder, number in folders.items() if number > MOST_FILES}
-    assert crowded == KNOWN_CROWDS
+    assert not crowded
 
 
 def python_tests() -> list[Path]:

@@ -74,10 +74,10 @@ def experts(
     Options that name several things may be given several times. Progress goes to stderr.
     What is measured and how: docs/bench.md.
     """
+    from kt_runtime.bench.experts.measurement import Patience
     from kt_runtime.bench.experts.plan import make_plan
     from kt_runtime.bench.experts.report import print_report
     from kt_runtime.bench.experts.run import Run
-    from kt_runtime.bench.experts.timing import Patience
 
     plan = make_plan(
         shapes=shapes,

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of one layer in a published model's format.
+"""Writes a checkpoint of one layer in a published model's format, quantized as published checkpoints are.
 
 The file is written tensor by tensor, so it is never held in memory.
 """
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kt_runtime.bench.experts.formats import ENCODINGS, Encoding
-from kt_runtime.bench.experts.quantization import FP8_BLOCK, pack_words, to_fp8_blocks, to_integers
-from kt_runtime.bench.experts.weights import Weights
+from kt_runtime.bench.experts.layer_case import Weights
+from kt_runtime.bench.experts.plan import ENCODINGS, Encoding
+from kt_runtime.errors import InvalidValueError
 
 PREFIX = "model.layers.0.mlp.experts"
 DTYPES = {
@@ -27,6 +27,8 @@ DTYPES = {
     torch.int32: ("I32", 4),
     torch.int64: ("I64", 8),
 }
+FP8_BLOCK = 128
+FP8_LARGEST = 448.0  # of e4m3
 
 Named = dict[str, Tensor]
 
@@ -106,3 +108,46 @@ def _all_names(
     for expert in range(num_experts):
         for name, (dtype, shape) in shapes.items():
             yield f"{PREFIX}.{expert}.{name}", dtype, shape
+
+
+# Quantization of a matrix [rows, cols]: rounding to nearest, scales from the extremes.
+
+
+def to_fp8_blocks(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 values and a float32 scale per block of 128 x 128: matrix = values * scale. DeepSeek-V3's format."""
+    rows, cols = matrix.shape
+    padding = (0, -cols % FP8_BLOCK, 0, -rows % FP8_BLOCK)
+    blocks = torch.nn.functional.pad(matrix.float(), padding).unflatten(0, (-1, FP8_BLOCK))
+    blocks = blocks.unflatten(2, (-1, FP8_BLOCK))
+    scales = blocks.abs().amax((1, 3)).clamp_min(1e-30) / FP8_LARGEST
+    values = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :cols]
+    return values.contiguous().to(torch.float8_e4m3fn), scales
+
+
+def to_integers(matrix: Tensor, bits: int, group: int, zero_points: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Signed codes [rows, cols], scales bfloat16 and zeros [rows, cols / group]: matrix = scale * (code - zero)."""
+    rows, cols = matrix.shape
+    if cols % group:
+        raise InvalidValueError(f"a matrix of {rows} x {cols} has no groups of {group} columns")
+    grouped = matrix.float().unflatten(1, (-1, group))
+    lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    if zero_points:
+        low, high = grouped.amin(2).clamp_max(0), grouped.amax(2).clamp_min(0)
+        scales = ((high - low).clamp_min(1e-30) / (highest - lowest)).bfloat16()
+        zeros = (lowest - low / scales.float()).round().clamp(lowest, highest).to(torch.int8)
+        shifted = grouped / scales.float()[..., None] + zeros[..., None]
+    else:
+        scales = (grouped.abs().amax(2).clamp_min(1e-30) / highest).bfloat16()
+        zeros, shifted = None, grouped / scales.float()[..., None]
+    codes = shifted.round().clamp(lowest, highest).to(torch.int8)
+    return codes.flatten(1), scales, zeros
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Signed codes [rows, cols] -> int32 [rows, cols * bits / 32]: adds 2^(bits - 1), first code in the lowest bits."""
+    per_word = 32 // bits
+    if codes.shape[1] % per_word:
+        raise InvalidValueError(f"{codes.shape[1]} columns are no whole words of {per_word} codes")
+    offset = (codes.to(torch.int64) + 2 ** (bits - 1)).unflatten(1, (-1, per_word))
+    words = (offset << (torch.arange(per_word) * bits)).sum(2)
+    return words.to(torch.int32)

@@ -16,9 +16,9 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kt_runtime.bench.experts.inputs import Batch
-from kt_runtime.bench.experts.shapes import BenchShape
-from kt_runtime.bench.experts.timing import Patience
+from kt_runtime.bench.experts.layer_case import Batch
+from kt_runtime.bench.experts.measurement import Patience
+from kt_runtime.bench.experts.plan import BenchShape
 from kt_runtime.errors import NotFoundError
 from kt_runtime.experts import LoraSlot
 

@@ -9,8 +9,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from kt_runtime.bench.experts.formats import BenchFormat
-from kt_runtime.bench.experts.shapes import BenchShape
+from kt_runtime.bench.experts.plan import BenchFormat, BenchShape
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.serve.memory.machine import available_cpu_bytes
 from kt_runtime.serve.memory.plan import format_bytes

@@ -1,29 +1,146 @@
-"""The parameters of one run."""
+"""The parameters of one run: shapes of the measured layers, weight formats, and what is measured of each."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from kt_runtime.bench.experts.formats import DEFAULT_FORMATS, BenchFormat, parse_format
-from kt_runtime.bench.experts.shapes import BenchShape, parse_shape
-from kt_runtime.bench.experts.timing import Patience
-from kt_runtime.errors import InvalidValueError
+from kt_runtime.bench.experts.measurement import Patience
+from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.experts.machine import default_threads, usable_processors
 from kt_runtime.experts.native import resolve_isa
 
-T = TypeVar("T")
-
+BF16_BYTES = 2
+MATRICES = 3  # gate, up, down
+LORA_RANK = 8
+LARGEST = 1 << 24
 FORWARD, TRAINING = "forward", "forward_backward"
 DEFAULT_SHAPES = ("dsv2lite", "qwen3")
 DEFAULT_TOKENS = (1, 4, 16, 64, 512)
 MOST_TOKENS = 1 << 16
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BenchShape:
+    """The shape of a measured layer."""
+
+    name: str
+    num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    rank: int = LORA_RANK
+
+    def __post_init__(self) -> None:
+        for field in ("num_experts", "top_k", "hidden", "intermediate", "rank"):
+            if not 1 <= getattr(self, field) <= LARGEST:
+                raise InvalidValueError(f"shape {self.name}: {field} is {getattr(self, field)}; allowed: 1 to 2^24")
+        if self.top_k > self.num_experts:
+            raise InvalidValueError(
+                f"shape {self.name}: a token has {self.top_k} experts, but there are {self.num_experts}"
+            )
+
+    @property
+    def weights_per_expert(self) -> int:
+        return MATRICES * self.hidden * self.intermediate
+
+    @property
+    def bf16_bytes(self) -> int:
+        """The layer's size in plain bfloat16."""
+        return BF16_BYTES * self.num_experts * self.weights_per_expert
+
+    def with_experts(self, num_experts: int) -> BenchShape:
+        return dataclasses.replace(self, num_experts=num_experts)
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        BenchShape("dsv2lite", 64, 6, 2048, 1408),
+        BenchShape("qwen3", 128, 8, 2048, 768),
+        BenchShape("dsv3", 256, 8, 7168, 2048),
+        BenchShape("kimi", 384, 8, 7168, 2048),
+    )
+}
+
+
+def parse_shape(text: str) -> BenchShape:
+    """`text`: a name of SHAPES, or ExKxHxIxR such as 64x6x2048x1408x8. Raises UnknownNameError, InvalidValueError."""
+    if text in SHAPES:
+        return SHAPES[text]
+    if not re.fullmatch(r"\d+([x,]\d+)*", text):
+        raise UnknownNameError("shape", text, [*SHAPES, "EXPERTSxTOP_KxHIDDENxINTERMEDIATExRANK"])
+    sizes = [int(size) for size in re.split("[x,]", text)]
+    if len(sizes) != 5:
+        raise InvalidValueError(
+            f"shape {text!r} has {len(sizes)} numbers, expected five:"
+            " experts x experts for a token x hidden x intermediate x LoRA rank, such as 64x6x2048x1408x8"
+        )
+    return BenchShape("x".join(map(str, sizes)), *sizes)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A checkpoint's weight storage: `bits` per weight, one scale per `group` columns (0: fp8 blocks, or bf16)."""
+
+    bits: int
+    group: int = 0
+    zero_points: bool = False
+
+
+# Checkpoint encodings by name.
+ENCODINGS = {
+    "bf16": Encoding(16),
+    "fp8": Encoding(8),  # e4m3, blocks of 128 x 128, as DeepSeek ships it
+    "int4_g32": Encoding(4, 32),  # compressed-tensors, as Kimi-K2 ships it
+    "int4_g128": Encoding(4, 128),
+    "int4_g128_zp": Encoding(4, 128, zero_points=True),
+    "int8_g128": Encoding(8, 128),
+}
+
+
+@dataclass(frozen=True)
+class BenchFormat:
+    """`encoding`: of the checkpoint. `quantize`: the store's expert_format. `path`: forward's multiply instruction."""
+
+    name: str
+    encoding: str
+    quantize: str | None
+    path: str  # the peak to compare with: "bf16" or "int8"
+
+
+FORMATS = {
+    form.name: form
+    for form in (
+        BenchFormat("bf16", "bf16", None, "bf16"),
+        BenchFormat("fp8", "fp8", None, "bf16"),
+        BenchFormat("int8", "bf16", "int8", "int8"),  # a scale a row, quantized while loading
+        BenchFormat("int4", "bf16", "int4", "int8"),  # groups of 32 columns, quantized while loading
+        BenchFormat("int4_g32", "int4_g32", None, "int8"),
+        BenchFormat("int4_g128", "int4_g128", None, "int8"),
+        BenchFormat("int4_g128_zp", "int4_g128_zp", None, "int8"),
+        BenchFormat("int8_g128", "int8_g128", None, "int8"),
+    )
+}
+DEFAULT_FORMATS = ("bf16", "fp8", "int8", "int4")
+
+
+def parse_format(name: str) -> BenchFormat:
+    if name not in FORMATS:
+        raise UnknownNameError("format", name, FORMATS)
+    return FORMATS[name]
+
 
 @dataclass(frozen=True)
 class Plan:
+    """The parameters of one run."""
+
     shapes: tuple[BenchShape, ...]
     formats: tuple[BenchFormat, ...]
     isas: tuple[str, ...]

@@ -11,16 +11,13 @@ from typing import Any
 
 from kt_runtime import __version__
 from kt_runtime.bench.experts.checkpoint import PREFIX, write_checkpoint
-from kt_runtime.bench.experts.formats import BenchFormat
-from kt_runtime.bench.experts.layer_case import LayerCase
+from kt_runtime.bench.experts.layer_case import LayerCase, Weights
 from kt_runtime.bench.experts.limits import Limits, last_level_cache_bytes, measure_limits
+from kt_runtime.bench.experts.measurement import Row
 from kt_runtime.bench.experts.memory import PeakMemory, check_disk, check_memory
 from kt_runtime.bench.experts.peers import KtKernelPeer, TorchPeers
-from kt_runtime.bench.experts.plan import Plan
-from kt_runtime.bench.experts.rows import Row
-from kt_runtime.bench.experts.shapes import BenchShape
+from kt_runtime.bench.experts.plan import BenchFormat, BenchShape, Plan
 from kt_runtime.bench.experts.store_bench import StoreBench
-from kt_runtime.bench.experts.weights import Weights
 from kt_runtime.cli.machine import cpu_facts
 from kt_runtime.experts import ExpertShape, ExpertStore
 from kt_runtime.serve.memory.machine import available_cpu_bytes

@@ -9,14 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kt_runtime.bench.experts.formats import BenchFormat
-from kt_runtime.bench.experts.inputs import Batch
-from kt_runtime.bench.experts.layer_case import LayerCase
+from kt_runtime.bench.experts.layer_case import Batch, LayerCase, relative_error
 from kt_runtime.bench.experts.limits import Work, forward_work, training_work
-from kt_runtime.bench.experts.plan import FORWARD, TRAINING
-from kt_runtime.bench.experts.reference import relative_error
-from kt_runtime.bench.experts.rows import Row
-from kt_runtime.bench.experts.timing import Patience, Timing, measure
+from kt_runtime.bench.experts.measurement import Patience, Row, Timing, measure
+from kt_runtime.bench.experts.plan import FORWARD, TRAINING, BenchFormat
 from kt_runtime.experts import ExpertGradients, ExpertStore, LoraSlot
 
 RETAIN, RECOMPUTE = "retain", "recompute"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kt_runtime.bench.experts.layer_case import LayerCase
-from kt_runtime.bench.experts.shapes import BenchShape
+from kt_runtime.bench.experts.plan import BenchShape
 
 torch.set_num_threads(1)
 

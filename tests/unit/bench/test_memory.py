@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kt_runtime.bench.experts import memory
-from kt_runtime.bench.experts.shapes import SHAPES, BenchShape
+from kt_runtime.bench.experts.plan import SHAPES, BenchShape
 from kt_runtime.errors import InvalidValueError
 
 

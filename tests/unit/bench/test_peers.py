@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kt_runtime.bench.experts import reference, torch_peers
 from kt_runtime.bench.experts.kt_kernel import KtKernel
-from kt_runtime.bench.experts.layer_case import LayerCase
+from kt_runtime.bench.experts.layer_case import LayerCase, relative_error
+from kt_runtime.bench.experts.peers import forward_peers, training_peers
 from kt_runtime.errors import NotFoundError
 
 TOLERANCES = {"bf16": 0.01, "int8": 0.05, "int4": 0.3, "int4_g32": 0.3, "int4_g128": 0.35}
@@ -15,19 +15,19 @@ TOLERANCES = {"bf16": 0.01, "int8": 0.05, "int4": 0.3, "int4_g32": 0.3, "int4_g1
 
 @pytest.mark.parametrize("name", TOLERANCES)
 def test_pytorchs_ways_compute_the_same_layer(case: LayerCase, name: str) -> None:
-    made = torch_peers.forward_peers(case.weights, name)
+    made = forward_peers(case.weights, name)
     assert made
     for peer, forward in made.items():
-        error = reference.relative_error(forward(case.few(16)), case.expected(16))
+        error = relative_error(forward(case.few(16)), case.expected(16))
         assert error < TOLERANCES[name], peer
 
 
 def test_pytorch_has_nothing_for_fp8_in_blocks(case: LayerCase) -> None:
-    assert torch_peers.forward_peers(case.weights, "fp8") == {}
+    assert forward_peers(case.weights, "fp8") == {}
 
 
 def test_pytorchs_backward_runs(case: LayerCase) -> None:
-    torch_peers.training_peers(case.weights, "bf16", case.lora)["torch_autograd"](case.batches(16)[0])
+    training_peers(case.weights, "bf16", case.lora)["torch_autograd"](case.batches(16)[0])
 
 
 def test_an_interpreter_without_kt_kernel_is_said_to_have_none() -> None:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from kt_runtime.bench.experts.timing import Patience, measure
+from kt_runtime.bench.experts.measurement import Patience, measure
 
 
 def test_calls_take_turns_and_the_first_is_not_counted() -> None:

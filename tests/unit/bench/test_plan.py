@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kt_runtime.bench.experts.shapes import SHAPES, BenchShape, parse_shape
+from kt_runtime.bench.experts.plan import SHAPES, BenchShape, parse_shape
 from kt_runtime.errors import InvalidValueError, UnknownNameError
 
 
