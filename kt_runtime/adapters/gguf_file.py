@@ -46,7 +46,7 @@ class GgufFile:
     tensors: Mapping[str, torch.Tensor]
 
 
-def parse_gguf(data: bytearray, where: str) -> GgufFile:
+def parse_gguf(data: bytearray | memoryview, where: str) -> GgufFile:
     """`data` is a whole file. Raises AdapterError, beginning with `where`, if anything is wrong."""
     cursor = _Cursor(data, where)
     if cursor.take(4) != b"GGUF":
@@ -83,7 +83,7 @@ class _Entry:
 class _Cursor:
     """Reads forwards, never beyond the end or the largest header size, so that no claimed length can cost much."""
 
-    def __init__(self, data: bytearray, where: str) -> None:
+    def __init__(self, data: bytearray | memoryview, where: str) -> None:
         self.data, self.where, self.position = data, where, 0
 
     def take(self, count: int) -> bytes:
@@ -163,7 +163,7 @@ def _alignment(values: Mapping[str, Any], where: str) -> int:
 
 
 def _views(
-    data: bytearray, cursor: _Cursor, alignment: int, entries: Mapping[str, _Entry]
+    data: bytearray | memoryview, cursor: _Cursor, alignment: int, entries: Mapping[str, _Entry]
 ) -> Mapping[str, torch.Tensor]:
     start, offset, tensors = _round_up(cursor.position, alignment), 0, {}
     for name, entry in entries.items():
@@ -179,7 +179,7 @@ def _views(
     return tensors
 
 
-def _view(data: bytearray, position: int, entry: _Entry) -> torch.Tensor:
+def _view(data: bytearray | memoryview, position: int, entry: _Entry) -> torch.Tensor:
     count = math.prod(entry.shape)
     return torch.frombuffer(data, dtype=entry.dtype, count=count, offset=position).reshape(entry.shape)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kt_runtime.errors import AdapterError, InvalidValueError, NotFoundError
+from kt_runtime.files import empty_buffer
 
 # ASCII only: no look-alikes. No ":" (it separates base and adapter in `model`), no "/", no leading dot.
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
@@ -71,7 +72,7 @@ class OpenDirectory:
                     raise AdapterError(f"{self.path}: {entry.name!r} is not a regular file (a pipe, socket or device)")
         return sorted(names)
 
-    def read(self, name: str, max_bytes: int) -> bytearray:
+    def read(self, name: str, max_bytes: int) -> memoryview:
         """The whole content of the regular file `name`, at most `max_bytes`. Raises AdapterError."""
         where = self.path / name
         try:
@@ -111,11 +112,10 @@ def open_directory(path: str | os.PathLike[str]) -> Iterator[OpenDirectory]:
         os.close(descriptor)
 
 
-def _read_exactly(descriptor: int, size: int, where: Path) -> bytearray:
-    data = bytearray(size)
-    view, done = memoryview(data), 0
+def _read_exactly(descriptor: int, size: int, where: Path) -> memoryview:
+    data, done = empty_buffer(size), 0
     while done < size:
-        count = os.readv(descriptor, [view[done : done + _LARGEST_READ_BYTES]])
+        count = os.readv(descriptor, [data[done : done + _LARGEST_READ_BYTES]])
         if not count:
             raise AdapterError(f"{where}: became shorter while it was read ({done} of {size} bytes)")
         done += count

@@ -87,7 +87,7 @@ class PeftSettings:
         return not (self.use_rslora or self.rank_pattern or self.alpha_pattern)
 
 
-def parse_config(data: bytes | bytearray, max_rank: int, where: str) -> PeftSettings:
+def parse_config(data: bytes | bytearray | memoryview, max_rank: int, where: str) -> PeftSettings:
     """Raises AdapterError, beginning with `where`, naming the key that can't be honoured."""
     config = _decode(bytes(data), where)
     for key, value in config.items():

@@ -33,18 +33,24 @@ _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def parse_header(
-    data: bytearray, where: str, dtypes: Collection[str] = FLOAT_DTYPES, max_header_bytes: int = MAX_HEADER_BYTES
+    data: bytearray | memoryview,
+    where: str,
+    dtypes: Collection[str] = FLOAT_DTYPES,
+    max_header_bytes: int = MAX_HEADER_BYTES,
 ) -> dict[str, Entry]:
     """The tensors of a file in memory. Raises AdapterError, beginning with `where`, if anything is wrong."""
     try:
-        length = header_bytes(data[:8], len(data), max_header_bytes)
+        length = header_bytes(bytes(data[:8]), len(data), max_header_bytes)
         return parse_checked(bytes(data[8 : 8 + length]), len(data), [name for name in dtypes if name in DTYPES])
     except ValueError as error:
         raise AdapterError(f"{where}: {error}") from None
 
 
 def read_tensors(
-    data: bytearray, where: str, dtypes: Collection[str] = FLOAT_DTYPES, max_header_bytes: int = MAX_HEADER_BYTES
+    data: bytearray | memoryview,
+    where: str,
+    dtypes: Collection[str] = FLOAT_DTYPES,
+    max_header_bytes: int = MAX_HEADER_BYTES,
 ) -> dict[str, torch.Tensor]:
     """The tensors of a file in memory, as views of `data`. Raises AdapterError as `parse_header`.
 

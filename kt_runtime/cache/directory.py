@@ -32,6 +32,7 @@ from kt_runtime.cache.format import (
 from kt_runtime.cache.health import Counters
 from kt_runtime.cache.index import PUT, Catalog, IndexLog
 from kt_runtime.errors import NotFoundError
+from kt_runtime.files import empty_buffer
 
 _MOST_FILES_ASIDE = 16
 _NO_FILE = (errno.EISDIR, errno.ELOOP)  # a directory, a link
@@ -61,13 +62,13 @@ class Aside:
         """Copies `size` bytes from `source`, if there is room. Never raises: the record is lost either way."""
         if self._count >= _MOST_FILES_ASIDE or self._bytes + size > self._limit:
             return
-        data = bytearray(size)
+        data = empty_buffer(size)
         try:
             count = source.read_into([data], offset)
             target = self._files.open(self._directory / name, write=True, create=True)
             try:
                 target.truncate(0)
-                target.write_from([memoryview(data)[:count]], 0)
+                target.write_from([data[:count]], 0)
             finally:
                 target.close()
         except OSError as error:

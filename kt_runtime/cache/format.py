@@ -203,7 +203,7 @@ def check_record(data: Buffer, payload: Iterable[Buffer], namespace: bytes, key:
     return None if checksum(pieces) == header.payload_checksum else Fault.DAMAGED
 
 
-def check_slot(data: bytearray, record: bytes) -> Fault | None:
+def check_slot(data: Buffer, record: bytes) -> Fault | None:
     """None if `data`, which begins with a header, holds the record with that id, of any namespace."""
     header = decode_header(data)
     if isinstance(header, Fault):

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from kt_runtime.cache.filesystem import FileSystem, OpenFile
 from kt_runtime.cache.format import FILE_HEADER_BYTES, FORMAT_VERSION, ID_BYTES, Geometry
-from kt_runtime.files import TEMPORARY_PREFIX
+from kt_runtime.files import TEMPORARY_PREFIX, empty_buffer
 
 PUT, DROP, USE = 1, 2, 3
 
@@ -77,7 +77,7 @@ class IndexLog:
         while offset < len(data):
             entries = _block_at(data, offset)
             if entries is None:
-                self.is_damaged = data.find(_MAGIC, offset + 1) >= 0
+                self.is_damaged = _MAGIC in bytes(data[offset + 1 :])
                 break
             self.num_changes += len(entries) // _ENTRY.size
             yield from _ENTRY.iter_unpack(entries)
@@ -123,7 +123,7 @@ class IndexLog:
         self._file.close()
 
 
-def _block_at(data: memoryview | bytes, offset: int) -> bytes | None:
+def _block_at(data: memoryview, offset: int) -> bytes | None:
     """The entries of the block at `offset`; None if the block is cut off or damaged."""
     header = bytes(data[offset : offset + _HEADER_BYTES])
     if len(header) < _HEADER_BYTES:
@@ -138,16 +138,14 @@ def _block_at(data: memoryview | bytes, offset: int) -> bytes | None:
     return entries if zlib.crc32(entries) == entries_checksum else None
 
 
-def _read_all(file: OpenFile) -> bytes:
-    size = file.size()
-    data = bytearray(size)
-    view, offset = memoryview(data), 0
-    while offset < size:
-        count = file.read_into([view[offset : offset + _READ_BYTES]], offset)
+def _read_all(file: OpenFile) -> memoryview:
+    data, offset = empty_buffer(file.size()), 0
+    while offset < len(data):
+        count = file.read_into([data[offset : offset + _READ_BYTES]], offset)
         if count == 0:
             break
         offset += count
-    return bytes(view[:offset])
+    return data[:offset]
 
 
 def location(number: int, slot: int) -> int:

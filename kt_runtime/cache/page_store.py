@@ -19,6 +19,7 @@ from kt_runtime.cache.health import Counters
 from kt_runtime.cache.index import DROP, ENTRY_BYTES, PUT, USE, Catalog, Change, parts
 from kt_runtime.cache.page import Fetched, Page, fetch_slots, neighbours, write_slots
 from kt_runtime.errors import InvalidValueError
+from kt_runtime.files import empty_buffer
 
 SMALLEST_QUOTA = 1 << 20
 _HISTORY_BYTES = 256 << 10
@@ -229,8 +230,9 @@ class PageStore:
             self._catalog.pin(place)
         try:
             number, slot = parts(place)
-            data = bytearray(self._geometry(number).slot_bytes)
-            self._directory.segments[number].read_into([data], self._geometry(number).offset(slot))
+            data = empty_buffer(self._geometry(number).slot_bytes)
+            count = self._directory.segments[number].read_into([data], self._geometry(number).offset(slot))
+            data[count:] = bytes(len(data) - count)  # a truncated file ends within the slot
             fault = check_slot(data, record)
             if fault is not None:
                 self._refuse(record, place, fault)

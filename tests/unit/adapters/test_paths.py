@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -109,6 +110,30 @@ def test_links_pipes_directories_and_large_files_are_not_read(tmp_path: Path) ->
             directory.read("pipe", 9)
         with pytest.raises(AdapterError, match="'pipe' is not a regular file"):
             directory.file_names()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_memory_for_a_large_file_is_not_written_before_the_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing zeros to it would hold the GIL, and every stream of a server would wait."""
+    size_bytes = 256 << 20
+    (tmp_path / "file").touch()
+    os.truncate(tmp_path / "file", size_bytes)
+    at_reading: list[int] = []
+
+    def readv(descriptor: int, buffers: list[memoryview]) -> int:
+        at_reading.append(resident_bytes())
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "readv", readv)
+    with open_directory(tmp_path) as directory, pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        before = resident_bytes()
+        directory.read("file", size_bytes)
+    assert at_reading[0] - before < size_bytes // 8
 
 
 def test_replacing_the_directory_after_opening_it_changes_nothing(tmp_path: Path) -> None:
