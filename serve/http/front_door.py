@@ -16,7 +16,7 @@ from kt_runtime.serve.http.health import SharedHealth
 from kt_runtime.serve.http.origins import is_loopback
 from kt_runtime.serve.http.route_table import rule_for
 from kt_runtime.serve.options.named import ServeOptions
-from kt_runtime.serve.requests.checks.body_size import largest_body_bytes
+from kt_runtime.serve.requests.checks.body_reader import largest_body_bytes
 from kt_runtime.serve.requests.checks.middleware import RequestMiddleware
 from kt_runtime.serve.requests.checks.models import ServedModels
 from kt_runtime.serve.requests.checks.parsers import KnownParsers

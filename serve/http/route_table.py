@@ -12,7 +12,7 @@ listens beyond loopback without a key (`--allow-no-key`), every request to a GUA
 
 A route that is missing from the table answers 404: a route added by a later SGLang stays closed until it is reviewed.
 For a rule with a `body`, `requests/checks/middleware.py` validates the body against that struct before SGLang parses
-anything, and `requests/checks/body_size.py` bounds its size; every other body may have 64 KiB.
+anything, and `requests/checks/body_reader.py` bounds its size; every other body may have 64 KiB.
 `tests/unit/serve/test_route_table.py` walks SGLang's route table and the fields of its request models.
 """
 

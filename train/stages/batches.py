@@ -1,11 +1,14 @@
 """Assigns examples to optimizer steps, and encodes them for the wire.
 
 The order is a function of the recipe's seed, the epoch and the number of sequences. So any step can be planned without
-the steps before it, which resuming relies on. A sequence here is an example or, with packing, a bin of examples.
+the steps before it, which resuming relies on. A sequence here is an example or, with packing, a bin of examples: bins
+make micro-batches with similar numbers of tokens. Examples in a bin remain separate sequences on the wire: they never
+attend to each other, whatever kind of packing the recipe names. This is LLaMA-Factory's `neat_packing`.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -14,7 +17,6 @@ import numpy as np
 
 from kt_runtime.train.examples import Example, Pair
 from kt_runtime.train.recipe import Recipe
-from kt_runtime.train.stages.packing import pack
 from kt_runtime.wire import Batch
 
 Item = Example | Pair
@@ -93,3 +95,23 @@ def _sequences(micro: Sequence[Item], weight: float) -> Iterator[tuple[Example, 
             yield from ((example, 1.0) for example in item.examples)
         else:
             yield item, weight
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Bins of indices whose lengths add up to at most `capacity`, every index in exactly one bin.
+
+    Best fit decreasing (Johnson 1973: at most 11/9 of the fewest possible bins, plus one). An example longer than
+    `capacity` has its own bin. Bins are ordered by their first example, and examples within a bin by index.
+    """
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free tokens, bin), ascending
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        place = bisect.bisect_left(room, (lengths[index], -1))
+        if place < len(room):
+            left, target = room.pop(place)
+        else:
+            left, target = capacity, len(bins)
+            bins.append([])
+        bins[target].append(index)
+        bisect.insort(room, (left - lengths[index], target))
+    return sorted(sorted(each) for each in bins)

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kt_runtime.bench.cache.round import MEASURES, Round
-from kt_runtime.bench.cache.tier_files import TierFiles
+from kt_runtime.bench.cache.round import MEASURES, Round, TierFiles
 from kt_runtime.cache.format import slot_bytes_for
 
 

@@ -1,16 +1,17 @@
-"""kt-runtime's side: a server started as users start it, trained over the wire protocol."""
+"""kt-runtime's side: a server started as users start it and trained over the wire protocol, and its peak memory."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from kt_runtime.bench.train.plan import LEARNING_RATE, Plan, lora_targets
-from kt_runtime.bench.train.processes import ProcessTree
 from kt_runtime.bench.train.rows import Measured
 from kt_runtime.cli.connection import resident_client
 from kt_runtime.cli.server_process import server
@@ -68,3 +69,31 @@ def _batch(sequences: npt.NDArray[np.int64]) -> Batch:
     weights = np.full((count, tokens), 1.0 / (count * (tokens - 1)))
     weights[:, -1] = 0.0
     return Batch.from_sequences(sequences.tolist(), np.roll(sequences, -1, axis=1).tolist(), weights.tolist())
+
+
+class ProcessTree:
+    """All descendants of this process, which are the server's processes. Shared pages count for each process.
+
+    Linux: VmHWM, /proc/PID/clear_refs, which psutil does not know.
+    """
+
+    def __init__(self) -> None:
+        self.processes = [child.pid for child in psutil.Process().children(recursive=True)]
+
+    def reset(self) -> None:
+        """Restarts the peaks from the current memory. If the system forbids that, peaks stay those since the start."""
+        for process in self.processes:
+            with suppress(OSError):
+                Path(f"/proc/{process}/clear_refs").write_text("5")
+
+    def peak_bytes(self) -> int:
+        return sum(peak_bytes(process) for process in self.processes)
+
+
+def peak_bytes(process: int) -> int:
+    """The process's VmHWM in bytes; 0 for a process that has ended."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    return 0

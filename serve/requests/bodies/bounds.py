@@ -1,7 +1,7 @@
 """The types of fields, each with its bounds. Every integer fits into 64 bits with room for arithmetic.
 
-A prompt's text and token ids have no bound of their own: the body's size limit (`body_size.py`) applies, and the server
-compares the number of tokens with the context length after tokenization.
+A prompt's text and token ids have no bound of their own: the body's size limit (`body_reader.py`) applies, and the
+server compares the number of tokens with the context length after tokenization.
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""Reads a request's body, bounded in size, in the memory of all bodies together, and in time."""
+"""Reads a request's body, bounded in size, in the memory of all bodies together, and in time.
+
+The size limit is known before the first byte is read:
+
+    largest body = 1 MiB + 64 bytes × context length
+
+A prompt takes at most about 16 bytes per token, as text with escapes or as token ids with commas, so a body has room
+for four prompts of full length or more shorter ones. The 1 MiB is for tools, schemas and stop strings, which also have
+bounds of their own. The limit is 3.5 MiB for Qwen3-30B-A3B (40,960 tokens) and 11 MiB for DeepSeek-V3 (163,840).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +15,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from kt_runtime.serve.requests.checks.body_size import SMALL_BODY_BYTES
 from kt_runtime.serve.requests.checks.checking import shortened
 from kt_runtime.serve.requests.checks.refusal import Refusal
 
+FIXED_BYTES = 1024 * 1024
+BYTES_PER_TOKEN = 16
+FULL_PROMPTS = 4
+BODIES_AT_ONCE = 16  # bodies of the largest size that may be read concurrently
+SMALL_BODY_BYTES = 64 * 1024  # of routes that do not use the model
 # Timeout for a client that sends nothing.
 PART_SECONDS = 30.0
 # The minimum rate, against clients that trickle bytes and hold the memory of all bodies. Slow lines are faster.
@@ -17,6 +30,10 @@ SLOWEST_BYTES_PER_SECOND = 32 * 1024
 # The part of a refused body that is read and discarded: without the reading, the connection of a client that still
 # sends would be reset before the client has read the answer.
 DRAINED_BYTES, DRAIN_SECONDS = 64 * 1024 * 1024, 5.0
+
+
+def largest_body_bytes(context_tokens: int) -> int:
+    return FIXED_BYTES + FULL_PROMPTS * BYTES_PER_TOKEN * context_tokens
 
 
 class ClientGone(Exception):

@@ -14,8 +14,13 @@ from email.message import Message
 from typing import Any, Protocol
 
 from kt_runtime.serve.requests.bodies.bounds import Body
-from kt_runtime.serve.requests.checks.body_reader import BodyReader, BodyRoom, ClientGone
-from kt_runtime.serve.requests.checks.body_size import BODIES_AT_ONCE, SMALL_BODY_BYTES
+from kt_runtime.serve.requests.checks.body_reader import (
+    BODIES_AT_ONCE,
+    SMALL_BODY_BYTES,
+    BodyReader,
+    BodyRoom,
+    ClientGone,
+)
 from kt_runtime.serve.requests.checks.checking import parse_query, parsed, shortened
 from kt_runtime.serve.requests.checks.refusal import OWN_ROUTES, Refusal, answer
 from kt_runtime.sglang_patch.frontend.overload import noting

@@ -11,8 +11,7 @@ import pytest
 from kt_runtime.bench.cache import bandwidth, system_cache
 from kt_runtime.bench.cache.first_token import check_tier
 from kt_runtime.bench.cache.plan import Plan
-from kt_runtime.bench.cache.round import MEASURES, Round
-from kt_runtime.bench.cache.tier_files import TierFiles
+from kt_runtime.bench.cache.round import MEASURES, Round, TierFiles
 from kt_runtime.cache.format import HEADER_BYTES
 from kt_runtime.errors import InvalidValueError, KtError, RuntimeFault
 

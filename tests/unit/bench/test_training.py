@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kt_runtime.bench.train.plan import Plan, sequences_of
-from kt_runtime.bench.train.processes import ProcessTree, peak_bytes
 from kt_runtime.bench.train.rows import Measured, Row
-from kt_runtime.bench.train.server_side import _batch
+from kt_runtime.bench.train.server_side import ProcessTree, _batch, peak_bytes
 
 
 @given(sequences=st.integers(1, 20), micro_batch=st.integers(1, 20))

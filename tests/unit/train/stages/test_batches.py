@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,3 +97,27 @@ def test_a_pair_travels_as_chosen_then_rejected_with_ones_where_it_counts() -> N
     assert batch.lengths == [3, 4, 5, 2]
     assert [int(part[0]) for part in np.split(batch.tokens, [3, 7, 12])] == [10, 20, 30, 40]
     assert batch.weights.tolist() == [0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1, 0, 1]
+
+
+# Packing: nothing lost, nothing split, no bin too full, few bins.
+
+LENGTHS = st.lists(st.integers(1, 40), max_size=60)
+
+
+@given(LENGTHS, st.integers(1, 50))
+def test_every_example_is_in_one_bin_and_no_bin_is_too_full(lengths: list[int], capacity: int) -> None:
+    bins = batches.pack(lengths, capacity)
+    assert sorted(index for each in bins for index in each) == list(range(len(lengths)))
+    sums = [sum(lengths[index] for index in each) for each in bins]
+    assert all(total <= capacity or len(each) == 1 for total, each in zip(sums, bins, strict=True))
+    assert all(first + second > capacity for first, second in itertools.combinations(sums, 2))
+    assert bins == sorted(sorted(each) for each in bins)
+
+
+def test_a_perfect_fit_is_found() -> None:
+    assert batches.pack([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
+
+
+def test_ten_thousand_examples_are_packed_almost_without_gaps() -> None:
+    lengths = [17 + 7919 * index % 500 for index in range(10_000)]
+    assert len(batches.pack(lengths, 2048)) <= 1.01 * sum(lengths) / 2048

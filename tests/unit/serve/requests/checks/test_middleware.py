@@ -12,7 +12,7 @@ import pytest
 
 from kt_runtime.serve.http.route_table import rule_for
 from kt_runtime.serve.requests.checks import body_reader
-from kt_runtime.serve.requests.checks.body_size import SMALL_BODY_BYTES, largest_body_bytes
+from kt_runtime.serve.requests.checks.body_reader import SMALL_BODY_BYTES, largest_body_bytes
 from kt_runtime.serve.requests.checks.middleware import RequestMiddleware
 from kt_runtime.serve.requests.checks.prompts import check_prompts
 from kt_runtime.serve.requests.checks.refusal import Refusal
