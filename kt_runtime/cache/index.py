@@ -251,7 +251,7 @@ class Catalog:
             heapq.heapify(free)
 
     def load_changes(self, changes: Iterable[tuple[int, int, int, bytes]]) -> None:
-        """Replays (kind, segment, slot, record) in the order of the changes, see `index_log`. A put into an occupied
+        """Replays (kind, segment, slot, record) in the order of the changes, see `IndexLog`. A put into an occupied
         slot removes the record that was there. Slots beyond the end of a truncated file are skipped.
 
         One loop without calls: there may be millions of changes.
