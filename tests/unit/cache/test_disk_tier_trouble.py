@@ -27,7 +27,6 @@ from reference.cache_files import (
 )
 from reference.cache_tiers import ROOT, SIZE, eventually, keys, present, settings, stopped_lines, write
 
-from kt_runtime.cache import buffers
 from kt_runtime.cache.disk_tier import DiskTier, DiskTierSettings
 from kt_runtime.cache.health import Availability, Counters, Use
 from kt_runtime.cache.page import Page
@@ -305,7 +304,7 @@ def test_a_machine_without_memory_for_a_page_keeps_nobody_waiting(monkeypatch: p
         refused.append(size)
         raise MemoryError
 
-    monkeypatch.setattr(buffers, "_slab", no_memory)
+    monkeypatch.setattr("kt_runtime.cache.page._slab", no_memory)
     writer = WriteBehind(
         lambda pages, chain: None,
         lambda: None,
