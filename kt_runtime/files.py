@@ -74,7 +74,7 @@ def empty_buffer(size_bytes: int) -> memoryview:
     """
     import numpy as np  # imported here, since most commands read no such file
 
-    return memoryview(np.empty(size_bytes, np.uint8))
+    return np.empty(size_bytes, np.uint8).data
 
 
 def read_at(descriptor: int, count: int, offset: int) -> bytes:
