@@ -45,9 +45,7 @@ def test_all_but_processes_is_multiprocessings() -> None:
 def report(pipe: Any) -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)]
     frozen = gc.get_freeze_count()
-    pipe.send(
-        (os.getppid(), list(HELD), handlers, len(signal.pthread_sigmask(0, ())), frozen)
-    )
+    pipe.send((os.getppid(), list(HELD), handlers, len(signal.pthread_sigmask(0, ())), frozen))
 
 
 def test_a_fork_has_what_the_frontend_imported_and_none_of_its_signal_handlers() -> None:
