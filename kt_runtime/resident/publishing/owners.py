@@ -13,16 +13,9 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from kt_runtime.errors import ConflictError
+from kt_runtime.resident.training.session import SessionId
 
 _ASKING = "say take_over (publish_take_over in a recipe, --take-over of adapter load)"
-
-
-@dataclass(frozen=True)
-class SessionId:
-    """`key` is unique. `name` is the client's name of the session; a later session may reuse it."""
-
-    key: str
-    name: str
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,11 @@ from kt_runtime.errors import ConflictError, KtError, UnknownNameError
 from kt_runtime.families import Family
 from kt_runtime.files import errors_of_path
 from kt_runtime.resident.host import Host
-from kt_runtime.resident.publishing.owners import Owners, SessionId
+from kt_runtime.resident.publishing.owners import Owners
 from kt_runtime.resident.publishing.persistence import Persistence
 from kt_runtime.resident.publishing.probe import OPENING, Probe
 from kt_runtime.resident.scheduler import Work
+from kt_runtime.resident.training.session import SessionId
 from kt_runtime.resident.workers import Workers
 from kt_runtime.wire.messages import AdapterInfo, UnforgottenName, UnstoredVersion, VersionInfo
 

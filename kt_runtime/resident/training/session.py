@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,6 @@ import torch
 from kt_runtime.adapters import AdapterTensors
 from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.families import LoraModule
-from kt_runtime.resident.publishing.owners import SessionId
 from kt_runtime.resident.scheduler import Slices, run_at_once
 from kt_runtime.resident.training.call import Call, CallResult
 from kt_runtime.resident.training.losses import LossFunction, WeightedCrossEntropy
@@ -42,6 +42,14 @@ from kt_runtime.wire.messages import (
 
 Reference = npt.NDArray[np.float32] | None
 """[sequences of a call]: the reference's log-probabilities, summed over each sequence's counted targets."""
+
+
+@dataclass(frozen=True)
+class SessionId:
+    """`key` is unique. `name` is the client's name of the session; a later session may reuse it."""
+
+    key: str
+    name: str
 
 
 class Session:
