@@ -1,7 +1,7 @@
 """A training session: one adapter's float32 masters, its accumulated gradient and its optimizer.
 
-The methods that compute are generators of slices for the executor. A call changes the session only at its end, when its
-gradient is added. A step must run to its end, since moments and masters change together.
+The methods that compute are generators of slices. A call changes the session only at its end, when its gradient is
+added. A step must run to its end, since moments and masters change together.
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ def make_hosts(checkpoints: dict[str, Path]) -> Callable[..., FakeHost]:
 
 
 class Lab:
-    """A twin and its sessions, without service and executor."""
+    """A twin and its sessions, without service and scheduler."""
 
     def __init__(self, host: FakeHost) -> None:
         self.host = host

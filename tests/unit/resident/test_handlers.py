@@ -198,7 +198,7 @@ def test_a_session_beyond_the_limits_is_refused_until_another_one_is_closed(
             resident.apply(resident.decisions())
             resident.turn()
         found[request.request_id] = inbox.replies[-1]
-    status = resident.calls.infos()
+    status = resident.handlers.infos()
     resident.close()
     assert [found[name].__class__.__name__ for name in "013"] == ["SessionReply"] * 3
     assert found["2"].kind == "ConflictError"

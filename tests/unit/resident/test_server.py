@@ -150,7 +150,7 @@ def test_a_session_from_creation_to_close(engine: Engine, client: ResidentClient
     before = client.status().fingerprint
     info = client.create_session("a", LORA)
     assert info.step == 0
-    assert info.num_parameters == sum(v.numel() for v in engine.resident.calls._sessions["a"].parameters.values())
+    assert info.num_parameters == sum(v.numel() for v in engine.resident.handlers._sessions["a"].parameters.values())
     losses = train(client, "a", 6)
     assert losses[-1] < losses[0]
     published = client.publish("a", "bob")
@@ -258,7 +258,7 @@ def test_mistakes_are_answered_and_change_nothing(client: ResidentClient, tmp_pa
 def test_a_gradient_that_is_not_finite_is_refused_and_cleared(engine: Engine, client: ResidentClient) -> None:
     client.create_session("a", LORA)
     client.forward_backward("a", sequences())
-    session = engine.resident.calls._sessions["a"]
+    session = engine.resident.handlers._sessions["a"]
     before = {name: value.detach().clone() for name, value in session.parameters.items()}
     next(iter(session.gradient.values())).fill_(float("nan"))
     with pytest.raises(NumericsError, match="no step was made"):
@@ -276,7 +276,7 @@ def test_a_fault_of_ours_is_answered_and_the_engine_goes_on(
         patch.setattr(engine.resident.twin, "final_norm", lambda hidden: 1 / 0)
         with pytest.raises(RuntimeFault, match="ZeroDivisionError"):
             client.forward_backward("a", sequences())
-    assert not engine.resident.calls._sessions["a"].gradient
+    assert not engine.resident.handlers._sessions["a"].gradient
     train(client, "a", 1)
 
 
@@ -353,8 +353,8 @@ def test_every_rank_does_what_rank_0_decides(make_host: Callable[..., Any], tmp_
     for payload in engine.payloads:
         follower.apply(payload)
         follower.turn()
-    ours = engine.resident.calls._sessions["a"].parameters
-    theirs = follower.calls._sessions["a"].parameters
+    ours = engine.resident.handlers._sessions["a"].parameters
+    theirs = follower.handlers._sessions["a"].parameters
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     assert set(other.installed) == {published.lora_id}
     assert [info.current for info in follower.publisher.adapters()] == [published.version]
@@ -486,7 +486,7 @@ def test_the_command_lists_and_closes_sessions(
     monkeypatch.setenv("COLUMNS", "160")
     client.create_session("left", LORA, publishes="bob")
     client.create_session("busy", LORA)
-    engine.resident.calls._sessions["left"].used_at -= 7300.0
+    engine.resident.handlers._sessions["left"].used_at -= 7300.0
     assert main(["session", "list"]) == 0
     shown = capsys.readouterr().out
     assert shown.index("left") < shown.index("busy") and "bob" in shown and "2.0 h ago" in shown

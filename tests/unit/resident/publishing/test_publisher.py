@@ -19,7 +19,7 @@ from kt_runtime.errors import AdapterError, ConflictError, NotFoundError, Unknow
 from kt_runtime.resident.publishing import publisher as publishing
 from kt_runtime.resident.publishing.probe import Probe
 from kt_runtime.resident.publishing.publisher import MAX_WAITING_OF_NAME, Publisher
-from kt_runtime.resident.scheduler import Executor
+from kt_runtime.resident.scheduler import TrainingScheduler
 from kt_runtime.resident.training import checkpoint
 from kt_runtime.resident.training.session import SessionId
 from kt_runtime.resident.workers import Workers
@@ -31,7 +31,7 @@ class Desk:
     def __init__(self, lab: Any, root: Path, salt: str = "salt") -> None:
         self.lab, self.host = lab, lab.host
         self.store = VersionStore(root, lab.twin.family, lab.host.config, lab.host.max_lora_rank, 3)
-        self.executor = Executor(1.0)
+        self.scheduler = TrainingScheduler(1.0)
         self.ended: queue.Queue[tuple[str, Exception | None]] = queue.Queue()
         self.answers: list[tuple[str, Exception | None]] = []
         self.outcomes: list[Any] = []  # an AdapterVersion each, or the exception
@@ -42,7 +42,7 @@ class Desk:
             self.store,
             3,
             Probe(lab.twin, lab.lora, lab.host.config),
-            self.executor.submit,
+            self.scheduler.submit,
             self.workers,
             lambda *answer: self.answers.append(answer),
         )
@@ -78,8 +78,8 @@ class Desk:
     def prepared(self) -> None:
         """One adapter has been read, checked and converted, and its probe has run: the frontend is asked, or nobody."""
         self.publisher.probe(*self.ended.get(timeout=60))
-        while not self.executor.is_idle:
-            self.executor.run_slice(is_serving=False)
+        while not self.scheduler.is_idle:
+            self.scheduler.run_slice(is_serving=False)
 
     def moved(self) -> None:
         """The frontend answers what it was asked."""
@@ -268,7 +268,9 @@ def test_a_waiting_operation_without_room_is_answered_with_the_error(desk: Desk)
 def test_a_directory_is_loaded_through_the_same_steps(desk: Desk, tmp_path: Path) -> None:
     session = desk.lab.session(["experts"])
     path = tmp_path / "adapter"
-    checkpoint.write(path, checkpoint.snapshot(session, optimizer=False), desk.lab.twin.family, desk.host, replace=False)
+    checkpoint.write(
+        path, checkpoint.snapshot(session, optimizer=False), desk.lab.twin.family, desk.host, replace=False
+    )
     desk.publisher.load("carol", str(path), desk.outcomes.append)
     desk.settle()
     assert desk.outcomes[0].source == str(path)
@@ -478,7 +480,7 @@ def test_unloading_while_its_publication_is_on_another_thread_ends_both(
     assert desk.workers.finish(60)
     for report in reports:
         desk.publisher.probe(*report)  # nobody wants it any more
-    assert desk.ended.empty() and desk.executor.is_idle
+    assert desk.ended.empty() and desk.scheduler.is_idle
     assert desk.host.moves == [] and not desk.is_busy
     assert set(desk.host.installed) == {first}  # the frontend drops it when its last request has ended
     desk.publish("bob", 4)
