@@ -212,7 +212,7 @@ class Workers:
     def _hangs(self, job: _Job) -> RequestTimeoutError:
         return RequestTimeoutError(
             f"{job.what}: the file system has not answered for {self._patience_s:g} s (a network mount that is gone, "
-            "or a dead disk); it is not waited for any longer. What was begun may still be carried out"
+            "or a dead disk); the server waits no longer. The operation may still complete"
         )
 
     def _no_threads(self, job: _Job, lost: list[_Job]) -> RequestTimeoutError:
