@@ -12,10 +12,13 @@ from kt_runtime.wire.async_client import AsyncResidentClient
 
 
 def call(
-    address: str, *requests: messages.AnyRequest, reply_type: Any = messages.DoneReply, **options: Any
+    address: str,
+    *requests: messages.AnyRequest,
+    reply_type: Any = messages.DoneReply,
+    timeout_s: float = 20.0,
+    **options: Any,
 ) -> list[Any]:
     """The replies to requests that are in flight together."""
-    timeout_s = options.pop("timeout_s", 20.0)
 
     async def all_of_them() -> list[Any]:
         client = AsyncResidentClient(address, **options)
@@ -48,7 +51,7 @@ def test_a_resent_request_is_executed_once(
         sent.append(identity)
         admit(identity, frames)
         if len(sent) == 3:  # the resident begins to answer after the second retry
-            resident.append(make_resident())
+            resident.append(make_resident(on=server))
 
     monkeypatch.setattr(server, "_admit", counted)
     assert call(server.address, drop("a"), resend_s=0.02) == [messages.DoneReply(request_id="a")]
@@ -63,7 +66,7 @@ def test_errors_are_those_of_the_blocking_client(
     server = make_server()
     with pytest.raises(RequestTimeoutError, match=r"DropAdapter \(b\) within 0.05 s; it may still be executed"):
         call(address, drop("b"), timeout_s=0.05)
-    with pytest.raises(ProtocolError, match="DropAdapter: .*lora_id"):
+    with pytest.raises(ProtocolError, match=r"DropAdapter: .*lora_id"):
         call(address, messages.DropAdapter(request_id="c", lora_id="x" * 200))
     make_resident({"ForgetAdapter": ConflictError("adapter 'a' moves")}, on=server)
     with pytest.raises(ConflictError, match="adapter 'a' moves"):

@@ -307,7 +307,9 @@ class Forwarder:
     """Copies bytes between two socket files, as `ssh -L LOCAL.sock:REMOTE.sock` does."""
 
     def __init__(self, local: Path, remote: str) -> None:
-        self._remote, self._threads, self._open = remote, [], True
+        self._remote, self._is_open = remote, True
+        self._threads: list[threading.Thread] = []
+        self._connections: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(local))
         self._listener.listen()
@@ -319,11 +321,12 @@ class Forwarder:
         self._threads[-1].start()
 
     def _accept(self) -> None:
-        while self._open:
+        while self._is_open:
             with contextlib.suppress(TimeoutError):
                 near, _ = self._listener.accept()
                 far = socket.socket(socket.AF_UNIX)
                 far.connect(self._remote.removeprefix("ipc://"))
+                self._connections += [near, far]
                 for pair in ((near, far), (far, near)):
                     self._start(self._copy, *pair)
 
@@ -335,10 +338,11 @@ class Forwarder:
 
     def close(self) -> None:
         """After the client has closed: the copying threads then end."""
-        self._open = False
+        self._is_open = False
         for thread in self._threads:
             thread.join()
-        self._listener.close()
+        for opened in (self._listener, *self._connections):
+            opened.close()
 
 
 def test_a_client_may_reach_the_resident_through_a_forwarded_socket(
