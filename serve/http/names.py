@@ -24,6 +24,7 @@ from kt_runtime.wire.messages import DoneReply, MoveName
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 1024
+MAX_PENDING = 1 << 16
 CLOSING_SECONDS = 1.0
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 30.0
 
@@ -74,7 +75,7 @@ class NamesServer:
             decode=codec.decode_move,
             max_message_bytes=MAX_MESSAGE_BYTES,
             answers_kept_bytes=MEBIBYTE,
-            max_pending_bytes=MEBIBYTE,
+            max_pending=MAX_PENDING,  # a restart moves all names at once
         )
         asyncio.get_running_loop().add_reader(self._wire.wakeup_fd, self._answer_all)
         return self
