@@ -260,7 +260,7 @@ class Resident:
             elif not self.scheduler.resume(ended.key, error):
                 self.publisher.probe(ended.key, error)
         except Exception:
-            logger.exception("what waited for %s went wrong; serving goes on", ended)
+            logger.exception("the operation that waited for %s failed; serving continues", ended)
 
     def _immediate(self, request: AnyRequest) -> Reply | None:
         """Handles a request without a session. Returns the reply, or None if the reply follows later."""
@@ -330,7 +330,7 @@ class Resident:
     def _fail(self, request_id: str, error: Exception) -> None:
         reply = error_reply(request_id, error)
         if reply.category == "server":
-            logger.error("request %s failed; serving goes on", request_id, exc_info=error)
+            logger.error("request %s failed; serving continues", request_id, exc_info=error)
         self._answer(reply, None)
 
     def _answer_later(self, key: str, request_id: str, what: str, function: Callable[[], Reply]) -> None:

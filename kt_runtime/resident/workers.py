@@ -141,12 +141,12 @@ class Workers:
                 job.look(now)
             self._start_due()
             lost = [job for job in self._running if now - job.ran_at >= self._patience_s]
-            told = [(job, self._hangs(job)) for job in lost]
+            failed = [(job, self._hangs(job)) for job in lost]
             if len(lost) >= self._max_threads:
-                told += [(job, self._no_threads(job, lost)) for job in self._waiting]
+                failed += [(job, self._no_threads(job, lost)) for job in self._waiting]
                 self._waiting.clear()
-            told = [(job, error) for job, error in told if self._settle(job, None, error)]
-        for job, error in told:
+            failed = [(job, error) for job, error in failed if self._settle(job, None, error)]
+        for job, error in failed:
             self._ended(job.key, error)
 
     # On the threads.
@@ -160,7 +160,7 @@ class Workers:
             try:
                 self.look()
             except Exception:  # the watch must survive: without it a hanging file system would go unnoticed
-                logger.exception("%s: unexpected error; going on", self._name)
+                logger.exception("%s: unexpected error; the watch continues", self._name)
             time.sleep(LOOK_SECONDS)
 
     def _run(self, job: _Job) -> None:
@@ -177,10 +177,10 @@ class Workers:
                 logger.error("%s: unexpected error", job.what, exc_info=problem)
         with self._changed:
             self._running.remove(job)
-            is_told = self._settle(job, value, error)
+            must_notify = self._settle(job, value, error)
             self._start_due()
             self._changed.notify_all()
-        if is_told:
+        if must_notify:
             self._ended(job.key, error)
 
     # With the lock.

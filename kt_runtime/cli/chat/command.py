@@ -62,7 +62,7 @@ def command(
 ) -> None:
     recipe_path, overrides = find_recipe(recipe_path, arguments)
     if overrides and recipe_path is None:
-        raise click.UsageError(f"{overrides[0]!r}: KEY=VALUE changes a recipe; name its FILE, or say --recipe FILE")
+        raise click.UsageError(f"{overrides[0]!r}: KEY=VALUE changes a recipe; name its FILE, or use --recipe FILE")
     given = {name: value for name, value in sampling.items() if value is not None}
     with contextlib.ExitStack() as stack:
         recipe = directory = None

@@ -53,7 +53,7 @@ class Twin:
         self._refuse_leftovers()
         self._model.eval()
         self.shared_bytes = sum(view.nbytes for view in self._views.values()) + host.experts.resident_bytes
-        self.copied_bytes = bytes_beside(self._model, host.tensors())
+        self.copied_bytes = bytes_not_shared(self._model, host.tensors())
 
     @property
     def num_layers(self) -> int:
@@ -193,7 +193,7 @@ def _share(
     return views
 
 
-def bytes_beside(model: nn.Module, engine: Mapping[str, torch.Tensor]) -> int:
+def bytes_not_shared(model: nn.Module, engine: Mapping[str, torch.Tensor]) -> int:
     """Bytes of the model's weights that lie in none of the engine's storages: what the twin takes beside them.
 
     Rotary tables are not counted: they are computed from the configuration.

@@ -125,11 +125,11 @@ def test_a_starting_adapter_is_read_whole_and_its_settings_hold(check: Any, tmp_
     adapter = write_adapter(tmp_path / "adapter", ["attention", "experts"])
     status, said = check(text=f"adapter_name_or_path: {adapter}\n")
     assert status == 0, said
-    assert f"goes on with the adapter {adapter}: rank 4, alpha 8, targets attention, experts" in said
+    assert f"starts from the adapter {adapter}: rank 4, alpha 8, targets attention, experts" in said
     assert "in 21 modules at rank 4" in said
     assert "rank 4, alpha 8," in check(text=f"adapter_name_or_path: {adapter}\nlora_alpha: null\n")[1]
     status, said = check(text=f"adapter_name_or_path: {adapter}\nlora_rank: 16\n")
-    assert status == 2 and "r.yaml:9: lora_rank: 16: training goes on with the adapter" in said
+    assert status == 2 and "r.yaml:9: lora_rank: 16: training starts from the adapter" in said
     (adapter / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
     status, said = check(text=f"adapter_name_or_path: {adapter}\n")
     assert status == 2 and "adapter_model.safetensors" in said

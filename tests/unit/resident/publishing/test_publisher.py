@@ -527,7 +527,7 @@ def test_the_owner_is_shown_and_another_session_is_refused_unless_it_takes_over(
         desk.publish("bob", 3, session=first)
     desk.publisher.owners.end(second)
     assert desk.info("bob").owner is None
-    with pytest.raises(ConflictError, match=r"was taken over by session 'second' at .*again, say take_over"):
+    with pytest.raises(ConflictError, match=r"was taken over by session 'second' at .*again, set take_over"):
         desk.publish("bob", 3, session=first)
     desk.publish("bob", 3, session=first, take_over=True)
     desk.settle()
@@ -552,7 +552,7 @@ def test_unloading_during_the_first_publication_is_not_undone_by_the_second(desk
     desk.publisher.owners.claim("bob", session)  # as a run does when it begins
     desk.publish("bob", 1, session=session)
     assert forget(desk, "bob") == [None]
-    with pytest.raises(ConflictError, match=r"'bob' was unloaded at .*to publish it again, say take_over"):
+    with pytest.raises(ConflictError, match=r"'bob' was unloaded at .*to publish it again, set take_over"):
         desk.publish("bob", 2, session=session)
 
 

@@ -1,4 +1,4 @@
-"""What is a checkpoint, which one a run goes on from, and which ones are removed."""
+"""What is a checkpoint, which one a run resumes from, and which ones are removed."""
 
 from __future__ import annotations
 

@@ -146,6 +146,6 @@ def test_a_run_without_a_server_to_ask_is_refused(
     resident: Any, make_recipe: Any, pairs: list[Pair], display: Any
 ) -> None:
     recipe = make_recipe(stage="dpo", ref_logprobs="serving")
-    with pytest.raises(InvalidValueError, match="ref_logprobs: serving: this run has no HTTP server to ask; say twin"):
+    with pytest.raises(InvalidValueError, match="ref_logprobs: serving: this run has no HTTP server to ask; set twin"):
         run(resident, recipe, Inputs(list(pairs), {}), display)
     assert resident.sessions == {}
