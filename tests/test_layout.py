@@ -58,7 +58,7 @@ RESIDENT_MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": set(),
     "workers": set(),
     "host": {"fingerprint"},
-    "twin": {"fingerprint", "host", "scheduler"},
+    "twin": {"host", "scheduler"},
     "training": {"twin", "host", "scheduler"},
     "publishing": {"training", "twin", "host", "scheduler", "workers"},
 }

@@ -319,7 +319,7 @@ class SessionHandlers:
         tensors = [*session.parameters.values(), *(session.optimizer.tensors().values() if request.optimizer else ())]
         copied_bytes = sum(4 * tensor.numel() for tensor in tensors)
         check_available(copied_bytes, f"{path}: a copy of session {session.name!r}")
-        snapshot = yield from checkpoint.snapshot_slices(session, optimizer=request.optimizer)
+        snapshot = yield from checkpoint.snapshot(session, optimizer=request.optimizer)
 
         def write() -> Reply:
             content = checkpoint.write(path, snapshot, self._twin.family, self._host, replace=request.replace)

@@ -1,7 +1,8 @@
 """The trainer's end of the wire: one method per message. The client retries a request under the same id until answered.
 
-Not thread-safe: a client belongs to one thread. The server runs a retried request only once (`answers.py`). A call that
-raised RequestTimeoutError may still run later, once.
+`ForgetAdapter` and `DropAdapter` have no method: they are the frontend's. Not thread-safe: a client belongs to one
+thread. The server runs a retried request only once (`answers.py`). A call that raised RequestTimeoutError may still run
+later, once.
 """
 
 from __future__ import annotations
@@ -242,12 +243,6 @@ class ResidentClient:
 
     def list_adapters(self) -> list[messages.AdapterInfo]:
         return self._call(messages.ListAdapters(request_id=self._next_id()), messages.AdaptersReply).adapters
-
-    def forget_adapter(self, name: str) -> None:
-        self._call(messages.ForgetAdapter(request_id=self._next_id(), name=name), messages.ForgottenReply)
-
-    def drop_adapter(self, lora_id: str) -> None:
-        self._call(messages.DropAdapter(request_id=self._next_id(), lora_id=lora_id), messages.DoneReply)
 
     # Any request, without waiting.
 

@@ -39,7 +39,7 @@ from kt_runtime.errors import AdapterError, ConflictError, InvalidValueError
 from kt_runtime.families import Family, LoraModule
 from kt_runtime.files import errors_of_path, only_files
 from kt_runtime.resident.host import Host
-from kt_runtime.resident.scheduler import Slice, Slices, run_at_once
+from kt_runtime.resident.scheduler import Slice, Slices
 from kt_runtime.resident.training.portions import portions
 from kt_runtime.resident.training.session import Session
 from kt_runtime.wire.messages import LoraSettings
@@ -84,13 +84,7 @@ def checked_path(path: str) -> Path:
     return Path(path)
 
 
-def snapshot(session: Session, *, optimizer: bool) -> Snapshot:
-    """As `snapshot_slices`, without pauses between slices."""
-    taken: Snapshot = run_at_once(snapshot_slices(session, optimizer=optimizer))
-    return taken
-
-
-def snapshot_slices(session: Session, *, optimizer: bool) -> Generator[Slice, None, Snapshot]:
+def snapshot(session: Session, *, optimizer: bool) -> Generator[Slice, None, Snapshot]:
     """Copies masters (and moments, with `optimizer`) to the CPU. The session must not change meanwhile."""
     saved = SavedSession(
         rank=session.settings.rank,
@@ -103,12 +97,6 @@ def snapshot_slices(session: Session, *, optimizer: bool) -> Generator[Slice, No
     adapter = yield from copied_masters(session)
     state = yield from _copied(session.optimizer.tensors() if optimizer else {})
     return Snapshot(saved, adapter, state)
-
-
-def masters(session: Session) -> AdapterTensors:
-    """As `copied_masters`, without pauses between slices."""
-    adapter: AdapterTensors = run_at_once(copied_masters(session))
-    return adapter
 
 
 def copied_masters(session: Session) -> Generator[Slice, None, AdapterTensors]:

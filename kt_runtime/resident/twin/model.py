@@ -25,7 +25,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from kt_runtime.errors import CheckpointError, suggestion
 from kt_runtime.families import Family, TensorSource, family_for
-from kt_runtime.resident.fingerprint import hash_weights
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.twin import attention
 from kt_runtime.resident.twin.frozen import FrozenLinear, FrozenRmsNorm, is_rms_norm
@@ -134,10 +133,6 @@ class Twin:
         finally:
             for module in self.experts.values():
                 module.padding = None
-
-    def weights_fingerprint(self) -> str:
-        """`hash_weights` of the twin's weights, computed again."""
-        return hash_weights(self._views, self._store)
 
     def _place_experts(self, config: Mapping[str, Any]) -> None:
         for layer in self.family.moe_layers(config):

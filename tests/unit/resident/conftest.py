@@ -316,6 +316,10 @@ class Lab:
     def step(self, session: Session, learning_rate: float = 1e-2, **settings: Any) -> float:
         return run_at_once(session.optim_step(StepSettings(learning_rate, **settings)))
 
+    def fingerprint(self) -> str:
+        """The hash of the twin's weights as they are now."""
+        return hash_weights(self.twin.views(), self.host.experts)
+
     def plain_loss(self, session: Session, values: Mapping[str, torch.Tensor], batch: TrainingBatch) -> torch.Tensor:
         """The loss by the plain Hugging Face model with the LoRA products added to its weights, for autograd."""
         total, start = torch.zeros(()), 0

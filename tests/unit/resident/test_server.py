@@ -28,7 +28,9 @@ from kt_runtime.errors import (
     UnknownNameError,
 )
 from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.resident.fingerprint import hash_weights
 from kt_runtime.resident.server import Resident
+from kt_runtime.wire import messages
 from kt_runtime.wire.batch import Batch
 from kt_runtime.wire.client import ResidentClient
 from kt_runtime.wire.messages import (
@@ -143,7 +145,7 @@ def test_status_tells_what_is_shared_and_that_nothing_is_copied(engine: Engine, 
     assert status.weights_shared_bytes > status.expert_bytes > 0
     assert status.rss_bytes > 10**8
     assert status.cache == engine.host.cache_tiers()
-    assert status.fingerprint == engine.resident.twin.weights_fingerprint()
+    assert status.fingerprint == hash_weights(engine.resident.twin.views(), engine.host.experts)
 
 
 def test_a_session_from_creation_to_close(engine: Engine, client: ResidentClient, tmp_path: Path) -> None:
@@ -293,10 +295,10 @@ def test_publish_load_rollback_list_and_drop(engine: Engine, client: ResidentCli
     assert adapters["bob"].current == first.version
     assert [version.source for version in adapters["bob"].versions] == ["session a"] * 2
     assert adapters["carol"].versions[0].source == str(tmp_path / "saved")
-    client.drop_adapter(first.lora_id)
-    client.drop_adapter("never heard of")
+    for number, lora_id in enumerate((first.lora_id, "never heard of")):
+        client.wait(client.submit(messages.DropAdapter(request_id=f"drop {number}", lora_id=lora_id)))
     assert first.lora_id not in engine.host.installed
-    client.forget_adapter("carol")
+    client.wait(client.submit(messages.ForgetAdapter(request_id="forget", name="carol")))
     assert [adapter.name for adapter in client.list_adapters()] == ["bob"]
 
 

@@ -50,11 +50,9 @@ def test_every_call_returns_what_the_resident_answered(resident: Any, make_clien
     assert client.load_adapter("support", "/a").version == "v"
     assert client.rollback_adapter("support", "ab").name == "support"
     assert client.list_adapters()[0].versions[0].lora_id == "i"
-    client.forget_adapter("support")
-    client.drop_adapter("i")
     client.close_session("s")
     sent = {type(request) for request in resident.executed}
-    assert sent == set(messages.AnyRequest.__args__)
+    assert sent == set(messages.AnyRequest.__args__) - {messages.ForgetAdapter, messages.DropAdapter}  # the frontend's
     step = next(request for request in resident.executed if isinstance(request, messages.OptimStep))
     assert (step.beta1, step.beta2, step.max_grad_norm) == (0.9, 0.95, 1.0)
     created, forward, backward = resident.executed[1:4]

@@ -19,7 +19,7 @@ from kt_runtime.errors import AdapterError, ConflictError, NotFoundError, Unknow
 from kt_runtime.resident.publishing import publisher as publishing
 from kt_runtime.resident.publishing.probe import Probe
 from kt_runtime.resident.publishing.publisher import MAX_WAITING_OF_NAME, Publisher
-from kt_runtime.resident.scheduler import TrainingScheduler
+from kt_runtime.resident.scheduler import TrainingScheduler, run_at_once
 from kt_runtime.resident.training import checkpoint
 from kt_runtime.resident.training.session import SessionId
 from kt_runtime.resident.workers import Workers
@@ -50,7 +50,7 @@ class Desk:
 
     def adapter(self, seed: int) -> Any:
         session = self.lab.session(["attention"], seed=seed)
-        adapter = checkpoint.masters(session)
+        adapter = run_at_once(checkpoint.copied_masters(session))
         session.close()
         return adapter
 
@@ -268,9 +268,8 @@ def test_a_waiting_operation_without_room_is_answered_with_the_error(desk: Desk)
 def test_a_directory_is_loaded_through_the_same_steps(desk: Desk, tmp_path: Path) -> None:
     session = desk.lab.session(["experts"])
     path = tmp_path / "adapter"
-    checkpoint.write(
-        path, checkpoint.snapshot(session, optimizer=False), desk.lab.twin.family, desk.host, replace=False
-    )
+    snapshot = run_at_once(checkpoint.snapshot(session, optimizer=False))
+    checkpoint.write(path, snapshot, desk.lab.twin.family, desk.host, replace=False)
     desk.publisher.load("carol", str(path), desk.outcomes.append)
     desk.settle()
     assert desk.outcomes[0].source == str(path)

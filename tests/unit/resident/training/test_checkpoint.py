@@ -23,7 +23,7 @@ def train(lab: Any, session: Any, make_batch: Any, steps: range) -> list[float]:
 
 
 def save(lab: Any, session: Any, path: Path, **options: Any) -> str:
-    snapshot = checkpoint.snapshot(session, optimizer=options.pop("optimizer", True))
+    snapshot = run_at_once(checkpoint.snapshot(session, optimizer=options.pop("optimizer", True)))
     return checkpoint.write(path, snapshot, lab.twin.family, lab.host, replace=options.pop("replace", False))
 
 
@@ -72,7 +72,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 def test_a_snapshot_does_not_change_with_the_session(deepseek_lab: Any, make_batch: Any, tmp_path: Path) -> None:
     session = deepseek_lab.session(["attention"])
     train(deepseek_lab, session, make_batch, range(1))
-    snapshot = checkpoint.snapshot(session, optimizer=True)
+    snapshot = run_at_once(checkpoint.snapshot(session, optimizer=True))
     before = checkpoint.write(tmp_path / "a", snapshot, deepseek_lab.twin.family, deepseek_lab.host, replace=False)
     train(deepseek_lab, session, make_batch, range(1, 2))
     after = checkpoint.write(tmp_path / "b", snapshot, deepseek_lab.twin.family, deepseek_lab.host, replace=False)

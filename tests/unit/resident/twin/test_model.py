@@ -78,11 +78,11 @@ def test_data_pointers_are_those_of_the_fused_rows(make_lab: Any) -> None:
 
 
 def test_the_fingerprint_follows_the_weights(deepseek_lab: Any) -> None:
-    before = deepseek_lab.twin.weights_fingerprint()
-    assert before == deepseek_lab.twin.weights_fingerprint()
+    before = deepseek_lab.fingerprint()
+    assert before == deepseek_lab.fingerprint()
     engine = deepseek_lab.host.tensors()["model.layers.2.self_attn.o_proj.weight"]
     engine[3, 5] += 1
-    assert deepseek_lab.twin.weights_fingerprint() != before
+    assert deepseek_lab.fingerprint() != before
     engine[3, 5] -= 1
 
 
