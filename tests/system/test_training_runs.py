@@ -146,7 +146,7 @@ def _keys(out: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["sft-resume", "dpo"])
-def test_a_run_that_was_killed_goes_on_with_the_losses_of_an_unbroken_one(
+def test_a_run_that_was_killed_continues_with_the_losses_of_an_unbroken_one(
     command: Callable[..., list[str]], tmp_path: Path, name: str
 ) -> None:
     settings = ["max_steps=9", "save_steps=3", "logging_steps=1", "save_total_limit=2", "eval_strategy=no"]
@@ -178,12 +178,12 @@ def test_ctrl_c_saves_and_says_how_to_resume(command: Callable[..., list[str]], 
     trainer.send_signal(signal.SIGINT)
     said, _ = trainer.communicate(timeout=RUN_SECONDS)
     assert trainer.returncode == 130, said
-    go_on = said.strip().splitlines()[-1].split()
-    assert go_on[:2] == ["kt-runtime", "train"] and go_on[-1].startswith("resume_from_checkpoint=")
+    resumption = said.strip().splitlines()[-1].split()
+    assert resumption[:2] == ["kt-runtime", "train"] and resumption[-1].startswith("resume_from_checkpoint=")
     with resident_client(api) as client:
         assert client.status().sessions == []  # the server is there still, and free of the run
-    step = int(go_on[-1].rpartition("-")[2])
-    assert main([*go_on[1:], f"max_steps={step + 2}"]) == 0
+    step = int(resumption[-1].rpartition("-")[2])
+    assert main([*resumption[1:], f"max_steps={step + 2}"]) == 0
     assert [at for at, _ in logged(tmp_path / "out")] == list(range(1, step + 3))
 
 

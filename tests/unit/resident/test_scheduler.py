@@ -248,7 +248,7 @@ def pausing(log: list[str], outcome: list[Any]) -> Slices:
     except ValueError as error:
         outcome.append(error)
         raise
-    log.append("goes on")
+    log.append("continues")
     return "done"
 
 
@@ -259,7 +259,7 @@ def submit_pausing(recorder: Recorder) -> list[Any]:
     return seen
 
 
-def test_a_paused_session_waits_and_the_others_go_on() -> None:
+def test_a_paused_session_waits_and_the_others_continue() -> None:
     recorder = Recorder()
     submit_pausing(recorder)
     recorder.submit("a", "later", [])
@@ -271,7 +271,7 @@ def test_a_paused_session_waits_and_the_others_go_on() -> None:
     assert recorder.scheduler.resume("job", None)
     assert not recorder.scheduler.resume("job", None)
     recorder.scheduler.run(ALL, is_serving=False)
-    assert recorder.log == ["begins", "x0", "x1", "goes on", "later0", "last0"]
+    assert recorder.log == ["begins", "x0", "x1", "continues", "later0", "last0"]
     assert recorder.answers == ["x done", "done", "later done", "last done"]
 
 

@@ -170,7 +170,7 @@ def test_a_session_from_creation_to_close(engine: Engine, client: ResidentClient
     assert client.status().sessions == []
 
 
-def test_a_served_version_keeps_its_tensors_while_training_goes_on(engine: Engine, client: ResidentClient) -> None:
+def test_a_served_version_keeps_its_tensors_while_training_continues(engine: Engine, client: ResidentClient) -> None:
     client.create_session("a", LORA)
     first = client.publish("a", "bob")
     train(client, "a", 1)
@@ -270,7 +270,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_cleared(engine: Engine, cl
     assert client.status().sessions[0].step == 1
 
 
-def test_a_fault_of_ours_is_answered_and_the_engine_goes_on(
+def test_a_fault_of_ours_is_answered_and_the_engine_continues(
     engine: Engine, client: ResidentClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.create_session("a", LORA)

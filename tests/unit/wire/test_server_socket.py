@@ -37,7 +37,7 @@ def test_a_directory_that_others_may_enter_is_refused(socket_directory: Path) ->
     assert list(socket_directory.iterdir()) == []
 
 
-def test_a_second_server_is_refused_and_the_first_goes_on(server: WireServer, peer: Any) -> None:
+def test_a_second_server_is_refused_and_the_first_continues(server: WireServer, peer: Any) -> None:
     with pytest.raises(ConflictError, match=f"in use by process {os.getpid()}"):
         WireServer(server.address)
     peer.send(codec.encode(GetStatus(request_id="a")))

@@ -26,7 +26,7 @@ from kt_runtime.resident.workers import Workers
 
 
 class Desk:
-    """A publisher over a fake engine; whatever it has begun goes on when `settle` or `settle_once` is called."""
+    """A publisher over a fake engine; whatever it has begun continues when `settle` or `settle_once` is called."""
 
     def __init__(self, lab: Any, root: Path, salt: str = "salt") -> None:
         self.lab, self.host = lab, lab.host

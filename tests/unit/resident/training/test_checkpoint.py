@@ -44,7 +44,7 @@ RSLORA_ALPHA = 16.0 * 6**0.5  # scaling 16 / sqrt(6) at rank 6, as a client fold
     ],
     ids=["all", "dropout", "dropout and rsLoRA", "part of a fused group"],
 )
-def test_training_goes_on_bit_for_bit_after_save_and_load(
+def test_training_continues_bit_for_bit_after_save_and_load(
     deepseek_lab: Any, make_lab: Any, make_batch: Any, tmp_path: Path, targets: list[str], settings: dict[str, Any]
 ) -> None:
     """Masters, moments, counters and the next losses, in another process's session with other first values."""

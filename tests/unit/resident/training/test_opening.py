@@ -91,7 +91,7 @@ class Desk:
         return self.wait(self.begin(kind, arrays, **fields))
 
     def settle(self) -> None:
-        """Until only other threads could go on."""
+        """Until only other threads could continue."""
         self.until(lambda: not self.resident.has_work())
 
 

@@ -261,7 +261,7 @@ def test_busy_resident_is_asked_again_under_the_same_id(private_directory: Path)
     asyncio.run(scenario())
 
 
-def test_unloading_goes_on_although_the_resident_no_longer_knows_the_name(
+def test_unloading_continues_although_the_resident_no_longer_knows_the_name(
     resident: Any, private_directory: Path
 ) -> None:
     async def scenario() -> None:

@@ -107,7 +107,7 @@ def by_pair(reference: Any) -> list[tuple[float, float]]:
     return [(float(chosen), float(rejected)) for chosen, rejected in reference.reshape(-1, 2)]
 
 
-def test_a_resumed_run_asks_for_nothing_and_goes_on_with_the_same_values(start: Any, resident: Any) -> None:
+def test_a_resumed_run_asks_for_nothing_and_continues_with_the_same_values(start: Any, resident: Any) -> None:
     start(num_train_epochs=2.0)
     before = [pair for _, _, _, reference, _ in sent(resident, "forward_backward") for pair in by_pair(reference)]
     resident.log.clear()
