@@ -23,7 +23,7 @@ from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
 from kt_runtime.experts import free_spare_memory
 from kt_runtime.families import resolve_targets
 from kt_runtime.resident.host import Host
-from kt_runtime.resident.memory import check_available, give_back_freed_memory, keep_freed_memory
+from kt_runtime.resident.memory import check_available, keep_freed_memory, return_freed_memory
 from kt_runtime.resident.publishing.publisher import Forgotten, Publisher
 from kt_runtime.resident.scheduler import Pause, Slice, Slices
 from kt_runtime.resident.training import checkpoint
@@ -363,7 +363,7 @@ class SessionHandlers:
         self._publisher.owners.end(session.id)
         if not self._sessions:
             free_spare_memory()
-            give_back_freed_memory()
+            return_freed_memory()
         self._answers.reply(messages.DoneReply(request_id=request.request_id), None)
 
 

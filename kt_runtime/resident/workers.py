@@ -98,7 +98,7 @@ class Workers:
             self._waiting.append(job)
             self._start_due()
             if self._watch is None:
-                self._watch = threading.Thread(target=self._keep_looking, name=f"{self._name}-watch", daemon=True)
+                self._watch = threading.Thread(target=self._watch_threads, name=f"{self._name}-watch", daemon=True)
                 self._watch.start()
             self._changed.notify_all()
 
@@ -151,7 +151,7 @@ class Workers:
 
     # On the threads.
 
-    def _keep_looking(self) -> None:
+    def _watch_threads(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._running)

@@ -1,8 +1,8 @@
 """The attack: processes that send inputs until they are told to stop, and write down what they did.
 
 Each line of a journal is JSON: {"case", "at"} when an input is sent and {"case", "end", "status" or "fault"} when it is
-answered, in seconds of CLOCK_MONOTONIC. A case without an end was in progress when the server died. Inputs whose answers
-were wrong are written beside it as they were sent: `<case>.request`, or `<case>.message`, a msgpack list of frames.
+answered, in seconds of CLOCK_MONOTONIC. A case without an end was in progress when the server died. Wrongly answered
+inputs are written beside it as they were sent: `<case>.request`, or `<case>.message`, a msgpack list of frames.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def test_no_turn_is_longer_than_its_budget_and_one_layer_s_slice(
     desk: Desk, adapter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of creating, loading and closing, whatever the number of layers; a layer takes a second here."""
-    place, take_away, layers = LoraModules._place_layer, LoraModules._take_away, []
+    place, take_away, layers = LoraModules._place_layer, LoraModules._detach, []
 
     def slow(self: Any, key: str, layer: int, *rest: Any) -> None:
         desk.now += 1.0
@@ -180,7 +180,7 @@ def test_no_turn_is_longer_than_its_budget_and_one_layer_s_slice(
         take_away(self, module, key)
 
     monkeypatch.setattr(LoraModules, "_place_layer", slow)
-    monkeypatch.setattr(LoraModules, "_take_away", slow_too)
+    monkeypatch.setattr(LoraModules, "_detach", slow_too)
     desk.ask(CreateSession, session="a", lora=LORA, start_from=adapter, reference=adapter)
     assert layers == [0, 1, 2] * 2
     assert desk.longest == 1.0
