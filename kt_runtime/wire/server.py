@@ -1,8 +1,9 @@
 """A server of the wire: a ROUTER socket on its own I/O thread. The thread that answers never waits for this thread.
 
-The I/O thread reads and checks messages, and answers those that need no model: malformed messages, retries, requests
-over the limits (backpressure). All other requests wait for `take`; `answer` queues the reply and
-returns. Two event descriptors (eventfd(2)), one for each direction, wake the other side.
+The resident listens with this class, and so does the frontend, for moves of adapter names. The I/O thread reads and
+checks messages, and answers some alone: malformed messages, retries, requests over the limits (backpressure). All other
+requests wait for `take`; `answer` queues the reply and returns. Two event descriptors (eventfd(2)), one for each
+direction, wake the other side.
 
 No defence exists against a process of the same user that sends one message of endlessly many frames: libzmq collects a
 whole message before it delivers any frame. Each frame is bounded.
@@ -41,7 +42,6 @@ MAX_MESSAGES_PER_TURN = 64
 READ_ONLY_KEPT = 64  # answers to read-only requests
 LINGER_SECONDS = 5.0  # for `close`: how long peers may take to read their answers
 HIGH_WATER_MARK = 64  # messages in libzmq's queue of one peer, in each direction
-
 
 Decode = Callable[[Sequence[bytes], Limits], tuple[Any, dict[str, np.ndarray]]]
 """Frames and their limits -> a request and its arrays, or a ProtocolError."""
