@@ -57,7 +57,7 @@ MAX_ADAM_STEPS = float(1 << 24)  # float32 can't count further
 
 
 class SavedSession(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`step`, `calls`: the session's counters. `modules`: the trained modules, without fillers of fused groups."""
+    """`step`, `calls`: the session's `step` and `num_calls`. `modules`: the trained modules, without fillers."""
 
     format: int = 1
     rank: int
@@ -90,7 +90,7 @@ def snapshot(session: Session, *, optimizer: bool) -> Generator[Slice, None, Sna
         rank=session.settings.rank,
         alpha=session.settings.alpha,
         step=session.step,
-        calls=session.calls,
+        calls=session.num_calls,
         modules=[module.name for module in session.modules],
         has_optimizer=optimizer,
     )
@@ -160,7 +160,7 @@ class Saved:
     masters: dict[str, torch.Tensor]
     moments: dict[str, torch.Tensor]
     step: int
-    calls: int
+    num_calls: int
 
 
 def read(path: Path, session: Session, family: Family, host: Host) -> Saved:
@@ -184,7 +184,7 @@ def read(path: Path, session: Session, family: Family, host: Host) -> Saved:
 
 def restore(session: Session, saved: Saved) -> Slices:
     """Sets masters, moments and counters from `saved`, and clears the gradient."""
-    yield from session.restore(saved.masters, saved.moments, saved.step, saved.calls)
+    yield from session.restore(saved.masters, saved.moments, saved.step, saved.num_calls)
 
 
 class Trained(Protocol):

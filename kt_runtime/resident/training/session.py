@@ -53,7 +53,7 @@ class SessionId:
 
 
 class Session:
-    """`key`: the adapter's key in `LoraModules`. `step`: finished optimizer steps. `calls`: finished gradient calls.
+    """`key`: the adapter's key in `LoraModules`. `step`, `num_calls`: finished optimizer steps and gradient calls.
 
     `num_bytes`: the memory that the session may use. `opened_at`, `used_at`: time.monotonic() of its creation, and of
     the start of its latest request.
@@ -77,7 +77,7 @@ class Session:
         self.gradient: dict[str, torch.Tensor] = {}
         self.optimizer = AdamW(self.parameters)
         self.step = 0
-        self.calls = 0
+        self.num_calls = 0
         self.num_bytes = TRAINED_BYTES * num_parameters(modules, settings.rank)
         self.opened_at = self.used_at = time.monotonic()
 
@@ -137,7 +137,7 @@ class Session:
                 for name in names:
                     result.gradient[name] += self.gradient[name]
         self.gradient |= result.gradient
-        self.calls += 1
+        self.num_calls += 1
         return result
 
     def optim_step(self, settings: StepSettings) -> Slices:
@@ -175,7 +175,7 @@ class Session:
         yield from freed(self.parameters)
 
     def restore(
-        self, masters: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor], step: int, calls: int
+        self, masters: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor], step: int, num_calls: int
     ) -> Slices:
         """Copies `masters`, takes ownership of `moments` (named as in `AdamW.tensors`) and clears the gradient.
 
@@ -188,7 +188,7 @@ class Session:
                     self.parameters[name].copy_(masters[name])
         yield from self.optimizer.restore(moments)
         yield from freed(self.gradient)
-        self.step, self.calls = step, calls
+        self.step, self.num_calls = step, num_calls
 
     def _call(
         self,
@@ -200,7 +200,7 @@ class Session:
         backward: bool = False,
         activations: Activations = "recompute",
     ) -> Slices:
-        seed = hash_seed(self.settings.seed, self.calls)
+        seed = hash_seed(self.settings.seed, self.num_calls)
         call = Call(self._twin, self._lora, adapter, loss, backward, seed, retain=activations == "retain")
         microbatches = split(batch, max_tokens, self._twin.device, pairs=loss.is_paired)
         return (yield from training_call(call, microbatches, len(batch.tokens)))
@@ -215,6 +215,6 @@ def _function(loss: Loss, reference: Reference, samples: Samples | None) -> Loss
     return PolicyLossFunction(loss, samples)
 
 
-def hash_seed(seed: int, calls: int) -> int:
+def hash_seed(seed: int, num_calls: int) -> int:
     """The dropout seed of one call: the same after a session was saved and restored."""
-    return (seed << 32) ^ calls
+    return (seed << 32) ^ num_calls

@@ -54,7 +54,7 @@ def test_training_continues_bit_for_bit_after_save_and_load(
     other = make_lab()
     restored = other.session(targets, fill=False, **settings)
     load(other, restored, tmp_path / "saved")
-    assert (restored.step, restored.calls) == (3, 3)
+    assert (restored.step, restored.num_calls) == (3, 3)
     assert_same(session.parameters, restored.parameters)
     assert_same(session.optimizer.tensors(), restored.optimizer.tensors())
 

@@ -126,7 +126,7 @@ def test_a_call_that_dies_half_way_leaves_no_gradient(deepseek_lab: Any, batch: 
             next(slices)
         slices.close()
         assert all(torch.equal(before[name], value) for name, value in session.gradient.items())
-    assert session.calls == 1
+    assert session.num_calls == 1
 
 
 def test_two_sessions_slice_by_slice_equal_each_alone_bit_for_bit(make_lab: Any, make_batch: Any) -> None:
