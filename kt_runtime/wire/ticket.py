@@ -26,7 +26,9 @@ _S = TypeVar("_S", bound=zmq.Socket[Any])
 
 @dataclass(eq=False)
 class Ticket:
-    """`next_send`: time.monotonic() of the next retry. `resend_s`, `busy_s`: the pauses before retries, which double.
+    """A request in flight; pass it to `ResidentClient.wait`.
+
+    `next_send`: time.monotonic() of the next retry. `resend_s`, `busy_s`: the pauses before retries, which double.
 
     `refused_busy`: the latest refusal of a busy server. `abandoned`: nobody waits for the reply any more.
     """
