@@ -21,7 +21,7 @@ from kt_runtime.serve.http import names
 from kt_runtime.serve.http.names import NamesServer
 from kt_runtime.sglang_patch.frontend.registry import VersionedRegistry
 from kt_runtime.wire import codec
-from kt_runtime.wire.messages import DoneReply, ErrorReply, GetStatus, MoveName
+from kt_runtime.wire.messages import PROTOCOL_VERSION, DoneReply, ErrorReply, GetStatus, MoveName
 
 
 class Dropped:
@@ -233,7 +233,7 @@ def test_resident_gives_up_after_its_timeout_and_a_late_answer_is_ignored(addres
         [msgspec.msgpack.encode({"type": "move_name"})],
         [b"a", b"b"],
         [b"", b"", b""],
-        [codec.MAGIC, msgspec.msgpack.encode({"type": "move_name", "version": 3}), b"\x90"],
+        [codec.MAGIC, msgspec.msgpack.encode({"type": "move_name", "version": PROTOCOL_VERSION}), b"\x90"],
         [codec.MAGIC, b"\xc1" * 70_000, b"\x90"],
         codec.encode(GetStatus(request_id="")),
     ],
