@@ -405,7 +405,7 @@ def test_an_idle_engine_sleeps_while_others_work_and_is_woken_when_they_are_done
         publishes = client.submit(Publish(request_id="p", session="a", name="bob"))
         with engine.client() as other:
             status = other.submit(GetStatus(request_id="s"))
-            while engine.host.weights._latest is None or engine.resident.publisher._under_way == {}:
+            while engine.host.weights._latest is None or engine.resident.publisher._in_progress == {}:
                 time.sleep(0.005)
             other.status(wait_s=0)
             while engine.resident.has_work():
