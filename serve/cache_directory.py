@@ -69,7 +69,7 @@ def check_directory(directory: Path, disk_bytes: int, *, read_only: bool) -> lis
             pass
     except ConflictError as error:
         raise ConflictError(
-            f"--cache-dir {error}: one server writes to a cache directory; name another one, or say --cache-read-only"
+            f"--cache-dir {error}: one server writes to a cache directory; name another one, or pass --cache-read-only"
         ) from None
     except NotFoundError:  # NotFoundError is also an OSError
         raise
@@ -127,7 +127,7 @@ def _check_content(directory: Path) -> None:
 
 def _reason(error: OSError) -> str:
     if error.errno == errno.EROFS:
-        return "is on a read-only file system; name another, or say --cache-read-only to use what is in it"
+        return "is on a read-only file system; name another, or pass --cache-read-only to use what is in it"
     return f"can't be used ({error.strerror})"
 
 

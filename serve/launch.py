@@ -154,12 +154,13 @@ class _Frontend:
 
     @contextlib.asynccontextmanager
     async def session(self, app: FastAPI, engine: Engine) -> AsyncIterator[None]:
-        from kt_runtime.serve.http.adapters import Adapters, ResidentCalls, drop_adapter
+        from kt_runtime.serve.http.adapters import Adapters, drop_adapter
         from kt_runtime.serve.http.cache_clearing import CacheClearing
         from kt_runtime.serve.http.names import NamesServer
         from kt_runtime.serve.http.routes import adapter_routes, cache_routes
+        from kt_runtime.wire.async_client import AsyncResidentClient
 
-        resident = ResidentCalls(self._settings.wire_address)
+        resident = AsyncResidentClient(self._settings.wire_address)
         try:
             drop = partial(drop_adapter, resident)
             self._door.serves(engine.registry.names)

@@ -54,6 +54,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serve": (PARTS - {"bench", "cli"}) | {"sglang_patch", "configs"},
     "train": {"wire", "documents", "errors", "files", "adapters", "configs"},
 }
+# What a folder or module of `resident` may import of `resident`. All others there are above these.
+RESIDENT_MAY_IMPORT: dict[str, set[str]] = {
+    "fingerprint": set(),
+    "scheduler": set(),
+    "workers": set(),
+    "host": {"fingerprint"},
+    "twin": {"host", "scheduler"},
+    "training": {"twin", "host", "scheduler"},
+    "publishing": {"training", "twin", "host", "scheduler", "workers"},
+}
 MOST_FILES = 14
 NEVER_IMPORTS_TORCH = {"checkpoint_file", "documents", "errors", "files", "wire", "families"}
 
@@ -129,6 +139,16 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         order.prepare()
     except CycleError as error:
         pytest.fail(f"a circle of imports: {error.args[1]}")
+
+
+@pytest.mark.parametrize("part", sorted(RESIDENT_MAY_IMPORT))
+def test_imports_inside_resident_go_down_only(part: str) -> None:
+    place = f"kt_runtime.resident.{part}"
+    modules = {name: found for name, found in module_graph().items() if f"{name}.".startswith(f"{place}.")}
+    assert modules
+    for name, imported in modules.items():
+        others = {found.split(".")[2] for found in imported if found.startswith("kt_runtime.resident.")} - {part}
+        assert others <= RESIDENT_MAY_IMPORT[part], f"{name} imports {sorted(others - RESIDENT_MAY_IMPORT[part])}"
 
 
 def test_a_folder_has_about_a_dozen_files() -> None:

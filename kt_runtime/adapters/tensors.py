@@ -107,14 +107,6 @@ class AdapterTensors:
     def num_bytes(self) -> int:
         return sum(pair.a.nbytes + pair.b.nbytes for pair in self.modules.values())
 
-    def stacked_experts(self, layer: int) -> dict[str, LoraPair]:
-        """The layer's routed experts by projection: `{"gate_proj": (A [E, R, in], B [E, out, R]), ...}`.
-
-        Projections without LoRA are left out: the result is empty for a layer whose routed experts are not adapted.
-        """
-        prefix = f"model.layers.{layer}.mlp.experts."
-        return {name.removeprefix(prefix): pair for name, pair in self.modules.items() if name.startswith(prefix)}
-
 
 def zero_pair(module: LoraModule, rank: int, dtype: torch.dtype = torch.float32) -> LoraPair:
     """A pair of zeros, which changes nothing, in the shapes for `module`."""

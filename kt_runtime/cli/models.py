@@ -71,7 +71,7 @@ def make(name: str, directory: Path | None, seed: int, force: bool, as_json: boo
     preset = load_preset(name)
     target = directory if directory is not None else models_directory() / preset.name
     if os.path.lexists(target) and not force:
-        raise ConflictError(f"{target} exists already; choose another name, or say --force")
+        raise ConflictError(f"{target} exists already; choose another name, or pass --force")
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(preset.name)
         written = make_model(

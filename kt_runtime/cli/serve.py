@@ -125,7 +125,9 @@ def _with_sizes(options: dict[str, Any]) -> dict[str, Any]:
     from kt_runtime.serve.memory.sizes import parse_size
 
     if options["cache_device"] is not None and options["max_total_tokens"] is not None:
-        raise InvalidValueError("--cache-device and --max-total-tokens say the same in two ways: leave out one of them")
+        raise InvalidValueError(
+            "--cache-device and --max-total-tokens both set the size of the KV cache: leave out one of them"
+        )
     fields = {}
     for name, value in options.items():
         if value is None:

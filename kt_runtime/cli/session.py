@@ -31,7 +31,7 @@ def command() -> None:
 @server_options
 @json_option
 def list_sessions(url: str | None, api_key: str | None, as_json: bool) -> None:
-    """The training sessions, those first that nobody has used for longest."""
+    """The training sessions, the longest unused first."""
     sessions = _sessions(ServerAPI(server_url(url), api_key))
     if as_json:
         click.echo(json.dumps(sessions, indent=2))
@@ -59,7 +59,7 @@ def list_sessions(url: str | None, api_key: str | None, as_json: bool) -> None:
 def close(name: str, yes: bool, url: str | None, api_key: str | None, as_json: bool) -> None:
     """Close SESSION and free its memory. What it has published is served on; what it has not saved is lost.
 
-    Asks before it closes a session that has a request under way or had one in the last five minutes.
+    Asks before it closes a session that has a request in progress or had one in the last five minutes.
     """
     api = ServerAPI(server_url(url), api_key)
     sessions = {session["session"]: session for session in _sessions(api)}
@@ -87,7 +87,7 @@ def _sessions(api: ServerAPI) -> list[dict[str, Any]]:
 def _use(session: dict[str, Any]) -> str | None:
     """Why the session counts as in use; None if it does not."""
     if session["num_requests"]:
-        return f"{session['num_requests']} requests of it are under way or wait"
+        return f"{session['num_requests']} requests of it are in progress or wait"
     if session["idle_s"] < IN_USE_SECONDS:
         return f"last used {_duration(session['idle_s'])} ago"
     return None

@@ -55,7 +55,7 @@ class WeightsFingerprint:
         self._latest: Future[str] | None = None
         self._closed = False
         self._order = ThreadPoolExecutor(1, "kt-fingerprint")
-        self._threads = ThreadPoolExecutor(num_threads, "kt-hash", _give_way)
+        self._threads = ThreadPoolExecutor(num_threads, "kt-hash", _lower_priority)
 
     def future(self, *, fresh: bool = False) -> Future[str]:
         """The fingerprint, computed once. `fresh`: starts a new computation, which later callers share."""
@@ -82,6 +82,6 @@ class WeightsFingerprint:
         return found
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lowers this thread's priority (setpriority(2): in Linux each thread has its own niceness)."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

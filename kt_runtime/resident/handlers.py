@@ -23,10 +23,10 @@ from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
 from kt_runtime.experts import free_spare_memory
 from kt_runtime.families import resolve_targets
 from kt_runtime.resident.host import Host
-from kt_runtime.resident.memory import check_available, give_back_freed_memory, keep_freed_memory
+from kt_runtime.resident.memory import check_available, keep_freed_memory, return_freed_memory
 from kt_runtime.resident.publishing.publisher import Forgotten, Publisher
 from kt_runtime.resident.scheduler import Pause, Slice, Slices
-from kt_runtime.resident.training import checkpoint as state
+from kt_runtime.resident.training import checkpoint
 from kt_runtime.resident.training.call import CallResult
 from kt_runtime.resident.training.opening import Opening, Start, read_start
 from kt_runtime.resident.training.optimizer import StepSettings
@@ -106,10 +106,10 @@ class Answers:
         return done
 
 
-class SessionCalls:
+class SessionHandlers:
     """`microbatch_tokens`: padded tokens that go through a layer at once.
 
-    `workers`: when a job ends, the owner of `workers` calls `Executor.resume` with the job's key, on every rank.
+    `workers`: when a job ends, the owner of `workers` calls the scheduler's `resume` with the job's key, on every rank.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class SessionCalls:
         self._sessions[name].used_at = time.monotonic()
         return self._sessions[name]
 
-    def _beside(self, what: str, make: Callable[[], Any]) -> Slices:
+    def _on_worker(self, what: str, make: Callable[[], Any]) -> Slices:
         """Pauses the work while a worker thread runs `make`; returns the result of `make`, or raises its error."""
         self._jobs_begun += 1
         key = f"session job {self._jobs_begun}"
@@ -183,7 +183,7 @@ class SessionCalls:
         opening = self._opening(request)
         self._openings[request.session] = opening
         try:
-            start: Start = yield from self._beside(
+            start: Start = yield from self._on_worker(
                 _what(request.session, start_from, reference),
                 lambda: read_start(opening, start_from, reference, self._twin.family, self._host),
             )
@@ -307,7 +307,7 @@ class SessionCalls:
 
     def _save(self, request: Save) -> Slices:
         """Copies the state now; a writer thread writes the copy while the session continues."""
-        path = state.checked_path(request.path)
+        path = checkpoint.checked_path(request.path)
         session = self._session(request.session)
         waiting = sum(name == request.session for name in self._writing.values())
         if waiting >= MAX_WAITING_SAVES:
@@ -315,14 +315,14 @@ class SessionCalls:
                 f"session {session.name!r}: {waiting} saves of it are being written; each is a copy of its state, so "
                 "ask again when they are answered"
             )
-        yield from self._beside(str(path), lambda: state.check_target(path, replace=request.replace))
+        yield from self._on_worker(str(path), lambda: checkpoint.check_target(path, replace=request.replace))
         tensors = [*session.parameters.values(), *(session.optimizer.tensors().values() if request.optimizer else ())]
         copied_bytes = sum(4 * tensor.numel() for tensor in tensors)
         check_available(copied_bytes, f"{path}: a copy of session {session.name!r}")
-        snapshot = yield from state.snapshot_slices(session, optimizer=request.optimizer)
+        snapshot = yield from checkpoint.snapshot(session, optimizer=request.optimizer)
 
         def write() -> Reply:
-            content = state.write(path, snapshot, self._twin.family, self._host, replace=request.replace)
+            content = checkpoint.write(path, snapshot, self._twin.family, self._host, replace=request.replace)
             return messages.SavedReply(
                 request_id=request.request_id, path=str(path), content_hash=content, step=snapshot.saved.step
             )
@@ -337,11 +337,11 @@ class SessionCalls:
         return self._writing.pop(key, None) is not None
 
     def _load(self, request: Load) -> Slices:
-        session, path = self._session(request.session), state.checked_path(request.path)
-        saved: state.Saved = yield from self._beside(
-            str(path), lambda: state.read(path, session, self._twin.family, self._host)
+        session, path = self._session(request.session), checkpoint.checked_path(request.path)
+        saved: checkpoint.Saved = yield from self._on_worker(
+            str(path), lambda: checkpoint.read(path, session, self._twin.family, self._host)
         )
-        yield from state.restore(session, saved)
+        yield from checkpoint.restore(session, saved)
         self._answers.reply(messages.SessionReply(request_id=request.request_id, info=self._info(session)), None)
 
     def _publish(self, request: Publish) -> Slices:
@@ -351,7 +351,7 @@ class SessionCalls:
         copied_bytes = 4 * sum(parameter.numel() for parameter in session.parameters.values())
         check_available(copied_bytes, f"adapter {request.name!r}: a copy of session {session.name!r}")
         done = self._answers.when_moved(request, request.name)
-        adapter = yield from state.copied_masters(session)
+        adapter = yield from checkpoint.copied_masters(session)
         self._publisher.publish(
             request.name, adapter, f"session {session.name}", done, session=session.id, take_over=request.take_over
         )
@@ -363,12 +363,12 @@ class SessionCalls:
         self._publisher.owners.end(session.id)
         if not self._sessions:
             free_spare_memory()
-            give_back_freed_memory()
+            return_freed_memory()
         self._answers.reply(messages.DoneReply(request_id=request.request_id), None)
 
 
 def _checked(path: str | None) -> Path | None:
-    return None if path is None else state.checked_path(path)
+    return None if path is None else checkpoint.checked_path(path)
 
 
 def _what(session: str, *paths: Path | None) -> str:

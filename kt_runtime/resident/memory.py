@@ -32,7 +32,7 @@ def check_available(needed: int, what: str, hint: str = "") -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Makes the C library keep up to 1 GiB of freed memory for reuse, until `give_back_freed_memory`.
+    """Makes the C library keep up to 1 GiB of freed memory for reuse, until `return_freed_memory`.
 
     Training on a CPU constantly allocates and frees tensors of some megabytes. By default glibc maps and unmaps each
     one, and the kernel clears its pages at first use: 6 to 8 % of a step. Returns False if the C library is not glibc.
@@ -43,7 +43,7 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
 
 
-def give_back_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Returns freed memory to the system (malloc_trim(3)). No effect if the C library is not glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

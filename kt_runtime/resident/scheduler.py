@@ -56,7 +56,7 @@ class Slice(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """The work's next slice, `then`, does not run before `Executor.resume(key)`."""
+    """The work's next slice, `then`, does not run before `TrainingScheduler.resume(key)`."""
 
     key: str
     then: Slice
@@ -67,7 +67,7 @@ Slices = Generator[Slice | Pause, None, Any]
 
 
 def run_at_once(slices: Slices) -> Any:
-    """Runs all slices, without an executor and without a pause; returns the work's result."""
+    """Runs all slices, without a scheduler and without a pause; returns the work's result."""
     while True:
         try:
             next(slices)
@@ -143,7 +143,7 @@ class _Queue:
             self.upcoming = announced
 
 
-class Executor:
+class TrainingScheduler:
     """`training_share`: the largest share of the time, in (0, 1], that slices may take while requests are served.
 
     While serving, a slice of d seconds is followed by d * (1 / share - 1) seconds for serving before the next slice.

@@ -28,12 +28,12 @@ from kt_runtime.adapters import StoredName, VersionStore
 from kt_runtime.experts.machine import placement_refusal
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.decisions import Arrived, Decisions, Ended, Moved, decode, encode
-from kt_runtime.resident.handlers import Answers, Arrays, SessionCalls, SessionRequest
+from kt_runtime.resident.handlers import Answers, Arrays, SessionHandlers, SessionRequest
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.memory import resident_set_bytes
 from kt_runtime.resident.publishing.probe import Probe
 from kt_runtime.resident.publishing.publisher import Publisher
-from kt_runtime.resident.scheduler import Executor, Plan, Work
+from kt_runtime.resident.scheduler import Plan, TrainingScheduler, Work
 from kt_runtime.resident.statuses import Statuses
 from kt_runtime.resident.training.session_limits import SessionLimits
 from kt_runtime.resident.twin.lora import LoraModules
@@ -103,7 +103,7 @@ class Resident:
     ) -> None:
         self._host, self._settings, self._server = host, settings, server
         self.twin = Twin(host)
-        self.executor = Executor(settings.training_share, clock, num_ranks=host.num_ranks)
+        self.scheduler = TrainingScheduler(settings.training_share, clock, num_ranks=host.num_ranks)
         self._workers = Workers("kt-prepare", self._on_ended)
         self._writers = Workers(
             "kt-write", self._on_ended, num_threads=1, max_threads=WRITING_THREADS, patience_s=WRITING_PATIENCE_SECONDS
@@ -130,7 +130,7 @@ class Resident:
             store,
             settings.kept_versions,
             Probe(self.twin, lora, host.config),
-            self.executor.submit,
+            self.scheduler.submit,
             self._workers,
             self._on_moved,
         )
@@ -138,7 +138,7 @@ class Resident:
             host.weights, self._status, lambda reply: self._answer(reply, None), self._fail, clock, self._wakeup.set
         )
         self._answers = Answers(self._answer, self._fail, self._answer_later)
-        self.calls = SessionCalls(
+        self.handlers = SessionHandlers(
             host,
             self.twin,
             lora,
@@ -167,7 +167,7 @@ class Resident:
         """
         arrived = self._server is not None and self._server.has_pending
         ended = bool(self._ended or self._moved) or self._statuses.is_due
-        return arrived or ended or not self.executor.is_idle
+        return arrived or ended or not self.scheduler.is_idle
 
     def decisions(self) -> list[bytes]:
         """Rank 0: the payloads of this turn for every rank's `apply`; empty if there is nothing to do."""
@@ -184,7 +184,7 @@ class Resident:
         moved = [self._moved.popleft() for _ in range(len(self._moved))]
         is_serving = self._host.is_serving()
         budget = SERVING_BUDGET_SECONDS if is_serving else IDLE_BUDGET_SECONDS
-        plan = self.executor.plan(is_serving, budget, arrives=bool(arrived))
+        plan = self.scheduler.plan(is_serving, budget, arrives=bool(arrived))
         decided, self._salt = Decisions(arrived, ended, moved, plan, is_serving, self._salt), ""
         return [] if decided.is_empty else [encode(decided)]
 
@@ -198,7 +198,7 @@ class Resident:
                     self._stored = []
                 ended: tuple[Ended | Moved, ...] = (*decided.ended, *decided.moved)
                 for each in ended:
-                    self._go_on(each)
+                    self._resume(each)
                 for arrived in decided.arrived:
                     arrays = {name: np.frombuffer(data, kind) for name, kind, data in arrived.arrays}
                     self._dispatch(arrived.request, arrays)
@@ -209,11 +209,11 @@ class Resident:
         (plan, is_serving), self._plan = self._plan, (Plan(), False)
         if plan.num_slices:
             with _training_mode():
-                self.executor.run(plan, is_serving)
+                self.scheduler.run(plan, is_serving)
 
     def close(self) -> None:
         """Ends training, finishes pending writes, stops listening. Unfinished training calls leave no effects."""
-        self.executor.close()
+        self.scheduler.close()
         self._writers.finish(CLOSING_SECONDS)
         self._writers.close()
         self._workers.close()
@@ -230,14 +230,14 @@ class Resident:
     def _dispatch(self, request: AnyRequest, arrays: Arrays) -> None:
         if isinstance(request, SessionRequest):
             request_id = request.request_id
-            slices = self.calls.slices(request, arrays)
-            self.executor.submit(
+            slices = self.handlers.slices(request, arrays)
+            self.scheduler.submit(
                 Work(
                     request.session,
                     slices,
                     lambda _: None,
                     lambda error: self._fail(request_id, error),
-                    self.calls.opening(request),
+                    self.handlers.opening(request),
                 )
             )
             return
@@ -249,18 +249,18 @@ class Resident:
         if reply is not None:
             self._answer(reply, None)
 
-    def _go_on(self, ended: Ended | Moved) -> None:
+    def _resume(self, ended: Ended | Moved) -> None:
         """Continues the operation that waited for `ended`: a session's work, a save's answer or a publication."""
         error = None if ended.error is None else error_from(ended.error)
         try:
             if isinstance(ended, Moved):
                 self.publisher.finish(ended.lora_id, error)
-            elif self.calls.written(ended.key):
+            elif self.handlers.written(ended.key):
                 self._answer_written(ended.key)
-            elif not self.executor.resume(ended.key, error):
+            elif not self.scheduler.resume(ended.key, error):
                 self.publisher.probe(ended.key, error)
         except Exception:
-            logger.exception("what waited for %s went wrong; serving goes on", ended)
+            logger.exception("the operation that waited for %s failed; serving continues", ended)
 
     def _immediate(self, request: AnyRequest) -> Reply | None:
         """Handles a request without a session. Returns the reply, or None if the reply follows later."""
@@ -311,8 +311,8 @@ class Resident:
             microbatch_tokens=self._settings.microbatch_tokens,
             rss_bytes=resident_set_bytes(),
             sessions=[
-                msgspec.structs.replace(info, num_requests=self.executor.num_works(info.session))
-                for info in self.calls.infos()
+                msgspec.structs.replace(info, num_requests=self.scheduler.num_works(info.session))
+                for info in self.handlers.infos()
             ],
             cache=self._host.cache_tiers(),
             not_stored=self.publisher.unstored(),
@@ -330,7 +330,7 @@ class Resident:
     def _fail(self, request_id: str, error: Exception) -> None:
         reply = error_reply(request_id, error)
         if reply.category == "server":
-            logger.error("request %s failed; serving goes on", request_id, exc_info=error)
+            logger.error("request %s failed; serving continues", request_id, exc_info=error)
         self._answer(reply, None)
 
     def _answer_later(self, key: str, request_id: str, what: str, function: Callable[[], Reply]) -> None:
@@ -353,14 +353,14 @@ class Resident:
     def _on_ended(self, key: str, error: Exception | None) -> None:
         """Called by other threads. Rank 0's decisions pass the event to the other ranks."""
         if self._server is not None:
-            self._ended.append(Ended(key, _told(error)))
+            self._ended.append(Ended(key, _as_reply(error)))
             self._wakeup.set()
 
     def _on_moved(self, lora_id: str, error: Exception | None) -> None:
-        self._moved.append(Moved(lora_id, _told(error)))
+        self._moved.append(Moved(lora_id, _as_reply(error)))
 
 
-def _told(error: Exception | None) -> ErrorReply | None:
+def _as_reply(error: Exception | None) -> ErrorReply | None:
     return None if error is None else error_reply("", error)
 
 

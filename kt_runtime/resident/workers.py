@@ -98,7 +98,7 @@ class Workers:
             self._waiting.append(job)
             self._start_due()
             if self._watch is None:
-                self._watch = threading.Thread(target=self._keep_looking, name=f"{self._name}-watch", daemon=True)
+                self._watch = threading.Thread(target=self._watch_threads, name=f"{self._name}-watch", daemon=True)
                 self._watch.start()
             self._changed.notify_all()
 
@@ -141,17 +141,17 @@ class Workers:
                 job.look(now)
             self._start_due()
             lost = [job for job in self._running if now - job.ran_at >= self._patience_s]
-            told = [(job, self._hangs(job)) for job in lost]
+            failed = [(job, self._hangs(job)) for job in lost]
             if len(lost) >= self._max_threads:
-                told += [(job, self._no_threads(job, lost)) for job in self._waiting]
+                failed += [(job, self._no_threads(job, lost)) for job in self._waiting]
                 self._waiting.clear()
-            told = [(job, error) for job, error in told if self._settle(job, None, error)]
-        for job, error in told:
+            failed = [(job, error) for job, error in failed if self._settle(job, None, error)]
+        for job, error in failed:
             self._ended(job.key, error)
 
     # On the threads.
 
-    def _keep_looking(self) -> None:
+    def _watch_threads(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._running)
@@ -160,7 +160,7 @@ class Workers:
             try:
                 self.look()
             except Exception:  # the watch must survive: without it a hanging file system would go unnoticed
-                logger.exception("%s: unexpected error; going on", self._name)
+                logger.exception("%s: unexpected error; the watch continues", self._name)
             time.sleep(LOOK_SECONDS)
 
     def _run(self, job: _Job) -> None:
@@ -177,10 +177,10 @@ class Workers:
                 logger.error("%s: unexpected error", job.what, exc_info=problem)
         with self._changed:
             self._running.remove(job)
-            is_told = self._settle(job, value, error)
+            must_notify = self._settle(job, value, error)
             self._start_due()
             self._changed.notify_all()
-        if is_told:
+        if must_notify:
             self._ended(job.key, error)
 
     # With the lock.
@@ -212,7 +212,7 @@ class Workers:
     def _hangs(self, job: _Job) -> RequestTimeoutError:
         return RequestTimeoutError(
             f"{job.what}: the file system has not answered for {self._patience_s:g} s (a network mount that is gone, "
-            "or a dead disk); it is not waited for any longer. What was begun may still be carried out"
+            "or a dead disk); the server waits no longer. The operation may still complete"
         )
 
     def _no_threads(self, job: _Job, lost: list[_Job]) -> RequestTimeoutError:

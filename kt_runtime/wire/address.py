@@ -7,7 +7,6 @@ import socket
 import stat
 import tempfile
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from kt_runtime.errors import InvalidValueError, ServerUnreachableError
 
@@ -46,20 +45,12 @@ def private_directory(path: Path) -> Path:
     return path
 
 
-def is_ipc(address: str) -> bool:
-    """True for ipc://, False for tcp://. Raises InvalidValueError for any other transport."""
-    scheme = address.partition("://")[0]
-    if scheme not in ("ipc", "tcp"):
-        raise InvalidValueError(f"address {address!r}: must start with ipc:// or tcp://")
-    return scheme == "ipc"
-
-
 def ipc_path(address: str) -> Path:
     """The socket file of an ipc:// address. Raises InvalidValueError unless absolute and at most 107 bytes long."""
     path = address.removeprefix("ipc://")
-    if not path.startswith("/"):
+    if not (address.startswith("ipc://") and path.startswith("/")):
         raise InvalidValueError(
-            f"address {address!r}: ipc:// takes an absolute path, as in ipc:///run/user/1000/a.sock"
+            f"address {address!r}: must be ipc:// and an absolute path, as in ipc:///run/user/1000/a.sock"
         )
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
         raise InvalidValueError(
@@ -69,27 +60,12 @@ def ipc_path(address: str) -> Path:
     return Path(path)
 
 
-def tcp_host_and_port(address: str) -> tuple[str, int]:
-    """Host and port of a tcp:// address. With port 0, a server binds any free port. Raises InvalidValueError."""
-    try:
-        parts = urlsplit(address)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise InvalidValueError(f"address {address!r}: {error}") from None
-    if not host or port is None or parts.path or parts.username:
-        raise InvalidValueError(f"address {address!r}: must be tcp://HOST:PORT")
-    return host, port
-
-
 def probe(address: str) -> None:
     """Raises ServerUnreachableError if no server listens at `address`. ZMQ itself would keep connecting for ever."""
     try:
-        if is_ipc(address):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as opened:
-                opened.settimeout(PROBE_SECONDS)
-                opened.connect(str(ipc_path(address)))
-        else:
-            socket.create_connection(tcp_host_and_port(address), PROBE_SECONDS).close()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as opened:
+            opened.settimeout(PROBE_SECONDS)
+            opened.connect(str(ipc_path(address)))
     except OSError as error:
         reason = error.strerror or str(error)
         raise ServerUnreachableError(

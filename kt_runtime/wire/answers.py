@@ -69,7 +69,7 @@ class AnswerBook:
             known.identity = identity
             return Admission.IN_PROGRESS
         if request_id in self._expired:
-            raise ConflictError(f"request id {request_id!r} was carried out before; its answer is no longer kept")
+            raise ConflictError(f"request id {request_id!r} was executed before; its answer is no longer kept")
         num_bytes = sum(map(len, frames))
         self._check_room(num_bytes)
         self._in_progress[request_id] = _InProgress(digest, identity, num_bytes)

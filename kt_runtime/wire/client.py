@@ -1,7 +1,8 @@
 """The trainer's end of the wire: one method per message. The client retries a request under the same id until answered.
 
-Not thread-safe: a client belongs to one thread. The server runs a retried request only once (`answers.py`). A call that
-raised RequestTimeoutError may still run later, once.
+`ForgetAdapter` and `DropAdapter` have no method: they are the frontend's. Not thread-safe: a client belongs to one
+thread. The server runs a retried request only once (`answers.py`). A call that raised RequestTimeoutError may still run
+later, once.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from kt_runtime.errors import InvalidValueError, KtError, ProtocolError, RequestTimeoutError, ServerBusyError
+from kt_runtime.errors import ProtocolError
 from kt_runtime.wire import codec, messages
-from kt_runtime.wire.address import is_ipc, probe
+from kt_runtime.wire.address import probe
 from kt_runtime.wire.batch import Batch, Samples
 from kt_runtime.wire.codec import Arrays, Limits
 from kt_runtime.wire.failures import error_from
-from kt_runtime.wire.keys import key_bytes
 from kt_runtime.wire.messages import (
     Activations,
     AnyReply,
@@ -34,11 +34,7 @@ from kt_runtime.wire.messages import (
     Model,
     SessionInfo,
 )
-
-FIRST_RESEND_SECONDS = 5.0
-LAST_RESEND_SECONDS = 60.0
-FIRST_BUSY_SECONDS = 0.1
-LAST_BUSY_SECONDS = 5.0
+from kt_runtime.wire.ticket import FIRST_RESEND_SECONDS, Ticket, checked_type, open_dealer
 
 # The effects of these requests commute, so several may be in flight. Any other request waits for all before it.
 COMMUTING = (messages.GetStatus, messages.Forward, messages.ForwardBackward)
@@ -59,28 +55,13 @@ class ForwardResult:
     num_computed: int
 
 
-@dataclass(eq=False)
-class Ticket:
-    """A request in flight; pass it to `ResidentClient.wait`."""
-
-    request: AnyRequest
-    frames: list[bytes]
-    next_send: float
-    resend_s: float
-    busy_s: float = FIRST_BUSY_SECONDS
-    reply: AnyReply | None = None
-    arrays: dict[str, np.ndarray] | None = None
-    refused_busy: ServerBusyError | None = None
-    abandoned: bool = False
-
-
 class ResidentClient:
     """A connection to the resident at `address`.
 
     Raises ServerUnreachableError if nothing listens there, on construction or while waiting; RequestTimeoutError if an
     answer takes longer than `timeout_s`; and any error of `kt_runtime.errors` that the resident replies with.
-    `client_id` is the prefix of every request id; never use one id twice for different work. tcp:// needs all three
-    CURVE keys. `resend_s`: seconds before the first retry.
+    `client_id` is the prefix of every request id; never use one id twice for different work. `resend_s`: seconds before
+    the first retry.
     """
 
     def __init__(
@@ -91,16 +72,7 @@ class ResidentClient:
         client_id: str | None = None,
         resend_s: float = FIRST_RESEND_SECONDS,
         max_message_bytes: int = Limits.max_message_bytes,
-        server_public_key: str | None = None,
-        client_public_key: str | None = None,
-        client_secret_key: str | None = None,
     ) -> None:
-        keys = {
-            "server's public key": server_public_key,
-            "client's public key": client_public_key,
-            "client's secret key": client_secret_key,
-        }
-        _check_keys(address, keys)
         probe(address)
         self.address, self.timeout_s = address, timeout_s
         self.client_id = client_id or secrets.token_hex(8)
@@ -108,14 +80,7 @@ class ResidentClient:
         self._num_requests = 0
         self._tickets: dict[str, Ticket] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * max_message_bytes)
-        if server_public_key and client_public_key and client_secret_key:
-            self._socket.setsockopt_string(zmq.CURVE_SERVERKEY, server_public_key)
-            self._socket.setsockopt_string(zmq.CURVE_PUBLICKEY, client_public_key)
-            self._socket.setsockopt_string(zmq.CURVE_SECRETKEY, client_secret_key)
-        self._socket.connect(address)
+        self._socket = open_dealer(self._context, address, self._limits)
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -229,7 +194,7 @@ class ResidentClient:
 
     def finish_forward(self, ticket: Ticket, batch: Batch) -> ForwardResult:
         reply, arrays = self.wait(ticket)
-        answer = self._expect(reply, messages.ForwardReply)
+        answer = checked_type(self.address, reply, messages.ForwardReply)
         if len(arrays["logprobs"]) != batch.num_tokens:
             raise ProtocolError(f"{self.address}: {len(arrays['logprobs'])} logprobs for {batch.num_tokens} targets")
         return ForwardResult(
@@ -279,12 +244,6 @@ class ResidentClient:
     def list_adapters(self) -> list[messages.AdapterInfo]:
         return self._call(messages.ListAdapters(request_id=self._next_id()), messages.AdaptersReply).adapters
 
-    def forget_adapter(self, name: str) -> None:
-        self._call(messages.ForgetAdapter(request_id=self._next_id(), name=name), messages.ForgottenReply)
-
-    def drop_adapter(self, lora_id: str) -> None:
-        self._call(messages.DropAdapter(request_id=self._next_id(), lora_id=lora_id), messages.DoneReply)
-
     # Any request, without waiting.
 
     def submit(self, request: AnyRequest, arrays: Arrays | None = None) -> Ticket:
@@ -294,14 +253,9 @@ class ResidentClient:
 
         Raises ProtocolError if the message is not valid.
         """
-        frames = codec.encode(request, arrays, self._limits)
-        try:
-            codec.decode_request(frames, self._limits)  # constraints are only checked on decoding
-        except ProtocolError as error:
-            raise ProtocolError(f"{type(request).__name__}: {error}") from None
-        if not isinstance(request, COMMUTING) or not all(isinstance(t.request, COMMUTING) for t in self._under_way()):
+        ticket = Ticket.of(request, arrays, self._limits, self._resend_s)
+        if not isinstance(request, COMMUTING) or not all(isinstance(t.request, COMMUTING) for t in self._in_flight()):
             self._settle()
-        ticket = Ticket(request, frames, time.monotonic(), self._resend_s)
         self._tickets[request.request_id] = ticket
         self._send(ticket)
         return ticket
@@ -310,10 +264,7 @@ class ResidentClient:
         """The reply and its arrays, once per ticket. After a RequestTimeoutError, `wait` may be called again."""
         self._turn_until(ticket, self.timeout_s if timeout_s is None else timeout_s)
         self._tickets.pop(ticket.request.request_id, None)
-        assert ticket.reply is not None and ticket.arrays is not None
-        if isinstance(ticket.reply, ErrorReply):
-            raise error_from(ticket.reply)
-        return ticket.reply, ticket.arrays
+        return ticket.result()
 
     # Below: retries and receiving.
 
@@ -323,7 +274,7 @@ class ResidentClient:
 
     def _call(self, request: AnyRequest, reply_type: type[_R]) -> _R:
         ticket = self.submit(request)
-        return self._expect(self._wait_or_abandon(ticket)[0], reply_type)
+        return checked_type(self.address, self._wait_or_abandon(ticket)[0], reply_type)
 
     def _forward_result(self, ticket: Ticket, batch: Batch) -> ForwardResult:
         try:
@@ -339,16 +290,11 @@ class ResidentClient:
             ticket.abandoned = True
             raise
 
-    def _expect(self, reply: AnyReply, reply_type: type[_R]) -> _R:
-        if not isinstance(reply, reply_type):
-            raise ProtocolError(f"{self.address}: answered {type(reply).__name__}, not {reply_type.__name__}")
-        return reply
-
-    def _under_way(self) -> list[Ticket]:
+    def _in_flight(self) -> list[Ticket]:
         return [ticket for ticket in self._tickets.values() if ticket.reply is None]
 
     def _settle(self) -> None:
-        for ticket in self._under_way():
+        for ticket in self._in_flight():
             self._turn_until(ticket, self.timeout_s)
         for ticket in list(self._tickets.values()):
             if isinstance(ticket.reply, ErrorReply):
@@ -360,29 +306,19 @@ class ResidentClient:
         while ticket.reply is None:
             now = time.monotonic()
             if now >= deadline:
-                raise self._timeout(ticket, timeout_s)
-            for other in self._under_way():
+                raise ticket.timeout(self.address, timeout_s)
+            for other in self._in_flight():
                 if other.next_send <= now:
                     probe(self.address)
                     self._send(other)
-            wake = min([deadline, *(other.next_send for other in self._under_way())])
+            wake = min([deadline, *(other.next_send for other in self._in_flight())])
             if self._socket.poll(int(max(0.0, wake - time.monotonic()) * 1000) + 1):
                 self._receive()
-
-    def _timeout(self, ticket: Ticket, timeout_s: float) -> KtError:
-        if ticket.refused_busy is not None:
-            return ticket.refused_busy
-        return RequestTimeoutError(
-            f"{self.address}: no answer to {type(ticket.request).__name__} ({ticket.request.request_id}) within "
-            f"{timeout_s:g} s; it may still be carried out"
-            + (", or the server does not accept this client's key" if self.address.startswith("tcp") else "")
-        )
 
     def _send(self, ticket: Ticket) -> None:
         with contextlib.suppress(zmq.Again):  # ZMQ's send queue is full; the next retry is scheduled below
             self._socket.send_multipart(ticket.frames, zmq.NOBLOCK)
-        ticket.next_send = time.monotonic() + ticket.resend_s
-        ticket.resend_s = min(2 * ticket.resend_s, LAST_RESEND_SECONDS)
+        ticket.sent()
 
     def _receive(self) -> None:
         frames = self._socket.recv_multipart()
@@ -392,23 +328,9 @@ class ResidentClient:
             if isinstance(reply, ErrorReply) and not reply.request_id:  # the server could not read the request's id
                 raise error_from(reply)
             return  # a second answer to a retried request
-        if isinstance(reply, ErrorReply) and reply.kind == ServerBusyError.__name__:
-            ticket.refused_busy = ServerBusyError(reply.message)
-            ticket.next_send = time.monotonic() + ticket.busy_s
-            ticket.busy_s = min(2 * ticket.busy_s, LAST_BUSY_SECONDS)
-            return
-        ticket.reply, ticket.arrays = reply, arrays
-        if ticket.abandoned and not isinstance(reply, ErrorReply):
+        ticket.receive(reply, arrays)
+        if ticket.abandoned and ticket.reply is not None and not isinstance(reply, ErrorReply):
             del self._tickets[reply.request_id]
-
-
-def _check_keys(address: str, keys: dict[str, str | None]) -> None:
-    missing = [what for what, key in keys.items() if not key]
-    if missing and (len(missing) < len(keys) or not is_ipc(address)):
-        raise InvalidValueError(f"address {address!r}: CURVE takes three keys; missing: {', '.join(missing)}")
-    for what, key in keys.items():
-        if key:
-            key_bytes(key, what)
 
 
 def _arrays(batch: Batch, reference: npt.ArrayLike | None, samples: Samples | None) -> dict[str, npt.NDArray[Any]]:

@@ -29,6 +29,7 @@ from kt_runtime.wire.messages import (
     Forward,
     ForwardBackward,
     ForwardReply,
+    MoveName,
     PolicyLoss,
     PreferenceLoss,
     Reply,
@@ -88,6 +89,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decode_descriptors = msgspec.msgpack.Decoder(list[ArrayDescriptor]).decode
 _decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
 _decode_request = msgspec.msgpack.Decoder(AnyRequest).decode
+_decode_move = msgspec.msgpack.Decoder(MoveName).decode
 _decode_reply = msgspec.msgpack.Decoder(AnyReply).decode
 
 # msgspec's exceptions for bytes that are not the expected message (UnicodeDecodeError is a ValueError).
@@ -126,6 +128,11 @@ def decode_request(frames: Sequence[bytes], limits: Limits | None = None) -> tup
     return _decode(frames, limits or Limits(), _decode_request)
 
 
+def decode_move(frames: Sequence[bytes], limits: Limits | None = None) -> tuple[MoveName, dict[str, np.ndarray]]:
+    """As `decode_request`, for the frontend's server."""
+    return _decode(frames, limits or Limits(), _decode_move)
+
+
 def decode_reply(frames: Sequence[bytes], limits: Limits | None = None) -> tuple[AnyReply, dict[str, np.ndarray]]:
     """As `decode_request`, for the server's replies."""
     return _decode(frames, limits or Limits(), _decode_reply)
@@ -155,7 +162,7 @@ def _decode(frames: Sequence[bytes], limits: Limits, decode_header: Any) -> tupl
     if frames[0] != MAGIC:
         raise FrameError("magic", f"frame 0 is {bytes(frames[0][:16])!r}; it must be {MAGIC!r}")
     envelope = _parse(_decode_envelope, frames[1], "frame 1 (message)")
-    if decode_header is _decode_request and envelope.version != PROTOCOL_VERSION:
+    if decode_header is not _decode_reply and envelope.version != PROTOCOL_VERSION:
         raise FrameError(
             "version",
             f"frame 1 (message): protocol version {envelope.version!r:.40}; this side speaks {PROTOCOL_VERSION}",

@@ -1,4 +1,4 @@
-"""The training protocol's messages: the trainer's requests to the resident process, and the replies.
+"""The protocol's messages: requests of trainer and frontend to the resident, `MoveName` to the frontend, the replies.
 
 A message is a msgpack map with its kind in `type`; arrays follow as raw buffers in separate frames (`codec.py`).
 Unknown fields of a request are an error, so a misspelt option is never ignored. All token arrays are flat: the
@@ -317,6 +317,19 @@ class DropAdapter(Request, tag="drop_adapter"):
     lora_id: Annotated[str, msgspec.Meta(max_length=128)]
 
 
+class MoveName(Request, tag="move_name"):
+    """Resident to frontend: from now on adapter `name` means `lora_id`. The reply is `DoneReply`.
+
+    Only the frontend accepts this request, and no other one: it is not part of `AnyRequest`. `expires_at`:
+    CLOCK_MONOTONIC in seconds, when the resident stops waiting. The frontend must not move the name later.
+    """
+
+    name: Name
+    adapter_version: Annotated[str, msgspec.Meta(max_length=128)]
+    lora_id: Annotated[str, msgspec.Meta(max_length=128)]
+    expires_at: float
+
+
 AnyRequest = (
     GetStatus
     | CreateSession
@@ -538,26 +551,6 @@ class AdapterInfo(msgspec.Struct, kw_only=True):
 
 class AdaptersReply(Reply, tag="adapters"):
     adapters: list[AdapterInfo]
-
-
-class MoveName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="move_name", tag_field="type"):
-    """Resident to frontend, on the names channel: from now on adapter `name` means `lora_id`.
-
-    `expires_at`: CLOCK_MONOTONIC in seconds, when the resident stops waiting. The frontend must not move it later.
-    """
-
-    move_id: str
-    name: Name
-    adapter_version: str
-    lora_id: str
-    expires_at: float
-
-
-class NameMoved(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="name_moved", tag_field="type"):
-    """Frontend to resident: the name has moved, or `error` is the reason why not."""
-
-    move_id: str
-    error: str | None = None
 
 
 class ForgottenReply(Reply, tag="forgotten"):

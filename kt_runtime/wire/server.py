@@ -1,11 +1,12 @@
-"""The resident's end of the wire: a ROUTER socket on its own I/O thread. The scheduler never waits for this thread.
+"""A server of the wire: a ROUTER socket on its own I/O thread. The thread that answers never waits for this thread.
 
-The I/O thread reads and checks messages, and answers those that need no model: malformed messages, retries, requests
-over the limits (backpressure). All other requests wait until the scheduler calls `take`; `answer` queues the reply and
-returns. Two event descriptors (eventfd(2)), one for each direction, wake the other side.
+The resident listens with this class, and so does the frontend, for moves of adapter names. The I/O thread reads and
+checks messages, and answers some alone: malformed messages, retries, requests over the limits (backpressure). All other
+requests wait for `take`; `answer` queues the reply and returns. Two event descriptors (eventfd(2)), one for each
+direction, wake the other side.
 
-No defence exists against an authorised peer (this user, or a holder of an allowed key) that sends one message of
-endlessly many frames: libzmq collects a whole message before it delivers any frame. Each frame is bounded.
+No defence exists against a process of the same user that sends one message of endlessly many frames: libzmq collects a
+whole message before it delivers any frame. Each frame is bounded.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import zmq
@@ -29,28 +30,30 @@ import zmq
 from kt_runtime.errors import InvalidValueError, KtError, NumericsError, RuntimeFault, ServerUnreachableError
 from kt_runtime.files import exclusive_lock
 from kt_runtime.wire import codec
-from kt_runtime.wire.address import ipc_path, is_ipc, private_directory, tcp_host_and_port
+from kt_runtime.wire.address import ipc_path, private_directory
 from kt_runtime.wire.answers import Admission, AnswerBook
 from kt_runtime.wire.codec import MEBIBYTE, Arrays, FrameError, Limits
 from kt_runtime.wire.failures import error_reply
-from kt_runtime.wire.keys import key_bytes
-from kt_runtime.wire.messages import AnyRequest, GetStatus, ListAdapters, Reply
+from kt_runtime.wire.messages import GetStatus, ListAdapters, Reply, Request
 
 logger = logging.getLogger(__name__)
 
-ZAP_ADDRESS = "inproc://zeromq.zap.01"  # ZMQ RFC 27: libzmq sends its authentication requests there
-ZAP_DOMAIN = b"kt-runtime"
 MAX_MESSAGES_PER_TURN = 64
-LOOKS_KEPT = 64  # answers to read-only requests
+READ_ONLY_KEPT = 64  # answers to read-only requests
 LINGER_SECONDS = 5.0  # for `close`: how long peers may take to read their answers
 HIGH_WATER_MARK = 64  # messages in libzmq's queue of one peer, in each direction
 
+Decode = Callable[[Sequence[bytes], Limits], tuple[Any, dict[str, np.ndarray]]]
+"""Frames and their limits -> a request and its arrays, or a ProtocolError."""
+
+_Q = TypeVar("_Q", bound=Request)
+
 
 @dataclass
-class Incoming:
+class Incoming(Generic[_Q]):
     """A request that waits for its handler. `arrays`: read-only views, valid as long as this object lives."""
 
-    request: AnyRequest
+    request: _Q
     arrays: dict[str, np.ndarray]
     identity: bytes
     request_id: str
@@ -61,8 +64,8 @@ class WireServer:
     """Listens at `address` from construction to `close`.
 
     ipc:// sockets have mode 0600 in a directory with mode 0700 (created if missing). A lock file next to the socket
-    turns a second server into a ConflictError and allows reusing the socket of a dead server. tcp:// requires CURVE, on
-    loopback too: `server_secret_key` and `allowed_clients` (public keys) are Z85 text of 40 characters.
+    turns a second server into a ConflictError and allows reusing the socket of a dead server. `decode`: the codec's
+    function for the requests of this server.
 
     Call `take`, `answer`, `wait`, `has_pending` and `close` from one thread; only `wait` and `close` block.
     """
@@ -71,45 +74,36 @@ class WireServer:
         self,
         address: str,
         *,
+        decode: Decode = codec.decode_request,
         max_message_bytes: int = 256 * MEBIBYTE,
         answers_kept: int = 1024,
         answers_kept_bytes: int = 256 * MEBIBYTE,
         ids_kept: int = 16384,
         max_pending: int = 256,
         max_pending_bytes: int = 512 * MEBIBYTE,
-        server_secret_key: str | None = None,
-        allowed_clients: Collection[str] = (),
     ) -> None:
-        self._limits = Limits(max_message_bytes=max_message_bytes)
+        self._decode, self._limits = decode, Limits(max_message_bytes=max_message_bytes)
         bounds = {"ids_kept": ids_kept, "max_pending": max_pending, "max_pending_bytes": max_pending_bytes}
         self._book = AnswerBook(answers_kept=answers_kept, answers_kept_bytes=answers_kept_bytes, **bounds)
         # Separate from `_book`, so that frequent status requests evict no answers to trainers.
-        self._looks = AnswerBook(answers_kept=LOOKS_KEPT, answers_kept_bytes=MEBIBYTE, **bounds)
+        self._read_only_book = AnswerBook(answers_kept=READ_ONLY_KEPT, answers_kept_bytes=MEBIBYTE, **bounds)
         self._pending: deque[Incoming] = deque()
         self._outbox: deque[tuple[Incoming, list[bytes]]] = deque()
         self._faults_logged: set[str] = set()
         self._closing = False
         self._linger_s = self._ends_s = 0.0  # duration and deadline of `close` waiting for peers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._zap: zmq.Socket[bytes] | None = None
-        self._allowed_keys = {key_bytes(key, "allowed client") for key in allowed_clients}
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(self._context.destroy, linger=0)
-            if not is_ipc(address):
-                self._require_curve(address, server_secret_key)
             self._wakeup, self._arrived = (self._eventfd(cleanup) for _ in range(2))
-            self._router = self._open_router(server_secret_key)
-            if is_ipc(address):
-                cleanup.enter_context(_bind_ipc(self._router, address, self._send_what_is_left))
-            else:
-                _bind(self._router, address)
-                cleanup.callback(self._send_what_is_left)
+            self._router = self._open_router()
+            cleanup.enter_context(_bind_ipc(self._router, address, self._send_what_is_left))
             self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
             self._cleanup = cleanup.pop_all()
         self._thread = threading.Thread(target=self._run, name="kt-wire", daemon=True)
         self._thread.start()
 
-    # The scheduler's side.
+    # For the thread that answers.
 
     @property
     def wakeup_fd(self) -> int:
@@ -191,23 +185,13 @@ class WireServer:
 
     # Opening.
 
-    def _require_curve(self, address: str, secret_key: str | None) -> None:
-        tcp_host_and_port(address)
-        if not secret_key or not self._allowed_keys:
-            missing = "a server secret key" if not secret_key else "the public keys of allowed clients"
-            raise InvalidValueError(
-                f"address {address!r}: tcp:// is served with CURVE keys only, on loopback too; {missing} is missing. "
-                "Use ipc:// on one machine"
-            )
-        key_bytes(secret_key, "server secret key")
-
     @staticmethod
     def _eventfd(cleanup: contextlib.ExitStack) -> int:
         descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         cleanup.callback(os.close, descriptor)
         return descriptor
 
-    def _open_router(self, secret_key: str | None) -> zmq.Socket[bytes]:
+    def _open_router(self) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.LINGER, 0)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an undeliverable answer raises an error, which `_send` ignores
@@ -215,13 +199,6 @@ class WireServer:
         router.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         # A frame of up to twice the limit gets an error reply; libzmq closes the connection on a larger one.
         router.setsockopt(zmq.MAXMSGSIZE, 2 * self._limits.max_message_bytes)
-        if secret_key:
-            router.setsockopt(zmq.CURVE_SERVER, 1)
-            router.setsockopt_string(zmq.CURVE_SECRETKEY, secret_key)
-            router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-            self._zap = self._context.socket(zmq.REP)
-            self._zap.setsockopt(zmq.LINGER, 0)
-            self._zap.bind(ZAP_ADDRESS)
         return router
 
     # The I/O thread.
@@ -229,19 +206,16 @@ class WireServer:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wakeup, zmq.POLLIN)
-        for opened in filter(None, (self._router, self._zap)):
-            poller.register(opened, zmq.POLLIN)
+        poller.register(self._router, zmq.POLLIN)
         while not self._closing:
             ready = dict(poller.poll())
             _drain(self._wakeup)
             try:
                 self._send_outbox()
-                if self._zap in ready:
-                    self._authenticate()
                 if self._router in ready:
                     self._receive()
             except Exception:  # the thread must survive our own bugs: without it no trainer ever gets an answer
-                logger.exception("wire server: unexpected error; going on")
+                logger.exception("wire server: unexpected error; the server continues")
         try:
             self._end()
         except Exception:
@@ -257,9 +231,9 @@ class WireServer:
         self._send_outbox()
         self._receive()
         not_begun = {incoming.request_id for incoming in self._pending}
-        for book in (self._book, self._looks):
+        for book in (self._book, self._read_only_book):
             for request_id, identity in book.abandon().items():
-                state = "was not carried out" if request_id in not_begun else "was not finished"
+                state = "was not executed" if request_id in not_begun else "was not finished"
                 error = ServerUnreachableError(f"{self.address}: the server is ending; request {request_id!r} {state}")
                 self._send(identity, codec.encode(error_reply(request_id, error)))
 
@@ -295,7 +269,7 @@ class WireServer:
         )
 
     def _admit(self, identity: bytes, frames: list[bytes]) -> None:
-        request, arrays = codec.decode_request(frames, self._limits)
+        request, arrays = self._decode(frames, self._limits)
         decision = self._book_of(request).admit(request.request_id, identity, frames)
         if isinstance(decision, list):
             self._send(identity, decision)
@@ -303,8 +277,8 @@ class WireServer:
             self._pending.append(Incoming(request, arrays, identity, request.request_id))
             os.eventfd_write(self._arrived, 1)
 
-    def _book_of(self, request: AnyRequest) -> AnswerBook:
-        return self._looks if isinstance(request, (GetStatus, ListAdapters)) else self._book
+    def _book_of(self, request: Request) -> AnswerBook:
+        return self._read_only_book if isinstance(request, (GetStatus, ListAdapters)) else self._book
 
     def _refuse(self, identity: bytes, error: KtError, request_id: str) -> None:
         fault = error.fault if isinstance(error, FrameError) else type(error).__name__
@@ -325,14 +299,6 @@ class WireServer:
         except zmq.ZMQError as error:
             logger.debug("wire server: an answer was not sent: %s", error)
 
-    def _authenticate(self) -> None:
-        """Answers one ZAP request (ZMQ RFC 27): 200 for an allowed CURVE key, 400 for anything else."""
-        assert self._zap is not None
-        version, sequence, _domain, _address, _identity, mechanism, *credentials = self._zap.recv_multipart()
-        allowed = mechanism == b"CURVE" and len(credentials) == 1 and credentials[0] in self._allowed_keys
-        status = [b"200", b"OK"] if allowed else [b"400", b"this public key is not allowed"]
-        self._zap.send_multipart([version, sequence, *status, b"", b""])
-
 
 def _request_id(frames: list[bytes]) -> str:
     return codec.request_id_of(frames[1]) if len(frames) > 1 and frames[0] == codec.MAGIC else ""
@@ -343,13 +309,6 @@ def _drain(descriptor: int) -> None:
         os.eventfd_read(descriptor)
 
 
-def _bind(router: zmq.Socket[Any], address: str) -> None:
-    try:
-        router.bind(address)
-    except zmq.ZMQError as error:
-        raise InvalidValueError(f"address {address!r}: can't listen there: {error.strerror}") from None
-
-
 @contextlib.contextmanager
 def _bind_ipc(router: zmq.Socket[Any], address: str, close: Callable[[], None]) -> Iterator[None]:
     """Binds under a lock, with mode 0600 for the socket file; removes the stale file of a dead server.
@@ -358,11 +317,13 @@ def _bind_ipc(router: zmq.Socket[Any], address: str, close: Callable[[], None]) 
     """
     path = ipc_path(address)
     private_directory(path.parent)
-    with exclusive_lock(path.with_name(path.name + ".lock"), f"the resident's address {address}"):
+    with exclusive_lock(path.with_name(path.name + ".lock"), f"the address {address}"):
         _remove_stale_socket(path)
         mask = os.umask(0o177)
         try:
-            _bind(router, address)
+            router.bind(address)
+        except zmq.ZMQError as error:
+            raise InvalidValueError(f"address {address!r}: can't listen there: {error.strerror}") from None
         finally:
             os.umask(mask)
         path.chmod(0o600)

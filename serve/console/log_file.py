@@ -57,7 +57,7 @@ class LogFile:
         data = self._rest + os.pread(self._descriptor, max(0, size - self._position), self._position)
         self._position = size
         if size > self._most_bytes:
-            self._start_anew()
+            self._restart()
         *lines, self._rest = data.split(b"\n")
         return [line.decode(errors="replace") for line in lines]
 
@@ -68,7 +68,7 @@ class LogFile:
         text = os.pread(self._descriptor, size - start, start).decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()][-count:]
 
-    def _start_anew(self) -> None:
+    def _restart(self) -> None:
         """Copies the file to the previous part, then truncates the file; writers use O_APPEND and continue at offset 0.
 
         Output written between copy and truncation is lost. If the disk is too full for the copy, the whole previous

@@ -6,75 +6,21 @@ validator checks every adapter.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
-import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-import zmq
-import zmq.asyncio
 
-from kt_runtime.errors import (
-    InvalidValueError,
-    ProtocolError,
-    RequestTimeoutError,
-    ServerBusyError,
-    UnknownNameError,
-)
+from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.serve.http.names import NamesServer
-from kt_runtime.wire import codec, messages
-from kt_runtime.wire.address import probe
-from kt_runtime.wire.failures import error_from
-from kt_runtime.wire.messages import AnyRequest, ErrorReply, Reply
+from kt_runtime.wire import messages
+from kt_runtime.wire.async_client import AsyncResidentClient
+from kt_runtime.wire.messages import AnyRequest
 
 STATUS_SECONDS, CHANGE_SECONDS, HASH_SECONDS = 15.0, 300.0, 5.0
-RESEND_SECONDS, BUSY_SECONDS = 5.0, 0.2
 MAX_PATH_CHARACTERS = 4096
-
-_R = TypeVar("_R", bound=Reply)
-
-
-class ResidentCalls:
-    """Calls to the resident that do not block the event loop. Any number of calls may be in flight.
-
-    Raises ServerUnreachableError, RequestTimeoutError, ServerBusyError, and the error that the resident answers with.
-    """
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-    async def call(self, request: AnyRequest, reply_type: type[_R], timeout_s: float) -> _R:
-        """Resends `request` until a reply arrives; the resident executes each request id once."""
-        probe(self.address)
-        deadline = time.monotonic() + timeout_s
-        name = type(request).__name__
-        refused: ServerBusyError | None = None
-        with self._context.socket(zmq.DEALER) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(self.address)
-            while (left := deadline - time.monotonic()) > 0:
-                await socket.send_multipart(codec.encode(request))
-                if not await socket.poll(int(min(left, RESEND_SECONDS) * 1000)):
-                    probe(self.address)
-                    continue
-                reply, _ = codec.decode_reply(await socket.recv_multipart())
-                if isinstance(reply, ErrorReply) and reply.kind == ServerBusyError.__name__:
-                    refused = ServerBusyError(reply.message)
-                    await asyncio.sleep(BUSY_SECONDS)
-                elif isinstance(reply, ErrorReply):
-                    raise error_from(reply)
-                elif isinstance(reply, reply_type):
-                    return reply
-                else:
-                    raise ProtocolError(f"{self.address}: answered {name} with {type(reply).__name__}")
-        raise refused or RequestTimeoutError(f"{self.address}: no answer to {name} within {timeout_s:g} s")
 
 
 def _new_id() -> str:
@@ -89,7 +35,7 @@ class Adapters:
 
     def __init__(
         self,
-        resident: ResidentCalls,
+        resident: AsyncResidentClient,
         names: NamesServer,
         num_requests: Callable[[], int],
         adapter_directory: str | None = None,
@@ -169,7 +115,7 @@ class Adapters:
         return _fields(await self._resident.call(request, messages.PublishReply, CHANGE_SECONDS))
 
 
-async def drop_adapter(resident: ResidentCalls, lora_id: str) -> None:
+async def drop_adapter(resident: AsyncResidentClient, lora_id: str) -> None:
     await resident.call(messages.DropAdapter(request_id=_new_id(), lora_id=lora_id), messages.DoneReply, CHANGE_SECONDS)
 
 

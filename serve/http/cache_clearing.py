@@ -45,7 +45,7 @@ class CacheClearing:
             raise ConflictError(f"the cache's disk tier, {disk['directory']}, can't be emptied now: {reason}")
         if not await self._engine.flush_memory_tiers(IDLE_SECONDS):
             raise ConflictError(
-                f"requests were under way for {IDLE_SECONDS:g} s; the cache is emptied when none is; try again"
+                f"requests were in progress for {IDLE_SECONDS:g} s; the cache is emptied when none is; try again"
             )
         if disk is not None:
             await self._clear_disk(disk)

@@ -71,5 +71,5 @@ def check_reach(options: ServeOptions) -> None:
     if options.api_key is None and not options.allow_no_key and not is_loopback(options.host):
         raise InvalidValueError(
             f"--host {options.host!r}: the server would answer everyone who reaches this machine. Set a key "
-            "(KT_RUNTIME_API_KEY=... in the environment), or listen at --host 127.0.0.1, or say --allow-no-key"
+            "(KT_RUNTIME_API_KEY=... in the environment), or listen at --host 127.0.0.1, or pass --allow-no-key"
         )

@@ -1,8 +1,8 @@
-"""The frontend's end of the names channel, on which the resident moves a name to another adapter version.
+"""The frontend's adapter names, which the resident moves to other adapter versions (`wire.messages.MoveName`).
 
-A ROUTER socket in the HTTP server's event loop; one frame of msgpack each way (`MoveName`, `NameMoved`). A move is
-atomic: each request uses either the old or the new version. The resident drops the old version after the last request
-that started with the old version has ended; until then both versions stay loaded.
+A `WireServer` receives the moves; the event loop of the HTTP server executes them. A move is atomic: each request uses
+either the old or the new version. The resident drops the old version after the last request that started with the old
+version has ended; until then both versions stay loaded.
 
 A move carries the resident's deadline for it (CLOCK_MONOTONIC, which all processes of a machine share). The frontend
 refuses a late move, so that no name moves to a version that the resident has already given up.
@@ -11,28 +11,22 @@ refuses a late move, so that no name moves to a version that the resident has al
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable, Collection
-from typing import Any, Protocol
-
-import msgspec
-import zmq
-import zmq.asyncio
+from typing import Protocol
 
 from kt_runtime.errors import ConflictError, KtError, UserError
-from kt_runtime.wire.address import ipc_path
-from kt_runtime.wire.messages import MoveName, NameMoved
+from kt_runtime.wire import Incoming, WireServer, codec, error_reply
+from kt_runtime.wire.codec import MEBIBYTE
+from kt_runtime.wire.messages import DoneReply, MoveName
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 64 * 1024
+MAX_MESSAGE_BYTES = 64 * 1024
+MAX_PENDING = 1 << 16
+CLOSING_SECONDS = 1.0
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 30.0
-
-_decode_move = msgspec.msgpack.Decoder(MoveName).decode
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class Registry(Protocol):
@@ -74,27 +68,25 @@ class NamesServer:
         self._drop = drop
         self._draining: dict[str, asyncio.Task[None]] = {}
         self._dropping: set[str] = set()
-        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
-        self._fault_logged = False
 
     async def __aenter__(self) -> NamesServer:
-        path = ipc_path(self.address)
-        path.unlink(missing_ok=True)  # left by a killed server; the directory is locked by this server
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.bind(self.address)
-        os.chmod(path, 0o600)
-        self._task = asyncio.create_task(self._serve())
+        self._wire = WireServer(
+            self.address,
+            decode=codec.decode_move,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            answers_kept_bytes=MEBIBYTE,
+            max_pending=MAX_PENDING,  # a restart moves all names at once
+        )
+        asyncio.get_running_loop().add_reader(self._wire.wakeup_fd, self._answer_all)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks = [self._task, *self._draining.values()]
+        asyncio.get_running_loop().remove_reader(self._wire.wakeup_fd)
+        tasks = list(self._draining.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._context.destroy(linger=0)
-        ipc_path(self.address).unlink(missing_ok=True)
+        self._wire.close(CLOSING_SECONDS)
 
     def check_name(self, name: str) -> None:
         """Raises ConflictError for a reserved name."""
@@ -126,26 +118,19 @@ class NamesServer:
         """lora_id of each serving copy that no name maps to any more -> number of requests that still use the copy."""
         return {lora_id: self.registry.num_in_flight(lora_id) for lora_id in self._draining}
 
-    async def _serve(self) -> None:
-        while True:
-            frames = await self._socket.recv_multipart()
-            answer = self._answer(frames[1:])
-            with contextlib.suppress(zmq.ZMQError):  # the sender has disconnected
-                await self._socket.send_multipart([frames[0], _encode(answer)])
+    def _answer_all(self) -> None:
+        for incoming in self._wire.take():
+            self._answer(incoming)
 
-    def _answer(self, frames: list[Any]) -> NameMoved:
+    def _answer(self, incoming: Incoming[MoveName]) -> None:
         try:
-            move = _decode_move(frames[0] if len(frames) == 1 else b"")
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            if not self._fault_logged:
-                self._fault_logged = True
-                logger.warning("names channel: refused a message (logged once): %s", error)
-            return NameMoved(move_id="", error=f"not a move: {error}")
-        try:
-            self.move(move)
-        except KtError as error:
-            return NameMoved(move_id=move.move_id, error=str(error))
-        return NameMoved(move_id=move.move_id)
+            self.move(incoming.request)
+        except Exception as error:
+            if not isinstance(error, KtError):
+                logger.exception("the move of %r failed", incoming.request.name)
+            self._wire.answer(incoming, error_reply(incoming.request_id, error))
+        else:
+            self._wire.answer(incoming, DoneReply(request_id=incoming.request_id))
 
     def _drain(self, lora_id: str) -> None:
         if lora_id not in self._draining:

@@ -134,14 +134,14 @@ RULES: tuple[Rule, ...] = (
         "/v1/responses/{response_id} /v1/responses/{response_id}/cancel",
     ),
     *_refused(
-        "SGLang's profiler writes files wherever it is told to, and ends the scheduler on a CPU; use py-spy or perf",
+        "SGLang's profiler writes files to any path, and ends the scheduler on a CPU; use py-spy or perf",
         "/start_profile /stop_profile",
     ),
     *_refused(
         NO_EXPERT_RECORD,
         "/start_expert_distribution_record /stop_expert_distribution_record /dump_expert_distribution_record",
     ),
-    *_refused("it writes requests as pickles wherever it is told to", "/configure_logging"),
+    *_refused("it writes requests as pickles to any path", "/configure_logging"),
     *_refused("it delays every batch, and training with it", "/slow_down"),
     *_refused("tracing is not set up", "/set_trace_level"),
     *_refused(

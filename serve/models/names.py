@@ -73,7 +73,7 @@ def download(hub_id: str, name: str | None = None) -> str:
     """How to download the checkpoint `hub_id`: command, destination, and its `name` for --model (None: `hub_id`)."""
     return (
         f"Download it with `hf download {hub_id}`, which puts it into {repository_directory(hub_id)}, "
-        f"and say --model {name or hub_id}"
+        f"and pass --model {name or hub_id}"
     )
 
 

@@ -136,7 +136,7 @@ class ServeOptions:
             for name in ("cache_dir", "cache_read_only"):
                 if getattr(self, name):
                     raise InvalidValueError(
-                        f"--{name.replace('_', '-')}: there is no disk tier; say how large it may be with --cache-disk"
+                        f"--{name.replace('_', '-')}: there is no disk tier; set its size with --cache-disk"
                     )
 
     @property

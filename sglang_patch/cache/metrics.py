@@ -68,7 +68,7 @@ def install(hooks: Hooks) -> None:
     hooks.after(HOST_EVICTED, _count_host_evictions)
     hooks.after(WRITTEN_TO_HOST, _count_written)
     hooks.after(READ_FROM_HOST, _count_read)
-    hooks.after(INGEST, _publish_now_and_then)
+    hooks.after(INGEST, _publish_periodically)
     hooks.after(DETAILS, describe_cached_tokens)
 
 
@@ -203,7 +203,7 @@ def _count_read(_result: Any, _collector: Any, num_bytes: int) -> None:
 # Publishing
 
 
-def _publish_now_and_then(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+def _publish_periodically(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     global _published, _files, _next_publication_s
     now_s = time.monotonic()
     if now_s < _next_publication_s:

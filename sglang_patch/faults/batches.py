@@ -168,18 +168,18 @@ def _plan_after_failure(scheduler: Any, running: Any, last: Any, shown: list[Any
     """The requests that were about to start become suspects. Running requests continue, if they can be identified."""
     from sglang.srt.managers.schedule_batch import NextBatchPlan, ScheduleBatch
 
-    goes_on = running if running.reqs or last is None else last
+    continuing = running if running.reqs or last is None else last
     chunked = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
-    lost = [req for req in (last.reqs if last is not None else ()) if req not in goes_on.reqs]
+    lost = [req for req in (last.reqs if last is not None else ()) if req not in continuing.reqs]
     failed = [*chunked, *shown, *lost]
     if not failed:
-        failed, goes_on = goes_on.reqs, ScheduleBatch(reqs=[], batch_is_full=False)
+        failed, continuing = continuing.reqs, ScheduleBatch(reqs=[], batch_is_full=False)
     if not failed:
         raise error  # the failure involves no request
-    goes_on.filter_batch(reqs_to_exclude=failed)
-    goes_on.batch_is_full = False
+    continuing.filter_batch(reqs_to_exclude=failed)
+    continuing.batch_is_full = False
     recover(scheduler, failed, error)
-    return NextBatchPlan(batch_to_run=None, running_batch=goes_on)
+    return NextBatchPlan(batch_to_run=None, running_batch=continuing)
 
 
 def next_decode_batch(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:

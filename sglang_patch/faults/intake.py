@@ -49,9 +49,9 @@ def install(hooks: Hooks) -> None:
     sock_recv, unwrap, process, generate, embed = SYMBOLS[:5]
     hooks.around(sock_recv, receive)
     hooks.around(unwrap, unwrap_each)
-    hooks.around(process, take_in_each)
-    hooks.around(generate, take_in)
-    hooks.around(embed, take_in)
+    hooks.around(process, process_each)
+    hooks.around(generate, accept)
+    hooks.around(embed, accept)
 
 
 def receive(original: Callable[..., Any], socket: zmq.Socket, flags: int = 0) -> Any:
@@ -73,7 +73,7 @@ def unwrap_each(original: Callable[..., None], receiver: Any, requests: list[Any
             requests[place] = Unreadable(_rids_of(request), error)
 
 
-def take_in_each(original: Callable[..., None], scheduler: Any, requests: list[Any]) -> None:
+def process_each(original: Callable[..., None], scheduler: Any, requests: list[Any]) -> None:
     if not requests:
         _try(original, scheduler, [], None)
     for request in requests:
@@ -122,19 +122,19 @@ def _rids_of(message: Any) -> tuple[str, ...]:
     return (message.rid,) if hasattr(message, "sampling_params") else ()
 
 
-def take_in(original: Callable[..., Any], scheduler: Any, request: Any, **kwargs: Any) -> Any:
+def accept(original: Callable[..., Any], scheduler: Any, request: Any, **kwargs: Any) -> Any:
     """Handles and tries one generating request. Never raises."""
     before = {id(req) for req in _waiting(scheduler)}
     try:
         original(scheduler, request, **kwargs)
         for req in _waiting(scheduler):
             if id(req) not in before:
-                try_out(scheduler, req)
+                dry_run(scheduler, req)
     except Exception as error:  # noqa: BLE001 - logged by `answer_failure`
         answer_failure(scheduler, request, error)
 
 
-def try_out(scheduler: Any, req: Any) -> None:
+def dry_run(scheduler: Any, req: Any) -> None:
     """Raises the errors that a batch with only this request would raise before its forward pass."""
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 

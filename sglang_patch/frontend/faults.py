@@ -45,7 +45,7 @@ class FaultContainment(TokenizerManager):
             except zmq.ZMQError:
                 raise
             except Exception:
-                logger.exception("a message of the engine could not be read; it is left out")
+                logger.exception("a message of the engine could not be read; it is dropped")
 
     async def _handle(self, received: Any) -> None:
         """Never raises because of a message's content."""

@@ -124,7 +124,7 @@ class FaultyFiles:
         self.tear_at = None
 
     def remove_tree(self, path: Path) -> None:
-        """Files that are open go on existing for who has them open."""
+        """Files that are open stay in existence for who has them open."""
         for one in [one for one in self.files if path in one.parents]:
             del self.files[one]
         for one in [one for one in self.directories if one == path or path in one.parents]:

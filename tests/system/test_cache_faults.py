@@ -1,4 +1,4 @@
-"""A real server whose cache directory is damaged, fails, or is killed while it writes: it goes on, and answers right.
+"""A real server whose cache directory is damaged, fails, or is killed while it writes: it continues, and answers right.
 
 The faults of the disk are real where that needs no special rights (bytes changed, files cut off, the directory moved
 away); a disk that is full, read-only, broken or slow is one whose system calls fail or wait in the server's process

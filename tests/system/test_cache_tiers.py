@@ -171,7 +171,7 @@ def test_pages_reach_the_disk_without_another_request_and_then_the_scheduler_sle
     )  # a spinning core is 1; a tiny model's process takes some 0.03, more on a busy machine
 
 
-def test_training_goes_on_and_no_version_is_given_anothers_pages(story: Story) -> None:
+def test_training_continues_and_no_version_is_given_anothers_pages(story: Story) -> None:
     first, again, second = story.trained
     assert first.tiers["computed"] == PROMPT_TOKENS
     assert again.tiers["device"] == CACHED_TOKENS

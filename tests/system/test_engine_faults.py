@@ -167,7 +167,7 @@ def test_a_name_that_means_no_adapter_fails_its_requests_only(client: httpx.Clie
     assert tokens(client) == before
 
 
-def test_sampling_beyond_what_is_allowed_is_refused_and_the_server_goes_on(client: httpx.Client) -> None:
+def test_sampling_beyond_what_is_allowed_is_refused_and_the_server_continues(client: httpx.Client) -> None:
     before = tokens(client)
     wrong: dict[str, Any] = {"top_k": 2**63, "n": 10**9, "stream_interval": 0, "repetition_penalty": 1e-300}
     wrong["logit_bias"] = {"5": 1e308}

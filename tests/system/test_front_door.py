@@ -20,7 +20,7 @@ from system.conftest import Served
 
 from kt_runtime.serve.http.route_table import RULES, Access, rule_for
 from kt_runtime.serve.requests.bodies.sampling import SamplingParams
-from kt_runtime.serve.requests.checks.checking import parse
+from kt_runtime.serve.requests.checks.checking import parsed
 from kt_runtime.serve.requests.checks.prompts import check_prompts
 from kt_runtime.serve.requests.checks.refusal import Refusal
 
@@ -197,7 +197,7 @@ def is_endless(body: dict[str, Any]) -> bool:
 
 def is_accepted(path: str, body: dict[str, Any]) -> bool:
     try:
-        check_prompts(parse(json.dumps(body).encode(), body_type_of(path)))
+        check_prompts(parsed(json.dumps(body).encode(), body_type_of(path))[0])
     except Refusal:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Texts and grammars that held a server up for seconds or filled its memory, sent to a real one while a stream goes on.
+"""Texts and grammars that blocked a server for seconds or filled its memory, sent to a real one during a stream.
 
 Each request here must be answered, the stream must get the tokens of a quiet run, and the scheduler's memory must come
 back. Before there were limits such a text was tokenized in the event loop, and the grammars kept a
@@ -89,7 +89,7 @@ def quiet(url: str) -> list[int]:
 
 @pytest.fixture
 def streaming(url: str, quiet: list[int]) -> Iterator[None]:
-    """A stream goes on during the test, and gets the same tokens as one alone."""
+    """A stream continues during the test, and gets the same tokens as one alone."""
     begun = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(stream, url, begun)
@@ -108,7 +108,7 @@ def served_model(url: str) -> str:
     return name
 
 
-def test_costly_grammars_are_answered_while_a_stream_goes_on_and_memory_comes_back(
+def test_costly_grammars_are_answered_while_a_stream_continues_and_memory_comes_back(
     url: str, streaming: None, scheduler: psutil.Process
 ) -> None:
     generate(url, regex="[a-c]{3}")

@@ -1,4 +1,4 @@
-"""`kill -9` of the trainer at any moment: serving goes on, and what was saved loads. Hostile frames change nothing."""
+"""`kill -9` of the trainer at any moment: serving continues, and saved state loads. Hostile frames change nothing."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def batch() -> Batch:
 
 
 @pytest.mark.parametrize("call", ["forward_backward", "optim_step", "save"])
-def test_serving_goes_on_and_the_last_saved_state_loads(
+def test_serving_continues_and_the_last_saved_state_loads(
     api: ServerAPI, client: ResidentClient, tmp_path: Path, call: str
 ) -> None:
     expected = answer(api)

@@ -146,7 +146,7 @@ def _keys(out: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["sft-resume", "dpo"])
-def test_a_run_that_was_killed_goes_on_with_the_losses_of_an_unbroken_one(
+def test_a_run_that_was_killed_continues_with_the_losses_of_an_unbroken_one(
     command: Callable[..., list[str]], tmp_path: Path, name: str
 ) -> None:
     settings = ["max_steps=9", "save_steps=3", "logging_steps=1", "save_total_limit=2", "eval_strategy=no"]
@@ -172,18 +172,18 @@ def test_a_run_that_was_killed_goes_on_with_the_losses_of_an_unbroken_one(
     assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-9"]
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(command: Callable[..., list[str]], api: ServerAPI, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_says_how_to_resume(command: Callable[..., list[str]], api: ServerAPI, tmp_path: Path) -> None:
     trainer = start(command("sft-resume", "max_steps=500", "overwrite_output_dir=true"))
     read_until(trainer, "step 3/500")
     trainer.send_signal(signal.SIGINT)
     said, _ = trainer.communicate(timeout=RUN_SECONDS)
     assert trainer.returncode == 130, said
-    go_on = said.strip().splitlines()[-1].split()
-    assert go_on[:2] == ["kt-runtime", "train"] and go_on[-1].startswith("resume_from_checkpoint=")
+    resumption = said.strip().splitlines()[-1].split()
+    assert resumption[:2] == ["kt-runtime", "train"] and resumption[-1].startswith("resume_from_checkpoint=")
     with resident_client(api) as client:
         assert client.status().sessions == []  # the server is there still, and free of the run
-    step = int(go_on[-1].rpartition("-")[2])
-    assert main([*go_on[1:], f"max_steps={step + 2}"]) == 0
+    step = int(resumption[-1].rpartition("-")[2])
+    assert main([*resumption[1:], f"max_steps={step + 2}"]) == 0
     assert [at for at, _ in logged(tmp_path / "out")] == list(range(1, step + 3))
 
 
@@ -240,7 +240,7 @@ def test_going_on_with_an_adapter_takes_its_rank_and_compares_with_it(
     assert main(command("sft-turns", "max_steps=2")) == 0
     adapter = ["adapter_name_or_path=" + str(tmp_path / "out"), f"output_dir={tmp_path / 'dpo'}", "max_steps=2"]
     assert main([*command("dpo"), *adapter]) == 2
-    assert "lora_rank: 8: training goes on with the adapter" in capsys.readouterr().err
+    assert "lora_rank: 8: training starts from the adapter" in capsys.readouterr().err
     recipe = tmp_path / "dpo.yaml"
     text = (RECIPES / "dpo.yaml").read_text().replace("lora_rank: 8\nlora_target: all\n", "")
     recipe.write_text(text.replace("../world", str(RECIPES.parent / "world")))
@@ -254,7 +254,7 @@ def test_going_on_with_an_adapter_takes_its_rank_and_compares_with_it(
     assert losses[0][1] == pytest.approx(0.6931, abs=1e-3)  # policy and reference are the same at first
 
 
-def test_the_best_is_saved_the_output_directory_gone_on_from_and_its_adapter_asked(
+def test_the_best_is_saved_the_output_directory_resumed_and_its_adapter_asked(
     command: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -318,6 +318,6 @@ def test_without_a_server_one_is_started_and_ended(model: Path, tmp_path: Path) 
     trainer.send_signal(signal.SIGINT)
     said, _ = trainer.communicate(timeout=RUN_SECONDS)
     assert trainer.returncode == 130, said
-    assert (tmp_path / "out" / "adapter_model.safetensors").exists() is False and "go on with:" in said
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists() is False and "resume with:" in said
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert alive == []

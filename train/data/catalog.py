@@ -39,12 +39,12 @@ _OPENAI_TAGS = {
     "assistant_tag": "assistant",
     "observation_tag": "tool",
 }
-_LOCAL = "download its files into dataset_dir and say file_name: THE_FILE_OR_FOLDER"
+_LOCAL = "download its files into dataset_dir and set file_name: THE_FILE_OR_FOLDER"
 _ELSEWHERE = {
     "hf_hub_url": "hub datasets are not fetched; " + _LOCAL,
     "ms_hub_url": "hub datasets are not fetched; " + _LOCAL,
     "om_hub_url": "hub datasets are not fetched; " + _LOCAL,
-    "script_url": "no code of a dataset is ever run; write its rows into a .jsonl file and say file_name: THE_FILE",
+    "script_url": "no code of a dataset is ever run; write its rows into a .jsonl file and set file_name: THE_FILE",
     "cloud_file_name": "cloud files are not fetched; " + _LOCAL,
 }
 _KEYS = (

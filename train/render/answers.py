@@ -154,6 +154,6 @@ def _unclear(prompt: str, answered: str, turn: int, where: str) -> str:
     start = max(_common(prompt, answered) - 20, 0)
     return (
         f"{where}: the model's chat template renders turn {turn} differently once it is answered, so its answer can't "
-        f"be told from its prompt: the prompt goes on {prompt[start:][-60:]!r}, the conversation "
+        f"be told from its prompt: the prompt continues {prompt[start:][-60:]!r}, the conversation "
         f"{answered[start:][:60]!r}"
     )

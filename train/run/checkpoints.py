@@ -99,7 +99,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidValueError(
             f"{where}: is not the state of a kt-runtime checkpoint ({type(error).__name__}: {error}); a run's results "
-            "and other trainers' checkpoints can't be gone on from: name their adapter by adapter_name_or_path"
+            "and other trainers' checkpoints can't be resumed: name their adapter by adapter_name_or_path"
         ) from None
     if found != FORMAT:
         raise InvalidValueError(f"{where}: format {found!r}; this version reads format {FORMAT}")
@@ -121,11 +121,11 @@ def checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
     return sorted(complete, key=lambda checkpoint: (checkpoint.run, checkpoint.step)), incomplete
 
 
-def run_number(output_dir: Path, gone_on_from: Checkpoint | None) -> int:
+def run_number(output_dir: Path, resumed_from: Checkpoint | None) -> int:
     """The number of the run that begins now: the last checkpoint's if the run resumes from it, otherwise a new one."""
     complete = checkpoints(output_dir)[0]
-    if gone_on_from and complete and complete[-1].path == gone_on_from.path:
-        return gone_on_from.run
+    if resumed_from and complete and complete[-1].path == resumed_from.path:
+        return resumed_from.run
     return 1 + max((checkpoint.run for checkpoint in complete), default=0)
 
 
@@ -163,7 +163,7 @@ def to_resume(recipe: Recipe) -> Checkpoint | None:
         held = complete[-1].path.name if complete else results[0]
         raise ConflictError(
             f"output_dir: {recipe.output_dir}: holds {held} of an earlier run"
-            f"{'' if complete else ' and no checkpoint to go on from'}; choose another directory, or say "
+            f"{'' if complete else ' and no checkpoint to resume from'}; choose another directory, or set "
             "overwrite_output_dir: true to start over"
         )
     return None
@@ -179,8 +179,8 @@ def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any], settings
     if differing:
         lines = "".join(f"\n  {key}: was {was.get(key)!r}, is {identity[key]!r}" for key in differing)
         raise ConflictError(
-            f"{checkpoint.path}: can't be gone on from, another run wrote it:{lines}\n  go on with what it was, or "
-            "start a new run in another output_dir"
+            f"{checkpoint.path}: another run wrote it, so this run can't resume from it:{lines}\n  restore the old "
+            "values, or start a new run in another output_dir"
         )
     old = checkpoint.ours["settings"]
     return [
@@ -243,7 +243,7 @@ def _with_optimizer(checkpoint: Checkpoint) -> Checkpoint:
     if not (checkpoint.path / OPTIMIZER_FILE).is_file():
         raise ConflictError(
             f"{checkpoint.path}: holds the adapter without its optimizer's state (save_only_model: true), so training "
-            "can't go on from it; name it by adapter_name_or_path in a new run, or say overwrite_output_dir: true to "
+            "can't resume from it; name it by adapter_name_or_path in a new run, or set overwrite_output_dir: true to "
             "start over"
         )
     return checkpoint

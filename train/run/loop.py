@@ -52,7 +52,7 @@ def run(
     with exclusive_lock(recipe.output_dir / LOCK_FILE, "output directory"):
         status = client.status()
         check_lengths(recipe, inputs, status.context_tokens)
-        checkpoint, changes = gone_on_from(recipe, inputs, status.fingerprint)
+        checkpoint, changes = resumed_from(recipe, inputs, status.fingerprint)
         for change in changes:
             display.say(change)
         with (
@@ -70,7 +70,7 @@ def run(
             return training.finish(training.steps())
 
 
-def gone_on_from(recipe: Recipe, inputs: Inputs, fingerprint: str | None) -> tuple[Checkpoint | None, list[str]]:
+def resumed_from(recipe: Recipe, inputs: Inputs, fingerprint: str | None) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint that the run resumes from, and a line for each setting that has changed since.
 
     `fingerprint`: of the resident model; None: not known yet, the checkpoint's is assumed. Raises as

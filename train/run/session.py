@@ -77,7 +77,7 @@ def objective_of(
             return Dpo(client, session, recipe, train, activations)
         if serving is None:
             where = recipe.where("ref_logprobs")
-            raise InvalidValueError(f"{where}: ref_logprobs: serving: this run has no HTTP server to ask; say twin")
+            raise InvalidValueError(f"{where}: ref_logprobs: serving: this run has no HTTP server to ask; set twin")
         return Dpo(client, session, recipe, train, activations, serving, say)
     return Sft(client, session, activations)
 

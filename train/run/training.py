@@ -138,7 +138,7 @@ class Training:
                 answer = self._optim_step(rate)
                 check_finite({"grad_norm": answer.grad_norm})
             except NumericsError as error:
-                raise self._told(error, micro_batches, rate) from error
+                raise self._explained(error, micro_batches, rate) from error
             self.optim_finished_at = answer.finished_at
             self.journal.step(outcome, rate, answer.grad_norm)
             self._after_step(self.journal.done)
@@ -244,7 +244,7 @@ class Training:
             with contextlib.suppress(KtError):  # the caller reports the step's own error
                 self._save()
 
-    def _told(self, error: NumericsError, micro_batches: list[list[Row]], rate: float) -> NumericsError:
+    def _explained(self, error: NumericsError, micro_batches: list[list[Row]], rate: float) -> NumericsError:
         """The error with the step, its rows and advice; saves the steps before it first."""
         self._rescue()
         step, recipe = self.journal.done + 1, self.recipe
@@ -255,7 +255,7 @@ class Training:
         cause = (
             f"most often the rate is too high: lower it ({learning}), or warm up for longer"
             if self.journal.done
-            else "nothing was trained yet: it comes from the base model, the adapter that is gone on with, or the rows"
+            else "nothing was trained yet: it comes from the base model, the adapter at the start, or the rows"
         )
         return NumericsError(
             f"step {step} of {self.cadence.total_steps}, learning rate {rate:.2e}: {error}; {cause}{named}"

@@ -49,7 +49,7 @@ def load(name: str, path: Path, take_over: bool, url: str | None, api_key: str |
 @server_options
 @json_option
 def unload(name: str, url: str | None, api_key: str | None, as_json: bool) -> None:
-    """Stop serving NAME. Its versions stay on disk; requests under way finish."""
+    """Stop serving NAME. Its versions stay on disk; requests in progress finish."""
     answer = _api(url, api_key).delete(f"/kt/adapters/{name}")
     click.echo(json.dumps(answer) if as_json else f"{name} is no longer served")
 

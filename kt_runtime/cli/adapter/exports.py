@@ -70,7 +70,7 @@ def check_place(path: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(path):
         return
     if not overwrite:
-        raise ConflictError(f"{path} exists already; choose another name, or say --overwrite")
+        raise ConflictError(f"{path} exists already; choose another name, or pass --overwrite")
     check_replaced(path)
 
 

@@ -113,7 +113,9 @@ def wait_until_written(path: Path, name: str, not_stored: str | None = None) -> 
 
 def _named_base(path: Path) -> str:
     """`base_model_name_or_path` of a PEFT directory. Raises InvalidValueError if it is missing."""
-    hint = "say with --base which model it belongs to (a preset, a directory, or an entry of the Hugging Face cache)"
+    hint = (
+        "name the model that it belongs to with --base (a preset, a directory, or an entry of the Hugging Face cache)"
+    )
     if not path.is_dir():
         raise InvalidValueError(f"{path}: a file does not name its base; {hint}")
     with open_directory(path) as opened:

@@ -68,7 +68,7 @@ def stat(directory: Path | None, url: str | None, api_key: str | None, as_json: 
 @json_option
 @click.pass_context
 def verify(ctx: click.Context, directory: Path | None, as_json: bool) -> None:
-    """Read every record of a cache directory that no server writes to, and put damaged ones aside.
+    """Read every record of a cache directory that no server writes to, and quarantine damaged ones.
 
     Exit status 1 if something was damaged; the cache can be used all the same.
     """
@@ -89,7 +89,7 @@ def verify(ctx: click.Context, directory: Path | None, as_json: bool) -> None:
 def clear(directory: Path | None, url: str | None, api_key: str | None, as_json: bool) -> None:
     """Empty all tiers of a running server, or a directory that no server writes to.
 
-    A server does it between two requests, and goes on serving.
+    A server does it between two requests and keeps serving.
     """
     _check_one_place(directory, url)
     if directory is not None:

@@ -62,7 +62,7 @@ def command(
 ) -> None:
     recipe_path, overrides = find_recipe(recipe_path, arguments)
     if overrides and recipe_path is None:
-        raise click.UsageError(f"{overrides[0]!r}: KEY=VALUE changes a recipe; name its FILE, or say --recipe FILE")
+        raise click.UsageError(f"{overrides[0]!r}: KEY=VALUE changes a recipe; name its FILE, or use --recipe FILE")
     given = {name: value for name, value in sampling.items() if value is not None}
     with contextlib.ExitStack() as stack:
         recipe = directory = None
@@ -179,7 +179,7 @@ class _Chat:
     def _take(self, line: str) -> bool:
         """Runs a command or asks a question; returns True for /exit. Two slashes start a question with one slash."""
         if line.startswith("/") and not line.startswith("//"):
-            return self._obey(line)
+            return self._run_command(line)
         if line:
             question = (line[1:] if line.startswith("/") else line).encode(errors="replace").decode()
             with contextlib.closing(self.conversation.ask(question)) as pieces:
@@ -188,7 +188,7 @@ class _Chat:
             click.echo()
         return False
 
-    def _obey(self, line: str) -> bool:
+    def _run_command(self, line: str) -> bool:
         name, _, argument = line.partition(" ")
         commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,

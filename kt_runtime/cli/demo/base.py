@@ -34,7 +34,7 @@ def make_base(preset: str, directory: Path, say: Callable[[str], None]) -> None:
     with configs().joinpath("world", "saltmere.jsonl").open() as file:
         rows = [json.loads(line)["messages"] for line in file]
     sequences = [tokenizer.apply_chat_template(row, tokenize=True, return_dict=False) for row in rows]
-    _teach(model, sequences, tokenizer.pad_token_id, say)
+    _train(model, sequences, tokenizer.pad_token_id, say)
 
     def fill(temporary: Path) -> None:
         for name in ("config.json", "generation_config.json"):
@@ -45,7 +45,7 @@ def make_base(preset: str, directory: Path, say: Callable[[str], None]) -> None:
     write_directory(directory, fill)
 
 
-def _teach(model: Any, sequences: list[list[int]], padding: int, say: Callable[[str], None]) -> None:
+def _train(model: Any, sequences: list[list[int]], padding: int, say: Callable[[str], None]) -> None:
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LEARNING_RATE, weight_decay=0.01)

@@ -44,11 +44,11 @@ def check_run(recipe: Recipe, inputs: Inputs, config: dict[str, Any], api: Serve
 
 def _print_plan(recipe: Recipe, inputs: Inputs, config: dict[str, Any], fingerprint: str | None, say: Say) -> None:
     """`fingerprint`: of the resident model, None without a server."""
-    from kt_runtime.train.run.loop import gone_on_from
+    from kt_runtime.train.run.loop import resumed_from
     from kt_runtime.train.stages.dpo import described_reference
     from kt_runtime.train.stages.targets import patterns
 
-    checkpoint, changes = gone_on_from(recipe, inputs, fingerprint)
+    checkpoint, changes = resumed_from(recipe, inputs, fingerprint)
     for change in changes:
         say(change)
     modules = resolve_targets(config, recipe.lora_target)
@@ -65,7 +65,7 @@ def _print_plan(recipe: Recipe, inputs: Inputs, config: dict[str, Any], fingerpr
     for name, rows in inputs.evaluation.items():
         say(f"evaluation{f' of {name}' if name else ''}: {len(rows)} rows, eval_strategy: {recipe.eval_strategy}")
     if checkpoint is not None:
-        say(f"would go on from {checkpoint.path}, step {checkpoint.step}")
+        say(f"would resume from {checkpoint.path}, step {checkpoint.step}")
     elif recipe.do_train:
         _print_beginning(recipe.output_dir, say)
     if recipe.publish:

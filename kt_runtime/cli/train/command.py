@@ -5,7 +5,7 @@ FILE is a recipe in YAML or JSON, KEY=VALUE overrides what it says: `kt-runtime 
 A recipe with do_predict alone answers its evaluation data, as `kt-runtime predict` does; one with do_eval alone
 evaluates.
 
-Ctrl-C ends a run after the step that it is in, saves it and says how to go on (exit status 130); a second Ctrl-C ends
+Ctrl-C ends a run after the current step, saves it and prints how to resume (exit status 130); a second Ctrl-C ends
 it at once.
 """
 
@@ -93,7 +93,7 @@ def command(
             return 0
         result = _run(prepared, url, api_key, display)
         if result.interrupted:
-            _say_how_to_go_on(result, prepared.recipe, recipe_path, overrides, url, display.say)
+            _say_how_to_resume(result, prepared.recipe, recipe_path, overrides, url, display.say)
     if as_json:
         click.echo(json.dumps(_as_json(result)))
     return INTERRUPTED_STATUS if result.interrupted else 0
@@ -122,7 +122,7 @@ def _prepare(recipe: Recipe, status: dict[str, Any] | None, say: Callable[[str],
     from kt_runtime.serve.models.checkpoint_files import read_config
     from kt_runtime.train.render.rendering import Renderer
     from kt_runtime.train.run.inputs import read_inputs
-    from kt_runtime.train.run.loop import check_lengths, gone_on_from
+    from kt_runtime.train.run.loop import check_lengths, resumed_from
 
     directory = recipes_model(recipe, status)
     config = read_config(directory)
@@ -137,7 +137,7 @@ def _prepare(recipe: Recipe, status: dict[str, Any] | None, say: Callable[[str],
     inputs = read_inputs(recipe, renderer, say)
     if status is not None:
         check_lengths(recipe, inputs, int(status["context_tokens"]))
-    gone_on_from(recipe, inputs, None)
+    resumed_from(recipe, inputs, None)
     return Prepared(recipe, inputs, config)
 
 
@@ -207,7 +207,7 @@ def _abandon(api: ServerAPI, session: str) -> None:
         client.close_session(session)
 
 
-def _say_how_to_go_on(
+def _say_how_to_resume(
     result: RunResult,
     recipe: Recipe,
     recipe_path: Path,
@@ -221,13 +221,13 @@ def _say_how_to_go_on(
     if recipe.save_only_model:
         say(
             f"interrupted after step {result.steps}; the adapter is in {result.checkpoint}, without its optimizer's "
-            "state (save_only_model: true), so the run can't go on from there"
+            "state (save_only_model: true), so the run can't resume from there"
         )
         return
     keys = {override: override.partition("=")[0].strip() for override in overrides}
     kept = [text for text, key in keys.items() if key != "resume_from_checkpoint" and not is_secret(key)]
     command = ["kt-runtime", "train", "--recipe", str(recipe_path), *(["--url", url] if url else []), *kept]
-    say(f"interrupted after step {result.steps}; go on with:")
+    say(f"interrupted after step {result.steps}; resume with:")
     say(f"  {shlex.join([*command, f'resume_from_checkpoint={result.checkpoint}'])}")
 
 

@@ -40,7 +40,7 @@ def with_starting_adapter(
         say(f"{recipe.adapter_name_or_path}: {note}")
     if "lora_rank" in recipe.places and recipe.lora_rank != adapter.rank:
         raise ConflictError(
-            f"{recipe.where('lora_rank')}: lora_rank: {recipe.lora_rank}: training goes on with the adapter "
+            f"{recipe.where('lora_rank')}: lora_rank: {recipe.lora_rank}: training starts from the adapter "
             f"{recipe.adapter_name_or_path}, which has rank {adapter.rank}; leave lora_rank out"
         )
     changes: dict[str, Any] = {"lora_rank": adapter.rank}
@@ -50,7 +50,7 @@ def with_starting_adapter(
         changes["lora_target"] = targets_of(adapter, config, str(recipe.adapter_name_or_path))
     changed = dataclasses.replace(recipe, **changes)
     say(
-        f"goes on with the adapter {recipe.adapter_name_or_path}: rank {changed.lora_rank}, alpha "
+        f"starts from the adapter {recipe.adapter_name_or_path}: rank {changed.lora_rank}, alpha "
         f"{changed.served_alpha:g}, targets {', '.join(changed.lora_target)}"
     )
     return changed

@@ -13,16 +13,9 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from kt_runtime.errors import ConflictError
+from kt_runtime.resident.training.session import SessionId
 
-_ASKING = "say take_over (publish_take_over in a recipe, --take-over of adapter load)"
-
-
-@dataclass(frozen=True)
-class SessionId:
-    """`key` is unique. `name` is the client's name of the session; a later session may reuse it."""
-
-    key: str
-    name: str
+_HOW_TO_TAKE_OVER = "set take_over (publish_take_over in a recipe, --take-over of adapter load)"
 
 
 @dataclass(frozen=True)
@@ -65,13 +58,13 @@ class Owners:
         if owner is not None and owner.session != session:
             raise ConflictError(
                 f"adapter {name!r} is published by session {owner.session.name!r} since {_shown(owner.since)}; "
-                f"choose another name, or {_ASKING}: that session's next publication of it is an error then"
+                f"choose another name, or {_HOW_TO_TAKE_OVER}: that session's next publication of it is an error then"
             )
         why = self._lost.get((session.key, name)) if session is not None else None
         if why is not None and session is not None:
             raise ConflictError(
                 f"adapter {name!r} {why}, after session {session.name!r} had published it or begun to; to publish "
-                f"it again, {_ASKING}"
+                f"it again, {_HOW_TO_TAKE_OVER}"
             )
 
     def permits(self, name: str, session: SessionId | None, *, take_over: bool) -> bool:

@@ -196,7 +196,7 @@ class Persistence:
             if served:
                 self._store.point(name, served, known)
         except OSError as error:
-            self._put_off(name, f"{error.strerror or error} (tried again)", error)
+            self._postpone(name, f"{error.strerror or error} (tried again)", error)
         except Exception as error:  # noqa: BLE001 - reported, not retried: a retry would fail again
             self._give_up(name, served, waiting, error)
         else:
@@ -230,7 +230,7 @@ class Persistence:
                 del self._names[name]
             self._changed.notify_all()
 
-    def _put_off(self, name: str, problem: str, error: OSError) -> None:
+    def _postpone(self, name: str, problem: str, error: OSError) -> None:
         with self._changed:
             entry = self._names[name]
             if entry.problem != problem:

@@ -43,10 +43,11 @@ from kt_runtime.errors import ConflictError, KtError, UnknownNameError
 from kt_runtime.families import Family
 from kt_runtime.files import errors_of_path
 from kt_runtime.resident.host import Host
-from kt_runtime.resident.publishing.owners import Owners, SessionId
+from kt_runtime.resident.publishing.owners import Owners
 from kt_runtime.resident.publishing.persistence import Persistence
 from kt_runtime.resident.publishing.probe import OPENING, Probe
 from kt_runtime.resident.scheduler import Work
+from kt_runtime.resident.training.session import SessionId
 from kt_runtime.resident.workers import Workers
 from kt_runtime.wire.messages import AdapterInfo, UnforgottenName, UnstoredVersion, VersionInfo
 
@@ -130,7 +131,7 @@ class Publisher:
         self._persistence = Persistence(store, host.model)
         self.owners = Owners()
         self._salt, self._ids_given = "", 0
-        self._under_way: dict[str, _Operation] = {}
+        self._in_progress: dict[str, _Operation] = {}
         self._queues: dict[str, deque[_Operation]] = {}
         self._forgetting: dict[str, list[Forgotten]] = {}
         self._installed: set[str] = set()
@@ -145,7 +146,7 @@ class Publisher:
         self.owners.check(name, session, take_over=take_over)
         if len(self._queues.get(name, ())) > MAX_WAITING_OF_NAME:
             raise ConflictError(
-                f"adapter {name!r}: {MAX_WAITING_OF_NAME} operations wait for the one under way; ask again later"
+                f"adapter {name!r}: {MAX_WAITING_OF_NAME} operations wait for the one in progress; ask again later"
             )
 
     def publish(
@@ -265,7 +266,7 @@ class Publisher:
             self._prepare(operation)
 
     def _prepare(self, operation: _Operation) -> None:
-        self._under_way[operation.lora_id] = operation
+        self._in_progress[operation.lora_id] = operation
         try:
             make = operation.begin()
         except Exception as error:  # noqa: BLE001 - handed on: `done` answers it
@@ -275,7 +276,7 @@ class Publisher:
 
     def probe(self, lora_id: str, error: Exception | None) -> None:
         """Stage 1 has ended: starts the probe. The id of a withdrawn operation is ignored."""
-        operation = self._under_way.get(lora_id)
+        operation = self._in_progress.get(lora_id)
         if operation is None:
             return
         try:
@@ -299,7 +300,7 @@ class Publisher:
 
     def _install(self, operation: _Operation) -> None:
         """The probe has succeeded: installs the adapter and asks the frontend to move the name."""
-        if self._under_way.get(operation.lora_id) is not operation:
+        if self._in_progress.get(operation.lora_id) is not operation:
             return
         name, lora_id, prepared = operation.name, operation.lora_id, operation.prepared
         assert prepared is not None
@@ -320,7 +321,7 @@ class Publisher:
 
     def finish(self, lora_id: str, error: Exception | None) -> None:
         """The frontend has moved the name, or `error` is why not. Starts the name's next operation."""
-        operation = self._under_way[lora_id]
+        operation = self._in_progress[lora_id]
         outcome: AdapterVersion | Exception = error or operation.version
         try:
             if error is not None:
@@ -355,14 +356,14 @@ class Publisher:
 
     def _end(self, operation: _Operation, outcome: AdapterVersion | Exception) -> None:
         """Calls `done` and starts the name's next operation. Ignored for an operation that has ended."""
-        if self._under_way.pop(operation.lora_id, None) is None:
+        if self._in_progress.pop(operation.lora_id, None) is None:
             return
         self._workers.give_up(operation.lora_id)
         operation.prepared = None
         try:
             operation.done(outcome)
         except Exception:
-            logger.exception("adapter %r: an outcome could not be told; serving goes on", operation.name)
+            logger.exception("adapter %r: the answer to its request failed; serving continues", operation.name)
         for done in self._forgetting.pop(operation.name, ()):
             self._forget(operation.name, done, had_operations=True)
         queue = self._queues[operation.name]

@@ -39,7 +39,7 @@ from kt_runtime.errors import AdapterError, ConflictError, InvalidValueError
 from kt_runtime.families import Family, LoraModule
 from kt_runtime.files import errors_of_path, only_files
 from kt_runtime.resident.host import Host
-from kt_runtime.resident.scheduler import Slice, Slices, run_at_once
+from kt_runtime.resident.scheduler import Slice, Slices
 from kt_runtime.resident.training.portions import portions
 from kt_runtime.resident.training.session import Session
 from kt_runtime.wire.messages import LoraSettings
@@ -57,7 +57,7 @@ MAX_ADAM_STEPS = float(1 << 24)  # float32 can't count further
 
 
 class SavedSession(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`step`, `calls`: the session's counters. `modules`: the trained modules, without fillers of fused groups."""
+    """`step`, `calls`: the session's `step` and `num_calls`. `modules`: the trained modules, without fillers."""
 
     format: int = 1
     rank: int
@@ -84,31 +84,19 @@ def checked_path(path: str) -> Path:
     return Path(path)
 
 
-def snapshot(session: Session, *, optimizer: bool) -> Snapshot:
-    """As `snapshot_slices`, without pauses between slices."""
-    taken: Snapshot = run_at_once(snapshot_slices(session, optimizer=optimizer))
-    return taken
-
-
-def snapshot_slices(session: Session, *, optimizer: bool) -> Generator[Slice, None, Snapshot]:
+def snapshot(session: Session, *, optimizer: bool) -> Generator[Slice, None, Snapshot]:
     """Copies masters (and moments, with `optimizer`) to the CPU. The session must not change meanwhile."""
     saved = SavedSession(
         rank=session.settings.rank,
         alpha=session.settings.alpha,
         step=session.step,
-        calls=session.calls,
+        calls=session.num_calls,
         modules=[module.name for module in session.modules],
         has_optimizer=optimizer,
     )
     adapter = yield from copied_masters(session)
     state = yield from _copied(session.optimizer.tensors() if optimizer else {})
     return Snapshot(saved, adapter, state)
-
-
-def masters(session: Session) -> AdapterTensors:
-    """As `copied_masters`, without pauses between slices."""
-    adapter: AdapterTensors = run_at_once(copied_masters(session))
-    return adapter
 
 
 def copied_masters(session: Session) -> Generator[Slice, None, AdapterTensors]:
@@ -172,7 +160,7 @@ class Saved:
     masters: dict[str, torch.Tensor]
     moments: dict[str, torch.Tensor]
     step: int
-    calls: int
+    num_calls: int
 
 
 def read(path: Path, session: Session, family: Family, host: Host) -> Saved:
@@ -196,7 +184,7 @@ def read(path: Path, session: Session, family: Family, host: Host) -> Saved:
 
 def restore(session: Session, saved: Saved) -> Slices:
     """Sets masters, moments and counters from `saved`, and clears the gradient."""
-    yield from session.restore(saved.masters, saved.moments, saved.step, saved.calls)
+    yield from session.restore(saved.masters, saved.moments, saved.step, saved.num_calls)
 
 
 class Trained(Protocol):

@@ -90,7 +90,7 @@ def loss_of(
     for index, chunk in enumerate(chunks):
         yield _chunk_slice("loss" if slopes is None else "loss and gradient", chunks, index)
         with torch.no_grad():
-            everything = _look(chunk, normed, twin.head, places, counts, seen, wants_logits=loss.is_paired)
+            everything = _read_chunk(chunk, normed, twin.head, places, counts, seen, wants_logits=loss.is_paired)
             if slopes is not None:
                 by_normed[chunk] = hidden_gradient(everything, places.targets[chunk], slopes[chunk], twin.head)
             elif len(chunks) == 1:
@@ -117,7 +117,7 @@ def _chunk_slice(kind: str, chunks: list[slice], index: int) -> Slice:
     return Slice(kind, chunk.stop - chunk.start, max(1, len(chunks) - 1 - index))  # the last chunk is often shorter
 
 
-def _look(
+def _read_chunk(
     chunk: slice,
     normed: torch.Tensor,
     head: torch.Tensor,

@@ -1,13 +1,14 @@
 """A training session: one adapter's float32 masters, its accumulated gradient and its optimizer.
 
-The methods that compute are generators of slices for the executor. A call changes the session only at its end, when its
-gradient is added. A step must run to its end, since moments and masters change together.
+The methods that compute are generators of slices. A call changes the session only at its end, when its gradient is
+added. A step must run to its end, since moments and masters change together.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,6 @@ import torch
 from kt_runtime.adapters import AdapterTensors
 from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.families import LoraModule
-from kt_runtime.resident.publishing.owners import SessionId
 from kt_runtime.resident.scheduler import Slices, run_at_once
 from kt_runtime.resident.training.call import Call, CallResult
 from kt_runtime.resident.training.losses import LossFunction, WeightedCrossEntropy
@@ -44,8 +44,16 @@ Reference = npt.NDArray[np.float32] | None
 """[sequences of a call]: the reference's log-probabilities, summed over each sequence's counted targets."""
 
 
+@dataclass(frozen=True)
+class SessionId:
+    """`key` is unique. `name` is the client's name of the session; a later session may reuse it."""
+
+    key: str
+    name: str
+
+
 class Session:
-    """`key`: the adapter's key in `LoraModules`. `step`: finished optimizer steps. `calls`: finished gradient calls.
+    """`key`: the adapter's key in `LoraModules`. `step`, `num_calls`: finished optimizer steps and gradient calls.
 
     `num_bytes`: the memory that the session may use. `opened_at`, `used_at`: time.monotonic() of its creation, and of
     the start of its latest request.
@@ -69,7 +77,7 @@ class Session:
         self.gradient: dict[str, torch.Tensor] = {}
         self.optimizer = AdamW(self.parameters)
         self.step = 0
-        self.calls = 0
+        self.num_calls = 0
         self.num_bytes = TRAINED_BYTES * num_parameters(modules, settings.rank)
         self.opened_at = self.used_at = time.monotonic()
 
@@ -129,7 +137,7 @@ class Session:
                 for name in names:
                     result.gradient[name] += self.gradient[name]
         self.gradient |= result.gradient
-        self.calls += 1
+        self.num_calls += 1
         return result
 
     def optim_step(self, settings: StepSettings) -> Slices:
@@ -167,7 +175,7 @@ class Session:
         yield from freed(self.parameters)
 
     def restore(
-        self, masters: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor], step: int, calls: int
+        self, masters: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor], step: int, num_calls: int
     ) -> Slices:
         """Copies `masters`, takes ownership of `moments` (named as in `AdamW.tensors`) and clears the gradient.
 
@@ -180,7 +188,7 @@ class Session:
                     self.parameters[name].copy_(masters[name])
         yield from self.optimizer.restore(moments)
         yield from freed(self.gradient)
-        self.step, self.calls = step, calls
+        self.step, self.num_calls = step, num_calls
 
     def _call(
         self,
@@ -192,7 +200,7 @@ class Session:
         backward: bool = False,
         activations: Activations = "recompute",
     ) -> Slices:
-        seed = hash_seed(self.settings.seed, self.calls)
+        seed = hash_seed(self.settings.seed, self.num_calls)
         call = Call(self._twin, self._lora, adapter, loss, backward, seed, retain=activations == "retain")
         microbatches = split(batch, max_tokens, self._twin.device, pairs=loss.is_paired)
         return (yield from training_call(call, microbatches, len(batch.tokens)))
@@ -207,6 +215,6 @@ def _function(loss: Loss, reference: Reference, samples: Samples | None) -> Loss
     return PolicyLossFunction(loss, samples)
 
 
-def hash_seed(seed: int, calls: int) -> int:
+def hash_seed(seed: int, num_calls: int) -> int:
     """The dropout seed of one call: the same after a session was saved and restored."""
-    return (seed << 32) ^ calls
+    return (seed << 32) ^ num_calls

@@ -132,11 +132,11 @@ class LoraModules:
             yield Slice("take away", may_switch=True)
             self._selected.clear()
             for module in modules:
-                self._take_away(module, key)
+                self._detach(module, key)
             self._parameters[key].pop(layer, None)
         del self._parameters[key], self._dropouts[key]
 
-    def _take_away(self, module: LoraModule, key: str) -> None:
+    def _detach(self, module: LoraModule, key: str) -> None:
         if module.num_experts:
             self._twin.experts[module.name.rpartition(".")[0]].adapters.pop(key, None)
             return

@@ -25,7 +25,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from kt_runtime.errors import CheckpointError, suggestion
 from kt_runtime.families import Family, TensorSource, family_for
-from kt_runtime.resident.fingerprint import hash_weights
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.twin import attention
 from kt_runtime.resident.twin.frozen import FrozenLinear, FrozenRmsNorm, is_rms_norm
@@ -53,7 +52,7 @@ class Twin:
         self._refuse_leftovers()
         self._model.eval()
         self.shared_bytes = sum(view.nbytes for view in self._views.values()) + host.experts.resident_bytes
-        self.copied_bytes = bytes_beside(self._model, host.tensors())
+        self.copied_bytes = bytes_not_shared(self._model, host.tensors())
 
     @property
     def num_layers(self) -> int:
@@ -135,10 +134,6 @@ class Twin:
             for module in self.experts.values():
                 module.padding = None
 
-    def weights_fingerprint(self) -> str:
-        """`hash_weights` of the twin's weights, computed again."""
-        return hash_weights(self._views, self._store)
-
     def _place_experts(self, config: Mapping[str, Any]) -> None:
         for layer in self.family.moe_layers(config):
             prefix = self.family.expert_prefix(layer)
@@ -193,7 +188,7 @@ def _share(
     return views
 
 
-def bytes_beside(model: nn.Module, engine: Mapping[str, torch.Tensor]) -> int:
+def bytes_not_shared(model: nn.Module, engine: Mapping[str, torch.Tensor]) -> int:
     """Bytes of the model's weights that lie in none of the engine's storages: what the twin takes beside them.
 
     Rotary tables are not counted: they are computed from the configuration.

@@ -236,7 +236,7 @@ class ChatCompletion(Completing, kw_only=True):
         "add_special_tokens": "the chat template writes them",
         "documents": "write them into a message, or into chat_template_kwargs under a name of the template's",
         "chat_template": "the server renders with the model's own template",
-        "include_reasoning": "reasoning is always sent; leave `reasoning_content` of the answer aside",
+        "include_reasoning": "reasoning is always sent; ignore `reasoning_content` of the answer",
     }
     neutral: ClassVar[dict[str, Any]] = {**NEUTRAL, "best_of": 1, "include_reasoning": True}
 

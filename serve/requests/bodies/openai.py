@@ -44,7 +44,7 @@ ELSEWHERE: dict[str, str] = {
     "thinking_budget": "a budget for thinking alone is not offered; `max_tokens` bounds both",
     **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), "beam search is not offered"),
     **dict.fromkeys(("logits_processors", "vllm_xargs", "kv_transfer_params"), "it is for vLLM's own extensions"),
-    "detokenize": "send `return_token_ids: true` and leave the text aside",
+    "detokenize": "send `return_token_ids: true` and ignore the text",
     "spaces_between_special_tokens": 'send chat_template_kwargs: {"spaces_between_special_tokens": false}',
 }
 # Values with which an unsupported field changes nothing, besides null, false and empty values.

@@ -95,7 +95,7 @@ class BodyReader:
             async with asyncio.timeout(min(PART_SECONDS, left_s)):
                 return await self._receive_part()
         except TimeoutError:
-            raise Refusal(408, f"the body did not go on for {min(PART_SECONDS, left_s):.3g} s") from None
+            raise Refusal(408, f"no byte of the body arrived for {min(PART_SECONDS, left_s):.3g} s") from None
 
     async def _receive_part(self) -> bytes:
         message = await self._receive()

@@ -27,13 +27,11 @@ _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$?
 _AT = re.compile(r"(?P<what>.*?)(?: - at `\$(?P<place>.*)`| - at `key` in `\$(?P<key_of>.*)`)?$", re.DOTALL)
 
 
-def parse(body: bytes, body_type: type[_B]) -> _B:
-    """The struct. Raises Refusal (400) for invalid JSON, a duplicate key, or a body that does not fit `body_type`."""
-    return parsed(body, body_type)[0]
-
-
 def parsed(body: bytes, body_type: type[_B]) -> tuple[_B, bytes]:
-    """The struct of `parse` and the body for SGLang: the client's bytes, or the bytes of the body's `normal_form`."""
+    """The struct and the body for SGLang: the client's bytes, or the bytes of the body's `normal_form`.
+
+    Raises Refusal (400) for invalid JSON, a duplicate key, or a body that does not fit `body_type`.
+    """
     value = read_json(body)
     if not isinstance(value, dict):
         raise Refusal(400, f"the body must be a JSON object, not {shortened(value)}")

@@ -154,7 +154,7 @@ class _Guarded:
         if self._overloads:
             refusal = Refusal(503, str(self._overloads[0]), code="busy")
         elif start["status"] == 500:
-            logger.error("%r: answered with status 500; the log above may say why", self._path)
+            logger.error("%r: answered with status 500; the log above may have the reason", self._path)
             refusal = Refusal(500, "internal error; the server's log has it")
         else:
             return False

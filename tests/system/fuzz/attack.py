@@ -1,9 +1,8 @@
 """The attack: processes that send inputs until they are told to stop, and write down what they did.
 
 Each line of a journal is JSON: {"case", "at"} when an input is sent and {"case", "end", "status" or "fault"} when it is
-answered, in seconds of CLOCK_MONOTONIC. What a journal doesn't end was under way when the server died. Inputs that were
-answered wrongly are written beside it as they were sent: `<case>.request`, or `<case>.message`, a msgpack list of
-frames.
+answered, in seconds of CLOCK_MONOTONIC. A case without an end was in progress when the server died. Wrongly answered
+inputs are written beside it as they were sent: `<case>.request`, or `<case>.message`, a msgpack list of frames.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ PROBE = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
 # Errors of the server's category that are right answers: it is busy; the numbers of the session's own training have
 # left float32, and nothing was changed.
 TOLD_KINDS = {"ServerBusyError", "NumericsError"}
-# Without a length of its own a chat may go on to the end of the context.
+# Without a length of its own a chat may continue to the end of the context.
 _ASKS_LITTLE = re.compile(rb'"max_(new_|completion_|output_)?tokens": ?[0-9]{1,2}[,}]')
 _ASKS_MUCH = re.compile(rb'"(n|min_new_tokens)": ?[0-9]{2,}|"n": ?[2-9]')
 

@@ -1,4 +1,4 @@
-"""A room whose streams and training run go on all the time, and the question whether they have noticed anything."""
+"""A room whose streams and training run continue all the time, and the question whether they have noticed anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUIET_TIMES = 5.0
 
 @dataclass
 class Attended:
-    """`quiet_gap_s`: the longest wait between two tokens before the attack, streams and training under way.
+    """`quiet_gap_s`: the longest wait between two tokens before the attack, streams and training in progress.
 
     `strict`: no wait above `LONGEST_GAP_SECONDS`. Else a busy machine is allowed for: `QUIET_TIMES` the quiet gap more.
     """
@@ -66,7 +66,7 @@ def attended(place: Path, strict: bool) -> Iterator[Attended]:
 
 
 def under_way(facts: list[dict[str, Any]], since: float, until: float) -> list[str]:
-    """Names of the inputs that were under way at some time between two moments, by what `journal` has read."""
+    """Names of the inputs that were in progress at some time between two moments, by what `journal` has read."""
     begun = {fact["case"]: fact["at"] for fact in facts if "at" in fact}
     ended = {fact["case"]: fact["end"] for fact in facts if "end" in fact}
     return [case for case, at in begun.items() if at <= until and ended.get(case, until) >= since]

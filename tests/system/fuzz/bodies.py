@@ -21,7 +21,7 @@ LEFT_OUT = {
     "/continue_generation": "the other half of it",
     "/slow_down": "makes every batch wait, as asked",
     "/flush_cache": "aborts nothing, but the test flushes itself and measures then",
-    "/kt/cache/clear": "waits until no request is under way; the streams never end",
+    "/kt/cache/clear": "waits until no request is in progress; the streams never end",
     "/v1/audio/transcriptions": "takes forms, not JSON",
     "/set_trace_level": "takes no body",
     "/abort_request": "may name every request; `clients.py` aborts its own",

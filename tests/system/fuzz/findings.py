@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import zmq
 from system.fuzz.asking import Answer, ask, fault_in
@@ -18,7 +17,7 @@ from system.fuzz.clients import post
 from system.fuzz.room import Room
 
 from kt_runtime.errors import KtError, NumericsError, UserError
-from kt_runtime.wire import Batch
+from kt_runtime.wire import Batch, codec
 from kt_runtime.wire.messages import LoraSettings, MoveName
 
 SMALL = {"max_new_tokens": 4, "temperature": 0}
@@ -183,14 +182,18 @@ def _unknown_move(room: Room) -> None:
     addresses = [path for path in directory.iterdir() if "names" in path.name and path.is_socket()]
     assert addresses, f"no names socket in {directory}"
     move = MoveName(
-        move_id="m", name="found-nobody", adapter_version="0" * 64, lora_id="f" * 32, expires_at=time.monotonic() + 60
+        request_id="m",
+        name="found-nobody",
+        adapter_version="0" * 64,
+        lora_id="f" * 32,
+        expires_at=time.monotonic() + 60,
     )
     with zmq.Context() as context:
         for address in addresses:
             with context.socket(zmq.DEALER) as opened:
                 opened.setsockopt(zmq.LINGER, 0)
                 opened.connect(f"ipc://{address}")
-                opened.send(msgspec.msgpack.encode(move))
+                opened.send_multipart(codec.encode(move))
                 opened.poll(5000)
     asked = post("asked", "/generate", {"input_ids": [5], "lora_path": "found-nobody", "sampling_params": SMALL})
     check(asked, ask(room.address, asked, 60.0), refused=True)

@@ -72,7 +72,7 @@ class Stream(threading.Thread):
         return Gap(now - (now if last is None else last), now)
 
     def pause(self) -> None:
-        """Returns when the answer under way has ended; `resume` lets it ask again."""
+        """Returns when the answer in progress has ended; `resume` lets it ask again."""
         self._may_ask.clear()
         self._rests.wait()
 
@@ -81,7 +81,7 @@ class Stream(threading.Thread):
         self._may_ask.set()
 
     def finish(self) -> None:
-        """The answer under way is the last one."""
+        """The answer in progress is the last one."""
         self._finish.set()
         self._may_ask.set()
 
@@ -277,7 +277,7 @@ class Room:
                 process.kill()
 
     def flush(self) -> None:
-        """Takes back what inputs have left: sessions, adapters, cached pages; waits until no request is under way."""
+        """Takes back what inputs have left: sessions, adapters, cached pages; waits until no request is in progress."""
         for session in self.client.status().sessions:
             if session.session != "run":
                 self.client.close_session(session.session)
@@ -288,7 +288,7 @@ class Room:
         deadline = time.monotonic() + SETTLE_SECONDS
         while self.api.get("/kt/status")["requests_in_flight"]:
             if time.monotonic() > deadline:
-                raise AssertionError(f"requests stay under way: {self.api.get('/kt/status')}")
+                raise AssertionError(f"requests stay in progress: {self.api.get('/kt/status')}")
             time.sleep(0.1)
         answer = httpx.post(f"{self.api.url}/flush_cache", params={"timeout": 30}, timeout=60, trust_env=False)
         answer.raise_for_status()

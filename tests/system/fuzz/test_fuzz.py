@@ -189,7 +189,7 @@ def _memory_after_flush(server: Attended) -> dict[str, int]:
 
 
 def _faults(server: Attended, target: Target, begun: float) -> list[str]:
-    """Wrong answers, and the inputs that were under way when something ended or stood still."""
+    """Wrong answers, and the inputs that were in progress when something ended or stood still."""
     facts = journal(target.directory)
     statuses = Counter(str(fact.get("status", "fault")) for fact in facts if "end" in fact)
     print(f"{target.directory.name}: {sum(statuses.values())} inputs; {dict(statuses.most_common())}")
@@ -203,7 +203,7 @@ def _faults(server: Attended, target: Target, begun: float) -> list[str]:
         names = under_way(facts, since, until)
         if names:
             files = " ".join(_written(target, names))
-            found.append(f"under way from {since - begun:.1f} to {until - begun:.1f} s after the beginning: {files}")
+            found.append(f"in progress from {since - begun:.1f} to {until - begun:.1f} s after the beginning: {files}")
     return found
 
 

@@ -104,7 +104,7 @@ def test_missing_members_of_fused_groups_are_filled_with_zeros(tmp_path: Path, m
 def test_experts_that_are_missing_are_zero(tmp_path: Path, qwen: Any, write_raw: Write) -> None:
     whole = qwen.adapter("down_proj").tensors
     some = {name: tensor for name, tensor in whole.items() if ".1.mlp.experts.2." in name}
-    pair = read(qwen, write_raw(tmp_path / "a", some)).stacked_experts(1)["down_proj"]
+    pair = read(qwen, write_raw(tmp_path / "a", some)).modules["model.layers.1.mlp.experts.down_proj"]
     name = "model.layers.1.mlp.experts.2.down_proj"
     assert torch.equal(pair.a[2], whole[f"{name}.lora_A.weight"])
     assert torch.equal(pair.b[2], whole[f"{name}.lora_B.weight"])

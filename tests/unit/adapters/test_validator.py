@@ -84,10 +84,10 @@ def test_fresh_lora_is_not_taken_for_a_filler(qwen: Any) -> None:
 
 def test_stacked_experts_and_flat_tensors_are_views_of_the_same_numbers(qwen: Any) -> None:
     adapter = qwen.adapter("experts")
-    stacked = adapter.stacked_experts(1)
+    prefix = "model.layers.1.mlp.experts."
+    stacked = {name.removeprefix(prefix): pair for name, pair in adapter.modules.items() if name.startswith(prefix)}
     assert list(stacked) == ["gate_proj", "up_proj", "down_proj"]
     flat = adapter.tensors["model.layers.1.mlp.experts.3.up_proj.lora_B.weight"]
     assert flat.data_ptr() == stacked["up_proj"].b[3].data_ptr()
     assert len(adapter.tensors) == 2 * 2 * 3 * 4
-    assert adapter.stacked_experts(7) == {}
     assert adapter.num_bytes == 4 * sum(tensor.numel() for tensor in adapter.tensors.values())

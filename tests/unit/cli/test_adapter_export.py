@@ -101,7 +101,7 @@ def test_merged_is_a_checkpoint_and_nothing_overwrites(call: Call, config: dict[
     answer = exported(call, *arguments)
     assert answer["notes"][-1].startswith(f"merged into {PRESET}: ")
     assert len(list((tmp_path / "m").glob("model-*.safetensors"))) > 1
-    assert f"{tmp_path / 'm'} exists already; choose another name, or say --overwrite" in refused(call, *arguments)
+    assert f"{tmp_path / 'm'} exists already; choose another name, or pass --overwrite" in refused(call, *arguments)
 
 
 @pytest.mark.parametrize("form", ["peft", "merged"])
@@ -130,7 +130,7 @@ def test_overwrite_replaces_an_export_and_nothing_else(
     exported(call, path, out, "--format", form)
     marker = out / "adapter_config.json" if form == "peft" else out / "config.json" if form == "merged" else out
     before = marker.stat().st_ino
-    assert "say --overwrite" in refused(call, path, out, "--format", form)
+    assert "pass --overwrite" in refused(call, path, out, "--format", form)
     exported(call, path, out, "--format", form, "--overwrite")
     assert marker.stat().st_ino != before
     kept = tmp_path / "kept"
@@ -178,7 +178,7 @@ def test_what_cannot_be_exported_is_refused_with_what_to_do(call: Call, config: 
     out = tmp_path / "out"
     base = ("--base", PRESET)
     assert "kv_b_proj" in refused(call, path, out, *base, "--format", "gguf")
-    assert "no base_model_name_or_path; say with --base" in refused(call, path, out)
+    assert "no base_model_name_or_path; name the model that it belongs to with --base" in refused(call, path, out)
     assert "model 'tiny-deepsek' is not on this machine" in refused(call, path, out, "--base", "tiny-deepsek")
     assert "only served names have versions" in refused(call, path, out, *base, "--version", "ab")
     assert "float16: a merged checkpoint is" in refused(

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import silu
 
 from kt_runtime.experts import LoraSlot, free_spare_memory, routed_experts, routed_experts_for_backward
-from kt_runtime.resident.memory import give_back_freed_memory, resident_set_bytes
+from kt_runtime.resident.memory import resident_set_bytes, return_freed_memory
 
 TOLERANCE = 3e-6  # 3.6e-7 is measured
 
@@ -117,5 +117,5 @@ def test_memory_of_retained_activations_is_kept_for_the_next_call_until_it_is_gi
     retained.clear()
     before = resident_set_bytes()
     free_spare_memory()
-    give_back_freed_memory()  # the C library may have been told to keep it, by a test before this one
+    return_freed_memory()  # the C library may have been told to keep it, by a test before this one
     assert before - resident_set_bytes() > held // 2 > 1 << 25

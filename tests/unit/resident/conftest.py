@@ -277,7 +277,7 @@ def make_hosts(checkpoints: dict[str, Path]) -> Callable[..., FakeHost]:
 
 
 class Lab:
-    """A twin and its sessions, without service and executor."""
+    """A twin and its sessions, without service and scheduler."""
 
     def __init__(self, host: FakeHost) -> None:
         self.host = host
@@ -315,6 +315,10 @@ class Lab:
 
     def step(self, session: Session, learning_rate: float = 1e-2, **settings: Any) -> float:
         return run_at_once(session.optim_step(StepSettings(learning_rate, **settings)))
+
+    def fingerprint(self) -> str:
+        """The hash of the twin's weights as they are now."""
+        return hash_weights(self.twin.views(), self.host.experts)
 
     def plain_loss(self, session: Session, values: Mapping[str, torch.Tensor], batch: TrainingBatch) -> torch.Tensor:
         """The loss by the plain Hugging Face model with the LoRA products added to its weights, for autograd."""

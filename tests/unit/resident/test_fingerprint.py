@@ -15,14 +15,14 @@ from kt_runtime.resident.twin.model import dense_views
 
 def test_it_is_of_what_the_twin_computes_with_before_there_is_a_twin(lab: Any) -> None:
     views = dense_views(lab.host.config, lab.host.tensors())
-    assert hash_weights(views, lab.host.experts) == lab.twin.weights_fingerprint()
-    assert lab.host.weights.future().result(60) == lab.twin.weights_fingerprint()
+    assert hash_weights(views, lab.host.experts) == lab.fingerprint()
+    assert lab.host.weights.future().result(60) == lab.fingerprint()
 
 
 def test_the_number_of_threads_does_not_matter(deepseek_lab: Any) -> None:
     with ThreadPoolExecutor(3) as threads:
         found = hash_weights(deepseek_lab.twin.views(), deepseek_lab.host.experts, threads.map)
-    assert found == deepseek_lab.twin.weights_fingerprint()
+    assert found == deepseek_lab.fingerprint()
 
 
 def test_names_types_and_shapes_are_part_of_it(deepseek_lab: Any) -> None:

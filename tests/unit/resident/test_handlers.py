@@ -185,7 +185,7 @@ def test_a_session_beyond_the_limits_is_refused_until_another_one_is_closed(
 
     closing = CloseSession(request_id="c", session="s0")
     requests: list[messages.AnyRequest] = [create(0), create(1), create(2), closing, create(3)]
-    # Sessions take turns: all requests of one turn are carried out before those of the next one arrive.
+    # Sessions take turns: all requests of one turn are executed before those of the next one arrive.
     found: dict[str, Any] = {}
     host, inbox = make_host(), Inbox([])
     settings = ResidentSettings(
@@ -198,7 +198,7 @@ def test_a_session_beyond_the_limits_is_refused_until_another_one_is_closed(
             resident.apply(resident.decisions())
             resident.turn()
         found[request.request_id] = inbox.replies[-1]
-    status = resident.calls.infos()
+    status = resident.handlers.infos()
     resident.close()
     assert [found[name].__class__.__name__ for name in "013"] == ["SessionReply"] * 3
     assert found["2"].kind == "ConflictError"

@@ -7,19 +7,19 @@ import sys
 
 import torch
 
-from kt_runtime.resident.memory import give_back_freed_memory, resident_set_bytes
+from kt_runtime.resident.memory import resident_set_bytes, return_freed_memory
 
 SIZE = 24 << 20  # above the C library's default threshold for mapping, below the raised one
 
 PROGRAM = f"""
 import torch
-from kt_runtime.resident.memory import give_back_freed_memory, keep_freed_memory, resident_set_bytes
+from kt_runtime.resident.memory import return_freed_memory, keep_freed_memory, resident_set_bytes
 print(keep_freed_memory())
 before = resident_set_bytes()
 tensors = [torch.ones({SIZE}, dtype=torch.uint8) for _ in range(8)]
 del tensors
 kept = resident_set_bytes()
-give_back_freed_memory()
+return_freed_memory()
 print(kept - before, resident_set_bytes() - before)
 """
 
@@ -36,6 +36,6 @@ def test_freed_memory_is_kept_until_it_is_given_back() -> None:
 
 def test_giving_back_nothing_changes_nothing() -> None:
     tensor = torch.ones(SIZE, dtype=torch.uint8)
-    give_back_freed_memory()
+    return_freed_memory()
     assert int(tensor.sum()) == SIZE
     assert resident_set_bytes() >= SIZE

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from kt_runtime.errors import NumericsError
-from kt_runtime.resident.scheduler import MAX_CREDIT_SECONDS, Estimates, Executor, Pause, Plan, Slice, Slices, Work
+from kt_runtime.resident.scheduler import (
+    MAX_CREDIT_SECONDS,
+    Estimates,
+    Pause,
+    Plan,
+    Slice,
+    Slices,
+    TrainingScheduler,
+    Work,
+)
 
 ALL = Plan(100)
 
@@ -25,7 +34,7 @@ class Recorder:
 
     def __init__(self, share: float = 0.5, num_ranks: int = 1) -> None:
         self.clock = Clock()
-        self.executor = Executor(share, self.clock, num_ranks=num_ranks)
+        self.scheduler = TrainingScheduler(share, self.clock, num_ranks=num_ranks)
         self.log: list[str] = []
         self.answers: list[Any] = []
         self.taken: list[float] = []
@@ -56,12 +65,12 @@ class Recorder:
                 raise error
             return f"{name} done"
 
-        self.executor.submit(Work(queue, slices(), self.answers.append, self.answers.append, Slice("opening")))
+        self.scheduler.submit(Work(queue, slices(), self.answers.append, self.answers.append, Slice("opening")))
 
     def turn(self, is_serving: bool, budget: float) -> float:
         """Runs one turn; returns how long it took."""
         started = self.clock.now
-        self.executor.run(self.executor.plan(is_serving, budget), is_serving)
+        self.scheduler.run(self.scheduler.plan(is_serving, budget), is_serving)
         return self.clock.now - started
 
 
@@ -76,17 +85,17 @@ def test_works_of_one_session_run_in_order() -> None:
     recorder = Recorder()
     recorder.submit("a", "x", [SWITCHES])
     recorder.submit("a", "y", [])
-    assert recorder.executor.run(ALL, is_serving=False) == 3
+    assert recorder.scheduler.run(ALL, is_serving=False) == 3
     assert recorder.log == ["x0", "x1", "y0"]
     assert recorder.answers == ["x done", "y done"]
-    assert recorder.executor.is_idle
+    assert recorder.scheduler.is_idle
 
 
 def test_sessions_take_turns_where_a_work_may_be_overtaken() -> None:
     recorder = Recorder()
     recorder.submit("a", "x", [Slice("layer"), SWITCHES, Slice("layer")])
     recorder.submit("b", "y", [SWITCHES])
-    recorder.executor.run(ALL, is_serving=False)
+    recorder.scheduler.run(ALL, is_serving=False)
     assert recorder.log == ["x0", "x1", "y0", "x2", "x3", "y1"]
 
 
@@ -95,14 +104,14 @@ def test_an_error_ends_its_work_and_nothing_else() -> None:
     error = NumericsError("the loss is nan")
     recorder.submit("a", "x", [SWITCHES], error=error)
     recorder.submit("a", "y", [])
-    recorder.executor.run(ALL, is_serving=False)
+    recorder.scheduler.run(ALL, is_serving=False)
     assert recorder.answers == [error, "y done"]
 
 
 def test_nothing_is_planned_without_work() -> None:
-    executor = Recorder().executor
-    assert executor.plan(is_serving=False, budget_seconds=1.0) == Plan()
-    assert executor.plan(is_serving=False, budget_seconds=1.0, arrives=True).num_slices > 0
+    scheduler = Recorder().scheduler
+    assert scheduler.plan(is_serving=False, budget_seconds=1.0) == Plan()
+    assert scheduler.plan(is_serving=False, budget_seconds=1.0, arrives=True).num_slices > 0
 
 
 def test_idle_time_is_filled_up_to_the_budget() -> None:
@@ -120,7 +129,7 @@ def test_a_long_slice_after_many_short_ones_does_not_lengthen_its_turn(num_ranks
     seconds = {"opening": 0.0001, "short": 0.001, "long": 0.5}
     recorder.submit("a", "x", stays(80, "short") + stays(20, "long"), seconds)
     budget = 0.01
-    while not recorder.executor.is_idle:
+    while not recorder.scheduler.is_idle:
         assert recorder.turn(False, budget) <= budget + 0.5
     assert recorder.taken.count(0.5) == 20
 
@@ -142,7 +151,7 @@ def test_no_turn_takes_longer_than_its_budget_and_one_slice(seed: int) -> None:
             for index in range(120)
         ]
         recorder.submit(queue, queue, coming, kinds)
-    while not recorder.executor.is_idle:
+    while not recorder.scheduler.is_idle:
         first = len(recorder.taken)
         took = recorder.turn(False, 0.01)
         assert took <= 0.01 + max(recorder.taken[first:])
@@ -154,11 +163,11 @@ def test_several_ranks_run_the_number_that_was_planned() -> None:
     seconds = {"opening": 0.001, "short": 0.001, "long": 0.5}
     recorder.submit("a", "x", stays(30, "short") + stays(2, "long"), seconds)
     planned = []
-    while not recorder.executor.is_idle:
-        plan = recorder.executor.plan(False, 0.0105)
+    while not recorder.scheduler.is_idle:
+        plan = recorder.scheduler.plan(False, 0.0105)
         assert plan.seconds is None
         planned.append(plan.num_slices)
-        assert recorder.executor.run(plan, is_serving=False) == plan.num_slices
+        assert recorder.scheduler.run(plan, is_serving=False) == plan.num_slices
     assert planned == [1, 1, 10, 10, 9, 1, 1]
 
 
@@ -166,10 +175,10 @@ def test_several_ranks_do_not_count_on_a_slice_that_another_session_may_overtake
     recorder = Recorder(num_ranks=2)
     step = [Slice("step", alike=5 - index, may_switch=True) for index in range(5)]
     recorder.submit("a", "x", step, 0.001)
-    recorder.executor.run(Plan(2), is_serving=False)
-    assert recorder.executor.plan(False, 1.0).num_slices == 4
+    recorder.scheduler.run(Plan(2), is_serving=False)
+    assert recorder.scheduler.plan(False, 1.0).num_slices == 4
     recorder.submit("b", "y", [])
-    assert recorder.executor.plan(False, 1.0).num_slices == 1
+    assert recorder.scheduler.plan(False, 1.0).num_slices == 1
 
 
 def test_estimates_are_of_one_kind_and_size() -> None:
@@ -207,7 +216,7 @@ def test_a_long_slice_is_paid_back_before_the_next_one() -> None:
     recorder.submit("a", "x", stays(10), seconds=1.0)
     assert recorder.turn(True, 0.01) == 1.0
     recorder.clock.now += 2.9 - MAX_CREDIT_SECONDS
-    assert recorder.executor.plan(True, 0.01) == Plan()
+    assert recorder.scheduler.plan(True, 0.01) == Plan()
     recorder.clock.now += 0.2 + MAX_CREDIT_SECONDS
     assert recorder.turn(True, 0.01) == 1.0
 
@@ -215,17 +224,17 @@ def test_a_long_slice_is_paid_back_before_the_next_one() -> None:
 def test_idle_training_is_not_paid_back_when_serving_begins() -> None:
     recorder = Recorder(0.1)
     recorder.submit("a", "x", stays(100), seconds=1.0)
-    recorder.executor.run(Plan(50), is_serving=False)
-    assert recorder.executor.plan(True, 0.01).num_slices > 0
+    recorder.scheduler.run(Plan(50), is_serving=False)
+    assert recorder.scheduler.plan(True, 0.01).num_slices > 0
 
 
 def test_closing_drops_works_without_an_answer() -> None:
     recorder = Recorder()
     recorder.submit("a", "x", [SWITCHES])
     recorder.submit("b", "y", [])
-    recorder.executor.run(Plan(1), is_serving=False)
-    recorder.executor.close()
-    assert recorder.executor.is_idle
+    recorder.scheduler.run(Plan(1), is_serving=False)
+    recorder.scheduler.close()
+    assert recorder.scheduler.is_idle
     assert recorder.answers == []
 
 
@@ -239,45 +248,45 @@ def pausing(log: list[str], outcome: list[Any]) -> Slices:
     except ValueError as error:
         outcome.append(error)
         raise
-    log.append("goes on")
+    log.append("continues")
     return "done"
 
 
 def submit_pausing(recorder: Recorder) -> list[Any]:
     seen: list[Any] = []
     work = Work("a", pausing(recorder.log, seen), recorder.answers.append, recorder.answers.append, Slice("opening"))
-    recorder.executor.submit(work)
+    recorder.scheduler.submit(work)
     return seen
 
 
-def test_a_paused_session_waits_and_the_others_go_on() -> None:
+def test_a_paused_session_waits_and_the_others_continue() -> None:
     recorder = Recorder()
     submit_pausing(recorder)
     recorder.submit("a", "later", [])
     recorder.submit("b", "x", [SWITCHES])
-    assert recorder.executor.run(ALL, is_serving=False) == 3
+    assert recorder.scheduler.run(ALL, is_serving=False) == 3
     recorder.submit("a", "last", [])
-    assert recorder.executor.is_idle and recorder.executor.plan(False, 0.05) == Plan()
-    assert not recorder.executor.resume("another job", None)
-    assert recorder.executor.resume("job", None)
-    assert not recorder.executor.resume("job", None)
-    recorder.executor.run(ALL, is_serving=False)
-    assert recorder.log == ["begins", "x0", "x1", "goes on", "later0", "last0"]
+    assert recorder.scheduler.is_idle and recorder.scheduler.plan(False, 0.05) == Plan()
+    assert not recorder.scheduler.resume("another job", None)
+    assert recorder.scheduler.resume("job", None)
+    assert not recorder.scheduler.resume("job", None)
+    recorder.scheduler.run(ALL, is_serving=False)
+    assert recorder.log == ["begins", "x0", "x1", "continues", "later0", "last0"]
     assert recorder.answers == ["x done", "done", "later done", "last done"]
 
 
 def test_an_error_is_raised_where_the_work_paused() -> None:
     recorder = Recorder()
     seen, error = submit_pausing(recorder), ValueError("no such file")
-    recorder.executor.run(ALL, is_serving=False)
-    recorder.executor.resume("job", error)
-    recorder.executor.run(ALL, is_serving=False)
-    assert recorder.answers == seen == [error] and recorder.executor.is_idle
+    recorder.scheduler.run(ALL, is_serving=False)
+    recorder.scheduler.resume("job", error)
+    recorder.scheduler.run(ALL, is_serving=False)
+    assert recorder.answers == seen == [error] and recorder.scheduler.is_idle
 
 
 def test_closing_ends_what_is_paused_too() -> None:
     recorder = Recorder()
     submit_pausing(recorder)
-    recorder.executor.run(ALL, is_serving=False)
-    recorder.executor.close()
-    assert not recorder.executor.resume("job", None) and recorder.answers == []
+    recorder.scheduler.run(ALL, is_serving=False)
+    recorder.scheduler.close()
+    assert not recorder.scheduler.resume("job", None) and recorder.answers == []

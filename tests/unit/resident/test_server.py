@@ -28,7 +28,9 @@ from kt_runtime.errors import (
     UnknownNameError,
 )
 from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.resident.fingerprint import hash_weights
 from kt_runtime.resident.server import Resident
+from kt_runtime.wire import messages
 from kt_runtime.wire.batch import Batch
 from kt_runtime.wire.client import ResidentClient
 from kt_runtime.wire.messages import (
@@ -143,14 +145,14 @@ def test_status_tells_what_is_shared_and_that_nothing_is_copied(engine: Engine, 
     assert status.weights_shared_bytes > status.expert_bytes > 0
     assert status.rss_bytes > 10**8
     assert status.cache == engine.host.cache_tiers()
-    assert status.fingerprint == engine.resident.twin.weights_fingerprint()
+    assert status.fingerprint == hash_weights(engine.resident.twin.views(), engine.host.experts)
 
 
 def test_a_session_from_creation_to_close(engine: Engine, client: ResidentClient, tmp_path: Path) -> None:
     before = client.status().fingerprint
     info = client.create_session("a", LORA)
     assert info.step == 0
-    assert info.num_parameters == sum(v.numel() for v in engine.resident.calls._sessions["a"].parameters.values())
+    assert info.num_parameters == sum(v.numel() for v in engine.resident.handlers._sessions["a"].parameters.values())
     losses = train(client, "a", 6)
     assert losses[-1] < losses[0]
     published = client.publish("a", "bob")
@@ -168,7 +170,7 @@ def test_a_session_from_creation_to_close(engine: Engine, client: ResidentClient
     assert client.status().sessions == []
 
 
-def test_a_served_version_keeps_its_tensors_while_training_goes_on(engine: Engine, client: ResidentClient) -> None:
+def test_a_served_version_keeps_its_tensors_while_training_continues(engine: Engine, client: ResidentClient) -> None:
     client.create_session("a", LORA)
     first = client.publish("a", "bob")
     train(client, "a", 1)
@@ -258,7 +260,7 @@ def test_mistakes_are_answered_and_change_nothing(client: ResidentClient, tmp_pa
 def test_a_gradient_that_is_not_finite_is_refused_and_cleared(engine: Engine, client: ResidentClient) -> None:
     client.create_session("a", LORA)
     client.forward_backward("a", sequences())
-    session = engine.resident.calls._sessions["a"]
+    session = engine.resident.handlers._sessions["a"]
     before = {name: value.detach().clone() for name, value in session.parameters.items()}
     next(iter(session.gradient.values())).fill_(float("nan"))
     with pytest.raises(NumericsError, match="no step was made"):
@@ -268,7 +270,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_cleared(engine: Engine, cl
     assert client.status().sessions[0].step == 1
 
 
-def test_a_fault_of_ours_is_answered_and_the_engine_goes_on(
+def test_a_fault_of_ours_is_answered_and_the_engine_continues(
     engine: Engine, client: ResidentClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.create_session("a", LORA)
@@ -276,7 +278,7 @@ def test_a_fault_of_ours_is_answered_and_the_engine_goes_on(
         patch.setattr(engine.resident.twin, "final_norm", lambda hidden: 1 / 0)
         with pytest.raises(RuntimeFault, match="ZeroDivisionError"):
             client.forward_backward("a", sequences())
-    assert not engine.resident.calls._sessions["a"].gradient
+    assert not engine.resident.handlers._sessions["a"].gradient
     train(client, "a", 1)
 
 
@@ -293,10 +295,10 @@ def test_publish_load_rollback_list_and_drop(engine: Engine, client: ResidentCli
     assert adapters["bob"].current == first.version
     assert [version.source for version in adapters["bob"].versions] == ["session a"] * 2
     assert adapters["carol"].versions[0].source == str(tmp_path / "saved")
-    client.drop_adapter(first.lora_id)
-    client.drop_adapter("never heard of")
+    for number, lora_id in enumerate((first.lora_id, "never heard of")):
+        client.wait(client.submit(messages.DropAdapter(request_id=f"drop {number}", lora_id=lora_id)))
     assert first.lora_id not in engine.host.installed
-    client.forget_adapter("carol")
+    client.wait(client.submit(messages.ForgetAdapter(request_id="forget", name="carol")))
     assert [adapter.name for adapter in client.list_adapters()] == ["bob"]
 
 
@@ -353,8 +355,8 @@ def test_every_rank_does_what_rank_0_decides(make_host: Callable[..., Any], tmp_
     for payload in engine.payloads:
         follower.apply(payload)
         follower.turn()
-    ours = engine.resident.calls._sessions["a"].parameters
-    theirs = follower.calls._sessions["a"].parameters
+    ours = engine.resident.handlers._sessions["a"].parameters
+    theirs = follower.handlers._sessions["a"].parameters
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     assert set(other.installed) == {published.lora_id}
     assert [info.current for info in follower.publisher.adapters()] == [published.version]
@@ -403,7 +405,7 @@ def test_an_idle_engine_sleeps_while_others_work_and_is_woken_when_they_are_done
         publishes = client.submit(Publish(request_id="p", session="a", name="bob"))
         with engine.client() as other:
             status = other.submit(GetStatus(request_id="s"))
-            while engine.host.weights._latest is None or engine.resident.publisher._under_way == {}:
+            while engine.host.weights._latest is None or engine.resident.publisher._in_progress == {}:
                 time.sleep(0.005)
             other.status(wait_s=0)
             while engine.resident.has_work():
@@ -486,7 +488,7 @@ def test_the_command_lists_and_closes_sessions(
     monkeypatch.setenv("COLUMNS", "160")
     client.create_session("left", LORA, publishes="bob")
     client.create_session("busy", LORA)
-    engine.resident.calls._sessions["left"].used_at -= 7300.0
+    engine.resident.handlers._sessions["left"].used_at -= 7300.0
     assert main(["session", "list"]) == 0
     shown = capsys.readouterr().out
     assert shown.index("left") < shown.index("busy") and "bob" in shown and "2.0 h ago" in shown

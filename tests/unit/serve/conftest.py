@@ -59,11 +59,11 @@ class FakeResident:
         try:
             if type(request) in self.errors:
                 raise self.errors[type(request)]
-            return self._carry_out(request)
+            return self._execute(request)
         except KtError as error:
             return error_reply(request.request_id, error)
 
-    def _carry_out(self, request: Any) -> m.Reply:
+    def _execute(self, request: Any) -> m.Reply:
         if isinstance(request, m.GetStatus):
             return _status(request.request_id)
         if isinstance(request, m.ListAdapters):

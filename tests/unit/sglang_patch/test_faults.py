@@ -145,7 +145,7 @@ def strike_step(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("prompt", [[5, FATAL], [*LONG, FATAL]], ids=["short", "in chunks"])
-def test_the_request_at_fault_ends_and_the_others_go_on(
+def test_the_request_at_fault_ends_and_the_others_continue(
     scheduled: Engine, monkeypatch: pytest.MonkeyPatch, step: str, prompt: list[int]
 ) -> None:
     tokens, logprobs = quiet(scheduled)

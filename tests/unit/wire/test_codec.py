@@ -95,6 +95,17 @@ def test_every_message_type_is_in_one_of_the_tables_above() -> None:
     assert {type(m) for m in REPLIES} | {messages.StatusReply} == set(messages.AnyReply.__args__)
 
 
+def test_a_move_of_a_name_is_no_request_to_the_resident() -> None:
+    move = messages.MoveName(request_id="m", name="a", adapter_version="v", lora_id="i", expires_at=1.5)
+    frames = codec.encode(move)
+    assert codec.decode_move(frames) == (move, {})
+    with pytest.raises(ProtocolError, match="move_name"):
+        codec.decode_request(frames)
+    header = msgspec.msgpack.decode(frames[1]) | {"version": 2}
+    with pytest.raises(ProtocolError, match="protocol version 2"):
+        codec.decode_move([frames[0], msgspec.msgpack.encode(header), frames[2]])
+
+
 def test_frames_are_those_of_the_documented_example() -> None:
     document = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
     example = document.split("```hex\n")[1].split("```")[0]

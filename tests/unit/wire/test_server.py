@@ -346,7 +346,7 @@ def test_closing_tells_who_gets_no_answer(server: WireServer, peer: Any) -> None
     found = {reply.request_id: reply for reply in (error_of(peer.receive()) for _ in range(2))}
     assert {reply.kind for reply in found.values()} == {"ServerUnreachableError"}
     assert "the server is ending; request 'taken' was not finished" in found["taken"].message
-    assert "'waiting' was not carried out" in found["waiting"].message
+    assert "'waiting' was not executed" in found["waiting"].message
 
 
 def test_closing_waits_for_a_client_that_does_not_read_no_longer_than_its_linger(

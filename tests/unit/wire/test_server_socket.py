@@ -37,7 +37,7 @@ def test_a_directory_that_others_may_enter_is_refused(socket_directory: Path) ->
     assert list(socket_directory.iterdir()) == []
 
 
-def test_a_second_server_is_refused_and_the_first_goes_on(server: WireServer, peer: Any) -> None:
+def test_a_second_server_is_refused_and_the_first_continues(server: WireServer, peer: Any) -> None:
     with pytest.raises(ConflictError, match=f"in use by process {os.getpid()}"):
         WireServer(server.address)
     peer.send(codec.encode(GetStatus(request_id="a")))
@@ -82,10 +82,9 @@ def test_a_file_that_is_not_a_socket_is_not_deleted(address: str) -> None:
         ("ipc://@abstract", "absolute path"),
         ("ipc://*", "absolute path"),
         ("ipc:///tmp/" + "x" * 120, "107 bytes"),
-        ("inproc://x", "ipc:// or tcp://"),
-        ("/tmp/x.sock", "ipc:// or tcp://"),
-        ("tcp://localhost", "tcp://HOST:PORT"),
-        ("tcp://localhost:99999", "[Pp]ort"),
+        ("inproc://x", "must be ipc://"),
+        ("/tmp/x.sock", "must be ipc://"),
+        ("tcp://127.0.0.1:5555", "must be ipc://"),
     ],
 )
 def test_a_bad_address_is_refused(bad: str, reason: str) -> None:

@@ -125,11 +125,11 @@ def test_a_starting_adapter_is_read_whole_and_its_settings_hold(check: Any, tmp_
     adapter = write_adapter(tmp_path / "adapter", ["attention", "experts"])
     status, said = check(text=f"adapter_name_or_path: {adapter}\n")
     assert status == 0, said
-    assert f"goes on with the adapter {adapter}: rank 4, alpha 8, targets attention, experts" in said
+    assert f"starts from the adapter {adapter}: rank 4, alpha 8, targets attention, experts" in said
     assert "in 21 modules at rank 4" in said
     assert "rank 4, alpha 8," in check(text=f"adapter_name_or_path: {adapter}\nlora_alpha: null\n")[1]
     status, said = check(text=f"adapter_name_or_path: {adapter}\nlora_rank: 16\n")
-    assert status == 2 and "r.yaml:9: lora_rank: 16: training goes on with the adapter" in said
+    assert status == 2 and "r.yaml:9: lora_rank: 16: training starts from the adapter" in said
     (adapter / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
     status, said = check(text=f"adapter_name_or_path: {adapter}\n")
     assert status == 2 and "adapter_model.safetensors" in said
@@ -249,9 +249,9 @@ def test_where_a_server_of_the_runs_own_has_put_its_adapter_is_said(
     assert f"mine is in {tmp_path}/mine/{published.version}, and the next `kt-runtime serve --model tiny`" in line
 
 
-def test_the_line_to_go_on_with_repeats_no_secret(tmp_path: Path) -> None:
+def test_the_line_that_resumes_repeats_no_secret(tmp_path: Path) -> None:
     result = RunResult(3, 1.0, 1.0, 0.0, "out/checkpoint-3", None, interrupted=True)
     said: list[str] = []
     overrides = ("hf_hub_token=hf_x", "seed=3", "resume_from_checkpoint=old")
-    train._say_how_to_go_on(result, Recipe(model_name_or_path="m"), Path("r.yaml"), overrides, None, said.append)
+    train._say_how_to_resume(result, Recipe(model_name_or_path="m"), Path("r.yaml"), overrides, None, said.append)
     assert said[-1].split("train ")[1] == "--recipe r.yaml seed=3 resume_from_checkpoint=out/checkpoint-3"

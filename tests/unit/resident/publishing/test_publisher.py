@@ -17,21 +17,21 @@ from reference.lora import huge_adapter, random_adapter, write_adapter
 from kt_runtime.adapters import AdapterVersion, LoraPair, VersionStore, as_version, content_hash
 from kt_runtime.errors import AdapterError, ConflictError, NotFoundError, UnknownNameError
 from kt_runtime.resident.publishing import publisher as publishing
-from kt_runtime.resident.publishing.owners import SessionId
 from kt_runtime.resident.publishing.probe import Probe
 from kt_runtime.resident.publishing.publisher import MAX_WAITING_OF_NAME, Publisher
-from kt_runtime.resident.scheduler import Executor
-from kt_runtime.resident.training import checkpoint as state
+from kt_runtime.resident.scheduler import TrainingScheduler, run_at_once
+from kt_runtime.resident.training import checkpoint
+from kt_runtime.resident.training.session import SessionId
 from kt_runtime.resident.workers import Workers
 
 
 class Desk:
-    """A publisher over a fake engine; whatever it has begun goes on when `settle` or `settle_once` is called."""
+    """A publisher over a fake engine; whatever it has begun continues when `settle` or `settle_once` is called."""
 
     def __init__(self, lab: Any, root: Path, salt: str = "salt") -> None:
         self.lab, self.host = lab, lab.host
         self.store = VersionStore(root, lab.twin.family, lab.host.config, lab.host.max_lora_rank, 3)
-        self.executor = Executor(1.0)
+        self.scheduler = TrainingScheduler(1.0)
         self.ended: queue.Queue[tuple[str, Exception | None]] = queue.Queue()
         self.answers: list[tuple[str, Exception | None]] = []
         self.outcomes: list[Any] = []  # an AdapterVersion each, or the exception
@@ -42,7 +42,7 @@ class Desk:
             self.store,
             3,
             Probe(lab.twin, lab.lora, lab.host.config),
-            self.executor.submit,
+            self.scheduler.submit,
             self.workers,
             lambda *answer: self.answers.append(answer),
         )
@@ -50,7 +50,7 @@ class Desk:
 
     def adapter(self, seed: int) -> Any:
         session = self.lab.session(["attention"], seed=seed)
-        adapter = state.masters(session)
+        adapter = run_at_once(checkpoint.copied_masters(session))
         session.close()
         return adapter
 
@@ -78,8 +78,8 @@ class Desk:
     def prepared(self) -> None:
         """One adapter has been read, checked and converted, and its probe has run: the frontend is asked, or nobody."""
         self.publisher.probe(*self.ended.get(timeout=60))
-        while not self.executor.is_idle:
-            self.executor.run_slice(is_serving=False)
+        while not self.scheduler.is_idle:
+            self.scheduler.run_slice(is_serving=False)
 
     def moved(self) -> None:
         """The frontend answers what it was asked."""
@@ -268,7 +268,8 @@ def test_a_waiting_operation_without_room_is_answered_with_the_error(desk: Desk)
 def test_a_directory_is_loaded_through_the_same_steps(desk: Desk, tmp_path: Path) -> None:
     session = desk.lab.session(["experts"])
     path = tmp_path / "adapter"
-    state.write(path, state.snapshot(session, optimizer=False), desk.lab.twin.family, desk.host, replace=False)
+    snapshot = run_at_once(checkpoint.snapshot(session, optimizer=False))
+    checkpoint.write(path, snapshot, desk.lab.twin.family, desk.host, replace=False)
     desk.publisher.load("carol", str(path), desk.outcomes.append)
     desk.settle()
     assert desk.outcomes[0].source == str(path)
@@ -478,7 +479,7 @@ def test_unloading_while_its_publication_is_on_another_thread_ends_both(
     assert desk.workers.finish(60)
     for report in reports:
         desk.publisher.probe(*report)  # nobody wants it any more
-    assert desk.ended.empty() and desk.executor.is_idle
+    assert desk.ended.empty() and desk.scheduler.is_idle
     assert desk.host.moves == [] and not desk.is_busy
     assert set(desk.host.installed) == {first}  # the frontend drops it when its last request has ended
     desk.publish("bob", 4)
@@ -525,7 +526,7 @@ def test_the_owner_is_shown_and_another_session_is_refused_unless_it_takes_over(
         desk.publish("bob", 3, session=first)
     desk.publisher.owners.end(second)
     assert desk.info("bob").owner is None
-    with pytest.raises(ConflictError, match=r"was taken over by session 'second' at .*again, say take_over"):
+    with pytest.raises(ConflictError, match=r"was taken over by session 'second' at .*again, set take_over"):
         desk.publish("bob", 3, session=first)
     desk.publish("bob", 3, session=first, take_over=True)
     desk.settle()
@@ -550,7 +551,7 @@ def test_unloading_during_the_first_publication_is_not_undone_by_the_second(desk
     desk.publisher.owners.claim("bob", session)  # as a run does when it begins
     desk.publish("bob", 1, session=session)
     assert forget(desk, "bob") == [None]
-    with pytest.raises(ConflictError, match=r"'bob' was unloaded at .*to publish it again, say take_over"):
+    with pytest.raises(ConflictError, match=r"'bob' was unloaded at .*to publish it again, set take_over"):
         desk.publish("bob", 2, session=session)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from kt_runtime.errors import AdapterError, ConflictError, InvalidValueError, NotFoundError
 from kt_runtime.resident.scheduler import run_at_once
-from kt_runtime.resident.training import checkpoint as state
+from kt_runtime.resident.training import checkpoint
 
 
 def train(lab: Any, session: Any, make_batch: Any, steps: range) -> list[float]:
@@ -23,12 +23,12 @@ def train(lab: Any, session: Any, make_batch: Any, steps: range) -> list[float]:
 
 
 def save(lab: Any, session: Any, path: Path, **options: Any) -> str:
-    snapshot = state.snapshot(session, optimizer=options.pop("optimizer", True))
-    return state.write(path, snapshot, lab.twin.family, lab.host, replace=options.pop("replace", False))
+    snapshot = run_at_once(checkpoint.snapshot(session, optimizer=options.pop("optimizer", True)))
+    return checkpoint.write(path, snapshot, lab.twin.family, lab.host, replace=options.pop("replace", False))
 
 
 def load(lab: Any, session: Any, path: Path) -> None:
-    run_at_once(state.restore(session, state.read(path, session, lab.twin.family, lab.host)))
+    run_at_once(checkpoint.restore(session, checkpoint.read(path, session, lab.twin.family, lab.host)))
 
 
 RSLORA_ALPHA = 16.0 * 6**0.5  # scaling 16 / sqrt(6) at rank 6, as a client folds it
@@ -44,7 +44,7 @@ RSLORA_ALPHA = 16.0 * 6**0.5  # scaling 16 / sqrt(6) at rank 6, as a client fold
     ],
     ids=["all", "dropout", "dropout and rsLoRA", "part of a fused group"],
 )
-def test_training_goes_on_bit_for_bit_after_save_and_load(
+def test_training_continues_bit_for_bit_after_save_and_load(
     deepseek_lab: Any, make_lab: Any, make_batch: Any, tmp_path: Path, targets: list[str], settings: dict[str, Any]
 ) -> None:
     """Masters, moments, counters and the next losses, in another process's session with other first values."""
@@ -54,7 +54,7 @@ def test_training_goes_on_bit_for_bit_after_save_and_load(
     other = make_lab()
     restored = other.session(targets, fill=False, **settings)
     load(other, restored, tmp_path / "saved")
-    assert (restored.step, restored.calls) == (3, 3)
+    assert (restored.step, restored.num_calls) == (3, 3)
     assert_same(session.parameters, restored.parameters)
     assert_same(session.optimizer.tensors(), restored.optimizer.tensors())
 
@@ -72,12 +72,14 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 def test_a_snapshot_does_not_change_with_the_session(deepseek_lab: Any, make_batch: Any, tmp_path: Path) -> None:
     session = deepseek_lab.session(["attention"])
     train(deepseek_lab, session, make_batch, range(1))
-    snapshot = state.snapshot(session, optimizer=True)
-    before = state.write(tmp_path / "a", snapshot, deepseek_lab.twin.family, deepseek_lab.host, replace=False)
+    snapshot = run_at_once(checkpoint.snapshot(session, optimizer=True))
+    before = checkpoint.write(tmp_path / "a", snapshot, deepseek_lab.twin.family, deepseek_lab.host, replace=False)
     train(deepseek_lab, session, make_batch, range(1, 2))
-    after = state.write(tmp_path / "b", snapshot, deepseek_lab.twin.family, deepseek_lab.host, replace=False)
+    after = checkpoint.write(tmp_path / "b", snapshot, deepseek_lab.twin.family, deepseek_lab.host, replace=False)
     assert before == after
-    assert (tmp_path / "a" / state.OPTIMIZER_FILE).read_bytes() == (tmp_path / "b" / state.OPTIMIZER_FILE).read_bytes()
+    assert (tmp_path / "a" / checkpoint.OPTIMIZER_FILE).read_bytes() == (
+        tmp_path / "b" / checkpoint.OPTIMIZER_FILE
+    ).read_bytes()
 
 
 def test_without_the_optimizer_training_starts_its_moments_anew(
@@ -86,7 +88,7 @@ def test_without_the_optimizer_training_starts_its_moments_anew(
     session = deepseek_lab.session(["attention"])
     train(deepseek_lab, session, make_batch, range(2))
     save(deepseek_lab, session, tmp_path / "saved", optimizer=False)
-    assert not (tmp_path / "saved" / state.OPTIMIZER_FILE).exists()
+    assert not (tmp_path / "saved" / checkpoint.OPTIMIZER_FILE).exists()
     load(deepseek_lab, session, tmp_path / "saved")
     assert session.step == 2
     assert not session.optimizer.tensors()
@@ -114,24 +116,24 @@ def saved(deepseek_lab: Any, make_batch: Any, tmp_path: Path) -> tuple[Any, Path
 
 
 def damage_optimizer(path: Path, change: Any) -> None:
-    tensors = load_file(path / state.OPTIMIZER_FILE)
+    tensors = load_file(path / checkpoint.OPTIMIZER_FILE)
     change(tensors)
-    save_file(tensors, path / state.OPTIMIZER_FILE)
+    save_file(tensors, path / checkpoint.OPTIMIZER_FILE)
 
 
 NAME = "model.layers.1.self_attn.o_proj.lora_A"
 DAMAGES = {
-    "a truncated optimizer": lambda path: (path / state.OPTIMIZER_FILE).write_bytes(
-        (path / state.OPTIMIZER_FILE).read_bytes()[:-7]
+    "a truncated optimizer": lambda path: (path / checkpoint.OPTIMIZER_FILE).write_bytes(
+        (path / checkpoint.OPTIMIZER_FILE).read_bytes()[:-7]
     ),
-    "no optimizer although announced": lambda path: (path / state.OPTIMIZER_FILE).unlink(),
+    "no optimizer although announced": lambda path: (path / checkpoint.OPTIMIZER_FILE).unlink(),
     "an unknown key": lambda path: damage_optimizer(path, lambda all_: all_.update({"x.first": torch.zeros(3)})),
     "a missing key": lambda path: damage_optimizer(path, lambda all_: all_.pop(f"{NAME}.second")),
     "another shape": lambda path: damage_optimizer(path, lambda all_: all_.update({f"{NAME}.first": torch.zeros(3)})),
     "a NaN": lambda path: damage_optimizer(path, lambda all_: all_[f"{NAME}.first"].fill_(float("nan"))),
-    "a session.json that is none": lambda path: (path / state.SESSION_FILE).write_text("[]"),
-    "another format": lambda path: (path / state.SESSION_FILE).write_text(
-        json.dumps(json.loads((path / state.SESSION_FILE).read_text()) | {"format": 2})
+    "a session.json that is none": lambda path: (path / checkpoint.SESSION_FILE).write_text("[]"),
+    "another format": lambda path: (path / checkpoint.SESSION_FILE).write_text(
+        json.dumps(json.loads((path / checkpoint.SESSION_FILE).read_text()) | {"format": 2})
     ),
     "truncated masters": lambda path: (path / "adapter_model.safetensors").write_bytes(b"\0" * 100),
 }
@@ -164,7 +166,7 @@ def test_a_directory_of_another_rank_or_other_modules_is_refused(deepseek_lab: A
 
 def test_a_plain_peft_directory_sets_the_masters_and_starts_at_step_0(deepseek_lab: Any, saved: Any) -> None:
     session, path = saved
-    for name in (state.SESSION_FILE, state.OPTIMIZER_FILE):
+    for name in (checkpoint.SESSION_FILE, checkpoint.OPTIMIZER_FILE):
         (path / name).unlink()
     expected = {name: value.detach().clone() for name, value in session.parameters.items()}
     other = deepseek_lab.session(["attention"], seed=77)
@@ -175,7 +177,7 @@ def test_a_plain_peft_directory_sets_the_masters_and_starts_at_step_0(deepseek_l
 
 def test_another_scaling_is_folded_into_b(deepseek_lab: Any, saved: Any, batch: Any) -> None:
     session, path = saved
-    (path / state.SESSION_FILE).unlink()
+    (path / checkpoint.SESSION_FILE).unlink()
     other = deepseek_lab.session(["attention"], alpha=4.0)
     load(deepseek_lab, other, path)
     expected = deepseek_lab.forward(session, batch).loss
@@ -192,7 +194,7 @@ def test_what_is_not_there_is_said_so(deepseek_lab: Any, saved: Any) -> None:
 @pytest.mark.parametrize("path", ["relative/path", "", "/tmp/../etc", "/tmp/a\0b"])
 def test_only_plain_absolute_paths_are_taken(path: str) -> None:
     with pytest.raises(InvalidValueError, match="absolute"):
-        state.checked_path(path)
+        checkpoint.checked_path(path)
 
 
 def test_what_save_wrote_may_be_replaced(deepseek_lab: Any, make_batch: Any, tmp_path: Path) -> None:
@@ -237,7 +239,7 @@ def test_anything_else_is_left_as_it_is(deepseek_lab: Any, tmp_path: Path, chang
     change(path)
     before = {entry: entry.lstat().st_mtime_ns for entry in path.rglob("*")}
     with pytest.raises(ConflictError, match="not replaced"):
-        state.check_target(path, replace=True)
+        checkpoint.check_target(path, replace=True)
     with pytest.raises(ConflictError, match="not replaced"):
         save(deepseek_lab, session, path, replace=True)
     assert {entry: entry.lstat().st_mtime_ns for entry in path.rglob("*")} == before
@@ -270,9 +272,9 @@ def test_moments_that_no_step_leaves_are_refused(
     session, path = deepseek_lab.session(["attention"]), tmp_path / "saved"
     train(deepseek_lab, session, make_batch, range(1))
     save(deepseek_lab, session, path)
-    tensors = load_file(path / state.OPTIMIZER_FILE)
+    tensors = load_file(path / checkpoint.OPTIMIZER_FILE)
     name = next(name for name in tensors if name.endswith(kind))
     tensors[name].reshape(-1)[0] = value
-    save_file(tensors, path / state.OPTIMIZER_FILE)
+    save_file(tensors, path / checkpoint.OPTIMIZER_FILE)
     with pytest.raises(AdapterError, match=kind):
         load(deepseek_lab, session, path)

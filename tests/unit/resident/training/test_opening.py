@@ -16,8 +16,7 @@ from reference.lora import random_adapter, write_adapter
 from kt_runtime.errors import ConflictError
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.server import IDLE_BUDGET_SECONDS, Resident
-from kt_runtime.resident.training import checkpoint as state
-from kt_runtime.resident.training import opening
+from kt_runtime.resident.training import checkpoint, opening
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.wire.messages import (
     CloseSession,
@@ -92,7 +91,7 @@ class Desk:
         return self.wait(self.begin(kind, arrays, **fields))
 
     def settle(self) -> None:
-        """Until only other threads could go on."""
+        """Until only other threads could continue."""
         self.until(lambda: not self.resident.has_work())
 
 
@@ -150,9 +149,9 @@ def test_files_and_first_values_are_no_business_of_the_engine_s_thread(
         for place in (
             (opening, "read_adapter"),
             (opening, "initial_values"),
-            (state, "read_peft_directory"),
-            (state, "check_target"),
-            (state, "write"),
+            (checkpoint, "read_peft_directory"),
+            (checkpoint, "check_target"),
+            (checkpoint, "write"),
         )
     ]
     for gate in gates:
@@ -169,7 +168,7 @@ def test_no_turn_is_longer_than_its_budget_and_one_layer_s_slice(
     desk: Desk, adapter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of creating, loading and closing, whatever the number of layers; a layer takes a second here."""
-    place, take_away, layers = LoraModules._place_layer, LoraModules._take_away, []
+    place, take_away, layers = LoraModules._place_layer, LoraModules._detach, []
 
     def slow(self: Any, key: str, layer: int, *rest: Any) -> None:
         desk.now += 1.0
@@ -181,12 +180,12 @@ def test_no_turn_is_longer_than_its_budget_and_one_layer_s_slice(
         take_away(self, module, key)
 
     monkeypatch.setattr(LoraModules, "_place_layer", slow)
-    monkeypatch.setattr(LoraModules, "_take_away", slow_too)
+    monkeypatch.setattr(LoraModules, "_detach", slow_too)
     desk.ask(CreateSession, session="a", lora=LORA, start_from=adapter, reference=adapter)
     assert layers == [0, 1, 2] * 2
     assert desk.longest == 1.0
     of_layer = max(
-        sum(module.layer == layer for module in desk.resident.calls._sessions["a"].modules) for layer in range(3)
+        sum(module.layer == layer for module in desk.resident.handlers._sessions["a"].modules) for layer in range(3)
     )
     desk.longest = 0.0
     desk.ask(CloseSession, session="a")
@@ -211,7 +210,7 @@ def test_while_one_is_read_others_are_served_and_its_own_requests_wait(
     assert desk.wait(close).request_id == close
     assert list(desk.replies)[-3:] == [create, forward, close]
     assert desk.replies[forward].loss > 0
-    assert [info.session for info in desk.resident.calls.infos()] == ["other"]
+    assert [info.session for info in desk.resident.handlers.infos()] == ["other"]
 
 
 def test_the_limits_count_a_session_from_the_beginning_of_its_opening(
@@ -261,7 +260,7 @@ def test_a_disk_error_is_said_with_its_path_and_leaves_everything_as_it_was(
             assert reply.message == f"{adapter}: can't be read: Input/output error"
     assert desk.ask(Forward, session="a", **call_of(make_batch(12))).loss == before
     assert desk.ask(Load, session="a", path=str(desk.root / "nothing")).kind == "NotFoundError"
-    assert [info.session for info in desk.resident.calls.infos()] == ["a"]
+    assert [info.session for info in desk.resident.handlers.infos()] == ["a"]
 
 
 def test_without_memory_nothing_of_the_session_stays(desk: Desk, adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +274,7 @@ def test_without_memory_nothing_of_the_session_stays(desk: Desk, adapter: str, m
     with monkeypatch.context() as patch:
         patch.setattr(LoraModules, "_place_layer", full)
         assert "MemoryError" in desk.ask(CreateSession, session="a", lora=LORA, reference=adapter).message
-    lora = desk.resident.calls._lora
+    lora = desk.resident.handlers._lora
     assert lora._modules == lora._parameters == lora._dropouts == {}
     assert desk.ask(CreateSession, session="a", lora=LORA, reference=adapter).info.session == "a"
 
@@ -290,8 +289,8 @@ def test_of_two_that_open_for_one_name_the_later_is_refused(
     gate.open.set()
     refused = desk.wait(first)
     assert "'bob' is published by session 'b'" in refused.message
-    assert [info.session for info in desk.resident.calls.infos()] == ["b"]
-    assert set(desk.resident.calls._lora._modules) == {"s2"}
+    assert [info.session for info in desk.resident.handlers.infos()] == ["b"]
+    assert set(desk.resident.handlers._lora._modules) == {"s2"}
 
 
 def test_the_server_ends_while_a_session_is_opened(
@@ -303,14 +302,14 @@ def test_the_server_ends_while_a_session_is_opened(
     assert gate.entered.wait(60)
     desk.resident.close()
     gate.open.set()
-    assert create not in desk.replies and desk.resident.calls._openings == {}
+    assert create not in desk.replies and desk.resident.handlers._openings == {}
 
 
 def test_saves_that_wait_for_the_disk_are_bounded_and_hold_up_no_training(
     desk: Desk, make_batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk.ask(CreateSession, session="a", lora=LORA)
-    gate = Gate(monkeypatch, state, "write")
+    gate = Gate(monkeypatch, checkpoint, "write")
     saves = [desk.begin(Save, session="a", path=str(desk.root / f"saved{number}")) for number in range(3)]
     refused = desk.wait(saves[2])
     assert refused.kind == ConflictError.__name__ and "2 saves of it are being written" in refused.message
@@ -327,7 +326,7 @@ def test_a_fault_of_the_numbers_is_no_fault_of_ours_in_the_log(
 
     desk.ask(CreateSession, session="a", lora=LORA)
     desk.ask(ForwardBackward, session="a", **call_of(make_batch(12)))
-    next(iter(desk.resident.calls._sessions["a"].gradient.values())).fill_(float("nan"))
+    next(iter(desk.resident.handlers._sessions["a"].gradient.values())).fill_(float("nan"))
     caplog.clear()
     reply = desk.ask(OptimStep, session="a", learning_rate=1e-2)
     assert (reply.kind, reply.category) == ("NumericsError", "user")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kt_runtime.errors import CheckpointError
-from kt_runtime.resident.twin.model import Twin, bytes_beside
+from kt_runtime.resident.twin.model import Twin, bytes_not_shared
 
 
 def logits(twin: Twin, tokens: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def test_every_tensor_lies_in_the_engine_s_storage(lab: Any) -> None:
         assert view.untyped_storage().data_ptr() in storages, name
         assert not view.requires_grad, name
     assert lab.twin.copied_bytes == 0
-    assert bytes_beside(a_model_with_one_copy(lab), lab.host.tensors()) == lab.twin.head.nbytes
+    assert bytes_not_shared(a_model_with_one_copy(lab), lab.host.tensors()) == lab.twin.head.nbytes
     views = sum(view.nbytes for view in lab.twin.views().values())
     assert lab.twin.shared_bytes == views + lab.host.experts.resident_bytes
 
@@ -78,11 +78,11 @@ def test_data_pointers_are_those_of_the_fused_rows(make_lab: Any) -> None:
 
 
 def test_the_fingerprint_follows_the_weights(deepseek_lab: Any) -> None:
-    before = deepseek_lab.twin.weights_fingerprint()
-    assert before == deepseek_lab.twin.weights_fingerprint()
+    before = deepseek_lab.fingerprint()
+    assert before == deepseek_lab.fingerprint()
     engine = deepseek_lab.host.tensors()["model.layers.2.self_attn.o_proj.weight"]
     engine[3, 5] += 1
-    assert deepseek_lab.twin.weights_fingerprint() != before
+    assert deepseek_lab.fingerprint() != before
     engine[3, 5] -= 1
 
 

@@ -66,7 +66,7 @@ def test_a_server_without_a_disk_tier_is_emptied() -> None:
 
 def test_a_busy_server_keeps_everything() -> None:
     engine = Engine(is_busy=True)
-    with pytest.raises(ConflictError, match="requests were under way"):
+    with pytest.raises(ConflictError, match="requests were in progress"):
         clear(engine)
     assert (engine.device_pages, engine.disk_pages) == (3, 5)
 

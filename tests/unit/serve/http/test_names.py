@@ -20,7 +20,8 @@ from kt_runtime.resident.names import NamesChannel
 from kt_runtime.serve.http import names
 from kt_runtime.serve.http.names import NamesServer
 from kt_runtime.sglang_patch.frontend.registry import VersionedRegistry
-from kt_runtime.wire.messages import MoveName, NameMoved
+from kt_runtime.wire import codec
+from kt_runtime.wire.messages import PROTOCOL_VERSION, DoneReply, ErrorReply, GetStatus, MoveName
 
 
 class Dropped:
@@ -36,9 +37,13 @@ class Dropped:
         self.ids.append(lora_id)
 
 
-def move(name: str, lora_id: str, in_s: float = 30.0) -> MoveName:
+def move(name: str, lora_id: str, in_s: float = 30.0, request_id: str = "m") -> MoveName:
     return MoveName(
-        move_id="m", name=name, adapter_version="ab" * 32, lora_id=lora_id, expires_at=time.monotonic() + in_s
+        request_id=request_id,
+        name=name,
+        adapter_version="ab" * 32,
+        lora_id=lora_id,
+        expires_at=time.monotonic() + in_s,
     )
 
 
@@ -58,12 +63,12 @@ def test_moves_sent_before_the_frontend_listens_arrive_in_order(address: str) ->
     for lora_id in ("id-1", "id-2"):
         channel.send("a", "v", lora_id, ended.append)
     channel.poll()
-    assert channel.num_waiting == 2 and not ended
+    assert not ended
 
     async def serve() -> None:
         async with NamesServer(address, registry, Dropped()):
             assert stat.S_IMODE(Path(address.removeprefix("ipc://")).stat().st_mode) == 0o600
-            while channel.num_waiting:
+            while len(ended) < 2:
                 channel.poll()
                 await asyncio.sleep(0.005)
 
@@ -216,7 +221,7 @@ def test_resident_gives_up_after_its_timeout_and_a_late_answer_is_ignored(addres
     assert asyncio.run(serve()).names() == {}
     channel.poll()
     channel.close()
-    assert len(ended) == 1 and channel.num_waiting == 0
+    assert len(ended) == 1
 
 
 @pytest.mark.parametrize(
@@ -227,24 +232,64 @@ def test_resident_gives_up_after_its_timeout_and_a_late_answer_is_ignored(addres
         [b"\xff" * 100],
         [msgspec.msgpack.encode({"type": "move_name"})],
         [b"a", b"b"],
-        [],
+        [b"", b"", b""],
+        [codec.MAGIC, msgspec.msgpack.encode({"type": "move_name", "version": PROTOCOL_VERSION}), b"\x90"],
+        [codec.MAGIC, b"\xc1" * 70_000, b"\x90"],
+        codec.encode(GetStatus(request_id="")),
     ],
 )
-def test_malformed_move_gets_an_error_and_the_channel_goes_on(address: str, frames: list[bytes]) -> None:
+def test_a_message_that_is_no_move_gets_an_error_and_the_next_move_succeeds(address: str, frames: list[bytes]) -> None:
     async def scenario() -> None:
         registry = VersionedRegistry()
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as peer:
             peer.setsockopt(zmq.LINGER, 0)
             async with NamesServer(address, registry, Dropped()):
                 peer.connect(address)
-                await peer.send_multipart(frames or [b""] * 3)
-                answer = msgspec.msgpack.decode(await peer.recv(), type=NameMoved)
-                assert answer.move_id == "" and answer.error
-                await peer.send(msgspec.msgpack.encode(move("a", "id-1")))
-                answer = msgspec.msgpack.decode(await peer.recv(), type=NameMoved)
-                assert answer == NameMoved(move_id="m") and registry.names() == {"a": "id-1"}
+                await peer.send_multipart(frames)
+                refused, _ = codec.decode_reply(await peer.recv_multipart())
+                assert isinstance(refused, ErrorReply) and refused.kind == "ProtocolError" and not refused.request_id
+                await peer.send_multipart(codec.encode(move("a", "id-1")))
+                answer, _ = codec.decode_reply(await peer.recv_multipart())
+                assert answer == DoneReply(request_id="m") and registry.names() == {"a": "id-1"}
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_move_that_is_sent_twice_is_executed_once(address: str) -> None:
+    async def scenario() -> None:
+        registry = VersionedRegistry()
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as peer:
+            peer.setsockopt(zmq.LINGER, 0)
+            async with NamesServer(address, registry, Dropped()) as server:
+                peer.connect(address)
+                frames = codec.encode(move("a", "id-1"))
+                await peer.send_multipart(frames)
+                first = await peer.recv_multipart()
+                server.move(move("a", "id-2"))
+                await peer.send_multipart(frames)
+                assert await peer.recv_multipart() == first
+                assert registry.names() == {"a": "id-2"}
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_server_that_ends_answers_the_moves_that_it_has_not_executed(address: str) -> None:
+    ended: list[Exception | None] = []
+    channel, registry = NamesChannel(address), VersionedRegistry()
+
+    async def scenario() -> None:
+        async with NamesServer(address, registry, Dropped()) as server:
+            asyncio.get_running_loop().remove_reader(server._wire.wakeup_fd)
+            channel.send("a", "v", "id-1", ended.append)
+            assert await asyncio.to_thread(server._wire.wait, 10.0)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+    deadline = time.monotonic() + 10
+    while not ended and time.monotonic() < deadline:
+        channel.poll()
+        time.sleep(0.01)
+    channel.close()
+    assert isinstance(ended[0], ServerUnreachableError) and registry.names() == {}
 
 
 def test_error_of_the_frontend_reaches_the_resident(address: str) -> None:

@@ -20,12 +20,13 @@ from fastapi import FastAPI
 from kt_runtime.errors import AdapterError, ConflictError, NumericsError, RuntimeFault, ServerBusyError
 from kt_runtime.resident.names import NamesChannel
 from kt_runtime.serve.http import adapters as adapters_module
-from kt_runtime.serve.http.adapters import Adapters, ResidentCalls, drop_adapter
+from kt_runtime.serve.http.adapters import Adapters, drop_adapter
 from kt_runtime.serve.http.names import NamesServer
 from kt_runtime.serve.http.routes import adapter_routes
 from kt_runtime.sglang_patch.frontend.registry import VersionedRegistry
 from kt_runtime.wire import codec, error_reply
 from kt_runtime.wire import messages as m
+from kt_runtime.wire.async_client import AsyncResidentClient
 
 
 class Frontend(SimpleNamespace):
@@ -36,7 +37,7 @@ class Frontend(SimpleNamespace):
 
 @contextlib.asynccontextmanager
 async def frontend(resident: Any, directory: Path) -> AsyncIterator[Frontend]:
-    registry, calls = VersionedRegistry(), ResidentCalls(resident.address)
+    registry, calls = VersionedRegistry(), AsyncResidentClient(resident.address)
     names_address = f"ipc://{directory}/names.sock"
     resident.move = lambda name, version, lora_id: move_and_wait(names_address, name, version, lora_id)
     async with NamesServer(names_address, registry, lambda lora_id: drop_adapter(calls, lora_id)) as names:
@@ -233,10 +234,7 @@ def test_resident_that_is_gone_is_503_at_once(resident: Any, private_directory: 
     asyncio.run(scenario())
 
 
-def test_busy_resident_is_asked_again_under_the_same_id(
-    private_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adapters_module, "BUSY_SECONDS", 0.01)
+def test_busy_resident_is_asked_again_under_the_same_id(private_directory: Path) -> None:
     address, seen = f"ipc://{private_directory}/busy.sock", []
 
     async def busy_twice(router: Any) -> None:
@@ -251,7 +249,7 @@ def test_busy_resident_is_asked_again_under_the_same_id(
         with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
             router.bind(address)
             task = asyncio.create_task(busy_twice(router))
-            calls = ResidentCalls(address)
+            calls = AsyncResidentClient(address)
             await calls.call(m.DropAdapter(request_id="r", lora_id="x"), m.DoneReply, 20.0)
             assert seen == ["r"] * 3
             seen.clear()
@@ -263,7 +261,7 @@ def test_busy_resident_is_asked_again_under_the_same_id(
     asyncio.run(scenario())
 
 
-def test_unloading_goes_on_although_the_resident_no_longer_knows_the_name(
+def test_unloading_continues_although_the_resident_no_longer_knows_the_name(
     resident: Any, private_directory: Path
 ) -> None:
     async def scenario() -> None:

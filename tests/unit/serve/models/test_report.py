@@ -116,7 +116,7 @@ def test_a_model_of_a_presets_architecture_is_told_so_with_its_download(
     message = str(caught.value)
     assert f"has the architecture of the preset {preset}" in message and "did you mean" not in message.lower()
     lands = places / "hub" / f"models--{hub_id.replace('/', '--')}"
-    assert f"`hf download {hub_id}`, which puts it into {lands}, and say --model {hub_id}" in message
+    assert f"`hf download {hub_id}`, which puts it into {lands}, and pass --model {hub_id}" in message
 
 
 @pytest.mark.parametrize("text", ["GLM-4.5", "zai-org/GLM-4.5-Air", "gpt-oss-120b", "DeepSeek-V3.2-Exp", "Qwen3-32B"])

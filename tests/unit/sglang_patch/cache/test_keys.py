@@ -200,7 +200,7 @@ def first_turn(streaming: Any) -> Any:
     return request
 
 
-def test_a_streaming_session_goes_on_with_the_same_content(streaming: Any, first_turn: Any) -> None:
+def test_a_streaming_session_continues_with_the_same_content(streaming: Any, first_turn: Any) -> None:
     request = streamed("b" * 32)
     assert reused_tokens(streaming, request) == 2
     streaming.take(request)

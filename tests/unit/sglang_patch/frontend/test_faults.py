@@ -1,4 +1,4 @@
-"""An exception in the frontend's loop ends the requests of its message, and the loop goes on. Without a server."""
+"""An exception in the frontend's loop ends the requests of its message, and the loop continues. Without a server."""
 
 from __future__ import annotations
 
@@ -111,7 +111,9 @@ def test_a_message_that_can_not_be_read_is_left_out(monkeypatch: pytest.MonkeyPa
     assert [message.rid for message in handled] == ["next"]
 
 
-def test_labels_that_prometheus_refuses_are_not_counted_and_the_answer_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_that_prometheus_refuses_are_not_counted_and_the_answer_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     manager = containment(monkeypatch, [])
     manager.metrics_collector = SimpleNamespace(labels={})
     manager.enable_priority_scheduling = False

@@ -73,7 +73,7 @@ def test_requests_with_one_grammar_share_its_compilation_and_get_one_each() -> N
     assert len(compiling.keys) == 2
 
 
-def test_a_compilation_goes_on_for_those_who_still_wait_and_ends_with_the_last() -> None:
+def test_a_compilation_continues_for_those_who_still_wait_and_ends_with_the_last() -> None:
     executor, compiling = GrammarExecutor(), Compiling()
     first, second = (executor.submit(compiling, ("regex", "a"), False) for _ in range(2))
     assert compiling.begun.wait(WAIT_SECONDS)

@@ -105,7 +105,7 @@ def test_answers_that_came_before_a_failure_are_handed_over() -> None:
         pytest.raises(InvalidValueError),
     ):
         generator(fake.url).answer(PROMPTS, answers.__setitem__)
-    assert len(answers) >= 8 - (AT_ONCE - 1)  # others may have been under way
+    assert len(answers) >= 8 - (AT_ONCE - 1)  # others may have been in progress
 
 
 def test_ctrl_c_ends_the_run_and_closes_the_connections() -> None:

@@ -53,7 +53,7 @@ def test_an_earlier_answer_is_found_without_its_think_block() -> None:
     assert found(forgetful, turns) == (["<t.", "<think>\ny</think>z."], [HISTORY])
 
 
-def test_an_answer_goes_on_from_a_prompt_that_opens_its_think_block() -> None:
+def test_an_answer_continues_a_prompt_that_opens_its_think_block() -> None:
     turns = (user("q"), assistant("<b>"), user("q"), assistant("<think>\ny\n</think>\n\nz"))
     assert found(opening, turns) == (["<b>.", "y\n</think>\n\nz."], [HISTORY])
     assert found(opening, (user("q"), assistant("y</think>z"))) == (["y</think>z."], [])

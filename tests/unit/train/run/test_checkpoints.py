@@ -1,4 +1,4 @@
-"""What is a checkpoint, which one a run goes on from, and which ones are removed."""
+"""What is a checkpoint, which one a run resumes from, and which ones are removed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_last_one_is_the_highest_step_of_the_latest_run(make: Any, make_reci
     resumed = checkpoints.to_resume(make_recipe(resume_from_checkpoint=True))
     assert resumed and resumed.step == 10
     out = make_recipe().output_dir
-    assert checkpoints.run_number(out, resumed) == 2  # the same run goes on
+    assert checkpoints.run_number(out, resumed) == 2  # the same run continues
     assert checkpoints.run_number(out, None) == checkpoints.run_number(out, found[0]) == 3
 
 
@@ -100,7 +100,7 @@ def test_another_format_is_refused(make: Any) -> None:
         checkpoints.read_checkpoint(path)
 
 
-def test_what_a_run_goes_on_from(make: Any, make_recipe: Any) -> None:
+def test_what_a_run_resumes_from(make: Any, make_recipe: Any) -> None:
     assert checkpoints.to_resume(make_recipe()) is None
     make(3)
     found = checkpoints.to_resume(make_recipe())

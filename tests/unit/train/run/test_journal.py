@@ -1,4 +1,4 @@
-"""The journal writes what LLaMA-Factory's users read, and goes on after a restart as if there had been none."""
+"""The journal writes what LLaMA-Factory's users read, and continues after a restart as if there had been none."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_lines_have_the_keys_and_values_that_scripts_expect(make: Any, display: 
     assert json.loads((tmp_path / "all_results.json").read_text()) == {**results, "eval_loss": 1.0}
 
 
-def test_a_restored_journal_goes_on_without_a_line_twice(make: Any, tmp_path: Path) -> None:
+def test_a_restored_journal_continues_without_a_line_twice(make: Any, tmp_path: Path) -> None:
     whole = make()
     advance(whole, [4.0, 2.0, 1.0])
     state = json.loads(json.dumps({**whole.state(), "history": whole.history}))

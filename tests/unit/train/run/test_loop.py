@@ -117,7 +117,7 @@ def test_a_finished_run_is_finished_again_without_a_step(resident, display, make
     assert resident.count("optim_step") == steps and result.steps == 12 and "nothing is left to train" in display
 
 
-def test_ctrl_c_ends_after_the_step_saves_and_can_be_gone_on_from(
+def test_ctrl_c_ends_after_the_step_saves_and_can_be_resumed(
     resident, display, make_recipe, inputs, interrupt, tmp_path
 ) -> None:
     resident.on_step = lambda step: interrupt() if step == 4 else None
@@ -168,7 +168,7 @@ def test_a_run_that_would_be_another_is_not_resumed(resident, display, make_reci
 def test_results_without_a_checkpoint_are_not_overwritten(resident, display, make_recipe, inputs, tmp_path) -> None:
     run(resident, make_recipe(save_strategy="no", max_steps=2), inputs, display)
     assert not list((tmp_path / "out").glob("checkpoint-*")) and (tmp_path / "out/adapter_model.safetensors").exists()
-    with pytest.raises(ConflictError, match=r"no checkpoint to go on from.*overwrite_output_dir: true"):
+    with pytest.raises(ConflictError, match=r"no checkpoint to resume from.*overwrite_output_dir: true"):
         run(resident, make_recipe(max_steps=2), inputs, display)
 
 
@@ -273,7 +273,7 @@ def test_two_trainers_cannot_use_one_directory(resident, display, make_recipe, i
     run(resident, make_recipe(max_steps=1), inputs, display)
 
 
-def test_an_incomplete_checkpoint_is_never_gone_on_from(resident, display, make_recipe, inputs, tmp_path) -> None:
+def test_an_incomplete_checkpoint_is_never_resumed(resident, display, make_recipe, inputs, tmp_path) -> None:
     run(resident, make_recipe(save_steps=5), inputs, display)
     out = tmp_path / "out"
     for name in ("checkpoint-12", "checkpoint-10"):

@@ -129,7 +129,7 @@ def test_schedules_that_follow_a_metric_follow_it_as_the_trainers_do(tmp_path: P
         rates.append(schedule[step])
         for _ in range(evaluated.count(step + 1)):
             schedule.evaluated(next(losses))
-        # A run that stops here goes on with the same rates.
+        # A run that stops here continues with the same rates.
         state = json.loads(json.dumps(schedule.state(), allow_nan=False))
         schedule = Schedule(recipe(**case), len(expected))
         schedule.restore(state)

@@ -107,7 +107,7 @@ def by_pair(reference: Any) -> list[tuple[float, float]]:
     return [(float(chosen), float(rejected)) for chosen, rejected in reference.reshape(-1, 2)]
 
 
-def test_a_resumed_run_asks_for_nothing_and_goes_on_with_the_same_values(start: Any, resident: Any) -> None:
+def test_a_resumed_run_asks_for_nothing_and_continues_with_the_same_values(start: Any, resident: Any) -> None:
     start(num_train_epochs=2.0)
     before = [pair for _, _, _, reference, _ in sent(resident, "forward_backward") for pair in by_pair(reference)]
     resident.log.clear()
@@ -146,6 +146,6 @@ def test_a_run_without_a_server_to_ask_is_refused(
     resident: Any, make_recipe: Any, pairs: list[Pair], display: Any
 ) -> None:
     recipe = make_recipe(stage="dpo", ref_logprobs="serving")
-    with pytest.raises(InvalidValueError, match="ref_logprobs: serving: this run has no HTTP server to ask; say twin"):
+    with pytest.raises(InvalidValueError, match="ref_logprobs: serving: this run has no HTTP server to ask; set twin"):
         run(resident, recipe, Inputs(list(pairs), {}), display)
     assert resident.sessions == {}

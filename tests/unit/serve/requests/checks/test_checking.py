@@ -14,13 +14,13 @@ from kt_runtime.serve.requests.bodies.bounds import Body
 from kt_runtime.serve.requests.bodies.chat import ChatCompletion
 from kt_runtime.serve.requests.bodies.generate import Generate
 from kt_runtime.serve.requests.bodies.messages import AnthropicMessages
-from kt_runtime.serve.requests.checks.checking import parse, read_json
+from kt_runtime.serve.requests.checks.checking import parsed, read_json
 from kt_runtime.serve.requests.checks.refusal import Refusal, answer
 
 
 def refusal(body: Any, body_type: type[Body] = Generate) -> Refusal:
     with pytest.raises(Refusal) as raised:
-        parse(body if isinstance(body, bytes) else json.dumps(body).encode(), body_type)
+        parsed(body if isinstance(body, bytes) else json.dumps(body).encode(), body_type)
     assert raised.value.status == 400 and len(raised.value.message) < 1500
     return raised.value
 
@@ -127,14 +127,14 @@ def test_pictures_and_sounds_are_no_parts_of_a_message(part: str) -> None:
 
 def test_defaults_of_fields_that_are_left_out_may_be_written_out() -> None:
     fields = {"image_data": None, "return_hidden_states": False, "sampling_params": {"beam_width": None}}
-    assert parse(json.dumps({"text": "a", **fields}).encode(), Generate).text == "a"
+    assert parsed(json.dumps({"text": "a", **fields}).encode(), Generate)[0].text == "a"
     assert "return_hidden_states" in refusal({"text": "a", "return_hidden_states": True}).message
 
 
 def test_bodies_of_usual_clients_fit() -> None:
     for path, body in [*BODIES.items(), *NESTED]:
         body_type = body_type_of(path)
-        assert isinstance(parse(json.dumps(body).encode(), body_type), body_type)
+        assert isinstance(parsed(json.dumps(body).encode(), body_type)[0], body_type)
 
 
 def test_what_sglangs_parser_reads_is_what_was_checked() -> None:
@@ -157,8 +157,8 @@ def test_process_that_has_checked_bodies_ends_without_a_crash() -> None:
     code = (
         "from kt_runtime.serve.requests.bodies import chat, generate\n"
         "from kt_runtime.serve.requests.checks import checking\n"
-        "checking.parse(b'{\"messages\": []}', chat.ChatCompletion)\n"
-        'checking.parse(b\'{"text": "a"}\', generate.Generate)\n'
+        "checking.parsed(b'{\"messages\": []}', chat.ChatCompletion)\n"
+        'checking.parsed(b\'{"text": "a"}\', generate.Generate)\n'
     )
     ended = [subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode for _ in range(10)]
     assert ended == [0] * 10
@@ -167,5 +167,5 @@ def test_process_that_has_checked_bodies_ends_without_a_crash() -> None:
 def test_fields_of_openai_that_are_not_offered_may_be_null_and_say_why() -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]}
     none = dict.fromkeys(("functions", "function_call", "prediction", "web_search_options", "audio"))
-    parse(json.dumps({**body, **none}).encode(), ChatCompletion)
+    parsed(json.dumps({**body, **none}).encode(), ChatCompletion)
     assert "use `tools`" in refusal({**body, "functions": [{"name": "f"}]}, ChatCompletion).message

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from reference.request_bodies import body_type_of
 
-from kt_runtime.serve.requests.checks.checking import parse
+from kt_runtime.serve.requests.checks.checking import parsed
 from kt_runtime.serve.requests.checks.prompts import check_prompts
 from kt_runtime.serve.requests.checks.refusal import Refusal
 
 
 def check(path: str, body: dict[str, Any]) -> None:
-    check_prompts(parse(json.dumps(body).encode(), body_type_of(path)))
+    check_prompts(parsed(json.dumps(body).encode(), body_type_of(path))[0])
 
 
 SCORE = {"query": "q", "label_token_ids": [1]}

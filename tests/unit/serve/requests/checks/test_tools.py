@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from reference.request_bodies import MESSAGES, body_type_of
 
-from kt_runtime.serve.requests.checks.checking import parse
+from kt_runtime.serve.requests.checks.checking import parsed
 from kt_runtime.serve.requests.checks.refusal import Refusal
 from kt_runtime.serve.requests.checks.tools import MAX_TOOL_VALUES, check_tools
 
@@ -25,7 +25,7 @@ def anthropic(schema: Any) -> dict[str, Any]:
 
 
 def check(path: str, **body: Any) -> None:
-    check_tools(parse(json.dumps({"model": "m", **body}).encode(), body_type_of(path)))
+    check_tools(parsed(json.dumps({"model": "m", **body}).encode(), body_type_of(path))[0])
 
 
 def bodies(schema: Any, number: int) -> list[tuple[str, dict[str, Any]]]:
@@ -51,4 +51,4 @@ def test_usual_tools_are_not(path: str, body: dict[str, Any]) -> None:
 
 
 def test_request_without_tools_passes() -> None:
-    check_tools(parse(b'{"text": "a"}', body_type_of("/generate")))
+    check_tools(parsed(b'{"text": "a"}', body_type_of("/generate"))[0])

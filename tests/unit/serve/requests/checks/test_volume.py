@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from reference.request_bodies import MESSAGES, body_type_of
 
-from kt_runtime.serve.requests.checks.checking import parse
+from kt_runtime.serve.requests.checks.checking import parsed
 from kt_runtime.serve.requests.checks.refusal import Refusal
 from kt_runtime.serve.requests.checks.volume import VolumeLimit
 
@@ -20,7 +20,7 @@ RESPONSE = {"model": "default", "input": "hello", "top_logprobs": 20, "include":
 
 
 def check(path: str, body: dict[str, Any], context_tokens: int = CONTEXT) -> None:
-    VolumeLimit(context_tokens).check(parse(json.dumps(body).encode(), body_type_of(path)))
+    VolumeLimit(context_tokens).check(parsed(json.dumps(body).encode(), body_type_of(path))[0])
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_request_without_a_limit_of_tokens_passes_on_a_model_of_any_length() -
 
 
 def test_no_more_tokens_are_reckoned_than_the_kv_cache_has_room_for() -> None:
-    request = parse(
+    request, _ = parsed(
         json.dumps({"messages": MESSAGES, "n": 2, "max_tokens": 163_840, **CHAT_TOP}).encode(),
         body_type_of("/v1/chat/completions"),
     )

@@ -1,0 +1,57 @@
+"""The frontend's end of the wire: calls to the resident that do not block the event loop."""
+
+from __future__ import annotations
+
+import time
+from typing import TypeVar
+
+import zmq.asyncio
+
+from kt_runtime.wire import codec
+from kt_runtime.wire.address import probe
+from kt_runtime.wire.codec import Limits
+from kt_runtime.wire.failures import error_from
+from kt_runtime.wire.messages import AnyRequest, ErrorReply, Reply
+from kt_runtime.wire.ticket import FIRST_RESEND_SECONDS, Ticket, checked_type, open_dealer
+
+_R = TypeVar("_R", bound=Reply)
+
+
+class AsyncResidentClient:
+    """Any number of calls may be in flight; unlike `ResidentClient`, this client does not order them.
+
+    `resend_s`: seconds before the first retry.
+    """
+
+    def __init__(self, address: str, *, resend_s: float = FIRST_RESEND_SECONDS) -> None:
+        self.address, self._resend_s, self._limits = address, resend_s, Limits()
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    async def call(self, request: AnyRequest, reply_type: type[_R], timeout_s: float) -> _R:
+        """Sends `request` until a reply arrives; the resident executes each request id once.
+
+        Raises ServerUnreachableError, RequestTimeoutError, ServerBusyError, and the error that the resident replies
+        with.
+        """
+        ticket = Ticket.of(request, None, self._limits, self._resend_s)
+        deadline = time.monotonic() + timeout_s
+        with open_dealer(self._context, self.address, self._limits) as socket:
+            while ticket.reply is None:
+                now = time.monotonic()
+                if now >= deadline:
+                    raise ticket.timeout(self.address, timeout_s)
+                if ticket.next_send <= now:
+                    probe(self.address)
+                    await socket.send_multipart(ticket.frames)
+                    ticket.sent()
+                left_s = min(deadline, ticket.next_send) - time.monotonic()
+                if await socket.poll(int(max(0.0, left_s) * 1000) + 1):
+                    reply, arrays = codec.decode_reply(await socket.recv_multipart(), self._limits)
+                    if reply.request_id == request.request_id:
+                        ticket.receive(reply, arrays)
+                    elif isinstance(reply, ErrorReply) and not reply.request_id:  # the server could not read the id
+                        raise error_from(reply)
+        return checked_type(self.address, ticket.result()[0], reply_type)
