@@ -34,13 +34,13 @@ from kt_runtime.cache.index import PUT, Catalog, IndexLog
 from kt_runtime.errors import NotFoundError
 from kt_runtime.files import empty_buffer
 
-_MOST_FILES_ASIDE = 16
+_MOST_QUARANTINED_FILES = 16
 _NO_FILE = (errno.EISDIR, errno.ELOOP)  # a directory, a link
 
 logger = logging.getLogger(__name__)
 
 
-class Aside:
+class Quarantine:
     """Damaged records, kept for inspection and never used again.
 
     `limit_bytes` bounds the directory's content; beyond it, damaged records are only counted.
@@ -60,7 +60,7 @@ class Aside:
 
     def keep(self, name: str, source: OpenFile, offset: int, size: int) -> None:
         """Copies `size` bytes from `source`, if there is room. Never raises: the record is lost either way."""
-        if self._count >= _MOST_FILES_ASIDE or self._bytes + size > self._limit:
+        if self._count >= _MOST_QUARANTINED_FILES or self._bytes + size > self._limit:
             return
         data = empty_buffer(size)
         try:
@@ -72,14 +72,14 @@ class Aside:
             finally:
                 target.close()
         except OSError as error:
-            logger.debug("a damaged record could not be put aside: %s", error)
+            logger.debug("a damaged record could not be quarantined: %s", error)
             return
         self._bytes += count
         self._count += 1
 
     def take_file(self, path: Path, size: int) -> None:
         """Moves a file that is no valid segment here, or deletes it if there is no room."""
-        if self._count < _MOST_FILES_ASIDE and self._bytes + size <= self._limit:
+        if self._count < _MOST_QUARANTINED_FILES and self._bytes + size <= self._limit:
             self._files.rename(path, self._directory / path.name)
             self._bytes += size
             self._count += 1
@@ -133,7 +133,14 @@ class CacheDirectory:
     """
 
     def __init__(
-        self, path: Path, files: FileSystem, catalog: Catalog, counters: Counters, *, aside_bytes: int, read_only: bool
+        self,
+        path: Path,
+        files: FileSystem,
+        catalog: Catalog,
+        counters: Counters,
+        *,
+        quarantine_bytes: int,
+        read_only: bool,
     ) -> None:
         self.path, self.read_only = path, read_only
         self._files, self._counters = files, counters
@@ -141,7 +148,7 @@ class CacheDirectory:
         self.index: IndexLog | None = None
         self.index_is_right = True
         self._has_new_names = True
-        self.aside = Aside(files, path / "aside", aside_bytes)
+        self.quarantine = Quarantine(files, path / "aside", quarantine_bytes)
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_files)
             self._prepare(stack)
@@ -157,7 +164,7 @@ class CacheDirectory:
         self._files.make_directory(self.path)
         self._files.make_directory(self.path / "segments")
         stack.enter_context(self._files.lock(self.path / "lock", f"cache directory {self.path}"))
-        self.aside.open()
+        self.quarantine.open()
 
     def _load(self, catalog: Catalog) -> None:
         write = not self.read_only
@@ -169,7 +176,7 @@ class CacheDirectory:
             _scan(self.segments, catalog)
         catalog.finish_loading()
         if write:
-            self._put_aside(foreign)
+            self._move_to_quarantine(foreign)
 
     def _names(self, path: Path) -> list[str]:
         try:
@@ -177,17 +184,17 @@ class CacheDirectory:
         except FileNotFoundError:
             raise NotFoundError(f"{path} does not exist") from None
 
-    def _put_aside(self, names: list[str]) -> None:
+    def _move_to_quarantine(self, names: list[str]) -> None:
         for name in names:
             path = self.path / "segments" / name
             self._counters.add("corrupt")
-            logger.warning("%s is no segment of format %d; put aside", path, FORMAT_VERSION)
+            logger.warning("%s is no segment of format %d; quarantined", path, FORMAT_VERSION)
             try:
                 size = self._size(path)
                 if size is None:
                     self._files.remove(path)  # a link has no content to inspect
                 else:
-                    self.aside.take_file(path, size)
+                    self.quarantine.take_file(path, size)
             except OSError as error:
                 logger.warning("%s stays where it is: %s", path, error)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kt_runtime.cache.filesystem import DiskFiles, FileSystem
 from kt_runtime.cache.format import Namespace, is_key
-from kt_runtime.cache.health import Availability, Counters, Use
+from kt_runtime.cache.health import Counters, Health, Use
 from kt_runtime.cache.page import Page
 from kt_runtime.cache.page_store import SMALLEST_QUOTA, PageStore
 from kt_runtime.cache.read_ahead import Check, ReadAhead
@@ -71,7 +71,7 @@ class DiskTier:
         self._files = files or DiskFiles()
         self._namespace = settings.namespace.digest()
         self.counters = Counters()
-        self.availability = Availability(str(settings.directory))
+        self.health = Health(str(settings.directory))
         self._store: PageStore | None = None
         self._device: int | None = None
         self._is_closing = False
@@ -87,7 +87,7 @@ class DiskTier:
             memory_bytes=settings.read_memory_bytes,
             num_threads=settings.num_readers,
             patience_s=settings.patience_s,
-            availability=self.availability,
+            health=self.health,
             counters=self.counters,
         )
         self._writer = WriteBehind(
@@ -96,7 +96,7 @@ class DiskTier:
             memory_bytes=max(settings.write_memory_bytes, settings.page_bytes),
             interval_s=settings.interval_s,
             patience_s=settings.patience_s,
-            availability=self.availability,
+            health=self.health,
             counters=self.counters,
         )
 
@@ -108,7 +108,7 @@ class DiskTier:
         `chain`: the keys before `keys`, from the beginning of the text.
         """
         store = self._store
-        if store is None or not self.availability[Use.READING]:
+        if store is None or not self.health[Use.READING]:
             found = 0
         else:
             known = store.contains(keys)
@@ -148,7 +148,7 @@ class DiskTier:
     def write(self, pages: Sequence[Page], chain: Sequence[bytes] = ()) -> list[bool]:
         """Copies the pages that are not stored yet, to be written later. False: the page was dropped."""
         store = self._store
-        if store is None or self._settings.read_only or not self.availability[Use.WRITING]:
+        if store is None or self._settings.read_only or not self.health[Use.WRITING]:
             self.counters.add("dropped", len(pages))
             return [False] * len(pages)
         usable = self._usable(pages)
@@ -183,7 +183,7 @@ class DiskTier:
             if (store := self._store_in_place()) is not None:
                 store.sync()
 
-        return self._writer.run(sync_store, timeout_s) and self.availability[Use.WRITING]
+        return self._writer.run(sync_store, timeout_s) and self.health[Use.WRITING]
 
     def clear(self, timeout_s: float = 10.0) -> bool:
         """Removes all records, of all namespaces. False after `timeout_s`, or if the disk fails."""
@@ -209,8 +209,8 @@ class DiskTier:
             "records": len(store) if store else 0,
             "disk_bytes": store.used_bytes if store else 0,
             "quota_bytes": self._settings.quota_bytes,
-            "reading_stopped": self.availability.reason(Use.READING),
-            "writing_stopped": self.availability.reason(Use.WRITING),
+            "reading_stopped": self.health.reason(Use.READING),
+            "writing_stopped": self.health.reason(Use.WRITING),
         }
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -258,7 +258,7 @@ class DiskTier:
 
     def _lose_directory(self, reason: object) -> None:
         store, self._store = self._store, None
-        self.availability.lose(reason, Use.READING, Use.WRITING)
+        self.health.lose(reason, Use.READING, Use.WRITING)
         if store is not None:
             store.abandon()
         self._next_try_s = time.monotonic() + self._settings.interval_s
@@ -274,13 +274,13 @@ class DiskTier:
             elif self._is_in_place(store):
                 if self._reader.was_refused():
                     self._try_again(self._probe_reading)
-                if self.availability[Use.WRITING]:
+                if self.health[Use.WRITING]:
                     self._sync(store)
                 else:
                     self._try_again(self._probe_writing)
         except OSError as error:
             self.counters.add("write_errors")
-            self.availability.lose(error, Use.WRITING)
+            self.health.lose(error, Use.WRITING)
 
     def _try_again(self, attempt: Callable[[], None]) -> None:
         """Calls `attempt` if its time has come; each failure doubles the delay until the next."""
@@ -303,7 +303,7 @@ class DiskTier:
             raise OSError(f"{directory} is on another disk than before, and empty")
         self._open()
         self._reader.forget_failures()
-        self.availability.regain(Use.READING, Use.WRITING)
+        self.health.regain(Use.READING, Use.WRITING)
 
     def _open(self) -> None:
         settings = self._settings
@@ -322,12 +322,12 @@ class DiskTier:
         if self._store is not None:
             self._store.probe_reading()
             self._reader.forget_failures()
-            self.availability.regain(Use.READING)
+            self.health.regain(Use.READING)
 
     def _probe_writing(self) -> None:
         if self._store is not None:
             self._store.probe(max(self._settings.page_bytes, min(_PROBE_BYTES, self._settings.quota_bytes // 128)))
-            self.availability.regain(Use.WRITING)
+            self.health.regain(Use.WRITING)
 
     def _sync(self, store: PageStore) -> None:
         if time.monotonic() >= self._next_sync_s:

@@ -31,7 +31,7 @@ class Use(enum.Enum):
     WRITING = "writing to"
 
 
-class Availability:
+class Health:
     """Whether the disk is usable, for reading and for writing separately. Logs one line per failure and per recovery.
 
     `where` is for messages. Thread-safe.
@@ -63,7 +63,7 @@ class Availability:
             self._late = self._late | set(lost) if is_late else self._late - set(uses)
         if lost:
             what = " and ".join(use.value for use in lost)
-            logger.warning("cache: %s %s stopped, serving goes on without: %s", what, self._where, reason)
+            logger.warning("cache: %s %s stopped, serving continues without it: %s", what, self._where, reason)
 
     def regain(self, *uses: Use) -> None:
         with self._lock:

@@ -25,14 +25,15 @@ _MOST_TRIES = 10
 class Statistics:
     """`disk_bytes`: segments and index. `slot_bytes`: bytes of a record on disk -> number of records.
 
-    `aside`: names of the quarantined records, `aside_bytes` in all. `holder`: the process that writes there.
+    `quarantined`: names of the damaged records that are kept, `quarantined_bytes` in all. `holder`: the process that
+    writes there.
     """
 
     records: int
     disk_bytes: int
     slot_bytes: dict[int, int]
-    aside: tuple[str, ...]
-    aside_bytes: int
+    quarantined: tuple[str, ...]
+    quarantined_bytes: int
     holder: str | None
 
 
@@ -65,13 +66,13 @@ def statistics(path: Path, files: FileSystem | None = None) -> Statistics:
     files = files or DiskFiles()
     store = _open_to_look(path, files)
     try:
-        aside = _aside(path, files)
+        quarantined = _quarantined(path, files)
         return Statistics(
             len(store),
             store.used_bytes,
             store.slot_sizes(),
-            tuple(sorted(aside)),
-            sum(aside.values()),
+            tuple(sorted(quarantined)),
+            sum(quarantined.values()),
             files.lock_holder(path / "lock"),
         )
     finally:
@@ -89,10 +90,10 @@ def verify(
     files = files or DiskFiles()
     check_is_cache(path, files)
     indexed, is_right = _indexed(path, files)
-    before = _aside(path, files)
+    before = _quarantined(path, files)
     store = PageStore(path, _QUOTA, _ANY, files=files)
     try:
-        foreign = sorted(_aside(path, files).keys() - before.keys())
+        foreign = sorted(_quarantined(path, files).keys() - before.keys())
         found = [(name, FOREIGN) for name in foreign]
         found += [("", FOREIGN)] * (store.counters["corrupt"] - len(foreign))  # the quarantine had no room for them
         records = store.records()
@@ -101,7 +102,7 @@ def verify(
             store.rewrite_index()  # so that the next call does not report them again
         found += [(record.hex(), LOST) for record in sorted(lost)]
         found += _check_all(store, records, progress)
-        kept = _aside(path, files)
+        kept = _quarantined(path, files)
         damaged = tuple(Damage(name, fault, _kept_as(name, fault, path, kept)) for name, fault in found)
         return Verification(len(records), damaged, is_right)
     finally:
@@ -178,7 +179,7 @@ def _indexed(path: Path, files: FileSystem) -> tuple[set[bytes], bool]:
         log.close()
 
 
-def _aside(path: Path, files: FileSystem) -> dict[str, int]:
+def _quarantined(path: Path, files: FileSystem) -> dict[str, int]:
     """Contents of the quarantine: name -> bytes."""
     if "aside" not in files.names(path):
         return {}

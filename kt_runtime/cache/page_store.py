@@ -61,7 +61,7 @@ class PageStore:
             files or DiskFiles(),
             self._catalog,
             self.counters,
-            aside_bytes=quota_bytes // 200,
+            quarantine_bytes=quota_bytes // 200,
             read_only=read_only,
         )
         self._in_use = InUse(self._directory.close)
@@ -212,7 +212,7 @@ class PageStore:
         logger.log(level, "cache record %s, slot %d of %08d.seg: %s; not used", record.hex(), slot, number, fault.value)
         if not self.read_only:
             geometry, source = self._geometry(number), self._directory.segments[number]
-            self._directory.aside.keep(f"{record.hex()}.bad", source, geometry.offset(slot), geometry.slot_bytes)
+            self._directory.quarantine.keep(f"{record.hex()}.bad", source, geometry.offset(slot), geometry.slot_bytes)
         with self._lock:
             if fault in (Fault.EMPTY, Fault.TORN) and not self.read_only:
                 self._cut.add(number)

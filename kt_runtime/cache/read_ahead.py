@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kt_runtime.cache.format import slot_bytes_for
-from kt_runtime.cache.health import Availability, Counters, Use
+from kt_runtime.cache.health import Counters, Health, Use
 from kt_runtime.cache.page import BufferPool, Page, page_in_slot
 
 logger = logging.getLogger(__name__)
@@ -67,12 +67,12 @@ class ReadAhead:
         memory_bytes: int,
         num_threads: int,
         patience_s: float,
-        availability: Availability,
+        health: Health,
         counters: Counters,
     ) -> None:
         self._fetch, self._page_bytes = fetch, page_bytes
         self._patience_s = patience_s * max(1.0, page_bytes / _JOB_BYTES)
-        self._availability, self._counters = availability, counters
+        self._health, self._counters = health, counters
         self._slot_bytes = slot_bytes_for(page_bytes)
         self._pool = BufferPool(max(memory_bytes, self._slot_bytes))
         self._pages_per_job = max(1, _JOB_BYTES // page_bytes)
@@ -94,7 +94,7 @@ class ReadAhead:
 
     def start(self, keys: Sequence[bytes]) -> int:
         """Starts to read `keys`, as far as memory allows; returns how many of them are in flight. Never waits."""
-        if not self._availability[Use.READING]:
+        if not self._health[Use.READING]:
             return 0
         count, fresh, wanted = 0, list[_Entry](), set(keys)
         with self._changed:
@@ -169,7 +169,7 @@ class ReadAhead:
         Also None if no read ends within `patience_s`: then the jobs that hold the memory hang.
         """
         finished, ended_s = self._num_finished, time.monotonic()
-        while self._availability[Use.READING] and not self._is_closed:
+        while self._health[Use.READING] and not self._is_closed:
             with self._changed:
                 entry = self._entries.pop(keys[0], None)
             if entry is not None:
@@ -219,7 +219,7 @@ class ReadAhead:
             if is_hanging:  # the thread that finishes the last running job ends this state
                 self._fail_queued()
                 reason = f"a read takes longer than {self._patience_s:g} s"
-                self._availability.lose(reason, Use.READING, is_late=True)
+                self._health.lose(reason, Use.READING, is_late=True)
         self._counters.add("late")
         return False
 
@@ -285,11 +285,11 @@ class ReadAhead:
                 self._finish(job, hits)
                 self._failures = self._failures + 1 if error else 0
                 is_overdue = any(self._is_overdue(other, time.monotonic()) for other in self._running)
-            ends_waiting = not is_overdue and self._availability.is_late(Use.READING)
+            ends_waiting = not is_overdue and self._health.is_late(Use.READING)
             if self._failures >= _FAILURES or (error and ends_waiting):
-                self._availability.lose(error, Use.READING)
+                self._health.lose(error, Use.READING)
             elif ends_waiting and not error:
-                self._availability.regain(Use.READING)
+                self._health.regain(Use.READING)
 
     def _check(self, check: Check) -> tuple[list[bool], Exception | None]:
         try:
@@ -320,7 +320,7 @@ class ReadAhead:
 
     def was_refused(self) -> bool:
         """True while reading is stopped because reads failed; the owner must probe the disk to start reading again."""
-        return not self._availability[Use.READING] and not self._availability.is_late(Use.READING)
+        return not self._health[Use.READING] and not self._health.is_late(Use.READING)
 
     def forget_failures(self) -> None:
         self._failures = 0

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kt_runtime.cache.health import Availability, Counters, Use
+from kt_runtime.cache.health import Counters, Health, Use
 from kt_runtime.cache.page import BufferPool, Page
 
 _OPERATION_BYTES = 8 << 20
@@ -44,12 +44,12 @@ class WriteBehind:
         memory_bytes: int,
         interval_s: float,
         patience_s: float,
-        availability: Availability,
+        health: Health,
         counters: Counters,
     ) -> None:
         self._write, self._keep = write, keep
         self._interval_s, self._patience_s = interval_s, patience_s
-        self._availability, self._counters = availability, counters
+        self._health, self._counters = health, counters
         self._pool = BufferPool(memory_bytes)
         self._changed = threading.Condition()
         self._operations: deque[_Operation] = deque()
@@ -73,7 +73,7 @@ class WriteBehind:
         copies: dict[bytes, memoryview] = {}
         for page in pages:
             if page.key not in self._pending and page.key not in copies:
-                buffer = self._pool.take(page.payload_bytes) if self._availability[Use.WRITING] else None
+                buffer = self._pool.take(page.payload_bytes) if self._health[Use.WRITING] else None
                 if buffer is None:
                     self._enqueue(copies, ())  # writing these frees memory
                     copies, size = {}, 0
@@ -153,7 +153,7 @@ class WriteBehind:
         """Stops writing, and logs it, while one disk operation takes too long; queued pages are written later."""
         limit_s = _HANGING * self._patience_s
         if self._busy_s() > limit_s:
-            self._availability.lose(f"a write takes longer than {limit_s:g} s", Use.WRITING, is_late=True)
+            self._health.lose(f"a write takes longer than {limit_s:g} s", Use.WRITING, is_late=True)
 
     def _busy_s(self) -> float:
         """Seconds since the start of the thread's current task, 0 while the thread is idle."""
@@ -164,7 +164,7 @@ class WriteBehind:
         """None: the disk is slower than pages arrive, and callers do not wait. A long queue is no sign of a hanging
         disk; only one long call is (`_notice_hanging`)."""
         buffer, waited_until_s = None, time.monotonic() + self._patience_s
-        while buffer is None and self._availability[Use.WRITING]:
+        while buffer is None and self._health[Use.WRITING]:
             now = time.monotonic()
             left_s = min(waited_until_s - now, self._patience_s - self._busy_s())
             buffer = self._pool.take(size, max(0.0, left_s))
@@ -203,15 +203,15 @@ class WriteBehind:
                 self._look_after()
                 next_keep_s = time.monotonic() + self._interval_s
             self._began_s = None
-            if self._availability.is_late(Use.WRITING):
-                self._availability.regain(Use.WRITING)
+            if self._health.is_late(Use.WRITING):
+                self._health.regain(Use.WRITING)
 
     def _look_after(self) -> None:
         try:
             self._keep()
         except Exception as error:
             logger.exception("cache: looking after the directory failed for a reason of our own")
-            self._availability.lose(error, Use.WRITING)
+            self._health.lose(error, Use.WRITING)
 
     def _perform(self, operation: _Operation) -> None:
         is_written = False
@@ -219,15 +219,15 @@ class WriteBehind:
             if operation.action is not None:  # also while writing is stopped: clearing a full disk makes room
                 operation.action()
                 is_written = True
-            elif self._availability[Use.WRITING]:
+            elif self._health[Use.WRITING]:
                 self._write(operation.pages, operation.chain)
                 is_written = True
         except OSError as error:
             self._counters.add("write_errors")
-            self._availability.lose(error, Use.WRITING)
+            self._health.lose(error, Use.WRITING)
         except Exception as error:
             logger.exception("cache: writing failed for a reason of our own")
-            self._availability.lose(error, Use.WRITING)
+            self._health.lose(error, Use.WRITING)
         finally:
             with self._changed:
                 self._release(operation) if is_written else self._drop(operation)

@@ -28,7 +28,7 @@ class Placed:
     header: Header
 
     @property
-    def name_aside(self) -> str:
+    def name_quarantined(self) -> str:
         return f"{record_id(self.header.namespace, self.header.key).hex()}.bad"
 
 

@@ -121,7 +121,7 @@ def disk(server: Disk) -> Iterator[Disk]:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_record_is_a_miss_counted_put_aside_and_the_answer_is_right(damage: str, disk: Disk) -> None:
+def test_a_damaged_record_is_a_miss_counted_quarantined_and_the_answer_is_right(damage: str, disk: Disk) -> None:
     seed = 100 + list(DAMAGES).index(damage)
     directory = disk.served.cache_directory
     known = {each.header.key for each in placed(directory)}
@@ -139,7 +139,7 @@ def test_a_damaged_record_is_a_miss_counted_put_aside_and_the_answer_is_right(da
     most = 1 if damage in ONE_RECORD else PAGES - first_bad
     assert 1 <= after["corrupt"] - before["corrupt"] <= most
     assert after["misses"] > before["misses"]
-    assert records[first_bad].name_aside in os.listdir(directory / "aside")
+    assert records[first_bad].name_quarantined in os.listdir(directory / "aside")
     eventually(lambda: disk.status()["counters"]["records_written"] > before["counters"]["records_written"])
     eventually(lambda: disk.ask(seed).tiers["disk"] == CACHED_TOKENS)  # it was written anew
 

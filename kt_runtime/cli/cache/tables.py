@@ -65,13 +65,13 @@ def _print_disk(tier: dict[str, Any]) -> None:
 
 def print_directory(found: dict[str, Any]) -> None:
     sizes = (f"{count} of {format_bytes(size)}" for size, count in sorted(found["slot_bytes"].items()) if count)
-    aside = f"{len(found['aside'])} damaged, {format_bytes(found['aside_bytes'])}" if found["aside"] else "nothing"
+    kept = f"{len(found['quarantined'])} damaged, {format_bytes(found['quarantined_bytes'])}"
     table = Table(show_header=False)
     table.add_row("directory", found["directory"])
     table.add_row("records", str(found["records"]))
     table.add_row("on disk", format_bytes(found["disk_bytes"]))
     table.add_row("sizes of records", ", ".join(sizes) or "none")
-    table.add_row("put aside", aside)
+    table.add_row("quarantined", kept if found["quarantined"] else "nothing")
     table.add_row("in use by", f"process {found['holder']}" if found["holder"] else "nobody")
     Console().print(table)
 
@@ -83,14 +83,14 @@ def print_caches(answer: dict[str, Any], address: str) -> None:
         click.echo(f"no cache in {answer['root']}; name another directory with --dir")
         return
     table = Table(
-        Column("directory", overflow="fold"), "records", "on disk", "put aside", "in use by", title=answer["root"]
+        Column("directory", overflow="fold"), "records", "on disk", "quarantined", "in use by", title=answer["root"]
     )
     for found in answer["caches"]:
         table.add_row(
             found["directory"].removeprefix(f"{answer['root']}/"),
             str(found["records"]),
             format_bytes(found["disk_bytes"]),
-            str(len(found["aside"])),
+            str(len(found["quarantined"])),
             f"process {found['holder']}" if found["holder"] else "",
         )
     Console().print(table)

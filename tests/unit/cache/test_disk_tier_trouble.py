@@ -28,7 +28,7 @@ from reference.cache_files import (
 from reference.cache_tiers import ROOT, SIZE, eventually, keys, present, settings, stopped_lines, write
 
 from kt_runtime.cache.disk_tier import DiskTier, DiskTierSettings
-from kt_runtime.cache.health import Availability, Counters, Use
+from kt_runtime.cache.health import Counters, Health, Use
 from kt_runtime.cache.page import Page
 from kt_runtime.cache.write_behind import WriteBehind
 
@@ -53,7 +53,7 @@ def test_a_full_or_read_only_disk_is_read_and_written_again_when_it_can_be(
     assert len(stopped_lines(caplog)) == 1
     assert "writing to /cache stopped" in stopped_lines(caplog)[0]
     fault.is_on = False
-    eventually(lambda: tier.availability[Use.WRITING])
+    eventually(lambda: tier.health[Use.WRITING])
     assert write(tier, range(10, 20)) == [True] * 10
     assert tier.flush()
     assert present(tier, range(20)) == 20
@@ -67,11 +67,11 @@ def test_a_full_disk_can_be_cleared(files: FaultyFiles, open_tier: Callable[...,
     fault = Fail(errno.ENOSPC, "write", "sync")
     files.before = fault
     write(tier, range(10, 20))
-    eventually(lambda: not tier.availability[Use.WRITING])
+    eventually(lambda: not tier.health[Use.WRITING])
     fault.is_on = False  # removing a segment makes room; nobody has tried to write yet
     assert tier.clear()
     assert tier.status()["cleared"] == 10
-    eventually(lambda: tier.availability[Use.WRITING])
+    eventually(lambda: tier.health[Use.WRITING])
 
 
 def test_a_directory_in_the_place_of_another_is_not_cleared(
@@ -88,7 +88,7 @@ def test_a_directory_in_the_place_of_another_is_not_cleared(
     other.close()
     assert not tier.clear(timeout_s=0.5)
     assert name in files.files
-    assert not tier.availability[Use.READING]
+    assert not tier.health[Use.READING]
 
 
 def test_a_directory_that_is_removed_is_used_again_when_it_is_back(
@@ -98,7 +98,7 @@ def test_a_directory_that_is_removed_is_used_again_when_it_is_back(
     write(tier, range(10))
     assert tier.flush()
     files.remove_tree(ROOT)
-    eventually(lambda: not tier.availability[Use.READING])
+    eventually(lambda: not tier.health[Use.READING])
     assert write(tier, range(10, 20)) == [False] * 10
     assert tier.look_up(keys(range(10))) == 0
     assert present(tier, range(10)) == 0
@@ -106,7 +106,7 @@ def test_a_directory_that_is_removed_is_used_again_when_it_is_back(
     assert ROOT not in files.directories  # nothing is made anew in the place of a disk that was taken away
     assert len(stopped_lines(caplog)) == 1
     files.make_directory(ROOT)
-    eventually(lambda: tier.availability[Use.READING])
+    eventually(lambda: tier.health[Use.READING])
     assert write(tier, range(5)) == [True] * 5
     assert tier.flush()
     assert present(tier, range(10)) == 5
@@ -126,7 +126,7 @@ def test_reads_that_are_refused_stop_it_until_they_work(
     assert len(stopped_lines(caplog)) == 1
     assert tier.look_up(keys(range(10))) == 0
     fault.is_on = False
-    eventually(lambda: tier.availability[Use.READING])
+    eventually(lambda: tier.health[Use.READING])
     assert tier.look_up(keys(range(10))) == 10
     assert present(tier, range(10)) == 10
 
@@ -150,7 +150,7 @@ def test_a_disk_that_hangs_on_reads_holds_nobody_up(
     assert hang.begun <= begun + 1  # the tier's own try whether the disk works again; none for a request
     assert len(stopped_lines(caplog)) == 1
     hang.release()
-    eventually(lambda: tier.availability[Use.READING])
+    eventually(lambda: tier.health[Use.READING])
     assert present(tier, range(10)) == 10
     assert tier.status()["late"] == 1
 
@@ -171,7 +171,7 @@ def test_a_disk_that_hangs_on_writes_holds_nobody_up(
     eventually(lambda: not any(write(tier, range(400, 401))) and stopped_lines(caplog))
     assert len(stopped_lines(caplog)) == 1
     hang.release()
-    eventually(lambda: tier.availability[Use.WRITING])
+    eventually(lambda: tier.health[Use.WRITING])
     assert write(tier, range(300, 305)) == [True] * 5
     assert tier.flush()
     assert present(tier, range(300, 305)) == 5
@@ -186,7 +186,7 @@ def test_a_slow_disk_with_much_to_write_is_not_one_that_hangs(
     for start in range(0, 60, 4):
         write(tier, range(start, start + 4))
     assert stopped_lines(caplog) == []
-    assert tier.availability[Use.WRITING]
+    assert tier.health[Use.WRITING]
 
 
 def test_closing_a_slow_disk_writes_what_it_can_and_ends(
@@ -214,7 +214,7 @@ def test_a_write_that_hangs_is_said_though_there_is_memory(
     assert len(stopped_lines(caplog)) == 1
     assert "a write takes longer than 0.1 s" in stopped_lines(caplog)[0]
     hang.release()
-    eventually(lambda: tier.availability[Use.WRITING])
+    eventually(lambda: tier.health[Use.WRITING])
     assert write(tier, range(5, 10)) == [True] * 5
     assert tier.flush()
     assert present(tier, range(10)) == 10  # what waited was written
@@ -234,9 +234,9 @@ def test_what_is_tried_out_on_a_failing_disk_keeps_the_quota(
 
     files.before = watch
     write(tier, range(400, 500))
-    eventually(lambda: not tier.availability[Use.WRITING])
+    eventually(lambda: not tier.health[Use.WRITING])
     fault.is_on = False
-    eventually(lambda: tier.availability[Use.WRITING])
+    eventually(lambda: tier.health[Use.WRITING])
     assert max(sizes) <= (1 << 20) * 1.01
 
 
@@ -250,9 +250,9 @@ def test_a_mistake_of_our_own_while_looking_after_the_directory_does_not_end_it(
             raise RuntimeError("a mistake")
 
     files.before = fail
-    eventually(lambda: not tier.availability[Use.WRITING])
+    eventually(lambda: not tier.health[Use.WRITING])
     files.before = lambda operation, path: None
-    eventually(lambda: tier.availability[Use.WRITING])
+    eventually(lambda: tier.health[Use.WRITING])
     assert write(tier, range(5)) == [True] * 5
     assert tier.flush()
     assert present(tier, range(5)) == 5
@@ -286,7 +286,7 @@ def test_two_callers_may_offer_the_same_page_at_the_same_time(files: FaultyFiles
         memory_bytes=1 << 20,
         interval_s=1.0,
         patience_s=1.0,
-        availability=Availability("here"),
+        health=Health("here"),
         counters=Counters(),
     )
     other = [page_to_write(1), page_to_write(2)]
@@ -311,7 +311,7 @@ def test_a_machine_without_memory_for_a_page_keeps_nobody_waiting(monkeypatch: p
         memory_bytes=1 << 20,
         interval_s=1.0,
         patience_s=1.0,
-        availability=Availability("here"),
+        health=Health("here"),
         counters=Counters(),
     )
     assert writer.offer([page_to_write(1)], ()) == 0
@@ -339,7 +339,7 @@ def test_a_disk_that_is_not_there_at_the_start_is_waited_for(
     assert write(tier, range(5)) == [False] * 5
     assert tier.look_up(keys(range(5))) == 0
     fault.is_on = False
-    eventually(lambda: tier.availability[Use.WRITING])
+    eventually(lambda: tier.health[Use.WRITING])
     assert write(tier, range(5)) == [True] * 5
 
 
@@ -355,11 +355,11 @@ def test_a_disk_that_is_full_at_the_start_is_read(
     tier = open_tier()
     assert present(tier, range(10)) == 10
     write(tier, range(10, 20))
-    eventually(lambda: not tier.availability[Use.WRITING])
+    eventually(lambda: not tier.health[Use.WRITING])
     assert present(tier, range(10)) == 10
     assert len(stopped_lines(caplog)) == 1
     fault.is_on = False
-    eventually(lambda: tier.availability[Use.WRITING])
+    eventually(lambda: tier.health[Use.WRITING])
 
 
 def test_closing_does_not_wait_for_a_disk_that_hangs(files: FaultyFiles, open_tier: Callable[..., DiskTier]) -> None:

@@ -32,7 +32,7 @@ def test_statistics_of_a_cache_in_use() -> None:
     found = inspection.statistics(ROOT, files)
     assert (found.records, found.slot_bytes) == (7, {slot_bytes_for(4096): 7})
     assert found.disk_bytes == files.used_bytes(ROOT)
-    assert (found.aside, found.aside_bytes, found.holder) == ((), 0, "1")
+    assert (found.quarantined, found.quarantined_bytes, found.holder) == ((), 0, "1")
     store.close()
     assert inspection.statistics(ROOT, files).holder is None
 
@@ -70,7 +70,7 @@ def test_verifying_finds_what_is_damaged_once() -> None:
     assert [done for done, _ in seen] == [total_bytes * number // 7 for number in range(1, 8)]
     assert {total for _, total in seen} == {total_bytes}
     assert inspection.verify(ROOT, files) == inspection.Verification(5, (), True)
-    assert inspection.statistics(ROOT, files).aside_bytes == 2 * slot_bytes_for(4096)
+    assert inspection.statistics(ROOT, files).quarantined_bytes == 2 * slot_bytes_for(4096)
 
 
 def test_records_that_went_with_their_segment_are_found() -> None:

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from kt_runtime.cache.health import Availability, Counters
+from kt_runtime.cache.health import Counters, Health
 from kt_runtime.cache.page import BufferPool, Page
 from kt_runtime.cache.write_behind import WriteBehind
 
@@ -61,7 +61,7 @@ def test_a_page_offered_twice_in_a_call_takes_memory_once_and_gives_it_back() ->
         memory_bytes=2 * 64,
         interval_s=1.0,
         patience_s=0.2,
-        availability=Availability("a disk"),
+        health=Health("a disk"),
         counters=Counters(),
     )
     for number in range(5):

@@ -76,7 +76,7 @@ def test_another_namespace_is_a_miss_and_shares_the_directory() -> None:
 
 
 @pytest.mark.parametrize("damage", ["bit", "zeros", "cut", "empty"])
-def test_a_damaged_record_is_a_miss_counted_and_put_aside(damage: str) -> None:
+def test_a_damaged_record_is_a_miss_counted_and_quarantined(damage: str) -> None:
     files = FaultyFiles()
     store = open_store(files)
     write(store, range(3))
@@ -135,7 +135,7 @@ def test_a_page_of_another_length_is_a_miss() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 5, 9])
-def test_a_segment_of_another_format_is_put_aside(place: int) -> None:
+def test_a_segment_of_another_format_is_quarantined(place: int) -> None:
     files = FaultyFiles()
     store = open_store(files)
     write(store, range(3))

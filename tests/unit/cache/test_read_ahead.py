@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kt_runtime.cache.format import slot_bytes_for
-from kt_runtime.cache.health import Availability, Counters, Use
+from kt_runtime.cache.health import Counters, Health, Use
 from kt_runtime.cache.page import Page
 from kt_runtime.cache.read_ahead import Check, ReadAhead
 
@@ -29,19 +29,19 @@ def test_memory_of_a_read_that_hangs_is_nobody_elses() -> None:
             one.pieces[0][:] = one.key[:1] * SIZE
         return lambda: [True] * len(pages)
 
-    availability = Availability("a disk")
+    health = Health("a disk")
     reader = ReadAhead(
         fetch,
         SIZE,
         memory_bytes=2 * SLOT,
         num_threads=2,
         patience_s=0.05,
-        availability=availability,
+        health=health,
         counters=Counters(),
     )
     assert reader.take([page(b"slow")]) == [False]
-    assert not availability[Use.READING]
-    availability.regain(Use.READING)
+    assert not health[Use.READING]
+    health.regain(Use.READING)
     for number in range(5):
         other = page(b"other-%d" % number)
         assert reader.take([other]) == [True]
@@ -62,7 +62,7 @@ def test_pages_nobody_came_for_make_room_for_others() -> None:
         memory_bytes=4 * SLOT,
         num_threads=1,
         patience_s=5.0,
-        availability=Availability("a disk"),
+        health=Health("a disk"),
         counters=Counters(),
     )
     for start in range(0, 40, 4):
@@ -79,23 +79,23 @@ def test_a_read_that_hangs_and_then_fails_is_left_to_be_tried_out() -> None:
         assert hangs.wait(30)
         raise OSError("gone for good")
 
-    availability = Availability("a disk")
+    health = Health("a disk")
     reader = ReadAhead(
         fetch,
         SIZE,
         memory_bytes=2 * SLOT,
         num_threads=2,
         patience_s=0.05,
-        availability=availability,
+        health=health,
         counters=Counters(),
     )
     assert reader.take([page(b"slow")]) == [False]
-    assert availability.is_late(Use.READING)
+    assert health.is_late(Use.READING)
     assert not reader.was_refused()
     hangs.set()
     assert reader.close(5.0)
     assert reader.was_refused()
-    assert availability.reason(Use.READING) == "gone for good"
+    assert health.reason(Use.READING) == "gone for good"
 
 
 def test_a_read_that_works_beside_the_last_one_that_failed_does_not_hide_that_reading_is_off() -> None:
@@ -108,23 +108,23 @@ def test_a_read_that_works_beside_the_last_one_that_failed_does_not_hide_that_re
         assert may_end.wait(30)
         return lambda: [True] * len(pages)
 
-    availability = Availability("a disk")
+    health = Health("a disk")
     reader = ReadAhead(
         fetch,
         SIZE,
         memory_bytes=8 * SLOT,
         num_threads=2,
         patience_s=5.0,
-        availability=availability,
+        health=health,
         counters=Counters(),
     )
     assert reader.start([b"slow"]) == 1
     assert begun.wait(5)
-    while availability[Use.READING]:
+    while health[Use.READING]:
         assert reader.take([page(b"other")]) == [False]
     may_end.set()
     assert reader.close(5.0)
-    assert not availability[Use.READING]
+    assert not health[Use.READING]
     assert reader.was_refused()
 
 
@@ -139,7 +139,7 @@ def test_a_slow_disk_keeps_its_caller_no_longer_than_asked_and_what_it_gave_coun
         memory_bytes=48 << 20,
         num_threads=1,
         patience_s=5.0,
-        availability=Availability("a disk"),
+        health=Health("a disk"),
         counters=Counters(),
     )
     pages = [Page(b"%d" % number, [bytearray(5 << 20)]) for number in range(8)]
@@ -164,7 +164,7 @@ def test_the_disk_goes_on_while_what_came_is_checked() -> None:
         memory_bytes=40 << 20,
         num_threads=1,
         patience_s=30.0,
-        availability=Availability("a disk"),
+        health=Health("a disk"),
         counters=Counters(),
     )
     assert reader.take([Page(b"%d" % number, [bytearray(9 << 20)]) for number in range(2)]) == [True, True]
@@ -177,22 +177,22 @@ def test_a_check_that_hangs_keeps_its_memory_and_counts_as_a_disk_that_hangs() -
     def fetch(pages: Sequence[Page]) -> Check:
         return lambda: [may_end.wait(30)] * len(pages)
 
-    availability = Availability("a disk")
+    health = Health("a disk")
     reader = ReadAhead(
         fetch,
         SIZE,
         memory_bytes=SLOT,
         num_threads=1,
         patience_s=0.05,
-        availability=availability,
+        health=health,
         counters=Counters(),
     )
     assert reader.take([page(b"slow")]) == [False]
-    assert availability.is_late(Use.READING)
+    assert health.is_late(Use.READING)
     assert reader.start([b"other"]) == 0
     may_end.set()
     assert reader.close(5.0)
-    assert availability[Use.READING]
+    assert health[Use.READING]
 
 
 def test_a_check_that_raises_is_a_miss() -> None:
@@ -208,7 +208,7 @@ def test_a_check_that_raises_is_a_miss() -> None:
         memory_bytes=SLOT,
         num_threads=1,
         patience_s=5.0,
-        availability=Availability("a disk"),
+        health=Health("a disk"),
         counters=Counters(),
     )
     for _ in range(2):
@@ -216,7 +216,7 @@ def test_a_check_that_raises_is_a_miss() -> None:
     assert reader.close(5.0)
 
 
-def slow_reader(wait: Callable[[], object], patience_s: float, availability: Availability) -> ReadAhead:
+def slow_reader(wait: Callable[[], object], patience_s: float, health: Health) -> ReadAhead:
     """Pages of 9 MiB, so that each is a read, which ends when `wait` returns."""
 
     def fetch(pages: Sequence[Page]) -> Check:
@@ -229,29 +229,29 @@ def slow_reader(wait: Callable[[], object], patience_s: float, availability: Ava
         memory_bytes=16 * slot_bytes_for(BIG),
         num_threads=1,
         patience_s=patience_s,
-        availability=availability,
+        health=health,
         counters=Counters(),
     )
 
 
 def test_time_in_the_queue_is_not_time_on_the_disk() -> None:
     """A healthy disk with 12 reads queued before ours, each a sixth of what is allowed."""
-    availability = Availability("a disk")
-    reader = slow_reader(lambda: time.sleep(0.15), 0.9, availability)
+    health = Health("a disk")
+    reader = slow_reader(lambda: time.sleep(0.15), 0.9, health)
     assert reader.start([b"other-%d" % number for number in range(12)]) == 12
     assert reader.take([Page(b"mine", [bytearray(BIG)])]) == [True]
-    assert availability[Use.READING]
+    assert health[Use.READING]
     assert reader.close(5.0)
 
 
 def test_a_page_that_is_not_begun_in_time_is_given_up_and_the_disk_is_used_on() -> None:
-    availability = Availability("a disk")
+    health = Health("a disk")
     on = threading.Event()
-    reader = slow_reader(lambda: on.wait(20.0), 15.0, availability)
+    reader = slow_reader(lambda: on.wait(20.0), 15.0, health)
     assert reader.start([b"other-%d" % number for number in range(8)]) == 8
     assert reader.take([Page(b"mine", [bytearray(BIG)])], 0.3) == [False]  # while the first read is under way
     on.set()
-    assert availability[Use.READING]
+    assert health[Use.READING]
     assert reader.take([Page(b"other-7", [bytearray(BIG)])]) == [True]
     assert reader.close(5.0)
 
@@ -264,20 +264,20 @@ def test_one_read_that_hangs_does_not_stop_the_other_thread() -> None:
             assert may_end.wait(30)
         return lambda: [True] * len(pages)
 
-    availability = Availability("a disk")
+    health = Health("a disk")
     reader = ReadAhead(
         fetch,
         BIG,
         memory_bytes=16 * slot_bytes_for(BIG),
         num_threads=2,
         patience_s=0.1,
-        availability=availability,
+        health=health,
         counters=Counters(),
     )
     reader.start([b"stuck"])
     for number in range(20):
         assert reader.take([Page(b"%d" % number, [bytearray(BIG)])]) == [True]
         time.sleep(0.02)
-    assert availability[Use.READING]
+    assert health[Use.READING]
     may_end.set()
     assert reader.close(5.0)

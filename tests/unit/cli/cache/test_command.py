@@ -73,7 +73,7 @@ def test_verify_of_a_whole_cache_is_status_0(run: Run, cache: Path) -> None:
     assert result.returncode == 0 and "7 records read" in result.stdout and "all right" in result.stdout
 
 
-def test_verify_says_what_was_put_aside_and_is_status_1_once(run: Run, cache: Path) -> None:
+def test_verify_says_what_was_quarantined_and_is_status_1_once(run: Run, cache: Path) -> None:
     damage(cache, 3)
     result = run("cache", "verify", "--dir", str(cache))
     assert result.returncode == 1
@@ -82,7 +82,7 @@ def test_verify_says_what_was_put_aside_and_is_status_1_once(run: Run, cache: Pa
     assert str(kept) in result.stdout
     again = answer_of(run("cache", "verify", "--dir", str(cache), "--json"))
     assert (again["records"], again["damaged"], again["index_was_right"]) == (6, [], True)
-    assert answer_of(run("cache", "stat", "--dir", str(cache), "--json"))["aside"] == [kept.name]
+    assert answer_of(run("cache", "stat", "--dir", str(cache), "--json"))["quarantined"] == [kept.name]
 
 
 @pytest.mark.parametrize("what", ["verify", "clear"])
