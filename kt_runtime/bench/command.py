@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from kt_runtime.wire.messages import Activations
 
 
+checkout_option = click.option(
+    "--checkout",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="Of kt-runtime. [default: the current directory]",
+)
+
+
 @click.group(name="bench", help=__doc__)
 def command() -> None:
     pass
@@ -175,6 +183,56 @@ def cache(as_json: bool, **options: Any) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     result = run(plan, lambda line: click.echo(line, err=True))
     _show(result, print_report, as_json)
+
+
+@command.command(name="record")
+@click.argument("report", type=click.Path(path_type=Path), metavar="REPORT")
+@click.option(
+    "--name", required=True, help="Of the file docs/measurements/NAME.json, for example 2026-11-22-zen4-cache."
+)
+@click.option("--title", required=True, help="Its heading on the page.")
+@click.option("--command", "ran", required=True, help="The command that printed REPORT.")
+@click.option("--commit", required=True, help="The commit that was measured.")
+@click.option("--date", help="Of the measurement. [default: today, UTC]")
+@click.option("--machine", required=True, help='A short name of the machine, for example "Zen 4 (AVX-512)".')
+@click.option(
+    "--hardware", help="Processors, memory, GPU. [default: the processors that REPORT names; `demo` names none]"
+)
+@click.option("--conditions", help="Options and state of the machine that a reader needs.")
+@checkout_option
+def record(report: Path, name: str, checkout: Path, **origin: str | None) -> None:
+    """Add REPORT, the JSON of `bench experts`, `train`, `cache` or `demo`, to docs/measurements; generate the page."""
+    from kt_runtime.bench.page.checkout import MEASUREMENTS, check_is_checkout
+    from kt_runtime.bench.page.report import record_report
+
+    check_is_checkout(checkout)
+    written = record_report(report, checkout / MEASUREMENTS, name, origin)
+    click.echo(f"{written} is written")
+    _generate(checkout)
+
+
+@command.command(name="page")
+@click.option("--check", is_flag=True, help="Change nothing; name the files that differ from what would be generated.")
+@checkout_option
+def page(check: bool, checkout: Path) -> None:
+    """Generate docs/measurements.md, README.md's tables and the demo's picture from the JSON files in docs."""
+    from kt_runtime.bench.page.checkout import check_is_checkout, stale
+    from kt_runtime.errors import InvalidValueError
+
+    check_is_checkout(checkout)
+    if not check:
+        _generate(checkout)
+    elif old := stale(checkout):
+        raise InvalidValueError(
+            f"{', '.join(map(str, old))}: not what the JSON files make; run `kt-runtime bench page`"
+        )
+
+
+def _generate(checkout: Path) -> None:
+    from kt_runtime.bench.page.checkout import generate
+
+    for path in generate(checkout):
+        click.echo(f"{path} is written")
 
 
 def _show(result: dict[str, Any], print_report: Callable[[dict[str, Any]], None], as_json: bool) -> None:

@@ -6,6 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_runtime.bench.page.timeline import Timeline, read_timeline
 
 KEYS = {
     "model",
@@ -29,6 +34,7 @@ KEYS = {
 
 def test_the_answer_changes_and_nothing_else_does(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", "demo", "--json", str(tmp_path / "demo.json")]
+    command += ["--timeline", str(tmp_path / "times.json")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=tmp_path)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     print(run.stdout)
@@ -41,3 +47,16 @@ def test_the_answer_changes_and_nothing_else_does(tmp_path: Path) -> None:
     assert figures["base_weights_unchanged"] is True
     assert figures["optim_to_first_token_ms"] > figures["publish_ms"] > 0
     assert figures["rss_training_bytes"] > figures["rss_serving_bytes"] > 0
+    times_are_the_runs(read_timeline(tmp_path / "times.json"), figures)
+
+
+def times_are_the_runs(times: Timeline, figures: dict[str, Any]) -> None:
+    """Each answered stream is there. Every other client asks the adapter, after its last step."""
+    assert len(times.streams) == figures["streams_total"]
+    assert (times.before, times.after) == (figures["before"], figures["after"])
+    waited_ms = (times.first_token_s - times.optim_finished_s) * 1e3
+    assert waited_ms == pytest.approx(figures["optim_to_first_token_ms"], abs=2)
+    asked = [(client, began) for client, began, _, by_adapter in times.streams if by_adapter]
+    assert {client for client, _ in asked} == {1, 3, 5, 7} and min(began for _, began in asked) > times.optim_finished_s
+    assert [step for _, step, _ in times.steps] == [5, 10, 15, 20, 24]
+    assert times.steps == sorted(times.steps) and times.steps[0][0] > 0

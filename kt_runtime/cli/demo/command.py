@@ -21,12 +21,14 @@ from typing import Any
 import click
 import httpx
 
+from kt_runtime.bench.page.measurement import compact_json
 from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.demo.base import make_base
 from kt_runtime.cli.demo.streams import FirstToken, Streams, chat
+from kt_runtime.cli.demo.timeline import timeline_of
 from kt_runtime.cli.server_process import server
 from kt_runtime.errors import KtError, RuntimeFault
-from kt_runtime.files import write_json
+from kt_runtime.files import write_file, write_json
 from kt_runtime.serve.models.presets import configs
 
 MODEL = "tiny-deepseek-v3"
@@ -41,8 +43,9 @@ MEMORY_PERIOD_SECONDS = 0.5
 
 @click.command(name="demo", help=__doc__)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the figures to this file.")
+@click.option("--timeline", type=click.Path(path_type=Path), help="Write when each stream was answered to this file.")
 @click.option("--dir", "directory", type=click.Path(path_type=Path), help="Keep model, adapter and logs here.")
-def command(json_path: Path | None, directory: Path | None) -> None:
+def command(json_path: Path | None, timeline: Path | None, directory: Path | None) -> None:
     started = time.monotonic()
 
     def say(line: str) -> None:
@@ -51,15 +54,19 @@ def command(json_path: Path | None, directory: Path | None) -> None:
     with tempfile.TemporaryDirectory(prefix="kt-runtime-demo-") as temporary:
         place = (directory or Path(temporary)).resolve()
         place.mkdir(parents=True, exist_ok=True)
-        figures = _demo(place, say)
+        figures, moments = _demo(place, say)
     if json_path:
         write_json(json_path.resolve(), figures)
         say(f"figures are in {json_path}")
+    if timeline:
+        write_file(timeline.resolve(), f"{compact_json(moments)}\n".encode())
+        say(f"times are in {timeline}")
     if figures["after"] != EXPECTED or figures["streams_failed"] or not figures["base_weights_unchanged"]:
         raise RuntimeFault(f"the demo did not end as it should: {json.dumps(figures)}")
 
 
-def _demo(place: Path, say: Any) -> dict[str, Any]:
+def _demo(place: Path, say: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The figures of --json and those of --timeline."""
     say(f"teaching a {MODEL} about a village (plain Hugging Face training, so that there is a base to start from)")
     make_base(MODEL, place / MODEL, say)
     say("starting the server: SGLang with this model resident")
@@ -73,7 +80,7 @@ def _demo(place: Path, say: Any) -> dict[str, Any]:
         say(f"training an adapter in the serving process, with {NUM_STREAMS} streams being answered meanwhile")
         with Streams(api.url, name, OTHER_QUESTIONS, NUM_STREAMS) as streams, _Memory(api) as memory:
             with FirstToken(api.url, name, ADAPTER, QUESTION) as first_token:
-                trained = _train(place, api, say)
+                trained, lines = _train(place, api, say)
                 streams.adapter = ADAPTER
                 first_token.wait(FIRST_TOKEN_SECONDS)
             after = chat(http, f"{name}:{ADAPTER}", QUESTION)
@@ -89,7 +96,7 @@ def _demo(place: Path, say: Any) -> dict[str, Any]:
     )
     if first_token.at is None:
         raise RuntimeFault(f"no token of {ADAPTER} within {FIRST_TOKEN_SECONDS:.0f} s after it was published")
-    return {
+    figures = {
         "model": MODEL,
         "sglang_version": status["sglang_version"],
         "before": before,
@@ -107,10 +114,12 @@ def _demo(place: Path, say: Any) -> dict[str, Any]:
         "rss_serving_bytes": status["rss_bytes"],
         "rss_training_bytes": memory.peak_bytes,
     }
+    return figures, timeline_of(streams.answered, lines, trained["optim_finished_at"], first_token.at, figures)
 
 
-def _train(place: Path, api: ServerAPI, say: Any) -> dict[str, Any]:
-    """Runs `kt-runtime train` in a separate process, as a user would; returns its --json output."""
+def _train(place: Path, api: ServerAPI, say: Any) -> tuple[dict[str, Any], list[tuple[float, str]]]:
+    """Runs `kt-runtime train` in a separate process, as a user would; returns its --json output, and its lines with
+    their Unix times."""
     recipe = place / "demo-identity.yaml"
     recipe.write_text(configs().joinpath("recipes", "demo-identity.yaml").read_text())
     command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", "train", "--recipe", str(recipe), "--json"]
@@ -119,15 +128,16 @@ def _train(place: Path, api: ServerAPI, say: Any) -> dict[str, Any]:
         command.append(f"dataset_dir={world}")
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert process.stdout is not None and process.stderr is not None
-        last = ""
+        lines = []
         for line in process.stderr:
-            last = line.rstrip()
-            say(f"  {last}")
+            lines.append((time.time(), line.rstrip()))
+            say(f"  {line.rstrip()}")
         output = process.stdout.read()
     if process.wait() != 0:
+        last = lines[-1][1] if lines else ""
         raise RuntimeFault(f"`kt-runtime train` ended with status {process.returncode}: {last}")
     result: dict[str, Any] = json.loads(output)
-    return result
+    return result, lines
 
 
 @dataclass

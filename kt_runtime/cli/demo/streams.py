@@ -43,11 +43,21 @@ def chat(http: httpx.Client, model: str, question: str) -> str:
     return "".join(chat_stream(http, model, question))
 
 
+@dataclass(frozen=True)
+class Answered:
+    """One stream: `client` counts from 0, times are Unix times in seconds."""
+
+    client: int
+    began_at: float
+    ended_at: float
+    by_adapter: bool
+
+
 @dataclass
 class Streams:
     """`number` clients that stream answers to one question after the other until stopped.
 
-    `adapter` may be set while the clients run; every other client then uses it. `_lock` guards the counters.
+    `adapter` may be set while the clients run; every other client then uses it. `_lock` guards the counters and lists.
     """
 
     url: str
@@ -59,6 +69,7 @@ class Streams:
     failed: int = 0
     longest_wait_s: float = 0.0
     failures: list[str] = field(default_factory=list)
+    answered: list[Answered] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._stop = threading.Event()
@@ -79,11 +90,16 @@ class Streams:
         count = index
         with httpx.Client(base_url=self.url, timeout=REQUEST_SECONDS, trust_env=False) as http:
             while not self._stop.is_set():
-                model = f"{self.model}:{self.adapter}" if self.adapter and index % 2 else self.model
-                self._stream(http, model, self.questions[count % len(self.questions)])
+                by_adapter = bool(self.adapter and index % 2)
+                model = f"{self.model}:{self.adapter}" if by_adapter else self.model
+                began_at = time.time()
+                if self._stream(http, model, self.questions[count % len(self.questions)]):
+                    with self._lock:
+                        self.answered.append(Answered(index, began_at, time.time(), by_adapter))
                 count += self.number
 
-    def _stream(self, http: httpx.Client, model: str, question: str) -> None:
+    def _stream(self, http: httpx.Client, model: str, question: str) -> bool:
+        """Whether the stream was answered completely."""
         before, longest, failure = time.monotonic(), 0.0, None
         try:
             for _ in chat_stream(http, model, question):
@@ -97,6 +113,7 @@ class Streams:
             if failure:
                 self.failed += 1
                 self.failures.append(failure)
+        return failure is None
 
 
 class FirstToken:

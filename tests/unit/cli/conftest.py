@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kt_runtime.bench.page.measurement import Measurement, read_all
+from kt_runtime.bench.page.report import record_report
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
+Recorded = Callable[[dict[str, Any]], Measurement]
 
 
 @pytest.fixture
@@ -34,3 +40,18 @@ def run(tmp_path: Path) -> Run:
         )
 
     return run_command
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Recorded:
+    """A bench's report as `kt-runtime bench record` writes it and the page's generator reads it."""
+
+    def record(report: dict[str, Any]) -> Measurement:
+        path, directory = tmp_path / "report.json", tmp_path / "measurements"
+        path.write_text(json.dumps(report))
+        directory.mkdir()
+        origin = dict.fromkeys(("title", "machine", "hardware", "ran", "commit"), "x")
+        record_report(path, directory, "one", origin | {"date": "2026-01-31"})
+        return read_all(directory)["one"]
+
+    return record

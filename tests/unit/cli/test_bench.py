@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from kt_runtime.bench.page.measurement import Measurement
 from kt_runtime.cli.main import main
 from kt_runtime.experts import available_isas
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+Recorded = Callable[[dict[str, Any]], Measurement]
 
 TINY = "8x2x128x256x4"
 QUICK = ("--runs", "1", "--seconds", "0.01")
@@ -209,3 +211,18 @@ def test_an_interrupted_run_leaves_no_checkpoint(tmp_path: Path, number: signal.
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
     assert not list(tmp_path.iterdir())
+
+
+def test_a_report_becomes_a_measurement(result: dict[str, Any], recorded: Recorded) -> None:
+    cases, loading = recorded(result).tables
+    assert [column.name for column in cases.columns[3:]] == list(
+        dict.fromkeys(peer for row in result["rows"] for peer in row["peers"])
+    )
+    for made, row in zip(cases.rows, result["rows"], strict=True):
+        assert made.case[:5] == [row["shape"], row["format"], row["isa"], str(row["threads"]), str(row["tokens"])]
+        assert float(str(made.figures[0])) == pytest.approx(row["ms"], rel=1e-3)
+        for column, cell in zip(cases.columns[3:], made.figures[3:], strict=True):
+            peer_ms = row["peers"].get(column.name)
+            assert (cell is None) == (peer_ms is None)
+            assert peer_ms is None or float(str(cell)) == pytest.approx(peer_ms / row["ms"], rel=1e-3)
+    assert len(loading.rows) == len(result["loads"])

@@ -14,8 +14,11 @@ import pytest
 
 from kt_runtime.bench.cache.plan import SOURCES
 from kt_runtime.bench.cache.report import print_report
+from kt_runtime.bench.page.measurement import Measurement
+from kt_runtime.bench.page.report import measurement_of, parse_report
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+Recorded = Callable[[dict[str, Any]], Measurement]
 
 QUICK = ("--model", "tiny-qwen3-moe", "--tokens", "256", "--page-tokens", "16", "--rounds", "2")
 
@@ -79,3 +82,18 @@ def test_a_wrong_option_is_refused_before_anything_starts(run: Run, arguments: t
     assert done.returncode != 0
     assert message in done.stderr
     assert "starting a server" not in done.stderr
+
+
+def test_a_report_becomes_a_measurement(result: dict[str, Any], recorded: Recorded) -> None:
+    made = recorded(result)
+    assert [row.case[0].replace(" ", "_") for row in made.tables[0].rows] == list(SOURCES)
+    for row, source in zip(made.tables[0].rows, SOURCES, strict=True):
+        assert float(str(row.figures[0])) == pytest.approx(result["ttft_ms"][source], rel=1e-3)
+    assert recorded_without_server(result, made).tables == []
+
+
+def recorded_without_server(result: dict[str, Any], made: Measurement) -> Measurement:
+    """The report of `--no-server`: without first tokens."""
+    report = parse_report(json.dumps(result | {"ttft_ms": None}).encode(), "report.json")
+    origin = {name: getattr(made, name) for name in ("title", "date", "machine", "hardware", "command", "commit")}
+    return measurement_of(report, **origin)

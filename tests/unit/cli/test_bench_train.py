@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kt_runtime.bench.page.measurement import Measurement
 from kt_runtime.bench.train import peer
 from kt_runtime.bench.train.plan import Plan
 from kt_runtime.bench.train.report import print_report
 from kt_runtime.errors import RuntimeFault
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+Recorded = Callable[[dict[str, Any]], Measurement]
 
 ROW_KEYS = {
     "targets",
@@ -138,3 +140,11 @@ def test_a_whole_sequence_chooses_the_peers_dtype_where_a_short_one_does_not_tel
     assert tokens == asked
     assert made.dtype == chosen
     assert made.probe_tokens == asked[-1]
+
+
+def test_a_report_becomes_a_measurement(result: dict[str, Any], recorded: Recorded) -> None:
+    made = recorded(result)
+    for row, wanted in zip(made.tables[0].rows, result["rows"], strict=True):
+        assert row.case == ["tiny-qwen3-moe", wanted["targets"], wanted["activations"]]
+        assert float(str(row.figures[0])) == pytest.approx(wanted["tokens_per_s"], rel=1e-3)
+        assert float(str(row.figures[3])) == pytest.approx(wanted["peak_bytes"] / 1e9, rel=1e-3)

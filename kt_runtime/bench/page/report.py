@@ -1,0 +1,213 @@
+"""The JSON of `kt-runtime bench experts|train|cache --json` and of `kt-runtime demo --json`, as a measurement."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from kt_runtime.bench.page.measurement import Cell, Column, Kind, Measurement, Range, Row, Single, Table, write
+from kt_runtime.errors import ConflictError, InvalidValueError
+from kt_runtime.files import errors_of_path, read_regular
+
+SIGNIFICANT_DIGITS = 4
+MAX_FILE_BYTES = 16 << 20
+GIGA = Decimal(10**9)
+NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
+
+
+def record_report(report_path: Path, directory: Path, name: str, origin: Mapping[str, str | None]) -> Path:
+    """Writes the measurement `name` to `directory` and returns its path. `origin`: as in `measurement_of`, the command
+    as `ran`; date and hardware may be None. Raises InvalidValueError, ConflictError if the file exists."""
+    path = directory / f"{name}.json"
+    if not NAME.fullmatch(name):
+        raise InvalidValueError(
+            f"--name {name!r}: allowed are lower-case letters, digits, '-' and '.', as 2026-11-22-zen4-cache"
+        )
+    if path.exists():
+        raise ConflictError(f"{path} exists already; choose another --name")
+    with errors_of_path(report_path, "read"):
+        report = parse_report(read_regular(report_path, MAX_FILE_BYTES), str(report_path))
+    facts = dict(origin)
+    facts["command"] = facts.pop("ran")
+    facts["date"] = facts["date"] or datetime.now(UTC).date().isoformat()
+    facts["hardware"] = facts["hardware"] or _hardware(report, report_path)
+    write(path, measurement_of(report, **facts))
+    return path
+
+
+def measurement_of(report: Mapping[str, Any], **origin: Any) -> Measurement:
+    """`report`: read with `parse_report`. `origin`: title, date, machine, hardware, command, commit and the like, as in
+    `Measurement`. Raises InvalidValueError for JSON of no known bench and for a report that lacks a field."""
+    for field, (kind, convert) in _KINDS.items():
+        if field in report:
+            try:
+                figures, tables = convert(report)
+            except (KeyError, TypeError) as error:
+                raise InvalidValueError(f"report of `bench {kind}`: lacks the field {error} (docs/bench.md)") from None
+            return Measurement(kind=kind, figures=figures, tables=tables, **origin)
+    raise InvalidValueError(
+        f"report: has the fields {', '.join(report) or '(none)'}; a report of `kt-runtime bench` has one of "
+        f"{', '.join(_KINDS)} (docs/bench.md)"
+    )
+
+
+def parse_report(text: bytes, where: str) -> dict[str, Any]:
+    """A report's JSON with its numbers as decimals. Raises InvalidValueError."""
+    try:
+        report = json.loads(text, parse_float=Decimal, parse_int=Decimal)
+    except ValueError as error:
+        raise InvalidValueError(f"{where}: {error}") from None
+    if not isinstance(report, dict):
+        raise InvalidValueError(f"{where}: holds no JSON object; a report of `kt-runtime bench ... --json` is one")
+    return report
+
+
+def _hardware(report: Mapping[str, Any], where: Path) -> str:
+    try:
+        return f"{report['machine']['processors']} processors of {report['machine']['cpu']}"
+    except KeyError:
+        raise InvalidValueError(f"{where}: names no machine; say what it ran on with --hardware") from None
+
+
+def _rounded(value: Decimal | None, per: Decimal | int = 1) -> Decimal | None:
+    """`value / per` with the digits that mean something; a whole number stays as it is."""
+    if value is None:
+        return None
+    scaled = value / per
+    if scaled == scaled.to_integral_value():
+        return scaled.to_integral_value()
+    decimals = max(SIGNIFICANT_DIGITS - 1 - scaled.adjusted(), 0)
+    return scaled.quantize(Decimal(1).scaleb(-decimals))
+
+
+def _experts(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
+    limits = [
+        Single(f"{each['isa']}, {each['threads']} threads: {what}", _rounded(each[field], GIGA), unit)
+        for each in report["machine"]["by_threads"]
+        for field, what, unit in (
+            ("dram_bytes_per_s", "DRAM read", "GB/s"),
+            ("bf16_flops", "bf16 peak", "GFLOP/s"),
+            ("int8_ops", "int8 peak", "Gop/s"),
+        )
+    ]
+    peers = list(dict.fromkeys(name for row in report["rows"] for name in row["peers"]))
+    figures = [Column("time", "ms"), Column("share of the limit", "ratio"), Column("error", "relative")]
+    figures += [Column(name, "peer's time / kt-runtime's") for name in peers]
+    rows = [
+        Row(
+            [row["shape"], row["format"], row["isa"], str(row["threads"]), str(row["tokens"]), _pass(row)],
+            [
+                *(_rounded(row[field]) for field in ("ms", "limit_ratio", "rel_error")),
+                *(_rounded(row["peers"][name], row["ms"]) if name in row["peers"] else None for name in peers),
+            ],
+        )
+        for row in report["rows"]
+    ]
+    loads = [
+        Row(
+            [load["shape"], load["format"], load["isa"], str(load["threads"])],
+            [
+                _rounded(load["resident_bytes"], GIGA),
+                _rounded(load["resident_bytes"], load["weight_bytes"]),
+                _rounded(load["peak_extra_ratio"]),
+                _rounded(load["seconds"]),
+            ],
+        )
+        for load in report["loads"]
+    ]
+    load_columns = [Column("resident", "GB"), Column("resident / weights", "ratio")]
+    load_columns += [Column("peak extra / weights", "ratio"), Column("loading", "s")]
+    case = ["shape", "format", "kernels", "threads"]
+    return limits, [
+        Table("cases", [*case, "tokens", "pass"], figures, rows),
+        Table("loading", case, load_columns, loads),
+    ]
+
+
+def _pass(row: Mapping[str, Any]) -> str:
+    return f"{row['op'].replace('_', ' and ')}, {row['activations']}" if row["activations"] else str(row["op"])
+
+
+def _training(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
+    settings = report["training"]
+    figures = [
+        Single(name.replace("_", " "), _rounded(settings[name]), unit)
+        for name, unit in (("sequences", "sequences"), ("tokens", "tokens"), ("steps", "steps"), ("rank", "LoRA rank"))
+    ]
+    columns = [Column("kt-runtime", "tokens/s"), Column("Hugging Face + PEFT", "tokens/s"), Column("ratio", "ratio")]
+    columns += [Column("peak memory", "GB"), Column("peer's peak memory", "GB")]
+    rows = [
+        Row(
+            [settings["model"], row["targets"], row["activations"]],
+            [
+                *(_rounded(row[field]) for field in ("tokens_per_s", "hf_peft_tokens_per_s", "ratio")),
+                *(_rounded(row[field], GIGA) for field in ("peak_bytes", "hf_peft_peak_bytes")),
+            ],
+        )
+        for row in report["rows"]
+    ]
+    return figures, [Table("steps", ["model", "LoRA on", "activations"], columns, rows)]
+
+
+def _cache(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
+    settings, files, tables = report["cache"], report["files"], []
+    figures = [
+        Single("prefix", _rounded(settings["tokens"]), "tokens"),
+        Single("disk tier over a plain file: reading", _rounded(report["disk_read_ratio"]), "ratio"),
+        Single("disk tier over a plain file: writing", _rounded(report["disk_write_ratio"]), "ratio"),
+        Single("reading a plain file", _rounded(files["bytes_per_s"]["plain_read"], GIGA), "GB/s"),
+        Single("writing a plain file", _rounded(files["bytes_per_s"]["plain_write"], GIGA), "GB/s"),
+    ]
+    if report["ttft_ms"] is not None:
+        figures.append(Single("cold / disk", _rounded(report["cold_to_disk"]), "ratio"))
+        rows = [
+            Row([source.replace("_", " ")], [_rounded(middle), _spread(report["ttft_ms_samples"][source])])
+            for source, middle in report["ttft_ms"].items()
+        ]
+        columns = [Column("first token, median", "ms"), Column("all rounds", "ms")]
+        title = f"{settings['model']} in {settings['dtype']}"
+        tables.append(Table("first-token", ["prefix from"], columns, rows, title))
+    return figures, tables
+
+
+def _spread(samples: list[Decimal]) -> Cell:
+    least, most = _rounded(min(samples)), _rounded(max(samples))
+    assert least is not None and most is not None
+    return Range(least, most)
+
+
+def _demo(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
+    figures = [
+        Single("from the publish call to the moved name", _rounded(report["publish_ms"]), "ms"),
+        Single(
+            "from the end of the last optimizer step to the first token of the new version",
+            _rounded(report["optim_to_first_token_ms"]),
+            "ms",
+        ),
+        Single("streams answered meanwhile", report["streams_total"], "streams"),
+        Single("streams failed", report["streams_failed"], "streams"),
+        Single("loss of the first and the last training step", _first_and_last(report), "nats"),
+        Single("resident memory while serving", _rounded(report["rss_serving_bytes"], GIGA), "GB"),
+        Single("peak resident memory while training", _rounded(report["rss_training_bytes"], GIGA), "GB"),
+        Single("weights shared by serving and training", report["weights_shared_bytes"], "bytes"),
+        Single("weights copied for training", report["weights_copied_bytes"], "bytes"),
+    ]
+    return figures, []
+
+
+def _first_and_last(report: Mapping[str, Any]) -> Cell:
+    return [_rounded(report["loss_first"]), _rounded(report["loss_last"])]
+
+
+_KINDS: dict[str, tuple[Kind, Callable[[Mapping[str, Any]], tuple[list[Single], list[Table]]]]] = {
+    "loads": ("experts", _experts),
+    "training": ("training", _training),
+    "cache": ("cache", _cache),
+    "publish_ms": ("demo", _demo),
+}
+"""A field that only this bench's report has -> the measurement's kind and the conversion."""
