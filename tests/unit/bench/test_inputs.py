@@ -14,7 +14,7 @@ def test_a_token_has_distinct_experts_and_weights_that_sum_to_one(shape: BenchSh
         assert batch.ids.shape == (tokens, shape.top_k)
         assert all(row.unique().numel() == shape.top_k for row in batch.ids)
         assert batch.ids.min() >= 0 and batch.ids.max() < shape.num_experts
-        torch.testing.assert_close(batch.weights.sum(1), torch.ones(tokens))
+        torch.testing.assert_close(batch.weights.sum(1), torch.ones(tokens), rtol=0, atol=1e-6)  # 1.2e-7 measured
 
 
 @pytest.mark.parametrize("tokens", [1, 4])

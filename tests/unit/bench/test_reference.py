@@ -15,7 +15,7 @@ def the_tests_reference(case: LayerCase) -> moe.ReferenceExperts:
 def test_forward_is_that_of_the_tests_own_reference(case: LayerCase) -> None:
     few = case.few(16)
     wanted = moe.routed_experts(the_tests_reference(case), few.x, few.ids, few.weights)
-    assert reference.relative_error(case.expected(16), wanted) < 1e-12
+    assert reference.relative_error(case.expected(16), wanted) < 2e-15  # 2.3e-16 measured
 
 
 def test_gradients_are_those_of_the_tests_own_reference(case: LayerCase) -> None:
@@ -28,7 +28,7 @@ def test_gradients_are_those_of_the_tests_own_reference(case: LayerCase) -> None
     out.backward(few.grad_out.double())
     got = case.expected_gradients(16)
     for gradient, leaf in zip([got.x, got.weights, *got.lora], [x, weights, *leaves], strict=True):
-        assert leaf.grad is not None and reference.relative_error(gradient, leaf.grad) < 1e-12
+        assert leaf.grad is not None and reference.relative_error(gradient, leaf.grad) < 2e-15  # 2.3e-16 measured
 
 
 def test_errors_are_taken_over_four_tokens_at_most(case: LayerCase) -> None:
