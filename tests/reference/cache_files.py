@@ -221,21 +221,21 @@ class Fail:
 
 
 HANG_SECONDS = 30.0
-NOT_HELD_UP_SECONDS = HANG_SECONDS / 3  # less than one operation that hangs; on an idle machine it is milliseconds
 
 
 class Hang:
-    """As `FaultyFiles.before`: these operations wait until `release`. `begun`: how many there were."""
+    """As `FaultyFiles.before`: these operations wait until `release`. `begun`, `ended`: how many began and ended."""
 
     def __init__(self, *operations: str) -> None:
         self.operations = operations
-        self.begun = 0
+        self.begun = self.ended = 0
         self.released = threading.Event()
 
     def __call__(self, operation: str, path: Path) -> None:
         if operation in self.operations:
             self.begun += 1
             self.released.wait(HANG_SECONDS)
+            self.ended += 1
 
     def release(self) -> None:
         self.released.set()

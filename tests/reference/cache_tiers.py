@@ -51,7 +51,7 @@ def present(tier: DiskTier, numbers: range) -> int:
     return count
 
 
-def eventually(condition: Callable[[], object], limit_s: float = 5.0) -> None:
+def eventually(condition: Callable[[], object], limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline

@@ -6,15 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from reference.parity import k3, sampled
+from reference.parity import LARGEST_K3, k3, sampled
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import server
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.wire import Batch
 from kt_runtime.wire.messages import LoraSettings
-
-LARGEST_K3 = 1e-3
 
 
 @pytest.fixture(scope="module", params=["tiny-deepseek-v3", "tiny-qwen3-moe"])

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from reference import greedy
-from reference.parity import k3, sampled
+from reference.parity import LARGEST_K3, k3, sampled
 from reference.quantized_checkpoint import quantize_checkpoint
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
@@ -28,7 +28,6 @@ from kt_runtime.wire.messages import LoraSettings
 
 NEW_TOKENS = 12
 FLOAT32_TOLERANCE = 1e-4  # of a log-probability; sums in another order
-LARGEST_K3 = 1e-3
 STEPS = 12
 
 

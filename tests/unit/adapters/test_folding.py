@@ -48,11 +48,11 @@ def test_ranks_and_scalings_become_one_without_changing_any_product(modules: lis
     ]
     adapter = fold(parts, None)
     assert adapter.rank == 7
-    assert adapter.scaling == pytest.approx(2.0, rel=1e-15)
+    assert adapter.scaling == 2.0
     for one in parts:
         expected = delta(*one.pair, one.scaling)
         torch.testing.assert_close(
-            delta(*adapter.modules[one.module.name], adapter.scaling), expected, rtol=1e-6, atol=1e-6
+            delta(*adapter.modules[one.module.name], adapter.scaling), expected, rtol=3e-7, atol=3e-7
         )
     assert "1 of 3 modules had another scaling" in adapter.notes[0]
     assert "2 of 3 modules had a rank below 7" in adapter.notes[1]
@@ -74,5 +74,5 @@ def test_experts_of_different_ranks_are_stacked_and_missing_ones_are_zero(module
     assert pair.b.shape == (4, routed.out_features, 4)
     for one in parts:
         found = delta(pair.a[one.expert], pair.b[one.expert], adapter.scaling)
-        torch.testing.assert_close(found, delta(*one.pair, one.scaling), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found, delta(*one.pair, one.scaling), rtol=3e-7, atol=3e-7)
     assert not pair.b[[1, 3]].any()

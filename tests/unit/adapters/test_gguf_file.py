@@ -81,7 +81,7 @@ HUGE = 1 << 60
     ],
 )
 def test_bytes_that_are_no_gguf_file_are_refused_at_once(data: bytearray, message: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(AdapterError, match=f"^f: .*{message}"):
         parse_gguf(data, "f")
-    assert time.monotonic() - started < 30
+    assert time.process_time() - started < 1  # below a millisecond measured

@@ -21,7 +21,7 @@ def test_the_sum_is_the_exact_one_rounded_once(dtype: torch.dtype) -> None:
     assert found.dtype == dtype and torch.equal(weight, before)
     # A float32 sum may fall on the other side of the middle between two bf16 numbers, hardly ever.
     differing = (found != exact.to(dtype)).double().mean().item()
-    assert differing < 1e-3
+    assert differing < 1e-4  # none does here
     assert torch.allclose(found.double(), exact, rtol=2.0**-8 if dtype == torch.bfloat16 else 2.0**-23, atol=1e-6)
 
 
@@ -33,7 +33,7 @@ def test_dense_modules_and_single_experts_are_found_by_their_checkpoint_names(mo
     weight = torch.randn(32, 16)
     pair = adapter.modules["model.layers.1.mlp.experts.down_proj"]
     found = merger.merged(f"{expert}.weight", weight, torch.float32)
-    torch.testing.assert_close(found, weight + adapter.scaling * pair.b[3] @ pair.a[3])
+    torch.testing.assert_close(found, weight + adapter.scaling * pair.b[3] @ pair.a[3], rtol=1e-6, atol=1e-6)
     assert f"{expert}.weight" not in merger.left and f"{o_proj}.weight" in merger.left
     other = torch.randn(4, 4)
     assert torch.equal(merger.merged("model.layers.0.mlp.gate.weight", other, torch.float32), other)

@@ -114,7 +114,7 @@ def test_ranks_and_scalings_follow_peft() -> None:
 
 def test_patterns_that_are_accepted_match_in_reasonable_time() -> None:
     settings = parse_config(config(rank_pattern={".*a.*a.*ab": 2}), 8, "file")
-    start = time.monotonic()
+    start = time.process_time()
     for _ in range(20):
         settings.rank_of("a" * 100)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 1  # 18 ms measured; backtracking without bound takes hours

@@ -17,7 +17,7 @@ def test_a_token_has_distinct_experts_and_weights_that_sum_to_one(shape: BenchSh
         assert batch.ids.shape == (tokens, shape.top_k)
         assert all(row.unique().numel() == shape.top_k for row in batch.ids)
         assert batch.ids.min() >= 0 and batch.ids.max() < shape.num_experts
-        torch.testing.assert_close(batch.weights.sum(1), torch.ones(tokens))
+        torch.testing.assert_close(batch.weights.sum(1), torch.ones(tokens), rtol=0, atol=1e-6)  # 1.2e-7 measured
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
@@ -48,7 +48,7 @@ def the_tests_reference(case: LayerCase) -> moe.ReferenceExperts:
 def test_forward_is_that_of_the_tests_own_reference(case: LayerCase) -> None:
     few = case.few(16)
     wanted = moe.routed_experts(the_tests_reference(case), few.x, few.ids, few.weights)
-    assert relative_error(case.expected(16), wanted) < 1e-12
+    assert relative_error(case.expected(16), wanted) < 2e-15  # 2.3e-16 measured
 
 
 def test_gradients_are_those_of_the_tests_own_reference(case: LayerCase) -> None:
@@ -61,7 +61,7 @@ def test_gradients_are_those_of_the_tests_own_reference(case: LayerCase) -> None
     out.backward(few.grad_out.double())
     got = case.expected_gradients(16)
     for gradient, leaf in zip([got.x, got.weights, *got.lora], [x, weights, *leaves], strict=True):
-        assert leaf.grad is not None and relative_error(gradient, leaf.grad) < 1e-12
+        assert leaf.grad is not None and relative_error(gradient, leaf.grad) < 2e-15  # 2.3e-16 measured
 
 
 def test_errors_are_taken_over_four_tokens_at_most(case: LayerCase) -> None:

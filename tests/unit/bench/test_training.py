@@ -27,7 +27,7 @@ def test_a_step_s_loss_is_the_mean_over_what_is_predicted() -> None:
     batch = _batch(sequences_of(Plan(sequences=3, tokens=5), 100))
     counted = batch.weights > 0
     assert batch.lengths == [5, 5, 5] and counted.sum() == 3 * 4
-    assert float(batch.weights.sum()) == pytest.approx(1)
+    assert float(batch.weights.sum()) == pytest.approx(1, abs=5e-7)  # 6e-8 measured
     assert np.array_equal(batch.targets[counted], batch.tokens[1:][counted[:-1]])
 
 
@@ -36,7 +36,7 @@ def test_figures_are_those_of_the_median_step() -> None:
     row = Row("attention+experts", "retain", 100, ours, theirs, 60.0).as_json()
     assert row["tokens_per_s"] == 50 and row["tokens_per_s_best"] == 100
     assert row["ratio"] == 2.5 and row["memory_ratio"] == 0.25
-    assert row["slower_than_attention"] == pytest.approx(1 / 6)
+    assert row["slower_than_attention"] == pytest.approx(1 / 6, rel=1e-15)
     alone = Row("attention", "retain", 100, ours, None, None).as_json()
     assert alone["ratio"] is None and alone.keys() == row.keys()
 

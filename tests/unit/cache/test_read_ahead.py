@@ -119,7 +119,7 @@ def test_a_read_that_works_beside_the_last_one_that_failed_does_not_hide_that_re
         counters=Counters(),
     )
     assert reader.start([b"slow"]) == 1
-    assert begun.wait(5)
+    assert begun.wait(60)
     while health[Use.READING]:
         assert reader.take([page(b"other")]) == [False]
     may_end.set()

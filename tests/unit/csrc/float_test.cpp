@@ -74,7 +74,7 @@ class FloatTest {
           sum += term;
           scale += std::fabs(term);
         }
-        report_.close(what, *c.at(m, n), sum, sum_tolerance(shape.cols), scale);
+        report_.close(what, *c.at(m, n), sum, kSumTolerance, scale);
       }
     }
     report_.equal(what + " writes beside its result", c.neighbours_untouched());

@@ -30,9 +30,13 @@ struct Case {
   int64_t rank;
   bool bf16;
   kt::Format format{};
-  // int8 activations are as wide as a step of 1/127 of their group's largest; all else is rounding of bf16.
+  // Relative to the norm. int8 activations are as wide as a step of 1/127 of their group's largest; all else is
+  // rounding of bf16 or float32. Measured forward: 4.8e-7, 1.8e-2, 2.4e-3.
   double forward_tolerance() const { return !bf16 ? 2e-6 : format.integer() ? 4e-2 : 6e-3; }
-  double backward_tolerance() const { return !bf16 ? 1e-5 : format.integer() ? 6e-2 : 1.2e-2; }
+  // Measured: 1.1e-6, 1.7e-2, 5.7e-3. `rounds`: whether the result or a factor of its products is rounded to bf16.
+  double backward_tolerance(bool rounds) const {
+    return !bf16 || (!rounds && !format.integer()) ? 3e-6 : format.integer() ? 4e-2 : 1.2e-2;
+  }
 };
 
 constexpr double kScaling = 0.5;
@@ -178,7 +182,8 @@ void test_forward(Problem& p, const kt::Tiles& tiles, Report& report) {
 
 // <gradient, direction> against the slope of <grad_out, forward> along the direction.
 void test_direction(const Problem& p, const std::vector<float>& grad_out, const std::vector<float>& gradient,
-                    std::vector<double> Point::* x, int lora_index, const char* name, Random& random, Report& report) {
+                    std::vector<double> Point::* x, int lora_index, const char* name, bool rounds, Random& random,
+                    Report& report) {
   constexpr double kStep = 1e-5;
   std::vector<double> direction(gradient.size());
   double got = 0, slope = 0;
@@ -194,7 +199,7 @@ void test_direction(const Problem& p, const std::vector<float>& grad_out, const 
     for (size_t i = 0; i < out.size(); ++i) slope += sign * out[i] * grad_out[i] / (2 * kStep);
   }
   const std::vector<double> wide(gradient.begin(), gradient.end());
-  report.close(std::string("gradient of ") + name, got, slope, p.config.backward_tolerance(), norm(wide) + 1e-3);
+  report.close(std::string("gradient of ") + name, got, slope, p.config.backward_tolerance(rounds), norm(wide) + 1e-3);
 }
 
 // All results of one forward and backward, as bits.
@@ -260,10 +265,11 @@ void test_backward(Problem& p, const kt::Tiles& tiles, Random& random, Report& r
     }
   }
   for (size_t i = 0; p.config.bf16 && i < got.x.size(); ++i) got.x[i] = kt::bf16_to_float(got.x_bf16[i]);
-  test_direction(p, grad_out, got.x, &Point::x, 0, "x", random, report);
-  test_direction(p, grad_out, got.weights, &Point::weights, 0, "weights", random, report);
+  const bool rounds = tiles.multiply_bf16 != nullptr;
+  test_direction(p, grad_out, got.x, &Point::x, 0, "x", true, random, report);
+  test_direction(p, grad_out, got.weights, &Point::weights, 0, "weights", rounds, random, report);
   static const char* const kNames[] = {"gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b"};
-  for (int i = 0; i < 6; ++i) test_direction(p, grad_out, got.lora[i], nullptr, i, kNames[i], random, report);
+  for (int i = 0; i < 6; ++i) test_direction(p, grad_out, got.lora[i], nullptr, i, kNames[i], rounds, random, report);
 }
 
 }  // namespace

@@ -154,7 +154,7 @@ void test_bound(int num_nodes, Report& report) {
 std::atomic<bool> worker_is_awake{false}, tasks_are_over{false}, late_worker_was_there{false};
 
 void wait_until(const std::atomic<bool>& flag) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   while (!flag.load() && std::chrono::steady_clock::now() < end) std::this_thread::yield();
 }
 

@@ -160,7 +160,8 @@ def test_gradients_are_added_to_given_tensors(make_problem, build_layer):
     for _ in range(2):
         layer.backward(p.grad_out, p.x, p.ids, p.weights, **arguments, into=[into])
     for twice, single in zip(into.tensors(), once.tensors(), strict=True):
-        torch.testing.assert_close(twice, 2 * single)
+        # 9.2e-8 of the largest was measured
+        torch.testing.assert_close(twice, 2 * single, rtol=0, atol=2 * 5e-7 * single.abs().max().item())
 
 
 def test_an_adapter_may_cover_some_projections_only(make_problem, build_layer, reference, assert_close):

@@ -157,7 +157,8 @@ def test_integer_products_are_the_same_on_every_vector_instruction_set(scheme, m
     if scheme == "int8":
         outputs.pop("amx", None)
     for isa, out in outputs.items():
-        assert relative(out, reference.double()) < 2.0**-8, isa
+        # None differs here. One of the 5,120 that rounds the other way is 5e-5: room for some twenty.
+        assert relative(out, reference.double()) < 2.0**-12, isa
     assert len({tuple(out.flatten().tolist()) for out in outputs.values()}) <= 1
 
 
@@ -198,7 +199,7 @@ def test_training_on_int4_lowers_the_loss_as_autograd_on_the_same_weights_does(m
                 tensor.data -= 0.5 * grad
     assert losses[-1][0] < losses[0][0]
     for native, exact in losses:
-        assert native == pytest.approx(exact, rel=1e-5)
+        assert native == pytest.approx(exact, rel=8e-7)  # 1e-7 measured
 
 
 def test_nan_among_activations_is_refused_in_every_format(make_problem, open_layer):

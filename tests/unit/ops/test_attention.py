@@ -16,7 +16,7 @@ from kt_runtime.ops.attention import (
 
 # query heads, key heads, key size, value size; the last is absorbed MLA: one key head, values shorter than keys
 SHAPES = [(4, 4, 16, 16), (8, 2, 32, 32), (6, 1, 24, 16)]
-TOLERANCE = 2e-6
+TOLERANCE = 2e-6  # 6.9e-7 measured; gradients 3.2e-6, of up to 7
 
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -30,10 +30,10 @@ def test_forward_is_hugging_faces_to_the_bit(cls: type, dtype: torch.dtype) -> N
     assert torch.equal(module(x), expected)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2.0**-7)])
 @pytest.mark.parametrize("shape", [(1, 64), (3, 5, 4, 96)])
 def test_gradient_is_float64s(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
-    """Largest error relative to the largest gradient: bf16 has 8 bits in the incoming gradient and in the result."""
+    """Largest error relative to the largest gradient: one rounding of the result, 2^-8 in bf16. Measured 2.5e-3."""
     torch.manual_seed(1)
     module = made(Qwen3MoeRMSNorm, shape[-1], dtype)
     module.__class__ = FrozenRmsNorm

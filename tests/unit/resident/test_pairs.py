@@ -51,14 +51,14 @@ def test_a_shared_prompt_changes_no_log_probability_and_no_gradient(
     session = lab.session()
     shared, apart = (run(lab, session, pairs, pairs=pairs_, retain=retain) for pairs_ in (True, False))
     assert apart.num_computed - shared.num_computed == 23 + 5
-    assert shared.loss == pytest.approx(apart.loss, rel=1e-6)
-    torch.testing.assert_close(shared.logprobs, apart.logprobs, atol=2e-5, rtol=0)
+    assert shared.loss == pytest.approx(apart.loss, rel=1e-7)  # 1.3e-8 measured
+    torch.testing.assert_close(shared.logprobs, apart.logprobs, atol=8e-6, rtol=0)  # 9.5e-7 measured
     assert shared.gradient.keys() == apart.gradient.keys()
     worst = 0.0
     for name, wanted in apart.gradient.items():
         error = float((shared.gradient[name] - wanted).norm() / wanted.norm())
         worst = max(worst, error)
-        assert error <= 2e-5, name
+        assert error <= 8e-6, name  # 9.8e-7 measured
     print(f"{family}: largest relative error of a gradient {worst:.1e}")
 
 
@@ -75,7 +75,8 @@ def test_in_bf16_a_shared_prompt_gives_the_same_log_probabilities(
         f"{family}: {float(differs):.1%} of log-probabilities differ, at most "
         f"{float((shared.logprobs - apart.logprobs).abs().max()):.1e}"
     )
-    assert (shared.logprobs - apart.logprobs).abs().max() <= 0.05
+    # None differs on a CPU with AVX-512 BF16. Elsewhere a sum next to a tie may round otherwise, in few rows.
+    assert differs <= 0.05 and (shared.logprobs - apart.logprobs).abs().max() <= 0.05
 
 
 def test_the_first_sequence_of_a_row_never_sees_the_second(make_lab: Any, pairs: TrainingBatch) -> None:

@@ -14,8 +14,13 @@ from kt_runtime.errors import ConflictError
 from kt_runtime.families import LoraModule, family_for
 from kt_runtime.sglang_patch.lora.install import drop_adapter, install_adapter
 
-TOLERANCE = 1e-5
+TOLERANCE = 8e-6  # 8.1e-7 measured over 5,590 tokens
 TOKENS = [3, 1, 4, 2]  # of the batch's requests
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def test_a_quantized_base_becomes_a_plain_one_with_the_adapter_in_it(
     write_merged(quantized, adapter, tmp_path / "out", dtype=torch.float32)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     expected = logits(merged_by_hand(plain, adapter))
-    assert (logits(load_hugging_face(tmp_path / "out")) - expected).abs().max() < 1e-3
+    assert (logits(load_hugging_face(tmp_path / "out")) - expected).abs().max() < 1e-4  # 1.7e-5 measured
     write_merged(quantized, adapter, tmp_path / "out16")
     exact, rounded = tensors(tmp_path / "out"), tensors(tmp_path / "out16")
     for name, tensor in rounded.items():

@@ -36,9 +36,9 @@ def test_cross_entropy_and_its_gradient_equal_autograd(tensors: tuple[torch.Tens
     logprobs = everything.gather(1, targets[:, None])[:, 0]
     slopes = WeightedCrossEntropy().slopes_ahead(weights)
     assert slopes is not None
-    assert cross_entropy(logprobs, weights) == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert cross_entropy(logprobs, weights) == pytest.approx(float(expected.detach()), rel=2e-7)  # 2.8e-8 measured
     gradient = hidden_gradient(everything, targets, slopes, head)
-    assert leaf.grad is not None and torch.allclose(gradient, leaf.grad, atol=1e-6)
+    assert leaf.grad is not None and torch.allclose(gradient, leaf.grad, rtol=0, atol=1e-6)  # 1.8e-7 measured
     assert not gradient[::3].any()
 
 

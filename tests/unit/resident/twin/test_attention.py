@@ -72,6 +72,7 @@ def test_bf16_logits_are_those_of_serving_s_order_of_operations(make_lab: Any, f
     twin = make_lab(family, dtype=BF16).twin
     found, expected = logits(twin, tokens), logits(twin, tokens, reference)
     expanded = logits(make_lab(family, dtype=BF16, attends_in_float32=False).twin, tokens)
+    # None differs with AVX-512. A sum in another order may round the other way and change one of the 60 tokens.
     assert (found != expected).float().mean() <= 0.02
     assert (expanded != expected).float().mean() >= 0.2
     hidden = twin.embed(tokens[None])
@@ -96,4 +97,4 @@ def test_bf16_gradients_are_close_to_those_in_float32(make_lab: Any, make_batch:
         found = gradients[BF16][name]
         assert found.dtype == torch.float32
         cosine = torch.nn.functional.cosine_similarity(found.flatten(), wanted.flatten(), dim=0)
-        assert cosine >= 0.9, name
+        assert 1 - cosine <= 0.1, name

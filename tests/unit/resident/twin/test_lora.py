@@ -94,6 +94,6 @@ def test_single_projections_of_the_experts_can_be_adapted(lab: Any, batch: Any) 
     values = {name: value.detach().clone().requires_grad_() for name, value in session.parameters.items()}
     expected = lab.plain_loss(session, values, batch)
     expected.backward()
-    assert result.loss == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert result.loss == pytest.approx(float(expected.detach()), rel=8e-7)  # 8.5e-8 measured
     for name, value in values.items():
-        assert (session.gradient[name] - value.grad).norm() <= 1e-4 * value.grad.norm(), name
+        assert (session.gradient[name] - value.grad).norm() <= 9e-6 * value.grad.norm(), name  # 9.3e-7 measured

@@ -36,7 +36,7 @@ def test_cache_per_token_is_latent_for_mla_and_keys_and_values_for_grouped_queri
 def test_experts_are_on_the_cpu_and_the_rest_on_the_gpu_when_there_is_one() -> None:
     plan = plan_memory(V3, ServingShape(device="gpu"))
     assert plan.devices() == ["cpu", "gpu"]
-    assert row(plan, "routed experts") == pytest.approx(2 * 653.9e9, rel=1e-3)
+    assert row(plan, "routed experts") == pytest.approx(2 * 653.9e9, rel=1e-4)
     assert row(plan, "attention and dense") == pytest.approx(2 * 17.1e9, rel=0.01)
     experts = {need.what for need in plan.needs if need.device == "cpu"}
     assert "routed experts, packed" in experts and "KV cache" not in experts

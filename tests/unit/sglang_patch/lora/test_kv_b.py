@@ -15,6 +15,11 @@ SCALINGS = [0.0, 1.5, 0.25]
 BATCH = [(1, 5), (0, 2), (2, 1), (1, 3)]  # (slot, tokens)
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def attention() -> SimpleNamespace:
     """What the correction reads of SGLang's attention layer and batch. Unused parts of the pool hold NaN."""

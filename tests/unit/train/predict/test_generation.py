@@ -110,21 +110,21 @@ def test_answers_that_came_before_a_failure_are_handed_over() -> None:
 
 def test_ctrl_c_ends_the_run_and_closes_the_connections() -> None:
     closed = threading.Event()
+    waited: list[bool] = []
 
     def answer(_: str, body: Any, number: int) -> Answer:
         if number == 1:
             return answer_to(body)
         _thread.interrupt_main() if number == 2 else None
-        closed.wait(60)
+        waited.append(closed.wait(60))
         return answer_to(body)
 
     answers: dict[int, str] = {}
-    started = time.monotonic()
     with fake_server(answer) as fake:
         with pytest.raises(KeyboardInterrupt):
             generator(fake.url).answer(PROMPTS, answers.__setitem__)
+        assert not waited  # no answer but the first had been given
         closed.set()
-    assert time.monotonic() - started < 30  # before any of the answers
     assert len(answers) <= 1  # that of the first request to arrive
 
 

@@ -143,18 +143,18 @@ def test_one_prompt_is_no_bottleneck() -> None:
 
 def test_stop_ends_it_without_waiting_for_the_server() -> None:
     release, asked = threading.Event(), pairs(40, 4)
+    waited: list[bool] = []
 
     def hang(path: str, body: Any, number: int) -> Answer:
         if number > 5:
-            release.wait(20)
+            waited.append(release.wait(60))
         return 200, answer(body["input_ids"], body["logprob_start_len"])
 
     with fake_server(hang) as fake:
-        started = time.monotonic()
         found = ask(fake.url, asked, stop=lambda: len(fake.requests) > 6)
-        seconds = time.monotonic() - started
+        assert not waited  # all still hang
         release.set()
-    assert seconds < 10 and 1 <= len(found) < 40
+    assert 1 <= len(found) < 40
 
 
 @pytest.mark.parametrize(
