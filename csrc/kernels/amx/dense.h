@@ -2,7 +2,7 @@
 // (planes.cpp). In both formats a line of weights holds 4 bytes of each of its rows, so the loops count in bytes of a
 // row.
 //
-//   struct Rows {  // the activations
+//   struct Activations {
 //     using Dot, Sum;  // the instruction; float or int32_t
 //     RowTiles tiles;  // of A
 //     int64_t step_bytes;  // of a row of A: 64, or 32 where the rows' length requires it
@@ -39,10 +39,10 @@ struct BlocksFetch {
 // Multiplies up to 8 tiles of activations by 8 blocks, 512 bytes of a row at a time (256 columns of bf16, 512 of int8).
 // The operand that is read again (activations of few rows, or weights for many rows) then stays in the L1 cache.
 // Partial sums lie on the stack (64 KiB).
-template <class Rows>
+template <class Activations>
 class DenseTiles {
  public:
-  DenseTiles(const Rows& rows, const PackedBlocks& weights)
+  DenseTiles(const Activations& rows, const PackedBlocks& weights)
       : rows_(rows), weights_(weights), row_bytes_(bytes_of_row(weights.shape)) {}
 
   void run() {
@@ -97,7 +97,7 @@ class DenseTiles {
     return {lines(block, byte), weights_.shape.block_bytes(), (num_lines + steps - 1) / steps};
   }
 
-  using Sum = typename Rows::Sum;
+  using Sum = typename Activations::Sum;
   using Sums = Sum[kTilesAtOnce][16 * kBlockRows];  // of a block
 
   template <int kR, int kB>
@@ -113,24 +113,24 @@ class DenseTiles {
       for_each_sum<kR, kB>(
           [&]<int kTile>(int r, int b) { load_tile<kTile>(reinterpret_cast<const uint8_t*>(sum(r, b)), kLineBytes); });
     }
-    accumulate<typename Rows::Dot, kR, kB>(a, w, bytes / step, fetch);
+    accumulate<typename Activations::Dot, kR, kB>(a, w, bytes / step, fetch);
     const bool last = byte + bytes == row_bytes_;
     for_each_sum<kR, kB>([&]<int kTile>(int r, int b) {
       last ? rows_.template finish<kTile>(tile + r, block + b, sum(r, b)) : store_tile<kTile>(sum(r, b), kLineBytes);
     });
   }
 
-  const Rows& rows_;
+  const Activations& rows_;
   const PackedBlocks& weights_;
   const int64_t row_bytes_;
   alignas(64) Sums sums_[kBlocksAtOnce];
 };
 
 // The same for rows that fit one tile (few_rows.h).
-template <class Rows>
+template <class Activations>
 class FewDenseRows {
  public:
-  FewDenseRows(const Rows& rows, const PackedBlocks& weights) : rows_(rows), weights_(weights) {}
+  FewDenseRows(const Activations& rows, const PackedBlocks& weights) : rows_(rows), weights_(weights) {}
 
   void run() {
     const TileSession session(config_of_few(rows_.tiles.height, rows_.step_bytes));
@@ -151,19 +151,19 @@ class FewDenseRows {
       for (int64_t line = 0; line < step_bytes * kBlockRows; line += kLineBytes) {
         for (int b = 0; b < kB; ++b) __builtin_prefetch(w[b] + distance + line);
       }
-      multiply_few<typename Rows::Dot, kB>(a, w);
+      multiply_few<typename Activations::Dot, kB>(a, w);
       for (int b = 0; b < kB; ++b) w[b] += step_bytes * kBlockRows;
     }
-    alignas(64) typename Rows::Sum scratch[16 * kBlockRows];
+    alignas(64) typename Activations::Sum scratch[16 * kBlockRows];
     for_each_few<kB>([&]<int kTile>() { rows_.template finish<kTile>(0, block + kTile, scratch); });
   }
 
-  const Rows& rows_;
+  const Activations& rows_;
   const PackedBlocks& weights_;
 };
 
-template <class Rows>
-inline void multiply_dense(const Rows& rows, const PackedBlocks& weights) {
+template <class Activations>
+inline void multiply_dense(const Activations& rows, const PackedBlocks& weights) {
   if (rows.tiles.count == 1) {
     FewDenseRows(rows, weights).run();
   } else {

@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kStepCols = 32, kStepBytes = 64, kPanelCols = 128;
 
 inline TileRun activations(const PackedProduct<uint16_t>& p, int64_t row, int64_t col) {
-  return {reinterpret_cast<const uint8_t*>(p.a + row * p.lda + col), p.lda * 2, kStepBytes};
+  return {reinterpret_cast<const uint8_t*>(p.a.row(row) + col), p.a.ld * 2, kStepBytes};
 }
 
 inline TileRun lines_at(const uint8_t* lines) { return {lines, kLineBytes, 16 * kLineBytes}; }
@@ -32,7 +32,7 @@ struct Bf16Rows {
 
   template <int kTile>
   void finish(int64_t tile, int64_t block, float*) const {
-    store_tile<kTile>(product.c + tiles.start(tile) * product.ldc + block * kBlockRows, product.ldc * 4);
+    store_tile<kTile>(product.c.row(tiles.start(tile)) + block * kBlockRows, product.c.ld * 4);
   }
 
   const PackedProduct<uint16_t>& product;
@@ -53,8 +53,8 @@ struct Span {
 template <int kB>
 inline void finish(const PackedProduct<uint16_t>& p, const RowTiles& rows, int64_t tile, int64_t block,
                    const Span& span, const float* sums) {
-  const int64_t ldc = p.ldc, end = rows.height;
-  float* c = p.c + rows.start(tile) * ldc + block * kBlockRows;
+  const int64_t ldc = p.c.ld, end = rows.height;
+  float* c = p.c.row(rows.start(tile)) + block * kBlockRows;
   Floats scale[kB], row_scale[kB];
   for (int b = 0; b < kB; ++b) {
     scale[b] = Floats{} + span.scale[b];
@@ -164,7 +164,7 @@ class FewFp8Rows {
     const Floats scale = Floats{} + (from.group_scales ? static_cast<const float*>(from.group_scales)[group] : 1.0f);
     const Floats row_scale = last ? load<Floats>(from.row_scales) : Floats{} + 1.0f;
     for (int64_t i = 0; i < p_.rows; ++i) {
-      float* total = p_.c + i * p_.ldc + block * kBlockRows;
+      float* total = p_.c.row(i) + block * kBlockRows;
       const Floats before = first ? Floats{} : load<Floats>(total);
       store(fused(scale, load<Floats>(sums + i * kBlockRows), before) * row_scale, total);
     }

@@ -157,7 +157,7 @@ class IntegerTiles {
     for (int64_t col = span.col, cols; col < end; col += cols) {
       cols = end - col < Lines::kMaxCols ? end - col : Lines::kMaxCols;
       TileRun a[kR], w[kB];
-      for (int r = 0; r < kR; ++r) a[r] = {p_.a.values + rows_.start(tile + r) * p_.a.ld + col, p_.a.ld, step_};
+      for (int r = 0; r < kR; ++r) a[r] = {p_.a.values.row(rows_.start(tile + r)) + col, p_.a.values.ld, step_};
       for (int b = 0; b < kB; ++b) w[b] = {lines.at(blocks, b, span, col, cols), kLineBytes, step_ / 4 * kLineBytes};
       accumulate<typename Lines::Dot, kR, kB>(a, w, cols / step_);
     }
@@ -181,10 +181,10 @@ class IntegerTiles {
   template <class Factor>
   void add_sums(int64_t tile, int64_t block, const Span& span, int b, const int32_t* sums, Factor factor) const {
     const int64_t skipped = rows_.repeated(tile), start = rows_.start(tile) + skipped;
-    const int64_t ld_groups = p_.a.ld_groups, ldc = p_.ldc;
-    const float* a_scale = p_.a.scales + start * ld_groups + span.group;
-    const int32_t* a_sum = p_.a.sums + start * ld_groups + span.group;
-    float* total = p_.c + start * ldc + block * kBlockRows;
+    const int64_t ld_groups = p_.a.scales.ld, ldc = p_.c.ld;
+    const float* a_scale = p_.a.scales.row(start) + span.group;
+    const int32_t* a_sum = p_.a.sums.row(start) + span.group;
+    float* total = p_.c.row(start) + block * kBlockRows;
     const Ints zero = span.zero[b];
     sums += skipped * kBlockRows;
     const auto add = [&](auto before, auto finished) {

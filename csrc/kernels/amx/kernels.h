@@ -41,6 +41,6 @@ void quantize_planes(const PackedShape& shape, const float* row, uint8_t* values
 
 // transposed.cpp
 void multiply_transposed_bf16(const TransposedProduct<uint16_t>& p);
-void transpose_rows_bf16(const float* in, int64_t ld, int64_t rows, int64_t cols, uint16_t* out, int64_t ld_out);
+void transpose_rows_bf16(Rows<const float> in, int64_t rows, int64_t cols, uint16_t* out, int64_t ld);
 
 }  // namespace kt::amx::inline KT_AMX_BUILD

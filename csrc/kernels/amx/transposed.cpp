@@ -182,7 +182,7 @@ class TransposedTiles {
   void read(int64_t tile, int64_t col, int64_t cols, float (&sums)[kPanelCols / 16][16 * 16]) const {
     for (int64_t k = 0; k < cols; ++k) {
       for (int64_t i = 0; i < tokens_.height; ++i)
-        sums[k / 16][k % 16 * 16 + i] = p_.out[(tokens_.start(tile) + i) * p_.ldo + col + k];
+        sums[k / 16][k % 16 * 16 + i] = p_.out.row(tokens_.start(tile) + i)[col + k];
     }
   }
 
@@ -192,7 +192,7 @@ class TransposedTiles {
       square.read(sums[k / 16]);
       square.transpose();
       for (int64_t i = tokens_.repeated(tile); i < tokens_.height; ++i)
-        square.give(i, p_.accumulate, p_.out + (tokens_.start(tile) + i) * p_.ldo + col + k);
+        square.give(i, p_.accumulate, p_.out.row(tokens_.start(tile) + i) + col + k);
     }
   }
 
@@ -209,17 +209,17 @@ void multiply_transposed_bf16(const TransposedProduct<uint16_t>& p) {
 }
 
 #if defined(KT_AMX_MODEL)
-void transpose_rows_bf16(const float* in, int64_t ld, int64_t rows, int64_t cols, uint16_t* out, int64_t ld_out) {
+void transpose_rows_bf16(Rows<const float> in, int64_t rows, int64_t cols, uint16_t* out, int64_t ld) {
   const int64_t padded_rows = round_up(rows, kTokenUnit), padded_cols = round_up(cols, kBlockRows);
   for (int64_t n = 0; n < padded_cols; ++n) {
     for (int64_t m = 0; m < padded_rows; ++m) {
-      out[(n / 2 * ld_out + m) * 2 + n % 2] = n < cols && m < rows ? float_to_bf16(in[m * ld + n]) : uint16_t{0};
+      out[(n / 2 * ld + m) * 2 + n % 2] = n < cols && m < rows ? float_to_bf16(in.row(m)[n]) : uint16_t{0};
     }
   }
 }
 #else
-void transpose_rows_bf16(const float* in, int64_t ld, int64_t rows, int64_t cols, uint16_t* out, int64_t ld_out) {
-  base::transpose_rows_bf16(in, ld, rows, cols, out, ld_out);
+void transpose_rows_bf16(Rows<const float> in, int64_t rows, int64_t cols, uint16_t* out, int64_t ld) {
+  base::transpose_rows_bf16(in, rows, cols, out, ld);
 }
 #endif
 

@@ -24,8 +24,8 @@ struct FloatOp {
 
 void multiply_transposed(const TransposedProduct<float>& p) { TransposedLoop<FloatOp>(p).run(); }
 
-void transpose_rows(const float* in, int64_t ld, int64_t rows, int64_t cols, float* out, int64_t ld_out) {
-  transpose_floats(in, ld, rows, cols, out, ld_out);
+void transpose_rows(Rows<const float> in, int64_t rows, int64_t cols, float* out, int64_t ld) {
+  transpose_floats(in, rows, cols, out, ld);
 }
 
 }  // namespace kt::avx2

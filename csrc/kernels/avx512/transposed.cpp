@@ -109,19 +109,18 @@ __m256 load_pairs(const float* from, int64_t valid) {
 void multiply_transposed(const TransposedProduct<float>& p) { TransposedLoop<FloatOp>(p).run(); }
 void multiply_transposed_bf16(const TransposedProduct<uint16_t>& p) { TransposedLoop<Bf16Op>(p).run(); }
 
-void transpose_rows(const float* in, int64_t ld, int64_t rows, int64_t cols, float* out, int64_t ld_out) {
-  transpose_floats(in, ld, rows, cols, out, ld_out);
+void transpose_rows(Rows<const float> in, int64_t rows, int64_t cols, float* out, int64_t ld) {
+  transpose_floats(in, rows, cols, out, ld);
 }
 
-void transpose_rows_bf16(const float* in, int64_t ld, int64_t rows, int64_t cols, uint16_t* out, int64_t ld_out) {
+void transpose_rows_bf16(Rows<const float> in, int64_t rows, int64_t cols, uint16_t* out, int64_t ld) {
   auto* pairs = reinterpret_cast<float*>(out);
   for (int64_t m = 0; m < rows; m += 8) {
     for (int64_t n = 0; n < cols; n += 16) {
       __m256 block[8];
-      for (int64_t i = 0; i < 8; ++i)
-        block[i] = m + i < rows ? load_pairs(in + (m + i) * ld + n, cols - n) : Vec8::zero();
+      for (int64_t i = 0; i < 8; ++i) block[i] = m + i < rows ? load_pairs(in.row(m + i) + n, cols - n) : Vec8::zero();
       Vec8::transpose(block);
-      for (int64_t i = 0; i < 8; ++i) Vec8::store(pairs + (n / 2 + i) * ld_out + m, block[i]);
+      for (int64_t i = 0; i < 8; ++i) Vec8::store(pairs + (n / 2 + i) * ld + m, block[i]);
     }
   }
 }

@@ -84,9 +84,9 @@ template <class V, int kRows, int kVectors>
 __attribute__((noinline)) void finish(const Job<V>& job, const Part& part, int64_t g, bool last,
                                       const typename V::Reg (&sums)[kRows][kVectors]) {
   constexpr int kPerBlock = 16 / V::kLanes;
-  const int64_t ldc = job.p.ldc;
+  const int64_t ldc = job.p.c.ld;
   const uint8_t* block = job.block(part.block);
-  float* c = job.p.c + part.row * ldc + part.block * kBlockRows;
+  float* c = job.p.c.row(part.row) + part.block * kBlockRows;
   const bool grouped = job.parts.group != 0, row_scaled = last && job.parts.row_scaled;
   for (int v = 0; v < kVectors; ++v, c += V::kLanes) {
     if (v > 0 && v % kPerBlock == 0) block += job.parts.block_bytes;
@@ -113,9 +113,9 @@ template <class V, int kRows>
 struct RowPointers {
   static constexpr int kBases = (kRows + 2) / 3;
 
-  RowPointers(const typename V::Element* a, int64_t lda) : ld(lda * static_cast<int64_t>(sizeof *a)) {
+  explicit RowPointers(Rows<const typename V::Element> a) : ld(a.ld * static_cast<int64_t>(sizeof *a.data)) {
     for (int i = 0; i < kBases; ++i) {
-      base[i] = reinterpret_cast<const char*>(a + 3 * i * lda);
+      base[i] = reinterpret_cast<const char*>(a.row(3 * i));
       hide(base[i]);
     }
   }
@@ -183,19 +183,19 @@ __attribute__((noinline)) void tile(const Job<V>& job, const Part& part, Prefetc
   constexpr int kPerBlock = 16 / V::kLanes, kVectors = kBlocks * kPerBlock;
   constexpr int64_t kUnitColumns = Source::kColumns * Source::kUnitLines;
   const int64_t group_cols = job.parts.group, stride = part.stride, end_col = part.end_col;
-  RowPointers<V, kRows> a(job.p.a + part.row * job.p.lda + part.first_col, job.p.lda);
+  RowPointers<V, kRows> a(job.p.a.from(part.row, part.first_col));
   const uint8_t* lines = part.lines;
   Prefetch ahead = prefetch;
   int64_t g = group_cols ? part.first_col / group_cols : 0;
   for (int64_t col = part.first_col; col < end_col; ++g) {
     const int64_t end = group_cols ? std::min(col + group_cols, end_col) : end_col;
-    const float* c = job.p.c + part.row * job.p.ldc + part.block * kBlockRows;
+    const float* c = job.p.c.row(part.row) + part.block * kBlockRows;
     const bool resume = !group_cols && col > 0;
     typename V::Reg sum[kRows][kVectors];
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) sum[m][v] = resume ? V::load(c + m * job.p.ldc + v * V::kLanes) : V::zero();
+      for (int v = 0; v < kVectors; ++v) sum[m][v] = resume ? V::load(c + m * job.p.c.ld + v * V::kLanes) : V::zero();
     }
     typename Source::Group group[kVectors];
 #pragma GCC unroll 16

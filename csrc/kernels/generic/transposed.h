@@ -134,7 +134,7 @@ class TransposedLoop {
     alignas(64) float panel[kPanelBlocks * Op::kUnits * kPanelCols], sums[kPanelTokens * kPanelCols];
     for (int64_t i = 0; i < tokens * kPanelCols; ++i) sums[i] = 0.0f;
     for (int64_t row = 0; p_.resume && row < tokens; ++row) {
-      for (int64_t k = 0; k < cols; ++k) sums[row * kPanelCols + k] = p_.out[(m + row) * p_.ldo + col + k];
+      for (int64_t k = 0; k < cols; ++k) sums[row * kPanelCols + k] = p_.out.row(m + row)[col + k];
     }
     for (Chunk chunk = after({}); chunk.blocks > 0; chunk = after(chunk)) {
       const PackedBlocks& piece = p_.pieces[chunk.piece];
@@ -183,7 +183,7 @@ class TransposedLoop {
 
   void write(int64_t m, int64_t tokens, int64_t col, int64_t cols, const float* sums) const {
     for (int64_t row = 0; row < tokens; ++row) {
-      float* out = p_.out + (m + row) * p_.ldo + col;
+      float* out = p_.out.row(m + row) + col;
       const float* sum = sums + row * kPanelCols;
       if (p_.accumulate) {
         for (int64_t k = 0; k < cols; ++k) out[k] += sum[k];

@@ -103,7 +103,7 @@ std::vector<float> multiply_bf16(const kt::Tiles& tiles, const kt::PackedBlocks&
                                  const std::vector<uint16_t>& a) {
   const int64_t cols = weights.shape.padded_cols(), out = weights.shape.padded_rows();
   std::vector<float> c(static_cast<size_t>(rows * out));
-  tiles.multiply_bf16({rows, a.data(), cols, weights, c.data(), out});
+  tiles.multiply_bf16({.rows = rows, .a = {a.data(), cols}, .weights = weights, .c = {c.data(), out}});
   return c;
 }
 
@@ -119,7 +119,9 @@ std::vector<float> multiply_int8(const kt::Tiles& tiles, const kt::PackedBlocks&
     tiles.quantize(shape, in.data() + m * shape.cols, values.data() + m * ld, scales.data() + m * groups,
                    sums.data() + m * groups);
   }
-  tiles.multiply_int8({rows, {values.data(), ld, scales.data(), sums.data(), groups}, weights, c.data(), out});
+  const kt::QuantizedRows a{
+      .values = {values.data(), ld}, .scales = {scales.data(), groups}, .sums = {sums.data(), groups}};
+  tiles.multiply_int8({.rows = rows, .a = a, .weights = weights, .c = {c.data(), out}});
   return c;
 }
 
@@ -128,9 +130,16 @@ std::vector<float> multiply_transposed(const kt::Tiles& tiles, const kt::PackedB
   const kt::PackedShape& shape = weights.shape;
   const int64_t ld = kt::round_up(rows, kt::kTokenUnit), out = shape.padded_cols();
   std::vector<uint16_t> operand(static_cast<size_t>(shape.padded_rows() * ld));
-  tiles.transpose_rows_bf16(in.data(), shape.rows, rows, shape.rows, operand.data(), ld);
+  tiles.transpose_rows_bf16({in.data(), shape.rows}, rows, shape.rows, operand.data(), ld);
   std::vector<float> c(static_cast<size_t>(rows * out));
-  tiles.multiply_transposed_bf16({rows, operand.data(), ld, &weights, 1, 0, out, c.data(), out, false});
+  tiles.multiply_transposed_bf16({.rows = rows,
+                                  .in = operand.data(),
+                                  .ld = ld,
+                                  .pieces = &weights,
+                                  .num_pieces = 1,
+                                  .first_col = 0,
+                                  .cols = out,
+                                  .out = {c.data(), out}});
   return c;
 }
 
