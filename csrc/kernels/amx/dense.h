@@ -21,21 +21,6 @@ constexpr int64_t bytes_of_row(const PackedShape& shape) {
   return (shape.block_bytes() - shape.line_offset()) / kBlockRows;
 }
 
-// Prefetch to the L2 cache: weights of four blocks that later calls of `accumulate` will read, some lines of each block
-// per step.
-struct BlocksFetch {
-  static constexpr int kBlocks = 4;
-
-  void step() {
-    for (int64_t i = 0; i < lines; ++i, at += kLineBytes) {
-      for (int b = 0; b < kBlocks; ++b) __builtin_prefetch(at + b * stride, 0, 2);
-    }
-  }
-
-  const uint8_t* at = nullptr;
-  int64_t stride = 0, lines = 0;
-};
-
 // Multiplies up to 8 tiles of activations by 8 blocks, 512 bytes of a row at a time (256 columns of bf16, 512 of int8).
 // The operand that is read again (activations of few rows, or weights for many rows) then stays in the L1 cache.
 // Partial sums lie on the stack (64 KiB).
@@ -53,16 +38,17 @@ class DenseTiles {
   }
 
  private:
-  static constexpr int64_t kBlocksAtOnce = 8, kTilesAtOnce = 8, kChunkBytes = 512;
+  static constexpr int64_t kBlocksAtOnce = 8, kTilesAtOnce = 8, kChunkBytes = 512, kFetchBlocks = 4;
+  using Fetch = FetchEachStep<kFetchBlocks>;  // weights of four blocks that later calls of `accumulate` will read
 
   void run_part(int64_t first, int64_t first_tile) {
     const int64_t end = least(first + kBlocksAtOnce, weights_.blocks);
     const int64_t end_tile = least(first_tile + kTilesAtOnce, rows_.tiles.count);
     for (int64_t byte = 0; byte < row_bytes_; byte += kChunkBytes) {
-      for (int64_t block = first; block < end; block += BlocksFetch::kBlocks) {
-        // Later rows find the weights in the L2 cache.
-        BlocksFetch fetch = first_tile == 0 ? fetch_after(first, block, end, byte, (end_tile + 1) / 2) : BlocksFetch{};
-        for (int64_t pair = block; pair < least(block + BlocksFetch::kBlocks, end); pair += 2) {
+      for (int64_t block = first; block < end; block += kFetchBlocks) {
+        Fetch fetch;  // of nothing: later rows find the weights in the L2 cache
+        if (first_tile == 0) fetch = fetch_after(first, block, end, byte, (end_tile + 1) / 2);
+        for (int64_t pair = block; pair < least(block + kFetchBlocks, end); pair += 2) {
           for (int64_t tile = first_tile; tile < end_tile; tile += 2) {
             with_blocking(end_tile - tile, end - pair, [&]<int kR, int kB> {
               run_tile<kR, kB>(tile, pair, byte, &sums_[pair - first], tile - first_tile, fetch);
@@ -81,10 +67,10 @@ class DenseTiles {
 
   // The lines that are read after these bytes of these blocks, in equal shares; after the last blocks, the first lines
   // of a next call.
-  BlocksFetch fetch_after(int64_t first, int64_t block, int64_t end, int64_t byte, int64_t passes) const {
-    const int64_t pairs = (least(end - block, BlocksFetch::kBlocks) + 1) / 2;
+  Fetch fetch_after(int64_t first, int64_t block, int64_t end, int64_t byte, int64_t passes) const {
+    const int64_t pairs = (least(end - block, kFetchBlocks) + 1) / 2;
     const int64_t steps = least(row_bytes_ - byte, kChunkBytes) / rows_.step_bytes * pairs * passes;
-    block += BlocksFetch::kBlocks;
+    block += kFetchBlocks;
     if (block >= end) {
       block = first;
       byte += kChunkBytes;
@@ -94,14 +80,15 @@ class DenseTiles {
       byte = 0;
     }
     const int64_t num_lines = least(row_bytes_ - byte, kChunkBytes) / 4;
-    return {lines(block, byte), weights_.shape.block_bytes(), (num_lines + steps - 1) / steps};
+    return {{.at = lines(block, byte), .stride = weights_.shape.block_bytes(), .left = num_lines},
+            (num_lines + steps - 1) / steps};
   }
 
   using Sum = typename Activations::Sum;
   using Sums = Sum[kTilesAtOnce][16 * kBlockRows];  // of a block
 
   template <int kR, int kB>
-  void run_tile(int64_t tile, int64_t block, int64_t byte, Sums* sums, int64_t slot, BlocksFetch& fetch) {
+  void run_tile(int64_t tile, int64_t block, int64_t byte, Sums* sums, int64_t slot, Fetch& fetch) {
     const int64_t bytes = least(row_bytes_ - byte, kChunkBytes), step = rows_.step_bytes;
     TileRun a[kR], w[kB];
     for (int r = 0; r < kR; ++r) a[r] = rows_.a(tile + r, byte);
@@ -141,13 +128,13 @@ class FewDenseRows {
   template <int kB>
   void run_blocks(int64_t block) const {
     const int64_t step_bytes = rows_.step_bytes, steps = bytes_of_row(weights_.shape) / step_bytes;
-    const Ahead ahead = ahead_of_few<kB>(weights_, block);
+    PrefetchCursor fetch = prefetch_few<kB>(weights_, block);
     const uint8_t* w[kB];
     for (int b = 0; b < kB; ++b) w[b] = block_at(weights_.shape, weights_.data, block + b).lines;
     TileRun a = rows_.a(0, 0);
     zero_few<kB>();
     for (int64_t step = 0; step < steps; ++step, a.at += a.step) {
-      const int64_t distance = ahead.at(step * step_bytes * kBlockRows);
+      const int64_t distance = fetch.take(step_bytes / 4) - w[0];
       for (int64_t line = 0; line < step_bytes * kBlockRows; line += kLineBytes) {
         for (int b = 0; b < kB; ++b) __builtin_prefetch(w[b] + distance + line);
       }

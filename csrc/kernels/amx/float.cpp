@@ -87,8 +87,9 @@ inline void scaled_tile(const PackedProduct<uint16_t>& p, const RowTiles& rows, 
 
 void multiply_fp8_blocks(const PackedProduct<uint16_t>& p, const RowTiles& rows, int64_t block, int64_t blocks) {
   const PackedShape& shape = p.weights.shape;
-  constexpr int64_t kAhead = 4096;  // two panels
-  const int64_t lines_bytes = shape.block_bytes() - shape.line_offset();
+  constexpr int64_t kAhead = 2 * kPanelCols / 4;  // lines of two panels
+  const uint8_t* lines = block_at(shape, p.weights.data, block).lines;
+  PrefetchCursor fetch = prefetch_ahead(shape, lines, blocks, kAhead, shape.line_offset());
   alignas(64) Fp8Panel panel;
   Span span{};
   for (span.col = 0; span.col < shape.padded_cols(); span.col += span.cols) {
@@ -97,12 +98,10 @@ void multiply_fp8_blocks(const PackedProduct<uint16_t>& p, const RowTiles& rows,
     span.cols = left < kPanelCols ? left : kPanelCols;
     span.first = span.col == 0;
     span.last = span.col + span.cols == shape.padded_cols();
-    // Beyond the ends of these blocks: the next ones' lines.
-    const int64_t offset = span.col / 4 * kLineBytes;
-    const int64_t turn = offset + kAhead < lines_bytes ? 0 : (blocks - 1) * shape.block_bytes() + shape.line_offset();
+    const int64_t offset = span.col / 4 * kLineBytes, distance = fetch.take(span.cols / 4) - (lines + offset);
     for (int64_t b = 0; b < blocks; ++b) {
       const Block from = block_at(shape, p.weights.data, block + b);
-      unpack_fp8(from.lines + offset, span.cols, panel[b], kAhead + turn);
+      unpack_fp8(from.lines + offset, span.cols, panel[b], distance);
       span.scale[b] = from.group_scales ? static_cast<const float*>(from.group_scales)[group] : 1.0f;
       span.row_scales[b] = from.row_scales;
     }
@@ -129,11 +128,12 @@ class FewFp8Rows {
   template <int kB>
   void run_blocks(int64_t block) {
     const int64_t cols = shape_.padded_cols(), group = shape_.group();
-    const Ahead ahead = ahead_of_few<kB>(p_.weights, block);
+    PrefetchCursor fetch = prefetch_few<kB>(p_.weights, block);
     Block from[kB];
     for (int b = 0; b < kB; ++b) from[b] = block_at(shape_, p_.weights.data, block + b);
     const auto unpack = [&](int64_t col, int side) {
-      const int64_t offset = col / 4 * kLineBytes, distance = ahead.at(offset);
+      const int64_t offset = col / 4 * kLineBytes;
+      const int64_t distance = fetch.take(kStepCols / 4) - (from[0].lines + offset);
       for (int b = 0; b < kB; ++b) unpack_fp8(from[b].lines + offset, kStepCols, panel_[side][b], distance);
     };
     int side = 0;

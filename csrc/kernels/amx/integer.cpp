@@ -35,6 +35,25 @@ struct Span {
   const float* row_scales[2];
 };
 
+// Which lines are prefetched while two blocks' lines of some columns are read.
+class PairAhead {
+ public:
+  PairAhead(const PackedShape& shape, const uint8_t* lines)
+      : cursor_(prefetch_ahead(shape, lines, 2, kLinesAhead, shape.line_offset())) {}
+
+  // Those of block b, for `lines` lines from column `col` on.
+  const uint8_t* at(int b, int64_t col, int64_t lines) {
+    if (col > col_) next_ = cursor_.take(lines);
+    col_ = col > col_ ? col : col_;
+    return next_ + b * cursor_.stride;
+  }
+
+ private:
+  PrefetchCursor cursor_;
+  const uint8_t* next_ = nullptr;
+  int64_t col_ = -1;
+};
+
 // The packed lines unchanged, where zero points are stored: a code minus its zero does not fit a signed byte.
 class Int8Lines {
  public:
@@ -42,19 +61,17 @@ class Int8Lines {
   static constexpr int64_t kPerLine = 4, kMaxCols = INT64_MAX;
   static constexpr bool kZeroInSums = true;
 
-  explicit Int8Lines(const PackedShape& shape) : ahead_(shape, 2) {}
+  Int8Lines(const PackedShape& shape, const uint8_t* lines) : ahead_(shape, lines) {}
 
   const uint8_t* at(const Block* blocks, int b, const Span&, int64_t col, int64_t cols) {
-    const int64_t offset = col / kPerLine * kLineBytes;
-    const uint8_t* lines = blocks[b].lines + offset;
-    for (int64_t i = 0; fetched_[b] != col && i < cols / kPerLine; ++i)
-      __builtin_prefetch(lines + i * kLineBytes + ahead_.at(offset));
+    const uint8_t* ahead = ahead_.at(b, col, cols / kPerLine);
+    for (int64_t i = 0; fetched_[b] != col && i < cols / kPerLine; ++i) __builtin_prefetch(ahead + i * kLineBytes);
     fetched_[b] = col;
-    return lines;
+    return blocks[b].lines + col / kPerLine * kLineBytes;
   }
 
  private:
-  Ahead ahead_;
+  PairAhead ahead_;
   int64_t fetched_[2] = {-1, -1};
 };
 
@@ -66,14 +83,14 @@ class SignedLines {
   static constexpr int64_t kPerLine = Unpack::kPerLine, kMaxCols = 1024;
   static constexpr bool kZeroInSums = false;
 
-  explicit SignedLines(const PackedShape& shape) : ahead_(shape, 2) {}
+  SignedLines(const PackedShape& shape, const uint8_t* lines) : ahead_(shape, lines) {}
 
   const uint8_t* at(const Block* blocks, int b, const Span& span, int64_t col, int64_t cols) {
     if (held_[b] != col) {
-      const int64_t offset = col / kPerLine * kLineBytes, distance = ahead_.at(offset);
-      const uint8_t* lines = blocks[b].lines + offset;
+      const uint8_t* lines = blocks[b].lines + col / kPerLine * kLineBytes;
+      const uint8_t* ahead = ahead_.at(b, col, cols / kPerLine);
       for (int64_t line = 0; line < cols / kPerLine; ++line) {
-        __builtin_prefetch(lines + line * kLineBytes + distance);
+        __builtin_prefetch(ahead + line * kLineBytes);
         Unpack::line(lines + line * kLineBytes, span.zero[b], panel_[b] + line * kPerLine / 4 * kLineBytes);
       }
     }
@@ -82,7 +99,7 @@ class SignedLines {
   }
 
  private:
-  Ahead ahead_;
+  PairAhead ahead_;
   alignas(64) uint8_t panel_[2][kMaxCols / 4 * kLineBytes];
   int64_t held_[2] = {-1, -1};  // the column that a panel begins with
 };
@@ -123,9 +140,9 @@ class IntegerTiles {
   }
 
   void run_blocks(int64_t block, int64_t blocks) {
-    Lines lines(shape_);
     Block at[2] = {};
     for (int64_t b = 0; b < blocks; ++b) at[b] = block_at(shape_, p_.weights.data, block + b);
+    Lines lines(shape_, at[0].lines);
     for (int64_t g = 0; g < shape_.activation_groups(); ++g) {
       Span span;
       span.group = g;

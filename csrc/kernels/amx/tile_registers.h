@@ -18,6 +18,7 @@
 #include <cstdint>
 
 #include "kernels/amx/kernels.h"
+#include "kernels/generic/prefetch.h"
 #if defined(KT_AMX_MODEL)
 #include "tile_model.h"
 #endif
@@ -152,23 +153,19 @@ struct TileRun {
   int64_t stride, step;
 };
 
-// How far ahead of a block's lines to prefetch.
-constexpr int64_t kBlockAhead = 2048;
+// How many lines before they are read packed lines are prefetched.
+constexpr int64_t kLinesAhead = 32;
 
-// The prefetch distance from `offset` in the lines of blocks that are read side by side. Beyond a block's end it skips
-// to the next blocks of the loop, because the bytes that follow in memory are read already.
-struct Ahead {
-  Ahead(const PackedShape& shape, int64_t blocks)
-      : lines_bytes(shape.block_bytes() - shape.line_offset()),
-        turn((blocks - 1) * shape.block_bytes() + shape.line_offset()) {}
-  int64_t at(int64_t offset) const { return kBlockAhead + (offset + kBlockAhead < lines_bytes ? 0 : turn); }
-
-  int64_t lines_bytes, turn;
-};
-
-// For `accumulate`: no prefetch.
+// For `accumulate`: no prefetch, or `lines` lines of kBlocks blocks into the L2 cache with every step.
 struct NoFetch {
   void step() {}
+};
+template <int kBlocks>
+struct FetchEachStep {
+  PrefetchCursor cursor;
+  int64_t lines = 0;
+
+  void step() { cursor.fetch<kBlocks>(lines); }
 };
 
 // C[r][b] += A[r] * B[b] over `steps` tiles of the inner index; fetch.step() with every step.
