@@ -3,46 +3,22 @@
 //
 // Register tile 12 x 32: 24 accumulators, two vectors of weights, one activation; 6 x 64 and flatter for few rows of
 // bf16. Per pair of columns 24 vdpbf16ps, 12 broadcasts, 2 loads: one vdpbf16ps a cycle. Layout: kernels/layout.h.
-#include <immintrin.h>
-
 #include <array>
 
 #include "kernels/avx512/kernels.h"
+#include "kernels/avx512/vector.h"
 #include "kernels/generic/float_products.h"
 
 namespace kt {
 namespace {
 
-struct Vec16 {
+struct FloatTile : Vec16 {
   using Element = float;
-  using Reg = __m512;
-  using Int = int32_t __attribute__((vector_size(64)));
-  using Short = int16_t __attribute__((vector_size(64)));
-  using Unpacked = FloatLines<Vec16>;
-  static constexpr int kDepth = 1, kLanes = 16, kTileRows = 12, kFewRows = 6, kDecodeRows = 6;
-  static constexpr int kSums = 24, kDecodeSums = 12;
+  using Unpacked = FloatLines<FloatTile>;
+  static constexpr int kDepth = 1, kTileRows = 12, kFewRows = 6, kDecodeRows = 6, kSums = 24, kDecodeSums = 12;
   static constexpr int64_t kPanelBlocks = 2, kPanelColumns = 128, kAheadBytes = 4096;
 
-  static constexpr __mmask16 kAll = 0xffff;  // GCC 12 warns of an uninitialized value in the unmasked conversions
-
-  static Reg zero() { return _mm512_setzero_ps(); }
-  static Reg set(float value) { return _mm512_set1_ps(value); }
-  static Reg load(const float* from) { return _mm512_loadu_ps(from); }
-  static void store(float* to, Reg value) { _mm512_storeu_ps(to, value); }
-  static Reg broadcast(const float* from) { return _mm512_set1_ps(*from); }
-  static Reg fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
   static Reg dot(Reg a, Reg b, Reg sum) { return fma(a, b, sum); }
-  static Reg halves(const uint16_t* from) {
-    return _mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-  }
-  static Reg bytes(const uint8_t* from) {
-    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-    return _mm512_maskz_cvtepi32_ps(kAll, _mm512_maskz_cvtepu8_epi32(kAll, codes));
-  }
-  static Int high_bytes(const uint8_t* from, int half) {
-    const __m512i codes = _mm512_loadu_si512(from), none = _mm512_setzero_si512();
-    return (Int)(half ? _mm512_unpackhi_epi8(none, codes) : _mm512_unpacklo_epi8(none, codes));
-  }
 };
 
 // Lines unchanged: 16 rows x a pair of bf16.
@@ -54,9 +30,9 @@ struct PairLines {
   static __m512bh weights(const uint8_t* line, int, int, Group) { return (__m512bh)_mm512_loadu_si512(line); }
 };
 
-struct Dot16 : Vec16 {
+struct PairTile : Vec16 {
   using Element = uint16_t;
-  using Unpacked = PairLines<Dot16>;
+  using Unpacked = PairLines<PairTile>;
   static constexpr int kDepth = 2, kTileRows = 12, kFewRows = 12, kDecodeRows = 12, kSums = 24, kDecodeSums = 16;
   static constexpr int64_t kPanelBlocks = 2, kPanelColumns = 256, kAheadBytes = 4096;
 
@@ -107,11 +83,11 @@ struct Fp8PairLines {
 
 }  // namespace
 
-void avx512::multiply(const PackedProduct<float>& p) { multiply_any<Vec16>(p); }
+void avx512::multiply(const PackedProduct<float>& p) { multiply_any<FloatTile>(p); }
 
 void avx512::multiply_bf16(const PackedProduct<uint16_t>& p) {
-  if (p.weights.shape.format.encoding == Encoding::kBf16) return multiply_source<Dot16, PairLines<Dot16>>(p);
-  multiply_source<Dot16, Fp8PairLines<Dot16>>(p);
+  if (p.weights.shape.format.encoding == Encoding::kBf16) return multiply_source<PairTile, PairLines<PairTile>>(p);
+  multiply_source<PairTile, Fp8PairLines<PairTile>>(p);
 }
 
 }  // namespace kt

@@ -24,13 +24,14 @@ struct FloatOp {
   }
 };
 
-struct Dot16 : Vec16 {
+// Lanes are pairs of bf16, sums are floats.
+struct PairVec16 : Vec16 {
   static Reg fma(Reg a, Reg b, Reg c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 };
 
 struct Bf16Op {
   using In = uint16_t;
-  using V = Dot16;
+  using V = PairVec16;
   static constexpr int kTileRows = 12;
   static constexpr int64_t kUnits = kBlockRows / 2;
 

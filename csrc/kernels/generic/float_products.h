@@ -9,16 +9,13 @@
 // Many rows: a panel (some blocks x some columns) is unpacked to the stack once, then a register tile iterates over all
 // rows; partial sums lie in c between panels. Meanwhile the packed bytes of the next panel are prefetched.
 //
-// V is an ISA's vector of floats:
+// V is an ISA's vector of floats (portable/vector.h) and in addition
 //   Element, kDepth      type of the activations, columns per dot (1, or 2: a pair of bf16)
-//   Reg, Int, Short      vectors of float, int32_t, int16_t (compiler vectors); kLanes floats, a divisor of 16
 //   Unpacked             the source (decoders.h) of an unpacked panel
 //   kTileRows, kSums     rows of a register tile at most, accumulators at most (kDecodeSums: while decoding)
 //   kFewRows, kDecodeRows        rows up to which weights are decoded in registers: bf16, others
 //   kPanelBlocks, kPanelColumns  of an unpacked panel; kAheadBytes: how far few rows prefetch
-//   zero, set, load, store, fma(a, b, c) = a * b + c; broadcast(a), dot(broadcast, weights, sum)
-//   halves, bytes        kLanes float16 or uint8 as floats
-//   high_bytes(from, h)  of each 16 bytes the lower (h = 0) or upper 8, each the high byte of 16 bits
+//   broadcast(a), dot(broadcast, weights, sum)
 //
 // Include only in a kernel's own translation unit, with V in an unnamed namespace: then nothing compiled with that
 // unit's flags can be linked into others.
