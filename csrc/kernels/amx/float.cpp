@@ -9,7 +9,6 @@
 // 16 rows unpack 32 columns of 4 blocks at a time; their sums run over the same 128.
 #include "kernels/amx/dense.h"
 #include "kernels/amx/fp8_lines.h"
-#include "kernels/amx/vectors.h"
 
 namespace kt::amx::inline KT_AMX_BUILD {
 namespace {

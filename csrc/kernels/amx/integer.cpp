@@ -13,18 +13,14 @@
 // columns a tile takes 105 cycles, of which the product is 16 (measured, docs/measurements.md). Few rows are left to
 // AVX-512, which keeps sums in registers.
 #include "kernels/amx/tile_registers.h"
-#include "kernels/amx/vectors.h"
 
 namespace kt::amx::inline KT_AMX_BUILD {
 namespace {
 
-// Up to these rows AVX-512's kernels are faster, as a group's end costs them less, and give the same bits. The model
-// must not use the portable kernels for few rows, because those round products.
-#if defined(KT_AMX_MODEL)
-constexpr int64_t few_rows(const PackedShape&) { return 0; }
-#else
-constexpr int64_t few_rows(const PackedShape& shape) { return shape.activation_group() < 64 ? 16 : 6; }
-#endif
+// Up to these rows AVX-512's kernels are faster, as a group's end costs them less.
+constexpr int64_t few_rows(const PackedShape& shape) {
+  return !kBaseHasSameBits ? 0 : shape.activation_group() < 64 ? 16 : 6;
+}
 
 // A group of columns in two blocks.
 struct Span {

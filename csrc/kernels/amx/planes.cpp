@@ -7,7 +7,6 @@
 //
 // A row is stored as its high plane, then its low plane, half a row stride apart: the tiles see two rows.
 #include "kernels/amx/dense.h"
-#include "kernels/amx/vectors.h"
 #include "kernels/generic/quantize.h"
 
 namespace kt::amx::inline KT_AMX_BUILD {

@@ -10,7 +10,6 @@
 // matrix is split into pieces. An odd last block is paired with zeros.
 #include <cstring>
 
-#include "base/bf16.h"
 #include "kernels/amx/columns.h"
 #include "kernels/amx/tile_registers.h"
 #include "kernels/amx/transpose.h"
@@ -195,20 +194,5 @@ class TransposedTiles {
 void multiply_transposed_bf16(const TransposedProduct<uint16_t>& p) {
   if (p.rows > 0 && p.num_pieces > 0) TransposedTiles(p).run();
 }
-
-#if defined(KT_AMX_MODEL)
-void transpose_rows_bf16(Rows<const float> in, int64_t rows, int64_t cols, uint16_t* out, int64_t ld) {
-  const int64_t padded_rows = round_up(rows, kTokenUnit), padded_cols = round_up(cols, kBlockRows);
-  for (int64_t n = 0; n < padded_cols; ++n) {
-    for (int64_t m = 0; m < padded_rows; ++m) {
-      out[(n / 2 * ld + m) * 2 + n % 2] = n < cols && m < rows ? float_to_bf16(in.row(m)[n]) : uint16_t{0};
-    }
-  }
-}
-#else
-void transpose_rows_bf16(Rows<const float> in, int64_t rows, int64_t cols, uint16_t* out, int64_t ld) {
-  base::transpose_rows_bf16(in, rows, cols, out, ld);
-}
-#endif
 
 }  // namespace kt::amx::inline KT_AMX_BUILD

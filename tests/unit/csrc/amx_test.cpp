@@ -7,8 +7,10 @@
 #include "tile_model.h"
 
 namespace kt {
-extern const Tiles kAmxModelTiles;
+namespace amx::inline model {
+extern const Tiles kTiles;
 }
+}  // namespace kt
 
 namespace kt_test {
 namespace {
@@ -228,9 +230,9 @@ void test_model(Random& random, Report& report) {
     const Packed weights(32, 96, wild_bf16s(32 * 96, kind, random));
     const std::vector<uint16_t> a = wild_bf16s(20 * 96, kind, random);
     const kt::PackedBlocks blocks{weights.shape, weights.first, 2};
-    const std::vector<float> fused = multiply_bf16(kt::kAmxModelTiles, blocks, 20, a);
+    const std::vector<float> fused = multiply_bf16(kt::amx::model::kTiles, blocks, 20, a);
     model::detail::use_fused() = false;
-    const std::vector<float> portable = multiply_bf16(kt::kAmxModelTiles, blocks, 20, a);
+    const std::vector<float> portable = multiply_bf16(kt::amx::model::kTiles, blocks, 20, a);
     model::detail::use_fused() = true;
     report.equal("the model's two ways of kind " + std::to_string(kind), same_bits(fused, portable));
   }
@@ -253,8 +255,8 @@ void test_amx(const kt::Tiles& tiles, Report& report) {
     test_many_rows(tiles, format, 16 * 11 + 3, 544, {15, 33, 49, 145}, random, report);
   test_many_rows(tiles, kInt8Rows, 16 * 9, 1088, {7, 8, 9, 41, 75}, random, report);  // steps of 64 columns, not of 32
   if (name == "amx") {
-    compare_wild(tiles, kt::kAmxModelTiles, "instructions and model", random, report);
-    compare_formats(tiles, kt::kAmxModelTiles, true, random, report);
+    compare_wild(tiles, kt::amx::model::kTiles, "instructions and model", random, report);
+    compare_formats(tiles, kt::amx::model::kTiles, true, random, report);
   } else {
     test_faults(report);
     test_model(random, report);
