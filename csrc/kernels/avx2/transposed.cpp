@@ -15,8 +15,8 @@ struct FloatOp {
   using V = Vec8;
   static constexpr int kTileRows = 6;
   static constexpr int64_t kUnits = kBlockRows;
-  static void unpack(const Parts& parts, const uint8_t* block, int64_t first_col, int64_t cols, float* panel) {
-    unpack_rows<Vec8>(parts, block, first_col, cols, panel, kPanelCols);
+  static void unpack(const Parts& parts, const uint8_t* block, ColumnRange columns, float* panel) {
+    unpack_rows<Vec8>(parts, block, columns, {panel, kPanelCols});
   }
 };
 

@@ -19,8 +19,8 @@ struct FloatOp {
   using V = Vec16;
   static constexpr int kTileRows = 12;
   static constexpr int64_t kUnits = kBlockRows;
-  static void unpack(const Parts& parts, const uint8_t* block, int64_t first_col, int64_t cols, float* panel) {
-    unpack_rows<Vec8>(parts, block, first_col, cols, panel, kPanelCols);
+  static void unpack(const Parts& parts, const uint8_t* block, ColumnRange columns, float* panel) {
+    unpack_rows<Vec8>(parts, block, columns, {panel, kPanelCols});
   }
 };
 
@@ -35,12 +35,12 @@ struct Bf16Op {
   static constexpr int kTileRows = 12;
   static constexpr int64_t kUnits = kBlockRows / 2;
 
-  static void unpack(const Parts& parts, const uint8_t* block, int64_t first_col, int64_t cols, float* panel) {
+  static void unpack(const Parts& parts, const uint8_t* block, ColumnRange columns, float* panel) {
     if (parts.encoding == Encoding::kBf16) {
-      const uint8_t* lines = block + parts.lines + first_col / 2 * kLineBytes;
-      for (int64_t c = 0; c < cols; c += 16) unpack_lines(lines + c / 2 * kLineBytes, panel + c);
+      const uint8_t* lines = block + parts.lines + columns.first / 2 * kLineBytes;
+      for (int64_t c = 0; c < columns.count; c += 16) unpack_lines(lines + c / 2 * kLineBytes, panel + c);
     } else {
-      unpack_scaled(parts, block, first_col, cols, panel);
+      unpack_scaled(parts, block, columns, panel);
     }
   }
 
@@ -80,11 +80,11 @@ struct Bf16Op {
     }
   }
 
-  static void unpack_scaled(const Parts& parts, const uint8_t* block, int64_t first_col, int64_t cols, float* panel) {
+  static void unpack_scaled(const Parts& parts, const uint8_t* block, ColumnRange columns, float* panel) {
     alignas(64) float rows[kBlockRows * kPanelCols];
-    unpack_rows<Vec8>(parts, block, first_col, cols, rows, kPanelCols);
+    unpack_rows<Vec8>(parts, block, columns, {rows, kPanelCols});
     for (int64_t n = 0; n < kBlockRows; n += 2) {
-      for (int64_t c = 0; c < cols; c += 16) {
+      for (int64_t c = 0; c < columns.count; c += 16) {
         const float* from = rows + n * kPanelCols + c;
         const __m512i even = widened(Vec16::load(from)), odd = widened(Vec16::load(from + kPanelCols));
         Vec16::store(panel + n / 2 * kPanelCols + c,

@@ -13,7 +13,7 @@
 //   kUnits       4-byte units of a block in n: 16 floats or 8 pairs of bf16
 //   V            portable/vector.h (Reg, kLanes, load, store, broadcast, fma)
 //   kTileRows    of a tile two vectors wide; tiles of up to half as many are four wide
-//   unpack(parts, block, first_col, cols, panel): panel[unit * kPanelCols + k], unit < kUnits
+//   unpack(parts, block, columns, panel): panel[unit * kPanelCols + k], unit < kUnits
 #pragma once
 
 #include <cstdint>
@@ -121,39 +121,47 @@ class TransposedLoop {
       const int64_t lines = ahead.left * kUnpackTokens / (kUnpackTokens + tokens) / chunk.blocks;
       for (int64_t b = 0; b < chunk.blocks; ++b) {
         ahead.fetch<1>(lines);
-        Op::unpack(parts, piece.data + (chunk.block + b) * parts.block_bytes, p_.first_col + col, cols,
+        Op::unpack(parts, piece.data + (chunk.block + b) * parts.block_bytes, {p_.first_col + col, cols},
                    panel + b * Op::kUnits * kPanelCols);
       }
-      multiply(panel, chunk.blocks * Op::kUnits, in_ + chunk.unit * p_.ld + m, tokens, cols, sums, ahead);
+      const Panel unpacked{
+          .weights = panel, .units = chunk.blocks * Op::kUnits, .cols = cols, .in = in_ + chunk.unit * p_.ld + m};
+      multiply(unpacked, tokens, sums, ahead);
     }
     write(m, tokens, col, cols, sums);
   }
 
+  // Unpacked weights [units][kPanelCols] of a chunk, of which `cols` columns are used, and its units of `in`.
+  struct Panel {
+    const float* weights;
+    int64_t units, cols;
+    const float* in;
+  };
+
   // Tiles of nearly equal height over the tokens.
-  void multiply(const float* panel, int64_t units, const float* in, int64_t tokens, int64_t cols, float* sums,
-                PrefetchCursor& ahead) const {
+  void multiply(const Panel& panel, int64_t tokens, float* sums, PrefetchCursor& ahead) const {
     const int64_t tiles = (tokens + Op::kTileRows - 1) / Op::kTileRows;
     for (int64_t t = 0, m = 0; t < tiles; ++t) {
       const int64_t rows = (tokens - m + tiles - t - 1) / (tiles - t);
       const int64_t lines = ahead.left / (tiles - t);
-      if (rows <= Op::kTileRows / 2 && cols % (4 * V::kLanes) == 0) {
-        tile_row<4, Op::kTileRows / 2>(rows, panel, units, in + m, cols, sums + m * kPanelCols, ahead, lines);
+      if (rows <= Op::kTileRows / 2 && panel.cols % (4 * V::kLanes) == 0) {
+        tile_row<4, Op::kTileRows / 2>(panel, m, rows, sums + m * kPanelCols, ahead, lines);
       } else {
-        tile_row<2, Op::kTileRows>(rows, panel, units, in + m, cols, sums + m * kPanelCols, ahead, lines);
+        tile_row<2, Op::kTileRows>(panel, m, rows, sums + m * kPanelCols, ahead, lines);
       }
       m += rows;
     }
   }
 
+  // Tokens [m, m + rows), with prefetches of `lines` lines.
   template <int kVectors, int kRows>
-  void tile_row(int64_t rows, const float* panel, int64_t units, const float* in, int64_t cols, float* sums,
-                PrefetchCursor& ahead, int64_t lines) const {
+  void tile_row(const Panel& panel, int64_t m, int64_t rows, float* sums, PrefetchCursor& ahead, int64_t lines) const {
     if constexpr (kRows > 0) {
-      if (rows != kRows) return tile_row<kVectors, kRows - 1>(rows, panel, units, in, cols, sums, ahead, lines);
+      if (rows != kRows) return tile_row<kVectors, kRows - 1>(panel, m, rows, sums, ahead, lines);
       constexpr int64_t kCols = kVectors * V::kLanes;
-      for (int64_t k = 0; k < cols; k += kCols) {
-        ahead.fetch<1>((lines * kCols + cols - 1) / cols);
-        transposed_tile<V, kVectors, kRows>(panel + k, units, in, p_.ld, sums + k);
+      for (int64_t k = 0; k < panel.cols; k += kCols) {
+        ahead.fetch<1>((lines * kCols + panel.cols - 1) / panel.cols);
+        transposed_tile<V, kVectors, kRows>(panel.weights + k, panel.units, panel.in + m, p_.ld, sums + k);
       }
     }
   }
