@@ -3,11 +3,10 @@
 //
 // Register tile 12 x 32: 24 accumulators, two vectors of weights, one activation; 6 x 64 and flatter for few rows of
 // bf16. Per pair of columns 24 vdpbf16ps, 12 broadcasts, 2 loads: one vdpbf16ps a cycle. Layout: kernels/layout.h.
-#include <array>
-
 #include "kernels/avx512/kernels.h"
 #include "kernels/avx512/vector.h"
 #include "kernels/generic/float_products.h"
+#include "kernels/generic/fp8_bytes.h"
 
 namespace kt {
 namespace {
@@ -44,26 +43,8 @@ struct PairTile : Vec16 {
   static Reg dot(__m512bh a, __m512bh b, Reg sum) { return _mm512_dpbf16_ps(sum, a, b); }
 };
 
-// The bytes of the bf16 that equals an fp8 code without its sign. Looked up, because a subnormal code must become a
-// normal bf16: vdpbf16ps takes bf16 subnormals for zero.
-constexpr uint16_t bf16_of_fp8(int code) {
-  const int exponent = code >> 3, mantissa = code & 7;
-  if (code == 0x7f) return 0x7fc0;
-  if (exponent) return static_cast<uint16_t>((exponent + 120) << 7 | mantissa << 4);
-  if (mantissa == 0) return 0;
-  const int top = mantissa >= 4 ? 2 : mantissa >= 2 ? 1 : 0;  // the value is mantissa * 2^-9
-  return static_cast<uint16_t>((127 + top - 9) << 7 | (mantissa << (7 - top) & 0x7f));
-}
-constexpr std::array<uint8_t, 128> bf16_bytes(int shift) {
-  std::array<uint8_t, 128> bytes{};
-  for (int code = 0; code < 128; ++code)
-    bytes[static_cast<size_t>(code)] = static_cast<uint8_t>(bf16_of_fp8(code) >> shift);
-  return bytes;
-}
-alignas(64) constexpr std::array<uint8_t, 128> kLowBytes = bf16_bytes(0), kHighBytes = bf16_bytes(8);
-
-inline __m512i look_up(__m512i codes, const std::array<uint8_t, 128>& table) {
-  return _mm512_permutex2var_epi8(_mm512_load_si512(table.data()), codes, _mm512_load_si512(table.data() + 64));
+inline __m512i look_up(__m512i codes, const uint8_t* table) {
+  return _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
 }
 
 // Two bf16 lines from an fp8 line: interleaving the low bytes with the high ones puts them in order.
@@ -74,9 +55,9 @@ struct Fp8PairLines {
   static Group group(const Parts&, const uint8_t*, int64_t, int) { return {}; }
   static __m512bh weights(const uint8_t* line, int step, int, Group) {
     constexpr int kSignOrValue = 0xea;  // (a & b) | c
-    const __m512i codes = _mm512_loadu_si512(line), low = look_up(codes, kLowBytes);
+    const __m512i codes = _mm512_loadu_si512(line), low = look_up(codes, kFp8Bytes.low);
     const __m512i high = _mm512_ternarylogic_epi32(codes, _mm512_set1_epi8(static_cast<char>(0x80)),
-                                                   look_up(codes, kHighBytes), kSignOrValue);
+                                                   look_up(codes, kFp8Bytes.high), kSignOrValue);
     return (__m512bh)(step == 0 ? _mm512_unpacklo_epi8(low, high) : _mm512_unpackhi_epi8(low, high));
   }
 };
