@@ -100,13 +100,13 @@ template <int kRows>
 constexpr int kHalvesAtOnce = kRows == 1 ? 1 : 2;
 
 template <int kRows, int kBlocks, bool kFew>
-inline void add_int8(const IntegerTile& t, const GroupSpan& span, PrefetchCursor& fetch, Sums<kRows, kBlocks>& sum) {
+inline void add_int8(const IntegerTile& t, const GroupSpan& span, Sums<kRows, kBlocks>& sum) {
   constexpr int kAtOnce = kHalvesAtOnce<kRows>;
   const __m256i even = _mm256_set1_epi16(255);
   const uint8_t* a = t.a + 2 * span.col;
   const uint8_t* lines[kBlocks];
   for (int b = 0; b < kBlocks; ++b) lines[b] = t.blocks[b].lines + span.line_begin;
-  const int64_t ahead = kFew ? fetch.take(span.lines) - lines[0] : 0;
+  const int64_t ahead = stream_ahead(t, span);
   for (int64_t i = 0; i < span.lines; ++i, a += 8) {
     if constexpr (kFew) prefetch_lines<kBlocks>(lines, i * kLineBytes + ahead);
 #pragma GCC unroll 8
@@ -127,14 +127,14 @@ inline void add_int8(const IntegerTile& t, const GroupSpan& span, PrefetchCursor
 }
 
 template <int kRows, int kBlocks, bool kFew>
-inline void add_int4(const IntegerTile& t, const GroupSpan& span, PrefetchCursor& fetch, Sums<kRows, kBlocks>& sum) {
+inline void add_int4(const IntegerTile& t, const GroupSpan& span, Sums<kRows, kBlocks>& sum) {
   constexpr int kAtOnce = kHalvesAtOnce<kRows>;
   constexpr int64_t kUnitLines = kColumnUnit / 8;
   const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
   const uint8_t* a = t.a + span.col;
   const uint8_t* lines[kBlocks];
   for (int b = 0; b < kBlocks; ++b) lines[b] = t.blocks[b].lines + span.line_begin;
-  const int64_t ahead = kFew ? fetch.take(span.lines) - lines[0] : 0;
+  const int64_t ahead = stream_ahead(t, span);
   for (int64_t i = 0; i < span.lines; i += kUnitLines) {
     Sums<kRows, kBlocks> words;
 #pragma GCC unroll 8
@@ -198,20 +198,19 @@ struct Avx2 {
     constexpr int32_t kZero = kEncoding == Encoding::kInt4 ? 8 : 128;
     for (int r = 0; t.first == 0 && r < kRows; ++r)
       std::memset(t.c + r * t.ldc, 0, kBlocks * kBlockRows * sizeof(float));
-    PrefetchCursor fetch = t.fetch;
-    int64_t fetch_next = t.fetch_first;
+    int64_t fetch = t.fetch_first;
     for (int64_t g = t.first; g < t.end; ++g) {
       const GroupSpan span = group_span<kEncoding>(t.shape, g);
-      if (!kFew && g == fetch_next) {
+      if (!kFew && g == fetch) {
         prefetch_group<kBlocks>(t, span);
-        fetch_next += t.fetch_step;
+        fetch += t.fetch_step;
       }
       Sums<kRows, kBlocks> sum;
       start<kRows, kBlocks>(t, g, kZero, sum);
       if constexpr (kEncoding == Encoding::kInt4) {
-        add_int4<kRows, kBlocks, kFew>(t, span, fetch, sum);
+        add_int4<kRows, kBlocks, kFew>(t, span, sum);
       } else {
-        add_int8<kRows, kBlocks, kFew>(t, span, fetch, sum);
+        add_int8<kRows, kBlocks, kFew>(t, span, sum);
       }
       finish_group<kRows, kBlocks>(t, g, sum);
     }

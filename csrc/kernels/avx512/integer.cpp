@@ -134,12 +134,12 @@ inline void add_unit(const uint8_t* const* lines, int64_t ahead, const CodeRows<
 }
 
 template <Encoding kEncoding, int kRows, int kBlocks, bool kFew>
-inline void add_group(const IntegerTile& t, const GroupSpan& span, PrefetchCursor& fetch, Sums<kRows, kBlocks>& sum) {
+inline void add_group(const IntegerTile& t, const GroupSpan& span, Sums<kRows, kBlocks>& sum) {
   constexpr int64_t kUnitBytes = kBlockRows * kQuantizeUnit / (kEncoding == Encoding::kInt4 ? 2 : 1);
   CodeRows<kRows> a(t.a + span.col, t.lda);
   const uint8_t* lines[kBlocks];
   for (int b = 0; b < kBlocks; ++b) lines[b] = t.blocks[b].lines + span.line_begin;
-  const int64_t ahead = kFew ? fetch.take(span.lines) - lines[0] : 0;
+  const int64_t ahead = stream_ahead(t, span);
   int64_t left = span.cols;
   do {
     add_unit<kEncoding, kRows, kBlocks, kFew>(lines, ahead, a, sum);
@@ -185,17 +185,16 @@ struct Avx512 {
       for (int b = 0; b < kBlocks; ++b)
         total.at[r][b] = t.first == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(c + b * kBlockRows);
     }
-    PrefetchCursor fetch = t.fetch;
-    int64_t fetch_next = t.fetch_first;
+    int64_t fetch = t.fetch_first;
     for (int64_t g = t.first; g < t.end; ++g) {
       const GroupSpan span = group_span<kEncoding>(t.shape, g);
-      if (!kFew && g == fetch_next) {
+      if (!kFew && g == fetch) {
         prefetch_group<kBlocks>(t, span);
-        fetch_next += t.fetch_step;
+        fetch += t.fetch_step;
       }
       Sums<kRows, kBlocks> sum;
       start<kEncoding, kRows, kBlocks>(t, g, sum);
-      add_group<kEncoding, kRows, kBlocks, kFew>(t, span, fetch, sum);
+      add_group<kEncoding, kRows, kBlocks, kFew>(t, span, sum);
       finish_group<kRows, kBlocks>(t, g, sum, total);
     }
     const bool last = t.end == t.shape.activation_groups();

@@ -17,10 +17,11 @@
 // Include only in a kernel's own translation unit, with Isa in an unnamed namespace.
 #pragma once
 
+#include <xmmintrin.h>
+
 #include <cstdint>
 #include <utility>
 
-#include "kernels/generic/prefetch.h"
 #include "kernels/layout.h"
 #include "kernels/tiles.h"
 
@@ -44,9 +45,9 @@ struct IntegerTile {
   int64_t ldc;
   Block blocks[kMostBlocks];
   int64_t first, end;
-  PrefetchCursor fetch;             // few rows: from the first group on
-  int64_t block_bytes, ahead;       // many: from block to block; from a group's lines to those that it prefetches
-  int64_t fetch_first, fetch_step;  // many: groups in which to do so
+  int64_t ahead;                    // how many bytes ahead of a group's own lines to prefetch
+  int64_t fetch_first, fetch_step;  // many rows: groups in which to do so
+  int64_t block_end, turn;          // few: bytes from a block's lines to its end; from there to the stream's next block
 };
 
 // The columns of a group, and its lines in a block.
@@ -62,19 +63,25 @@ inline GroupSpan group_span(const PackedShape& shape, int64_t g) {
   return {col, cols, col / kPerLine * kLineBytes, cols / kPerLine};
 }
 
-// Few rows: prefetches a line of each block into the L1 cache, with each line that the group reads: a burst of
-// prefetches would queue, and the group's own loads would wait behind the burst.
+// Few rows: how far ahead of its lines a group prefetches, into the L1 cache. A group prefetches one line for each line
+// that it reads: a burst of prefetches would queue, and the group's own loads would wait behind the burst.
+inline int64_t stream_ahead(const IntegerTile& t, const GroupSpan& span) {
+  return span.line_begin + t.ahead < t.block_end ? t.ahead : t.ahead + t.turn;
+}
+
 template <int kBlocks>
 inline void prefetch_lines(const uint8_t* const* lines, int64_t offset) {
 #pragma GCC unroll 4
-  for (int b = 0; b < kBlocks; ++b) __builtin_prefetch(lines[b] + offset);
+  for (int b = 0; b < kBlocks; ++b) _mm_prefetch(reinterpret_cast<const char*>(lines[b]) + offset, _MM_HINT_T0);
 }
 
 // Many rows: prefetches the group's part of a later chunk into the L2 cache.
 template <int kBlocks>
 inline void prefetch_group(const IntegerTile& t, const GroupSpan& span) {
-  const uint8_t* from = t.blocks[0].lines + span.line_begin + t.ahead;
-  PrefetchCursor{.at = from, .stride = t.block_bytes, .left = span.lines}.fetch<kBlocks>(span.lines);
+  for (int b = 0; b < kBlocks; ++b) {
+    const auto* from = reinterpret_cast<const char*>(t.blocks[b].lines) + span.line_begin + t.ahead;
+    for (int64_t i = 0; i < span.lines; ++i) _mm_prefetch(from + i * kLineBytes, _MM_HINT_T1);
+  }
 }
 
 using TileFunction = void (*)(const IntegerTile&);
@@ -138,7 +145,7 @@ inline void multiply_encoded(const IntegerProduct& p) {
   t.lda = p.a.values.ld;
   t.ld_groups = p.a.scales.ld;
   t.ldc = p.c.ld;
-  t.block_bytes = shape.block_bytes();
+  t.block_end = shape.block_bytes() - shape.line_offset();
   const bool few = p.rows <= Isa::kFewRows;
   const int at_once = few ? Isa::few_blocks(static_cast<int>(p.rows)) : Isa::kMaxBlocks;
   for (int64_t block = 0; block < p.weights.blocks;) {
@@ -148,7 +155,8 @@ inline void multiply_encoded(const IntegerProduct& p) {
     if (few) {
       t.first = 0;
       t.end = shape.activation_groups();
-      t.fetch = prefetch_ahead(shape, t.blocks[0].lines, blocks, kStreamAhead / blocks / kLineBytes, 0);
+      t.ahead = kStreamAhead / blocks;
+      t.turn = (blocks - 1) * shape.block_bytes();
       run_tile(p, 0, block, tile_function<Isa, kEncoding, true>(p.rows, blocks), t);
     } else {
       multiply_blocks<Isa, kEncoding>(p, block, blocks, left - blocks, t);
