@@ -1,4 +1,4 @@
-// The one way in which kernels prefetch packed lines: a cursor over lines that will be read later, in one block or in
+// How kernels prefetch packed lines: a cursor over lines that will be read later, in one block or in
 // several side by side. It moves line by line to the end of the blocks, and turns there to the blocks that are read
 // next.
 //
