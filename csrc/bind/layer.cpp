@@ -51,8 +51,12 @@ std::vector<LoraSlot> parse_slots(const py::sequence& slots, const ExpertShape& 
       const int64_t in = part == kDown ? shape.intermediate : shape.hidden,
                     out = part == kDown ? shape.hidden : shape.intermediate;
       LoraPair& pair = slot.pairs[part];
-      pair.a = view_of(a, {a_name.c_str(), dtypes, {shape.num_experts, -1, in}, false, gradients});
-      pair.b = view_of(b, {b_name.c_str(), dtypes, {shape.num_experts, out, pair.a.shape[1]}, false, gradients});
+      pair.a = view_of(
+          a, {.name = a_name.c_str(), .dtypes = dtypes, .shape = {shape.num_experts, -1, in}, .written = gradients});
+      pair.b = view_of(b, {.name = b_name.c_str(),
+                           .dtypes = dtypes,
+                           .shape = {shape.num_experts, out, pair.a.shape[1]},
+                           .written = gradients});
     }
     slot.scaling = fields[6].cast<float>();
     if (!(slot.scaling - slot.scaling == 0.0f))
@@ -68,12 +72,13 @@ std::vector<LoraSlot> parse_slots(const py::sequence& slots, const ExpertShape& 
 RoutedCall parse_call(const ExpertShape& shape, py::handle x, py::handle ids, py::handle weights,
                       const py::sequence& slots, py::handle token_slots) {
   RoutedCall call;
-  call.x = view_of(x, {"x", {DType::kF32, DType::kBf16}, {-1, shape.hidden}});
+  call.x = view_of(x, {.name = "x", .dtypes = {DType::kF32, DType::kBf16}, .shape = {-1, shape.hidden}});
   const int64_t tokens = call.x.shape[0];
-  call.ids = view_of(ids, {"ids", {DType::kI32, DType::kI64}, {tokens, -1}});
-  call.weights = view_of(weights, {"weights", {DType::kF32}, {tokens, call.ids.shape[1]}});
+  call.ids = view_of(ids, {.name = "ids", .dtypes = {DType::kI32, DType::kI64}, .shape = {tokens, -1}});
+  call.weights = view_of(weights, {.name = "weights", .dtypes = {DType::kF32}, .shape = {tokens, call.ids.shape[1]}});
   call.slots = parse_slots(slots, shape, false);
-  if (!token_slots.is_none()) call.token_slots = view_of(token_slots, {"token_slots", {DType::kI32}, {tokens}});
+  if (!token_slots.is_none())
+    call.token_slots = view_of(token_slots, {.name = "token_slots", .dtypes = {DType::kI32}, .shape = {tokens}});
   return call;
 }
 
@@ -108,8 +113,11 @@ void run(Call&& call) {
 void unpack_matrix(const ExpertLayer& layer, int64_t expert, Projection part, py::handle target) {
   const PackedShape shape = layer.shape_of(part);
   const bool bf16 = shape.format.encoding == Encoding::kBf16;
-  const TensorRule rule{
-      kProjectionNames[part], {bf16 ? DType::kBf16 : DType::kF32}, {shape.rows, shape.cols}, true, true};
+  const TensorRule rule{.name = kProjectionNames[part],
+                        .dtypes = {bf16 ? DType::kBf16 : DType::kF32},
+                        .shape = {shape.rows, shape.cols},
+                        .contiguous = true,
+                        .written = true};
   const TensorView out = view_of(target, rule);
   for (int node = 0; node < layer.num_nodes(); ++node) {
     const auto piece = layer.piece(expert, part, node);
@@ -138,7 +146,8 @@ std::shared_ptr<Retained> NativeLayer::forward(py::handle x, py::handle ids, py:
                                                const py::sequence& slots, py::handle token_slots, py::handle out,
                                                bool retain) const {
   const RoutedCall call = parse_call(layer_->shape(), x, ids, weights, slots, token_slots);
-  const TensorView result = view_of(out, {"out", {call.x.dtype}, {call.x.shape[0], call.x.shape[1]}, false, true});
+  const std::vector<int64_t> shape = {call.x.shape[0], call.x.shape[1]};
+  const TensorView result = view_of(out, {.name = "out", .dtypes = {call.x.dtype}, .shape = shape, .written = true});
   check_disjoint({{"out", result}}, views_of(call));
   const auto retained = retain ? std::make_shared<Retained>() : nullptr;
   run([&] { return kt::forward(engine(), call, result, retained.get()); });
@@ -151,11 +160,14 @@ void NativeLayer::backward(py::handle grad_out, py::handle x, py::handle ids, py
                            const std::shared_ptr<Retained>& retained) const {
   const RoutedCall call = parse_call(layer_->shape(), x, ids, weights, slots, token_slots);
   const std::vector<int64_t> shape = {call.x.shape[0], call.x.shape[1]};
-  const TensorView grad = view_of(grad_out, {"grad_out", {DType::kF32, DType::kBf16}, shape});
+  const TensorView grad =
+      view_of(grad_out, {.name = "grad_out", .dtypes = {DType::kF32, DType::kBf16}, .shape = shape});
   RoutedGradients gradients;
-  gradients.x = view_of(x_grad, {"gradient of x", {call.x.dtype}, shape, false, true});
-  gradients.weights =
-      view_of(weights_grad, {"gradient of weights", {DType::kF32}, {shape[0], call.ids.shape[1]}, false, true});
+  gradients.x = view_of(x_grad, {.name = "gradient of x", .dtypes = {call.x.dtype}, .shape = shape, .written = true});
+  gradients.weights = view_of(weights_grad, {.name = "gradient of weights",
+                                             .dtypes = {DType::kF32},
+                                             .shape = {shape[0], call.ids.shape[1]},
+                                             .written = true});
   gradients.slots = parse_slots(slot_grads, layer_->shape(), true);
   if (gradients.slots.size() != call.slots.size()) throw BindError{"invalid_value", "one gradient slot for each slot"};
   for (size_t i = 0; i < call.slots.size(); ++i) {

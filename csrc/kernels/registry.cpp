@@ -8,14 +8,16 @@ extern const Tiles kPortableTiles;
 #if defined(KT_HAVE_X86_KERNELS)
 extern const Tiles kAvx2Tiles;
 extern const Tiles kAvx512Tiles;
-extern const Tiles kAmxTiles;
+namespace amx::inline hardware {
+extern const Tiles kTiles;
+}
 #endif
 
 namespace {
 
 const Tiles* const kBuiltIn[] = {
 #if defined(KT_HAVE_X86_KERNELS)
-    &kAmxTiles,
+    &amx::kTiles,
     &kAvx512Tiles,
     &kAvx2Tiles,
 #endif

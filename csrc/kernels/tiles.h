@@ -14,34 +14,29 @@
 
 #include <cstdint>
 
+#include "base/rows.h"
 #include "kernels/layout.h"
 
 namespace kt {
 
-// c[m, n] (+)= sum over i of a[m * a_row + i * a_col] * b[i * ldb + n], for m < rows, n < cols, i < inner.
+// c[m, n] (+)= sum over i of a[m * a_row + i * a_col] * b[i, n], for m < rows, n < cols, i < inner.
 struct PlainProduct {
   int64_t rows, cols, inner;
   const float* a;
   int64_t a_row, a_col;
-  const float* b;
-  int64_t ldb;
-  float* c;
-  int64_t ldc;
-  bool accumulate;
+  Rows<const float> b;
+  Rows<float> c;
+  bool accumulate = false;
 };
 
-// c[m, n] = factor * sum over i of a[m * lda + i] * b[n * ldb + i]: rows of a against rows of b. b is float32, or bf16
-// where b_bf16 is given. For few n (a LoRA's rank).
+// c[m, n] = factor * sum over i of a[m, i] * b[n, i]: rows of a against rows of b. For few n (a LoRA's rank).
 struct RowProduct {
   int64_t rows, cols, inner;
-  const float* a;
-  int64_t lda;
-  const float* b;
-  const uint16_t* b_bf16;
-  int64_t ldb;
+  Rows<const float> a;
+  Rows<const float> b{};  // or
+  Rows<const uint16_t> b_bf16{};
   float factor;
-  float* c;
-  int64_t ldc;
+  Rows<float> c;
 };
 
 // Consecutive blocks of a packed matrix. A matrix in pieces (NUMA nodes) is several PackedBlocks.
@@ -56,28 +51,24 @@ struct PackedBlocks {
 template <class T>
 struct PackedProduct {
   int64_t rows;
-  const T* a;
-  int64_t lda;
+  Rows<const T> a;
   PackedBlocks weights;
-  float* c;
-  int64_t ldc;
+  Rows<float> c;
 };
 
 // Rows of int8 activations, written by `quantize`. `values` holds the codes in an order that the instruction set
 // chooses. A row is the sum of its groups, each codes times one scale:
 //   columns  group g is columns g * shape.activation_group() and on: shape.activation_groups() groups
 //   planes   group 0 is the high and group 1 the low digit of every column (AMX, int8 weights with one scale a row)
-// scales and sums (of the codes of a group) are [rows][groups], ld_groups apart.
+// scales and sums (of the codes of a group) are [rows][groups].
 struct QuantizedRows {
-  const uint8_t* values;
-  int64_t ld;  // QuantizedSize::row_bytes
-  const float* scales;
-  const int32_t* sums;
-  int64_t ld_groups;
+  Rows<const uint8_t> values;
+  Rows<const float> scales;
+  Rows<const int32_t> sums;
 };
 
 struct QuantizedSize {
-  int64_t row_bytes;  // from one row to the next, exactly: QuantizedRows::ld
+  int64_t row_bytes;  // from one row to the next, exactly: the ld of QuantizedRows::values
   int64_t groups;     // scales and sums of a row
 };
 
@@ -85,8 +76,7 @@ struct IntegerProduct {
   int64_t rows;
   QuantizedRows a;
   PackedBlocks weights;
-  float* c;
-  int64_t ldc;
+  Rows<float> c;
 };
 
 // out[m, j] (+)= sum over n of in[m, n] * W(n, first_col + j), for m < rows, j < cols; W decoded with its scales.
@@ -100,9 +90,8 @@ struct TransposedProduct {
   const PackedBlocks* pieces;
   int64_t num_pieces;
   int64_t first_col, cols;
-  float* out;
-  int64_t ldo;
-  bool accumulate;
+  Rows<float> out;
+  bool accumulate = false;
   bool resume = false;  // resume from the sums in `out`: the product over earlier pieces
 };
 constexpr int64_t kTokenUnit = 8;
@@ -125,10 +114,9 @@ struct Tiles {
   QuantizedSize (*quantized_size)(const PackedShape&);
   void (*quantize)(const PackedShape&, const float* row, uint8_t* values, float* scales, int32_t* sums);
 
-  // in[m * ld + n] -> the operand of a transposed product: out[n * ld_out + m], padding zero in n (to padded_rows) and
-  // m.
-  void (*transpose_rows)(const float* in, int64_t ld, int64_t rows, int64_t cols, float* out, int64_t ld_out);
-  void (*transpose_rows_bf16)(const float* in, int64_t ld, int64_t rows, int64_t cols, uint16_t* out, int64_t ld_out);
+  // in[m, n] -> the operand of a transposed product: out[n * ld + m], padding zero in n (to padded_rows) and m.
+  void (*transpose_rows)(Rows<const float> in, int64_t rows, int64_t cols, float* out, int64_t ld);
+  void (*transpose_rows_bf16)(Rows<const float> in, int64_t rows, int64_t cols, uint16_t* out, int64_t ld);
 
   // Elementwise. An element's arithmetic does not depend on its place in the array.
   void (*widen)(const uint16_t* from, int64_t count, float* to);                // bf16 -> float32

@@ -40,12 +40,12 @@ struct BackwardBuffers {
   }
 };
 
-// Arrays of one expert's pairs: rows of `hidden` or `inner` floats, or of the rank.
+// Arrays of one expert's pairs: rows of `hidden` or `inner` floats, or of the rank. Without data where not needed.
 struct ExpertRows {
-  float *x, *grad, *gate, *up, *h, *dh;
-  float* by_up;     // up's part of d x, where the weights lie on several nodes
-  float* low_down;  // scaled by the routing weight
-  float* dlow[kNumProjections];
+  Rows<float> x, grad, gate, up, h, dh;
+  Rows<float> by_up;     // up's part of d x, where the weights lie on several nodes
+  Rows<float> low_down;  // scaled by the routing weight
+  Rows<float> dlow[kNumProjections];
   Turned grad_turned, gate_turned, up_turned;
 };
 
@@ -70,11 +70,12 @@ class BackwardPass {
   // The same job first runs the check `finite`, if not null. Throws NotFinite before anything is written to the
   // gradients.
   void run(const FiniteCheck* finite) {
-    y_ = BackwardBuffers::all().y.reserve<float>(routing_.num_pairs() * ld_hidden_);
+    y_ = {BackwardBuffers::all().y.reserve<float>(routing_.num_pairs() * ld_hidden_), ld_hidden_};
     const Plan plan = backward_plan(engine_.layer, routing_, engine_.num_threads, finite ? finite->num_parts() : 0);
     if (plan.has(kLoad)) reserve_all();
     kt::run(plan, [&](int step, const Range& range) {
-      const int64_t item = range.item, column = range.first * kColumnsInTask;
+      const int64_t item = range.item;
+      const ColumnRange columns{range.first * kColumnsInTask, range.count * kColumnsInTask};
       switch (step) {
         case kCheck:
           return finite->check_part(item);
@@ -83,11 +84,11 @@ class BackwardPass {
         case kLoad:
           return load(item, rows_of(item));
         case kDownBackward:
-          return down_columns(item, rows_of(item), column, range.count * kColumnsInTask, {range.node, 1});
+          return down_columns(item, rows_of(item), columns, {range.node, 1});
         case kActivationBackward:
           return activation(item, rows_of(item));
         case kInputBackward:
-          return input_columns(item, rows_of(item), column, range.count * kColumnsInTask, {range.node, 1});
+          return input_columns(item, rows_of(item), columns, {range.node, 1});
         default:
           return sum_up(item);
       }
@@ -108,16 +109,18 @@ class BackwardPass {
   // Arrays for `pairs` pairs whose transposed rows have `turned` tokens in all, padding included.
   ExpertRows reserve(BackwardBuffers* b, int64_t pairs, int64_t turned) const {
     ExpertRows rows{};
-    if (lora_in_) rows.x = b->x.reserve<float>(pairs * ld_hidden_);
-    rows.grad = b->grad.reserve<float>(pairs * ld_hidden_);
-    rows.gate = b->gate.reserve<float>(pairs * ld_inner_);
-    rows.up = b->up.reserve<float>(pairs * ld_inner_);
-    if (lora_down_) rows.h = b->h.reserve<float>(pairs * ld_inner_);
-    rows.dh = b->dh.reserve<float>(pairs * ld_inner_);
-    if (engine_.layer.num_nodes() > 1) rows.by_up = b->by_up.reserve<float>(pairs * ld_hidden_);
-    rows.low_down = b->low_down.reserve<float>(pairs * chunk_.rank);
-    for (int part = 0; part < kNumProjections; ++part)
-      rows.dlow[part] = b->dlow[part].reserve<float>(pairs * chunk_.rank);
+    const auto floats = [pairs](Scratch& buffer, int64_t ld) {
+      return Rows<float>{buffer.reserve<float>(pairs * ld), ld};
+    };
+    if (lora_in_) rows.x = floats(b->x, ld_hidden_);
+    rows.grad = floats(b->grad, ld_hidden_);
+    rows.gate = floats(b->gate, ld_inner_);
+    rows.up = floats(b->up, ld_inner_);
+    if (lora_down_) rows.h = floats(b->h, ld_inner_);
+    rows.dh = floats(b->dh, ld_inner_);
+    if (engine_.layer.num_nodes() > 1) rows.by_up = floats(b->by_up, ld_hidden_);
+    rows.low_down = floats(b->low_down, chunk_.rank);
+    for (int part = 0; part < kNumProjections; ++part) rows.dlow[part] = floats(b->dlow[part], chunk_.rank);
     const auto turn = [&](Scratch& buffer, int64_t cols) {
       Turned made;
       const int64_t count = round_up(cols, kBlockRows) * turned;
@@ -138,16 +141,13 @@ class BackwardPass {
   }
 
   ExpertRows rows_of(int64_t index) const {
-    const PairRange& run = run_of(index);
-    const int64_t at = run.begin, turned = turned_begin_[static_cast<size_t>(index)];
+    const int64_t at = run_of(index).begin, turned = turned_begin_[static_cast<size_t>(index)];
     ExpertRows rows = all_;
-    if (rows.x) rows.x += at * ld_hidden_;
-    if (rows.h) rows.h += at * ld_inner_;
-    rows.grad += at * ld_hidden_;
-    if (rows.by_up) rows.by_up += at * ld_hidden_;
-    for (float** row : {&rows.gate, &rows.up, &rows.dh}) *row += at * ld_inner_;
-    rows.low_down += at * chunk_.rank;
-    for (float*& row : rows.dlow) row += at * chunk_.rank;
+    for (Rows<float>* array :
+         {&rows.x, &rows.grad, &rows.gate, &rows.up, &rows.h, &rows.dh, &rows.by_up, &rows.low_down}) {
+      if (array->data) *array = array->from(at);
+    }
+    for (Rows<float>& array : rows.dlow) array = array.from(at);
     const auto move = [&](Turned& t, int64_t cols) {
       if (t.bf16) t.bf16 += turned * round_up(cols, kBlockRows);
       if (t.f32) t.f32 += turned * round_up(cols, kBlockRows);
@@ -158,75 +158,69 @@ class BackwardPass {
     return rows;
   }
 
-  void turn(const float* rows, int64_t ld, int64_t count, int64_t cols, Turned* turned) const {
+  void turn(Rows<const float> rows, int64_t count, int64_t cols, Turned* turned) const {
     turned->ld = round_up(count, kTokenUnit);
     if (turned->bf16) {
-      engine_.tiles.transpose_rows_bf16(rows, ld, count, cols, turned->bf16, turned->ld);
+      engine_.tiles.transpose_rows_bf16(rows, count, cols, turned->bf16, turned->ld);
     } else {
-      engine_.tiles.transpose_rows(rows, ld, count, cols, turned->f32, turned->ld);
+      engine_.tiles.transpose_rows(rows, count, cols, turned->f32, turned->ld);
     }
   }
 
-  struct Columns {
-    int64_t first, count;
-    float* out;
-    int64_t ld;
-  };
-
-  void multiply_transposed(int64_t expert, Projection part, int64_t rows, const Turned& in, const Nodes& nodes,
-                           const Columns& columns, bool accumulate) const {
+  // out[m, j] (+)= in times column columns.first + j of the matrix, for the run's rows m.
+  void multiply_transposed(const PairRange& run, Projection part, const Turned& in, const Nodes& nodes,
+                           ColumnRange columns, Rows<float> out, bool accumulate) const {
     PackedBlocks pieces[kMaxNodes];
-    for (int i = 0; i < nodes.count; ++i) pieces[i] = engine_.layer.piece(expert, part, nodes.first + i).blocks;
-    const int64_t turned_ld = round_up(rows, kTokenUnit);
-    const bool resume = nodes.first > 0;
-    // Elements of `in` for the matrix rows of earlier nodes: `turned_ld` per row, in both types.
-    const int64_t skipped = engine_.layer.span(part, nodes.first).first * kBlockRows * turned_ld;
-    const auto [first, count, out, ld] = columns;
+    for (int i = 0; i < nodes.count; ++i) pieces[i] = engine_.layer.piece(run.expert, part, nodes.first + i).blocks;
+    const int64_t ld = round_up(run.size(), kTokenUnit);
+    // Elements of `in` for the matrix rows of earlier nodes: `ld` per row, in both types.
+    const int64_t skipped = engine_.layer.span(part, nodes.first).first * kBlockRows * ld;
+    const auto product = [&]<class T>(const T* from) {
+      return TransposedProduct<T>{.rows = run.size(),
+                                  .in = from + skipped,
+                                  .ld = ld,
+                                  .pieces = pieces,
+                                  .num_pieces = nodes.count,
+                                  .first_col = columns.first,
+                                  .cols = columns.count,
+                                  .out = out,
+                                  .accumulate = accumulate,
+                                  .resume = nodes.first > 0};
+    };
     if (in.bf16) {
-      engine_.tiles.multiply_transposed_bf16(
-          {rows, in.bf16 + skipped, turned_ld, pieces, nodes.count, first, count, out, ld, accumulate, resume});
+      engine_.tiles.multiply_transposed_bf16(product(in.bf16));
     } else {
-      engine_.tiles.multiply_transposed(
-          {rows, in.f32 + skipped, turned_ld, pieces, nodes.count, first, count, out, ld, accumulate, resume});
+      engine_.tiles.multiply_transposed(product(in.f32));
     }
   }
 
-  // body(group, slot, first row of the group within the expert's rows)
-  template <class Body>
-  void for_each_group(int64_t index, Body&& body) const {
-    const auto at = static_cast<size_t>(index);
-    for (int64_t g = routing_.first_group[at]; g < routing_.first_group[at + 1]; ++g) {
-      const PairRange& group = routing_.groups[static_cast<size_t>(g)];
-      body(group, call_.slots[static_cast<size_t>(group.slot)], group.begin - run_of(index).begin);
-    }
+  const LoraSlot& slot_of(const PairRange& group) const { return call_.slots[static_cast<size_t>(group.slot)]; }
+  LoraFactors factors_of(const PairRange& group, Projection part) const {
+    return {engine_.tiles, slot_of(group), part, group.expert, group.size()};
   }
-
-  const float* low(int64_t pair, Projection part) const { return chunk_.low_rows(part) + pair * chunk_.rank; }
 
   void load(int64_t index, ExpertRows rows) const {
     const PairRange& run = run_of(index);
     for (int64_t m = 0; m < run.size(); ++m) {
       const int64_t token = routing_.token[static_cast<size_t>(run.begin + m)];
-      widen_row(engine_.tiles, grad_out_, token, rows.grad + m * ld_hidden_);
-      if (rows.x) widen_row(engine_.tiles, call_.x, token, rows.x + m * ld_hidden_);
+      widen_row(engine_.tiles, grad_out_, token, rows.grad.row(m));
+      if (rows.x.data) widen_row(engine_.tiles, call_.x, token, rows.x.row(m));
     }
-    turn(rows.grad, ld_hidden_, run.size(), hidden_, &rows.grad_turned);
-    for_each_group(index, [&](const PairRange& group, const LoraSlot& slot, int64_t m) {
-      lora_up_backward(engine_.tiles, slot, kDown, run.expert, group.size(), rows.grad + m * ld_hidden_, ld_hidden_,
-                       rows.dlow[kDown] + m * chunk_.rank, chunk_.rank);
+    turn(rows.grad, run.size(), hidden_, &rows.grad_turned);
+    for_each_group(routing_, index, [&](const PairRange& group, int64_t m) {
+      lora_up_backward(factors_of(group, kDown), rows.grad.from(m), rows.dlow[kDown].from(m));
     });
   }
 
   // dh = W_down^T g (+ LoRA), some columns.
-  void down_columns(int64_t index, const ExpertRows& rows, int64_t first, int64_t cols, const Nodes& nodes) const {
-    const PairRange& run = run_of(index);
-    cols = std::min(cols, round_up(inner_, kColumnUnit) - first);
-    multiply_transposed(run.expert, kDown, run.size(), rows.grad_turned, nodes,
-                        {first, cols, rows.dh + first, ld_inner_}, false);
+  void down_columns(int64_t index, const ExpertRows& rows, ColumnRange columns, const Nodes& nodes) const {
+    columns.count = std::min(columns.count, round_up(inner_, kColumnUnit) - columns.first);
+    const Rows<float> out = rows.dh.from(0, columns.first);
+    multiply_transposed(run_of(index), kDown, rows.grad_turned, nodes, columns, out, false);
     if (!is_last(nodes)) return;
-    for_each_group(index, [&](const PairRange& group, const LoraSlot& slot, int64_t m) {
-      low_backward(group, slot, kDown, rows.dlow[kDown] + m * chunk_.rank, first, std::min(cols, inner_ - first),
-                   rows.dh + m * ld_inner_ + first, ld_inner_);
+    columns.count = std::min(columns.count, inner_ - columns.first);
+    for_each_group(routing_, index, [&](const PairRange& group, int64_t m) {
+      low_backward(group, kDown, rows.dlow[kDown].from(m), columns, out.from(m));
     });
   }
 
@@ -238,79 +232,76 @@ class BackwardPass {
     for (int64_t m = 0; m < run.size(); ++m) {
       const int64_t pair = run.begin + m;
       const float weight = routing_.weight[static_cast<size_t>(pair)];
-      float *gate = rows.gate + m * ld_inner_, *up = rows.up + m * ld_inner_;
-      std::memcpy(gate, chunk_.gate_rows() + pair * ld_inner_, bytes);
-      std::memcpy(up, chunk_.up_rows() + pair * ld_inner_, bytes);
-      if (rows.h) engine_.tiles.swiglu(gate, up, inner_, rows.h + m * ld_inner_);
-      const double weight_grad = engine_.tiles.swiglu_backward(gate, up, rows.dh + m * ld_inner_, weight, inner_);
+      float *gate = rows.gate.row(m), *up = rows.up.row(m);
+      std::memcpy(gate, chunk_.gate_rows().row(pair), bytes);
+      std::memcpy(up, chunk_.up_rows().row(pair), bytes);
+      if (rows.h.data) engine_.tiles.swiglu(gate, up, inner_, rows.h.row(m));
+      const double weight_grad = engine_.tiles.swiglu_backward(gate, up, rows.dh.row(m), weight, inner_);
       set_weight_gradient(pair, static_cast<float>(weight_grad));
       for (int64_t r = 0; lora_down_ && r < rank; ++r) {
-        rows.low_down[m * rank + r] = weight * low(pair, kDown)[r];
-        rows.dlow[kDown][m * rank + r] *= weight;
+        rows.low_down.row(m)[r] = weight * chunk_.low_rows(kDown).row(pair)[r];
+        rows.dlow[kDown].row(m)[r] *= weight;
       }
     }
-    turn(rows.gate, ld_inner_, run.size(), inner_, &rows.gate_turned);
-    turn(rows.up, ld_inner_, run.size(), inner_, &rows.up_turned);
-    for_each_group(index, [&](const PairRange& group, const LoraSlot& slot, int64_t m) {
-      adapter_gradients(group, slot, m, rows);
-    });
+    turn(rows.gate, run.size(), inner_, &rows.gate_turned);
+    turn(rows.up, run.size(), inner_, &rows.up_turned);
+    for_each_group(routing_, index, [&](const PairRange& group, int64_t m) { adapter_gradients(group, m, rows); });
   }
 
-  void adapter_gradients(const PairRange& group, const LoraSlot& slot, int64_t m, const ExpertRows& rows) const {
-    const LoraSlot& into = gradients_.slots[static_cast<size_t>(group.slot)];
-    const int64_t rank = chunk_.rank, count = group.size(), expert = group.expert;
+  // Of a group whose first pair is row `m` of the expert's.
+  void adapter_gradients(const PairRange& group, int64_t m, const ExpertRows& rows) const {
+    const LoraSlot& slot = slot_of(group);
+    const auto into = [&](Projection part) {
+      const LoraSlot& gradients = gradients_.slots[static_cast<size_t>(group.slot)];
+      return LoraFactors{engine_.tiles, gradients, part, group.expert, group.size()};
+    };
     for (const Projection part : {kGate, kUp}) {
-      const float* grad = (part == kGate ? rows.gate : rows.up) + m * ld_inner_;
-      float* dlow = rows.dlow[part] + m * rank;
-      lora_up_backward(engine_.tiles, slot, part, expert, count, grad, ld_inner_, dlow, rank);
-      const float* x = Dropout(slot, part, routing_, group).dropped(rows.x + m * ld_hidden_, ld_hidden_, hidden_);
-      lora_weight_gradients(engine_.tiles, into.pairs[part], expert, count, x, ld_hidden_, grad, ld_inner_,
-                            low(group.begin, part), dlow, rank);
+      if (!slot.pairs[part].present()) continue;  // without any such pair there are no rows of x
+      const Rows<const float> grad = (part == kGate ? rows.gate : rows.up).from(m);
+      const Rows<float> dlow = rows.dlow[part].from(m);
+      lora_up_backward(factors_of(group, part), grad, dlow);
+      lora_weight_gradients(into(part), {.x = Dropout(slot, part, routing_, group).dropped(rows.x.from(m), hidden_),
+                                         .grad = grad,
+                                         .low = chunk_.low_rows(part).from(group.begin),
+                                         .low_grad = dlow});
     }
     if (!lora_down_) return;
-    const float* h = Dropout(slot, kDown, routing_, group).dropped(rows.h + m * ld_inner_, ld_inner_, inner_);
-    lora_weight_gradients(engine_.tiles, into.pairs[kDown], expert, count, h, ld_inner_, rows.grad + m * ld_hidden_,
-                          ld_hidden_, rows.low_down + m * rank, rows.dlow[kDown] + m * rank, rank);
+    lora_weight_gradients(into(kDown), {.x = Dropout(slot, kDown, routing_, group).dropped(rows.h.from(m), inner_),
+                                        .grad = rows.grad.from(m),
+                                        .low = rows.low_down.from(m),
+                                        .low_grad = rows.dlow[kDown].from(m)});
   }
 
-  // out[m, j] += A's part of the gradient of column first + j of the projection's input.
-  void low_backward(const PairRange& group, const LoraSlot& slot, Projection part, const float* dlow, int64_t first,
-                    int64_t count, float* out, int64_t ld) const {
-    const Dropout dropout(slot, part, routing_, group);
-    if (!dropout.active() || count <= 0) {
-      lora_down_backward(engine_.tiles, slot, part, group.expert, group.size(), dlow, chunk_.rank, first, count, out,
-                         ld);
-      return;
-    }
+  // out[m, j] += A's part of the gradient of column columns.first + j of the projection's input.
+  void low_backward(const PairRange& group, Projection part, Rows<const float> dlow, ColumnRange columns,
+                    Rows<float> out) const {
+    const Dropout dropout(slot_of(group), part, routing_, group);
+    if (!dropout.active() || columns.count <= 0) return lora_down_backward(factors_of(group, part), dlow, columns, out);
     static thread_local Scratch scratch;
-    float* by_dropped = scratch.reserve<float>(group.size() * count);
-    std::fill(by_dropped, by_dropped + group.size() * count, 0.0f);
-    lora_down_backward(engine_.tiles, slot, part, group.expert, group.size(), dlow, chunk_.rank, first, count,
-                       by_dropped, count);
-    dropout.add_masked(by_dropped, count, first, count, out, ld);
+    const Rows<float> by_dropped{scratch.reserve<float>(group.size() * columns.count), columns.count};
+    std::fill(by_dropped.data, by_dropped.row(group.size()), 0.0f);
+    lora_down_backward(factors_of(group, part), dlow, columns, by_dropped);
+    dropout.add_masked(by_dropped, columns, out);
   }
 
   // d x of the pairs, some columns.
-  void input_columns(int64_t index, const ExpertRows& rows, int64_t first, int64_t cols, const Nodes& nodes) const {
+  void input_columns(int64_t index, const ExpertRows& rows, ColumnRange columns, const Nodes& nodes) const {
     const PairRange& run = run_of(index);
-    cols = std::min(cols, round_up(hidden_, kColumnUnit) - first);
-    float* out = y_ + run.begin * ld_hidden_ + first;
-    const auto multiply = [&](Projection part, const Turned& in, float* to, bool accumulate) {
-      multiply_transposed(run.expert, part, run.size(), in, nodes, {first, cols, to, ld_hidden_}, accumulate);
-    };
-    multiply(kGate, rows.gate_turned, out, false);
+    columns.count = std::min(columns.count, round_up(hidden_, kColumnUnit) - columns.first);
+    const Rows<float> out = y_.from(run.begin, columns.first);
+    multiply_transposed(run, kGate, rows.gate_turned, nodes, columns, out, false);
     if (nodes.count == engine_.layer.num_nodes()) {
-      multiply(kUp, rows.up_turned, out, true);
-    } else {
-      multiply(kUp, rows.up_turned, rows.by_up + first, false);  // separate sums until the last node has added its part
+      multiply_transposed(run, kUp, rows.up_turned, nodes, columns, out, true);
+    } else {  // separate sums until the last node has added its part
+      multiply_transposed(run, kUp, rows.up_turned, nodes, columns, rows.by_up.from(0, columns.first), false);
     }
     if (!is_last(nodes)) return;
     for (int64_t m = 0; nodes.first > 0 && m < run.size(); ++m)
-      engine_.tiles.add_scaled(rows.by_up + m * ld_hidden_ + first, 1.0f, cols, out + m * ld_hidden_);
+      engine_.tiles.add_scaled(rows.by_up.row(m) + columns.first, 1.0f, columns.count, out.row(m));
+    columns.count = std::min(columns.count, hidden_ - columns.first);
     for (const Projection part : {kGate, kUp}) {
-      for_each_group(index, [&](const PairRange& group, const LoraSlot& slot, int64_t m) {
-        low_backward(group, slot, part, rows.dlow[part] + m * chunk_.rank, first, std::min(cols, hidden_ - first),
-                     out + m * ld_hidden_, ld_hidden_);
+      for_each_group(routing_, index, [&](const PairRange& group, int64_t m) {
+        low_backward(group, part, rows.dlow[part].from(m), columns, out.from(m));
       });
     }
   }
@@ -319,13 +310,13 @@ class BackwardPass {
     const int64_t most = routing_.most_pairs;
     const ExpertRows rows = reserve(&BackwardBuffers::own(), most, round_up(most, kTokenUnit));
     load(index, rows);
-    down_columns(index, rows, 0, inner_ + kColumnUnit, all_nodes());
+    down_columns(index, rows, {0, inner_ + kColumnUnit}, all_nodes());
     activation(index, rows);
-    input_columns(index, rows, 0, hidden_ + kColumnUnit, all_nodes());
+    input_columns(index, rows, {0, hidden_ + kColumnUnit}, all_nodes());
   }
 
   void sum_up(int64_t token) const {
-    combine_pairs(engine_, routing_, y_, ld_hidden_, false, token, gradients_.x);
+    combine_pairs(engine_.tiles, routing_, y_, false, token, gradients_.x);
     for (int64_t flat = token * routing_.top_k; flat < (token + 1) * routing_.top_k; ++flat) {
       if (routing_.pair_of[static_cast<size_t>(flat)] < 0) *weight_gradient(flat) = 0.0f;
     }
@@ -351,7 +342,7 @@ class BackwardPass {
   const bool bf16_, lora_in_, lora_down_;
   std::vector<int64_t> turned_begin_;  // first column of each expert's tokens among all transposed ones
   ExpertRows all_{};
-  float* y_ = nullptr;
+  Rows<float> y_;
 };
 
 void run_backward(const Engine& engine, const RoutedCall& call, const TensorView& grad_out,

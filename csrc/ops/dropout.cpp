@@ -35,25 +35,25 @@ uint64_t Dropout::key(int64_t row) const {
   return mixed(of_token + static_cast<uint64_t>(group_.expert) * kNumProjections + static_cast<uint64_t>(projection_));
 }
 
-const float* Dropout::dropped(const float* x, int64_t ldx, int64_t cols) const {
+Rows<const float> Dropout::dropped(Rows<const float> x, int64_t cols) const {
   if (!active()) return x;
   static thread_local Scratch buffers[kNumProjections];
   const Mask mask(slot_.dropout);
   const int64_t rows = group_.size();
-  float* out = buffers[projection_].reserve<float>(rows * ldx);
+  const Rows<float> out{buffers[projection_].reserve<float>(rows * x.ld), x.ld};
   for (int64_t m = 0; m < rows; ++m) {
     const uint64_t of_row = key(m);
-    for (int64_t j = 0; j < cols; ++j) out[m * ldx + j] = x[m * ldx + j] * mask.at(of_row, j);
-    std::fill(out + m * ldx + cols, out + (m + 1) * ldx, 0.0f);
+    for (int64_t j = 0; j < cols; ++j) out.row(m)[j] = x.row(m)[j] * mask.at(of_row, j);
+    std::fill(out.row(m) + cols, out.row(m + 1), 0.0f);
   }
   return out;
 }
 
-void Dropout::add_masked(const float* grad, int64_t ldg, int64_t first, int64_t count, float* y, int64_t ldy) const {
+void Dropout::add_masked(Rows<const float> grad, ColumnRange columns, Rows<float> y) const {
   const Mask mask(slot_.dropout);
   for (int64_t m = 0; m < group_.size(); ++m) {
     const uint64_t of_row = key(m);
-    for (int64_t j = 0; j < count; ++j) y[m * ldy + j] += grad[m * ldg + j] * mask.at(of_row, first + j);
+    for (int64_t j = 0; j < columns.count; ++j) y.row(m)[j] += grad.row(m)[j] * mask.at(of_row, columns.first + j);
   }
 }
 

@@ -4,6 +4,7 @@
 // other pairs do not affect the mask, so backward computes the same one. The mask is never stored.
 #pragma once
 
+#include "base/rows.h"
 #include "ops/call.h"
 #include "ops/routing.h"
 
@@ -15,12 +16,12 @@ class Dropout {
   Dropout(const LoraSlot& slot, Projection projection, const Routing& routing, const PairRange& group)
       : slot_(slot), projection_(projection), routing_(routing), group_(group) {}
 
-  // A copy [rows, ldx] of x with dropout in its first `cols` columns and zeros in the others; x itself without dropout.
-  // The copy lies in the thread's scratch, which the next call with the same projection overwrites.
-  const float* dropped(const float* x, int64_t ldx, int64_t cols) const;
+  // A copy [rows, x.ld] of x with dropout in its first `cols` columns and zeros in the others; x itself without
+  // dropout. The copy lies in the thread's scratch, which the next call with the same projection overwrites.
+  Rows<const float> dropped(Rows<const float> x, int64_t cols) const;
 
-  // y[m, j] += grad[m, j] * mask[m, first + j] for j < count; `grad` is the gradient of the dropped x.
-  void add_masked(const float* grad, int64_t ldg, int64_t first, int64_t count, float* y, int64_t ldy) const;
+  // y[m, j] += grad[m, j] * mask[m, columns.first + j] for j < columns.count; `grad` is the gradient of the dropped x.
+  void add_masked(Rows<const float> grad, ColumnRange columns, Rows<float> y) const;
 
   bool active() const { return slot_.dropout > 0.0f; }
 

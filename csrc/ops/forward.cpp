@@ -14,38 +14,7 @@ namespace {
 int64_t blocks_of_gate_up(int64_t rows) { return few_rows(rows) ? 64 : 8; }
 int64_t blocks_of_down(int64_t rows) { return few_rows(rows) ? 64 : 16; }
 
-template <class Body>
-void for_each_group(const Routing& routing, int64_t index, Body&& body) {
-  const auto at = static_cast<size_t>(index);
-  for (int64_t g = routing.first_group[at]; g < routing.first_group[at + 1]; ++g)
-    body(routing.groups[static_cast<size_t>(g)]);
-}
-
 }  // namespace
-
-void widen_row(const Tiles& tiles, const TensorView& matrix, int64_t token, float* values) {
-  const int64_t at = token * matrix.strides[0], cols = matrix.shape[1];
-  if (matrix.dtype == DType::kBf16) {
-    tiles.widen(matrix.as<uint16_t>() + at, cols, values);
-  } else {
-    std::memcpy(values, matrix.as<float>() + at, static_cast<size_t>(cols) * sizeof(float));
-  }
-}
-
-void combine_pairs(const Engine& engine, const Routing& routing, const float* rows, int64_t ld, bool weighted,
-                   int64_t token, const TensorView& out) {
-  static thread_local Scratch scratch;
-  const int64_t cols = out.shape[1], at = (routing.first_token + token) * out.strides[0];
-  float* sum = out.dtype == DType::kBf16 ? scratch.reserve<float>(cols) : out.as<float>() + at;
-  std::fill(sum, sum + cols, 0.0f);
-  for (int64_t position = 0; position < routing.top_k; ++position) {
-    const int64_t pair = routing.pair_of[static_cast<size_t>(token * routing.top_k + position)];
-    if (pair < 0) continue;
-    const float factor = weighted ? routing.weight[static_cast<size_t>(pair)] : 1.0f;
-    engine.tiles.add_scaled(rows + pair * ld, factor, cols, sum);
-  }
-  if (out.dtype == DType::kBf16) engine.tiles.narrow(sum, cols, out.as<uint16_t>() + at);
-}
 
 // Kept by a thread between calls, so that a call of the same size allocates nothing.
 struct ForwardPass::Buffers {
@@ -69,8 +38,7 @@ ForwardPass::ForwardPass(const Engine& engine, const RoutedCall& call, const Rou
       arithmetic_(arithmetic_of(engine, call)),
       rank_(keep ? keep->rank : max_rank_of_all(call.slots)),
       with_lora_in_(max_rank(call.slots, kGate) > 0 || max_rank(call.slots, kUp) > 0),
-      with_lora_down_(max_rank(call.slots, kDown) > 0),
-      ld_y_(activation_stride(engine.layer.shape().hidden)) {}
+      with_lora_down_(max_rank(call.slots, kDown) > 0) {}
 
 int64_t ForwardPass::bytes_per_pair(const Engine& engine) {
   const ExpertShape& shape = engine.layer.shape();
@@ -78,25 +46,26 @@ int64_t ForwardPass::bytes_per_pair(const Engine& engine) {
          static_cast<int64_t>(sizeof(float));
 }
 
-ForwardPass::Rows ForwardPass::reserve(Buffers* buffers, int64_t pairs) const {
-  Rows rows{};
-  rows.x = buffers->x.reserve(engine_.tiles, engine_.layer.in_shape(), arithmetic_, pairs, with_lora_in_);
+ForwardPass::Activations ForwardPass::reserve(Buffers* buffers, int64_t pairs) const {
+  Activations arrays{};
+  arrays.x = buffers->x.reserve(engine_.tiles, engine_.layer.in_shape(), arithmetic_, pairs, with_lora_in_);
   // h is computed in float32 before it is narrowed or quantized
-  rows.h = buffers->h.reserve(engine_.tiles, engine_.layer.out_shape(), arithmetic_, pairs, true);
-  for (int part = 0; part < kNumProjections; ++part) rows.low[part] = buffers->low[part].reserve<float>(pairs * rank_);
-  return rows;
+  arrays.h = buffers->h.reserve(engine_.tiles, engine_.layer.out_shape(), arithmetic_, pairs, true);
+  for (int part = 0; part < kNumProjections; ++part)
+    arrays.low[part] = {buffers->low[part].reserve<float>(pairs * rank_), rank_};
+  return arrays;
 }
 
-ForwardPass::Rows ForwardPass::rows_of(const PairRange& run) const {
-  Rows rows{all_.x.from(run.begin), all_.h.from(run.begin), {}};
-  for (int part = 0; part < kNumProjections; ++part) rows.low[part] = all_.low[part] + run.begin * rank_;
-  return rows;
+ForwardPass::Activations ForwardPass::of_run(const PairRange& run) const {
+  Activations arrays{all_.x.from(run.begin), all_.h.from(run.begin), {}};
+  for (int part = 0; part < kNumProjections; ++part) arrays.low[part] = all_.low[part].from(run.begin);
+  return arrays;
 }
 
-ForwardPass::Rows ForwardPass::own_rows() const { return reserve(&Buffers::own(), routing_.most_pairs); }
+ForwardPass::Activations ForwardPass::own() const { return reserve(&Buffers::own(), routing_.most_pairs); }
 
-float* ForwardPass::low_of(const Rows& rows, const PairRange& run, Projection part) const {
-  return keep_ ? keep_->low_rows(part) + run.begin * rank_ : rows.low[part];
+Rows<float> ForwardPass::low_of(const Activations& arrays, const PairRange& run, Projection part) const {
+  return keep_ ? keep_->low_rows(part).from(run.begin) : arrays.low[part];
 }
 
 void ForwardPass::prepare_token(int64_t token) {
@@ -107,158 +76,155 @@ void ForwardPass::prepare_token(int64_t token) {
 }
 
 // The run's rows of x, gathered.
-void ForwardPass::load(const PairRange& run, const Rows& rows) const {
-  const PackedShape shape = engine_.layer.in_shape();
+void ForwardPass::load(const PairRange& run, const Activations& arrays) const {
+  const int64_t cols = engine_.layer.in_shape().cols;
   for (int64_t m = 0; m < run.size(); ++m) {
     const int64_t token = routing_.token[static_cast<size_t>(run.begin + m)];
-    const Operand at = rows.x.from(m);
-    if (at.codes) copy_row(tokens_, token - routing_.first_token, rows.x, m);
-    if (at.bf16) {
-      std::memcpy(at.bf16, call_.x.as<uint16_t>() + token * call_.x.strides[0],
-                  static_cast<size_t>(shape.cols) * sizeof(uint16_t));
-      std::fill(at.bf16 + shape.cols, at.bf16 + at.ld, uint16_t{0});
+    const auto [arithmetic, f32, bf16, codes, scales, sums] = arrays.x.from(m);
+    if (codes.data) copy_row(tokens_, token - routing_.first_token, arrays.x, m);
+    if (bf16.data) {
+      std::memcpy(bf16.data, call_.x.as<uint16_t>() + token * call_.x.strides[0],
+                  static_cast<size_t>(cols) * sizeof(uint16_t));
+      std::fill(bf16.data + cols, bf16.row(1), uint16_t{0});
     }
-    if (at.f32) {
-      widen_row(engine_.tiles, call_.x, token, at.f32);
-      std::fill(at.f32 + shape.cols, at.f32 + at.ld, 0.0f);
+    if (f32.data) {
+      widen_row(engine_.tiles, call_.x, token, f32.data);
+      std::fill(f32.data + cols, f32.row(1), 0.0f);
     }
   }
 }
 
-void ForwardPass::load_expert(int64_t index, const Rows& rows) const {
-  load(routing_.experts[static_cast<size_t>(index)], rows);
-  for (const Projection part : {kGate, kUp}) low(index, part, rows.x, rows);
+void ForwardPass::load_expert(int64_t index, const Activations& arrays) const {
+  load(run_of(index), arrays);
+  for (const Projection part : {kGate, kUp}) low(index, part, arrays.x, arrays);
 }
 
-void ForwardPass::low(int64_t index, Projection part, const Operand& input, const Rows& rows) const {
+void ForwardPass::low(int64_t index, Projection part, const Operand& input, const Activations& arrays) const {
   if (max_rank(call_.slots, part) == 0) return;
-  const PairRange& run = routing_.experts[static_cast<size_t>(index)];
-  for_each_group(routing_, index, [&](const PairRange& group) {
-    const int64_t first = group.begin - run.begin;
+  const PairRange& run = run_of(index);
+  for_each_group(routing_, index, [&](const PairRange& group, int64_t row) {
     const LoraSlot& slot = call_.slots[static_cast<size_t>(group.slot)];
     const int64_t cols = engine_.layer.shape_of(part).cols;
-    const float* in = Dropout(slot, part, routing_, group).dropped(input.f32 + first * input.ld, input.ld, cols);
-    lora_down(engine_.tiles, slot, part, run.expert, group.size(), in, input.ld,
-              low_of(rows, run, part) + first * rank_, rank_);
+    const Rows<const float> in = Dropout(slot, part, routing_, group).dropped(input.f32.from(row), cols);
+    lora_down({engine_.tiles, slot, part, run.expert, group.size()}, in, low_of(arrays, run, part).from(row));
   });
 }
 
-// h = silu(gate) * up for columns of `blocks` blocks of one expert.
-void ForwardPass::gate_up(int64_t index, int64_t block, int64_t blocks, const Rows& rows) const {
-  const PairRange& run = routing_.experts[static_cast<size_t>(index)];
-  const PackedShape shape = engine_.layer.in_shape();
-  const int64_t first = block * kBlockRows, width = blocks * kBlockRows;
-  const int64_t ld = keep_ ? rows.h.ld : width;
-  float* sums[2];
+// The run's rows times some blocks of a matrix, each where it lies; `to` begins with the first of these blocks.
+void ForwardPass::multiply(const PairRange& run, Projection part, const Operand& input, const Span& blocks,
+                           Rows<float> to) const {
+  const PackedShape shape = engine_.layer.shape_of(part);
+  for (int node = 0; node < engine_.layer.num_nodes(); ++node) {
+    const auto piece = engine_.layer.piece(run.expert, part, node);
+    const int64_t begin = std::max(blocks.first, piece.first),
+                  end = std::min(blocks.first + blocks.size, piece.first + piece.blocks.blocks);
+    if (begin >= end) continue;
+    const PackedBlocks weights{shape, piece.blocks.data + (begin - piece.first) * shape.block_bytes(), end - begin};
+    multiply_rows(engine_.tiles, input, run.size(), weights, to.from(0, (begin - blocks.first) * kBlockRows));
+  }
+}
+
+// The adapters' part of the same.
+void ForwardPass::add_lora(int64_t index, Projection part, const Span& blocks, const Activations& arrays,
+                           Rows<float> to) const {
+  const PairRange& run = run_of(index);
+  const int64_t first = blocks.first * kBlockRows;
+  const ColumnRange columns{first, std::min(blocks.size * kBlockRows, engine_.layer.shape_of(part).rows - first)};
+  for_each_group(routing_, index, [&](const PairRange& group, int64_t row) {
+    const LoraSlot& slot = call_.slots[static_cast<size_t>(group.slot)];
+    lora_up({engine_.tiles, slot, part, run.expert, group.size()}, low_of(arrays, run, part).from(row), columns,
+            to.from(row));
+  });
+}
+
+// h = silu(gate) * up for columns of some blocks of one expert.
+void ForwardPass::gate_up(int64_t index, const Span& blocks, const Activations& arrays) const {
+  const PairRange& run = run_of(index);
+  const Rows<float> h = arrays.h.f32;
+  const int64_t first = blocks.first * kBlockRows, width = blocks.size * kBlockRows;
+  Rows<float> sums[2];
   if (keep_) {
-    sums[0] = keep_->gate_rows() + run.begin * ld + first;
-    sums[1] = keep_->up_rows() + run.begin * ld + first;
+    sums[0] = keep_->gate_rows().from(run.begin, first);
+    sums[1] = keep_->up_rows().from(run.begin, first);
   } else {
-    sums[0] = Buffers::own().sums.reserve<float>(2 * run.size() * width);
-    sums[1] = sums[0] + run.size() * width;
+    sums[0] = {Buffers::own().sums.reserve<float>(2 * run.size() * width), width};
+    sums[1] = sums[0].from(run.size());
   }
   for (const Projection part : {kGate, kUp}) {
-    for (int node = 0; node < engine_.layer.num_nodes(); ++node) {
-      const auto piece = engine_.layer.piece(run.expert, part, node);
-      const int64_t begin = std::max(block, piece.first),
-                    end = std::min(block + blocks, piece.first + piece.blocks.blocks);
-      if (begin >= end) continue;
-      const PackedBlocks weights{shape, piece.blocks.data + (begin - piece.first) * shape.block_bytes(), end - begin};
-      multiply_rows(engine_.tiles, rows.x, run.size(), weights, sums[part] + (begin - block) * kBlockRows, ld);
-    }
-    const int64_t count = std::min(width, shape.rows - first);
-    for_each_group(routing_, index, [&](const PairRange& group) {
-      const int64_t m = group.begin - run.begin;
-      lora_up(engine_.tiles, call_.slots[static_cast<size_t>(group.slot)], part, run.expert, group.size(),
-              low_of(rows, run, part) + m * rank_, rank_, first, count, sums[part] + m * ld, ld);
-    });
+    multiply(run, part, arrays.x, blocks, sums[part]);
+    add_lora(index, part, blocks, arrays, sums[part]);
   }
   // Rows beyond the matrix decode to zero, so h is zero there; only columns beyond the last block are left to clear.
-  const int64_t end = block + blocks == shape.blocks() ? rows.h.ld : first + width;
+  const int64_t end = blocks.first + blocks.size == engine_.layer.in_shape().blocks() ? h.ld : first + width;
   for (int64_t m = 0; m < run.size(); ++m) {
-    float* h = rows.h.f32 + m * rows.h.ld;
-    engine_.tiles.swiglu(sums[0] + m * ld, sums[1] + m * ld, width, h + first);
-    std::fill(h + first + width, h + end, 0.0f);
+    engine_.tiles.swiglu(sums[0].row(m), sums[1].row(m), width, h.row(m) + first);
+    std::fill(h.row(m) + first + width, h.row(m) + end, 0.0f);
   }
 }
 
 // Runs when all columns of h are complete: the low-rank product of h, and its rows in the type that `down` multiplies.
-void ForwardPass::finish_h(int64_t index, const Rows& rows, bool for_down) const {
-  const PairRange& run = routing_.experts[static_cast<size_t>(index)];
-  low(index, kDown, rows.h, rows);
+void ForwardPass::finish_h(int64_t index, const Activations& arrays, bool for_down) const {
+  low(index, kDown, arrays.h, arrays);
   if (!for_down || arithmetic_ == Arithmetic::kFloat) return;
-  for (int64_t m = 0; m < run.size(); ++m)
-    finish_row(engine_.tiles, engine_.layer.out_shape(), rows.h, m, rows.h.f32 + m * rows.h.ld);
+  for (int64_t m = 0; m < run_of(index).size(); ++m)
+    finish_row(engine_.tiles, engine_.layer.out_shape(), arrays.h, m, arrays.h.f32.row(m));
 }
 
-void ForwardPass::down(int64_t index, int64_t block, int64_t blocks, const Rows& rows) const {
-  const PairRange& run = routing_.experts[static_cast<size_t>(index)];
-  const PackedShape shape = engine_.layer.out_shape();
-  const int64_t first = block * kBlockRows, count = std::min(blocks * kBlockRows, shape.rows - first);
-  float* y = y_ + run.begin * ld_y_;
-  for (int node = 0; node < engine_.layer.num_nodes(); ++node) {
-    const auto piece = engine_.layer.piece(run.expert, kDown, node);
-    const int64_t begin = std::max(block, piece.first),
-                  end = std::min(block + blocks, piece.first + piece.blocks.blocks);
-    if (begin >= end) continue;
-    const PackedBlocks weights{shape, piece.blocks.data + (begin - piece.first) * shape.block_bytes(), end - begin};
-    multiply_rows(engine_.tiles, rows.h, run.size(), weights, y + begin * kBlockRows, ld_y_);
-  }
-  for_each_group(routing_, index, [&](const PairRange& group) {
-    const int64_t m = group.begin - run.begin;
-    lora_up(engine_.tiles, call_.slots[static_cast<size_t>(group.slot)], kDown, run.expert, group.size(),
-            low_of(rows, run, kDown) + m * rank_, rank_, first, count, y + m * ld_y_ + first, ld_y_);
-  });
+void ForwardPass::down(int64_t index, const Span& blocks, const Activations& arrays) const {
+  const PairRange& run = run_of(index);
+  const Rows<float> y = y_.from(run.begin, blocks.first * kBlockRows);
+  multiply(run, kDown, arrays.h, blocks, y);
+  add_lora(index, kDown, blocks, arrays, y);
 }
 
-void ForwardPass::whole_expert(int64_t index, const Rows& rows, bool with_down) const {
-  const PairRange& run = routing_.experts[static_cast<size_t>(index)];
-  load_expert(index, rows);
+void ForwardPass::whole_expert(int64_t index, const Activations& arrays, bool with_down) const {
+  const int64_t pairs = run_of(index).size();
+  load_expert(index, arrays);
   const int64_t in_blocks = engine_.layer.in_shape().blocks(), out_blocks = engine_.layer.out_shape().blocks();
-  int64_t at_once = blocks_of_gate_up(run.size());
+  int64_t at_once = blocks_of_gate_up(pairs);
   for (int64_t block = 0; block < in_blocks; block += at_once)
-    gate_up(index, block, std::min(at_once, in_blocks - block), rows);
-  finish_h(index, rows, with_down);
+    gate_up(index, {block, std::min(at_once, in_blocks - block)}, arrays);
+  finish_h(index, arrays, with_down);
   if (!with_down) return;
-  at_once = blocks_of_down(run.size());
+  at_once = blocks_of_down(pairs);
   for (int64_t block = 0; block < out_blocks; block += at_once)
-    down(index, block, std::min(at_once, out_blocks - block), rows);
-}
-
-void ForwardPass::combine(int64_t token, const TensorView& out) const {
-  combine_pairs(engine_, routing_, y_, ld_y_, true, token, out);
+    down(index, {block, std::min(at_once, out_blocks - block)}, arrays);
 }
 
 void ForwardPass::run_plan(const TensorView* out, const FiniteCheck* finite) {
-  const ForwardWork work{finite ? finite->num_parts() : 0, arithmetic_ == Arithmetic::kInt8, out != nullptr};
+  const ForwardWork work{.parts_to_check = finite ? finite->num_parts() : 0,
+                         .quantized = arithmetic_ == Arithmetic::kInt8,
+                         .with_out = out != nullptr};
   const Plan plan = forward_plan(engine_.layer, routing_, engine_.num_threads, work);
   if (plan.has(kLoad)) all_ = reserve(&Buffers::all(), routing_.num_pairs());
-  const auto rows = [&](int64_t index) { return rows_of(routing_.experts[static_cast<size_t>(index)]); };
   kt::run(plan, [&](int step, const Range& range) {
     const int64_t item = range.item;
+    const Span blocks{range.first, range.count};
+    const auto arrays = [&] { return of_run(run_of(item)); };
     switch (step) {
       case kCheck:
         return finite->check_part(item);
       case kPrepare:
         return prepare_token(item);
       case kWholeExpert:
-        return whole_expert(routing_.by_size[static_cast<size_t>(item)], own_rows(), out != nullptr);
+        return whole_expert(routing_.by_size[static_cast<size_t>(item)], own(), out != nullptr);
       case kLoad:
-        return load_expert(item, rows(item));
+        return load_expert(item, arrays());
       case kGateUp:
-        return gate_up(item, range.first, range.count, rows(item));
+        return gate_up(item, blocks, arrays());
       case kFinish:
-        return finish_h(item, rows(item), out != nullptr);
+        return finish_h(item, arrays(), out != nullptr);
       case kDownForward:
-        return down(item, range.first, range.count, rows(item));
+        return down(item, blocks, arrays());
       default:
-        return combine(item, *out);
+        return combine_pairs(engine_.tiles, routing_, y_, true, item, *out);
     }
   });
 }
 
 void ForwardPass::run(const TensorView& out, const FiniteCheck* finite) {
-  y_ = Buffers::all().y.reserve<float>(routing_.num_pairs() * ld_y_);
+  const int64_t ld = activation_stride(engine_.layer.shape().hidden);
+  y_ = {Buffers::all().y.reserve<float>(routing_.num_pairs() * ld), ld};
   reserve_tokens();
   run_plan(&out, finite);
 }

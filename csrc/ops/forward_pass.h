@@ -5,6 +5,7 @@
 #include "ops/operand.h"
 #include "ops/retained.h"
 #include "ops/schedule.h"
+#include "ops/token_rows.h"
 
 namespace kt {
 
@@ -24,26 +25,28 @@ class ForwardPass {
 
  private:
   // Per-pair arrays: of all pairs, or of one expert's pairs in the scratch of the thread that computes the expert.
-  struct Rows {
+  struct Activations {
     Operand x, h;
-    float* low[kNumProjections];
+    Rows<float> low[kNumProjections];
   };
   struct Buffers;
 
-  Rows reserve(Buffers* buffers, int64_t pairs) const;
-  Rows rows_of(const PairRange& run) const;
-  Rows own_rows() const;
-  float* low_of(const Rows& rows, const PairRange& run, Projection part) const;
+  const PairRange& run_of(int64_t index) const { return routing_.experts[static_cast<size_t>(index)]; }
+  Activations reserve(Buffers* buffers, int64_t pairs) const;
+  Activations of_run(const PairRange& run) const;
+  Activations own() const;
+  Rows<float> low_of(const Activations& arrays, const PairRange& run, Projection part) const;
 
   void prepare_token(int64_t token);
-  void load(const PairRange& run, const Rows& rows) const;
-  void load_expert(int64_t index, const Rows& rows) const;
-  void low(int64_t index, Projection part, const Operand& input, const Rows& rows) const;
-  void gate_up(int64_t index, int64_t block, int64_t blocks, const Rows& rows) const;
-  void finish_h(int64_t index, const Rows& rows, bool for_down) const;
-  void down(int64_t index, int64_t block, int64_t blocks, const Rows& rows) const;
-  void whole_expert(int64_t index, const Rows& rows, bool with_down) const;
-  void combine(int64_t token, const TensorView& out) const;
+  void load(const PairRange& run, const Activations& arrays) const;
+  void load_expert(int64_t index, const Activations& arrays) const;
+  void low(int64_t index, Projection part, const Operand& input, const Activations& arrays) const;
+  void multiply(const PairRange& run, Projection part, const Operand& input, const Span& blocks, Rows<float> to) const;
+  void add_lora(int64_t index, Projection part, const Span& blocks, const Activations& arrays, Rows<float> to) const;
+  void gate_up(int64_t index, const Span& blocks, const Activations& arrays) const;
+  void finish_h(int64_t index, const Activations& arrays, bool for_down) const;
+  void down(int64_t index, const Span& blocks, const Activations& arrays) const;
+  void whole_expert(int64_t index, const Activations& arrays, bool with_down) const;
   void reserve_tokens();
   void run_plan(const TensorView* out, const FiniteCheck* finite);
 
@@ -54,17 +57,9 @@ class ForwardPass {
   const Arithmetic arithmetic_;
   const int64_t rank_;
   const bool with_lora_in_, with_lora_down_;
-  const int64_t ld_y_;
-  Operand tokens_;  // int8: a token is quantized once, not for each of its experts
-  Rows all_{};      // of all pairs, where threads share an expert
-  float* y_ = nullptr;
+  Operand tokens_;     // int8: a token is quantized once, not for each of its experts
+  Activations all_{};  // of all pairs, where threads share an expert
+  Rows<float> y_;      // the experts' outputs, a row a pair
 };
-
-// out[t] = sum over positions, in their order, of factor * rows[pair]; factor 1 unless `weighted`.
-void combine_pairs(const Engine& engine, const Routing& routing, const float* rows, int64_t ld, bool weighted,
-                   int64_t token, const TensorView& out);
-
-// values [count] of row `token` of a float32 or bf16 matrix, as float32.
-void widen_row(const Tiles& tiles, const TensorView& matrix, int64_t token, float* values);
 
 }  // namespace kt

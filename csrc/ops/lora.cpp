@@ -8,84 +8,133 @@
 namespace kt {
 namespace {
 
-// Rows [row, row + rows) x columns [col, col + cols) of one expert's adapter matrix, in float32.
-// `transposed`: out[c * ld + r], else out[r * ld + c].
+// Rows [row, row + rows) x columns [col, col + cols) of one expert's adapter matrix. In float32 a transposed part has
+// `cols` rows of `rows` elements, another one `rows` rows of `cols`.
 struct Part {
   int64_t row, rows, col, cols;
+  bool transposed;
 };
 
 template <class T, class Widen>
-void widen(const T* from, int64_t row_stride, const Part& part, bool transposed, float* out, int64_t ld,
-           Widen to_float) {
+void widen(Rows<const T> from, const Part& part, Rows<float> out, Widen to_float) {
   for (int64_t r = 0; r < part.rows; ++r) {
-    const T* source = from + (part.row + r) * row_stride + part.col;
-    if (transposed) {
-      for (int64_t c = 0; c < part.cols; ++c) out[c * ld + r] = to_float(source[c]);
+    const T* source = from.row(part.row + r) + part.col;
+    if (part.transposed) {
+      for (int64_t c = 0; c < part.cols; ++c) out.row(c)[r] = to_float(source[c]);
     } else {
-      for (int64_t c = 0; c < part.cols; ++c) out[r * ld + c] = to_float(source[c]);
+      for (int64_t c = 0; c < part.cols; ++c) out.row(r)[c] = to_float(source[c]);
     }
   }
 }
 
-const float* widened(const TensorView& tensor, int64_t expert, const Part& part, bool transposed, int64_t ld) {
+// The matrix of one expert in a stack of matrices.
+template <class T>
+Rows<T> matrix_of(const TensorView& stack, int64_t expert) {
+  return {stack.as<T>() + expert * stack.strides[0], stack.strides[1]};
+}
+
+// In the thread's scratch, until the next call.
+Rows<const float> widened(const TensorView& stack, int64_t expert, const Part& part) {
   static thread_local Scratch scratch;
-  float* out = scratch.reserve<float>((transposed ? part.cols : part.rows) * ld);
-  const int64_t base = expert * tensor.strides[0];
-  if (tensor.dtype == DType::kBf16) {
-    widen(tensor.as<uint16_t>() + base, tensor.strides[1], part, transposed, out, ld, bf16_to_float);
+  const Rows<float> out{scratch.reserve<float>(part.rows * part.cols), part.transposed ? part.rows : part.cols};
+  if (stack.dtype == DType::kBf16) {
+    widen<uint16_t>(matrix_of<uint16_t>(stack, expert), part, out, bf16_to_float);
   } else {
-    widen(tensor.as<float>() + base, tensor.strides[1], part, transposed, out, ld, [](float value) { return value; });
+    widen<float>(matrix_of<float>(stack, expert), part, out, [](float value) { return value; });
   }
   return out;
 }
 
 }  // namespace
 
-void lora_down(const Tiles& tiles, const LoraSlot& slot, Projection projection, int64_t expert, int64_t rows,
-               const float* x, int64_t ldx, float* low, int64_t ld) {
-  const LoraPair& pair = slot.pairs[projection];
+void lora_down(const LoraFactors& factors, Rows<const float> x, Rows<float> low) {
+  const LoraPair& pair = factors.pair();
   if (!pair.present()) return;
-  const int64_t rank = pair.rank(), in = pair.a.shape[2], at = expert * pair.a.strides[0];
-  const bool bf16 = pair.a.dtype == DType::kBf16;
-  tiles.row_product({rows, rank, in, x, ldx, bf16 ? nullptr : pair.a.as<float>() + at,
-                     bf16 ? pair.a.as<uint16_t>() + at : nullptr, pair.a.strides[1], slot.scaling, low, ld});
+  RowProduct product{.rows = factors.rows,
+                     .cols = pair.rank(),
+                     .inner = pair.a.shape[2],
+                     .a = x,
+                     .factor = factors.slot.scaling,
+                     .c = low};
+  if (pair.a.dtype == DType::kBf16) {
+    product.b_bf16 = matrix_of<uint16_t>(pair.a, factors.expert);
+  } else {
+    product.b = matrix_of<float>(pair.a, factors.expert);
+  }
+  factors.tiles.row_product(product);
 }
 
-void lora_up(const Tiles& tiles, const LoraSlot& slot, Projection projection, int64_t expert, int64_t rows,
-             const float* low, int64_t ld, int64_t first, int64_t count, float* y, int64_t ldy) {
-  const LoraPair& pair = slot.pairs[projection];
-  if (!pair.present() || count <= 0) return;
-  const float* b = widened(pair.b, expert, {first, count, 0, pair.rank()}, true, count);
-  tiles.product({rows, count, pair.rank(), low, ld, 1, b, count, y, ldy, true});
+void lora_up(const LoraFactors& factors, Rows<const float> low, ColumnRange columns, Rows<float> y) {
+  const LoraPair& pair = factors.pair();
+  const int64_t rank = pair.rank();
+  if (!pair.present() || columns.count <= 0) return;
+  const Part part{.row = columns.first, .rows = columns.count, .col = 0, .cols = rank, .transposed = true};
+  factors.tiles.product({.rows = factors.rows,
+                         .cols = columns.count,
+                         .inner = rank,
+                         .a = low.data,
+                         .a_row = low.ld,
+                         .a_col = 1,
+                         .b = widened(pair.b, factors.expert, part),
+                         .c = y,
+                         .accumulate = true});
 }
 
-void lora_up_backward(const Tiles& tiles, const LoraSlot& slot, Projection projection, int64_t expert, int64_t rows,
-                      const float* grad, int64_t ldg, float* low_grad, int64_t ld) {
-  const LoraPair& pair = slot.pairs[projection];
+void lora_up_backward(const LoraFactors& factors, Rows<const float> grad, Rows<float> low_grad) {
+  const LoraPair& pair = factors.pair();
   if (!pair.present()) return;
   // B is transposed once: its rows are then as long as the gradient's rows, and the product runs along both.
   const int64_t rank = pair.rank(), out = pair.b.shape[1];
-  const float* b = widened(pair.b, expert, {0, out, 0, rank}, true, out);
-  tiles.row_product({rows, rank, out, grad, ldg, b, nullptr, out, slot.scaling, low_grad, ld});
+  factors.tiles.row_product(
+      {.rows = factors.rows,
+       .cols = rank,
+       .inner = out,
+       .a = grad,
+       .b = widened(pair.b, factors.expert, {.row = 0, .rows = out, .col = 0, .cols = rank, .transposed = true}),
+       .factor = factors.slot.scaling,
+       .c = low_grad});
 }
 
-void lora_down_backward(const Tiles& tiles, const LoraSlot& slot, Projection projection, int64_t expert, int64_t rows,
-                        const float* low_grad, int64_t ld, int64_t first, int64_t count, float* x_grad, int64_t ldx) {
-  const LoraPair& pair = slot.pairs[projection];
-  if (!pair.present() || count <= 0) return;
-  const float* a = widened(pair.a, expert, {0, pair.rank(), first, count}, false, count);
-  tiles.product({rows, count, pair.rank(), low_grad, ld, 1, a, count, x_grad, ldx, true});
+void lora_down_backward(const LoraFactors& factors, Rows<const float> low_grad, ColumnRange columns,
+                        Rows<float> x_grad) {
+  const LoraPair& pair = factors.pair();
+  const int64_t rank = pair.rank();
+  if (!pair.present() || columns.count <= 0) return;
+  const Part part{.row = 0, .rows = rank, .col = columns.first, .cols = columns.count, .transposed = false};
+  factors.tiles.product({.rows = factors.rows,
+                         .cols = columns.count,
+                         .inner = rank,
+                         .a = low_grad.data,
+                         .a_row = low_grad.ld,
+                         .a_col = 1,
+                         .b = widened(pair.a, factors.expert, part),
+                         .c = x_grad,
+                         .accumulate = true});
 }
 
-void lora_weight_gradients(const Tiles& tiles, const LoraPair& into, int64_t expert, int64_t rows, const float* x,
-                           int64_t ldx, const float* grad, int64_t ldg, const float* low, const float* low_grad,
-                           int64_t ld) {
-  if (!into.present()) return;
-  const int64_t rank = into.rank(), in = into.a.shape[2], out = into.b.shape[1];
-  float* a = into.a.as<float>() + expert * into.a.strides[0];
-  float* b = into.b.as<float>() + expert * into.b.strides[0];
-  tiles.product({rank, in, rows, low_grad, 1, ld, x, ldx, a, into.a.strides[1], true});
-  tiles.product({out, rank, rows, grad, 1, ldg, low, ld, b, into.b.strides[1], true});
+void lora_weight_gradients(const LoraFactors& into, const LoraOperands& operands) {
+  const LoraPair& pair = into.pair();
+  if (!pair.present()) return;
+  const int64_t rank = pair.rank();
+  const auto& [x, grad, low, low_grad] = operands;
+  into.tiles.product({.rows = rank,
+                      .cols = pair.a.shape[2],
+                      .inner = into.rows,
+                      .a = low_grad.data,
+                      .a_row = 1,
+                      .a_col = low_grad.ld,
+                      .b = x,
+                      .c = matrix_of<float>(pair.a, into.expert),
+                      .accumulate = true});
+  into.tiles.product({.rows = pair.b.shape[1],
+                      .cols = rank,
+                      .inner = into.rows,
+                      .a = grad.data,
+                      .a_row = 1,
+                      .a_col = grad.ld,
+                      .b = low,
+                      .c = matrix_of<float>(pair.b, into.expert),
+                      .accumulate = true});
 }
 
 int64_t max_rank(const std::vector<LoraSlot>& slots, Projection projection) {

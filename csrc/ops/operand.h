@@ -1,6 +1,7 @@
 // Rows of activations as the operand of a packed product: float32, bf16, or int8 with scales and sums.
 #pragma once
 
+#include "base/rows.h"
 #include "base/scratch.h"
 #include "ops/call.h"
 
@@ -8,14 +9,12 @@ namespace kt {
 
 struct Operand {
   Arithmetic arithmetic = Arithmetic::kFloat;
-  float* f32 = nullptr;  // in addition to the others where a caller needs it (LoRA)
-  uint16_t* bf16 = nullptr;
-  uint8_t* codes = nullptr;
-  float* scales = nullptr;
-  int32_t* sums = nullptr;
-  int64_t ld = 0;        // elements of f32 and bf16
-  int64_t ld_codes = 0;  // bytes
-  int64_t ld_groups = 0;
+  // Without data where the arithmetic does not use them.
+  Rows<float> f32;  // in addition to the others where a caller needs it (LoRA)
+  Rows<uint16_t> bf16;
+  Rows<uint8_t> codes;
+  Rows<float> scales;
+  Rows<int32_t> sums;
 
   Operand from(int64_t row) const;
 };
@@ -41,7 +40,6 @@ void finish_row(const Tiles& tiles, const PackedShape& shape, const Operand& ope
 void copy_row(const Operand& source, int64_t from, const Operand& target, int64_t to);
 
 // c = rows of the operand times the blocks, transposed: c[m, 16 * b + i].
-void multiply_rows(const Tiles& tiles, const Operand& operand, int64_t rows, const PackedBlocks& blocks, float* c,
-                   int64_t ldc);
+void multiply_rows(const Tiles& tiles, const Operand& operand, int64_t rows, const PackedBlocks& blocks, Rows<float> c);
 
 }  // namespace kt

@@ -89,7 +89,8 @@ Status compare_routing(const RoutedCall& call, const Routing& was) {
 }  // namespace
 
 void RetainedChunk::reserve(const ExpertLayer& layer, const RoutedCall& call) {
-  const int64_t pairs = routing.num_pairs(), ld = activation_stride(layer.shape().intermediate);
+  const int64_t pairs = routing.num_pairs();
+  ld = activation_stride(layer.shape().intermediate);
   rank = max_rank_of_all(call.slots);
   gate.reserve<float>(pairs * ld);
   up.reserve<float>(pairs * ld);

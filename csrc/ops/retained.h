@@ -4,6 +4,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/rows.h"
 #include "base/scratch.h"
 #include "ops/routing.h"
 
@@ -14,13 +15,13 @@ namespace kt {
 struct RetainedChunk {
   Routing routing;
   AlignedBuffer gate, up, low[kNumProjections];
-  int64_t rank = 0;
+  int64_t ld = 0, rank = 0;
 
   int64_t bytes() const;
   void reserve(const ExpertLayer& layer, const RoutedCall& call);
-  float* gate_rows() const { return static_cast<float*>(gate.data()); }
-  float* up_rows() const { return static_cast<float*>(up.data()); }
-  float* low_rows(Projection part) const { return static_cast<float*>(low[part].data()); }
+  Rows<float> gate_rows() const { return {static_cast<float*>(gate.data()), ld}; }
+  Rows<float> up_rows() const { return {static_cast<float*>(up.data()), ld}; }
+  Rows<float> low_rows(Projection part) const { return {static_cast<float*>(low[part].data()), rank}; }
 };
 
 // The arguments that determine sizes and contents of a call's retained activations, without the routing (which the

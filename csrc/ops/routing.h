@@ -34,6 +34,16 @@ struct Routing {
   int64_t typical_pairs() const { return experts[static_cast<size_t>(by_size[by_size.size() / 2])].size(); }
 };
 
+// body(group, row) for the groups of experts[index]; `row`: the group's first pair, counted from the expert's first.
+template <class Body>
+void for_each_group(const Routing& routing, int64_t index, Body&& body) {
+  const auto at = static_cast<size_t>(index);
+  for (int64_t g = routing.first_group[at]; g < routing.first_group[at + 1]; ++g) {
+    const PairRange& group = routing.groups[static_cast<size_t>(g)];
+    body(group, group.begin - routing.experts[at].begin);
+  }
+}
+
 int64_t id_at(const TensorView& ids, int64_t token, int64_t position);
 // -1 where the call has no token_slots.
 int64_t slot_at(const RoutedCall& call, int64_t token);

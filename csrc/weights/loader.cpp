@@ -27,7 +27,7 @@ Status choose_format(const Scheme& scheme, const std::string& prefix, const std:
   if (scheme.integer())
     return invalid_value("expert format '" + wanted + "' quantizes bf16 and fp8 checkpoints, but the experts under '" +
                          prefix + "' are " + format_name(*format) + " already: leave the expert format out");
-  *format = int8 ? Format{Encoding::kInt8, 0, false} : Format{Encoding::kInt4, kInt4Group, false};
+  *format = int8 ? Format{.encoding = Encoding::kInt8} : Format{.encoding = Encoding::kInt4, .group = kInt4Group};
   return {};
 }
 

@@ -152,10 +152,10 @@ Status MatrixReader::read_zeros() {
 Status MatrixReader::read(int64_t first, int64_t count, PlainMatrix* strip) {
   KT_RETURN_IF_ERROR(read_codes(first, count));
   const int64_t at = first * shape_.groups();
-  *strip = {{count, shape_.cols, shape_.format},
-            codes_.data(),
-            scales_.empty() ? nullptr : scales_.data() + at,
-            scheme_.zero_points ? zeros_.data() + at : nullptr};
+  *strip = {.shape = {count, shape_.cols, shape_.format},
+            .codes = codes_.data(),
+            .scales = scales_.empty() ? nullptr : scales_.data() + at,
+            .zeros = scheme_.zero_points ? zeros_.data() + at : nullptr};
   return {};
 }
 
@@ -168,12 +168,13 @@ Status MatrixReader::read_codes(int64_t first, int64_t count) {
     return bad < 0 ? Status() : bad_element(source_.codes, "NaN or Inf", first * cols + bad);
   }
   auto* codes = codes_.reserve<uint8_t>(elements);
+  const WordColumns all{.words = static_cast<const uint32_t*>(raw_.data()), .rows = shape_.rows, .cols = cols};
   if (scheme_.storage == Storage::kGptq) {
-    unpack_gptq(static_cast<const uint32_t*>(raw_.data()), scheme_.bits, shape_.rows, cols, first, count, codes);
+    unpack_gptq(all, scheme_.bits, first, count, codes);
     return {};
   }
   if (scheme_.storage == Storage::kAwq) {
-    unpack_awq(static_cast<const uint32_t*>(raw_.data()), shape_.rows, cols, first, count, codes);
+    unpack_awq(all, first, count, codes);
     return {};
   }
   if (scheme_.storage == Storage::kPacked) {

@@ -121,7 +121,7 @@ class SchemeFinder {
         return bad_checkpoint(checkpoint_.directory() + ": tensor '" + base_ + suffix + "' is a scale, but '" + base_ +
                               "' is BF16, which has none");
     }
-    *scheme = {Storage::kDense, scheme->fused, 16, 0, false, 0, ""};
+    *scheme = {.storage = Storage::kDense, .fused = scheme->fused};
     return {};
   }
 
@@ -131,7 +131,8 @@ class SchemeFinder {
       const Setting* block = config_->find("weight_block_size");
       if (!is_fp8_block(block)) return config_error("weight_block_size", block, "[128, 128]");
     }
-    *scheme = {Storage::kFp8Blocks, scheme->fused, 8, kFp8Block, false, 0, suffix};
+    *scheme = {
+        .storage = Storage::kFp8Blocks, .fused = scheme->fused, .bits = 8, .group = kFp8Block, .scale_suffix = suffix};
     return {};
   }
 
@@ -158,7 +159,7 @@ class SchemeFinder {
   }
 
   Status find_gptq(Scheme* scheme) const {
-    *scheme = {Storage::kGptq, false, 4, 0, true, 1, ".scales"};
+    *scheme = {.storage = Storage::kGptq, .bits = 4, .zero_points = true, .zero_added = 1, .scale_suffix = ".scales"};
     KT_RETURN_IF_ERROR(read_bits("bits", config_->find("bits"), true, scheme));
     KT_RETURN_IF_ERROR(read_group("group_size", config_->find("group_size"), scheme));
     const Setting* layout = config_->find("checkpoint_format");
@@ -174,7 +175,7 @@ class SchemeFinder {
   }
 
   Status find_awq(Scheme* scheme) const {
-    *scheme = {Storage::kAwq, false, 4, 0, true, 0, ".scales"};
+    *scheme = {.storage = Storage::kAwq, .bits = 4, .zero_points = true, .scale_suffix = ".scales"};
     KT_RETURN_IF_ERROR(read_bits("bits", config_->find("bits"), false, scheme));
     KT_RETURN_IF_ERROR(read_group("group_size", config_->find("group_size"), scheme));
     const Setting* version = config_->find("version");
@@ -260,13 +261,15 @@ class SchemeFinder {
 Format Scheme::format() const {
   switch (storage) {
     case Storage::kDense:
-      return {Encoding::kBf16, 0, false};
+      return {.encoding = Encoding::kBf16};
     case Storage::kFp8Blocks:
-      return {Encoding::kFp8, kFp8Block, false};
+      return {.encoding = Encoding::kFp8, .group = kFp8Block};
     case Storage::kFp8Rows:
-      return {Encoding::kFp8, 0, false};
+      return {.encoding = Encoding::kFp8};
     default:
-      return {bits == 4 ? Encoding::kInt4 : Encoding::kInt8, group == 0 && zero_points ? 128 : group, zero_points};
+      return {.encoding = bits == 4 ? Encoding::kInt4 : Encoding::kInt8,
+              .group = group == 0 && zero_points ? 128 : group,
+              .zero_points = zero_points};
   }
 }
 

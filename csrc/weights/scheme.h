@@ -40,7 +40,7 @@ struct Scheme {
   int64_t group = 0;  // columns that share a scale; 0: a row has one
   bool zero_points = false;
   int zero_added = 0;  // added to the stored zero: 1 for the first version of GPTQ
-  std::string scale_suffix;
+  std::string scale_suffix = {};
 
   bool integer() const { return storage >= Storage::kInt8; }
   int64_t codes_per_word() const { return 32 / bits; }

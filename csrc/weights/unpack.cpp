@@ -59,8 +59,8 @@ void unpack_signed(const uint8_t* values, int64_t count, uint8_t* codes) {
   for (int64_t i = 0; i < count; ++i) codes[i] = values[i] ^ 0x80;
 }
 
-void unpack_gptq(const uint32_t* words, int bits, int64_t all_rows, int64_t cols, int64_t first, int64_t count,
-                 uint8_t* codes) {
+void unpack_gptq(const WordColumns& matrix, int bits, int64_t first, int64_t count, uint8_t* codes) {
+  const auto [words, all_rows, cols] = matrix;
   const int64_t per_word = 32 / bits;
   for (int64_t begin = 0; begin < cols; begin += kTileCols) {
     const int64_t end = std::min(cols, begin + kTileCols);
@@ -78,7 +78,8 @@ void unpack_gptq(const uint32_t* words, int bits, int64_t all_rows, int64_t cols
   }
 }
 
-void unpack_awq(const uint32_t* words, int64_t all_rows, int64_t cols, int64_t first, int64_t count, uint8_t* codes) {
+void unpack_awq(const WordColumns& matrix, int64_t first, int64_t count, uint8_t* codes) {
+  const auto [words, all_rows, cols] = matrix;
   static constexpr int kRowOfNibble[8] = {0, 2, 4, 6, 1, 3, 5, 7};
   uint8_t tile[8][kTileCols];
   for (int64_t row = 0; row < count; row += 8) {

@@ -15,11 +15,15 @@ void unpack_nibbles(const uint8_t* packed, int64_t count, uint8_t* codes);
 // Signed bytes -> codes with 128 added.
 void unpack_signed(const uint8_t* values, int64_t count, uint8_t* codes);
 
-// GPTQ: words [cols / (32 / bits)][all_rows] -> codes [count][cols] of the rows from `first` on.
-void unpack_gptq(const uint32_t* words, int bits, int64_t all_rows, int64_t cols, int64_t first, int64_t count,
-                 uint8_t* codes);
-// AWQ: words [cols][all_rows / 8], each of eight rows in the order 0, 2, 4, 6, 1, 3, 5, 7 -> codes [count][cols] of the
+// A matrix of codes whose words lie column by column.
+struct WordColumns {
+  const uint32_t* words;
+  int64_t rows, cols;
+};
+// GPTQ: words [cols / (32 / bits)][rows] -> codes [count][cols] of the rows from `first` on.
+void unpack_gptq(const WordColumns& matrix, int bits, int64_t first, int64_t count, uint8_t* codes);
+// AWQ: words [cols][rows / 8], each of eight rows in the order 0, 2, 4, 6, 1, 3, 5, 7 -> codes [count][cols] of the
 // rows from `first` on; both multiples of 8.
-void unpack_awq(const uint32_t* words, int64_t all_rows, int64_t cols, int64_t first, int64_t count, uint8_t* codes);
+void unpack_awq(const WordColumns& matrix, int64_t first, int64_t count, uint8_t* codes);
 
 }  // namespace kt

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "kernels/amx/fp8_lines.h"
-#include "kernels/amx/vectors.h"
 
 namespace kt::amx::inline KT_AMX_BUILD {
 namespace {

@@ -2,7 +2,7 @@
 // (planes.cpp). In both formats a line of weights holds 4 bytes of each of its rows, so the loops count in bytes of a
 // row.
 //
-//   struct Rows {  // the activations
+//   struct Activations {
 //     using Dot, Sum;  // the instruction; float or int32_t
 //     RowTiles tiles;  // of A
 //     int64_t step_bytes;  // of a row of A: 64, or 32 where the rows' length requires it
@@ -21,28 +21,13 @@ constexpr int64_t bytes_of_row(const PackedShape& shape) {
   return (shape.block_bytes() - shape.line_offset()) / kBlockRows;
 }
 
-// Prefetch to the L2 cache: weights of four blocks that later calls of `accumulate` will read, some lines of each block
-// per step.
-struct BlocksFetch {
-  static constexpr int kBlocks = 4;
-
-  void step() {
-    for (int64_t i = 0; i < lines; ++i, at += kLineBytes) {
-      for (int b = 0; b < kBlocks; ++b) __builtin_prefetch(at + b * stride, 0, 2);
-    }
-  }
-
-  const uint8_t* at = nullptr;
-  int64_t stride = 0, lines = 0;
-};
-
 // Multiplies up to 8 tiles of activations by 8 blocks, 512 bytes of a row at a time (256 columns of bf16, 512 of int8).
 // The operand that is read again (activations of few rows, or weights for many rows) then stays in the L1 cache.
 // Partial sums lie on the stack (64 KiB).
-template <class Rows>
+template <class Activations>
 class DenseTiles {
  public:
-  DenseTiles(const Rows& rows, const PackedBlocks& weights)
+  DenseTiles(const Activations& rows, const PackedBlocks& weights)
       : rows_(rows), weights_(weights), row_bytes_(bytes_of_row(weights.shape)) {}
 
   void run() {
@@ -53,16 +38,17 @@ class DenseTiles {
   }
 
  private:
-  static constexpr int64_t kBlocksAtOnce = 8, kTilesAtOnce = 8, kChunkBytes = 512;
+  static constexpr int64_t kBlocksAtOnce = 8, kTilesAtOnce = 8, kChunkBytes = 512, kFetchBlocks = 4;
+  using Fetch = FetchEachStep<kFetchBlocks>;  // weights of four blocks that later calls of `accumulate` will read
 
   void run_part(int64_t first, int64_t first_tile) {
     const int64_t end = least(first + kBlocksAtOnce, weights_.blocks);
     const int64_t end_tile = least(first_tile + kTilesAtOnce, rows_.tiles.count);
     for (int64_t byte = 0; byte < row_bytes_; byte += kChunkBytes) {
-      for (int64_t block = first; block < end; block += BlocksFetch::kBlocks) {
-        // Later rows find the weights in the L2 cache.
-        BlocksFetch fetch = first_tile == 0 ? fetch_after(first, block, end, byte, (end_tile + 1) / 2) : BlocksFetch{};
-        for (int64_t pair = block; pair < least(block + BlocksFetch::kBlocks, end); pair += 2) {
+      for (int64_t block = first; block < end; block += kFetchBlocks) {
+        Fetch fetch;  // of nothing: later rows find the weights in the L2 cache
+        if (first_tile == 0) fetch = fetch_after(first, block, end, byte, (end_tile + 1) / 2);
+        for (int64_t pair = block; pair < least(block + kFetchBlocks, end); pair += 2) {
           for (int64_t tile = first_tile; tile < end_tile; tile += 2) {
             with_blocking(end_tile - tile, end - pair, [&]<int kR, int kB> {
               run_tile<kR, kB>(tile, pair, byte, &sums_[pair - first], tile - first_tile, fetch);
@@ -81,10 +67,10 @@ class DenseTiles {
 
   // The lines that are read after these bytes of these blocks, in equal shares; after the last blocks, the first lines
   // of a next call.
-  BlocksFetch fetch_after(int64_t first, int64_t block, int64_t end, int64_t byte, int64_t passes) const {
-    const int64_t pairs = (least(end - block, BlocksFetch::kBlocks) + 1) / 2;
+  Fetch fetch_after(int64_t first, int64_t block, int64_t end, int64_t byte, int64_t passes) const {
+    const int64_t pairs = (least(end - block, kFetchBlocks) + 1) / 2;
     const int64_t steps = least(row_bytes_ - byte, kChunkBytes) / rows_.step_bytes * pairs * passes;
-    block += BlocksFetch::kBlocks;
+    block += kFetchBlocks;
     if (block >= end) {
       block = first;
       byte += kChunkBytes;
@@ -94,14 +80,15 @@ class DenseTiles {
       byte = 0;
     }
     const int64_t num_lines = least(row_bytes_ - byte, kChunkBytes) / 4;
-    return {lines(block, byte), weights_.shape.block_bytes(), (num_lines + steps - 1) / steps};
+    return {{.at = lines(block, byte), .stride = weights_.shape.block_bytes(), .left = num_lines},
+            (num_lines + steps - 1) / steps};
   }
 
-  using Sum = typename Rows::Sum;
+  using Sum = typename Activations::Sum;
   using Sums = Sum[kTilesAtOnce][16 * kBlockRows];  // of a block
 
   template <int kR, int kB>
-  void run_tile(int64_t tile, int64_t block, int64_t byte, Sums* sums, int64_t slot, BlocksFetch& fetch) {
+  void run_tile(int64_t tile, int64_t block, int64_t byte, Sums* sums, int64_t slot, Fetch& fetch) {
     const int64_t bytes = least(row_bytes_ - byte, kChunkBytes), step = rows_.step_bytes;
     TileRun a[kR], w[kB];
     for (int r = 0; r < kR; ++r) a[r] = rows_.a(tile + r, byte);
@@ -113,24 +100,24 @@ class DenseTiles {
       for_each_sum<kR, kB>(
           [&]<int kTile>(int r, int b) { load_tile<kTile>(reinterpret_cast<const uint8_t*>(sum(r, b)), kLineBytes); });
     }
-    accumulate<typename Rows::Dot, kR, kB>(a, w, bytes / step, fetch);
+    accumulate<typename Activations::Dot, kR, kB>(a, w, bytes / step, fetch);
     const bool last = byte + bytes == row_bytes_;
     for_each_sum<kR, kB>([&]<int kTile>(int r, int b) {
       last ? rows_.template finish<kTile>(tile + r, block + b, sum(r, b)) : store_tile<kTile>(sum(r, b), kLineBytes);
     });
   }
 
-  const Rows& rows_;
+  const Activations& rows_;
   const PackedBlocks& weights_;
   const int64_t row_bytes_;
   alignas(64) Sums sums_[kBlocksAtOnce];
 };
 
 // The same for rows that fit one tile (few_rows.h).
-template <class Rows>
+template <class Activations>
 class FewDenseRows {
  public:
-  FewDenseRows(const Rows& rows, const PackedBlocks& weights) : rows_(rows), weights_(weights) {}
+  FewDenseRows(const Activations& rows, const PackedBlocks& weights) : rows_(rows), weights_(weights) {}
 
   void run() {
     const TileSession session(config_of_few(rows_.tiles.height, rows_.step_bytes));
@@ -141,29 +128,29 @@ class FewDenseRows {
   template <int kB>
   void run_blocks(int64_t block) const {
     const int64_t step_bytes = rows_.step_bytes, steps = bytes_of_row(weights_.shape) / step_bytes;
-    const Ahead ahead = ahead_of_few<kB>(weights_, block);
+    PrefetchCursor fetch = prefetch_few<kB>(weights_, block);
     const uint8_t* w[kB];
     for (int b = 0; b < kB; ++b) w[b] = block_at(weights_.shape, weights_.data, block + b).lines;
     TileRun a = rows_.a(0, 0);
     zero_few<kB>();
     for (int64_t step = 0; step < steps; ++step, a.at += a.step) {
-      const int64_t distance = ahead.at(step * step_bytes * kBlockRows);
+      const int64_t distance = fetch.take(step_bytes / 4) - w[0];
       for (int64_t line = 0; line < step_bytes * kBlockRows; line += kLineBytes) {
         for (int b = 0; b < kB; ++b) __builtin_prefetch(w[b] + distance + line);
       }
-      multiply_few<typename Rows::Dot, kB>(a, w);
+      multiply_few<typename Activations::Dot, kB>(a, w);
       for (int b = 0; b < kB; ++b) w[b] += step_bytes * kBlockRows;
     }
-    alignas(64) typename Rows::Sum scratch[16 * kBlockRows];
+    alignas(64) typename Activations::Sum scratch[16 * kBlockRows];
     for_each_few<kB>([&]<int kTile>() { rows_.template finish<kTile>(0, block + kTile, scratch); });
   }
 
-  const Rows& rows_;
+  const Activations& rows_;
   const PackedBlocks& weights_;
 };
 
-template <class Rows>
-inline void multiply_dense(const Rows& rows, const PackedBlocks& weights) {
+template <class Activations>
+inline void multiply_dense(const Activations& rows, const PackedBlocks& weights) {
   if (rows.tiles.count == 1) {
     FewDenseRows(rows, weights).run();
   } else {

@@ -30,12 +30,15 @@ inline void by_four_blocks(int64_t blocks, Work work) {
   if (left == 1) work.template operator()<1>(block);
 }
 
-// At the last blocks of a call the next read is unknown: prefetches then hit lines that have been read already.
+// The lines of kB blocks. At the last blocks of a call the next read is unknown: the cursor then turns back to lines
+// that have been read already.
 template <int kB>
-inline Ahead ahead_of_few(const PackedBlocks& weights, int64_t block) {
-  Ahead ahead(weights.shape, kB);
-  if (block + kB == weights.blocks) ahead.turn = -kBlockAhead;
-  return ahead;
+inline PrefetchCursor prefetch_few(const PackedBlocks& weights, int64_t block) {
+  const PackedShape& shape = weights.shape;
+  const uint8_t* lines = block_at(shape, weights.data, block).lines;
+  PrefetchCursor cursor = prefetch_ahead(shape, lines, kB, kLinesAhead, shape.line_offset());
+  if (block + kB == weights.blocks) cursor.turn_bytes = (cursor.until_turn - cursor.run) * kLineBytes;
+  return cursor;
 }
 
 // each.template operator()<tile>() for the C[b] in use.

@@ -9,7 +9,6 @@
 // 16 rows unpack 32 columns of 4 blocks at a time; their sums run over the same 128.
 #include "kernels/amx/dense.h"
 #include "kernels/amx/fp8_lines.h"
-#include "kernels/amx/vectors.h"
 
 namespace kt::amx::inline KT_AMX_BUILD {
 namespace {
@@ -17,7 +16,7 @@ namespace {
 constexpr int64_t kStepCols = 32, kStepBytes = 64, kPanelCols = 128;
 
 inline TileRun activations(const PackedProduct<uint16_t>& p, int64_t row, int64_t col) {
-  return {reinterpret_cast<const uint8_t*>(p.a + row * p.lda + col), p.lda * 2, kStepBytes};
+  return {reinterpret_cast<const uint8_t*>(p.a.row(row) + col), p.a.ld * 2, kStepBytes};
 }
 
 inline TileRun lines_at(const uint8_t* lines) { return {lines, kLineBytes, 16 * kLineBytes}; }
@@ -32,7 +31,7 @@ struct Bf16Rows {
 
   template <int kTile>
   void finish(int64_t tile, int64_t block, float*) const {
-    store_tile<kTile>(product.c + tiles.start(tile) * product.ldc + block * kBlockRows, product.ldc * 4);
+    store_tile<kTile>(product.c.row(tiles.start(tile)) + block * kBlockRows, product.c.ld * 4);
   }
 
   const PackedProduct<uint16_t>& product;
@@ -53,8 +52,8 @@ struct Span {
 template <int kB>
 inline void finish(const PackedProduct<uint16_t>& p, const RowTiles& rows, int64_t tile, int64_t block,
                    const Span& span, const float* sums) {
-  const int64_t ldc = p.ldc, end = rows.height;
-  float* c = p.c + rows.start(tile) * ldc + block * kBlockRows;
+  const int64_t ldc = p.c.ld, end = rows.height;
+  float* c = p.c.row(rows.start(tile)) + block * kBlockRows;
   Floats scale[kB], row_scale[kB];
   for (int b = 0; b < kB; ++b) {
     scale[b] = Floats{} + span.scale[b];
@@ -87,8 +86,9 @@ inline void scaled_tile(const PackedProduct<uint16_t>& p, const RowTiles& rows, 
 
 void multiply_fp8_blocks(const PackedProduct<uint16_t>& p, const RowTiles& rows, int64_t block, int64_t blocks) {
   const PackedShape& shape = p.weights.shape;
-  constexpr int64_t kAhead = 4096;  // two panels
-  const int64_t lines_bytes = shape.block_bytes() - shape.line_offset();
+  constexpr int64_t kAhead = 2 * kPanelCols / 4;  // lines of two panels
+  const uint8_t* lines = block_at(shape, p.weights.data, block).lines;
+  PrefetchCursor fetch = prefetch_ahead(shape, lines, blocks, kAhead, shape.line_offset());
   alignas(64) Fp8Panel panel;
   Span span{};
   for (span.col = 0; span.col < shape.padded_cols(); span.col += span.cols) {
@@ -97,12 +97,10 @@ void multiply_fp8_blocks(const PackedProduct<uint16_t>& p, const RowTiles& rows,
     span.cols = left < kPanelCols ? left : kPanelCols;
     span.first = span.col == 0;
     span.last = span.col + span.cols == shape.padded_cols();
-    // Beyond the ends of these blocks: the next ones' lines.
-    const int64_t offset = span.col / 4 * kLineBytes;
-    const int64_t turn = offset + kAhead < lines_bytes ? 0 : (blocks - 1) * shape.block_bytes() + shape.line_offset();
+    const int64_t offset = span.col / 4 * kLineBytes, distance = fetch.take(span.cols / 4) - (lines + offset);
     for (int64_t b = 0; b < blocks; ++b) {
       const Block from = block_at(shape, p.weights.data, block + b);
-      unpack_fp8(from.lines + offset, span.cols, panel[b], kAhead + turn);
+      unpack_fp8(from.lines + offset, span.cols, panel[b], distance);
       span.scale[b] = from.group_scales ? static_cast<const float*>(from.group_scales)[group] : 1.0f;
       span.row_scales[b] = from.row_scales;
     }
@@ -129,11 +127,12 @@ class FewFp8Rows {
   template <int kB>
   void run_blocks(int64_t block) {
     const int64_t cols = shape_.padded_cols(), group = shape_.group();
-    const Ahead ahead = ahead_of_few<kB>(p_.weights, block);
+    PrefetchCursor fetch = prefetch_few<kB>(p_.weights, block);
     Block from[kB];
     for (int b = 0; b < kB; ++b) from[b] = block_at(shape_, p_.weights.data, block + b);
     const auto unpack = [&](int64_t col, int side) {
-      const int64_t offset = col / 4 * kLineBytes, distance = ahead.at(offset);
+      const int64_t offset = col / 4 * kLineBytes;
+      const int64_t distance = fetch.take(kStepCols / 4) - (from[0].lines + offset);
       for (int b = 0; b < kB; ++b) unpack_fp8(from[b].lines + offset, kStepCols, panel_[side][b], distance);
     };
     int side = 0;
@@ -164,7 +163,7 @@ class FewFp8Rows {
     const Floats scale = Floats{} + (from.group_scales ? static_cast<const float*>(from.group_scales)[group] : 1.0f);
     const Floats row_scale = last ? load<Floats>(from.row_scales) : Floats{} + 1.0f;
     for (int64_t i = 0; i < p_.rows; ++i) {
-      float* total = p_.c + i * p_.ldc + block * kBlockRows;
+      float* total = p_.c.row(i) + block * kBlockRows;
       const Floats before = first ? Floats{} : load<Floats>(total);
       store(fused(scale, load<Floats>(sums + i * kBlockRows), before) * row_scale, total);
     }

@@ -13,18 +13,14 @@
 // columns a tile takes 105 cycles, of which the product is 16 (measured, docs/measurements.md). Few rows are left to
 // AVX-512, which keeps sums in registers.
 #include "kernels/amx/tile_registers.h"
-#include "kernels/amx/vectors.h"
 
 namespace kt::amx::inline KT_AMX_BUILD {
 namespace {
 
-// Up to these rows AVX-512's kernels are faster, as a group's end costs them less, and give the same bits. The model
-// must not use the portable kernels for few rows, because those round products.
-#if defined(KT_AMX_MODEL)
-constexpr int64_t few_rows(const PackedShape&) { return 0; }
-#else
-constexpr int64_t few_rows(const PackedShape& shape) { return shape.activation_group() < 64 ? 16 : 6; }
-#endif
+// Up to these rows AVX-512's kernels are faster, as a group's end costs them less.
+constexpr int64_t few_rows(const PackedShape& shape) {
+  return !kBaseHasSameBits ? 0 : shape.activation_group() < 64 ? 16 : 6;
+}
 
 // A group of columns in two blocks.
 struct Span {
@@ -35,6 +31,25 @@ struct Span {
   const float* row_scales[2];
 };
 
+// Which lines are prefetched while two blocks' lines of some columns are read.
+class PairAhead {
+ public:
+  PairAhead(const PackedShape& shape, const uint8_t* lines)
+      : cursor_(prefetch_ahead(shape, lines, 2, kLinesAhead, shape.line_offset())) {}
+
+  // Those of block b, for `lines` lines from column `col` on.
+  const uint8_t* at(int b, int64_t col, int64_t lines) {
+    if (col > col_) next_ = cursor_.take(lines);
+    col_ = col > col_ ? col : col_;
+    return next_ + b * cursor_.stride;
+  }
+
+ private:
+  PrefetchCursor cursor_;
+  const uint8_t* next_ = nullptr;
+  int64_t col_ = -1;
+};
+
 // The packed lines unchanged, where zero points are stored: a code minus its zero does not fit a signed byte.
 class Int8Lines {
  public:
@@ -42,19 +57,17 @@ class Int8Lines {
   static constexpr int64_t kPerLine = 4, kMaxCols = INT64_MAX;
   static constexpr bool kZeroInSums = true;
 
-  explicit Int8Lines(const PackedShape& shape) : ahead_(shape, 2) {}
+  Int8Lines(const PackedShape& shape, const uint8_t* lines) : ahead_(shape, lines) {}
 
   const uint8_t* at(const Block* blocks, int b, const Span&, int64_t col, int64_t cols) {
-    const int64_t offset = col / kPerLine * kLineBytes;
-    const uint8_t* lines = blocks[b].lines + offset;
-    for (int64_t i = 0; fetched_[b] != col && i < cols / kPerLine; ++i)
-      __builtin_prefetch(lines + i * kLineBytes + ahead_.at(offset));
+    const uint8_t* ahead = ahead_.at(b, col, cols / kPerLine);
+    for (int64_t i = 0; fetched_[b] != col && i < cols / kPerLine; ++i) __builtin_prefetch(ahead + i * kLineBytes);
     fetched_[b] = col;
-    return lines;
+    return blocks[b].lines + col / kPerLine * kLineBytes;
   }
 
  private:
-  Ahead ahead_;
+  PairAhead ahead_;
   int64_t fetched_[2] = {-1, -1};
 };
 
@@ -66,14 +79,14 @@ class SignedLines {
   static constexpr int64_t kPerLine = Unpack::kPerLine, kMaxCols = 1024;
   static constexpr bool kZeroInSums = false;
 
-  explicit SignedLines(const PackedShape& shape) : ahead_(shape, 2) {}
+  SignedLines(const PackedShape& shape, const uint8_t* lines) : ahead_(shape, lines) {}
 
   const uint8_t* at(const Block* blocks, int b, const Span& span, int64_t col, int64_t cols) {
     if (held_[b] != col) {
-      const int64_t offset = col / kPerLine * kLineBytes, distance = ahead_.at(offset);
-      const uint8_t* lines = blocks[b].lines + offset;
+      const uint8_t* lines = blocks[b].lines + col / kPerLine * kLineBytes;
+      const uint8_t* ahead = ahead_.at(b, col, cols / kPerLine);
       for (int64_t line = 0; line < cols / kPerLine; ++line) {
-        __builtin_prefetch(lines + line * kLineBytes + distance);
+        __builtin_prefetch(ahead + line * kLineBytes);
         Unpack::line(lines + line * kLineBytes, span.zero[b], panel_[b] + line * kPerLine / 4 * kLineBytes);
       }
     }
@@ -82,7 +95,7 @@ class SignedLines {
   }
 
  private:
-  Ahead ahead_;
+  PairAhead ahead_;
   alignas(64) uint8_t panel_[2][kMaxCols / 4 * kLineBytes];
   int64_t held_[2] = {-1, -1};  // the column that a panel begins with
 };
@@ -123,9 +136,9 @@ class IntegerTiles {
   }
 
   void run_blocks(int64_t block, int64_t blocks) {
-    Lines lines(shape_);
     Block at[2] = {};
     for (int64_t b = 0; b < blocks; ++b) at[b] = block_at(shape_, p_.weights.data, block + b);
+    Lines lines(shape_, at[0].lines);
     for (int64_t g = 0; g < shape_.activation_groups(); ++g) {
       Span span;
       span.group = g;
@@ -157,7 +170,7 @@ class IntegerTiles {
     for (int64_t col = span.col, cols; col < end; col += cols) {
       cols = end - col < Lines::kMaxCols ? end - col : Lines::kMaxCols;
       TileRun a[kR], w[kB];
-      for (int r = 0; r < kR; ++r) a[r] = {p_.a.values + rows_.start(tile + r) * p_.a.ld + col, p_.a.ld, step_};
+      for (int r = 0; r < kR; ++r) a[r] = {p_.a.values.row(rows_.start(tile + r)) + col, p_.a.values.ld, step_};
       for (int b = 0; b < kB; ++b) w[b] = {lines.at(blocks, b, span, col, cols), kLineBytes, step_ / 4 * kLineBytes};
       accumulate<typename Lines::Dot, kR, kB>(a, w, cols / step_);
     }
@@ -181,10 +194,10 @@ class IntegerTiles {
   template <class Factor>
   void add_sums(int64_t tile, int64_t block, const Span& span, int b, const int32_t* sums, Factor factor) const {
     const int64_t skipped = rows_.repeated(tile), start = rows_.start(tile) + skipped;
-    const int64_t ld_groups = p_.a.ld_groups, ldc = p_.ldc;
-    const float* a_scale = p_.a.scales + start * ld_groups + span.group;
-    const int32_t* a_sum = p_.a.sums + start * ld_groups + span.group;
-    float* total = p_.c + start * ldc + block * kBlockRows;
+    const int64_t ld_groups = p_.a.scales.ld, ldc = p_.c.ld;
+    const float* a_scale = p_.a.scales.row(start) + span.group;
+    const int32_t* a_sum = p_.a.sums.row(start) + span.group;
+    float* total = p_.c.row(start) + block * kBlockRows;
     const Ints zero = span.zero[b];
     sums += skipped * kBlockRows;
     const auto add = [&](auto before, auto finished) {

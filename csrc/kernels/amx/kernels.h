@@ -1,26 +1,13 @@
 // The kernels of this instruction set, by file. Contracts: kernels/tiles.h. All other kernels are AVX-512's.
 //
-// The same files compile twice: as `hardware` into the library, and with KT_AMX_MODEL as `model` into the C++ tests,
-// where a software model replaces the tile registers, plain loops replace AVX-512, and the portable kernels replace the
-// rest.
+// The same files compile twice: with hardware/amx_primitives.h into the library, and with a model of the tile registers
+// into the C++ tests.
 #pragma once
 
+#include "amx_primitives.h"
 #include "kernels/tiles.h"
-#if defined(KT_AMX_MODEL)
-#include "kernels/portable/kernels.h"
-#define KT_AMX_BUILD model
-#else
-#include "kernels/avx512/kernels.h"
-#define KT_AMX_BUILD hardware
-#endif
 
 namespace kt::amx::inline KT_AMX_BUILD {
-
-#if defined(KT_AMX_MODEL)
-namespace base = kt::portable;
-#else
-namespace base = kt::avx512;
-#endif
 
 // float.cpp
 void multiply_bf16(const PackedProduct<uint16_t>& p);
@@ -41,6 +28,5 @@ void quantize_planes(const PackedShape& shape, const float* row, uint8_t* values
 
 // transposed.cpp
 void multiply_transposed_bf16(const TransposedProduct<uint16_t>& p);
-void transpose_rows_bf16(const float* in, int64_t ld, int64_t rows, int64_t cols, uint16_t* out, int64_t ld_out);
 
 }  // namespace kt::amx::inline KT_AMX_BUILD

@@ -7,7 +7,6 @@
 //
 // A row is stored as its high plane, then its low plane, half a row stride apart: the tiles see two rows.
 #include "kernels/amx/dense.h"
-#include "kernels/amx/vectors.h"
 #include "kernels/generic/quantize.h"
 
 namespace kt::amx::inline KT_AMX_BUILD {
@@ -23,23 +22,23 @@ struct PlaneRows {
       : product(p), tiles(p.rows, 2), step_bytes(p.weights.shape.padded_cols() % 64 == 0 ? 64 : 32) {}
 
   TileRun a(int64_t tile, int64_t byte) const {
-    const int64_t ld = product.a.ld / 2;
-    return {product.a.values + tiles.start(tile) * ld + byte, ld, step_bytes};
+    const int64_t ld = product.a.values.ld / 2;
+    return {product.a.values.data + tiles.start(tile) * ld + byte, ld, step_bytes};
   }
 
   template <int kTile>
   void finish(int64_t tile, int64_t block, int32_t* scratch) const {
     store_tile<kTile>(scratch, kLineBytes);
-    const auto& [rows, in, weights, c, ldc] = product;
+    const auto& [rows, in, weights, c] = product;
     const auto row_scale = load<Floats>(block_at(weights.shape, weights.data, block).row_scales);
     for (int64_t i = tiles.repeated(tile); i < tiles.height; i += 2) {
       const int64_t row = (tiles.start(tile) + i) / 2;
-      const float* scale = in.scales + row * in.ld_groups + 1;
-      const int32_t* codes_sum = in.sums + row * in.ld_groups;
+      const float* scale = in.scales.row(row) + 1;
+      const int32_t* codes_sum = in.sums.row(row);
       const Floats high = floats_of(load<Ints>(scratch + i * kBlockRows) - 128 * codes_sum[0]);
       const Floats low = floats_of(load<Ints>(scratch + (i + 1) * kBlockRows) - 128 * codes_sum[1]);
       const Floats codes = fused(high, Floats{} + 128.0f, low);
-      store(codes * broadcast(scale) * row_scale, c + row * ldc + block * kBlockRows);
+      store(codes * broadcast(scale) * row_scale, c.row(row) + block * kBlockRows);
     }
   }
 

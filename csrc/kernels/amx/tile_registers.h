@@ -8,98 +8,15 @@
 // where the operands lie in the L1 cache. Each of the four chains waits 52 cycles for its last product, less than the
 // 64 cycles of a step. (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter 20.) From the L2 cache
 // the loads of a step take 85 to 120 cycles (measured, docs/measurements.md).
-//
-// The instructions are inline assembler. GCC's intrinsics take literal tile numbers only, and do not declare that a
-// tile load reads memory: the compiler could delay plain stores to the source past the load.
-//
-// With KT_AMX_MODEL the same kernels run on a software model of the registers (tests only), on any processor.
 #pragma once
 
 #include <cstdint>
 
 #include "kernels/amx/kernels.h"
-#if defined(KT_AMX_MODEL)
-#include "tile_model.h"
-#endif
+#include "kernels/generic/prefetch.h"
 
 namespace kt::amx::inline KT_AMX_BUILD {
 namespace {
-
-#if defined(KT_AMX_MODEL)
-
-inline void load_config(const void* config) { kt_test::tile_model::load_config(config); }
-inline void release_tiles() { kt_test::tile_model::release(); }
-
-template <int kTile>
-inline void zero_tile() {
-  kt_test::tile_model::zero(kTile);
-}
-template <int kTile>
-inline void load_tile(const uint8_t* base, int64_t stride) {
-  kt_test::tile_model::load(kTile, base, stride);
-}
-template <int kTile>
-inline void store_tile(void* base, int64_t stride) {
-  kt_test::tile_model::store(kTile, base, stride);
-}
-
-struct DotBf16 {
-  template <int kC, int kA, int kB>
-  static void run() {
-    kt_test::tile_model::dot_bf16(kC, kA, kB);
-  }
-};
-struct DotS8U8 {
-  template <int kC, int kA, int kB>
-  static void run() {
-    kt_test::tile_model::dot_s8u8(kC, kA, kB);
-  }
-};
-struct DotS8S8 {
-  template <int kC, int kA, int kB>
-  static void run() {
-    kt_test::tile_model::dot_s8s8(kC, kA, kB);
-  }
-};
-
-#else
-
-inline void load_config(const void* config) { __asm__ volatile("ldtilecfg (%0)" ::"r"(config) : "memory"); }
-inline void release_tiles() { __asm__ volatile("tilerelease" ::: "memory"); }
-
-template <int kTile>
-inline void zero_tile() {
-  __asm__ volatile("tilezero %%tmm%c0" ::"i"(kTile));
-}
-template <int kTile>
-inline void load_tile(const uint8_t* base, int64_t stride) {
-  __asm__ volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(base), "r"(stride) : "memory");
-}
-template <int kTile>
-inline void store_tile(void* base, int64_t stride) {
-  __asm__ volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(kTile), "r"(base), "r"(stride) : "memory");
-}
-
-struct DotBf16 {  // bf16 pairs, float32 sums
-  template <int kC, int kA, int kB>
-  static void run() {
-    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
-  }
-};
-struct DotS8U8 {  // signed times unsigned bytes, int32 sums
-  template <int kC, int kA, int kB>
-  static void run() {
-    __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
-  }
-};
-struct DotS8S8 {  // signed bytes, int32 sums
-  template <int kC, int kA, int kB>
-  static void run() {
-    __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
-  }
-};
-
-#endif
 
 // Rows and bytes a row of each register: the operand of LDTILECFG (palette 1).
 class TileConfig {
@@ -152,23 +69,19 @@ struct TileRun {
   int64_t stride, step;
 };
 
-// How far ahead of a block's lines to prefetch.
-constexpr int64_t kBlockAhead = 2048;
+// How many lines before they are read packed lines are prefetched.
+constexpr int64_t kLinesAhead = 32;
 
-// The prefetch distance from `offset` in the lines of blocks that are read side by side. Beyond a block's end it skips
-// to the next blocks of the loop, because the bytes that follow in memory are read already.
-struct Ahead {
-  Ahead(const PackedShape& shape, int64_t blocks)
-      : lines_bytes(shape.block_bytes() - shape.line_offset()),
-        turn((blocks - 1) * shape.block_bytes() + shape.line_offset()) {}
-  int64_t at(int64_t offset) const { return kBlockAhead + (offset + kBlockAhead < lines_bytes ? 0 : turn); }
-
-  int64_t lines_bytes, turn;
-};
-
-// For `accumulate`: no prefetch.
+// For `accumulate`: no prefetch, or `lines` lines of kBlocks blocks into the L2 cache with every step.
 struct NoFetch {
   void step() {}
+};
+template <int kBlocks>
+struct FetchEachStep {
+  PrefetchCursor cursor;
+  int64_t lines = 0;
+
+  void step() { cursor.fetch<kBlocks>(lines); }
 };
 
 // C[r][b] += A[r] * B[b] over `steps` tiles of the inner index; fetch.step() with every step.

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "kernels/amx/vectors.h"
+#include "kernels/amx/kernels.h"
 
 namespace kt::amx::inline KT_AMX_BUILD {
 namespace {

@@ -10,7 +10,6 @@
 // matrix is split into pieces. An odd last block is paired with zeros.
 #include <cstring>
 
-#include "base/bf16.h"
 #include "kernels/amx/columns.h"
 #include "kernels/amx/tile_registers.h"
 #include "kernels/amx/transpose.h"
@@ -59,38 +58,19 @@ class TransposedTiles {
 
   int64_t panel_cols(int64_t col) const { return p_.cols - col < kPanelCols ? p_.cols - col : kPanelCols; }
 
-  // Prefetches the lines of a panel, a share of them with every step of the previous panel.
-  class PanelFetch {
-   public:
-    PanelFetch(const TransposedTiles& tiles, int64_t block, int64_t col, int64_t steps) : tiles_(tiles), block_(block) {
-      const int64_t per_line = tiles.shape_.columns_per_line();
-      end_ = tiles.blocks_ - block < kPanelBlocks ? tiles.blocks_ : block + kPanelBlocks;
-      line_ = (tiles.p_.first_col + col) / per_line;
-      num_lines_ = col < tiles.p_.cols ? tiles.panel_cols(col) / per_line : 0;
-      lines_a_step_ = (num_lines_ * kPanelBlocks + steps - 1) / steps;
-      start_block();
-    }
+  using Fetch = FetchEachStep<1>;
 
-    void step() {
-      for (int64_t i = 0; i < lines_a_step_ && left_ > 0; ++i) {
-        __builtin_prefetch(at_, 0, 2);
-        at_ += kLineBytes;
-        if (--left_ > 0) continue;
-        ++block_;
-        start_block();
-      }
-    }
-
-   private:
-    void start_block() {
-      left_ = block_ < end_ ? num_lines_ : 0;
-      if (left_ > 0) at_ = tiles_.block_of(block_).lines + line_ * kLineBytes;
-    }
-
-    const TransposedTiles& tiles_;
-    int64_t block_, end_, line_, num_lines_, lines_a_step_, left_ = 0;
-    const uint8_t* at_ = nullptr;
-  };
+  // The lines of the panel that begins at `block` and `col`, as far as its blocks lie in one piece, in equal shares of
+  // `steps` steps.
+  Fetch fetch_panel(int64_t block, int64_t col, int64_t steps) const {
+    const Place place = place_of(block);
+    const PackedBlocks& piece = p_.pieces[place.piece];
+    const int64_t left = piece.blocks - place.block, cols = col < p_.cols ? panel_cols(col) : 0;
+    const uint8_t* packed = piece.data + place.block * shape_.block_bytes();
+    Fetch fetch{prefetch_columns(shape_, packed, left < kPanelBlocks ? left : kPanelBlocks, p_.first_col + col, cols)};
+    fetch.lines = (cols / shape_.columns_per_line() * kPanelBlocks + steps - 1) / steps;
+    return fetch;
+  }
 
   // Token tiles [first, end).
   void run_columns(int64_t first, int64_t end, int64_t col) {
@@ -105,7 +85,7 @@ class TransposedTiles {
       }
       const bool more = block + kPanelBlocks < blocks_;
       const int64_t steps = (count + 1) / 2 * (cols / 32) * ((end - first + 1) / 2);
-      PanelFetch fetch(*this, more ? block + kPanelBlocks : 0, more ? col : col + kPanelCols, steps);
+      Fetch fetch = fetch_panel(more ? block + kPanelBlocks : 0, more ? col : col + kPanelCols, steps);
       for (int64_t tile = first; tile < end; tile += 2) {
         for (int64_t k = 0; k < cols; k += 32) {
           if (tile + 1 < end) {
@@ -119,10 +99,17 @@ class TransposedTiles {
     for (int64_t tile = first; tile < end; ++tile) write(tile, col, cols, sums[tile - first]);
   }
 
-  Block block_of(int64_t block) const {
+  struct Place {
+    int64_t piece, block;
+  };
+  Place place_of(int64_t block) const {
     int64_t piece = 0;
     for (; block >= p_.pieces[piece].blocks; ++piece) block -= p_.pieces[piece].blocks;
-    return block_at(shape_, p_.pieces[piece].data, block);
+    return {piece, block};
+  }
+  Block block_of(int64_t block) const {
+    const Place place = place_of(block);
+    return block_at(shape_, p_.pieces[place.piece].data, place.block);
   }
 
   // kDecodedCols columns of blocks `block` and the next one, which exists if `both`.
@@ -149,7 +136,7 @@ class TransposedTiles {
   // 32 columns from k on with kB tiles of tokens.
   template <int kB>
   void add_panel(const Panel& panel, int64_t block, int64_t count, int64_t tile, int64_t k,
-                 float (*sums)[kPanelCols / 16][16 * 16], PanelFetch& fetch) const {
+                 float (*sums)[kPanelCols / 16][16 * 16], Fetch& fetch) const {
     const int64_t stride = p_.ld * kPairBytes;
     const auto* in = reinterpret_cast<const uint8_t*>(p_.in) + block * kBlockRows / 2 * stride;
     TileRun a[2], b[kB];
@@ -182,7 +169,7 @@ class TransposedTiles {
   void read(int64_t tile, int64_t col, int64_t cols, float (&sums)[kPanelCols / 16][16 * 16]) const {
     for (int64_t k = 0; k < cols; ++k) {
       for (int64_t i = 0; i < tokens_.height; ++i)
-        sums[k / 16][k % 16 * 16 + i] = p_.out[(tokens_.start(tile) + i) * p_.ldo + col + k];
+        sums[k / 16][k % 16 * 16 + i] = p_.out.row(tokens_.start(tile) + i)[col + k];
     }
   }
 
@@ -192,7 +179,7 @@ class TransposedTiles {
       square.read(sums[k / 16]);
       square.transpose();
       for (int64_t i = tokens_.repeated(tile); i < tokens_.height; ++i)
-        square.give(i, p_.accumulate, p_.out + (tokens_.start(tile) + i) * p_.ldo + col + k);
+        square.give(i, p_.accumulate, p_.out.row(tokens_.start(tile) + i) + col + k);
     }
   }
 
@@ -207,20 +194,5 @@ class TransposedTiles {
 void multiply_transposed_bf16(const TransposedProduct<uint16_t>& p) {
   if (p.rows > 0 && p.num_pieces > 0) TransposedTiles(p).run();
 }
-
-#if defined(KT_AMX_MODEL)
-void transpose_rows_bf16(const float* in, int64_t ld, int64_t rows, int64_t cols, uint16_t* out, int64_t ld_out) {
-  const int64_t padded_rows = round_up(rows, kTokenUnit), padded_cols = round_up(cols, kBlockRows);
-  for (int64_t n = 0; n < padded_cols; ++n) {
-    for (int64_t m = 0; m < padded_rows; ++m) {
-      out[(n / 2 * ld_out + m) * 2 + n % 2] = n < cols && m < rows ? float_to_bf16(in[m * ld + n]) : uint16_t{0};
-    }
-  }
-}
-#else
-void transpose_rows_bf16(const float* in, int64_t ld, int64_t rows, int64_t cols, uint16_t* out, int64_t ld_out) {
-  base::transpose_rows_bf16(in, ld, rows, cols, out, ld_out);
-}
-#endif
 
 }  // namespace kt::amx::inline KT_AMX_BUILD

@@ -10,7 +10,7 @@ namespace kt {
 namespace {
 
 // tiles.h, transpose_rows.
-inline void transpose_floats(const float* in, int64_t ld, int64_t rows, int64_t cols, float* out, int64_t ld_out) {
+inline void transpose_floats(Rows<const float> in, int64_t rows, int64_t cols, float* out, int64_t ld) {
   for (int64_t m = 0; m < rows; m += 8) {
     const int64_t real = rows - m < 8 ? rows - m : 8;
     for (int64_t n = 0; n < round_up(cols, kBlockRows); n += 8) {
@@ -18,11 +18,11 @@ inline void transpose_floats(const float* in, int64_t ld, int64_t rows, int64_t 
       __m256 block[8];
       for (int64_t i = 0; i < 8; ++i) {
         block[i] = i >= real || valid == 0 ? Vec8::zero()
-                   : valid == 8            ? Vec8::load(in + (m + i) * ld + n)
-                                           : Vec8::load_partial(in + (m + i) * ld + n, valid);
+                   : valid == 8            ? Vec8::load(in.row(m + i) + n)
+                                           : Vec8::load_partial(in.row(m + i) + n, valid);
       }
       Vec8::transpose(block);
-      for (int64_t i = 0; i < 8; ++i) Vec8::store(out + (n + i) * ld_out + m, block[i]);
+      for (int64_t i = 0; i < 8; ++i) Vec8::store(out + (n + i) * ld + m, block[i]);
     }
   }
 }

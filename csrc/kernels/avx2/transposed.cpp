@@ -15,8 +15,8 @@ struct FloatOp {
   using V = Vec8;
   static constexpr int kTileRows = 6;
   static constexpr int64_t kUnits = kBlockRows;
-  static void unpack(const Parts& parts, const uint8_t* block, int64_t first_col, int64_t cols, float* panel) {
-    unpack_rows<Vec8>(parts, block, first_col, cols, panel, kPanelCols);
+  static void unpack(const Parts& parts, const uint8_t* block, ColumnRange columns, float* panel) {
+    unpack_rows<Vec8>(parts, block, columns, {panel, kPanelCols});
   }
 };
 
@@ -24,8 +24,8 @@ struct FloatOp {
 
 void multiply_transposed(const TransposedProduct<float>& p) { TransposedLoop<FloatOp>(p).run(); }
 
-void transpose_rows(const float* in, int64_t ld, int64_t rows, int64_t cols, float* out, int64_t ld_out) {
-  transpose_floats(in, ld, rows, cols, out, ld_out);
+void transpose_rows(Rows<const float> in, int64_t rows, int64_t cols, float* out, int64_t ld) {
+  transpose_floats(in, rows, cols, out, ld);
 }
 
 }  // namespace kt::avx2

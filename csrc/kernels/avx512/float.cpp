@@ -3,46 +3,21 @@
 //
 // Register tile 12 x 32: 24 accumulators, two vectors of weights, one activation; 6 x 64 and flatter for few rows of
 // bf16. Per pair of columns 24 vdpbf16ps, 12 broadcasts, 2 loads: one vdpbf16ps a cycle. Layout: kernels/layout.h.
-#include <immintrin.h>
-
-#include <array>
-
 #include "kernels/avx512/kernels.h"
+#include "kernels/avx512/vector.h"
 #include "kernels/generic/float_products.h"
+#include "kernels/generic/fp8_bytes.h"
 
 namespace kt {
 namespace {
 
-struct Vec16 {
+struct FloatTile : Vec16 {
   using Element = float;
-  using Reg = __m512;
-  using Int = int32_t __attribute__((vector_size(64)));
-  using Short = int16_t __attribute__((vector_size(64)));
-  using Unpacked = FloatLines<Vec16>;
-  static constexpr int kDepth = 1, kLanes = 16, kTileRows = 12, kFewRows = 6, kDecodeRows = 6;
-  static constexpr int kSums = 24, kDecodeSums = 12;
+  using Unpacked = FloatLines<FloatTile>;
+  static constexpr int kDepth = 1, kTileRows = 12, kFewRows = 6, kDecodeRows = 6, kSums = 24, kDecodeSums = 12;
   static constexpr int64_t kPanelBlocks = 2, kPanelColumns = 128, kAheadBytes = 4096;
 
-  static constexpr __mmask16 kAll = 0xffff;  // GCC 12 warns of an uninitialized value in the unmasked conversions
-
-  static Reg zero() { return _mm512_setzero_ps(); }
-  static Reg set(float value) { return _mm512_set1_ps(value); }
-  static Reg load(const float* from) { return _mm512_loadu_ps(from); }
-  static void store(float* to, Reg value) { _mm512_storeu_ps(to, value); }
-  static Reg broadcast(const float* from) { return _mm512_set1_ps(*from); }
-  static Reg fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
   static Reg dot(Reg a, Reg b, Reg sum) { return fma(a, b, sum); }
-  static Reg halves(const uint16_t* from) {
-    return _mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-  }
-  static Reg bytes(const uint8_t* from) {
-    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-    return _mm512_maskz_cvtepi32_ps(kAll, _mm512_maskz_cvtepu8_epi32(kAll, codes));
-  }
-  static Int high_bytes(const uint8_t* from, int half) {
-    const __m512i codes = _mm512_loadu_si512(from), none = _mm512_setzero_si512();
-    return (Int)(half ? _mm512_unpackhi_epi8(none, codes) : _mm512_unpacklo_epi8(none, codes));
-  }
 };
 
 // Lines unchanged: 16 rows x a pair of bf16.
@@ -54,9 +29,9 @@ struct PairLines {
   static __m512bh weights(const uint8_t* line, int, int, Group) { return (__m512bh)_mm512_loadu_si512(line); }
 };
 
-struct Dot16 : Vec16 {
+struct PairTile : Vec16 {
   using Element = uint16_t;
-  using Unpacked = PairLines<Dot16>;
+  using Unpacked = PairLines<PairTile>;
   static constexpr int kDepth = 2, kTileRows = 12, kFewRows = 12, kDecodeRows = 12, kSums = 24, kDecodeSums = 16;
   static constexpr int64_t kPanelBlocks = 2, kPanelColumns = 256, kAheadBytes = 4096;
 
@@ -68,26 +43,8 @@ struct Dot16 : Vec16 {
   static Reg dot(__m512bh a, __m512bh b, Reg sum) { return _mm512_dpbf16_ps(sum, a, b); }
 };
 
-// The bytes of the bf16 that equals an fp8 code without its sign. Looked up, because a subnormal code must become a
-// normal bf16: vdpbf16ps takes bf16 subnormals for zero.
-constexpr uint16_t bf16_of_fp8(int code) {
-  const int exponent = code >> 3, mantissa = code & 7;
-  if (code == 0x7f) return 0x7fc0;
-  if (exponent) return static_cast<uint16_t>((exponent + 120) << 7 | mantissa << 4);
-  if (mantissa == 0) return 0;
-  const int top = mantissa >= 4 ? 2 : mantissa >= 2 ? 1 : 0;  // the value is mantissa * 2^-9
-  return static_cast<uint16_t>((127 + top - 9) << 7 | (mantissa << (7 - top) & 0x7f));
-}
-constexpr std::array<uint8_t, 128> bf16_bytes(int shift) {
-  std::array<uint8_t, 128> bytes{};
-  for (int code = 0; code < 128; ++code)
-    bytes[static_cast<size_t>(code)] = static_cast<uint8_t>(bf16_of_fp8(code) >> shift);
-  return bytes;
-}
-alignas(64) constexpr std::array<uint8_t, 128> kLowBytes = bf16_bytes(0), kHighBytes = bf16_bytes(8);
-
-inline __m512i look_up(__m512i codes, const std::array<uint8_t, 128>& table) {
-  return _mm512_permutex2var_epi8(_mm512_load_si512(table.data()), codes, _mm512_load_si512(table.data() + 64));
+inline __m512i look_up(__m512i codes, const uint8_t* table) {
+  return _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
 }
 
 // Two bf16 lines from an fp8 line: interleaving the low bytes with the high ones puts them in order.
@@ -98,20 +55,20 @@ struct Fp8PairLines {
   static Group group(const Parts&, const uint8_t*, int64_t, int) { return {}; }
   static __m512bh weights(const uint8_t* line, int step, int, Group) {
     constexpr int kSignOrValue = 0xea;  // (a & b) | c
-    const __m512i codes = _mm512_loadu_si512(line), low = look_up(codes, kLowBytes);
+    const __m512i codes = _mm512_loadu_si512(line), low = look_up(codes, kFp8Bytes.low);
     const __m512i high = _mm512_ternarylogic_epi32(codes, _mm512_set1_epi8(static_cast<char>(0x80)),
-                                                   look_up(codes, kHighBytes), kSignOrValue);
+                                                   look_up(codes, kFp8Bytes.high), kSignOrValue);
     return (__m512bh)(step == 0 ? _mm512_unpacklo_epi8(low, high) : _mm512_unpackhi_epi8(low, high));
   }
 };
 
 }  // namespace
 
-void avx512::multiply(const PackedProduct<float>& p) { multiply_any<Vec16>(p); }
+void avx512::multiply(const PackedProduct<float>& p) { multiply_any<FloatTile>(p); }
 
 void avx512::multiply_bf16(const PackedProduct<uint16_t>& p) {
-  if (p.weights.shape.format.encoding == Encoding::kBf16) return multiply_source<Dot16, PairLines<Dot16>>(p);
-  multiply_source<Dot16, Fp8PairLines<Dot16>>(p);
+  if (p.weights.shape.format.encoding == Encoding::kBf16) return multiply_source<PairTile, PairLines<PairTile>>(p);
+  multiply_source<PairTile, Fp8PairLines<PairTile>>(p);
 }
 
 }  // namespace kt

@@ -16,9 +16,9 @@ void quantize(const PackedShape& shape, const float* row, uint8_t* values, float
 
 // transposed.cpp
 void multiply_transposed(const TransposedProduct<float>& p);
-void transpose_rows(const float* in, int64_t ld, int64_t rows, int64_t cols, float* out, int64_t ld_out);
+void transpose_rows(Rows<const float> in, int64_t rows, int64_t cols, float* out, int64_t ld);
 void multiply_transposed_bf16(const TransposedProduct<uint16_t>& p);
-void transpose_rows_bf16(const float* in, int64_t ld, int64_t rows, int64_t cols, uint16_t* out, int64_t ld_out);
+void transpose_rows_bf16(Rows<const float> in, int64_t rows, int64_t cols, uint16_t* out, int64_t ld);
 
 // rows.cpp
 void product(const PlainProduct& p);

@@ -19,27 +19,28 @@ struct FloatOp {
   using V = Vec16;
   static constexpr int kTileRows = 12;
   static constexpr int64_t kUnits = kBlockRows;
-  static void unpack(const Parts& parts, const uint8_t* block, int64_t first_col, int64_t cols, float* panel) {
-    unpack_rows<Vec8>(parts, block, first_col, cols, panel, kPanelCols);
+  static void unpack(const Parts& parts, const uint8_t* block, ColumnRange columns, float* panel) {
+    unpack_rows<Vec8>(parts, block, columns, {panel, kPanelCols});
   }
 };
 
-struct Dot16 : Vec16 {
+// Lanes are pairs of bf16, sums are floats.
+struct PairVec16 : Vec16 {
   static Reg fma(Reg a, Reg b, Reg c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 };
 
 struct Bf16Op {
   using In = uint16_t;
-  using V = Dot16;
+  using V = PairVec16;
   static constexpr int kTileRows = 12;
   static constexpr int64_t kUnits = kBlockRows / 2;
 
-  static void unpack(const Parts& parts, const uint8_t* block, int64_t first_col, int64_t cols, float* panel) {
+  static void unpack(const Parts& parts, const uint8_t* block, ColumnRange columns, float* panel) {
     if (parts.encoding == Encoding::kBf16) {
-      const uint8_t* lines = block + parts.lines + first_col / 2 * kLineBytes;
-      for (int64_t c = 0; c < cols; c += 16) unpack_lines(lines + c / 2 * kLineBytes, panel + c);
+      const uint8_t* lines = block + parts.lines + columns.first / 2 * kLineBytes;
+      for (int64_t c = 0; c < columns.count; c += 16) unpack_lines(lines + c / 2 * kLineBytes, panel + c);
     } else {
-      unpack_scaled(parts, block, first_col, cols, panel);
+      unpack_scaled(parts, block, columns, panel);
     }
   }
 
@@ -79,11 +80,11 @@ struct Bf16Op {
     }
   }
 
-  static void unpack_scaled(const Parts& parts, const uint8_t* block, int64_t first_col, int64_t cols, float* panel) {
+  static void unpack_scaled(const Parts& parts, const uint8_t* block, ColumnRange columns, float* panel) {
     alignas(64) float rows[kBlockRows * kPanelCols];
-    unpack_rows<Vec8>(parts, block, first_col, cols, rows, kPanelCols);
+    unpack_rows<Vec8>(parts, block, columns, {rows, kPanelCols});
     for (int64_t n = 0; n < kBlockRows; n += 2) {
-      for (int64_t c = 0; c < cols; c += 16) {
+      for (int64_t c = 0; c < columns.count; c += 16) {
         const float* from = rows + n * kPanelCols + c;
         const __m512i even = widened(Vec16::load(from)), odd = widened(Vec16::load(from + kPanelCols));
         Vec16::store(panel + n / 2 * kPanelCols + c,
@@ -109,19 +110,18 @@ __m256 load_pairs(const float* from, int64_t valid) {
 void multiply_transposed(const TransposedProduct<float>& p) { TransposedLoop<FloatOp>(p).run(); }
 void multiply_transposed_bf16(const TransposedProduct<uint16_t>& p) { TransposedLoop<Bf16Op>(p).run(); }
 
-void transpose_rows(const float* in, int64_t ld, int64_t rows, int64_t cols, float* out, int64_t ld_out) {
-  transpose_floats(in, ld, rows, cols, out, ld_out);
+void transpose_rows(Rows<const float> in, int64_t rows, int64_t cols, float* out, int64_t ld) {
+  transpose_floats(in, rows, cols, out, ld);
 }
 
-void transpose_rows_bf16(const float* in, int64_t ld, int64_t rows, int64_t cols, uint16_t* out, int64_t ld_out) {
+void transpose_rows_bf16(Rows<const float> in, int64_t rows, int64_t cols, uint16_t* out, int64_t ld) {
   auto* pairs = reinterpret_cast<float*>(out);
   for (int64_t m = 0; m < rows; m += 8) {
     for (int64_t n = 0; n < cols; n += 16) {
       __m256 block[8];
-      for (int64_t i = 0; i < 8; ++i)
-        block[i] = m + i < rows ? load_pairs(in + (m + i) * ld + n, cols - n) : Vec8::zero();
+      for (int64_t i = 0; i < 8; ++i) block[i] = m + i < rows ? load_pairs(in.row(m + i) + n, cols - n) : Vec8::zero();
       Vec8::transpose(block);
-      for (int64_t i = 0; i < 8; ++i) Vec8::store(pairs + (n / 2 + i) * ld_out + m, block[i]);
+      for (int64_t i = 0; i < 8; ++i) Vec8::store(pairs + (n / 2 + i) * ld + m, block[i]);
     }
   }
 }

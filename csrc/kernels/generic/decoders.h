@@ -1,5 +1,5 @@
 // Lines of packed weights as an ISA's vectors, in registers: one struct an encoding, for any vector of floats `V`
-// (float_products.h defines V). A source S<V> has
+// (float_products.h says what V has). A source S<V> has
 //
 //   kColumns       columns of a 64-byte line
 //   kUnitLines     lines that a tile's inner loop takes at once

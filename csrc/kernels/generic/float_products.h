@@ -9,16 +9,13 @@
 // Many rows: a panel (some blocks x some columns) is unpacked to the stack once, then a register tile iterates over all
 // rows; partial sums lie in c between panels. Meanwhile the packed bytes of the next panel are prefetched.
 //
-// V is an ISA's vector of floats:
+// V is an ISA's vector of floats (portable/vector.h) and in addition
 //   Element, kDepth      type of the activations, columns per dot (1, or 2: a pair of bf16)
-//   Reg, Int, Short      vectors of float, int32_t, int16_t (compiler vectors); kLanes floats, a divisor of 16
 //   Unpacked             the source (decoders.h) of an unpacked panel
 //   kTileRows, kSums     rows of a register tile at most, accumulators at most (kDecodeSums: while decoding)
 //   kFewRows, kDecodeRows        rows up to which weights are decoded in registers: bf16, others
 //   kPanelBlocks, kPanelColumns  of an unpacked panel; kAheadBytes: how far few rows prefetch
-//   zero, set, load, store, fma(a, b, c) = a * b + c; broadcast(a), dot(broadcast, weights, sum)
-//   halves, bytes        kLanes float16 or uint8 as floats
-//   high_bytes(from, h)  of each 16 bytes the lower (h = 0) or upper 8, each the high byte of 16 bits
+//   broadcast(a), dot(broadcast, weights, sum)
 //
 // Include only in a kernel's own translation unit, with V in an unnamed namespace: then nothing compiled with that
 // unit's flags can be linked into others.
@@ -30,6 +27,7 @@
 #include <utility>
 
 #include "kernels/generic/decoders.h"
+#include "kernels/generic/prefetch.h"
 #include "kernels/layout.h"
 #include "kernels/tiles.h"
 
@@ -43,25 +41,6 @@ struct Job {
 
   const PackedProduct<typename V::Element>& p;
   const Parts parts;
-};
-
-// Prefetch of lines that will be read later, `stride` apart in the blocks of a tile; one line of each block per step.
-struct Prefetch {
-  const uint8_t* at = nullptr;
-  int64_t stride = 0;
-  int64_t lines = 0;       // still to be prefetched in each block
-  int64_t until_turn = 0;  // of these, before the end of the blocks
-  int64_t turn = 0;        // bytes from there to the blocks of the next tile
-
-  template <int kBlocks>
-  void step() {
-    if (lines == 0) return;
-    --lines;
-#pragma GCC unroll 16
-    for (int b = 0; b < kBlocks; ++b) __builtin_prefetch(at + b * stride, 0, 2);
-    at += kLineBytes;
-    if (--until_turn == 0) at += turn;
-  }
 };
 
 // Columns [first_col, end_col) of some blocks for some rows. first_col is a multiple of the format's group.
@@ -84,9 +63,9 @@ template <class V, int kRows, int kVectors>
 __attribute__((noinline)) void finish(const Job<V>& job, const Part& part, int64_t g, bool last,
                                       const typename V::Reg (&sums)[kRows][kVectors]) {
   constexpr int kPerBlock = 16 / V::kLanes;
-  const int64_t ldc = job.p.ldc;
+  const int64_t ldc = job.p.c.ld;
   const uint8_t* block = job.block(part.block);
-  float* c = job.p.c + part.row * ldc + part.block * kBlockRows;
+  float* c = job.p.c.row(part.row) + part.block * kBlockRows;
   const bool grouped = job.parts.group != 0, row_scaled = last && job.parts.row_scaled;
   for (int v = 0; v < kVectors; ++v, c += V::kLanes) {
     if (v > 0 && v % kPerBlock == 0) block += job.parts.block_bytes;
@@ -113,9 +92,9 @@ template <class V, int kRows>
 struct RowPointers {
   static constexpr int kBases = (kRows + 2) / 3;
 
-  RowPointers(const typename V::Element* a, int64_t lda) : ld(lda * static_cast<int64_t>(sizeof *a)) {
+  explicit RowPointers(Rows<const typename V::Element> a) : ld(a.ld * static_cast<int64_t>(sizeof *a.data)) {
     for (int i = 0; i < kBases; ++i) {
-      base[i] = reinterpret_cast<const char*>(a + 3 * i * lda);
+      base[i] = reinterpret_cast<const char*>(a.row(3 * i));
       hide(base[i]);
     }
   }
@@ -179,23 +158,23 @@ inline void unit(const RowPointers<V, kRows>& a, const uint8_t* lines, int64_t s
 }
 
 template <class V, class Source, int kRows, int kBlocks>
-__attribute__((noinline)) void tile(const Job<V>& job, const Part& part, Prefetch& prefetch) {
+__attribute__((noinline)) void tile(const Job<V>& job, const Part& part, PrefetchCursor& prefetch) {
   constexpr int kPerBlock = 16 / V::kLanes, kVectors = kBlocks * kPerBlock;
   constexpr int64_t kUnitColumns = Source::kColumns * Source::kUnitLines;
   const int64_t group_cols = job.parts.group, stride = part.stride, end_col = part.end_col;
-  RowPointers<V, kRows> a(job.p.a + part.row * job.p.lda + part.first_col, job.p.lda);
+  RowPointers<V, kRows> a(job.p.a.from(part.row, part.first_col));
   const uint8_t* lines = part.lines;
-  Prefetch ahead = prefetch;
+  PrefetchCursor ahead = prefetch;
   int64_t g = group_cols ? part.first_col / group_cols : 0;
   for (int64_t col = part.first_col; col < end_col; ++g) {
     const int64_t end = group_cols ? std::min(col + group_cols, end_col) : end_col;
-    const float* c = job.p.c + part.row * job.p.ldc + part.block * kBlockRows;
+    const float* c = job.p.c.row(part.row) + part.block * kBlockRows;
     const bool resume = !group_cols && col > 0;
     typename V::Reg sum[kRows][kVectors];
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) sum[m][v] = resume ? V::load(c + m * job.p.ldc + v * V::kLanes) : V::zero();
+      for (int v = 0; v < kVectors; ++v) sum[m][v] = resume ? V::load(c + m * job.p.c.ld + v * V::kLanes) : V::zero();
     }
     typename Source::Group group[kVectors];
 #pragma GCC unroll 16
@@ -205,7 +184,7 @@ __attribute__((noinline)) void tile(const Job<V>& job, const Part& part, Prefetc
       unit<V, Source, kRows, kBlocks>(a, lines, stride, group, sum);
       a.advance(kUnitColumns);
       lines += Source::kUnitLines * kLineBytes;
-      ahead.step<kBlocks>();
+      ahead.fetch<kBlocks>();
     }
     typename V::Reg sums[kRows][kVectors];  // a copy: the accumulators must not have an address
 #pragma GCC unroll 16
@@ -226,7 +205,7 @@ constexpr int tile_blocks() {
 
 // Blocks [part.block, end_block) of an unpacked panel for kRows rows.
 template <class V, int kRows>
-void panel_tiles(const Job<V>& job, Part part, int64_t end_block, Prefetch& prefetch) {
+void panel_tiles(const Job<V>& job, Part part, int64_t end_block, PrefetchCursor& prefetch) {
   using Source = typename V::Unpacked;
   constexpr int kBlocks = std::min<int>(tile_blocks<V, Source, kRows>(), V::kPanelBlocks);
   for (; part.block + kBlocks <= end_block; part.block += kBlocks, part.lines += kBlocks * part.stride)
@@ -240,12 +219,11 @@ void panel_tiles(const Job<V>& job, Part part, int64_t end_block, Prefetch& pref
 // All columns of packed blocks for kRows rows: prefetches ahead, and on into the blocks of the next tile.
 template <class V, class Source, int kRows, int kBlocks>
 void stream_blocks(const Job<V>& job, Part& part) {
-  const int64_t lines = job.parts.cols / Source::kColumns;
-  const int64_t ahead = std::min(V::kAheadBytes / kBlocks / kLineBytes, lines - 1);
+  constexpr int64_t kAhead = V::kAheadBytes / kBlocks / kLineBytes;
   for (; part.block + kBlocks <= job.p.weights.blocks; part.block += kBlocks, part.lines += kBlocks * part.stride) {
+    PrefetchCursor prefetch = prefetch_ahead(job.p.weights.shape, part.lines, kBlocks, kAhead, 0);
     const bool more = part.block + 2 * kBlocks <= job.p.weights.blocks;
-    Prefetch prefetch{part.lines + ahead * kLineBytes, part.stride, more ? lines : lines - ahead, lines - ahead,
-                      (kBlocks - 1) * part.stride};
+    if (!more) prefetch.left = prefetch.until_turn;
     tile<V, Source, kRows, kBlocks>(job, part, prefetch);
   }
 }
@@ -268,10 +246,10 @@ template <class V>
 constexpr int kLeastRows = std::max(1, V::kTileRows / 2);
 
 template <class V, int... kMore>
-void panel_rows(int64_t rows, const Job<V>& job, const Part& part, int64_t end_block, Prefetch& prefetch,
+void panel_rows(int64_t rows, const Job<V>& job, const Part& part, int64_t end_block, PrefetchCursor& prefetch,
                 std::integer_sequence<int, kMore...>) {
   static constexpr void (*kTiles[])(const Job<V>&, Part, int64_t,
-                                    Prefetch&) = {panel_tiles<V, kLeastRows<V> + kMore>...};
+                                    PrefetchCursor&) = {panel_tiles<V, kLeastRows<V> + kMore>...};
   kTiles[rows - kLeastRows<V>](job, part, end_block, prefetch);
 }
 
@@ -336,11 +314,12 @@ void multiply_many(const Job<V>& job) {
           unpack<V, Source>(parts, job.block(b), first, end, panel + (b - block) * stride);
       }
       // The next panel reads the following columns of these blocks, or the beginning of the following blocks.
-      Prefetch prefetch{lines + (end - first) / Source::kColumns * kLineBytes, parts.block_bytes,
-                        std::min(width, parts.cols - end) / Source::kColumns, 0, 0};
+      PrefetchCursor prefetch{.at = lines + (end - first) / Source::kColumns * kLineBytes,
+                              .stride = parts.block_bytes,
+                              .left = std::min(width, parts.cols - end) / Source::kColumns};
       if (end == parts.cols && end_block < blocks) {
         prefetch.at = job.block(end_block);
-        prefetch.lines = parts.lines / kLineBytes + std::min(width, parts.cols) / Source::kColumns;
+        prefetch.left = parts.lines / kLineBytes + std::min(width, parts.cols) / Source::kColumns;
       }
       Part part{0, block, first, end, kInPlace ? lines : panel, stride};
       share_rows(job.p.rows, V::kTileRows, [&](int64_t row, int64_t count) {

@@ -108,10 +108,10 @@ inline TileFunction tile_function(int64_t rows, int blocks) {
 }
 
 inline void run_tile(const IntegerProduct& p, int64_t row, int64_t block, TileFunction tile, IntegerTile& t) {
-  t.a = p.a.values + row * p.a.ld;
-  t.a_scales = p.a.scales + row * p.a.ld_groups;
-  t.a_sums = p.a.sums + row * p.a.ld_groups;
-  t.c = p.c + row * p.ldc + block * kBlockRows;
+  t.a = p.a.values.row(row);
+  t.a_scales = p.a.scales.row(row);
+  t.a_sums = p.a.sums.row(row);
+  t.c = p.c.row(row) + block * kBlockRows;
   tile(t);
 }
 
@@ -142,9 +142,9 @@ inline void multiply_encoded(const IntegerProduct& p) {
   const PackedShape& shape = p.weights.shape;
   IntegerTile t{};
   t.shape = shape;
-  t.lda = p.a.ld;
-  t.ld_groups = p.a.ld_groups;
-  t.ldc = p.ldc;
+  t.lda = p.a.values.ld;
+  t.ld_groups = p.a.scales.ld;
+  t.ldc = p.c.ld;
   t.block_end = shape.block_bytes() - shape.line_offset();
   const bool few = p.rows <= Isa::kFewRows;
   const int at_once = few ? Isa::few_blocks(static_cast<int>(p.rows)) : Isa::kMaxBlocks;

@@ -18,18 +18,18 @@ inline void plain_tile(const PlainProduct& p, int64_t row, int64_t col, int vali
   using Reg = typename V::Reg;
   const auto load = [valid](const float* from) { return kPartial ? V::load_partial(from, valid) : V::load(from); };
   Reg sum[kRows][kVectors];
-  float* c = p.c + row * p.ldc + col;
+  float* c = p.c.row(row) + col;
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) sum[m][v] = p.accumulate ? load(c + m * p.ldc + v * V::kLanes) : V::zero();
+    for (int v = 0; v < kVectors; ++v) sum[m][v] = p.accumulate ? load(c + m * p.c.ld + v * V::kLanes) : V::zero();
   }
   const float* a = p.a + row * p.a_row;
-  const float* b = p.b + col;
+  const float* b = p.b.data + col;
   for (int64_t i = 0; i < p.inner; ++i) {
     Reg w[kVectors];
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) w[v] = load(b + i * p.ldb + v * V::kLanes);
+    for (int v = 0; v < kVectors; ++v) w[v] = load(b + i * p.b.ld + v * V::kLanes);
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
       const Reg x = V::broadcast(a + m * p.a_row + i * p.a_col);
@@ -42,9 +42,9 @@ inline void plain_tile(const PlainProduct& p, int64_t row, int64_t col, int vali
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
       if (kPartial) {
-        V::store_partial(c + m * p.ldc + v * V::kLanes, sum[m][v], valid);
+        V::store_partial(c + m * p.c.ld + v * V::kLanes, sum[m][v], valid);
       } else {
-        V::store(c + m * p.ldc + v * V::kLanes, sum[m][v]);
+        V::store(c + m * p.c.ld + v * V::kLanes, sum[m][v]);
       }
     }
   }

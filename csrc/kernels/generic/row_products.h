@@ -17,12 +17,12 @@ namespace {
 
 template <class V, bool kWide>
 inline typename V::Reg load_b(const RowProduct& p, int64_t at) {
-  return kWide ? V::load(p.b + at) : V::widen(p.b_bf16 + at);
+  return kWide ? V::load(p.b.data + at) : V::widen(p.b_bf16.data + at);
 }
 
 template <class V, bool kWide>
 inline typename V::Reg load_b_partial(const RowProduct& p, int64_t at, int count) {
-  return kWide ? V::load_partial(p.b + at, count) : V::widen_partial(p.b_bf16 + at, count);
+  return kWide ? V::load_partial(p.b.data + at, count) : V::widen_partial(p.b_bf16.data + at, count);
 }
 
 template <class V, bool kWide, int kRows, int kCols>
@@ -34,14 +34,15 @@ void row_tile(const RowProduct& p, int64_t row, int64_t col) {
 #pragma GCC unroll 8
     for (int n = 0; n < kCols; ++n) sum[m][n] = V::zero();
   }
-  const float* a = p.a + row * p.lda;
+  const float* a = p.a.row(row);
+  const int64_t ldb = kWide ? p.b.ld : p.b_bf16.ld;
   const auto step = [&](auto load_a, auto load_b) {
     Reg x[kRows];
 #pragma GCC unroll 8
-    for (int m = 0; m < kRows; ++m) x[m] = load_a(a + m * p.lda);
+    for (int m = 0; m < kRows; ++m) x[m] = load_a(a + m * p.a.ld);
 #pragma GCC unroll 8
     for (int n = 0; n < kCols; ++n) {
-      const Reg y = load_b((col + n) * p.ldb);
+      const Reg y = load_b((col + n) * ldb);
 #pragma GCC unroll 8
       for (int m = 0; m < kRows; ++m) sum[m][n] = V::fma(x[m], y, sum[m][n]);
     }
@@ -59,7 +60,7 @@ void row_tile(const RowProduct& p, int64_t row, int64_t col) {
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 8
-    for (int n = 0; n < kCols; ++n) p.c[(row + m) * p.ldc + col + n] = p.factor * V::sum(sum[m][n]);
+    for (int n = 0; n < kCols; ++n) p.c.row(row + m)[col + n] = p.factor * V::sum(sum[m][n]);
   }
 }
 
@@ -77,7 +78,7 @@ void row_tile_rows(const RowProduct& p, int64_t row) {
 
 template <class V, int kRows, int kCols>
 void multiply_rows(const RowProduct& p) {
-  if (p.b_bf16) {
+  if (p.b_bf16.data) {
     row_tile_rows<V, false, kRows, kCols>(p, 0);
   } else {
     row_tile_rows<V, true, kRows, kCols>(p, 0);

@@ -13,12 +13,13 @@
 //   kUnits       4-byte units of a block in n: 16 floats or 8 pairs of bf16
 //   V            portable/vector.h (Reg, kLanes, load, store, broadcast, fma)
 //   kTileRows    of a tile two vectors wide; tiles of up to half as many are four wide
-//   unpack(parts, block, first_col, cols, panel): panel[unit * kPanelCols + k], unit < kUnits
+//   unpack(parts, block, columns, panel): panel[unit * kPanelCols + k], unit < kUnits
 #pragma once
 
 #include <cstdint>
 
 #include "kernels/generic/decoders.h"
+#include "kernels/generic/prefetch.h"
 #include "kernels/tiles.h"
 
 namespace kt {
@@ -52,32 +53,6 @@ void transposed_tile(const float* panel, int64_t units, const float* in, int64_t
     for (int v = 0; v < kVectors; ++v) V::store(sums + m * kPanelCols + v * V::kLanes, sum[m][v]);
   }
 }
-
-// The packed lines of a chunk, to be prefetched a few at a time.
-class Ahead {
- public:
-  Ahead(const PackedBlocks& piece, int64_t block, int64_t blocks, int64_t first_col, int64_t cols)
-      : block_bytes_(piece.shape.block_bytes()),
-        lines_(cols / piece.shape.columns_per_line()),
-        left_(blocks * lines_),
-        at_(piece.data + block * block_bytes_ + piece.shape.line_offset() +
-            first_col / piece.shape.columns_per_line() * kLineBytes) {}
-
-  int64_t left() const { return left_; }
-  void fetch(int64_t count) {
-    for (; count > 0 && left_ > 0; --count, --left_) {
-      __builtin_prefetch(at_ + line_ * kLineBytes, 0, 2);
-      if (++line_ == lines_) {
-        line_ = 0;
-        at_ += block_bytes_;
-      }
-    }
-  }
-
- private:
-  int64_t block_bytes_, lines_, left_, line_ = 0;
-  const uint8_t* at_;
-};
 
 template <class Op>
 class TransposedLoop {
@@ -121,69 +96,79 @@ class TransposedLoop {
   }
 
   // The lines that are unpacked after a chunk.
-  Ahead ahead_of(const Chunk& chunk, int64_t col) const {
+  PrefetchCursor ahead_of(const Chunk& chunk, int64_t col) const {
     Chunk next = after(chunk);
     if (next.blocks == 0) {
       next = after({});
       col += kPanelCols;
     }
-    return {p_.pieces[next.piece], next.block, next.blocks, p_.first_col + col, width(col)};
+    const PackedBlocks& piece = p_.pieces[next.piece];
+    const uint8_t* packed = piece.data + next.block * piece.shape.block_bytes();
+    return prefetch_columns(piece.shape, packed, next.blocks, p_.first_col + col, width(col));
   }
 
   void columns(int64_t m, int64_t tokens, int64_t col, int64_t cols) {
     alignas(64) float panel[kPanelBlocks * Op::kUnits * kPanelCols], sums[kPanelTokens * kPanelCols];
     for (int64_t i = 0; i < tokens * kPanelCols; ++i) sums[i] = 0.0f;
     for (int64_t row = 0; p_.resume && row < tokens; ++row) {
-      for (int64_t k = 0; k < cols; ++k) sums[row * kPanelCols + k] = p_.out[(m + row) * p_.ldo + col + k];
+      for (int64_t k = 0; k < cols; ++k) sums[row * kPanelCols + k] = p_.out.row(m + row)[col + k];
     }
     for (Chunk chunk = after({}); chunk.blocks > 0; chunk = after(chunk)) {
       const PackedBlocks& piece = p_.pieces[chunk.piece];
       const Parts parts(piece.shape);
-      Ahead ahead = ahead_of(chunk, col);
+      PrefetchCursor ahead = ahead_of(chunk, col);
       // Unpacking a block takes about as long as multiplying it with kUnpackTokens.
-      const int64_t lines = ahead.left() * kUnpackTokens / (kUnpackTokens + tokens) / chunk.blocks;
+      const int64_t lines = ahead.left * kUnpackTokens / (kUnpackTokens + tokens) / chunk.blocks;
       for (int64_t b = 0; b < chunk.blocks; ++b) {
-        ahead.fetch(lines);
-        Op::unpack(parts, piece.data + (chunk.block + b) * parts.block_bytes, p_.first_col + col, cols,
+        ahead.fetch<1>(lines);
+        Op::unpack(parts, piece.data + (chunk.block + b) * parts.block_bytes, {p_.first_col + col, cols},
                    panel + b * Op::kUnits * kPanelCols);
       }
-      multiply(panel, chunk.blocks * Op::kUnits, in_ + chunk.unit * p_.ld + m, tokens, cols, sums, ahead);
+      const Panel unpacked{
+          .weights = panel, .units = chunk.blocks * Op::kUnits, .cols = cols, .in = in_ + chunk.unit * p_.ld + m};
+      multiply(unpacked, tokens, sums, ahead);
     }
     write(m, tokens, col, cols, sums);
   }
 
+  // Unpacked weights [units][kPanelCols] of a chunk, of which `cols` columns are used, and its units of `in`.
+  struct Panel {
+    const float* weights;
+    int64_t units, cols;
+    const float* in;
+  };
+
   // Tiles of nearly equal height over the tokens.
-  void multiply(const float* panel, int64_t units, const float* in, int64_t tokens, int64_t cols, float* sums,
-                Ahead& ahead) const {
+  void multiply(const Panel& panel, int64_t tokens, float* sums, PrefetchCursor& ahead) const {
     const int64_t tiles = (tokens + Op::kTileRows - 1) / Op::kTileRows;
     for (int64_t t = 0, m = 0; t < tiles; ++t) {
       const int64_t rows = (tokens - m + tiles - t - 1) / (tiles - t);
-      const int64_t lines = ahead.left() / (tiles - t);
-      if (rows <= Op::kTileRows / 2 && cols % (4 * V::kLanes) == 0) {
-        tile_row<4, Op::kTileRows / 2>(rows, panel, units, in + m, cols, sums + m * kPanelCols, ahead, lines);
+      const int64_t lines = ahead.left / (tiles - t);
+      if (rows <= Op::kTileRows / 2 && panel.cols % (4 * V::kLanes) == 0) {
+        tile_row<4, Op::kTileRows / 2>(panel, m, rows, sums + m * kPanelCols, ahead, lines);
       } else {
-        tile_row<2, Op::kTileRows>(rows, panel, units, in + m, cols, sums + m * kPanelCols, ahead, lines);
+        tile_row<2, Op::kTileRows>(panel, m, rows, sums + m * kPanelCols, ahead, lines);
       }
       m += rows;
     }
   }
 
+  // Tokens [m, m + rows), with prefetches of `lines` lines.
   template <int kVectors, int kRows>
-  void tile_row(int64_t rows, const float* panel, int64_t units, const float* in, int64_t cols, float* sums,
-                Ahead& ahead, int64_t lines) const {
+  void tile_row(const Panel& panel, int64_t m, int64_t rows, float* sums, PrefetchCursor& ahead, int64_t lines) const {
     if constexpr (kRows > 0) {
-      if (rows != kRows) return tile_row<kVectors, kRows - 1>(rows, panel, units, in, cols, sums, ahead, lines);
+      if (rows != kRows) return tile_row<kVectors, kRows - 1>(panel, m, rows, sums, ahead, lines);
       constexpr int64_t kCols = kVectors * V::kLanes;
-      for (int64_t k = 0; k < cols; k += kCols) {
-        ahead.fetch((lines * kCols + cols - 1) / cols);
-        transposed_tile<V, kVectors, kRows>(panel + k, units, in, p_.ld, sums + k);
+      for (int64_t k = 0; k < panel.cols; k += kCols) {
+        ahead.fetch<1>((lines * kCols + panel.cols - 1) / panel.cols);
+        transposed_tile<V, kVectors, kRows>(panel.weights + k, panel.units, panel.in + m, p_.ld, sums + k);
       }
     }
   }
 
   void write(int64_t m, int64_t tokens, int64_t col, int64_t cols, const float* sums) const {
     for (int64_t row = 0; row < tokens; ++row) {
-      float* out = p_.out + (m + row) * p_.ldo + col;
+      float* out = p_.out.row(m + row) + col;
       const float* sum = sums + row * kPanelCols;
       if (p_.accumulate) {
         for (int64_t k = 0; k < cols; ++k) out[k] += sum[k];

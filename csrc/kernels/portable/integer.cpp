@@ -71,8 +71,8 @@ void multiply_int8(const IntegerProduct& p) {
   for (int64_t b = 0; b < p.weights.blocks; ++b) {
     const Block block = block_at(p.weights.shape, p.weights.data, b);
     for (int64_t m = 0; m < p.rows; ++m) {
-      multiply_row(p.weights.shape, block, reinterpret_cast<const int8_t*>(p.a.values + m * p.a.ld),
-                   p.a.scales + m * p.a.ld_groups, p.a.sums + m * p.a.ld_groups, p.c + m * p.ldc + b * kBlockRows);
+      multiply_row(p.weights.shape, block, reinterpret_cast<const int8_t*>(p.a.values.row(m)), p.a.scales.row(m),
+                   p.a.sums.row(m), p.c.row(m) + b * kBlockRows);
     }
   }
 }

@@ -7,8 +7,10 @@
 #include "tile_model.h"
 
 namespace kt {
-extern const Tiles kAmxModelTiles;
+namespace amx::inline model {
+extern const Tiles kTiles;
 }
+}  // namespace kt
 
 namespace kt_test {
 namespace {
@@ -103,7 +105,7 @@ std::vector<float> multiply_bf16(const kt::Tiles& tiles, const kt::PackedBlocks&
                                  const std::vector<uint16_t>& a) {
   const int64_t cols = weights.shape.padded_cols(), out = weights.shape.padded_rows();
   std::vector<float> c(static_cast<size_t>(rows * out));
-  tiles.multiply_bf16({rows, a.data(), cols, weights, c.data(), out});
+  tiles.multiply_bf16({.rows = rows, .a = {a.data(), cols}, .weights = weights, .c = {c.data(), out}});
   return c;
 }
 
@@ -119,7 +121,9 @@ std::vector<float> multiply_int8(const kt::Tiles& tiles, const kt::PackedBlocks&
     tiles.quantize(shape, in.data() + m * shape.cols, values.data() + m * ld, scales.data() + m * groups,
                    sums.data() + m * groups);
   }
-  tiles.multiply_int8({rows, {values.data(), ld, scales.data(), sums.data(), groups}, weights, c.data(), out});
+  const kt::QuantizedRows a{
+      .values = {values.data(), ld}, .scales = {scales.data(), groups}, .sums = {sums.data(), groups}};
+  tiles.multiply_int8({.rows = rows, .a = a, .weights = weights, .c = {c.data(), out}});
   return c;
 }
 
@@ -128,9 +132,16 @@ std::vector<float> multiply_transposed(const kt::Tiles& tiles, const kt::PackedB
   const kt::PackedShape& shape = weights.shape;
   const int64_t ld = kt::round_up(rows, kt::kTokenUnit), out = shape.padded_cols();
   std::vector<uint16_t> operand(static_cast<size_t>(shape.padded_rows() * ld));
-  tiles.transpose_rows_bf16(in.data(), shape.rows, rows, shape.rows, operand.data(), ld);
+  tiles.transpose_rows_bf16({in.data(), shape.rows}, rows, shape.rows, operand.data(), ld);
   std::vector<float> c(static_cast<size_t>(rows * out));
-  tiles.multiply_transposed_bf16({rows, operand.data(), ld, &weights, 1, 0, out, c.data(), out, false});
+  tiles.multiply_transposed_bf16({.rows = rows,
+                                  .in = operand.data(),
+                                  .ld = ld,
+                                  .pieces = &weights,
+                                  .num_pieces = 1,
+                                  .first_col = 0,
+                                  .cols = out,
+                                  .out = {c.data(), out}});
   return c;
 }
 
@@ -219,9 +230,9 @@ void test_model(Random& random, Report& report) {
     const Packed weights(32, 96, wild_bf16s(32 * 96, kind, random));
     const std::vector<uint16_t> a = wild_bf16s(20 * 96, kind, random);
     const kt::PackedBlocks blocks{weights.shape, weights.first, 2};
-    const std::vector<float> fused = multiply_bf16(kt::kAmxModelTiles, blocks, 20, a);
+    const std::vector<float> fused = multiply_bf16(kt::amx::model::kTiles, blocks, 20, a);
     model::detail::use_fused() = false;
-    const std::vector<float> portable = multiply_bf16(kt::kAmxModelTiles, blocks, 20, a);
+    const std::vector<float> portable = multiply_bf16(kt::amx::model::kTiles, blocks, 20, a);
     model::detail::use_fused() = true;
     report.equal("the model's two ways of kind " + std::to_string(kind), same_bits(fused, portable));
   }
@@ -244,8 +255,8 @@ void test_amx(const kt::Tiles& tiles, Report& report) {
     test_many_rows(tiles, format, 16 * 11 + 3, 544, {15, 33, 49, 145}, random, report);
   test_many_rows(tiles, kInt8Rows, 16 * 9, 1088, {7, 8, 9, 41, 75}, random, report);  // steps of 64 columns, not of 32
   if (name == "amx") {
-    compare_wild(tiles, kt::kAmxModelTiles, "instructions and model", random, report);
-    compare_formats(tiles, kt::kAmxModelTiles, true, random, report);
+    compare_wild(tiles, kt::amx::model::kTiles, "instructions and model", random, report);
+    compare_formats(tiles, kt::amx::model::kTiles, true, random, report);
   } else {
     test_faults(report);
     test_model(random, report);

@@ -29,6 +29,7 @@ struct Activations {
     }
   }
   T* row(int64_t m) { return data.data() + 1 + m * lda; }
+  kt::Rows<const T> rows(int64_t first) { return {row(first), lda}; }
   int64_t lda;
   std::vector<T> data;
 };
@@ -40,7 +41,7 @@ class Result {
     data_.assign(static_cast<size_t>(1 + tokens * ldc_), kPoison);
   }
   float* at(int64_t m, int64_t n) { return data_.data() + 1 + m * ldc_ + n; }
-  int64_t ldc() const { return ldc_; }
+  kt::Rows<float> rows() { return {at(0, 0), ldc_}; }
   bool neighbours_untouched() {
     bool untouched = std::isnan(data_[0]);
     for (int64_t m = 0; m < tokens_; ++m) {
@@ -65,7 +66,7 @@ class FloatTest {
     const std::string what = describe(shape, tokens);
     Activations<T> a(tokens, shape, random);
     Result c(tokens, shape.padded_rows());
-    multiply_({tokens, a.row(0), a.lda, weights.blocks(), c.at(0, 0), c.ldc()});
+    multiply_({.rows = tokens, .a = a.rows(0), .weights = weights.blocks(), .c = c.rows()});
     for (int64_t m = 0; m < tokens; ++m) {
       for (int64_t n = 0; n < shape.padded_rows(); ++n) {
         double sum = 0, scale = 0;
@@ -85,18 +86,18 @@ class FloatTest {
     const kt::PackedShape& shape = weights.shape;
     Activations<T> a(tokens, shape, random);
     Result all(tokens, shape.padded_rows()), one(1, shape.padded_rows()), some(tokens, kt::kBlockRows);
-    multiply_({tokens, a.row(0), a.lda, weights.blocks(), all.at(0, 0), all.ldc()});
+    multiply_({.rows = tokens, .a = a.rows(0), .weights = weights.blocks(), .c = all.rows()});
     const auto same = [](const float* x, const float* y, int64_t count) {
       return std::memcmp(x, y, static_cast<size_t>(count) * sizeof(float)) == 0;
     };
     for (int64_t m = 0; m < tokens; ++m) {
-      multiply_({1, a.row(m), a.lda, weights.blocks(), one.at(0, 0), one.ldc()});
+      multiply_({.rows = 1, .a = a.rows(m), .weights = weights.blocks(), .c = one.rows()});
       report_.equal(describe(shape, tokens) + " depends on the other rows",
                     same(one.at(0, 0), all.at(m, 0), shape.padded_rows()));
     }
     for (int64_t block = 0; block < shape.blocks(); ++block) {
       const kt::PackedBlocks only{shape, weights.data() + block * shape.block_bytes(), 1};
-      multiply_({tokens, a.row(0), a.lda, only, some.at(0, 0), some.ldc()});
+      multiply_({.rows = tokens, .a = a.rows(0), .weights = only, .c = some.rows()});
       for (int64_t m = 0; m < tokens; ++m) {
         report_.equal(describe(shape, tokens) + " depends on the other blocks",
                       same(some.at(m, 0), all.at(m, block * kt::kBlockRows), kt::kBlockRows));
@@ -125,8 +126,12 @@ class FloatTest {
     for (int64_t m = 0; m < tokens; ++m) make(1.0f, &a[static_cast<size_t>(m * cols + m)]);
     std::vector<float> c(static_cast<size_t>(tokens * rows));
     for (const int64_t at_once : {int64_t{1}, tokens}) {
-      for (int64_t m = 0; m < tokens; m += at_once)
-        multiply_({at_once, a.data() + m * cols, cols, {shape, packed, 1}, c.data() + m * rows, rows});
+      for (int64_t m = 0; m < tokens; m += at_once) {
+        multiply_({.rows = at_once,
+                   .a = {a.data() + m * cols, cols},
+                   .weights = {shape, packed, 1},
+                   .c = {c.data() + m * rows, rows}});
+      }
       for (int64_t m = 0; m < tokens; ++m) {
         for (int64_t n = 0; n < rows; ++n)
           report_.equal(describe(shape, at_once) + " changes a code",

@@ -31,8 +31,9 @@ class Quantized {
     }
   }
   kt::QuantizedRows rows(int64_t first) const {
-    return {values_.data() + 16 + first * ld_, ld_, scales_.data() + first * ld_groups_,
-            sums_.data() + first * ld_groups_, ld_groups_};
+    return {.values = {values_.data() + 16 + first * ld_, ld_},
+            .scales = {scales_.data() + first * ld_groups_, ld_groups_},
+            .sums = {sums_.data() + first * ld_groups_, ld_groups_}};
   }
   float scale(int64_t m, int64_t g) const { return scales_[static_cast<size_t>(m * ld_groups_ + g)]; }
   int32_t sum(int64_t m, int64_t g) const { return sums_[static_cast<size_t>(m * ld_groups_ + g)]; }
@@ -116,7 +117,7 @@ std::vector<float> run(const kt::Tiles& tiles, const Quantized& a, int64_t first
   std::vector<float> c(static_cast<size_t>(rows * ldc), 123.0f);
   const PackedShape& shape = weights.shape;
   const uint8_t* data = weights.data() + first_block * shape.block_bytes();
-  tiles.multiply_int8({rows, a.rows(first), {shape, data, blocks}, c.data(), ldc});
+  tiles.multiply_int8({.rows = rows, .a = a.rows(first), .weights = {shape, data, blocks}, .c = {c.data(), ldc}});
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 16 * blocks; n < ldc; ++n) {
       if (c[static_cast<size_t>(m * ldc + n)] != 123.0f) return {};
@@ -210,7 +211,7 @@ void check_extremes(const kt::Tiles& tiles, const Format& format, int64_t cols, 
   }
   const Quantized a(tiles, shape, in, kRows);
   std::vector<float> c(kRows * 16);
-  tiles.multiply_int8({kRows, a.rows(0), {shape, data, 1}, c.data(), 16});
+  tiles.multiply_int8({.rows = kRows, .a = a.rows(0), .weights = {shape, data, 1}, .c = {c.data(), 16}});
   // Equal terms round alike: their errors add up, one rounding for each group. Half of one is the largest error
   // measured with two groups at most; with more, the products of these scales are exact but for AMX's, a quarter of the
   // sum.
@@ -249,7 +250,8 @@ void check_codes(const kt::Tiles& tiles, Encoding encoding, Random& random, Repo
     in[static_cast<size_t>(shape.cols + k)] = k % group == 0 ? 127.0f : step * (static_cast<float>(k) - 49.5f);
   const Quantized a(tiles, shape, in, 2);
   std::vector<float> c(static_cast<size_t>(2 * shape.rows));
-  tiles.multiply_int8({2, a.rows(0), {shape, data, shape.blocks()}, c.data(), shape.rows});
+  const kt::PackedBlocks weights{shape, data, shape.blocks()};
+  tiles.multiply_int8({.rows = 2, .a = a.rows(0), .weights = weights, .c = {c.data(), shape.rows}});
   for (int64_t m = 0; m < 2; ++m) {
     const Definition wanted = define(tiles, shape, in.data() + m * shape.cols);
     for (int64_t k = 0; k < shape.cols; ++k) {

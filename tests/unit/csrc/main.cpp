@@ -15,8 +15,10 @@
 #include "kernels/registry.h"
 
 namespace kt {
-extern const Tiles kAmxModelTiles;
+namespace amx::inline model {
+extern const Tiles kTiles;
 }
+}  // namespace kt
 
 namespace {
 
@@ -63,7 +65,7 @@ bool run_engine() {
 
 std::vector<const kt::Tiles*> all_tiles() {
   std::vector<const kt::Tiles*> all = kt::available_tiles();
-  all.push_back(&kt::kAmxModelTiles);
+  all.push_back(&kt::amx::model::kTiles);
   return all;
 }
 

@@ -21,7 +21,15 @@ void test_product(const kt::Tiles& tiles, int64_t rows, int64_t cols, int64_t in
     for (int64_t n = cols; n < ldc; ++n) c[static_cast<size_t>(1 + m * ldc + n)] = kPoison;
   }
   const std::vector<float> before = c;
-  tiles.product({rows, cols, inner, a.data() + 1, a_row, a_col, b.data() + 1, ldb, c.data() + 1, ldc, accumulate});
+  tiles.product({.rows = rows,
+                 .cols = cols,
+                 .inner = inner,
+                 .a = a.data() + 1,
+                 .a_row = a_row,
+                 .a_col = a_col,
+                 .b = {b.data() + 1, ldb},
+                 .c = {c.data() + 1, ldc},
+                 .accumulate = accumulate});
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < ldc; ++n) {
       const float got = c[static_cast<size_t>(1 + m * ldc + n)];
@@ -59,8 +67,18 @@ void test_row_product(const kt::Tiles& tiles, int64_t rows, int64_t cols, int64_
   std::vector<float> c(static_cast<size_t>(1 + rows * ldc), kPoison);
   const float factor = 0.75f;
   const auto product = [&](int64_t m, int64_t n, int64_t count_m, int64_t count_n, float* to, int64_t ld) {
-    tiles.row_product({count_m, count_n, inner, a.data() + 1 + m * lda, lda, bf16 ? nullptr : b.data() + 1 + n * ldb,
-                       bf16 ? narrow.data() + 1 + n * ldb : nullptr, ldb, factor, to, ld});
+    kt::RowProduct one{.rows = count_m,
+                       .cols = count_n,
+                       .inner = inner,
+                       .a = {a.data() + 1 + m * lda, lda},
+                       .factor = factor,
+                       .c = {to, ld}};
+    if (bf16) {
+      one.b_bf16 = {narrow.data() + 1 + n * ldb, ldb};
+    } else {
+      one.b = {b.data() + 1 + n * ldb, ldb};
+    }
+    tiles.row_product(one);
   };
   product(0, 0, rows, cols, c.data() + 1, ldc);
   report.equal("row_product writes before", std::isnan(c[0]));

@@ -10,13 +10,12 @@ namespace {
 
 constexpr float kPoison = std::numeric_limits<float>::quiet_NaN();
 
-void transpose(const kt::Tiles& tiles, const float* in, int64_t ld, int64_t rows, int64_t cols, float* out,
-               int64_t ld_out) {
-  tiles.transpose_rows(in, ld, rows, cols, out, ld_out);
+void transpose(const kt::Tiles& tiles, kt::Rows<const float> in, int64_t rows, int64_t cols, float* out, int64_t ld) {
+  tiles.transpose_rows(in, rows, cols, out, ld);
 }
-void transpose(const kt::Tiles& tiles, const float* in, int64_t ld, int64_t rows, int64_t cols, uint16_t* out,
-               int64_t ld_out) {
-  tiles.transpose_rows_bf16(in, ld, rows, cols, out, ld_out);
+void transpose(const kt::Tiles& tiles, kt::Rows<const float> in, int64_t rows, int64_t cols, uint16_t* out,
+               int64_t ld) {
+  tiles.transpose_rows_bf16(in, rows, cols, out, ld);
 }
 void multiply(const kt::Tiles& tiles, const kt::TransposedProduct<float>& p) { tiles.multiply_transposed(p); }
 void multiply(const kt::Tiles& tiles, const kt::TransposedProduct<uint16_t>& p) { tiles.multiply_transposed_bf16(p); }
@@ -50,7 +49,7 @@ struct Tokens {
   std::vector<T> transposed(const kt::Tiles& tiles, int64_t first, int64_t number, int64_t width) const {
     const int64_t padded = kt::round_up(number, kt::kTokenUnit);
     std::vector<T> out(static_cast<size_t>(1 + kt::round_up(width, 16) * padded + 1), poison(T{}));
-    transpose(tiles, rows.data() + 1 + first * ld_rows, ld_rows, number, width, out.data() + 1, padded);
+    transpose(tiles, {rows.data() + 1 + first * ld_rows, ld_rows}, number, width, out.data() + 1, padded);
     return out;
   }
   double at(int64_t m, int64_t n) const { return rows[static_cast<size_t>(1 + m * ld_rows + n)]; }
@@ -104,8 +103,15 @@ void test_product(const kt::Tiles& tiles, const PackedCase& weights, int64_t tok
   }
   before = out;
   const std::vector<kt::PackedBlocks> pieces = in_pieces(weights, random);
-  multiply(tiles, kt::TransposedProduct<T>{tokens, in.columns.data() + 1, in.ld, pieces.data(), 3, first_col, cols,
-                                           out.data() + 1, ldo, accumulate});
+  multiply(tiles, kt::TransposedProduct<T>{.rows = tokens,
+                                           .in = in.columns.data() + 1,
+                                           .ld = in.ld,
+                                           .pieces = pieces.data(),
+                                           .num_pieces = 3,
+                                           .first_col = first_col,
+                                           .cols = cols,
+                                           .out = {out.data() + 1, ldo},
+                                           .accumulate = accumulate});
   const bool exact = sizeof(T) == 4 || weights.shape.format.encoding == kt::Encoding::kBf16;
   const double tolerance = kSumTolerance + (exact ? 0 : 0x1p-8);  // scaled weights are rounded to bf16: 3.9e-3 measured
   report.equal(name_of<T>(weights) + " writes before", std::isnan(out[0]));
@@ -134,16 +140,28 @@ void test_alone(const kt::Tiles& tiles, const PackedCase& weights, int64_t token
   const Tokens<T> in(tiles, tokens, inner, random);
   std::vector<float> all(static_cast<size_t>(tokens * cols)), some;
   const kt::PackedBlocks whole = weights.blocks();
-  multiply(tiles,
-           kt::TransposedProduct<T>{tokens, in.columns.data() + 1, in.ld, &whole, 1, 0, cols, all.data(), cols, false});
+  multiply(tiles, kt::TransposedProduct<T>{.rows = tokens,
+                                           .in = in.columns.data() + 1,
+                                           .ld = in.ld,
+                                           .pieces = &whole,
+                                           .num_pieces = 1,
+                                           .first_col = 0,
+                                           .cols = cols,
+                                           .out = {all.data(), cols}});
   for (int64_t m = 0; m < tokens; m += 1 + random.below(3)) {
     const int64_t count = 1 + random.below(std::min<int64_t>(tokens - m, 20));
     const int64_t first = random.below(cols / 32) * 32, width = cols - first;
     const std::vector<T> columns = in.transposed(tiles, m, count, inner);
     const std::vector<kt::PackedBlocks> pieces = in_pieces(weights, random);
     some.assign(static_cast<size_t>(count * width), kPoison);
-    multiply(tiles, kt::TransposedProduct<T>{count, columns.data() + 1, kt::round_up(count, kt::kTokenUnit),
-                                             pieces.data(), 3, first, width, some.data(), width, false});
+    multiply(tiles, kt::TransposedProduct<T>{.rows = count,
+                                             .in = columns.data() + 1,
+                                             .ld = kt::round_up(count, kt::kTokenUnit),
+                                             .pieces = pieces.data(),
+                                             .num_pieces = 3,
+                                             .first_col = first,
+                                             .cols = width,
+                                             .out = {some.data(), width}});
     for (int64_t i = 0; i < count; ++i) {
       report.equal(name_of<T>(weights) + " depends on the other tokens",
                    std::memcmp(&some[static_cast<size_t>(i * width)], &all[static_cast<size_t>((m + i) * cols + first)],

@@ -114,6 +114,25 @@ def test_gradients_hold_for_the_differentiable_operation(make_problem, build_lay
         assert torch.equal(one, other) and torch.equal(one, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_of_down_alone_has_the_gradients_of_one_that_adds_nothing_to_gate_and_up(
+    dtype, make_problem, build_layer
+):
+    p = with_dropout(make_problem(3, 64, 48, 9, 2, dtype=dtype, ranks=(4,)))
+    whole = replace(p.slots[0], gate_b=torch.zeros_like(p.slots[0].gate_b), up_b=torch.zeros_like(p.slots[0].up_b))
+    down = replace(whole, gate_a=None, gate_b=None, up_a=None, up_b=None)
+    layer, token_slots = build_layer(p.experts), torch.zeros(9, dtype=torch.int32)
+    wanted, found = (
+        layer.backward(p.grad_out, p.x, p.ids, p.weights, slots=[slot], token_slots=token_slots)
+        for slot in (whole, down)
+    )
+    assert torch.equal(found.x, wanted.x) and torch.equal(found.weights, wanted.weights)
+    for name in ("down_a", "down_b"):
+        gradient = getattr(found.slots[0], name)
+        assert gradient.count_nonzero() > 0 and torch.equal(gradient, getattr(wanted.slots[0], name))
+    assert found.slots[0].gate_a is None and found.slots[0].up_b is None
+
+
 @pytest.mark.parametrize("dropout", [1.0, -0.1, float("nan")])
 def test_a_dropout_that_is_no_probability_is_refused(dropout, make_problem, build_layer):
     p = with_dropout(make_problem(3, 24, 16, 9, 2, ranks=(4,)), dropout)

@@ -1,0 +1,75 @@
+// How kernels prefetch packed lines: a cursor over lines that will be read later, in one block or in
+// several side by side. It moves line by line to the end of the blocks, and turns there to the blocks that are read
+// next.
+//
+// Include only in a kernel's own translation unit.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/layout.h"
+
+namespace kt {
+namespace {
+
+constexpr int64_t kNoTurn = INT64_MAX;
+
+struct PrefetchCursor {
+  const uint8_t* at = nullptr;   // the next line, in the first block
+  int64_t stride = 0;            // bytes to the same line of the next block
+  int64_t left = 0;              // lines that `fetch` still prefetches in each block
+  int64_t until_turn = kNoTurn;  // lines before the next turn
+  int64_t turn_bytes = 0;        // from the last line's end to the line after the turn
+  int64_t run = kNoTurn;         // lines between two turns
+
+  // The next `lines` lines of the first block, for a loop that prefetches them itself. A turn comes after them.
+  const uint8_t* take(int64_t lines) {
+    const uint8_t* taken = at;
+    at += lines * kLineBytes;
+    until_turn -= lines;
+    if (until_turn <= 0) {
+      at += turn_bytes;
+      until_turn = run;
+    }
+    return taken;
+  }
+
+  // Prefetches up to `lines` lines of each block into the L2 cache, as far as lines are left.
+  template <int kBlocks>
+  void fetch(int64_t lines = 1) {
+    for (; lines > 0 && left > 0; --lines, --left) {
+      const uint8_t* line = take(1);
+#pragma GCC unroll 16
+      for (int b = 0; b < kBlocks; ++b) __builtin_prefetch(line + b * stride, 0, 2);
+    }
+  }
+};
+
+// Lines of some blocks read side by side, `ahead` lines before they are read. After the blocks' end the cursor turns to
+// the blocks that follow in memory; `skipped` bytes of these are not prefetched (PackedShape::line_offset, or none).
+// `lines`: the first line of the first block.
+inline PrefetchCursor prefetch_ahead(const PackedShape& shape, const uint8_t* lines, int64_t blocks, int64_t ahead,
+                                     int64_t skipped) {
+  const int64_t run = shape.padded_cols() / shape.columns_per_line();
+  ahead = ahead < run ? ahead : run - 1;
+  return {.at = lines + ahead * kLineBytes,
+          .stride = shape.block_bytes(),
+          .left = run,
+          .until_turn = run - ahead,
+          .turn_bytes = (blocks - 1) * shape.block_bytes() + skipped,
+          .run = run};
+}
+
+// Lines of columns [first_col, first_col + cols) of `blocks` blocks, block after block; `packed`: the first of them.
+inline PrefetchCursor prefetch_columns(const PackedShape& shape, const uint8_t* packed, int64_t blocks,
+                                       int64_t first_col, int64_t cols) {
+  const int64_t per_line = shape.columns_per_line(), run = cols / per_line;
+  return {.at = packed + shape.line_offset() + first_col / per_line * kLineBytes,
+          .left = blocks * run,
+          .until_turn = run,
+          .turn_bytes = shape.block_bytes() - run * kLineBytes,
+          .run = run};
+}
+
+}  // namespace
+}  // namespace kt
