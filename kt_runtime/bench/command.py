@@ -268,9 +268,7 @@ def _generate(checkout: Path) -> None:
     help="Also measure llama.cpp: llama-cpp-python, installed for that interpreter.",
 )
 @click.option("--runs", type=int, help="Counted runs of a case. [default: 3]")
-@click.option(
-    "--quick", is_flag=True, help="Fewer and smaller: a prompt of 512, 1 and 4 streams, short answers, 1 run."
-)
+@click.option("--quick", is_flag=True, help="Less: a prompt of 512, 1 and 4 streams, short answers, one run.")
 @click.option(
     "--json",
     "json_place",

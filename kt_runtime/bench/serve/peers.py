@@ -58,8 +58,11 @@ class Peer:
         if status != 0:
             last = (log.read_text(errors="replace").strip() or "no message").splitlines()[-1]
             ending = f"signal {-status}" if status < 0 else f"status {status}"
-            self.problem = f"ended with {ending}: {last[:300]}"
-            self._say(f"{self.engine}: {self.problem}")
+            self.fail(f"ended with {ending}: {last[:300]}")
+
+    def fail(self, problem: str) -> None:
+        self.problem = problem
+        self._say(f"{self.engine}: {problem}")
 
     def as_json(self) -> dict[str, Any]:
         return self.facts | {"problem": self.problem}

@@ -21,11 +21,9 @@ def print_report(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         table.add_row(*_cells(row, list(peers)))
     console.print(table)
-    legend = (
-        f"Medians, in brackets the best run; peers' rates, then kt-runtime's as a multiple. A stream has a prompt of"
-    )
-    legend += f" {serving['prompt_tokens']} tokens and {serving['new_tokens']} new ones; adapters have rank"
-    legend += f" {serving['rank']} on all targets."
+    legend = "Medians, in brackets the best run; beside a peer's rate kt-runtime's as a multiple of it."
+    legend += f" A stream has a prompt of {serving['prompt_tokens']} tokens and {serving['new_tokens']} new ones;"
+    legend += f" adapters have rank {serving['rank']} on all targets."
     console.print(legend, highlight=False)
     if limits is not None:
         rates = f"DRAM read {limits['dram_bytes_per_s'] / 1e9:.1f} GB/s, bf16 peak {limits['bf16_flops'] / 1e9:.0f}"

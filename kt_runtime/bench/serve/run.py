@@ -77,7 +77,7 @@ def _measure_peer(peer: Peer, model: Path, server: Measurements, dtype: str, dir
         try:
             write_gguf_model(model, place)
         except CheckpointError as error:
-            peer.problem = str(error)
+            peer.fail(str(error))
             return
     peer.measure(place, server, dtype, default_threads(), directory)
 

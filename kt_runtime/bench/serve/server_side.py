@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,5 +125,5 @@ class ServerSide:
         return tokens_per_s(streams), [stream.answer for stream in streams]
 
     def _streams(self, api: ServerAPI, case: Case, prompts: list[list[int]], new_tokens: int) -> list[Stream]:
-        adapters = self._adapters[: case.size] if case.adapters else [None] * case.size
+        adapters: Sequence[str | None] = self._adapters[: case.size] if case.adapters else [None] * case.size
         return decode(api.url, prompts, new_tokens, adapters, TIMEOUT_S)
