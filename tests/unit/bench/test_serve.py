@@ -35,7 +35,7 @@ def test_default_prompts_beyond_the_context_are_left_out_and_given_ones_refused(
     small = QWEN | {"max_position_embeddings": 1024}
     assert [case.size for case in Plan().cases(small) if case.kind == PREFILL] == [512]
     with pytest.raises(
-        InvalidValueError, match="--prefill is 2048; .* has a context of 1024 tokens, which allows 1008"
+        InvalidValueError, match=r"--prefill is 2048; .* has a context of 1024 tokens, which allows 1008"
     ):
         Plan(prefill=(2048,)).cases(small)
     with pytest.raises(InvalidValueError, match="--prompt-tokens 1000 and --new-tokens 64 are 1064 tokens"):
