@@ -78,6 +78,7 @@ def test_a_peer_that_is_not_installed_is_said_to_be_missing(result: tuple[dict[s
     ("arguments", "message"),
     [
         (("--runs", "0"), "--runs is 0"),
+        (("--json", "--runs", "0"), "--runs is 0"),
         (("--streams", "1000"), "--streams is 1000; must be 1 to 256"),
         (("--prefill", "100000"), "--prefill is 100000; tiny-qwen3-moe has a context of"),
         (("--model", "tiny-qwen4"), "--model 'tiny-qwen4': neither a preset nor a checkpoint's directory"),
@@ -86,7 +87,7 @@ def test_a_peer_that_is_not_installed_is_said_to_be_missing(result: tuple[dict[s
         (("--dtype", "bfloat61"), "bfloat16"),
     ],
 )
-def test_a_wrong_option_is_one_line_and_ends_with_2(run: Run, arguments: tuple[str, str], message: str) -> None:
+def test_a_wrong_option_is_one_line_and_ends_with_2(run: Run, arguments: tuple[str, ...], message: str) -> None:
     done = run("bench", "serve", *QUICK, *arguments)
     assert done.returncode == 2
     assert message in done.stderr and len(done.stderr.splitlines()) == 1
