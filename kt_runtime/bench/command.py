@@ -243,8 +243,8 @@ def _generate(checkout: Path) -> None:
 )
 @click.option("--prefill", type=int, multiple=True, help="Tokens of a prompt. [default: 512, 2048, 8192]")
 @click.option("--streams", type=int, multiple=True, help="Decoded at once. [default: 1, 4, 8, 16, 32]")
-@click.option("--prompt-tokens", type=int, help="Prompt of each stream. [default: 128]")
-@click.option("--new-tokens", type=int, help="Answer of each stream. [default: 64]")
+@click.option("--prompt-tokens", default=128, show_default=True, help="Prompt of each stream.")
+@click.option("--new-tokens", default=64, show_default=True, help="Answer of each stream.")
 @click.option(
     "--adapters/--no-adapters",
     "with_adapters",
@@ -268,7 +268,7 @@ def _generate(checkout: Path) -> None:
     help="Also measure llama.cpp: llama-cpp-python, installed for that interpreter.",
 )
 @click.option("--runs", type=int, help="Counted runs of a case. [default: 3]")
-@click.option("--quick", is_flag=True, help="Less: a prompt of 512, 1 and 4 streams, short answers, one run.")
+@click.option("--quick", is_flag=True, help="Less: a prompt of 512, 1 and 4 streams, one run.")
 @click.option(
     "--json",
     "json_place",
@@ -278,7 +278,12 @@ def _generate(checkout: Path) -> None:
     help="Print JSON, or write it to FILE beside the table.",
 )
 def serve(
-    quick: bool, json_place: str | None, prefill: tuple[int, ...], streams: tuple[int, ...], **options: Any
+    quick: bool,
+    json_place: str | None,
+    prefill: tuple[int, ...],
+    streams: tuple[int, ...],
+    runs: int | None,
+    **options: Any,
 ) -> None:
     """Time prefill and decode over HTTP against the machine's limits, Hugging Face and llama.cpp.
 
@@ -292,10 +297,8 @@ def serve(
     from kt_runtime.files import write_json
 
     sizes = QUICK if quick else FULL
-    for name in ("prompt_tokens", "new_tokens", "runs"):
-        if options[name] is None:
-            options[name] = getattr(sizes, name)
-    plan = Plan(prefill=prefill or None, streams=streams or None, default_sizes=sizes, **options)
+    runs = sizes.runs if runs is None else runs
+    plan = Plan(prefill=prefill or None, streams=streams or None, runs=runs, default_sizes=sizes, **options)
     place = None if json_place in (None, "-") else Path(str(json_place))
     if place is not None and not place.absolute().parent.is_dir():
         raise InvalidValueError(f"--json {place}: there is no directory {place.absolute().parent}")

@@ -101,6 +101,8 @@ class LlamaCpp:
             parameters.n_batch = sequences * tokens
             parameters.n_threads = parameters.n_threads_batch = self._threads
             self._context, self._shape = api.llama_init_from_model(self._model, parameters), (sequences, tokens)
+            if not self._context:
+                raise SystemExit(f"llama.cpp has no context for {sequences} sequences of {tokens} tokens")
         api.llama_memory_clear(api.llama_get_memory(self._context), True)
         self._positions = [0] * sequences
 

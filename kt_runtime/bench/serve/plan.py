@@ -25,13 +25,11 @@ class Sizes:
 
     prefill: tuple[int, ...]
     streams: tuple[int, ...]
-    prompt_tokens: int
-    new_tokens: int
     runs: int
 
 
-FULL = Sizes(prefill=(512, 2048, 8192), streams=(1, 4, 8, 16, 32), prompt_tokens=128, new_tokens=64, runs=3)
-QUICK = Sizes(prefill=(512,), streams=(1, 4), prompt_tokens=32, new_tokens=16, runs=1)
+FULL = Sizes(prefill=(512, 2048, 8192), streams=(1, 4, 8, 16, 32), runs=3)
+QUICK = Sizes(prefill=(512,), streams=(1, 4), runs=1)
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,8 @@ class Plan:
     model: str = PRESET
     prefill: tuple[int, ...] | None = None
     streams: tuple[int, ...] | None = None
-    prompt_tokens: int = FULL.prompt_tokens
-    new_tokens: int = FULL.new_tokens
+    prompt_tokens: int = 128
+    new_tokens: int = 64
     runs: int = FULL.runs
     with_adapters: bool = True
     rank: int = 16
