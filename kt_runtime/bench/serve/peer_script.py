@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -184,7 +185,7 @@ class Case:
         self._same += sum(one == other for one, other in zip(chosen, expected, strict=True))
 
 
-ENGINES = {"hugging_face": HuggingFace, "llama_cpp": LlamaCpp}
+ENGINES: dict[str, Callable[[dict[str, Any]], Engine]] = {"hugging_face": HuggingFace, "llama_cpp": LlamaCpp}
 
 
 def main() -> None:
