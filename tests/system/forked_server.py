@@ -14,6 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+import setproctitle
+
 from kt_runtime.cli import server_process
 from kt_runtime.cli.main import main
 
@@ -64,6 +67,15 @@ def start(command: list[str], log_path: Path) -> subprocess.Popen[bytes] | Forke
     return ForkedServer(command, log_path)
 
 
+def frontend_of(model_directory: Path) -> psutil.Process:
+    """The frontend of the server of this model, whichever way it was started. Its processes are its children."""
+    for process in psutil.Process().children(recursive=True):
+        command = " ".join(process.cmdline())
+        if " serve " in command and str(model_directory) in command:
+            return process
+    raise AssertionError(f"no process serves {model_directory}")
+
+
 def import_all() -> None:
     """Starts the process that the servers are forks of. It ends with this process."""
     from multiprocessing import forkserver
@@ -85,8 +97,9 @@ def _serve(arguments: list[str], environment: dict[str, str], log_path: str) -> 
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
+    sys.argv = ["kt-runtime", *arguments]
+    setproctitle.setproctitle(" ".join(sys.argv))  # before the environment changes, whose place in memory it needs
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = ["kt-runtime", *arguments]
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     sys.exit(main())

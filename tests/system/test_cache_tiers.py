@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 from reference import lora
+from system.forked_server import frontend_of
 
 from kt_runtime.cache import inspection
 from kt_runtime.cli.connection import resident_client
@@ -100,21 +101,18 @@ def _idle(served: Any) -> tuple[float, int]:
         time.sleep(0.1)
         written = inspection.statistics(served.cache_directory).records - before
     time.sleep(1.0)
-    scheduler = next(child for child in _process(served).children() if "scheduler" in " ".join(child.cmdline()))
+    scheduler = next(
+        child for child in frontend_of(served.model_directory).children() if "scheduler" in " ".join(child.cmdline())
+    )
     start = scheduler.cpu_times()
     time.sleep(IDLE_SECONDS)
     end = scheduler.cpu_times()
     return (end.user + end.system - start.user - start.system) / IDLE_SECONDS, written
 
 
-def _process(served: Any) -> psutil.Process:
-    """The server's; its processes are this one's children."""
-    return next(child for child in psutil.Process().children() if str(served.model_directory) in child.cmdline())
-
-
 def _interrupt(served: Any) -> None:
     """As Ctrl-C in a terminal does, which all of the server's processes get. Waits for the end."""
-    process = _process(served)
+    process = frontend_of(served.model_directory)
     os.killpg(process.pid, signal.SIGINT)
     deadline = time.monotonic() + END_SECONDS
     while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:

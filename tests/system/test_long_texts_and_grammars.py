@@ -20,6 +20,7 @@ import httpx
 import psutil
 import pytest
 from system.conftest import Served
+from system.forked_server import frontend_of
 
 from kt_runtime.sglang_patch.grammar.allowance import GrammarLimits
 
@@ -54,12 +55,8 @@ def url(float32_server: Served) -> str:
 
 @pytest.fixture(scope="module")
 def scheduler(float32_server: Served) -> psutil.Process:
-    model = str(float32_server.model_directory)
-    for process in psutil.Process().children(recursive=True):
-        parent = process.parent()
-        if "scheduler" in process.name() + " ".join(process.cmdline()) and parent and model in parent.cmdline():
-            return process
-    raise AssertionError("the server has no scheduler process")
+    children = frontend_of(float32_server.model_directory).children()
+    return next(child for child in children if "scheduler" in child.name() + " ".join(child.cmdline()))
 
 
 def stream(url: str, first_token: threading.Event | None = None) -> list[int]:
