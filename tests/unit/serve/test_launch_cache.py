@@ -143,7 +143,7 @@ def test_command_line_gives_sizes_in_bytes_and_leaves_out_what_was_not_said(monk
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--cache-device", "1G", "--max-total-tokens", "16384"], "say the same in two ways"),
+        (["--cache-device", "1G", "--max-total-tokens", "16384"], "both set the size of the KV cache"),
         (["--cache-disk", "20GB"], "--cache-disk '20GB': unknown unit 'GB'; did you mean 'GiB'"),
     ],
 )
