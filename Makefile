@@ -59,8 +59,11 @@ $(VENV)/check-installed: $(VENV)/installed
 demo: $(VENV)/installed
 	$(BIN)/kt-runtime demo --json demo.json
 
+# Two processes, each with whole files of tests: a server waits as often as it computes. WORKERS=0: all in this process.
+WORKERS ?= 2
+IN_PARALLEL = -n $(WORKERS) --dist loadfile
 test: $(VENV)/installed
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest $(IN_PARALLEL) $(PYTEST_ARGS)
 
 # An attack on a real server, for an hour unless told otherwise (docs/testing.md). No seed: one is drawn and printed.
 FUZZ_SECONDS ?= 3600
@@ -98,7 +101,7 @@ check-native: test-threads test-sanitize
 SLOW := unit/csrc system gpu
 test-quick: $(VENV)/installed
 	@echo "left out: $(SLOW:%=tests/%) (make test runs them)"
-	$(BIN)/pytest $(SLOW:%=--ignore=tests/%) $(PYTEST_ARGS)
+	$(BIN)/pytest $(IN_PARALLEL) $(SLOW:%=--ignore=tests/%) $(PYTEST_ARGS)
 
 check: $(VENV)/check-installed
 	$(BIN)/ruff check .
