@@ -1,1 +1,0 @@
-"""Prefill and decode over HTTP, compared with the machine's limits, Hugging Face and llama.cpp."""
