@@ -347,9 +347,11 @@ def _entries_of(directory: Path, problems: list[str]) -> list[Path]:
 def exclusive_lock(path: Path, purpose: str) -> Iterator[None]:
     """Holds an advisory lock on `path` (created if missing). Raises ConflictError at once if another process holds it.
 
-    The kernel releases the lock when the process ends, however that happens: there are no stale locks.
+    The kernel releases the lock when the process ends, however that happens: there are no stale locks. A process that
+    this one forks does not hold the lock.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    _LOCKS.add(descriptor)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -361,7 +363,23 @@ def exclusive_lock(path: Path, purpose: str) -> Iterator[None]:
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
+        if descriptor in _LOCKS:  # not in a fork, which has closed it
+            _LOCKS.remove(descriptor)
+            os.close(descriptor)
+
+
+_LOCKS: set[int] = set()
+"""Descriptors of the locks of this process."""
+
+
+def _close_locks() -> None:
+    """In a fork: the parent's descriptors would keep its locks after the parent has ended."""
+    for descriptor in _LOCKS:
         os.close(descriptor)
+    _LOCKS.clear()
+
+
+os.register_at_fork(after_in_child=_close_locks)
 
 
 def lock_holder(path: Path) -> str | None:

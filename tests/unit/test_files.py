@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import re
 import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -386,6 +388,26 @@ def test_a_killed_processes_lock_is_free(tmp_path: Path) -> None:
         process.wait()
     with exclusive_lock(tmp_path / "lock", "x"):
         assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_a_fork_that_outlives_the_holder_does_not_hold_its_lock(tmp_path: Path) -> None:
+    """A server's scheduler ends after its frontend; the next server may start at once."""
+    may_end = multiprocessing.get_context("fork").Event()
+    with exclusive_lock(tmp_path / "lock", "x"):
+        fork = multiprocessing.get_context("fork").Process(target=may_end.wait, args=(60,))
+        fork.start()
+        in_use = pytest.raises(ConflictError, match=f"process {os.getpid()}")
+        with in_use, exclusive_lock(tmp_path / "lock", "x"):
+            pass
+    try:
+        deadline = time.monotonic() + 60
+        while lock_holder(tmp_path / "lock") is not None:  # until the fork has begun
+            assert time.monotonic() < deadline
+        assert fork.is_alive()
+    finally:
+        may_end.set()
+        fork.join(60)
+    assert fork.exitcode == 0
 
 
 def test_who_holds_a_lock_can_be_asked_without_taking_it(tmp_path: Path) -> None:

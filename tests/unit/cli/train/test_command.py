@@ -166,7 +166,7 @@ def test_a_run_that_would_be_resumed_is_named(check: Any, tmp_path: Path) -> Non
 def test_what_is_wrong_with_output_and_placement_is_said_before_a_server_starts(check: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     status, said = check(f"output_dir={tmp_path}/file/out")
-    assert status == 2 and f"output_dir: '{tmp_path}/file/out': {tmp_path}/file is not a directory" in said
+    assert status == 2 and "output_dir: " in said and f"{tmp_path}/file is not a directory" in said
     status, said = check(f"kt_optimize_rule={tmp_path}/file")
     assert status == 2 and f"{tmp_path}/file: is empty" in said
     status, said = check("--url", "http://127.0.0.1:9")
