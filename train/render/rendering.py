@@ -149,7 +149,7 @@ class Renderer:
         return [[piece.whole for piece in pieces] if self.recipe.train_on_prompt else pieces]
 
     def _example(self, row: Row, sequence: tuple[Tokens, Mask], tally: Tally) -> Example | None:
-        example = self._cut(row, sequence, tally)
+        [example] = self._cut(row, [sequence], tally)
         if not example.num_trained:
             tally.lose(NOTHING_TRAINED, row.where)
             return None
@@ -158,7 +158,7 @@ class Renderer:
     def _pair(
         self, row: Preference, chosen: tuple[Tokens, Mask], rejected: tuple[Tokens, Mask], tally: Tally
     ) -> Pair | None:
-        pair = Pair(self._cut(row, chosen, tally), self._cut(row, rejected, tally), row.where)
+        pair = Pair(*self._cut(row, [chosen, rejected], tally), row.where)
         if not all(example.num_trained for example in pair.examples):
             tally.lose(NOTHING_TRAINED, row.where)
         elif np.array_equal(pair.chosen.ids, pair.rejected.ids):
@@ -167,13 +167,16 @@ class Renderer:
             return pair
         return None
 
-    def _cut(self, row: Row, sequence: tuple[Tokens, Mask], tally: Tally) -> Example:
-        ids, trained = sequence
+    def _cut(self, row: Row, sequences: Sequence[tuple[Tokens, Mask]], tally: Tally) -> list[Example]:
+        """The examples of one row. A row counts once, by its longest sequence."""
         limit = self.recipe.cutoff_len
-        if len(ids) > limit:
-            tally.cut(row.where, len(ids))
-            ids = ids[:limit].copy()
-        return Example.of(ids, trained[: len(ids)], row.where)
+        longest = max(len(ids) for ids, _ in sequences)
+        if longest > limit:
+            tally.cut(row.where, longest)
+        return [
+            Example.of(ids if len(ids) <= limit else ids[:limit].copy(), trained[:limit], row.where)
+            for ids, trained in sequences
+        ]
 
     def _with_system(self, messages: Messages) -> Messages:
         """Adds `default_system` to a row without a system turn."""

@@ -264,6 +264,18 @@ def test_a_long_row_keeps_its_start_and_one_without_answer_is_left_out_and_count
         renderer.render_all([lost], said.append)
 
 
+def test_long_rows_of_one_line_are_counted_each(make: Make) -> None:
+    renderer = make("deepseek-v3", cutoff_len=16)
+    answers = [(assistant("Mara " * 40), assistant("Mara " * 41)), (assistant("Mara " * 42), assistant("Mara."))]
+    pairs = [Preference((user("Who?"),), *both, None, "d.json:1") for both in answers]
+    said: list[str] = []
+    renderer.render_all(pairs, said.append)
+    assert said[0] == (
+        "2 of 2 rows are longer than cutoff_len=16 tokens, and cut there: "
+        "d.json:1 by 32, d.json:1 by 33; the longest has 49 tokens"
+    )
+
+
 def test_a_preference_is_two_answers_to_the_served_prompt(renderer: Renderer) -> None:
     pair = renderer.render(Preference(TURNS[:-1], assistant("The cliff."), assistant("Nowhere."), None, "p:1"))
     assert isinstance(pair, Pair)
