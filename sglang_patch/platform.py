@@ -13,6 +13,7 @@ import os
 from typing import Any
 
 from kt_runtime.errors import KtError
+from kt_runtime.resident.memory import return_freed_memory
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.version import check_version
 
@@ -69,6 +70,11 @@ def _platform_class() -> type:
 
         def get_default_attention_backend(self) -> str:
             return ATTENTION_BACKEND
+
+        def empty_cache(self) -> None:
+            """SGLang calls it after a flush of the cache. A training session makes the C library keep freed memory."""
+            super().empty_cache()
+            return_freed_memory()
 
         def is_pin_memory_available(self, device: Any = None) -> bool:
             return False
