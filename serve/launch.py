@@ -93,16 +93,8 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
             say(note)
         settings = _settings(options, model, directory, adapters)
         os.environ.update(settings.to_environment())
-        # Threads that spin while they wait take cores from the trainer, the tokenizer and the expert pool: with two
-        # other busy processes a decode step took 550 ms instead of 20. SGLang's processes inherit these settings.
-        # Threads still spin for about 0.1 ms before they sleep: a training step has 20,000 waits, most of them shorter,
-        # and takes an eighth longer without the spinning.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        os.environ.setdefault("GOMP_SPINCOUNT", "4000")
-        if not has_gpu():
-            # SGLang compiles its routing with TorchInductor, which runs g++ for 5 to 20 s at the first request, again
-            # for each new kind of batch, and fails where there is no compiler.
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        for name, value in settings_before_imports(has_gpu()).items():
+            os.environ.setdefault(name, value)
         # SGLang's metrics would include files that another program or an earlier server left in this directory.
         os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
         sglang_arguments = _sglang_arguments(options, model)
@@ -112,6 +104,20 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         console = held.enter_context(opened_console(say, directory, options.port, log_level, verbose=options.verbose))
         console.say("starting SGLang's processes, which takes half a minute")
         _run(sglang_arguments, _Frontend(options, model, settings, key, directory, console))
+
+
+def settings_before_imports(with_gpu: bool) -> dict[str, str]:
+    """Environment variables that torch and SGLang read while they are imported. SGLang's processes inherit them.
+
+    Threads that spin while they wait take cores from the trainer, the tokenizer and the expert pool: with two other
+    busy processes a decode step took 550 ms instead of 20. Threads still spin for about 0.1 ms before they sleep: a
+    training step has 20,000 waits, most of them shorter, and takes an eighth longer without the spinning.
+
+    Without a GPU nothing is compiled by TorchInductor. It would run g++ for 5 to 20 s at the first request, again for
+    each new kind of batch, and fail where there is no compiler.
+    """
+    waiting = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "4000"}
+    return waiting if with_gpu else {**waiting, "TORCHDYNAMO_DISABLE": "1"}
 
 
 def _run(sglang_arguments: list[str], ours: _Frontend) -> None:

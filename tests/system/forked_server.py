@@ -19,13 +19,12 @@ import setproctitle
 
 from kt_runtime.cli import server_process
 from kt_runtime.cli.main import main
+from kt_runtime.serve.launch import settings_before_imports
+from kt_runtime.serve.memory.machine import has_gpu
 
 IMPORTED = ["torch", "kt_runtime.serve.launch", "sglang.srt.entrypoints.http_server"]
 # What the interpreter, the loader and OpenMP read when a process starts: a fork can't have other values.
 READ_AT_START = ("PYTHONPATH", "LD_PRELOAD", "OMP_NUM_THREADS")
-# As `kt-runtime serve` sets them before it imports torch.
-SET_BEFORE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "4000"}
-
 context = multiprocessing.get_context("forkserver")
 _at_start = {name: os.environ.get(name) for name in READ_AT_START}
 _start_command = server_process._start
@@ -61,8 +60,8 @@ class ForkedServer:
 
 
 def start(command: list[str], log_path: Path) -> subprocess.Popen[bytes] | ForkedServer:
-    """In place of `server_process._start`."""
-    if any(os.environ.get(name) != value for name, value in _at_start.items()):
+    """In place of `server_process._start`. With a GPU SGLang is imported with other settings."""
+    if has_gpu() or any(os.environ.get(name) != value for name, value in _at_start.items()):
         return _start_command(command, log_path)
     return ForkedServer(command, log_path)
 
@@ -81,7 +80,7 @@ def import_all() -> None:
     from multiprocessing import forkserver
 
     before = dict(os.environ)
-    os.environ.update(SET_BEFORE)
+    os.environ.update(settings_before_imports(with_gpu=False))
     try:
         context.set_forkserver_preload(IMPORTED)
         forkserver.ensure_running()
