@@ -158,7 +158,8 @@ class Renderer:
     def _pair(
         self, row: Preference, chosen: tuple[Tokens, Mask], rejected: tuple[Tokens, Mask], tally: Tally
     ) -> Pair | None:
-        pair = Pair(*self._cut(row, [chosen, rejected], tally), row.where)
+        better, worse = self._cut(row, [chosen, rejected], tally)
+        pair = Pair(better, worse, row.where)
         if not all(example.num_trained for example in pair.examples):
             tally.lose(NOTHING_TRAINED, row.where)
         elif np.array_equal(pair.chosen.ids, pair.rejected.ids):
