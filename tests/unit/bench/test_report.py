@@ -1,4 +1,4 @@
-"""A bench's own JSON becomes a measurement. tests/unit/cli/test_bench*.py do the same with reports of real runs."""
+"""A bench's own JSON becomes a measurement. tests/system/bench does the same with reports of real runs."""
 
 from __future__ import annotations
 

@@ -1,35 +1,57 @@
-"""The installed command line in a process of its own, as a user starts it."""
+"""The command line, called in this process and as a user starts it."""
 
 from __future__ import annotations
 
-import json
+import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kt_runtime.bench.page.measurement import Measurement, read_all
-from kt_runtime.bench.page.report import record_report
+from kt_runtime.cli.main import main
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-Recorded = Callable[[dict[str, Any]], Measurement]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """`run("models", "--json", VARIABLE="value")`. Models are looked for in `tmp_path` only, and no server runs."""
+def places(tmp_path: Path) -> dict[str, str]:
+    """Environment variables: models are looked for in `tmp_path` only, no server runs, and tables are wide."""
+    return {
+        "KT_RUNTIME_MODELS": str(tmp_path / "models"),
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "KT_RUNTIME_URL": "http://127.0.0.1:9",
+        "COLUMNS": "160",
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path, places: dict[str, str]) -> Run:
+    """`run("models", "--json", VARIABLE="value")` in `tmp_path`, in this process, which has imported torch already."""
 
     def run_command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        places = {
-            "KT_RUNTIME_MODELS": str(tmp_path / "models"),
-            "HF_HUB_CACHE": str(tmp_path / "hub"),
-            "KT_RUNTIME_URL": "http://127.0.0.1:9",
-            "COLUMNS": "160",
-        }
+        out, err, on_sigterm = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            for name, value in (places | variables).items():
+                patch.setenv(name, value)
+            patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", places["HF_HUB_CACHE"])  # read at its import
+            patch.chdir(tmp_path)
+            status = main(arguments)
+        signal.signal(signal.SIGTERM, on_sigterm)
+        return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+
+    return run_command
+
+
+@pytest.fixture
+def run_process(tmp_path: Path, places: dict[str, str]) -> Run:
+    """As `run`, in a process of its own, as a user starts it."""
+
+    def run_command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "kt_runtime.cli.main", *arguments],
             cwd=tmp_path,
@@ -40,18 +62,3 @@ def run(tmp_path: Path) -> Run:
         )
 
     return run_command
-
-
-@pytest.fixture
-def recorded(tmp_path: Path) -> Recorded:
-    """A bench's report as `kt-runtime bench record` writes it and the page's generator reads it."""
-
-    def record(report: dict[str, Any]) -> Measurement:
-        path, directory = tmp_path / "report.json", tmp_path / "measurements"
-        path.write_text(json.dumps(report))
-        directory.mkdir()
-        origin = dict.fromkeys(("title", "machine", "hardware", "ran", "commit"), "x")
-        record_report(path, directory, "one", origin | {"date": "2026-01-31"})
-        return read_all(directory)["one"]
-
-    return record

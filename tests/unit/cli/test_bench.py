@@ -1,154 +1,19 @@
+"""What `kt-runtime bench` refuses before it measures; tests/system/bench measures."""
+
 from __future__ import annotations
 
-import json
-import os
-import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kt_runtime.bench.page.measurement import Measurement
-from kt_runtime.cli.main import main
-from kt_runtime.experts import available_isas
-
 Run = Callable[..., subprocess.CompletedProcess[str]]
-Recorded = Callable[[dict[str, Any]], Measurement]
 
-TINY = "8x2x128x256x4"
-QUICK = ("--runs", "1", "--seconds", "0.01")
-ROW_KEYS = {"shape", "format", "isa", "threads", "tokens", "op", "ms", "ms_median", "limit_ratio", "peers", "rel_error"}
-ROW_KEYS |= {"resident_bytes", "weight_bytes"}
-# Random weights: fp8 and integer formats by their number of bits, and some room for so small a layer.
-LARGEST_ERRORS = {"bf16": 0.006, "fp8": 0.06, "int8": 0.03, "int4": 0.25}
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The defaults but for a tiny shape, two numbers of tokens and two processors."""
-    directory = tmp_path_factory.mktemp("bench")
-    arguments = [
-        "--shape",
-        TINY,
-        "--tokens",
-        "2",
-        "--tokens",
-        "24",
-        "--threads",
-        "1",
-        "--threads",
-        "2",
-        "--json",
-        *QUICK,
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "kt_runtime.cli.main", "bench", "experts", *arguments, "--peer", sys.executable],
-        cwd=directory,
-        env=os.environ | {"TMPDIR": str(directory), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "limits of the machine" in done.stderr
-    assert not list(directory.iterdir()), "temporary checkpoints are left"
-    made: dict[str, Any] = json.loads(done.stdout)
-    return made
-
-
-def test_the_machines_limits_are_measured_for_each_number_of_threads(result: dict[str, Any]) -> None:
-    machine = result["machine"]
-    assert [each["threads"] for each in machine["by_threads"]] == [1, 2]
-    for limits in (machine, *machine["by_threads"]):
-        assert limits["isa"] == available_isas()[0]
-        assert all(limits[name] > 1e8 for name in ("dram_bytes_per_s", "bf16_flops", "int8_ops"))
-    assert machine["threads"] == 2 and machine["dram_bytes_per_s"] == machine["by_threads"][1]["dram_bytes_per_s"]
-
-
-def test_there_is_a_row_for_each_case(result: dict[str, Any]) -> None:
-    rows = result["rows"]
-    cases = {(r["format"], r["threads"], r["tokens"], r["op"], r["activations"]) for r in rows}
-    wanted = {
-        (form, threads, *case)
-        for form in LARGEST_ERRORS
-        for threads in (1, 2)
-        for case in (
-            (2, "forward", None),
-            (24, "forward", None),
-            (24, "forward_backward", "retain"),
-            (24, "forward_backward", "recompute"),
-        )
-    }
-    assert cases == wanted and len(rows) == len(wanted)
-    for row in rows:
-        assert row.keys() >= ROW_KEYS and row["shape"] == TINY and row["isa"] == available_isas()[0]
-
-
-def test_the_figures_of_a_row_are_sane(result: dict[str, Any]) -> None:
-    for row in result["rows"]:
-        assert 0 < row["ms"] <= row["ms_median"] and row["limit_ratio"] > 0 and row["runs"] >= 1
-        assert 0.95 * row["weight_bytes"] < row["resident_bytes"] < 2 * row["weight_bytes"]
-        assert row["touched_experts"] == (4 if row["tokens"] == 2 else 8)
-        assert 0 < row["rel_error"] < (1 if row["op"] == "forward" else 3) * LARGEST_ERRORS[row["format"]]
-        if row["op"] == "forward_backward":
-            assert row["ratio_to_forward"] > 0 and row["ratio_to_lora_forward"] > 0
-            assert row["gradient_errors"].keys() == {"x", "weights", "lora"}
-        else:
-            is_integer = row["format"] in ("int8", "int4")
-            assert (row["activation_error"] is not None) == (row["weight_error"] is not None) == is_integer
-            assert not is_integer or 0 < row["weight_error"] < LARGEST_ERRORS[row["format"]]
-
-
-def test_bf16_is_packed_without_waste(result: dict[str, Any]) -> None:
-    sizes = {row["weight_bytes"] for row in result["rows"] if row["format"] == "bf16"}
-    assert sizes == {8 * 3 * 128 * 256 * 2}
-
-
-def test_pytorch_is_a_peer_where_it_has_the_format(result: dict[str, Any]) -> None:
-    wanted = {
-        "bf16": {"torch_loop", "torch_grouped"},
-        "fp8": set(),
-        "int8": {"torch_int8pack", "torch_int_mm"},
-        "int4": {"torch_int4pack"},
-    }
-    for row in result["rows"]:
-        if row["op"] == "forward":
-            assert row["peers"].keys() == wanted[row["format"]]
-            assert all(error < 0.3 for error in row["peer_errors"].values())
-        else:
-            assert row["peers"].keys() == ({"torch_autograd"} if row["format"] == "bf16" else set())
-        assert all(ms > 0 for ms in row["peers"].values())
-
-
-def test_a_peer_that_is_not_installed_is_said_to_be_missing(result: dict[str, Any]) -> None:
-    assert "kt_kernel" in result["peers"]["kt_kernel"]["problem"]
-
-
-def test_loads_tell_their_peak(result: dict[str, Any]) -> None:
-    assert {(load["format"], load["threads"]) for load in result["loads"]} == {
-        (form, threads) for form in LARGEST_ERRORS for threads in (1, 2)
-    }
-    assert all(load["seconds"] > 0 for load in result["loads"])
-
-
-def test_the_table_has_limits_rows_and_loads(run: Run) -> None:
-    arguments = ("--shape", TINY, "--format", "int4_g128_zp", "--tokens", "3", "--threads", "1", "--no-torch", *QUICK)
-    done = run("bench", "experts", *arguments, "--op", "forward")
-    assert done.returncode == 0, done.stderr
-    for text in ("DRAM read", "bf16 peak", "int8 peak", "of limit", f"{TINY} int4_g128_zp", "peak extra"):
-        assert text in done.stdout
-
-
-@pytest.mark.parametrize("isa", available_isas())
-def test_a_forced_instruction_set_is_the_one_that_runs(run: Run, isa: str) -> None:
-    arguments = ("--shape", TINY, "--isa", isa, "--format", "int8", "--tokens", "3", "--threads", "1", "--no-torch")
-    done = run("bench", "experts", *arguments, "--op", "forward", "--json", *QUICK)
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)["rows"]
-    assert row["isa"] == isa and json.loads(done.stdout)["machine"]["isa"] == isa
+QUICK = {
+    "cache": ("--model", "tiny-qwen3-moe", "--tokens", "256", "--page-tokens", "16", "--rounds", "2"),
+    "train": ("--model", "tiny-qwen3-moe", "--sequences", "3", "--tokens", "12", "--micro-batch", "2", "--steps", "2"),
+}
 
 
 @pytest.mark.parametrize(
@@ -170,18 +35,12 @@ def test_a_forced_instruction_set_is_the_one_that_runs(run: Run, isa: str) -> No
         (["--shape", "8x2x100x128x4", "--format", "int4_g32"], "no groups of 32 columns"),
     ],
 )
-def test_mistakes_in_options_are_told_and_end_with_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        status = main(["bench", "experts", *(() if "--seconds" in arguments else QUICK), *arguments])
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    shown = capsys.readouterr()
-    assert status == 2, shown.err
-    assert message in shown.err and "Traceback" not in shown.err
-    assert shown.out == ""
+def test_mistakes_in_options_of_experts_are_told_and_end_with_2(run: Run, arguments: list[str], message: str) -> None:
+    quick = () if "--seconds" in arguments else ("--runs", "1", "--seconds", "0.01")
+    done = run("bench", "experts", *quick, *arguments)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout == ""
 
 
 def test_help_says_what_a_shape_is(run: Run) -> None:
@@ -189,40 +48,28 @@ def test_help_says_what_a_shape_is(run: Run) -> None:
     assert done.returncode == 0 and "64x6x2048x1408x8" in done.stdout.replace("\n", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_no_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
-    arguments = ["--shape", TINY, "--no-torch", "--runs", "100000", "--seconds", "1000"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kt_runtime.cli.main", "bench", "experts", *arguments],
-        cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell starts background jobs with SIGINT ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "loading" in line:
-            break
-    assert list(tmp_path.iterdir())
-    process.send_signal(number)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("cache", "--tokens", "100"), "--tokens is 100"),
+        (("cache", "--model", "tiny-qwen4"), "tiny-qwen4"),
+        (("cache", "--rounds", "0"), "--rounds is 0"),
+        (("train", "--tokens", "1"), "--tokens is 1"),
+        (("train", "--micro-batch", "0"), "--micro-batch is 0"),
+        (("train", "--dtype", "bfloat61"), "bfloat16"),
+        (("train", "--layers", "99"), "--layers is 99"),
+        (("train", "--model", "tiny-qwen4"), "tiny-qwen4"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_starts(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    bench, *wrong = arguments
+    done = run("bench", bench, *QUICK[bench], *wrong)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "starting a server" not in done.stderr
 
 
-def test_a_report_becomes_a_measurement(result: dict[str, Any], recorded: Recorded) -> None:
-    cases, loading = recorded(result).tables
-    assert [column.name for column in cases.columns[3:]] == list(
-        dict.fromkeys(peer for row in result["rows"] for peer in row["peers"])
-    )
-    for made, row in zip(cases.rows, result["rows"], strict=True):
-        assert made.case[:5] == [row["shape"], row["format"], row["isa"], str(row["threads"]), str(row["tokens"])]
-        assert float(str(made.figures[0])) == pytest.approx(row["ms"], rel=1e-3)
-        for column, cell in zip(cases.columns[3:], made.figures[3:], strict=True):
-            peer_ms = row["peers"].get(column.name)
-            assert (cell is None) == (peer_ms is None)
-            assert peer_ms is None or float(str(cell)) == pytest.approx(peer_ms / row["ms"], rel=1e-3)
-    assert len(loading.rows) == len(result["loads"])
+def test_a_checkpoint_keeps_its_layers(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    done = run("bench", "train", "--model", str(tmp_path), "--layers", "2")
+    assert done.returncode != 0 and "--layers is for presets" in done.stderr

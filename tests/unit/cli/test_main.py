@@ -49,8 +49,8 @@ def test_light_commands_import_no_heavy_library(arguments: list[str], tmp_path: 
     assert result.returncode == 0, result.stderr
 
 
-def test_version_is_the_packages(run: Run) -> None:
-    assert run("--version").stdout.strip() == f"kt-runtime, version {__version__}"
+def test_version_is_the_packages(run_process: Run) -> None:
+    assert run_process("--version").stdout.strip() == f"kt-runtime, version {__version__}"
 
 
 def test_every_command_of_the_table_is_there() -> None:
@@ -73,8 +73,8 @@ def test_a_misspelt_option_is_the_users_mistake(run: Run) -> None:
     assert "--seed" in result.stderr
 
 
-def test_the_users_mistake_gives_one_line_and_no_traceback(run: Run) -> None:
-    result = run("models", "show", "nosuch")
+def test_the_users_mistake_gives_one_line_and_no_traceback(run_process: Run) -> None:
+    result = run_process("models", "show", "nosuch")
     assert result.returncode == 2
     assert result.stderr.startswith("kt-runtime: model 'nosuch' is not on this machine; looked at: ")
     assert result.stderr.count("\n") == 1

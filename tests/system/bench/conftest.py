@@ -1,0 +1,54 @@
+"""`kt-runtime bench` in this process, whose servers are forks (forked_server.py), and what its report becomes."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import tempfile
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_runtime.bench.page.measurement import Measurement, read_all
+from kt_runtime.bench.page.report import record_report
+from kt_runtime.cli.main import main
+
+BenchOutput = Callable[..., tuple[str, str]]
+Recorded = Callable[[dict[str, Any]], Measurement]
+
+
+@pytest.fixture(scope="module")
+def bench_output(tmp_path_factory: pytest.TempPathFactory) -> BenchOutput:
+    """`bench_output("experts", "--runs", "1")`: what it prints. Asserts that no temporary file is left."""
+    directory = tmp_path_factory.mktemp("bench")
+
+    def run(*arguments: str) -> tuple[str, str]:
+        out, err, on_sigterm = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.setattr(tempfile, "tempdir", str(directory))
+            status = main(["bench", *arguments])
+        signal.signal(signal.SIGTERM, on_sigterm)
+        assert status == 0, err.getvalue()
+        assert not list(directory.iterdir()), "temporary files are left"
+        return out.getvalue(), err.getvalue()
+
+    return run
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Recorded:
+    """A bench's report as `kt-runtime bench record` writes it and the page's generator reads it."""
+
+    def record(report: dict[str, Any]) -> Measurement:
+        path, directory = tmp_path / "report.json", tmp_path / "measurements"
+        path.write_text(json.dumps(report))
+        directory.mkdir()
+        origin = dict.fromkeys(("title", "machine", "hardware", "ran", "commit"), "x")
+        record_report(path, directory, "one", origin | {"date": "2026-01-31"})
+        return read_all(directory)["one"]
+
+    return record
