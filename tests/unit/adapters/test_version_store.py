@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import contextlib
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,54 +145,50 @@ def test_unloading_is_durable(tmp_path: Path, qwen: Any, unload: str, monkeypatc
     assert synced == [(tmp_path / "x", False)]
 
 
-# Forks a writer for each n, which is killed before its n-th fsync, rename or replace, until one comes through.
-WRITERS = """
-import json, os, signal, sys
-from pathlib import Path
-import peft, torch
-from kt_runtime.adapters import AdapterTensors, VersionStore
-from kt_runtime.families import family_for, resolve_targets
-
-root, config = Path(sys.argv[1]), json.loads(sys.argv[2])
-
-def publish(store, value, served):
-    modules = resolve_targets(config, ["o_proj"])
-    pairs = {m.name: (torch.full((8, m.in_features), value), torch.ones(m.out_features, 8)) for m in modules}
-    version = store.save("x", AdapterTensors.from_modules(8, 8.0, pairs), created=value)
+def publish(store: VersionStore, adapter: Any, created: float, served: list[str]) -> list[str]:
+    version = store.save("x", adapter, created=created)
     store.point("x", [*served, version.hash])
     return [*served, version.hash]
 
-def kill_before(number):
+
+def kill_before(number: int) -> None:
+    """SIGKILL for this process at the call of that number which makes a change lasting."""
     left = [number]
-    def counted(function):
-        def call(*args, **kwargs):
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             left[0] -= 1
             if not left[0]:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **kwargs)
+
         return call
+
     for name in ("fsync", "rename", "replace"):
         setattr(os, name, counted(getattr(os, name)))
 
-for number in range(1, 100):
+
+def write_until_killed(root: Path, model: Any, number: int) -> int:
+    """In a fork of this process, which has imported PEFT. Returns the status of os.waitpid."""
     writer = os.fork()
     if not writer:
-        store = VersionStore(root / str(number), family_for(config), config, max_rank=8)
-        served = publish(store, 1.0, [])
-        kill_before(number)
-        publish(store, 2.0, served)
-        os._exit(0)
-    status = os.waitpid(writer, 0)[1]
-    if not status:
-        print(number)
-        break
-    assert os.WTERMSIG(status) == signal.SIGKILL, status
-"""
+        with contextlib.suppress(BaseException):
+            store = open_store(model, root)
+            served = publish(store, model.adapter("o_proj", seed=1), 1.0, [])
+            kill_before(number)
+            publish(store, model.adapter("o_proj", seed=2), 2.0, served)
+            os._exit(0)
+        os._exit(1)
+    return os.waitpid(writer, 0)[1]
 
 
 def test_killing_the_writer_at_any_step_leaves_whole_versions_only(tmp_path: Path, qwen: Any) -> None:
-    command = [sys.executable, "-c", WRITERS, str(tmp_path), json.dumps(qwen.config)]
-    steps = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
+    """Writer n is killed before its n-th fsync, rename or replace; the last one comes through."""
+    publish(open_store(qwen, tmp_path / "warm"), qwen.adapter("o_proj"), 1.0, [])  # imports, once for all writers
+    steps = 1
+    while (status := write_until_killed(tmp_path / str(steps), qwen, steps)) != 0:
+        assert status == signal.SIGKILL, status
+        steps += 1
     assert steps > 8
     counts = []
     for number in range(1, steps + 1):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,7 @@ class FakeHost:
         self.model = self.model_directory = str(directory)
         self.config = json.loads((directory / "config.json").read_text())
         family = family_for(self.config)
-        self.hf = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa").eval()
-        self.hf.requires_grad_(False)
+        self.hf = hugging_face(directory, dtype)
         self._tensors = fused_tensors(self.hf, self.config)
         self.experts = ExpertStore.load(
             directory,
@@ -206,6 +206,13 @@ class FakeHost:
         self.weights.close()
         self.frontend.close()
         self.closed = True
+
+
+@cache
+def hugging_face(directory: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """Hugging Face's model of a checkpoint, which all hosts share: tests must not change it."""
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)
 
 
 def fused_tensors(model: torch.nn.Module, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
