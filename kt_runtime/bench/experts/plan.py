@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -182,9 +183,12 @@ def make_plan(
     if patience.runs < 1 or not patience.seconds > 0:
         raise InvalidValueError(f"--runs is {patience.runs} and --seconds {patience.seconds}; both must be positive")
     made = [parse_shape(text) for text in shapes or DEFAULT_SHAPES]
+    chosen = [parse_format(name) for name in formats or DEFAULT_FORMATS]
+    for shape, form in itertools.product(made, chosen):
+        _check_groups(shape, form)
     return Plan(
         tuple(_unique(made if num_experts is None else [_shrunk(shape, num_experts) for shape in made])),
-        tuple(_unique(parse_format(name) for name in formats or DEFAULT_FORMATS)),
+        tuple(_unique(chosen)),
         tuple(_unique(resolve_isa(name) for name in isas)) or (resolve_isa(None),),
         tuple(_unique(threads or (1, default_threads()))),
         tuple(sorted(set(tokens or DEFAULT_TOKENS))),
@@ -193,6 +197,15 @@ def make_plan(
         with_torch,
         patience,
     )
+
+
+def _check_groups(shape: BenchShape, form: BenchFormat) -> None:
+    group = ENCODINGS[form.encoding].group
+    for columns in (shape.hidden, shape.intermediate):
+        if group and columns % group:
+            raise InvalidValueError(
+                f"shape {shape.name}, format {form.name}: {columns} columns have no groups of {group} columns"
+            )
 
 
 def _shrunk(shape: BenchShape, num_experts: int) -> BenchShape:

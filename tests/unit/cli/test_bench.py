@@ -32,7 +32,7 @@ QUICK = {
         (["--seconds", "0"], "both must be positive"),
         (["--peer", "nosuch/python"], "nosuch/python"),
         (["--shape", "16000x8x7168x2048x8"], "TiB of memory"),
-        (["--shape", "8x2x100x128x4", "--format", "int4_g32"], "no groups of 32 columns"),
+        (["--shape", "8x2x100x128x4", "--format", "int4_g32"], "100 columns have no groups of 32 columns"),
     ],
 )
 def test_mistakes_in_options_of_experts_are_told_and_end_with_2(run: Run, arguments: list[str], message: str) -> None:
