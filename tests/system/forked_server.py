@@ -1,8 +1,7 @@
 """Starts the tests' servers as forks of one process that has imported SGLang: `kt-runtime serve` in 5 s instead of 20.
 
 Only the imports are shared: the command line, the environment, all processes and their end are a server's own. The
-command itself, in a new interpreter, is started by test_http.py, test_demo.py, and wherever a fault is injected through
-the interpreter's environment.
+command itself, in a new interpreter, is started by test_http.py and test_demo.py.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import setproctitle
+from reference import faulty_disk
 
 from kt_runtime.cli import server_process
 from kt_runtime.cli.main import main
@@ -101,4 +101,6 @@ def _serve(arguments: list[str], environment: dict[str, str], log_path: str) -> 
     os.environ.clear()
     os.environ.update(environment)
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    if environment.get(faulty_disk.CONTROL):
+        faulty_disk.install()
     sys.exit(main())

@@ -1,7 +1,7 @@
 """A real server whose adapter directory is full, taken, or in disorder: it serves, says what is not stored, loses none.
 
 One server, and then another over the same directory. A disk that is full, or does not let files be removed, is one
-whose system calls fail in the server's process (`reference/faulty_disk`), as they would.
+whose system calls fail in the server's process (`reference/faulty_disk.py`), as they would.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import httpx
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from reference import lora
+from reference import faulty_disk, lora
 
 from kt_runtime.adapters import VersionStore, as_version
 from kt_runtime.cli.adapter.command import command
@@ -34,7 +34,6 @@ from kt_runtime.wire import Batch, ResidentClient
 from kt_runtime.wire.messages import LoraSettings
 
 PRESET = "tiny-qwen3-moe"
-SHIM = Path(__file__).parent.parent / "reference" / "faulty_disk"
 FULL = {"fail": dict.fromkeys(("open", "write", "sync"), "ENOSPC")}
 STUCK = {"fail": {"remove": "EPERM"}}
 LOADED = ("one", "two", "three")
@@ -73,8 +72,7 @@ class Place:
     @contextlib.contextmanager
     def serving(self, log: str) -> Iterator[ServerAPI]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(SHIM), os.environ.get("PYTHONPATH")])))
-            patch.setenv("FAULTY_DISK", str(self.root / "faults.json"))
+            patch.setenv(faulty_disk.CONTROL, str(self.root / "faults.json"))
             options = ["--dtype", "float32", "--adapter-dir", str(self.adapters)]
             with server(str(self.root / "model"), options, self.root / log) as api:
                 yield api
@@ -132,7 +130,7 @@ def second_server(place: Place, runtime: Path) -> subprocess.CompletedProcess[st
     options = ["--model", str(place.root / "model"), "--port", str(free_port()), "--adapter-dir", str(place.adapters)]
     return subprocess.run(
         [sys.executable, "-P", "-m", "kt_runtime.cli.main", "serve", *options],
-        env={**os.environ, "XDG_RUNTIME_DIR": str(runtime), "PYTHONSAFEPATH": "1", "FAULTY_DISK": ""},
+        env={**os.environ, "XDG_RUNTIME_DIR": str(runtime), "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
         timeout=300,

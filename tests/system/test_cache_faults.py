@@ -2,7 +2,7 @@
 
 The faults of the disk are real where that needs no special rights (bytes changed, files cut off, the directory moved
 away); a disk that is full, read-only, broken or slow is one whose system calls fail or wait in the server's process
-(`reference/faulty_disk`), as they would.
+(`reference/faulty_disk.py`), as they would.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reference import faulty_disk
 from reference.cache_records import DAMAGES, Placed, placed
 
 from kt_runtime.cache import inspection
@@ -30,7 +31,6 @@ from kt_runtime.serve.models.make_model import make_model
 PRESET = "tiny-qwen3-moe"
 PROMPT_TOKENS, PAGE_TOKENS = 200, 16
 CACHED_TOKENS, PAGES = 192, 12  # whole pages; the last token is always computed
-SHIM = Path(__file__).parent.parent / "reference" / "faulty_disk"
 ONE_RECORD = ("a bit flipped", "of a foreign model", "of an old format")
 FULL = {"fail": dict.fromkeys(("open", "write", "sync"), "ENOSPC")}
 READ_ONLY = {"fail": dict.fromkeys(("open", "write", "sync", "remove", "rename"), "EROFS")}
@@ -100,8 +100,7 @@ class Disk:
 def shimmed(control: Path) -> Iterator[None]:
     """Servers started meanwhile have a disk that fails when `control` says so."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(SHIM), os.environ.get("PYTHONPATH")])))
-        patch.setenv("FAULTY_DISK", str(control))
+        patch.setenv(faulty_disk.CONTROL, str(control))
         yield
 
 

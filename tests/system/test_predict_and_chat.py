@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from reference import lora
+from reference.command_line import run_command
 
 from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.serve.models.make_model import make_model
@@ -54,11 +55,9 @@ class Place:
         text = (self.directory / "out" / "generated_predictions.jsonl").read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()]
 
-    def run(self, *arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-        command = [*COMMAND, *arguments, "--url", self.api.url]
-        return subprocess.run(
-            command, input=text, env=ENVIRONMENT, cwd=self.directory, capture_output=True, text=True, timeout=300
-        )
+    def run(self, *arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+        arguments = (*arguments, "--url", self.api.url)
+        return run_command(*arguments, directory=self.directory, environment={"COLUMNS": "200"}, text=text)
 
     def answers(self, adapter: str | None, prompts: list[list[int]]) -> list[str]:
         """Straight from /generate, whose answers to rendered text are the reference here."""

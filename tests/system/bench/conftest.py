@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
-import signal
 import tempfile
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.command_line import run_command
 
 from kt_runtime.bench.page.measurement import Measurement, read_all
 from kt_runtime.bench.page.report import record_report
-from kt_runtime.cli.main import main
 
 BenchOutput = Callable[..., tuple[str, str]]
 Recorded = Callable[[dict[str, Any]], Measurement]
@@ -27,14 +24,12 @@ def bench_output(tmp_path_factory: pytest.TempPathFactory) -> BenchOutput:
     directory = tmp_path_factory.mktemp("bench")
 
     def run(*arguments: str) -> tuple[str, str]:
-        out, err, on_sigterm = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tempfile, "tempdir", str(directory))
-            status = main(["bench", *arguments])
-        signal.signal(signal.SIGTERM, on_sigterm)
-        assert status == 0, err.getvalue()
+            done = run_command("bench", *arguments, directory=directory)
+        assert done.returncode == 0, done.stderr
         assert not list(directory.iterdir()), "temporary files are left"
-        return out.getvalue(), err.getvalue()
+        return done.stdout, done.stderr
 
     return run
 

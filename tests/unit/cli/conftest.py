@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
-
-from kt_runtime.cli.main import main
+from reference.command_line import run_command
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -33,25 +29,19 @@ def places(tmp_path: Path) -> dict[str, str]:
 def run(tmp_path: Path, places: dict[str, str]) -> Run:
     """`run("models", "--json", VARIABLE="value")` in `tmp_path`, in this process, which has imported torch already."""
 
-    def run_command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        out, err, on_sigterm = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-            for name, value in (places | variables).items():
-                patch.setenv(name, value)
+    def run_here(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", places["HF_HUB_CACHE"])  # read at its import
-            patch.chdir(tmp_path)
-            status = main(arguments)
-        signal.signal(signal.SIGTERM, on_sigterm)
-        return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+            return run_command(*arguments, directory=tmp_path, environment=places | variables)
 
-    return run_command
+    return run_here
 
 
 @pytest.fixture
 def run_process(tmp_path: Path, places: dict[str, str]) -> Run:
     """As `run`, in a process of its own, as a user starts it."""
 
-    def run_command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run_there(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "kt_runtime.cli.main", *arguments],
             cwd=tmp_path,
@@ -61,4 +51,4 @@ def run_process(tmp_path: Path, places: dict[str, str]) -> Run:
             timeout=120,
         )
 
-    return run_command
+    return run_there

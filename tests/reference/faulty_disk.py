@@ -1,4 +1,4 @@
-"""A real server's disk fails: with this directory on its PYTHONPATH, Python imports this module at its start.
+"""A real server's disk fails: `install` changes the process that calls it, and its forks.
 
 FAULTY_DISK names a JSON file that says what goes wrong just now with files under its "directory":
 
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-CONTROL = os.environ.get("FAULTY_DISK", "")
+CONTROL = "FAULTY_DISK"
 OPERATIONS = {
     "preadv": "read",
     "pwritev": "write",
@@ -37,7 +37,7 @@ _num_writes = 0  # since then
 def faults() -> dict[str, Any]:
     global _said, _num_writes
     try:
-        with open(CONTROL, encoding="utf-8") as file:
+        with open(os.environ[CONTROL], encoding="utf-8") as file:
             text = file.read()
     except FileNotFoundError:
         return {}
@@ -85,7 +85,9 @@ def _operation_of_open(flags: int, *args: Any, **kwargs: Any) -> str:
 
 
 _pwritev = os.pwritev
-if CONTROL:
+
+
+def install() -> None:
     os.open = faulty(os.open, _operation_of_open)
     for name, operation in OPERATIONS.items():
         setattr(os, name, faulty(getattr(os, name), lambda *args, operation=operation, **kwargs: operation))
