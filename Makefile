@@ -60,8 +60,9 @@ demo: $(VENV)/installed
 	$(BIN)/kt-runtime demo --json demo.json
 
 # Two processes, each with whole files of tests: a server waits as often as it computes. WORKERS=0: all in this process.
+# In the order of their names, tests/system before tests/unit: the files at the end are short, and no process waits long.
 WORKERS ?= 2
-IN_PARALLEL = -n $(WORKERS) --dist loadfile
+IN_PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/installed
 	$(BIN)/pytest $(IN_PARALLEL) $(PYTEST_ARGS)
 
