@@ -15,6 +15,7 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from kt_runtime.errors import NotFoundError
@@ -83,11 +84,12 @@ def means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {name: math.fsum(column) / len(column) for name, column in values.items()}
 
 
+@cache
 def _jieba_tokenizer(jieba: Any) -> Any:
     """The tokenizer behind `jieba.cut`, without jieba's cache file in the directory for temporary files.
 
     jieba reads that file with `marshal`, although anybody may have written it, and prints log lines when it writes it.
-    Parsing the dictionary again takes no longer than jieba's first use.
+    Parsing the dictionary, once in a process, takes no longer than jieba's first use.
     """
     tokenizer = jieba.Tokenizer()
     tokenizer.FREQ, tokenizer.total = tokenizer.gen_pfdict(tokenizer.get_dict_file())

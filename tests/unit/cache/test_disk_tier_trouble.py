@@ -180,7 +180,7 @@ def test_a_slow_disk_with_much_to_write_is_not_one_that_hangs(
     """What waits to be written takes longer than the patience; each call on the disk takes a fraction of it."""
     tier = open_tier(write_memory_bytes=4 * SIZE, patience_s=1.0)
     files.before = Slow(0.1, "write")
-    for start in range(0, 60, 4):
+    for start in range(0, 32, 4):
         write(tier, range(start, start + 4))
     assert stopped_lines(caplog) == []
     assert tier.health[Use.WRITING]
