@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from reference import greedy
-from reference.parity import LARGEST_K3, k3, sampled
+from reference.parity import LARGEST_K3, cost_of_bf16, k3, sampled
 from reference.quantized_checkpoint import quantize_checkpoint
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
@@ -131,11 +131,13 @@ def test_training_on_it_lowers_a_loss_publishes_and_agrees_with_serving(rounded:
         for adapter in (None, "tuned"):
             tokens, served = sampled(rounded.api, adapter)
             value, largest = k3(client, "parity", tokens, served, model="policy" if adapter else "base")
-            print(f"{rounded.case} {adapter or 'base'}: k3 KL {value:.2e}, largest |difference| {largest:.3f}")
-            assert 0 <= value <= LARGEST_K3
-            answers[adapter] = (tokens, served)
+            print(f"{rounded.case} {adapter or 'base'}: k3 KL {value:.2e}, largest |difference| {largest:.1e}")
+            answers[adapter] = (tokens, served, value)
         assert answers[None][0] != answers["tuned"][0]
-        tokens, served = answers[None]
+        tokens, served, _ = answers[None]
+        cost = cost_of_bf16(model, tokens, served)
+        print(f"{rounded.case}: k3 KL of float32 and sampling {cost:.2e}")
+        assert all(0 <= value <= min(LARGEST_K3, cost) for *_, value in answers.values())
         correct = np.array([greedy.logprobs_of(model, row)[-served.shape[1] :] for row in tokens])
         mean = float(np.abs(correct - served).mean())
         print(f"{rounded.case}: mean |difference| from the dequantized weights in float32 {mean:.4f}")
