@@ -42,7 +42,7 @@ def metrics(server: Any) -> dict[str, float]:
     return {name.removeprefix("kt_runtime:cache_"): float(value) for name, value in found}
 
 
-def eventually(condition: Callable[[], bool], limit_s: float = 15.0) -> None:
+def eventually(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
     """Metrics are published once a second."""
     deadline = time.monotonic() + limit_s
     while not condition():

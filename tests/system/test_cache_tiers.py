@@ -33,7 +33,7 @@ CACHED_TOKENS = 192  # whole pages of 16; the last token is always computed
 TIERS = ("device", "host", "disk", "disk after eviction", "disk after restart")
 ADAPTERS = (None, "one")
 IDLE_SECONDS = 3.0
-WRITING_SECONDS = 20.0
+WRITING_SECONDS = 60.0
 END_SECONDS = 60.0
 BF16_TOLERANCE = 0.1  # of a logprob; none was seen
 

@@ -206,6 +206,7 @@ def test_a_write_that_hangs_is_said_though_there_is_memory(
     hang = Hang("write")
     files.before = hang
     assert write(tier, range(5)) == [True] * 5
+    eventually(lambda: hang.begun)
     time.sleep(0.3)
     assert write(tier, range(5, 10)) == [False] * 5
     assert len(stopped_lines(caplog)) == 1

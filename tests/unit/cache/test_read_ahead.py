@@ -3,7 +3,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
+import pytest
+
+from kt_runtime.cache import read_ahead
 from kt_runtime.cache.format import slot_bytes_for
 from kt_runtime.cache.health import Counters, Health, Use
 from kt_runtime.cache.page import Page
@@ -234,10 +238,17 @@ def slow_reader(wait: Callable[[], object], patience_s: float, health: Health) -
     )
 
 
-def test_time_in_the_queue_is_not_time_on_the_disk() -> None:
-    """A healthy disk with 12 reads queued before ours, each a sixth of what is allowed."""
+def test_time_in_the_queue_is_not_time_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A healthy disk with 12 reads queued before ours, each a sixth of what is allowed. The clock shows their time."""
+    now_s = [100.0]
+    monkeypatch.setattr(read_ahead, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    def read() -> None:
+        time.sleep(0.01)
+        now_s[0] += 0.15
+
     health = Health("a disk")
-    reader = slow_reader(lambda: time.sleep(0.15), 0.9, health)
+    reader = slow_reader(read, 0.9, health)
     assert reader.start([b"other-%d" % number for number in range(12)]) == 12
     assert reader.take([Page(b"mine", [bytearray(BIG)])]) == [True]
     assert health[Use.READING]

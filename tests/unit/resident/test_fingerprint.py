@@ -41,7 +41,7 @@ def test_it_is_computed_once_beside_the_caller_and_anew_on_request() -> None:
     go, answers = threading.Event(), ["first", "second"]
 
     def compute(each: Any) -> str:
-        go.wait(10)
+        go.wait(60)
         return answers.pop(0)
 
     weights = WeightsFingerprint(compute)
@@ -69,12 +69,12 @@ def test_closing_does_not_wait_for_a_large_model() -> None:
 
     def hash_one(_: int) -> str:
         began.set()
-        go.wait(10)
+        go.wait(60)
         return ""
 
     weights = WeightsFingerprint(lambda each: "".join(each(hash_one, range(1000))), num_threads=1)
     asked = weights.future()
-    assert began.wait(10)
+    assert began.wait(60)
     weights.close()
     go.set()
     with pytest.raises(CancelledError):

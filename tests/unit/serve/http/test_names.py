@@ -205,7 +205,7 @@ def test_resident_gives_up_after_its_timeout_and_a_late_answer_is_ignored(addres
     ended: list[Exception | None] = []
     channel = NamesChannel(address, timeout_s=0.05, grace_s=0.05)
     channel.send("a", "v", "id-1", ended.append)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not ended and time.monotonic() < deadline:
         channel.poll()
         time.sleep(0.01)
@@ -283,7 +283,7 @@ def test_a_server_that_ends_answers_the_moves_that_it_has_not_executed(address: 
             assert await asyncio.to_thread(server._wire.wait, 10.0)
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not ended and time.monotonic() < deadline:
         channel.poll()
         time.sleep(0.01)

@@ -54,7 +54,7 @@ def move_and_wait(address: str, name: str, version: str, lora_id: str) -> None:
     channel = NamesChannel(address)
     ended: list[Any] = []
     channel.send(name, version, lora_id, ended.append)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not ended and time.monotonic() < deadline:
         channel.poll()
         time.sleep(0.001)

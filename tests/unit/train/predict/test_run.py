@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import _thread
 import json
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,11 @@ def test_each_row_is_prompted_as_in_training_and_limited_by_the_context(place: P
 
 @pytest.mark.parametrize("is_interrupted", [True, False])
 def test_what_was_answered_before_the_end_is_kept(place: Path, is_interrupted: bool) -> None:
+    is_over = threading.Event()
+
     def interrupt() -> Answer:
         _thread.interrupt_main()
-        time.sleep(0.5)
+        is_over.wait(60)
         return 500, {}
 
     failure = interrupt if is_interrupted else lambda: (500, {"error": {"message": "broken"}})
@@ -103,6 +105,7 @@ def test_what_was_answered_before_the_end_is_kept(place: Path, is_interrupted: b
         pytest.raises(KeyboardInterrupt if is_interrupted else RuntimeFault),
     ):
         run(fake, place)
+    is_over.set()
     assert [row["label"] for row in predictions(place, "generated_predictions.jsonl.partial")] == LABELS[:4]
     assert [path.name for path in (place / "out").iterdir()] == ["generated_predictions.jsonl.partial"]
 

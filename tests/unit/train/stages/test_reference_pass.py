@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -124,14 +124,17 @@ def test_a_resumed_run_asks_for_nothing_and_continues_with_the_same_values(start
 
 
 def test_ctrl_c_ends_the_pass_and_leaves_nothing_behind(start: Any, resident: Any, interrupt: Any) -> None:
+    is_over = threading.Event()
+
     def stopping(path: str, body: Any, number: int) -> Answer:
         if number == 4:
             interrupt()
         if number >= 4:
-            time.sleep(0.5)
+            is_over.wait(60)
         return answer(path, body, number)
 
     result, fake = start(stopping)
+    is_over.set()
     assert result.interrupted and result.checkpoint is None and result.steps == 0
     assert len(fake.requests) < 12 and sent(resident, "forward_backward") == [] and resident.sessions == {}
 
