@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
+from reference.cache_tiers import eventually
 
 from kt_runtime.cache import read_ahead
 from kt_runtime.cache.format import slot_bytes_for
@@ -240,12 +241,12 @@ def slow_reader(wait: Callable[[], object], patience_s: float, health: Health) -
 
 def test_time_in_the_queue_is_not_time_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A healthy disk with 12 reads queued before ours, each a sixth of what is allowed. The clock shows their time."""
-    now_s = [100.0]
-    monkeypatch.setattr(read_ahead, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    times = [100.0]
+    monkeypatch.setattr(read_ahead, "time", SimpleNamespace(monotonic=lambda: times[-1]))
 
     def read() -> None:
-        time.sleep(0.01)
-        now_s[0] += 0.15
+        eventually(lambda: reader._num_finished == len(times) - 1)
+        times.append(times[-1] + 0.15)
 
     health = Health("a disk")
     reader = slow_reader(read, 0.9, health)
