@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
-from reference.greedy import load_hugging_face
-from reference.parity import cost_of_bf16, k3, sampled
+from reference.parity import UNMEASURED_K3, k3, sampled
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import server
@@ -18,26 +16,20 @@ from kt_runtime.wire.messages import LoraSettings
 
 
 @pytest.fixture(scope="module", params=["tiny-deepseek-v3", "tiny-qwen3-moe"])
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[ServerAPI, Path]]:
-    """The server and its checkpoint."""
+def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerAPI]:
     place = tmp_path_factory.mktemp("server")
     make_model(request.param, place / "model", seed=4)
     with server(str(place / "model"), ["--adapter-dir", str(place / "adapters")], place / "server.log") as started:
-        yield started, place / "model"
+        yield started
 
 
-def test_dense_weights_are_on_the_gpu_and_experts_in_the_store(served: tuple[ServerAPI, Path]) -> None:
-    status = served[0].get("/kt/status")
+def test_dense_weights_are_on_the_gpu_and_experts_in_the_store(api: ServerAPI) -> None:
+    status = api.get("/kt/status")
     assert status["device"].startswith("cuda")
     assert status["weights_copied_bytes"] == 0 and status["expert_bytes"] > 0
 
 
-def test_an_adapter_is_trained_published_and_served_with_the_probabilities_it_was_trained_with(
-    served: tuple[ServerAPI, Path],
-) -> None:
-    api, checkpoint = served
+def test_an_adapter_is_trained_published_and_served_with_the_probabilities_it_was_trained_with(api: ServerAPI) -> None:
     prompts = np.random.default_rng(7).integers(3, 700, (8, 24)).tolist()
     with resident_client(api) as client:
         client.create_session("gpu", LoraSettings(rank=8, alpha=16, seed=5))
@@ -49,7 +41,6 @@ def test_an_adapter_is_trained_published_and_served_with_the_probabilities_it_wa
         assert losses[-1] < losses[0]
         client.publish("gpu", "tuned")
         value, _ = k3(client, "gpu", *sampled(api, "tuned"), model="policy")
-        cost = cost_of_bf16(load_hugging_face(checkpoint), *sampled(api, None))
-        print(f"k3 KL on CUDA: {value:.2e}; of float32 and sampling {cost:.2e}")
-        assert 0 <= value <= cost  # not measured on any GPU
+        print(f"k3 KL on CUDA: {value:.2e}")
+        assert 0 <= value <= UNMEASURED_K3
         client.close_session("gpu")

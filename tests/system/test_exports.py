@@ -18,7 +18,7 @@ from kt_runtime.cli.main import main
 from kt_runtime.families import family_for
 
 NEW_TOKENS = 12
-TOLERANCE = 2e-4  # of a log-probability: float32, sums in another order
+TOLERANCE = 1.5e-4  # of a log-probability: float32, sums in another order; an adapter as in test_adapters_served
 PROMPTS = [[3 + (7 * index + 11 * step) % 690 for step in range(length)] for index, length in enumerate((5, 17, 40))]
 NAME = "exported"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from reference.greedy import load_hugging_face
-from reference.parity import LARGEST_K3, cost_of_bf16, k3, sampled
+from reference.parity import LARGEST_K3, UNMEASURED_K3, cost_of_bf16, k3, sampled
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import server
@@ -32,6 +32,7 @@ def served(
 def test_k3_kl_between_training_and_sampling(served: tuple[ServerAPI, Path]) -> None:
     api, checkpoint = served
     cost = cost_of_bf16(load_hugging_face(checkpoint), *sampled(api, None))
+    assert max(LARGEST_K3, UNMEASURED_K3) < 2 * cost, "training with other roundings than serving's would be accepted"
     with resident_client(api) as client:
         client.create_session("parity", LoraSettings(rank=8, alpha=16, seed=5))
         rows = np.random.default_rng(8).integers(3, 700, (4, 33)).tolist()
@@ -44,5 +45,5 @@ def test_k3_kl_between_training_and_sampling(served: tuple[ServerAPI, Path]) -> 
                 f"{client.status().family} {adapter or 'base'}: k3 KL {value:.2e}, largest |difference| {largest:.1e}; "
                 f"k3 KL of float32 and sampling {cost:.2e}"
             )
-            assert 0 <= value <= min(LARGEST_K3, cost)
+            assert 0 <= value <= LARGEST_K3
         client.close_session("parity")

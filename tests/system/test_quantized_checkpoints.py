@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from reference import greedy
-from reference.parity import LARGEST_K3, cost_of_bf16, k3, sampled
+from reference.parity import LARGEST_K3, k3, sampled
 from reference.quantized_checkpoint import quantize_checkpoint
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
@@ -27,7 +27,7 @@ from kt_runtime.wire import Batch
 from kt_runtime.wire.messages import LoraSettings
 
 NEW_TOKENS = 12
-FLOAT32_TOLERANCE = 1e-4  # of a log-probability; sums in another order
+FLOAT32_TOLERANCE = 4e-5  # of a log-probability; sums in another order: 4.1e-6 was measured
 STEPS = 12
 
 
@@ -132,12 +132,10 @@ def test_training_on_it_lowers_a_loss_publishes_and_agrees_with_serving(rounded:
             tokens, served = sampled(rounded.api, adapter)
             value, largest = k3(client, "parity", tokens, served, model="policy" if adapter else "base")
             print(f"{rounded.case} {adapter or 'base'}: k3 KL {value:.2e}, largest |difference| {largest:.1e}")
-            answers[adapter] = (tokens, served, value)
+            assert 0 <= value <= LARGEST_K3
+            answers[adapter] = (tokens, served)
         assert answers[None][0] != answers["tuned"][0]
-        tokens, served, _ = answers[None]
-        cost = cost_of_bf16(model, tokens, served)
-        print(f"{rounded.case}: k3 KL of float32 and sampling {cost:.2e}")
-        assert all(0 <= value <= min(LARGEST_K3, cost) for *_, value in answers.values())
+        tokens, served = answers[None]
         correct = np.array([greedy.logprobs_of(model, row)[-served.shape[1] :] for row in tokens])
         mean = float(np.abs(correct - served).mean())
         print(f"{rounded.case}: mean |difference| from the dequantized weights in float32 {mean:.4f}")

@@ -11,7 +11,7 @@ from reference import greedy
 from reference.greedy import Expected
 
 NEW_TOKENS = 12
-LOGPROB_TOLERANCE = 1e-4  # float32, sums in another order; some 5e-6 is seen
+LOGPROB_TOLERANCE = 5e-5  # float32, sums in another order; 5.7e-6 was measured on a Zen 3
 LENGTHS = (1, 2, 7, 33, 150, 400)  # in chunks of 64 tokens and pages of 8
 
 
