@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kt_runtime.errors import InvalidValueError
+
 if TYPE_CHECKING:
     from kt_runtime.wire.messages import Activations
 
@@ -233,6 +235,79 @@ def _generate(checkout: Path) -> None:
 
     for path in generate(checkout):
         click.echo(f"{path} is written")
+
+
+@command.command(name="serve")
+@click.option(
+    "--model", default="bench-qwen3-moe", show_default=True, help="A preset that can be made, or a directory."
+)
+@click.option("--prefill", type=int, multiple=True, help="Tokens of a prompt. [default: 512, 2048, 8192]")
+@click.option("--streams", type=int, multiple=True, help="Decoded at once. [default: 1, 4, 8, 16, 32]")
+@click.option("--prompt-tokens", default=128, show_default=True, help="Prompt of each stream.")
+@click.option("--new-tokens", default=64, show_default=True, help="Answer of each stream.")
+@click.option(
+    "--adapters/--no-adapters",
+    "with_adapters",
+    default=True,
+    show_default=True,
+    help="Also decode with an adapter for each stream.",
+)
+@click.option("--rank", default=16, show_default=True, help="Of the adapters.")
+@click.option("--dtype", help="bfloat16 or float32. [default: the faster one here]")
+@click.option(
+    "--hugging-face/--no-hugging-face",
+    "with_hugging_face",
+    default=True,
+    show_default=True,
+    help="Also measure Hugging Face.",
+)
+@click.option(
+    "--peer",
+    type=click.Path(path_type=Path),
+    metavar="PYTHON",
+    help="Also measure llama.cpp: llama-cpp-python, installed for that interpreter.",
+)
+@click.option("--runs", type=int, help="Counted runs of a case. [default: 3]")
+@click.option("--quick", is_flag=True, help="Less: a prompt of 512, 1 and 4 streams, one run.")
+@click.option(
+    "--json",
+    "json_place",
+    is_flag=False,
+    flag_value="-",
+    metavar="[FILE]",
+    help="Print JSON, or write it to FILE beside the table.",
+)
+def serve(
+    quick: bool,
+    json_place: str | None,
+    prefill: tuple[int, ...],
+    streams: tuple[int, ...],
+    runs: int | None,
+    **options: Any,
+) -> None:
+    """Time prefill and decode over HTTP against the machine's limits, Hugging Face and llama.cpp.
+
+    \b
+    Options that name several things may be given several times. Progress goes to stderr.
+    What is measured and how: docs/bench.md.
+    """
+    from kt_runtime.bench.serve.plan import FULL, QUICK, Plan
+    from kt_runtime.bench.serve.report import print_report
+    from kt_runtime.bench.serve.run import run
+    from kt_runtime.files import write_json
+
+    sizes = QUICK if quick else FULL
+    runs = sizes.runs if runs is None else runs
+    plan = Plan(prefill=prefill or None, streams=streams or None, runs=runs, default_sizes=sizes, **options)
+    place = None if json_place in (None, "-") else Path(str(json_place))
+    if place is not None and not place.absolute().parent.is_dir():
+        raise InvalidValueError(f"--json {place}: there is no directory {place.absolute().parent}")
+    # Ended by a signal or by Ctrl-C, server and peers end and the temporary files are removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    result = run(plan, lambda line: click.echo(line, err=True))
+    if place is not None:
+        write_json(place, result)
+    _show(result, print_report, as_json=json_place == "-")
 
 
 def _show(result: dict[str, Any], print_report: Callable[[dict[str, Any]], None], as_json: bool) -> None:

@@ -1,0 +1,263 @@
+"""The checkpoint as a GGUF file for llama.cpp: the same bf16 matrices, and the tokenizer.
+
+Names are those of the `gguf` package's map. As in llama.cpp's own files, vectors and the router are float32, the
+experts of a layer are stacked, and MLA's kv_b_proj is split by head: attn_k_b is transposed, [heads, latent, nope], and
+attn_v_b is [heads, value, latent]. Keys: llama.cpp, src/models/qwen3moe.cpp and deepseek2.cpp.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+
+from kt_runtime.checkpoint_file import read_header
+from kt_runtime.errors import CheckpointError
+from kt_runtime.families import family_for
+from kt_runtime.families.base import integer
+from kt_runtime.families.quantization import quantization_of
+from kt_runtime.files import write_new_file
+from kt_runtime.serve.models.checkpoint import dense_tensors
+from kt_runtime.serve.models.checkpoint_files import read_config, weight_files
+
+if TYPE_CHECKING:
+    import gguf
+
+ROUTER = ".mlp.gate.weight"
+CORRECTION_BIAS = ".e_score_correction_bias"
+KV_B = ".kv_b_proj.weight"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """`name`: GGUF's. `read`: returns the values as `dtype`, float32 or bfloat16, in `shape`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_gguf_model(model: Path, path: Path) -> None:
+    """Writes the checkpoint in the directory `model` as the new file `path`.
+
+    Raises CheckpointError for a quantized checkpoint and for a tokenizer that is no byte-level BPE.
+    """
+    config = read_config(model)
+    if quantization_of(config) is not None:
+        raise CheckpointError(f"{model}: is quantized; a GGUF file is written from bf16 checkpoints only")
+    tokens = _tokenizer(model, integer(config, "vocab_size"))
+    write_new_file(path, partial(_write, config, tokens, list(_tensors(model, config))))
+
+
+def _tensors(model: Path, config: Mapping[str, Any]) -> Iterator[Tensor]:
+    opened = {file: safe_open(str(file), framework="pt", device="cpu") for file in weight_files(model)}
+    file_of = {name: file for file in opened for name in read_header(file)}
+    name_of = _names(config)
+
+    def load(name: str) -> torch.Tensor:
+        values: torch.Tensor = opened[file_of[name]].get_tensor(name)
+        return values
+
+    def load_stacked(*names: str) -> torch.Tensor:
+        return torch.stack([load(name) for name in names])
+
+    for tensor in dense_tensors(config):
+        if tensor.name.endswith(KV_B):
+            yield from _kv_b(tensor.name, config, name_of, partial(load, tensor.name))
+        else:
+            is_float32 = len(tensor.shape) == 1 or tensor.name.endswith(ROUTER)
+            dtype = torch.float32 if is_float32 else torch.bfloat16
+            yield Tensor(name_of(tensor.name), tensor.shape, dtype, partial(load, tensor.name))
+    family = family_for(config)
+    num_experts, hidden, intermediate = family.expert_shape(config)
+    shapes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
+    for layer in family.moe_layers(config):
+        prefix = family.expert_prefix(layer)
+        for projection, shape in shapes.items():
+            names = [f"{prefix}.{expert}.{projection}_proj.weight" for expert in range(num_experts)]
+            stacked = name_of(f"{prefix}.{projection}_proj.weight")
+            yield Tensor(stacked, (num_experts, *shape), torch.bfloat16, partial(load_stacked, *names))
+
+
+def _kv_b(
+    name: str, config: Mapping[str, Any], name_of: Callable[[str], str], load: Callable[[], torch.Tensor]
+) -> Iterator[Tensor]:
+    heads, latent = integer(config, "num_attention_heads"), integer(config, "kv_lora_rank")
+    nope, value = integer(config, "qk_nope_head_dim"), integer(config, "v_head_dim")
+
+    def by_head() -> torch.Tensor:
+        return load().reshape(heads, nope + value, latent)
+
+    def keys() -> torch.Tensor:
+        return by_head()[:, :nope].transpose(1, 2)
+
+    def values() -> torch.Tensor:
+        return by_head()[:, nope:]
+
+    yield Tensor(name_of(name.replace("kv_b", "k_b")), (heads, latent, nope), torch.bfloat16, keys)
+    yield Tensor(name_of(name.replace("kv_b", "v_b")), (heads, value, latent), torch.bfloat16, values)
+
+
+def _names(config: Mapping[str, Any]) -> Callable[[str], str]:
+    """The function from a Hugging Face tensor's name to GGUF's."""
+    import gguf  # takes half a second
+
+    architecture = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[family_for(config).gguf_architecture]
+    known = gguf.get_tensor_name_map(architecture, integer(config, "num_hidden_layers"))
+
+    def name_of(name: str) -> str:
+        spelled = name.replace(CORRECTION_BIAS, ".e_score_correction.bias")
+        found = known.get_name(spelled, try_suffixes=(".weight", ".bias"))
+        assert found is not None, f"the gguf package has no name for {name}"
+        return str(found)
+
+    return name_of
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    texts: list[str]
+    types: list[int]
+    merges: list[str]
+
+
+def _tokenizer(model: Path, vocab_size: int) -> _Tokens:
+    """The vocabulary of tokenizer.json by id; ids without a token are marked unused."""
+    import gguf
+
+    path = model / "tokenizer.json"
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    bpe = found.get("model", {})
+    if bpe.get("type") != "BPE":
+        raise CheckpointError(
+            f"{path}: is {bpe.get('type', 'missing')}; a GGUF file is written with byte-level BPE only"
+        )
+    texts = [f"[PAD{token}]" for token in range(vocab_size)]
+    types = [int(gguf.TokenType.UNUSED)] * vocab_size
+    special = {token["content"]: token["id"] for token in found.get("added_tokens", [])}
+    for ids, kind in ((bpe["vocab"], gguf.TokenType.NORMAL), (special, gguf.TokenType.CONTROL)):
+        for text, token in ids.items():
+            texts[token], types[token] = text, int(kind)
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in bpe["merges"]]
+    return _Tokens(texts, types, merges)
+
+
+def _write(config: Mapping[str, Any], tokens: _Tokens, tensors: list[Tensor], path: Path) -> None:
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(path, family_for(config).gguf_architecture)
+    _add_keys(writer, config)
+    _add_tokens(writer, config, tokens)
+    kinds = {torch.float32: gguf.GGMLQuantizationType.F32, torch.bfloat16: gguf.GGMLQuantizationType.BF16}
+    for tensor in tensors:
+        # numpy has no bfloat16; the writer needs the element's size only.
+        array_dtype = np.dtype(np.float32 if tensor.dtype == torch.float32 else np.float16)
+        writer.add_tensor_info(tensor.name, tensor.shape, array_dtype, tensor.num_bytes, kinds[tensor.dtype])
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in tensors:
+            values = tensor.read().to(tensor.dtype).contiguous()
+            writer.write_tensor_data(values.reshape(-1).view(torch.uint8).numpy())
+    finally:
+        writer.close()
+
+
+def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    import gguf
+
+    family = family_for(config)
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_vocab_size(integer(config, "vocab_size"))
+    writer.add_block_count(integer(config, "num_hidden_layers"))
+    writer.add_context_length(integer(config, "max_position_embeddings"))
+    writer.add_embedding_length(integer(config, "hidden_size"))
+    writer.add_feed_forward_length(integer(config, "intermediate_size"))
+    writer.add_head_count(integer(config, "num_attention_heads"))
+    _add_rope(writer, config)
+    writer.add_layer_norm_rms_eps(float(config["rms_norm_eps"]))
+    writer.add_expert_count(family.num_experts(config))
+    writer.add_expert_used_count(family.num_experts_per_tok(config))
+    writer.add_expert_feed_forward_length(integer(config, "moe_intermediate_size"))
+    if config.get("kv_lora_rank"):
+        _add_deepseek_keys(writer, config)
+    else:
+        writer.add_head_count_kv(integer(config, "num_key_value_heads"))
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+
+
+def _add_deepseek_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """Latent attention counts as one head for keys and values; its own sizes are the `_mla` keys."""
+    import gguf
+
+    latent, rope = integer(config, "kv_lora_rank"), integer(config, "qk_rope_head_dim")
+    writer.add_head_count_kv(1)
+    writer.add_kv_lora_rank(latent)
+    writer.add_key_length(latent + rope)
+    writer.add_value_length(latent)
+    writer.add_key_length_mla(integer(config, "qk_nope_head_dim") + rope)
+    writer.add_value_length_mla(integer(config, "v_head_dim"))
+    writer.add_rope_dimension_count(rope)
+    if config.get("q_lora_rank"):
+        writer.add_q_lora_rank(integer(config, "q_lora_rank"))
+    writer.add_leading_dense_block_count(int(config["first_k_dense_replace"]))
+    writer.add_expert_shared_count(integer(config, "n_shared_experts"))
+    writer.add_expert_weights_scale(float(config.get("routed_scaling_factor", 1.0)))
+    writer.add_expert_weights_norm(bool(config.get("norm_topk_prob")))
+    if config.get("n_group"):
+        writer.add_expert_group_count(integer(config, "n_group"))
+        writer.add_expert_group_used_count(integer(config, "topk_group"))
+    is_sigmoid = config.get("scoring_func") == "sigmoid"
+    kinds = gguf.ExpertGatingFuncType
+    writer.add_expert_gating_func(kinds.SIGMOID if is_sigmoid else kinds.SOFTMAX)
+
+
+def _add_rope(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """transformers 5 writes `rope_parameters`, earlier versions `rope_theta` and `rope_scaling`."""
+    import gguf
+
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta, kind = config.get("rope_theta", scaling.get("rope_theta")), scaling.get("rope_type", scaling.get("type"))
+    if theta is None:
+        raise CheckpointError("config.json: 'rope_theta' is missing; a GGUF file has it")
+    writer.add_rope_freq_base(float(theta))
+    if kind in (None, "default"):
+        return
+    if kind != "yarn":
+        raise CheckpointError(f"config.json: the rope is {kind!r}; a GGUF file is written with yarn or without scaling")
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(float(scaling["factor"]))
+    writer.add_rope_scaling_orig_ctx_len(int(scaling["original_max_position_embeddings"]))
+    writer.add_rope_scaling_yarn_beta_fast(float(scaling.get("beta_fast", 32)))
+    writer.add_rope_scaling_yarn_beta_slow(float(scaling.get("beta_slow", 1)))
+    if scaling.get("mscale_all_dim"):
+        # llama.cpp's deepseek2 divides this key by 0.1.
+        writer.add_rope_scaling_yarn_log_mul(0.1 * float(scaling["mscale_all_dim"]))
+
+
+def _add_tokens(writer: gguf.GGUFWriter, config: Mapping[str, Any], tokens: _Tokens) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")  # how a made tokenizer splits text; the bench sends token ids only
+    writer.add_token_list(tokens.texts)
+    writer.add_token_types(tokens.types)
+    writer.add_token_merges(tokens.merges)
+    for key, add in (("bos_token_id", writer.add_bos_token_id), ("eos_token_id", writer.add_eos_token_id)):
+        if isinstance(config.get(key), int):
+            add(config[key])

@@ -1,0 +1,115 @@
+"""Peers that compute the server's cases: Hugging Face in this interpreter, llama.cpp in another one.
+
+A peer runs in a process of its own, whose end frees all memory. A peer that fails leaves the cases that it has
+measured, and the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kt_runtime.bench.serve.plan import PREFILL, Case
+from kt_runtime.bench.serve.rows import Measured
+from kt_runtime.bench.serve.server_side import Measurements
+
+SCRIPT = Path(__file__).with_name("peer_script.py")
+TIMEOUT_S = 2 * 3600.0
+HUGGING_FACE, LLAMA_CPP = "hugging_face", "llama_cpp"
+
+
+class Peer:
+    """`engine`: its name in `peer_script.ENGINES`. `facts`: versions and settings. `problem`: why cases lack a result;
+    None: none does."""
+
+    def __init__(self, engine: str, python: Path, say: Callable[[str], None]) -> None:
+        self.engine = engine
+        self._python = python.absolute()  # not resolved: the link's location identifies a virtual environment
+        self._say = say
+        self.facts: dict[str, Any] = {}
+        self.problem: str | None = None
+        self.measured: dict[Case, Measured] = {}
+
+    def measure(self, model: Path, server: Measurements, dtype: str, threads: int, directory: Path) -> None:
+        """Runs the cases of `server` that have no adapters. `model`: the checkpoint's directory, or the GGUF file.
+        `directory`: for the question and the log."""
+        cases = [case for case in server if not case.adapters]
+        question = {
+            "engine": self.engine,
+            "model": str(model),
+            "dtype": dtype,
+            "threads": threads,
+            "cases": [
+                {"kind": case.kind, "prompts": server[case][1].prompts, "answers": server[case][1].answers}
+                for case in cases
+            ],
+        }
+        path, log = directory / f"{self.engine}.json", directory / f"{self.engine}.log"
+        path.write_text(json.dumps(question))
+        self._say(f"{self.engine}: loading")
+        with log.open("wb") as opened:
+            status = self._run(path, opened, cases)
+        if status != 0:
+            last = (log.read_text(errors="replace").strip() or "no message").splitlines()[-1]
+            ending = f"signal {-status}" if status < 0 else f"status {status}"
+            self.fail(f"ended with {ending}: {last[:300]}")
+
+    def fail(self, problem: str) -> None:
+        self.problem = problem
+        self._say(f"{self.engine}: {problem}")
+
+    def as_json(self) -> dict[str, Any]:
+        return self.facts | {"problem": self.problem}
+
+    def _run(self, question: Path, log: Any, cases: list[Case]) -> int:
+        """The process's exit status. On every way out the process has ended."""
+        with subprocess.Popen(
+            [str(self._python), str(SCRIPT), str(question)],
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as process:
+            timer = threading.Timer(TIMEOUT_S, process.kill)
+            timer.start()
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    self._take(line, cases)
+                return process.wait()
+            finally:
+                timer.cancel()
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+
+    def _take(self, line: str, cases: list[Case]) -> None:
+        if not line.startswith("{"):  # printed by a library
+            return
+        found = json.loads(line)
+        if "facts" in found:
+            self.facts = found["facts"]
+            return
+        case = cases[found["case"]]
+        measured = Measured(list(_rates(case, found)), found["experts"], found["same_tokens"])
+        self.measured[case] = measured
+        self._say(f"{self.engine}: {case}: {measured.tokens_per_s:.1f} tokens/s")
+
+
+def _rates(case: Case, found: dict[str, Any]) -> Iterator[float]:
+    for seconds in found["seconds"]:
+        tokens = case.size if case.kind == PREFILL else case.size * found["steps"]
+        yield tokens / seconds
+
+
+def _environment() -> dict[str, str]:
+    """The environment without variables of this interpreter. The script's folder is not on the path, since its modules
+    would hide others of the same names."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return kept | {"PYTHONSAFEPATH": "1"}

@@ -1,0 +1,129 @@
+"""The parameters of a run, and the cases that it measures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from kt_runtime.errors import InvalidValueError, NotFoundError, UnknownNameError
+from kt_runtime.families.base import integer
+
+PRESET = "bench-qwen3-moe"
+DTYPES = ("bfloat16", "float32")
+PREFILL: Literal["prefill"] = "prefill"
+DECODE: Literal["decode"] = "decode"
+
+SPARE_TOKENS = 16  # of a sequence: the answer's first token, and the few that SGLang keeps free
+MOST_STREAMS = 256  # llama.cpp's largest number of sequences
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The defaults of the options that were not given."""
+
+    prefill: tuple[int, ...]
+    streams: tuple[int, ...]
+    runs: int
+
+
+FULL = Sizes(prefill=(512, 2048, 8192), streams=(1, 4, 8, 16, 32), runs=3)
+QUICK = Sizes(prefill=(512,), streams=(1, 4), runs=1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`size`: the prompt's tokens (prefill), or the streams (decode). `adapters`: each stream has its own adapter."""
+
+    kind: Literal["prefill", "decode"]
+    size: int
+    adapters: bool = False
+
+    @property
+    def unit(self) -> str:
+        return "tokens" if self.kind == PREFILL else "streams"
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.size} {self.unit}{', an adapter each' if self.adapters else ''}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`model`: a preset that can be made, or a checkpoint's directory. `prefill`, `streams`: None: the default sizes.
+
+    A stream of a decode case has a prompt of `prompt_tokens` and an answer of `new_tokens`. `rank`: of the adapters,
+    which are on all of the family's LoRA targets. `dtype`: of the server and of Hugging Face; None: the faster one on
+    this machine. `peer`: a Python interpreter with llama-cpp-python.
+    """
+
+    model: str = PRESET
+    prefill: tuple[int, ...] | None = None
+    streams: tuple[int, ...] | None = None
+    prompt_tokens: int = 128
+    new_tokens: int = 64
+    runs: int = FULL.runs
+    with_adapters: bool = True
+    rank: int = 16
+    dtype: str | None = None
+    with_hugging_face: bool = True
+    peer: Path | None = None
+    default_sizes: Sizes = FULL
+
+    def __post_init__(self) -> None:
+        """Raises InvalidValueError for a number out of range, UnknownNameError for an unknown dtype, NotFoundError for
+        a peer that is no file."""
+        for name in ("prompt_tokens", "runs", "rank"):
+            _check(name, getattr(self, name), 1)
+        _check("new_tokens", self.new_tokens, 4)  # a stream's rate needs two tokens beside all other streams
+        for tokens in self.prefill or ():
+            _check("prefill", tokens, 1)
+        for streams in self.streams or ():
+            _check("streams", streams, 1, MOST_STREAMS)
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise UnknownNameError("dtype", self.dtype, DTYPES)
+        if self.peer is not None and not self.peer.is_file():
+            raise NotFoundError(
+                f"--peer {self.peer}: no such file; expected a Python interpreter with llama-cpp-python"
+            )
+
+    def cases(self, config: Mapping[str, Any]) -> list[Case]:
+        """Prefill, then decode of the base, then decode with adapters. Default prompts that exceed the model's context
+        are left out; raises InvalidValueError for given ones."""
+        context = integer(config, "max_position_embeddings")
+        most = context - SPARE_TOKENS
+        if self.prefill is not None and max(self.prefill, default=0) > most:
+            raise InvalidValueError(
+                f"--prefill is {max(self.prefill)}; {self.model} has a context of {context} tokens, which allows {most}"
+            )
+        if self.stream_tokens > most:
+            raise InvalidValueError(
+                f"--prompt-tokens {self.prompt_tokens} and --new-tokens {self.new_tokens} are {self.stream_tokens} "
+                f"tokens; {self.model} has a context of {context} tokens, which allows {most}"
+            )
+        prefill = self.default_sizes.prefill if self.prefill is None else self.prefill
+        streams = self.default_sizes.streams if self.streams is None else self.streams
+        return [
+            *(Case(PREFILL, tokens) for tokens in sorted(set(prefill)) if tokens <= most),
+            *(Case(DECODE, count) for count in sorted(set(streams))),
+            *(Case(DECODE, count, adapters=True) for count in sorted(set(streams)) if self.with_adapters),
+        ]
+
+    @property
+    def stream_tokens(self) -> int:
+        return self.prompt_tokens + self.new_tokens
+
+    def context_tokens(self, cases: list[Case]) -> int:
+        """The longest sequence of the cases, with room for SGLang."""
+        return max([self.stream_tokens, *(case.size for case in cases if case.kind == PREFILL)]) + SPARE_TOKENS
+
+    def most_streams(self, cases: list[Case], *, adapters: bool = False) -> int:
+        """The largest number of streams; `adapters`: of those with an adapter each. 0: there are none."""
+        counts = (case.size for case in cases if case.kind == DECODE and (case.adapters or not adapters))
+        return max(counts, default=0)
+
+
+def _check(name: str, value: int, lowest: int, highest: int | None = None) -> None:
+    if value < lowest or (highest is not None and value > highest):
+        allowed = f"{lowest} or more" if highest is None else f"{lowest} to {highest}"
+        raise InvalidValueError(f"--{name.replace('_', '-')} is {value}; must be {allowed}")

@@ -1,0 +1,49 @@
+"""The result as a table for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+NARROW = 100  # columns, if the output is no terminal
+
+
+def print_report(result: dict[str, Any]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, NARROW))
+    serving, peers, limits = result["serving"], result["peers"], result["machine"]["limits"]
+    right = [Column(name, justify="right") for name in ("tokens/s", "of limit", *peers)]
+    title = f"{serving['model']} in {serving['dtype']} over HTTP, {serving['runs']} runs"
+    table = Table("case", *right, title=title)
+    for row in result["rows"]:
+        table.add_row(*_cells(row, list(peers)))
+    console.print(table)
+    legend = "Medians, in brackets the best run; beside a peer's rate kt-runtime's as a multiple of it."
+    legend += f" A stream has a prompt of {serving['prompt_tokens']} tokens and {serving['new_tokens']} new ones;"
+    legend += f" adapters have rank {serving['rank']} on all targets."
+    console.print(legend, highlight=False)
+    if limits is not None:
+        rates = f"DRAM read {limits['dram_bytes_per_s'] / 1e9:.1f} GB/s, bf16 peak {limits['bf16_flops'] / 1e9:.0f}"
+        console.print(f"Limits: {rates} GFLOP/s, {limits['isa']}, {limits['threads']} threads.", highlight=False)
+    for name, peer in peers.items():
+        if peer["problem"]:
+            console.print(f"{name}: {peer['problem']}", highlight=False, markup=False)
+
+
+def _cells(row: dict[str, Any], peers: list[str]) -> list[str]:
+    size = f"{row['tokens']} tokens" if row["case"] == "prefill" else f"{row['streams']} streams"
+    share = row["limit_share"]
+    return [
+        f"{row['case']}, {size}{', adapters' if row['adapters'] else ''}",
+        f"{row['tokens_per_s']:.1f} ({row['tokens_per_s_best']:.1f})",
+        "" if share is None else f"{share:.2f} {row['limit']}",
+        *(_peer(row, name) for name in peers),
+    ]
+
+
+def _peer(row: dict[str, Any], name: str) -> str:
+    rate = row["peers"].get(name)
+    return "" if rate is None else f"{rate:.1f} ({row['peers_best'][name]:.1f}), {row['tokens_per_s'] / rate:.2f}x"

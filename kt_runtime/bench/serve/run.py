@@ -1,0 +1,127 @@
+"""The whole run: the machine's limits and the server, and after its end the peers, on the same tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kt_runtime import __version__
+from kt_runtime.bench.experts.limits import Limits, last_level_cache_bytes, measure_limits
+from kt_runtime.bench.serve.fit import check_disk, check_memory
+from kt_runtime.bench.serve.gguf_model import write_gguf_model
+from kt_runtime.bench.serve.peers import HUGGING_FACE, LLAMA_CPP, Peer
+from kt_runtime.bench.serve.plan import DECODE, PREFILL, Case, Plan
+from kt_runtime.bench.serve.rows import Row
+from kt_runtime.bench.serve.server_side import Measurements, ServerSide
+from kt_runtime.bench.serve.work import ModelWork, model_work
+from kt_runtime.bench.train.model import checkpoint, faster_dtype
+from kt_runtime.bench.train.plan import Plan as TrainPlan
+from kt_runtime.cli.machine import cpu_facts
+from kt_runtime.errors import CheckpointError, NotFoundError
+from kt_runtime.experts.machine import default_threads
+from kt_runtime.experts.native import resolve_isa
+from kt_runtime.serve.memory.machine import available_cpu_bytes, has_gpu
+from kt_runtime.serve.models.checkpoint_files import read_config
+from kt_runtime.serve.models.presets import is_preset, load_preset
+
+Say = Callable[[str], None]
+
+
+def run(plan: Plan, say: Say) -> dict[str, Any]:
+    """Returns the JSON that docs/bench.md describes. Raises errors in the options, and InvalidValueError if memory or
+    disk do not suffice, before anything is made."""
+    config = _config(plan.model)
+    cases, dtype = plan.cases(config), plan.dtype or faster_dtype()
+    check_memory(plan, cases, config, dtype)
+    check_disk(plan, cases, config)
+    peers = _peers(plan, say)
+    with tempfile.TemporaryDirectory(prefix="kt-runtime-bench-") as root:
+        directory = Path(root)
+        say(f"the checkpoint of {plan.model}")
+        model = checkpoint(TrainPlan(model=plan.model), directory)
+        limits = _limits(say)
+        server = ServerSide(plan, cases, config, dtype, say).measure(model, directory)
+        limits = _best(limits, _limits(say))  # measured again: other load can only lower a limit
+        for peer in peers:
+            _measure_peer(peer, model, server, dtype, directory)
+    rows = _rows(plan, model_work(config, dtype), server, peers)
+    return {
+        "machine": _machine(limits),
+        "serving": _serving(plan, dtype),
+        "peers": {peer.engine: peer.as_json() for peer in peers},
+        "rows": [row.as_json(limits) for row in rows],
+    }
+
+
+def _config(model: str) -> Mapping[str, Any]:
+    if is_preset(model):
+        return load_preset(model).config
+    if not (Path(model) / "config.json").is_file():
+        raise NotFoundError(f"--model {model!r}: neither a preset nor a checkpoint's directory")
+    return read_config(Path(model))
+
+
+def _peers(plan: Plan, say: Say) -> list[Peer]:
+    peers = [Peer(HUGGING_FACE, Path(sys.executable), say)] if plan.with_hugging_face else []
+    return peers + ([Peer(LLAMA_CPP, plan.peer, say)] if plan.peer is not None else [])
+
+
+def _measure_peer(peer: Peer, model: Path, server: Measurements, dtype: str, directory: Path) -> None:
+    place = model
+    if peer.engine == LLAMA_CPP:
+        place = directory / "model.gguf"
+        try:
+            write_gguf_model(model, place)
+        except CheckpointError as error:
+            peer.fail(str(error))
+            return
+    peer.measure(place, server, dtype, default_threads(), directory)
+
+
+def _limits(say: Say) -> Limits | None:
+    """None on a machine with a GPU, where attention and dense layers are not limited by the CPU."""
+    if has_gpu():
+        return None
+    say("limits of the machine")
+    return measure_limits(resolve_isa(None), default_threads(), available_cpu_bytes())
+
+
+def _best(first: Limits | None, second: Limits | None) -> Limits | None:
+    if first is None or second is None:
+        return None
+    rates = ("dram_bytes_per_s", "bf16_flops", "int8_ops")
+    return dataclasses.replace(first, **{rate: max(getattr(first, rate), getattr(second, rate)) for rate in rates})
+
+
+def _machine(limits: Limits | None) -> dict[str, Any]:
+    cpu = cpu_facts()
+    facts = {"cpu": cpu["model"], "processors": cpu["usable_processors"], "kt_runtime": __version__}
+    facts["last_level_cache_bytes"] = last_level_cache_bytes()
+    return facts | {"limits": None if limits is None else dataclasses.asdict(limits)}
+
+
+def _serving(plan: Plan, dtype: str) -> dict[str, Any]:
+    names = ("model", "prompt_tokens", "new_tokens", "runs", "rank")
+    return {name: getattr(plan, name) for name in names} | {"dtype": dtype}
+
+
+def _rows(plan: Plan, work: ModelWork, server: Measurements, peers: list[Peer]) -> list[Row]:
+    """A case with adapters has the distinct experts that were counted for the base with as many streams."""
+    rows = []
+    for case, (measured, _) in server.items():
+        theirs = {peer.engine: peer.measured[case] for peer in peers if case in peer.measured}
+        if case.kind == PREFILL:
+            rows.append(Row(case, measured, work.prefill(case.size), peers=theirs))
+            continue
+        base = Case(DECODE, case.size)
+        counts = [peer.measured[base].experts for peer in peers if base in peer.measured]
+        counted = next((count for count in counts if count is not None), None)
+        experts = work.expected_experts(case.size) if counted is None else counted
+        context = plan.prompt_tokens + plan.new_tokens / 2
+        step = work.decode(case.size, context, experts, plan.rank if case.adapters else 0)
+        rows.append(Row(case, measured, step, experts, counted is not None, theirs))
+    return rows

@@ -1,0 +1,122 @@
+"""The least work of a prompt or of a decode step: bytes from DRAM and operations, from the model's config.
+
+Bytes: every dense matrix once, without the embedding's table; each routed expert that a token takes, once; of a decode
+step also the KV of all sequences, and of each stream's adapter the matrices that its token takes. Operations: two for
+a multiply-add; the head for one token of each sequence; attention over the tokens that a token sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kt_runtime.bench.experts.limits import Work
+from kt_runtime.families import EXPERTS, family_for
+from kt_runtime.families.base import integer
+from kt_runtime.serve.memory.plan import cached_numbers_per_token, expert_formats, layer_bytes
+from kt_runtime.serve.models.checkpoint import dense_tensors
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """Sizes of one model that is served in one dtype.
+
+    `dense_parameters`: of the matrices that every token is multiplied with, without the head. `expert_path`: whose
+    peak limits the experts, "bf16" or "int8". `expanded_pair_ops`, `absorbed_pair_ops`: operations of attention for one
+    pair of tokens in all layers, absorbed for MLA that does not expand keys and values. `adapter_parameters`: of the
+    adapter's matrices that one token takes, for rank 1.
+    """
+
+    dtype_bytes: int
+    dense_parameters: int
+    head_parameters: int
+    moe_layers: int
+    num_experts: int
+    top_k: int
+    expert_bytes: float
+    expert_parameters: int
+    expert_path: str
+    kv_token_bytes: int
+    expanded_pair_ops: int
+    absorbed_pair_ops: int
+    adapter_parameters: int
+
+    def expected_experts(self, tokens: int) -> float:
+        """Distinct experts in a layer if each of `tokens` takes `top_k` at random."""
+        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** tokens)
+
+    def prefill(self, tokens: int) -> Work:
+        """A prompt that is computed from the start; the answer's first token included."""
+        pairs = tokens * (tokens + 1) / 2
+        operations = self._operations(tokens, 1)
+        operations["bf16"] += pairs * self.expanded_pair_ops
+        return Work(self._weight_bytes(self.expected_experts(tokens)), operations)
+
+    def decode(self, streams: int, context: float, experts: float, adapter_rank: int = 0) -> Work:
+        """A step of `streams` sequences with `context` cached tokens each (a mean), and `experts` distinct experts in a
+        layer (a mean). `adapter_rank`: of every stream's own adapter; 0: no adapters."""
+        operations = self._operations(streams, streams)
+        adapters = streams * adapter_rank * self.adapter_parameters
+        operations["bf16"] += streams * context * self.absorbed_pair_ops + 2 * adapters
+        cached = streams * context * self.kv_token_bytes
+        return Work(self._weight_bytes(experts) + cached + adapters * self.dtype_bytes, operations)
+
+    def _weight_bytes(self, experts: float) -> float:
+        dense = (self.dense_parameters + self.head_parameters) * self.dtype_bytes
+        return dense + self.moe_layers * experts * self.expert_bytes
+
+    def _operations(self, tokens: int, outputs: int) -> dict[str, float]:
+        operations = {"bf16": 2.0 * (tokens * self.dense_parameters + outputs * self.head_parameters)}
+        experts = 2.0 * tokens * self.moe_layers * self.top_k * self.expert_parameters
+        operations[self.expert_path] = operations.get(self.expert_path, 0.0) + experts
+        return operations
+
+
+def model_work(config: Mapping[str, Any], dtype: str) -> ModelWork:
+    """Raises as `family_for`."""
+    family = family_for(config)
+    num_experts, hidden, intermediate = family.expert_shape(config)
+    _, held = expert_formats(config, None)
+    head = integer(config, "vocab_size") * hidden
+    is_table = {"model.embed_tokens.weight", "lm_head.weight"}
+    dense = sum(tensor.num_parameters for tensor in dense_tensors(config) if tensor.name not in is_table)
+    expanded, absorbed = _pair_operations(config)
+    return ModelWork(
+        dtype_bytes=DTYPE_BYTES[dtype],
+        dense_parameters=dense,
+        head_parameters=head,
+        moe_layers=len(family.moe_layers(config)),
+        num_experts=num_experts,
+        top_k=family.num_experts_per_tok(config),
+        expert_bytes=layer_bytes(config, held) / num_experts,
+        expert_parameters=3 * hidden * intermediate,
+        expert_path="int8" if held.encoding.startswith("int") else "bf16",
+        kv_token_bytes=cached_numbers_per_token(config) * DTYPE_BYTES[dtype],
+        expanded_pair_ops=expanded,
+        absorbed_pair_ops=absorbed,
+        adapter_parameters=_adapter_parameters(config),
+    )
+
+
+def _pair_operations(config: Mapping[str, Any]) -> tuple[int, int]:
+    layers, heads = integer(config, "num_hidden_layers"), integer(config, "num_attention_heads")
+    if config.get("kv_lora_rank"):
+        latent, rope = integer(config, "kv_lora_rank"), integer(config, "qk_rope_head_dim")
+        nope, value = integer(config, "qk_nope_head_dim"), integer(config, "v_head_dim")
+        expanded, absorbed = nope + rope + value, 2 * latent + rope
+    else:
+        head_dim = config.get("head_dim") or integer(config, "hidden_size") // heads
+        expanded = absorbed = 2 * int(head_dim)
+    return 2 * layers * heads * expanded, 2 * layers * heads * absorbed
+
+
+def _adapter_parameters(config: Mapping[str, Any]) -> int:
+    family = family_for(config)
+    top_k = family.num_experts_per_tok(config)
+    return sum(
+        (module.in_features + module.out_features) * (top_k if module.group == EXPERTS else 1)
+        for module in family.lora_modules(config)
+    )

@@ -1,0 +1,157 @@
+"""What `bench serve` measures, what the machine allows, and how it counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_runtime.bench.experts.limits import Limits, Work
+from kt_runtime.bench.serve import fit
+from kt_runtime.bench.serve.adapters import adapter_bytes, random_adapter
+from kt_runtime.bench.serve.plan import DECODE, PREFILL, QUICK, Case, Plan
+from kt_runtime.bench.serve.report import print_report
+from kt_runtime.bench.serve.rows import Measured, Row
+from kt_runtime.bench.serve.streams import Stream, tokens_per_s
+from kt_runtime.bench.serve.work import model_work
+from kt_runtime.errors import InvalidValueError, NotFoundError, RuntimeFault, UnknownNameError
+from kt_runtime.serve.models.presets import load_preset
+
+LIMITS = Limits("x", 2, dram_bytes_per_s=33e9, bf16_flops=1e12, int8_ops=2e12)
+QWEN, DEEPSEEK = load_preset("bench-qwen3-moe").config, load_preset("bench-deepseek-v3").config
+
+
+def test_the_default_cases_are_prompts_then_streams_then_streams_with_adapters() -> None:
+    for config in (QWEN, DEEPSEEK):
+        cases = Plan().cases(config)
+        assert [case.size for case in cases if case.kind == PREFILL] == [512, 2048, 8192]
+        decode = [(case.size, case.adapters) for case in cases if case.kind == DECODE]
+        assert decode == [(count, adapters) for adapters in (False, True) for count in (1, 4, 8, 16, 32)]
+    assert len(Plan(default_sizes=QUICK, with_adapters=False).cases(QWEN)) == 3
+
+
+def test_default_prompts_beyond_the_context_are_left_out_and_given_ones_refused() -> None:
+    small = QWEN | {"max_position_embeddings": 1024}
+    assert [case.size for case in Plan().cases(small) if case.kind == PREFILL] == [512]
+    with pytest.raises(
+        InvalidValueError, match=r"--prefill is 2048; .* has a context of 1024 tokens, which allows 1008"
+    ):
+        Plan(prefill=(2048,)).cases(small)
+    with pytest.raises(InvalidValueError, match="--prompt-tokens 1000 and --new-tokens 64 are 1064 tokens"):
+        Plan(prompt_tokens=1000).cases(small)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"runs": 0}, "--runs is 0; must be 1 or more"),
+        ({"new_tokens": 3}, "--new-tokens is 3; must be 4 or more"),
+        ({"streams": (1, 257)}, "--streams is 257; must be 1 to 256"),
+        ({"prefill": (0,)}, "--prefill is 0"),
+        ({"peer": Path("nosuch/python")}, "--peer nosuch/python: no such file"),
+        ({"dtype": "float16"}, "unknown dtype 'float16'"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((InvalidValueError, NotFoundError, UnknownNameError), match=message):
+        Plan(**options)
+
+
+def test_the_dram_limit_counts_distinct_experts() -> None:
+    """Tokens/s of the bench preset in bf16 at 33 GB/s with an empty context, computed by hand."""
+    work = model_work(QWEN, "bfloat16")
+    for streams, rate in ((1, 152), (4, 214), (8, 254), (16, 326)):
+        seconds, bottleneck = work.decode(streams, 0, work.expected_experts(streams)).limit(LIMITS)
+        assert bottleneck == "dram" and streams / seconds == pytest.approx(rate, rel=0.005)
+    assert work.expected_experts(1) == pytest.approx(4)
+
+
+def test_a_step_reads_the_kv_of_all_streams_and_each_stream_s_adapter() -> None:
+    work = model_work(QWEN, "bfloat16")
+    empty = work.decode(8, 0, 20.0)
+    cached = work.decode(8, 100, 20.0)
+    assert cached.weight_bytes - empty.weight_bytes == 8 * 100 * 12 * 2 * 4 * 64 * 2
+    adapted = work.decode(8, 0, 20.0, adapter_rank=16)
+    attention = (1024 + 1024) + 2 * (1024 + 256) + (1024 + 1024)
+    experts = 4 * 3 * (1024 + 512)
+    assert adapted.weight_bytes - empty.weight_bytes == 8 * 16 * 12 * (attention + experts) * 2
+    assert adapted.operations["bf16"] > empty.operations["bf16"]
+
+
+def test_a_prompt_s_operations_are_those_of_its_matrices_and_its_triangle_of_attention() -> None:
+    operations = model_work(QWEN, "bfloat16").prefill(512).operations["bf16"]
+    attention_matrices = 2 * 1024 * 1024 + 2 * 1024 * 256
+    layer = 512 * (attention_matrices + 64 * 1024 + 4 * 3 * 1024 * 512) + 512 * 513 / 2 * 16 * 2 * 64
+    assert operations == pytest.approx(2 * (12 * layer + 768 * 1024), rel=0.001)  # norms are not in the sum here
+    absorbed, expanded = (
+        getattr(model_work(DEEPSEEK, "bfloat16"), f"{how}_pair_ops") for how in ("absorbed", "expanded")
+    )
+    assert (absorbed, expanded) == (2 * 12 * 16 * (2 * 256 + 32), 2 * 12 * 16 * (64 + 32 + 64))
+
+
+def test_both_bench_presets_have_about_as_many_parameters() -> None:
+    works = [model_work(config, "bfloat16") for config in (QWEN, DEEPSEEK)]
+    totals = [work.dense_parameters + work.moe_layers * 64 * work.expert_parameters for work in works]
+    assert all(1.1e9 < total < 1.3e9 for total in totals)
+
+
+def test_a_row_is_held_against_the_limit_by_its_median() -> None:
+    row = Row(
+        Case(DECODE, 8, adapters=True),
+        Measured([100.0, 60.0, 80.0]),
+        Work(33e9 / 20, {"bf16": 1.0}),
+        experts=20.5,
+        are_counted=True,
+        peers={"llama_cpp": Measured([40.0, 50.0, 30.0], same_tokens=1.0)},
+    ).as_json(LIMITS)
+    assert (row["case"], row["streams"], row["adapters"]) == ("decode", 8, True) and "tokens" not in row
+    assert (row["tokens_per_s"], row["tokens_per_s_best"]) == (80.0, 100.0)
+    assert row["limit_tokens_per_s"] == pytest.approx(160) and row["limit"] == "dram"
+    assert row["limit_share"] == pytest.approx(0.5) and row["limit_share_best"] == pytest.approx(0.625)
+    assert row["peers"] == {"llama_cpp": 40.0} and row["peers_best"] == {"llama_cpp": 50.0}
+    unknown = Row(Case(PREFILL, 512), Measured([1.0]), Work(1.0, {"bf16": 1.0})).as_json(None)
+    assert unknown["tokens"] == 512 and unknown["limit_share"] is None and unknown["experts_counted"] is None
+
+
+def test_the_rate_is_that_of_the_time_in_which_all_streams_decode() -> None:
+    """Two streams with a token a second; the second one begins later, and the first one's burst at its end is alone."""
+    first = Stream([(0.0, 1), (1.0, 2), (2.0, 3), (3.0, 4), (4.0, 5)])
+    second = Stream([(1.5, 1), (2.5, 2), (3.5, 3), (3.6, 9), (9.0, 10)])
+    assert tokens_per_s([first, second]) == pytest.approx(1.0 + 8 / 2.1)
+    assert tokens_per_s([first]) == pytest.approx(1.0)
+    with pytest.raises(RuntimeFault, match="ask for more --new-tokens"):
+        tokens_per_s([first, Stream([(3.5, 1), (9.0, 2)])])
+
+
+def test_an_adapter_has_the_bytes_that_are_planned_for_it() -> None:
+    config = load_preset("tiny-deepseek-v3").config
+    adapter = random_adapter(config, 4)
+    numbers = sum(pair.a.numel() + pair.b.numel() for pair in adapter.modules.values())
+    assert adapter_bytes(config, 4) == 2 * numbers
+    assert all(bool(pair.a.any()) and bool(pair.b.any()) for pair in adapter.modules.values())
+
+
+def test_what_does_not_fit_is_refused_with_this_command_s_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan()
+    cases = plan.cases(QWEN)
+    fit.check_disk(Plan(streams=(1,), with_adapters=False), [Case(DECODE, 1)], load_preset("tiny-qwen3-moe").config)
+    monkeypatch.setattr("kt_runtime.serve.memory.machine.available_cpu_bytes", lambda: 8 << 30)
+    with pytest.raises(InvalidValueError, match=r"bench-qwen3-moe does not fit: .*32 loaded adapters 3.*--streams"):
+        fit.check_memory(plan, cases, QWEN, "bfloat16")
+    monkeypatch.setattr(fit.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 30}))
+    with pytest.raises(InvalidValueError, match=r"1 GiB free, the files of this run need .* GiB; set TMPDIR"):
+        fit.check_disk(plan, cases, QWEN)
+
+
+def test_people_get_a_table_with_peers_and_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    row = Row(
+        Case(DECODE, 4), Measured([80.0]), Work(33e9 / 40, {"bf16": 1.0}), peers={"llama_cpp": Measured([40.0])}
+    ).as_json(LIMITS)
+    peers = {"hugging_face": {"problem": "ended with signal 9"}, "llama_cpp": {"problem": None}}
+    limits = {"dram_bytes_per_s": 33e9, "bf16_flops": 1e12, "isa": "x", "threads": 2}
+    serving = {"model": "m", "dtype": "bfloat16", "runs": 1, "prompt_tokens": 8, "new_tokens": 9, "rank": 16}
+    print_report({"machine": {"limits": limits}, "serving": serving, "peers": peers, "rows": [row]})
+    printed = capsys.readouterr().out
+    for text in ("decode, 4 streams", "0.50 dram", "2.00x", "33.0 GB/s", "hugging_face: ended with signal 9"):
+        assert text in printed

@@ -1,0 +1,116 @@
+"""`kt-runtime bench serve` on a tiny model: a real server, Hugging Face, and an interpreter without llama.cpp."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+COMMAND = (sys.executable, "-m", "kt_runtime.cli.main", "bench", "serve")
+QUICK = ("--quick", "--model", "tiny-qwen3-moe", "--dtype", "float32", "--rank", "4")
+ROW_KEYS = {"case", "adapters", "tokens_per_s", "limit_share", "peers"}
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """(the JSON file, the printed table)."""
+    directory = tmp_path_factory.mktemp("bench-serve")
+    choice = ("--prefill", "64", "--runs", "2", "--peer", sys.executable, "--json", "result.json")
+    done = subprocess.run(
+        [*COMMAND, *QUICK, *choice],
+        cwd=directory,
+        env=os.environ | {"TMPDIR": str(directory)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(directory.glob("kt-runtime-bench-*")), "temporary files are left"
+    return json.loads((directory / "result.json").read_text()), done.stdout
+
+
+def test_there_is_a_row_for_each_case(result: tuple[dict[str, Any], str]) -> None:
+    rows = result[0]["rows"]
+    cases = [(row["case"], row.get("tokens", row.get("streams")), row["adapters"]) for row in rows]
+    decode = [("decode", count, adapters) for adapters in (False, True) for count in (1, 4)]
+    assert cases == [("prefill", 64, False), *decode]
+    for row in rows:
+        assert row.keys() >= ROW_KEYS
+        assert len(row["tokens_per_s_runs"]) == 2
+        assert 0 < row["tokens_per_s"] <= row["tokens_per_s_best"] and row["limit_share"] > 0
+        assert row["limit_share"] == pytest.approx(row["tokens_per_s"] / row["limit_tokens_per_s"])
+
+
+def test_hugging_face_computes_the_base_s_cases_on_the_same_tokens(result: tuple[dict[str, Any], str]) -> None:
+    """In float32 it chooses what the server chose; only a tie could differ."""
+    for row in result[0]["rows"]:
+        assert row["peers"].keys() == (set() if row["adapters"] else {"hugging_face"})
+        assert all(share > 0.95 for share in row["same_tokens"].values())
+        assert all(rate > 0 for rate in row["peers"].values())
+
+
+def test_distinct_experts_are_counted(result: tuple[dict[str, Any], str]) -> None:
+    """A token takes two of eight experts."""
+    counts = {(row["streams"], row["adapters"]): row for row in result[0]["rows"] if row["case"] == "decode"}
+    assert all(row["experts_counted"] for row in counts.values())
+    assert counts[1, False]["distinct_experts"] == 2
+    assert 2 <= counts[4, False]["distinct_experts"] <= 8
+    assert counts[4, True]["distinct_experts"] == counts[4, False]["distinct_experts"]
+
+
+def test_a_peer_that_is_not_installed_is_said_to_be_missing(result: tuple[dict[str, Any], str]) -> None:
+    assert "No module named 'llama_cpp'" in result[0]["peers"]["llama_cpp"]["problem"]
+    assert result[0]["peers"]["hugging_face"]["problem"] is None
+    assert "No module named 'llama_cpp'" in result[1] and "prefill, 64 tokens" in result[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--runs", "0"), "--runs is 0"),
+        (("--json", "--runs", "0"), "--runs is 0"),
+        (("--streams", "1000"), "--streams is 1000; must be 1 to 256"),
+        (("--prefill", "100000"), "--prefill is 100000; tiny-qwen3-moe has a context of"),
+        (("--model", "tiny-qwen4"), "--model 'tiny-qwen4': neither a preset nor a checkpoint's directory"),
+        (("--peer", "nosuch/python"), "--peer nosuch/python: no such file"),
+        (("--json", "nosuch/result.json"), "--json nosuch/result.json: there is no directory"),
+        (("--dtype", "bfloat61"), "bfloat16"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_ends_with_2(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    done = run("bench", "serve", *QUICK, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_an_interrupted_run_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, *QUICK],
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("prefill"):  # the server runs, and has answered
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert children and not psutil.wait_procs(children, timeout=10)[1]
+    assert not list(tmp_path.glob("kt-runtime-bench-*"))
