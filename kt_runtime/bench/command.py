@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kt_runtime.cli.interrupts import Interruptible
 from kt_runtime.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from kt_runtime.wire.messages import Activations
 
+Say = Callable[[str], None]
 
 checkout_option = click.option(
     "--checkout",
@@ -22,6 +24,23 @@ checkout_option = click.option(
     default=Path(),
     help="Of kt-runtime. [default: the current directory]",
 )
+
+
+def measures(function: Callable[..., None]) -> Callable[..., None]:
+    """A command that measures for long, and calls its argument `say` with each line of progress. Ctrl-C or SIGTERM ends
+    its servers and peers, and removes its temporary files."""
+
+    @functools.wraps(function)
+    def wrapped(**options: Any) -> None:
+        with Interruptible() as interruptible:
+
+            def say(line: str) -> None:
+                interruptible.check()
+                click.echo(line, err=True)
+
+            function(say=say, **options)
+
+    return wrapped
 
 
 @click.group(name="bench", help=__doc__)
@@ -64,7 +83,9 @@ def command() -> None:
 @click.option("--runs", default=5, show_default=True, help="Calls of a case, at least.")
 @click.option("--seconds", default=0.5, show_default=True, help="Time of a case, at least; five times as long ends it.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@measures
 def experts(
+    say: Say,
     shapes: tuple[str, ...],
     formats: tuple[str, ...],
     isas: tuple[str, ...],
@@ -101,9 +122,7 @@ def experts(
         with_torch=with_torch,
         patience=Patience(runs, seconds),
     )
-    # Ended by a signal or by Ctrl-C, the temporary checkpoints are removed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    result = Run(plan, lambda line: click.echo(line, err=True)).result()
+    result = Run(plan, say).result()
     _show(result, print_report, as_json)
 
 
@@ -133,7 +152,10 @@ def experts(
     "--peer/--no-peer", "with_peer", default=True, show_default=True, help="Also measure Hugging Face + PEFT."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def train(as_json: bool, targets: tuple[str, ...], activations: tuple[Activations, ...], **options: Any) -> None:
+@measures
+def train(
+    say: Say, as_json: bool, targets: tuple[str, ...], activations: tuple[Activations, ...], **options: Any
+) -> None:
     """Time LoRA fine-tuning through a real server against Hugging Face + PEFT doing the same.
 
     \b
@@ -145,9 +167,7 @@ def train(as_json: bool, targets: tuple[str, ...], activations: tuple[Activation
     from kt_runtime.bench.train.run import run
 
     plan = Plan(targets=targets or TARGETS, activations=activations or ACTIVATIONS, **options)
-    # Ended by a signal or by Ctrl-C, the server ends and the temporary checkpoint is removed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    result = run(plan, lambda line: click.echo(line, err=True))
+    result = run(plan, say)
     _show(result, print_report, as_json)
 
 
@@ -169,7 +189,8 @@ def train(as_json: bool, targets: tuple[str, ...], activations: tuple[Activation
 @click.option("--dtype", help="The server's: bfloat16 or float32. [default: the faster one here]")
 @click.option("--server/--no-server", "with_server", default=True, show_default=True, help="Also measure first tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def cache(as_json: bool, **options: Any) -> None:
+@measures
+def cache(say: Say, as_json: bool, **options: Any) -> None:
     """Time first tokens from each tier of the prefix cache, and the disk tier against plain files.
 
     \b
@@ -181,60 +202,8 @@ def cache(as_json: bool, **options: Any) -> None:
     from kt_runtime.bench.cache.run import run
 
     plan = Plan(**options)
-    # Ended by a signal or by Ctrl-C, the server ends and the temporary files are removed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    result = run(plan, lambda line: click.echo(line, err=True))
+    result = run(plan, say)
     _show(result, print_report, as_json)
-
-
-@command.command(name="record")
-@click.argument("report", type=click.Path(path_type=Path), metavar="REPORT")
-@click.option(
-    "--name", required=True, help="Of the file docs/measurements/NAME.json, for example 2026-11-22-zen4-cache."
-)
-@click.option("--title", required=True, help="Its heading on the page.")
-@click.option("--command", "ran", required=True, help="The command that printed REPORT.")
-@click.option("--commit", required=True, help="The commit that was measured.")
-@click.option("--date", help="Of the measurement. [default: today, UTC]")
-@click.option("--machine", required=True, help='A short name of the machine, for example "Zen 4 (AVX-512)".')
-@click.option(
-    "--hardware", help="Processors, memory, GPU. [default: the processors that REPORT names; `demo` names none]"
-)
-@click.option("--conditions", help="Options and state of the machine that a reader needs.")
-@checkout_option
-def record(report: Path, name: str, checkout: Path, **origin: str | None) -> None:
-    """Add REPORT, the JSON of `bench experts`, `train`, `cache` or `demo`, to docs/measurements; generate the page."""
-    from kt_runtime.bench.page.checkout import MEASUREMENTS, check_is_checkout
-    from kt_runtime.bench.page.report import record_report
-
-    check_is_checkout(checkout)
-    written = record_report(report, checkout / MEASUREMENTS, name, origin)
-    click.echo(f"{written} is written")
-    _generate(checkout)
-
-
-@command.command(name="page")
-@click.option("--check", is_flag=True, help="Change nothing; name the files that differ from what would be generated.")
-@checkout_option
-def page(check: bool, checkout: Path) -> None:
-    """Generate docs/measurements.md, README.md's tables and the demo's picture from the JSON files in docs."""
-    from kt_runtime.bench.page.checkout import check_is_checkout, stale
-    from kt_runtime.errors import InvalidValueError
-
-    check_is_checkout(checkout)
-    if not check:
-        _generate(checkout)
-    elif old := stale(checkout):
-        raise InvalidValueError(
-            f"{', '.join(map(str, old))}: not what the JSON files make; run `kt-runtime bench page`"
-        )
-
-
-def _generate(checkout: Path) -> None:
-    from kt_runtime.bench.page.checkout import generate
-
-    for path in generate(checkout):
-        click.echo(f"{path} is written")
 
 
 @command.command(name="serve")
@@ -277,7 +246,9 @@ def _generate(checkout: Path) -> None:
     metavar="[FILE]",
     help="Print JSON, or write it to FILE beside the table.",
 )
+@measures
 def serve(
+    say: Say,
     quick: bool,
     json_place: str | None,
     prefill: tuple[int, ...],
@@ -302,12 +273,62 @@ def serve(
     place = None if json_place in (None, "-") else Path(str(json_place))
     if place is not None and not place.absolute().parent.is_dir():
         raise InvalidValueError(f"--json {place}: there is no directory {place.absolute().parent}")
-    # Ended by a signal or by Ctrl-C, server and peers end and the temporary files are removed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    result = run(plan, lambda line: click.echo(line, err=True))
+    result = run(plan, say)
     if place is not None:
         write_json(place, result)
     _show(result, print_report, as_json=json_place == "-")
+
+
+@command.command(name="record")
+@click.argument("report", type=click.Path(path_type=Path), metavar="REPORT")
+@click.option(
+    "--name", required=True, help="Of the file docs/measurements/NAME.json, for example 2026-11-22-zen4-cache."
+)
+@click.option("--title", required=True, help="Its heading on the page.")
+@click.option("--command", "ran", required=True, help="The command that printed REPORT.")
+@click.option("--commit", required=True, help="The commit that was measured.")
+@click.option("--date", help="Of the measurement. [default: today, UTC]")
+@click.option("--machine", required=True, help='A short name of the machine, for example "Zen 4 (AVX-512)".')
+@click.option(
+    "--hardware", help="Processors, memory, GPU. [default: the processors that REPORT names; `demo` names none]"
+)
+@click.option("--conditions", help="Options and state of the machine that a reader needs.")
+@checkout_option
+def record(report: Path, name: str, checkout: Path, **origin: str | None) -> None:
+    """Add REPORT, the JSON of `bench experts`, `train`, `serve`, `cache` or `demo`, to docs/measurements; generate the
+    pages."""
+    from kt_runtime.bench.page.checkout import MEASUREMENTS, check_is_checkout
+    from kt_runtime.bench.page.report import record_report
+
+    check_is_checkout(checkout)
+    written = record_report(report, checkout / MEASUREMENTS, name, origin)
+    click.echo(f"{written} is written")
+    _generate(checkout)
+
+
+@command.command(name="page")
+@click.option("--check", is_flag=True, help="Change nothing; name the files that differ from what would be generated.")
+@checkout_option
+def page(check: bool, checkout: Path) -> None:
+    """Generate docs/measurements.md, docs/performance.md, README.md's tables and the demo's picture from the JSON files
+    in docs."""
+    from kt_runtime.bench.page.checkout import check_is_checkout, stale
+    from kt_runtime.errors import InvalidValueError
+
+    check_is_checkout(checkout)
+    if not check:
+        _generate(checkout)
+    elif old := stale(checkout):
+        raise InvalidValueError(
+            f"{', '.join(map(str, old))}: not what the JSON files make; run `kt-runtime bench page`"
+        )
+
+
+def _generate(checkout: Path) -> None:
+    from kt_runtime.bench.page.checkout import generate
+
+    for path in generate(checkout):
+        click.echo(f"{path} is written")
 
 
 def _show(result: dict[str, Any], print_report: Callable[[dict[str, Any]], None], as_json: bool) -> None:

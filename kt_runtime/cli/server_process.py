@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kt_runtime.cli.connection import ServerAPI
+from kt_runtime.cli.interrupts import uninterrupted
 from kt_runtime.errors import KtError, RuntimeFault
 
 START_SECONDS = 3600.0  # loading may read terabytes
@@ -30,17 +31,20 @@ def free_port() -> int:
 def server(model: str, arguments: list[str], log_path: Path, *, api_key: str | None = None) -> Iterator[ServerAPI]:
     """Runs a server on a free port inside the `with` block. Raises RuntimeFault with the log's end if the start fails.
 
-    `arguments`: further options of `kt-runtime serve`. `log_path`: gets the server's output.
+    The server has ended after the block, also where a signal ends the block. `arguments`: further options of
+    `kt-runtime serve`. `log_path`: gets the server's output.
     """
     port = free_port()
     command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", "serve", "--model", model, "--port", str(port)]
-    process = _start([*command, "--verbose", *arguments], log_path)
-    try:
-        api = ServerAPI(f"http://127.0.0.1:{port}", api_key)
-        _wait_ready(process, api, log_path)
-        yield api
-    finally:
-        _stop(process)
+    with uninterrupted() as acting:
+        process = _start([*command, "--verbose", *arguments], log_path)
+        try:
+            with acting():
+                api = ServerAPI(f"http://127.0.0.1:{port}", api_key)
+                _wait_ready(process, api, log_path)
+                yield api
+        finally:
+            _stop(process)
 
 
 def _start(command: list[str], log_path: Path) -> subprocess.Popen[bytes]:

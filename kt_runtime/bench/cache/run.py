@@ -17,6 +17,7 @@ from kt_runtime.bench.cache.plan import Plan
 from kt_runtime.bench.cache.system_cache import file_system
 from kt_runtime.bench.train.model import checkpoint, faster_dtype
 from kt_runtime.bench.train.plan import Plan as TrainPlan
+from kt_runtime.cli.interrupts import uninterrupted
 from kt_runtime.cli.machine import cpu_facts
 from kt_runtime.serve.memory.plan import cached_numbers_per_token
 
@@ -25,7 +26,11 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 def run(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
     """Returns the JSON that docs/bench.md describes."""
-    with tempfile.TemporaryDirectory(prefix="kt-runtime-bench-", dir=plan.directory) as root:
+    with (
+        uninterrupted() as acting,
+        tempfile.TemporaryDirectory(prefix="kt-runtime-bench-", dir=plan.directory) as root,
+        acting(),
+    ):
         directory = Path(root)
         say(f"the checkpoint of {plan.model}")
         model = checkpoint(TrainPlan(model=plan.model), directory)

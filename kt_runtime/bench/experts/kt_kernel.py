@@ -115,7 +115,7 @@ class KtKernel:
         command = [str(self._python), str(SCRIPT), json.dumps(question)]
         try:
             done = subprocess.run(
-                command, cwd=directory, env=_plain_environment(), capture_output=True, text=True, timeout=timeout_s
+                command, cwd=directory, env=plain_environment(), capture_output=True, text=True, timeout=timeout_s
             )
         except subprocess.TimeoutExpired:
             return {"problem": f"no answer within {timeout_s:.0f} s"}
@@ -129,7 +129,7 @@ class KtKernel:
         return {"problem": f"ended with {ending}: {(done.stderr.strip() or 'no message').splitlines()[-1][:300]}"}
 
 
-def _plain_environment() -> dict[str, str]:
+def plain_environment() -> dict[str, str]:
     """The environment without variables of this interpreter, such as PYTHONPATH."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 

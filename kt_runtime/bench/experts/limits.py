@@ -7,7 +7,7 @@ limit_ratio of a row = time at the limits / measured time. Time at the limits is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kt_runtime.experts import machine
@@ -32,6 +32,11 @@ class Limits:
 
     def peak(self, path: str) -> float:
         return {"bf16": self.bf16_flops, "int8": self.int8_ops}[path]
+
+    def or_better(self, other: Limits) -> Limits:
+        """The higher rate of both, of each kind: other load on the machine can only lower a rate."""
+        rates = ("dram_bytes_per_s", "bf16_flops", "int8_ops")
+        return replace(self, **{rate: max(getattr(self, rate), getattr(other, rate)) for rate in rates})
 
 
 @dataclass(frozen=True)

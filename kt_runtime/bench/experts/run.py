@@ -18,6 +18,7 @@ from kt_runtime.bench.experts.memory import PeakMemory, check_disk, check_memory
 from kt_runtime.bench.experts.peers import KtKernelPeer, TorchPeers
 from kt_runtime.bench.experts.plan import BenchFormat, BenchShape, Plan
 from kt_runtime.bench.experts.store_bench import StoreBench
+from kt_runtime.cli.interrupts import uninterrupted
 from kt_runtime.cli.machine import cpu_facts
 from kt_runtime.experts import ExpertShape, ExpertStore
 from kt_runtime.serve.memory.machine import available_cpu_bytes
@@ -91,7 +92,7 @@ class Run:
     def _measure_shape(self, shape: BenchShape) -> None:
         self._say(f"{shape.name}: making weights")
         case = LayerCase(shape)
-        with tempfile.TemporaryDirectory(prefix="kt-runtime-bench-") as root:
+        with uninterrupted() as acting, tempfile.TemporaryDirectory(prefix="kt-runtime-bench-") as root, acting():
             checkpoints = Checkpoints(Path(root), case.weights)
             for form in self._plan.formats:
                 rows = self._measure_format(case, form, checkpoints.get(form.encoding))
@@ -151,14 +152,9 @@ def _merged(
     first: dict[tuple[str, int], Limits], second: dict[tuple[str, int], Limits]
 ) -> dict[tuple[str, int], Limits]:
     """The better limit of both. A limit with more threads is at least that with fewer."""
-    merged = {key: _best(found, second[key]) for key, found in first.items()}
+    merged = {key: found.or_better(second[key]) for key, found in first.items()}
     for isa, threads in sorted(merged):
         for other, fewer in merged:
             if other == isa and fewer < threads:
-                merged[isa, threads] = _best(merged[isa, threads], merged[isa, fewer])
+                merged[isa, threads] = merged[isa, threads].or_better(merged[isa, fewer])
     return merged
-
-
-def _best(one: Limits, other: Limits) -> Limits:
-    rates = ("dram_bytes_per_s", "bf16_flops", "int8_ops")
-    return dataclasses.replace(one, **{rate: max(getattr(one, rate), getattr(other, rate)) for rate in rates})

@@ -1,25 +1,28 @@
-"""The generated documents of a checkout: docs/measurements.md, the tables in README.md, and the demo's picture."""
+"""The generated documents of a checkout: docs/measurements.md, docs/performance.md, the tables in README.md, and the
+demo's picture."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from kt_runtime.bench.page.markdown import page, with_blocks
+from kt_runtime.bench.page.markdown import measurements_page, performance_page, with_blocks
 from kt_runtime.bench.page.measurement import read_all, read_frame
 from kt_runtime.bench.page.timeline import picture, read_timeline
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.files import errors_of_path, write_file
 
 MEASUREMENTS = Path("docs", "measurements")
+PERFORMANCE = Path("docs", "performance.md")
 TIMELINE, PICTURE = Path("docs", "pictures", "demo.json"), Path("docs", "pictures", "demo.svg")
 
 
 def generated(checkout: Path) -> dict[Path, str]:
     """Path in the checkout -> the content that the JSON files make. Raises InvalidValueError with file and place."""
     measurements = read_all(checkout / MEASUREMENTS)
-    readme = Path("README.md")
+    frame, readme = read_frame(checkout / MEASUREMENTS), Path("README.md")
     return {
-        MEASUREMENTS.with_suffix(".md"): page(read_frame(checkout / MEASUREMENTS), measurements),
+        MEASUREMENTS.with_suffix(".md"): measurements_page(frame, measurements),
+        PERFORMANCE: performance_page(frame, measurements),
         readme: with_blocks(_text(checkout / readme), measurements, str(readme)),
         PICTURE: picture(read_timeline(checkout / TIMELINE)),
     }

@@ -121,12 +121,24 @@ class Measurement(_Strict, frozen=True):
             raise ValueError(f"table names {names}: each must be unique in the file")
 
 
-class Frame(_Strict, frozen=True):
-    """What the page says around the measurements: docs/measurements/page.json. `sections`: a heading for each kind."""
+class PageFrame(_Strict, frozen=True):
+    """What a page says around the measurements. `sections`: a heading for each kind that the page shows."""
 
     introduction: list[Text]
     sections: dict[Kind, Text]
+
+
+class Frame(_Strict, frozen=True):
+    """docs/measurements/page.json: what docs/measurements.md and docs/performance.md say. Each kind is on one of them.
+    `not_measured` ends the first."""
+
+    measurements: PageFrame
+    performance: PageFrame
     not_measured: list[Text]
+
+    def __post_init__(self) -> None:
+        if twice := self.measurements.sections.keys() & self.performance.sections.keys():
+            raise ValueError(f"{', '.join(sorted(twice))}: has a heading on both pages")
 
 
 FRAME_FILE = "page.json"

@@ -1,4 +1,4 @@
-"""The JSON of `kt-runtime bench experts|train|cache --json` and of `kt-runtime demo --json`, as a measurement."""
+"""The JSON of `kt-runtime bench experts|train|serve|cache --json` and of `kt-runtime demo --json`, as a measurement."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from kt_runtime.files import errors_of_path, read_regular
 SIGNIFICANT_DIGITS = 4
 MAX_FILE_BYTES = 16 << 20
 GIGA = Decimal(10**9)
+PEERS = {"hugging_face": "Hugging Face", "llama_cpp": "llama.cpp"}
+"""Peers of `bench serve` -> their names in tables. A peer without results has empty columns, so that tables of several
+machines become one."""
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
@@ -154,6 +157,55 @@ def _training(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     return figures, [Table("steps", ["model", "LoRA on", "activations"], columns, rows)]
 
 
+def _serving(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
+    settings, limits, rows = report["serving"], report["machine"]["limits"], report["rows"]
+    figures = [
+        Single(what, settings[name], unit)
+        for name, what, unit in (
+            ("prompt_tokens", "prompt of a decoding stream", "tokens"),
+            ("new_tokens", "answer of a decoding stream", "tokens"),
+            ("runs", "runs of a case", "runs"),
+            ("rank", "rank of the adapters", "LoRA rank"),
+        )
+    ]
+    if limits is not None:
+        figures.append(Single("limits: DRAM read", _rounded(limits["dram_bytes_per_s"], GIGA), "GB/s"))
+        figures.append(Single("limits: bf16 peak", _rounded(limits["bf16_flops"], GIGA), "GFLOP/s"))
+    for name, peer in PEERS.items():
+        if shares := [share for row in rows if (share := row["same_tokens"].get(name)) is not None]:
+            figures.append(Single(f"share of the server's tokens that {peer} chooses too", _spread(shares), "ratio"))
+    columns = [Column("kt-runtime, median", "tokens/s"), Column("kt-runtime, all runs", "tokens/s")]
+    columns += [Column("limit", "tokens/s"), Column("median / limit", "ratio")]
+    columns += [Column(peer, "tokens/s") for peer in PEERS.values()]
+    columns += [Column(f"kt-runtime / {peer}", "ratio") for peer in PEERS.values()]
+    table_rows = [Row([settings["model"], *_serving_case(row)], _serving_cells(row)) for row in rows]
+    notes = [f"{PEERS[name]}: {_facts(facts)}." for name, facts in report["peers"].items()]
+    title = f"{settings['model']} in {settings['dtype']}, over HTTP; peers in their own processes"
+    return figures, [Table("rates", ["model", "case", "size"], columns, table_rows, title, notes)]
+
+
+def _serving_case(row: Mapping[str, Any]) -> list[str]:
+    size = f"{row['tokens']} tokens" if row["case"] == "prefill" else f"{row['streams']} streams"
+    return [f"{row['case']}, an adapter each" if row["adapters"] else str(row["case"]), size]
+
+
+def _serving_cells(row: Mapping[str, Any]) -> list[Cell]:
+    rate = row["tokens_per_s"]
+    peers = [row["peers"].get(name) for name in PEERS]
+    return [
+        _rounded(rate),
+        _spread(row["tokens_per_s_runs"]),
+        _rounded(row["limit_tokens_per_s"]),
+        _rounded(row["limit_share"]),
+        *map(_rounded, peers),
+        *(None if peer is None else _rounded(rate, peer) for peer in peers),
+    ]
+
+
+def _facts(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
+
+
 def _cache(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     settings, files, tables = report["cache"], report["files"], []
     figures = [
@@ -207,6 +259,7 @@ def _first_and_last(report: Mapping[str, Any]) -> Cell:
 _KINDS: dict[str, tuple[Kind, Callable[[Mapping[str, Any]], tuple[list[Single], list[Table]]]]] = {
     "loads": ("experts", _experts),
     "training": ("training", _training),
+    "serving": ("serving", _serving),
     "cache": ("cache", _cache),
     "publish_ms": ("demo", _demo),
 }

@@ -6,18 +6,18 @@ measured, and the reason.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kt_runtime.bench.experts.kt_kernel import plain_environment
 from kt_runtime.bench.serve.plan import PREFILL, Case
 from kt_runtime.bench.serve.rows import Measured
 from kt_runtime.bench.serve.server_side import Measurements
+from kt_runtime.cli.interrupts import uninterrupted
 
 SCRIPT = Path(__file__).with_name("peer_script.py")
 TIMEOUT_S = 2 * 3600.0
@@ -53,8 +53,12 @@ class Peer:
         path, log = directory / f"{self.engine}.json", directory / f"{self.engine}.log"
         path.write_text(json.dumps(question))
         self._say(f"{self.engine}: loading")
-        with log.open("wb") as opened:
-            status = self._run(path, opened, cases)
+        try:
+            with log.open("wb") as opened:
+                status = self._run(path, opened, cases)
+        except OSError as error:
+            self.fail(f"{self._python} does not start: {error}")
+            return
         if status != 0:
             last = (log.read_text(errors="replace").strip() or "no message").splitlines()[-1]
             ending = f"signal {-status}" if status < 0 else f"status {status}"
@@ -69,25 +73,30 @@ class Peer:
 
     def _run(self, question: Path, log: Any, cases: list[Case]) -> int:
         """The process's exit status. On every way out the process has ended."""
-        with subprocess.Popen(
+        with uninterrupted() as acting, self._start(question, log) as process:
+            timer = threading.Timer(TIMEOUT_S, process.kill)
+            try:
+                timer.start()
+                with acting():
+                    assert process.stdout is not None
+                    for line in process.stdout:
+                        self._take(line, cases)
+                    return process.wait()
+            finally:
+                timer.cancel()
+                process.kill()
+                process.wait()
+
+    def _start(self, question: Path, log: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [str(self._python), str(SCRIPT), str(question)],
-            env=_environment(),
+            env=plain_environment() | {"PYTHONSAFEPATH": "1"},  # the script's folder would hide other modules
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-        ) as process:
-            timer = threading.Timer(TIMEOUT_S, process.kill)
-            timer.start()
-            try:
-                assert process.stdout is not None
-                for line in process.stdout:
-                    self._take(line, cases)
-                return process.wait()
-            finally:
-                timer.cancel()
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+            start_new_session=True,  # Ctrl-C in a terminal ends this process, which then ends the peer
+        )
 
     def _take(self, line: str, cases: list[Case]) -> None:
         if not line.startswith("{"):  # printed by a library
@@ -106,10 +115,3 @@ def _rates(case: Case, found: dict[str, Any]) -> Iterator[float]:
     for seconds in found["seconds"]:
         tokens = case.size if case.kind == PREFILL else case.size * found["steps"]
         yield tokens / seconds
-
-
-def _environment() -> dict[str, str]:
-    """The environment without variables of this interpreter. The script's folder is not on the path, since its modules
-    would hide others of the same names."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    return kept | {"PYTHONSAFEPATH": "1"}

@@ -20,6 +20,7 @@ from kt_runtime.bench.serve.server_side import Measurements, ServerSide
 from kt_runtime.bench.serve.work import ModelWork, model_work
 from kt_runtime.bench.train.model import checkpoint, faster_dtype
 from kt_runtime.bench.train.plan import Plan as TrainPlan
+from kt_runtime.cli.interrupts import uninterrupted
 from kt_runtime.cli.machine import cpu_facts
 from kt_runtime.errors import CheckpointError, NotFoundError
 from kt_runtime.experts.machine import default_threads
@@ -39,13 +40,13 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
     check_memory(plan, cases, config, dtype)
     check_disk(plan, cases, config)
     peers = _peers(plan, say)
-    with tempfile.TemporaryDirectory(prefix="kt-runtime-bench-") as root:
+    with uninterrupted() as acting, tempfile.TemporaryDirectory(prefix="kt-runtime-bench-") as root, acting():
         directory = Path(root)
         say(f"the checkpoint of {plan.model}")
         model = checkpoint(TrainPlan(model=plan.model), directory)
         limits = _limits(say)
         server = ServerSide(plan, cases, config, dtype, say).measure(model, directory)
-        limits = _best(limits, _limits(say))  # measured again: other load can only lower a limit
+        limits = _limits(say, limits)
         for peer in peers:
             _measure_peer(peer, model, server, dtype, directory)
     rows = _rows(plan, model_work(config, dtype), server, peers)
@@ -82,19 +83,14 @@ def _measure_peer(peer: Peer, model: Path, server: Measurements, dtype: str, dir
     peer.measure(place, server, dtype, default_threads(), directory)
 
 
-def _limits(say: Say) -> Limits | None:
-    """None on a machine with a GPU, where attention and dense layers are not limited by the CPU."""
+def _limits(say: Say, earlier: Limits | None = None) -> Limits | None:
+    """The rates now or `earlier`, whichever are higher. None on a machine with a GPU, where attention and dense layers
+    are not limited by the CPU."""
     if has_gpu():
         return None
     say("limits of the machine")
-    return measure_limits(resolve_isa(None), default_threads(), available_cpu_bytes())
-
-
-def _best(first: Limits | None, second: Limits | None) -> Limits | None:
-    if first is None or second is None:
-        return None
-    rates = ("dram_bytes_per_s", "bf16_flops", "int8_ops")
-    return dataclasses.replace(first, **{rate: max(getattr(first, rate), getattr(second, rate)) for rate in rates})
+    found = measure_limits(resolve_isa(None), default_threads(), available_cpu_bytes())
+    return found if earlier is None else found.or_better(earlier)
 
 
 def _machine(limits: Limits | None) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from kt_runtime.bench.train.model import checkpoint, faster_dtype, vocabulary
 from kt_runtime.bench.train.peer import Peer
 from kt_runtime.bench.train.plan import Plan, sequences_of
 from kt_runtime.bench.train.rows import Measured, Row
+from kt_runtime.cli.interrupts import uninterrupted
 from kt_runtime.cli.machine import cpu_facts
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
     """Returns the JSON that docs/bench.md describes."""
-    with tempfile.TemporaryDirectory(prefix="kt-runtime-bench-") as root:
+    with uninterrupted() as acting, tempfile.TemporaryDirectory(prefix="kt-runtime-bench-") as root, acting():
         directory = Path(root)
         say(f"the checkpoint of {plan.model}")
         model = checkpoint(plan, directory)

@@ -1,4 +1,4 @@
-"""docs/measurements.md, README.md's tables and the demo's picture are what the JSON files make."""
+"""docs/measurements.md, docs/performance.md, README.md's tables and the demo's picture are what the JSON files make."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def checkout(tmp_path: Path) -> Path:
     """A copy of all that is generated, and of its sources."""
     for name in ("docs/measurements", "docs/pictures"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    for name in ("docs/measurements.md", "README.md"):
+    for name in ("docs/measurements.md", "docs/performance.md", "README.md"):
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
 
@@ -57,9 +57,16 @@ def test_what_is_generated_is_what_the_json_files_make(path: Path) -> None:
 
 
 def test_each_file_is_on_the_page_with_its_origin(measurements: dict[str, Measurement]) -> None:
-    page = (ROOT / "docs" / "measurements.md").read_text(encoding="utf-8")
-    assert set(read_frame(ROOT / MEASUREMENTS).sections) >= {each.kind for each in measurements.values()}
+    pages = {
+        name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("measurements", "performance")
+    }
+    frame = read_frame(ROOT / MEASUREMENTS)
+    place = dict.fromkeys(frame.measurements.sections, "measurements")
+    place |= dict.fromkeys(frame.performance.sections, "performance")
+    assert set(place) >= {each.kind for each in measurements.values()}
     for name, each in measurements.items():
+        page, link = pages[place[each.kind]], "performance.md" if place[each.kind] == "performance" else ""
+        assert f"| [{each.title}]({link}#" in pages["measurements"]
         assert f"### {each.title}\n\n[{name}.json](measurements/{name}.json)" in page
         assert each.hardware in page and (each.command is None or f"`{each.command}`" in page)
         assert each.figures or each.tables or each.notes
@@ -85,13 +92,15 @@ def test_readme_links_to_files_that_exist() -> None:
 def test_an_edited_page_is_found_and_generated_again(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert stale(checkout) == []
     page, readme = checkout / "docs" / "measurements.md", checkout / "README.md"
-    whole = {path: path.read_text(encoding="utf-8") for path in (page, readme)}
+    performance = checkout / "docs" / "performance.md"
+    whole = {path: path.read_text(encoding="utf-8") for path in (page, performance, readme)}
     page.write_text(whole[page].replace("44", "43"), encoding="utf-8")
+    performance.unlink()
     readme.write_text(re.sub(BLOCK, r"\g<begin>nothing\n\g<end>", whole[readme]), encoding="utf-8")
     assert main(["bench", "page", "--check", "--checkout", str(checkout)]) == 2
-    assert "docs/measurements.md, README.md" in capsys.readouterr().err
-    assert generate(checkout) == [Path("docs/measurements.md"), Path("README.md")]
-    assert {path: path.read_text(encoding="utf-8") for path in (page, readme)} == whole
+    assert "docs/measurements.md, docs/performance.md, README.md" in capsys.readouterr().err
+    assert generate(checkout) == [Path("docs/measurements.md"), Path("docs/performance.md"), Path("README.md")]
+    assert {path: path.read_text(encoding="utf-8") for path in (page, performance, readme)} == whole
     assert main(["bench", "page", "--check", "--checkout", str(checkout)]) == 0
 
 
@@ -118,6 +127,19 @@ def test_a_file_says_what_was_run_where_and_in_which_unit(tmp_path: Path, change
     assert read_one(tmp_path, one()).commit == "abc1234"
     with pytest.raises(InvalidValueError, match=rf"one\.json.*{said}"):
         read_one(tmp_path, one(**changes))
+
+
+def test_a_kind_has_a_heading_on_one_page(checkout: Path) -> None:
+    file = checkout / MEASUREMENTS / "page.json"
+    frame = json.loads(file.read_text(encoding="utf-8"))
+    frame["performance"]["sections"]["demo"] = "Demo"
+    file.write_text(json.dumps(frame), encoding="utf-8")
+    with pytest.raises(InvalidValueError, match=r"page\.json: demo: has a heading on both pages"):
+        generated(checkout)
+    frame["performance"]["sections"] = {}
+    file.write_text(json.dumps(frame), encoding="utf-8")
+    with pytest.raises(InvalidValueError, match="lacks a heading for serving"):
+        generated(checkout)
 
 
 @pytest.mark.parametrize("row", [{"case": [], "figures": [1, [1, 2]]}, {"case": ["a"], "figures": [1]}])

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kt_runtime.bench.experts.limits import Limits, Work
-from kt_runtime.bench.serve import fit
+from kt_runtime.bench.serve import fit, peers, server_side
 from kt_runtime.bench.serve.adapters import adapter_bytes, random_adapter
 from kt_runtime.bench.serve.plan import DECODE, PREFILL, QUICK, Case, Plan
 from kt_runtime.bench.serve.report import print_report
 from kt_runtime.bench.serve.rows import Measured, Row
+from kt_runtime.bench.serve.server_side import Transcript
 from kt_runtime.bench.serve.streams import Stream, tokens_per_s
 from kt_runtime.bench.serve.work import model_work
+from kt_runtime.cli.connection import ServerAPI
+from kt_runtime.cli.interrupts import SIGNALS, Interruptible
 from kt_runtime.errors import InvalidValueError, NotFoundError, RuntimeFault, UnknownNameError
 from kt_runtime.serve.models.presets import load_preset
 
@@ -120,8 +127,33 @@ def test_the_rate_is_that_of_the_time_in_which_all_streams_decode() -> None:
     second = Stream([(1.5, 1), (2.5, 2), (3.5, 3), (3.6, 9), (9.0, 10)])
     assert tokens_per_s([first, second]) == pytest.approx(1.0 + 8 / 2.1)
     assert tokens_per_s([first]) == pytest.approx(1.0)
-    with pytest.raises(RuntimeFault, match="ask for more --new-tokens"):
-        tokens_per_s([first, Stream([(3.5, 1), (9.0, 2)])])
+    assert tokens_per_s([first, Stream([(3.5, 1), (9.0, 2)])]) is None
+    assert tokens_per_s([first, Stream([(5.0, 1), (6.0, 2)])]) is None
+
+
+@pytest.mark.parametrize("late", [2, 3])
+def test_a_run_whose_streams_hardly_decode_at_the_same_time_is_repeated(
+    late: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A busy machine gave the client no time, so that it read one stream after the other: `late` times."""
+    seen: list[list[list[int]]] = []
+
+    def decode(url: str, prompts: list[list[int]], new_tokens: int, *_: object) -> list[Stream]:
+        seen.append(prompts)
+        begin = 9.0 if new_tokens == 8 and len(seen) <= 1 + late else 0.5  # the first run is the warm-up
+        return [Stream([(start, 1), (start + 1, 3)], [1, 2, 3]) for start in (0.0, begin)]
+
+    monkeypatch.setattr(server_side, "server", lambda *_: nullcontext(ServerAPI("http://127.0.0.1:9")))
+    monkeypatch.setattr(server_side, "decode", decode)
+    plan, case, said = Plan(new_tokens=8, runs=1), Case(DECODE, 2), []
+    side = server_side.ServerSide(plan, [case], QWEN, "bfloat16", said.append)
+    if late == server_side.ATTEMPTS:
+        with pytest.raises(RuntimeFault, match=r"in 3 runs the streams hardly .*; ask for more --new-tokens"):
+            side.measure(tmp_path, tmp_path)
+        return
+    measured, transcript = side.measure(tmp_path, tmp_path)[case]
+    assert len(measured.rates) == 1 and len(seen) == 1 + late + 1
+    assert transcript.prompts == [seen[-1]] and said.count(f"{case}: the streams hardly decoded at the same time") == 2
 
 
 def test_an_adapter_has_the_bytes_that_are_planned_for_it() -> None:
@@ -142,6 +174,40 @@ def test_what_does_not_fit_is_refused_with_this_command_s_options(monkeypatch: p
     monkeypatch.setattr(fit.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 30}))
     with pytest.raises(InvalidValueError, match=r"1 GiB free, the files of this run need .* GiB; set TMPDIR"):
         fit.check_disk(plan, cases, QWEN)
+
+
+def test_an_interrupted_peer_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The signal arrives when the peer has answered its first line, and then computes."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        'import time\nprint(\'{"facts": {}}\', flush=True)\nprint(\'{"case": 0, "seconds": [1.0], '
+        '"experts": null, "same_tokens": 1.0}\', flush=True)\ntime.sleep(600)\n'
+    )
+    monkeypatch.setattr(peers, "SCRIPT", script)
+    children: list[psutil.Process] = []
+
+    def say(line: str) -> None:
+        if "tokens/s" in line:
+            children.extend(psutil.Process().children())
+            signal.raise_signal(signal.SIGINT)
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    peer, case = peers.Peer(peers.HUGGING_FACE, Path(sys.executable), say), Case(PREFILL, 8)
+    try:
+        with pytest.raises(KeyboardInterrupt), Interruptible():
+            peer.measure(tmp_path, {case: (Measured([1.0]), Transcript([[[1]]], [[[1]]]))}, "float32", 1, tmp_path)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert len(children) == 1 and not children[0].is_running()
+    assert peer.measured[case].rates == [8.0]
+
+
+def test_a_peer_that_does_not_start_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text("")
+    peer = peers.Peer(peers.LLAMA_CPP, tmp_path / "python", lambda _: None)
+    peer.measure(tmp_path, {}, "float32", 1, tmp_path)
+    assert "python does not start: [Errno 13]" in str(peer.problem)
 
 
 def test_people_get_a_table_with_peers_and_problems(capsys: pytest.CaptureFixture[str]) -> None:

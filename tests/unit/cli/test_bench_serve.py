@@ -14,10 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
+from kt_runtime.bench.page.measurement import Measurement, Range
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
+Recorded = Callable[[dict[str, Any]], Measurement]
 
 COMMAND = (sys.executable, "-m", "kt_runtime.cli.main", "bench", "serve")
 QUICK = ("--quick", "--model", "tiny-qwen3-moe", "--dtype", "float32", "--rank", "4")
+PEERS = ["Hugging Face", "llama.cpp"]
 ROW_KEYS = {"case", "adapters", "tokens_per_s", "limit_share", "peers"}
 
 
@@ -74,6 +78,25 @@ def test_a_peer_that_is_not_installed_is_said_to_be_missing(result: tuple[dict[s
     assert "No module named 'llama_cpp'" in result[1] and "prefill, 64 tokens" in result[1]
 
 
+def test_a_report_becomes_a_measurement(result: tuple[dict[str, Any], str], recorded: Recorded) -> None:
+    report = result[0]
+    made = recorded(report)
+    assert made.kind == "serving" and [column.name for column in made.tables[0].columns][4:6] == PEERS
+    assert [row.case[1:] for row in made.tables[0].rows][::2] == [
+        ["prefill", "64 tokens"],
+        ["decode", "4 streams"],
+        ["decode, an adapter each", "4 streams"],
+    ]
+    for row, wanted in zip(made.tables[0].rows, report["rows"], strict=True):
+        median, runs, limit, share, hugging_face, llama_cpp, ratio, _ = row.figures
+        assert float(str(median)) == pytest.approx(wanted["tokens_per_s"], rel=1e-3)
+        assert isinstance(runs, Range) and runs.least <= runs.most
+        assert float(str(median)) / float(str(limit)) == pytest.approx(float(str(share)), rel=2e-3)
+        assert llama_cpp is None and (hugging_face is None) == (ratio is None) == wanted["adapters"]
+    notes = made.tables[0].notes
+    assert "torch " in notes[0] and "problem" not in notes[0] and "problem " in notes[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -93,24 +116,32 @@ def test_a_wrong_option_is_one_line_and_ends_with_2(run: Run, arguments: tuple[s
     assert message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_an_interrupted_run_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["starting a server", "prefill"])
+def test_an_interrupted_run_leaves_no_process_and_no_file(moment: str, tmp_path: Path) -> None:
+    """Ctrl-C in a terminal: SIGINT to the process group. After "prefill" many long answers follow, so that the signal
+    arrives while they are decoded, however late this test gets processor time."""
     process = subprocess.Popen(
-        [*COMMAND, *QUICK],
+        [*COMMAND, *QUICK, "--prefill", "64", "--streams", "1", "--new-tokens", "800", "--runs", "100"],
         cwd=tmp_path,
         env=os.environ | {"TMPDIR": str(tmp_path)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         # A shell starts background jobs with SIGINT ignored, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
+    said = []
     for line in process.stderr:
-        if line.startswith("prefill"):  # the server runs, and has answered
+        said.append(line)
+        if line.startswith(moment):
             break
     children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error
-    assert children and not psutil.wait_procs(children, timeout=10)[1]
+    assert process.returncode == 130, "".join(said) + error
+    assert error.splitlines()[-1] == "kt-runtime: interrupted" and "Traceback" not in error
+    assert children or moment != "prefill"
+    assert not psutil.wait_procs(children, timeout=10)[1]
     assert not list(tmp_path.glob("kt-runtime-bench-*"))

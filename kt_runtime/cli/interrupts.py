@@ -1,0 +1,99 @@
+"""SIGINT and SIGTERM end a command with one KeyboardInterrupt, which neither cuts a cleanup short nor gets lost."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interruptible:
+    """A context for a whole command, entered in the main thread. The first of `SIGNALS` raises KeyboardInterrupt there;
+    further ones do nothing, so that they do not interrupt the cleanup.
+
+    After a signal the block ends with KeyboardInterrupt, whatever it raised or returned: pybind11 turns the exception
+    into ImportError while a module is imported, Python drops it in destructors, and a client whose server ends meets
+    broken connections.
+    """
+
+    def __init__(self) -> None:
+        self._has_arrived = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interruptible:
+        for number in SIGNALS:
+            handler = signal.getsignal(number)
+            if handler is not signal.SIG_IGN:  # as a shell starts background jobs
+                self._previous[number] = handler
+                signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            # After a signal the process is about to end, with the status of the first one.
+            signal.signal(number, signal.SIG_IGN if self._has_arrived else handler)
+        if self._has_arrived and not isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if a signal has arrived."""
+        if self._has_arrived:
+            raise KeyboardInterrupt
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self._has_arrived:
+            self._has_arrived = True
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """In the block `SIGNALS` wait until its end, so that what the block begins it also ends.
+
+    Yields a function that makes a context, for use within the block, in which signals act as before the block:
+
+        with uninterrupted() as acting:
+            begun = begin()
+            try:
+                with acting():
+                    use(begun)
+            finally:
+                begun.end()
+
+    Does nothing in other threads than the main thread, which alone runs handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield nullcontext
+        return
+    waiting: list[int] = []
+    before = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) is not None}
+
+    def wait() -> None:
+        for number in before:
+            signal.signal(number, lambda arrived, _: waiting.append(arrived))
+
+    def act() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        while waiting:
+            signal.raise_signal(waiting.pop())
+
+    @contextlib.contextmanager
+    def acting() -> Iterator[None]:
+        try:
+            act()
+            yield
+        finally:
+            wait()
+
+    try:
+        wait()
+        yield acting
+    finally:
+        act()
