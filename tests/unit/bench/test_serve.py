@@ -141,7 +141,7 @@ def test_a_run_whose_streams_hardly_decode_at_the_same_time_is_repeated(
     def decode(url: str, prompts: list[list[int]], new_tokens: int, *_: object) -> list[Stream]:
         seen.append(prompts)
         begin = 9.0 if new_tokens == 8 and len(seen) <= 1 + late else 0.5  # the first run is the warm-up
-        return [Stream([(start, 1), (start + 1, 3)], [1, 2, 3]) for start in (0.0, begin)]
+        return [Stream([(start + at, 1 + at) for at in range(3)], [1, 2, 3]) for start in (0.0, begin)]
 
     monkeypatch.setattr(server_side, "server", lambda *_: nullcontext(ServerAPI("http://127.0.0.1:9")))
     monkeypatch.setattr(server_side, "decode", decode)
