@@ -145,7 +145,8 @@ def test_a_run_whose_streams_hardly_decode_at_the_same_time_is_repeated(
 
     monkeypatch.setattr(server_side, "server", lambda *_: nullcontext(ServerAPI("http://127.0.0.1:9")))
     monkeypatch.setattr(server_side, "decode", decode)
-    plan, case, said = Plan(new_tokens=8, runs=1), Case(DECODE, 2), []
+    plan, case = Plan(new_tokens=8, runs=1), Case(DECODE, 2)
+    said: list[str] = []
     side = server_side.ServerSide(plan, [case], QWEN, "bfloat16", said.append)
     if late == server_side.ATTEMPTS:
         with pytest.raises(RuntimeFault, match=r"in 3 runs the streams hardly .*; ask for more --new-tokens"):

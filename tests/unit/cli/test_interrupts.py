@@ -105,7 +105,7 @@ def test_without_a_signal_errors_and_handlers_stay() -> None:
 
 @pytest.mark.parametrize("moment", ["begin", "use", "end"])
 def test_what_is_begun_is_ended_whenever_the_signal_arrives(moment: str) -> None:
-    done = []
+    done: list[str] = []
 
     def step(name: str) -> None:
         if name == moment:
@@ -124,7 +124,7 @@ def test_what_is_begun_is_ended_whenever_the_signal_arrives(moment: str) -> None
 
 
 def test_other_threads_run_the_block_as_it_is() -> None:
-    done = []
+    done: list[Any] = []
 
     def work() -> None:
         with uninterrupted() as acting, acting():
@@ -155,11 +155,14 @@ def test_the_server_has_ended_whenever_signals_arrive(
         interrupt("start")
         return process
 
-    stop = server_process._stop
+    def stop(process: subprocess.Popen[bytes], stop: Any = server_process._stop) -> None:
+        interrupt("stop")
+        stop(process)
+
     monkeypatch.setattr(server_process, "STOP_SECONDS", 0.1)
     monkeypatch.setattr(server_process, "_start", start)
     monkeypatch.setattr(server_process, "_wait_ready", lambda *_: interrupt("ready"))
-    monkeypatch.setattr(server_process, "_stop", lambda process: [interrupt("stop"), stop(process)])
+    monkeypatch.setattr(server_process, "_stop", stop)
     with (
         pytest.raises(KeyboardInterrupt),
         Interruptible(),
