@@ -141,7 +141,7 @@ def test_no_answer_within_the_timeout_is_an_error_and_the_ticket_stays_valid(
 def test_a_resent_request_is_carried_out_once(server: WireServer, make_client: Callable[..., Any]) -> None:
     """The client asks many times before the first answer; all but the first are the server's to recognise."""
     client = make_client(resend_s=0.01)
-    executed = []
+    executed: list[str] = []
 
     def answer_late() -> None:
         time.sleep(0.5)
