@@ -1,12 +1,14 @@
 """Matrix products whose rounding in training must equal serving's.
 
-`served_product` is for LoRA: serving holds copies of A and B in the model's dtype. `product` is for float32. With fewer
-than four rows, BLAS uses other kernels, which sum in another order. A token decoded alone would then get other numbers
-than in training, and in bf16 sometimes other experts.
+`frozen_linear` is a linear layer of the base. On a CPU kt-runtime's kernels compute it (`kt_runtime.experts.dense`), in
+serving too; a token's result does not depend on the other tokens of a call. `served_product` is for LoRA: serving
+holds copies of A and B in the model's dtype. `product` is for float32. With fewer than four rows, BLAS uses other
+kernels, which sum in another order. A token decoded alone would then get other numbers than in training, and in bf16
+sometimes other experts.
 
 Gradients have no counterpart in serving. On a CPU without bf16 instructions, PyTorch multiplies untransposed bf16
 matrices one element at a time (0.9 GFLOP/s, against 150 in float32). There, `gradient_product` multiplies in float32
-and rounds once; `frozen_linear` and `frozen_bmm` use it in backward.
+and rounds once; the backward passes of `frozen_linear` and `frozen_bmm` use it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+
+from kt_runtime.experts import dense
 
 FEWEST_ROWS = 8
 WIDENED_ROWS = 1 << 14  # rows of a bf16 matrix converted to float32 at a time: 256 MiB with a hidden size of 4096
@@ -121,29 +125,42 @@ def gradient_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return total.view(*a.shape[:-1], -1).to(a.dtype)
 
 
-class _Frozen(torch.autograd.Function):
-    """x times a frozen matrix. `transposed`: the matrix is [N, K] instead of [K, N]."""
-
+class _FrozenLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(weight)
-        ctx.transposed = transposed
-        return functional.linear(x, weight) if transposed else torch.bmm(x, weight)
+        return dense.linear(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (weight,) = ctx.saved_tensors
-        return gradient_product(grads[0], weight if ctx.transposed else weight.mT), None, None
+        return gradient_product(grads[0], weight), None, None
+
+
+class _FrozenBmm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return torch.bmm(x, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return gradient_product(grads[0], weight.mT), None
 
 
 def frozen_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear` with a gradient for x only: x [..., K], weight [N, K] -> [..., N]."""
-    if bias is not None or not _in_software(x):
+    """`torch.nn.functional.linear` with a gradient for x only: x [..., K], weight [N, K] -> [..., N].
+
+    PyTorch computes it on a GPU, for mixed dtypes, and for dtypes other than float32 and bfloat16.
+    """
+    if not dense.is_supported(x, weight):
         return functional.linear(x, weight, bias)
-    return _Frozen.apply(x, weight, True)
+    return _FrozenLinear.apply(x, weight, bias)
 
 
 def frozen_bmm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`torch.bmm` with a gradient for x only."""
-    return _Frozen.apply(x, weight, False) if _in_software(x) else torch.bmm(x, weight)
+    return _FrozenBmm.apply(x, weight) if _in_software(x) else torch.bmm(x, weight)

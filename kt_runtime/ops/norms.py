@@ -1,9 +1,12 @@
 """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) with Hugging Face's rounding, and its gradient.
 
-Forward runs the same steps in the same order as transformers 5's `Qwen3MoeRMSNorm`, `DeepseekV2RMSNorm` and
-`DeepseekV3RMSNorm`: statistics in float32, then the normalised state is rounded to x's dtype, then multiplied by the
-weight. Autograd would save a tensor for each step and make one to three passes over memory for each in backward. The
-weight is frozen, so with the output's gradient g and the weight w the whole gradient is
+Forward runs the same steps as transformers 5's `Qwen3MoeRMSNorm`, `DeepseekV2RMSNorm` and `DeepseekV3RMSNorm`:
+statistics in float32, then the normalised state is rounded to x's dtype, then multiplied by the weight. On a CPU
+kt-runtime's own kernel runs the steps (`kt_runtime.experts.dense`), for serving and training alike; its sum of squares
+has one order, so that a token's result does not depend on the other tokens of a call.
+
+Autograd would save a tensor for each step and make one to three passes over memory for each in backward. The weight is
+frozen, so with the output's gradient g and the weight w the whole gradient is
 
     d x = r (g w - n mean(g w n)),    r = 1 / sqrt(mean(x^2) + eps),    n = r x
 
@@ -16,10 +19,22 @@ from typing import Any
 
 import torch
 
+from kt_runtime.experts import dense
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """weight * x / rms(x): x [..., H], weight [H] -> [..., H] in x's dtype."""
+    """weight * x / rms(x), without a gradient: x [..., H], weight [H] -> [..., H] in x's dtype."""
     return _normalised(x, weight, eps)[0]
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """total = x + residual, rounded to their dtype -> (`rms_norm` of total, total)."""
+    if dense.is_supported(x, weight) and residual.dtype == x.dtype:
+        return dense.add_rms_norm(x, residual, weight, eps)
+    total = residual + x
+    return rms_norm(total, weight, eps), total
 
 
 def frozen_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -29,6 +44,8 @@ def frozen_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
 
 def _normalised(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The result and 1 / rms(x) [..., 1], float32."""
+    if dense.is_supported(x, weight):
+        return dense.rms_norm_with_inverse(x, weight, eps)
     wide = x.to(torch.float32)
     inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * (wide * inverse).to(x.dtype), inverse

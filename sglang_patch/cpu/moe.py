@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError, NumericsError, UnknownNameError
-from kt_runtime.experts import ExpertShape, ExpertStore
+from kt_runtime.experts import ExpertShape, ExpertStore, dense
 from kt_runtime.families import family_for
 from kt_runtime.families.quantization import BF16, quantization_of
 from kt_runtime.resident.config import ResidentSettings
@@ -77,11 +77,15 @@ def model_config() -> Any:
 
 
 def open_store(directory: str) -> ExpertStore:
-    """Opens the store of the checkpoint in `directory`. Later calls in the process return the same store."""
+    """Opens the store of the checkpoint in `directory`. Later calls in the process return the same store.
+
+    The store's instruction set and number of threads also hold for linear layers and norms (`dense.configure`).
+    """
     global _store
     with _store_lock:
         if _store is None:
             _store = _load_store(Path(directory))
+            dense.configure(_store.isa, _store.num_threads)
         return _store
 
 

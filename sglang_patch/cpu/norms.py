@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kt_runtime.ops.norms import rms_norm
+from kt_runtime.ops.norms import add_rms_norm, rms_norm
 from kt_runtime.sglang_patch.hooks import Hooks
 
 SYMBOLS = ("sglang.srt.layers.layernorm.RMSNorm.forward_native",)
@@ -37,5 +37,4 @@ def _forward(
         return original(norm, x, residual, post_residual_addition, quant_linear)
     if residual is None:
         return rms_norm(x, norm.weight, norm.variance_epsilon)
-    total = residual + x
-    return rms_norm(total, norm.weight, norm.variance_epsilon), total
+    return add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)

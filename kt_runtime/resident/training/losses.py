@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from kt_runtime.ops.matmul import gradient_product
+from kt_runtime.ops.matmul import frozen_linear, gradient_product
 
 MAX_LOGITS_ELEMENTS = 1 << 24  # 64 MiB in float32
 
@@ -78,7 +78,7 @@ def tokens_per_chunk(vocabulary: int) -> int:
 
 def log_softmax(hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and log-probabilities [N, V], float32. `hidden` [N, H]: the final norm's output; `head` [V, H]."""
-    logits = torch.nn.functional.linear(hidden, head).float()
+    logits = frozen_linear(hidden, head).float()
     return logits, torch.log_softmax(logits, dim=-1)
 
 

@@ -1,0 +1,85 @@
+#include "bind/dense.h"
+
+#include <string>
+
+#include "bind/dlpack.h"
+#include "bind/layer.h"
+#include "kernels/registry.h"
+#include "ops/dense.h"
+
+namespace py = pybind11;
+
+namespace kt {
+namespace {
+
+const std::vector<DType> kFloats = {DType::kF32, DType::kBf16};
+
+class NativeDense {
+ public:
+  NativeDense(const std::string& isa, int num_threads) : num_threads_(num_threads) {
+    check(find_tiles(isa, &tiles_));
+    if (num_threads < 1)
+      throw BindError{"invalid_value", "num_threads is " + std::to_string(num_threads) + "; allowed: 1 or more"};
+  }
+
+  void linear(py::handle x, py::handle weight, py::handle bias, py::handle out) const {
+    const TensorView rows = view_of(x, {.name = "x", .dtypes = kFloats, .shape = {-1, -1}});
+    const TensorView matrix = view_of(weight, {.name = "weight", .dtypes = kFloats, .shape = {-1, rows.shape[1]}});
+    const int64_t cols = matrix.shape[0];
+    TensorView added;
+    if (!bias.is_none()) added = view_of(bias, {.name = "bias", .dtypes = kFloats, .shape = {cols}});
+    const TensorView result =
+        view_of(out, {.name = "out", .dtypes = kFloats, .shape = {rows.shape[0], cols}, .written = true});
+    check_disjoint({{"out", result}}, {{"x", rows}, {"weight", matrix}, {"bias", added}});
+    const py::gil_scoped_release release;
+    kt::linear(engine(), rows, matrix, added, result);
+  }
+
+  void rms_norm(py::handle x, py::handle residual, py::handle weight, float epsilon, py::handle out, py::handle total,
+                py::handle inverse) const {
+    NormViews views{};
+    views.epsilon = epsilon;
+    views.x = view_of(x, {.name = "x", .dtypes = kFloats, .shape = {-1, -1}});
+    const std::vector<DType> same = {views.x.dtype};
+    const std::vector<int64_t> shape = {views.x.shape[0], views.x.shape[1]};
+    views.weight = view_of(weight, {.name = "weight", .dtypes = same, .shape = {shape[1]}});
+    views.out = view_of(out, {.name = "out", .dtypes = same, .shape = shape, .written = true});
+    if (residual.is_none() != total.is_none())
+      throw BindError{"invalid_value", "residual and total come together: one of them is None"};
+    if (!residual.is_none()) {
+      views.residual = view_of(residual, {.name = "residual", .dtypes = same, .shape = shape});
+      views.total = view_of(total, {.name = "total", .dtypes = same, .shape = shape, .written = true});
+    }
+    if (!inverse.is_none()) {
+      views.inverse = view_of(
+          inverse,
+          {.name = "inverse", .dtypes = {DType::kF32}, .shape = {shape[0]}, .contiguous = true, .written = true});
+    }
+    check_disjoint({{"out", views.out}, {"total", views.total}, {"inverse", views.inverse}},
+                   {{"x", views.x}, {"residual", views.residual}, {"weight", views.weight}});
+    const py::gil_scoped_release release;
+    kt::rms_norm(engine(), views);
+  }
+
+  std::string isa() const { return tiles_->name; }
+  int num_threads() const { return num_threads_; }
+
+ private:
+  DenseEngine engine() const { return {dense_of(*tiles_), *tiles_, num_threads_}; }
+
+  const Tiles* tiles_ = nullptr;
+  int num_threads_;
+};
+
+}  // namespace
+
+void bind_dense(py::module_& module) {
+  py::class_<NativeDense>(module, "Dense")
+      .def(py::init<const std::string&, int>())
+      .def("linear", &NativeDense::linear)
+      .def("rms_norm", &NativeDense::rms_norm)
+      .def_property_readonly("isa", &NativeDense::isa)
+      .def_property_readonly("num_threads", &NativeDense::num_threads);
+}
+
+}  // namespace kt

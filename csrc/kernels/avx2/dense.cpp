@@ -1,0 +1,23 @@
+// Row-major products and RMSNorm with AVX2. Register tile 4 x 3: 12 sums, three operands of w, one of x. Per step of a
+// bf16 product 24 fma, 14 loads and 14 shifts or masks: about 0.8 of two fma a cycle.
+#include "kernels/dense.h"
+
+#include "kernels/avx2/vector.h"
+#include "kernels/generic/dense_products.h"
+#include "kernels/generic/norm_rows.h"
+
+namespace kt {
+namespace {
+
+struct Tile {
+  static constexpr int kRows = 4, kSums = 12, kCols = 4;
+};
+
+void multiply(const DenseProduct& p) { multiply_dense_of<Vec8, EvenOddColumns<Vec8>, Tile>(p); }
+void normalise(const NormRows& p) { normalise_rows(p); }
+
+}  // namespace
+
+const Dense avx2::kDense = {.isa = "avx2", .multiply = multiply, .normalise = normalise};
+
+}  // namespace kt

@@ -1,0 +1,83 @@
+// Products with row-major matrices, as SGLang and Hugging Face hold the weights of linear layers, and RMSNorm. Weights
+// are read in place; there is no packed copy.
+//
+// Every element of a product is one sum over the inner index, in float32, in an order that depends on the instruction
+// set, the two dtypes and `inner` only: not on the number of rows or columns, nor on the element's place. So a row of
+// the result depends on its own row of x and on w. Kernels use other register tiles for few rows than for many; a tile
+// has one vector of sums for each of its elements. Kernels allocate nothing and start no threads.
+//
+// The order: with L lanes, a step is L columns, or 2 L columns where both matrices are bf16. Steps are added in
+// ascending order. Columns beyond `inner` in the last step count as zeros.
+//   float32 in either matrix   lane l takes column l of a step: sum = fma(x, w, sum); portable: product and sum rounded
+//   both bf16                  lane l takes columns 2 l and 2 l + 1: AVX-512's vdpbf16ps for the pair; elsewhere the
+//                              even columns' step as above, then the odd columns' one
+// Then lane l is added to lane l + L / 2, the half that remains is halved in the same way, and so on to one number;
+// then the bias is added, and the result is rounded once.
+//
+// NaN and Inf propagate as in any product; they reach the results of their own row of x, or of their row of w, alone.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/tiles.h"
+
+namespace kt {
+
+// A row-major matrix of float32 or bf16: its rows are `stride` elements apart, its columns adjacent.
+struct RowMajor {
+  void* data = nullptr;
+  int64_t stride = 0;
+  bool bf16 = false;
+
+  template <class T>
+  T* row(int64_t index) const {
+    return static_cast<T*>(data) + index * stride;
+  }
+};
+
+// y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n], for m < rows, first_col <= n < first_col + cols, k < inner.
+struct DenseProduct {
+  int64_t first_row, rows;
+  int64_t first_col, cols;
+  int64_t inner;
+  RowMajor x, w, y;
+  const float* bias;  // by n; null: none
+};
+
+// For m < rows, k < cols, with T the dtype of all matrices but `inverse`, and each result of T rounded once:
+//
+//   total[m, k] = x[m, k] + residual[m, k]                          where there is a residual; else total is x
+//   inverse[m]  = 1 / sqrt(mean over k of total[m, k]^2 + epsilon)  float32
+//   y[m, k]     = weight[k] * T(total[m, k] * inverse[m])
+//
+// The squares are float32 and summed in 16 lanes, lane l taking the columns l, l + 16, ... in this order; then halves
+// are added as in a product. The bits are the same on every instruction set.
+struct NormRows {
+  int64_t first_row, rows, cols;
+  RowMajor x, residual, total, y;  // residual.data, total.data null: no residual
+  const void* weight;
+  float epsilon;
+  float* inverse;  // null: not wanted
+};
+
+struct Dense {
+  const char* isa;  // the name of its Tiles
+
+  void (*multiply)(const DenseProduct&);
+  void (*normalise)(const NormRows&);
+};
+
+namespace portable {
+extern const Dense kDense;
+}
+namespace avx2 {
+extern const Dense kDense;
+}
+namespace avx512 {
+extern const Dense kDense;
+}
+
+// The dense operations of an available instruction set.
+const Dense& dense_of(const Tiles& tiles);
+
+}  // namespace kt

@@ -1,0 +1,22 @@
+// Row-major products and RMSNorm for any processor. Register tile: 2 x 3 vectors of sums.
+#include "kernels/dense.h"
+
+#include "kernels/generic/dense_products.h"
+#include "kernels/generic/norm_rows.h"
+#include "kernels/portable/vector.h"
+
+namespace kt {
+namespace {
+
+struct Tile {
+  static constexpr int kRows = 2, kSums = 6, kCols = 4;
+};
+
+void multiply(const DenseProduct& p) { multiply_dense_of<Vec4, EvenOddColumns<Vec4>, Tile>(p); }
+void normalise(const NormRows& p) { normalise_rows(p); }
+
+}  // namespace
+
+const Dense portable::kDense = {.isa = "portable", .multiply = multiply, .normalise = normalise};
+
+}  // namespace kt

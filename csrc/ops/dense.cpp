@@ -1,0 +1,106 @@
+#include "ops/dense.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "threads/plan.h"
+
+namespace kt {
+namespace {
+
+constexpr int kMultiply = 0, kNormalise = 1;
+
+// Below this many multiply-adds, waking other threads takes longer than the work.
+constexpr int64_t kAloneBelow = 1 << 20;
+
+// Columns of the result in a unit of work: whole register tiles of every kernel and number of rows.
+constexpr int64_t kUnitCols = 24;
+// Weights that a task reads again for each tile of rows stay in the L2 cache.
+constexpr int64_t kTaskWeightBytes = 1 << 18;
+constexpr int64_t kTaskRows = 128;
+constexpr int64_t kTasksPerThread = 8;
+
+RowMajor matrix_of(const TensorView& view) {
+  if (!view.present()) return {};
+  return {.data = view.data, .stride = view.strides[0], .bf16 = view.dtype == DType::kBf16};
+}
+
+int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+
+// Items are blocks of rows, units are columns. Each thread has several tasks, so that a late thread costs little; rows
+// are cut only where columns make too few tasks.
+Plan linear_plan(const DenseProduct& product, int num_threads) {
+  Plan plan;
+  plan.num_threads = product.rows * product.cols * product.inner < kAloneBelow ? 1 : num_threads;
+  const int64_t units = parts_of(product.cols, kUnitCols), wanted = plan.num_threads * kTasksPerThread;
+  const int64_t unit_bytes = kUnitCols * std::max<int64_t>(product.inner, 1) * (product.w.bf16 ? 2 : 4);
+  const int64_t most = std::max<int64_t>(kTaskWeightBytes / unit_bytes, 1);
+  Stage stage = stage_of(kMultiply, units * 2 < wanted ? parts_of(product.rows, kTaskRows) : 1);
+  stage.spans[0] = {0, units};
+  stage.at_once = plan.num_threads == 1 ? most : std::clamp<int64_t>(units / wanted, 1, most);
+  plan.stages.push_back(stage);
+  return plan;
+}
+
+}  // namespace
+
+void linear(const DenseEngine& engine, const TensorView& x, const TensorView& weight, const TensorView& bias,
+            const TensorView& out) {
+  const DenseProduct whole{.first_row = 0,
+                           .rows = x.shape[0],
+                           .first_col = 0,
+                           .cols = weight.shape[0],
+                           .inner = x.shape[1],
+                           .x = matrix_of(x),
+                           .w = matrix_of(weight),
+                           .y = matrix_of(out),
+                           .bias = nullptr};
+  if (whole.rows == 0 || whole.cols == 0) return;
+  std::vector<float> wide_bias;
+  const float* bias_values = bias.present() ? bias.as<const float>() : nullptr;
+  if (bias.present() && bias.dtype == DType::kBf16) {
+    wide_bias.resize(static_cast<size_t>(whole.cols));
+    engine.tiles.widen(bias.as<const uint16_t>(), whole.cols, wide_bias.data());
+    bias_values = wide_bias.data();
+  }
+  const Plan plan = linear_plan(whole, engine.num_threads);
+  const int64_t items = plan.stages[0].items;
+  run(plan, [&](int, const Range& range) {
+    DenseProduct part = whole;
+    part.bias = bias_values;
+    part.first_row = whole.rows * range.item / items;
+    part.rows = whole.rows * (range.item + 1) / items - part.first_row;
+    part.first_col = range.first * kUnitCols;
+    part.cols = std::min(range.count * kUnitCols, whole.cols - part.first_col);
+    engine.kernels.multiply(part);
+  });
+}
+
+void rms_norm(const DenseEngine& engine, const NormViews& views) {
+  const NormRows whole{.first_row = 0,
+                       .rows = views.x.shape[0],
+                       .cols = views.x.shape[1],
+                       .x = matrix_of(views.x),
+                       .residual = matrix_of(views.residual),
+                       .total = matrix_of(views.total),
+                       .y = matrix_of(views.out),
+                       .weight = views.weight.data,
+                       .epsilon = views.epsilon,
+                       .inverse = views.inverse.present() ? views.inverse.as<float>() : nullptr};
+  if (whole.rows == 0) return;
+  constexpr int64_t kTaskElements = 1 << 16;
+  Plan plan;
+  Stage stage = stage_of(kNormalise, 1);
+  stage.spans[0] = {0, whole.rows};
+  stage.at_once = std::max<int64_t>(kTaskElements / std::max<int64_t>(whole.cols, 1), 1);
+  plan.num_threads = stage.ranges(0) == 1 ? 1 : engine.num_threads;
+  plan.stages.push_back(stage);
+  run(plan, [&](int, const Range& range) {
+    NormRows part = whole;
+    part.first_row = range.first;
+    part.rows = range.count;
+    engine.kernels.normalise(part);
+  });
+}
+
+}  // namespace kt

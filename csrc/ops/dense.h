@@ -1,0 +1,33 @@
+// Linear layers and RMSNorm on row-major matrices (kernels/dense.h), cut between the pool's threads.
+//
+// Serving and training call the same functions. A row's result depends on its own row of x, on the weights and on the
+// instruction set, not on the other rows, on how rows are cut into calls, or on the number of threads. A row with NaN
+// or Inf has a result like any product's; the other rows do not change.
+#pragma once
+
+#include "base/views.h"
+#include "kernels/dense.h"
+
+namespace kt {
+
+// With what a call computes.
+struct DenseEngine {
+  const Dense& kernels;
+  const Tiles& tiles;
+  int num_threads;
+};
+
+// out [M, N] = x [M, K] times the transpose of weight [N, K], plus bias [N] if present. x, weight and bias: float32 or
+// bf16; out: any of both, rounded once. Last dimensions are contiguous. Shapes fit (checked in bind).
+void linear(const DenseEngine& engine, const TensorView& x, const TensorView& weight, const TensorView& bias,
+            const TensorView& out);
+
+// out [M, K] = RMSNorm of x [M, K], or of x + residual, which is written to `total`. `inverse` [M], if present:
+// 1 / rms in float32. All others have one dtype, float32 or bf16.
+struct NormViews {
+  TensorView x, residual, weight, out, total, inverse;
+  float epsilon;
+};
+void rms_norm(const DenseEngine& engine, const NormViews& views);
+
+}  // namespace kt

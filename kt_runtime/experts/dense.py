@@ -1,0 +1,116 @@
+"""Linear layers and RMSNorm on the CPU, from row-major weights that are read in place (csrc/ops/dense.h).
+
+A row of a result depends on its own row of x, on the weights and on the instruction set: not on the other rows, on how
+rows are cut into calls, or on the number of threads. Serving and training call the same functions, so both get the same
+bits. A row with NaN or Inf has a result like torch's; the other rows do not change. Not differentiable.
+
+The process has one instruction set and number of threads for these operations: the best ones, or those of `configure`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kt_runtime import _experts
+from kt_runtime.experts.native import capsule, resolve_isa, translate
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+_native: _experts.Dense | None = None
+
+
+def configure(isa: str | None = None, num_threads: int | None = None) -> None:
+    """Sets the instruction set, one of `available_isas()`, and the number of threads; None: the best.
+
+    UnknownNameError: an instruction set that is not available. InvalidValueError: fewer than one thread.
+    """
+    global _native
+    threads = _experts.default_num_threads() if num_threads is None else num_threads
+    try:
+        _native = _experts.Dense(resolve_isa(isa), threads)
+    except _experts.NativeError as error:
+        raise translate(error) from None
+
+
+def is_supported(x: Tensor, weight: Tensor) -> bool:
+    """Whether the operations take these tensors: on the CPU, of one dtype, float32 or bfloat16, contiguous rows of
+    weights."""
+    return (
+        x.device.type == weight.device.type == "cpu"
+        and x.dtype == weight.dtype
+        and x.dtype in DTYPES
+        and (weight.stride(-1) == 1 or weight.shape[-1] <= 1)
+    )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x [..., K], weight [N, K], bias [N] or None -> [..., N] in x's dtype or `out_dtype`.
+
+    Each of them is float32 or bfloat16. Sums are float32 and include the bias; the result is rounded once.
+    InvalidValueError: a shape, dtype, device or stride that is not supported, named with its value.
+    """
+    rows = _rows(x)
+    out = torch.empty(rows.shape[0], weight.shape[0], dtype=out_dtype or x.dtype, device="cpu")
+    added = None if bias is None else capsule(bias, "bias")
+    try:
+        _engine().linear(capsule(rows, "x"), capsule(weight, "weight"), added, capsule(out, "out"))
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """weight * x / rms(x): x [..., H], weight [H] of x's dtype -> [..., H].
+
+    Statistics are float32; the normalised state is rounded to x's dtype before it is multiplied by the weight.
+    """
+    return _norm(x, None, weight, epsilon, None)[0]
+
+
+def rms_norm_with_inverse(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm`, and 1 / rms(x) [..., 1] in float32."""
+    inverse = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device="cpu")
+    return _norm(x, None, weight, epsilon, inverse)[0], inverse
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """total = x + residual, rounded to their dtype -> (`rms_norm` of total, total)."""
+    out, total = _norm(x, residual, weight, epsilon, None)
+    assert total is not None
+    return out, total
+
+
+def _norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, inverse: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    rows = _rows(x)
+    added = None if residual is None else _rows(residual)
+    out = torch.empty(rows.shape, dtype=x.dtype, device="cpu")
+    total = None if added is None else torch.empty(rows.shape, dtype=x.dtype, device="cpu")
+    try:
+        _engine().rms_norm(
+            capsule(rows, "x"),
+            None if added is None else capsule(added, "residual"),
+            capsule(weight, "weight"),
+            float(epsilon),
+            capsule(out, "out"),
+            None if total is None else capsule(total, "total"),
+            None if inverse is None else capsule(inverse.view(-1), "inverse"),
+        )
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return out.view(x.shape), None if total is None else total.view(x.shape)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [..., K] -> [M, K] with contiguous rows, without a copy where the strides permit."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 or rows.shape[-1] <= 1 else rows.contiguous()
+
+
+def _engine() -> _experts.Dense:
+    if _native is None:
+        configure()
+    assert _native is not None
+    return _native
