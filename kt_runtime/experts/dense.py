@@ -105,7 +105,7 @@ def _norm(
 
 def _rows(x: Tensor) -> Tensor:
     """x [..., K] -> [M, K] with contiguous rows, without a copy where the strides permit."""
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
     return rows if rows.stride(-1) == 1 or rows.shape[-1] <= 1 else rows.contiguous()
 
 
