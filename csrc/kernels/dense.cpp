@@ -4,11 +4,15 @@
 
 namespace kt {
 
+namespace amx::inline hardware {
+extern const Dense kDense;
+}
+
 const Dense& dense_of(const Tiles& tiles) {
 #if defined(KT_HAVE_X86_KERNELS)
-  if (std::strcmp(tiles.name, avx2::kDense.isa) == 0) return avx2::kDense;
-  // AMX's processors have AVX-512.
-  if (std::strcmp(tiles.name, avx512::kDense.isa) == 0 || std::strcmp(tiles.name, "amx") == 0) return avx512::kDense;
+  for (const Dense* dense : {&avx2::kDense, &avx512::kDense, &amx::kDense}) {
+    if (std::strcmp(dense->isa, tiles.name) == 0) return *dense;
+  }
 #else
   (void)tiles;
 #endif

@@ -10,7 +10,8 @@
 // ascending order. Columns beyond `inner` in the last step count as zeros.
 //   float32 in either matrix   lane l takes column l of a step: sum = fma(x, w, sum); portable: product and sum rounded
 //   both bf16                  lane l takes columns 2 l and 2 l + 1: AVX-512's vdpbf16ps for the pair; elsewhere the
-//                              even columns' step as above, then the odd columns' one
+//                              even columns' step as above, then the odd columns' one; AMX: TDPBF16PS for 32 columns,
+//                              without lanes
 // Then lane l is added to lane l + L / 2, the half that remains is halved in the same way, and so on to one number;
 // then the bias is added, and the result is rounded once.
 //
@@ -41,8 +42,12 @@ struct DenseProduct {
   int64_t first_col, cols;
   int64_t inner;
   RowMajor x, w, y;
-  const float* bias;  // by n; null: none
+  const float* bias = nullptr;    // by n; null: none
+  const void* operand = nullptr;  // of all rows of x, where the instruction set has `prepare` and needs it
 };
+
+// Products and `prepare` begin at multiples of this many rows.
+constexpr int64_t kDenseRowUnit = 16;
 
 // For m < rows, k < cols, with T the dtype of all matrices but `inverse`, and each result of T rounded once:
 //
@@ -65,6 +70,11 @@ struct Dense {
 
   void (*multiply)(const DenseProduct&);
   void (*normalise)(const NormRows&);
+
+  // Null where `multiply` reads x as it lies. Else the bytes of the operand for all rows of x, aligned to a cache line;
+  // 0: none is needed for these dtypes. `prepare` writes the part for rows [unit * kDenseRowUnit, + kDenseRowUnit).
+  int64_t (*operand_bytes)(const DenseProduct&) = nullptr;
+  void (*prepare)(const DenseProduct&, int64_t unit, void* operand) = nullptr;
 };
 
 namespace portable {

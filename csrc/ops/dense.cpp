@@ -1,20 +1,20 @@
 #include "ops/dense.h"
 
 #include <algorithm>
-#include <vector>
 
+#include "base/scratch.h"
 #include "threads/plan.h"
 
 namespace kt {
 namespace {
 
-constexpr int kMultiply = 0, kNormalise = 1;
+constexpr int kPrepare = 0, kMultiply = 1, kNormalise = 2;
 
 // Below this many multiply-adds, waking other threads takes longer than the work.
 constexpr int64_t kAloneBelow = 1 << 20;
 
-// Columns of the result in a unit of work: whole register tiles of every kernel and number of rows.
-constexpr int64_t kUnitCols = 24;
+// Columns of the result in a unit of work: whole register tiles of every kernel and number of rows, but for the last.
+constexpr int64_t kUnitCols = 48;
 // Weights that a task reads again for each tile of rows stay in the L2 cache.
 constexpr int64_t kTaskWeightBytes = 1 << 18;
 constexpr int64_t kTaskRows = 128;
@@ -35,6 +35,7 @@ Plan linear_plan(const DenseProduct& product, int num_threads) {
   const int64_t units = parts_of(product.cols, kUnitCols), wanted = plan.num_threads * kTasksPerThread;
   const int64_t unit_bytes = kUnitCols * std::max<int64_t>(product.inner, 1) * (product.w.bf16 ? 2 : 4);
   const int64_t most = std::max<int64_t>(kTaskWeightBytes / unit_bytes, 1);
+  if (product.operand) plan.stages.push_back(stage_of(kPrepare, parts_of(product.rows, kDenseRowUnit)));
   Stage stage = stage_of(kMultiply, units * 2 < wanted ? parts_of(product.rows, kTaskRows) : 1);
   stage.spans[0] = {0, units};
   stage.at_once = plan.num_threads == 1 ? most : std::clamp<int64_t>(units / wanted, 1, most);
@@ -42,34 +43,44 @@ Plan linear_plan(const DenseProduct& product, int num_threads) {
   return plan;
 }
 
+// Of part `part` of `parts` about equal ones.
+int64_t first_row(int64_t rows, int64_t part, int64_t parts) {
+  return std::min(rows, parts_of(rows, kDenseRowUnit) * part / parts * kDenseRowUnit);
+}
+
+const float* bias_of(const Tiles& tiles, const TensorView& bias, Scratch& wide) {
+  if (bias.dtype == DType::kF32) return bias.as<const float>();
+  float* values = wide.reserve<float>(bias.shape[0]);
+  tiles.widen(bias.as<const uint16_t>(), bias.shape[0], values);
+  return values;
+}
+
 }  // namespace
 
 void linear(const DenseEngine& engine, const TensorView& x, const TensorView& weight, const TensorView& bias,
             const TensorView& out) {
-  const DenseProduct whole{.first_row = 0,
-                           .rows = x.shape[0],
-                           .first_col = 0,
-                           .cols = weight.shape[0],
-                           .inner = x.shape[1],
-                           .x = matrix_of(x),
-                           .w = matrix_of(weight),
-                           .y = matrix_of(out),
-                           .bias = nullptr};
+  DenseProduct whole{.first_row = 0,
+                     .rows = x.shape[0],
+                     .first_col = 0,
+                     .cols = weight.shape[0],
+                     .inner = x.shape[1],
+                     .x = matrix_of(x),
+                     .w = matrix_of(weight),
+                     .y = matrix_of(out)};
   if (whole.rows == 0 || whole.cols == 0) return;
-  std::vector<float> wide_bias;
-  const float* bias_values = bias.present() ? bias.as<const float>() : nullptr;
-  if (bias.present() && bias.dtype == DType::kBf16) {
-    wide_bias.resize(static_cast<size_t>(whole.cols));
-    engine.tiles.widen(bias.as<const uint16_t>(), whole.cols, wide_bias.data());
-    bias_values = wide_bias.data();
-  }
+  static thread_local Scratch wide_bias, prepared;
+  const ScratchUse in_use;
+  if (bias.present()) whole.bias = bias_of(engine.tiles, bias, wide_bias);
+  const int64_t operand_bytes = engine.kernels.operand_bytes ? engine.kernels.operand_bytes(whole) : 0;
+  uint8_t* operand = operand_bytes ? prepared.reserve<uint8_t>(operand_bytes) : nullptr;
+  whole.operand = operand;
   const Plan plan = linear_plan(whole, engine.num_threads);
-  const int64_t items = plan.stages[0].items;
-  run(plan, [&](int, const Range& range) {
+  const int64_t items = plan.stages.back().items;
+  run(plan, [&](int step, const Range& range) {
+    if (step == kPrepare) return engine.kernels.prepare(whole, range.item, operand);
     DenseProduct part = whole;
-    part.bias = bias_values;
-    part.first_row = whole.rows * range.item / items;
-    part.rows = whole.rows * (range.item + 1) / items - part.first_row;
+    part.first_row = first_row(whole.rows, range.item, items);
+    part.rows = first_row(whole.rows, range.item + 1, items) - part.first_row;
     part.first_col = range.first * kUnitCols;
     part.cols = std::min(range.count * kUnitCols, whole.cols - part.first_col);
     engine.kernels.multiply(part);

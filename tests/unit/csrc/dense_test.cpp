@@ -3,7 +3,13 @@
 // threads.
 #include "ops/dense.h"
 
+#include <string_view>
+
 #include "checks.h"
+
+namespace kt::amx::inline model {
+extern const Dense kDense;
+}
 
 namespace kt_test {
 namespace {
@@ -307,7 +313,8 @@ void test_norms(const kt::DenseEngine& engine, Random& random, Report& report) {
 
 void test_dense(const kt::Tiles& tiles, Report& report) {
   Random random(9);
-  const kt::DenseEngine engine{kt::dense_of(tiles), tiles, 2};
+  const bool is_model = std::string_view(tiles.name) == "amx-model";
+  const kt::DenseEngine engine{is_model ? kt::amx::model::kDense : kt::dense_of(tiles), tiles, 2};
   test_linear(engine, random, report);
   test_norms(engine, random, report);
 }

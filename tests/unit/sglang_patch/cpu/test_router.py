@@ -28,4 +28,5 @@ def test_norms_round_as_hugging_face_does(dtype: torch.dtype) -> None:
     x = torch.randn(33, 64, generator=g).to(dtype)
     found, expected = rms_norm(x, theirs.weight, 1e-6), theirs(x)
     torch.testing.assert_close(found, expected, rtol=2**-7 if dtype == torch.bfloat16 else 4e-7, atol=0)
-    assert (found != expected).float().mean() < (0.01 if dtype == torch.bfloat16 else 1)
+    if dtype == torch.bfloat16:
+        assert (found != expected).float().mean() < 0.01
