@@ -13,7 +13,10 @@ struct Tile {
   static constexpr int kRows = 4, kSums = 12, kCols = 4;
 };
 
-void multiply(const DenseProduct& p) { multiply_dense_of<Vec8, EvenOddColumns<Vec8>, Tile>(p); }
+template <class X, class W>
+using Columns = WideColumns<Vec8, X, W>;
+
+void multiply(const DenseProduct& p) { multiply_dense_of<Columns, EvenOddColumns<Vec8>, Tile>(p); }
 void normalise(const NormRows& p) { normalise_rows(p); }
 
 }  // namespace

@@ -7,7 +7,7 @@
 //     static constexpr int kStep, kParts;  // columns in a step; operands that make up a step
 //     template <int kPart> static Operand of_x(const X*), of_w(const W*);
 //     static Sum zero(), dot(Operand, Operand, Sum);
-//     static float total(Sum);
+//     static void totals(const Sum*, int count, float*);
 //   };
 //
 // Register tile: kRows x kCols sums, kCols operands of w, one of x. Both matrices are read along their rows, so no tile
@@ -19,8 +19,8 @@
 
 #include <cstdint>
 
-#include "base/bf16.h"
 #include "kernels/dense.h"
+#include "kernels/generic/elementwise.h"
 
 namespace kt {
 namespace {
@@ -46,7 +46,9 @@ struct WideColumns {
   }
   static Sum zero() { return V::zero(); }
   static Sum dot(Operand a, Operand b, Sum sum) { return V::fma(a, b, sum); }
-  static float total(Sum sum) { return V::sum(sum); }
+  static void totals(const Sum* sums, int count, float* to) {
+    for (int i = 0; i < count; ++i) to[i] = V::sum(sums[i]);
+  }
 };
 
 // Both bf16, without an instruction for pairs: the even columns of a step, then the odd ones. A shift or a mask widens
@@ -54,14 +56,14 @@ struct WideColumns {
 template <class V>
 struct EvenOddColumns : WideColumns<V, uint16_t, uint16_t> {
   using Operand = typename V::Reg;
-  using Words = uint32_t __attribute__((vector_size(sizeof(Operand))));
   static constexpr int kStep = 2 * V::kLanes, kParts = 2;
 
   template <int kPart>
   static Operand of_x(const uint16_t* from) {
-    Words pairs;
+    constexpr int kHigh = -65536;
+    typename V::Int pairs;
     __builtin_memcpy(&pairs, from, sizeof pairs);
-    return (Operand)(kPart == 0 ? pairs << 16 : pairs & 0xffff0000u);
+    return (Operand)(kPart == 0 ? pairs << 16 : pairs & kHigh);
   }
   template <int kPart>
   static Operand of_w(const uint16_t* from) {
@@ -95,16 +97,12 @@ inline void pad_step(const T* (&rows)[kCount], int64_t k, int64_t count, T (&to)
   }
 }
 
-inline void put_rounded(const RowMajor& y, int64_t row, int64_t col, float value) {
-  if (y.bf16) {
-    y.row<uint16_t>(row)[col] = float_to_bf16(value);
-  } else {
-    y.row<float>(row)[col] = value;
-  }
-}
+// Columns whose sums lie beside the result until they are rounded: whole tiles of every size.
+constexpr int kStripCols = 48;
 
+// `to`: the sums of the tile, rows kStripCols apart.
 template <class A, int kRows, int kCols>
-void dense_tile(const DenseProduct& p, int64_t row, int64_t col) {
+void dense_tile(const DenseProduct& p, int64_t row, int64_t col, float* to) {
   const typename A::X* x[kRows];
   const typename A::W* w[kCols];
   for (int m = 0; m < kRows; ++m) x[m] = p.x.template row<const typename A::X>(row + m);
@@ -129,23 +127,37 @@ void dense_tile(const DenseProduct& p, int64_t row, int64_t col) {
     pad_step(w, k, p.inner - k, w_rest);
     add_step<A, 0, kRows, kCols>(sum, x, w, 0);
   }
-#pragma GCC unroll 16
+  float totals[kRows * kCols];
+  A::totals(sum[0], kRows * kCols, totals);
   for (int m = 0; m < kRows; ++m) {
-#pragma GCC unroll 16
-    for (int n = 0; n < kCols; ++n) {
-      const float value = A::total(sum[m][n]);
-      put_rounded(p.y, row + m, col + n, p.bias ? value + p.bias[col + n] : value);
-    }
+    for (int n = 0; n < kCols; ++n) to[m * kStripCols + n] = totals[m * kCols + n];
+  }
+}
+
+inline void put_row(const DenseProduct& p, int64_t row, int64_t col, int64_t cols, float* sums) {
+  if (p.bias) {
+    for (int64_t n = 0; n < cols; ++n) sums[n] += p.bias[col + n];
+  }
+  if (p.y.bf16) {
+    narrow_all(sums, cols, p.y.row<uint16_t>(row) + col);
+  } else {
+    __builtin_memcpy(p.y.row<float>(row) + col, sums, static_cast<size_t>(cols) * sizeof(float));
   }
 }
 
 template <class A, class Tile, int kRows>
 void dense_rows(const DenseProduct& p, int64_t row) {
   constexpr int kCols = Tile::kSums / kRows < Tile::kCols ? Tile::kSums / kRows : Tile::kCols;
+  static_assert(kStripCols % kCols == 0);
+  float strip[kRows][kStripCols];
   const int64_t end = p.first_col + p.cols;
-  int64_t col = p.first_col;
-  for (; col + kCols <= end; col += kCols) dense_tile<A, kRows, kCols>(p, row, col);
-  for (; col < end; ++col) dense_tile<A, kRows, 1>(p, row, col);
+  for (int64_t first = p.first_col; first < end; first += kStripCols) {
+    const int64_t cols = end - first < kStripCols ? end - first : kStripCols;
+    int64_t n = 0;
+    for (; n + kCols <= cols; n += kCols) dense_tile<A, kRows, kCols>(p, row, first + n, &strip[0][n]);
+    for (; n < cols; ++n) dense_tile<A, kRows, 1>(p, row, first + n, &strip[0][n]);
+    for (int m = 0; m < kRows; ++m) put_row(p, row + m, first, cols, strip[m]);
+  }
 }
 
 template <class A, class Tile, int kRows = Tile::kRows>
@@ -168,13 +180,13 @@ void multiply_dense(const DenseProduct& p) {
   }
 }
 
-// Pairs: the arithmetic of two bf16 matrices.
-template <class V, class Pairs, class Tile>
+// Wide<X, W>: the arithmetic of other pairs of dtypes than two bf16, Pairs: that of two bf16.
+template <template <class, class> class Wide, class Pairs, class Tile>
 void multiply_dense_of(const DenseProduct& p) {
   if (p.x.bf16 && p.w.bf16) return multiply_dense<Pairs, Tile>(p);
-  if (p.x.bf16) return multiply_dense<WideColumns<V, uint16_t, float>, Tile>(p);
-  if (p.w.bf16) return multiply_dense<WideColumns<V, float, uint16_t>, Tile>(p);
-  multiply_dense<WideColumns<V, float, float>, Tile>(p);
+  if (p.x.bf16) return multiply_dense<Wide<uint16_t, float>, Tile>(p);
+  if (p.w.bf16) return multiply_dense<Wide<float, uint16_t>, Tile>(p);
+  multiply_dense<Wide<float, float>, Tile>(p);
 }
 
 }  // namespace

@@ -4,7 +4,6 @@
 // Include only in a kernel's own translation unit.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 #include "base/bf16.h"

@@ -12,7 +12,10 @@ struct Tile {
   static constexpr int kRows = 2, kSums = 6, kCols = 4;
 };
 
-void multiply(const DenseProduct& p) { multiply_dense_of<Vec4, EvenOddColumns<Vec4>, Tile>(p); }
+template <class X, class W>
+using Columns = WideColumns<Vec4, X, W>;
+
+void multiply(const DenseProduct& p) { multiply_dense_of<Columns, EvenOddColumns<Vec4>, Tile>(p); }
 void normalise(const NormRows& p) { normalise_rows(p); }
 
 }  // namespace
