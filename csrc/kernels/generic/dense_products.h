@@ -91,6 +91,7 @@ __attribute__((always_inline)) inline void add_step(typename A::Sum (&sum)[kRows
 // Copies `count` numbers of each row to `to`, with zeros up to a whole step, and sets the rows to the copies.
 template <class T, int kCount, int kStep>
 inline void pad_step(const T* (&rows)[kCount], int64_t k, int64_t count, T (&to)[kCount][kStep]) {
+#pragma GCC unroll 16
   for (int i = 0; i < kCount; ++i) {
     for (int64_t j = 0; j < kStep; ++j) to[i][j] = j < count ? rows[i][k + j] : T{};
     rows[i] = to[i];
@@ -105,7 +106,9 @@ template <class A, int kRows, int kCols>
 void dense_tile(const DenseProduct& p, int64_t row, int64_t col, float* to) {
   const typename A::X* x[kRows];
   const typename A::W* w[kCols];
+#pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m) x[m] = p.x.template row<const typename A::X>(row + m);
+#pragma GCC unroll 16
   for (int n = 0; n < kCols; ++n) w[n] = p.w.template row<const typename A::W>(col + n);
   typename A::Sum sum[kRows][kCols];
 #pragma GCC unroll 16
@@ -127,8 +130,11 @@ void dense_tile(const DenseProduct& p, int64_t row, int64_t col, float* to) {
     pad_step(w, k, p.inner - k, w_rest);
     add_step<A, 0, kRows, kCols>(sum, x, w, 0);
   }
+  typename A::Sum all[kRows * kCols];  // a copy: `sum` stays in registers, for its indices are constants
+#pragma GCC unroll 24
+  for (int i = 0; i < kRows * kCols; ++i) all[i] = sum[i / kCols][i % kCols];
   float totals[kRows * kCols];
-  A::totals(sum[0], kRows * kCols, totals);
+  A::totals(all, kRows * kCols, totals);
   for (int m = 0; m < kRows; ++m) {
     for (int n = 0; n < kCols; ++n) to[m * kStripCols + n] = totals[m * kCols + n];
   }
