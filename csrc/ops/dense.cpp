@@ -16,9 +16,10 @@ constexpr int64_t kAloneBelow = 1 << 20;
 // Columns of the result in a unit of work: whole register tiles of every kernel and number of rows, but for the last.
 constexpr int64_t kUnitCols = 48;
 // Weights that a task reads again for each tile of rows stay in the L2 cache.
-constexpr int64_t kTaskWeightBytes = 1 << 18;
+constexpr int64_t kTaskWeightBytes = 1 << 19;
 constexpr int64_t kTaskRows = 128;
-constexpr int64_t kTasksPerThread = 8;
+// Every task reads all its rows of x: many rows make fewer tasks.
+constexpr int64_t kFewRows = 16, kTasksPerThread = 8, kTasksPerThreadOfManyRows = 4;
 
 RowMajor matrix_of(const TensorView& view) {
   if (!view.present()) return {};
@@ -32,7 +33,8 @@ int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part
 Plan linear_plan(const DenseProduct& product, int num_threads) {
   Plan plan;
   plan.num_threads = product.rows * product.cols * product.inner < kAloneBelow ? 1 : num_threads;
-  const int64_t units = parts_of(product.cols, kUnitCols), wanted = plan.num_threads * kTasksPerThread;
+  const int64_t units = parts_of(product.cols, kUnitCols);
+  const int64_t wanted = plan.num_threads * (product.rows > kFewRows ? kTasksPerThreadOfManyRows : kTasksPerThread);
   const int64_t unit_bytes = kUnitCols * std::max<int64_t>(product.inner, 1) * (product.w.bf16 ? 2 : 4);
   const int64_t most = std::max<int64_t>(kTaskWeightBytes / unit_bytes, 1);
   if (product.operand) plan.stages.push_back(stage_of(kPrepare, parts_of(product.rows, kDenseRowUnit)));

@@ -15,25 +15,28 @@ struct Tile {
   static constexpr int kRows = 8, kSums = 24, kCols = 8;
 };
 
-// Four vectors at a time, each in the order of Vec16::sum.
-inline __m128 sums_of_four(const __m512* from) {
-  __m256 eight[4];
-  for (int i = 0; i < 4; ++i) eight[i] = _mm256_add_ps(half_of<0>(from[i]), half_of<1>(from[i]));
-  const auto quarters = [](__m256 x, __m256 y) {
-    return _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+// Eight vectors at a time, each in the order of Vec16::sum.
+inline __m256 sums_of_eight(const __m512* from) {
+  const auto halves = [](__m512 x, __m512 y) {  // 8 sums of x, 8 of y
+    return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
   };
-  const __m256 low = quarters(eight[0], eight[1]), high = quarters(eight[2], eight[3]);
-  // In each half: two sums of an even vector, two of the vector two places on.
-  const __m256 pairs = _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x44), _mm256_shuffle_ps(low, high, 0xee));
-  const __m256 all = _mm256_add_ps(_mm256_shuffle_ps(pairs, pairs, 0x88), _mm256_shuffle_ps(pairs, pairs, 0xdd));
-  return _mm_unpacklo_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+  const auto quarters = [](__m512 x, __m512 y) {  // four vectors, 4 sums of each
+    return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+  };
+  const __m512 low = quarters(halves(from[0], from[1]), halves(from[2], from[3]));
+  const __m512 high = quarters(halves(from[4], from[5]), halves(from[6], from[7]));
+  // In block i: two sums of vector i, two of vector 4 + i; then one of each.
+  const __m512 pairs = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
+  const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(pairs, pairs, 0x88), _mm512_shuffle_ps(pairs, pairs, 0xdd));
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 0, 0, 0, 0, 0, 0, 0);
+  return _mm512_castps512_ps256(_mm512_permutexvar_ps(order, all));
 }
 
 template <class XType, class WType>
 struct Columns16 : WideColumns<Vec16, XType, WType> {
   static void totals(const __m512* sums, int count, float* to) {
     int i = 0;
-    for (; i + 4 <= count; i += 4) _mm_storeu_ps(to + i, sums_of_four(sums + i));
+    for (; i + 8 <= count; i += 8) _mm256_storeu_ps(to + i, sums_of_eight(sums + i));
     for (; i < count; ++i) to[i] = Vec16::sum(sums[i]);
   }
 };

@@ -79,7 +79,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "bias": (lambda: dense.linear(X, W, torch.zeros(7)), r"bias has shape \[7\]; expected \[8\]"),
     "dtype": (lambda: dense.linear(X, W.half()), "weight has dtype an unsupported type; allowed: float32 or bfloat16"),
     "stride": (lambda: dense.linear(X, torch.zeros(16, 8).T), "weight is not contiguous in its last dimension"),
-    "device": (lambda: dense.linear(X, torch.zeros(8, 16, device="meta")), "weight"),
     "norm": (lambda: dense.rms_norm(X, torch.zeros(15), 1e-6), r"weight has shape \[15\]; expected \[16\]"),
     "norm's dtype": (lambda: dense.rms_norm(X, torch.zeros(16).bfloat16(), 1e-6), "weight has dtype bfloat16"),
     "residual": (
@@ -95,6 +94,14 @@ def test_what_does_not_fit_is_named_with_its_value(name: str) -> None:
     call, message = REFUSED[name]
     with pytest.raises(InvalidValueError, match=message):
         call()
+
+
+def test_what_is_left_to_torch() -> None:
+    assert dense.is_supported(X, W) and dense.is_supported(X.bfloat16(), W.bfloat16())
+    assert not dense.is_supported(X, W.bfloat16())
+    assert not dense.is_supported(X.double(), W.double())
+    assert not dense.is_supported(X.to("meta"), W.to("meta"))
+    assert not dense.is_supported(X, W.T.contiguous().T)
 
 
 def test_an_unknown_instruction_set_lists_those_of_this_machine() -> None:
