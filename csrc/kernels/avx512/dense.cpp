@@ -15,21 +15,32 @@ struct Tile {
   static constexpr int kRows = 8, kSums = 24, kCols = 8;
 };
 
+// Blocks of four lanes of x and y; lanes of each block. With a full mask: GCC 12 warns of an uninitialized value in the
+// plain intrinsics.
+template <int kOrder>
+inline __m512 blocks_of(__m512 x, __m512 y) {
+  return _mm512_maskz_shuffle_f32x4(0xffff, x, y, kOrder);
+}
+template <int kOrder>
+inline __m512 lanes_of(__m512 x, __m512 y) {
+  return _mm512_maskz_shuffle_ps(0xffff, x, y, kOrder);
+}
+
 // Eight vectors at a time, each in the order of Vec16::sum.
 inline __m256 sums_of_eight(const __m512* from) {
-  const auto halves = [](__m512 x, __m512 y) {  // 8 sums of x, 8 of y
-    return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
-  };
-  const auto quarters = [](__m512 x, __m512 y) {  // four vectors, 4 sums of each
-    return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
-  };
-  const __m512 low = quarters(halves(from[0], from[1]), halves(from[2], from[3]));
-  const __m512 high = quarters(halves(from[4], from[5]), halves(from[6], from[7]));
+  __m512 half[4];  // 8 sums of an even vector, 8 of the next
+  for (int i = 0; i < 4; ++i) {
+    const __m512 x = from[2 * i], y = from[2 * i + 1];
+    half[i] = _mm512_add_ps(blocks_of<0x44>(x, y), blocks_of<0xee>(x, y));
+  }
+  // Four vectors, 4 sums of each.
+  const __m512 low = _mm512_add_ps(blocks_of<0x88>(half[0], half[1]), blocks_of<0xdd>(half[0], half[1]));
+  const __m512 high = _mm512_add_ps(blocks_of<0x88>(half[2], half[3]), blocks_of<0xdd>(half[2], half[3]));
   // In block i: two sums of vector i, two of vector 4 + i; then one of each.
-  const __m512 pairs = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
-  const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(pairs, pairs, 0x88), _mm512_shuffle_ps(pairs, pairs, 0xdd));
+  const __m512 pairs = _mm512_add_ps(lanes_of<0x44>(low, high), lanes_of<0xee>(low, high));
+  const __m512 all = _mm512_add_ps(lanes_of<0x88>(pairs, pairs), lanes_of<0xdd>(pairs, pairs));
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 0, 0, 0, 0, 0, 0, 0);
-  return _mm512_castps512_ps256(_mm512_permutexvar_ps(order, all));
+  return half_of<0>(_mm512_maskz_permutexvar_ps(0xffff, order, all));
 }
 
 template <class XType, class WType>
