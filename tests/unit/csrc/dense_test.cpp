@@ -135,7 +135,7 @@ void test_values(const kt::DenseEngine& engine, const LinearCase& problem, bool 
         sum += term;
         scale += std::fabs(term);
       }
-      report.close(problem.name(), y.at(m, n), sum, sum_tolerance(problem.inner), scale);
+      report.close(problem.name(), y.at(m, n), sum, kSumTolerance, scale);
     }
   }
   if (!problem.bf16.y) return;
@@ -269,7 +269,7 @@ void test_norm(const kt::DenseEngine& engine, NormCase problem, bool with_residu
     }
     const double wanted = 1.0 / std::sqrt(squares / static_cast<double>(problem.cols) + 1e-6);
     const float inverse = problem.inverse[static_cast<size_t>(m)];
-    report.close("1 / rms", inverse, wanted, sum_tolerance(problem.cols), wanted);
+    report.close("1 / rms", inverse, wanted, kSumTolerance, wanted);
     for (int64_t k = 0; k < problem.cols; ++k) {
       const float value = with_residual ? problem.total.at(m, k) : problem.x.at(m, k);
       const float normalised = problem.rounded(value * inverse);
