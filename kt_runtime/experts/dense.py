@@ -37,7 +37,8 @@ def is_supported(x: Tensor, weight: Tensor) -> bool:
     """Whether the operations take these tensors: on the CPU, of one dtype, float32 or bfloat16, contiguous rows of
     weights."""
     return (
-        x.device.type == weight.device.type == "cpu"
+        x.is_cpu
+        and weight.is_cpu
         and x.dtype == weight.dtype
         and x.dtype in DTYPES
         and (weight.stride(-1) == 1 or weight.shape[-1] <= 1)

@@ -10,7 +10,7 @@ namespace kt {
 namespace {
 
 struct Tile {
-  static constexpr int kRows = 4, kSums = 12, kCols = 4;
+  static constexpr int kRows = 4, kSums = 12, kCols = 4, kFewRows = 4;
 };
 
 template <class X, class W>

@@ -9,7 +9,7 @@ namespace kt {
 namespace {
 
 struct Tile {
-  static constexpr int kRows = 2, kSums = 6, kCols = 4;
+  static constexpr int kRows = 2, kSums = 6, kCols = 4, kFewRows = 2;
 };
 
 template <class X, class W>

@@ -201,7 +201,7 @@ void test_not_finite(const kt::DenseEngine& engine, const LinearCase& problem, R
 void test_linear(const kt::DenseEngine& engine, Random& random, Report& report) {
   for (const int variant : {0, 1, 2, 3, 4, 5, 6, 7}) {
     const Dtypes bf16{(variant & 1) != 0, (variant & 2) != 0, (variant & 4) != 0, (variant & 4) != 0};
-    for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 26}) {
+    for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 16, 17, 26}) {
       for (const int64_t inner : {0, 1, 7, 16, 31, 32, 33, 100}) {
         const LinearCase problem(rows, rows % 3 == 0 ? 27 : 9, inner, bf16, random);
         test_values(engine, problem, inner % 2 == 1, report);
@@ -211,8 +211,10 @@ void test_linear(const kt::DenseEngine& engine, Random& random, Report& report) 
     for (const int64_t cols : {1, 2, 3, 4, 5, 6, 8, 11, 24, 25, 49})
       test_values(engine, LinearCase(8, cols, 70, bf16, random), true, report);
     test_values(engine, LinearCase(3, 5, 4100, bf16, random), true, report);
+    test_elements(engine, LinearCase(18, 7, 2070, bf16, random), report);
     test_cuts(engine, LinearCase(41, 530, 65, bf16, random), report);   // units of columns
     test_cuts(engine, LinearCase(300, 30, 130, bf16, random), report);  // blocks of rows
+    test_cuts(engine, LinearCase(20, 50, 3100, bf16, random), report);  // parts of the columns of x
     test_not_finite(engine, LinearCase(11, 30, 67, bf16, random), report);
   }
 }
