@@ -68,6 +68,22 @@ class Layer:
     ) -> None: ...
     def unpack(self, expert: int, gate: Any, up: Any, down: Any, /) -> None: ...
 
+def attend(
+    isa: str,
+    num_threads: int,
+    q: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+    log_sums: Any,
+    sequences: Any,
+    slots: Any,
+    scaling: float,
+    logit_cap: float,
+    /,
+) -> None:
+    """Attention over a KV pool (csrc/ops/attention.h). sequences: int64 [B, 4], as experts.attention.Sequences.rows."""
+
 class Dense:
     """Linear layers and RMSNorm (csrc/ops/dense.h) with one instruction set, "" for the best, and number of threads."""
 

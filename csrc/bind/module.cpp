@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/scratch.h"
+#include "bind/attention.h"
 #include "bind/dense.h"
 #include "bind/layer.h"
 #include "bind/loading.h"
@@ -71,6 +72,7 @@ PYBIND11_MODULE(_experts, module) {
   // Scratch of all threads, and retained activations' memory that awaits reuse.
   module.def("spare_memory_bytes", [] { return kt::scratch_bytes() + kt::Retained::spare_bytes(); });
   module.def("free_spare_memory", &kt::Retained::free_spare);
+  kt::bind_attention(module);
   kt::bind_dense(module);
   kt::bind_layer(module);
   kt::bind_loading(module);

@@ -55,7 +55,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: 
     out = torch.empty(rows.shape[0], weight.shape[0], dtype=out_dtype or x.dtype, device="cpu")
     added = None if bias is None else capsule(bias, "bias")
     try:
-        _engine().linear(capsule(rows, "x"), capsule(weight, "weight"), added, capsule(out, "out"))
+        engine().linear(capsule(rows, "x"), capsule(weight, "weight"), added, capsule(out, "out"))
     except _experts.NativeError as error:
         raise translate(error) from None
     return out.view(*x.shape[:-1], weight.shape[0])
@@ -90,7 +90,7 @@ def _norm(
     out = torch.empty(rows.shape, dtype=x.dtype, device="cpu")
     total = None if added is None else torch.empty(rows.shape, dtype=x.dtype, device="cpu")
     try:
-        _engine().rms_norm(
+        engine().rms_norm(
             capsule(rows, "x"),
             None if added is None else capsule(added, "residual"),
             capsule(weight, "weight"),
@@ -110,7 +110,8 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 or rows.shape[-1] <= 1 else rows.contiguous()
 
 
-def _engine() -> _experts.Dense:
+def engine() -> _experts.Dense:
+    """With the instruction set and the number of threads of this process."""
     if _native is None:
         configure()
     assert _native is not None

@@ -1,14 +1,13 @@
-"""Scaled dot-product attention: prefill of one sequence's new queries over its cached keys, and decode of a batch.
+"""Scaled dot-product attention for training: its forward pass is serving's on a CPU, bit for bit.
 
-T queries, L keys, N query heads, G query heads per key head, K key heads, D key size, V value size. Scores, softmax and
-sums are float32, whatever the KV cache's dtype is. Grouped-query attention does not repeat keys: the G queries of a key
-head become rows of one matrix product. Absorbed MLA is the case K = 1.
+B sequences, T queries, L keys, N query heads, G query heads per key head, K key heads, D key size, V value size.
+Scores, softmax and sums are float32. Absorbed MLA is the case K = 1.
 
-Queries are processed in blocks. A block's scores fit the processor's caches where possible, never exceed `SCORE_BUDGET`
-elements, and cover only the keys that the block may see. Serving on a CPU (`sglang_patch.cpu`) and the twin use the
-same functions. BLAS's summation order depends on the number of keys. So blocks end at the same positions of a sequence,
-however much of the sequence is cached; what still differs are float32's last bits. Queries are scaled before the
-product, since there are fewer queries than scores. This module does not import SGLang.
+`kt_runtime.experts.attention` computes the forward pass, as in serving (`sglang_patch.cpu.attention`). PyTorch computes
+gradients, which have no counterpart in serving. There grouped-query attention does not repeat keys: the G queries of a
+key head become rows of one matrix product. Queries are processed in blocks. A block's scores fit the processor's caches
+where possible, never exceed `SCORE_BUDGET` elements, and cover only the keys that the block may see. Queries are scaled
+before the product, since there are fewer queries than scores. This module does not import SGLang.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from functools import lru_cache
 
 import torch
 
-from kt_runtime.ops.matmul import product
+from kt_runtime.experts import attention
 
 SCORE_BUDGET = 1 << 23  # elements in one block of scores: 32 MiB
 CACHED_SCORES = 1 << 19  # elements of scores that fit the processor's caches
@@ -25,55 +24,34 @@ FEWEST_QUERIES = 64  # per block, where the budget allows: every block reads all
 BLOCK_UNITS = (64, 16, 4)  # a block is a multiple of the first that fits: BLAS sums 64 and 128 keys alike, not 109
 
 
-def attend_sequence(
+def attend_batch(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    prefix_tokens: int,
     scaling: float,
     logit_cap: float = 0.0,
     log_sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [T, N, D], k [L, K, D], v [L, K, V] with L = prefix_tokens + T -> float32 [T, N, V].
+    """q [B, T, N, D], k [B, L, K, D], v [B, L, K, V] -> float32 [B, T, N, V], on a CPU.
 
-    Query t sees keys 0 to prefix_tokens + t. A `logit_cap` above 0 caps scores softly: cap * tanh(score / cap).
-    `log_sums` [T, N], float32, is an optional output: log of the sum over keys of exp(score).
+    Query t sees keys 0 to L - T + t. A `logit_cap` above 0 caps scores softly: cap * tanh(score / cap). `log_sums`
+    [B, T, N], float32, is an optional output: log of the sum over keys of exp(score).
     """
-    tokens, heads, _ = q.shape
-    keys = k.shape[0]
-    if keys != prefix_tokens + tokens:
-        raise AssertionError(f"{keys} keys, but prefix {prefix_tokens} + {tokens} queries")
-    out = torch.empty(tokens, heads, v.shape[-1], dtype=torch.float32, device=q.device)
-    k_heads, v_heads = k.float().transpose(0, 1), v.float().transpose(0, 1)
-    for start, stop in _blocks(prefix_tokens, tokens, heads * keys):
-        visible = prefix_tokens + stop
-        rows, keys_seen = _rows(q[start:stop].float() * scaling, len(k_heads)), k_heads[:, :visible]
-        scores = _scores(rows, keys_seen, stop - start, logit_cap)
-        weights = torch.softmax(scores, dim=-1)
-        out[start:stop] = _tokens(product(weights, v_heads[:, :visible]), stop - start)
-        if log_sums is not None:
-            # The largest weight is exp(largest score) / sum.
-            sums = scores.amax(-1, keepdim=True).sub_(weights.amax(-1, keepdim=True).log_())
-            log_sums[start:stop] = _tokens(sums, stop - start)[..., 0]
-    return out
-
-
-def attend_decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scaling: float, logit_cap: float = 0.0
-) -> torch.Tensor:
-    """q [B, N, D], k [B, L, K, D], v [B, L, K, V], lengths [B] -> float32 [B, N, V].
-
-    Keys from lengths[b] on are padding.
-    """
-    batch, heads, size = q.shape
-    length, k_heads = k.shape[1], k.shape[2]
-    grouped = (q.float() * scaling).view(batch, k_heads, heads // k_heads, size)
-    scores = product(grouped, k.float().permute(0, 2, 3, 1))  # [B, K, G, L]
-    scores = _cap(scores, logit_cap)
-    padding = torch.arange(length, device=q.device) >= lengths[:, None]
-    scores.masked_fill_(padding[:, None, None, :], float("-inf"))
-    out = product(torch.softmax(scores, dim=-1), v.float().transpose(1, 2))
-    return out.reshape(batch, heads, v.shape[-1])
+    batch, tokens = q.shape[:2]
+    if k.shape[1] < tokens:
+        raise AssertionError(f"{k.shape[1]} keys, but {tokens} queries")
+    rows = None if log_sums is None else log_sums.view(-1, q.shape[2])
+    out = attention.attend(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        attention.contiguous(batch, tokens, k.shape[1]),
+        scaling,
+        logit_cap,
+        out_dtype=torch.float32,
+        log_sums=rows,
+    )
+    return out.unflatten(0, (batch, tokens))
 
 
 def attend_batch_backward(
@@ -87,7 +65,7 @@ def attend_batch_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`attend_sequence_backward` of B sequences: each tensor has a leading batch dimension.
 
-    `out` [B, T, N, V] and `log_sums` [B, T, N] are the results of `attend_sequence`. On a CPU, if keys and values have
+    `out` [B, T, N, V] and `log_sums` [B, T, N] are the results of `attend_batch`. On a CPU, if keys and values have
     one size and no key is cached, one call of PyTorch's fused kernel computes everything, in float32 too, but with its
     own summation order. That kernel gives each thread whole key heads, so it runs only if there are enough key heads.
     """
@@ -107,9 +85,10 @@ def attend_batch_backward(
 def attend_sequence_backward(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `attend_sequence` for q [T, N, D], k [L, K, D], v [L, K, V], in their dtypes; grad_out [T, N, V].
+    """Gradients of `attend_batch` for one sequence's q [T, N, D], k [L, K, D], v [L, K, V]; grad_out [T, N, V].
 
-    The prefix is the keys before the last T. Scores are recomputed block by block; sums are float32.
+    They have the tensors' dtypes. The prefix is the keys before the last T. Scores are recomputed block by block; sums
+    are float32.
     """
     tokens, heads, _ = q.shape
     prefix_tokens = k.shape[0] - tokens
@@ -122,7 +101,7 @@ def attend_sequence_backward(
             _rows(q[start:stop].float() * scaling, len(keys)),
             _rows(grad_out[start:stop].float(), len(keys)),
         )
-        weights = torch.softmax(_scores(queries, keys, stop - start, 0.0), dim=-1)
+        weights = torch.softmax(_scores(queries, keys, stop - start), dim=-1)
         by_v[:, :visible].baddbmm_(weights.transpose(1, 2), grads)
         by_scores = torch.bmm(grads, values.transpose(1, 2))
         mean = torch.linalg.vecdot(by_scores, weights).unsqueeze(-1)
@@ -145,10 +124,10 @@ def _blocks(prefix_tokens: int, tokens: int, scores_of_one: int) -> list[tuple[i
     return list(zip(starts, [*starts[1:], tokens], strict=True))
 
 
-def _scores(rows: torch.Tensor, k: torch.Tensor, tokens: int, logit_cap: float) -> torch.Tensor:
+def _scores(rows: torch.Tensor, k: torch.Tensor, tokens: int) -> torch.Tensor:
     """rows [K, G * T, D], k [K, L, D] -> [K, G * T, L]. The last query sees all L keys, the one before L - 1."""
     k_heads, keys, _ = k.shape
-    scores = _cap(product(rows, k.transpose(1, 2)), logit_cap)
+    scores = torch.bmm(rows, k.transpose(1, 2))
     if tokens > 1:
         scores.view(k_heads, -1, tokens, keys)[..., keys - tokens :].add_(_hidden_future(tokens, rows.device))
     return scores
@@ -170,7 +149,3 @@ def _tokens(rows: torch.Tensor, tokens: int) -> torch.Tensor:
     """[K, G * T, V] -> [T, N, V]."""
     k_heads, _, size = rows.shape
     return rows.view(k_heads, -1, tokens, size).permute(2, 0, 1, 3).reshape(tokens, -1, size)
-
-
-def _cap(scores: torch.Tensor, logit_cap: float) -> torch.Tensor:
-    return scores.div_(logit_cap).tanh_().mul_(logit_cap) if logit_cap > 0 else scores

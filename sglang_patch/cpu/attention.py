@@ -1,26 +1,25 @@
-"""The attention backend `kt_cpu`: grouped-query and absorbed latent attention (MLA) on a CPU, in torch.
+"""The attention backend `kt_cpu`: grouped-query and absorbed latent attention (MLA) on a CPU.
 
 Symbols (SGLang 0.5.23): the backend is registered with `layers.attention.attention_registry.register_attention_backend`
 and added to `ATTENTION_BACKEND_CHOICES`. `models.deepseek_common.attention_backend_handler.AttentionBackendRegistry`
 selects absorbed MLA for DeepSeek with this backend. Reason: SGLang's `torch_native` recomputes the whole prefix for
 every cached extend, one sequence at a time. It has no MLA handler, so DeepSeek would run its MHA path on the latent KV.
 
-An extend computes only the new queries against the cached prefix and the new keys, one sequence at a time, so a
-sequence's result does not depend on the other sequences in its batch. A decode is one batch, padded to its longest
-sequence, unless padding costs more than the sequences. Scores and softmax are float32 (`kt_runtime.ops.attention`).
+A batch is one call, decode or extend: the new queries of each sequence against its cached prefix and new keys. Keys
+and values are read in SGLang's KV pool through `req_to_token` (`kt_runtime.experts.attention`). A token's result does
+not depend on the other sequences, on how its prompt was cut, or on what was cached. Scores and softmax are float32.
 
 Not supported: sliding windows, cross attention and bidirectional attention. No served model family has them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.ops.attention import attend_decode, attend_sequence
+from kt_runtime.experts.attention import Sequences, attend, paged
 from kt_runtime.sglang_patch.faults import finite_rows
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND
@@ -32,7 +31,6 @@ SYMBOLS = (
     "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
     "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.register",
 )
-PADDING_LIMIT = 2.0  # a decode batch is padded if padding makes it at most this many times larger
 
 
 def install(hooks: Hooks) -> None:
@@ -64,43 +62,15 @@ def create_backend(runner: Any) -> Any:
     return _backend_class()(runner)
 
 
-@dataclass(frozen=True)
-class ExtendRow:
-    """One sequence of an extend: its queries are rows `start` to `stop`, its cache slots are `slots` [prefix + new]."""
-
-    start: int
-    stop: int
-    prefix_tokens: int
-    slots: torch.Tensor
+def decode_sequences(req_to_token: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor) -> Sequences:
+    """One new query each; `lengths` [B] include it."""
+    return paged(req_to_token, requests, lengths - 1, torch.ones_like(lengths))
 
 
-@dataclass(frozen=True)
-class DecodeBatch:
-    """`slots` [B, longest], padded with SGLang's reserved slot 0; or None, and `rows` lists each sequence alone."""
-
-    slots: torch.Tensor | None
-    lengths: torch.Tensor
-    rows: tuple[ExtendRow, ...] = ()
-
-
-def extend_rows(
+def extend_sequences(
     req_to_token: torch.Tensor, requests: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]
-) -> tuple[ExtendRow, ...]:
-    rows, start = [], 0
-    for request, prefix, new in zip(requests.tolist(), prefix_lens, extend_lens, strict=True):
-        rows.append(ExtendRow(start, start + new, prefix, req_to_token[request, : prefix + new]))
-        start += new
-    return tuple(rows)
-
-
-def decode_batch(req_to_token: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor) -> DecodeBatch:
-    longest = int(lengths.max())
-    if longest * len(lengths) > PADDING_LIMIT * int(lengths.sum()):
-        rows = extend_rows(req_to_token, requests, [n - 1 for n in lengths.tolist()], [1] * len(lengths))
-        return DecodeBatch(None, lengths, rows)
-    slots = req_to_token[requests, :longest]
-    slots = slots.masked_fill(torch.arange(longest, device=slots.device) >= lengths[:, None], 0)
-    return DecodeBatch(slots, lengths)
+) -> Sequences:
+    return paged(req_to_token, requests, torch.tensor(prefix_lens), torch.tensor(extend_lens))
 
 
 def _backend_class() -> type:
@@ -121,52 +91,24 @@ def _backend_class() -> type:
             if mode.is_idle():
                 self.forward_metadata = None
             elif mode.is_decode():
-                self.forward_metadata = decode_batch(table, requests, forward_batch.seq_lens)
+                self.forward_metadata = decode_sequences(table, requests, forward_batch.seq_lens)
             else:
                 prefix, new = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
-                self.forward_metadata = extend_rows(table, requests, list(map(int, prefix)), list(map(int, new)))
+                self.forward_metadata = extend_sequences(table, requests, list(map(int, prefix)), list(map(int, new)))
 
         def forward_extend(
             self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
         ) -> torch.Tensor:
             keys, values = self._store(k, v, layer, forward_batch, save_kv_cache)
-            return self._rows(q, keys, values, layer, self.forward_metadata)
+            heads = layer.tp_q_head_num
+            queries = q.reshape(-1, heads, layer.qk_head_dim)
+            out = attend(queries, keys, values, self.forward_metadata, layer.scaling, layer.logit_cap)
+            return out.view(-1, heads * layer.v_head_dim)
 
-        def forward_decode(
-            self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
-        ) -> torch.Tensor:
-            keys, values = self._store(k, v, layer, forward_batch, save_kv_cache)
-            batch: DecodeBatch = self.forward_metadata
-            if batch.slots is None:
-                return self._rows(q, keys, values, layer, batch.rows)
-            heads, size = layer.tp_q_head_num, layer.qk_head_dim
-            out = attend_decode(
-                q.reshape(-1, heads, size),
-                keys[batch.slots],
-                values[batch.slots],
-                batch.lengths,
-                layer.scaling,
-                layer.logit_cap,
-            )
-            return out.to(q.dtype).view(-1, heads * layer.v_head_dim)
+        forward_decode = forward_extend
 
         def support_triton(self) -> bool:
             return False
-
-        def _rows(self, q: Any, keys: Any, values: Any, layer: Any, rows: tuple[ExtendRow, ...]) -> torch.Tensor:
-            heads = layer.tp_q_head_num
-            queries = q.reshape(-1, heads, layer.qk_head_dim)
-            out = q.new_zeros(queries.shape[0], heads, layer.v_head_dim)
-            for row in rows:
-                out[row.start : row.stop] = attend_sequence(
-                    queries[row.start : row.stop],
-                    keys[row.slots],
-                    values[row.slots],
-                    row.prefix_tokens,
-                    layer.scaling,
-                    layer.logit_cap,
-                )
-            return out.view(-1, heads * layer.v_head_dim)
 
         def _store(
             self, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool

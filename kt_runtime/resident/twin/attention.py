@@ -23,7 +23,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from kt_runtime.ops import mla
-from kt_runtime.ops.attention import attend_batch_backward, attend_sequence
+from kt_runtime.ops.attention import attend_batch, attend_batch_backward
 from kt_runtime.ops.matmul import frozen_bmm
 from kt_runtime.resident.twin.batches import Branch
 from kt_runtime.resident.twin.lora_linear import LoraLinear
@@ -37,16 +37,13 @@ Branches = tuple[Branch, ...] | None
 
 
 class _Attention(torch.autograd.Function):
-    """Causal attention of the last queries over all keys, sequence by sequence; backward recomputes the scores."""
+    """Causal attention of the last queries over all keys; backward recomputes the scores."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         # Saved in float32: backward subtracts <grad, out> from each score's gradient, which may be equally small.
-        out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=torch.float32)
         log_sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        for row in range(len(q)):
-            prefix = k.shape[1] - q.shape[1]
-            out[row] = attend_sequence(q[row], k[row], v[row], prefix, scaling, log_sums=log_sums[row])
+        out = attend_batch(q, k, v, scaling, log_sums=log_sums)
         ctx.save_for_backward(q, k, v, out, log_sums)
         ctx.scaling = scaling
         return out.to(q.dtype)

@@ -86,6 +86,7 @@ void test_transposed(const kt::Tiles& tiles, Report& report);  // transposed_tes
 void test_rows(const kt::Tiles& tiles, Report& report);        // rows_test.cpp
 void test_layer(const kt::Tiles& tiles, Report& report);       // layer_test.cpp
 void test_amx(const kt::Tiles& tiles, Report& report);         // amx_test.cpp
+void test_attention(const kt::Tiles& tiles, Report& report);   // attention_test.cpp
 void test_dense(const kt::Tiles& tiles, Report& report);       // dense_test.cpp
 
 }  // namespace kt_test

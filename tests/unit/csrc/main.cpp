@@ -26,9 +26,9 @@ constexpr struct {
   const char* name;
   void (*run)(const kt::Tiles&, kt_test::Report&);
 } kTests[] = {
-    {"float", kt_test::test_float}, {"integer", kt_test::test_integer}, {"transposed", kt_test::test_transposed},
-    {"rows", kt_test::test_rows},   {"layer", kt_test::test_layer},     {"amx", kt_test::test_amx},
-    {"dense", kt_test::test_dense},
+    {"float", kt_test::test_float}, {"integer", kt_test::test_integer},     {"transposed", kt_test::test_transposed},
+    {"rows", kt_test::test_rows},   {"layer", kt_test::test_layer},         {"amx", kt_test::test_amx},
+    {"dense", kt_test::test_dense}, {"attention", kt_test::test_attention},
 };
 
 bool run(const kt::Tiles& tiles, bool quick) {

@@ -1,16 +1,16 @@
-"""Attention in blocks against the definition in float64."""
+"""Attention and its gradients against the definition in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from kt_runtime.experts.attention import attend, paged
 from kt_runtime.ops import attention
 from kt_runtime.ops.attention import (
     _blocks,
+    attend_batch,
     attend_batch_backward,
-    attend_decode,
-    attend_sequence,
     attend_sequence_backward,
 )
 
@@ -44,6 +44,13 @@ def tensors(shape: tuple[int, ...], tokens: int, keys: int, seed: int = 0) -> In
     return torch.randn(tokens, heads, size, generator=g), k, torch.randn(keys, k_heads, v_size, generator=g)
 
 
+def attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, cap: float = 0.0, **kwargs: torch.Tensor
+) -> torch.Tensor:
+    """One sequence."""
+    return attend_batch(q[None], k[None], v[None], scaling, cap, **kwargs)[0]
+
+
 def as_dtype(dtype: torch.dtype, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
@@ -55,16 +62,8 @@ def test_extend_is_causal_attention_over_prefix_and_new_keys(
     shape: tuple[int, ...], tokens: int, prefix: int, cap: float
 ) -> None:
     q, k, v = tensors(shape, tokens, prefix + tokens)
-    found = attend_sequence(q, k, v, prefix, 0.3, cap)
+    found = attended(q, k, v, 0.3, cap)
     torch.testing.assert_close(found.double(), definition(q, k, v, 0.3, cap), atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.parametrize("budget", [1, 100, 1000])
-def test_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
-    q, k, v = tensors(SHAPES[1], 19, 30)
-    whole = attend_sequence(q, k, v, 11, 0.2)
-    monkeypatch.setattr(attention, "SCORE_BUDGET", budget)
-    torch.testing.assert_close(attend_sequence(q, k, v, 11, 0.2), whole, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("scores_of_one", [100, 9600, 1 << 17])
@@ -79,19 +78,20 @@ def test_blocks_end_at_the_same_keys_whatever_is_cached(prefix: int, scores_of_o
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_cached_prefix_gives_what_the_whole_sequence_gives(shape: tuple[int, ...]) -> None:
     q, k, v = tensors(shape, 24, 24)
-    whole = attend_sequence(q, k, v, 0, 0.25)
-    torch.testing.assert_close(attend_sequence(q[10:], k, v, 10, 0.25), whole[10:], atol=TOLERANCE, rtol=0)
+    assert torch.equal(attended(q[10:], k, v, 0.25), attended(q, k, v, 0.25)[10:])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("cap", [0.0, 2.0])
-def test_a_padded_decode_batch_gives_each_sequence_its_own_answer(shape: tuple[int, ...], cap: float) -> None:
-    lengths = [1, 12, 7]
-    rows = [tensors(shape, 1, length, seed) for seed, length in enumerate(lengths)]
-    keys, values = (torch.full((3, 12, *rows[0][part].shape[1:]), 99.0) for part in (1, 2))  # padding must not leak
-    for index, (_, k, v) in enumerate(rows):
-        keys[index, : len(k)], values[index, : len(v)] = k, v
-    found = attend_decode(torch.cat([q for q, _, _ in rows]), keys, values, torch.tensor(lengths), 0.3, cap)
+def test_a_decode_batch_gives_each_sequence_its_own_answer(shape: tuple[int, ...], cap: float) -> None:
+    lengths = torch.tensor([1, 12, 7])
+    rows = [tensors(shape, 1, int(length), seed) for seed, length in enumerate(lengths)]
+    keys, values = (torch.full((3 * 12, *rows[0][part].shape[1:]), 99.0) for part in (1, 2))  # padding must not leak
+    slots = torch.arange(36, dtype=torch.int32).view(12, 3).T
+    for own, (_, k, v) in zip(slots.long(), rows, strict=True):
+        keys[own[: len(k)]], values[own[: len(v)]] = k, v
+    sequences = paged(slots.contiguous(), torch.arange(3), lengths - 1, torch.ones_like(lengths))
+    found = attend(torch.cat([q for q, _, _ in rows]), keys, values, sequences, 0.3, cap)
     for index, (q, k, v) in enumerate(rows):
         expected = definition(q, k, v, 0.3, cap)[0]
         torch.testing.assert_close(found[index].double(), expected, atol=TOLERANCE, rtol=0)
@@ -99,9 +99,7 @@ def test_a_padded_decode_batch_gives_each_sequence_its_own_answer(shape: tuple[i
 
 def test_bfloat16_inputs_are_computed_in_float32() -> None:
     q, k, v = (tensor.bfloat16() for tensor in tensors(SHAPES[1], 6, 9))
-    torch.testing.assert_close(
-        attend_sequence(q, k, v, 3, 0.3).double(), definition(q, k, v, 0.3), atol=TOLERANCE, rtol=0
-    )
+    torch.testing.assert_close(attended(q, k, v, 0.3).double(), definition(q, k, v, 0.3), atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -128,7 +126,7 @@ def test_a_batch_has_each_sequence_s_gradients(
     rows = [as_dtype(dtype, *tensors(shape, 150, 150 + prefix, seed)) for seed in range(2)]
     q, k, v = (torch.stack([row[part] for row in rows]) for part in range(3))
     log_sums = torch.empty(2, 150, shape[0])
-    out = torch.stack([attend_sequence(*row, prefix, 0.3, log_sums=log_sums[i]) for i, row in enumerate(rows)])
+    out = attend_batch(q, k, v, 0.3, log_sums=log_sums)
     grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(dtype)
     found = attend_batch_backward(grad_out, q, k, v, out, log_sums, 0.3)
     for index, row in enumerate(rows):
@@ -141,7 +139,7 @@ def test_a_batch_has_each_sequence_s_gradients(
 def test_log_sums_are_those_of_the_visible_keys(shape: tuple[int, ...]) -> None:
     q, k, v = tensors(shape, 7, 9)
     log_sums = torch.empty(7, shape[0])
-    attend_sequence(q, k, v, 2, 0.3, log_sums=log_sums)
+    attended(q, k, v, 0.3, log_sums=log_sums[None])
     scores = torch.einsum("tnd,lnd->tnl", q, k.repeat_interleave(shape[0] // shape[1], 1)).double() * 0.3
     hidden = torch.ones(7, 9, dtype=torch.bool).triu(3)[:, None]
     expected = scores.masked_fill(hidden, float("-inf")).logsumexp(-1)

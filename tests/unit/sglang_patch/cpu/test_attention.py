@@ -1,39 +1,85 @@
-"""How a batch becomes rows and padded slots."""
+"""How a batch becomes sequences, and that decode steps continue an extend."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.sglang_patch.cpu.attention import create_backend, decode_batch, extend_rows
+from kt_runtime.sglang_patch.cpu.attention import create_backend, decode_sequences, extend_sequences
 
-TABLE = torch.arange(100, 160).view(3, 20)  # request, position -> slot
+TABLE = torch.arange(100, 160, dtype=torch.int32).view(3, 20)  # request, position -> slot
 
 
 def test_an_extend_reads_prefix_and_new_slots_of_each_request() -> None:
-    rows = extend_rows(TABLE, torch.tensor([2, 0]), [4, 0], [3, 5])
-    assert [(row.start, row.stop, row.prefix_tokens) for row in rows] == [(0, 3, 4), (3, 8, 0)]
-    assert rows[0].slots.tolist() == list(range(140, 147))
-    assert rows[1].slots.tolist() == list(range(100, 105))
+    batch = extend_sequences(TABLE, torch.tensor([2, 0]), [4, 0], [3, 5])
+    assert batch.rows.tolist() == [[0, 3, 4, 2], [3, 5, 0, 0]]  # first query, queries, prefix, row of the table
+    assert batch.slots is TABLE
 
 
-def test_a_decode_batch_is_padded_with_the_reserved_slot() -> None:
-    batch = decode_batch(TABLE, torch.tensor([1, 0]), torch.tensor([3, 5]))
-    assert batch.slots is not None
-    assert batch.slots.tolist() == [[120, 121, 122, 0, 0], [100, 101, 102, 103, 104]]
+def test_a_decode_batch_has_one_query_of_each_request() -> None:
+    batch = decode_sequences(TABLE, torch.tensor([1, 0, 2]), torch.tensor([1, 20, 3]))
+    assert batch.rows.tolist() == [[0, 1, 0, 1], [1, 1, 19, 0], [2, 1, 2, 2]]
+    assert batch.slots is TABLE
 
 
-def test_a_very_uneven_decode_batch_is_not_padded() -> None:
-    batch = decode_batch(TABLE, torch.tensor([1, 0, 2]), torch.tensor([1, 20, 1]))
-    assert batch.slots is None
-    assert [(row.start, row.stop, row.prefix_tokens, len(row.slots)) for row in batch.rows] == [
-        (0, 1, 0, 1),
-        (1, 2, 19, 20),
-        (2, 3, 0, 1),
-    ]
+@pytest.mark.parametrize("v_size", [16, 8])
+def test_a_decode_step_continues_an_extend_bit_for_bit(v_size: int) -> None:
+    """Through SGLang's interface: the new keys are stored in the pool's slots, and read there."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(13, heads, 16, generator=g).bfloat16() for heads in (4, 1, 1))
+    whole = run_backend(q, k, v[..., :v_size], [(0, 13)])
+    in_steps = run_backend(q, k, v[..., :v_size], [(0, 6), (6, 11), (11, 12), (12, 13)])
+    assert whole.dtype == torch.bfloat16 and whole.shape == (13, 4 * v_size)
+    assert torch.equal(in_steps, whole)
+
+
+class Pool:
+    """SGLang's KV pool of one layer."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.keys = torch.zeros(200, *k.shape[1:], dtype=k.dtype)
+        self.values = torch.zeros(200, *v.shape[1:], dtype=v.dtype)
+
+    def set_kv_buffer(self, layer: Any, location: Any, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.keys[location.loc], self.values[location.loc] = k, v
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.keys
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.values
+
+
+def run_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, steps: list[tuple[int, int]]) -> torch.Tensor:
+    """Runs request 1 in steps of its positions: the last ones, of one token each, as decode steps."""
+    runner = SimpleNamespace(
+        sliding_window_size=None, req_to_token_pool=SimpleNamespace(req_to_token=TABLE), token_to_kv_pool=Pool(k, v)
+    )
+    backend = create_backend(runner)
+    heads = q.shape[1]
+    layer = SimpleNamespace(
+        layer_id=0, tp_q_head_num=heads, qk_head_dim=q.shape[2], v_head_dim=v.shape[2], scaling=0.3, logit_cap=0.0
+    )
+    found = []
+    for start, stop in steps:
+        mode = ForwardMode.DECODE if stop == start + 1 else ForwardMode.EXTEND
+        batch = SimpleNamespace(
+            forward_mode=mode,
+            req_pool_indices=torch.tensor([1]),
+            seq_lens=torch.tensor([stop]),
+            extend_prefix_lens_cpu=[start],
+            extend_seq_lens_cpu=[stop - start],
+            out_cache_loc=TABLE[1, start:stop].long(),
+        )
+        backend.init_forward_metadata(batch)
+        own = slice(start, stop)
+        found.append(backend.forward(q[own].reshape(stop - start, -1), k[own], v[own], layer, batch))
+    return torch.cat(found)
 
 
 def test_a_sliding_window_is_refused() -> None:

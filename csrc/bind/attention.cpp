@@ -1,0 +1,83 @@
+#include "bind/attention.h"
+
+#include <string>
+#include <vector>
+
+#include "bind/dlpack.h"
+#include "bind/layer.h"
+#include "kernels/registry.h"
+#include "ops/attention.h"
+
+namespace py = pybind11;
+
+namespace kt {
+namespace {
+
+const std::vector<DType> kFloats = {DType::kF32, DType::kBf16};
+
+// `rows` [B, 4]: first query, queries, prefix, place; the place is a row of `slots`, or else the first key.
+std::vector<KvSequence> sequences_of(const TensorView& rows, const TensorView& slots) {
+  std::vector<KvSequence> sequences;
+  for (int64_t i = 0; i < rows.shape[0]; ++i) {
+    const int64_t* row = rows.as<const int64_t>() + 4 * i;
+    KvSequence sequence{.first_query = row[0], .queries = row[1], .prefix = row[2], .slots = nullptr, .first_key = 0};
+    if (slots.present()) {
+      const auto fail = [i](const std::string& what) {
+        throw BindError{"invalid_value", "sequence " + std::to_string(i) + what};
+      };
+      if (row[3] < 0 || row[3] >= slots.shape[0])
+        fail(" has row " + std::to_string(row[3]) + " of slots; allowed: 0 to " + std::to_string(slots.shape[0] - 1));
+      if (row[1] > slots.shape[1] || row[2] > slots.shape[1] - row[1])
+        fail(" has " + std::to_string(row[2]) + " + " + std::to_string(row[1]) + " keys; a row of slots has " +
+             std::to_string(slots.shape[1]));
+      sequence.slots = slots.as<const int32_t>() + row[3] * slots.strides[0];
+    } else {
+      sequence.first_key = row[3];
+    }
+    sequences.push_back(sequence);
+  }
+  return sequences;
+}
+
+void attend_batch(const std::string& isa, int num_threads, py::handle q, py::handle keys, py::handle values,
+                  py::handle out, py::handle log_sums, py::handle sequences, py::handle slots, float scaling,
+                  float logit_cap) {
+  const Tiles* tiles = nullptr;
+  check(find_tiles(isa, &tiles));
+  AttentionCall call{};
+  call.q = view_of(q, {.name = "q", .dtypes = kFloats, .shape = {-1, -1, -1}});
+  const int64_t tokens = call.q.shape[0], heads = call.q.shape[1];
+  call.keys = view_of(keys, {.name = "keys", .dtypes = kFloats, .shape = {-1, -1, call.q.shape[2]}});
+  const int64_t key_rows = call.keys.shape[0], key_heads = call.keys.shape[1];
+  if (key_heads == 0 || heads % key_heads != 0)
+    throw BindError{"invalid_value", "q has " + std::to_string(heads) + " heads, which is no multiple of the keys' " +
+                                         std::to_string(key_heads)};
+  call.values = view_of(values, {.name = "values", .dtypes = {call.keys.dtype}, .shape = {key_rows, key_heads, -1}});
+  call.out =
+      view_of(out, {.name = "out", .dtypes = kFloats, .shape = {tokens, heads, call.values.shape[2]}, .written = true});
+  if (!log_sums.is_none()) {
+    call.log_sums = view_of(
+        log_sums,
+        {.name = "log_sums", .dtypes = {DType::kF32}, .shape = {tokens, heads}, .contiguous = true, .written = true});
+  }
+  check_disjoint({{"out", call.out}, {"log_sums", call.log_sums}},
+                 {{"q", call.q}, {"keys", call.keys}, {"values", call.values}});
+  const TensorView rows =
+      view_of(sequences, {.name = "sequences", .dtypes = {DType::kI64}, .shape = {-1, 4}, .contiguous = true});
+  TensorView table;
+  if (!slots.is_none()) table = view_of(slots, {.name = "slots", .dtypes = {DType::kI32}, .shape = {-1, -1}});
+  const std::vector<KvSequence> batch = sequences_of(rows, table);
+  call.sequences = batch.data();
+  call.num_sequences = static_cast<int64_t>(batch.size());
+  call.scaling = scaling;
+  call.logit_cap = logit_cap;
+  const py::gil_scoped_release release;
+  check(check_sequences(call.sequences, call.num_sequences, tokens, key_rows));
+  attend({attention_of(*tiles), num_threads}, call);
+}
+
+}  // namespace
+
+void bind_attention(py::module_& module) { module.def("attend", &attend_batch); }
+
+}  // namespace kt

@@ -1,0 +1,96 @@
+"""Attention on the CPU over keys and values that are read in place (csrc/ops/attention.h): decode, extend and training.
+
+A query's result depends on its q, on its keys and values in order, and on the instruction set: not on the other
+queries of a call, on how a prompt is cut into calls, on where the keys lie, or on the number of threads. So serving and
+training get the same bits. NaN and Inf reach the queries that see them. Not differentiable.
+
+The instruction set and the number of threads are those of `kt_runtime.experts.dense`.
+T queries, N query heads, K key heads, D key size, V value size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kt_runtime import _experts
+from kt_runtime.experts import dense
+from kt_runtime.experts.native import capsule, translate
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of a call, in the order of their queries. Query t of a sequence sees its keys 0 to prefix + t."""
+
+    rows: Tensor
+    """int64 [B, 4]: first row of q, number of queries, prefix (keys before the first query's own), and the place of the
+    keys: a row of `slots`, or the first row of keys."""
+    slots: Tensor | None
+    """int32 [R, L]: the row of each key, by position in the sequence, such as SGLang's `req_to_token`. None: a
+    sequence's keys are adjacent rows."""
+
+    @property
+    def num_queries(self) -> int:
+        return int(self.rows[:, 1].sum())
+
+
+def paged(slots: Tensor, places: Tensor, prefixes: Tensor, queries: Tensor) -> Sequences:
+    """Sequences over a pool: [B] rows of `slots`, [B] prefixes, [B] numbers of new queries. Their queries adjoin."""
+    counts = queries.to(torch.int64)
+    return Sequences(torch.stack([counts.cumsum(0) - counts, counts, prefixes, places], dim=1), slots)
+
+
+def contiguous(batch: int, queries: int, keys: int) -> Sequences:
+    """`batch` sequences with the last `queries` of `keys` tokens each; their keys lie one after another."""
+    place = torch.arange(batch)
+    rest = torch.tensor([queries, keys - queries]).expand(batch, 2)
+    return Sequences(torch.cat([(place * queries)[:, None], rest, (place * keys)[:, None]], dim=1), None)
+
+
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sequences: Sequences,
+    scaling: float,
+    logit_cap: float = 0.0,
+    *,
+    out_dtype: torch.dtype | None = None,
+    log_sums: Tensor | None = None,
+) -> Tensor:
+    """q [T, N, D], keys [rows, K, D], values [rows, K, V] -> [T, N, V] in q's dtype or `out_dtype`, rounded once.
+
+    q is float32 or bfloat16; keys and values have one of both. Scores, softmax and sums are float32. A `logit_cap`
+    above 0 caps scores softly: cap * tanh(score / cap). `log_sums` [T, N], float32, is an optional output: log of the
+    sum over keys of exp(score). Rows of q that belong to no sequence give zeros.
+
+    InvalidValueError: a shape, dtype, device or stride that is not supported, or a key outside of the pool, named with
+    its value. Then nothing has been read.
+    """
+    engine = dense.engine()
+    shape = (*q.shape[:-1], values.shape[-1])
+    make = torch.empty if sequences.num_queries == len(q) else torch.zeros
+    out = make(shape, dtype=out_dtype or q.dtype, device="cpu")
+    try:
+        _experts.attend(
+            engine.isa,
+            engine.num_threads,
+            capsule(_with_adjacent_columns(q), "q"),
+            capsule(keys, "keys"),
+            capsule(values, "values"),
+            capsule(out, "out"),
+            None if log_sums is None else capsule(log_sums, "log_sums"),
+            capsule(sequences.rows, "sequences"),
+            None if sequences.slots is None else capsule(sequences.slots, "slots"),
+            float(scaling),
+            float(logit_cap),
+        )
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return out
+
+
+def _with_adjacent_columns(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

@@ -1,0 +1,216 @@
+"""Attention over a pool on the CPU: values, bits that depend on a query's own inputs alone, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.experts import available_isas, dense
+from kt_runtime.experts.attention import Sequences, attend, contiguous, paged
+from kt_runtime.ops.attention import attend_batch
+
+DTYPES = (torch.float32, torch.bfloat16)
+SHAPES = [(8, 2, 64, 32), (6, 1, 72, 64)]  # query heads, key heads, key size, value size; the last is absorbed MLA
+LENGTHS = [(0, 1), (600, 3), (0, 70), (517, 1)]  # prefix, new tokens
+
+
+@pytest.fixture(autouse=True)
+def the_best_of_this_machine_afterwards() -> Iterator[None]:
+    yield
+    dense.configure()
+
+
+@dataclass
+class Pool:
+    """Sequences whose keys lie in drawn slots of a pool; all other slots are NaN."""
+
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    slots: torch.Tensor
+    lengths: list[tuple[int, int]]
+
+    def sequences(self) -> Sequences:
+        prefixes, queries = torch.tensor(self.lengths).unbind(1)
+        return paged(self.slots, torch.arange(len(self.lengths)), prefixes, queries)
+
+    def attended(self) -> torch.Tensor:
+        return attend(self.q, self.keys, self.values, self.sequences(), 0.2)
+
+    def first(self, index: int) -> int:
+        return sum(queries for _, queries in self.lengths[:index])
+
+    def rows(self, index: int) -> slice:
+        return slice(self.first(index), self.first(index + 1))
+
+    def alone(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, and keys and values of one sequence, in order."""
+        slots = self.slots[index, : sum(self.lengths[index])]
+        return self.q[self.rows(index)], self.keys[slots], self.values[slots]
+
+
+def drawn_pool(shape: tuple[int, ...], dtype: torch.dtype, lengths: list[tuple[int, int]] = LENGTHS) -> Pool:
+    heads, k_heads, size, v_size = shape
+    g = torch.Generator().manual_seed(5)
+    counts = [prefix + queries for prefix, queries in lengths]
+    free = torch.randperm(sum(counts) + 9, generator=g)[: sum(counts)].split(counts)
+    slots = torch.full((len(lengths), max(counts) + 2), -1, dtype=torch.int32)
+    keys = torch.full((sum(counts) + 9, k_heads, size), float("nan"), dtype=dtype)
+    values = keys[..., :v_size] if k_heads == 1 else torch.full_like(keys, float("nan"))[..., :v_size]
+    for index, own in enumerate(free):
+        slots[index, : len(own)] = own
+        keys[own] = torch.randn(len(own), k_heads, size, generator=g).to(dtype)
+        if k_heads > 1:
+            values[own] = torch.randn(len(own), k_heads, v_size, generator=g).to(dtype)
+    q = torch.randn(sum(queries for _, queries in lengths), heads, size, generator=g).to(dtype)
+    return Pool(q, keys, values, slots, lengths)
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    """One sequence in float64: the last queries over all keys."""
+    group, hidden = q.shape[1] // k.shape[1], torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
+    scores = torch.einsum("tnd,lnd->ntl", q.double(), k.double().repeat_interleave(group, 1)) * scaling
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("ntl,lnv->tnv", weights, v.double().repeat_interleave(group, 1))
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_batch_is_float64s_softmax_rounded_once(isa: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    dense.configure(isa, 2)
+    pool = drawn_pool(shape, dtype)
+    wide = attend(pool.q, pool.keys, pool.values, pool.sequences(), 0.2, out_dtype=torch.float32)
+    for index in range(len(LENGTHS)):
+        expected = exact(*pool.alone(index), 0.2)
+        torch.testing.assert_close(wide[pool.rows(index)].double(), expected, atol=3e-6, rtol=0)
+    assert pool.attended().dtype == dtype
+    assert torch.equal(pool.attended(), wide.to(dtype))
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decoding_extending_and_training_give_the_same_bits(
+    isa: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """One sequence of 600 tokens: in a batch with others, token by token, in chunks, over ordered keys, by threads."""
+    dense.configure(isa, 1)
+    pool = drawn_pool(shape, dtype, [(0, 40), (0, 600), (33, 1)])
+    whole = pool.attended()[pool.rows(1)]
+    q, keys, values = pool.alone(1)
+    table = pool.slots[1:2]
+    for chunk in (1, 7, 64, 300):
+        parts = [
+            attend(q[at : at + chunk], pool.keys, pool.values, one_sequence(table, at, len(q[at : at + chunk])), 0.2)
+            for at in range(0, 600, chunk)
+        ]
+        assert torch.equal(torch.cat(parts), whole), chunk
+    q, keys, values = (x.expand(2, *x.shape) for x in (q, keys, values))
+    twin = attend_batch(q, keys, values, 0.2)
+    assert torch.equal(twin[0].to(dtype), whole) and torch.equal(twin[0], twin[1])
+    for threads in (2, 5):
+        dense.configure(isa, threads)
+        assert torch.equal(pool.attended()[pool.rows(1)], whole)
+
+
+def one_sequence(table: torch.Tensor, prefix: int, queries: int) -> Sequences:
+    return paged(table, torch.tensor([0]), torch.tensor([prefix]), torch.tensor([queries]))
+
+
+def test_nan_in_one_sequence_stays_there() -> None:
+    pool = drawn_pool(SHAPES[0], torch.bfloat16)
+    clean = pool.attended()
+    pool.q[pool.first(1)] = float("nan")
+    pool.keys[pool.slots[2, 30].long()] = float("inf")
+    pool.values[pool.slots[2, 40].long()] = float("nan")
+    found = pool.attended()
+    first, third = pool.first(1), pool.first(2)
+    assert found[first].isnan().all()
+    assert not torch.equal(found[third + 30], clean[third + 30]) and found[third + 40 : third + 70].isnan().all()
+    others = [row for row in range(len(clean)) if row != first and not third + 30 <= row < third + 70]
+    assert torch.equal(found[others], clean[others])
+
+
+def test_strided_tensors_and_rows_of_no_sequence() -> None:
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(rows, heads, 48, generator=g) for rows, heads in ((6, 4), (9, 2), (9, 2)))
+    part = Sequences(torch.tensor([[1, 2, 3, 0], [4, 1, 8, 0]]), None)
+    whole = attend(q[..., :32].contiguous(), k[..., :32].contiguous(), v[..., 8:40].contiguous(), part, 0.3)
+    assert torch.equal(attend(q[..., :32], k[..., :32], v[..., 8:40], part, 0.3), whole)
+    assert torch.equal(attend(q[..., :32].mT.contiguous().mT, k[..., :32], v[..., 8:40], part, 0.3), whole)
+    assert torch.equal(whole[[0, 3, 5]], torch.zeros(3, 4, 32))
+    assert whole[[1, 2, 4]].abs().sum(-1).gt(0).all()
+    none = attend(q[:0], k, v, contiguous(1, 0, 9), 0.3)
+    assert none.shape == (0, 4, 48)
+
+
+Q, K = torch.zeros(3, 4, 16), torch.zeros(10, 2, 16)
+TABLE = torch.tensor([[0, 1, 2, 10], [3, -1, 5, 6]], dtype=torch.int32)
+
+
+def of_table(place: int, prefix: int, queries: int) -> Sequences:
+    return paged(TABLE, torch.tensor([place]), torch.tensor([prefix]), torch.tensor([queries]))
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "key size": (
+        lambda: attend(Q, torch.zeros(10, 2, 15), K, contiguous(1, 3, 3), 1.0),
+        r"keys has shape \[10, 2, 15\]; expected \[any, any, 16\]",
+    ),
+    "heads": (
+        lambda: attend(Q, torch.zeros(10, 3, 16), torch.zeros(10, 3, 16), contiguous(1, 3, 3), 1.0),
+        "q has 4 heads, which is no multiple of the keys' 3",
+    ),
+    "no heads": (
+        lambda: attend(Q, torch.zeros(10, 0, 16), torch.zeros(10, 0, 16), contiguous(1, 3, 3), 1.0),
+        "q has 4 heads, which is no multiple of the keys' 0",
+    ),
+    "rows of values": (
+        lambda: attend(Q, K, K[:9], contiguous(1, 3, 3), 1.0),
+        r"values has shape \[9, 2, 16\]; expected \[10, 2, any\]",
+    ),
+    "dtype of values": (
+        lambda: attend(Q, K, K.bfloat16(), contiguous(1, 3, 3), 1.0),
+        "values has dtype bfloat16; allowed: float32",
+    ),
+    "dtype": (lambda: attend(Q.half(), K, K, contiguous(1, 3, 3), 1.0), "q has dtype an unsupported type"),
+    "stride": (
+        lambda: attend(Q, K.mT.contiguous().mT, K, contiguous(1, 3, 3), 1.0),
+        "keys is not contiguous in its last dimension",
+    ),
+    "log sums": (
+        lambda: attend(Q, K, K, contiguous(1, 3, 3), 1.0, log_sums=torch.zeros(3, 3)),
+        r"log_sums has shape \[3, 3\]; expected \[3, 4\]",
+    ),
+    "slot above": (lambda: attend(Q, K, K, of_table(0, 1, 3), 1.0), "sequence 0 has key 3 in slot 10; allowed: 0 to 9"),
+    "slot below": (lambda: attend(Q, K, K, of_table(1, 1, 1), 1.0), "sequence 0 has key 1 in slot -1; allowed: 0 to 9"),
+    "row of slots": (lambda: attend(Q, K, K, of_table(2, 0, 1), 1.0), "sequence 0 has row 2 of slots; allowed: 0 to 1"),
+    "too long": (
+        lambda: attend(Q, K, K, of_table(0, 2, 3), 1.0),
+        r"sequence 0 has 2 \+ 3 keys; a row of slots has 4",
+    ),
+    "slots' dtype": (
+        lambda: attend(Q, K, K, Sequences(torch.tensor([[0, 3, 0, 0]]), TABLE.long()), 1.0),
+        "slots has dtype int64; allowed: int32",
+    ),
+    "keys beyond the end": (
+        lambda: attend(Q, K, K, contiguous(1, 3, 11), 1.0),
+        r"sequence 0 has 8 \+ 3 keys from row 0 on; there are 10 rows",
+    ),
+    "queries": (
+        lambda: attend(Q, K, K, contiguous(2, 2, 2), 1.0),
+        "sequence 1 has queries 2 to 3; allowed: 2 to 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_named_with_its_value(name: str) -> None:
+    call, message = REFUSED[name]
+    with pytest.raises(InvalidValueError, match=message):
+        call()
