@@ -33,9 +33,9 @@ PROBE = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
 # Errors of the server's category that are right answers: it is busy; the numbers of the session's own training have
 # left float32, and nothing was changed.
 TOLD_KINDS = {"ServerBusyError", "NumericsError"}
-# Without a length of its own a chat may continue to the end of the context.
+# Without a length of its own, or with null, an answer may continue to the end of the context.
 _ASKS_LITTLE = re.compile(rb'"max_(new_|completion_|output_)?tokens": ?[0-9]{1,2}[,}]')
-_ASKS_MUCH = re.compile(rb'"(n|min_new_tokens)": ?[0-9]{2,}|"n": ?[2-9]')
+_ASKS_MUCH = re.compile(rb'"(n|min_new_tokens)": ?[0-9]{2,}|"n": ?[2-9]|"max_(new_|completion_|output_)?tokens": ?null')
 
 
 @dataclass(frozen=True)
