@@ -12,6 +12,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 QUICK = {
     "cache": ("--model", "tiny-qwen3-moe", "--tokens", "256", "--page-tokens", "16", "--rounds", "2"),
+    "serve": ("--quick", "--model", "tiny-qwen3-moe", "--dtype", "float32", "--rank", "4"),
     "train": ("--model", "tiny-qwen3-moe", "--sequences", "3", "--tokens", "12", "--micro-batch", "2", "--steps", "2"),
 }
 
@@ -67,6 +68,27 @@ def test_a_wrong_option_is_refused_before_anything_starts(run: Run, arguments: t
     assert done.returncode != 0
     assert message in done.stderr
     assert "starting a server" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--runs", "0"), "--runs is 0"),
+        (("--json", "--runs", "0"), "--runs is 0"),
+        (("--streams", "1000"), "--streams is 1000; must be 1 to 256"),
+        (("--prefill", "100000"), "--prefill is 100000; tiny-qwen3-moe has a context of"),
+        (("--model", "tiny-qwen4"), "--model 'tiny-qwen4': neither a preset nor a checkpoint's directory"),
+        (("--peer", "nosuch/python"), "--peer nosuch/python: no such file"),
+        (("--json", "nosuch/result.json"), "--json nosuch/result.json: there is no directory"),
+        (("--dtype", "bfloat61"), "bfloat16"),
+    ],
+)
+def test_a_wrong_option_of_serve_is_one_line_and_ends_with_2(
+    run: Run, arguments: tuple[str, ...], message: str
+) -> None:
+    done = run("bench", "serve", *QUICK["serve"], *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_a_checkpoint_keeps_its_layers(run: Run, tmp_path: Path) -> None:

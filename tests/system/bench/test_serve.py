@@ -16,7 +16,6 @@ import pytest
 
 from kt_runtime.bench.page.measurement import Measurement, Range
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
 Recorded = Callable[[dict[str, Any]], Measurement]
 
 COMMAND = (sys.executable, "-m", "kt_runtime.cli.main", "bench", "serve")
@@ -95,25 +94,6 @@ def test_a_report_becomes_a_measurement(result: tuple[dict[str, Any], str], reco
         assert llama_cpp is None and (hugging_face is None) == (ratio is None) == wanted["adapters"]
     notes = made.tables[0].notes
     assert "torch " in notes[0] and "problem" not in notes[0] and "problem " in notes[1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--runs", "0"), "--runs is 0"),
-        (("--json", "--runs", "0"), "--runs is 0"),
-        (("--streams", "1000"), "--streams is 1000; must be 1 to 256"),
-        (("--prefill", "100000"), "--prefill is 100000; tiny-qwen3-moe has a context of"),
-        (("--model", "tiny-qwen4"), "--model 'tiny-qwen4': neither a preset nor a checkpoint's directory"),
-        (("--peer", "nosuch/python"), "--peer nosuch/python: no such file"),
-        (("--json", "nosuch/result.json"), "--json nosuch/result.json: there is no directory"),
-        (("--dtype", "bfloat61"), "bfloat16"),
-    ],
-)
-def test_a_wrong_option_is_one_line_and_ends_with_2(run: Run, arguments: tuple[str, ...], message: str) -> None:
-    done = run("bench", "serve", *QUICK, *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("moment", ["starting a server", "prefill"])
