@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -271,8 +272,8 @@ def serve(
     runs = sizes.runs if runs is None else runs
     plan = Plan(prefill=prefill or None, streams=streams or None, runs=runs, default_sizes=sizes, **options)
     place = None if json_place in (None, "-") else Path(str(json_place))
-    if place is not None and not place.absolute().parent.is_dir():
-        raise InvalidValueError(f"--json {place}: there is no directory {place.absolute().parent}")
+    if place is not None:
+        _check_writable(place)
     result = run(plan, say)
     if place is not None:
         write_json(place, result)
@@ -322,6 +323,17 @@ def page(check: bool, checkout: Path) -> None:
         raise InvalidValueError(
             f"{', '.join(map(str, old))}: not what the JSON files make; run `kt-runtime bench page`"
         )
+
+
+def _check_writable(place: Path) -> None:
+    """Before a run of tens of minutes, not after it. Raises InvalidValueError."""
+    directory = place.absolute().parent
+    if not directory.is_dir():
+        raise InvalidValueError(f"--json {place}: there is no directory {directory}")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise InvalidValueError(f"--json {place}: nothing can be written to {directory}")
+    if place.is_dir():
+        raise InvalidValueError(f"--json {place}: is a directory; expected a file's name")
 
 
 def _generate(checkout: Path) -> None:

@@ -51,7 +51,8 @@ class Tensor:
 def write_gguf_model(model: Path, path: Path) -> None:
     """Writes the checkpoint in the directory `model` as the new file `path`.
 
-    Raises CheckpointError for a quantized checkpoint and for a tokenizer that is no byte-level BPE.
+    Raises CheckpointError for a quantized checkpoint, for a tokenizer that is no byte-level BPE, and for one with more
+    tokens than the model has. OSError: the file can't be written.
     """
     config = read_config(model)
     if quantization_of(config) is not None:
@@ -148,6 +149,10 @@ def _tokenizer(model: Path, vocab_size: int) -> _Tokens:
     special = {token["content"]: token["id"] for token in found.get("added_tokens", [])}
     for ids, kind in ((bpe["vocab"], gguf.TokenType.NORMAL), (special, gguf.TokenType.CONTROL)):
         for text, token in ids.items():
+            if token >= vocab_size:
+                raise CheckpointError(
+                    f"{path}: token {text!r} has id {token}; config.json has a vocab_size of {vocab_size}"
+                )
             texts[token], types[token] = text, int(kind)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in bpe["merges"]]
     return _Tokens(texts, types, merges)

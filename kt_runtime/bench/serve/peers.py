@@ -59,10 +59,10 @@ class Peer:
         except OSError as error:
             self.fail(f"{self._python} does not start: {error}")
             return
-        if status != 0:
+        if status != 0 or len(self.measured) < len(cases):
             last = (log.read_text(errors="replace").strip() or "no message").splitlines()[-1]
             ending = f"signal {-status}" if status < 0 else f"status {status}"
-            self.fail(f"ended with {ending}: {last[:300]}")
+            self.fail(f"ended with {ending} after {len(self.measured)} of {len(cases)} cases: {last[:300]}")
 
     def fail(self, problem: str) -> None:
         self.problem = problem
@@ -95,13 +95,17 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
+            errors="replace",
             start_new_session=True,  # Ctrl-C in a terminal ends this process, which then ends the peer
         )
 
     def _take(self, line: str, cases: list[Case]) -> None:
-        if not line.startswith("{"):  # printed by a library
+        try:
+            found = json.loads(line)
+        except ValueError:  # printed by a library
             return
-        found = json.loads(line)
+        if not isinstance(found, dict) or not found.keys() & {"facts", "case"}:
+            return
         if "facts" in found:
             self.facts = found["facts"]
             return

@@ -77,8 +77,8 @@ def _measure_peer(peer: Peer, model: Path, server: Measurements, dtype: str, dir
         place = directory / "model.gguf"
         try:
             write_gguf_model(model, place)
-        except CheckpointError as error:
-            peer.fail(str(error))
+        except (CheckpointError, OSError) as error:
+            peer.fail(f"no GGUF file: {error}")
             return
     peer.measure(place, server, dtype, default_threads(), directory)
 

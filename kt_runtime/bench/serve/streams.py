@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from kt_runtime.errors import RuntimeFault
+from kt_runtime.errors import RequestTimeoutError, RuntimeFault, ServerUnreachableError
 
 COMPLETION = re.compile(r'"completion_tokens":\s*(\d+)')
 DATA, DONE = "data: ", "[DONE]"
@@ -31,9 +31,15 @@ def decode(
 ) -> list[Stream]:
     """Sends one greedy request for each prompt, all at once, each with its own adapter (None: the base).
 
-    Raises RuntimeFault for an answer that is an error or not of `new_tokens`.
+    Raises RuntimeFault for an answer that is an error or not of `new_tokens`, ServerUnreachableError for a server that
+    ends, RequestTimeoutError for one that is silent for `timeout_s`.
     """
-    return asyncio.run(_decode(url, prompts, new_tokens, adapters, timeout_s))
+    try:
+        return asyncio.run(_decode(url, prompts, new_tokens, adapters, timeout_s))
+    except httpx.TimeoutException:
+        raise RequestTimeoutError(f"{url}/generate: no answer in {timeout_s:.0f} s") from None
+    except httpx.TransportError as error:
+        raise ServerUnreachableError(f"{url}/generate: {error or type(error).__name__}") from None
 
 
 async def _decode(

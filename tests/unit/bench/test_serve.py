@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 from contextlib import nullcontext
@@ -12,17 +13,17 @@ import psutil
 import pytest
 
 from kt_runtime.bench.experts.limits import Limits, Work
-from kt_runtime.bench.serve import fit, peers, server_side
+from kt_runtime.bench.serve import fit, peers, run, server_side
 from kt_runtime.bench.serve.adapters import adapter_bytes, random_adapter
 from kt_runtime.bench.serve.plan import DECODE, PREFILL, QUICK, Case, Plan
 from kt_runtime.bench.serve.report import print_report
 from kt_runtime.bench.serve.rows import Measured, Row
 from kt_runtime.bench.serve.server_side import Transcript
-from kt_runtime.bench.serve.streams import Stream, tokens_per_s
+from kt_runtime.bench.serve.streams import Stream, decode, tokens_per_s
 from kt_runtime.bench.serve.work import model_work
 from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.interrupts import SIGNALS, Interruptible
-from kt_runtime.errors import InvalidValueError, NotFoundError, RuntimeFault, UnknownNameError
+from kt_runtime.errors import InvalidValueError, NotFoundError, RuntimeFault, ServerUnreachableError, UnknownNameError
 from kt_runtime.serve.models.presets import load_preset
 
 LIMITS = Limits("x", 2, dram_bytes_per_s=33e9, bf16_flops=1e12, int8_ops=2e12)
@@ -209,6 +210,35 @@ def test_a_peer_that_does_not_start_is_a_problem(tmp_path: Path) -> None:
     peer = peers.Peer(peers.LLAMA_CPP, tmp_path / "python", lambda _: None)
     peer.measure(tmp_path, {}, "float32", 1, tmp_path)
     assert "python does not start: [Errno 13]" in str(peer.problem)
+
+
+def test_a_peer_that_ends_without_an_answer_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An interpreter that is none, such as /bin/true, ends with status 0; others print lines of their own."""
+    script, case = tmp_path / "script.py", Case(PREFILL, 8)
+    script.write_text("import sys\nsys.stdout.buffer.write(b'{}\\n{\\xff\\n[1]\\n')\nsys.stderr.write('bye')\n")
+    monkeypatch.setattr(peers, "SCRIPT", script)
+    peer = peers.Peer(peers.LLAMA_CPP, Path(sys.executable), lambda _: None)
+    peer.measure(tmp_path, {case: (Measured([1.0]), Transcript([[[1]]], [[[1]]]))}, "float32", 1, tmp_path)
+    assert peer.problem == "ended with status 0 after 0 of 1 cases: bye" and not peer.measured
+
+
+def test_a_gguf_file_that_can_t_be_written_is_the_peer_s_problem(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the server was measured at stays."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run, "write_gguf_model", full)
+    peer = peers.Peer(peers.LLAMA_CPP, Path(sys.executable), lambda _: None)
+    run._measure_peer(peer, tmp_path, {}, "float32", tmp_path)
+    assert peer.problem == "no GGUF file: [Errno 28] No space left on device"
+
+
+def test_a_server_that_has_ended_is_said_to_be_unreachable() -> None:
+    with pytest.raises(ServerUnreachableError, match=r"http://127\.0\.0\.1:9/generate: "):
+        decode("http://127.0.0.1:9", [[1]], 4, [None], 5.0)
 
 
 def test_people_get_a_table_with_peers_and_problems(capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,6 +134,9 @@ def test_a_checkpoint_that_gguf_can_t_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the rope is 'linear'"):
         write_gguf_model(model, tmp_path / "model.gguf")
     (model / "config.json").write_text(json.dumps(config))
+    (model / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"far": 5000}, "merges": []}}')
+    with pytest.raises(CheckpointError, match=r"token 'far' has id 5000; config\.json has a vocab_size of"):
+        write_gguf_model(model, tmp_path / "model.gguf")
     (model / "tokenizer.json").write_text('{"model": {"type": "Unigram"}}')
     with pytest.raises(CheckpointError, match="is Unigram"):
         write_gguf_model(model, tmp_path / "model.gguf")

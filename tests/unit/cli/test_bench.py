@@ -80,6 +80,8 @@ def test_a_wrong_option_is_refused_before_anything_starts(run: Run, arguments: t
         (("--model", "tiny-qwen4"), "--model 'tiny-qwen4': neither a preset nor a checkpoint's directory"),
         (("--peer", "nosuch/python"), "--peer nosuch/python: no such file"),
         (("--json", "nosuch/result.json"), "--json nosuch/result.json: there is no directory"),
+        (("--json", "."), "--json .: is a directory; expected a file's name"),
+        (("--json", "/proc/1/result.json"), "--json /proc/1/result.json: nothing can be written to /proc/1"),
         (("--dtype", "bfloat61"), "bfloat16"),
     ],
 )
