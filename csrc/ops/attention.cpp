@@ -109,7 +109,8 @@ void AttentionWork::prepare(const AttentionEngine& engine, const AttentionTensor
 
 // The last queries first: they see the most keys, and a late long task leaves threads idle.
 void AttentionWork::add_blocks(const KvSequence& sequence, const AttentionTensors& tensors, int64_t most_rows) {
-  const int64_t group = tensors.group(), heads = std::min(group, most_rows), queries = most_rows / heads;
+  const int64_t group = tensors.group();  // 0: there are no query heads, and so no blocks
+  const int64_t heads = std::clamp<int64_t>(group, 1, most_rows), queries = most_rows / heads;
   for (int64_t key_head = 0; key_head < tensors.key_heads; ++key_head) {
     for (int64_t part = parts_of(sequence.queries, queries) - 1; part >= 0; --part) {
       for (int64_t head = 0; head < group; head += heads) {

@@ -145,8 +145,17 @@ def test_strided_tensors_and_rows_of_no_sequence() -> None:
     assert torch.equal(attend(q[..., :32].mT.contiguous().mT, k[..., :32], v[..., 8:40], part, 0.3), whole)
     assert torch.equal(whole[[0, 3, 5]], torch.zeros(3, 4, 32))
     assert whole[[1, 2, 4]].abs().sum(-1).gt(0).all()
-    none = attend(q[:0], k, v, contiguous(1, 0, 9), 0.3)
-    assert none.shape == (0, 4, 48)
+
+
+def test_sizes_of_zero_give_empty_results() -> None:
+    q, k = torch.ones(3, 4, 16), torch.ones(9, 2, 16)
+    nobody = paged(torch.zeros(1, 9, dtype=torch.int32), *(torch.empty(0, dtype=torch.int64) for _ in range(3)))
+    for none in (contiguous(1, 0, 9), contiguous(0, 3, 9), nobody):
+        assert attend(q[:0], k, k, none, 0.3).shape == (0, 4, 16)
+    assert attend(q[:, :0], k, k, contiguous(1, 3, 9), 0.3).shape == (3, 0, 16)
+    assert attend(q, k, k[..., :0], contiguous(1, 3, 9), 0.3).shape == (3, 4, 0)
+    assert torch.equal(attend(q[..., :0], k[..., :0], k, contiguous(1, 3, 9), 0.3), q)  # equal scores
+    assert torch.equal(attend(q, k, k, nobody, 0.3), torch.zeros_like(q))
 
 
 Q, K = torch.zeros(3, 4, 16), torch.zeros(10, 2, 16)
