@@ -8,6 +8,7 @@ every cached extend, one sequence at a time. It has no MLA handler, so DeepSeek 
 A batch is one call, decode or extend: the new queries of each sequence against its cached prefix and new keys. Keys
 and values are read in SGLang's KV pool through `req_to_token` (`kt_runtime.experts.attention`). A token's result does
 not depend on the other sequences, on how its prompt was cut, or on what was cached. Scores and softmax are float32.
+A cache in fp8 (`--kv-cache-dtype fp8_e4m3`) is copied in the model's dtype, as much of it as the batch reads.
 
 Not supported: sliding windows, cross attention and bidirectional attention. No served model family has them.
 """
@@ -20,6 +21,7 @@ import torch
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts.attention import Sequences, attend, paged
+from kt_runtime.experts.dense import DTYPES
 from kt_runtime.sglang_patch.faults import finite_rows
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND
@@ -73,6 +75,18 @@ def extend_sequences(
     return paged(req_to_token, requests, torch.tensor(prefix_lens), torch.tensor(extend_lens))
 
 
+def widened(
+    keys: torch.Tensor, values: torch.Tensor, sequences: Sequences, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, Sequences]:
+    """The rows that the sequences read, copied in `dtype` one sequence after another, and the sequences over them."""
+    assert sequences.slots is not None
+    lengths, places = sequences.rows[:, 1:3].sum(1), sequences.rows[:, 3].tolist()
+    own = [sequences.slots[place, :length] for place, length in zip(places, lengths.tolist(), strict=True)]
+    slots = torch.cat(own).long()
+    rows = torch.cat([sequences.rows[:, :3], (lengths.cumsum(0) - lengths)[:, None]], dim=1)
+    return keys[slots].to(dtype), values[slots].to(dtype), Sequences(rows, None)
+
+
 def _backend_class() -> type:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
@@ -100,9 +114,11 @@ def _backend_class() -> type:
             self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
         ) -> torch.Tensor:
             keys, values = self._store(k, v, layer, forward_batch, save_kv_cache)
-            heads = layer.tp_q_head_num
+            heads, sequences = layer.tp_q_head_num, self.forward_metadata
+            if keys.dtype not in DTYPES:
+                keys, values, sequences = widened(keys, values, sequences, q.dtype)
             queries = q.reshape(-1, heads, layer.qk_head_dim)
-            out = attend(queries, keys, values, self.forward_metadata, layer.scaling, layer.logit_cap)
+            out = attend(queries, keys, values, sequences, layer.scaling, layer.logit_cap)
             return out.view(-1, heads * layer.v_head_dim)
 
         forward_decode = forward_extend

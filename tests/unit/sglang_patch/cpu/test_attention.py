@@ -38,27 +38,47 @@ def test_a_decode_step_continues_an_extend_bit_for_bit(v_size: int) -> None:
     assert torch.equal(in_steps, whole)
 
 
-class Pool:
-    """SGLang's KV pool of one layer."""
+def test_a_cache_in_fp8_is_read_as_the_numbers_that_it_holds() -> None:
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(13, heads, 16, generator=g).bfloat16() for heads in (4, 2, 2))
+    steps = [(0, 6), (6, 12), (12, 13)]
+    rounded_k, rounded_v = (x.to(torch.float8_e4m3fn).bfloat16() for x in (k, v))
+    assert not torch.equal(rounded_k, k)
+    found = run_backend(q, k, v, steps, torch.float8_e4m3fn)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, run_backend(q, rounded_k, rounded_v, steps))
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.keys = torch.zeros(200, *k.shape[1:], dtype=k.dtype)
-        self.values = torch.zeros(200, *v.shape[1:], dtype=v.dtype)
+
+class Pool:
+    """SGLang's KV pool of one layer. As there, fp8 lies in bytes."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> None:
+        self.dtype, self.stored = dtype, torch.uint8 if dtype.itemsize == 1 else dtype
+        self.keys = torch.zeros(200, *k.shape[1:], dtype=self.stored)
+        self.values = torch.zeros(200, *v.shape[1:], dtype=self.stored)
 
     def set_kv_buffer(self, layer: Any, location: Any, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.keys[location.loc], self.values[location.loc] = k, v
+        self.keys[location.loc] = k.to(self.dtype).view(self.stored)
+        self.values[location.loc] = v.to(self.dtype).view(self.stored)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        return self.keys
+        return self.keys.view(self.dtype)
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        return self.values
+        return self.values.view(self.dtype)
 
 
-def run_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, steps: list[tuple[int, int]]) -> torch.Tensor:
+def run_backend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    steps: list[tuple[int, int]],
+    kv_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
     """Runs request 1 in steps of its positions: the last ones, of one token each, as decode steps."""
     runner = SimpleNamespace(
-        sliding_window_size=None, req_to_token_pool=SimpleNamespace(req_to_token=TABLE), token_to_kv_pool=Pool(k, v)
+        sliding_window_size=None,
+        req_to_token_pool=SimpleNamespace(req_to_token=TABLE),
+        token_to_kv_pool=Pool(k, v, kv_dtype),
     )
     backend = create_backend(runner)
     heads = q.shape[1]
