@@ -57,11 +57,15 @@ class ServeCommand(click.Command):
 )
 @click.option("--lora-slots", default=8, show_default=True, help="Adapter versions in one batch; the base counts.")
 @click.option("--adapter-dir", type=click.Path(path_type=Path), help="Where published versions are kept.")
-@click.option("--expert-isa", help="Instruction set of the expert kernels. [default: the best there is]")
+@click.option(
+    "--expert-isa",
+    help="Instruction set of the expert kernels, without a GPU of all kernels. [default: the best there is]",
+)
 @click.option(
     "--expert-threads",
     type=int,
-    help="Threads for the routed experts. [default: physical cores, at most the CPU quota]",
+    help="Threads for the routed experts, without a GPU for attention and linear layers too."
+    " [default: physical cores, at most the CPU quota]",
 )
 @click.option(
     "--expert-format",

@@ -79,7 +79,8 @@ def model_config() -> Any:
 def open_store(directory: str) -> ExpertStore:
     """Opens the store of the checkpoint in `directory`. Later calls in the process return the same store.
 
-    The store's instruction set and number of threads also hold for linear layers and norms (`dense.configure`).
+    The store's instruction set and number of threads also hold for linear layers, norms and attention on a CPU
+    (`dense.configure`).
     """
     global _store
     with _store_lock:
