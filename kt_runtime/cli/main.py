@@ -34,7 +34,7 @@ COMMANDS = {
     "session": "List and close the training sessions of a server.",
     "cache": "Look at, verify and empty the prefix cache.",
     "export": "Merge an adapter into its model, as a recipe says.",
-    "bench": "Time kernels, serving, training and the prefix cache against limits and peers.",
+    "bench": "Time kernels, serving and training against limits and peers.",
     "demo": "Train an adapter inside a running server and see its answer change.",
 }
 MODULES = {

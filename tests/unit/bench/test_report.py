@@ -74,7 +74,7 @@ def test_first_tokens_have_their_range_over_the_rounds() -> None:
     [
         ("{", "report.json: Expecting"),
         ("[]", "holds no JSON object"),
-        ('{"rows": []}', "has the fields rows; .* one of loads, training, cache, publish_ms"),
+        ('{"rows": []}', "has the fields rows; .* one of loads, training, serving, cache, publish_ms"),
         ('{"training": {}, "rows": []}', "bench training`: lacks the field 'sequences'"),
     ],
 )
@@ -88,7 +88,8 @@ def checkout(tmp_path: Path) -> Path:
     """A checkout without measurements."""
     (tmp_path / "docs" / "measurements").mkdir(parents=True)
     (tmp_path / "docs" / "pictures").mkdir()
-    frame = {"introduction": [], "sections": {"training": "Training"}, "not_measured": []}
+    page: dict[str, Any] = {"introduction": [], "sections": {}}
+    frame = {"measurements": page | {"sections": {"training": "Training"}}, "performance": page, "not_measured": []}
     (tmp_path / "docs" / "measurements" / "page.json").write_text(json.dumps(frame))
     (tmp_path / "README.md").write_text("<!-- measured: new#steps -->\n<!-- end of measured -->\n")
     timeline = {"model": "m", "before": "a", "after": "b", "optim_finished_s": 1.0, "first_token_s": 1.2, "steps": []}

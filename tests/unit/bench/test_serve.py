@@ -186,11 +186,11 @@ def test_an_interrupted_peer_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path
         '"experts": null, "same_tokens": 1.0}\', flush=True)\ntime.sleep(600)\n'
     )
     monkeypatch.setattr(peers, "SCRIPT", script)
-    children: list[psutil.Process] = []
+    others, children = psutil.Process().children(), list[psutil.Process]()
 
     def say(line: str) -> None:
         if "tokens/s" in line:
-            children.extend(psutil.Process().children())
+            children.extend(child for child in psutil.Process().children() if child not in others)
             signal.raise_signal(signal.SIGINT)
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
