@@ -15,7 +15,7 @@ from kt_runtime.errors import KtError
 from kt_runtime.sglang_patch.version import check_version
 
 PATCHES = (
-    *("signals", "platform", "cpu.attention", "cache.paging", "cpu.router"),
+    *("signals", "freezing", "platform", "cpu.attention", "cache.paging", "cpu.router"),
     *("cpu.linear", "cpu.norms", "cpu.moe", "cpu.weights"),
     *("lora.pinned_memory", "lora.kv_b", "lora.pool", "lora.experts", "lora.install"),
     *("cache.host_pool", "cache.host_copies", "cache.page_hash", "cache.keys", "cache.namespace"),

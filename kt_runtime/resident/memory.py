@@ -12,6 +12,7 @@ from kt_runtime.errors import ConflictError
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
 _KEPT_BYTES = 1 << 30
+_LIBC = ctypes.CDLL(None)
 
 
 def resident_set_bytes() -> int:
@@ -37,7 +38,7 @@ def keep_freed_memory() -> bool:
     Training on a CPU constantly allocates and frees tensors of some megabytes. By default glibc maps and unmaps each
     one, and the kernel clears its pages at first use: 6 to 8 % of a step. Returns False if the C library is not glibc.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(_LIBC, "mallopt", None)
     if mallopt is None:
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
@@ -45,6 +46,6 @@ def keep_freed_memory() -> bool:
 
 def return_freed_memory() -> None:
     """Returns freed memory to the system (malloc_trim(3)). No effect if the C library is not glibc."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = getattr(_LIBC, "malloc_trim", None)
     if trim is not None:
         trim(0)

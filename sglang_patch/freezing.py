@@ -1,0 +1,51 @@
+"""Freezes objects for the garbage collector only where that makes its collections much shorter.
+
+SGLang 0.5.23 freezes all objects of its processes at each POST /freeze_gc (`gc.freeze`): collections no longer visit
+them. Reference cycles among frozen objects are never collected, also those that become garbage later. Each freeze
+during requests or training steps therefore keeps some of their objects for ever, with their tensors: 663 freezes in an
+hour of fuzzing added 270 MiB to the scheduler.
+
+Symbols: `freeze_gc` of the modules `scheduler` and `detokenizer_manager`, and of `tokenizer_manager`, which only the
+frontend patches (`frontend.http_server`).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+
+from kt_runtime.sglang_patch.hooks import Hooks
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.freeze_gc"
+SYMBOLS = ("sglang.srt.managers.scheduler.freeze_gc", "sglang.srt.managers.detokenizer_manager.freeze_gc")
+# A freeze happens if at least this share of the frozen objects are to be added. The number of freezes is therefore
+# bounded by how many objects a process can have.
+FEWEST_NEW_SHARE = 0.1
+
+
+def install(hooks: Hooks) -> None:
+    for symbol in SYMBOLS:
+        hooks.around(symbol, Freezes())
+
+
+class Freezes:
+    """The freezes of one process."""
+
+    def __init__(self) -> None:
+        self._num_frozen = 0  # in all freezes; those freed since are counted
+
+    def __call__(self, original: Callable[..., None], context: str, gc_threshold: Sequence[int] | None = None) -> None:
+        """As SGLang's `freeze_gc`, after a collection, or without effect but for the thresholds."""
+        gc.collect()
+        self._num_frozen = max(self._num_frozen, gc.get_freeze_count())
+        num_new = len(gc.get_objects())
+        if num_new < FEWEST_NEW_SHARE * self._num_frozen:
+            if gc_threshold is not None:
+                gc.set_threshold(*gc_threshold)
+            logger.debug("%s: %d objects stay unfrozen, beside %d frozen ones", context, num_new, self._num_frozen)
+            return
+        original(context, gc_threshold)
+        self._num_frozen += num_new

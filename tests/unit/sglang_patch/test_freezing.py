@@ -1,0 +1,64 @@
+"""Repeated requests to freeze objects keep no garbage. In Python processes of their own: a freeze lasts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+BEGIN = """
+import gc, weakref
+from kt_runtime.sglang_patch.freezing import Freezes
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+def original(context, gc_threshold=None):
+    calls.append((context, gc_threshold))
+    gc.freeze()
+
+calls, freezes = [], Freezes()
+gc.disable()  # no collection but those of the code below
+"""
+
+
+def told(code: str) -> str:
+    made = subprocess.run([sys.executable, "-c", BEGIN + code], capture_output=True, text=True, timeout=60, check=True)
+    return made.stdout.strip()
+
+
+def test_the_first_freeze_happens_after_a_collection() -> None:
+    code = """
+garbage = weakref.ref(Cycle())
+freezes(original, "Scheduler", (700, 10, 5))
+print(garbage() is None, calls, gc.get_freeze_count() > 1000)
+"""
+    assert told(code) == "True [('Scheduler', (700, 10, 5))] True"
+
+
+def test_what_is_alive_at_repeated_freezes_is_collected_once_it_is_garbage() -> None:
+    code = """
+freezes(original, "Scheduler")
+alive = []
+for _ in range(50):
+    alive.append(Cycle())
+    freezes(original, "Scheduler", (800, 11, 6))
+seen = [weakref.ref(one) for one in alive]
+alive.clear()
+gc.collect()
+print(len(calls), sum(one() is not None for one in seen), gc.get_threshold())
+"""
+    assert told(code) == "1 0 (800, 11, 6)"
+
+
+def test_the_number_of_freezes_is_bounded_by_how_many_objects_there_are_at_once() -> None:
+    code = """
+freezes(original, "Scheduler")
+before = gc.get_freeze_count()
+for _ in range(300):
+    alive = [[] for _ in range(before // 2)]
+    freezes(original, "Scheduler")
+print(len(calls))
+"""
+    # The n-th after the first is the last if half of `before` is less than a tenth of 1 + n / 2 times `before`: n = 9.
+    assert 9 <= int(told(code)) <= 11
