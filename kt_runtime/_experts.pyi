@@ -85,13 +85,16 @@ def attend(
     """Attention over a KV pool (csrc/ops/attention.h). sequences: int64 [B, 4], as experts.attention.Sequences.rows."""
 
 class Dense:
-    """Linear layers and RMSNorm (csrc/ops/dense.h) with one instruction set, "" for the best, and number of threads."""
+    """Linear layers, RMSNorm and the router (csrc/ops/dense.h, router.h) with one instruction set, "" for the best, and
+    number of threads.
+    """
 
     def __init__(self, isa: str, num_threads: int, /) -> None: ...
     def linear(self, x: Any, weight: Any, bias: Any, out: Any, /) -> None: ...
     def rms_norm(
         self, x: Any, residual: Any, weight: Any, epsilon: float, out: Any, total: Any, inverse: Any, /
     ) -> None: ...
+    def choose_experts(self, logits: Any, normalises: bool, weights: Any, ids: Any, /) -> None: ...
     @property
     def isa(self) -> str: ...
     @property

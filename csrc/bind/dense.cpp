@@ -6,6 +6,7 @@
 #include "bind/layer.h"
 #include "kernels/registry.h"
 #include "ops/dense.h"
+#include "ops/router.h"
 
 namespace py = pybind11;
 
@@ -61,6 +62,26 @@ class NativeDense {
     kt::rms_norm(engine(), views);
   }
 
+  void choose_experts(py::handle logits, bool normalises, py::handle weights, py::handle ids) const {
+    const TensorView rows = view_of(logits, {.name = "logits", .dtypes = kFloats, .shape = {-1, -1}});
+    const TensorView chosen = view_of(weights, {.name = "weights",
+                                                .dtypes = {DType::kF32},
+                                                .shape = {rows.shape[0], -1},
+                                                .contiguous = true,
+                                                .written = true});
+    const int64_t top_k = chosen.shape[1];
+    if (top_k > rows.shape[1]) {
+      throw BindError{"invalid_value", "top_k is " + std::to_string(top_k) + "; there are " +
+                                           std::to_string(rows.shape[1]) + " experts"};
+    }
+    const TensorView places = view_of(
+        ids,
+        {.name = "ids", .dtypes = {DType::kI32}, .shape = {rows.shape[0], top_k}, .contiguous = true, .written = true});
+    check_disjoint({{"weights", chosen}, {"ids", places}}, {{"logits", rows}});
+    const py::gil_scoped_release release;
+    kt::choose_experts(engine(), rows, normalises, chosen, places);
+  }
+
   std::string isa() const { return tiles_->name; }
   int num_threads() const { return num_threads_; }
 
@@ -78,6 +99,7 @@ void bind_dense(py::module_& module) {
       .def(py::init<const std::string&, int>())
       .def("linear", &NativeDense::linear)
       .def("rms_norm", &NativeDense::rms_norm)
+      .def("choose_experts", &NativeDense::choose_experts)
       .def_property_readonly("isa", &NativeDense::isa)
       .def_property_readonly("num_threads", &NativeDense::num_threads);
 }

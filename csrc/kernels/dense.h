@@ -1,5 +1,6 @@
-// Products with row-major matrices, as SGLang and Hugging Face hold the weights of linear layers, and RMSNorm. Weights
-// are read in place; there is no packed copy.
+// Products with row-major matrices, as SGLang and Hugging Face hold the weights of linear layers, and what a decoder
+// layer computes row by row: RMSNorm, rotary embedding, the choice of experts. Weights are read in place; there is no
+// packed copy.
 //
 // Every element of a product is one sum over the inner index, in float32, in an order that depends on the instruction
 // set, the two dtypes and `inner` only: not on the number of rows or columns, nor on the element's place. So a row of
@@ -65,11 +66,41 @@ struct NormRows {
   float* inverse;  // null: not wanted
 };
 
+// Rotary embedding of one token's heads, in place: elements i and half + i of a head turn by the token's angle i. With
+// T the dtype of `x` and `angles`, and every product and sum rounded to T:
+//
+//   x[h, i]        = x[h, i] * cos[i] - x[h, half + i] * sin[i]
+//   x[h, half + i] = x[h, half + i] * cos[i] + x[h, i] * sin[i]
+//
+// The elements from 2 * half on do not change. The bits are the same on every instruction set, and those of torch.
+struct RotaryRows {
+  int64_t heads, half;
+  RowMajor x;          // a row for each head
+  const void* angles;  // of the token: `half` cosines, then `half` sines
+};
+
+// The choice of experts: for each row of logits the `top_k` largest, larger ones first, of equal ones the first. With
+// p = softmax of the row, in float32:
+//
+//   weights[m, k] = p[ids[m, k]], divided by the sum of the row's weights (in their order) if `normalises`
+//
+// The softmax's sum has 16 lanes as in RMSNorm. The bits are the same on every instruction set. NaN or +Inf among the
+// logits makes all weights of the row NaN; the ids are valid.
+struct RouterRows {
+  int64_t first_row, rows, experts, top_k;  // top_k <= experts
+  RowMajor logits;
+  bool normalises;
+  float* weights;  // [rows from row 0, top_k]
+  int32_t* ids;    // the same
+};
+
 struct Dense {
   const char* isa;  // the name of its Tiles
 
   void (*multiply)(const DenseProduct&);
   void (*normalise)(const NormRows&);
+  void (*rotate)(const RotaryRows&);
+  void (*choose_experts)(const RouterRows&);
 
   // Null where `multiply` reads x as it lies. Else the bytes of the operand for all rows of x, aligned to a cache line;
   // 0: none is needed for these dtypes. `prepare` writes the part for rows [unit * kDenseRowUnit, + kDenseRowUnit).

@@ -8,7 +8,7 @@
 namespace kt {
 namespace {
 
-constexpr int kPrepare = 0, kMultiply = 1, kNormalise = 2;
+constexpr int kPrepare = 0, kMultiply = 1;
 
 // Below this many multiply-adds, waking other threads takes longer than the work.
 constexpr int64_t kAloneBelow = 1 << 20;
@@ -20,11 +20,6 @@ constexpr int64_t kTaskWeightBytes = 1 << 19;
 constexpr int64_t kTaskRows = 128;
 // Every task reads all its rows of x: many rows make fewer tasks.
 constexpr int64_t kFewRows = 16, kTasksPerThread = 8, kTasksPerThreadOfManyRows = 4;
-
-RowMajor matrix_of(const TensorView& view) {
-  if (!view.present()) return {};
-  return {.data = view.data, .stride = view.strides[0], .bf16 = view.dtype == DType::kBf16};
-}
 
 int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
@@ -102,16 +97,11 @@ void rms_norm(const DenseEngine& engine, const NormViews& views) {
                        .inverse = views.inverse.present() ? views.inverse.as<float>() : nullptr};
   if (whole.rows == 0) return;
   constexpr int64_t kTaskElements = 1 << 16;
-  Plan plan;
-  Stage stage = stage_of(kNormalise, 1);
-  stage.spans[0] = {0, whole.rows};
-  stage.at_once = std::max<int64_t>(kTaskElements / std::max<int64_t>(whole.cols, 1), 1);
-  plan.num_threads = stage.ranges(0) == 1 ? 1 : engine.num_threads;
-  plan.stages.push_back(stage);
-  run(plan, [&](int, const Range& range) {
+  const int64_t at_once = std::max<int64_t>(kTaskElements / std::max<int64_t>(whole.cols, 1), 1);
+  run_ranges(whole.rows, at_once, engine.num_threads, [&](int64_t first, int64_t count) {
     NormRows part = whole;
-    part.first_row = range.first;
-    part.rows = range.count;
+    part.first_row = first;
+    part.rows = count;
     engine.kernels.normalise(part);
   });
 }

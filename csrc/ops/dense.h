@@ -10,6 +10,11 @@
 
 namespace kt {
 
+inline RowMajor matrix_of(const TensorView& view) {
+  if (!view.present()) return {};
+  return {.data = view.data, .stride = view.strides[0], .bf16 = view.dtype == DType::kBf16};
+}
+
 // With what a call computes.
 struct DenseEngine {
   const Dense& kernels;
@@ -23,7 +28,7 @@ void linear(const DenseEngine& engine, const TensorView& x, const TensorView& we
             const TensorView& out);
 
 // out [M, K] = RMSNorm of x [M, K], or of x + residual, which is written to `total`. `inverse` [M], if present:
-// 1 / rms in float32. All others have one dtype, float32 or bf16.
+// 1 / rms in float32. All others have one dtype, float32 or bf16. `total` may be `residual` itself.
 struct NormViews {
   TensorView x, residual, weight, out, total, inverse;
   float epsilon;

@@ -117,6 +117,7 @@ struct ThreadPool::Shared {
   std::atomic<bool> open{false};
   alignas(64) std::atomic<int32_t> active{0};  // workers that may touch the job
   alignas(64) std::atomic<int32_t> jobs{0};    // workers sleep until it changes
+  alignas(64) std::atomic<int32_t> awake{0};   // objects of ThreadPool::Awake
 
   std::atomic<void (*)()> wake_hook{nullptr};
 
@@ -177,13 +178,30 @@ void ThreadPool::take_tasks(int node) {
   }
 }
 
+// Returns when the number of jobs is not `seen`.
+void ThreadPool::wait_for_job(int32_t seen) {
+  Shared& s = shared();
+  const auto has_begun = [&] { return s.jobs.load(std::memory_order_acquire) != seen; };
+  while (!has_begun()) {
+    if (s.awake.load(std::memory_order_relaxed) == 0) {
+      s.jobs.wait(seen, std::memory_order_acquire);
+      continue;
+    }
+    for (int i = 0; i < kSpins && !has_begun(); ++i) relax();
+    if (!has_begun()) std::this_thread::yield();  // the caller may wait for this processor
+  }
+}
+
+ThreadPool::Awake::Awake() { shared().awake.fetch_add(1, std::memory_order_relaxed); }
+ThreadPool::Awake::~Awake() { shared().awake.fetch_sub(1, std::memory_order_relaxed); }
+
 void ThreadPool::work(int index) {
   Shared& s = shared();
   uint64_t seated = 0;
   Seat seat{};
   int32_t seen = 0;
   for (;;) {
-    s.jobs.wait(seen, std::memory_order_acquire);
+    wait_for_job(seen);
     seen = s.jobs.load(std::memory_order_acquire);
     s.active.fetch_add(1);
     if (const auto hook = s.wake_hook.load(std::memory_order_relaxed)) hook();

@@ -1,4 +1,5 @@
-"""Linear layers and RMSNorm on the CPU, from row-major weights that are read in place (csrc/ops/dense.h).
+"""Linear layers, RMSNorm and the choice of experts on the CPU (csrc/ops/dense.h, router.h). Weights are row-major and
+read in place.
 
 A row of a result depends on its own row of x, on the weights and on the instruction set: not on the other rows, on how
 rows are cut into calls, or on the number of threads. Serving and training call the same functions, so both get the same
@@ -80,6 +81,22 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
     out, total = _norm(x, residual, weight, epsilon, None)
     assert total is not None
     return out, total
+
+
+def choose_experts(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """logits [T, E] -> float32 weights [T, K] and int32 ids [T, K]: the largest of the softmax, larger ones first.
+
+    Of equal logits the first is chosen. `normalise`: the weights of a token are divided by their sum. NaN or +Inf among
+    a token's logits makes its weights NaN. InvalidValueError: more experts per token than there are.
+    """
+    rows = _rows(logits)
+    weights = torch.empty(rows.shape[0], top_k, dtype=torch.float32, device="cpu")
+    ids = torch.empty(rows.shape[0], top_k, dtype=torch.int32, device="cpu")
+    try:
+        engine().choose_experts(capsule(rows, "logits"), normalise, capsule(weights, "weights"), capsule(ids, "ids"))
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return weights, ids
 
 
 def _norm(

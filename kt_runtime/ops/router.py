@@ -2,13 +2,17 @@
 
 DeepSeek: logits in float32 from bf16 hidden states and weights, as Hugging Face's `DeepseekV3TopkRouter` computes them.
 Qwen3-MoE: logits in the model's dtype, routing weights in float32, as SGLang 0.5.23 computes them
-(`sglang.srt.layers.moe.topk.fused_topk_torch_native`).
+(`sglang.srt.layers.moe.topk.fused_topk_torch_native`). On a CPU training and serving call kt-runtime's kernel, which
+the native step calls too. It chooses the first of equal bf16 logits; torch does not define which of them it chooses.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from kt_runtime.experts import dense
 from kt_runtime.ops.matmul import product
 
 
@@ -18,8 +22,37 @@ def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def softmax_top_k(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [T, E] -> routing weights float32 [T, K] and expert ids [T, K]. `normalise`: the K weights sum to 1."""
-    weights, ids = torch.topk(logits.float().softmax(-1), top_k, dim=-1)
-    if normalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, ids
+    """logits [T, E] -> routing weights float32 [T, K] and expert ids [T, K]. `normalise`: the K weights sum to 1.
+
+    Larger weights come first; of equal logits the first is chosen.
+    """
+    return _SoftmaxTopK.apply(logits, top_k, normalise)
+
+
+class _SoftmaxTopK(torch.autograd.Function):
+    """On a CPU kt-runtime's kernel chooses (`kt_runtime.experts.dense`), for serving and training alike."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if logits.device.type == "cpu" and logits.dtype in dense.DTYPES:
+            weights, ids = dense.choose_experts(logits, top_k, normalise)
+        else:
+            weights, ids = torch.topk(logits.float().softmax(-1), top_k, dim=-1)
+            if normalise:
+                weights = weights / weights.sum(-1, keepdim=True)
+        ctx.normalise = normalise
+        ctx.save_for_backward(logits, weights, ids)
+        ctx.mark_non_differentiable(ids)
+        return weights, ids
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, weights, ids = ctx.saved_tensors
+        ids, by_weights = ids.long(), grads[0]
+        mean = torch.linalg.vecdot(by_weights, weights).unsqueeze(-1)
+        if ctx.normalise:  # the weights are a softmax over the chosen logits
+            chosen = weights * (by_weights - mean)
+            return torch.zeros_like(logits).scatter_(-1, ids, chosen.to(logits.dtype)), None, None
+        by_logits = logits.float().softmax(-1).mul_(-mean)
+        return by_logits.scatter_add_(-1, ids, weights * by_weights).to(logits.dtype), None, None

@@ -1,4 +1,4 @@
-"""DeepSeek's routing with Hugging Face's arithmetic, which the training twin uses too.
+"""The choice of experts with the arithmetic of the training twin.
 
 Symbols (SGLang 0.5.23), on a CPU only:
 
@@ -7,8 +7,9 @@ Symbols (SGLang 0.5.23), on a CPU only:
 - `models.deepseek_v2.DeepseekV2MoE.__init__`: Hugging Face multiplies the routing weights by `routed_scaling_factor`.
   Without CUDA, SGLang multiplies the experts' rounded result. Here the routing weights are scaled too (`moe.py`), so
   the layer's own factor is set to 1.
-
-Qwen3-MoE's routing weights stay float32, as in SGLang, and the twin's router does the same (`resident.twin.routed`).
+- `layers.moe.topk.fused_topk_native`: Qwen3-MoE's softmax router. kt-runtime's kernel chooses the experts here, in the
+  twin (`resident.twin.routed`) and in the native step (`step.py`), so that all of them get the same bits. The routing
+  weights are float32, as in SGLang.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from typing import Any
 
 import torch
 
-from kt_runtime.ops.router import float32_logits
+from kt_runtime.experts import dense
+from kt_runtime.ops.router import float32_logits, softmax_top_k
 from kt_runtime.sglang_patch.hooks import Hooks
 
 SYMBOLS = (
     "sglang.srt.models.deepseek_v2.MoEGate.forward",
     "sglang.srt.models.deepseek_v2.DeepseekV2MoE.__init__",
+    "sglang.srt.layers.moe.topk.fused_topk_native",
 )
 
 
@@ -30,6 +33,7 @@ def install(hooks: Hooks) -> None:
     if hooks.on_cpu:
         hooks.replace(SYMBOLS[0], router_logits)
         hooks.after(SYMBOLS[1], _leave_scaling_to_routing)
+        hooks.around(SYMBOLS[2], softmax_router)
 
 
 def router_logits(gate: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -40,3 +44,21 @@ def router_logits(gate: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: 
 def _leave_scaling_to_routing(_result: None, block: Any, *args: Any, **kwargs: Any) -> None:
     if block.experts.should_fuse_routed_scaling_factor_in_topk:
         block.routed_scaling_factor = 1.0
+
+
+def softmax_router(
+    original: Any,
+    hidden_states: torch.Tensor,
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    correction_bias: torch.Tensor | None = None,
+    scoring_func: str = "softmax",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [T, E] -> weights [T, K] and expert ids [T, K]."""
+    if scoring_func == "softmax" and correction_bias is None and gating_output.dtype in dense.DTYPES:
+        return softmax_top_k(gating_output, topk, renormalize)
+    result: tuple[torch.Tensor, torch.Tensor] = original(
+        hidden_states, gating_output, topk, renormalize, correction_bias, scoring_func
+    )
+    return result

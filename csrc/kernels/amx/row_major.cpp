@@ -142,10 +142,17 @@ void multiply(const DenseProduct& p) {
 }
 
 void normalise(const NormRows& p) { base::kDense.normalise(p); }
+void rotate(const RotaryRows& p) { base::kDense.rotate(p); }
+void choose_experts(const RouterRows& p) { base::kDense.choose_experts(p); }
 
 }  // namespace
 
-const Dense kDense = {
-    .isa = "amx", .multiply = multiply, .normalise = normalise, .operand_bytes = operand_bytes, .prepare = prepare};
+const Dense kDense = {.isa = "amx",
+                      .multiply = multiply,
+                      .normalise = normalise,
+                      .rotate = rotate,
+                      .choose_experts = choose_experts,
+                      .operand_bytes = operand_bytes,
+                      .prepare = prepare};
 
 }  // namespace kt::amx::inline KT_AMX_BUILD

@@ -1,10 +1,12 @@
-// Row-major products and RMSNorm with AVX2. Register tile 4 x 3: 12 sums, three operands of w, one of x. Per step of a
-// bf16 product 24 fma, 14 loads and 14 shifts or masks: about 0.8 of two fma a cycle.
+// Row-major products and operations on rows with AVX2. Register tile 4 x 3: 12 sums, three operands of w, one of x. Per
+// step of a bf16 product 24 fma, 14 loads and 14 shifts or masks: about 0.8 of two fma a cycle.
 #include "kernels/dense.h"
 
 #include "kernels/avx2/vector.h"
 #include "kernels/generic/dense_products.h"
 #include "kernels/generic/norm_rows.h"
+#include "kernels/generic/rotary_rows.h"
+#include "kernels/generic/router_rows.h"
 
 namespace kt {
 namespace {
@@ -18,9 +20,12 @@ using Columns = WideColumns<Vec8, X, W>;
 
 void multiply(const DenseProduct& p) { multiply_dense_of<Columns, EvenOddColumns<Vec8>, Tile>(p); }
 void normalise(const NormRows& p) { normalise_rows(p); }
+void rotate(const RotaryRows& p) { rotate_rows(p); }
+void choose_experts(const RouterRows& p) { choose_for_rows(p); }
 
 }  // namespace
 
-const Dense avx2::kDense = {.isa = "avx2", .multiply = multiply, .normalise = normalise};
+const Dense avx2::kDense = {
+    .isa = "avx2", .multiply = multiply, .normalise = normalise, .rotate = rotate, .choose_experts = choose_experts};
 
 }  // namespace kt

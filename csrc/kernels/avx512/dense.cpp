@@ -1,4 +1,5 @@
-// Row-major products and RMSNorm with AVX-512. bf16: vdpbf16ps on 32 columns of a row of each matrix, as they lie.
+// Row-major products and operations on rows with AVX-512. bf16: vdpbf16ps on 32 columns of a row of each matrix, as
+// they lie.
 //
 // Register tile 8 x 3: 24 sums, three operands of w, one of x. Per step 24 vdpbf16ps (or fma) and 11 loads. One row
 // takes 8 columns at a time, which are eight streams from memory. Up to 12 rows read w once (12 x 2); a tile 16 x 1
@@ -8,6 +9,8 @@
 #include "kernels/avx512/vector.h"
 #include "kernels/generic/dense_products.h"
 #include "kernels/generic/norm_rows.h"
+#include "kernels/generic/rotary_rows.h"
+#include "kernels/generic/router_rows.h"
 
 namespace kt {
 namespace {
@@ -71,9 +74,12 @@ struct PairColumns : Columns16<uint16_t, uint16_t> {
 
 void multiply(const DenseProduct& p) { multiply_dense_of<Columns16, PairColumns, Tile>(p); }
 void normalise(const NormRows& p) { normalise_rows(p); }
+void rotate(const RotaryRows& p) { rotate_rows(p); }
+void choose_experts(const RouterRows& p) { choose_for_rows(p); }
 
 }  // namespace
 
-const Dense avx512::kDense = {.isa = "avx512", .multiply = multiply, .normalise = normalise};
+const Dense avx512::kDense = {
+    .isa = "avx512", .multiply = multiply, .normalise = normalise, .rotate = rotate, .choose_experts = choose_experts};
 
 }  // namespace kt

@@ -1,8 +1,10 @@
-// Row-major products and RMSNorm for any processor. Register tile: 2 x 3 vectors of sums.
+// Row-major products and operations on rows for any processor. Register tile: 2 x 3 vectors of sums.
 #include "kernels/dense.h"
 
 #include "kernels/generic/dense_products.h"
 #include "kernels/generic/norm_rows.h"
+#include "kernels/generic/rotary_rows.h"
+#include "kernels/generic/router_rows.h"
 #include "kernels/portable/vector.h"
 
 namespace kt {
@@ -17,9 +19,15 @@ using Columns = WideColumns<Vec4, X, W>;
 
 void multiply(const DenseProduct& p) { multiply_dense_of<Columns, EvenOddColumns<Vec4>, Tile>(p); }
 void normalise(const NormRows& p) { normalise_rows(p); }
+void rotate(const RotaryRows& p) { rotate_rows(p); }
+void choose_experts(const RouterRows& p) { choose_for_rows(p); }
 
 }  // namespace
 
-const Dense portable::kDense = {.isa = "portable", .multiply = multiply, .normalise = normalise};
+const Dense portable::kDense = {.isa = "portable",
+                                .multiply = multiply,
+                                .normalise = normalise,
+                                .rotate = rotate,
+                                .choose_experts = choose_experts};
 
 }  // namespace kt

@@ -88,5 +88,6 @@ void test_layer(const kt::Tiles& tiles, Report& report);       // layer_test.cpp
 void test_amx(const kt::Tiles& tiles, Report& report);         // amx_test.cpp
 void test_attention(const kt::Tiles& tiles, Report& report);   // attention_test.cpp
 void test_dense(const kt::Tiles& tiles, Report& report);       // dense_test.cpp
+void test_decoder(const kt::Tiles& tiles, Report& report);     // decoder_test.cpp
 
 }  // namespace kt_test

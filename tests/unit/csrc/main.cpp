@@ -28,7 +28,7 @@ constexpr struct {
 } kTests[] = {
     {"float", kt_test::test_float}, {"integer", kt_test::test_integer},     {"transposed", kt_test::test_transposed},
     {"rows", kt_test::test_rows},   {"layer", kt_test::test_layer},         {"amx", kt_test::test_amx},
-    {"dense", kt_test::test_dense}, {"attention", kt_test::test_attention},
+    {"dense", kt_test::test_dense}, {"attention", kt_test::test_attention}, {"decoder", kt_test::test_decoder},
 };
 
 bool run(const kt::Tiles& tiles, bool quick) {

@@ -183,6 +183,11 @@ void test_threads(Report& report) {
   report.equal("as many threads as cores at most",
                kt::default_num_threads() >= 1 && kt::default_num_threads() <= topology.num_cores());
   test_phases(report);
+  {
+    const kt::ThreadPool::Awake awake;  // workers spin between the jobs
+    test_phases(report);
+    test_callers(report);
+  }
   test_error(report);
   test_callers(report);
   test_own_node(report);

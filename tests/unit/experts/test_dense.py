@@ -1,4 +1,4 @@
-"""Linear layers and RMSNorm on the CPU: values, bits that do not depend on the call, and what is refused."""
+"""Linear layers, RMSNorm and the router on the CPU: values, bits independent of the call, and what is refused."""
 
 from __future__ import annotations
 
@@ -85,6 +85,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: dense.add_rms_norm(X, torch.zeros(3, 16), torch.zeros(16), 1e-6),
         r"residual has shape \[3, 16\]; expected \[4, 16\]",
     ),
+    "top_k": (lambda: dense.choose_experts(X, 17, True), "top_k is 17; there are 16 experts"),
     "threads": (lambda: dense.configure(None, 0), "num_threads is 0; allowed: 1 or more"),
 }
 
@@ -131,3 +132,21 @@ def test_norms_have_the_same_bits_on_every_instruction_set() -> None:
         dense.configure(isa, 1)
         found.append(dense.rms_norm(x, weight, 1e-6))
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_chosen_experts_have_the_same_bits_on_every_instruction_set_and_in_any_batch(dtype: torch.dtype) -> None:
+    logits = drawn(33, 60, seed=14, dtype=dtype)
+    dense.configure(None, 3)
+    weights, ids = dense.choose_experts(logits, 8, True)
+    for isa in available_isas():
+        dense.configure(isa, 1)
+        parts = [dense.choose_experts(part, 8, True) for part in logits.split(2)]
+        assert torch.equal(torch.cat([part[0] for part in parts]), weights)
+        assert torch.equal(torch.cat([part[1] for part in parts]), ids)
+
+
+def test_of_equal_logits_the_first_is_chosen() -> None:
+    weights, ids = dense.choose_experts(torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0]]), 4, False)
+    assert ids.tolist() == [[1, 2, 4, 0]]
+    torch.testing.assert_close(weights, torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0]]).softmax(-1)[:, [1, 2, 4, 0]])

@@ -26,4 +26,20 @@ def test_experts_and_weights_are_those_of_sglang(normalise: bool) -> None:
     weights, ids = softmax_top_k(logits, 3, normalise)
     expected_weights, expected_ids = fused_topk_torch_native(hidden, logits, topk=3, renormalize=normalise)
     assert torch.equal(ids, expected_ids.to(ids.dtype))
-    assert torch.equal(weights, expected_weights)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_the_weights_is_autograds(normalise: bool, dtype: torch.dtype) -> None:
+    logits = drawn(9, 16, seed=4).to(dtype).requires_grad_()
+    by_weights = drawn(9, 3, seed=5)
+    weights, ids = softmax_top_k(logits, 3, normalise)
+    weights.backward(by_weights)
+    exact = logits.detach().double().requires_grad_()
+    chosen = exact.softmax(-1).gather(1, ids.long())
+    (chosen / chosen.sum(-1, keepdim=True) if normalise else chosen).backward(by_weights.double())
+    assert logits.grad is not None and exact.grad is not None and logits.grad.dtype == dtype
+    torch.testing.assert_close(
+        logits.grad.double(), exact.grad, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+    )

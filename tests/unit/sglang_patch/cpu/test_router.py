@@ -9,6 +9,7 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from kt_runtime.ops.norms import rms_norm
+from kt_runtime.ops.router import softmax_top_k
 from kt_runtime.sglang_patch.cpu.router import router_logits
 
 
@@ -18,6 +19,17 @@ def test_router_logits_are_float32_products_of_bf16_numbers() -> None:
     found = router_logits(SimpleNamespace(weight=weight), hidden)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), hidden.double() @ weight.double().T, atol=1e-5, rtol=0)  # 1e-6 measured
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_serving_and_training_choose_the_same_experts_with_the_same_bits(patched_sglang: None, normalise: bool) -> None:
+    from sglang.srt.layers.moe.topk import TopKConfig, select_experts
+
+    hidden, logits = torch.zeros(40, 4), torch.randn(40, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    config = TopKConfig(top_k=5, renormalize=normalise, torch_native=True)
+    served = select_experts(hidden, logits, config)
+    weights, ids = softmax_top_k(logits, 5, normalise)
+    assert torch.equal(served.topk_weights, weights) and torch.equal(served.topk_ids, ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
