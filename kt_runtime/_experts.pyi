@@ -100,6 +100,25 @@ class Dense:
     @property
     def num_threads(self) -> int: ...
 
+class Step:
+    """The decoder stack as one call (csrc/step/program.h).
+
+    table: the fields of `Stack` by name (csrc/step/stack.h), tensors as capsules, None for an absent bias; `layers` is
+    a list of such dictionaries, with `experts` a Layer. The object keeps the capsules.
+    """
+
+    def __init__(self, isa: str, num_threads: int, table: dict[str, Any], /) -> None: ...
+    def run(
+        self,
+        ids: Any,
+        positions: Any,
+        slots: Any,
+        sequences: Any,
+        table: Any,
+        out: Any,
+        /,
+    ) -> list[int]: ...
+
 def spare_memory_bytes() -> int: ...
 def free_spare_memory() -> None: ...
 def available_isas() -> list[str]: ...

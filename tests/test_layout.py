@@ -73,7 +73,8 @@ CSRC_MAY_INCLUDE: dict[str, set[str]] = {
     "kernels": {"base"},
     "weights": {"base", "threads", "kernels"},
     "ops": {"base", "threads", "kernels", "weights"},
-    "bind": {"base", "threads", "kernels", "weights", "ops"},
+    "step": {"base", "threads", "kernels", "weights", "ops"},
+    "bind": {"base", "threads", "kernels", "weights", "ops", "step"},
 }
 
 

@@ -15,8 +15,14 @@ namespace {
 
 const std::vector<DType> kFloats = {DType::kF32, DType::kBf16};
 
-// `rows` [B, 4]: first query, queries, prefix, place; the place is a row of `slots`, or else the first key.
-std::vector<KvSequence> sequences_of(const TensorView& rows, const TensorView& slots) {
+}  // namespace
+
+std::vector<KvSequence> sequences_of(const py::handle& given_rows, const py::handle& given_slots) {
+  const TensorView rows =
+      view_of(given_rows, {.name = "sequences", .dtypes = {DType::kI64}, .shape = {-1, 4}, .contiguous = true});
+  TensorView slots;
+  if (!given_slots.is_none())
+    slots = view_of(given_slots, {.name = "slots", .dtypes = {DType::kI32}, .shape = {-1, -1}});
   std::vector<KvSequence> sequences;
   for (int64_t i = 0; i < rows.shape[0]; ++i) {
     const int64_t* row = rows.as<const int64_t>() + 4 * i;
@@ -38,6 +44,8 @@ std::vector<KvSequence> sequences_of(const TensorView& rows, const TensorView& s
   }
   return sequences;
 }
+
+namespace {
 
 void attend_batch(const std::string& isa, int num_threads, py::handle q, py::handle keys, py::handle values,
                   py::handle out, py::handle log_sums, py::handle sequences, py::handle slots, float scaling,
@@ -62,11 +70,7 @@ void attend_batch(const std::string& isa, int num_threads, py::handle q, py::han
   }
   check_disjoint({{"out", call.out}, {"log_sums", call.log_sums}},
                  {{"q", call.q}, {"keys", call.keys}, {"values", call.values}});
-  const TensorView rows =
-      view_of(sequences, {.name = "sequences", .dtypes = {DType::kI64}, .shape = {-1, 4}, .contiguous = true});
-  TensorView table;
-  if (!slots.is_none()) table = view_of(slots, {.name = "slots", .dtypes = {DType::kI32}, .shape = {-1, -1}});
-  const std::vector<KvSequence> batch = sequences_of(rows, table);
+  const std::vector<KvSequence> batch = sequences_of(sequences, slots);
   call.sequences = batch.data();
   call.num_sequences = static_cast<int64_t>(batch.size());
   call.scaling = scaling;

@@ -3,7 +3,15 @@
 
 #include <pybind11/pybind11.h>
 
+#include <vector>
+
+#include "kernels/attention.h"
+
 namespace kt {
+
+// rows [B, 4] int64: first query, queries, prefix, place; the place is a row of `slots` [R, L] int32 (of which the
+// result keeps pointers), or, if that is None, the first key.
+std::vector<KvSequence> sequences_of(const pybind11::handle& rows, const pybind11::handle& slots);
 
 void bind_attention(pybind11::module_& module);
 

@@ -41,6 +41,8 @@ class NativeLayer {
   // Writes to bfloat16 tensors for a bf16 layer, else to float32 tensors.
   void unpack(int64_t expert, pybind11::handle gate, pybind11::handle up, pybind11::handle down) const;
 
+  const std::shared_ptr<ExpertLayer>& layer() const { return layer_; }
+
   PieceBytes piece_bytes(int64_t expert, int projection, int node) const;
   std::string format() const { return format_name(layer_->format()); }
   std::vector<int64_t> node_bytes() const;

@@ -14,6 +14,7 @@
 #include "bind/layer.h"
 #include "bind/loading.h"
 #include "bind/machine.h"
+#include "bind/step.h"
 #include "kernels/registry.h"
 #include "ops/retained.h"
 #include "threads/pool.h"
@@ -77,4 +78,5 @@ PYBIND11_MODULE(_experts, module) {
   kt::bind_layer(module);
   kt::bind_loading(module);
   kt::bind_machine(module);
+  kt::bind_step(module);
 }

@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from kt_runtime.errors import InvalidValueError
+from kt_runtime.families.stack import DecoderStack
 
 ATTENTION: Final = "attention"
 MLP: Final = "mlp"
@@ -142,6 +143,10 @@ class Family(ABC):
 
     def num_experts_per_tok(self, config: Config) -> int:
         return integer(config, "num_experts_per_tok")
+
+    def decoder_stack(self, config: Config) -> DecoderStack | None:
+        """The table of the native step; None: the family has none, and SGLang's modules compute it."""
+        return None
 
     def expert_prefix(self, layer: int) -> str:
         return f"model.layers.{layer}.mlp.experts"

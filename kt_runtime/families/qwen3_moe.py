@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.base import ATTENTION, Config, Family, FusedLinear, integer, require
+from kt_runtime.families.stack import DecoderStack, StackLayer
 
 
 class Qwen3Moe(Family):
@@ -39,6 +40,21 @@ class Qwen3Moe(Family):
     def attention_norms(self, config: Config) -> dict[str, int]:
         return {"self_attn.q_norm": _head_dim(config), "self_attn.k_norm": _head_dim(config)}
 
+    def decoder_stack(self, config: Config) -> DecoderStack:
+        self.check(config)
+        layers = range(integer(config, "num_hidden_layers"))
+        return DecoderStack(
+            heads=integer(config, "num_attention_heads"),
+            key_heads=integer(config, "num_key_value_heads"),
+            head_size=_head_dim(config),
+            top_k=self.num_experts_per_tok(config),
+            normalises=bool(config.get("norm_topk_prob", False)),
+            epsilon=float(config.get("rms_norm_eps", 1e-6)),
+            embedding="model.embed_tokens.weight",
+            final_norm="model.norm.weight",
+            layers=tuple(_stack_layer(layer, bool(config.get("attention_bias", False))) for layer in layers),
+        )
+
     def moe_layers(self, config: Config) -> list[int]:
         return list(range(integer(config, "num_hidden_layers")))
 
@@ -51,3 +67,19 @@ def _head_dim(config: Config) -> int:
     if config.get("head_dim") is not None:
         return integer(config, "head_dim")
     return integer(config, "hidden_size") // integer(config, "num_attention_heads")
+
+
+def _stack_layer(layer: int, has_bias: bool) -> StackLayer:
+    prefix = f"model.layers.{layer}"
+    return StackLayer(
+        input_norm=f"{prefix}.input_layernorm.weight",
+        qkv=f"{prefix}.self_attn.qkv_proj.weight",
+        qkv_bias=f"{prefix}.self_attn.qkv_proj.bias" if has_bias else None,
+        query_norm=f"{prefix}.self_attn.q_norm.weight",
+        key_norm=f"{prefix}.self_attn.k_norm.weight",
+        out=f"{prefix}.self_attn.o_proj.weight",
+        out_bias=f"{prefix}.self_attn.o_proj.bias" if has_bias else None,
+        post_norm=f"{prefix}.post_attention_layernorm.weight",
+        gate=f"{prefix}.mlp.gate.weight",
+        experts=layer,
+    )

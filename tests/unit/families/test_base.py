@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -120,11 +121,27 @@ def test_sglang_targets_never_name_router_embeddings_or_head(config: dict[str, A
     assert not {"gate", "embed_tokens", "lm_head", "all"} & set(targets)
 
 
+def test_a_decoder_stack_names_the_tensors_of_the_twin_but_the_head(config_of: ConfigOf) -> None:
+    config = config_of("qwen3_moe")
+    for has_bias in (False, True):
+        config["attention_bias"] = has_bias
+        family = family_for(config)
+        stack = family.decoder_stack(config)
+        assert stack is not None and stack.epsilon == config.get("rms_norm_eps", 1e-6)
+        assert [layer.experts for layer in stack.layers] == family.moe_layers(config)
+        names = {
+            getattr(layer, field.name) for layer in stack.layers for field in fields(layer) if field.name != "experts"
+        }
+        sources = {source.source for source in family.twin_sources(config)}
+        assert names - {None} | {stack.embedding, stack.final_norm} == sources - {"lm_head.weight"}
+
+
 def test_configs_as_transformers_saves_them_give_the_same_tables(config: dict[str, Any]) -> None:
     saved = AutoConfig.for_model(**config).to_dict()
     family = family_for(config)
     assert family.twin_sources(saved) == family.twin_sources(config)
     assert family.lora_modules(saved) == family.lora_modules(config)
+    assert family.decoder_stack(saved) == family.decoder_stack(config)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,149 @@
+#include "bind/step.h"
+
+#include <pybind11/stl.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind/attention.h"
+#include "bind/dlpack.h"
+#include "bind/layer.h"
+#include "kernels/registry.h"
+#include "step/program.h"
+
+namespace py = pybind11;
+
+namespace kt {
+namespace {
+
+// The tensors of a table that Python hands over by name. All have the embedding's dtype.
+class Tensors {
+ public:
+  Tensors(py::dict named, std::string prefix, DType dtype)
+      : named_(std::move(named)), prefix_(std::move(prefix)), dtype_(dtype) {}
+
+  TensorView operator()(const char* name, const std::vector<int64_t>& shape, bool written = false) const {
+    const std::string full = prefix_ + name;
+    return view_of(named_[name],
+                   {.name = full.c_str(), .dtypes = {dtype_}, .shape = shape, .contiguous = true, .written = written});
+  }
+  TensorView optional(const char* name, const std::vector<int64_t>& shape) const {
+    return named_[name].is_none() ? TensorView{} : (*this)(name, shape);
+  }
+
+ private:
+  py::dict named_;
+  std::string prefix_;
+  DType dtype_;
+};
+
+StackLayer layer_of(const Stack& stack, const py::dict& named, int64_t index) {
+  const Tensors tensor(named, "layers[" + std::to_string(index) + "].", stack.dtype());
+  const int64_t hidden = stack.hidden(), size = stack.head_size;
+  StackLayer layer;
+  layer.experts = named["experts"].cast<const NativeLayer&>().layer();
+  const ExpertShape& experts = layer.experts->shape();
+  if (experts.hidden != hidden || stack.top_k > experts.num_experts) {
+    throw BindError{"invalid_value", "layers[" + std::to_string(index) + "].experts has " +
+                                         std::to_string(experts.num_experts) + " experts of hidden size " +
+                                         std::to_string(experts.hidden) + "; expected at least " +
+                                         std::to_string(stack.top_k) + " of " + std::to_string(hidden)};
+  }
+  layer.input_norm = tensor("input_norm", {hidden});
+  layer.qkv = tensor("qkv", {stack.qkv_cols(), hidden});
+  layer.qkv_bias = tensor.optional("qkv_bias", {stack.qkv_cols()});
+  layer.query_norm = tensor("query_norm", {size});
+  layer.key_norm = tensor("key_norm", {size});
+  layer.keys = tensor("keys", {stack.layers.empty() ? -1 : stack.num_slots(), stack.key_heads, size}, true);
+  layer.values = tensor("values", {layer.keys.shape[0], stack.key_heads, size}, true);
+  layer.out = tensor("out", {hidden, stack.heads * size});
+  layer.out_bias = tensor.optional("out_bias", {hidden});
+  layer.post_norm = tensor("post_norm", {hidden});
+  layer.gate = tensor("gate", {experts.num_experts, hidden});
+  return layer;
+}
+
+void check_sizes(const Stack& stack) {
+  const auto fail = [](const std::string& what) { throw BindError{"invalid_value", what}; };
+  if (stack.heads < 1 || stack.key_heads < 1 || stack.heads % stack.key_heads != 0) {
+    fail("heads is " + std::to_string(stack.heads) + "; must be a multiple of key_heads, " +
+         std::to_string(stack.key_heads));
+  }
+  if (stack.head_size < 2 || stack.head_size % 2 != 0)
+    fail("head_size is " + std::to_string(stack.head_size) + "; must be even");
+  if (stack.top_k < 1) fail("top_k is " + std::to_string(stack.top_k) + "; must be at least 1");
+}
+
+class NativeStep {
+ public:
+  NativeStep(const std::string& isa, int num_threads, const py::dict& table)
+      : table_(table), program_(stack_of(table), tiles_of(isa), num_threads) {}
+
+  std::vector<int64_t> run(py::handle ids, py::handle positions, py::handle slots, py::handle sequences,
+                           py::handle table, py::handle out) {
+    const auto integers = [](const py::handle& tensor, const char* name, int64_t count) {
+      return view_of(tensor, {.name = name, .dtypes = {DType::kI64}, .shape = {count}});
+    };
+    StepBatch batch;
+    batch.ids = integers(ids, "ids", -1);
+    const int64_t tokens = batch.ids.shape[0];
+    batch.positions = integers(positions, "positions", tokens);
+    batch.slots = integers(slots, "slots", tokens);
+    batch.sequences = sequences_of(sequences, table);
+    const TensorView result = view_of(
+        out, {.name = "out", .dtypes = {program_.dtype()}, .shape = {tokens, program_.hidden()}, .written = true});
+    std::vector<int64_t> refused;
+    Status status;
+    {
+      const py::gil_scoped_release release;
+      status = program_.run(batch, result, &refused);
+    }
+    check(status);
+    return refused;
+  }
+
+ private:
+  static const Tiles& tiles_of(const std::string& isa) {
+    const Tiles* tiles = nullptr;
+    check(find_tiles(isa, &tiles));
+    return *tiles;
+  }
+
+  static Stack stack_of(const py::dict& table) {
+    Stack stack{.heads = table["heads"].cast<int64_t>(),
+                .key_heads = table["key_heads"].cast<int64_t>(),
+                .head_size = table["head_size"].cast<int64_t>(),
+                .top_k = table["top_k"].cast<int64_t>(),
+                .normalises = table["normalises"].cast<bool>(),
+                .epsilon = table["epsilon"].cast<float>(),
+                .scaling = table["scaling"].cast<float>(),
+                .embedding = view_of(table["embedding"],
+                                     {.name = "embedding", .dtypes = {DType::kF32, DType::kBf16}, .shape = {-1, -1}}),
+                .angles = {},
+                .final_norm = {},
+                .layers = {}};
+    check_sizes(stack);
+    const Tensors tensor(table, "", stack.dtype());
+    stack.angles = tensor("angles", {-1, stack.head_size});
+    stack.final_norm = tensor("final_norm", {stack.hidden()});
+    int64_t index = 0;
+    for (const py::handle layer : table["layers"])
+      stack.layers.push_back(layer_of(stack, py::reinterpret_borrow<py::dict>(layer), index++));
+    if (stack.layers.empty()) throw BindError{"invalid_value", "layers is empty"};
+    return stack;
+  }
+
+  py::dict table_;  // owns the capsules, which keep the tensors alive
+  Program program_;
+};
+
+}  // namespace
+
+void bind_step(py::module_& module) {
+  py::class_<NativeStep>(module, "Step")
+      .def(py::init<const std::string&, int, const py::dict&>())
+      .def("run", &NativeStep::run);
+}
+
+}  // namespace kt

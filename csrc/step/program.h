@@ -1,0 +1,62 @@
+// The native step: one call computes the whole decoder stack for a batch, from token ids to normalised hidden states.
+//
+// It runs the operations of csrc/ops in the order of SGLang's modules, each with the rounding that serving's and
+// training's single operations have, so the results have the same bits. A token's result depends on its own id, its
+// position, and the keys before it only.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "base/memory.h"
+#include "base/status.h"
+#include "ops/attention.h"
+#include "ops/dense.h"
+#include "step/stack.h"
+
+namespace kt {
+
+// T new tokens of some sequences, sequence by sequence.
+struct StepBatch {
+  TensorView ids, positions;          // [T] int64
+  TensorView slots;                   // [T] int64: slots of the KV pool that take the new tokens' keys and values
+  std::vector<KvSequence> sequences;  // keys of the new tokens included
+};
+
+// Not thread-safe: scratch for the largest batch so far belongs to the program.
+class Program {
+ public:
+  Program(Stack stack, const Tiles& tiles, int num_threads);
+
+  // out [T, H]: hidden states after the final norm. Appends to `refused` the tokens whose activations or routing
+  // weights were NaN or Inf in some layer: such a token skips that layer's experts, as if they had returned zeros. An
+  // id, position, slot or length out of range is an error; nothing has been written then.
+  Status run(const StepBatch& batch, const TensorView& out, std::vector<int64_t>* refused);
+
+  DType dtype() const { return stack_.dtype(); }
+  int64_t hidden() const { return stack_.hidden(); }
+
+ private:
+  struct Rows;
+
+  Status check(const StepBatch& batch) const;
+  void embed(const StepBatch& batch, const TensorView& to) const;
+  AttentionTensors tensors_of(const StackLayer& layer, const Rows& rows) const;
+  void attend(const StackLayer& layer, const StepBatch& batch, const Rows& rows);
+  void run_attention(const StackLayer& layer, const Rows& rows);
+  void place_heads(const StackLayer& layer, const StepBatch& batch, const Rows& rows) const;
+  Status run_experts(const StackLayer& layer, const Rows& rows);
+  void mask_rows(const Rows& rows);
+  Rows reserve(int64_t tokens);
+
+  const Stack stack_;
+  const Tiles& tiles_;
+  const DenseEngine engine_;
+  const AttentionEngine attention_engine_;
+  AttentionWork attention_;  // of the batch
+  std::vector<AlignedBuffer> buffers_;
+  AlignedBuffer attention_parts_;
+  std::vector<uint8_t> is_refused_;  // by token of the batch
+};
+
+}  // namespace kt

@@ -1,0 +1,45 @@
+// A model's decoder stack as a table: the engine's parameters and KV pool, which are read and written in place, and the
+// layers of the expert store. The owner of the tensors keeps them alive.
+//
+// H hidden, V vocabulary, N query heads, K key heads, D head size, E experts, S slots of the KV pool, P positions.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "base/views.h"
+#include "weights/packed.h"
+
+namespace kt {
+
+// Grouped-query attention with norms on each head's queries and keys, then routed experts.
+struct StackLayer {
+  TensorView input_norm;            // [H]
+  TensorView qkv, qkv_bias;         // [(N + 2 K) D, H]: queries, keys, values; [(N + 2 K) D] or absent
+  TensorView query_norm, key_norm;  // [D]
+  TensorView keys, values;          // [S, K, D]
+  TensorView out, out_bias;         // [H, N D]; [H] or absent
+  TensorView post_norm;             // [H]
+  TensorView gate;                  // [E, H]
+  std::shared_ptr<ExpertLayer> experts;
+};
+
+// All tensors have one dtype, float32 or bf16.
+struct Stack {
+  int64_t heads, key_heads, head_size;
+  int64_t top_k;
+  bool normalises;                 // the routing weights of a token sum to 1
+  float epsilon;                   // of every norm
+  float scaling;                   // of the queries
+  TensorView embedding;            // [V, H]
+  TensorView angles;               // [P, D]: of each position D / 2 cosines, then D / 2 sines
+  TensorView final_norm;           // [H]
+  std::vector<StackLayer> layers;  // at least one
+
+  DType dtype() const { return embedding.dtype; }
+  int64_t hidden() const { return embedding.shape[1]; }
+  int64_t num_slots() const { return layers[0].keys.shape[0]; }
+  int64_t qkv_cols() const { return (heads + 2 * key_heads) * head_size; }
+};
+
+}  // namespace kt
