@@ -245,6 +245,7 @@ def _settings(options: ServeOptions, model: ResolvedModel, directory: Path, adap
         expert_isa=options.expert_isa,
         expert_threads=options.expert_threads,
         expert_format=options.expert_format,
+        step=not options.no_step,
         training_share=options.training_share,
         microbatch_tokens=options.microbatch_tokens,
         max_sessions=options.max_sessions,

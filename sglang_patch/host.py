@@ -18,6 +18,7 @@ from kt_runtime.resident.names import NamesChannel
 from kt_runtime.sglang_patch.cache import metrics as cache_metrics
 from kt_runtime.sglang_patch.cache import namespace as cache_namespace
 from kt_runtime.sglang_patch.cpu import moe
+from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.lora import install as lora_install
 from kt_runtime.sglang_patch.version import PINNED
 from kt_runtime.wire.messages import CacheTier
@@ -60,6 +61,14 @@ class SGLangHost:
         self.experts = moe.expert_store()
         self.weights = cache_namespace.fingerprint(self._runner)
         self.attends_in_float32 = self.device.type == "cpu"  # `cpu/attention.py`; on CUDA SGLang's own backends run
+
+    @property
+    def step(self) -> str:
+        return native_step.state() if self.device.type == "cpu" else "the model is not on a CPU"
+
+    @property
+    def step_exceptions(self) -> list[str]:
+        return native_step.exceptions()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return cache_namespace.named_tensors(self._runner.model)

@@ -27,6 +27,8 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     The prefix cache's disk tier: off if `cache_directory` is None or `cache_disk_bytes` is 0. `cache_page_tokens`:
     tokens of a page in all tiers. `cache_read_only`: nothing is written to the directory.
+
+    `step`: on a CPU the native step computes the decoder stack where it can; False: SGLang's modules do.
     """
 
     model: str
@@ -46,6 +48,7 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     cache_disk_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     cache_page_tokens: Annotated[int, msgspec.Meta(ge=1)] = 1
     cache_read_only: bool = False
+    step: bool = True
 
     def to_environment(self) -> dict[str, str]:
         return {ENVIRONMENT_VARIABLE: msgspec.json.encode(self).decode()}

@@ -40,6 +40,16 @@ class Host(Protocol):
     """Serving computes attention in float32 and, for DeepSeek, keeps MLA absorbed in prefill too; see `twin.attention`.
     """
 
+    @property
+    def step(self) -> str:
+        """`running` if the native step computes the decoder stack, else why the engine's own modules do."""
+        ...
+
+    @property
+    def step_exceptions(self) -> list[str]:
+        """Why the engine's own modules have computed some batches although the step runs; each reason once."""
+        ...
+
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The engine's parameters and buffers, by the engine's names. The twin's parameters are views of them."""
         ...

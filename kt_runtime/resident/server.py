@@ -307,6 +307,8 @@ class Resident:
             expert_threads=self._host.experts.num_threads,
             expert_node_bytes=self._host.experts.node_bytes,
             expert_placement=placement_refusal() or "",
+            step=self._host.step,
+            step_exceptions=self._host.step_exceptions,
             chunked_prefill_tokens=self._host.chunked_prefill_tokens,
             microbatch_tokens=self._settings.microbatch_tokens,
             rss_bytes=resident_set_bytes(),

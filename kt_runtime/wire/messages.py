@@ -441,6 +441,10 @@ class StatusReply(Reply, tag="status"):
     `chunked_prefill_tokens`: prompt tokens that serving computes at once, 0: no limit. `microbatch_tokens`: padded
     tokens that training sends through a layer at once.
 
+    `step`: "running" if the native step computes the decoder stack on a CPU, else the reason why the engine's own
+    modules compute it. `step_exceptions`: why the modules computed some batches although the step runs, such as an
+    adapter; each reason once.
+
     `cache`: the prefix cache's tiers, nearest first; empty if the engine reports none. `not_stored`: versions that
     could not be written to disk. `not_forgotten`: unloaded names whose removal could not be written to disk.
     `restoring`: names of an earlier run that are still being restored.
@@ -472,6 +476,8 @@ class StatusReply(Reply, tag="status"):
     restoring: list[str] = msgspec.field(default_factory=list)
     expert_node_bytes: list[int] = msgspec.field(default_factory=list)
     expert_placement: str = ""
+    step: str = ""
+    step_exceptions: list[str] = msgspec.field(default_factory=list)
 
 
 class SessionReply(Reply, tag="session"):

@@ -49,6 +49,7 @@ class ServeOptions:
     `lora_slots`: adapter versions in one batch; the base takes one slot. `adapter_dir`: None: this model's directory in
     the user's data directory. `expert_isa`, `expert_threads`: None: the best available.
     `expert_format`: the format that a bf16 or fp8 checkpoint's experts are quantized to during loading; None: none.
+    `no_step`: SGLang's modules compute the decoder stack on a CPU, not the native step.
     `placement`: a KTransformers rule file, which may set `expert_format`.
     `max_lora_rank`: every slot is allocated for this rank. `lora_rank_may_be_lower`: lower the rank if memory is short.
     `training_share`: the largest share of time for training while requests are served.
@@ -87,6 +88,7 @@ class ServeOptions:
     expert_threads: int | None = None
     expert_format: str | None = None
     placement: Path | None = None
+    no_step: bool = False
     training_share: float = 0.5
     microbatch_tokens: int = 2048
     served_model_name: str | None = None

@@ -111,23 +111,29 @@ class Engine:
 
 
 @contextlib.contextmanager
-def engine(model: Path) -> Iterator[Engine]:
-    """Around the checkpoint in `model`. SGLang must have been patched; one at a time in a process."""
+def engine(model: Path, *options: str, **store: Any) -> Iterator[Engine]:
+    """Around the checkpoint in `model`. SGLang must have been patched; one at a time in a process.
+
+    `options`: SGLang's, which override `ARGUMENTS`. `store`: arguments of `ExpertStore.load`.
+    """
     from sglang.srt.distributed import parallel_state
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.runtime_context import SpawnRanks, publish, reset_context
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
-    from kt_runtime.sglang_patch.cpu import moe
+    from kt_runtime.sglang_patch.cpu import moe, step
 
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     targets = family_for(config).sglang_lora_targets(config)
-    arguments = prepare_server_args(["--model-path", str(model), *ARGUMENTS, "--lora-target-modules", *sorted(targets)])
+    arguments = prepare_server_args(
+        ["--model-path", str(model), *ARGUMENTS, *options, "--lora-target-modules", *sorted(targets)]
+    )
     arguments.resolve_once()
     reset_context()
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     threads, load = torch.get_num_threads(), moe.ExpertStore.load
-    one_thread = mock.patch.object(moe.ExpertStore, "load", lambda *args, **kw: load(*args, **kw | {"num_threads": 1}))
+    changes = {"num_threads": 1, **store}
+    one_thread = mock.patch.object(moe.ExpertStore, "load", lambda *args, **kw: load(*args, **kw | changes))
     with one_thread:  # tiny products: threads would only wait for each other
         scheduler = Scheduler(arguments, PortArgs.init_new(arguments))
     torch.set_num_threads(1)
@@ -135,6 +141,7 @@ def engine(model: Path) -> Iterator[Engine]:
         yield Engine(scheduler, config)
     finally:
         torch.set_num_threads(threads)
+        step.forget()
         moe.expert_store().close()
         moe._store = None
         parallel_state.destroy_model_parallel()

@@ -117,6 +117,7 @@ class FakeHost:
     max_lora_rank = 16
     context_tokens = 256
     chunked_prefill_tokens = 128
+    step = "the host is a fake"
 
     def __init__(
         self,
@@ -126,6 +127,7 @@ class FakeHost:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.attends_in_float32, self.dtype = attends_in_float32, dtype
+        self.step_exceptions = ["it has an adapter"]
         self.model = self.model_directory = str(directory)
         self.config = json.loads((directory / "config.json").read_text())
         family = family_for(self.config)

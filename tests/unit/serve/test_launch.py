@@ -56,6 +56,14 @@ def test_expert_format_is_asked_of_the_resident_and_is_refused_for_integer_check
         options(model, port, private_directory, expert_format="fp4")
 
 
+def test_the_native_step_is_turned_off_by_an_option(
+    started: list[Any], model: Path, port: int, private_directory: Path
+) -> None:
+    for no_step in (False, True):
+        launch.serve(options(model, port, private_directory, no_step=no_step), print)
+        assert started[-1].settings.step is not no_step
+
+
 PLACEMENT = """\
 - match: {name: "mlp\\\\.experts$"}
   replace:

@@ -1,0 +1,252 @@
+"""The native step: one call into C++ computes the decoder stack of a batch on a CPU (csrc/step/program.h).
+
+Symbols (SGLang 0.5.23): after `ModelRunner.init_attention_backends` weights, LoRA layers and KV pool exist; the step is
+built over them. `models.qwen3_moe.Qwen3MoeModel.forward` then runs the step for every batch that qualifies. The other
+symbols are only read. Reason: SGLang's modules make about a hundred calls of PyTorch for a layer. For a decode step the
+calls and the Python between them take longer than the arithmetic.
+
+SGLang's modules still compute families without a table (`Family.decoder_stack`), batches with adapters or with
+embeddings as input, and captured states of single layers. Both ways give the same bits, because the step calls the same
+kernels in the same order. The log states each reason once, /kt/status lists them (`state`, `exceptions`).
+
+A batch with an id, a position or a KV slot out of range raises InvalidValueError before anything is written;
+`faults.batches` then ends the request at fault. A token with NaN or Inf is noted for `faults.finite_rows`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kt_runtime.errors import KtError, NumericsError
+from kt_runtime.experts.step import Step
+from kt_runtime.families import family_for
+from kt_runtime.ops.step import build_step
+from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.sglang_patch.cache.namespace import named_tensors
+from kt_runtime.sglang_patch.cpu import moe
+from kt_runtime.sglang_patch.faults import finite_rows
+from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND
+
+logger = logging.getLogger(__name__)
+
+SYMBOLS = (
+    "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
+    "sglang.srt.models.qwen3_moe.Qwen3MoeModel.forward",
+    "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
+    "sglang.srt.model_executor.forward_batch_info.ForwardMode",
+    "sglang.srt.runtime_context.get_exec",
+    "sglang.srt.runtime_context.get_parallel",
+    "sglang.srt.state_capturer.routed_experts.get_global_experts_capturer",
+)
+RUNNING = "running"
+
+_program: Program | None = None  # of the process's only model
+_reason = "no model has been loaded"  # why there is no program
+_exceptions: list[str] = []  # why SGLang's modules computed a batch although there is a program
+
+
+def install(hooks: Hooks) -> None:
+    if hooks.on_cpu:
+        hooks.after(SYMBOLS[0], _build)
+        hooks.around(SYMBOLS[1], forward)
+
+
+def state() -> str:
+    """`RUNNING`, or why SGLang's modules compute every batch."""
+    return RUNNING if _program is not None else _reason
+
+
+def exceptions() -> list[str]:
+    """Why SGLang's modules have computed some batches although the step runs; each reason once."""
+    return list(_exceptions)
+
+
+def forget() -> None:
+    """Drops the step and what it keeps alive: parameters, KV pool and experts."""
+    global _program, _reason
+    _program, _reason = None, "no model has been loaded"
+    _exceptions.clear()
+
+
+class Program:
+    """The step of one model. `model`: the decoder stack of SGLang's `runner`, whose parameters are `tensors`."""
+
+    def __init__(self, runner: Any, step: Step, tensors: Sequence[torch.Tensor]) -> None:
+        self.runner, self.model = runner, runner.model.model
+        self._step, self._tensors, self._pool = step, tensors, runner.token_to_kv_pool
+        self._built_over = self._addresses()
+
+    def has_moved(self) -> bool:
+        """Whether the engine has given a parameter or the KV pool other memory since the step was built."""
+        return self._addresses() != self._built_over
+
+    def _addresses(self) -> list[int]:
+        pool = self._pool
+        return [tensor.data_ptr() for tensor in (*self._tensors, *pool.k_buffer, *pool.v_buffer)]
+
+    def run(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
+        """Normalised hidden states [T, H]. Writes the new keys and values to the pool."""
+        from sglang.srt.model_executor.forward_context import get_attn_backend
+
+        for layer in range(len(self.model.layers)):
+            self._pool.get_key_buffer(layer)  # waits for pages that the cache's host tier still copies
+        sequences = get_attn_backend().forward_metadata
+        slots = batch.out_cache_loc.long()
+        hidden, refused = self._step.run(input_ids.long(), positions.long(), slots, sequences)
+        if refused:
+            _note(refused, len(hidden))
+        return hidden
+
+
+def forward(
+    original: Any,
+    model: Any,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    forward_batch: Any,
+    input_embeds: torch.Tensor | None = None,
+    pp_proxy_tensors: Any = None,
+) -> Any:
+    program = _program_for(model)
+    if program is not None:
+        unfit = _unfit(model, input_ids, forward_batch, input_embeds, pp_proxy_tensors)
+        if unfit is None:
+            return program.run(input_ids, positions, forward_batch)
+        if unfit not in _exceptions:
+            _exceptions.append(unfit)
+            logger.info("SGLang's modules compute a batch, not the native step, because %s (logged once)", unfit)
+    return original(model, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
+
+
+def _program_for(model: Any) -> Program | None:
+    if _program is None or _program.model is not model:
+        return None
+    if _program.has_moved():
+        logger.info("parameters or the KV pool have other memory: the native step is built again")
+        _build(None, _program.runner)
+    return _program
+
+
+def _unfit(model: Any, input_ids: torch.Tensor, batch: Any, input_embeds: Any, proxies: Any) -> str | None:
+    """Why the step can't run this batch; None if it can."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
+
+    mode = batch.forward_mode
+    if mode not in (ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED):
+        return f"its mode is {mode.name}"
+    if any(lora_id is not None for lora_id in batch.lora_ids or ()):
+        return "it has an adapter"
+    if input_embeds is not None or batch.replace_embeds is not None:
+        return "its input has embeddings"
+    if proxies is not None:
+        return "it continues another rank's layers"
+    if model.layers_to_capture:
+        return "states of single layers are captured"
+    if get_global_experts_capturer() is not None:
+        return "the chosen experts are captured"
+    if batch.can_run_tbo:
+        return "it is computed in two halves"
+    if len(input_ids) != (len(batch.seq_lens) if mode.is_decode() else sum(map(int, batch.extend_seq_lens_cpu))):
+        return "it is padded"
+    return None
+
+
+def _note(refused: list[int], tokens: int) -> None:
+    """Notes rows that the experts refused, as `moe.experts_forward` does."""
+    notes = finite_rows.present()
+    if notes is None:
+        raise NumericsError(f"activations of token {refused[0]} are NaN or Inf")
+    bad = torch.zeros(tokens, dtype=torch.bool)
+    bad[refused] = True
+    notes.note_rows(bad)
+
+
+def _build(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
+    global _program, _reason
+    forget()
+    try:
+        _reason = _why_not(runner)
+        if not _reason:
+            _program = _program_of(runner)
+    except KtError as error:
+        _reason = str(error)
+    if _program is not None:
+        logger.info("the native step computes the decoder stack")
+    else:
+        logger.info("SGLang's modules compute the decoder stack, not the native step: %s", _reason)
+
+
+def _why_not(runner: Any) -> str:
+    """Why the model can't have a step; empty if it can."""
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    settings = ResidentSettings.from_environment()
+    if settings is not None and not settings.step:
+        return "--no-step"
+    if get_parallel().tp_size * get_parallel().pp_size > 1:
+        return "the model is split over several ranks"
+    config = runner.model_config.hf_config.to_dict()
+    if not moe.keeps_experts_in_store(runner.model_config.hf_config):
+        return f"{config.get('model_type')!r} is not one of kt-runtime's model families"
+    family = family_for(config)
+    if family.decoder_stack(config) is None:
+        return f"the family {family.name} has no table of its decoder stack"
+    for backend in (runner.prefill_attention_backend_str, runner.decode_attention_backend_str):
+        if backend != ATTENTION_BACKEND:
+            return f"the attention backend is {backend}"
+    if get_exec().moe.expert_distribution_recorder_mode is not None:
+        return "the distribution of experts is recorded"
+    return _why_not_pool(runner) or _why_not_modules(runner.model)
+
+
+def _why_not_pool(runner: Any) -> str:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool = runner.token_to_kv_pool
+    is_plain = type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and not pool.is_quantized_kv_cache
+    if is_plain and pool.store_dtype == runner.dtype:
+        return ""
+    return f"the KV pool is a {type(pool).__name__} of {pool.dtype}, the model {runner.dtype}"
+
+
+def _why_not_modules(model: Any) -> str:
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotaries = {layer.self_attn.rotary_emb for layer in model.model.layers}
+    for rotary in rotaries:
+        if type(rotary).forward_native is not RotaryEmbedding.forward_native or not rotary.is_neox_style:
+            return f"the rotary embedding is {type(rotary).__name__}"
+    if len(rotaries) > 1:
+        return f"the layers have {len(rotaries)} rotary embeddings"
+    for name, module in model.named_modules():
+        if getattr(module, "use_intel_amx_backend", False):
+            return f"the weights of {name} are packed"
+        if getattr(module, "fp32_residual", False):
+            return f"{name} has a residual in float32"
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{name} has a forward hook"
+    return ""
+
+
+def _program_of(runner: Any) -> Program:
+    config = runner.model_config.hf_config.to_dict()
+    stack = family_for(config).decoder_stack(config)
+    assert stack is not None
+    pool, attention = runner.token_to_kv_pool, runner.model.model.layers[0].self_attn
+    tensors = named_tensors(runner.model)
+    step = build_step(
+        stack,
+        tensors,
+        moe.expert_store(),
+        list(zip(pool.k_buffer, pool.v_buffer, strict=True)),
+        attention.rotary_emb.cos_sin_cache.to(runner.dtype),
+        attention.scaling,
+    )
+    return Program(runner, step, list(runner.model.parameters()))

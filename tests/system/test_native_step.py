@@ -1,0 +1,96 @@
+"""A real server with the native step and with `--no-step`: the same greedy tokens and the same logprobs, bit by bit."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from system.conftest import Served
+
+from kt_runtime.cli.connection import ServerAPI, resident_client
+from kt_runtime.cli.server_process import server
+from kt_runtime.serve.models.make_model import make_model
+from kt_runtime.wire import Batch
+from kt_runtime.wire.messages import LoraSettings
+
+LENGTHS = (1, 2, 7, 33, 150, 400)  # in chunks of 64 tokens and pages of 8
+NEW_TOKENS = 12
+ADAPTER = "tuned"
+NO_TABLE = "the family deepseek_v3 has no table of its decoder stack"
+
+
+class Answers(NamedTuple):
+    """`state`: what /kt/status says of the step. `given`: tokens and logprobs, prompt and answer, of each request."""
+
+    state: tuple[str, list[str]]
+    given: list[tuple[list[int], list[float]]]
+
+
+def ask(api: ServerAPI, prompt: list[int], adapter: str | None = None) -> tuple[list[int], list[float]]:
+    body: dict[str, Any] = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "lora_path": adapter,
+    }
+    answer = api.post("/generate", body)
+    meta = answer["meta_info"]
+    values = [item[0] for item in (*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"])]
+    return answer["output_ids"], values
+
+
+def answers_of(place: Path, name: str, *options: str) -> Answers:
+    """A server's answers to prompts alone, together, with cached prefixes, while an adapter is published, and beside
+    the adapter's requests."""
+    arguments = ["--adapter-dir", str(place / name), *options]
+    passed_on = ["--", "--chunked-prefill-size", "64", "--page-size", "8"]
+    g = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 700, (length,), generator=g).tolist() for length in LENGTHS]
+    with (
+        server(str(place / "model"), [*arguments, *passed_on], place / f"{name}.log") as api,
+        resident_client(api) as client,
+        ThreadPoolExecutor(2 * len(prompts)) as pool,
+    ):
+        given = [ask(api, prompt) for prompt in prompts]
+        client.create_session("session", LoraSettings(rank=4, alpha=8, seed=5))
+        client.forward_backward("session", Batch.from_sequences([prompts[3][:-1]], [prompts[3][1:]]))
+        client.optim_step("session", 0.01)
+        streams = [pool.submit(ask, api, [5, *prompt]) for prompt in prompts]
+        client.publish("session", ADAPTER)
+        client.close_session("session")
+        given += [stream.result() for stream in streams]
+        beside = [pool.submit(ask, api, prompt, ADAPTER) for prompt in prompts]
+        streams = [pool.submit(ask, api, [6, *prompt]) for prompt in prompts]
+        given += [stream.result() for stream in (*streams, *beside)]
+        given.append(ask(api, prompts[-1][:300] + prompts[-2]))
+        status = client.status()
+        return Answers((status.step, status.step_exceptions), given)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("step")
+    make_model("tiny-qwen3-moe", place / "model", seed=6)
+    return place
+
+
+@pytest.mark.parametrize("options", [("--dtype", "bfloat16"), ("--dtype", "float32", "--expert-format", "int4")])
+def test_answers_have_the_same_bits_with_and_without_the_step(place: Path, options: tuple[str, ...]) -> None:
+    with_step, without = answers_of(place, "with", *options), answers_of(place, "without", "--no-step", *options)
+    assert with_step.state == ("running", ["it has an adapter"])
+    assert without.state == ("--no-step", [])
+    assert with_step.given == without.given
+    assert (place / "with.log").read_text().count("not the native step, because it has an adapter") == 1
+
+
+def test_the_status_and_the_log_say_whether_the_step_runs(float32_server: Served) -> None:
+    state, line = {
+        "tiny-qwen3-moe": ("running", "the native step computes the decoder stack"),
+        "tiny-deepseek-v3": (NO_TABLE, f"SGLang's modules compute the decoder stack, not the native step: {NO_TABLE}"),
+    }[float32_server.preset]
+    assert float32_server.api.get("/kt/status")["step"] == state
+    assert float32_server.log.read_text(errors="replace").count(line) == 1

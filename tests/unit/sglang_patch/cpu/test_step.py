@@ -1,0 +1,366 @@
+"""The native step against SGLang's modules, in SGLang's own scheduler: equal hidden states and KV of every batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from reference import lora
+from reference.scheduler import Engine, engine
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.experts import available_isas
+from kt_runtime.experts.attention import Sequences
+from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.serve.models.presets import load_preset
+from kt_runtime.sglang_patch.cpu import moe
+from kt_runtime.sglang_patch.cpu import step as native_step
+from kt_runtime.sglang_patch.lora.install import drop_adapter, install_adapter
+
+LENGTHS = (1, 2, 7, 33, 64, 150)  # in chunks of 64 tokens and pages of 8
+NAN_TOKEN, NO_TOKEN = 700, 1 << 20
+CASES: dict[str, tuple[str, dict[str, str]]] = {
+    "float32": ("float32", {}),
+    "float32, int8 experts": ("float32", {"expert_format": "int8"}),
+    "bfloat16, int4 experts": ("bfloat16", {"expert_format": "int4"}),
+    **{f"bfloat16, {isa}": ("bfloat16", {"isa": isa}) for isa in available_isas()},
+}
+
+
+class Both:
+    """Takes the place of the program: every batch runs on the step, on a step with three threads, and on SGLang's
+    modules, whose result is returned. `different`: batches that differ; `modes`: of the batches."""
+
+    def __init__(self, runner: Any, program: native_step.Program) -> None:
+        self.model, self.pool, self.has_moved = program.model, runner.token_to_kv_pool, program.has_moved
+        with mock.patch.object(moe.expert_store(), "num_threads", 3):
+            self.programs = [program, native_step._program_of(runner)]
+        self.different: list[str] = []
+        self.modes: list[tuple[str, int]] = []
+
+    def run(self, ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
+        mode = batch.forward_mode.name
+        if mode == "EXTEND" and any(map(is_decode, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu)):
+            mode = "MIXED"
+        self.modes.append((mode, len(batch.seq_lens)))
+        found = [self._results(batch, program.run(ids, positions, batch)) for program in self.programs]
+        hidden = type(self.model).forward.__wrapped__(self.model, ids, positions, batch)
+        expected = self._results(batch, hidden, wipe=False)
+        for threads, tensors in zip((1, 3), found, strict=True):
+            if not all(same_bits(a, b) for a, b in zip(tensors, expected, strict=True)):
+                self.different.append(f"{mode} of {len(ids)} tokens, {threads} threads")
+        return hidden
+
+    def _results(self, batch: Any, hidden: torch.Tensor, *, wipe: bool = True) -> list[torch.Tensor]:
+        """Hidden states and the new keys and values, which are then wiped from the pool."""
+        tensors = [hidden.clone()]
+        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+            tensors.append(buffer[batch.out_cache_loc].clone())
+            if wipe:
+                buffer[batch.out_cache_loc] = 9.0
+        return tensors
+
+
+def is_decode(prefix: int, new: int) -> bool:
+    return prefix > 0 and new == 1
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.fixture(scope="module", params=CASES)
+def served(
+    request: pytest.FixtureRequest, patched_sglang: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    """SGLang's own scheduler in this process, with a tiny Qwen3-MoE; prefills and decodes may share a batch."""
+    from kt_runtime.serve.models.make_model import make_model
+
+    dtype, store = CASES[request.param]
+    model = tmp_path_factory.mktemp("model") / "tiny"
+    make_model("tiny-qwen3-moe", model, seed=3)
+    with engine(model, "--dtype", dtype, "--enable-mixed-chunk", **store) as started:
+        yield started
+
+
+@pytest.fixture
+def both(served: Engine, monkeypatch: pytest.MonkeyPatch) -> Both:
+    served.clear()
+    assert native_step.state() == native_step.RUNNING
+    program = native_step._program
+    assert program is not None
+    checked = Both(served.scheduler.tp_worker.model_runner, program)
+    monkeypatch.setattr(native_step, "_program", checked)
+    return checked
+
+
+def prompt(length: int, first: int = 3) -> list[int]:
+    return [first + (7 * place) % 600 for place in range(length)]
+
+
+def test_prompts_of_all_lengths_alone(served: Engine, both: Both) -> None:
+    for length in LENGTHS:
+        served.run(served.request(f"r{length}", prompt(length, length)))
+    assert not both.different
+    assert {"EXTEND", "DECODE"} <= {mode for mode, _ in both.modes}
+
+
+def test_a_batch_of_prompts_in_chunks_mixed_with_decodes(served: Engine, both: Both) -> None:
+    requests = {
+        length: served.request(f"r{length}", prompt(length, length), return_logprob=False) for length in LENGTHS
+    }
+    served.send(*(requests[length] for length in LENGTHS[:3]))
+    for _ in range(3):
+        served.step()
+    served.run(*(requests[length] for length in LENGTHS[3:]))
+    assert not both.different
+    assert {"EXTEND", "MIXED", "DECODE"} <= {mode for mode, _ in both.modes}
+    assert max(size for mode, size in both.modes if mode == "DECODE") > 1
+
+
+def test_cached_prefixes(served: Engine, both: Both) -> None:
+    served.run(served.request("cold", prompt(150)))
+    served.run(served.request("hit", prompt(150)), served.request("longer", prompt(100) + prompt(60, 5)))
+    assert not both.different
+    assert served.cached_tokens() > 200
+
+
+def test_a_token_that_is_not_finite_ends_its_request_alone(served: Engine, both: Both) -> None:
+    weight = both.model.embed_tokens.weight
+    before = weight[NAN_TOKEN].clone()
+    with torch.no_grad():
+        weight[NAN_TOKEN] = float("nan")
+    try:
+        served.run(served.request("good", prompt(20)), served.request("bad", [*prompt(9), NAN_TOKEN, 5, 6]))
+    finally:
+        with torch.no_grad():
+            weight[NAN_TOKEN] = before
+    assert not both.different
+    assert served.ended["bad"]["status_code"] == 422
+    together = answers(served)["good"]
+    served.clear()
+    served.run(served.request("good", prompt(20)))
+    assert answers(served)["good"] == together
+
+
+def test_an_id_outside_the_vocabulary_ends_its_request_alone(served: Engine) -> None:
+    served.clear()
+    served.run(served.request("good", prompt(20)))
+    alone = answers(served)["good"]
+    served.clear()
+    served.run(served.request("good", prompt(20)), served.request("bad", [3, 4, NO_TOKEN]))
+    assert f"is {NO_TOKEN}; allowed: 0 to" in served.ended["bad"]["message"]
+    assert answers(served)["good"] == alone
+
+
+def answers(served: Engine) -> dict[str, tuple[list[int], list[float]]]:
+    return {rid: (tokens, served.logprobs.get(rid, [])) for rid, tokens in served.tokens.items()}
+
+
+def answers_to_all(served: Engine) -> dict[str, tuple[list[int], list[float]]]:
+    served.clear()
+    served.run(*(served.request(f"r{length}", prompt(length, length)) for length in LENGTHS))
+    return answers(served)
+
+
+def test_greedy_answers_are_the_same_with_and_without_the_step(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_step = answers_to_all(served)
+    monkeypatch.setattr(native_step, "_program", None)
+    assert answers_to_all(served) == with_step
+
+
+def test_requests_of_the_base_have_the_same_bits_beside_an_adapter_s(served: Engine) -> None:
+    alone, manager = answers_to_all(served), served.scheduler.tp_worker.model_runner.lora_manager
+    adapter = lora.random_adapter(served.config, rank=4, alpha=4.0, seed=1)
+    install_adapter(manager, served.config, "id", "name", "content", adapter)
+    served.clear()
+    base = [served.request(f"r{length}", prompt(length, length)) for length in LENGTHS]
+    try:
+        served.run(served.request("adapted", prompt(20), lora_id="id"), *base)
+    finally:
+        drop_adapter(manager, "id")
+    assert len(served.tokens["adapted"]) == 8 and "it has an adapter" in native_step.exceptions()
+    assert {rid: answer for rid, answer in answers(served).items() if rid != "adapted"} == alone
+
+
+def test_the_step_is_built_again_over_parameters_and_a_pool_that_moved(served: Engine) -> None:
+    runner = served.scheduler.tp_worker.model_runner
+    before, program = answers_to_all(served), native_step._program
+    weight = runner.model.model.layers[0].self_attn.qkv_proj.weight
+    weight.data, old = weight.data.clone(), weight.data
+    old.fill_(float("nan"))
+    assert answers_to_all(served) == before and native_step._program is not program
+    program, pool = native_step._program, runner.token_to_kv_pool
+    assert served.scheduler.flush_cache()
+    pool.k_buffer[1], old = torch.zeros_like(pool.k_buffer[1]), pool.k_buffer[1]
+    old.fill_(float("nan"))
+    assert answers_to_all(served) == before and native_step._program is not program
+    assert native_step.state() == native_step.RUNNING
+
+
+def small_batch(rows: tuple[int, ...] = (0, 2, 0, 0), **changes: list[int]) -> tuple[Any, ...]:
+    """Two tokens of one sequence; the slots 8 and 9 are free in an engine at rest."""
+    values = {"ids": [3, 4], "positions": [0, 1], "slots": [8, 9]} | changes
+    table = torch.tensor([[8, 9, 10], [8, -1, 10]], dtype=torch.int32)
+    tensors = (torch.tensor(values[name]) for name in ("ids", "positions", "slots"))
+    return (*tensors, Sequences(torch.tensor([rows]), table))
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "id": ({"ids": [3, 1 << 20]}, r"ids\[1\] is 1048576; allowed: 0 to"),
+    "position": ({"positions": [0, -1]}, r"positions\[1\] is -1; allowed: 0 to"),
+    "slot": ({"slots": [8, 1 << 30]}, r"slots\[1\] is 1073741824"),
+    "request": ({"rows": (0, 2, 0, 2)}, "sequence 0 has row 2 of slots; allowed: 0 to 1"),
+    "length": ({"rows": (0, 2, 5, 0)}, r"sequence 0 has 5 \+ 2 keys; a row of slots has 3"),
+    "sum": ({"rows": (0, 1, 0, 0)}, "the sequences have 1 new tokens; there are 2 ids"),
+    "key": ({"rows": (0, 2, 0, 1)}, "sequence 0 has key 1 in slot -1"),
+    "shape": ({"positions": [0]}, r"positions has shape \[1\]; expected \[2\]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_batch_that_does_not_fit_is_refused_before_anything_is_written(served: Engine, name: str) -> None:
+    served.clear()
+    changes, message = WRONG[name]
+    program = native_step._program
+    assert program is not None
+    keys = served.scheduler.tp_worker.model_runner.token_to_kv_pool.k_buffer[0]
+    before = keys.clone()
+    with pytest.raises(InvalidValueError, match=message):
+        program._step.run(*small_batch(**changes))
+    assert torch.equal(keys, before)
+    hidden, refused = program._step.run(*small_batch())
+    assert hidden.isfinite().all() and refused == []
+
+
+def test_a_batch_without_tokens_gives_no_rows(served: Engine) -> None:
+    program, none = native_step._program, torch.zeros(0, dtype=torch.int64)
+    assert program is not None
+    hidden, refused = program._step.run(none, none, none, Sequences(torch.zeros(0, 4, dtype=torch.int64), None))
+    assert hidden.shape == (0, served.config["hidden_size"]) and refused == []
+
+
+# What changes in SGLang's runner, by attribute, and why there is then no step.
+NO_STEP: dict[str, tuple[str, Any, str]] = {
+    "attention in prefill": ("prefill_attention_backend_str", "torch_native", "the attention backend is torch_native"),
+    "attention in decode": ("decode_attention_backend_str", "torch_native", "the attention backend is torch_native"),
+    "KV dtype": ("token_to_kv_pool.store_dtype", torch.uint8, "the KV pool is a MHATokenToKVPool of "),
+    "KV layout": ("token_to_kv_pool.kv_cache_layout", "hnd", "the KV pool is a MHATokenToKVPool of "),
+    "rotary": ("model.model.layers[1].self_attn.rotary_emb.is_neox_style", False, "the rotary embedding is Rotary"),
+    "packed weights": ("model.lm_head.use_intel_amx_backend", True, "the weights of lm_head are packed"),
+    "residual": ("model.model.norm.fp32_residual", True, "model.norm has a residual in float32"),
+    "hook": ("model.model.norm._forward_hooks", {0: print}, "model.norm has a forward hook"),
+    "dtype of a weight": (
+        "model.model.norm.weight.data",
+        torch.zeros(1, dtype=torch.float16),
+        "model.norm.weight is torch.float16; allowed: torch.float32 or torch.bfloat16",
+    ),
+    "shape of a weight": (
+        "model.model.layers[0].mlp.gate.weight.data",
+        torch.zeros(3, 5),
+        r"layers[0].gate has ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_STEP)
+def test_a_model_that_the_step_does_not_fit_is_left_to_sglang(
+    served: Engine, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = served.scheduler.tp_worker.model_runner
+    path, value, reason = NO_STEP[name]
+    try:
+        with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
+            patch.setattr(*owner(runner, path), value, raising=False)
+            native_step._build(None, runner)
+            assert native_step.state().startswith(reason)
+            assert native_step.state() in caplog.text
+    finally:
+        native_step._build(None, runner)
+    assert native_step.state() == native_step.RUNNING
+
+
+def owner(runner: Any, path: str) -> tuple[Any, str]:
+    *parents, name = path.replace("[", ".").replace("]", "").split(".")
+    for parent in parents:
+        runner = runner[int(parent)] if parent.isdigit() else getattr(runner, parent)
+    return runner, name
+
+
+def test_other_models_and_options_are_left_to_sglang(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.runtime_context import get_parallel
+
+    def why_not(config: dict[str, Any]) -> str:
+        config_object = SimpleNamespace(to_dict=lambda: config)
+        return native_step._why_not(SimpleNamespace(model_config=SimpleNamespace(hf_config=config_object)))
+
+    deepseek = load_preset("tiny-deepseek-v3").config
+    assert why_not(deepseek) == "the family deepseek_v3 has no table of its decoder stack"
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    assert why_not(llama) == "'llama' is not one of kt-runtime's model families"
+    with monkeypatch.context() as patch:
+        patch.setitem(get_parallel()._overrides, "tp_size", 2)
+        assert why_not(served.config) == "the model is split over several ranks"
+    places: dict[str, Any] = dict.fromkeys(
+        ("model", "model_directory", "wire_address", "names_address", "adapter_directory"), "x"
+    )
+    for key, value in ResidentSettings(**places, step=False).to_environment().items():
+        monkeypatch.setenv(key, value)
+    assert why_not(served.config) == "--no-step"
+
+
+def test_what_the_step_leaves_to_sglang(
+    patched_sglang: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    class Refusing:
+        def run(self, *_: Any) -> None:
+            raise AssertionError("the step must not run")
+
+    model = SimpleNamespace(layers_to_capture=[])
+    program = SimpleNamespace(model=model, run=Refusing().run, has_moved=lambda: False)
+    monkeypatch.setattr(native_step, "_program", program)
+    monkeypatch.setattr(native_step, "_exceptions", [])
+    batch = {
+        "forward_mode": ForwardMode.DECODE, "lora_ids": [None, None], "replace_embeds": None, "can_run_tbo": False,
+        "seq_lens": torch.tensor([3, 4]),
+    }  # fmt: skip
+    ids = torch.zeros(2, dtype=torch.int64)
+    old = object()
+
+    def computed(model: Any, ids: torch.Tensor, batch: dict[str, Any], *more: Any) -> bool:
+        return native_step.forward(lambda *_: old, model, ids, ids, SimpleNamespace(**batch), *more) is old
+
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        assert computed(model, ids, batch | {"lora_ids": [None, "an adapter"]})
+        assert computed(model, ids, batch | {"forward_mode": ForwardMode.IDLE})
+        assert computed(model, ids, batch | {"forward_mode": ForwardMode.TARGET_VERIFY})
+        assert computed(model, ids, batch, torch.zeros(2, 4))
+        assert computed(model, ids, batch | {"replace_embeds": torch.zeros(1, 4)})
+        assert computed(model, ids, batch, None, object())
+        assert computed(model, ids, batch | {"can_run_tbo": True})
+        assert computed(model, torch.zeros(3, dtype=torch.int64), batch)
+        assert computed(SimpleNamespace(layers_to_capture=[]), ids, batch)
+        model.layers_to_capture = [1]
+        assert computed(model, ids, batch)
+        model.layers_to_capture = []
+    assert native_step.exceptions() == [
+        "it has an adapter",
+        "its mode is IDLE",
+        "its mode is TARGET_VERIFY",
+        "its input has embeddings",
+        "it continues another rank's layers",
+        "it is computed in two halves",
+        "it is padded",
+        "states of single layers are captured",
+    ]
+    assert all(caplog.text.count(reason) == 1 for reason in native_step.exceptions())
+    with pytest.raises(AssertionError, match="the step must not run"):
+        computed(model, ids, batch)
