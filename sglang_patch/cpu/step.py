@@ -170,7 +170,9 @@ def _note(refused: list[int], tokens: int) -> None:
 
 def _build(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
     global _program, _reason
-    forget()
+    if runner.is_draft_worker:  # of speculative decoding; its model computes with SGLang's modules
+        return
+    _program = None
     try:
         _reason = _why_not(runner)
         if not _reason:
@@ -201,6 +203,8 @@ def _why_not(runner: Any) -> str:
     for backend in (runner.prefill_attention_backend_str, runner.decode_attention_backend_str):
         if backend != ATTENTION_BACKEND:
             return f"the attention backend is {backend}"
+    if not hasattr(runner.attn_backend, "forward_metadata"):
+        return f"the attention backend is wrapped in {type(runner.attn_backend).__name__}"
     if get_exec().moe.expert_distribution_recorder_mode is not None:
         return "the distribution of experts is recorded"
     return _why_not_pool(runner) or _why_not_modules(runner.model)

@@ -26,7 +26,7 @@ def test_experts_and_weights_are_those_of_sglang(normalise: bool) -> None:
     weights, ids = softmax_top_k(logits, 3, normalise)
     expected_weights, expected_ids = fused_topk_torch_native(hidden, logits, topk=3, renormalize=normalise)
     assert torch.equal(ids, expected_ids.to(ids.dtype))
-    torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=0)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=0)  # 1.8e-7 measured
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -40,6 +40,5 @@ def test_the_gradient_of_the_weights_is_autograds(normalise: bool, dtype: torch.
     chosen = exact.softmax(-1).gather(1, ids.long())
     (chosen / chosen.sum(-1, keepdim=True) if normalise else chosen).backward(by_weights.double())
     assert logits.grad is not None and exact.grad is not None and logits.grad.dtype == dtype
-    torch.testing.assert_close(
-        logits.grad.double(), exact.grad, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
-    )
+    rtol = 1e-2 if dtype == torch.bfloat16 else 5e-6  # measured: 3.4e-3 and 8.2e-7, and 9.3e-8 near zero
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=rtol, atol=5e-7)

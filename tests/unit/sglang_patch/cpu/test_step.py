@@ -188,19 +188,28 @@ def test_requests_of_the_base_have_the_same_bits_beside_an_adapter_s(served: Eng
     assert {rid: answer for rid, answer in answers(served).items() if rid != "adapted"} == alone
 
 
-def test_the_step_is_built_again_over_parameters_and_a_pool_that_moved(served: Engine) -> None:
+def test_the_step_is_built_again_over_parameters_and_a_pool_that_moved(
+    served: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = served.scheduler.tp_worker.model_runner
     before, program = answers_to_all(served), native_step._program
     weight = runner.model.model.layers[0].self_attn.qkv_proj.weight
     weight.data, old = weight.data.clone(), weight.data
     old.fill_(float("nan"))
     assert answers_to_all(served) == before and native_step._program is not program
+    monkeypatch.setattr(native_step, "_exceptions", ["it is padded"])
     program, pool = native_step._program, runner.token_to_kv_pool
     assert served.scheduler.flush_cache()
     pool.k_buffer[1], old = torch.zeros_like(pool.k_buffer[1]), pool.k_buffer[1]
     old.fill_(float("nan"))
     assert answers_to_all(served) == before and native_step._program is not program
-    assert native_step.state() == native_step.RUNNING
+    assert native_step.state() == native_step.RUNNING and native_step.exceptions() == ["it is padded"]
+
+
+def test_the_model_of_speculative_decoding_leaves_the_step_alone(served: Engine) -> None:
+    program = native_step._program
+    native_step._build(None, SimpleNamespace(is_draft_worker=True))
+    assert program is not None and native_step._program is program
 
 
 def small_batch(rows: tuple[int, ...] = (0, 2, 0, 0), **changes: list[int]) -> tuple[Any, ...]:
@@ -249,6 +258,7 @@ def test_a_batch_without_tokens_gives_no_rows(served: Engine) -> None:
 NO_STEP: dict[str, tuple[str, Any, str]] = {
     "attention in prefill": ("prefill_attention_backend_str", "torch_native", "the attention backend is torch_native"),
     "attention in decode": ("decode_attention_backend_str", "torch_native", "the attention backend is torch_native"),
+    "wrapped attention": ("attn_backend", SimpleNamespace(), "the attention backend is wrapped in SimpleNamespace"),
     "KV dtype": ("token_to_kv_pool.store_dtype", torch.uint8, "the KV pool is a MHATokenToKVPool of "),
     "KV layout": ("token_to_kv_pool.kv_cache_layout", "hnd", "the KV pool is a MHATokenToKVPool of "),
     "rotary": ("model.model.layers[1].self_attn.rotary_emb.is_neox_style", False, "the rotary embedding is Rotary"),
