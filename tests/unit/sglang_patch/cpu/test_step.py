@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -146,6 +146,21 @@ def test_a_token_that_is_not_finite_ends_its_request_alone(served: Engine, both:
     served.clear()
     served.run(served.request("good", prompt(20)))
     assert answers(served)["good"] == together
+
+
+def test_the_step_reports_the_tokens_that_the_experts_refuse(served: Engine) -> None:
+    program = native_step._program
+    assert program is not None
+    weight = program.model.embed_tokens.weight
+    before = weight[NAN_TOKEN].clone()
+    with torch.no_grad():
+        weight[NAN_TOKEN] = float("nan")
+    try:
+        hidden, refused = program._step.run(*small_batch(ids=[3, NAN_TOKEN]))
+    finally:
+        with torch.no_grad():
+            weight[NAN_TOKEN] = before
+    assert refused == [1] and hidden[0].isfinite().all() and hidden[1].isnan().all()
 
 
 def test_an_id_outside_the_vocabulary_ends_its_request_alone(served: Engine) -> None:
@@ -305,8 +320,8 @@ def owner(runner: Any, path: str) -> tuple[Any, str]:
 def test_other_models_and_options_are_left_to_sglang(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.runtime_context import get_parallel
 
-    def why_not(config: dict[str, Any]) -> str:
-        config_object = SimpleNamespace(to_dict=lambda: config)
+    def why_not(config: Mapping[str, Any]) -> str:
+        config_object = SimpleNamespace(to_dict=lambda: dict(config))
         return native_step._why_not(SimpleNamespace(model_config=SimpleNamespace(hf_config=config_object)))
 
     deepseek = load_preset("tiny-deepseek-v3").config
