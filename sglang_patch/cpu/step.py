@@ -225,8 +225,10 @@ def _why_not_modules(model: Any) -> str:
 
     rotaries = {layer.self_attn.rotary_emb for layer in model.model.layers}
     for rotary in rotaries:
-        if type(rotary).forward_native is not RotaryEmbedding.forward_native or not rotary.is_neox_style:
-            return f"the rotary embedding is {type(rotary).__name__}"
+        kind = type(rotary)
+        is_plain = issubclass(kind, RotaryEmbedding) and kind.forward is RotaryEmbedding.forward
+        if not is_plain or kind.forward_native is not RotaryEmbedding.forward_native or not rotary.is_neox_style:
+            return f"the rotary embedding is {kind.__name__}"
     if len(rotaries) > 1:
         return f"the layers have {len(rotaries)} rotary embeddings"
     for name, module in model.named_modules():

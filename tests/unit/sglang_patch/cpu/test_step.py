@@ -277,6 +277,11 @@ NO_STEP: dict[str, tuple[str, Any, str]] = {
     "KV dtype": ("token_to_kv_pool.store_dtype", torch.uint8, "the KV pool is a MHATokenToKVPool of "),
     "KV layout": ("token_to_kv_pool.kv_cache_layout", "hnd", "the KV pool is a MHATokenToKVPool of "),
     "rotary": ("model.model.layers[1].self_attn.rotary_emb.is_neox_style", False, "the rotary embedding is Rotary"),
+    "rotary module": (  # as SGLang's embeddings for "longrope" and FoPE, which are not RotaryEmbedding's subclasses
+        "model.model.layers[1].self_attn.rotary_emb",
+        torch.nn.Identity(),
+        "the rotary embedding is Identity",
+    ),
     "packed weights": ("model.lm_head.use_intel_amx_backend", True, "the weights of lm_head are packed"),
     "residual": ("model.model.norm.fp32_residual", True, "model.norm has a residual in float32"),
     "hook": ("model.model.norm._forward_hooks", {0: print}, "model.norm has a forward hook"),
@@ -305,6 +310,22 @@ def test_a_model_that_the_step_does_not_fit_is_left_to_sglang(
             native_step._build(None, runner)
             assert native_step.state().startswith(reason)
             assert native_step.state() in caplog.text
+    finally:
+        native_step._build(None, runner)
+    assert native_step.state() == native_step.RUNNING
+
+
+def test_a_rotary_embedding_with_a_forward_of_its_own_is_left_to_sglang(
+    served: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.layers.rotary_embedding.bailing_mrope import BailingMRotaryEmbedding
+
+    runner = served.scheduler.tp_worker.model_runner
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.model.model.layers[0].self_attn.rotary_emb, "__class__", BailingMRotaryEmbedding)
+            native_step._build(None, runner)
+            assert native_step.state() == "the rotary embedding is BailingMRotaryEmbedding"
     finally:
         native_step._build(None, runner)
     assert native_step.state() == native_step.RUNNING
