@@ -5,8 +5,8 @@ them. Reference cycles among frozen objects are never collected, also those that
 during requests or training steps therefore keeps some of their objects for ever, with their tensors: 663 freezes in an
 hour of fuzzing added 270 MiB to the scheduler.
 
-Symbols: `freeze_gc` of the modules `scheduler` and `detokenizer_manager`, and of `tokenizer_manager`, which only the
-frontend patches (`frontend.http_server`).
+Symbol: `sglang.srt.utils.common.freeze_gc`. A hook on it reaches every module that imports the function: `scheduler`,
+`detokenizer_manager` and `tokenizer_manager`. A hook on each of these names would wrap the hooks of the others.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from kt_runtime.sglang_patch.hooks import Hooks
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.freeze_gc"
-SYMBOLS = ("sglang.srt.managers.scheduler.freeze_gc", "sglang.srt.managers.detokenizer_manager.freeze_gc")
+SYMBOLS = ("sglang.srt.utils.common.freeze_gc",)
 # A freeze happens if at least this share of the frozen objects are to be added. The number of freezes is therefore
 # bounded by how many objects a process can have.
 FEWEST_NEW_SHARE = 0.1
 
 
 def install(hooks: Hooks) -> None:
-    for symbol in SYMBOLS:
-        hooks.around(symbol, Freezes())
+    hooks.around(SYMBOLS[0], Freezes())
 
 
 class Freezes:

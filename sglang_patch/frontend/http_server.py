@@ -8,7 +8,6 @@ Symbols and reasons:
   503.
 - `http_server._freeze_gc_after_server_warmup`: hooked. SGLang posts to its own route before it listens, and without the
   API key, because SGLang does not know kt-runtime's key. The hook makes the same call directly.
-- `tokenizer_manager.freeze_gc`: hooked (`freezing.py`).
 - `OpenAIServingBase._parse_model_parameter`: hooked. `/v1/models` lists an adapter by its plain name, but SGLang
   silently answers a request with this `model` from the base. Here the plain name selects the adapter, as `base:adapter`
   does. Any other name selects the base, also a name with a colon. `serve/requests/checks/models.py` decides earlier
@@ -36,7 +35,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from kt_runtime.errors import RuntimeFault
 from kt_runtime.resident import progress
-from kt_runtime.sglang_patch import freezing
 from kt_runtime.sglang_patch.frontend import chat_logprobs, processes, tokenizing
 from kt_runtime.sglang_patch.hooks import Hooks
 
@@ -55,7 +53,6 @@ SYMBOLS = (
     f"{HTTP_SERVER}.app",
     f"{HTTP_SERVER}.launch_server",
     FREEZE_GC,
-    freezing.TOKENIZER_MANAGER,
     PARSE_MODEL,
     "sglang.srt.entrypoints.engine.init_tokenizer_manager",
     processes.ENGINE_PROCESSES,
@@ -183,7 +180,6 @@ def install(hooks: Hooks) -> None:
     tokenizing.install(hooks)
     chat_logprobs.install(hooks)
     hooks.around(FREEZE_GC, freeze_gc_directly)
-    hooks.around(freezing.TOKENIZER_MANAGER, freezing.Freezes())
     hooks.around(PARSE_MODEL, adapter_by_plain_name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 BEGIN = """
 import gc, weakref
@@ -62,3 +63,11 @@ print(len(calls))
 """
     # The n-th after the first is the last if half of `before` is less than a tenth of 1 + n / 2 times `before`: n = 9.
     assert 9 <= int(told(code)) <= 11
+
+
+def test_a_request_to_freeze_is_decided_once_in_a_process(patched_sglang: None) -> None:
+    from sglang.srt.managers import detokenizer_manager, scheduler, tokenizer_manager
+
+    functions: set[Any] = {module.freeze_gc for module in (detokenizer_manager, scheduler, tokenizer_manager)}
+    [hooked] = functions
+    assert not hasattr(hooked.__wrapped__, "__wrapped__")  # SGLang's own function
