@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from reference import lora
@@ -24,11 +25,14 @@ from kt_runtime.sglang_patch.lora.install import drop_adapter, install_adapter
 
 LENGTHS = (1, 2, 7, 33, 64, 150)  # in chunks of 64 tokens and pages of 8
 NAN_TOKEN, NO_TOKEN = 700, 1 << 20
-CASES: dict[str, tuple[str, dict[str, str]]] = {
-    "float32": ("float32", {}),
-    "float32, int8 experts": ("float32", {"expert_format": "int8"}),
-    "bfloat16, int4 experts": ("bfloat16", {"expert_format": "int4"}),
-    **{f"bfloat16, {isa}": ("bfloat16", {"isa": isa}) for isa in available_isas()},
+OTHER_MODEL = {"attention_bias": True, "norm_topk_prob": False, "num_key_value_heads": 1}
+# dtype, arguments of the expert store, changes of the model's configuration
+CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
+    "float32": ("float32", {}, {}),
+    "float32, int8 experts": ("float32", {"expert_format": "int8"}, {}),
+    "bfloat16, int4 experts": ("bfloat16", {"expert_format": "int4"}, {}),
+    "bfloat16, biases, one key head": ("bfloat16", {}, OTHER_MODEL),
+    **{f"bfloat16, {isa}": ("bfloat16", {"isa": isa}, {}) for isa in available_isas()},
 }
 
 
@@ -81,9 +85,9 @@ def served(
     """SGLang's own scheduler in this process, with a tiny Qwen3-MoE; prefills and decodes may share a batch."""
     from kt_runtime.serve.models.make_model import make_model
 
-    dtype, store = CASES[request.param]
-    model = tmp_path_factory.mktemp("model") / "tiny"
-    make_model("tiny-qwen3-moe", model, seed=3)
+    dtype, store, changes = CASES[request.param]
+    model, preset = tmp_path_factory.mktemp("model") / "tiny", load_preset("tiny-qwen3-moe")
+    make_model(msgspec.structs.replace(preset, config=preset.config | changes), model, seed=3)
     with engine(model, "--dtype", dtype, "--enable-mixed-chunk", **store) as started:
         yield started
 
@@ -161,6 +165,24 @@ def test_the_step_reports_the_tokens_that_the_experts_refuse(served: Engine) -> 
         with torch.no_grad():
             weight[NAN_TOKEN] = before
     assert refused == [1] and hidden[0].isfinite().all() and hidden[1].isnan().all()
+
+
+def test_a_token_with_finite_activations_and_an_infinite_logit_ends_its_request(served: Engine) -> None:
+    served.clear()
+    program = native_step._program
+    assert program is not None
+    weight = program.model.layers[0].mlp.gate.weight
+    before = weight[:2].clone()
+    with torch.no_grad():
+        weight[0], weight[1] = 3e38, -3e38
+    try:
+        hidden, refused = program._step.run(*small_batch())
+        served.run(served.request("bad", prompt(9, 11)))
+    finally:
+        with torch.no_grad():
+            weight[:2] = before
+    assert refused == [0, 1] and hidden.isfinite().all()
+    assert served.ended["bad"]["status_code"] == 422
 
 
 def test_an_id_outside_the_vocabulary_ends_its_request_alone(served: Engine) -> None:
@@ -339,7 +361,7 @@ def owner(runner: Any, path: str) -> tuple[Any, str]:
 
 
 def test_other_models_and_options_are_left_to_sglang(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import get_exec, get_parallel
 
     def why_not(config: Mapping[str, Any]) -> str:
         config_object = SimpleNamespace(to_dict=lambda: dict(config))
@@ -352,6 +374,10 @@ def test_other_models_and_options_are_left_to_sglang(served: Engine, monkeypatch
     with monkeypatch.context() as patch:
         patch.setitem(get_parallel()._overrides, "tp_size", 2)
         assert why_not(served.config) == "the model is split over several ranks"
+    runner = served.scheduler.tp_worker.model_runner
+    assert native_step._why_not(runner) == ""
+    with get_exec().moe.override(expert_distribution_recorder_mode="stat"):
+        assert native_step._why_not(runner) == "the distribution of experts is recorded"
     places: dict[str, Any] = dict.fromkeys(
         ("model", "model_directory", "wire_address", "names_address", "adapter_directory"), "x"
     )
@@ -364,6 +390,7 @@ def test_what_the_step_leaves_to_sglang(
     patched_sglang: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.state_capturer import routed_experts
 
     class Refusing:
         def run(self, *_: Any) -> None:
@@ -397,6 +424,9 @@ def test_what_the_step_leaves_to_sglang(
         model.layers_to_capture = [1]
         assert computed(model, ids, batch)
         model.layers_to_capture = []
+        with monkeypatch.context() as patch:
+            patch.setattr(routed_experts, "get_global_experts_capturer", object)
+            assert computed(model, ids, batch)
     assert native_step.exceptions() == [
         "it has an adapter",
         "its mode is IDLE",
@@ -406,6 +436,7 @@ def test_what_the_step_leaves_to_sglang(
         "it is computed in two halves",
         "it is padded",
         "states of single layers are captured",
+        "the chosen experts are captured",
     ]
     assert all(caplog.text.count(reason) == 1 for reason in native_step.exceptions())
     with pytest.raises(AssertionError, match="the step must not run"):
