@@ -103,6 +103,8 @@ class NativeStep {
     return refused;
   }
 
+  int64_t scratch_bytes() const { return program_.scratch_bytes(); }
+
  private:
   static const Tiles& tiles_of(const std::string& isa) {
     const Tiles* tiles = nullptr;
@@ -143,7 +145,8 @@ class NativeStep {
 void bind_step(py::module_& module) {
   py::class_<NativeStep>(module, "Step")
       .def(py::init<const std::string&, int, const py::dict&>())
-      .def("run", &NativeStep::run);
+      .def("run", &NativeStep::run)
+      .def_property_readonly("scratch_bytes", &NativeStep::scratch_bytes);
 }
 
 }  // namespace kt

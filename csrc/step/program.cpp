@@ -88,7 +88,27 @@ Program::Program(Stack stack, const Tiles& tiles, int num_threads)
       engine_{dense_of(tiles), tiles, num_threads},
       attention_engine_{attention_of(tiles), num_threads} {}
 
+int64_t Program::scratch_bytes() const {
+  size_t bytes = attention_parts_.bytes();
+  for (const AlignedBuffer& buffer : buffers_) bytes += buffer.bytes();
+  return static_cast<int64_t>(bytes);
+}
+
+void Program::free_unneeded(int64_t tokens) {
+  need_.add(static_cast<size_t>(tokens));
+  if (++steps_ % kCallsInWindow == 0) {
+    if (room_ > 2 * need_.most()) {
+      buffers_.clear();
+      attention_parts_ = AlignedBuffer();
+      room_ = 0;
+    }
+    need_.end_window();
+  }
+  room_ = std::max(room_, static_cast<size_t>(tokens));
+}
+
 Program::Rows Program::reserve(int64_t tokens) {
+  free_unneeded(tokens);
   const int64_t hidden = stack_.hidden(), top_k = stack_.top_k;
   const int64_t experts = stack_.layers[0].gate.shape[0];
   size_t next = 0;

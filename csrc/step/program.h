@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/memory.h"
+#include "base/scratch.h"
 #include "base/status.h"
 #include "ops/attention.h"
 #include "ops/dense.h"
@@ -23,7 +24,8 @@ struct StepBatch {
   std::vector<KvSequence> sequences;  // keys of the new tokens included
 };
 
-// Not thread-safe: scratch for the largest batch so far belongs to the program.
+// Not thread-safe: scratch for the largest batch of recent steps belongs to the program. As other scratch, it is freed
+// after two to three windows of steps (base/scratch.h) that needed less than half of it.
 class Program {
  public:
   Program(Stack stack, const Tiles& tiles, int num_threads);
@@ -35,6 +37,7 @@ class Program {
 
   DType dtype() const { return stack_.dtype(); }
   int64_t hidden() const { return stack_.hidden(); }
+  int64_t scratch_bytes() const;
 
  private:
   struct Rows;
@@ -48,6 +51,7 @@ class Program {
   Status run_experts(const StackLayer& layer, const Rows& rows);
   void mask_rows(const Rows& rows);
   Rows reserve(int64_t tokens);
+  void free_unneeded(int64_t tokens);
 
   const Stack stack_;
   const Tiles& tiles_;
@@ -56,6 +60,9 @@ class Program {
   AttentionWork attention_;  // of the batch
   std::vector<AlignedBuffer> buffers_;
   AlignedBuffer attention_parts_;
+  RecentNeed need_;  // of tokens, by step
+  size_t room_ = 0;  // most tokens since the buffers were made
+  int64_t steps_ = 0;
   std::vector<uint8_t> is_refused_;  // by token of the batch
 };
 

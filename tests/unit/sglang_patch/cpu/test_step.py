@@ -291,6 +291,22 @@ def test_a_batch_without_tokens_gives_no_rows(served: Engine) -> None:
     assert hidden.shape == (0, served.config["hidden_size"]) and refused == []
 
 
+def test_memory_of_a_large_batch_is_given_back_after_many_small_ones(served: Engine) -> None:
+    served.clear()
+    step = native_step._program_of(served.scheduler.tp_worker.model_runner)._step
+    slots = torch.arange(8, 1008)
+    large = Sequences(torch.tensor([[0, 1000, 0, 0]]), slots.int()[None])
+    small = small_batch()
+    step.run(*small)
+    needed = step.scratch_bytes
+    wanted = step.run(torch.tensor(prompt(1000)), slots - 8, slots, large)[0]
+    assert step.scratch_bytes > 50 * needed > 0
+    for _ in range(3 * 1024):  # windows (csrc/base/scratch.h): the large batch's, the one that remembers it, one more
+        step.run(*small)
+    assert step.scratch_bytes == needed
+    assert torch.equal(step.run(torch.tensor(prompt(1000)), slots - 8, slots, large)[0], wanted)
+
+
 # What changes in SGLang's runner, by attribute, and why there is then no step.
 NO_STEP: dict[str, tuple[str, Any, str]] = {
     "attention in prefill": ("prefill_attention_backend_str", "torch_native", "the attention backend is torch_native"),
