@@ -5,7 +5,8 @@ because attention, matrix products and experts compute each token separately. Bu
 non-finite row, sampling refuses the whole batch, and pages of such keys would enter the prefix cache. So rows are
 checked where a check costs one read of data just written; non-finite rows are replaced by zeros and noted:
 
-- the experts' input, after the store has refused it (`moe.experts_forward`); a call without such rows costs nothing;
+- the experts' input, after the store has refused it (`moe.experts_forward`; in the native step csrc/step/program.h); a
+  call without such rows costs nothing;
 - new keys and values on a CPU, in batches with an adapter (`attention`);
 - the last hidden states, before the head, and the logits of each request, after bias and grammar.
 

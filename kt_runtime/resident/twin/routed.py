@@ -53,7 +53,7 @@ def _drawn_seed() -> int:
 
 
 class SoftmaxRouter(nn.Module):
-    """Qwen3-MoE's router as SGLang 0.5.23 computes it (`sglang.srt.layers.moe.topk.fused_topk_torch_native`).
+    """Qwen3-MoE's router as serving computes it (`kt_runtime.ops.router`).
 
     Unlike Hugging Face's router, this one keeps the routing weights in float32 instead of rounding them to the model's
     dtype. In a float32 model both are equal. DeepSeek's routers need no replacement: both sides compute in float32.
