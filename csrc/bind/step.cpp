@@ -50,6 +50,12 @@ StackLayer layer_of(const Stack& stack, const py::dict& named, int64_t index) {
                                          std::to_string(experts.hidden) + "; expected at least " +
                                          std::to_string(stack.top_k) + " of " + std::to_string(hidden)};
   }
+  const int64_t num_experts = stack.layers.empty() ? experts.num_experts : stack.layers[0].gate.shape[0];
+  if (experts.num_experts != num_experts) {  // all layers share one buffer of router logits
+    throw BindError{"invalid_value", "layers[" + std::to_string(index) + "].experts has " +
+                                         std::to_string(experts.num_experts) + " experts; expected " +
+                                         std::to_string(num_experts) + ", as layers[0]"};
+  }
   layer.input_norm = tensor("input_norm", {hidden});
   layer.qkv = tensor("qkv", {stack.qkv_cols(), hidden});
   layer.qkv_bias = tensor.optional("qkv_bias", {stack.qkv_cols()});
@@ -60,7 +66,7 @@ StackLayer layer_of(const Stack& stack, const py::dict& named, int64_t index) {
   layer.out = tensor("out", {hidden, stack.heads * size});
   layer.out_bias = tensor.optional("out_bias", {hidden});
   layer.post_norm = tensor("post_norm", {hidden});
-  layer.gate = tensor("gate", {experts.num_experts, hidden});
+  layer.gate = tensor("gate", {num_experts, hidden});
   return layer;
 }
 

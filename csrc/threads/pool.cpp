@@ -30,15 +30,16 @@ void relax() {
 #endif
 }
 
-// Returns when `value` is `wanted`: spins, then sleeps. A thread that changes `value` must notify.
+// Returns when `value` is `wanted`: spins, then sleeps. A thread that changes `value` must notify. Sequentially
+// consistent: a job closes with a store to `open` and then waits for `active`; a worker does the same in the other
+// order.
 template <class T>
 void wait_for(const std::atomic<T>& value, T wanted) {
   for (int i = 0; i < kSpins; ++i) {
-    if (value.load(std::memory_order_acquire) == wanted) return;
+    if (value.load() == wanted) return;
     relax();
   }
-  for (T seen = value.load(std::memory_order_acquire); seen != wanted; seen = value.load(std::memory_order_acquire))
-    value.wait(seen, std::memory_order_acquire);
+  for (T seen = value.load(); seen != wanted; seen = value.load()) value.wait(seen);
 }
 
 int current_node() {

@@ -172,7 +172,7 @@ def _build(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
     global _program, _reason
     if runner.is_draft_worker:  # of speculative decoding; its model computes with SGLang's modules
         return
-    _program = None
+    _program, _reason = None, "the step could not be built; the log has the reason"
     try:
         _reason = _why_not(runner)
         if not _reason:
@@ -187,7 +187,7 @@ def _build(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
 
 def _why_not(runner: Any) -> str:
     """Why the model can't have a step; empty if it can."""
-    from sglang.srt.runtime_context import get_exec, get_parallel
+    from sglang.srt.runtime_context import get_exec, get_observability, get_parallel
 
     settings = ResidentSettings.from_environment()
     if settings is not None and not settings.step:
@@ -207,6 +207,8 @@ def _why_not(runner: Any) -> str:
         return f"the attention backend is wrapped in {type(runner.attn_backend).__name__}"
     if get_exec().moe.expert_distribution_recorder_mode is not None:
         return "the distribution of experts is recorded"
+    if get_observability().forward_hooks:  # registered after the step is built
+        return "forward hooks are asked for"
     return _why_not_pool(runner) or _why_not_modules(runner.model)
 
 

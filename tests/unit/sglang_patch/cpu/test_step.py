@@ -369,6 +369,19 @@ def test_a_rotary_embedding_with_a_forward_of_its_own_is_left_to_sglang(
     assert native_step.state() == native_step.RUNNING
 
 
+def test_a_step_that_could_not_be_built_is_no_step(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(runner: Any) -> str:
+        raise RuntimeError("unexpected")
+
+    runner = served.scheduler.tp_worker.model_runner
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="unexpected"):
+        patch.setattr(native_step, "_why_not", fail)
+        native_step._build(None, runner)
+    assert native_step.state() == "the step could not be built; the log has the reason"
+    native_step._build(None, runner)
+    assert native_step.state() == native_step.RUNNING
+
+
 def owner(runner: Any, path: str) -> tuple[Any, str]:
     *parents, name = path.replace("[", ".").replace("]", "").split(".")
     for parent in parents:
@@ -377,7 +390,7 @@ def owner(runner: Any, path: str) -> tuple[Any, str]:
 
 
 def test_other_models_and_options_are_left_to_sglang(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.runtime_context import get_exec, get_parallel
+    from sglang.srt.runtime_context import get_exec, get_observability, get_parallel
 
     def why_not(config: Mapping[str, Any]) -> str:
         config_object = SimpleNamespace(to_dict=lambda: dict(config))
@@ -394,6 +407,8 @@ def test_other_models_and_options_are_left_to_sglang(served: Engine, monkeypatch
     assert native_step._why_not(runner) == ""
     with get_exec().moe.override(expert_distribution_recorder_mode="stat"):
         assert native_step._why_not(runner) == "the distribution of experts is recorded"
+    with get_observability().override(forward_hooks=[{"name": "x"}]):
+        assert native_step._why_not(runner) == "forward hooks are asked for"
     places: dict[str, Any] = dict.fromkeys(
         ("model", "model_directory", "wire_address", "names_address", "adapter_directory"), "x"
     )
