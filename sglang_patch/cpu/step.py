@@ -41,6 +41,7 @@ SYMBOLS = (
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
     "sglang.srt.model_executor.forward_batch_info.ForwardMode",
     "sglang.srt.runtime_context.get_exec",
+    "sglang.srt.runtime_context.get_observability",
     "sglang.srt.runtime_context.get_parallel",
     "sglang.srt.state_capturer.routed_experts.get_global_experts_capturer",
 )
