@@ -70,6 +70,11 @@ class SGLangHost:
     def step_exceptions(self) -> list[str]:
         return native_step.exceptions()
 
+    @property
+    def step_decoded(self) -> tuple[int, float]:
+        decoded = native_step.decoded()
+        return decoded.batches, decoded.seconds
+
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return cache_namespace.named_tensors(self._runner.model)
 

@@ -50,6 +50,11 @@ class Host(Protocol):
         """Why the engine's own modules have computed some batches although the step runs; each reason once."""
         ...
 
+    @property
+    def step_decoded(self) -> tuple[int, float]:
+        """(batches of decoding requests that the native step has computed, seconds of its calls for them)."""
+        ...
+
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The engine's parameters and buffers, by the engine's names. The twin's parameters are views of them."""
         ...

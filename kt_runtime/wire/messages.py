@@ -431,6 +431,8 @@ class UnforgottenName(msgspec.Struct, kw_only=True):
     reason: str
 
 
+STEP_RUNNING = "running"
+
 class StatusReply(Reply, tag="status"):
     """`fingerprint`: hash of the model's weights; empty until computed. `weights_shared_bytes`, `weights_copied_bytes`:
     training's parameters that share SGLang's memory, and that are copies.
@@ -441,9 +443,10 @@ class StatusReply(Reply, tag="status"):
     `chunked_prefill_tokens`: prompt tokens that serving computes at once, 0: no limit. `microbatch_tokens`: padded
     tokens that training sends through a layer at once.
 
-    `step`: "running" if the native step computes the decoder stack on a CPU, else the reason why the engine's own
+    `step`: `STEP_RUNNING` if the native step computes the decoder stack on a CPU, else the reason why the engine's own
     modules compute it. `step_exceptions`: why the modules computed some batches although the step runs, such as an
-    adapter; each reason once.
+    adapter; each reason once. `step_decode_batches`, `step_decode_seconds`: how many batches of decoding requests the
+    step has computed since the start, and how many seconds its calls for them took. Prompts are not counted.
 
     `cache`: the prefix cache's tiers, nearest first; empty if the engine reports none. `not_stored`: versions that
     could not be written to disk. `not_forgotten`: unloaded names whose removal could not be written to disk.
@@ -478,6 +481,8 @@ class StatusReply(Reply, tag="status"):
     expert_placement: str = ""
     step: str = ""
     step_exceptions: list[str] = msgspec.field(default_factory=list)
+    step_decode_batches: int = 0
+    step_decode_seconds: float = 0.0
 
 
 class SessionReply(Reply, tag="session"):

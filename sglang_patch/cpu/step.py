@@ -7,7 +7,8 @@ calls and the Python between them take longer than the arithmetic.
 
 SGLang's modules still compute families without a table (`Family.decoder_stack`), batches with adapters or with
 embeddings as input, and captured states of single layers. Both ways give the same bits, because the step calls the same
-kernels in the same order. The log states each reason once, /kt/status lists them (`state`, `exceptions`).
+kernels in the same order. The log states each reason once, /kt/status lists them (`state`, `exceptions`), and counts
+the batches that the step has decoded with their seconds (`decoded`).
 
 A batch with an id, a position or a KV slot out of range raises InvalidValueError before anything is written;
 `faults.batches` then ends the request at fault. A token with NaN or Inf is noted for `faults.finite_rows`.
@@ -16,7 +17,9 @@ A batch with an id, a position or a KV slot out of range raises InvalidValueErro
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.faults import finite_rows
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND
+from kt_runtime.wire.messages import STEP_RUNNING
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +49,21 @@ SYMBOLS = (
     "sglang.srt.runtime_context.get_parallel",
     "sglang.srt.state_capturer.routed_experts.get_global_experts_capturer",
 )
-RUNNING = "running"
+RUNNING = STEP_RUNNING
+
+
+@dataclass
+class DecodeCount:
+    """Batches of decoding requests that the step has computed, and the seconds that its calls for them took."""
+
+    batches: int = 0
+    seconds: float = 0.0
+
 
 _program: Program | None = None  # of the process's only model
 _reason = "no model has been loaded"  # why there is no program
 _exceptions: list[str] = []  # why SGLang's modules computed a batch although there is a program
+_decoded = DecodeCount()  # by every program of the process
 
 
 def install(hooks: Hooks) -> None:
@@ -68,11 +82,17 @@ def exceptions() -> list[str]:
     return list(_exceptions)
 
 
+def decoded() -> DecodeCount:
+    """What the step has decoded since the start, or since `forget`."""
+    return replace(_decoded)
+
+
 def forget() -> None:
     """Drops the step and what it keeps alive: parameters, KV pool and experts."""
     global _program, _reason
     _program, _reason = None, "no model has been loaded"
     _exceptions.clear()
+    _decoded.batches, _decoded.seconds = 0, 0.0
 
 
 class Program:
@@ -99,7 +119,11 @@ class Program:
             self._pool.get_key_buffer(layer)  # waits for pages that the cache's host tier still copies
         sequences = get_attn_backend().forward_metadata
         slots = batch.out_cache_loc.long()
+        started = time.perf_counter()
         hidden, refused = self._step.run(input_ids.long(), positions.long(), slots, sequences)
+        if batch.forward_mode.is_decode():
+            _decoded.batches += 1
+            _decoded.seconds += time.perf_counter() - started
         if refused:
             _note(refused, len(hidden))
         return hidden

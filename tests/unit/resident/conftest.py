@@ -118,6 +118,7 @@ class FakeHost:
     context_tokens = 256
     chunked_prefill_tokens = 128
     step = "the host is a fake"
+    step_decoded = (3, 0.25)
 
     def __init__(
         self,

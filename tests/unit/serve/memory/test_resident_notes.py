@@ -23,7 +23,8 @@ RULES = """\
 
 def status(**values: Any) -> StatusReply:
     known: dict[str, Any] = {
-        field: {"str": "x", "int": 1}.get(str(kind), []) for field, kind in StatusReply.__annotations__.items()
+        field: {"str": "x", "int": 1, "float": 0.5}.get(str(kind), [])
+        for field, kind in StatusReply.__annotations__.items()
     }
     chosen = {
         "expert_format": "bf16",

@@ -225,6 +225,19 @@ def test_requests_of_the_base_have_the_same_bits_beside_an_adapter_s(served: Eng
     assert {rid: answer for rid, answer in answers(served).items() if rid != "adapted"} == alone
 
 
+def test_the_batches_that_the_step_decodes_are_counted(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.clear()
+    before = native_step.decoded()
+    served.run(served.request("step", prompt(20)))
+    after = native_step.decoded()
+    assert len(served.tokens["step"]) == 8
+    assert after.batches == before.batches + 7, "the prompt's batch gives the first token"
+    assert after.seconds > before.seconds
+    monkeypatch.setattr(native_step, "_program", None)
+    served.run(served.request("modules", prompt(20)))
+    assert native_step.decoded() == after
+
+
 def test_the_step_is_built_again_over_parameters_and_a_pool_that_moved(
     served: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
