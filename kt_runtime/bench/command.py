@@ -225,6 +225,13 @@ def cache(say: Say, as_json: bool, **options: Any) -> None:
 @click.option("--rank", default=16, show_default=True, help="Of the adapters.")
 @click.option("--dtype", help="bfloat16 or float32. [default: the faster one here]")
 @click.option(
+    "--sglang/--no-sglang",
+    "with_sglang",
+    default=True,
+    show_default=True,
+    help="Also measure SGLang without the native step (serve --no-step).",
+)
+@click.option(
     "--hugging-face/--no-hugging-face",
     "with_hugging_face",
     default=True,
@@ -257,7 +264,7 @@ def serve(
     runs: int | None,
     **options: Any,
 ) -> None:
-    """Time prefill and decode over HTTP against the machine's limits, Hugging Face and llama.cpp.
+    """Time prefill and decode over HTTP against the machine's limits, SGLang, Hugging Face and llama.cpp.
 
     \b
     Options that name several things may be given several times. Progress goes to stderr.

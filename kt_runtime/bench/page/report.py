@@ -17,7 +17,7 @@ from kt_runtime.files import errors_of_path, read_regular
 SIGNIFICANT_DIGITS = 4
 MAX_FILE_BYTES = 16 << 20
 GIGA = Decimal(10**9)
-PEERS = {"hugging_face": "Hugging Face", "llama_cpp": "llama.cpp"}
+PEERS = {"sglang_no_step": "SGLang without the step", "hugging_face": "Hugging Face", "llama_cpp": "llama.cpp"}
 """Peers of `bench serve` -> their names in tables. A peer without results has empty columns, so that tables of several
 machines become one."""
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
@@ -174,14 +174,29 @@ def _serving(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     for name, peer in PEERS.items():
         if shares := [share for row in rows if (share := row["same_tokens"].get(name)) is not None]:
             figures.append(Single(f"share of the server's tokens that {peer} chooses too", _spread(shares), "ratio"))
+    figures += [figure for row in rows for figure in _step_figures(row)]
     columns = [Column("kt-runtime, median", "tokens/s"), Column("kt-runtime, all runs", "tokens/s")]
     columns += [Column("limit", "tokens/s"), Column("median / limit", "ratio")]
     columns += [Column(peer, "tokens/s") for peer in PEERS.values()]
     columns += [Column(f"kt-runtime / {peer}", "ratio") for peer in PEERS.values()]
-    table_rows = [Row([settings["model"], *_serving_case(row)], _serving_cells(row)) for row in rows]
+    table_rows = [
+        Row([settings["model"], *_serving_case(row)], _serving_cells(row), row.get("problem")) for row in rows
+    ]
     notes = [f"{PEERS[name]}: {_facts(facts)}." for name, facts in report["peers"].items()]
     title = f"{settings['model']} in {settings['dtype']}, over HTTP; peers in their own processes"
     return figures, [Table("rates", ["model", "case", "size"], columns, table_rows, title, notes)]
+
+
+def _step_figures(row: Mapping[str, Any]) -> list[Single]:
+    """Where a token's time goes with one stream. Older reports have no `step`."""
+    if (step := row.get("step")) is None:
+        return []
+    rest = "head, sampling, scheduling and HTTP, 1 stream, per token"
+    return [
+        Single("the native step without HTTP, 1 stream, per token", _rounded(step["ms"]), "ms"),
+        Single("the native step without HTTP, 1 stream: limit / time", _rounded(step["limit_share"]), "ratio"),
+        Single(f"everything else: {rest}", _rounded(step["rest_ms"]), "ms"),
+    ]
 
 
 def _serving_case(row: Mapping[str, Any]) -> list[str]:
@@ -194,7 +209,7 @@ def _serving_cells(row: Mapping[str, Any]) -> list[Cell]:
     peers = [row["peers"].get(name) for name in PEERS]
     return [
         _rounded(rate),
-        _spread(row["tokens_per_s_runs"]),
+        _spread(row["tokens_per_s_runs"]) if row["tokens_per_s_runs"] else None,
         _rounded(row["limit_tokens_per_s"]),
         _rounded(row["limit_share"]),
         *map(_rounded, peers),

@@ -1,1 +1,1 @@
-"""Prefill and decode over HTTP, compared with the machine's limits, Hugging Face and llama.cpp."""
+"""Prefill and decode over HTTP, compared with the machine's limits, SGLang, Hugging Face and llama.cpp."""

@@ -1,7 +1,7 @@
 """Runs the cases with Hugging Face or llama.cpp, in a process and perhaps an interpreter of their own.
 
-The argument is a JSON file (`peers.Peer`). Prints one JSON line first, the facts, then one for each case: seconds of
-each counted run, the share of the server's tokens that this engine would have chosen too, and the mean number of
+The argument is a JSON file (`peers.ScriptPeer`). Prints one JSON line first, the facts, then one for each case: seconds
+of each counted run, the share of the server's tokens that this engine would have chosen too, and the mean number of
 distinct experts of a decode step, if the engine reports its routing. Does not import kt_runtime.
 
 An engine is fed the tokens that the server answered with, so that all sides read the same experts.

@@ -1,7 +1,7 @@
 """Peers that compute the server's cases: Hugging Face in this interpreter, llama.cpp in another one.
 
 A peer runs in a process of its own, whose end frees all memory. A peer that fails leaves the cases that it has
-measured, and the reason.
+measured, and the reason. Another server is a peer, too: `no_step.NoStep`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,33 @@ HUGGING_FACE, LLAMA_CPP = "hugging_face", "llama_cpp"
 
 
 class Peer:
-    """`engine`: its name in `peer_script.ENGINES`. `facts`: versions and settings. `problem`: why cases lack a result;
-    None: none does."""
+    """`engine`: its name in the result. `facts`: versions and settings. `problem`: why cases lack a result; None: none
+    does."""
 
-    def __init__(self, engine: str, python: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, engine: str, say: Callable[[str], None]) -> None:
         self.engine = engine
-        self._python = python.absolute()  # not resolved: the link's location identifies a virtual environment
-        self._say = say
         self.facts: dict[str, Any] = {}
         self.problem: str | None = None
         self.measured: dict[Case, Measured] = {}
+        self._say = say
+
+    def say(self, line: str) -> None:
+        self._say(f"{self.engine}: {line}")
+
+    def fail(self, problem: str) -> None:
+        self.problem = problem
+        self.say(problem)
+
+    def as_json(self) -> dict[str, Any]:
+        return self.facts | {"problem": self.problem}
+
+
+class ScriptPeer(Peer):
+    """One of `peer_script.ENGINES`, run by the interpreter `python`."""
+
+    def __init__(self, engine: str, python: Path, say: Callable[[str], None]) -> None:
+        super().__init__(engine, say)
+        self._python = python.absolute()  # not resolved: the link's location identifies a virtual environment
 
     def measure(self, model: Path, server: Measurements, dtype: str, threads: int, directory: Path) -> None:
         """Runs the cases of `server` that have no adapters. `model`: the checkpoint's directory, or the GGUF file.
@@ -52,7 +69,7 @@ class Peer:
         }
         path, log = directory / f"{self.engine}.json", directory / f"{self.engine}.log"
         path.write_text(json.dumps(question))
-        self._say(f"{self.engine}: loading")
+        self.say("loading")
         try:
             with log.open("wb") as opened:
                 status = self._run(path, opened, cases)
@@ -63,13 +80,6 @@ class Peer:
             last = (log.read_text(errors="replace").strip() or "no message").splitlines()[-1]
             ending = f"signal {-status}" if status < 0 else f"status {status}"
             self.fail(f"ended with {ending} after {len(self.measured)} of {len(cases)} cases: {last[:300]}")
-
-    def fail(self, problem: str) -> None:
-        self.problem = problem
-        self._say(f"{self.engine}: {problem}")
-
-    def as_json(self) -> dict[str, Any]:
-        return self.facts | {"problem": self.problem}
 
     def _run(self, question: Path, log: Any, cases: list[Case]) -> int:
         """The process's exit status. On every way out the process has ended."""
@@ -112,7 +122,7 @@ class Peer:
         case = cases[found["case"]]
         measured = Measured(list(_rates(case, found)), found["experts"], found["same_tokens"])
         self.measured[case] = measured
-        self._say(f"{self.engine}: {case}: {measured.tokens_per_s:.1f} tokens/s")
+        self.say(f"{case}: {measured.tokens_per_s:.1f} tokens/s")
 
 
 def _rates(case: Case, found: dict[str, Any]) -> Iterator[float]:

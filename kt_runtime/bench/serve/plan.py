@@ -54,7 +54,8 @@ class Plan:
 
     A stream of a decode case has a prompt of `prompt_tokens` and an answer of `new_tokens`. `rank`: of the adapters,
     which are on all of the family's LoRA targets. `dtype`: of the server and of Hugging Face; None: the faster one on
-    this machine. `peer`: a Python interpreter with llama-cpp-python.
+    this machine. `with_sglang`: also a server without the native step. `peer`: a Python interpreter with
+    llama-cpp-python.
     """
 
     model: str = PRESET
@@ -66,6 +67,7 @@ class Plan:
     with_adapters: bool = True
     rank: int = 16
     dtype: str | None = None
+    with_sglang: bool = True
     with_hugging_face: bool = True
     peer: Path | None = None
     default_sizes: Sizes = FULL

@@ -25,6 +25,8 @@ def print_report(result: dict[str, Any]) -> None:
     legend += f" A stream has a prompt of {serving['prompt_tokens']} tokens and {serving['new_tokens']} new ones;"
     legend += f" adapters have rank {serving['rank']} on all targets."
     console.print(legend, highlight=False)
+    for row in result["rows"]:
+        _print_row(console, row)
     if limits is not None:
         rates = f"DRAM read {limits['dram_bytes_per_s'] / 1e9:.1f} GB/s, bf16 peak {limits['bf16_flops'] / 1e9:.0f}"
         console.print(f"Limits: {rates} GFLOP/s, {limits['isa']}, {limits['threads']} threads.", highlight=False)
@@ -33,12 +35,27 @@ def print_report(result: dict[str, Any]) -> None:
             console.print(f"{name}: {peer['problem']}", highlight=False, markup=False)
 
 
-def _cells(row: dict[str, Any], peers: list[str]) -> list[str]:
+def _print_row(console: Console, row: dict[str, Any]) -> None:
+    """What has no place in the table."""
+    if (step := row["step"]) is not None:
+        share = "" if step["limit_share"] is None else f", {step['limit_share']:.2f} {step['limit']}"
+        line = f"{_case(row)}: of a token's time the native step takes {step['ms']:.2f} ms{share}; "
+        line += f"head, sampling, scheduling and HTTP {step['rest_ms']:.2f} ms."
+        console.print(line, highlight=False)
+    if row["problem"] is not None:
+        console.print(f"{_case(row)}: {row['problem']}", highlight=False, markup=False)
+
+
+def _case(row: dict[str, Any]) -> str:
     size = f"{row['tokens']} tokens" if row["case"] == "prefill" else f"{row['streams']} streams"
-    share = row["limit_share"]
+    return f"{row['case']}, {size}{', adapters' if row['adapters'] else ''}"
+
+
+def _cells(row: dict[str, Any], peers: list[str]) -> list[str]:
+    rate, share = row["tokens_per_s"], row["limit_share"]
     return [
-        f"{row['case']}, {size}{', adapters' if row['adapters'] else ''}",
-        f"{row['tokens_per_s']:.1f} ({row['tokens_per_s_best']:.1f})",
+        _case(row),
+        "not measured" if rate is None else f"{rate:.1f} ({row['tokens_per_s_best']:.1f})",
         "" if share is None else f"{share:.2f} {row['limit']}",
         *(_peer(row, name) for name in peers),
     ]

@@ -13,12 +13,15 @@ from kt_runtime.bench.serve.plan import PREFILL, Case
 
 @dataclass(frozen=True)
 class Measured:
-    """`rates`: tokens/s of each counted run. `experts`: distinct experts of a step in a layer, a mean; None: not
-    counted. `same_tokens`: share of the server's tokens that this side would have chosen too; None: not compared."""
+    """`rates`: tokens/s of each counted run, at least one. `experts`: distinct experts of a step in a layer, a mean;
+    None: not counted. `same_tokens`: share of the server's tokens that this side would have chosen too; None: not
+    compared. `step_seconds`: of each run, the mean time of the native step for a token of one stream; empty: unknown.
+    """
 
     rates: list[float]
     experts: float | None = None
     same_tokens: float | None = None
+    step_seconds: list[float] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:
@@ -31,34 +34,70 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """`work`: of the whole prompt, or of a decode step. `experts`: distinct experts of a decode step, as in `work`;
-    `are_counted`: from a peer's router, else expected of random choices. `peers`: by name, those with a result."""
+    """`ours`: None: not measured. `work`: of the whole prompt, or of a decode step. `experts`: distinct experts of a
+    decode step, as in `work`; `are_counted`: from a peer's router, else expected of random choices. `peers`: by name,
+    those with a result. `step_work`: the part of `work` that the native step does; None: the part is not timed.
+    `problem`: why runs, or all of them, lack a result; None: none does.
+    """
 
     case: Case
-    ours: Measured
+    ours: Measured | None
     work: Work
     experts: float | None = None
     are_counted: bool = False
     peers: Mapping[str, Measured] = field(default_factory=dict)
+    step_work: Work | None = None
+    problem: str | None = None
 
     def as_json(self, limits: Limits | None) -> dict[str, Any]:
         """`limits`: None: unknown, for a machine with a GPU."""
-        seconds, bottleneck = (None, None) if limits is None else self.work.limit(limits)
+        seconds, bottleneck = _limit(self.work, limits)
         limit_rate = None if seconds is None else self.case.size / seconds
+        rate, best = (None, None) if self.ours is None else (self.ours.tokens_per_s, self.ours.best)
         return {
             "case": self.case.kind,
             self.case.unit: self.case.size,
             "adapters": self.case.adapters,
-            "tokens_per_s": self.ours.tokens_per_s,
-            "tokens_per_s_best": self.ours.best,
-            "tokens_per_s_runs": self.ours.rates,
-            "limit_share": None if limit_rate is None else self.ours.tokens_per_s / limit_rate,
-            "limit_share_best": None if limit_rate is None else self.ours.best / limit_rate,
+            "tokens_per_s": rate,
+            "tokens_per_s_best": best,
+            "tokens_per_s_runs": [] if self.ours is None else self.ours.rates,
+            "limit_share": _share(rate, limit_rate),
+            "limit_share_best": _share(best, limit_rate),
             "limit": bottleneck,
             "limit_tokens_per_s": limit_rate,
             "distinct_experts": self.experts,
             "experts_counted": None if self.case.kind == PREFILL else self.are_counted,
+            "step": self._step(limits),
             "peers": {name: peer.tokens_per_s for name, peer in self.peers.items()},
             "peers_best": {name: peer.best for name, peer in self.peers.items()},
             "same_tokens": {name: peer.same_tokens for name, peer in self.peers.items()},
+            "problem": self.problem,
         }
+
+    def _step(self, limits: Limits | None) -> dict[str, Any] | None:
+        """The native step's share of a token's time with one stream, and the rest of that time."""
+        if self.ours is None or self.step_work is None or not self.ours.step_seconds:
+            return None
+        taken = self.ours.step_seconds
+        rest = [1 / rate - seconds for rate, seconds in zip(self.ours.rates, taken, strict=True)]
+        limit, bottleneck = _limit(self.step_work, limits)
+        return {
+            "ms": 1e3 * median(taken),
+            "ms_best": 1e3 * min(taken),
+            "ms_runs": [1e3 * seconds for seconds in taken],
+            "limit_share": _share(limit, median(taken)),
+            "limit_share_best": _share(limit, min(taken)),
+            "limit": bottleneck,
+            "limit_ms": None if limit is None else 1e3 * limit,
+            "rest_ms": 1e3 * median(rest),
+            "rest_ms_runs": [1e3 * seconds for seconds in rest],
+        }
+
+
+def _limit(work: Work, limits: Limits | None) -> tuple[float | None, str | None]:
+    """As `Work.limit`."""
+    return (None, None) if limits is None else work.limit(limits)
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or whole is None else part / whole

@@ -1,4 +1,5 @@
-"""The whole run: the machine's limits and the server, and after its end the peers, on the same tokens."""
+"""The whole run: the machine's limits and the server, and after its end the peers, one after the other, on the same
+tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ from kt_runtime import __version__
 from kt_runtime.bench.experts.limits import Limits, last_level_cache_bytes, measure_limits
 from kt_runtime.bench.serve.fit import check_disk, check_memory
 from kt_runtime.bench.serve.gguf_model import write_gguf_model
-from kt_runtime.bench.serve.peers import HUGGING_FACE, LLAMA_CPP, Peer
+from kt_runtime.bench.serve.no_step import NoStep
+from kt_runtime.bench.serve.peers import HUGGING_FACE, LLAMA_CPP, Peer, ScriptPeer
 from kt_runtime.bench.serve.plan import DECODE, PREFILL, Case, Plan
 from kt_runtime.bench.serve.rows import Row
-from kt_runtime.bench.serve.server_side import Measurements, ServerSide
+from kt_runtime.bench.serve.server_side import Measurements, ServerResult, ServerSide
 from kt_runtime.bench.serve.work import ModelWork, model_work
 from kt_runtime.bench.train.model import checkpoint, faster_dtype
 from kt_runtime.bench.train.plan import Plan as TrainPlan
@@ -39,20 +41,25 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
     cases, dtype = plan.cases(config), plan.dtype or faster_dtype()
     check_memory(plan, cases, config, dtype)
     check_disk(plan, cases, config)
-    peers = _peers(plan, say)
+    no_step, scripts = NoStep(say), _script_peers(plan, say)
     with uninterrupted() as acting, tempfile.TemporaryDirectory(prefix="kt-runtime-bench-") as root, acting():
         directory = Path(root)
         say(f"the checkpoint of {plan.model}")
         model = checkpoint(TrainPlan(model=plan.model), directory)
         limits = _limits(say)
-        server = ServerSide(plan, cases, config, dtype, say).measure(model, directory)
+        side = ServerSide(plan, cases, config, dtype, say)
+        server = side.measure(model, directory)
+        if plan.with_sglang:
+            no_step.measure(side, model, directory / "no-step")
         limits = _limits(say, limits)
-        for peer in peers:
-            _measure_peer(peer, model, server, dtype, directory)
-    rows = _rows(plan, model_work(config, dtype), server, peers)
+        for peer in scripts:
+            _measure_script(peer, model, server.measured, dtype, directory)
+    peers: list[Peer] = [*[no_step] * plan.with_sglang, *scripts]
+    work = model_work(config, dtype)
+    rows = [_row(plan, case, work, server, peers) for case in cases]
     return {
         "machine": _machine(limits),
-        "serving": _serving(plan, dtype),
+        "serving": _serving(plan, dtype, server),
         "peers": {peer.engine: peer.as_json() for peer in peers},
         "rows": [row.as_json(limits) for row in rows],
     }
@@ -66,12 +73,12 @@ def _config(model: str) -> Mapping[str, Any]:
     return read_config(Path(model))
 
 
-def _peers(plan: Plan, say: Say) -> list[Peer]:
-    peers = [Peer(HUGGING_FACE, Path(sys.executable), say)] if plan.with_hugging_face else []
-    return peers + ([Peer(LLAMA_CPP, plan.peer, say)] if plan.peer is not None else [])
+def _script_peers(plan: Plan, say: Say) -> list[ScriptPeer]:
+    peers = [ScriptPeer(HUGGING_FACE, Path(sys.executable), say)] if plan.with_hugging_face else []
+    return peers + ([ScriptPeer(LLAMA_CPP, plan.peer, say)] if plan.peer is not None else [])
 
 
-def _measure_peer(peer: Peer, model: Path, server: Measurements, dtype: str, directory: Path) -> None:
+def _measure_script(peer: ScriptPeer, model: Path, server: Measurements, dtype: str, directory: Path) -> None:
     place = model
     if peer.engine == LLAMA_CPP:
         place = directory / "model.gguf"
@@ -100,24 +107,23 @@ def _machine(limits: Limits | None) -> dict[str, Any]:
     return facts | {"limits": None if limits is None else dataclasses.asdict(limits)}
 
 
-def _serving(plan: Plan, dtype: str) -> dict[str, Any]:
+def _serving(plan: Plan, dtype: str, server: ServerResult) -> dict[str, Any]:
     names = ("model", "prompt_tokens", "new_tokens", "runs", "rank")
-    return {name: getattr(plan, name) for name in names} | {"dtype": dtype}
+    return {name: getattr(plan, name) for name in names} | {"dtype": dtype, "step": server.step}
 
 
-def _rows(plan: Plan, work: ModelWork, server: Measurements, peers: list[Peer]) -> list[Row]:
+def _row(plan: Plan, case: Case, work: ModelWork, server: ServerResult, peers: list[Peer]) -> Row:
     """A case with adapters has the distinct experts that were counted for the base with as many streams."""
-    rows = []
-    for case, (measured, _) in server.items():
-        theirs = {peer.engine: peer.measured[case] for peer in peers if case in peer.measured}
-        if case.kind == PREFILL:
-            rows.append(Row(case, measured, work.prefill(case.size), peers=theirs))
-            continue
-        base = Case(DECODE, case.size)
-        counts = [peer.measured[base].experts for peer in peers if base in peer.measured]
-        counted = next((count for count in counts if count is not None), None)
-        experts = work.expected_experts(case.size) if counted is None else counted
-        context = plan.prompt_tokens + plan.new_tokens / 2
-        step = work.decode(case.size, context, experts, plan.rank if case.adapters else 0)
-        rows.append(Row(case, measured, step, experts, counted is not None, theirs))
-    return rows
+    ours = server.measured[case][0] if case in server.measured else None
+    theirs = {peer.engine: peer.measured[case] for peer in peers if case in peer.measured}
+    problem = server.problems.get(case)
+    if case.kind == PREFILL:
+        return Row(case, ours, work.prefill(case.size), peers=theirs, problem=problem)
+    base = Case(DECODE, case.size)
+    counts = [peer.measured[base].experts for peer in peers if base in peer.measured]
+    counted = next((count for count in counts if count is not None), None)
+    experts = work.expected_experts(case.size) if counted is None else counted
+    context = plan.prompt_tokens + plan.new_tokens / 2
+    whole = work.decode(case.size, context, experts, plan.rank if case.adapters else 0)
+    step = work.native_step(context, experts) if case == Case(DECODE, 1) else None
+    return Row(case, ours, whole, experts, counted is not None, theirs, step, problem)

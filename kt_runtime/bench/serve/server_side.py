@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,32 @@ class Transcript:
 Measurements = dict[Case, tuple[Measured, Transcript]]
 
 
+@dataclass
+class ServerResult:
+    """`status`: of GET /kt/status before the first case. `measured`: the cases with at least one run. `problems`: why a
+    case has fewer runs than planned, or none."""
+
+    status: Mapping[str, Any] = field(default_factory=dict)
+    measured: Measurements = field(default_factory=dict)
+    problems: dict[Case, str] = field(default_factory=dict)
+
+    @property
+    def step(self) -> str:
+        """`STEP_RUNNING`, or why the server does not run the native step."""
+        return str(self.status.get("step", ""))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Prompts and answers by stream. `step_seconds`: the mean time of the native step for a token; None: unknown, as
+    with several streams."""
+
+    tokens_per_s: float
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    step_seconds: float | None = None
+
+
 def settings(plan: Plan, cases: list[Case], dtype: str) -> dict[str, Any]:
     """The server's options that the cases need, as fields of `serve.options.named.ServeOptions`."""
     context, streams = plan.context_tokens(cases), plan.most_streams(cases)
@@ -52,75 +78,116 @@ def settings(plan: Plan, cases: list[Case], dtype: str) -> dict[str, Any]:
 
 
 class ServerSide:
-    """Measures the cases in their order; adapters are loaded before the first case that has them."""
+    """Measures the cases in their order; adapters are loaded before the first case that has them.
+
+    `repeated`: another server's cases. Those of the base are measured again, with the same prompts and `--no-step`;
+    `cases` then only choose the server's options. `result` grows case by case, so an error leaves the earlier cases.
+    """
 
     def __init__(
-        self, plan: Plan, cases: list[Case], config: Mapping[str, Any], dtype: str, say: Callable[[str], None]
+        self,
+        plan: Plan,
+        cases: list[Case],
+        config: Mapping[str, Any],
+        dtype: str,
+        say: Callable[[str], None],
+        repeated: Measurements | None = None,
     ) -> None:
         self._plan, self._cases, self._config, self._dtype, self._say = plan, cases, config, dtype, say
-        self._random = np.random.default_rng(0)
+        self._repeated = repeated
+        # Another seed for the second server: its warm-ups must not begin as prompts that it computes later.
+        self._random = np.random.default_rng(0 if repeated is None else 1)
         self._adapters: list[str] = []
+        self.result = ServerResult()
 
-    def measure(self, model: Path, directory: Path) -> Measurements:
+    def without_step(self, say: Callable[[str], None]) -> ServerSide:
+        """The same server with `--no-step`, for the base's cases that this one has measured."""
+        return ServerSide(self._plan, self._cases, self._config, self._dtype, say, self.result.measured)
+
+    def measure(self, model: Path, directory: Path) -> ServerResult:
         """`directory`: for the server's files. The server has ended on return."""
-        options = [text for name, value in self._settings().items() for text in (f"--{name}", str(value))]
-        options += ["--adapter-dir", str(directory / "adapters")]
         self._say(f"starting a server in {self._dtype}")
-        found: Measurements = {}
-        with server(str(model), options, directory / "server.log") as started:
+        with server(str(model), self._options(directory), directory / "server.log") as started:
             api = ServerAPI(started.url, timeout_s=TIMEOUT_S)
-            for case in self._cases:
+            self.result.status = api.get("/kt/status")
+            for case in self._measured_cases():
                 if case.adapters and not self._adapters:
                     self._load_adapters(api, directory)
-                found[case] = self._measure(api, case)
-                self._say(f"{case}: {found[case][0].tokens_per_s:.1f} tokens/s")
-        return found
+                self._measure(api, case)
+        return self.result
 
-    def _settings(self) -> dict[str, Any]:
+    def _measured_cases(self) -> list[Case]:
+        return self._cases if self._repeated is None else [case for case in self._repeated if not case.adapters]
+
+    def _options(self, directory: Path) -> list[str]:
         made = settings(self._plan, self._cases, self._dtype)
-        return {name.replace("_", "-"): value for name, value in made.items()}
+        options = [text for name, value in made.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+        return [*options, "--adapter-dir", str(directory / "adapters"), *["--no-step"] * (self._repeated is not None)]
 
     def _load_adapters(self, api: ServerAPI, directory: Path) -> None:
         count = self._plan.most_streams(self._cases, adapters=True)
         self._say(f"loading {count} adapters of rank {self._plan.rank}")
         self._adapters = load_adapters(api, self._config, self._plan.rank, count, directory)
 
-    def _measure(self, api: ServerAPI, case: Case) -> tuple[Measured, Transcript]:
-        """One uncounted run, then the counted ones, each with prompts of its own, which no cache has."""
+    def _measure(self, api: ServerAPI, case: Case) -> None:
+        """One uncounted run, then the counted ones, each with prompts of its own, which no cache has. A run without a
+        rate ends the case."""
         self._warm_up(api, case)
-        rates, prompts, answers = [], [], []
-        for _ in range(self._plan.runs):
-            rate, prompt, answer = self._run(api, case)
-            rates.append(rate)
-            prompts.append(prompt)
-            answers.append(answer)
-        return Measured(rates), Transcript(prompts, answers)
+        runs: list[Run] = []
+        planned = self._plan.runs if self._repeated is None else len(self._repeated[case][1].prompts)
+        for number in range(planned):
+            run = self._run(api, case, number)
+            if run is None:
+                self._stop_early(case, number, planned)
+                break
+            runs.append(run)
+        if runs:
+            measured = Measured([run.tokens_per_s for run in runs], step_seconds=_step_seconds(runs))
+            transcript = Transcript([run.prompts for run in runs], [run.answers for run in runs])
+            self.result.measured[case] = measured, transcript
+            self._say(f"{case}: {measured.tokens_per_s:.1f} tokens/s")
 
-    def _run(self, api: ServerAPI, case: Case) -> tuple[float, list[list[int]], list[list[int]]]:
-        """(tokens per second, prompts, answers). Raises RuntimeFault if streams do not decode at the same time, though
-        run ATTEMPTS times."""
+    def _stop_early(self, case: Case, measured: int, planned: int) -> None:
+        problem = (
+            f"{measured} of {planned} runs were measured: in {ATTEMPTS} attempts at the next one the streams hardly "
+        )
+        self.result.problems[case] = problem + "decoded at the same time; ask for more --new-tokens"
+        self._say(f"{case}: {self.result.problems[case]}")
+
+    def _run(self, api: ServerAPI, case: Case, number: int) -> Run | None:
+        """None if the streams do not decode at the same time, though run ATTEMPTS times."""
         if case.kind == PREFILL:
-            prompts = self._prompts(case)
+            prompts = self._prompts(case, number)
             rate, answers = self._prefill(api, prompts)
-            return rate, prompts, answers
+            return Run(rate, prompts, answers)
         for _ in range(ATTEMPTS):
-            prompts = self._prompts(case)
+            prompts, before = self._prompts(case, number), _decoded(api)
             streams = self._streams(api, case, prompts, self._plan.new_tokens)
             if (common := tokens_per_s(streams)) is not None:
-                return common, prompts, [stream.answer for stream in streams]
+                step_seconds = self._step_time(before, _decoded(api)) if case.size == 1 else None
+                return Run(common, prompts, [stream.answer for stream in streams], step_seconds)
             self._say(f"{case}: the streams hardly decoded at the same time")
-        raise RuntimeFault(
-            f"{case}: in {ATTEMPTS} runs the streams hardly decoded at the same time; ask for more --new-tokens"
-        )
+        return None
+
+    def _step_time(self, before: tuple[int, float], after: tuple[int, float]) -> float | None:
+        """Seconds of the native step for a token of the one stream that decoded between the two counts. None if the
+        step did not compute all tokens but the first, which is the prompt's."""
+        batches, seconds = after[0] - before[0], after[1] - before[1]
+        return seconds / batches if batches == self._plan.new_tokens - 1 else None
 
     def _warm_up(self, api: ServerAPI, case: Case) -> None:
-        prompts = self._prompts(case)
+        prompts = self._random_prompts(case)
         if case.kind == PREFILL:
             self._prefill(api, prompts)
         else:
             self._streams(api, case, prompts, WARM_UP_TOKENS)
 
-    def _prompts(self, case: Case) -> list[list[int]]:
+    def _prompts(self, case: Case, number: int) -> list[list[int]]:
+        """New ones in each attempt at a run. Those of a repeated run may be cached then, which decoding does not
+        depend on."""
+        return self._random_prompts(case) if self._repeated is None else self._repeated[case][1].prompts[number]
+
+    def _random_prompts(self, case: Case) -> list[list[int]]:
         count, tokens = (case.size, self._plan.prompt_tokens) if case.kind == DECODE else (1, case.size)
         vocabulary = int(self._config["vocab_size"])
         prompts: list[list[int]] = self._random.integers(FIRST_TOKEN, vocabulary, (count, tokens)).tolist()
@@ -139,3 +206,15 @@ class ServerSide:
     def _streams(self, api: ServerAPI, case: Case, prompts: list[list[int]], new_tokens: int) -> list[Stream]:
         adapters: Sequence[str | None] = self._adapters[: case.size] if case.adapters else [None] * case.size
         return decode(api.url, prompts, new_tokens, adapters, TIMEOUT_S)
+
+
+def _decoded(api: ServerAPI) -> tuple[int, float]:
+    """(batches of decoding requests that the server's native step has computed, seconds of its calls for them)."""
+    status = api.get("/kt/status")
+    return status["step_decode_batches"], status["step_decode_seconds"]
+
+
+def _step_seconds(runs: Sequence[Run]) -> list[float]:
+    """Empty if a run has none."""
+    found = [run.step_seconds for run in runs if run.step_seconds is not None]
+    return found if len(found) == len(runs) else []

@@ -64,6 +64,12 @@ class ModelWork:
         cached = streams * context * self.kv_token_bytes
         return Work(self._weight_bytes(experts) + cached + adapters * self.dtype_bytes, operations)
 
+    def native_step(self, context: float, experts: float) -> Work:
+        """`decode` of one stream without the head, which the native step leaves to SGLang's modules."""
+        whole = self.decode(1, context, experts)
+        operations = whole.operations | {"bf16": whole.operations["bf16"] - 2.0 * self.head_parameters}
+        return Work(whole.weight_bytes - self.head_parameters * self.dtype_bytes, operations)
+
     def _weight_bytes(self, experts: float) -> float:
         dense = (self.dense_parameters + self.head_parameters) * self.dtype_bytes
         return dense + self.moe_layers * experts * self.expert_bytes
