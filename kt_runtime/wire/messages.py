@@ -433,6 +433,7 @@ class UnforgottenName(msgspec.Struct, kw_only=True):
 
 STEP_RUNNING = "running"
 
+
 class StatusReply(Reply, tag="status"):
     """`fingerprint`: hash of the model's weights; empty until computed. `weights_shared_bytes`, `weights_copied_bytes`:
     training's parameters that share SGLang's memory, and that are copies.

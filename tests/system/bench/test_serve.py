@@ -1,4 +1,5 @@
-"""`kt-runtime bench serve` on a tiny model: a real server, Hugging Face, and an interpreter without llama.cpp."""
+"""`kt-runtime bench serve` on a tiny model: real servers with and without the native step, Hugging Face, and an
+interpreter without llama.cpp."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ Recorded = Callable[[dict[str, Any]], Measurement]
 
 COMMAND = (sys.executable, "-m", "kt_runtime.cli.main", "bench", "serve")
 QUICK = ("--quick", "--model", "tiny-qwen3-moe", "--dtype", "float32", "--rank", "4")
-PEERS = ["Hugging Face", "llama.cpp"]
-ROW_KEYS = {"case", "adapters", "tokens_per_s", "limit_share", "peers"}
+PEERS = ["SGLang without the step", "Hugging Face", "llama.cpp"]
+ROW_KEYS = {"case", "adapters", "tokens_per_s", "limit_share", "step", "peers", "problem"}
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +52,36 @@ def test_there_is_a_row_for_each_case(result: tuple[dict[str, Any], str]) -> Non
     for row in rows:
         assert row.keys() >= ROW_KEYS
         assert len(row["tokens_per_s_runs"]) == 2
-        assert 0 < row["tokens_per_s"] <= row["tokens_per_s_best"] and row["limit_share"] > 0
+        assert 0 < row["tokens_per_s"] <= row["tokens_per_s_best"] and row["limit_share"] > 0 and row["problem"] is None
         assert row["limit_share"] == pytest.approx(row["tokens_per_s"] / row["limit_tokens_per_s"])
 
 
-def test_hugging_face_computes_the_base_s_cases_on_the_same_tokens(result: tuple[dict[str, Any], str]) -> None:
-    """In float32 it chooses what the server chose; only a tie could differ."""
+def test_the_native_step_is_timed_for_one_stream_of_the_base(result: tuple[dict[str, Any], str]) -> None:
+    assert result[0]["serving"]["step"] == "running"
     for row in result[0]["rows"]:
-        assert row["peers"].keys() == (set() if row["adapters"] else {"hugging_face"})
+        is_timed = (row["case"], row.get("streams"), row["adapters"]) == ("decode", 1, False)
+        assert (row["step"] is not None) == is_timed
+        if is_timed:
+            step = row["step"]
+            assert len(step["ms_runs"]) == len(step["rest_ms_runs"]) == 2
+            assert 0 < step["ms_best"] <= step["ms"]
+            assert step["limit_share"] == pytest.approx(step["limit_ms"] / step["ms"])
+            whole_ms = [1e3 / rate for rate in row["tokens_per_s_runs"]]
+            parts_ms = [one + other for one, other in zip(step["ms_runs"], step["rest_ms_runs"], strict=True)]
+            assert parts_ms == pytest.approx(whole_ms)
+
+
+def test_a_second_server_without_the_step_gives_the_same_tokens(result: tuple[dict[str, Any], str]) -> None:
+    peer = result[0]["peers"]["sglang_no_step"]
+    assert (peer["step"], peer["problem"]) == ("--no-step", None)
+    shares = [row["same_tokens"]["sglang_no_step"] for row in result[0]["rows"] if not row["adapters"]]
+    assert shares == [1, 1, 1]
+
+
+def test_peers_compute_the_base_s_cases_on_the_same_tokens(result: tuple[dict[str, Any], str]) -> None:
+    """In float32 Hugging Face chooses what the server chose; only a tie could differ."""
+    for row in result[0]["rows"]:
+        assert row["peers"].keys() == (set() if row["adapters"] else {"sglang_no_step", "hugging_face"})
         assert all(share > 0.95 for share in row["same_tokens"].values())
         assert all(rate > 0 for rate in row["peers"].values())
 
@@ -81,20 +104,22 @@ def test_a_peer_that_is_not_installed_is_said_to_be_missing(result: tuple[dict[s
 def test_a_report_becomes_a_measurement(result: tuple[dict[str, Any], str], recorded: Recorded) -> None:
     report = result[0]
     made = recorded(report)
-    assert made.kind == "serving" and [column.name for column in made.tables[0].columns][4:6] == PEERS
+    assert made.kind == "serving" and [column.name for column in made.tables[0].columns][4:7] == PEERS
     assert [row.case[1:] for row in made.tables[0].rows][::2] == [
         ["prefill", "64 tokens"],
         ["decode", "4 streams"],
         ["decode, an adapter each", "4 streams"],
     ]
     for row, wanted in zip(made.tables[0].rows, report["rows"], strict=True):
-        median, runs, limit, share, hugging_face, llama_cpp, ratio, _ = row.figures
+        median, runs, limit, share, sglang, hugging_face, llama_cpp, _, ratio, _ = row.figures
         assert float(str(median)) == pytest.approx(wanted["tokens_per_s"], rel=1e-3)
         assert isinstance(runs, Range) and runs.least <= runs.most
         assert float(str(median)) / float(str(limit)) == pytest.approx(float(str(share)), rel=2e-3)
-        assert llama_cpp is None and (hugging_face is None) == (ratio is None) == wanted["adapters"]
+        assert llama_cpp is None and (sglang is None) == wanted["adapters"]
+        assert (hugging_face is None) == (ratio is None) == wanted["adapters"]
     notes = made.tables[0].notes
-    assert "torch " in notes[0] and "problem" not in notes[0] and "problem " in notes[1]
+    assert "step --no-step" in notes[0] and "torch " in notes[1]
+    assert "problem" not in notes[0] + notes[1] and "problem " in notes[2]
 
 
 @pytest.fixture

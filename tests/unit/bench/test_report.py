@@ -44,6 +44,20 @@ def cache_report() -> dict[str, Any]:
     }
 
 
+def serving_report() -> dict[str, Any]:
+    """One stream, which the native step computes, and eight streams, which hardly decoded at the same time."""
+    one: dict[str, Any] = {
+        "case": "decode", "streams": 1, "adapters": False, "tokens_per_s": 100.0, "tokens_per_s_runs": [99.0, 100.0],
+        "limit_tokens_per_s": 160.0, "limit_share": 0.625, "step": {"ms": 7.0, "limit_share": 0.84216, "rest_ms": 3.0},
+        "peers": {"sglang_no_step": 40.0}, "same_tokens": {"sglang_no_step": 1.0}, "problem": None,
+    }  # fmt: skip
+    nothing: dict[str, Any] = {"tokens_per_s": None, "tokens_per_s_runs": [], "limit_share": None, "step": None}
+    eight = one | nothing | {"streams": 8, "peers": {}, "same_tokens": {}, "problem": "0 of 3 runs were measured"}
+    settings = {"model": "bench", "dtype": "bfloat16", "prompt_tokens": 8, "new_tokens": 9, "runs": 3, "rank": 16}
+    peers = {"sglang_no_step": {"step": "--no-step", "problem": None}}
+    return {"machine": {"limits": None}, "serving": settings, "peers": peers, "rows": [one, eight]}
+
+
 def read(report: dict[str, Any]) -> dict[str, Any]:
     return parse_report(json.dumps(report).encode(), "report.json")
 
@@ -67,6 +81,33 @@ def test_first_tokens_have_their_range_over_the_rounds() -> None:
     }
     assert made.tables[0].rows[0].figures == [Decimal("1710"), Range(Decimal("1649"), Decimal("1710"))]
     assert made.tables[0].rows[1].case == ["disk after restart"]
+
+
+def test_serving_says_what_the_step_takes_and_what_was_not_measured() -> None:
+    made = measurement_of(read(serving_report()), **ORIGIN)
+    figures = {each.what: (str(each.value), each.unit) for each in made.figures}
+    assert figures["the native step without HTTP, 1 stream, per token"] == ("7", "ms")
+    assert figures["the native step without HTTP, 1 stream: limit / time"] == ("0.8422", "ratio")
+    rest = "everything else: head, sampling, scheduling and HTTP, 1 stream, per token"
+    assert figures[rest] == ("3", "ms")
+    table = made.tables[0]
+    names = [column.name for column in table.columns]
+    first, second = (dict(zip(names, row.figures, strict=True)) for row in table.rows)
+    assert first["SGLang without the step"] == 40 and first["kt-runtime / SGLang without the step"] == Decimal("2.500")
+    assert {name: cell for name, cell in second.items() if cell is not None} == {"limit": 160}
+    assert [row.note for row in table.rows] == [None, "0 of 3 runs were measured"]
+    assert table.notes == ["SGLang without the step: step --no-step."]
+
+
+def test_a_report_of_serving_without_the_newer_fields_is_read() -> None:
+    report = serving_report()
+    report["rows"], report["peers"] = report["rows"][:1], {}
+    for row in report["rows"]:
+        del row["step"], row["problem"]
+        row["peers"], row["same_tokens"] = {}, {}
+    made = measurement_of(read(report), **ORIGIN)
+    assert len(made.figures) == 4 and made.tables[0].rows[0].note is None
+    assert made.tables[0].rows[0].figures[0] == 100
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import signal
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,16 @@ import psutil
 import pytest
 
 from kt_runtime.bench.experts.limits import Limits, Work
-from kt_runtime.bench.serve import fit, peers, run, server_side
+from kt_runtime.bench.serve import fit, peers, run
 from kt_runtime.bench.serve.adapters import adapter_bytes, random_adapter
 from kt_runtime.bench.serve.plan import DECODE, PREFILL, QUICK, Case, Plan
 from kt_runtime.bench.serve.report import print_report
 from kt_runtime.bench.serve.rows import Measured, Row
-from kt_runtime.bench.serve.server_side import Transcript
+from kt_runtime.bench.serve.server_side import ServerResult, Transcript
 from kt_runtime.bench.serve.streams import Stream, decode, tokens_per_s
 from kt_runtime.bench.serve.work import model_work
-from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.interrupts import SIGNALS, Interruptible
-from kt_runtime.errors import InvalidValueError, NotFoundError, RuntimeFault, ServerUnreachableError, UnknownNameError
+from kt_runtime.errors import InvalidValueError, NotFoundError, ServerUnreachableError, UnknownNameError
 from kt_runtime.serve.models.presets import load_preset
 
 LIMITS = Limits("x", 2, dram_bytes_per_s=33e9, bf16_flops=1e12, int8_ops=2e12)
@@ -87,6 +85,13 @@ def test_a_step_reads_the_kv_of_all_streams_and_each_stream_s_adapter() -> None:
     assert adapted.operations["bf16"] > empty.operations["bf16"]
 
 
+def test_the_native_step_s_work_is_a_decode_step_without_the_head() -> None:
+    work = model_work(QWEN, "bfloat16")
+    whole, step = work.decode(1, 100, 4.0), work.native_step(100, 4.0)
+    assert whole.weight_bytes - step.weight_bytes == 768 * 1024 * 2
+    assert whole.operations["bf16"] - step.operations["bf16"] == 2 * 768 * 1024
+
+
 def test_a_prompt_s_operations_are_those_of_its_matrices_and_its_triangle_of_attention() -> None:
     operations = model_work(QWEN, "bfloat16").prefill(512).operations["bf16"]
     attention_matrices = 2 * 1024 * 1024 + 2 * 1024 * 256
@@ -122,6 +127,43 @@ def test_a_row_is_held_against_the_limit_by_its_median() -> None:
     assert unknown["tokens"] == 512 and unknown["limit_share"] is None and unknown["experts_counted"] is None
 
 
+def test_a_token_s_time_is_the_native_step_s_and_the_rest() -> None:
+    """Tokens of 10, 8 and 12.5 ms; the step takes 6, 5 and 10 ms of them, and 4 ms at the limit."""
+    measured = Measured([100.0, 125.0, 80.0], step_seconds=[0.006, 0.005, 0.010])
+    whole, work = Work(33e9 / 200, {"bf16": 1.0}), Work(33e9 / 250, {"bf16": 1.0})
+    step = Row(Case(DECODE, 1), measured, whole, step_work=work).as_json(LIMITS)["step"]
+    assert (step["ms"], step["ms_best"], step["limit_ms"]) == pytest.approx((6.0, 5.0, 4.0))
+    assert (step["limit_share"], step["limit_share_best"]) == pytest.approx((4 / 6, 4 / 5))
+    assert step["rest_ms"] == pytest.approx(3.0) and step["rest_ms_runs"] == pytest.approx([4.0, 3.0, 2.5])
+    assert step["ms_runs"] == pytest.approx([6.0, 5.0, 10.0]) and step["limit"] == "dram"
+    unknown = Row(Case(DECODE, 1), measured, whole, step_work=work).as_json(None)["step"]
+    assert unknown["limit_share"] is None and unknown["rest_ms"] == pytest.approx(3.0)
+    assert Row(Case(DECODE, 1), Measured([100.0]), whole, step_work=work).as_json(LIMITS)["step"] is None
+
+
+def test_a_case_that_was_not_measured_is_a_row_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    case, work = Case(DECODE, 2), model_work(QWEN, "bfloat16")
+    server = ServerResult({"step": "running"}, problems={case: "0 of 2 runs were measured"})
+    row = run._row(Plan(), case, work, server, []).as_json(LIMITS)
+    for name in ("tokens_per_s", "tokens_per_s_best", "limit_share", "limit_share_best", "step"):
+        assert row[name] is None
+    assert row["tokens_per_s_runs"] == [] and row["peers"] == {} and row["limit_tokens_per_s"] > 0
+    assert row["problem"] == "0 of 2 runs were measured"
+    printed = printed_report(capsys, [row], {})
+    assert "not measured" in printed and "decode, 2 streams: 0 of 2 runs were measured" in printed
+
+
+def test_only_one_stream_of_the_base_has_its_step_timed() -> None:
+    work, server = model_work(QWEN, "bfloat16"), ServerResult({"step": "running"})
+    for case, is_timed in (
+        (Case(DECODE, 1), True),
+        (Case(DECODE, 2), False),
+        (Case(DECODE, 1, adapters=True), False),
+        (Case(PREFILL, 8), False),
+    ):
+        assert (run._row(Plan(), case, work, server, []).step_work is not None) == is_timed
+
+
 def test_the_rate_is_that_of_the_time_in_which_all_streams_decode() -> None:
     """Two streams with a token a second; the second one begins later, and the first one's burst at its end is alone."""
     first = Stream([(0.0, 1), (1.0, 2), (2.0, 3), (3.0, 4), (4.0, 5)])
@@ -130,32 +172,6 @@ def test_the_rate_is_that_of_the_time_in_which_all_streams_decode() -> None:
     assert tokens_per_s([first]) == pytest.approx(1.0)
     assert tokens_per_s([first, Stream([(3.5, 1), (9.0, 2)])]) is None
     assert tokens_per_s([first, Stream([(5.0, 1), (6.0, 2)])]) is None
-
-
-@pytest.mark.parametrize("late", [2, 3])
-def test_a_run_whose_streams_hardly_decode_at_the_same_time_is_repeated(
-    late: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A busy machine gave the client no time, so that it read one stream after the other: `late` times."""
-    seen: list[list[list[int]]] = []
-
-    def decode(url: str, prompts: list[list[int]], new_tokens: int, *_: object) -> list[Stream]:
-        seen.append(prompts)
-        begin = 9.0 if new_tokens == 8 and len(seen) <= 1 + late else 0.5  # the first run is the warm-up
-        return [Stream([(start + at, 1 + at) for at in range(3)], [1, 2, 3]) for start in (0.0, begin)]
-
-    monkeypatch.setattr(server_side, "server", lambda *_: nullcontext(ServerAPI("http://127.0.0.1:9")))
-    monkeypatch.setattr(server_side, "decode", decode)
-    plan, case = Plan(new_tokens=8, runs=1), Case(DECODE, 2)
-    said: list[str] = []
-    side = server_side.ServerSide(plan, [case], QWEN, "bfloat16", said.append)
-    if late == server_side.ATTEMPTS:
-        with pytest.raises(RuntimeFault, match=r"in 3 runs the streams hardly .*; ask for more --new-tokens"):
-            side.measure(tmp_path, tmp_path)
-        return
-    measured, transcript = side.measure(tmp_path, tmp_path)[case]
-    assert len(measured.rates) == 1 and len(seen) == 1 + late + 1
-    assert transcript.prompts == [seen[-1]] and said.count(f"{case}: the streams hardly decoded at the same time") == 2
 
 
 def test_an_adapter_has_the_bytes_that_are_planned_for_it() -> None:
@@ -194,7 +210,7 @@ def test_an_interrupted_peer_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path
             signal.raise_signal(signal.SIGINT)
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    peer, case = peers.Peer(peers.HUGGING_FACE, Path(sys.executable), say), Case(PREFILL, 8)
+    peer, case = peers.ScriptPeer(peers.HUGGING_FACE, Path(sys.executable), say), Case(PREFILL, 8)
     try:
         with pytest.raises(KeyboardInterrupt), Interruptible():
             peer.measure(tmp_path, {case: (Measured([1.0]), Transcript([[[1]]], [[[1]]]))}, "float32", 1, tmp_path)
@@ -207,7 +223,7 @@ def test_an_interrupted_peer_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_a_peer_that_does_not_start_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "python").write_text("")
-    peer = peers.Peer(peers.LLAMA_CPP, tmp_path / "python", lambda _: None)
+    peer = peers.ScriptPeer(peers.LLAMA_CPP, tmp_path / "python", lambda _: None)
     peer.measure(tmp_path, {}, "float32", 1, tmp_path)
     assert "python does not start: [Errno 13]" in str(peer.problem)
 
@@ -217,7 +233,7 @@ def test_a_peer_that_ends_without_an_answer_is_a_problem(monkeypatch: pytest.Mon
     script, case = tmp_path / "script.py", Case(PREFILL, 8)
     script.write_text("import sys\nsys.stdout.buffer.write(b'{}\\n{\\xff\\n[1]\\n')\nsys.stderr.write('bye')\n")
     monkeypatch.setattr(peers, "SCRIPT", script)
-    peer = peers.Peer(peers.LLAMA_CPP, Path(sys.executable), lambda _: None)
+    peer = peers.ScriptPeer(peers.LLAMA_CPP, Path(sys.executable), lambda _: None)
     peer.measure(tmp_path, {case: (Measured([1.0]), Transcript([[[1]]], [[[1]]]))}, "float32", 1, tmp_path)
     assert peer.problem == "ended with status 0 after 0 of 1 cases: bye" and not peer.measured
 
@@ -231,8 +247,8 @@ def test_a_gguf_file_that_can_t_be_written_is_the_peer_s_problem(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(run, "write_gguf_model", full)
-    peer = peers.Peer(peers.LLAMA_CPP, Path(sys.executable), lambda _: None)
-    run._measure_peer(peer, tmp_path, {}, "float32", tmp_path)
+    peer = peers.ScriptPeer(peers.LLAMA_CPP, Path(sys.executable), lambda _: None)
+    run._measure_script(peer, tmp_path, {}, "float32", tmp_path)
     assert peer.problem == "no GGUF file: [Errno 28] No space left on device"
 
 
@@ -241,14 +257,26 @@ def test_a_server_that_has_ended_is_said_to_be_unreachable() -> None:
         decode("http://127.0.0.1:9", [[1]], 4, [None], 5.0)
 
 
+def printed_report(capsys: pytest.CaptureFixture[str], rows: list[dict[str, Any]], peers: dict[str, Any]) -> str:
+    """What people read, on one line."""
+    limits = {"dram_bytes_per_s": 33e9, "bf16_flops": 1e12, "isa": "x", "threads": 2}
+    serving = {"model": "m", "dtype": "bfloat16", "runs": 1, "prompt_tokens": 8, "new_tokens": 9, "rank": 16}
+    print_report({"machine": {"limits": limits}, "serving": serving, "peers": peers, "rows": rows})
+    return " ".join(capsys.readouterr().out.split())
+
+
 def test_people_get_a_table_with_peers_and_problems(capsys: pytest.CaptureFixture[str]) -> None:
     row = Row(
         Case(DECODE, 4), Measured([80.0]), Work(33e9 / 40, {"bf16": 1.0}), peers={"llama_cpp": Measured([40.0])}
     ).as_json(LIMITS)
     peers = {"hugging_face": {"problem": "ended with signal 9"}, "llama_cpp": {"problem": None}}
-    limits = {"dram_bytes_per_s": 33e9, "bf16_flops": 1e12, "isa": "x", "threads": 2}
-    serving = {"model": "m", "dtype": "bfloat16", "runs": 1, "prompt_tokens": 8, "new_tokens": 9, "rank": 16}
-    print_report({"machine": {"limits": limits}, "serving": serving, "peers": peers, "rows": [row]})
-    printed = capsys.readouterr().out
+    printed = printed_report(capsys, [row], peers)
     for text in ("decode, 4 streams", "0.50 dram", "2.00x", "33.0 GB/s", "hugging_face: ended with signal 9"):
         assert text in printed
+
+
+def test_people_read_what_the_native_step_takes_of_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    work = Work(33e9 / 250, {"bf16": 1.0})
+    row = Row(Case(DECODE, 1), Measured([100.0], step_seconds=[0.005]), work, step_work=work).as_json(LIMITS)
+    printed = printed_report(capsys, [row], {})
+    assert "the native step takes 5.00 ms, 0.80 dram; head, sampling, scheduling and HTTP 5.00 ms" in printed
