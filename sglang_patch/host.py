@@ -14,6 +14,7 @@ import torch
 
 from kt_runtime.adapters import AdapterTensors
 from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.resident.host import Decoded
 from kt_runtime.resident.names import NamesChannel
 from kt_runtime.sglang_patch.cache import metrics as cache_metrics
 from kt_runtime.sglang_patch.cache import namespace as cache_namespace
@@ -71,9 +72,8 @@ class SGLangHost:
         return native_step.exceptions()
 
     @property
-    def step_decoded(self) -> tuple[int, float]:
-        decoded = native_step.decoded()
-        return decoded.batches, decoded.seconds
+    def decoded(self) -> Decoded:
+        return native_step.decoded()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return cache_namespace.named_tensors(self._runner.model)

@@ -7,6 +7,7 @@ docstring states otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
     from kt_runtime.experts import ExpertStore
     from kt_runtime.resident.fingerprint import WeightsFingerprint
     from kt_runtime.wire.messages import CacheTier
+
+
+@dataclass
+class Decoded:
+    """Since the start: `step_batches`: batches of decoding requests that the native step has computed, `step_seconds`:
+    of its calls for them, `sampling_seconds`: of the engine's sampling for all batches of decoding requests."""
+
+    step_batches: int = 0
+    step_seconds: float = 0.0
+    sampling_seconds: float = 0.0
 
 
 class Host(Protocol):
@@ -51,8 +62,8 @@ class Host(Protocol):
         ...
 
     @property
-    def step_decoded(self) -> tuple[int, float]:
-        """(batches of decoding requests that the native step has computed, seconds of its calls for them)."""
+    def decoded(self) -> Decoded:
+        """Zeros if the engine does not run on a CPU."""
         ...
 
     def tensors(self) -> Mapping[str, torch.Tensor]:

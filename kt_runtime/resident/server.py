@@ -287,7 +287,7 @@ class Resident:
         return messages.DoneReply(request_id=request.request_id)
 
     def _status(self, request_id: str, fingerprint: str) -> Reply:
-        step_decode_batches, step_decode_seconds = self._host.step_decoded
+        decoded = self._host.decoded
         return messages.StatusReply(
             request_id=request_id,
             runtime_version=__version__,
@@ -310,8 +310,9 @@ class Resident:
             expert_placement=placement_refusal() or "",
             step=self._host.step,
             step_exceptions=self._host.step_exceptions,
-            step_decode_batches=step_decode_batches,
-            step_decode_seconds=step_decode_seconds,
+            step_decode_batches=decoded.step_batches,
+            step_decode_seconds=decoded.step_seconds,
+            sampling_decode_seconds=decoded.sampling_seconds,
             chunked_prefill_tokens=self._host.chunked_prefill_tokens,
             microbatch_tokens=self._settings.microbatch_tokens,
             rss_bytes=resident_set_bytes(),

@@ -446,8 +446,9 @@ class StatusReply(Reply, tag="status"):
 
     `step`: `STEP_RUNNING` if the native step computes the decoder stack on a CPU, else the reason why the engine's own
     modules compute it. `step_exceptions`: why the modules computed some batches although the step runs, such as an
-    adapter; each reason once. `step_decode_batches`, `step_decode_seconds`: how many batches of decoding requests the
-    step has computed since the start, and how many seconds its calls for them took. Prompts are not counted.
+    adapter; each reason once. `step_decode_batches`, `step_decode_seconds`: batches of decoding requests that the step
+    has computed since the start, and seconds of its calls for them. `sampling_decode_seconds`: of the engine's sampling
+    for all batches of decoding requests. All three are 0 if the engine does not run on a CPU.
 
     `cache`: the prefix cache's tiers, nearest first; empty if the engine reports none. `not_stored`: versions that
     could not be written to disk. `not_forgotten`: unloaded names whose removal could not be written to disk.
@@ -484,6 +485,7 @@ class StatusReply(Reply, tag="status"):
     step_exceptions: list[str] = msgspec.field(default_factory=list)
     step_decode_batches: int = 0
     step_decode_seconds: float = 0.0
+    sampling_decode_seconds: float = 0.0
 
 
 class SessionReply(Reply, tag="session"):

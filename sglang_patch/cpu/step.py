@@ -1,14 +1,14 @@
 """The native step: one call into C++ computes the decoder stack of a batch on a CPU (csrc/step/program.h).
 
 Symbols (SGLang 0.5.23): after `ModelRunner.init_attention_backends` weights, LoRA layers and KV pool exist; the step is
-built over them. `models.qwen3_moe.Qwen3MoeModel.forward` then runs the step for every batch that qualifies. The other
-symbols are only read. Reason: SGLang's modules make about a hundred calls of PyTorch for a layer. For a decode step the
-calls and the Python between them take longer than the arithmetic.
+built over them. `models.qwen3_moe.Qwen3MoeModel.forward` then runs the step for every batch that qualifies.
+`ModelRunner.sample` is timed. The other symbols are only read. Reason: SGLang's modules make about a hundred calls of
+PyTorch for a layer. For a decode step the calls and the Python between them take longer than the arithmetic.
 
 SGLang's modules still compute families without a table (`Family.decoder_stack`), batches with adapters or with
 embeddings as input, and captured states of single layers. Both ways give the same bits, because the step calls the same
-kernels in the same order. The log states each reason once, /kt/status lists them (`state`, `exceptions`), and counts
-the batches that the step has decoded with their seconds (`decoded`).
+kernels in the same order. The log states each reason once, /kt/status lists them (`state`, `exceptions`). /kt/status
+also shows how long the step and sampling took for decoding requests (`decoded`).
 
 A batch with an id, a position or a KV slot out of range raises InvalidValueError before anything is written;
 `faults.batches` then ends the request at fault. A token with NaN or Inf is noted for `faults.finite_rows`.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from kt_runtime.experts.step import Step
 from kt_runtime.families import family_for
 from kt_runtime.ops.step import build_step
 from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.resident.host import Decoded
 from kt_runtime.sglang_patch.cache.namespace import named_tensors
 from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.faults import finite_rows
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 SYMBOLS = (
     "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
     "sglang.srt.models.qwen3_moe.Qwen3MoeModel.forward",
+    "sglang.srt.model_executor.model_runner.ModelRunner.sample",
     "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
     "sglang.srt.model_executor.forward_batch_info.ForwardMode",
@@ -51,25 +53,17 @@ SYMBOLS = (
 )
 RUNNING = STEP_RUNNING
 
-
-@dataclass
-class DecodeCount:
-    """Batches of decoding requests that the step has computed, and the seconds that its calls for them took."""
-
-    batches: int = 0
-    seconds: float = 0.0
-
-
 _program: Program | None = None  # of the process's only model
 _reason = "no model has been loaded"  # why there is no program
 _exceptions: list[str] = []  # why SGLang's modules computed a batch although there is a program
-_decoded = DecodeCount()  # by every program of the process
+_decoded = Decoded()  # by all programs of the process
 
 
 def install(hooks: Hooks) -> None:
     if hooks.on_cpu:
         hooks.after(SYMBOLS[0], _build)
         hooks.around(SYMBOLS[1], forward)
+        hooks.around(SYMBOLS[2], _sample)
 
 
 def state() -> str:
@@ -82,17 +76,16 @@ def exceptions() -> list[str]:
     return list(_exceptions)
 
 
-def decoded() -> DecodeCount:
-    """What the step has decoded since the start, or since `forget`."""
+def decoded() -> Decoded:
+    """Since the start, or since `forget`."""
     return replace(_decoded)
 
 
 def forget() -> None:
     """Drops the step and what it keeps alive: parameters, KV pool and experts."""
-    global _program, _reason
-    _program, _reason = None, "no model has been loaded"
+    global _program, _reason, _decoded
+    _program, _reason, _decoded = None, "no model has been loaded", Decoded()
     _exceptions.clear()
-    _decoded.batches, _decoded.seconds = 0, 0.0
 
 
 class Program:
@@ -122,8 +115,8 @@ class Program:
         started = time.perf_counter()
         hidden, refused = self._step.run(input_ids.long(), positions.long(), slots, sequences)
         if batch.forward_mode.is_decode():
-            _decoded.batches += 1
-            _decoded.seconds += time.perf_counter() - started
+            _decoded.step_batches += 1
+            _decoded.step_seconds += time.perf_counter() - started
         if refused:
             _note(refused, len(hidden))
         return hidden
@@ -147,6 +140,14 @@ def forward(
             _exceptions.append(unfit)
             logger.info("SGLang's modules compute a batch, not the native step, because %s (logged once)", unfit)
     return original(model, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
+
+
+def _sample(original: Any, runner: Any, logits_output: Any, forward_batch: Any) -> Any:
+    started = time.perf_counter()
+    tokens = original(runner, logits_output, forward_batch)
+    if forward_batch.forward_mode.is_decode():
+        _decoded.sampling_seconds += time.perf_counter() - started
+    return tokens
 
 
 def _program_for(model: Any) -> Program | None:

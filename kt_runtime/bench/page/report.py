@@ -191,11 +191,13 @@ def _step_figures(row: Mapping[str, Any]) -> list[Single]:
     """Where a token's time goes with one stream. Older reports have no `step`."""
     if (step := row.get("step")) is None:
         return []
-    rest = "head, sampling, scheduling and HTTP, 1 stream, per token"
     return [
         Single("the native step without HTTP, 1 stream, per token", _rounded(step["ms"]), "ms"),
         Single("the native step without HTTP, 1 stream: limit / time", _rounded(step["limit_share"]), "ratio"),
-        Single(f"everything else: {rest}", _rounded(step["rest_ms"]), "ms"),
+        Single("sampling, 1 stream, per token", _rounded(step["sampling_ms"]), "ms"),
+        Single(
+            "neither step nor sampling (head, scheduling, HTTP), 1 stream, per token", _rounded(step["rest_ms"]), "ms"
+        ),
     ]
 
 

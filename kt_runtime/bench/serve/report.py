@@ -40,7 +40,7 @@ def _print_row(console: Console, row: dict[str, Any]) -> None:
     if (step := row["step"]) is not None:
         share = "" if step["limit_share"] is None else f", {step['limit_share']:.2f} {step['limit']}"
         line = f"{_case(row)}: of a token's time the native step takes {step['ms']:.2f} ms{share}; "
-        line += f"head, sampling, scheduling and HTTP {step['rest_ms']:.2f} ms."
+        line += f"sampling {step['sampling_ms']:.2f} ms; head, scheduling and HTTP {step['rest_ms']:.2f} ms."
         console.print(line, highlight=False)
     if row["problem"] is not None:
         console.print(f"{_case(row)}: {row['problem']}", highlight=False, markup=False)

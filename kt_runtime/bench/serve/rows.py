@@ -12,16 +12,25 @@ from kt_runtime.bench.serve.plan import PREFILL, Case
 
 
 @dataclass(frozen=True)
+class TokenTime:
+    """Seconds of the server for a token of one stream, means of a run: `step`: the native step, `sampling`: SGLang's
+    sampling after the head."""
+
+    step: float
+    sampling: float
+
+
+@dataclass(frozen=True)
 class Measured:
     """`rates`: tokens/s of each counted run, at least one. `experts`: distinct experts of a step in a layer, a mean;
     None: not counted. `same_tokens`: share of the server's tokens that this side would have chosen too; None: not
-    compared. `step_seconds`: of each run, the mean time of the native step for a token of one stream; empty: unknown.
+    compared. `token_times`: of each run, with one stream; empty: unknown.
     """
 
     rates: list[float]
     experts: float | None = None
     same_tokens: float | None = None
-    step_seconds: list[float] = field(default_factory=list)
+    token_times: list[TokenTime] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:
@@ -75,22 +84,26 @@ class Row:
         }
 
     def _step(self, limits: Limits | None) -> dict[str, Any] | None:
-        """The native step's share of a token's time with one stream, and the rest of that time."""
-        if self.ours is None or self.step_work is None or not self.ours.step_seconds:
+        """Where a token's time goes with one stream: the native step, sampling, everything else."""
+        if self.ours is None or self.step_work is None or not self.ours.token_times:
             return None
-        taken = self.ours.step_seconds
-        rest = [1 / rate - seconds for rate, seconds in zip(self.ours.rates, taken, strict=True)]
+        times, rates = self.ours.token_times, self.ours.rates
+        step_ms, sampling_ms = [1e3 * each.step for each in times], [1e3 * each.sampling for each in times]
+        rest_ms = [1e3 * (1 / rate - each.step - each.sampling) for rate, each in zip(rates, times, strict=True)]
         limit, bottleneck = _limit(self.step_work, limits)
+        limit_ms = None if limit is None else 1e3 * limit
         return {
-            "ms": 1e3 * median(taken),
-            "ms_best": 1e3 * min(taken),
-            "ms_runs": [1e3 * seconds for seconds in taken],
-            "limit_share": _share(limit, median(taken)),
-            "limit_share_best": _share(limit, min(taken)),
+            "ms": median(step_ms),
+            "ms_best": min(step_ms),
+            "ms_runs": step_ms,
+            "limit_share": _share(limit_ms, median(step_ms)),
+            "limit_share_best": _share(limit_ms, min(step_ms)),
             "limit": bottleneck,
-            "limit_ms": None if limit is None else 1e3 * limit,
-            "rest_ms": 1e3 * median(rest),
-            "rest_ms_runs": [1e3 * seconds for seconds in rest],
+            "limit_ms": limit_ms,
+            "sampling_ms": median(sampling_ms),
+            "sampling_ms_runs": sampling_ms,
+            "rest_ms": median(rest_ms),
+            "rest_ms_runs": rest_ms,
         }
 
 

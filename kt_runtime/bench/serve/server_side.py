@@ -12,7 +12,7 @@ import numpy as np
 
 from kt_runtime.bench.serve.adapters import load_adapters
 from kt_runtime.bench.serve.plan import DECODE, PREFILL, Case, Plan
-from kt_runtime.bench.serve.rows import Measured
+from kt_runtime.bench.serve.rows import Measured, TokenTime
 from kt_runtime.bench.serve.streams import Stream, decode, generate_body, tokens_per_s
 from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.server_process import server
@@ -54,13 +54,12 @@ class ServerResult:
 
 @dataclass(frozen=True)
 class Run:
-    """Prompts and answers by stream. `step_seconds`: the mean time of the native step for a token; None: unknown, as
-    with several streams."""
+    """Prompts and answers by stream. `token_time`: None: unknown, as with several streams."""
 
     tokens_per_s: float
     prompts: list[list[int]]
     answers: list[list[int]]
-    step_seconds: float | None = None
+    token_time: TokenTime | None = None
 
 
 def settings(plan: Plan, cases: list[Case], dtype: str) -> dict[str, Any]:
@@ -142,7 +141,7 @@ class ServerSide:
                 break
             runs.append(run)
         if runs:
-            measured = Measured([run.tokens_per_s for run in runs], step_seconds=_step_seconds(runs))
+            measured = Measured([run.tokens_per_s for run in runs], token_times=_token_times(runs))
             transcript = Transcript([run.prompts for run in runs], [run.answers for run in runs])
             self.result.measured[case] = measured, transcript
             self._say(f"{case}: {measured.tokens_per_s:.1f} tokens/s")
@@ -161,19 +160,20 @@ class ServerSide:
             rate, answers = self._prefill(api, prompts)
             return Run(rate, prompts, answers)
         for _ in range(ATTEMPTS):
-            prompts, before = self._prompts(case, number), _decoded(api)
+            prompts, before = self._prompts(case, number), api.get("/kt/status")
             streams = self._streams(api, case, prompts, self._plan.new_tokens)
             if (common := tokens_per_s(streams)) is not None:
-                step_seconds = self._step_time(before, _decoded(api)) if case.size == 1 else None
-                return Run(common, prompts, [stream.answer for stream in streams], step_seconds)
+                token_time = self._token_time(before, api.get("/kt/status")) if case.size == 1 else None
+                return Run(common, prompts, [stream.answer for stream in streams], token_time)
             self._say(f"{case}: the streams hardly decoded at the same time")
         return None
 
-    def _step_time(self, before: tuple[int, float], after: tuple[int, float]) -> float | None:
-        """Seconds of the native step for a token of the one stream that decoded between the two counts. None if the
-        step did not compute all tokens but the first, which is the prompt's."""
-        batches, seconds = after[0] - before[0], after[1] - before[1]
-        return seconds / batches if batches == self._plan.new_tokens - 1 else None
+    def _token_time(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> TokenTime | None:
+        """Of the one stream that decoded between two answers of GET /kt/status. None if the native step did not compute
+        all tokens but the first, which is the prompt's."""
+        names = ("step_decode_batches", "step_decode_seconds", "sampling_decode_seconds")
+        batches, step, sampling = (after[name] - before[name] for name in names)
+        return TokenTime(step / batches, sampling / batches) if batches == self._plan.new_tokens - 1 else None
 
     def _warm_up(self, api: ServerAPI, case: Case) -> None:
         prompts = self._random_prompts(case)
@@ -208,13 +208,7 @@ class ServerSide:
         return decode(api.url, prompts, new_tokens, adapters, TIMEOUT_S)
 
 
-def _decoded(api: ServerAPI) -> tuple[int, float]:
-    """(batches of decoding requests that the server's native step has computed, seconds of its calls for them)."""
-    status = api.get("/kt/status")
-    return status["step_decode_batches"], status["step_decode_seconds"]
-
-
-def _step_seconds(runs: Sequence[Run]) -> list[float]:
+def _token_times(runs: Sequence[Run]) -> list[TokenTime]:
     """Empty if a run has none."""
-    found = [run.step_seconds for run in runs if run.step_seconds is not None]
+    found = [run.token_time for run in runs if run.token_time is not None]
     return found if len(found) == len(runs) else []

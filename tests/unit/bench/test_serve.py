@@ -16,7 +16,7 @@ from kt_runtime.bench.serve import fit, peers, run
 from kt_runtime.bench.serve.adapters import adapter_bytes, random_adapter
 from kt_runtime.bench.serve.plan import DECODE, PREFILL, QUICK, Case, Plan
 from kt_runtime.bench.serve.report import print_report
-from kt_runtime.bench.serve.rows import Measured, Row
+from kt_runtime.bench.serve.rows import Measured, Row, TokenTime
 from kt_runtime.bench.serve.server_side import ServerResult, Transcript
 from kt_runtime.bench.serve.streams import Stream, decode, tokens_per_s
 from kt_runtime.bench.serve.work import model_work
@@ -127,17 +127,19 @@ def test_a_row_is_held_against_the_limit_by_its_median() -> None:
     assert unknown["tokens"] == 512 and unknown["limit_share"] is None and unknown["experts_counted"] is None
 
 
-def test_a_token_s_time_is_the_native_step_s_and_the_rest() -> None:
+def test_a_token_s_time_is_the_native_step_s_sampling_s_and_the_rest() -> None:
     """Tokens of 10, 8 and 12.5 ms; the step takes 6, 5 and 10 ms of them, and 4 ms at the limit."""
-    measured = Measured([100.0, 125.0, 80.0], step_seconds=[0.006, 0.005, 0.010])
+    times = [TokenTime(0.006, 0.001), TokenTime(0.005, 0.002), TokenTime(0.010, 0.0005)]
+    measured = Measured([100.0, 125.0, 80.0], token_times=times)
     whole, work = Work(33e9 / 200, {"bf16": 1.0}), Work(33e9 / 250, {"bf16": 1.0})
     step = Row(Case(DECODE, 1), measured, whole, step_work=work).as_json(LIMITS)["step"]
     assert (step["ms"], step["ms_best"], step["limit_ms"]) == pytest.approx((6.0, 5.0, 4.0))
     assert (step["limit_share"], step["limit_share_best"]) == pytest.approx((4 / 6, 4 / 5))
-    assert step["rest_ms"] == pytest.approx(3.0) and step["rest_ms_runs"] == pytest.approx([4.0, 3.0, 2.5])
+    assert step["sampling_ms"] == pytest.approx(1.0) and step["sampling_ms_runs"] == pytest.approx([1.0, 2.0, 0.5])
+    assert step["rest_ms"] == pytest.approx(2.0) and step["rest_ms_runs"] == pytest.approx([3.0, 1.0, 2.0])
     assert step["ms_runs"] == pytest.approx([6.0, 5.0, 10.0]) and step["limit"] == "dram"
     unknown = Row(Case(DECODE, 1), measured, whole, step_work=work).as_json(None)["step"]
-    assert unknown["limit_share"] is None and unknown["rest_ms"] == pytest.approx(3.0)
+    assert unknown["limit_share"] is None and unknown["rest_ms"] == pytest.approx(2.0)
     assert Row(Case(DECODE, 1), Measured([100.0]), whole, step_work=work).as_json(LIMITS)["step"] is None
 
 
@@ -277,6 +279,7 @@ def test_people_get_a_table_with_peers_and_problems(capsys: pytest.CaptureFixtur
 
 def test_people_read_what_the_native_step_takes_of_a_token(capsys: pytest.CaptureFixture[str]) -> None:
     work = Work(33e9 / 250, {"bf16": 1.0})
-    row = Row(Case(DECODE, 1), Measured([100.0], step_seconds=[0.005]), work, step_work=work).as_json(LIMITS)
+    measured = Measured([100.0], token_times=[TokenTime(0.005, 0.002)])
+    row = Row(Case(DECODE, 1), measured, work, step_work=work).as_json(LIMITS)
     printed = printed_report(capsys, [row], {})
-    assert "the native step takes 5.00 ms, 0.80 dram; head, sampling, scheduling and HTTP 5.00 ms" in printed
+    assert "the native step takes 5.00 ms, 0.80 dram; sampling 2.00 ms; head, scheduling and HTTP 3.00 ms." in printed

@@ -27,7 +27,7 @@ REASON = "in 3 attempts at the next one the streams hardly decoded at the same t
 
 
 class Servers:
-    """Takes the place of a server and its clients. A token takes 20 ms, of which the native step takes 15 ms.
+    """Takes the place of a server and its clients. A token takes 20 ms, the native step 15 ms of them, sampling 1 ms.
 
     `options`: of each server that was started. `runs`, `prefilled`: prompts of the decoding runs without warm-ups, and
     of the prefills. Runs whose number (the first is 1) is in `apart` have streams one after the other; the server ends
@@ -63,8 +63,9 @@ class Servers:
 
     def get(self, path: str) -> dict[str, Any]:
         assert path == "/kt/status"
-        status = {"step": self._state(), "sglang_version": "0.5.23", "dtype": "bfloat16"}
-        return status | {"step_decode_batches": self._batches, "step_decode_seconds": 0.015 * self._batches}
+        status: dict[str, Any] = {"step": self._state(), "sglang_version": "0.5.23", "dtype": "bfloat16"}
+        status |= {"step_decode_batches": self._batches, "step_decode_seconds": 0.015 * self._batches}
+        return status | {"sampling_decode_seconds": 0.001 * self._batches}
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         assert path == "/generate"
@@ -158,8 +159,10 @@ def test_the_step_is_timed_where_it_computes_every_token_of_one_stream(
     servers: Servers, first: ServerSide, tmp_path: Path
 ) -> None:
     found = first.measure(tmp_path, tmp_path)
-    assert found.measured[ONE][0].step_seconds == pytest.approx([0.015, 0.015])
-    assert all(measured.step_seconds == [] for case, (measured, _) in found.measured.items() if case != ONE)
+    times = found.measured[ONE][0].token_times
+    assert [each.step for each in times] == pytest.approx([0.015, 0.015])
+    assert [each.sampling for each in times] == pytest.approx([0.001, 0.001])
+    assert all(measured.token_times == [] for case, (measured, _) in found.measured.items() if case != ONE)
 
 
 @pytest.mark.parametrize(("step", "skipped"), [("running", 1), ("the family has no table", 0)])
@@ -168,7 +171,7 @@ def test_a_token_that_the_step_did_not_compute_leaves_its_time_unknown(
 ) -> None:
     servers.step, servers.skipped = step, skipped
     found = first.measure(tmp_path, tmp_path)
-    assert found.measured[ONE][0].step_seconds == [] and len(found.measured[ONE][0].rates) == 2
+    assert found.measured[ONE][0].token_times == [] and len(found.measured[ONE][0].rates) == 2
 
 
 def test_the_peer_is_the_same_server_with_no_step_on_the_same_prompts(
@@ -185,7 +188,7 @@ def test_the_peer_is_the_same_server_with_no_step_on_the_same_prompts(
     assert servers.prefilled[4:] == servers.prefilled[1:3]
     assert servers.prefilled[3] not in servers.prefilled[:3], "a warm-up must not fill the cache for a run"
     assert all(measured.same_tokens == 1 for measured in peer.measured.values())
-    assert peer.measured[ONE].rates == pytest.approx([50.0, 50.0]) and peer.measured[ONE].step_seconds == []
+    assert peer.measured[ONE].rates == pytest.approx([50.0, 50.0]) and peer.measured[ONE].token_times == []
     facts = {"sglang_version": "0.5.23", "dtype": "bfloat16", "step": "--no-step"}
     assert peer.as_json() == facts | {"problem": None}
     assert "sglang_no_step: starting a server in bfloat16" in said

@@ -22,6 +22,7 @@ from kt_runtime.errors import ConflictError
 from kt_runtime.experts import ExpertShape, ExpertStore
 from kt_runtime.families import LoraModule, family_for, resolve_targets
 from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights
+from kt_runtime.resident.host import Decoded
 from kt_runtime.resident.scheduler import run_at_once
 from kt_runtime.resident.training.call import CallResult
 from kt_runtime.resident.training.opening import Opening, read_start
@@ -118,7 +119,7 @@ class FakeHost:
     context_tokens = 256
     chunked_prefill_tokens = 128
     step = "the host is a fake"
-    step_decoded = (3, 0.25)
+    decoded = Decoded(step_batches=3, step_seconds=0.25, sampling_seconds=0.125)
 
     def __init__(
         self,

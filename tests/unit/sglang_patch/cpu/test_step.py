@@ -225,17 +225,21 @@ def test_requests_of_the_base_have_the_same_bits_beside_an_adapter_s(served: Eng
     assert {rid: answer for rid, answer in answers(served).items() if rid != "adapted"} == alone
 
 
-def test_the_batches_that_the_step_decodes_are_counted(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_and_sampling_are_timed_for_decoding_requests(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     served.clear()
     before = native_step.decoded()
     served.run(served.request("step", prompt(20)))
     after = native_step.decoded()
     assert len(served.tokens["step"]) == 8
-    assert after.batches == before.batches + 7, "the prompt's batch gives the first token"
-    assert after.seconds > before.seconds
+    assert after.step_batches == before.step_batches + 7, "the prompt's batch gives the first token"
+    assert after.step_seconds > before.step_seconds and after.sampling_seconds > before.sampling_seconds
     monkeypatch.setattr(native_step, "_program", None)
     served.run(served.request("modules", prompt(20)))
-    assert native_step.decoded() == after
+    with_modules = native_step.decoded()
+    assert (with_modules.step_batches, with_modules.step_seconds) == (after.step_batches, after.step_seconds)
+    assert with_modules.sampling_seconds > after.sampling_seconds
+    served.run(served.request("prompt", prompt(20), max_new_tokens=1))
+    assert native_step.decoded() == with_modules, "a prompt is not decoded"
 
 
 def test_the_step_is_built_again_over_parameters_and_a_pool_that_moved(
