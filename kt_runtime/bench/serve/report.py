@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-NARROW = 100  # columns, if the output is no terminal
+NARROW = 140  # columns, if the output is no terminal: room for three peers
 
 
 def print_report(result: dict[str, Any]) -> None:
@@ -17,7 +17,7 @@ def print_report(result: dict[str, Any]) -> None:
     serving, peers, limits = result["serving"], result["peers"], result["machine"]["limits"]
     right = [Column(name, justify="right") for name in ("tokens/s", "of limit", *peers)]
     title = f"{serving['model']} in {serving['dtype']} over HTTP, {serving['runs']} runs"
-    table = Table("case", *right, title=title)
+    table = Table(Column("case", no_wrap=True), *right, title=title)
     for row in result["rows"]:
         table.add_row(*_cells(row, list(peers)))
     console.print(table)
