@@ -2,8 +2,8 @@
 
 SGLang 0.5.23 freezes all objects of its processes at each POST /freeze_gc (`gc.freeze`): collections no longer visit
 them. Reference cycles among frozen objects are never collected, also those that become garbage later. Each freeze
-during requests or training steps therefore keeps some of their objects for ever, with their tensors: 663 freezes in an
-hour of fuzzing added 270 MiB to the scheduler.
+during requests or training steps therefore keeps some of their objects for ever, with their tensors: after eight
+minutes of fuzzing the scheduler had 10,777 such objects and 8 MB of their memory, with this patch 49 objects.
 
 Symbol: `sglang.srt.utils.common.freeze_gc`. A hook on it reaches every module that imports the function: `scheduler`,
 `detokenizer_manager` and `tokenizer_manager`. A hook on each of these names would wrap the hooks of the others.
@@ -30,7 +30,7 @@ def install(hooks: Hooks) -> None:
 
 
 class Freezes:
-    """The freezes of one process."""
+    """Replaces SGLang's `freeze_gc` in one process, and remembers how many objects it has frozen."""
 
     def __init__(self) -> None:
         self._num_frozen = 0  # in all freezes; those freed since are counted

@@ -211,7 +211,7 @@ void Program::run_attention(const StackLayer& layer, const Rows& rows) {
   kt::run(plan, [&](int step, const Range& range) { attention_.run(tensors, parts, step, range); });
 }
 
-// As serving does without the step: a token that the experts refuse gets zeros from them.
+// A token with NaN or Inf skips the experts, as in SGLang's modules (sglang_patch/cpu/moe.py).
 void Program::mask_rows(const Rows& rows) {
   for (int64_t t = 0; t < rows.tokens(); ++t) {
     if (is_finite(rows.normed, t) && is_finite(rows.weights, t)) continue;

@@ -51,7 +51,6 @@ SYMBOLS = (
     "sglang.srt.runtime_context.get_parallel",
     "sglang.srt.state_capturer.routed_experts.get_global_experts_capturer",
 )
-RUNNING = STEP_RUNNING
 
 _program: Program | None = None  # of the process's only model
 _reason = "no model has been loaded"  # why there is no program
@@ -67,8 +66,8 @@ def install(hooks: Hooks) -> None:
 
 
 def state() -> str:
-    """`RUNNING`, or why SGLang's modules compute every batch."""
-    return RUNNING if _program is not None else _reason
+    """`STEP_RUNNING`, or why SGLang's modules compute every batch."""
+    return STEP_RUNNING if _program is not None else _reason
 
 
 def exceptions() -> list[str]:

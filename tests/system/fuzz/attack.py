@@ -8,6 +8,8 @@ inputs are written beside it as they were sent: `<case>.request`, or `<case>.mes
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
 import threading
 import time
@@ -95,6 +97,7 @@ def read_case(path: Path) -> HttpCase | WireCase:
 
 def attack_http(target: Target, stop: Event) -> None:
     """Grammar-made requests from several threads, and adapters that come and go."""
+    _end_with_parent()
     journal = Journal(target.directory, "http")
     bodies = Bodies(target.openapi, target.places, target.seed)
     churn = AdapterChurn(target.seed, target.good_adapters, target.places.broken)
@@ -104,6 +107,7 @@ def attack_http(target: Target, stop: Event) -> None:
 
 def attack_otherwise(target: Target, stop: Event) -> None:
     """Messages of the training protocol, and clients that behave badly."""
+    _end_with_parent()
     journal = Journal(target.directory, "wire")
     clients = BadClients(target.address, target.seed, stop.is_set)
     cases = WireCases(target.wire_places, target.seed)
@@ -113,6 +117,18 @@ def attack_otherwise(target: Target, stop: Event) -> None:
     _run_all([*wires, clients.killed, clients.slow, clients.aborting])
     for connection in held:
         connection.close()
+
+
+def _end_with_parent() -> None:
+    """A killed test can't tell its attackers to stop: they would attack whichever server has the port next."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _run_all(works: list[Callable[[], None]]) -> None:

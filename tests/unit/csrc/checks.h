@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/bf16.h"
+#include "base/views.h"
 #include "kernels/tiles.h"
 
 namespace kt_test {
@@ -89,5 +90,18 @@ void test_amx(const kt::Tiles& tiles, Report& report);         // amx_test.cpp
 void test_attention(const kt::Tiles& tiles, Report& report);   // attention_test.cpp
 void test_dense(const kt::Tiles& tiles, Report& report);       // dense_test.cpp
 void test_decoder(const kt::Tiles& tiles, Report& report);     // decoder_test.cpp
+
+// `stride`: elements from one row to the next.
+inline kt::TensorView matrix_view(const void* data, kt::DType dtype, int64_t rows, int64_t cols, int64_t stride) {
+  kt::TensorView view;
+  view.data = const_cast<void*>(data);
+  view.dtype = dtype;
+  view.ndim = 2;
+  view.shape[0] = rows;
+  view.shape[1] = cols;
+  view.strides[0] = stride;
+  view.strides[1] = 1;
+  return view;
+}
 
 }  // namespace kt_test

@@ -53,18 +53,6 @@ void test_rotary(const kt::Dense& kernels, int64_t heads, int64_t size, int64_t 
                std::memcmp(x.data(), expected.data(), x.size() * sizeof(T)) == 0);
 }
 
-kt::TensorView matrix(const void* data, kt::DType dtype, int64_t rows, int64_t cols, int64_t stride) {
-  kt::TensorView view;
-  view.data = const_cast<void*>(data);
-  view.dtype = dtype;
-  view.ndim = 2;
-  view.shape[0] = rows;
-  view.shape[1] = cols;
-  view.strides[0] = stride;
-  view.strides[1] = 1;
-  return view;
-}
-
 struct Choice {
   std::vector<float> weights;
   std::vector<int32_t> ids;
@@ -87,9 +75,9 @@ struct Logits {
     choice.weights.resize(static_cast<size_t>(count * top_k));
     choice.ids.resize(choice.weights.size());
     const auto dtype = sizeof(T) == 2 ? kt::DType::kBf16 : kt::DType::kF32;
-    kt::choose_experts(engine, matrix(values.data() + first * stride, dtype, count, experts, stride), normalises,
-                       matrix(choice.weights.data(), kt::DType::kF32, count, top_k, top_k),
-                       matrix(choice.ids.data(), kt::DType::kI32, count, top_k, top_k));
+    kt::choose_experts(engine, matrix_view(values.data() + first * stride, dtype, count, experts, stride), normalises,
+                       matrix_view(choice.weights.data(), kt::DType::kF32, count, top_k, top_k),
+                       matrix_view(choice.ids.data(), kt::DType::kI32, count, top_k, top_k));
     return choice;
   }
 };

@@ -58,15 +58,7 @@ class Matrix {
                  : std::memcmp(&wide_[first], &other.wide_[first], 4 * count) == 0;
   }
   kt::TensorView view(int64_t first, int64_t rows) const {
-    kt::TensorView view;
-    view.data = data(first);
-    view.dtype = bf16_ ? kt::DType::kBf16 : kt::DType::kF32;
-    view.ndim = 2;
-    view.shape[0] = rows;
-    view.shape[1] = cols_;
-    view.strides[0] = stride_;
-    view.strides[1] = 1;
-    return view;
+    return matrix_view(data(first), bf16_ ? kt::DType::kBf16 : kt::DType::kF32, rows, cols_, stride_);
   }
   kt::TensorView view() const { return view(0, rows_); }
   // Of one row, without the dimension of rows.

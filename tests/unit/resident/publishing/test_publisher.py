@@ -2,124 +2,24 @@ from __future__ import annotations
 
 import errno
 import os
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from reference.lora import huge_adapter, random_adapter, write_adapter
+from reference.desk import Desk
+from reference.lora import huge_adapter, random_adapter
 
-from kt_runtime.adapters import AdapterVersion, LoraPair, VersionStore, as_version, content_hash
+from kt_runtime.adapters import AdapterVersion, LoraPair, as_version, content_hash
 from kt_runtime.errors import AdapterError, ConflictError, NotFoundError, UnknownNameError
 from kt_runtime.resident.publishing import publisher as publishing
-from kt_runtime.resident.publishing.probe import Probe
-from kt_runtime.resident.publishing.publisher import MAX_WAITING_OF_NAME, Publisher
-from kt_runtime.resident.scheduler import TrainingScheduler, run_at_once
+from kt_runtime.resident.publishing.publisher import MAX_WAITING_OF_NAME
+from kt_runtime.resident.scheduler import run_at_once
 from kt_runtime.resident.training import checkpoint
-from kt_runtime.resident.training.session import SessionId
-from kt_runtime.resident.workers import Workers
-
-
-class Desk:
-    """A publisher over a fake engine; whatever it has begun continues when `settle` or `settle_once` is called."""
-
-    def __init__(self, lab: Any, root: Path, salt: str = "salt") -> None:
-        self.lab, self.host = lab, lab.host
-        self.store = VersionStore(root, lab.twin.family, lab.host.config, lab.host.max_lora_rank, 3)
-        self.scheduler = TrainingScheduler(1.0)
-        self.ended: queue.Queue[tuple[str, Exception | None]] = queue.Queue()
-        self.answers: list[tuple[str, Exception | None]] = []
-        self.outcomes: list[Any] = []  # an AdapterVersion each, or the exception
-        self.workers = Workers("kt-prepare", lambda *ended: self.ended.put(ended))
-        self.publisher = Publisher(
-            lab.host,
-            lab.twin.family,
-            self.store,
-            3,
-            Probe(lab.twin, lab.lora, lab.host.config),
-            self.scheduler.submit,
-            self.workers,
-            lambda *answer: self.answers.append(answer),
-        )
-        self.publisher.start(salt, self.store.scan()[0])
-
-    def adapter(self, seed: int) -> Any:
-        session = self.lab.session(["attention"], seed=seed)
-        adapter = run_at_once(checkpoint.copied_masters(session))
-        session.close()
-        return adapter
-
-    def publish(self, name: str, seed: int, **who: Any) -> None:
-        self.publisher.publish(name, self.adapter(seed), f"seed {seed}", self.outcomes.append, **who)
-
-    def session(self, name: str) -> SessionId:
-        opened = SessionId(f"key of {name}", name)
-        self.publisher.owners.begin(opened)
-        return opened
-
-    def info(self, name: str) -> Any:
-        return {info.name: info for info in self.publisher.adapters()}[name]
-
-    def loaded(self, name: str, adapter: Any, path: Path) -> Any:
-        write_adapter(path, adapter)
-        self.publisher.load(name, str(path), self.outcomes.append)
-        self.settle()
-        return self.outcomes[-1]
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self.publisher._queues)
-
-    def prepared(self) -> None:
-        """One adapter has been read, checked and converted, and its probe has run: the frontend is asked, or nobody."""
-        self.publisher.probe(*self.ended.get(timeout=60))
-        while not self.scheduler.is_idle:
-            self.scheduler.run_slice(is_serving=False)
-
-    def moved(self) -> None:
-        """The frontend answers what it was asked."""
-        self.host.poll()
-        answers, self.answers = self.answers, []
-        for lora_id, error in answers:
-            self.publisher.finish(lora_id, error)
-
-    def settle(self) -> None:
-        """Until nothing is left."""
-        while self.is_busy:
-            if self.host.moves:
-                self.moved()
-            else:
-                self.prepared()
-
-    def written(self) -> None:
-        assert self.publisher._persistence.flush(60)
-
-    def current(self, name: str) -> str | None:
-        return {info.name: info.current for info in self.publisher.adapters()}[name]
-
-
-@pytest.fixture
-def make_desk(make_lab: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[..., Desk]]:
-    desks: list[Desk] = []
-
-    def make(salt: str = "salt") -> Desk:
-        desks.append(Desk(make_lab(), tmp_path / "versions", salt))
-        return desks[-1]
-
-    yield make
-    for desk in desks:
-        desk.publisher.close()
-        desk.workers.close()
-
-
-@pytest.fixture
-def desk(make_desk: Callable[..., Desk]) -> Desk:
-    return make_desk()
 
 
 def test_a_published_version_is_served_listed_and_written(desk: Desk) -> None:
@@ -447,12 +347,6 @@ def test_a_version_that_is_not_finite_is_not_served_again_after_a_restart(make_d
 # Unloading.
 
 
-def forget(desk: Desk, name: str) -> list[Any]:
-    told: list[Any] = []
-    desk.publisher.forget(name, told.append)
-    return told
-
-
 @pytest.mark.parametrize("is_late", [False, True], ids=["still running", "its end is reported already"])
 def test_unloading_while_its_publication_is_on_another_thread_ends_both(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, is_late: bool
@@ -473,7 +367,7 @@ def test_unloading_while_its_publication_is_on_another_thread_ends_both(
     if is_late:
         gate.set()
         reports.append(desk.ended.get(timeout=60))
-    assert forget(desk, "bob") == [first]
+    assert desk.forget("bob") == [first]
     assert [str(outcome) for outcome in desk.outcomes[1:]] == ["adapter 'bob' was unloaded before this had ended"] * 2
     gate.set()
     assert desk.workers.finish(60)
@@ -490,7 +384,7 @@ def test_unloading_while_its_publication_is_on_another_thread_ends_both(
 def test_unloading_after_the_frontend_was_asked_waits_for_its_answer(desk: Desk) -> None:
     desk.publish("bob", 1)
     desk.prepared()
-    told = forget(desk, "bob")
+    told = desk.forget("bob")
     assert told == [] and desk.outcomes == []
     desk.settle()
     assert told == [desk.outcomes[0].lora_id]
@@ -500,109 +394,14 @@ def test_unloading_after_the_frontend_was_asked_waits_for_its_answer(desk: Desk)
 
 
 def test_unloading_what_is_not_there_is_an_error_and_what_is_only_begun_is_not(desk: Desk) -> None:
-    (error,) = forget(desk, "bob")
+    (error,) = desk.forget("bob")
     assert isinstance(error, UnknownNameError)
     desk.publish("bob", 1)
-    assert forget(desk, "bob") == [None]
+    assert desk.forget("bob") == [None]
     assert isinstance(desk.outcomes[0], ConflictError)
 
 
 # Owners.
-
-
-def test_the_owner_is_shown_and_another_session_is_refused_unless_it_takes_over(desk: Desk, tmp_path: Path) -> None:
-    first, second = desk.session("first"), desk.session("second")
-    desk.publish("bob", 1, session=first)
-    desk.settle()
-    assert desk.info("bob").owner == "first" and desk.info("bob").owned_since > 0
-    with pytest.raises(ConflictError, match=r"'bob' is published by session 'first' since \d{4}-.*take_over"):
-        desk.publish("bob", 2, session=second)
-    with pytest.raises(ConflictError, match="published by session 'first'"):
-        desk.publisher.load("bob", str(tmp_path), desk.outcomes.append)
-    desk.publish("bob", 2, session=second, take_over=True)
-    desk.settle()
-    assert desk.info("bob").owner == "second" and desk.current("bob") == desk.outcomes[-1].hash
-    with pytest.raises(ConflictError, match="published by session 'second'"):
-        desk.publish("bob", 3, session=first)
-    desk.publisher.owners.end(second)
-    assert desk.info("bob").owner is None
-    with pytest.raises(ConflictError, match=r"was taken over by session 'second' at .*again, set take_over"):
-        desk.publish("bob", 3, session=first)
-    desk.publish("bob", 3, session=first, take_over=True)
-    desk.settle()
-    assert desk.info("bob").owner == "first"
-
-
-def test_a_session_whose_name_was_unloaded_is_told_at_its_next_publication(desk: Desk) -> None:
-    session = desk.session("run")
-    desk.publish("bob", 1, session=session)
-    desk.settle()
-    forget(desk, "bob")
-    with pytest.raises(ConflictError, match=r"'bob' was unloaded at .* after session 'run' had published it"):
-        desk.publish("bob", 2, session=session)
-    assert desk.publisher.adapters() == []
-    desk.publish("bob", 2, session=desk.session("another"))
-    desk.settle()
-    assert desk.info("bob").owner == "another"
-
-
-def test_unloading_during_the_first_publication_is_not_undone_by_the_second(desk: Desk) -> None:
-    session = desk.session("run")
-    desk.publisher.owners.claim("bob", session)  # as a run does when it begins
-    desk.publish("bob", 1, session=session)
-    assert forget(desk, "bob") == [None]
-    with pytest.raises(ConflictError, match=r"'bob' was unloaded at .*to publish it again, set take_over"):
-        desk.publish("bob", 2, session=session)
-
-
-def test_nor_by_a_session_that_had_not_claimed_the_name(desk: Desk) -> None:
-    """A client that only publishes owns a name once its first publication has ended."""
-    first, second = desk.session("first"), desk.session("second")
-    desk.publish("bob", 1, session=first)
-    desk.publish("bob", 2, session=second)
-    assert forget(desk, "bob") == [None]
-    for session in (first, second):
-        with pytest.raises(ConflictError, match=r"'bob' was unloaded at .*had published it or begun to"):
-            desk.publish("bob", 3, session=session)
-    desk.publish("bob", 3, session=first, take_over=True)
-    desk.settle()
-    assert desk.info("bob").owner == "first"
-
-
-def test_of_two_sessions_at_once_the_first_gets_the_name(desk: Desk) -> None:
-    for seed, name in ((1, "first"), (2, "second")):
-        desk.publish("bob", seed, session=desk.session(name))
-    desk.settle()
-    assert isinstance(desk.outcomes[0], AdapterVersion)
-    assert "published by session 'first'" in str(desk.outcomes[1])
-
-
-def test_a_publication_that_failed_owns_nothing_and_one_of_an_ended_session_neither(desk: Desk) -> None:
-    session = desk.session("run")
-    desk.host.move_error = ConflictError("no")
-    desk.publish("bob", 1, session=session)
-    desk.settle()
-    assert desk.publisher.owners.of("bob") is None
-    desk.host.move_error = None
-    desk.publish("bob", 1, session=session)
-    desk.publisher.owners.end(session)
-    desk.settle()
-    assert desk.info("bob").owner is None
-
-
-def test_a_directory_takes_a_name_over_when_it_says_so(desk: Desk, tmp_path: Path) -> None:
-    session = desk.session("run")
-    desk.publish("bob", 1, session=session)
-    desk.settle()
-    write_adapter(tmp_path / "a", random_adapter(desk.host.config, rank=4, alpha=8.0, seed=1))
-    desk.publisher.load("bob", str(tmp_path / "a"), desk.outcomes.append, take_over=True)
-    desk.settle()
-    assert desk.info("bob").owner is None
-    with pytest.raises(ConflictError, match="was taken over by loading another adapter under the name"):
-        desk.publish("bob", 2, session=session)
-
-
-# What is not on disk.
 
 
 def test_what_could_not_be_written_is_shown_and_rolled_back_to_from_memory(

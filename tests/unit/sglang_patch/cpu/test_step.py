@@ -22,6 +22,7 @@ from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.lora.install import drop_adapter, install_adapter
+from kt_runtime.wire.messages import STEP_RUNNING
 
 LENGTHS = (1, 2, 7, 33, 64, 150)  # in chunks of 64 tokens and pages of 8
 NAN_TOKEN, NO_TOKEN = 700, 1 << 20
@@ -95,7 +96,7 @@ def served(
 @pytest.fixture
 def both(served: Engine, monkeypatch: pytest.MonkeyPatch) -> Both:
     served.clear()
-    assert native_step.state() == native_step.RUNNING
+    assert native_step.state() == STEP_RUNNING
     program = native_step._program
     assert program is not None
     checked = Both(served.scheduler.tp_worker.model_runner, program)
@@ -257,7 +258,7 @@ def test_the_step_is_built_again_over_parameters_and_a_pool_that_moved(
     pool.k_buffer[1], old = torch.zeros_like(pool.k_buffer[1]), pool.k_buffer[1]
     old.fill_(float("nan"))
     assert answers_to_all(served) == before and native_step._program is not program
-    assert native_step.state() == native_step.RUNNING and native_step.exceptions() == ["it is padded"]
+    assert native_step.state() == STEP_RUNNING and native_step.exceptions() == ["it is padded"]
 
 
 def test_the_model_of_speculative_decoding_leaves_the_step_alone(served: Engine) -> None:
@@ -371,7 +372,7 @@ def test_a_model_that_the_step_does_not_fit_is_left_to_sglang(
             assert native_step.state() in caplog.text
     finally:
         native_step._build(None, runner)
-    assert native_step.state() == native_step.RUNNING
+    assert native_step.state() == STEP_RUNNING
 
 
 def test_a_rotary_embedding_with_a_forward_of_its_own_is_left_to_sglang(
@@ -387,7 +388,7 @@ def test_a_rotary_embedding_with_a_forward_of_its_own_is_left_to_sglang(
             assert native_step.state() == "the rotary embedding is BailingMRotaryEmbedding"
     finally:
         native_step._build(None, runner)
-    assert native_step.state() == native_step.RUNNING
+    assert native_step.state() == STEP_RUNNING
 
 
 def test_a_step_that_could_not_be_built_is_no_step(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +401,7 @@ def test_a_step_that_could_not_be_built_is_no_step(served: Engine, monkeypatch: 
         native_step._build(None, runner)
     assert native_step.state() == "the step could not be built; the log has the reason"
     native_step._build(None, runner)
-    assert native_step.state() == native_step.RUNNING
+    assert native_step.state() == STEP_RUNNING
 
 
 def owner(runner: Any, path: str) -> tuple[Any, str]:
