@@ -91,6 +91,21 @@ class Dense:
 
     def __init__(self, isa: str, num_threads: int, /) -> None: ...
     def linear(self, x: Any, weight: Any, bias: Any, out: Any, /) -> None: ...
+    def linear_heads(self, x: Any, weight: Any, out: Any, /) -> None: ...
+    def silu_and_multiply(self, gate: Any, up: Any, out: Any, /) -> None: ...
+    def choose_from_groups(
+        self,
+        logits: Any,
+        bias: Any,
+        groups: int,
+        top_groups: int,
+        is_sigmoid: bool,
+        normalises: bool,
+        scaling: float,
+        weights: Any,
+        ids: Any,
+        /,
+    ) -> None: ...
     def rms_norm(
         self, x: Any, residual: Any, weight: Any, epsilon: float, out: Any, total: Any, inverse: Any, /
     ) -> None: ...

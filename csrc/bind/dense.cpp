@@ -5,7 +5,10 @@
 #include "bind/dlpack.h"
 #include "bind/layer.h"
 #include "kernels/registry.h"
+#include "ops/activation.h"
 #include "ops/dense.h"
+#include "ops/grouped_router.h"
+#include "ops/heads.h"
 #include "ops/router.h"
 
 namespace py = pybind11;
@@ -34,6 +37,62 @@ class NativeDense {
     check_disjoint({{"out", result}}, {{"x", rows}, {"weight", matrix}, {"bias", added}});
     const py::gil_scoped_release release;
     kt::linear(engine(), rows, matrix, added, result);
+  }
+
+  void linear_heads(py::handle x, py::handle weight, py::handle out) const {
+    const TensorView tokens = view_of(x, {.name = "x", .dtypes = kFloats, .shape = {-1, -1, -1}});
+    const TensorView matrices =
+        view_of(weight, {.name = "weight", .dtypes = kFloats, .shape = {tokens.shape[1], -1, tokens.shape[2]}});
+    const TensorView result = view_of(out, {.name = "out",
+                                            .dtypes = kFloats,
+                                            .shape = {tokens.shape[0], tokens.shape[1], matrices.shape[1]},
+                                            .written = true});
+    check_disjoint({{"out", result}}, {{"x", tokens}, {"weight", matrices}});
+    const py::gil_scoped_release release;
+    kt::linear_heads(engine(), tokens, matrices, result);
+  }
+
+  void silu_and_multiply(py::handle gate, py::handle up, py::handle out) const {
+    const TensorView gates = view_of(gate, {.name = "gate", .dtypes = kFloats, .shape = {-1, -1}});
+    const std::vector<int64_t> shape = {gates.shape[0], gates.shape[1]};
+    const TensorView ups = view_of(up, {.name = "up", .dtypes = {gates.dtype}, .shape = shape});
+    const TensorView result = view_of(out, {.name = "out", .dtypes = {gates.dtype}, .shape = shape, .written = true});
+    check_disjoint({{"out", result}}, {{"gate", gates}, {"up", ups}});
+    const py::gil_scoped_release release;
+    kt::silu_and_multiply(engine(), gates, ups, result);
+  }
+
+  void choose_from_groups(py::handle logits, py::handle bias, int64_t groups, int64_t top_groups, bool is_sigmoid,
+                          bool normalises, float scaling, py::handle weights, py::handle ids) const {
+    const TensorView rows = view_of(logits, {.name = "logits", .dtypes = {DType::kF32}, .shape = {-1, -1}});
+    const int64_t tokens = rows.shape[0], experts = rows.shape[1];
+    TensorView added;
+    if (!bias.is_none())
+      added = view_of(bias, {.name = "bias", .dtypes = {DType::kF32}, .shape = {experts}, .contiguous = true});
+    const TensorView chosen = view_of(
+        weights,
+        {.name = "weights", .dtypes = {DType::kF32}, .shape = {tokens, -1}, .contiguous = true, .written = true});
+    const int64_t top_k = chosen.shape[1];
+    const TensorView places = view_of(
+        ids, {.name = "ids", .dtypes = {DType::kI32}, .shape = {tokens, top_k}, .contiguous = true, .written = true});
+    if (groups < 1 || experts % groups != 0)
+      throw BindError{"invalid_value", "groups is " + std::to_string(groups) + ", which does not divide the " +
+                                           std::to_string(experts) + " experts"};
+    if (top_groups < 1 || top_groups > groups)
+      throw BindError{"invalid_value",
+                      "top_groups is " + std::to_string(top_groups) + "; allowed: 1 to " + std::to_string(groups)};
+    if (top_k > top_groups * (experts / groups))
+      throw BindError{"invalid_value", "top_k is " + std::to_string(top_k) + "; " + std::to_string(top_groups) +
+                                           " groups have " + std::to_string(top_groups * (experts / groups)) +
+                                           " experts"};
+    check_disjoint({{"weights", chosen}, {"ids", places}}, {{"logits", rows}, {"bias", added}});
+    const GroupedRouting routing{.score = is_sigmoid ? RouterScore::kSigmoid : RouterScore::kSoftmax,
+                                 .groups = groups,
+                                 .top_groups = top_groups,
+                                 .normalises = normalises,
+                                 .scaling = scaling};
+    const py::gil_scoped_release release;
+    kt::choose_from_groups(engine(), routing, rows, added, chosen, places);
   }
 
   void rms_norm(py::handle x, py::handle residual, py::handle weight, float epsilon, py::handle out, py::handle total,
@@ -98,6 +157,9 @@ void bind_dense(py::module_& module) {
   py::class_<NativeDense>(module, "Dense")
       .def(py::init<const std::string&, int>())
       .def("linear", &NativeDense::linear)
+      .def("linear_heads", &NativeDense::linear_heads)
+      .def("silu_and_multiply", &NativeDense::silu_and_multiply)
+      .def("choose_from_groups", &NativeDense::choose_from_groups)
       .def("rms_norm", &NativeDense::rms_norm)
       .def("choose_experts", &NativeDense::choose_experts)
       .def_property_readonly("isa", &NativeDense::isa)

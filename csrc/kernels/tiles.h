@@ -125,7 +125,9 @@ struct Tiles {
   // `dh` is the gradient of h without the routing weight. Returns <h, dh>; overwrites gate and up with their gradients
   // times `weight`.
   double (*swiglu_backward)(float* gate, float* up, const float* dh, float weight, int64_t count);
-  void (*add_scaled)(const float* from, float factor, int64_t count, float* to);  // to += factor * from
+  void (*add_scaled)(const float* from, float factor, int64_t count, float* to);    // to += factor * from
+  void (*sigmoid)(const float* from, int64_t count, float* to);                     // 1 / (1 + e^-from)
+  void (*exponential)(const float* from, float largest, int64_t count, float* to);  // e^(from - largest), at most 1
 };
 
 }  // namespace kt

@@ -77,7 +77,7 @@ def attend(
         _experts.attend(
             engine.isa,
             engine.num_threads,
-            capsule(_with_adjacent_columns(q), "q"),
+            capsule(dense.with_adjacent_columns(q), "q"),
             capsule(keys, "keys"),
             capsule(values, "values"),
             capsule(out, "out"),
@@ -90,7 +90,3 @@ def attend(
     except _experts.NativeError as error:
         raise translate(error) from None
     return out
-
-
-def _with_adjacent_columns(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

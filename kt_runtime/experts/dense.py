@@ -1,14 +1,17 @@
-"""Linear layers, RMSNorm and the choice of experts on the CPU (csrc/ops/dense.h, router.h). Weights are row-major and
-read in place.
+"""What a decoder layer computes on the CPU beside attention and routed experts: linear layers, those of single heads,
+RMSNorm, SwiGLU, and the choice of experts (csrc/ops: dense, heads, activation, router, grouped_router).
 
-A row of a result depends on its own row of x, on the weights and on the instruction set: not on the other rows, on how
-rows are cut into calls, or on the number of threads. Serving and training call the same functions, so both get the same
-bits. A row with NaN or Inf has a result like torch's; the other rows do not change. Not differentiable.
+Weights are row-major and read in place. A row of a result depends on its own row of x, on the weights and on the
+instruction set: not on the other rows, on how rows are cut into calls, or on the number of threads. Serving and
+training call the same functions, so both get the same bits. A row with NaN or Inf has a result like torch's; the other
+rows do not change. Not differentiable.
 
 The process has one instruction set and number of threads for these operations: the best ones, or those of `configure`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -123,8 +126,7 @@ def _norm(
 
 def _rows(x: Tensor) -> Tensor:
     """x [..., K] -> [M, K] with contiguous rows, without a copy where the strides permit."""
-    rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
-    return rows if rows.stride(-1) == 1 or rows.shape[-1] <= 1 else rows.contiguous()
+    return with_adjacent_columns(x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0))
 
 
 def engine() -> _experts.Dense:
@@ -133,3 +135,77 @@ def engine() -> _experts.Dense:
         configure()
     assert _native is not None
     return _native
+
+
+def linear_heads(
+    x: Tensor, weight: Tensor, out: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """A linear layer of its own for each head: x [T, N, K], weight [N, O, K] -> [T, N, O] in x's dtype or `out_dtype`.
+
+    A head's result has the bits of `linear` with its weight. `out`: where the result is written, if given.
+    """
+    if out is None:
+        out = torch.empty(*x.shape[:2], weight.shape[1], dtype=out_dtype or x.dtype, device="cpu")
+    try:
+        engine().linear_heads(capsule(with_adjacent_columns(x), "x"), capsule(weight, "weight"), capsule(out, "out"))
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return out
+
+
+def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up in float32, rounded once: both [..., I], float32 or bfloat16. The same bits on every ISA."""
+    out = torch.empty(gate.shape, dtype=gate.dtype, device="cpu")
+    try:
+        engine().silu_and_multiply(
+            capsule(_rows(gate), "gate"), capsule(_rows(up), "up"), capsule(out.view(-1, out.shape[-1]), "out")
+        )
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return out
+
+
+@dataclass(frozen=True)
+class GroupedRouting:
+    """How DeepSeek's routers choose among experts in groups (csrc/ops/grouped_router.h)."""
+
+    groups: int
+    top_groups: int
+    """Groups whose experts can be chosen."""
+    top_k: int
+    is_sigmoid: bool
+    """Scores are sigmoids of the logits (DeepSeek-V3); else their softmax."""
+    normalises: bool
+    scaling: float
+    """`routed_scaling_factor`, a factor of the weights."""
+
+
+def choose_from_groups(logits: Tensor, bias: Tensor | None, routing: GroupedRouting) -> tuple[Tensor, Tensor]:
+    """logits [T, E] and bias [E], float32 -> float32 weights [T, K] and int32 ids [T, K], larger ranks first.
+
+    Of equal ranks the first expert is chosen. The same bits on every ISA. InvalidValueError: groups that do not divide
+    the experts, or fewer experts in `top_groups` groups than are chosen.
+    """
+    rows = _rows(logits)
+    weights = torch.empty(rows.shape[0], routing.top_k, dtype=torch.float32, device="cpu")
+    ids = torch.empty(rows.shape[0], routing.top_k, dtype=torch.int32, device="cpu")
+    try:
+        engine().choose_from_groups(
+            capsule(rows, "logits"),
+            None if bias is None else capsule(bias, "bias"),
+            routing.groups,
+            routing.top_groups,
+            routing.is_sigmoid,
+            routing.normalises,
+            routing.scaling,
+            capsule(weights, "weights"),
+            capsule(ids, "ids"),
+        )
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return weights, ids
+
+
+def with_adjacent_columns(x: Tensor) -> Tensor:
+    """x, or a copy where its last dimension is strided."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

@@ -113,6 +113,8 @@ class Family(ABC):
     """`general.architecture` of llama.cpp's files of this family."""
     foreign_model_types: tuple[str, ...] = ()
     """The `model_types` unknown to transformers 5.19: such a checkpoint contains its own Python modules."""
+    rotary_table: str = "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
+    """SGLang's buffer of rotary tables, one for all layers: by position, cosines and then sines."""
 
     @abstractmethod
     def check(self, config: Config) -> None:

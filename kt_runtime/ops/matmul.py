@@ -1,14 +1,16 @@
-"""Matrix products whose rounding in training must equal serving's.
+"""Matrix products whose bits in training must be serving's.
 
-`frozen_linear` is a linear layer of the base. On a CPU kt-runtime's kernels compute it (`kt_runtime.experts.dense`), in
-serving too; a token's result does not depend on the other tokens of a call. `served_product` is for LoRA: serving
-holds copies of A and B in the model's dtype. `product` is for float32. With fewer than four rows, BLAS uses other
-kernels, which sum in another order. A token decoded alone would then get other numbers than in training, and in bf16
-sometimes other experts.
+On a CPU kt-runtime's kernels compute them (`kt_runtime.experts.dense`): a token's result does not depend on the other
+tokens of a call. BLAS sums in an order that depends on the number of tokens. A token decoded alone would then get other
+numbers than in training, and in bf16 sometimes other experts.
+
+`frozen_linear` is a linear layer of the base, `frozen_heads` one for each head. `lora_product` is for LoRA in serving,
+which holds copies of A and B in the model's dtype; `served_product` is the same with gradients for float32 masters.
+`product` is for float32.
 
 Gradients have no counterpart in serving. On a CPU without bf16 instructions, PyTorch multiplies untransposed bf16
 matrices one element at a time (0.9 GFLOP/s, against 150 in float32). There, `gradient_product` multiplies in float32
-and rounds once; the backward passes of `frozen_linear` and `frozen_bmm` use it.
+and rounds once; the backward passes of `frozen_linear` and `frozen_heads` use it.
 """
 
 from __future__ import annotations
@@ -21,16 +23,12 @@ from torch.nn import functional
 
 from kt_runtime.experts import dense
 
-FEWEST_ROWS = 8
 WIDENED_ROWS = 1 << 14  # rows of a bf16 matrix converted to float32 at a time: 256 MiB with a hidden size of 4096
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [..., M, K] @ b [..., K, N] in float32; a row of the result does not depend on M."""
-    rows = a.shape[-2]
-    if rows >= FEWEST_ROWS:
-        return torch.matmul(a, b)
-    return torch.matmul(functional.pad(a, (0, 0, 0, FEWEST_ROWS - rows)), b)[..., :rows, :]
+    """a [M, K] @ b [K, N] in float32, with a gradient for a only; on a CPU a row of the result does not depend on M."""
+    return frozen_linear(a, b.T)
 
 
 class _Rounded(torch.autograd.Function):
@@ -56,10 +54,7 @@ class _ServedProduct(torch.autograd.Function):
         served = master.to(x.dtype)
         ctx.save_for_backward(x, served)
         ctx.alpha, ctx.master_dtype = alpha, master.dtype
-        multiply = torch.addmm if x.dim() == 2 else torch.baddbmm
-        if base is None:
-            return multiply(x.new_empty(1), x, served, beta=0, alpha=alpha)
-        return multiply(base, x, served, alpha=alpha)
+        return lora_product(x, served, alpha, base)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -76,8 +71,7 @@ def _scaled_product(a: torch.Tensor, b: torch.Tensor, alpha: float) -> torch.Ten
     """alpha * a @ b, rounded once to their dtype: a [..., M, K], b [..., K, N]. For gradients only."""
     if _in_software(a):
         return (a.float() @ b.float()).mul_(alpha).to(a.dtype)
-    multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
-    return multiply(a.new_empty(1), a, b, beta=0, alpha=alpha)
+    return _torch_product(a, b, alpha, None)
 
 
 def _inner_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -85,14 +79,42 @@ def _inner_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.mT @ b if a.shape[-1] <= b.shape[-1] else (b.mT @ a).mT
 
 
+def lora_product(
+    x: torch.Tensor, weight: torch.Tensor, alpha: float = 1.0, base: torch.Tensor | None = None
+) -> torch.Tensor:
+    """base + alpha * x @ weight: x [M, K], weight [K, N], base [M, N] or None, of one dtype -> [M, N].
+
+    All three may have a leading batch dimension. On a CPU the sum, the product with alpha and the sum with base are
+    float32, each rounded; the result is rounded to the dtype once.
+    """
+    rows = dense.with_adjacent_columns(weight.mT)
+    if not dense.is_supported(x, rows):
+        return _torch_product(x, weight, alpha, base)
+    if x.dim() == 2:
+        total = dense.linear(x, rows, out_dtype=torch.float32)
+    else:
+        total = dense.linear_heads(x.transpose(0, 1), rows, out_dtype=torch.float32).transpose(0, 1)
+    if alpha != 1:
+        total.mul_(alpha)
+    if base is not None:
+        total.add_(base)
+    return total.to(x.dtype)
+
+
+def _torch_product(x: torch.Tensor, weight: torch.Tensor, alpha: float, base: torch.Tensor | None) -> torch.Tensor:
+    multiply = torch.addmm if x.dim() == 2 else torch.baddbmm
+    if base is None:
+        return multiply(x.new_empty(1), x, weight, beta=0, alpha=alpha)
+    return multiply(base, x, weight, alpha=alpha)
+
+
 def served_product(
     x: torch.Tensor, master: torch.Tensor, *, alpha: float = 1.0, base: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """base + alpha * x @ master, rounded once to x's dtype: x [M, K], master [K, N], base [M, N] or None.
+    """`lora_product` of x and `master`, with gradients.
 
-    All three may have a leading batch dimension. `master` is first rounded to x's dtype; gradients ignore that rounding
-    (straight-through, Bengio et al. 2013, arXiv:1308.3432). The master's gradient is summed in float32 and has the
-    master's dtype.
+    `master` is first rounded to x's dtype; gradients ignore that rounding (straight-through, Bengio et al. 2013,
+    arXiv:1308.3432). The master's gradient is summed in float32 and has the master's dtype.
     """
     return _ServedProduct.apply(x, master, alpha, base)
 
@@ -138,17 +160,17 @@ class _FrozenLinear(torch.autograd.Function):
         return gradient_product(grads[0], weight), None, None
 
 
-class _FrozenBmm(torch.autograd.Function):
+class _FrozenHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(weight)
-        return torch.bmm(x, weight)
+        return dense.linear_heads(x, weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (weight,) = ctx.saved_tensors
-        return gradient_product(grads[0], weight.mT), None
+        return gradient_product(grads[0].transpose(0, 1), weight).transpose(0, 1), None
 
 
 def frozen_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -161,6 +183,11 @@ def frozen_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return _FrozenLinear.apply(x, weight, bias)
 
 
-def frozen_bmm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`torch.bmm` with a gradient for x only."""
-    return _FrozenBmm.apply(x, weight) if _in_software(x) else torch.bmm(x, weight)
+def frozen_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A linear layer of its own for each head, with a gradient for x only: x [T, N, K], weight [N, O, K] -> [T, N, O].
+
+    PyTorch computes it on a GPU, for mixed dtypes, and for dtypes other than float32 and bfloat16.
+    """
+    if not dense.is_supported(x, weight):
+        return torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1)
+    return _FrozenHeads.apply(x, weight)

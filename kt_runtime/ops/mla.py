@@ -7,10 +7,10 @@ Shapes: T tokens, N heads, D latent size (`kv_lora_rank`), K size of a head's ke
 head's value, R LoRA rank. A is [R, D], B is [N * (K + V), R]. The update is W = B A. Of each head's rows of B, the
 first K belong to W_k and the other V to W_v:
 
-    query   [N, T, D] += scaling * (query_nope [N, T, K] @ B_k [N, K, R]) @ A [R, D]
-    output  [N, T, V] += scaling * (latent [N, T, D] @ A.T [D, R]) @ B_v.T [N, R, V]
+    query   [T, N, D] += scaling * (query_nope [T, N, K] @ B_k [N, K, R]) @ A [R, D]
+    output  [T, N, V] += scaling * (latent [T, N, D] @ A.T [D, R]) @ B_v.T [N, R, V]
 
-Both products are rounded to the model's dtype, as in serving. The scaling is applied when the term is added.
+The first product is rounded to the model's dtype, and so is the sum (`ops.matmul.lora_product`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,19 @@ def halves(b: torch.Tensor, num_heads: int, key_size: int) -> tuple[torch.Tensor
     return by_head[:, :key_size], by_head[:, key_size:]
 
 
-def query_delta(query_nope: torch.Tensor, a: torch.Tensor, b_k: torch.Tensor) -> torch.Tensor:
-    """LoRA's term of the absorbed query, without the scaling: [N, T, K], [R, D], [N, K, R] -> [N, T, D]."""
-    low = served_product(query_nope, b_k)
-    return served_product(low.flatten(0, 1), a).unflatten(0, low.shape[:2])
+def add_query_delta(
+    absorbed: torch.Tensor, query_nope: torch.Tensor, a: torch.Tensor, b_k: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """The absorbed query [T, N, D] with LoRA's term: query_nope [T, N, K], a [R, D], b_k [N, K, R] -> [T, N, D]."""
+    low = served_product(query_nope.transpose(0, 1), b_k).transpose(0, 1)
+    rows = served_product(low.flatten(0, 1), a, alpha=scaling, base=absorbed.flatten(0, 1))
+    return rows.unflatten(0, low.shape[:2])
 
 
-def output_delta(latent: torch.Tensor, a: torch.Tensor, b_v: torch.Tensor) -> torch.Tensor:
-    """LoRA's term of the output, without the scaling: [N, T, D], [R, D], [N, V, R] -> [N, T, V]."""
+def add_output_delta(
+    out: torch.Tensor, latent: torch.Tensor, a: torch.Tensor, b_v: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """The output [T, N, V] with LoRA's term: latent [T, N, D], a [R, D], b_v [N, V, R] -> [T, N, V]."""
     low = served_product(latent.flatten(0, 1), a.T).unflatten(0, latent.shape[:2])
-    return served_product(low, b_v.mT)
+    by_head = served_product(low.transpose(0, 1), b_v.mT, alpha=scaling, base=out.transpose(0, 1))
+    return by_head.transpose(0, 1)

@@ -15,6 +15,7 @@ import torch
 
 from kt_runtime.ops import mla
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.lora.linear import segments
 
 MODULE = "sglang.srt.lora.deepseek_mla_correction"
 SYMBOLS = (f"{MODULE}.apply_q_correction", f"{MODULE}.apply_v_correction")
@@ -30,8 +31,7 @@ def install(hooks: Hooks) -> None:
 def apply_q_correction(attention: Any, q_nope: torch.Tensor, q_nope_out: torch.Tensor) -> torch.Tensor:
     """Adds the LoRA delta to the absorbed query `q_nope_out` [T, N, D] in place and returns `q_nope_out`."""
     for rows, a, (b_k, _), scaling in _segments(attention):
-        delta = mla.query_delta(q_nope[rows].transpose(0, 1), a, b_k)
-        q_nope_out[rows].transpose(0, 1).add_(delta, alpha=scaling)
+        q_nope_out[rows] = mla.add_query_delta(q_nope_out[rows], q_nope[rows], a, b_k, scaling)
     return q_nope_out
 
 
@@ -39,8 +39,7 @@ def apply_v_correction(attention: Any, attn_output: torch.Tensor, attn_bmm_flat:
     """Adds the LoRA delta to the attention's output `attn_bmm_flat` [T, N * V] in place and returns `attn_bmm_flat`."""
     heads = attn_bmm_flat.view(-1, attention.num_local_heads, attention.v_head_dim)
     for rows, a, (_, b_v), scaling in _segments(attention):
-        delta = mla.output_delta(attn_output[rows].transpose(0, 1), a, b_v)
-        heads[rows].transpose(0, 1).add_(delta, alpha=scaling)
+        heads[rows] = mla.add_output_delta(heads[rows], attn_output[rows], a, b_v, scaling)
     return attn_bmm_flat
 
 
@@ -53,12 +52,8 @@ def _segments(attention: Any) -> Iterator[tuple[slice, torch.Tensor, Halves, flo
     batch = layer.lora_backend.get_batch_info()
     if batch is None or not getattr(layer, "set_lora", False):
         return
-    start = 0
-    for slot, length in zip(batch.weight_indices_cpu.tolist(), batch.seg_lens_cpu.tolist(), strict=True):
-        rank = int(batch.lora_ranks_cpu[slot])
-        if rank > 0 and length > 0:
-            a = layer.A_buffer[slot, :rank]
-            b = layer.B_buffer[slot, :, :rank]
-            halves = mla.halves(b, attention.num_local_heads, attention.qk_nope_head_dim)
-            yield slice(start, start + length), a, halves, float(batch.scalings_cpu[slot])
-        start += length
+    for segment in segments(batch):
+        a = layer.A_buffer[segment.slot, : segment.rank]
+        b = layer.B_buffer[segment.slot, :, : segment.rank]
+        halves = mla.halves(b, attention.num_local_heads, attention.qk_nope_head_dim)
+        yield segment.rows, a, halves, segment.scaling

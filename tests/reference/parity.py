@@ -1,35 +1,58 @@
-"""Training against serving: k3 KL on what a server itself sampled, and how much of it a test may accept."""
+"""Training against serving: log-probabilities of what a server itself sampled. On a CPU both must be equal."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from reference.greedy import logprobs_of
 
+from kt_runtime.serve.models.presets import Preset, load_preset
 from kt_runtime.wire import Batch, ResidentClient
 from kt_runtime.wire.messages import Model
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 24, 48
 
-UNMEASURED_K3 = 1e-3
-"""For processors and GPUs on which k3 was never measured. Derived: the parity test checks that training whose roundings
-to bf16 are independent of serving's would exceed it. On a Zen 5 such training would have 2e-3 (Qwen3) and 1.1e-2
-(DeepSeek): twice `cost_of_bf16`.
+GPU_K3 = 1e-3
+"""The largest k3 KL that a GPU's tests accept: SGLang and PyTorch compute there, in their own orders. Derived: the
+parity test checks that training whose roundings to bf16 are independent of serving's would exceed it. On a Zen 5 such
+training would have 2e-3 (Qwen3) and 1.1e-2 (DeepSeek): twice `cost_of_bf16`.
 """
 
 
-def _largest_k3() -> float:
-    """Of training and sampling in bf16: at most ten times the largest that was measured on processors like this one."""
-    if torch.cpu._is_amx_tile_supported():
-        return UNMEASURED_K3
-    if torch.cpu._is_avx512_bf16_supported():
-        return 1.5e-13  # Zen 5: 1.9e-14
-    return UNMEASURED_K3 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 2e-13  # Zen 3: 2.2e-14
+def tiny_deepseek_v2() -> Preset:
+    """`tiny-deepseek-v3` as a DeepSeek-V2: softmax routing among groups, no `q_lora_rank`."""
+    preset = load_preset("tiny-deepseek-v3")
+    changed = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+    }
+    return msgspec.structs.replace(preset, name="tiny-deepseek-v2", config={**preset.config, **changed})
 
 
-LARGEST_K3 = _largest_k3()
+@dataclass(frozen=True)
+class Agreement:
+    """Of log-probabilities in training and in serving."""
+
+    k3: float
+    """k3 KL (http://joschu.net/blog/kl-approx.html): the mean of e^d - 1 - d over the differences d."""
+    largest: float
+    """The largest absolute difference."""
+
+    @classmethod
+    def of(cls, trained: Sequence[np.ndarray], served: np.ndarray) -> Agreement:
+        """`served` [B, N]: of the last N tokens of each row; `trained`: of all tokens of each row but the first."""
+        last = np.stack([row[-served.shape[1] :] for row in trained]).astype(np.float64)
+        difference = last - served
+        return cls(mean_k3(difference), float(np.abs(difference).max()))
 
 
 def cost_of_bf16(model: torch.nn.Module, rows: list[list[int]], served: np.ndarray) -> float:
@@ -58,12 +81,15 @@ def sampled(api: Any, adapter: str | None) -> tuple[list[list[int]], np.ndarray]
     return rows, np.array(logprobs, np.float64)
 
 
-def k3(
-    client: ResidentClient, session: str, rows: list[list[int]], served: np.ndarray, model: Model
-) -> tuple[float, float]:
-    """(k3 KL of training and sampling, the largest difference of a log-probability), by `model` of `session`."""
+def trained(client: ResidentClient, session: str, rows: list[list[int]], model: Model) -> list[np.ndarray]:
+    """Log-probabilities of every token of each row but the first, by `model` of `session`."""
     batch = Batch.from_sequences([row[:-1] for row in rows], [row[1:] for row in rows])
-    result = client.forward(session, batch, model=model)
-    trained = np.stack([row[-NEW_TOKENS:] for row in result.logprobs]).astype(np.float64)
-    difference = trained - served
-    return mean_k3(difference), float(np.abs(difference).max())
+    return list(client.forward(session, batch, model=model).logprobs)
+
+
+def agreement(
+    client: ResidentClient, session: str, sample: tuple[list[list[int]], np.ndarray], model: Model
+) -> Agreement:
+    """Of training and `sample`, a result of `sampled`."""
+    rows, served = sample
+    return Agreement.of(trained(client, session, rows, model), served)

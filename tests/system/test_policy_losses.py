@@ -13,7 +13,6 @@ from kt_runtime.errors import InvalidValueError, ProtocolError
 from kt_runtime.wire import Batch, LoraSettings, PolicyLoss, Samples
 
 pytestmark = pytest.mark.preset("tiny-qwen3-moe")
-LARGEST_K3 = 5e-13  # training against serving in float32, a mean over 768 tokens: 5.9e-14 was measured
 LOSSES = [PolicyLoss(kind="importance_sampling"), PolicyLoss(kind="ppo"), PolicyLoss(kind="cispo")]
 LOSSES += [PolicyLoss(kind="dro", beta=0.05), PolicyLoss(kind="gspo")]
 
@@ -33,7 +32,7 @@ def test_rewarded_answers_become_more_likely_and_the_others_less(float32_server:
                 first = client.forward_backward("rl", batch, loss, samples=samples)
                 tokens = len(rows) * NEW_TOKENS
                 assert first.metrics["tokens"] == tokens and first.metrics["clipped"] == 0
-                assert 0 <= first.metrics["kl/k3"] / tokens < LARGEST_K3
+                assert first.metrics["kl/k3"] == 0
                 client.optim_step("rl", 0.005)
                 after = client.forward("rl", batch, loss, samples=samples)
                 gained = [
@@ -41,7 +40,7 @@ def test_rewarded_answers_become_more_likely_and_the_others_less(float32_server:
                     for row, before in zip(after.logprobs, served, strict=True)
                 ]
                 assert all(gain * sign > 0 for gain, sign in zip(gained, signs, strict=True)), (loss.kind, gained)
-                assert after.metrics["kl/k3"] / tokens > LARGEST_K3
+                assert after.metrics["kl/k3"] > 0
             finally:
                 client.close_session("rl")
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from reference import greedy
-from reference.parity import LARGEST_K3, k3, sampled
+from reference.parity import agreement, sampled
 from reference.quantized_checkpoint import quantize_checkpoint
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
@@ -130,9 +130,9 @@ def test_training_on_it_lowers_a_loss_publishes_and_agrees_with_serving(rounded:
         answers = {}
         for adapter in (None, "tuned"):
             tokens, served = sampled(rounded.api, adapter)
-            value, largest = k3(client, "parity", tokens, served, model="policy" if adapter else "base")
-            print(f"{rounded.case} {adapter or 'base'}: k3 KL {value:.2e}, largest |difference| {largest:.1e}")
-            assert 0 <= value <= LARGEST_K3
+            found = agreement(client, "parity", (tokens, served), "policy" if adapter else "base")
+            print(f"{rounded.case} {adapter or 'base'}: {found}")
+            assert found.k3 == 0 and found.largest == 0
             answers[adapter] = (tokens, served)
         assert answers[None][0] != answers["tuned"][0]
         tokens, served = answers[None]

@@ -22,6 +22,8 @@ const Tiles kTiles = {
     .swiglu = base::swiglu,
     .swiglu_backward = base::swiglu_backward,
     .add_scaled = base::add_scaled,
+    .sigmoid = base::sigmoid,
+    .exponential = base::exponential,
 };
 
 }  // namespace kt::amx::inline KT_AMX_BUILD

@@ -23,6 +23,8 @@ const Tiles kAvx2Tiles = {
     .swiglu = avx2::swiglu,
     .swiglu_backward = avx2::swiglu_backward,
     .add_scaled = avx2::add_scaled,
+    .sigmoid = avx2::sigmoid,
+    .exponential = avx2::exponential,
 };
 
 }  // namespace kt

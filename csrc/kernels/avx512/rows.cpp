@@ -17,5 +17,9 @@ double swiglu_backward(float* gate, float* up, const float* dh, float weight, in
   return swiglu_backward_all(gate, up, dh, weight, count);
 }
 void add_scaled(const float* from, float factor, int64_t count, float* to) { add_scaled_all(from, factor, count, to); }
+void sigmoid(const float* from, int64_t count, float* to) { sigmoid_all(from, count, to); }
+void exponential(const float* from, float largest, int64_t count, float* to) {
+  exponential_all(from, largest, count, to);
+}
 
 }  // namespace kt::avx512

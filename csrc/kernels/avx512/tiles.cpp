@@ -24,6 +24,8 @@ const Tiles kAvx512Tiles = {
     .swiglu = avx512::swiglu,
     .swiglu_backward = avx512::swiglu_backward,
     .add_scaled = avx512::add_scaled,
+    .sigmoid = avx512::sigmoid,
+    .exponential = avx512::exponential,
 };
 
 }  // namespace kt

@@ -82,6 +82,18 @@ inline Gate gate_of(float g) {
   return {silu, sigmoid, sigmoid * (1.0f + select(negative, -cut, cut) * complement)};
 }
 
+inline void sigmoid_all(const float* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = gate_of(from[i]).sigmoid;
+}
+
+inline void exponential_all(const float* from, float largest, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = from[i] - largest;
+    const Exponential e = exponential(select(0u - static_cast<uint32_t>(x < -130.0f), -130.0f, x));
+    to[i] = e.mantissa * e.scale_a * e.scale_b;
+  }
+}
+
 inline void swiglu_all(const float* gate, const float* up, int64_t count, float* h) {
   for (int64_t i = 0; i < count; ++i) h[i] = gate_of(gate[i]).silu * up[i];
 }

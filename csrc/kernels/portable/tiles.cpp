@@ -23,6 +23,8 @@ const Tiles kPortableTiles = {
     .swiglu = portable::swiglu,
     .swiglu_backward = portable::swiglu_backward,
     .add_scaled = portable::add_scaled,
+    .sigmoid = portable::sigmoid,
+    .exponential = portable::exponential,
 };
 
 }  // namespace kt

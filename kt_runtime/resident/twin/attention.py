@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 
 from kt_runtime.ops import mla
 from kt_runtime.ops.attention import attend_batch, attend_batch_backward
-from kt_runtime.ops.matmul import frozen_bmm
+from kt_runtime.ops.matmul import frozen_heads
 from kt_runtime.resident.twin.batches import Branch
 from kt_runtime.resident.twin.lora_linear import LoraLinear
 
@@ -173,28 +173,24 @@ class KvWeight:
         linear = attention.kv_b_proj
         self._heads, self._key_size = attention.num_heads, attention.qk_nope_head_dim
         base = linear.get_base_layer() if isinstance(linear, LoraLinear) else linear
-        w_k, self._w_v = mla.halves(base.get_parameter("weight"), self._heads, self._key_size)
-        # Copy W_k to SGLang's memory layout, since torch's bf16 summation order depends on the layout.
-        self._w_k = w_k.mT.contiguous().mT
+        self._w_k, self._w_v = mla.halves(base.get_parameter("weight"), self._heads, self._key_size)
         self._lora = linear.active_lora() if isinstance(linear, LoraLinear) else []
 
     def into_query(self, query: torch.Tensor) -> torch.Tensor:
         """query [T, N, K] -> [T, N, D]."""
-        by_head = query.transpose(0, 1)
-        out = frozen_bmm(by_head, self._w_k)
+        out = frozen_heads(query, self._w_k.mT.contiguous())
         for a, b, scaling in self._lora:
             b_k, _ = mla.halves(b, self._heads, self._key_size)
-            out = torch.add(out, mla.query_delta(by_head, a, b_k), alpha=scaling)
-        return out.transpose(0, 1)
+            out = mla.add_query_delta(out, query, a, b_k, scaling)
+        return out
 
     def into_output(self, latent: torch.Tensor) -> torch.Tensor:
         """latent [T, N, D] -> [T, N, V]."""
-        by_head = latent.transpose(0, 1)
-        out = frozen_bmm(by_head, self._w_v.mT)
+        out = frozen_heads(latent, self._w_v)
         for a, b, scaling in self._lora:
             _, b_v = mla.halves(b, self._heads, self._key_size)
-            out = torch.add(out, mla.output_delta(by_head, a, b_v), alpha=scaling)
-        return out.transpose(0, 1)
+            out = mla.add_output_delta(out, latent, a, b_v, scaling)
+        return out
 
 
 def _tables(

@@ -1,10 +1,11 @@
-"""The twin's linear layers and norms of the base: frozen, with the gradients of `kt_runtime.ops`."""
+"""The twin's linear layers, norms and MLPs of the base: frozen, with the arithmetic of `kt_runtime.ops`."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from kt_runtime.ops.activation import silu_and_multiply
 from kt_runtime.ops.matmul import frozen_linear
 from kt_runtime.ops.norms import frozen_rms_norm
 
@@ -29,3 +30,19 @@ class FrozenRmsNorm(nn.Module):
 def is_rms_norm(module: nn.Module) -> bool:
     """Whether `module` is one of the families' RMSNorms, which `kt_runtime.ops.norms` implements."""
     return type(module).__name__ in ("Qwen3MoeRMSNorm", "DeepseekV2RMSNorm", "DeepseekV3RMSNorm")
+
+
+class GatedMlp(nn.Module):
+    """Replaces the class of a Hugging Face MLP in place; its linear layers stay unchanged."""
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(silu_and_multiply(self.gate_proj(x), self.up_proj(x)))
+
+
+def is_gated_mlp(module: nn.Module) -> bool:
+    """Whether `module` is one of the families' MLPs, dense or of shared experts. The families require SiLU."""
+    return type(module).__name__ in ("Qwen3MoeMLP", "DeepseekV2MLP", "DeepseekV3MLP")

@@ -4,8 +4,8 @@ The model is built on the meta device. Then each parameter becomes a view of row
 family's table. One module that calls the expert store replaces the routed experts (`routed.py`). A parameter that is
 missing in the table or in the engine is an error at start, never a silent copy.
 
-If serving computes attention in float32, so does the twin, in serving's order of operations (`attention.py`). So both
-compute the same numbers in bf16.
+On a machine without a GPU every operation between token ids and log-probabilities is one function for serving and
+training (`kt_runtime.ops`, `attention.py`), so both get the same bits. Rotary tables are the engine's.
 
 The model's own `forward` is not used. The slices call embedding, layers, norm and head separately, so no mask is built
 and nothing is cached.
@@ -27,8 +27,8 @@ from kt_runtime.errors import CheckpointError, suggestion
 from kt_runtime.families import Family, TensorSource, family_for
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.twin import attention
-from kt_runtime.resident.twin.frozen import FrozenLinear, FrozenRmsNorm, is_rms_norm
-from kt_runtime.resident.twin.routed import RoutedExperts, SoftmaxRouter
+from kt_runtime.resident.twin.frozen import FrozenLinear, FrozenRmsNorm, GatedMlp, is_gated_mlp, is_rms_norm
+from kt_runtime.resident.twin.routed import GroupedRouter, RoutedExperts, SoftmaxRouter, is_grouped_router
 
 Positions = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Result of a family's rotary embedding: cos and sin, or one complex tensor."""
@@ -46,13 +46,14 @@ class Twin:
         with torch.inference_mode(False), torch.no_grad():
             self._model = _on_meta(self.family, host)
             self._place_experts(host.config)
-            sources = self.family.twin_sources(host.config)
-            self._views = _share(self._model, sources, host.tensors())
+            sources, tensors = self.family.twin_sources(host.config), host.tensors()
+            self._views = _share(self._model, sources, tensors)
+            self._angles = tensors.get(self.family.rotary_table) if host.attends_in_float32 else None
             self._model.model.rotary_emb = type(self._model.model.rotary_emb)(self._model.config).to(host.device)
         self._refuse_leftovers()
         self._model.eval()
         self.shared_bytes = sum(view.nbytes for view in self._views.values()) + host.experts.resident_bytes
-        self.copied_bytes = bytes_not_shared(self._model, host.tensors())
+        self.copied_bytes = bytes_not_shared(self._model, tensors)
 
     @property
     def num_layers(self) -> int:
@@ -75,7 +76,12 @@ class Twin:
         """Rotary tables for the positions `places` [B, S]; None: 0 to S - 1."""
         if places is None:
             places = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        return self._model.model.rotary_emb(hidden, places)
+        if self._angles is None:
+            return self._model.model.rotary_emb(hidden, places)
+        cos, sin = self._angles[places].chunk(2, dim=-1)
+        if self.family.name == "deepseek_v2":
+            return torch.complex(cos.float(), sin.float())
+        return torch.cat([cos, cos], dim=-1).to(self.dtype), torch.cat([sin, sin], dim=-1).to(self.dtype)
 
     def run_layer(
         self, layer: int, hidden: torch.Tensor, positions: Positions, branches: attention.Branches = None
@@ -168,6 +174,11 @@ def _on_meta(family: Family, host: Host) -> Any:
             module.__class__ = FrozenLinear
         elif is_rms_norm(module):
             module.__class__ = FrozenRmsNorm
+            module.variance_epsilon = hf_config.rms_norm_eps  # for the norms of latents Hugging Face ignores it
+        elif is_gated_mlp(module):
+            module.__class__ = GatedMlp
+        elif host.attends_in_float32 and is_grouped_router(module):
+            module.__class__ = GroupedRouter
     return model
 
 

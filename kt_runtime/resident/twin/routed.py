@@ -1,4 +1,4 @@
-"""The twin's routed part: experts computed by the expert store, and a router with serving's arithmetic.
+"""The twin's routed part: experts computed by the expert store, and routers with serving's arithmetic.
 
 Shapes: T tokens, K experts per token, E experts, H hidden, R LoRA rank.
 """
@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from kt_runtime.experts import ExpertStore, LoraSlot, routed_experts, routed_experts_for_backward
+from kt_runtime.ops.grouped_router import GroupedRouting, grouped_top_k
 from kt_runtime.ops.matmul import frozen_linear, rounded
-from kt_runtime.ops.router import softmax_top_k
+from kt_runtime.ops.router import float32_logits, softmax_top_k
 
 
 class RoutedExperts(nn.Module):
@@ -56,7 +57,7 @@ class SoftmaxRouter(nn.Module):
     """Qwen3-MoE's router as serving computes it (`kt_runtime.ops.router`).
 
     Unlike Hugging Face's router, this one keeps the routing weights in float32 instead of rounding them to the model's
-    dtype. In a float32 model both are equal. DeepSeek's routers need no replacement: both sides compute in float32.
+    dtype. In a float32 model both are equal.
     """
 
     def __init__(self, config: Any) -> None:
@@ -68,3 +69,34 @@ class SoftmaxRouter(nn.Module):
         """Logits [T, E], weights [T, K], ids [T, K], as Hugging Face's router returns them."""
         logits = frozen_linear(hidden, self.weight)
         return logits, *softmax_top_k(logits, self.top_k, self.normalises)
+
+
+class GroupedRouter(nn.Module):
+    """Replaces the class of Hugging Face's DeepSeek routers in place; their attributes stay unchanged.
+
+    As `sglang_patch.cpu.grouped_router` computes it: logits and weights in float32, for every dtype of the model.
+    """
+
+    weight: torch.Tensor
+    top_k: int
+    topk_group: int | None
+    num_group: int | None
+    routed_scaling_factor: float
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits [T, E], weights [T, K], ids [T, K], as Hugging Face's routers return them."""
+        bias = getattr(self, "e_score_correction_bias", None)  # DeepSeek-V3's
+        routing = GroupedRouting(
+            groups=self.num_group or 1,
+            top_groups=self.topk_group or 1,
+            top_k=self.top_k,
+            is_sigmoid=bias is not None,
+            normalises=bool(getattr(self, "norm_topk_prob", False)),
+            scaling=float(self.routed_scaling_factor),
+        )
+        logits = float32_logits(hidden.flatten(0, -2), self.weight)
+        return logits, *grouped_top_k(logits, bias, routing)
+
+
+def is_grouped_router(module: nn.Module) -> bool:
+    return type(module).__name__ in ("DeepseekV2TopkRouter", "DeepseekV3TopkRouter")

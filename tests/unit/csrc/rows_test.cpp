@@ -200,6 +200,36 @@ void test_swiglu(const kt::Tiles& tiles, Random& random, Report& report) {
   }
 }
 
+void test_router_functions(const kt::Tiles& tiles, Random& random, Report& report) {
+  std::vector<float> from = gates(random);
+  const auto count = static_cast<int64_t>(from.size());
+  std::vector<float> found(from.size() + 1, kPoison);
+  tiles.sigmoid(from.data(), count, found.data());
+  report.equal("sigmoid writes beyond", std::isnan(found.back()));
+  for (size_t i = 0; i < from.size(); ++i) {
+    const long double wanted = from[i] < -1000 ? 0.0L : sigmoid(from[i]);
+    report.close("sigmoid(" + std::to_string(from[i]) + ")", found[i], static_cast<double>(wanted), 3 * 0x1p-24,
+                 0x1p24 * ulp(wanted));
+    float alone = kPoison;
+    tiles.sigmoid(&from[i], 1, &alone);
+    report.equal("sigmoid depends on the place", same_bits(alone, found[i]));
+  }
+  for (float& value : from) value = -std::fabs(value);
+  tiles.exponential(from.data(), 0.0f, count, found.data());
+  for (size_t i = 0; i < from.size(); ++i) {
+    const long double wanted = from[i] < -1000 ? 0.0L : std::exp(static_cast<long double>(from[i]));
+    report.close("e^" + std::to_string(from[i]), found[i], static_cast<double>(wanted), 3 * 0x1p-24,
+                 0x1p24 * ulp(wanted));
+    float alone = kPoison;
+    tiles.exponential(&from[i], 0.0f, 1, &alone);
+    report.equal("exponential depends on the place", same_bits(alone, found[i]));
+  }
+  const float edge[] = {-kInf, kPoison, 1.0f};
+  float out[3];
+  tiles.exponential(edge, 1.0f, 3, out);
+  report.equal("exponential at its limits", out[0] == 0 && std::isnan(out[1]) && out[2] == 1);
+}
+
 void test_swiglu_backward(const kt::Tiles& tiles, int64_t count, const std::vector<float>& gate, Random& random,
                           Report& report) {
   const float weight = 0.37f;
@@ -258,6 +288,7 @@ void test_rows(const kt::Tiles& tiles, Report& report) {
   }
   test_conversions(tiles, random, report);
   test_swiglu(tiles, random, report);
+  test_router_functions(tiles, random, report);
   for (const int64_t count : {0, 1, 3, 7, 8, 9, 17, 40, 513, 1030})
     test_swiglu_backward(tiles, count, random.floats(count + 2), random, report);
   const std::vector<float> wide = gates(random);

@@ -5,9 +5,10 @@ import torch
 
 from kt_runtime.ops import matmul
 from kt_runtime.ops.matmul import (
-    frozen_bmm,
+    frozen_heads,
     frozen_linear,
     gradient_product,
+    lora_product,
     product,
     rounded,
     served_product,
@@ -18,11 +19,14 @@ from kt_runtime.resident.twin.frozen import FrozenLinear
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
 def test_a_row_does_not_depend_on_how_many_there_are(rows: int) -> None:
     g = torch.Generator().manual_seed(0)
-    a, b = torch.randn(3, 96, 64, generator=g), torch.randn(3, 64, 57, generator=g)
-    whole, few = product(a, b), product(a[:, :rows], b)
-    assert few.shape == (3, rows, 57)
-    # Equal here; room for a BLAS that sums in another order: some roundings of float32.
-    torch.testing.assert_close(few, whole[:, :rows], rtol=0, atol=2.0**-22 * float(whole.abs().max()))
+    a, b = torch.randn(96, 64, generator=g), torch.randn(64, 57, generator=g)
+    assert torch.equal(product(a[:rows], b), product(a, b)[:rows])
+    base, low = torch.randn(3, 96, 57, generator=g).bfloat16(), torch.randn(3, 96, 64, generator=g).bfloat16()
+    weight = torch.randn(3, 57, 64, generator=g).bfloat16().mT
+    whole = lora_product(low, weight, 10 / 3, base)
+    assert torch.equal(lora_product(low[:, :rows], weight, 10 / 3, base[:, :rows]), whole[:, :rows])
+    alone = lora_product(low[1, :rows], weight[1].contiguous(), 10 / 3, base[1, :rows])
+    assert torch.equal(alone, whole[1, :rows])
 
 
 def test_rounded_values_stay_in_their_dtype_and_pass_the_gradient_on() -> None:
@@ -65,9 +69,11 @@ def test_a_frozen_matrix_gives_the_exact_product_and_the_exact_gradient_rounded(
     exact = (by_out.double() @ weight.double()).to(dtype)
     rtol, atol = ONE_ROUNDING[dtype]
     torch.testing.assert_close(torch.autograd.grad(out, leaf, by_out)[0], exact, rtol=rtol, atol=atol)
-    stacked = weight.T.expand(3, -1, -1)
-    out = frozen_bmm(leaf, stacked)
-    assert torch.equal(out, torch.bmm(x, stacked))
+    leaf = x.clone().requires_grad_()  # three tokens with twenty heads
+    stacked = torch.randn(20, 48, 32, generator=g).to(dtype)
+    out = frozen_heads(leaf, stacked)
+    assert torch.equal(out[:, 7], frozen_linear(x[:, 7], stacked[7]))
+    exact = torch.einsum("tno,nok->tnk", by_out.double(), stacked.double()).to(dtype)
     torch.testing.assert_close(torch.autograd.grad(out, leaf, by_out)[0], exact, rtol=rtol, atol=atol)
 
 

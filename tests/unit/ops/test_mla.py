@@ -7,7 +7,7 @@ import torch
 
 from kt_runtime.ops import mla
 
-TOKENS, HEADS, KEY, VALUE, LATENT, RANK = 5, 3, 8, 6, 16, 4
+TOKENS, HEADS, KEY, VALUE, LATENT, RANK, SCALING = 5, 3, 8, 6, 16, 4, 10 / 3
 # Two roundings to bf16, 2^-9 each: 0.0023 is the largest error measured; in float32 8e-8.
 TOLERANCE = {torch.float32: 5e-7, torch.bfloat16: 0.01}
 
@@ -24,13 +24,20 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_both_parts_are_those_of_the_merged_delta(dtype: torch.dtype) -> None:
     a = drawn(RANK, LATENT, dtype=dtype, seed=1)
     b = drawn(HEADS * (KEY + VALUE), RANK, dtype=dtype, seed=2)
-    query, latent = drawn(HEADS, TOKENS, KEY, dtype=dtype, seed=3), drawn(HEADS, TOKENS, LATENT, dtype=dtype, seed=4)
+    query, latent = drawn(TOKENS, HEADS, KEY, dtype=dtype, seed=3), drawn(TOKENS, HEADS, LATENT, dtype=dtype, seed=4)
+    absorbed, out = drawn(TOKENS, HEADS, LATENT, dtype=dtype, seed=5), drawn(TOKENS, HEADS, VALUE, dtype=dtype, seed=6)
     b_k, b_v = mla.halves(b, HEADS, KEY)
-    merged = (b.double() @ a.double()).view(HEADS, KEY + VALUE, LATENT)
-    into_query, into_output = mla.query_delta(query, a, b_k), mla.output_delta(latent, a, b_v)
+    merged = SCALING * (b.double() @ a.double()).view(HEADS, KEY + VALUE, LATENT)
+    into_query = mla.add_query_delta(absorbed, query, a, b_k, SCALING)
+    into_output = mla.add_output_delta(out, latent, a, b_v, SCALING)
     assert into_query.dtype == into_output.dtype == dtype
-    assert relative_error(into_query, query.double() @ merged[:, :KEY]) <= TOLERANCE[dtype]
-    assert relative_error(into_output, latent.double() @ merged[:, KEY:].mT) <= TOLERANCE[dtype]
+    expected = absorbed.double() + torch.einsum("tnk,nkd->tnd", query.double(), merged[:, :KEY])
+    assert relative_error(into_query, expected) <= TOLERANCE[dtype]
+    expected = out.double() + torch.einsum("tnd,nvd->tnv", latent.double(), merged[:, KEY:])
+    assert relative_error(into_output, expected) <= TOLERANCE[dtype]
+    first = mla.add_query_delta(absorbed[:1], query[:1], a, b_k, SCALING)
+    assert torch.equal(first, into_query[:1])
+    assert torch.equal(mla.add_output_delta(out[:1], latent[:1], a, b_v, SCALING), into_output[:1])
 
 
 def test_halves_are_views_of_each_heads_rows() -> None:

@@ -10,6 +10,11 @@ from kt_runtime.errors import CheckpointError
 from kt_runtime.resident.twin.model import Twin, bytes_not_shared
 
 
+@pytest.fixture(params=["deepseek_v2", "deepseek_v3", "qwen3_moe"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 def logits(twin: Twin, tokens: torch.Tensor) -> torch.Tensor:
     hidden = twin.embed(tokens)
     positions = twin.positions(hidden)
@@ -43,10 +48,30 @@ def test_dense_parts_equal_hugging_face_s(lab: Any, tokens: torch.Tensor) -> Non
         assert (found - wanted).abs().max() <= tolerance
         if twin.experts_of(ours) is not None:
             gate, expected = twin.layer(ours).mlp.gate, theirs.mlp.gate
-            for found, wanted in zip(gate(hidden), expected(hidden.view(-1, hidden.shape[-1])), strict=True):
-                alike = wanted.is_floating_point()  # the engine's expert numbers are int32
-                found = found.reshape(wanted.shape)
-                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=tolerance, check_dtype=alike)
+            (logits, *ours), (wanted, *theirs) = gate(hidden), expected(hidden.view(-1, hidden.shape[-1]))
+            torch.testing.assert_close(logits.reshape(wanted.shape), wanted, rtol=1e-5, atol=tolerance)
+            torch.testing.assert_close(by_expert(*ours), by_expert(*theirs), rtol=1e-5, atol=tolerance)
+
+
+def by_expert(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """[T, E]: the weight of each expert, 0 for those that were not chosen. There are eight."""
+    flat = ids.reshape(-1, ids.shape[-1]).long()
+    return torch.zeros(len(flat), 8).scatter(1, flat, weights.reshape(flat.shape))
+
+
+@torch.no_grad()
+def test_rotary_tables_are_the_engine_s(make_host: Any, tokens: torch.Tensor, family: str) -> None:
+    host = make_host(family)
+    twin = Twin(host)
+    own = twin.positions(twin.embed(tokens))
+    cos, sin = (own.real, own.imag) if isinstance(own, torch.Tensor) else own
+    half = (own.shape if isinstance(own, torch.Tensor) else (*cos.shape[:-1], cos.shape[-1] // 2))[-1]
+    table = torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1)
+    host.tensors()[twin.family.rotary_table] = table + 0.5
+    shifted = Twin(host).positions(twin.embed(tokens), torch.tensor([[3, 4, 49]]))
+    cos, sin = (shifted.real, shifted.imag) if isinstance(shifted, torch.Tensor) else shifted
+    assert torch.equal(torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1), table[[3, 4, 49]] + 0.5)
+    assert torch.equal(cos[0, :, -half:], cos[0, :, :half]) and torch.equal(sin[0, :, -half:], sin[0, :, :half])
 
 
 def a_model_with_one_copy(lab: Any) -> torch.nn.Module:

@@ -1,0 +1,78 @@
+"""LoRA on linear layers on a CPU, with kt-runtime's products.
+
+Symbols (SGLang 0.5.23): `lora.backend.torch_backend.sgemm_lora_a_fwd` and `.sgemm_lora_b_fwd`, which the backend
+`torch_native` calls for every linear layer with LoRA. Reason: PyTorch's products sum in an order that depends on the
+number of tokens. The training twin calls the same function (`kt_runtime.ops.matmul.served_product`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from kt_runtime.ops.matmul import lora_product
+from kt_runtime.sglang_patch.hooks import Hooks
+
+BACKEND = "sglang.srt.lora.backend.torch_backend"
+SYMBOLS = (f"{BACKEND}.sgemm_lora_a_fwd", f"{BACKEND}.sgemm_lora_b_fwd")
+
+
+def install(hooks: Hooks) -> None:
+    if hooks.on_cpu:
+        hooks.replace(SYMBOLS[0], lora_a)
+        hooks.replace(SYMBOLS[1], lora_b)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens of a batch with one adapter. `slot`: of the adapter in the pool; `rank`: above 0."""
+
+    rows: slice
+    slot: int
+    rank: int
+    scaling: float
+
+
+def segments(batch: Any) -> Iterator[Segment]:
+    """Of SGLang's `TorchNativeLoRABatchInfo`; tokens without an adapter are left out."""
+    ranks, scalings, start = batch.lora_ranks_cpu, batch.scalings_cpu, 0
+    for slot, length in zip(batch.weight_indices_cpu.tolist(), batch.seg_lens_cpu.tolist(), strict=True):
+        rank = int(ranks[slot])
+        if rank > 0 and length > 0:
+            yield Segment(slice(start, start + length), slot, rank, float(scalings[slot]))
+        start += length
+
+
+def lora_a(inputs: torch.Tensor, weights: torch.Tensor, batch_info: Any, num_slices: int = 1) -> torch.Tensor:
+    """scaling * x A^T: inputs [T, K], weights [slots, P * R, K] -> [T, P * R]: P parts of r columns, then zeros."""
+    out = inputs.new_zeros(len(inputs), weights.shape[-2])
+    for segment in segments(batch_info):
+        columns = num_slices * segment.rank
+        a = weights[segment.slot, :columns]
+        out[segment.rows, :columns] = lora_product(inputs[segment.rows], a.T, segment.scaling)
+    return out
+
+
+def lora_b(
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    batch_info: Any,
+    slice_offsets: torch.Tensor,
+    base_output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Adds low B^T to `base_output` [T, N] in place, or to zeros: inputs [T, P * R] of `lora_a`, weights [slots, N, R].
+
+    Part p has the columns from slice_offsets[p] to slice_offsets[p + 1] of the result.
+    """
+    offsets = slice_offsets.tolist()
+    out = inputs.new_zeros(len(inputs), offsets[-1]) if base_output is None else base_output
+    for segment in segments(batch_info):
+        for part, (first, last) in enumerate(pairwise(offsets)):
+            low = inputs[segment.rows, part * segment.rank : (part + 1) * segment.rank]
+            b, base = weights[segment.slot, first:last, : segment.rank], out[segment.rows, first:last]
+            base.copy_(lora_product(low, b.T, base=base))
+    return out

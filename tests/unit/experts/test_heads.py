@@ -1,0 +1,56 @@
+"""Linear layers of single heads: the bits of `dense.linear`, whatever the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.experts import available_isas, dense
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def the_best_of_this_machine_afterwards() -> Iterator[None]:
+    yield
+    dense.configure()
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 3, 16, 70, 300])
+def test_a_head_has_the_bits_of_a_linear_layer(isa: str, dtype: torch.dtype, tokens: int) -> None:
+    dense.configure(isa, 3)
+    x = drawn(tokens, 5, 60, seed=0, dtype=dtype)[:, :, 4:52]  # a part of each head's columns
+    weight = drawn(5, 70, 48, seed=1, dtype=dtype)
+    found = dense.linear_heads(x, weight)
+    assert found.dtype == dtype and found.shape == (tokens, 5, 70)
+    for head in range(5):
+        assert torch.equal(found[:, head], dense.linear(x[:, head], weight[head]))
+    wide = dense.linear_heads(x, weight, out_dtype=torch.float32)
+    assert torch.equal(wide.to(dtype), found)
+    dense.configure(isa, 1)
+    assert torch.equal(dense.linear_heads(x, weight), found)
+
+
+def test_results_are_written_where_asked() -> None:
+    x, weight = drawn(4, 3, 16, seed=2), drawn(3, 8, 16, seed=3)
+    whole = torch.full((4, 3, 10), float("nan"))
+    assert dense.linear_heads(x, weight, whole[:, :, :8]).data_ptr() == whole.data_ptr()
+    assert torch.equal(whole[:, :, :8], dense.linear_heads(x, weight)) and whole[:, :, 8:].isnan().all()
+    heads_first = drawn(3, 4, 16, seed=2)
+    expected = dense.linear_heads(heads_first.transpose(0, 1).contiguous(), weight)
+    assert torch.equal(dense.linear_heads(heads_first.transpose(0, 1), weight), expected)
+    assert dense.linear_heads(x[:0], weight).shape == (0, 3, 8)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    with pytest.raises(InvalidValueError, match=r"weight has shape \[2, 8, 16\]; expected \[3, any, 16\]"):
+        dense.linear_heads(torch.zeros(4, 3, 16), torch.zeros(2, 8, 16))

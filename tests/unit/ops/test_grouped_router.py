@@ -1,0 +1,131 @@
+"""DeepSeek's choice of experts against Hugging Face's routers, and bits that do not depend on the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DeepseekV2Config, DeepseekV3Config
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.experts import available_isas, dense
+from kt_runtime.experts.dense import GroupedRouting
+from kt_runtime.ops.grouped_router import grouped_top_k
+from kt_runtime.resident.twin.routed import GroupedRouter, is_grouped_router
+
+HIDDEN, EXPERTS, CHOSEN = 48, 32, 5
+SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "n_routed_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
+SIZES |= {"routed_scaling_factor": 2.5}
+
+
+def sigmoid_router() -> torch.nn.Module:
+    router = DeepseekV3TopkRouter(DeepseekV3Config(**SIZES, n_group=8, topk_group=3, norm_topk_prob=True))
+    router.e_score_correction_bias.copy_(drawn(EXPERTS, seed=1) / 10)
+    return router
+
+
+def grouped_softmax_router() -> torch.nn.Module:
+    config = DeepseekV2Config(**SIZES, n_group=4, topk_group=2, topk_method="group_limited_greedy")
+    return DeepseekV2TopkRouter(config)
+
+
+def greedy_router() -> torch.nn.Module:
+    return DeepseekV2TopkRouter(DeepseekV2Config(**SIZES, n_group=1, topk_group=1, topk_method="greedy"))
+
+
+ROUTERS: list[Callable[[], torch.nn.Module]] = [sigmoid_router, grouped_softmax_router, greedy_router]
+
+
+def drawn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def by_expert(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """[T, E]: the weight of each expert, 0 for those that were not chosen."""
+    return torch.zeros(len(weights), EXPERTS, dtype=weights.dtype).scatter(1, ids.long(), weights)
+
+
+@pytest.mark.parametrize("make", ROUTERS)
+def test_experts_weights_and_gradients_are_hugging_faces(make: Callable[[], torch.nn.Module]) -> None:
+    """Measured: weights 1.2e-7, gradients 4e-7 of sums of numbers of about 1."""
+    router = make()
+    with torch.no_grad():
+        router.weight.copy_(drawn(EXPERTS, HIDDEN, seed=0) / 5)
+    hidden, by_weight = drawn(40, HIDDEN, seed=2).requires_grad_(), drawn(40, EXPERTS, seed=3)
+    _, weights, ids = router(hidden)
+    expected = by_expert(weights, ids)
+    wanted = torch.autograd.grad(expected, hidden, by_weight)[0]
+    router.weight.requires_grad_(False)
+    assert is_grouped_router(router)
+    router.__class__ = GroupedRouter
+    logits, weights, ids = router(hidden)
+    assert logits.shape == (40, EXPERTS) and weights.dtype == torch.float32
+    found = by_expert(weights, ids)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(found, hidden, by_weight)[0], wanted, rtol=0, atol=4e-6)
+
+
+ROUTINGS = [
+    GroupedRouting(groups=8, top_groups=3, top_k=5, is_sigmoid=True, normalises=True, scaling=2.5),
+    GroupedRouting(groups=4, top_groups=2, top_k=6, is_sigmoid=False, normalises=False, scaling=16.0),
+    GroupedRouting(groups=1, top_groups=1, top_k=32, is_sigmoid=False, normalises=True, scaling=1.0),
+]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_a_token_s_choice_depends_neither_on_the_batch_nor_on_threads_nor_on_the_instruction_set(
+    routing: GroupedRouting,
+) -> None:
+    logits, bias = 3 * drawn(70, EXPERTS, seed=4), drawn(EXPERTS, seed=5) if routing.is_sigmoid else None
+    weights, ids = grouped_top_k(logits, bias, routing)
+    try:
+        for isa in available_isas():
+            for threads in (1, 3):
+                dense.configure(isa, threads)
+                again = grouped_top_k(logits, bias, routing)
+                assert torch.equal(again[0], weights) and torch.equal(again[1], ids)
+    finally:
+        dense.configure()
+    for token in (0, 33, 69):
+        alone = grouped_top_k(logits[token : token + 1], bias, routing)
+        assert torch.equal(alone[0][0], weights[token]) and torch.equal(alone[1][0], ids[token])
+
+
+def test_of_equal_experts_and_groups_the_first_are_chosen() -> None:
+    routing = GroupedRouting(groups=4, top_groups=2, top_k=3, is_sigmoid=True, normalises=True, scaling=1.0)
+    logits = torch.zeros(2, 16)
+    logits[1, 13] = 1.0
+    weights, ids = grouped_top_k(logits, torch.zeros(16), routing)
+    assert ids.tolist() == [[0, 1, 2], [13, 0, 1]]
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_nan_gives_valid_experts_and_stays_in_its_token(routing: GroupedRouting) -> None:
+    logits, bias = drawn(6, EXPERTS, seed=6), drawn(EXPERTS, seed=7) if routing.is_sigmoid else None
+    clean = grouped_top_k(logits, bias, routing)
+    logits[2] = float("nan")
+    weights, ids = grouped_top_k(logits, bias, routing)
+    assert weights[2].isnan().all() and ids[2].min() >= 0 and ids[2].max() < EXPERTS
+    assert len(ids[2].unique()) == routing.top_k
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(weights[others], clean[0][others]) and torch.equal(ids[others], clean[1][others])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"groups": 5}, "groups is 5, which does not divide the 32 experts"),
+        ({"top_groups": 9}, "top_groups is 9; allowed: 1 to 8"),
+        ({"top_k": 13}, "top_k is 13; 3 groups have 12 experts"),
+    ],
+)
+def test_what_can_not_be_chosen_is_named(changed: dict[str, int], message: str) -> None:
+    kept: dict[str, Any] = {"groups": 8, "top_groups": 3, "top_k": 5, **changed}
+    routing = GroupedRouting(**kept, is_sigmoid=True, normalises=True, scaling=1.0)
+    with pytest.raises(InvalidValueError, match=message):
+        grouped_top_k(torch.zeros(3, EXPERTS), None, routing)
