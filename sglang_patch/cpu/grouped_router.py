@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from kt_runtime.ops.grouped_router import GroupedRouting, grouped_top_k
+from kt_runtime.experts.dense import GroupedRouting
+from kt_runtime.ops.grouped_router import grouped_top_k
 from kt_runtime.sglang_patch.hooks import Hooks
 
 SYMBOLS = (

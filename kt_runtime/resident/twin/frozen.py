@@ -40,7 +40,8 @@ class GatedMlp(nn.Module):
     down_proj: nn.Module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_and_multiply(self.gate_proj(x), self.up_proj(x)))
+        out: torch.Tensor = self.down_proj(silu_and_multiply(self.gate_proj(x), self.up_proj(x)))
+        return out
 
 
 def is_gated_mlp(module: nn.Module) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from kt_runtime.experts import ExpertStore, LoraSlot, routed_experts, routed_experts_for_backward
-from kt_runtime.ops.grouped_router import GroupedRouting, grouped_top_k
+from kt_runtime.experts.dense import GroupedRouting
+from kt_runtime.ops.grouped_router import grouped_top_k
 from kt_runtime.ops.matmul import frozen_linear, rounded
 from kt_runtime.ops.router import float32_logits, softmax_top_k
 
