@@ -37,6 +37,7 @@ def test_sampled_tokens_get_log_softmax_of_the_logits_by_their_temperature(serve
         sampling_mask_batch_indices=None,
         sampling_support_logprobs_capture_indices=None,
         sampling_seed=None,
+        grammars=None,
     )
     found = SimpleNamespace(next_token_logits=logits.clone())
     tokens = Sampler()(found, info, True, [0] * 6, [None] * 6, torch.zeros(6, dtype=torch.int64))
