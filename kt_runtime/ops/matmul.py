@@ -28,7 +28,7 @@ WIDENED_ROWS = 1 << 14  # rows of a bf16 matrix converted to float32 at a time: 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [M, K] @ b [K, N] in float32, with a gradient for a only; on a CPU a row of the result does not depend on M."""
-    return frozen_linear(a, b.T)
+    return frozen_linear(a, dense.with_adjacent_columns(b.T))
 
 
 class _Rounded(torch.autograd.Function):

@@ -19,12 +19,12 @@ from kt_runtime.resident.twin.routed import GroupedRouter, is_grouped_router
 
 HIDDEN, EXPERTS, CHOSEN = 48, 32, 5
 SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "n_routed_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
-SIZES |= {"routed_scaling_factor": 2.5}
+SIZES |= {"routed_scaling_factor": 2.5, "num_attention_heads": 4}
 
 
 def sigmoid_router() -> torch.nn.Module:
     router = DeepseekV3TopkRouter(DeepseekV3Config(**SIZES, n_group=8, topk_group=3, norm_topk_prob=True))
-    router.e_score_correction_bias.copy_(drawn(EXPERTS, seed=1) / 10)
+    router.get_buffer("e_score_correction_bias").copy_(drawn(EXPERTS, seed=1) / 10)
     return router
 
 
