@@ -46,7 +46,10 @@ class Served:
         httpx.post(f"{self.api.url}/flush_cache", params={"timeout": 30}, timeout=60).raise_for_status()
 
 
-@pytest.fixture(scope="module", params=[(preset, dtype) for preset in PRESETS for dtype in ("bfloat16", "float32")])
+CASES = [(preset, dtype) for preset in PRESETS for dtype in ("bfloat16", "float32")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     place = tmp_path_factory.mktemp("server")
     preset, dtype = request.param

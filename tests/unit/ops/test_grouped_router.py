@@ -51,7 +51,7 @@ def by_expert(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("make", ROUTERS)
 def test_experts_weights_and_gradients_are_hugging_faces(make: Callable[[], torch.nn.Module]) -> None:
-    """Measured: weights 1.2e-7, gradients 4e-7 of sums of numbers of about 1."""
+    """Measured: weights 4.8e-7 of up to 1.8; gradients 4.2e-7 of up to 1."""
     router = make()
     with torch.no_grad():
         router.weight.copy_(drawn(EXPERTS, HIDDEN, seed=0) / 5)

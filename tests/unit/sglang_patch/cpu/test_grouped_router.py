@@ -20,6 +20,9 @@ def uncompiled(function: Any) -> Any:
     return getattr(function, "_torchdynamo_orig_callable", function)
 
 
+TOLERANCE = 1e-6  # measured: 1.8e-7 of up to 1.8
+
+
 def by_expert(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.zeros(len(weights), EXPERTS).scatter(1, ids.long(), weights)
 
@@ -31,7 +34,7 @@ def test_the_biased_router_is_sglang_s_for_any_batch(patched_sglang: None) -> No
     weights, ids = topk.biased_grouped_topk(hidden, logits, bias, **ROUTING)
     assert weights.dtype == torch.float32 and ids.dtype == torch.int32
     expected = uncompiled(topk.biased_grouped_topk_impl)(hidden, logits, bias, **ROUTING)
-    torch.testing.assert_close(by_expert(weights, ids), by_expert(*expected), rtol=0, atol=1e-6)
+    torch.testing.assert_close(by_expert(weights, ids), by_expert(*expected), rtol=0, atol=TOLERANCE)
     alone = topk.biased_grouped_topk(hidden[7:8], logits[7:8], bias, **ROUTING)
     assert torch.equal(alone[0][0], weights[7]) and torch.equal(alone[1][0], ids[7])
 
@@ -43,4 +46,4 @@ def test_the_router_without_a_bias_is_sglang_s(patched_sglang: None, scoring_fun
     hidden, logits = drawn(TOKENS, 8, seed=3), drawn(TOKENS, EXPERTS, seed=4)
     weights, ids = topk.grouped_topk(hidden, logits, **ROUTING, scoring_func=scoring_func)
     expected = uncompiled(topk.grouped_topk_gpu)(hidden, logits, **ROUTING, scoring_func=scoring_func)
-    torch.testing.assert_close(by_expert(weights, ids), by_expert(*expected), rtol=0, atol=1e-6)
+    torch.testing.assert_close(by_expert(weights, ids), by_expert(*expected), rtol=0, atol=TOLERANCE)

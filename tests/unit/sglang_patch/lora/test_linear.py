@@ -78,4 +78,5 @@ def test_sums_are_those_of_the_merged_matrix(patched_sglang: None) -> None:
     for part, columns in enumerate((slice(0, 24), slice(24, 32), slice(32, 40))):
         merged = b[1, columns, :3].double() @ a[1, part * 3 : (part + 1) * 3].double()
         expected[:, columns] += SCALINGS[1] * x.double() @ merged.T
-    torch.testing.assert_close(served(x, base, [(1, 5)]).double(), expected, rtol=1e-5, atol=1e-5)
+    found = served(x, base, [(1, 5)]).double()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)  # 1.5e-5 measured, of 107
