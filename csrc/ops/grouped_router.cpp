@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/largest.h"
 #include "base/scratch.h"
 #include "threads/plan.h"
 
@@ -16,19 +17,6 @@ struct Token {
   float *scores, *ranks, *group_ranks, *best;
   int32_t *open, *ids;
 };
-
-// Puts index `i` into the sorted list of the `count` largest values so far. NaN is never larger, so that the list is
-// full of valid indices for any values.
-void insert(float value, int32_t index, int64_t seen, int64_t count, float* values, int32_t* indices) {
-  if (seen >= count && !(value > values[count - 1])) return;
-  int64_t place = std::min(seen, count - 1);
-  for (; place > 0 && value > values[place - 1]; --place) {
-    values[place] = values[place - 1];
-    indices[place] = indices[place - 1];
-  }
-  values[place] = value;
-  indices[place] = index;
-}
 
 void score(const Tiles& tiles, const GroupedRouting& routing, const float* logits, int64_t experts, float* scores) {
   if (routing.score == RouterScore::kSigmoid) return tiles.sigmoid(logits, experts, scores);
@@ -56,13 +44,13 @@ void choose(const GroupedRouting& routing, int64_t experts, int64_t top_k, bool 
             float* weights) {
   const int64_t size = experts / routing.groups;
   for (int64_t g = 0; g < routing.groups; ++g)
-    insert(rank_of_group(t.ranks + g * size, size, has_bias), static_cast<int32_t>(g), g, routing.top_groups,
-           t.group_ranks, t.open);
+    insert_by_size(rank_of_group(t.ranks + g * size, size, has_bias), static_cast<int32_t>(g), g, routing.top_groups,
+                   t.group_ranks, t.open);
   std::sort(t.open, t.open + routing.top_groups);  // so that of equal ranks the first expert is chosen
   int64_t seen = 0;
   for (int64_t i = 0; i < routing.top_groups; ++i) {
     for (int64_t e = t.open[i] * size; e < (t.open[i] + 1) * size; ++e, ++seen)
-      insert(t.ranks[e], static_cast<int32_t>(e), seen, top_k, t.best, t.ids);
+      insert_by_size(t.ranks[e], static_cast<int32_t>(e), seen, top_k, t.best, t.ids);
   }
   float sum = 0;
   for (int64_t k = 0; k < top_k; ++k) {
@@ -78,7 +66,7 @@ void choose(const GroupedRouting& routing, int64_t experts, int64_t top_k, bool 
 void choose_from_groups(const DenseEngine& engine, const GroupedRouting& routing, const TensorView& logits,
                         const TensorView& bias, const TensorView& weights, const TensorView& ids) {
   const int64_t tokens = logits.shape[0], experts = logits.shape[1], top_k = weights.shape[1];
-  if (tokens == 0) return;
+  if (tokens == 0 || top_k == 0) return;
   const ScratchUse in_use;
   Plan plan;
   Stage stage = stage_of(0, 1);

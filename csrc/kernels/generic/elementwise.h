@@ -58,6 +58,13 @@ inline float select(uint32_t mask, float a, float b) {
   return __builtin_bit_cast(float, from_a | from_b);
 }
 
+// e^x for x <= 0; 0 below -130, NaN for NaN.
+inline float exponential_of(float x) {
+  const uint32_t below = 0u - static_cast<uint32_t>(x < -130.0f);
+  const Exponential e = exponential(select(below, -130.0f, x));
+  return e.mantissa * e.scale_a * e.scale_b;
+}
+
 // What SiLU and its derivative need of a gate g. Beyond +-130 both are at their limits in float32, so g is cut there
 // where it multiplies something that vanishes: then infinities give the limits instead of NaN. NaN stays NaN.
 struct Gate {
@@ -87,11 +94,7 @@ inline void sigmoid_all(const float* from, int64_t count, float* to) {
 }
 
 inline void exponential_all(const float* from, float largest, int64_t count, float* to) {
-  for (int64_t i = 0; i < count; ++i) {
-    const float x = from[i] - largest;
-    const Exponential e = exponential(select(0u - static_cast<uint32_t>(x < -130.0f), -130.0f, x));
-    to[i] = e.mantissa * e.scale_a * e.scale_b;
-  }
+  for (int64_t i = 0; i < count; ++i) to[i] = exponential_of(from[i] - largest);
 }
 
 inline void swiglu_all(const float* gate, const float* up, int64_t count, float* h) {

@@ -4,6 +4,7 @@
 // Include only in a kernel's own translation unit.
 #pragma once
 
+#include "base/largest.h"
 #include "kernels/dense.h"
 #include "kernels/generic/elementwise.h"
 #include "kernels/generic/values.h"
@@ -12,13 +13,6 @@ namespace kt {
 namespace {
 
 constexpr int64_t kRouterLanes = 16;
-
-// e^x for x <= 0; 0 below -130, NaN for NaN.
-inline float exponential_of(float x) {
-  const uint32_t below = 0u - static_cast<uint32_t>(x < -130.0f);
-  const Exponential e = exponential(select(below, -130.0f, x));
-  return e.mantissa * e.scale_a * e.scale_b;
-}
 
 template <class T>
 inline float sum_of_exponentials(const T* logits, int64_t count, float largest) {
@@ -35,21 +29,11 @@ inline float sum_of_exponentials(const T* logits, int64_t count, float largest) 
   return lanes[0];
 }
 
-// Inserts each logit into the sorted list of the largest ones so far. NaN is never larger, so that the list is full of
-// valid ids for any row.
+// Of equal logits the first comes first.
 template <class T>
 inline void find_largest(const T* logits, int64_t count, int64_t top_k, float* values, int32_t* ids) {
-  for (int64_t i = 0; i < count; ++i) {
-    const float value = wide_of(logits[i]);
-    if (i >= top_k && !(value > values[top_k - 1])) continue;
-    int64_t place = i < top_k ? i : top_k - 1;
-    for (; place > 0 && value > values[place - 1]; --place) {
-      values[place] = values[place - 1];
-      ids[place] = ids[place - 1];
-    }
-    values[place] = value;
-    ids[place] = static_cast<int32_t>(i);
-  }
+  for (int64_t i = 0; i < count; ++i)
+    insert_by_size(wide_of(logits[i]), static_cast<int32_t>(i), i, top_k, values, ids);
 }
 
 template <class T>
