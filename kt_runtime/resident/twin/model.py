@@ -78,10 +78,7 @@ class Twin:
             places = torch.arange(hidden.shape[1], device=hidden.device)[None]
         if self._angles is None:
             return self._model.model.rotary_emb(hidden, places)
-        cos, sin = self._angles[places].chunk(2, dim=-1)
-        if self.family.name == "deepseek_v2":
-            return torch.complex(cos.float(), sin.float())
-        return torch.cat([cos, cos], dim=-1).to(self.dtype), torch.cat([sin, sin], dim=-1).to(self.dtype)
+        return rotary_tables(self._angles[places], self.family.name, self.dtype)
 
     def run_layer(
         self, layer: int, hidden: torch.Tensor, positions: Positions, branches: attention.Branches = None
@@ -157,6 +154,14 @@ class Twin:
                 f"the training twin has {len(left)} tensors that the family {self.family.name!r} maps to nothing of "
                 f"the engine's: {', '.join(left[:5])}"
             )
+
+
+def rotary_tables(angles: torch.Tensor, family: str, dtype: torch.dtype) -> Positions:
+    """The engine's tables as Hugging Face's model of the family takes them. `angles` [B, S, R]: cosines, then sines."""
+    cos, sin = angles.chunk(2, dim=-1)
+    if family == "deepseek_v2":
+        return torch.complex(cos.float(), sin.float())
+    return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([sin, sin], dim=-1).to(dtype)
 
 
 def _on_meta(family: Family, host: Host) -> Any:

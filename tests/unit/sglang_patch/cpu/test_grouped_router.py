@@ -1,11 +1,18 @@
-"""SGLang's DeepSeek routers, patched, against SGLang's own uncompiled ones."""
+"""SGLang's DeepSeek routers, patched, against SGLang's own uncompiled ones and against the twin's routers."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import DeepseekV2Config, DeepseekV3Config
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+from kt_runtime.resident.twin.routed import GroupedRouter
+from kt_runtime.sglang_patch.cpu.router import router_logits
 
 TOKENS, EXPERTS = 29, 16
 ROUTING: dict[str, Any] = {"topk": 4, "renormalize": True, "num_expert_group": 4, "topk_group": 2}
@@ -47,3 +54,43 @@ def test_the_router_without_a_bias_is_sglang_s(patched_sglang: None, scoring_fun
     weights, ids = topk.grouped_topk(hidden, logits, **ROUTING, scoring_func=scoring_func)
     expected = uncompiled(topk.grouped_topk_gpu)(hidden, logits, **ROUTING, scoring_func=scoring_func)
     torch.testing.assert_close(by_expert(weights, ids), by_expert(*expected), rtol=0, atol=TOLERANCE)
+
+
+HIDDEN = 64
+SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "n_routed_experts": EXPERTS, "num_experts_per_tok": 4}
+SIZES |= {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_attention_heads": 4}
+
+
+def sigmoid_router() -> torch.nn.Module:
+    router = DeepseekV3TopkRouter(DeepseekV3Config(**SIZES, norm_topk_prob=True))
+    router.get_buffer("e_score_correction_bias").copy_(drawn(EXPERTS, seed=5) / 10)
+    return router
+
+
+def softmax_router() -> torch.nn.Module:
+    return DeepseekV2TopkRouter(DeepseekV2Config(**SIZES, topk_method="group_limited_greedy"))
+
+
+@pytest.mark.parametrize("make", [sigmoid_router, softmax_router])
+@torch.no_grad()
+def test_serving_and_training_choose_the_same_experts_with_the_same_bits(patched_sglang: None, make: Any) -> None:
+    from sglang.srt.layers.moe.topk import TopKConfig, select_experts
+
+    twin = make()
+    twin.__class__ = GroupedRouter
+    twin.weight = torch.nn.Parameter(drawn(EXPERTS, HIDDEN, seed=6).bfloat16() / 4, requires_grad=False)
+    hidden, bias = drawn(200, HIDDEN, seed=7).bfloat16(), getattr(twin, "e_score_correction_bias", None)
+    config = TopKConfig(
+        top_k=4,
+        use_grouped_topk=True,
+        topk_group=2,
+        num_expert_group=4,
+        renormalize=bias is not None,
+        correction_bias=bias,
+        routed_scaling_factor=2.5,
+        apply_routed_scaling_factor_on_output=True,
+        scoring_func="softmax" if bias is None else "sigmoid",
+    )
+    served = select_experts(hidden, router_logits(SimpleNamespace(weight=twin.weight), hidden), config)
+    _, weights, ids = twin(hidden)
+    assert torch.equal(served.topk_weights, weights) and torch.equal(served.topk_ids, ids)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 
+from kt_runtime.experts import dense
 from kt_runtime.ops.matmul import served_product
+from kt_runtime.resident.twin.frozen import FrozenLinear
+from kt_runtime.resident.twin.lora_linear import LoraLinear
 
 IN, PARTS, MAX_RANK = 40, (24, 8, 8), 8
 RANKS, SCALINGS = [0, 3, 8], [0.0, 10 / 3, 0.25]  # of the pool's slots; slot 0 is the base
@@ -28,7 +33,7 @@ def pool(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return a, b
 
 
-def backend(batch: list[tuple[int, int]]) -> object:
+def backend(batch: list[tuple[int, int]]) -> Any:
     from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend
 
     made = TorchNativeLoRABackend(max_loras_per_batch=3, device=torch.device("cpu"))
@@ -45,9 +50,7 @@ def backend(batch: list[tuple[int, int]]) -> object:
 def served(x: torch.Tensor, base: torch.Tensor, batch: list[tuple[int, int]]) -> torch.Tensor:
     a, b = pool(x.dtype)
     offsets = torch.tensor([0, 24, 32, 40])
-    result: torch.Tensor = backend(batch).run_qkv_lora(  # type: ignore[attr-defined]
-        x, a, b, offsets, offsets, max(PARTS), base_output=base.clone()
-    )
+    result: torch.Tensor = backend(batch).run_qkv_lora(x, a, b, offsets, offsets, max(PARTS), base_output=base.clone())
     return result
 
 
@@ -69,6 +72,23 @@ def test_every_token_gets_training_s_bits(patched_sglang: None, dtype: torch.dty
         assert torch.equal(found[row], expected), (token, slot)
     alone = [served(x[i : i + 1], base[i : i + 1], [(slot, 1)]) for i, slot in enumerate(tokens)]
     assert torch.equal(torch.cat(alone), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_the_twin_s_layer_has_serving_s_bits(patched_sglang: None, dtype: torch.dtype) -> None:
+    base = torch.nn.Linear(IN, 24, bias=False, dtype=dtype).requires_grad_(False)
+    base.weight.copy_(drawn(24, IN, seed=30, dtype=dtype))
+    base.__class__ = FrozenLinear
+    twin = LoraLinear(base, "one", LoraConfig(r=3, lora_alpha=10), r=3, lora_alpha=10)  # type: ignore[arg-type]
+    a, b = drawn(3, IN, seed=31, dtype=torch.float32), drawn(24, 3, seed=32, dtype=torch.float32)
+    twin.lora_A["one"].weight, twin.lora_B["one"].weight = torch.nn.Parameter(a), torch.nn.Parameter(b)
+    a_pool, b_pool = torch.full((3, MAX_RANK, IN), torch.nan, dtype=dtype), torch.zeros(3, 24, MAX_RANK, dtype=dtype)
+    a_pool[1, :3], b_pool[1, :, :3] = a.to(dtype), b.to(dtype)
+    x, served = drawn(7, IN, seed=33, dtype=dtype), backend([(1, 7)])
+    low = served.run_lora_a_sgemm(x, a_pool)
+    found = served.run_lora_b_sgemm(low, b_pool, torch.tensor([0, 24]), base_output=dense.linear(x, base.weight))
+    assert torch.equal(found, twin.eval()(x))
 
 
 def test_sums_are_those_of_the_merged_matrix(patched_sglang: None) -> None:
