@@ -1,7 +1,6 @@
 """A real server with the native step and with `--no-step`: the same greedy tokens and the same logprobs, bit by bit.
 
-Requests with an adapter take SGLang's modules on both servers. LoRA products are PyTorch's there, whose float32 bits
-depend on the batch, and the batch depends on time: two servers with `--no-step` differ as much.
+Requests with an adapter take SGLang's modules on both servers. Whatever batches they are in, their bits are the same.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from kt_runtime.wire.messages import LoraSettings
 LENGTHS = (1, 2, 7, 33, 150, 400)  # in chunks of 64 tokens and pages of 8
 NEW_TOKENS = 12
 ADAPTER = "tuned"
-ADAPTED_TOLERANCE = 1e-5  # of a logprob of an adapter's request in float32; measured: 1.4e-6
 NO_TABLE = "the family deepseek_v3 has no table of its decoder stack"
 
 
@@ -94,9 +92,7 @@ def test_answers_have_the_same_bits_with_and_without_the_step(place: Path, optio
     assert with_step.state == ("running", ["it has an adapter"])
     assert without.state == ("--no-step", [])
     assert with_step.given == without.given
-    assert [tokens for tokens, _ in with_step.adapted] == [tokens for tokens, _ in without.adapted]
-    for (_, found), (_, expected) in zip(with_step.adapted, without.adapted, strict=True):
-        assert found == pytest.approx(expected, rel=0, abs=ADAPTED_TOLERANCE)
+    assert with_step.adapted == without.adapted
     assert (place / "with.log").read_text().count("not the native step, because it has an adapter") == 1
 
 

@@ -73,8 +73,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_sampled_tokens_have_training_s_logprobs(served: Served, adapter: str | None) -> None:
     """Sixteen answers are decoded together; in training each is a row of its own."""
     rows, logprobs = sampled(served.api, adapter)
+    status = served.client.status()
+    assert (status.step == "running") == (status.family == "qwen3_moe")  # the base's tokens are sampled by it
     found = Agreement.of(served.trained(rows, adapter), logprobs)
-    print(f"{served.client.status().family} {served.dtype} {adapter or 'base'}: {found}")
+    print(f"{status.family} {served.dtype} {adapter or 'base'}: {found}")
     assert found.k3 == 0 and found.largest == 0
 
 
