@@ -85,13 +85,14 @@ def attend(
     """Attention over a KV pool (csrc/ops/attention.h). sequences: int64 [B, 4], as experts.attention.Sequences.rows."""
 
 class Dense:
-    """Linear layers, RMSNorm and the router (csrc/ops/dense.h, router.h) with one instruction set, "" for the best, and
-    number of threads.
+    """A decoder layer's operations but attention and routed experts (csrc/ops: dense, heads, low_rank, activation,
+    router, grouped_router), with one instruction set, "" for the best, and number of threads.
     """
 
     def __init__(self, isa: str, num_threads: int, /) -> None: ...
     def linear(self, x: Any, weight: Any, bias: Any, out: Any, /) -> None: ...
     def linear_heads(self, x: Any, weight: Any, out: Any, /) -> None: ...
+    def linear_added(self, x: Any, weight: Any, alpha: float, base: Any, out: Any, /) -> None: ...
     def silu_and_multiply(self, gate: Any, up: Any, out: Any, /) -> None: ...
     def choose_from_groups(
         self,

@@ -9,6 +9,7 @@
 #include "ops/dense.h"
 #include "ops/grouped_router.h"
 #include "ops/heads.h"
+#include "ops/low_rank.h"
 #include "ops/router.h"
 
 namespace py = pybind11;
@@ -50,6 +51,19 @@ class NativeDense {
     check_disjoint({{"out", result}}, {{"x", tokens}, {"weight", matrices}});
     const py::gil_scoped_release release;
     kt::linear_heads(engine(), tokens, matrices, result);
+  }
+
+  // `out` may be `base`.
+  void linear_added(py::handle x, py::handle weight, float alpha, py::handle base, py::handle out) const {
+    const TensorView rows = view_of(x, {.name = "x", .dtypes = kFloats, .shape = {-1, -1}});
+    const TensorView matrix = view_of(weight, {.name = "weight", .dtypes = kFloats, .shape = {-1, rows.shape[1]}});
+    const std::vector<int64_t> shape = {rows.shape[0], matrix.shape[0]};
+    TensorView added;
+    if (!base.is_none()) added = view_of(base, {.name = "base", .dtypes = kFloats, .shape = shape});
+    const TensorView result = view_of(out, {.name = "out", .dtypes = kFloats, .shape = shape, .written = true});
+    check_disjoint({{"out", result}}, {{"x", rows}, {"weight", matrix}});
+    const py::gil_scoped_release release;
+    kt::linear_added(engine(), rows, matrix, alpha, added, result);
   }
 
   void silu_and_multiply(py::handle gate, py::handle up, py::handle out) const {
@@ -158,6 +172,7 @@ void bind_dense(py::module_& module) {
       .def(py::init<const std::string&, int>())
       .def("linear", &NativeDense::linear)
       .def("linear_heads", &NativeDense::linear_heads)
+      .def("linear_added", &NativeDense::linear_added)
       .def("silu_and_multiply", &NativeDense::silu_and_multiply)
       .def("choose_from_groups", &NativeDense::choose_from_groups)
       .def("rms_norm", &NativeDense::rms_norm)

@@ -84,6 +84,16 @@ void linear(const DenseEngine& engine, const TensorView& x, const TensorView& we
   });
 }
 
+void multiply_here(const DenseEngine& engine, DenseProduct product) {
+  static thread_local Scratch prepared;
+  const int64_t bytes = engine.kernels.operand_bytes ? engine.kernels.operand_bytes(product) : 0;
+  uint8_t* operand = bytes ? prepared.reserve<uint8_t>(bytes) : nullptr;
+  product.operand = operand;
+  for (int64_t unit = 0; operand && unit * kDenseRowUnit < product.rows; ++unit)
+    engine.kernels.prepare(product, unit, operand);
+  engine.kernels.multiply(product);
+}
+
 void rms_norm(const DenseEngine& engine, const NormViews& views) {
   const NormRows whole{.first_row = 0,
                        .rows = views.x.shape[0],

@@ -1,7 +1,5 @@
 #include "ops/heads.h"
 
-#include <algorithm>
-
 #include "base/scratch.h"
 #include "threads/plan.h"
 
@@ -28,17 +26,6 @@ RowMajor weight_of(const TensorView& weight, int64_t head) {
           .bf16 = weight.dtype == DType::kBf16};
 }
 
-void multiply(const DenseEngine& engine, DenseProduct product) {
-  static thread_local Scratch scratch;
-  const int64_t bytes = engine.kernels.operand_bytes ? engine.kernels.operand_bytes(product) : 0;
-  if (bytes) {
-    auto* operand = scratch.reserve<uint8_t>(bytes);
-    product.operand = operand;
-    for (int64_t unit = 0; unit * kDenseRowUnit < product.rows; ++unit) engine.kernels.prepare(product, unit, operand);
-  }
-  engine.kernels.multiply(product);
-}
-
 }  // namespace
 
 void linear_heads(const DenseEngine& engine, const TensorView& x, const TensorView& weight, const TensorView& out) {
@@ -52,14 +39,14 @@ void linear_heads(const DenseEngine& engine, const TensorView& x, const TensorVi
   stage.at_once = kTaskTokens;
   plan.stages.push_back(stage);
   run(plan, [&](int, const Range& range) {
-    multiply(engine, {.first_row = 0,
-                      .rows = range.count,
-                      .first_col = 0,
-                      .cols = cols,
-                      .inner = inner,
-                      .x = tokens_of(x, range.first, range.item),
-                      .w = weight_of(weight, range.item),
-                      .y = tokens_of(out, range.first, range.item)});
+    multiply_here(engine, {.first_row = 0,
+                           .rows = range.count,
+                           .first_col = 0,
+                           .cols = cols,
+                           .inner = inner,
+                           .x = tokens_of(x, range.first, range.item),
+                           .w = weight_of(weight, range.item),
+                           .y = tokens_of(out, range.first, range.item)});
   });
 }
 

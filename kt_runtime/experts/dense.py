@@ -1,5 +1,5 @@
 """What a decoder layer computes on the CPU beside attention and routed experts: linear layers, those of single heads,
-RMSNorm, SwiGLU, and the choice of experts (csrc/ops: dense, heads, activation, router, grouped_router).
+LoRA, RMSNorm, SwiGLU, and the choice of experts (csrc/ops: dense, heads, low_rank, activation, router, grouped_router).
 
 Weights are row-major and read in place. A row of a result depends on its own row of x, on the weights and on the
 instruction set: not on the other rows, on how rows are cut into calls, or on the number of threads. Serving and
@@ -148,6 +148,24 @@ def linear_heads(
         out = torch.empty(*x.shape[:2], weight.shape[1], dtype=out_dtype or x.dtype, device="cpu")
     try:
         engine().linear_heads(capsule(with_adjacent_columns(x), "x"), capsule(weight, "weight"), capsule(out, "out"))
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return out
+
+
+def linear_added(x: Tensor, weight: Tensor, alpha: float, base: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """base + alpha * x weight^T: x [M, K], weight [N, K], base [M, N] or None -> [M, N] in x's dtype.
+
+    The product (with the bits of `linear`), the one with alpha and the sum are float32, each rounded; the result is
+    rounded once. `out`: where the result is written, if given; it may be `base`.
+    """
+    if out is None:
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device="cpu")
+    added = None if base is None else capsule(with_adjacent_columns(base), "base")
+    try:
+        engine().linear_added(
+            capsule(with_adjacent_columns(x), "x"), capsule(weight, "weight"), float(alpha), added, capsule(out, "out")
+        )
     except _experts.NativeError as error:
         raise translate(error) from None
     return out

@@ -34,6 +34,8 @@ class _SiluAndMultiply(torch.autograd.Function):
 
 def silu_and_multiply(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up: both [..., I]. PyTorch computes it on a GPU and for dtypes other than float32 and bfloat16."""
-    if gate.is_cpu and gate.dtype in dense.DTYPES and gate.dtype == up.dtype:
+    if not (gate.is_cpu and gate.dtype in dense.DTYPES and gate.dtype == up.dtype):
+        return functional.silu(gate) * up
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         return _SiluAndMultiply.apply(gate, up)
-    return functional.silu(gate) * up
+    return dense.silu_and_multiply(gate, up)  # autograd's bookkeeping takes microseconds of a decode step

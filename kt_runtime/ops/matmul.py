@@ -84,21 +84,30 @@ def lora_product(
 ) -> torch.Tensor:
     """base + alpha * x @ weight: x [M, K], weight [K, N], base [M, N] or None, of one dtype -> [M, N].
 
-    All three may have a leading batch dimension. On a CPU the sum, the product with alpha and the sum with base are
+    All three may have a leading batch dimension. On a CPU the product, the one with alpha and the sum with base are
     float32, each rounded; the result is rounded to the dtype once.
     """
     rows = dense.with_adjacent_columns(weight.mT)
     if not dense.is_supported(x, rows):
         return _torch_product(x, weight, alpha, base)
     if x.dim() == 2:
-        total = dense.linear(x, rows, out_dtype=torch.float32)
+        return dense.linear_added(x, rows, alpha, base)
+    tokens = x.transpose(0, 1)
+    if alpha == 1 and base is None:
+        return dense.linear_heads(tokens, rows).transpose(0, 1)
+    total = dense.linear_heads(tokens, rows, out_dtype=torch.float32).transpose(0, 1).mul_(alpha)
+    return (total if base is None else total.add_(base)).to(x.dtype)
+
+
+def lora_product_into(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, alpha: float = 1.0, base: torch.Tensor | None = None
+) -> None:
+    """`lora_product` without a batch dimension, written to `out` [M, N], which may be `base`."""
+    rows = dense.with_adjacent_columns(weight.mT)
+    if dense.is_supported(x, rows):
+        dense.linear_added(x, rows, alpha, base, out)
     else:
-        total = dense.linear_heads(x.transpose(0, 1), rows, out_dtype=torch.float32).transpose(0, 1)
-    if alpha != 1:
-        total.mul_(alpha)
-    if base is not None:
-        total.add_(base)
-    return total.to(x.dtype)
+        out.copy_(_torch_product(x, weight, alpha, base))
 
 
 def _torch_product(x: torch.Tensor, weight: torch.Tensor, alpha: float, base: torch.Tensor | None) -> torch.Tensor:

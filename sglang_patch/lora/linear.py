@@ -7,14 +7,13 @@ number of tokens. The training twin calls the same function (`kt_runtime.ops.mat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from kt_runtime.ops.matmul import lora_product
+from kt_runtime.ops.matmul import lora_product_into
 from kt_runtime.sglang_patch.hooks import Hooks
 
 BACKEND = "sglang.srt.lora.backend.torch_backend"
@@ -37,14 +36,27 @@ class Segment:
     scaling: float
 
 
-def segments(batch: Any) -> Iterator[Segment]:
-    """Of SGLang's `TorchNativeLoRABatchInfo`; tokens without an adapter are left out."""
-    ranks, scalings, start = batch.lora_ranks_cpu, batch.scalings_cpu, 0
-    for slot, length in zip(batch.weight_indices_cpu.tolist(), batch.seg_lens_cpu.tolist(), strict=True):
-        rank = int(ranks[slot])
-        if rank > 0 and length > 0:
-            yield Segment(slice(start, start + length), slot, rank, float(scalings[slot]))
+def segments(batch: Any) -> list[Segment]:
+    """Of SGLang's `TorchNativeLoRABatchInfo`; tokens without an adapter are left out.
+
+    All layers of a batch ask for them: the list is kept with the batch, for the tensor from which it was made.
+    """
+    slots = batch.weight_indices_cpu
+    made_from, found = getattr(batch, "kt_segments", (None, []))
+    if made_from is not slots:
+        found = _segments(slots.tolist(), batch)
+        batch.kt_segments = (slots, found)
+    return found
+
+
+def _segments(slots: list[int], batch: Any) -> list[Segment]:
+    found, start = [], 0
+    ranks, scalings = batch.lora_ranks_cpu.tolist(), batch.scalings_cpu.tolist()
+    for slot, length in zip(slots, batch.seg_lens_cpu.tolist(), strict=True):
+        if ranks[slot] > 0 and length > 0:
+            found.append(Segment(slice(start, start + length), slot, ranks[slot], scalings[slot]))
         start += length
+    return found
 
 
 def lora_a(inputs: torch.Tensor, weights: torch.Tensor, batch_info: Any, num_slices: int = 1) -> torch.Tensor:
@@ -53,7 +65,7 @@ def lora_a(inputs: torch.Tensor, weights: torch.Tensor, batch_info: Any, num_sli
     for segment in segments(batch_info):
         columns = num_slices * segment.rank
         a = weights[segment.slot, :columns]
-        out[segment.rows, :columns] = lora_product(inputs[segment.rows], a.T, segment.scaling)
+        lora_product_into(out[segment.rows, :columns], inputs[segment.rows], a.T, segment.scaling)
     return out
 
 
@@ -73,6 +85,6 @@ def lora_b(
     for segment in segments(batch_info):
         for part, (first, last) in enumerate(pairwise(offsets)):
             low = inputs[segment.rows, part * segment.rank : (part + 1) * segment.rank]
-            b, base = weights[segment.slot, first:last, : segment.rank], out[segment.rows, first:last]
-            base.copy_(lora_product(low, b.T, base=base))
+            b, place = weights[segment.slot, first:last, : segment.rank], out[segment.rows, first:last]
+            lora_product_into(place, low, b.T, base=place)
     return out

@@ -13,6 +13,7 @@ from kt_runtime.experts import dense
 from kt_runtime.ops.matmul import served_product
 from kt_runtime.resident.twin.frozen import FrozenLinear
 from kt_runtime.resident.twin.lora_linear import LoraLinear
+from kt_runtime.sglang_patch.lora import linear
 
 IN, PARTS, MAX_RANK = 40, (24, 8, 8), 8
 RANKS, SCALINGS = [0, 3, 8], [0.0, 10 / 3, 0.25]  # of the pool's slots; slot 0 is the base
@@ -100,3 +101,16 @@ def test_sums_are_those_of_the_merged_matrix(patched_sglang: None) -> None:
         expected[:, columns] += SCALINGS[1] * x.double() @ merged.T
     found = served(x, base, [(1, 5)]).double()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)  # 1.5e-5 measured, of 107
+
+
+def test_a_batch_s_segments_are_made_once_and_again_for_other_tokens() -> None:
+    info = backend(BATCH).batch_info
+    first = linear.segments(info)
+    assert [(part.rows, part.slot, part.rank) for part in first] == [
+        (slice(0, 5), 1, 3),
+        (slice(7, 8), 2, 8),
+        (slice(8, 11), 1, 3),
+    ]
+    assert linear.segments(info) is first
+    info.weight_indices_cpu, info.seg_lens_cpu = torch.tensor([2]), torch.tensor([4])
+    assert [(part.rows, part.scaling) for part in linear.segments(info)] == [(slice(0, 4), 0.25)]

@@ -1,0 +1,49 @@
+"""LoRA's products on dense layers against the bits of `dense.linear`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.experts import available_isas, dense
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def the_best_of_this_machine_afterwards() -> Iterator[None]:
+    yield
+    dense.configure()
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "cols", "inner"), [(1, 24, 200), (7, 1030, 6), (150, 48, 200), (300, 600, 16)])
+def test_a_product_is_added_to_the_base_and_rounded_once(
+    isa: str, dtype: torch.dtype, rows: int, cols: int, inner: int
+) -> None:
+    dense.configure(isa, 3)
+    x, base = drawn(rows, inner, seed=0, dtype=dtype), drawn(rows, cols, seed=2, dtype=dtype)
+    weight = drawn(cols, inner + 3, seed=1, dtype=dtype)[:, :inner]  # a slot of higher rank
+    product = dense.linear(x, weight, out_dtype=torch.float32) * (10 / 3)
+    assert torch.equal(dense.linear_added(x, weight, 10 / 3, None), product.to(dtype))
+    expected = (product + base).to(dtype)
+    assert torch.equal(dense.linear_added(x, weight, 10 / 3, base), expected)
+    dense.configure(isa, 1)
+    whole = torch.full((rows, cols + 9), float("nan"), dtype=dtype)
+    place = whole[:, 5 : cols + 5]
+    place.copy_(base)
+    assert dense.linear_added(x, weight, 10 / 3, place, place) is place
+    assert torch.equal(place, expected) and whole[:, :5].isnan().all() and whole[:, cols + 5 :].isnan().all()
+
+
+def test_what_does_not_fit_is_named() -> None:
+    with pytest.raises(InvalidValueError, match=r"base has shape \[4, 9\]; expected \[4, 8\]"):
+        dense.linear_added(torch.zeros(4, 6), torch.zeros(8, 6), 1.0, torch.zeros(4, 9))
