@@ -3,9 +3,11 @@
 //
 // Register tile 8 x 3: 24 sums, three operands of w, one of x. Per step 24 vdpbf16ps (or fma) and 11 loads. One row
 // takes 8 columns at a time, which are eight streams from memory. Up to 12 rows read w once (12 x 2); a tile 16 x 1
-// was slower than two of 8 x 3, whose second one finds w in the L2 cache.
+// was slower than two of 8 x 3, whose second one finds w in the L2 cache. Short sums of many rows: short_sums.h.
 #include "kernels/dense.h"
 
+#include "kernels/avx512/short_sums.h"
+#include "kernels/avx512/transpose.h"
 #include "kernels/avx512/vector.h"
 #include "kernels/generic/dense_products.h"
 #include "kernels/generic/norm_rows.h"
@@ -19,12 +21,7 @@ struct Tile {
   static constexpr int kRows = 8, kSums = 24, kCols = 8, kFewRows = 12;
 };
 
-// Blocks of four lanes of x and y; lanes of each block. With a full mask: GCC 12 warns of an uninitialized value in the
-// plain intrinsics.
-template <int kOrder>
-inline __m512 blocks_of(__m512 x, __m512 y) {
-  return _mm512_maskz_shuffle_f32x4(0xffff, x, y, kOrder);
-}
+// Lanes of each block of four of x and y.
 template <int kOrder>
 inline __m512 lanes_of(__m512 x, __m512 y) {
   return _mm512_maskz_shuffle_ps(0xffff, x, y, kOrder);
@@ -70,9 +67,13 @@ struct PairColumns : Columns16<uint16_t, uint16_t> {
     return (__m512bh)_mm512_loadu_si512(from);
   }
   static Sum dot(Operand a, Operand b, Sum sum) { return _mm512_dpbf16_ps(sum, a, b); }
+  static void pad(const uint16_t* from, int64_t count, uint16_t* to) { pad_pairs(from, count, to); }
 };
 
-void multiply(const DenseProduct& p) { multiply_dense_of<Columns16, PairColumns, Tile>(p); }
+void multiply(const DenseProduct& p) {
+  if (p.rows > Tile::kFewRows && is_short(p)) return multiply_short(p);
+  multiply_dense_of<Columns16, PairColumns, Tile>(p);
+}
 void normalise(const NormRows& p) { normalise_rows(p); }
 void rotate(const RotaryRows& p) { rotate_rows(p); }
 void choose_experts(const RouterRows& p) { choose_for_rows(p); }

@@ -89,10 +89,14 @@ __attribute__((always_inline)) inline void add_step(typename A::Sum (&sum)[kRows
   if constexpr (kPart + 1 < A::kParts) add_step<A, kPart + 1, kRows, kCols>(sum, x, w, k);
 }
 
-// A step's columns of a row, with zeros from `count` on.
-template <int kStep, class T>
+// A step's columns of a row, with zeros from `count` on. An arithmetic may have a faster `pad`.
+template <class A, class T>
 inline void pad_step(const T* from, int64_t count, T* to) {
-  for (int64_t j = 0; j < kStep; ++j) to[j] = j < count ? from[j] : T{};
+  if constexpr (requires { A::pad(from, count, to); }) {
+    A::pad(from, count, to);
+  } else {
+    for (int64_t j = 0; j < A::kStep; ++j) to[j] = j < count ? from[j] : T{};
+  }
 }
 
 // Some rows of x for columns [k, end), as the tiles read them: [step][row][column of the step], zeros from `inner` on.
@@ -104,7 +108,7 @@ void pack_rows(const DenseProduct& p, int64_t row, int64_t k, int64_t end, typen
     int64_t i = k;
     for (; i + A::kStep <= end; i += A::kStep, to += kRows * A::kStep)
       __builtin_memcpy(to, from + i, sizeof(typename A::X) * A::kStep);
-    if (i < end) pad_step<A::kStep>(from + i, end - i, to);
+    if (i < end) pad_step<A>(from + i, end - i, to);
   }
 }
 
@@ -150,7 +154,7 @@ void dense_tile(const DenseProduct& p, const TilePart& part, const typename A::X
     typename A::W rest[kCols][A::kStep];
 #pragma GCC unroll 16
     for (int n = 0; n < kCols; ++n) {
-      pad_step<A::kStep>(w[n] + k, p.inner - k, rest[n]);
+      pad_step<A>(w[n] + k, p.inner - k, rest[n]);
       w[n] = rest[n];
     }
     add_step<A, 0, kRows, kCols>(sum, panel, w, 0);

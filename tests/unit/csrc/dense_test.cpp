@@ -204,10 +204,13 @@ void test_linear(const kt::DenseEngine& engine, Random& random, Report& report) 
       test_values(engine, LinearCase(8, cols, 70, bf16, random), true, report);
     test_values(engine, LinearCase(3, 5, 4100, bf16, random), true, report);
     test_elements(engine, LinearCase(18, 7, 2070, bf16, random), report);
-    test_cuts(engine, LinearCase(41, 530, 65, bf16, random), report);   // units of columns
-    test_cuts(engine, LinearCase(300, 30, 130, bf16, random), report);  // blocks of rows
-    test_cuts(engine, LinearCase(20, 50, 3100, bf16, random), report);  // parts of the columns of x
-    test_not_finite(engine, LinearCase(11, 30, 67, bf16, random), report);
+    test_values(engine, LinearCase(14, 40, 512, bf16, random), true, report);  // short_sums.h: the longest sum,
+    test_values(engine, LinearCase(14, 40, 513, bf16, random), true, report);  // one longer,
+    test_elements(engine, LinearCase(70, 17, 500, bf16, random), report);      // and x in two copies
+    test_cuts(engine, LinearCase(41, 530, 65, bf16, random), report);          // units of columns
+    test_cuts(engine, LinearCase(300, 30, 130, bf16, random), report);         // blocks of rows
+    test_cuts(engine, LinearCase(20, 50, 3100, bf16, random), report);         // parts of the columns of x
+    for (const int64_t rows : {11, 14}) test_not_finite(engine, LinearCase(rows, 30, 67, bf16, random), report);
   }
 }
 

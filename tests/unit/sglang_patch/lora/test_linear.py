@@ -103,7 +103,7 @@ def test_sums_are_those_of_the_merged_matrix(patched_sglang: None) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)  # 1.5e-5 measured, of 107
 
 
-def test_a_batch_s_segments_are_made_once_and_again_for_other_tokens() -> None:
+def test_a_batch_s_segments_are_made_once_and_again_for_other_tokens(patched_sglang: None) -> None:
     info = backend(BATCH).batch_info
     first = linear.segments(info)
     assert [(part.rows, part.slot, part.rank) for part in first] == [
