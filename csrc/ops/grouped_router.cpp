@@ -9,8 +9,8 @@
 namespace kt {
 namespace {
 
-constexpr int64_t kTaskTokens = 16;
-constexpr float kSumEpsilon = 1e-20f;  // as SGLang and Hugging Face add it
+constexpr int64_t kTaskLogits = 1 << 14;  // of a task, about: waking another thread takes as long
+constexpr float kSumEpsilon = 1e-20f;     // as SGLang and Hugging Face add it
 
 // The buffers of one token.
 struct Token {
@@ -71,7 +71,7 @@ void choose_from_groups(const DenseEngine& engine, const GroupedRouting& routing
   Plan plan;
   Stage stage = stage_of(0, 1);
   stage.spans[0] = {0, tokens};
-  stage.at_once = kTaskTokens;
+  stage.at_once = std::max<int64_t>(kTaskLogits / experts, 1);
   plan.num_threads = stage.ranges(0) == 1 ? 1 : engine.num_threads;
   plan.stages.push_back(stage);
   run(plan, [&](int, const Range& range) {
