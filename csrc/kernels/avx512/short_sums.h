@@ -29,7 +29,7 @@ namespace {
 constexpr int kShortRows = 6, kShortLanes = 16;
 constexpr int64_t kShortStep = 2 * kShortLanes;       // columns
 constexpr int64_t kShortInner = 512, kShortCols = 8;  // the longest sum, the fewest columns that are faster
-constexpr int64_t kCopiedBytes = 64 << 10;            // of x at a time, which the L2 cache holds beside w
+constexpr int64_t kCopiedBytes = 48 << 10;            // of x at a time; 64 KiB of stack with the panel
 
 struct ShortPanel {
   alignas(64) uint32_t line[kShortInner / 2][kShortLanes];
