@@ -84,6 +84,24 @@ def attend(
 ) -> None:
     """Attention over a KV pool (csrc/ops/attention.h). sequences: int64 [B, 4], as experts.attention.Sequences.rows."""
 
+def attend_backward(
+    isa: str,
+    num_threads: int,
+    by_out: Any,
+    q: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+    log_sums: Any,
+    sequences: Any,
+    scaling: float,
+    by_q: Any,
+    by_keys: Any,
+    by_values: Any,
+    /,
+) -> None:
+    """Gradients of `attend` without slots and cap (csrc/ops/attention_backward.h)."""
+
 class Dense:
     """A decoder layer's operations but attention and routed experts (csrc/ops: dense, heads, low_rank, activation,
     router, grouped_router), with one instruction set, "" for the best, and number of threads.
@@ -107,6 +125,7 @@ class Dense:
         ids: Any,
         /,
     ) -> None: ...
+    def rms_norm_backward(self, by_out: Any, x: Any, weight: Any, inverse: Any, by_x: Any, /) -> None: ...
     def rms_norm(
         self, x: Any, residual: Any, weight: Any, epsilon: float, out: Any, total: Any, inverse: Any, /
     ) -> None: ...

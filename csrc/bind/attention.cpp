@@ -7,6 +7,7 @@
 #include "bind/layer.h"
 #include "kernels/registry.h"
 #include "ops/attention.h"
+#include "ops/attention_backward.h"
 
 namespace py = pybind11;
 
@@ -80,8 +81,57 @@ void attend_batch(const std::string& isa, int num_threads, py::handle q, py::han
   attend({attention_of(*tiles), num_threads}, call);
 }
 
+void attend_batch_backward(const std::string& isa, int num_threads, py::handle by_out, py::handle q, py::handle keys,
+                           py::handle values, py::handle out, py::handle log_sums, py::handle sequences, float scaling,
+                           py::handle by_q, py::handle by_keys, py::handle by_values) {
+  const Tiles* tiles = nullptr;
+  check(find_tiles(isa, &tiles));
+  AttentionGradients g{};
+  AttentionCall& call = g.call;
+  call.q = view_of(q, {.name = "q", .dtypes = kFloats, .shape = {-1, -1, -1}});
+  const int64_t tokens = call.q.shape[0], heads = call.q.shape[1], key_size = call.q.shape[2];
+  call.keys = view_of(keys, {.name = "keys", .dtypes = kFloats, .shape = {-1, -1, key_size}});
+  const int64_t key_rows = call.keys.shape[0], key_heads = call.keys.shape[1];
+  if (key_heads == 0 || heads % key_heads != 0)
+    throw BindError{"invalid_value", "q has " + std::to_string(heads) + " heads, which is no multiple of the keys' " +
+                                         std::to_string(key_heads)};
+  call.values = view_of(values, {.name = "values", .dtypes = {call.keys.dtype}, .shape = {key_rows, key_heads, -1}});
+  const std::vector<int64_t> result = {tokens, heads, call.values.shape[2]};
+  call.out = view_of(out, {.name = "out", .dtypes = {DType::kF32}, .shape = result});
+  call.log_sums =
+      view_of(log_sums, {.name = "log_sums", .dtypes = {DType::kF32}, .shape = {tokens, heads}, .contiguous = true});
+  call.scaling = scaling;
+  g.by_out = view_of(by_out, {.name = "by_out", .dtypes = kFloats, .shape = result});
+  g.by_q =
+      view_of(by_q, {.name = "by_q", .dtypes = {call.q.dtype}, .shape = {tokens, heads, key_size}, .written = true});
+  g.by_keys = view_of(
+      by_keys,
+      {.name = "by_keys", .dtypes = {call.keys.dtype}, .shape = {key_rows, key_heads, key_size}, .written = true});
+  g.by_values = view_of(by_values, {.name = "by_values",
+                                    .dtypes = {call.keys.dtype},
+                                    .shape = {key_rows, key_heads, call.values.shape[2]},
+                                    .written = true});
+  check_disjoint({{"by_q", g.by_q}, {"by_keys", g.by_keys}, {"by_values", g.by_values}}, {{"q", call.q},
+                                                                                          {"keys", call.keys},
+                                                                                          {"values", call.values},
+                                                                                          {"out", call.out},
+                                                                                          {"log_sums", call.log_sums},
+                                                                                          {"by_out", g.by_out}});
+  const TensorView rows =
+      view_of(sequences, {.name = "sequences", .dtypes = {DType::kI64}, .shape = {-1, 4}, .contiguous = true});
+  const std::vector<KvSequence> batch = sequences_of(rows, {});
+  call.sequences = batch.data();
+  call.num_sequences = static_cast<int64_t>(batch.size());
+  const py::gil_scoped_release release;
+  check(check_sequences(call.sequences, call.num_sequences, tokens, key_rows));
+  attend_backward(*tiles, num_threads, g);
+}
+
 }  // namespace
 
-void bind_attention(py::module_& module) { module.def("attend", &attend_batch); }
+void bind_attention(py::module_& module) {
+  module.def("attend", &attend_batch);
+  module.def("attend_backward", &attend_batch_backward);
+}
 
 }  // namespace kt

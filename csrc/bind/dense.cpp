@@ -10,6 +10,7 @@
 #include "ops/grouped_router.h"
 #include "ops/heads.h"
 #include "ops/low_rank.h"
+#include "ops/norm_backward.h"
 #include "ops/router.h"
 
 namespace py = pybind11;
@@ -155,6 +156,24 @@ class NativeDense {
     kt::choose_experts(engine(), rows, normalises, chosen, places);
   }
 
+  void rms_norm_backward(py::handle by_out, py::handle x, py::handle weight, py::handle inverse,
+                         py::handle by_x) const {
+    NormGradient gradient{};
+    gradient.x = view_of(x, {.name = "x", .dtypes = kFloats, .shape = {-1, -1}});
+    const std::vector<DType> same = {gradient.x.dtype};
+    const std::vector<int64_t> shape = {gradient.x.shape[0], gradient.x.shape[1]};
+    gradient.by_out = view_of(by_out, {.name = "by_out", .dtypes = same, .shape = shape});
+    gradient.weight = view_of(weight, {.name = "weight", .dtypes = same, .shape = {shape[1]}});
+    gradient.inverse =
+        view_of(inverse, {.name = "inverse", .dtypes = {DType::kF32}, .shape = {shape[0]}, .contiguous = true});
+    gradient.by_x = view_of(by_x, {.name = "by_x", .dtypes = same, .shape = shape, .written = true});
+    check_disjoint(
+        {{"by_x", gradient.by_x}},
+        {{"by_out", gradient.by_out}, {"x", gradient.x}, {"weight", gradient.weight}, {"inverse", gradient.inverse}});
+    const py::gil_scoped_release release;
+    kt::rms_norm_backward(engine(), gradient);
+  }
+
   std::string isa() const { return tiles_->name; }
   int num_threads() const { return num_threads_; }
 
@@ -175,6 +194,7 @@ void bind_dense(py::module_& module) {
       .def("linear_added", &NativeDense::linear_added)
       .def("silu_and_multiply", &NativeDense::silu_and_multiply)
       .def("choose_from_groups", &NativeDense::choose_from_groups)
+      .def("rms_norm_backward", &NativeDense::rms_norm_backward)
       .def("rms_norm", &NativeDense::rms_norm)
       .def("choose_experts", &NativeDense::choose_experts)
       .def_property_readonly("isa", &NativeDense::isa)

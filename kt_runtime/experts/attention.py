@@ -90,3 +90,43 @@ def attend(
     except _experts.NativeError as error:
         raise translate(error) from None
     return out
+
+
+def attend_backward(
+    by_out: Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    sequences: Sequences,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `attend` for q [T, N, D], keys [rows, K, D] and values [rows, K, V], in their dtypes.
+
+    `by_out` [T, N, V]: the gradient of its result. `out` [T, N, V] and `log_sums` [T, N]: what `attend` gave, float32.
+    The sequences have no slots, share no key, and cover all rows. Sums are float32 and rounded once; the bits do not
+    depend on the number of threads. A gradient of the keys and one of the values where they share memory too.
+    """
+    engine = dense.engine()
+    found = tuple(torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in (q, keys, values))
+    by_q, by_keys, by_values = (capsule(x, name) for x, name in zip(found, ("by_q", "by_k", "by_v"), strict=True))
+    try:
+        _experts.attend_backward(
+            engine.isa,
+            engine.num_threads,
+            capsule(dense.with_adjacent_columns(by_out), "by_out"),
+            capsule(dense.with_adjacent_columns(q), "q"),
+            capsule(keys, "keys"),
+            capsule(values, "values"),
+            capsule(out, "out"),
+            capsule(log_sums, "log_sums"),
+            capsule(sequences.rows, "sequences"),
+            float(scaling),
+            by_q,
+            by_keys,
+            by_values,
+        )
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return found[0], found[1], found[2]

@@ -79,6 +79,25 @@ def rms_norm_with_inverse(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Te
     return _norm(x, None, weight, epsilon, inverse)[0], inverse
 
 
+def rms_norm_backward(by_out: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+    """The gradient of `rms_norm` for x, in x's dtype: by_out and x [..., H], weight [H], inverse [..., 1] of x.
+
+    Computed in float32 and rounded once. The same bits on every ISA.
+    """
+    by_x = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+    try:
+        engine().rms_norm_backward(
+            capsule(_rows(by_out), "by_out"),
+            capsule(_rows(x), "x"),
+            capsule(weight, "weight"),
+            capsule(inverse.view(-1), "inverse"),
+            capsule(by_x.view(-1, x.shape[-1]), "by_x"),
+        )
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return by_x
+
+
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """total = x + residual, rounded to their dtype -> (`rms_norm` of total, total)."""
     out, total = _norm(x, residual, weight, epsilon, None)

@@ -10,7 +10,7 @@ frozen, so with the output's gradient g and the weight w the whole gradient is
 
     d x = r (g w - n mean(g w n)),    r = 1 / sqrt(mean(x^2) + eps),    n = r x
 
-Backward computes it in float32 from g, w, x and r; forward saves no other tensor.
+Backward computes it in float32 from g, w, x and r, on a CPU with kt-runtime's kernel; forward saves no other tensor.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class _FrozenRmsNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         x, weight, inverse = ctx.saved_tensors
+        if dense.is_supported(x, weight):
+            return dense.rms_norm_backward(grads[0], x, weight, inverse), None, None
         weighted = grads[0].to(torch.float32, copy=True).mul_(weight.to(torch.float32))
         wide = x.to(torch.float32)
         mean = torch.linalg.vecdot(weighted, wide).unsqueeze(-1).mul_(inverse * inverse).div_(x.shape[-1])

@@ -8,6 +8,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RMSNo
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
+from kt_runtime.experts import available_isas, dense
 from kt_runtime.resident.twin.frozen import FrozenRmsNorm, is_rms_norm
 
 CLASSES = (Qwen3MoeRMSNorm, DeepseekV2RMSNorm, DeepseekV3RMSNorm)
@@ -51,3 +52,25 @@ def test_gradient_is_float64s(shape: tuple[int, ...], dtype: torch.dtype, tolera
     (expected,) = torch.autograd.grad(exact, wide, grad.double())
     assert found.dtype == dtype
     assert (found.double() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_s_gradient_depends_neither_on_the_batch_nor_on_threads_nor_on_the_instruction_set(
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(2)
+    x, weight, by_out = torch.randn(900, 130).to(dtype), torch.randn(130).to(dtype), torch.randn(900, 130).to(dtype)
+    inverse = dense.rms_norm_with_inverse(x, weight, 1e-6)[1]
+    whole = dense.rms_norm_backward(by_out, x, weight, inverse)
+    try:
+        for isa in available_isas():
+            for threads in (1, 3):
+                dense.configure(isa, threads)
+                assert torch.equal(dense.rms_norm_backward(by_out, x, weight, inverse), whole)
+    finally:
+        dense.configure()
+    parts = [
+        dense.rms_norm_backward(*rows, weight, r)
+        for *rows, r in zip(by_out.split(7), x.split(7), inverse.split(7), strict=True)
+    ]
+    assert torch.equal(torch.cat(parts), whole)
