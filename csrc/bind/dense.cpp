@@ -67,6 +67,19 @@ class NativeDense {
     kt::linear_added(engine(), rows, matrix, alpha, added, result);
   }
 
+  void inner_product(py::handle a, py::handle b, float alpha, py::handle out) const {
+    const TensorView left = view_of(a, {.name = "a", .dtypes = kFloats, .shape = {-1, -1}});
+    const TensorView right = view_of(b, {.name = "b", .dtypes = kFloats, .shape = {left.shape[0], -1}});
+    const TensorView result = view_of(out, {.name = "out",
+                                            .dtypes = {DType::kF32},
+                                            .shape = {left.shape[1], right.shape[1]},
+                                            .contiguous = true,
+                                            .written = true});
+    check_disjoint({{"out", result}}, {{"a", left}, {"b", right}});
+    const py::gil_scoped_release release;
+    kt::inner_product(engine(), left, right, alpha, result);
+  }
+
   void silu_and_multiply(py::handle gate, py::handle up, py::handle out) const {
     const TensorView gates = view_of(gate, {.name = "gate", .dtypes = kFloats, .shape = {-1, -1}});
     const std::vector<int64_t> shape = {gates.shape[0], gates.shape[1]};
@@ -192,6 +205,7 @@ void bind_dense(py::module_& module) {
       .def("linear", &NativeDense::linear)
       .def("linear_heads", &NativeDense::linear_heads)
       .def("linear_added", &NativeDense::linear_added)
+      .def("inner_product", &NativeDense::inner_product)
       .def("silu_and_multiply", &NativeDense::silu_and_multiply)
       .def("choose_from_groups", &NativeDense::choose_from_groups)
       .def("rms_norm_backward", &NativeDense::rms_norm_backward)

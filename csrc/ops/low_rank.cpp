@@ -8,9 +8,11 @@
 namespace kt {
 namespace {
 
-// Rows and columns of a task: its sums stay in the L2 cache until they are rounded.
+// Rows and columns of a task of `linear_added`: its sums stay in the L2 cache until they are rounded.
 constexpr int64_t kTaskRows = 64, kTaskCols = 512;
 static_assert(kTaskRows % kDenseRowUnit == 0);
+// Columns of a task of `inner_product`, and rows that are widened at a time.
+constexpr int64_t kUnitCols = 128, kBlockRows = 64;
 // Below this many multiply-adds, waking other threads takes longer than the work.
 constexpr int64_t kAloneBelow = 1 << 20;
 
@@ -73,6 +75,48 @@ void linear_added(const DenseEngine& engine, const TensorView& x, const TensorVi
                            .y = {.data = sums, .stride = kTaskCols, .bf16 = false}});
     for (int64_t m = 0; m < count; ++m)
       finish_row(engine.tiles, alpha, base, out, first + m, range.first, range.count, sums + m * kTaskCols);
+  });
+}
+
+void inner_product(const DenseEngine& engine, const TensorView& a, const TensorView& b, float alpha,
+                   const TensorView& out) {
+  const int64_t rows = a.shape[0], rank = a.shape[1], cols = b.shape[1];
+  if (rank == 0 || cols == 0) return;
+  const ScratchUse in_use;
+  Plan plan;
+  plan.num_threads = rows * rank * cols < kAloneBelow ? 1 : engine.num_threads;
+  Stage stage = stage_of(0, 1);
+  stage.spans[0] = {0, cols};
+  stage.at_once = kUnitCols;
+  plan.stages.push_back(stage);
+  run(plan, [&](int, const Range& range) {
+    static thread_local Scratch scratch;
+    float *sums = scratch.reserve<float>(rank * kUnitCols + kBlockRows * (rank + kUnitCols)),
+          *left = sums + rank * kUnitCols, *right = left + kBlockRows * rank;
+    std::fill(sums, sums + rank * kUnitCols, 0.0f);
+    for (int64_t first = 0; first < rows; first += kBlockRows) {
+      const int64_t count = std::min(kBlockRows, rows - first);
+      for (int64_t m = 0; m < count; ++m) {
+        float *l = left + m * rank, *r = right + m * kUnitCols;
+        const float* from = floats_of(engine.tiles, a, first + m, 0, rank, l);
+        if (from != l) std::copy_n(from, rank, l);
+        from = floats_of(engine.tiles, b, first + m, range.first, range.count, r);
+        if (from != r) std::copy_n(from, range.count, r);
+      }
+      engine.tiles.product({.rows = rank,
+                            .cols = range.count,
+                            .inner = count,
+                            .a = left,
+                            .a_row = 1,
+                            .a_col = rank,
+                            .b = {right, kUnitCols},
+                            .c = {sums, kUnitCols},
+                            .accumulate = true});
+    }
+    for (int64_t r = 0; r < rank; ++r) {
+      float* to = out.as<float>() + r * cols + range.first;
+      for (int64_t i = 0; i < range.count; ++i) to[i] = alpha * sums[r * kUnitCols + i];
+    }
   });
 }
 

@@ -190,6 +190,20 @@ def linear_added(x: Tensor, weight: Tensor, alpha: float, base: Tensor | None, o
     return out
 
 
+def inner_product(a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
+    """alpha * a^T b: a [M, R], b [M, N], float32 or bfloat16 -> float32 [R, N]. Meant for few R.
+
+    Sums are float32, over the rows in ascending order; the bits do not depend on the number of threads.
+    """
+    out = torch.empty(a.shape[1], b.shape[1], dtype=torch.float32, device="cpu")
+    left, right = capsule(with_adjacent_columns(a), "a"), capsule(with_adjacent_columns(b), "b")
+    try:
+        engine().inner_product(left, right, float(alpha), capsule(out, "out"))
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return out
+
+
 def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up in float32, rounded once: both [..., I], float32 or bfloat16. The same bits on every ISA."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device="cpu")

@@ -63,7 +63,7 @@ class _ServedProduct(torch.autograd.Function):
         by_x = _scaled_product(grads[0], served.mT, ctx.alpha) if ctx.needs_input_grad[0] else None
         by_master = None
         if ctx.needs_input_grad[1]:
-            by_master = _inner_product(x.float(), grads[0].float()).mul_(ctx.alpha).to(ctx.master_dtype)
+            by_master = _inner_product(x, grads[0], ctx.alpha).to(ctx.master_dtype)
         return by_x, by_master, None, grads[0] if ctx.needs_input_grad[3] else None
 
 
@@ -74,9 +74,13 @@ def _scaled_product(a: torch.Tensor, b: torch.Tensor, alpha: float) -> torch.Ten
     return _torch_product(a, b, alpha, None)
 
 
-def _inner_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a^T b: a [..., M, K], b [..., M, N] -> [..., K, N]. BLAS is several times faster with the thin matrix first."""
-    return a.mT @ b if a.shape[-1] <= b.shape[-1] else (b.mT @ a).mT
+def _inner_product(a: torch.Tensor, b: torch.Tensor, alpha: float) -> torch.Tensor:
+    """alpha * a^T b in float32: a [..., M, K], b [..., M, N] -> [..., K, N]. The thin matrix comes first."""
+    if a.shape[-1] > b.shape[-1]:
+        return _inner_product(b, a, alpha).mT
+    if a.dim() == 2 and dense.is_supported(a, b):
+        return dense.inner_product(a, b, alpha)
+    return (a.float().mT @ b.float()).mul_(alpha)
 
 
 def lora_product(
