@@ -7,6 +7,7 @@
 #include "kernels/registry.h"
 #include "ops/activation.h"
 #include "ops/dense.h"
+#include "ops/dense_backward.h"
 #include "ops/grouped_router.h"
 #include "ops/heads.h"
 #include "ops/low_rank.h"
@@ -39,6 +40,16 @@ class NativeDense {
     check_disjoint({{"out", result}}, {{"x", rows}, {"weight", matrix}, {"bias", added}});
     const py::gil_scoped_release release;
     kt::linear(engine(), rows, matrix, added, result);
+  }
+
+  void linear_backward(py::handle by_out, py::handle weight, py::handle by_x) const {
+    const TensorView rows = view_of(by_out, {.name = "by_out", .dtypes = kFloats, .shape = {-1, -1}});
+    const TensorView matrix = view_of(weight, {.name = "weight", .dtypes = {rows.dtype}, .shape = {rows.shape[1], -1}});
+    const TensorView result = view_of(
+        by_x, {.name = "by_x", .dtypes = {rows.dtype}, .shape = {rows.shape[0], matrix.shape[1]}, .written = true});
+    check_disjoint({{"by_x", result}}, {{"by_out", rows}, {"weight", matrix}});
+    const py::gil_scoped_release release;
+    kt::linear_backward(engine(), rows, matrix, result);
   }
 
   void linear_heads(py::handle x, py::handle weight, py::handle out) const {
@@ -203,6 +214,7 @@ void bind_dense(py::module_& module) {
   py::class_<NativeDense>(module, "Dense")
       .def(py::init<const std::string&, int>())
       .def("linear", &NativeDense::linear)
+      .def("linear_backward", &NativeDense::linear_backward)
       .def("linear_heads", &NativeDense::linear_heads)
       .def("linear_added", &NativeDense::linear_added)
       .def("inner_product", &NativeDense::inner_product)

@@ -39,6 +39,16 @@ struct RowProduct {
   Rows<float> c;
 };
 
+// c[m, j] (+)= sum over n of a[m, n] * b[n, j], for m < rows, j < cols, n < inner: bf16 matrices as they lie, float32
+// sums. At most kPairCols columns and kPairInner rows of b.
+struct PairProduct {
+  int64_t rows, cols, inner;
+  Rows<const uint16_t> a, b;
+  Rows<float> c;
+  bool accumulate = false;
+};
+constexpr int64_t kPairCols = 48, kPairInner = 256;
+
 // Consecutive blocks of a packed matrix. A matrix in pieces (NUMA nodes) is several PackedBlocks.
 struct PackedBlocks {
   PackedShape shape;    // of the whole matrix
@@ -107,6 +117,7 @@ struct Tiles {
   void (*multiply_transposed_bf16)(const TransposedProduct<uint16_t>&);  // null where multiply_bf16 is
   void (*product)(const PlainProduct&);
   void (*row_product)(const RowProduct&);
+  void (*pair_product)(const PairProduct&);  // null: widen, and use `product`
 
   // One row of `cols` floats -> codes in `values` (zero from there to shape.padded_cols(); the rest of the row's bytes
   // is neither written nor used), scales and sums by group. A group of zeros has scale 0. Codes are round-to-nearest-

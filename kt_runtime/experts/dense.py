@@ -65,6 +65,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: 
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
+def linear_backward(by_out: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of `linear` for x: by_out [..., N], weight [N, K] of its dtype -> [..., K].
+
+    Sums are float32, over the rows of weight in ascending order, and rounded once.
+    """
+    rows = _rows(by_out)
+    by_x = torch.empty(rows.shape[0], weight.shape[1], dtype=by_out.dtype, device="cpu")
+    try:
+        engine().linear_backward(capsule(rows, "by_out"), capsule(weight, "weight"), capsule(by_x, "by_x"))
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return by_x.view(*by_out.shape[:-1], weight.shape[1])
+
+
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """weight * x / rms(x): x [..., H], weight [H] of x's dtype -> [..., H].
 

@@ -170,7 +170,9 @@ class _FrozenLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (weight,) = ctx.saved_tensors
-        return gradient_product(grads[0], weight), None, None
+        if grads[0].dtype != weight.dtype:
+            return gradient_product(grads[0], weight), None, None
+        return dense.linear_backward(grads[0], weight), None, None
 
 
 class _FrozenHeads(torch.autograd.Function):

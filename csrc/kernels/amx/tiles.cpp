@@ -13,6 +13,7 @@ const Tiles kTiles = {
     .multiply_transposed_bf16 = multiply_transposed_bf16,
     .product = base::product,
     .row_product = base::row_product,
+    .pair_product = base::pair_product,
     .quantized_size = quantized_size,
     .quantize = quantize,
     .transpose_rows = base::transpose_rows,

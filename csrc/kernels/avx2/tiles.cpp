@@ -14,6 +14,7 @@ const Tiles kAvx2Tiles = {
     .multiply_transposed_bf16 = nullptr,
     .product = avx2::product,
     .row_product = avx2::row_product,
+    .pair_product = nullptr,
     .quantized_size = avx2::quantized_size,
     .quantize = avx2::quantize,
     .transpose_rows = avx2::transpose_rows,

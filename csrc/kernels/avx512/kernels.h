@@ -20,6 +20,9 @@ void transpose_rows(Rows<const float> in, int64_t rows, int64_t cols, float* out
 void multiply_transposed_bf16(const TransposedProduct<uint16_t>& p);
 void transpose_rows_bf16(Rows<const float> in, int64_t rows, int64_t cols, uint16_t* out, int64_t ld);
 
+// pair_product.cpp
+void pair_product(const PairProduct& p);
+
 // rows.cpp
 void product(const PlainProduct& p);
 void row_product(const RowProduct& p);

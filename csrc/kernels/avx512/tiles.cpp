@@ -15,6 +15,7 @@ const Tiles kAvx512Tiles = {
     .multiply_transposed_bf16 = avx512::multiply_transposed_bf16,
     .product = avx512::product,
     .row_product = avx512::row_product,
+    .pair_product = avx512::pair_product,
     .quantized_size = avx512::quantized_size,
     .quantize = avx512::quantize,
     .transpose_rows = avx512::transpose_rows,

@@ -14,6 +14,7 @@ const Tiles kPortableTiles = {
     .multiply_transposed_bf16 = nullptr,
     .product = portable::product,
     .row_product = portable::row_product,
+    .pair_product = nullptr,
     .quantized_size = portable::quantized_size,
     .quantize = portable::quantize,
     .transpose_rows = portable::transpose_rows,

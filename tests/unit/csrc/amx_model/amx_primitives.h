@@ -16,6 +16,8 @@ namespace base {
 
 using namespace kt::portable;
 
+constexpr void (*pair_product)(const PairProduct&) = nullptr;
+
 static inline void transpose_rows_bf16(Rows<const float> in, int64_t rows, int64_t cols, uint16_t* out, int64_t ld) {
   const int64_t padded_rows = round_up(rows, kTokenUnit), padded_cols = round_up(cols, kBlockRows);
   for (int64_t n = 0; n < padded_cols; ++n) {
