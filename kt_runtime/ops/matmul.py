@@ -8,9 +8,9 @@ numbers than in training, and in bf16 sometimes other experts.
 which holds copies of A and B in the model's dtype; `served_product` is the same with gradients for float32 masters.
 `product` is for float32.
 
-Gradients have no counterpart in serving. On a CPU without bf16 instructions, PyTorch multiplies untransposed bf16
-matrices one element at a time (0.9 GFLOP/s, against 150 in float32). There, `gradient_product` multiplies in float32
-and rounds once; the backward passes of `frozen_linear` and `frozen_heads` use it.
+Gradients have no counterpart in serving (`gradient_product`). On a CPU without bf16 instructions, PyTorch multiplies
+untransposed bf16 matrices one element at a time (0.9 GFLOP/s, against 150 in float32): there the small products of LoRA
+and of single heads are computed in float32.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ import torch
 from torch.nn import functional
 
 from kt_runtime.experts import dense
-
-WIDENED_ROWS = 1 << 14  # rows of a bf16 matrix converted to float32 at a time: 256 MiB with a hidden size of 4096
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -144,20 +142,15 @@ def _in_software(values: torch.Tensor) -> bool:
 
 
 def gradient_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [..., M, K] @ b [..., K, N], in their dtype; computed in float32 where that is faster. For gradients only.
+    """a [..., M, K] @ b [..., K, N], in their dtype, with float32 sums. For gradients only.
 
-    A matrix b with more than `WIDENED_ROWS` rows, such as lm_head's, is converted to float32 piece by piece.
+    On a CPU a matrix b [K, N] is read as it lies, whatever its dtype is; nothing is converted or transposed.
     """
-    if not _in_software(a):
-        return a @ b
-    if b.dim() != 2 or len(b) <= WIDENED_ROWS:
+    if b.dim() == 2 and dense.is_supported(a, b):
+        return dense.linear_backward(a, b)
+    if _in_software(a):
         return (a.float() @ b.float()).to(a.dtype)
-    rows = a.flatten(0, -2)
-    total = torch.zeros(len(rows), b.shape[1])
-    for start in range(0, len(b), WIDENED_ROWS):
-        piece = slice(start, start + WIDENED_ROWS)
-        total.addmm_(rows[:, piece].float(), b[piece].float())
-    return total.view(*a.shape[:-1], -1).to(a.dtype)
+    return a @ b
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -170,9 +163,7 @@ class _FrozenLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (weight,) = ctx.saved_tensors
-        if grads[0].dtype != weight.dtype:
-            return gradient_product(grads[0], weight), None, None
-        return dense.linear_backward(grads[0], weight), None, None
+        return gradient_product(grads[0], weight), None, None
 
 
 class _FrozenHeads(torch.autograd.Function):

@@ -86,12 +86,14 @@ def test_a_bias_is_added_and_a_frozen_layer_is_a_linear_layer() -> None:
     assert torch.equal(layer(x), plain)
 
 
-def test_a_head_is_widened_piece_by_piece_to_the_same_product(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_software", [False, True])
+def test_gradients_of_a_matrix_and_of_heads_are_exact_products_rounded(
+    monkeypatch: pytest.MonkeyPatch, in_software: bool
+) -> None:
     g = torch.Generator().manual_seed(3)
     a, b = (torch.randn(*shape, generator=g).bfloat16() for shape in ((2, 5, 300), (300, 24)))
-    expected = a.double() @ b.double()
-    monkeypatch.setattr(matmul, "_in_software", lambda values: True)
-    monkeypatch.setattr(matmul, "WIDENED_ROWS", 128)
-    found = gradient_product(a, b)
-    assert found.dtype == torch.bfloat16 and found.shape == (2, 5, 24)
-    torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=1e-3)
+    monkeypatch.setattr(matmul, "_in_software", lambda values: in_software)
+    for right in (b, b.expand(2, -1, -1)):
+        found = gradient_product(a, right)
+        assert found.dtype == torch.bfloat16 and found.shape == (2, 5, 24)
+        torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=2**-7, atol=1e-3)
