@@ -204,7 +204,8 @@ class HeadBackward {
 // Tasks that share the query heads of a key head.
 int64_t parts_of_group(const AttentionCall& call) {
   const int64_t key_heads = call.keys.shape[1], group = call.q.shape[1] / key_heads;
-  int64_t parts = std::min(group, std::max<int64_t>(kWantedTasks / key_heads, 1));
+  // One at least: without query heads the gradients of keys are zeros.
+  int64_t parts = std::max<int64_t>(std::min(group, kWantedTasks / key_heads), 1);
   while (parts > 1 && key_heads * parts * (call.q.shape[2] + call.values.shape[2]) > kMostFloatsOfKey) parts /= 2;
   return parts;
 }

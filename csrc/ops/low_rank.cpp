@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kTaskRows = 64, kTaskCols = 512;
 static_assert(kTaskRows % kDenseRowUnit == 0);
 // Columns of a task of `inner_product`, and rows that are widened at a time.
-constexpr int64_t kUnitCols = 128, kBlockRows = 64;
+constexpr int64_t kUnitCols = 128, kPartRows = 64;
 // Below this many multiply-adds, waking other threads takes longer than the work.
 constexpr int64_t kAloneBelow = 1 << 20;
 
@@ -91,11 +91,11 @@ void inner_product(const DenseEngine& engine, const TensorView& a, const TensorV
   plan.stages.push_back(stage);
   run(plan, [&](int, const Range& range) {
     static thread_local Scratch scratch;
-    float *sums = scratch.reserve<float>(rank * kUnitCols + kBlockRows * (rank + kUnitCols)),
-          *left = sums + rank * kUnitCols, *right = left + kBlockRows * rank;
+    float *sums = scratch.reserve<float>(rank * kUnitCols + kPartRows * (rank + kUnitCols)),
+          *left = sums + rank * kUnitCols, *right = left + kPartRows * rank;
     std::fill(sums, sums + rank * kUnitCols, 0.0f);
-    for (int64_t first = 0; first < rows; first += kBlockRows) {
-      const int64_t count = std::min(kBlockRows, rows - first);
+    for (int64_t first = 0; first < rows; first += kPartRows) {
+      const int64_t count = std::min(kPartRows, rows - first);
       for (int64_t m = 0; m < count; ++m) {
         float *l = left + m * rank, *r = right + m * kUnitCols;
         const float* from = floats_of(engine.tiles, a, first + m, 0, rank, l);
