@@ -48,20 +48,25 @@ std::vector<KvSequence> sequences_of(const py::handle& given_rows, const py::han
 
 namespace {
 
+AttentionCall call_of(py::handle q, py::handle keys, py::handle values) {
+  AttentionCall call{};
+  call.q = view_of(q, {.name = "q", .dtypes = kFloats, .shape = {-1, -1, -1}});
+  call.keys = view_of(keys, {.name = "keys", .dtypes = kFloats, .shape = {-1, -1, call.q.shape[2]}});
+  const int64_t heads = call.q.shape[1], key_rows = call.keys.shape[0], key_heads = call.keys.shape[1];
+  if (key_heads == 0 || heads % key_heads != 0)
+    throw BindError{"invalid_value", "q has " + std::to_string(heads) + " heads, which is no multiple of the keys' " +
+                                         std::to_string(key_heads)};
+  call.values = view_of(values, {.name = "values", .dtypes = {call.keys.dtype}, .shape = {key_rows, key_heads, -1}});
+  return call;
+}
+
 void attend_batch(const std::string& isa, int num_threads, py::handle q, py::handle keys, py::handle values,
                   py::handle out, py::handle log_sums, py::handle sequences, py::handle slots, float scaling,
                   float logit_cap) {
   const Tiles* tiles = nullptr;
   check(find_tiles(isa, &tiles));
-  AttentionCall call{};
-  call.q = view_of(q, {.name = "q", .dtypes = kFloats, .shape = {-1, -1, -1}});
-  const int64_t tokens = call.q.shape[0], heads = call.q.shape[1];
-  call.keys = view_of(keys, {.name = "keys", .dtypes = kFloats, .shape = {-1, -1, call.q.shape[2]}});
-  const int64_t key_rows = call.keys.shape[0], key_heads = call.keys.shape[1];
-  if (key_heads == 0 || heads % key_heads != 0)
-    throw BindError{"invalid_value", "q has " + std::to_string(heads) + " heads, which is no multiple of the keys' " +
-                                         std::to_string(key_heads)};
-  call.values = view_of(values, {.name = "values", .dtypes = {call.keys.dtype}, .shape = {key_rows, key_heads, -1}});
+  AttentionCall call = call_of(q, keys, values);
+  const int64_t tokens = call.q.shape[0], heads = call.q.shape[1], key_rows = call.keys.shape[0];
   call.out =
       view_of(out, {.name = "out", .dtypes = kFloats, .shape = {tokens, heads, call.values.shape[2]}, .written = true});
   if (!log_sums.is_none()) {
@@ -87,15 +92,9 @@ void attend_batch_backward(const std::string& isa, int num_threads, py::handle b
   const Tiles* tiles = nullptr;
   check(find_tiles(isa, &tiles));
   AttentionGradients g{};
-  AttentionCall& call = g.call;
-  call.q = view_of(q, {.name = "q", .dtypes = kFloats, .shape = {-1, -1, -1}});
+  AttentionCall& call = g.call = call_of(q, keys, values);
   const int64_t tokens = call.q.shape[0], heads = call.q.shape[1], key_size = call.q.shape[2];
-  call.keys = view_of(keys, {.name = "keys", .dtypes = kFloats, .shape = {-1, -1, key_size}});
   const int64_t key_rows = call.keys.shape[0], key_heads = call.keys.shape[1];
-  if (key_heads == 0 || heads % key_heads != 0)
-    throw BindError{"invalid_value", "q has " + std::to_string(heads) + " heads, which is no multiple of the keys' " +
-                                         std::to_string(key_heads)};
-  call.values = view_of(values, {.name = "values", .dtypes = {call.keys.dtype}, .shape = {key_rows, key_heads, -1}});
   const std::vector<int64_t> result = {tokens, heads, call.values.shape[2]};
   call.out = view_of(out, {.name = "out", .dtypes = {DType::kF32}, .shape = result});
   call.log_sums =
@@ -117,9 +116,7 @@ void attend_batch_backward(const std::string& isa, int num_threads, py::handle b
                                                                                           {"out", call.out},
                                                                                           {"log_sums", call.log_sums},
                                                                                           {"by_out", g.by_out}});
-  const TensorView rows =
-      view_of(sequences, {.name = "sequences", .dtypes = {DType::kI64}, .shape = {-1, 4}, .contiguous = true});
-  const std::vector<KvSequence> batch = sequences_of(rows, {});
+  const std::vector<KvSequence> batch = sequences_of(sequences, py::none());
   call.sequences = batch.data();
   call.num_sequences = static_cast<int64_t>(batch.size());
   const py::gil_scoped_release release;

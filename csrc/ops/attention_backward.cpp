@@ -18,6 +18,8 @@ constexpr int64_t kLanes = 16;
 // Query heads of a key head are shared among tasks until there are so many tasks a sequence, while the partial sums of
 // a key have at most so many floats.
 constexpr int64_t kWantedTasks = 16, kMostFloatsOfKey = 8192;
+// Sequences are taken together while their partial sums have at most so many floats: 64 MiB.
+constexpr int64_t kMostFloats = 1 << 24;
 // Below this many multiply-adds, waking other threads takes longer than the work.
 constexpr int64_t kAloneBelow = 1 << 20;
 
@@ -201,12 +203,14 @@ class HeadBackward {
   float *by_q_, *delta_, *keys_, *turned_keys_, *turned_values_, *q_, *by_out_, *weights_, *by_scores_, *row_;
 };
 
+int64_t sizes_of(const AttentionCall& call) { return call.q.shape[2] + call.values.shape[2]; }
+
 // Tasks that share the query heads of a key head.
 int64_t parts_of_group(const AttentionCall& call) {
   const int64_t key_heads = call.keys.shape[1], group = call.q.shape[1] / key_heads;
   // One at least: without query heads the gradients of keys are zeros.
   int64_t parts = std::max<int64_t>(std::min(group, kWantedTasks / key_heads), 1);
-  while (parts > 1 && key_heads * parts * (call.q.shape[2] + call.values.shape[2]) > kMostFloatsOfKey) parts /= 2;
+  while (parts > 1 && key_heads * parts * sizes_of(call) > kMostFloatsOfKey) parts /= 2;
   return parts;
 }
 
@@ -222,17 +226,16 @@ void add_sums(const Tiles& tiles, const AttentionGradients& g, const KeyHead& it
   }
 }
 
-}  // namespace
-
-void attend_backward(const Tiles& tiles, int num_threads, const AttentionGradients& g) {
+// Sequences [first_sequence, end_sequence).
+void attend_some(const Tiles& tiles, int num_threads, const AttentionGradients& g, int64_t first_sequence,
+                 int64_t end_sequence) {
   static thread_local Scratch scratch;
-  const ScratchUse in_use;
   const int64_t key_heads = g.call.keys.shape[1], group = g.call.q.shape[1] / key_heads;
-  const int64_t both = g.call.q.shape[2] + g.call.values.shape[2], parts = parts_of_group(g.call);
+  const int64_t both = sizes_of(g.call), parts = parts_of_group(g.call);
   std::vector<Task> tasks;
   std::vector<KeyHead> key_head_sums;
   int64_t floats = 0, products = 0;
-  for (int64_t i = 0; i < g.call.num_sequences; ++i) {
+  for (int64_t i = first_sequence; i < end_sequence; ++i) {
     const KvSequence& sequence = g.call.sequences[i];
     products += sequence.queries * sequence.keys() * g.call.q.shape[1] * both;
     for (int64_t key_head = 0; key_head < key_heads; ++key_head) {
@@ -255,6 +258,19 @@ void attend_backward(const Tiles& tiles, int num_threads, const AttentionGradien
     HeadBackward backward(tiles, g, task, sums + task.sums);
     for (int64_t head = 0; head < task.heads; ++head) backward.run(task.first_head + head);
   });
+}
+
+}  // namespace
+
+void attend_backward(const Tiles& tiles, int num_threads, const AttentionGradients& g) {
+  const ScratchUse in_use;
+  const int64_t floats_of_key = g.call.keys.shape[1] * parts_of_group(g.call) * sizes_of(g.call);
+  for (int64_t first = 0, next = 0; first < g.call.num_sequences; first = next) {
+    int64_t keys = 0;
+    do keys += g.call.sequences[next++].keys();
+    while (next < g.call.num_sequences && (keys + g.call.sequences[next].keys()) * floats_of_key <= kMostFloats);
+    attend_some(tiles, num_threads, g, first, next);
+  }
 }
 
 }  // namespace kt
