@@ -2,7 +2,10 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -38,6 +41,55 @@ class Tensors {
   DType dtype_;
 };
 
+// The LoRA pool in one layer: pairs of A and B by name, both or neither of them None.
+class LoraTensors {
+ public:
+  LoraTensors(const Stack& stack, const py::dict& named, const std::string& prefix)
+      : stack_(stack), prefix_(prefix), tensor_(named, prefix, stack.dtype()) {}
+
+  // The shapes are those of a slot.
+  void put(const char* name, std::vector<int64_t> a_shape, std::vector<int64_t> b_shape, TensorView* a,
+           TensorView* b) const {
+    a_shape.insert(a_shape.begin(), stack_.lora_slots);
+    b_shape.insert(b_shape.begin(), stack_.lora_slots);
+    const std::string a_name = std::string(name) + "_a", b_name = std::string(name) + "_b";
+    *a = tensor_.optional(a_name.c_str(), a_shape);
+    *b = tensor_.optional(b_name.c_str(), b_shape);
+    if (a->present() != b->present()) {
+      throw BindError{"invalid_value",
+                      prefix_ + (a->present() ? b_name : a_name) + " is missing: A and B come in pairs"};
+    }
+  }
+
+  LowRankPool dense(const char* name, int64_t in, std::initializer_list<int64_t> ends) const {
+    LowRankPool pool;
+    pool.parts = static_cast<int>(ends.size());
+    std::copy(ends.begin(), ends.end(), pool.ends);
+    put(name, {pool.parts * stack_.lora_rank, in}, {pool.ends[pool.parts - 1], stack_.lora_rank}, &pool.a, &pool.b);
+    return pool;
+  }
+
+ private:
+  const Stack& stack_;
+  const std::string prefix_;
+  const Tensors tensor_;
+};
+
+StackLora lora_of(const Stack& stack, const ExpertShape& experts, const py::object& given, const std::string& prefix) {
+  StackLora lora;
+  if (given.is_none()) return lora;
+  const LoraTensors tensors(stack, py::reinterpret_borrow<py::dict>(given), prefix);
+  const int64_t rank = stack.lora_rank, queries = stack.heads * stack.head_size;
+  const int64_t keys = stack.key_heads * stack.head_size;
+  lora.qkv = tensors.dense("qkv", stack.hidden(), {queries, queries + keys, queries + 2 * keys});
+  lora.out = tensors.dense("out", queries, {stack.hidden()});
+  tensors.put("gate_up", {experts.num_experts, 2 * rank, stack.hidden()},
+              {experts.num_experts, 2 * experts.intermediate, rank}, &lora.gate_up_a, &lora.gate_up_b);
+  tensors.put("down", {experts.num_experts, rank, experts.intermediate}, {experts.num_experts, stack.hidden(), rank},
+              &lora.down_a, &lora.down_b);
+  return lora;
+}
+
 StackLayer layer_of(const Stack& stack, const py::dict& named, int64_t index) {
   const Tensors tensor(named, "layers[" + std::to_string(index) + "].", stack.dtype());
   const int64_t hidden = stack.hidden(), size = stack.head_size;
@@ -67,6 +119,7 @@ StackLayer layer_of(const Stack& stack, const py::dict& named, int64_t index) {
   layer.out_bias = tensor.optional("out_bias", {hidden});
   layer.post_norm = tensor("post_norm", {hidden});
   layer.gate = tensor("gate", {num_experts, hidden});
+  layer.lora = lora_of(stack, experts, named["lora"], "layers[" + std::to_string(index) + "].lora.");
   return layer;
 }
 
@@ -79,6 +132,26 @@ void check_sizes(const Stack& stack) {
   if (stack.head_size < 2 || stack.head_size % 2 != 0)
     fail("head_size is " + std::to_string(stack.head_size) + "; must be even");
   if (stack.top_k < 1) fail("top_k is " + std::to_string(stack.top_k) + "; must be at least 1");
+  if (stack.lora_slots < 0 || stack.lora_rank < 0 || (stack.lora_slots > 0) != (stack.lora_rank > 0)) {
+    fail("lora_slots is " + std::to_string(stack.lora_slots) + " and lora_rank " + std::to_string(stack.lora_rank) +
+         "; both are 0, or both are at least 1");
+  }
+}
+
+// Of `rows` (first, rows, slot, rank, scaling) and `experts` (slot, rank, scaling).
+using GivenRows = std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, float>>;
+using GivenExperts = std::vector<std::tuple<int64_t, int64_t, float>>;
+
+StepAdapters adapters_of(const GivenRows& rows, const GivenExperts& experts, const py::handle& token_slots,
+                         int64_t tokens) {
+  StepAdapters adapters;
+  for (const auto& [first, count, slot, rank, scaling] : rows)
+    adapters.rows.push_back({.first = first, .rows = count, .slot = slot, .rank = rank, .scaling = scaling});
+  for (const auto& [slot, rank, scaling] : experts)
+    adapters.experts.push_back({.slot = slot, .rank = rank, .scaling = scaling});
+  if (!token_slots.is_none())
+    adapters.token_slots = view_of(token_slots, {.name = "token_slots", .dtypes = {DType::kI32}, .shape = {tokens}});
+  return adapters;
 }
 
 class NativeStep {
@@ -87,7 +160,8 @@ class NativeStep {
       : table_(table), program_(stack_of(table), tiles_of(isa), num_threads) {}
 
   std::vector<int64_t> run(py::handle ids, py::handle positions, py::handle slots, py::handle sequences,
-                           py::handle table, py::handle out) {
+                           py::handle table, const GivenRows& adapter_rows, const GivenExperts& expert_adapters,
+                           py::handle token_slots, py::handle out) {
     const auto integers = [](const py::handle& tensor, const char* name, int64_t count) {
       return view_of(tensor, {.name = name, .dtypes = {DType::kI64}, .shape = {count}});
     };
@@ -97,6 +171,7 @@ class NativeStep {
     batch.positions = integers(positions, "positions", tokens);
     batch.slots = integers(slots, "slots", tokens);
     batch.sequences = sequences_of(sequences, table);
+    batch.adapters = adapters_of(adapter_rows, expert_adapters, token_slots, tokens);
     const TensorView result = view_of(
         out, {.name = "out", .dtypes = {program_.dtype()}, .shape = {tokens, program_.hidden()}, .written = true});
     std::vector<int64_t> refused;
@@ -126,6 +201,8 @@ class NativeStep {
                 .normalises = table["normalises"].cast<bool>(),
                 .epsilon = table["epsilon"].cast<float>(),
                 .scaling = table["scaling"].cast<float>(),
+                .lora_slots = table["lora_slots"].cast<int64_t>(),
+                .lora_rank = table["lora_rank"].cast<int64_t>(),
                 .embedding = view_of(table["embedding"],
                                      {.name = "embedding", .dtypes = {DType::kF32, DType::kBf16}, .shape = {-1, -1}}),
                 .angles = {},

@@ -15,16 +15,29 @@ struct Part {
   bool transposed;
 };
 
+constexpr int64_t kLine = 16;  // floats of a cache line
+
+// Elements [0, count) of a column of `from`, widened.
+template <class T, class Widen>
+inline void widen_column(Rows<const T> from, int64_t count, float* to, Widen to_float) {
+  for (int64_t r = 0; r < count; ++r) to[r] = to_float(*from.row(r));
+}
+
+// A transposed part is written by whole cache lines: 16 rows of `from` at a time, column by column.
 template <class T, class Widen>
 void widen(Rows<const T> from, const Part& part, Rows<float> out, Widen to_float) {
-  for (int64_t r = 0; r < part.rows; ++r) {
-    const T* source = from.row(part.row + r) + part.col;
-    if (part.transposed) {
-      for (int64_t c = 0; c < part.cols; ++c) out.row(c)[r] = to_float(source[c]);
-    } else {
-      for (int64_t c = 0; c < part.cols; ++c) out.row(r)[c] = to_float(source[c]);
+  const Rows<const T> source = from.from(part.row, part.col);
+  if (!part.transposed) {
+    for (int64_t r = 0; r < part.rows; ++r) {
+      for (int64_t c = 0; c < part.cols; ++c) out.row(r)[c] = to_float(source.row(r)[c]);
     }
+    return;
   }
+  int64_t r = 0;
+  for (; r + kLine <= part.rows; r += kLine) {
+    for (int64_t c = 0; c < part.cols; ++c) widen_column(source.from(r, c), kLine, out.row(c) + r, to_float);
+  }
+  for (int64_t c = 0; c < part.cols; ++c) widen_column(source.from(r, c), part.rows - r, out.row(c) + r, to_float);
 }
 
 // The matrix of one expert in a stack of matrices.
@@ -33,10 +46,13 @@ Rows<T> matrix_of(const TensorView& stack, int64_t expert) {
   return {stack.as<T>() + expert * stack.strides[0], stack.strides[1]};
 }
 
-// In the thread's scratch, until the next call.
+// In the thread's scratch, until the next call. Rows lie a line further apart than they are long: rows a power of two
+// apart would fall into the same sets of the L1 cache.
 Rows<const float> widened(const TensorView& stack, int64_t expert, const Part& part) {
   static thread_local Scratch scratch;
-  const Rows<float> out{scratch.reserve<float>(part.rows * part.cols), part.transposed ? part.rows : part.cols};
+  const int64_t rows = part.transposed ? part.cols : part.rows, cols = part.transposed ? part.rows : part.cols;
+  const int64_t ld = round_up(cols, kLine) + kLine;
+  const Rows<float> out{scratch.reserve<float>(rows * ld), ld};
   if (stack.dtype == DType::kBf16) {
     widen<uint16_t>(matrix_of<uint16_t>(stack, expert), part, out, bf16_to_float);
   } else {
@@ -65,19 +81,23 @@ void lora_down(const LoraFactors& factors, Rows<const float> x, Rows<float> low)
 }
 
 void lora_up(const LoraFactors& factors, Rows<const float> low, ColumnRange columns, Rows<float> y) {
+  constexpr int64_t kColumnsAtOnce = 256;  // of rank 16, these columns of B stay in the L1 cache
   const LoraPair& pair = factors.pair();
   const int64_t rank = pair.rank();
-  if (!pair.present() || columns.count <= 0) return;
-  const Part part{.row = columns.first, .rows = columns.count, .col = 0, .cols = rank, .transposed = true};
-  factors.tiles.product({.rows = factors.rows,
-                         .cols = columns.count,
-                         .inner = rank,
-                         .a = low.data,
-                         .a_row = low.ld,
-                         .a_col = 1,
-                         .b = widened(pair.b, factors.expert, part),
-                         .c = y,
-                         .accumulate = true});
+  if (!pair.present()) return;
+  for (int64_t first = 0; first < columns.count; first += kColumnsAtOnce) {
+    const int64_t count = std::min(kColumnsAtOnce, columns.count - first);
+    const Part part{.row = columns.first + first, .rows = count, .col = 0, .cols = rank, .transposed = true};
+    factors.tiles.product({.rows = factors.rows,
+                           .cols = count,
+                           .inner = rank,
+                           .a = low.data,
+                           .a_row = low.ld,
+                           .a_col = 1,
+                           .b = widened(pair.b, factors.expert, part),
+                           .c = y.from(0, first),
+                           .accumulate = true});
+  }
 }
 
 void lora_up_backward(const LoraFactors& factors, Rows<const float> grad, Rows<float> low_grad) {

@@ -8,18 +8,32 @@
 namespace kt {
 namespace {
 
-// Rows and columns of a task of `linear_added`: its sums stay in the L2 cache until they are rounded.
-constexpr int64_t kTaskRows = 64, kTaskCols = 512;
+constexpr int kDown = 0, kUp = 1;
+
+// Rows and columns of a task of `compute`: its sums stay in the L2 cache until they are rounded.
+constexpr int64_t kTaskRows = kMostLowRankRows, kTaskCols = 512;
 static_assert(kTaskRows % kDenseRowUnit == 0);
+// Columns of a task of `low`: few, for they are long sums.
+constexpr int64_t kDownCols = 64;
 // Columns of a task of `inner_product`, and rows that are widened at a time.
 constexpr int64_t kUnitCols = 128, kPartRows = 64;
 // Below this many multiply-adds, waking other threads takes longer than the work.
 constexpr int64_t kAloneBelow = 1 << 20;
+// The same where the threads are awake already, in a step.
+constexpr int64_t kAloneBelowAwake = 1 << 16;
 
-RowMajor rows_from(const TensorView& view, int64_t row) {
-  return {.data = view.as<char>() + row * view.strides[0] * dtype_bytes(view.dtype),
+// A matrix from one of its elements on.
+RowMajor from(const TensorView& view, int64_t row, int64_t col = 0) {
+  return {.data = view.as<char>() + (row * view.strides[0] + col) * dtype_bytes(view.dtype),
           .stride = view.strides[0],
           .bf16 = view.dtype == DType::kBf16};
+}
+
+// The matrix in a slot of a pool, from one of its rows on.
+RowMajor from_slot(const TensorView& pool, int64_t slot, int64_t row) {
+  return {.data = pool.as<char>() + (slot * pool.strides[0] + row * pool.strides[1]) * dtype_bytes(pool.dtype),
+          .stride = pool.strides[1],
+          .bf16 = pool.dtype == DType::kBf16};
 }
 
 // `count` elements of a row from `col` on, as floats; in `buffer` unless they lie in memory as floats.
@@ -31,20 +45,80 @@ const float* floats_of(const Tiles& tiles, const TensorView& view, int64_t row, 
   return buffer;
 }
 
+// Rows [row, row + rows) and columns [col, col + cols) of out = base + alpha * x W^T, at most kTaskRows and kTaskCols.
+// x begins with the first of these rows; w, a row of W, with that of the first of these columns.
+struct Part {
+  int64_t row, rows, col, cols;
+  int64_t inner;
+  RowMajor x, w;
+  float alpha;
+};
+
 // sums *= alpha, += base; then rounded to a row of `out`.
-void finish_row(const Tiles& tiles, float alpha, const TensorView& base, const TensorView& out, int64_t row,
-                int64_t col, int64_t count, float* sums) {
+void finish_row(const Tiles& tiles, const Part& part, const TensorView& base, const TensorView& out, int64_t row,
+                float* sums) {
   float buffer[kTaskCols];
-  for (int64_t i = 0; i < count; ++i) sums[i] *= alpha;
+  for (int64_t i = 0; i < part.cols; ++i) sums[i] *= part.alpha;
   if (base.present()) {
-    const float* added = floats_of(tiles, base, row, col, count, buffer);
-    for (int64_t i = 0; i < count; ++i) sums[i] += added[i];
+    const float* added = floats_of(tiles, base, row, part.col, part.cols, buffer);
+    for (int64_t i = 0; i < part.cols; ++i) sums[i] += added[i];
   }
-  const int64_t first = row * out.strides[0] + col;
+  const int64_t first = row * out.strides[0] + part.col;
   if (out.dtype == DType::kBf16) {
-    tiles.narrow(sums, count, out.as<uint16_t>() + first);
+    tiles.narrow(sums, part.cols, out.as<uint16_t>() + first);
   } else {
-    std::copy_n(sums, count, out.as<float>() + first);
+    std::copy_n(sums, part.cols, out.as<float>() + first);
+  }
+}
+
+void compute(const DenseEngine& engine, const Part& part, const TensorView& base, const TensorView& out) {
+  static thread_local Scratch scratch;
+  float* sums = scratch.reserve<float>(kTaskRows * kTaskCols);
+  multiply_here(engine, {.first_row = 0,
+                         .rows = part.rows,
+                         .first_col = 0,
+                         .cols = part.cols,
+                         .inner = part.inner,
+                         .x = part.x,
+                         .w = part.w,
+                         .y = {.data = sums, .stride = kTaskCols, .bf16 = false}});
+  for (int64_t m = 0; m < part.rows; ++m) finish_row(engine.tiles, part, base, out, part.row + m, sums + m * kTaskCols);
+}
+
+// Columns [first, first + count) of low = scaling * x A^T.
+void multiply_down(const DenseEngine& engine, const TensorView& x, const LowRankPool& pool, const LowRankRows& rows,
+                   const Range& range, const TensorView& low) {
+  const int64_t cols = std::min(range.count, pool.parts * rows.rank - range.first);
+  if (cols <= 0) return;  // other rows have a higher rank
+  compute(engine,
+          {.row = rows.first,
+           .rows = rows.rows,
+           .col = range.first,
+           .cols = cols,
+           .inner = x.shape[1],
+           .x = from(x, rows.first),
+           .w = from_slot(pool.a, rows.slot, range.first),
+           .alpha = rows.scaling},
+          {}, low);
+}
+
+// Columns [first, first + count) of out += low B^T, part by part.
+void multiply_up(const DenseEngine& engine, const TensorView& low, const LowRankPool& pool, const LowRankRows& rows,
+                 const Range& range, const TensorView& out) {
+  int64_t begin = 0;
+  for (int part = 0; part < pool.parts; begin = pool.ends[part++]) {
+    const int64_t first = std::max(begin, range.first), last = std::min(pool.ends[part], range.first + range.count);
+    if (first >= last) continue;
+    compute(engine,
+            {.row = rows.first,
+             .rows = rows.rows,
+             .col = first,
+             .cols = last - first,
+             .inner = rows.rank,
+             .x = from(low, rows.first, part * rows.rank),
+             .w = from_slot(pool.b, rows.slot, first),
+             .alpha = 1.0f},
+            out, out);
   }
 }
 
@@ -62,19 +136,46 @@ void linear_added(const DenseEngine& engine, const TensorView& x, const TensorVi
   stage.at_once = kTaskCols;
   plan.stages.push_back(stage);
   run(plan, [&](int, const Range& range) {
-    static thread_local Scratch scratch;
-    const int64_t first = range.item * kTaskRows, count = std::min(kTaskRows, rows - first);
-    float* sums = scratch.reserve<float>(kTaskRows * kTaskCols);
-    multiply_here(engine, {.first_row = 0,
-                           .rows = count,
-                           .first_col = 0,
-                           .cols = range.count,
-                           .inner = inner,
-                           .x = rows_from(x, first),
-                           .w = rows_from(weight, range.first),
-                           .y = {.data = sums, .stride = kTaskCols, .bf16 = false}});
-    for (int64_t m = 0; m < count; ++m)
-      finish_row(engine.tiles, alpha, base, out, first + m, range.first, range.count, sums + m * kTaskCols);
+    const int64_t first = range.item * kTaskRows;
+    compute(engine,
+            {.row = first,
+             .rows = std::min(kTaskRows, rows - first),
+             .col = range.first,
+             .cols = range.count,
+             .inner = inner,
+             .x = from(x, first),
+             .w = from(weight, range.first),
+             .alpha = alpha},
+            base, out);
+  });
+}
+
+void add_low_rank(const DenseEngine& engine, const TensorView& x, const LowRankPool& pool,
+                  const std::vector<LowRankRows>& rows, const TensorView& low, const TensorView& out) {
+  if (rows.empty()) return;
+  const int64_t cols = out.shape[1];
+  int64_t highest = 0, products = 0;
+  for (const LowRankRows& some : rows) {
+    highest = std::max(highest, some.rank);
+    products += some.rows * some.rank * (pool.parts * x.shape[1] + cols);
+  }
+  const ScratchUse in_use;
+  Plan plan;
+  plan.num_threads = products < kAloneBelowAwake ? 1 : engine.num_threads;
+  Stage down = stage_of(kDown, static_cast<int64_t>(rows.size())), up = down;
+  down.spans[0] = {0, pool.parts * highest};
+  down.at_once = kDownCols;
+  up.step = kUp;
+  up.spans[0] = {0, cols};
+  up.at_once = kTaskCols;
+  plan.stages = {down, up};
+  run(plan, [&](int step, const Range& range) {
+    const LowRankRows& some = rows[static_cast<size_t>(range.item)];
+    if (step == kDown) {
+      multiply_down(engine, x, pool, some, range, low);
+    } else {
+      multiply_up(engine, low, pool, some, range, out);
+    }
   });
 }
 

@@ -2,6 +2,8 @@
 // alike. The routed experts' are in ops/lora.
 #pragma once
 
+#include <vector>
+
 #include "ops/dense.h"
 
 namespace kt {
@@ -17,5 +19,32 @@ void linear_added(const DenseEngine& engine, const TensorView& x, const TensorVi
 // do not depend on the number of threads.
 void inner_product(const DenseEngine& engine, const TensorView& a, const TensorView& b, float alpha,
                    const TensorView& out);
+
+// The adapters of a linear layer, by slot: a [slots, parts * R, K], b [slots, N, R], contiguous. The columns of the
+// layer's result are `parts` linear layers after each other, such as queries, keys and values; part p ends before
+// column ends[p]. An adapter of rank r has r rows of a for each part, one part after the other, and the first r columns
+// of b.
+struct LowRankPool {
+  static constexpr int kMostParts = 3;
+
+  TensorView a, b;
+  int parts = 1;
+  int64_t ends[kMostParts] = {};
+};
+
+// Rows [first, first + rows) of a batch have the adapter in `slot`, of this rank.
+struct LowRankRows {
+  int64_t first, rows;
+  int64_t slot, rank;
+  float scaling;
+};
+inline constexpr int64_t kMostLowRankRows = 64;
+
+// Adds scaling * x A^T B^T to each of the given rows of out [T, N]; other rows do not change. x [T, K]. Each of `rows`
+// has at most kMostLowRankRows, a slot and a rank of the pool. low [T, parts * the highest rank of `rows`] receives
+// scaling * x A^T. All have one dtype and contiguous rows; x, low and out do not overlap. For each part the bits are
+// those of two calls of `linear_added`: low, of A and scaling; then out, of B and 1, with itself as base.
+void add_low_rank(const DenseEngine& engine, const TensorView& x, const LowRankPool& pool,
+                  const std::vector<LowRankRows>& rows, const TensorView& low, const TensorView& out);
 
 }  // namespace kt

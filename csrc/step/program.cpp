@@ -135,6 +135,7 @@ Status Program::check(const StepBatch& batch) const {
   KT_RETURN_IF_ERROR(check_all("positions", batch.positions, stack_.angles.shape[0]));
   KT_RETURN_IF_ERROR(check_all("slots", batch.slots, stack_.num_slots()));
   const int64_t tokens = batch.ids.shape[0];
+  KT_RETURN_IF_ERROR(check_adapters(stack_, batch.adapters, tokens));
   int64_t queries = 0;
   for (const KvSequence& sequence : batch.sequences) queries += sequence.queries;
   if (queries != tokens) {
@@ -196,9 +197,11 @@ AttentionTensors Program::tensors_of(const StackLayer& layer, const Rows& rows) 
 
 void Program::attend(const StackLayer& layer, const StepBatch& batch, const Rows& rows) {
   linear(engine_, rows.normed, layer.qkv, layer.qkv_bias, rows.qkv);
+  adapters_.add(engine_, layer.lora.qkv, rows.normed, rows.qkv);
   place_heads(layer, batch, rows);
   run_attention(layer, rows);
   linear(engine_, rows.attended, layer.out, layer.out_bias, rows.hidden);
+  adapters_.add(engine_, layer.lora.out, rows.attended, rows.hidden);
 }
 
 void Program::run_attention(const StackLayer& layer, const Rows& rows) {
@@ -227,14 +230,14 @@ Status Program::run_experts(const StackLayer& layer, const Rows& rows) {
   linear(engine_, rows.normed, layer.gate, {}, rows.logits);
   choose_experts(engine_, rows.logits, stack_.normalises, rows.weights, rows.ids);
   const Engine engine{*layer.experts, tiles_, engine_.num_threads};
-  RoutedCall call;
-  call.x = rows.normed;
-  call.ids = rows.ids;
-  call.weights = rows.weights;
-  const Status status = forward(engine, call, rows.hidden);
+  routed_.x = rows.normed;
+  routed_.ids = rows.ids;
+  routed_.weights = rows.weights;
+  adapters_.set_slots(layer.lora, &routed_);
+  const Status status = forward(engine, routed_, rows.hidden);
   if (status.code() != StatusCode::kNumerics) return status;
   mask_rows(rows);
-  return forward(engine, call, rows.hidden);
+  return forward(engine, routed_, rows.hidden);
 }
 
 Status Program::run(const StepBatch& batch, const TensorView& out, std::vector<int64_t>* refused) {
@@ -244,6 +247,7 @@ Status Program::run(const StepBatch& batch, const TensorView& out, std::vector<i
   const ThreadPool::Awake awake;
   attention_.prepare(attention_engine_, tensors_of(stack_.layers[0], rows), batch.sequences.data(),
                      static_cast<int64_t>(batch.sequences.size()));
+  adapters_.prepare(stack_, batch.adapters, rows.tokens());
   is_refused_.assign(static_cast<size_t>(rows.tokens()), 0);
   // residual += x, where there is an x yet; to = RMSNorm of residual.
   const auto normalise = [&](const TensorView& x, const TensorView& weight, const TensorView& to) {

@@ -2,7 +2,7 @@
 //
 // It runs the operations of csrc/ops in the order of SGLang's modules, each with the rounding that serving's and
 // training's single operations have, so the results have the same bits. A token's result depends on its own id, its
-// position, and the keys before it only.
+// position, its adapter, and the keys before it only.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +13,7 @@
 #include "base/status.h"
 #include "ops/attention.h"
 #include "ops/dense.h"
+#include "step/adapters.h"
 #include "step/stack.h"
 
 namespace kt {
@@ -22,6 +23,7 @@ struct StepBatch {
   TensorView ids, positions;          // [T] int64
   TensorView slots;                   // [T] int64: slots of the KV pool that take the new tokens' keys and values
   std::vector<KvSequence> sequences;  // keys of the new tokens included
+  StepAdapters adapters;
 };
 
 // Not thread-safe: scratch for the largest batch of recent steps belongs to the program. As other scratch, it is freed
@@ -32,7 +34,7 @@ class Program {
 
   // out [T, H]: hidden states after the final norm. Appends to `refused` the tokens whose activations or routing
   // weights were NaN or Inf in some layer: such a token skips that layer's experts, as if they had returned zeros. An
-  // id, position, slot or length out of range is an error; nothing has been written then.
+  // id, position, slot, length or adapter out of range is an error; nothing has been written then.
   Status run(const StepBatch& batch, const TensorView& out, std::vector<int64_t>* refused);
 
   DType dtype() const { return stack_.dtype(); }
@@ -58,6 +60,8 @@ class Program {
   const DenseEngine engine_;
   const AttentionEngine attention_engine_;
   AttentionWork attention_;  // of the batch
+  AdapterWork adapters_;     // of the batch
+  RoutedCall routed_;        // of a layer; its slots keep their memory
   std::vector<AlignedBuffer> buffers_;
   AlignedBuffer attention_parts_;
   RecentNeed need_;  // of tokens, by step
