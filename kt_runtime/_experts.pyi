@@ -141,7 +141,7 @@ class Step:
     """The decoder stack as one call (csrc/step/program.h).
 
     table: the fields of `Stack` by name (csrc/step/stack.h), tensors as capsules, None for an absent bias; `layers` is
-    a list of such dictionaries, with `experts` a Layer. The object keeps the capsules.
+    a list of such dictionaries, with `experts` a Layer and `lora` a dictionary or None. The object keeps the capsules.
     """
 
     def __init__(self, isa: str, num_threads: int, table: dict[str, Any], /) -> None: ...
@@ -152,6 +152,9 @@ class Step:
         slots: Any,
         sequences: Any,
         table: Any,
+        adapter_rows: Sequence[tuple[int, int, int, int, float]],
+        expert_adapters: Sequence[tuple[int, int, float]],
+        token_slots: Any,
         out: Any,
         /,
     ) -> list[int]: ...

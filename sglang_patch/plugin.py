@@ -26,6 +26,7 @@ PATCHES = (
 )
 TOUCHED_OTHERWISE = (
     "host",
+    "lora.step",
     "frontend.http_server",
     "frontend.tokenizing",
     "frontend.chat_logprobs",

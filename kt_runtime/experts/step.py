@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,12 +37,71 @@ class StepLayer:
     experts: ExpertLayer
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerLora:
+    """The engine's LoRA pool in one layer, read in place. L slots, R the highest rank, I intermediate; others as above.
+
+    `qkv_a` [L, 3 R, H], `qkv_b` [L, (N + 2 K) D, R]: in a slot an adapter of rank r has r rows of A for queries, then r
+    for keys, then r for values. `out_a` [L, R, N D], `out_b` [L, H, R]. Routed experts: `gate_up_a` [L, E, 2 R, H],
+    `gate_up_b` [L, E, 2 I, R], with gate from row 0, up from row R and row I; `down_a` [L, E, R, I], `down_b`
+    [L, E, H, R]. An adapter uses the first r columns of each B. None: the pool does not adapt these layers.
+    """
+
+    qkv_a: Tensor | None = None
+    qkv_b: Tensor | None = None
+    out_a: Tensor | None = None
+    out_b: Tensor | None = None
+    gate_up_a: Tensor | None = None
+    gate_up_b: Tensor | None = None
+    down_a: Tensor | None = None
+    down_b: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraPool:
+    """`slots` and `rank`: L and R of all `layers`."""
+
+    slots: int
+    rank: int
+    layers: Sequence[LayerLora]
+
+
+class AdapterRows(NamedTuple):
+    """The tokens [first, first + rows) of a batch have the adapter of `rank` in `slot`, on dense layers."""
+
+    first: int
+    rows: int
+    slot: int
+    rank: int
+    scaling: float
+
+
+class ExpertAdapter(NamedTuple):
+    """An adapter of routed experts."""
+
+    slot: int
+    rank: int
+    scaling: float
+
+
+@dataclass(frozen=True)
+class BatchLora:
+    """The adapters of a batch: `rows` in ascending order; `token_slots` [T] int32, indices into `experts`, or -1."""
+
+    rows: Sequence[AdapterRows] = ()
+    experts: Sequence[ExpertAdapter] = ()
+    token_slots: Tensor | None = None
+
+
+NO_LORA = BatchLora()
+
+
 class Step:
     """Built once for a model; `run` computes a batch. Not thread-safe. Keeps the tensors alive.
 
     `scalars`: heads, key_heads, head_size, top_k, normalises, epsilon, scaling. `tensors`: embedding [V, H],
-    final_norm [H], angles [P, D] (of each position D / 2 cosines, then D / 2 sines). InvalidValueError: a tensor that
-    does not fit.
+    final_norm [H], angles [P, D] (of each position D / 2 cosines, then D / 2 sines). `lora`: of as many layers; None:
+    batches have no adapters. InvalidValueError: a tensor that does not fit.
     """
 
     def __init__(
@@ -49,29 +109,39 @@ class Step:
         scalars: Mapping[str, float],
         tensors: Mapping[str, Tensor],
         layers: Sequence[StepLayer],
+        lora: LoraPool | None = None,
         *,
         isa: str | None = None,
         num_threads: int | None = None,
     ) -> None:
         threads = _experts.default_num_threads() if num_threads is None else num_threads
+        pools: Sequence[LayerLora | None] = [None] * len(layers) if lora is None else lora.layers
         table = {
             **scalars,
+            "lora_slots": 0 if lora is None else lora.slots,
+            "lora_rank": 0 if lora is None else lora.rank,
             **{name: capsule(tensor, name) for name, tensor in tensors.items()},
-            "layers": [_named(layer, f"layers[{index}]") for index, layer in enumerate(layers)],
+            "layers": [
+                _named_layer(layer, pool, f"layers[{index}]")
+                for index, (layer, pool) in enumerate(zip(layers, pools, strict=True))
+            ],
         }
         self._hidden, self._dtype = tensors["embedding"].shape[1], tensors["embedding"].dtype
         with translated_errors():
             self._native = _experts.Step(resolve_isa(isa), threads, table)
 
-    def run(self, ids: Tensor, positions: Tensor, slots: Tensor, sequences: Sequences) -> tuple[Tensor, list[int]]:
+    def run(
+        self, ids: Tensor, positions: Tensor, slots: Tensor, sequences: Sequences, lora: BatchLora = NO_LORA
+    ) -> tuple[Tensor, list[int]]:
         """T new tokens, sequence by sequence -> hidden states [T, H] after the final norm.
 
         ids, positions, slots: int64 [T]; the new keys and values are written to `slots`. `sequences`: where the keys of
-        each sequence lie, those of its new tokens included.
+        each sequence lie, those of its new tokens included. `lora`: the tokens' adapters, in the pool's present
+        content.
 
         Also returns the tokens whose activations were NaN or Inf before the experts of some layer: the experts returned
-        zeros for them there. InvalidValueError: an id, position, slot or length out of range; then nothing has been
-        written.
+        zeros for them there. InvalidValueError: an id, position, slot, length or adapter out of range; then nothing has
+        been written.
         """
         out = torch.empty(len(ids), self._hidden, dtype=self._dtype, device="cpu")
         with translated_errors():
@@ -81,6 +151,9 @@ class Step:
                 capsule(slots, "slots"),
                 capsule(sequences.rows, "sequences"),
                 None if sequences.slots is None else capsule(sequences.slots, "table"),
+                lora.rows,
+                lora.experts,
+                None if lora.token_slots is None else capsule(lora.token_slots, "token_slots"),
                 capsule(out, "out"),
             )
 
@@ -90,10 +163,13 @@ class Step:
         return self._native.scratch_bytes
 
 
-def _named(layer: StepLayer, where: str) -> dict[str, object]:
-    named: dict[str, object] = {}
-    for field in fields(layer):
-        value = getattr(layer, field.name)
-        is_tensor = isinstance(value, Tensor)
-        named[field.name] = capsule(value, f"{where}.{field.name}") if is_tensor else value
-    return {**named, "experts": layer.experts.native()}
+def _named_layer(layer: StepLayer, pool: LayerLora | None, where: str) -> dict[str, object]:
+    lora = None if pool is None else _named(pool, f"{where}.lora")
+    return {**_named(layer, where), "experts": layer.experts.native(), "lora": lora}
+
+
+def _named(values: StepLayer | LayerLora, where: str) -> dict[str, object]:
+    named = {field.name: getattr(values, field.name) for field in fields(values)}
+    return {
+        name: capsule(value, f"{where}.{name}") if isinstance(value, Tensor) else value for name, value in named.items()
+    }

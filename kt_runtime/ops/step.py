@@ -9,7 +9,7 @@ import torch
 from kt_runtime.errors import InvalidValueError, NotFoundError, suggestion
 from kt_runtime.experts import ExpertStore
 from kt_runtime.experts.dense import DTYPES
-from kt_runtime.experts.step import Step, StepLayer
+from kt_runtime.experts.step import LoraPool, Step, StepLayer
 from kt_runtime.families.stack import DecoderStack
 
 
@@ -20,9 +20,11 @@ def build_step(
     pool: Sequence[tuple[torch.Tensor, torch.Tensor]],
     angles: torch.Tensor,
     scaling: float,
+    lora: LoraPool | None = None,
 ) -> Step:
     """`tensors`: the engine's, by its names. `pool`: keys and values of each layer [S, K, D]. `angles` [P, D]: cosines,
-    then sines of each position. `scaling`: of the queries. The step's threads and instruction set are the experts'.
+    then sines of each position. `scaling`: of the queries. `lora`: the engine's LoRA pool. The step's threads and
+    instruction set are the experts'.
 
     NotFoundError: a tensor of the table is missing. InvalidValueError: one does not fit.
     """
@@ -51,7 +53,7 @@ def build_step(
         "final_norm": _tensor(tensors, stack.final_norm),
         "angles": angles,
     }
-    return Step({**scalars, "scaling": scaling}, whole, layers, isa=experts.isa, num_threads=experts.num_threads)
+    return Step({**scalars, "scaling": scaling}, whole, layers, lora, isa=experts.isa, num_threads=experts.num_threads)
 
 
 def _tensor(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

@@ -5,10 +5,11 @@ built over them. `models.qwen3_moe.Qwen3MoeModel.forward` then runs the step for
 `ModelRunner.sample` is timed. The other symbols are only read. Reason: SGLang's modules make about a hundred calls of
 PyTorch for a layer. For a decode step the calls and the Python between them take longer than the arithmetic.
 
-SGLang's modules still compute families without a table (`Family.decoder_stack`), batches with adapters or with
-embeddings as input, and captured states of single layers. Both ways give the same bits, because the step calls the same
-kernels in the same order. The log states each reason once, /kt/status lists them (`state`, `exceptions`). /kt/status
-also shows how long the step and sampling took for decoding requests (`decoded`).
+SGLang's modules still compute families without a table (`Family.decoder_stack`), batches with embeddings as input, and
+captured states of single layers. Both ways give the same bits, because the step calls the same kernels in the same
+order. The log states each reason once, /kt/status lists them (`state`, `exceptions`). /kt/status also shows how long
+the step and sampling took for decoding requests (`decoded`). `lora.step` gives the step the LoRA pool and the adapters
+of a batch.
 
 A batch with an id, a position or a KV slot out of range raises InvalidValueError before anything is written;
 `faults.batches` then ends the request at fault. A token with NaN or Inf is noted for `faults.finite_rows`.
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from kt_runtime.errors import KtError, NumericsError
-from kt_runtime.experts.step import Step
+from kt_runtime.experts.step import NO_LORA, Step
 from kt_runtime.families import family_for
 from kt_runtime.ops.step import build_step
 from kt_runtime.resident.config import ResidentSettings
@@ -34,6 +35,7 @@ from kt_runtime.sglang_patch.cache.namespace import named_tensors
 from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.faults import finite_rows
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.lora import step as lora_step
 from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND
 from kt_runtime.wire.messages import STEP_RUNNING
 
@@ -88,20 +90,30 @@ def forget() -> None:
 
 
 class Program:
-    """The step of one model. `model`: the decoder stack of SGLang's `runner`, whose parameters are `tensors`."""
+    """The step of one model. `model`: the decoder stack of SGLang's `runner`, whose parameters are `tensors`.
+
+    `no_adapters`: why the step can't run batches with adapters; empty if it can.
+    """
 
     def __init__(self, runner: Any, step: Step, tensors: Sequence[torch.Tensor]) -> None:
         self.runner, self.model = runner, runner.model.model
+        self.no_adapters = lora_step.why_not(runner.lora_manager)
         self._step, self._tensors, self._pool = step, tensors, runner.token_to_kv_pool
-        self._built_over = self._addresses()
+        self._built_over, self._lora_built_over = self._addresses(), self._lora_addresses()
 
-    def has_moved(self) -> bool:
-        """Whether the engine has given a parameter or the KV pool other memory since the step was built."""
-        return self._addresses() != self._built_over
+    def has_moved(self, adapted: bool) -> bool:
+        """Whether the engine has given a parameter or the KV pool other memory since the step was built.
+
+        `adapted`: or the LoRA pool, which only batches with adapters read.
+        """
+        return self._addresses() != self._built_over or (adapted and self._lora_addresses() != self._lora_built_over)
 
     def _addresses(self) -> list[int]:
         pool = self._pool
         return [tensor.data_ptr() for tensor in (*self._tensors, *pool.k_buffer, *pool.v_buffer)]
+
+    def _lora_addresses(self) -> list[int]:
+        return [] if self.no_adapters else lora_step.addresses(self.runner.lora_manager)
 
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
         """Normalised hidden states [T, H]. Writes the new keys and values to the pool."""
@@ -112,7 +124,8 @@ class Program:
         sequences = get_attn_backend().forward_metadata
         slots = batch.out_cache_loc.long()
         started = time.perf_counter()
-        hidden, refused = self._step.run(input_ids.long(), positions.long(), slots, sequences)
+        lora = lora_step.batch_lora(self.runner.lora_manager) if _is_adapted(batch) else NO_LORA
+        hidden, refused = self._step.run(input_ids.long(), positions.long(), slots, sequences, lora)
         if batch.forward_mode.is_decode():
             _decoded.step_batches += 1
             _decoded.step_seconds += time.perf_counter() - started
@@ -130,9 +143,9 @@ def forward(
     input_embeds: torch.Tensor | None = None,
     pp_proxy_tensors: Any = None,
 ) -> Any:
-    program = _program_for(model)
+    program = _program_for(model, forward_batch)
     if program is not None:
-        unfit = _unfit(model, input_ids, forward_batch, input_embeds, pp_proxy_tensors)
+        unfit = _unfit(program, input_ids, forward_batch, input_embeds, pp_proxy_tensors)
         if unfit is None:
             return program.run(input_ids, positions, forward_batch)
         if unfit not in _exceptions:
@@ -149,16 +162,20 @@ def _sample(original: Any, runner: Any, logits_output: Any, forward_batch: Any) 
     return tokens
 
 
-def _program_for(model: Any) -> Program | None:
+def _program_for(model: Any, batch: Any) -> Program | None:
     if _program is None or _program.model is not model:
         return None
-    if _program.has_moved():
-        logger.info("parameters or the KV pool have other memory: the native step is built again")
+    if _program.has_moved(_is_adapted(batch)):
+        logger.info("parameters, the KV pool or the LoRA pool have other memory: the native step is built again")
         _build(None, _program.runner)
     return _program
 
 
-def _unfit(model: Any, input_ids: torch.Tensor, batch: Any, input_embeds: Any, proxies: Any) -> str | None:
+def _is_adapted(batch: Any) -> bool:
+    return any(lora_id is not None for lora_id in batch.lora_ids or ())
+
+
+def _unfit(program: Program, input_ids: torch.Tensor, batch: Any, input_embeds: Any, proxies: Any) -> str | None:
     """Why the step can't run this batch; None if it can."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
@@ -166,13 +183,13 @@ def _unfit(model: Any, input_ids: torch.Tensor, batch: Any, input_embeds: Any, p
     mode = batch.forward_mode
     if mode not in (ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED):
         return f"its mode is {mode.name}"
-    if any(lora_id is not None for lora_id in batch.lora_ids or ()):
-        return "it has an adapter"
+    if program.no_adapters and _is_adapted(batch):
+        return f"it has an adapter, and {program.no_adapters}"
     if input_embeds is not None or batch.replace_embeds is not None:
         return "its input has embeddings"
     if proxies is not None:
         return "it continues another rank's layers"
-    if model.layers_to_capture:
+    if program.model.layers_to_capture:
         return "states of single layers are captured"
     if get_global_experts_capturer() is not None:
         return "the chosen experts are captured"
@@ -281,5 +298,6 @@ def _program_of(runner: Any) -> Program:
         list(zip(pool.k_buffer, pool.v_buffer, strict=True)),
         attention.rotary_emb.cos_sin_cache.to(runner.dtype),
         attention.scaling,
+        lora_step.lora_pool(runner.lora_manager),
     )
     return Program(runner, step, list(runner.model.parameters()))
