@@ -1,9 +1,11 @@
-// Rotary embedding and the choice of experts: against plain loops and double precision, bits that do not depend on the
-// instruction set, ties, rows that are not finite.
+// Rotary embedding, the choice of experts, LoRA: against plain loops and double precision, bits that do not depend on
+// the instruction set, ties, rows that are not finite.
 #include <numeric>
 #include <type_traits>
 
 #include "checks.h"
+#include "ops/lora.h"
+#include "ops/low_rank.h"
 #include "ops/router.h"
 
 namespace kt_test {
@@ -139,6 +141,152 @@ void test_router(const kt::DenseEngine& engine, int64_t rows, int64_t experts, i
   compare_row(hidden, 0, hidden.chosen(engine, 0, 1, top_k, normalises), top_k, normalises, report);
 }
 
+// The adapters of a layer of some parts: in each slot one of a rank. What an adapter does not use holds NaN.
+template <class T>
+struct Pool {
+  static constexpr int64_t kSlots = 3, kRank = 20, kInner = 40;
+  static constexpr kt::DType kDtype = sizeof(T) == 2 ? kt::DType::kBf16 : kt::DType::kF32;
+
+  std::vector<int64_t> ends;
+  std::vector<T> a, b;
+
+  explicit Pool(std::vector<int64_t> given) : ends(std::move(given)) {
+    const T none = rounded_to<T>(std::numeric_limits<float>::quiet_NaN());
+    a.assign(static_cast<size_t>(kSlots * parts() * kRank * kInner), none);
+    b.assign(static_cast<size_t>(kSlots * ends.back() * kRank), none);
+  }
+  int64_t parts() const { return static_cast<int64_t>(ends.size()); }
+  T* row_of_a(int64_t slot, int64_t row) { return &a[static_cast<size_t>((slot * parts() * kRank + row) * kInner)]; }
+  T* row_of_b(int64_t slot, int64_t row) { return &b[static_cast<size_t>((slot * ends.back() + row) * kRank)]; }
+
+  void fill(int64_t slot, int64_t rank, Random& random) {
+    for (int64_t row = 0; row < parts() * rank; ++row)
+      std::generate_n(row_of_a(slot, row), kInner, [&] { return rounded_to<T>(random.normal()); });
+    for (int64_t row = 0; row < ends.back(); ++row)
+      std::generate_n(row_of_b(slot, row), rank, [&] { return rounded_to<T>(random.normal()); });
+  }
+
+  kt::LowRankPool view() const {
+    kt::LowRankPool pool;
+    pool.a = stack(a, parts() * kRank, kInner);
+    pool.b = stack(b, ends.back(), kRank);
+    pool.parts = static_cast<int>(parts());
+    std::copy(ends.begin(), ends.end(), pool.ends);
+    return pool;
+  }
+
+ private:
+  static kt::TensorView stack(const std::vector<T>& values, int64_t rows, int64_t cols) {
+    kt::TensorView view = matrix(values.data(), kDtype, rows, cols, cols);
+    view.ndim = 3;
+    std::copy_backward(view.shape, view.shape + 2, view.shape + 3);
+    std::copy_backward(view.strides, view.strides + 2, view.strides + 3);
+    view.shape[0] = kSlots;
+    view.strides[0] = rows * cols;
+    return view;
+  }
+};
+
+// Two products for each part of each adapter's rows.
+template <class T>
+void add_by_parts(const kt::DenseEngine& engine, Pool<T>& pool, const kt::LowRankRows& rows, const std::vector<T>& x,
+                  std::vector<T>& out) {
+  constexpr kt::DType dtype = Pool<T>::kDtype;
+  constexpr int64_t inner = Pool<T>::kInner;
+  const int64_t cols = pool.ends.back();
+  const kt::TensorView from = matrix(x.data() + rows.first * inner, dtype, rows.rows, inner, inner);
+  int64_t begin = 0;
+  for (int64_t part = 0; part < pool.parts(); begin = pool.ends[static_cast<size_t>(part++)]) {
+    const int64_t size = pool.ends[static_cast<size_t>(part)] - begin;
+    std::vector<T> low(static_cast<size_t>(rows.rows * rows.rank));
+    const kt::TensorView lows = matrix(low.data(), dtype, rows.rows, rows.rank, rows.rank);
+    const kt::TensorView place = matrix(out.data() + rows.first * cols + begin, dtype, rows.rows, size, cols);
+    kt::linear_added(engine, from, matrix(pool.row_of_a(rows.slot, part * rows.rank), dtype, rows.rank, inner, inner),
+                     rows.scaling, {}, lows);
+    kt::linear_added(engine, lows, matrix(pool.row_of_b(rows.slot, begin), dtype, size, rows.rank, Pool<T>::kRank),
+                     1.0f, place, place);
+  }
+}
+
+template <class T>
+void test_low_rank(const kt::Tiles& tiles, std::vector<int64_t> ends, const std::vector<kt::LowRankRows>& rows,
+                   Random& random, Report& report) {
+  Pool<T> pool(std::move(ends));
+  int64_t highest = 0;
+  for (const kt::LowRankRows& some : rows) {
+    pool.fill(some.slot, some.rank, random);
+    highest = std::max(highest, some.rank);
+  }
+  const int64_t tokens = rows.back().first + rows.back().rows + 2, cols = pool.ends.back(), inner = Pool<T>::kInner;
+  const auto x = drawn<T>(tokens * inner, random), base = drawn<T>(tokens * cols, random);
+  auto expected = base;
+  for (const kt::LowRankRows& some : rows) add_by_parts<T>({kt::dense_of(tiles), tiles, 1}, pool, some, x, expected);
+  for (const int threads : {1, 2, 3}) {
+    auto found = base;
+    const int64_t width = pool.parts() * highest;
+    std::vector<T> low(static_cast<size_t>(tokens * width), rounded_to<T>(std::numeric_limits<float>::quiet_NaN()));
+    kt::add_low_rank({kt::dense_of(tiles), tiles, threads}, matrix(x.data(), Pool<T>::kDtype, tokens, inner, inner),
+                     pool.view(), rows, matrix(low.data(), Pool<T>::kDtype, tokens, width, width),
+                     matrix(found.data(), Pool<T>::kDtype, tokens, cols, cols));
+    report.equal("LoRA of " + std::to_string(rows.size()) + " adapters, " + std::to_string(threads) + " threads",
+                 std::memcmp(found.data(), expected.data(), found.size() * sizeof(T)) == 0);
+  }
+}
+
+template <class T>
+void test_low_ranks(const kt::Tiles& tiles, Random& random, Report& report) {
+  const std::vector<kt::LowRankRows> one = {{.first = 0, .rows = 1, .slot = 1, .rank = 16, .scaling = 2.0f}};
+  // Of several ranks, with rows between them that have no adapter; more than a task has.
+  const std::vector<kt::LowRankRows> many = {{.first = 1, .rows = 1, .slot = 2, .rank = 16, .scaling = 0.25f},
+                                             {.first = 2, .rows = 64, .slot = 0, .rank = 3, .scaling = 10.0f / 3},
+                                             {.first = 66, .rows = 5, .slot = 2, .rank = 16, .scaling = 0.25f},
+                                             {.first = 73, .rows = 30, .slot = 1, .rank = 20, .scaling = -1.5f}};
+  for (const auto* rows : {&one, &many}) {
+    test_low_rank<T>(tiles, {9}, *rows, random, report);
+    test_low_rank<T>(tiles, {1030}, *rows, random, report);
+    test_low_rank<T>(tiles, {600, 650, 700}, *rows, random, report);  // a task has columns of several parts
+  }
+}
+
+// B of an adapter on routed experts, for columns [first, first + count) of `out`.
+template <class T>
+void test_lora_up(const kt::Tiles& tiles, int64_t rank, kt::ColumnRange columns, Random& random, Report& report) {
+  constexpr int64_t kExperts = 2, kPairs = 5, kExpert = 1;
+  const int64_t out = columns.first + columns.count + 3, stride = rank + 3;
+  const auto values = drawn<T>(kExperts * out * stride, random);
+  kt::LoraSlot slot;
+  kt::TensorView& b = slot.pairs[kt::kUp].b;
+  b = matrix(values.data(), Pool<T>::kDtype, kExperts, out, out * stride);
+  b.ndim = 3;
+  b.shape[2] = rank;
+  b.strides[1] = stride;
+  b.strides[2] = 1;
+  slot.pairs[kt::kUp].a = b;  // only its rank is used
+  slot.pairs[kt::kUp].a.shape[1] = rank;
+  const kt::LoraFactors factors{tiles, slot, kt::kUp, kExpert, kPairs};
+  const auto low = random.floats(kPairs * rank), before = random.floats(kPairs * columns.count);
+  auto y = before;
+  kt::lora_up(factors, {low.data(), rank}, columns, {y.data(), columns.count});
+  for (int64_t j = 0; j < columns.count; ++j) {
+    float alone[kPairs];
+    for (int64_t m = 0; m < kPairs; ++m) {
+      const auto at = static_cast<size_t>(m * columns.count + j);
+      double sum = before[at], scale = std::fabs(sum);
+      for (int64_t r = 0; r < rank; ++r) {
+        const auto place = static_cast<size_t>((kExpert * out + columns.first + j) * stride + r);
+        const double term = static_cast<double>(low[static_cast<size_t>(m * rank + r)]) * value_of(values[place]);
+        sum += term;
+        scale += std::fabs(term);
+      }
+      report.close("B of LoRA", y[at], sum, kSumTolerance, scale);
+      alone[m] = before[at];
+    }
+    kt::lora_up(factors, {low.data(), rank}, {columns.first + j, 1}, {alone, 1});
+    for (int64_t m = 0; m < kPairs; ++m)
+      report.equal("B of LoRA depends on the other columns", alone[m] == y[static_cast<size_t>(m * columns.count + j)]);
+  }
+}
+
 }  // namespace
 
 void test_decoder(const kt::Tiles& tiles, Report& report) {
@@ -160,6 +308,15 @@ void test_decoder(const kt::Tiles& tiles, Report& report) {
   }
   const kt::DenseEngine engine{kernels, tiles, 3};
   test_router<uint16_t>(engine, 300, 128, 8, true, random, report);  // several tasks
+  test_low_ranks<float>(tiles, random, report);
+  test_low_ranks<uint16_t>(tiles, random, report);
+  for (const int64_t rank : {1, 7, 16, 33}) {
+    for (const int64_t count : {1, 15, 48, 257, 600}) {
+      const kt::ColumnRange columns{count % 16, count};
+      test_lora_up<float>(tiles, rank, columns, random, report);
+      test_lora_up<uint16_t>(tiles, rank, columns, random, report);
+    }
+  }
 }
 
 }  // namespace kt_test
