@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,14 +15,17 @@ import torch
 from reference import lora
 from reference.scheduler import Engine, engine
 
+from kt_runtime.adapters import AdapterTensors
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import available_isas
 from kt_runtime.experts.attention import Sequences
+from kt_runtime.experts.step import AdapterRows, BatchLora, ExpertAdapter
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.lora.install import drop_adapter, install_adapter
+from kt_runtime.sglang_patch.lora.pinned_memory import UnpinnedMemory
 from kt_runtime.wire.messages import STEP_RUNNING
 
 LENGTHS = (1, 2, 7, 33, 64, 150)  # in chunks of 64 tokens and pages of 8
@@ -39,20 +43,24 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
 
 class Both:
     """Takes the place of the program: every batch runs on the step, on a step with three threads, and on SGLang's
-    modules, whose result is returned. `different`: batches that differ; `modes`: of the batches."""
+    modules, whose result is returned. `different`: batches that differ; `modes` and `adapters` (how many): of the
+    batches."""
 
     def __init__(self, runner: Any, program: native_step.Program) -> None:
         self.model, self.pool, self.has_moved = program.model, runner.token_to_kv_pool, program.has_moved
+        self.no_adapters = program.no_adapters
         with mock.patch.object(moe.expert_store(), "num_threads", 3):
             self.programs = [program, native_step._program_of(runner)]
         self.different: list[str] = []
         self.modes: list[tuple[str, int]] = []
+        self.adapters: list[int] = []
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
         mode = batch.forward_mode.name
         if mode == "EXTEND" and any(map(is_decode, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu)):
             mode = "MIXED"
         self.modes.append((mode, len(batch.seq_lens)))
+        self.adapters.append(len(set(batch.lora_ids) - {None}))
         found = [self._results(batch, program.run(ids, positions, batch)) for program in self.programs]
         hidden = type(self.model).forward.__wrapped__(self.model, ids, positions, batch)
         expected = self._results(batch, hidden, wipe=False)
@@ -212,17 +220,92 @@ def test_greedy_answers_are_the_same_with_and_without_the_step(served: Engine, m
     assert answers_to_all(served) == with_step
 
 
-def test_requests_of_the_base_have_the_same_bits_beside_an_adapter_s(served: Engine) -> None:
-    alone, manager = answers_to_all(served), served.scheduler.tp_worker.model_runner.lora_manager
-    adapter = lora.random_adapter(served.config, rank=4, alpha=4.0, seed=1)
-    install_adapter(manager, served.config, "id", "name", "content", adapter)
-    served.clear()
-    base = [served.request(f"r{length}", prompt(length, length)) for length in LENGTHS]
+def adapter(served: Engine, rank: int, seed: int, only: Collection[str] = ()) -> AdapterTensors:
+    return lora.random_adapter(served.config, rank=rank, alpha=10 / 3, seed=seed, only=only)
+
+
+@contextmanager
+def installed(served: Engine, **adapters: AdapterTensors) -> Iterator[Any]:
+    """In SGLang's LoRA manager, under their names."""
+    manager = served.scheduler.tp_worker.model_runner.lora_manager
+    for name, tensors in adapters.items():
+        install_adapter(manager, served.config, name, name, f"content of {name}", tensors)
     try:
-        served.run(served.request("adapted", prompt(20), lora_id="id"), *base)
+        yield manager
     finally:
-        drop_adapter(manager, "id")
-    assert len(served.tokens["adapted"]) == 8 and "it has an adapter" in native_step.exceptions()
+        for name in adapters:
+            drop_adapter(manager, name)
+
+
+def test_adapters_of_several_ranks_and_the_base_in_one_batch(served: Engine, both: Both) -> None:
+    three = {"all": adapter(served, 8, 1), "dense": adapter(served, 3, 2, ["q_proj", "v_proj", "o_proj"])}
+    three["experts"] = adapter(served, 5, 3, ["experts"])
+    exceptions = native_step.exceptions()
+    with installed(served, **three):
+        requests = [
+            served.request(f"{name} {length}", prompt(length, length), return_logprob=False, lora_id=name)
+            for length in LENGTHS[2:5]
+            for name in ("all", None, "dense", "experts")
+        ]
+        served.send(*requests[:5])
+        for _ in range(3):
+            served.step()
+        served.run(*requests[5:], served.request("long", prompt(150), return_logprob=False, lora_id="all"))
+    assert not both.different
+    assert {"EXTEND", "MIXED", "DECODE"} <= {mode for mode, _ in both.modes}
+    decodes = [found for found, (mode, _) in zip(both.adapters, both.modes, strict=True) if mode == "DECODE"]
+    assert max(decodes) == 3 and max(both.adapters) == 3
+    assert native_step.exceptions() == exceptions
+
+
+def test_slots_take_other_adapters_after_an_eviction(served: Engine, both: Both) -> None:
+    five = {f"a{rank}": adapter(served, rank, rank) for rank in (1, 3, 4, 6, 8)}
+    owners: dict[int, set[str]] = {}
+    with installed(served, **five) as manager:
+        for turn in range(5):
+            names = [f"a{(1, 3, 4, 6, 8)[(turn + place) % 5]}" for place in range(3)]
+            served.run(*(served.request(f"{turn} {name}", prompt(70, 3 + turn), lora_id=name) for name in names))
+            for name, slot in manager.memory_pool.uid_to_buffer_id.items():
+                if name is not None:
+                    owners.setdefault(slot, set()).add(name)
+    assert not both.different
+    assert any(len(names) > 1 for names in owners.values())
+
+
+def test_cached_prefixes_of_an_adapter(served: Engine, both: Both) -> None:
+    with installed(served, one=adapter(served, 4, 1)):
+        served.run(served.request("cold", prompt(150), lora_id="one"))
+        served.run(
+            served.request("hit", prompt(150), lora_id="one"),
+            served.request("longer", prompt(100) + prompt(60, 5), lora_id="one"),
+            served.request("base", prompt(150)),
+        )
+    assert answers(served)["hit"] == answers(served)["cold"] != answers(served)["base"]
+    assert not both.different
+
+
+def test_an_adapter_whose_activations_are_not_finite_ends_its_request_alone(served: Engine, both: Both) -> None:
+    with installed(served, bad=lora.huge_adapter(served.config), good=adapter(served, 4, 1)):
+        served.run(
+            served.request("bad", prompt(20), lora_id="bad"),
+            served.request("good", prompt(20), lora_id="good"),
+            served.request("base", prompt(20)),
+        )
+        together = answers(served)
+        assert served.ended["bad"]["status_code"] == 422
+        served.clear()
+        served.run(served.request("good", prompt(20), lora_id="good"), served.request("base", prompt(20)))
+    assert not both.different
+    assert answers(served) == {rid: together[rid] for rid in ("good", "base")}
+
+
+def test_requests_of_the_base_have_the_same_bits_beside_an_adapter_s(served: Engine) -> None:
+    alone = answers_to_all(served)
+    with installed(served, id=adapter(served, 4, 1)):
+        served.clear()
+        base = [served.request(f"r{length}", prompt(length, length)) for length in LENGTHS]
+        served.run(served.request("adapted", prompt(20), lora_id="id"), *base)
+    assert len(served.tokens["adapted"]) == 8
     assert {rid: answer for rid, answer in answers(served).items() if rid != "adapted"} == alone
 
 
@@ -241,6 +324,49 @@ def test_the_step_and_sampling_are_timed_for_decoding_requests(served: Engine, m
     assert with_modules.sampling_seconds > after.sampling_seconds
     served.run(served.request("prompt", prompt(20), max_new_tokens=1))
     assert native_step.decoded() == with_modules, "a prompt is not decoded"
+
+
+def test_the_step_is_built_again_over_a_lora_pool_that_moved(served: Engine) -> None:
+    def ask() -> dict[str, tuple[list[int], list[float]]]:
+        served.clear()
+        served.run(served.request("adapted", prompt(20), lora_id="id"))
+        return answers(served)
+
+    with installed(served, id=adapter(served, 4, 1)) as manager:
+        before, program = ask(), native_step._program
+        buffers = manager.memory_pool.B_buffer["o_proj"]
+        buffers[1], old = buffers[1].clone(), buffers[1]
+        old.fill_(float("nan"))
+        with UnpinnedMemory():
+            manager.update_lora_info()
+        served.clear()
+        served.run(served.request("base", prompt(20)))
+        assert native_step._program is program  # batches without adapters do not read the pool
+        assert ask() == before and native_step._program is not program
+        assert native_step.state() == STEP_RUNNING
+
+
+def test_what_lora_can_t_do_on_the_step_goes_to_sglang_s_modules(
+    served: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = served.scheduler.tp_worker.model_runner
+    monkeypatch.setattr(native_step, "_exceptions", [])
+    with installed(served, id=adapter(served, 4, 1)) as manager:
+        served.clear()
+        served.run(served.request("adapted", prompt(20), lora_id="id"))
+        expected = answers(served)
+        assert native_step.exceptions() == []
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(manager.lora_backend, "name", "another")
+                native_step._build(None, runner)
+            assert native_step.state() == STEP_RUNNING
+            served.clear()
+            served.run(served.request("adapted", prompt(20), lora_id="id"))
+        finally:
+            native_step._build(None, runner)
+    assert answers(served) == expected
+    assert native_step.exceptions() == ["it has an adapter, and the LoRA backend is another"]
 
 
 def test_the_step_is_built_again_over_parameters_and_a_pool_that_moved(
@@ -300,6 +426,40 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_is_written(served:
     assert torch.equal(keys, before)
     hidden, refused = program._step.run(*small_batch())
     assert hidden.isfinite().all() and refused == []
+
+
+TWO = torch.zeros(2, dtype=torch.int32)
+WRONG_LORA: dict[str, tuple[BatchLora, str]] = {
+    "slot": (BatchLora([AdapterRows(0, 2, 4, 1, 1.0)]), r"adapter_rows\[0\] has slot 4; allowed: 0 to 3"),
+    "rank": (BatchLora([AdapterRows(0, 2, 3, 9, 1.0)]), r"adapter_rows\[0\] has rank 9; allowed: 1 to 8"),
+    "no rank": (BatchLora([AdapterRows(0, 2, 3, 0, 1.0)]), r"adapter_rows\[0\] has rank 0; allowed: 1 to 8"),
+    "scaling": (
+        BatchLora([AdapterRows(0, 1, 3, 8, 1.0), AdapterRows(1, 1, 3, 8, float("inf"))]),
+        r"adapter_rows\[1\] has a scaling that is not a finite number",
+    ),
+    "rows": (BatchLora([AdapterRows(1, 2, 0, 1, 1.0)]), "begins at token 1 and has 2; there are 2 tokens"),
+    "order": (
+        BatchLora([AdapterRows(0, 2, 0, 1, 1.0), AdapterRows(1, 1, 0, 1, 1.0)]),
+        r"adapter_rows\[1\] begins at token 1 .* the first 2 are taken",
+    ),
+    "experts' slot": (BatchLora([], [ExpertAdapter(-1, 1, 1.0)], TWO), r"expert_adapters\[0\] has slot -1"),
+    "index": (BatchLora([], [ExpertAdapter(0, 1, 1.0)], TWO + 1), r"token_slots\[0\] is 1; allowed: -1 to 0"),
+    "no indices": (BatchLora([], [ExpertAdapter(0, 1, 1.0)]), "token_slots is missing"),
+    "indices": (BatchLora([], [], torch.zeros(3, dtype=torch.int32)), r"token_slots has shape \[3\]; expected \[2\]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LORA)
+def test_adapters_that_do_not_fit_are_refused_before_anything_is_written(served: Engine, name: str) -> None:
+    served.clear()
+    adapters, message = WRONG_LORA[name]
+    program = native_step._program
+    assert program is not None
+    keys = served.scheduler.tp_worker.model_runner.token_to_kv_pool.k_buffer[0]
+    before = keys.clone()
+    with pytest.raises(InvalidValueError, match=message):
+        program._step.run(*small_batch(), adapters)
+    assert torch.equal(keys, before)
 
 
 def test_a_batch_without_tokens_gives_no_rows(served: Engine) -> None:
@@ -450,7 +610,9 @@ def test_what_the_step_leaves_to_sglang(
             raise AssertionError("the step must not run")
 
     model = SimpleNamespace(layers_to_capture=[])
-    program = SimpleNamespace(model=model, run=Refusing().run, has_moved=lambda: False)
+    program = SimpleNamespace(
+        model=model, run=Refusing().run, has_moved=lambda adapted: False, no_adapters="LoRA adapts the embedding"
+    )
     monkeypatch.setattr(native_step, "_program", program)
     monkeypatch.setattr(native_step, "_exceptions", [])
     batch = {
@@ -481,7 +643,7 @@ def test_what_the_step_leaves_to_sglang(
             patch.setattr(routed_experts, "get_global_experts_capturer", object)
             assert computed(model, ids, batch)
     assert native_step.exceptions() == [
-        "it has an adapter",
+        "it has an adapter, and LoRA adapts the embedding",
         "its mode is IDLE",
         "its mode is TARGET_VERIFY",
         "its input has embeddings",
