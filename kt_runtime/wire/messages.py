@@ -446,9 +446,9 @@ class StatusReply(Reply, tag="status"):
 
     `step`: `STEP_RUNNING` if the native step computes the decoder stack on a CPU, else the reason why the engine's own
     modules compute it. `step_exceptions`: why the modules computed some batches although the step runs, such as
-    embeddings as input; each reason once. `step_decode_batches`, `step_decode_seconds`: batches of decoding requests that
-    the step has computed since the start, and seconds of its calls for them. `sampling_decode_seconds`: of the engine's sampling
-    for all batches of decoding requests. All three are 0 if the engine does not run on a CPU.
+    embeddings as input; each reason once. `step_decode_batches`, `step_decode_seconds`: batches of decoding requests
+    that the step has computed since the start, and seconds of its calls for them. `sampling_decode_seconds`: of the
+    engine's sampling for all batches of decoding requests. All three are 0 if the engine does not run on a CPU.
 
     `cache`: the prefix cache's tiers, nearest first; empty if the engine reports none. `not_stored`: versions that
     could not be written to disk. `not_forgotten`: unloaded names whose removal could not be written to disk.
