@@ -39,6 +39,9 @@ class AdapterWork {
   // Sets the LoRA of a call on a layer's routed experts.
   void set_slots(const StackLora& lora, RoutedCall* call) const;
 
+  size_t scratch_bytes() const { return low_buffer_.bytes(); }
+  void free_scratch() { low_buffer_ = AlignedBuffer(); }
+
  private:
   const StepAdapters* adapters_ = nullptr;
   std::vector<LowRankRows> rows_;  // cut to kMostLowRankRows

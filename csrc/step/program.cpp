@@ -89,7 +89,7 @@ Program::Program(Stack stack, const Tiles& tiles, int num_threads)
       attention_engine_{attention_of(tiles), num_threads} {}
 
 int64_t Program::scratch_bytes() const {
-  size_t bytes = attention_parts_.bytes();
+  size_t bytes = attention_parts_.bytes() + adapters_.scratch_bytes();
   for (const AlignedBuffer& buffer : buffers_) bytes += buffer.bytes();
   return static_cast<int64_t>(bytes);
 }
@@ -100,6 +100,7 @@ void Program::free_unneeded(int64_t tokens) {
     if (room_ > 2 * need_.most()) {
       buffers_.clear();
       attention_parts_ = AlignedBuffer();
+      adapters_.free_scratch();
       room_ = 0;
     }
     need_.end_window();
