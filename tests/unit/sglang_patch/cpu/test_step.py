@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,11 +20,12 @@ from kt_runtime.adapters import AdapterTensors
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import available_isas
 from kt_runtime.experts.attention import Sequences
-from kt_runtime.experts.step import AdapterRows, BatchLora, ExpertAdapter
+from kt_runtime.experts.step import AdapterRows, BatchLora, ExpertAdapter, LoraPool
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.cpu import step as native_step
+from kt_runtime.sglang_patch.lora import step as lora_step
 from kt_runtime.sglang_patch.lora.install import drop_adapter, install_adapter
 from kt_runtime.sglang_patch.lora.pinned_memory import UnpinnedMemory
 from kt_runtime.wire.messages import STEP_RUNNING
@@ -426,6 +428,34 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_is_written(served:
     assert torch.equal(keys, before)
     hidden, refused = program._step.run(*small_batch())
     assert hidden.isfinite().all() and refused == []
+
+
+def without_a_factor(pool: LoraPool) -> LoraPool:
+    return replace(pool, layers=[replace(pool.layers[0], qkv_b=None), *pool.layers[1:]])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda pool: replace(pool, rank=9), "layers[0].lora.qkv_a has shape [4, 24, "),
+        (lambda pool: replace(pool, slots=0), "lora_slots is 0 and lora_rank 8; both are 0, or"),
+        (without_a_factor, "layers[0].lora.qkv_b is missing: A and B come in pairs"),
+    ],
+)
+def test_a_lora_pool_that_does_not_fit_leaves_no_step(
+    served: Engine, change: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = served.scheduler.tp_worker.model_runner
+    pool = lora_step.lora_pool(runner.lora_manager)
+    assert pool is not None
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(lora_step, "lora_pool", lambda manager: change(pool))
+            native_step._build(None, runner)
+            assert native_step.state().startswith(reason)
+    finally:
+        native_step._build(None, runner)
+    assert native_step.state() == native_step.RUNNING
 
 
 TWO = torch.zeros(2, dtype=torch.int32)
