@@ -177,7 +177,7 @@ struct Pool {
 
  private:
   static kt::TensorView stack(const std::vector<T>& values, int64_t rows, int64_t cols) {
-    kt::TensorView view = matrix(values.data(), kDtype, rows, cols, cols);
+    kt::TensorView view = matrix_view(values.data(), kDtype, rows, cols, cols);
     view.ndim = 3;
     std::copy_backward(view.shape, view.shape + 2, view.shape + 3);
     std::copy_backward(view.strides, view.strides + 2, view.strides + 3);
@@ -194,16 +194,17 @@ void add_by_parts(const kt::DenseEngine& engine, Pool<T>& pool, const kt::LowRan
   constexpr kt::DType dtype = Pool<T>::kDtype;
   constexpr int64_t inner = Pool<T>::kInner;
   const int64_t cols = pool.ends.back();
-  const kt::TensorView from = matrix(x.data() + rows.first * inner, dtype, rows.rows, inner, inner);
+  const kt::TensorView from = matrix_view(x.data() + rows.first * inner, dtype, rows.rows, inner, inner);
   int64_t begin = 0;
   for (int64_t part = 0; part < pool.parts(); begin = pool.ends[static_cast<size_t>(part++)]) {
     const int64_t size = pool.ends[static_cast<size_t>(part)] - begin;
     std::vector<T> low(static_cast<size_t>(rows.rows * rows.rank));
-    const kt::TensorView lows = matrix(low.data(), dtype, rows.rows, rows.rank, rows.rank);
-    const kt::TensorView place = matrix(out.data() + rows.first * cols + begin, dtype, rows.rows, size, cols);
-    kt::linear_added(engine, from, matrix(pool.row_of_a(rows.slot, part * rows.rank), dtype, rows.rank, inner, inner),
+    const kt::TensorView lows = matrix_view(low.data(), dtype, rows.rows, rows.rank, rows.rank);
+    const kt::TensorView place = matrix_view(out.data() + rows.first * cols + begin, dtype, rows.rows, size, cols);
+    kt::linear_added(engine, from,
+                     matrix_view(pool.row_of_a(rows.slot, part * rows.rank), dtype, rows.rank, inner, inner),
                      rows.scaling, {}, lows);
-    kt::linear_added(engine, lows, matrix(pool.row_of_b(rows.slot, begin), dtype, size, rows.rank, Pool<T>::kRank),
+    kt::linear_added(engine, lows, matrix_view(pool.row_of_b(rows.slot, begin), dtype, size, rows.rank, Pool<T>::kRank),
                      1.0f, place, place);
   }
 }
@@ -225,9 +226,10 @@ void test_low_rank(const kt::Tiles& tiles, std::vector<int64_t> ends, const std:
     auto found = base;
     const int64_t width = pool.parts() * highest;
     std::vector<T> low(static_cast<size_t>(tokens * width), rounded_to<T>(std::numeric_limits<float>::quiet_NaN()));
-    kt::add_low_rank({kt::dense_of(tiles), tiles, threads}, matrix(x.data(), Pool<T>::kDtype, tokens, inner, inner),
-                     pool.view(), rows, matrix(low.data(), Pool<T>::kDtype, tokens, width, width),
-                     matrix(found.data(), Pool<T>::kDtype, tokens, cols, cols));
+    kt::add_low_rank({kt::dense_of(tiles), tiles, threads},
+                     matrix_view(x.data(), Pool<T>::kDtype, tokens, inner, inner), pool.view(), rows,
+                     matrix_view(low.data(), Pool<T>::kDtype, tokens, width, width),
+                     matrix_view(found.data(), Pool<T>::kDtype, tokens, cols, cols));
     report.equal("LoRA of " + std::to_string(rows.size()) + " adapters, " + std::to_string(threads) + " threads",
                  std::memcmp(found.data(), expected.data(), found.size() * sizeof(T)) == 0);
   }
@@ -256,7 +258,7 @@ void test_lora_up(const kt::Tiles& tiles, int64_t rank, kt::ColumnRange columns,
   const auto values = drawn<T>(kExperts * out * stride, random);
   kt::LoraSlot slot;
   kt::TensorView& b = slot.pairs[kt::kUp].b;
-  b = matrix(values.data(), Pool<T>::kDtype, kExperts, out, out * stride);
+  b = matrix_view(values.data(), Pool<T>::kDtype, kExperts, out, out * stride);
   b.ndim = 3;
   b.shape[2] = rank;
   b.strides[1] = stride;
