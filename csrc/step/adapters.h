@@ -34,6 +34,8 @@ class AdapterWork {
   // `adapters` have been checked, and stay valid until the batch's last layer.
   void prepare(const Stack& stack, const StepAdapters& adapters, int64_t tokens);
 
+  // Whether no token of the batch has an adapter.
+  bool is_empty() const { return adapters_->rows.empty() && adapters_->experts.empty(); }
   // out [T, N] += the adapters' part of a dense layer of x [T, K].
   void add(const DenseEngine& engine, const LowRankPool& pool, const TensorView& x, const TensorView& out) const;
   // Sets the LoRA of a call on a layer's routed experts.

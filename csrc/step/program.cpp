@@ -47,14 +47,17 @@ int64_t at(const TensorView& integers, int64_t index) {
   return integers.as<const int64_t>()[index * integers.strides[0]];
 }
 
-bool is_finite(const TensorView& matrix, int64_t row) {
-  const int64_t cols = matrix.shape[1];
-  if (matrix.dtype == DType::kBf16) {
-    const auto* values = static_cast<const uint16_t*>(row_of(matrix, row));
-    return std::all_of(values, values + cols, bf16_is_finite);
+bool are_finite(const void* data, DType dtype, int64_t count) {
+  if (dtype == DType::kBf16) {
+    const auto* values = static_cast<const uint16_t*>(data);
+    return std::all_of(values, values + count, bf16_is_finite);
   }
-  const auto* values = static_cast<const float*>(row_of(matrix, row));
-  return std::all_of(values, values + cols, float_is_finite);
+  const auto* values = static_cast<const float*>(data);
+  return std::all_of(values, values + count, float_is_finite);
+}
+
+bool is_finite(const TensorView& matrix, int64_t row) {
+  return are_finite(row_of(matrix, row), matrix.dtype, matrix.shape[1]);
 }
 
 void clear_row(const TensorView& matrix, int64_t row) {
@@ -153,8 +156,10 @@ void Program::embed(const StepBatch& batch, const TensorView& to) const {
     std::memcpy(row_of(to, t), row_of(stack_.embedding, at(batch.ids, t)), bytes);
 }
 
-// Norms and rotates each token's queries and keys, and copies keys and values to the token's slot.
-void Program::place_heads(const StackLayer& layer, const StepBatch& batch, const Rows& rows) const {
+// Norms and rotates each token's queries and keys, and copies keys and values to the token's slot. In a batch with an
+// adapter zeros take the place of keys or values with NaN or Inf (sglang_patch/faults/finite_rows.py), and the token is
+// refused.
+void Program::place_heads(const StackLayer& layer, const StepBatch& batch, const Rows& rows) {
   const int64_t size = stack_.head_size, element = dtype_bytes(stack_.dtype());
   const bool bf16 = stack_.dtype() == DType::kBf16;
   const auto kv_bytes = static_cast<size_t>(stack_.key_heads * size * element);
@@ -180,6 +185,11 @@ void Program::place_heads(const StackLayer& layer, const StepBatch& batch, const
       normalise(query_rows, stack_.heads, layer.query_norm);
       normalise(key_rows, stack_.key_heads, layer.key_norm);
       const int64_t slot = at(batch.slots, t);
+      for (char* heads : {keys, keys + kv_bytes}) {
+        if (adapters_.is_empty() || are_finite(heads, stack_.dtype(), stack_.key_heads * size)) continue;
+        std::memset(heads, 0, kv_bytes);
+        is_refused_[static_cast<size_t>(t)] = 1;
+      }
       std::memcpy(row_of(layer.keys, slot), keys, kv_bytes);
       std::memcpy(row_of(layer.values, slot), keys + kv_bytes, kv_bytes);
     }

@@ -49,7 +49,7 @@ class Program {
   AttentionTensors tensors_of(const StackLayer& layer, const Rows& rows) const;
   void attend(const StackLayer& layer, const StepBatch& batch, const Rows& rows);
   void run_attention(const StackLayer& layer, const Rows& rows);
-  void place_heads(const StackLayer& layer, const StepBatch& batch, const Rows& rows) const;
+  void place_heads(const StackLayer& layer, const StepBatch& batch, const Rows& rows);
   Status run_experts(const StackLayer& layer, const Rows& rows);
   void mask_rows(const Rows& rows);
   Rows reserve(int64_t tokens);

@@ -455,7 +455,7 @@ def test_a_lora_pool_that_does_not_fit_leaves_no_step(
             assert native_step.state().startswith(reason)
     finally:
         native_step._build(None, runner)
-    assert native_step.state() == native_step.RUNNING
+    assert native_step.state() == STEP_RUNNING
 
 
 TWO = torch.zeros(2, dtype=torch.int32)
