@@ -61,16 +61,16 @@ def answers_of(place: Path, name: str, *options: str) -> Answers:
         ThreadPoolExecutor((1 + len(ADAPTERS)) * len(prompts)) as pool,
     ):
         given = [ask(api, prompt) for prompt in prompts]
-        for name, settings in ADAPTERS.items():
-            client.create_session(name, settings)
-            client.forward_backward(name, Batch.from_sequences([prompts[3][:-1]], [prompts[3][1:]]))
-            client.optim_step(name, 0.01)
+        for adapter, settings in ADAPTERS.items():
+            client.create_session(adapter, settings)
+            client.forward_backward(adapter, Batch.from_sequences([prompts[3][:-1]], [prompts[3][1:]]))
+            client.optim_step(adapter, 0.01)
         streams = [pool.submit(ask, api, [5, *prompt]) for prompt in prompts]
-        for name in ADAPTERS:
-            client.publish(name, name)
-            client.close_session(name)
+        for adapter in ADAPTERS:
+            client.publish(adapter, adapter)
+            client.close_session(adapter)
         given += [stream.result() for stream in streams]
-        beside = [pool.submit(ask, api, prompt, name) for prompt in prompts for name in ADAPTERS]
+        beside = [pool.submit(ask, api, prompt, adapter) for prompt in prompts for adapter in ADAPTERS]
         streams = [pool.submit(ask, api, [6, *prompt]) for prompt in prompts]
         given += [stream.result() for stream in streams]
         adapted = [stream.result() for stream in beside]

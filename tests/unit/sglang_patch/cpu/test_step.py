@@ -286,6 +286,31 @@ def test_cached_prefixes_of_an_adapter(served: Engine, both: Both) -> None:
     assert not both.different
 
 
+def test_a_token_s_bits_do_not_depend_on_the_run_of_its_adapter(served: Engine) -> None:
+    tokens, rank = 150, 5  # more tokens than a task of LoRA has
+    slots = torch.arange(8, 8 + tokens)
+    sequence = Sequences(torch.tensor([[0, tokens, 0, 0]]), slots.int()[None])
+    batch = (torch.tensor(prompt(tokens)), slots - 8, slots, sequence)
+    with installed(served, one=adapter(served, rank, 1)) as manager:
+        served.clear()
+        served.run(served.request("takes a slot", prompt(3), lora_id="one"))
+        served.clear()
+        program, slot = native_step._program, manager.memory_pool.uid_to_buffer_id["one"]
+        assert program is not None
+        experts, token_slots = [ExpertAdapter(slot, rank, 10 / 3 / rank)], torch.zeros(tokens, dtype=torch.int32)
+        found = [
+            program._step.run(*batch, BatchLora(rows, experts, token_slots))[0]
+            for rows in (
+                [AdapterRows(0, tokens, slot, rank, 10 / 3 / rank)],
+                [AdapterRows(place, 1, slot, rank, 10 / 3 / rank) for place in range(tokens)],
+                [AdapterRows(first, 30, slot, rank, 10 / 3 / rank) for first in range(0, tokens, 30)],
+            )
+        ]
+        base = program._step.run(*batch)[0]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert (found[0] != base).any(-1).all()
+
+
 def test_an_adapter_whose_activations_are_not_finite_ends_its_request_alone(served: Engine, both: Both) -> None:
     with installed(served, bad=lora.huge_adapter(served.config), good=adapter(served, 4, 1)):
         served.run(
