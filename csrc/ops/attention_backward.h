@@ -4,8 +4,8 @@
 //
 // With p = e^(score - log_sum), grad = the gradient of out and delta = <grad, out>, for each query and visible key:
 //
-//   by_value += p * grad      ds = p * (<grad, value> - delta)      by_q += scaling * ds * key      by_key += ds *
-//   scaling * q
+//   by_value += p * grad        ds = p * (<grad, value> - delta)
+//   by_key += ds * scaling * q  by_q += scaling * ds * key
 //
 // All arithmetic is float32; a result is rounded once. Keys and queries are taken in blocks of fixed size, in ascending
 // order. The query heads of a key head are shared among a number of tasks that depends on the shapes only; their sums

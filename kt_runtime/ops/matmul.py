@@ -144,7 +144,7 @@ def _in_software(values: torch.Tensor) -> bool:
 def gradient_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [..., M, K] @ b [..., K, N], in their dtype, with float32 sums. For gradients only.
 
-    On a CPU a matrix b [K, N] is read as it lies, whatever its dtype is; nothing is converted or transposed.
+    On a CPU a float32 or bfloat16 matrix b [K, N] is read as it lies: nothing is converted or transposed.
     """
     if b.dim() == 2 and dense.is_supported(a, b):
         return dense.linear_backward(a, b)

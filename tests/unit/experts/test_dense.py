@@ -90,6 +90,19 @@ def test_the_gradient_of_a_linear_layer_is_float64s(
     assert torch.equal(dense.linear_backward(by_out[rows // 2 :], weight), found[rows // 2 :])
 
 
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_element_of_that_gradient_depends_on_its_row_and_its_column_alone(isa: str, dtype: torch.dtype) -> None:
+    """Register tiles of every size; sums of an odd number of products, of more than a panel holds."""
+    dense.configure(isa, 1)
+    by_out, weight = drawn(17, 261, seed=16, dtype=dtype), drawn(261, 53, seed=17, dtype=dtype)
+    whole = dense.linear_backward(by_out, weight)
+    for rows in range(1, 17):
+        assert torch.equal(dense.linear_backward(by_out[:rows], weight), whole[:rows])
+    for cols in range(1, 53):
+        assert torch.equal(dense.linear_backward(by_out, weight[:, :cols]), whole[:, :cols])
+
+
 X, W = torch.zeros(4, 16), torch.zeros(8, 16)
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "columns": (lambda: dense.linear(X, torch.zeros(8, 17)), r"weight has shape \[8, 17\]; expected \[any, 16\]"),

@@ -137,6 +137,26 @@ def test_gradients_depend_neither_on_threads_nor_on_other_sequences(shape: tuple
         dense.configure()
 
 
+def test_sequences_whose_sums_fill_64_mib_are_taken_one_after_another() -> None:
+    q, k, v = (
+        torch.stack(part) for part in zip(*(tensors((16, 1, 256, 256), 2, 1100, n) for n in range(3)), strict=True)
+    )
+    grad_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(4))
+    whole = gradients((q, k, v), grad_out)
+    for n in range(3):
+        own = slice(n, n + 1)
+        alone = gradients((q[own], k[own], v[own]), grad_out[own])
+        assert all(torch.equal(one, of_all[own]) for one, of_all in zip(alone, whole, strict=True))
+
+
+def test_without_query_heads_keys_and_values_have_zeros() -> None:
+    _, k, v = tensors(SHAPES[1], 5, 5)
+    no_heads, place = torch.zeros(5, 0, 32), attention.contiguous(1, 5, 5)
+    by_q, by_k, by_v = attention.attend_backward(no_heads, no_heads, k, v, no_heads, torch.zeros(5, 0), place, 0.3)
+    assert by_q.shape == (5, 0, 32)
+    assert torch.equal(by_k, torch.zeros_like(k)) and torch.equal(by_v, torch.zeros_like(v))
+
+
 def test_values_that_are_columns_of_the_keys_have_a_gradient_of_their_own() -> None:
     q, k, _ = tensors(SHAPES[2], 21, 21)
     grad_out = torch.randn(1, 21, 6, 16, generator=torch.Generator().manual_seed(4))
