@@ -86,6 +86,28 @@ void attend_batch(const std::string& isa, int num_threads, py::handle q, py::han
   attend({attention_of(*tiles), num_threads}, call);
 }
 
+// Gradients are written by sequence: each row of the queries and of the keys must lie in exactly one. `check_sequences`
+// leaves the keys of a sequence without queries unchecked, for attention does not read them.
+void check_covers(const std::vector<KvSequence>& sequences, int64_t tokens, int64_t key_rows) {
+  int64_t queries = 0, keys = 0;
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    const KvSequence& s = sequences[i];
+    if (s.first_query != queries || s.first_key != keys || s.keys() > key_rows - keys) {
+      throw BindError{"invalid_value",
+                      "sequence " + std::to_string(i) + " has queries from row " + std::to_string(s.first_query) +
+                          " on and " + std::to_string(s.keys()) + " keys from row " + std::to_string(s.first_key) +
+                          " on; with gradients sequences adjoin: expected rows " + std::to_string(queries) + " and " +
+                          std::to_string(keys) + ", and at most " + std::to_string(key_rows - keys) + " keys"};
+    }
+    queries += s.queries;
+    keys += s.keys();
+  }
+  if (queries == tokens && keys == key_rows) return;
+  throw BindError{"invalid_value", "the sequences have " + std::to_string(queries) + " queries and " +
+                                       std::to_string(keys) + " keys; with gradients they cover all, " +
+                                       std::to_string(tokens) + " and " + std::to_string(key_rows)};
+}
+
 void attend_batch_backward(const std::string& isa, int num_threads, py::handle by_out, py::handle q, py::handle keys,
                            py::handle values, py::handle out, py::handle log_sums, py::handle sequences, float scaling,
                            py::handle by_q, py::handle by_keys, py::handle by_values) {
@@ -121,6 +143,7 @@ void attend_batch_backward(const std::string& isa, int num_threads, py::handle b
   call.num_sequences = static_cast<int64_t>(batch.size());
   const py::gil_scoped_release release;
   check(check_sequences(call.sequences, call.num_sequences, tokens, key_rows));
+  check_covers(batch, tokens, key_rows);
   attend_backward(*tiles, num_threads, g);
 }
 

@@ -20,10 +20,11 @@ struct AttentionGradients {
   AttentionCall call;             // of the forward pass, with its float32 `out` and `log_sums`; no slots, no cap
   TensorView by_out;              // [T, N, V], float32 or bf16
   TensorView by_q;                // [T, N, D], q's dtype
-  TensorView by_keys, by_values;  // [rows, K, D] and [rows, K, V], the keys' dtype; rows of no sequence are not written
+  TensorView by_keys, by_values;  // [rows, K, D] and [rows, K, V], the keys' dtype
 };
 
-// `tiles` and the call's attention are of one instruction set. No two sequences share a key. They have been checked.
+// `tiles` and the call's attention are of one instruction set. Each row of q and of keys lies in exactly one sequence,
+// in ascending order (checked in bind).
 void attend_backward(const Tiles& tiles, int num_threads, const AttentionGradients& gradients);
 
 }  // namespace kt

@@ -105,8 +105,9 @@ def attend_backward(
     """Gradients of `attend` for q [T, N, D], keys [rows, K, D] and values [rows, K, V], in their dtypes.
 
     `by_out` [T, N, V]: the gradient of its result. `out` [T, N, V] and `log_sums` [T, N]: what `attend` gave, float32.
-    The sequences have no slots, share no key, and cover all rows. Sums are float32 and rounded once; the bits do not
-    depend on the number of threads. Keys and values that share memory have two separate gradients.
+    The sequences have no slots, and their queries and keys adjoin and cover all rows; else InvalidValueError. Sums are
+    float32 and rounded once; the bits do not depend on the number of threads. Keys and values that share memory have
+    two separate gradients.
     """
     engine = dense.engine()
     found = tuple(torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in (q, keys, values))

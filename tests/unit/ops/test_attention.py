@@ -173,6 +173,30 @@ def test_a_gradient_that_does_not_fit_is_named() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            [[0, 2, 0, 0], [2, 2, 2, 1]],
+            "sequence 1 has queries from row 2 on and 4 keys from row 1 on; .* rows 2 and 2",
+        ),
+        ([[0, 2, 0, 0], [2, 2, 0, 2], [4, 0, 3, 4]], "sequence 2 .* at most 2 keys"),
+        ([[0, 0, 9, 700], [0, 4, 2, 0]], "sequence 0 .* expected rows 0 and 0"),
+        ([[0, 4, 0, 0]], "the sequences have 4 queries and 4 keys; with gradients they cover all, 4 and 6"),
+        ([[0, 3, 3, 0]], "the sequences have 3 queries and 6 keys; with gradients they cover all, 4 and 6"),
+    ],
+)
+def test_sequences_with_gradients_cover_every_row_once(rows: list[list[int]], message: str) -> None:
+    """Four queries, six keys. A sequence without queries may have keys, whose gradients are zeros."""
+    q, k, v = tensors(SHAPES[1], 4, 6)
+    out, log_sums = torch.zeros(4, 8, 32), torch.zeros(4, 8)
+    with pytest.raises(InvalidValueError, match=message):
+        attention.attend_backward(q, q, k, v, out, log_sums, attention.Sequences(torch.tensor(rows), None), 0.3)
+    whole = attention.Sequences(torch.tensor([[0, 4, 0, 0], [4, 0, 2, 4]]), None)
+    _, by_k, by_v = attention.attend_backward(q, q, k, v, out, log_sums, whole, 0.3)
+    assert not by_k[4:].any() and not by_v[4:].any() and by_v[:4].all()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_log_sums_are_those_of_the_visible_keys(shape: tuple[int, ...]) -> None:
     q, k, v = tensors(shape, 7, 9)
