@@ -33,8 +33,9 @@ class Program {
   Program(Stack stack, const Tiles& tiles, int num_threads);
 
   // out [T, H]: hidden states after the final norm. Appends to `refused` the tokens whose activations or routing
-  // weights were NaN or Inf in some layer: such a token skips that layer's experts, as if they had returned zeros. An
-  // id, position, slot, length or adapter out of range is an error; nothing has been written then.
+  // weights were NaN or Inf in some layer: such a token skips that layer's experts, as if they had returned zeros. In a
+  // batch with an adapter also those whose keys or values were: zeros are written to their slots. An id, position,
+  // slot, length or adapter out of range is an error; nothing has been written then.
   Status run(const StepBatch& batch, const TensorView& out, std::vector<int64_t>* refused);
 
   DType dtype() const { return stack_.dtype(); }

@@ -140,8 +140,9 @@ class Step:
         content.
 
         Also returns the tokens whose activations were NaN or Inf before the experts of some layer: the experts returned
-        zeros for them there. InvalidValueError: an id, position, slot, length or adapter out of range; then nothing has
-        been written.
+        zeros for them there. In a batch with an adapter also those whose keys or values were NaN or Inf: the pool then
+        has zeros. InvalidValueError: an id, position, slot, length or adapter out of range; then nothing has been
+        written.
         """
         out = torch.empty(len(ids), self._hidden, dtype=self._dtype, device="cpu")
         with translated_errors():
