@@ -58,6 +58,8 @@ def attend_batch_backward(
     `out` [B, T, N, V] and `log_sums` [B, T, N] are the results of `attend_batch`.
     """
     batch, tokens = q.shape[:2]
-    flat = (x.flatten(0, 1) for x in (grad_out, q, k, v, out, log_sums))
-    by_q, by_k, by_v = attention.attend_backward(*flat, attention.contiguous(batch, tokens, k.shape[1]), scaling)
+    sequences = attention.contiguous(batch, tokens, k.shape[1])
+    grad_out, out, log_sums = (x.flatten(0, 1) for x in (grad_out, out, log_sums))
+    rows = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+    by_q, by_k, by_v = attention.attend_backward(grad_out, *rows, out, log_sums, sequences, scaling)
     return by_q.view(q.shape), by_k.view(k.shape), by_v.view(v.shape)

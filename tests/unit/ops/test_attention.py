@@ -114,8 +114,8 @@ def test_gradients_are_those_of_the_definition(
     grad_out = torch.randn(2, tokens, shape[0], shape[3], generator=torch.Generator().manual_seed(4)).to(dtype)
     found = gradients(batch, grad_out)
     for index, row in enumerate(rows):
-        wide = [x.double().requires_grad_() for x in row]
-        expected = torch.autograd.grad(differentiable(*wide, 0.3), wide, grad_out[index].double())
+        q, k, v = wide = [x.double().requires_grad_() for x in row]
+        expected = torch.autograd.grad(differentiable(q, k, v, 0.3), wide, grad_out[index].double())
         for by_x, wanted in zip(found, expected, strict=True):
             assert by_x.dtype == dtype
             torch.testing.assert_close(by_x[index].double(), wanted, atol=5e-5, rtol=tolerance)

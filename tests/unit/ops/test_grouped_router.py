@@ -54,7 +54,7 @@ def test_experts_weights_and_gradients_are_hugging_faces(make: Callable[[], torc
     """Measured: weights 4.8e-7 of up to 1.8; gradients 4.2e-7 of up to 1."""
     router = make()
     with torch.no_grad():
-        router.weight.copy_(drawn(EXPERTS, HIDDEN, seed=0) / 5)
+        router.get_parameter("weight").copy_(drawn(EXPERTS, HIDDEN, seed=0) / 5)
     hidden, by_weight = drawn(40, HIDDEN, seed=2).requires_grad_(), drawn(40, EXPERTS, seed=3)
     _, weights, ids = router(hidden)
     expected = by_expert(weights, ids)

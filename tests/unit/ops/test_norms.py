@@ -70,7 +70,7 @@ def test_a_row_s_gradient_depends_neither_on_the_batch_nor_on_threads_nor_on_the
     finally:
         dense.configure()
     parts = [
-        dense.rms_norm_backward(*rows, weight, r)
-        for *rows, r in zip(by_out.split(7), x.split(7), inverse.split(7), strict=True)
+        dense.rms_norm_backward(by_rows, rows, weight, r)
+        for by_rows, rows, r in zip(by_out.split(7), x.split(7), inverse.split(7), strict=True)
     ]
     assert torch.equal(torch.cat(parts), whole)

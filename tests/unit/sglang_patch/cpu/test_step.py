@@ -513,7 +513,8 @@ def test_adapters_that_do_not_fit_are_refused_before_anything_is_written(served:
     keys = served.scheduler.tp_worker.model_runner.token_to_kv_pool.k_buffer[0]
     before = keys.clone()
     with pytest.raises(InvalidValueError, match=message):
-        program._step.run(*small_batch(), adapters)
+        ids, positions, slots, sequences = small_batch()
+        program._step.run(ids, positions, slots, sequences, adapters)
     assert torch.equal(keys, before)
 
 
