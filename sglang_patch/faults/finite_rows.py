@@ -24,6 +24,7 @@ After the pass, `batches.py` has the noted requests marked. A prefill discards a
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -52,21 +53,20 @@ class Notes:
     def __init__(self, lengths: list[int], has_adapters: bool) -> None:
         self.has_adapters = has_adapters
         self._lengths = lengths
-        self._rows = torch.zeros(sum(lengths), dtype=torch.bool)
-        self._requests = torch.zeros(len(lengths), dtype=torch.bool)
+        self._requests: set[int] = set()
 
     def note_rows(self, bad: torch.Tensor) -> None:
         """`bad`: bool [T], one for each token of the pass."""
-        self._rows |= bad.cpu()
+        by_request = bad.cpu().split(self._lengths)
+        self._requests.update(place for place, rows in enumerate(by_request) if bool(rows.any()))
 
     def note_requests(self, bad: torch.Tensor) -> None:
         """`bad`: bool [B]."""
-        self._requests |= bad.cpu()
+        self._requests.update(place for place, is_bad in enumerate(bad.tolist()) if is_bad)
 
     def requests(self) -> list[int]:
-        """Batch positions of the requests with a non-finite row."""
-        by_rows = [bool(rows.any()) for rows in self._rows.split(self._lengths)]
-        return [place for place, bad in enumerate(self._requests.tolist()) if bad or by_rows[place]]
+        """Batch positions of the requests with a non-finite row, ascending."""
+        return sorted(self._requests)
 
 
 def install(hooks: Hooks) -> None:
@@ -84,7 +84,7 @@ def present() -> Notes | None:
 
 def bad_rows(matrix: torch.Tensor) -> torch.Tensor | None:
     """Bool [T]: the non-finite rows of [T, ...]; None if all rows are finite. Reads finite input once."""
-    if bool(torch.isfinite(matrix.sum())):
+    if math.isfinite(float(matrix.sum())):
         return None
     bad = ~torch.isfinite(matrix.reshape(matrix.shape[0], -1)).all(-1)
     return bad if bool(bad.any()) else None  # a sum of large finite numbers may overflow
@@ -101,12 +101,18 @@ def masked(matrix: torch.Tensor) -> torch.Tensor:
 
 def _note_forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     global _notes
+    lora_ids = getattr(forward_batch, "lora_ids", None) or ()
+    _notes = Notes(_lengths(forward_batch), any(lora_id is not None for lora_id in lora_ids))
+    return original(runner, forward_batch, *args, **kwargs)
+
+
+def _lengths(forward_batch: Any) -> list[int]:
+    """Tokens of each request. `generate_sequence_lengths` makes a tensor, in a context that costs a decode step 0.1 ms."""
     from sglang.srt.lora.utils import generate_sequence_lengths
 
-    lengths = generate_sequence_lengths(forward_batch, device="cpu").tolist()
-    lora_ids = getattr(forward_batch, "lora_ids", None) or ()
-    _notes = Notes(lengths, any(lora_id is not None for lora_id in lora_ids))
-    return original(runner, forward_batch, *args, **kwargs)
+    if forward_batch.forward_mode.is_decode():
+        return [1] * int(forward_batch.batch_size)
+    return [int(length) for length in generate_sequence_lengths(forward_batch, device="cpu").tolist()]
 
 
 def _mask_hidden_states(
@@ -119,8 +125,11 @@ def _mask_hidden_states(
 
 def _mask_logits(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Zeroes non-finite rows of [B, V] in place. A grammar's -inf is allowed while at least one token remains."""
-    bad = ~torch.isfinite(logits.amax(-1))
-    if _notes is not None and bool(bad.any()):
+    largest = logits.amax(-1)
+    if _notes is None or math.isfinite(float(largest.sum())):
+        return logits
+    bad = ~torch.isfinite(largest)
+    if bool(bad.any()):  # a sum of large finite numbers may overflow
         _notes.note_requests(bad)
         logits[bad] = 0
     return logits

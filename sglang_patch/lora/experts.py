@@ -62,6 +62,9 @@ def lora_layer(original: Callable[..., Any], layer: Any, lora_backend: Any, **kw
 def note_expert_batch(result: None, manager: Any, forward_batch: Any) -> None:
     from sglang.srt.lora.utils import generate_sequence_lengths
 
+    if manager.lora_backend.get_batch_info() is None:  # no request of the batch has an adapter (`linear`)
+        manager.lora_backend.expert_batch = None
+        return
     lengths = generate_sequence_lengths(forward_batch, device="cpu")
     manager.lora_backend.expert_batch = expert_batch(manager, forward_batch.lora_ids, lengths)
 

@@ -3,6 +3,9 @@
 Symbols (SGLang 0.5.23): `lora.backend.torch_backend.sgemm_lora_a_fwd` and `.sgemm_lora_b_fwd`, which the backend
 `torch_native` calls for every linear layer with LoRA. Reason: PyTorch's products sum in an order that depends on the
 number of tokens. The training twin calls the same function (`kt_runtime.ops.matmul.served_product`).
+
+`skip_inactive_lora_batches` is an attribute of SGLang's backends: batches without an adapter are then not prepared, and
+their layers are computed as if there were no LoRA. Reason: preparing a batch of one token takes 0.4 ms.
 """
 
 from __future__ import annotations
@@ -17,13 +20,18 @@ from kt_runtime.ops.matmul import lora_product_into
 from kt_runtime.sglang_patch.hooks import Hooks
 
 BACKEND = "sglang.srt.lora.backend.torch_backend"
-SYMBOLS = (f"{BACKEND}.sgemm_lora_a_fwd", f"{BACKEND}.sgemm_lora_b_fwd")
+SYMBOLS = (
+    f"{BACKEND}.sgemm_lora_a_fwd",
+    f"{BACKEND}.sgemm_lora_b_fwd",
+    f"{BACKEND}.TorchNativeLoRABackend.skip_inactive_lora_batches",
+)
 
 
 def install(hooks: Hooks) -> None:
     if hooks.on_cpu:
         hooks.replace(SYMBOLS[0], lora_a)
         hooks.replace(SYMBOLS[1], lora_b)
+        hooks.set(SYMBOLS[2], True)
 
 
 @dataclass(frozen=True, slots=True)
