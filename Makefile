@@ -20,7 +20,7 @@ help:
 	@echo "make fuzz    attack a real server for an hour, or for FUZZ_SECONDS (docs/testing.md)"
 	@echo "make test-amx       run the AMX kernels' tests on AMX instructions: here, else through the command in AMX_RUNNER"
 	@echo "make test-sanitize  run the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
-	@echo "make test-threads   run the thread pool's tests under ThreadSanitizer"
+	@echo "make test-threads   run the thread pool's and the native step's tests under ThreadSanitizer"
 	@echo "make check   linters, formatting, types of sources and tests, and the import-direction test"
 	@echo "make check-native   test-threads and test-sanitize, which also runs AMX's kernels on a model of its tiles"
 	@echo "make format  apply ruff's and clang-format's formatting"

@@ -5,7 +5,8 @@ family's table. One module that calls the expert store replaces the routed exper
 missing in the table or in the engine is an error at start, never a silent copy.
 
 On a machine without a GPU every operation between token ids and log-probabilities is one function for serving and
-training (`kt_runtime.ops`, `attention.py`), so both get the same bits. Rotary tables are the engine's.
+training (`kt_runtime.ops`, `attention.py`), so both get the same bits. The rotary table is the engine's, and must be
+there. On a GPU Hugging Face's module computes the table.
 
 The model's own `forward` is not used. The slices call embedding, layers, norm and head separately, so no mask is built
 and nothing is cached.
@@ -48,7 +49,9 @@ class Twin:
             self._place_experts(host.config)
             sources, tensors = self.family.twin_sources(host.config), host.tensors()
             self._views = _share(self._model, sources, tensors)
-            self._angles = tensors.get(self.family.rotary_table) if host.attends_in_float32 else None
+            self._angles = (
+                _engine_tensor("rotary table", self.family.rotary_table, tensors) if host.attends_in_float32 else None
+            )
             self._model.model.rotary_emb = type(self._model.model.rotary_emb)(self._model.config).to(host.device)
         self._refuse_leftovers()
         self._model.eval()
@@ -220,12 +223,7 @@ def dense_views(config: Mapping[str, Any], engine: Mapping[str, torch.Tensor]) -
 
 
 def _view(source: TensorSource, engine: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    if source.source not in engine:
-        raise CheckpointError(
-            f"the training twin's {source.name} should be a view of the engine's {source.source!r}, which is not there"
-            f"{suggestion(source.source, engine)}"
-        )
-    whole = engine[source.source].detach()
+    whole = _engine_tensor(source.name, source.source, engine).detach()
     view = whole[source.start : source.stop]
     if tuple(view.shape) != source.shape:
         raise CheckpointError(
@@ -236,3 +234,12 @@ def _view(source: TensorSource, engine: Mapping[str, torch.Tensor]) -> torch.Ten
     if view.data_ptr() != expected:
         raise CheckpointError(f"the training twin's {source.name} is not a view of the engine's {source.source}")
     return view
+
+
+def _engine_tensor(what: str, name: str, engine: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if name not in engine:
+        raise CheckpointError(
+            f"the training twin's {what} should be a view of the engine's {name!r}, which is not there"
+            f"{suggestion(name, engine)}"
+        )
+    return engine[name]

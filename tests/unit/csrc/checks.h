@@ -90,6 +90,28 @@ void test_amx(const kt::Tiles& tiles, Report& report);         // amx_test.cpp
 void test_attention(const kt::Tiles& tiles, Report& report);   // attention_test.cpp
 void test_dense(const kt::Tiles& tiles, Report& report);       // dense_test.cpp
 void test_decoder(const kt::Tiles& tiles, Report& report);     // decoder_test.cpp
+void test_step(const kt::Tiles& tiles, Report& report);        // step_test.cpp
+
+inline double norm(const std::vector<double>& values) {
+  double sum = 0;
+  for (const double value : values) sum += value * value;
+  return std::sqrt(sum);
+}
+
+// A contiguous tensor.
+inline kt::TensorView tensor_view(const void* data, kt::DType dtype, const std::vector<int64_t>& shape) {
+  kt::TensorView view;
+  view.data = const_cast<void*>(data);
+  view.dtype = dtype;
+  view.ndim = static_cast<int>(shape.size());
+  int64_t stride = 1;
+  for (int i = view.ndim - 1; i >= 0; --i) {
+    view.shape[i] = shape[static_cast<size_t>(i)];
+    view.strides[i] = stride;
+    stride *= view.shape[i];
+  }
+  return view;
+}
 
 // `stride`: elements from one row to the next.
 inline kt::TensorView matrix_view(const void* data, kt::DType dtype, int64_t rows, int64_t cols, int64_t stride) {

@@ -10,18 +10,8 @@ namespace kt_test {
 namespace {
 
 template <class T>
-kt::TensorView view(std::vector<T>& data, kt::DType dtype, std::vector<int64_t> shape) {
-  kt::TensorView made;
-  made.data = data.data();
-  made.dtype = dtype;
-  made.ndim = static_cast<int>(shape.size());
-  int64_t stride = 1;
-  for (int i = made.ndim - 1; i >= 0; --i) {
-    made.shape[i] = shape[static_cast<size_t>(i)];
-    made.strides[i] = stride;
-    stride *= made.shape[i];
-  }
-  return made;
+kt::TensorView view(std::vector<T>& data, kt::DType dtype, const std::vector<int64_t>& shape) {
+  return tensor_view(data.data(), dtype, shape);
 }
 
 struct Case {
@@ -51,9 +41,8 @@ struct Problem {
       for (int64_t e = 0; e < experts; ++e) {
         const PackedCase matrix(shape.rows, shape.cols, c.format, random,
                                 1 / std::sqrt(static_cast<float>(shape.cols)));
-        pack(&layer, matrix, e, part);
-        pack(&two_nodes, matrix, e, part);
-        pack(&four_nodes, matrix, e, part);
+        for (kt::ExpertLayer* each : {&layer, &two_nodes, &four_nodes})
+          pack_into(each, matrix, e, static_cast<kt::Projection>(part));
         for (int64_t row = 0; row < shape.rows; ++row) {
           for (int64_t col = 0; col < shape.cols; ++col) plain[part].push_back(matrix.at(row, col));
         }
@@ -73,14 +62,6 @@ struct Problem {
     weights = random.floats(c.tokens * c.top_k);
     for (int64_t i = 0; i < c.tokens * c.top_k; ++i) ids.push_back(static_cast<int32_t>(random.below(experts + 1) - 1));
     for (int64_t t = 0; t < c.tokens; ++t) token_slots.push_back(static_cast<int32_t>(random.below(2) - 1));
-  }
-
-  static void pack(kt::ExpertLayer* into, const PackedCase& matrix, int64_t expert, int part) {
-    const auto projection = static_cast<kt::Projection>(part);
-    for (int node = 0; node < into->num_nodes(); ++node) {
-      const auto piece = into->piece(expert, projection, node);
-      kt::pack_blocks(matrix.plain(), piece.first, piece.blocks.blocks, into->piece_data(expert, projection, node));
-    }
   }
 
   kt::LoraSlot slot(std::vector<float> (&tensors)[6]) {
@@ -156,12 +137,6 @@ std::vector<double> reference(const Problem& p, const Point& at) {
     }
   }
   return out;
-}
-
-double norm(const std::vector<double>& values) {
-  double sum = 0;
-  for (const double value : values) sum += value * value;
-  return std::sqrt(sum);
 }
 
 void test_forward(Problem& p, const kt::Tiles& tiles, Report& report) {

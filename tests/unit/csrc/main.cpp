@@ -3,8 +3,8 @@
 //   kt_kernel_tests             all that are available, and amx-model: AMX's kernels on a software model of its tiles
 //   kt_kernel_tests --isa NAME  that one; fails where it can't run, so that a lane meant for it never passes on another
 //   kt_kernel_tests --isa NAME --quick
-//                               the same without the tests of whole layers, which take most of the time and call no
-//                               kernel that the others don't: for emulators
+//                               the same without the tests of whole layers and of the step, which take most of the
+//                               time and call no kernel that the others don't: for emulators
 //   kt_kernel_tests --list      prints the names of both, one a line
 #include <cstdio>
 #include <cstring>
@@ -29,12 +29,13 @@ constexpr struct {
     {"float", kt_test::test_float}, {"integer", kt_test::test_integer},     {"transposed", kt_test::test_transposed},
     {"rows", kt_test::test_rows},   {"layer", kt_test::test_layer},         {"amx", kt_test::test_amx},
     {"dense", kt_test::test_dense}, {"attention", kt_test::test_attention}, {"decoder", kt_test::test_decoder},
+    {"step", kt_test::test_step},
 };
 
 bool run(const kt::Tiles& tiles, bool quick) {
   kt_test::Report report;
   for (const auto& test : kTests) {
-    if (quick && test.run == kt_test::test_layer) continue;
+    if (quick && (test.run == kt_test::test_layer || test.run == kt_test::test_step)) continue;
     const long before = report.checks();
     test.run(tiles, report);
     std::printf("%s %s: %ld checks, errors up to %.2f of what is allowed\n", tiles.name, test.name,

@@ -78,4 +78,12 @@ class PackedCase {
   std::vector<double> values_;
 };
 
+// A matrix of one expert in a layer, on every memory node its part.
+inline void pack_into(kt::ExpertLayer* layer, const PackedCase& matrix, int64_t expert, kt::Projection projection) {
+  for (int node = 0; node < layer->num_nodes(); ++node) {
+    const auto piece = layer->piece(expert, projection, node);
+    kt::pack_blocks(matrix.plain(), piece.first, piece.blocks.blocks, layer->piece_data(expert, projection, node));
+  }
+}
+
 }  // namespace kt_test

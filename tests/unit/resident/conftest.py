@@ -232,7 +232,19 @@ def fused_tensors(model: torch.nn.Module, config: Mapping[str, Any]) -> dict[str
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         whole = fused[name]
         fused[name] = torch.cat([whole, whole.new_full((-len(whole) % 64, whole.shape[1]), float("nan"))])
-    return fused
+    return fused | {family_for(config).rotary_table: rotary_table(model, config)}
+
+
+def rotary_table(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.Tensor:
+    """[positions, D]: D / 2 cosines, then D / 2 sines, of Hugging Face's module."""
+    places = torch.arange(config["max_position_embeddings"])[None]
+    tables = model.get_submodule("model.rotary_emb")(torch.zeros(1), places)
+    cos, sin = (tables.real, tables.imag) if isinstance(tables, torch.Tensor) else (half(table) for table in tables)
+    return torch.cat([cos[0], sin[0]], dim=-1)
+
+
+def half(table: torch.Tensor) -> torch.Tensor:
+    return table[..., : table.shape[-1] // 2]
 
 
 @pytest.fixture(scope="session")

@@ -62,16 +62,36 @@ def by_expert(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def test_rotary_tables_are_the_engine_s(make_host: Any, tokens: torch.Tensor, family: str) -> None:
     host = make_host(family)
+    name = Twin(host).family.rotary_table
+    table = host.tensors()[name]
+    host.tensors()[name] = table + 0.5
     twin = Twin(host)
-    own = twin.positions(twin.embed(tokens))
-    cos, sin = (own.real, own.imag) if isinstance(own, torch.Tensor) else own
-    half = (own.shape if isinstance(own, torch.Tensor) else (*cos.shape[:-1], cos.shape[-1] // 2))[-1]
-    table = torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1)
-    host.tensors()[twin.family.rotary_table] = table + 0.5
-    shifted = Twin(host).positions(twin.embed(tokens), torch.tensor([[3, 4, 49]]))
-    cos, sin = (shifted.real, shifted.imag) if isinstance(shifted, torch.Tensor) else shifted
+    found = twin.positions(twin.embed(tokens), torch.tensor([[3, 4, 49]]))
+    cos, sin = (found.real, found.imag) if isinstance(found, torch.Tensor) else found
+    half = table.shape[-1] // 2
     assert torch.equal(torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1), table[[3, 4, 49]] + 0.5)
     assert torch.equal(cos[0, :, -half:], cos[0, :, :half]) and torch.equal(sin[0, :, -half:], sin[0, :, :half])
+
+
+def test_a_rotary_table_that_the_engine_lacks_is_an_error_with_its_name(make_host: Any, family: str) -> None:
+    host = make_host(family)
+    name = Twin(host).family.rotary_table
+    host.tensors()[f"{name}s"] = host.tensors().pop(name)
+    with pytest.raises(CheckpointError, match=rf"rotary table .* engine's '{name}', which is not there.*'{name}s'"):
+        Twin(host)
+
+
+@torch.no_grad()
+def test_beside_an_engine_on_a_gpu_the_rotary_table_is_hugging_face_s(
+    make_host: Any, tokens: torch.Tensor, family: str
+) -> None:
+    host = make_host(family, attends_in_float32=False)
+    del host.tensors()[Twin(host).family.rotary_table]
+    twin = Twin(host)
+    hidden = twin.embed(tokens)
+    found, wanted = twin.positions(hidden), host.hf.model.rotary_emb(hidden, torch.arange(tokens.shape[1])[None])
+    pairs = [(found, wanted)] if isinstance(found, torch.Tensor) else list(zip(found, wanted, strict=True))
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def a_model_with_one_copy(lab: Any) -> torch.nn.Module:
