@@ -81,6 +81,7 @@ void check(const TensorView& view, const TensorRule& rule) {
 }  // namespace
 
 TensorView view_of(const pybind11::handle& capsule, const TensorRule& rule) {
+  if (capsule.is_none()) throw BindError{"invalid_value", std::string(rule.name) + " is missing"};
   auto* tensor = static_cast<DLTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   if (tensor == nullptr) {
     PyErr_Clear();

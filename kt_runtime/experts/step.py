@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kt_runtime import _experts
+from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts.attention import Sequences
 from kt_runtime.experts.layer import ExpertLayer
 from kt_runtime.experts.native import capsule, resolve_isa, translated_errors
@@ -116,19 +117,22 @@ class Step:
     ) -> None:
         threads = _experts.default_num_threads() if num_threads is None else num_threads
         pools: Sequence[LayerLora | None] = [None] * len(layers) if lora is None else lora.layers
+        if len(pools) != len(layers):
+            raise InvalidValueError(f"the LoRA pool has {len(pools)} layers; the decoder stack has {len(layers)}")
         table = {
             **scalars,
             "lora_slots": 0 if lora is None else lora.slots,
             "lora_rank": 0 if lora is None else lora.rank,
+            **dict.fromkeys(("embedding", "angles", "final_norm")),
             **{name: capsule(tensor, name) for name, tensor in tensors.items()},
             "layers": [
                 _named_layer(layer, pool, f"layers[{index}]")
                 for index, (layer, pool) in enumerate(zip(layers, pools, strict=True))
             ],
         }
-        self._hidden, self._dtype = tensors["embedding"].shape[1], tensors["embedding"].dtype
         with translated_errors():
             self._native = _experts.Step(resolve_isa(isa), threads, table)
+        self._hidden, self._dtype = tensors["embedding"].shape[1], tensors["embedding"].dtype
 
     def run(
         self, ids: Tensor, positions: Tensor, slots: Tensor, sequences: Sequences, lora: BatchLora = NO_LORA

@@ -41,6 +41,10 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "bfloat16, biases, one key head": ("bfloat16", {}, OTHER_MODEL),
     **{f"bfloat16, {isa}": ("bfloat16", {"isa": isa}, {}) for isa in available_isas()},
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+SINGLE_CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {  # of single tests
+    f"{dtype}, YaRN": (dtype, {}, {"rope_scaling": YARN}) for dtype in ("float32", "bfloat16")
+}
 
 
 class Both:
@@ -96,7 +100,7 @@ def served(
     """SGLang's own scheduler in this process, with a tiny Qwen3-MoE; prefills and decodes may share a batch."""
     from kt_runtime.serve.models.make_model import make_model
 
-    dtype, store, changes = CASES[request.param]
+    dtype, store, changes = (CASES | SINGLE_CASES)[request.param]
     model, preset = tmp_path_factory.mktemp("model") / "tiny", load_preset("tiny-qwen3-moe")
     make_model(msgspec.structs.replace(preset, config=preset.config | changes), model, seed=3)
     with engine(model, "--dtype", dtype, "--enable-mixed-chunk", **store) as started:
@@ -712,3 +716,17 @@ def test_what_the_step_leaves_to_sglang(
     assert all(caplog.text.count(reason) == 1 for reason in native_step.exceptions())
     with pytest.raises(AssertionError, match="the step must not run"):
         computed(model, ids, batch)
+
+
+@pytest.mark.parametrize("served", SINGLE_CASES, indirect=True)
+def test_yarns_rotary_table(served: Engine, both: Both) -> None:
+    rotary = both.model.layers[0].self_attn.rotary_emb
+    assert type(rotary).__name__ == "YaRNScalingRotaryEmbedding"
+    assert rotary.cos_sin_cache[0, 0] > 1.1, "YaRN's attention factor is a factor of the table"
+    requests = [served.request(f"r{length}", prompt(length, length), return_logprob=False) for length in LENGTHS]
+    served.send(*requests[:3])
+    for _ in range(3):
+        served.step()
+    served.run(*requests[3:])
+    assert not both.different
+    assert {"EXTEND", "MIXED", "DECODE"} <= {mode for mode, _ in both.modes}

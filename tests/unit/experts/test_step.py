@@ -1,0 +1,212 @@
+"""The native step's table: each tensor or number that does not fit is refused with its name, its value and the rule.
+
+What the step computes is compared with SGLang's modules (tests/unit/sglang_patch/cpu/test_step.py), and with double
+precision (tests/unit/csrc/step_test.cpp).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pytest
+import torch
+
+from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.experts import ExpertLayer, available_isas
+from kt_runtime.experts.attention import Sequences
+from kt_runtime.experts.step import LayerLora, LoraPool, Step, StepLayer
+
+HIDDEN, HEADS, KEY_HEADS, SIZE, EXPERTS, INNER = 16, 4, 2, 6, 4, 8
+QUERIES, QKV = HEADS * SIZE, (HEADS + 2 * KEY_HEADS) * SIZE
+LORA_SLOTS, RANK = 3, 2
+WHOLE = {"embedding": (10, HIDDEN), "angles": (12, SIZE), "final_norm": (HIDDEN,)}
+LAYER = {
+    "input_norm": (HIDDEN,),
+    "qkv": (QKV, HIDDEN),
+    "qkv_bias": (QKV,),
+    "query_norm": (SIZE,),
+    "key_norm": (SIZE,),
+    "keys": (9, KEY_HEADS, SIZE),
+    "values": (9, KEY_HEADS, SIZE),
+    "out": (HIDDEN, QUERIES),
+    "out_bias": (HIDDEN,),
+    "post_norm": (HIDDEN,),
+    "gate": (EXPERTS, HIDDEN),
+}
+LORA = {
+    "qkv_a": (LORA_SLOTS, 3 * RANK, HIDDEN),
+    "qkv_b": (LORA_SLOTS, QKV, RANK),
+    "out_a": (LORA_SLOTS, RANK, QUERIES),
+    "out_b": (LORA_SLOTS, HIDDEN, RANK),
+    "gate_up_a": (LORA_SLOTS, EXPERTS, 2 * RANK, HIDDEN),
+    "gate_up_b": (LORA_SLOTS, EXPERTS, 2 * INNER, RANK),
+    "down_a": (LORA_SLOTS, EXPERTS, RANK, INNER),
+    "down_b": (LORA_SLOTS, EXPERTS, HIDDEN, RANK),
+}
+PLACES = [
+    *((place, name) for place, names in (("whole", WHOLE), ("layer", LAYER), ("lora", LORA)) for name in names),
+]
+PREFIXES = {"whole": "", "layer": "layers[1].", "lora": "layers[1].lora."}
+
+
+@dataclass
+class Table:
+    """What a step is built from: two layers, and a LoRA pool."""
+
+    experts: list[ExpertLayer]
+
+    def __post_init__(self) -> None:
+        self.scalars: dict[str, Any] = {
+            "heads": HEADS, "key_heads": KEY_HEADS, "head_size": SIZE, "top_k": 2, "normalises": True, "epsilon": 1e-6,
+            "scaling": SIZE**-0.5,
+        }  # fmt: skip
+        self.pool = {"slots": LORA_SLOTS, "rank": RANK}
+        self.whole, self.layers = drawn(WHOLE), [drawn(LAYER), drawn(LAYER)]
+        self.lora = [drawn(LORA), drawn(LORA)]
+
+    def tensors(self, place: str) -> dict[str, Any]:
+        """Those that a test changes: of the whole, or of the second layer."""
+        return {"whole": self.whole, "layer": self.layers[1], "lora": self.lora[1]}[place]
+
+    def build(self, **options: Any) -> Step:
+        layers = [StepLayer(**layer, experts=one) for layer, one in zip(self.layers, self.experts, strict=True)]
+        pool = LoraPool(**self.pool, layers=[LayerLora(**layer) for layer in self.lora])
+        return Step(self.scalars, self.whole, layers, pool, **{"num_threads": 1, **options})
+
+
+def drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def table(make_problem: Callable[..., Any], build_layer: Callable[..., ExpertLayer]) -> Table:
+    return Table([build_layer(make_problem(EXPERTS, HIDDEN, INNER, 1, 1, seed=seed).experts) for seed in (0, 1)])
+
+
+def refusal(table: Table, **options: Any) -> str:
+    with pytest.raises(InvalidValueError) as refused:
+        table.build(**options)
+    return str(refused.value)
+
+
+def test_the_table_of_these_tests_is_whole(table: Table) -> None:
+    assert LAYER.keys() == {field.name for field in fields(StepLayer)} - {"experts"}
+    assert LORA.keys() == {field.name for field in fields(LayerLora)}
+    two = torch.tensor([3, 4])
+    sequences = Sequences(torch.tensor([[0, 2, 0, 0]]), two.int()[None])
+    hidden, refused = table.build().run(two, two - 3, two, sequences)
+    assert hidden.shape == (2, HIDDEN) and hidden.isfinite().all() and refused == []
+
+
+@pytest.mark.parametrize(("place", "name"), PLACES)
+def test_a_tensor_of_another_shape_is_refused_with_both_shapes(table: Table, place: str, name: str) -> None:
+    tensors = table.tensors(place)
+    wanted = list(tensors[name].shape)
+    tensors[name] = torch.zeros(*wanted[:-1], wanted[-1] + 1)
+    message = refusal(table)
+    if name == "embedding":  # the hidden size of all others
+        assert message == f"final_norm has shape [{HIDDEN}]; expected [{HIDDEN + 1}]"
+        return
+    expected = str(["any", SIZE] if name == "angles" else wanted).replace("'", "")
+    assert message == f"{PREFIXES[place]}{name} has shape {list(tensors[name].shape)}; expected {expected}"
+
+
+@pytest.mark.parametrize(("place", "name"), PLACES)
+def test_a_tensor_of_another_number_of_dimensions_is_refused(table: Table, place: str, name: str) -> None:
+    tensors = table.tensors(place)
+    tensors[name] = torch.zeros(2, 1, *tensors[name].shape)
+    count = tensors[name].dim()
+    shape = f" has shape {list(tensors[name].shape)}; expected ["
+    message = refusal(table)
+    assert message.startswith(PREFIXES[place] + name + (shape if count <= 4 else f" has {count} dimensions; expected "))
+    assert name != "embedding" or message.endswith("expected [any, any]")
+
+
+@pytest.mark.parametrize(("place", "name"), PLACES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int32])
+def test_a_tensor_of_another_dtype_is_refused_with_both(
+    table: Table, place: str, name: str, dtype: torch.dtype
+) -> None:
+    tensors = table.tensors(place)
+    tensors[name] = tensors[name].to(dtype)
+    found = {torch.float16: "an unsupported type"}.get(dtype, str(dtype).removeprefix("torch."))
+    message = refusal(table)
+    if name != "embedding":
+        assert message == f"{PREFIXES[place]}{name} has dtype {found}; allowed: float32"
+    elif dtype == torch.bfloat16:  # the dtype of all others
+        assert message == "angles has dtype float32; allowed: bfloat16"
+    else:
+        assert message == f"embedding has dtype {found}; allowed: float32 or bfloat16"
+
+
+@pytest.mark.parametrize(("place", "name"), PLACES)
+def test_a_tensor_that_is_not_contiguous_is_refused(table: Table, place: str, name: str) -> None:
+    tensors = table.tensors(place)
+    tensors[name] = tensors[name].repeat_interleave(2, -1)[..., ::2]
+    where = " in its last dimension" if name == "embedding" else ""
+    assert refusal(table) == f"{PREFIXES[place]}{name} is not contiguous{where}"
+
+
+@pytest.mark.parametrize(("place", "name"), PLACES)
+def test_a_missing_tensor_is_refused_with_its_name(table: Table, place: str, name: str) -> None:
+    tensors = table.tensors(place)
+    if place == "whole":
+        del tensors[name]
+    else:
+        tensors[name] = None
+    if "bias" in name:
+        assert table.build().scratch_bytes == 0, "a layer may have no bias"
+    elif place == "lora":
+        assert refusal(table) == f"layers[1].lora.{name} is missing: A and B come in pairs"
+    else:
+        assert refusal(table) == f"{PREFIXES[place]}{name} is missing"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"heads": 5}, "heads is 5; must be a multiple of key_heads, 2"),
+        ({"heads": 0}, "heads is 0; must be a multiple of key_heads, 2"),
+        ({"key_heads": 0}, "heads is 4; must be a multiple of key_heads, 0"),
+        ({"head_size": 7}, "head_size is 7; must be even"),
+        ({"head_size": 0}, "head_size is 0; must be even"),
+        ({"top_k": 0}, "top_k is 0; must be at least 1"),
+        ({"top_k": 5}, "layers[0].experts has 4 experts of hidden size 16; expected at least 5 of 16"),
+        ({"slots": 0}, "lora_slots is 0 and lora_rank 2; both are 0, or both are at least 1"),
+        ({"rank": -1}, "lora_slots is 3 and lora_rank -1; both are 0, or both are at least 1"),
+    ],
+)
+def test_a_number_that_does_not_fit_is_refused_with_its_value(
+    table: Table, numbers: dict[str, int], message: str
+) -> None:
+    for name, number in numbers.items():
+        (table.pool if name in table.pool else table.scalars)[name] = number
+    assert refusal(table) == message
+
+
+def test_experts_of_other_sizes_are_refused(
+    table: Table, make_problem: Callable[..., Any], build_layer: Callable[..., ExpertLayer]
+) -> None:
+    second = table.experts[1]
+    table.experts[1] = build_layer(make_problem(EXPERTS, HIDDEN + 1, INNER, 1, 1).experts)
+    assert refusal(table) == "layers[1].experts has 4 experts of hidden size 17; expected at least 2 of 16"
+    table.experts[1] = build_layer(make_problem(EXPERTS - 1, HIDDEN, INNER, 1, 1).experts)
+    assert refusal(table) == "layers[1].experts has 3 experts; expected 4, as layers[0]"
+    table.experts[1] = second
+    assert table.build().scratch_bytes == 0
+
+
+def test_layers_are_counted(table: Table) -> None:
+    table.lora.pop()
+    assert refusal(table) == "the LoRA pool has 1 layers; the decoder stack has 2"
+    table.layers, table.experts, table.lora = [], [], []
+    assert refusal(table) == "layers is empty"
+
+
+def test_an_unknown_instruction_set_lists_those_of_this_machine(table: Table) -> None:
+    with pytest.raises(UnknownNameError, match=re.escape(available_isas()[-1])):
+        table.build(isa="avx1024")
