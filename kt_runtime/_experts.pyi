@@ -158,6 +158,9 @@ class Step:
         out: Any,
         /,
     ) -> list[int]: ...
+    def free_scratch(self) -> None:
+        """Nothing, while a batch runs in another thread."""
+
     @property
     def scratch_bytes(self) -> int: ...
 

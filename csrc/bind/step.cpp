@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <mutex>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -178,13 +179,22 @@ class NativeStep {
     Status status;
     {
       const py::gil_scoped_release release;
+      const std::lock_guard lock(in_use_);
       status = program_.run(batch, result, &refused);
     }
     check(status);
     return refused;
   }
 
-  int64_t scratch_bytes() const { return program_.scratch_bytes(); }
+  int64_t scratch_bytes() {
+    const std::lock_guard lock(in_use_);
+    return program_.scratch_bytes();
+  }
+  // Unless a batch is running.
+  void free_scratch() {
+    const std::unique_lock lock(in_use_, std::try_to_lock);
+    if (lock) program_.free_scratch();
+  }
 
  private:
   static const Tiles& tiles_of(const std::string& isa) {
@@ -221,6 +231,7 @@ class NativeStep {
 
   py::dict table_;  // owns the capsules, which keep the tensors alive
   Program program_;
+  std::mutex in_use_;
 };
 
 }  // namespace
@@ -229,6 +240,7 @@ void bind_step(py::module_& module) {
   py::class_<NativeStep>(module, "Step")
       .def(py::init<const std::string&, int, const py::dict&>())
       .def("run", &NativeStep::run)
+      .def("free_scratch", &NativeStep::free_scratch)
       .def_property_readonly("scratch_bytes", &NativeStep::scratch_bytes);
 }
 

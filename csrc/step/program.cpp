@@ -97,15 +97,17 @@ int64_t Program::scratch_bytes() const {
   return static_cast<int64_t>(bytes);
 }
 
+void Program::free_scratch() {
+  buffers_.clear();
+  attention_parts_ = AlignedBuffer();
+  adapters_.free_scratch();
+  room_ = 0;
+}
+
 void Program::free_unneeded(int64_t tokens) {
   need_.add(static_cast<size_t>(tokens));
   if (++steps_ % kCallsInWindow == 0) {
-    if (room_ > 2 * need_.most()) {
-      buffers_.clear();
-      attention_parts_ = AlignedBuffer();
-      adapters_.free_scratch();
-      room_ = 0;
-    }
+    if (room_ > 2 * need_.most()) free_scratch();
     need_.end_window();
   }
   room_ = std::max(room_, static_cast<size_t>(tokens));

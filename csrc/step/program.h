@@ -41,6 +41,7 @@ class Program {
   DType dtype() const { return stack_.dtype(); }
   int64_t hidden() const { return stack_.hidden(); }
   int64_t scratch_bytes() const;
+  void free_scratch();
 
  private:
   struct Rows;

@@ -13,7 +13,7 @@ from kt_runtime import _experts
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts.attention import Sequences
 from kt_runtime.experts.layer import ExpertLayer
-from kt_runtime.experts.native import capsule, resolve_isa, translated_errors
+from kt_runtime.experts.native import capsule, resolve_isa, steps, translated_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +132,7 @@ class Step:
         }
         with translated_errors():
             self._native = _experts.Step(resolve_isa(isa), threads, table)
+        steps.add(self._native)
         self._hidden, self._dtype = tensors["embedding"].shape[1], tensors["embedding"].dtype
 
     def run(
@@ -164,7 +165,8 @@ class Step:
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory kept for a batch's activations. Freed when about 3,000 batches needed less than half of it."""
+        """Memory kept for a batch's activations. Freed when about 3,000 batches needed less than half of it, and by
+        `free_spare_memory`."""
         return self._native.scratch_bytes
 
 

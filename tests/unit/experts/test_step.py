@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 import torch
 
 from kt_runtime.errors import InvalidValueError, UnknownNameError
-from kt_runtime.experts import ExpertLayer, available_isas
+from kt_runtime.experts import ExpertLayer, available_isas, free_spare_memory
 from kt_runtime.experts.attention import Sequences
+from kt_runtime.experts.native import spare_memory_bytes
 from kt_runtime.experts.step import LayerLora, LoraPool, Step, StepLayer
 
 HIDDEN, HEADS, KEY_HEADS, SIZE, EXPERTS, INNER = 16, 4, 2, 6, 4, 8
@@ -87,6 +89,11 @@ def table(make_problem: Callable[..., Any], build_layer: Callable[..., ExpertLay
     return Table([build_layer(make_problem(EXPERTS, HIDDEN, INNER, 1, 1, seed=seed).experts) for seed in (0, 1)])
 
 
+def run(step: Step) -> tuple[torch.Tensor, list[int]]:
+    two = torch.tensor([3, 4])
+    return step.run(two, two - 3, two, Sequences(torch.tensor([[0, 2, 0, 0]]), two.int()[None]))
+
+
 def refusal(table: Table, **options: Any) -> str:
     with pytest.raises(InvalidValueError) as refused:
         table.build(**options)
@@ -96,9 +103,7 @@ def refusal(table: Table, **options: Any) -> str:
 def test_the_table_of_these_tests_is_whole(table: Table) -> None:
     assert LAYER.keys() == {field.name for field in fields(StepLayer)} - {"experts"}
     assert LORA.keys() == {field.name for field in fields(LayerLora)}
-    two = torch.tensor([3, 4])
-    sequences = Sequences(torch.tensor([[0, 2, 0, 0]]), two.int()[None])
-    hidden, refused = table.build().run(two, two - 3, two, sequences)
+    hidden, refused = run(table.build())
     assert hidden.shape == (2, HIDDEN) and hidden.isfinite().all() and refused == []
 
 
@@ -210,3 +215,22 @@ def test_layers_are_counted(table: Table) -> None:
 def test_an_unknown_instruction_set_lists_those_of_this_machine(table: Table) -> None:
     with pytest.raises(UnknownNameError, match=re.escape(available_isas()[-1])):
         table.build(isa="avx1024")
+
+
+def test_scratch_is_spare_memory(table: Table) -> None:
+    step = table.build()
+    expected = run(step)[0]
+    assert 0 < step.scratch_bytes <= spare_memory_bytes()
+    free_spare_memory()
+    assert step.scratch_bytes == spare_memory_bytes() == 0
+    assert torch.equal(run(step)[0], expected)
+
+
+def test_scratch_of_a_running_step_is_not_freed(table: Table) -> None:
+    step = table.build()
+    expected = run(step)[0]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(lambda: [run(step)[0] for _ in range(500)])
+        while not running.done():
+            free_spare_memory()
+        assert all(torch.equal(found, expected) for found in running.result())
