@@ -346,7 +346,7 @@ void test_refusals(const Model& model, const kt::Tiles& tiles, Random& random, R
   report.equal("step: a refused batch changes later ones", server.same(other));
 }
 
-// Memory for a large batch is freed when many small ones have followed it; results stay the same.
+// Memory for a large batch is freed when many small ones have followed it, and on demand; results stay the same.
 void test_memory(const Model& model, const kt::Tiles& tiles, Random& random, Report& report) {
   const std::vector<Sequence> sequences = drawn_sequences(kLengths, random);
   Server server(model, sequences, tiles, 1);
@@ -364,6 +364,10 @@ void test_memory(const Model& model, const kt::Tiles& tiles, Random& random, Rep
   report.equal("step: memory of a large batch is kept", server.program.scratch_bytes() == needed);
   run(large, &again);
   report.equal("step: bits after memory was freed", again == rows && refused.empty());
+  server.program.free_scratch();
+  report.equal("step: memory that was not freed", server.program.scratch_bytes() == 0);
+  run(large, &again);
+  report.equal("step: bits after all memory was freed", again == rows && refused.empty());
 }
 
 }  // namespace
