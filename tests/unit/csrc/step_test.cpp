@@ -237,28 +237,39 @@ void test_long_prefix(const Model& model, const kt::Tiles& tiles, Random& random
   report.equal("step: bits depend on how a long prompt is cut", cut.same(whole));
 }
 
-// A token whose embedding is NaN: it and the tokens of its sequence after it are NaN and refused, others do not change.
-void test_not_finite(const Model& model, const kt::Tiles& tiles, Random& random, Report& report) {
+// A token whose embedding is NaN: it is refused, and the other sequences do not change. In a batch without adapters the
+// later tokens of its sequence see its keys, and are refused too. In a batch with an adapter its keys and values are
+// zeros in the pool.
+void test_not_finite(const Model& model, bool adapted, const kt::Tiles& tiles, Random& random, Report& report) {
   constexpr size_t kHit = 2, kToken = 3;
-  const std::vector<Sequence> sequences = drawn_sequences(kLengths, random);
+  auto lengths = kLengths;
+  for (auto& [length, adapter] : lengths) adapter = adapted ? adapter : -1;
+  const std::vector<Sequence> sequences = drawn_sequences(lengths, random);
   std::vector<Sequence> spoiled = sequences;
   spoiled[kHit].ids[kToken] = kNanId;
   Server clean(model, sequences, tiles, 2);
   clean.run_all(kWhole, report);
-  const int64_t first = sequences[kHit].first_row, begin = first + static_cast<int64_t>(kToken),
+  const int64_t first = sequences[kHit].first_row, hit = first + static_cast<int64_t>(kToken),
                 end = first + sequences[kHit].tokens();
   for (const auto* at_once : {&kWhole, &kDecode, &kMixed}) {
     Server server(model, spoiled, tiles, 2);
     server.run_all(*at_once, report);
     for (int64_t row = 0; row < count_tokens(sequences); ++row) {
-      const bool is_hit = row >= begin && row < end;
-      report.equal("step: refused tokens", server.refused[static_cast<size_t>(row)] == is_hit);
+      const bool sees = row >= hit && row < end, is_lost = adapted ? row == hit : sees;
       const Row found = row_of(server.out, row);
-      if (is_hit) {
-        report.equal("step: NaN is lost", std::all_of(found.begin(), found.end(), [](double x) { return x != x; }));
+      const auto is_nan = [](double x) { return x != x; };
+      report.equal("step: refused tokens", server.refused[static_cast<size_t>(row)] == is_lost);
+      if (is_lost) {
+        report.equal("step: NaN is lost", std::all_of(found.begin(), found.end(), is_nan));
       } else {
-        report.equal("step: NaN reaches other tokens", server.out.same_row(row, clean.out));
+        report.equal("step: NaN reaches other tokens", std::none_of(found.begin(), found.end(), is_nan));
+        report.equal("step: NaN changes other sequences", sees || server.out.same_row(row, clean.out));
       }
+    }
+    for (const Tensor& rows : {server.pool.keys[0], server.pool.values[1]}) {
+      const Row written = row_of(rows, kKeyHeads * spoiled[kHit].slots[kToken]);
+      report.equal("step: what the pool has of a token with NaN",
+                   std::all_of(written.begin(), written.end(), [&](double x) { return adapted ? x == 0 : x != x; }));
     }
   }
 }
@@ -383,7 +394,7 @@ void test_step(const kt::Tiles& tiles, Report& report) {
   }
   for (const Model* model : {&wide, &narrow, &routed}) {
     test_bits(*model, tiles, random, report);
-    test_not_finite(*model, tiles, random, report);
+    for (const bool adapted : {false, true}) test_not_finite(*model, adapted, tiles, random, report);
   }
   test_long_prefix(wide, tiles, random, report);
   test_long_prefix(routed, tiles, random, report);
