@@ -162,9 +162,9 @@ class Server {
 const std::vector<std::pair<int64_t, int64_t>> kLengths = {{1, -1}, {5, 0}, {33, 1}, {70, 0}, {12, -1}, {9, 2}};
 const std::vector<int64_t> kWhole(kLengths.size(), 99), kDecode(kLengths.size(), 1), kMixed = {1, 1, 16, 64, 1, 3};
 
-// Relative to the norm of a token's hidden states. Measured: FLOAT of float32, BF16 of bf16, which rounds every
-// operation's result.
-double tolerance(const Model& model) { return model.bf16 ? 6e-2 : 4e-6; }
+// Relative to the norm of a token's hidden states. Measured with 20 seeds on portable, AVX2 and AVX-512 kernels and
+// AMX's on the model of its tiles: 5.2e-7 in float32, 1.3e-2 in bf16, which rounds the result of every operation.
+double tolerance(const Model& model) { return model.bf16 ? 4e-2 : 2e-6; }
 
 void compare(const Tensor& out, const Sequence& sequence, const Exact& exact, double allowed, Report& report) {
   for (int64_t t = 0; t < sequence.tokens(); ++t) {
