@@ -16,6 +16,7 @@ from kt_runtime.ops.attention import attend_batch
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = [(8, 2, 64, 32), (6, 1, 72, 64)]  # query heads, key heads, key size, value size; the last is absorbed MLA
 LENGTHS = [(0, 1), (600, 3), (0, 70), (517, 1)]  # prefix, new tokens
+TOLERANCE = 3e-6  # of float32 results; 2.7e-6 measured with 40 seeds on portable, AVX2 and AVX-512 kernels
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +88,7 @@ def test_a_batch_is_float64s_softmax_rounded_once(isa: str, dtype: torch.dtype, 
     wide = attend(pool.q, pool.keys, pool.values, pool.sequences(), 0.2, out_dtype=torch.float32)
     for index in range(len(LENGTHS)):
         expected = exact(*pool.alone(index), 0.2)
-        torch.testing.assert_close(wide[pool.rows(index)].double(), expected, atol=3e-6, rtol=0)
+        torch.testing.assert_close(wide[pool.rows(index)].double(), expected, atol=TOLERANCE, rtol=0)
     assert pool.attended().dtype == dtype
     assert torch.equal(pool.attended(), wide.to(dtype))
 

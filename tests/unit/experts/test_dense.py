@@ -27,13 +27,13 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_linear_layer_is_float64s_rounded_once(isa: str, dtype: torch.dtype, with_bias: bool) -> None:
-    """Float32 sums of 200 products are within 1e-5 here; a bf16 result may then round to the neighbour."""
+    """Float32 sums of 200 products: 1.5e-5 measured with 40 seeds on portable, AVX2 and AVX-512 kernels."""
     dense.configure(isa, 2)
     x, weight = drawn(3, 7, 200, seed=0, dtype=dtype), drawn(50, 200, seed=1, dtype=dtype)
     bias = drawn(50, seed=2, dtype=dtype) if with_bias else None
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     wide = dense.linear(x, weight, bias, out_dtype=torch.float32)
-    torch.testing.assert_close(wide.double(), exact, rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(wide.double(), exact, rtol=0, atol=5e-5)
     found = dense.linear(x, weight, bias)
     assert found.dtype == dtype and found.shape == (3, 7, 50)
     assert torch.equal(found, wide.to(dtype))
@@ -72,7 +72,7 @@ def test_nan_stays_in_its_row() -> None:
     assert torch.equal(found[[0, 1, 3, 4, 5]], clean[[0, 1, 3, 4, 5]])
 
 
-# Float32 sums of 519 products with random signs: 5e-5 measured. bf16: the result is rounded once.
+# Float32 sums of 519 products with random signs: 1.4e-4 measured with 40 seeds. bf16: the result is rounded once.
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.0), (torch.bfloat16, 2.0**-8)])
 @pytest.mark.parametrize(("rows", "outer", "inner"), [(1, 7, 5), (9, 256, 48), (250, 519, 130), (17, 0, 20)])
