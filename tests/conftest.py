@@ -1,4 +1,7 @@
-"""What all tests share: garbage collection leaves alone what outlives a test.
+"""What all tests share: the environment of `kt-runtime serve`, and garbage collection without what outlives a test.
+
+SGLang compiles functions when they are first called, unless the environment forbids it before SGLang is imported.
+`kt-runtime serve` forbids it on a machine without a GPU, and so it is here.
 
 Torch, transformers, SGLang and 5,000 collected tests are millions of objects. A full collection over them takes about a
 second, and PyTorch, SGLang and Hugging Face's trainer ask for many.
@@ -7,10 +10,17 @@ second, and PyTorch, SGLang and Hugging Face's trainer ask for many.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Generator
 from typing import Any
 
 import pytest
+
+from kt_runtime.serve.launch import settings_before_imports
+from kt_runtime.serve.memory.machine import has_gpu
+
+for _name, _value in settings_before_imports(has_gpu()).items():
+    os.environ.setdefault(_name, _value)
 
 
 def _collect_and_freeze() -> None:
@@ -18,7 +28,12 @@ def _collect_and_freeze() -> None:
     gc.freeze()
 
 
+def pytest_collection() -> None:
+    gc.disable()  # what is imported and collected stays, and there is more and more of it
+
+
 def pytest_collection_finish() -> None:
+    gc.enable()
     _collect_and_freeze()
 
 
