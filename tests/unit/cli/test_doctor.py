@@ -37,7 +37,7 @@ def server() -> Iterator[str]:
             """Silent: the test's output is no access log."""
 
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Status)
-    thread = threading.Thread(target=httpd.serve_forever)
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.02,))
     thread.start()
     yield f"http://127.0.0.1:{httpd.server_port}"
     httpd.shutdown()
