@@ -5,13 +5,12 @@ The processes are real. The vocabulary is a large one of many short words: with 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -56,12 +55,21 @@ def tokenizer_info() -> Any:
     return xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[len(vocabulary) - 1])
 
 
-@pytest.fixture
-def compiler(tokenizer_info: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarCompiler]:
-    monkeypatch.setattr(GrammarCompiler, "room", Room(GrammarLimits()))
+@pytest.fixture(scope="module")
+def shared_compiler(tokenizer_info: Any) -> Iterator[GrammarCompiler]:
     compiler = GrammarCompiler(tokenizer_info)
     yield compiler
     compiler.forker.stop()
+
+
+@pytest.fixture
+def compiler(shared_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarCompiler]:
+    """With limits and grammars of the test's own. The process that holds the vocabulary is shared."""
+    room = Room(GrammarLimits())
+    monkeypatch.setattr(GrammarCompiler, "room", room)
+    yield shared_compiler
+    for process in room.live:
+        room.remove(process)
 
 
 def change_limits(compiler: GrammarCompiler, **changes: Any) -> None:
@@ -249,21 +257,24 @@ def test_the_vocabularys_process_is_started_again(compiler: GrammarCompiler) -> 
     assert GrammarMatcher(compiler.compile_regex("b"), max_rollback_tokens=1).accept_token(ord("b"))
 
 
-def test_all_processes_end_when_the_scheduler_is_killed() -> None:
-    code = (
-        "import xgrammar, sys\n"
-        "from kt_runtime.sglang_patch.grammar.client import GrammarCompiler\n"
-        "info = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)] + [b'</s>'], stop_token_ids=[256])\n"
-        "compiler = GrammarCompiler(info)\n"
-        "grammar = compiler.compile_regex('a{3}')\n"
-        "print(compiler.forker.pid, grammar.process.pid, flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        pids = [int(word) for word in parent.stdout.readline().split()]
-        assert all(psutil.pid_exists(pid) for pid in pids)
-        parent.kill()
+def test_all_processes_end_when_the_scheduler_is_killed(tokenizer_info: Any) -> None:
+    """A fork of this process, which has imported xgrammar, takes the scheduler's part."""
+    reading, writing = os.pipe()
+    scheduler = os.fork()
+    if not scheduler:
+        with contextlib.suppress(BaseException):
+            compiler = GrammarCompiler(tokenizer_info)
+            grammar = compiler.compile_regex("a{3}")
+            os.write(writing, f"{compiler.forker.pid} {grammar.process.pid}".encode())
+            signal.pause()
+        os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading, buffering=0, mode="rb") as pipe:
+        pids = [int(word) for word in pipe.read(100).split()]
+    was_running = [psutil.pid_exists(pid) for pid in pids]
+    os.kill(scheduler, signal.SIGKILL)
+    assert os.WIFSIGNALED(os.waitpid(scheduler, 0)[1])
+    assert was_running == [True, True]
     assert all(ended(pid) for pid in pids)
 
 
