@@ -35,21 +35,32 @@ DISTINCT = [
 
 @pytest.fixture(scope="module")
 def open_layer(tmp_path_factory):
-    """open_layer(experts, scheme, isa, ...) -> the layer, and the experts that its checkpoint stands for."""
-    root = tmp_path_factory.mktemp("quantized")
-    made = iter(range(1_000_000))
+    """open_layer(experts, scheme, isa, ...) -> the layer, and the experts that its checkpoint stands for.
+
+    Writing a checkpoint takes longer than opening it, and tests open one several times: the last one is kept.
+    """
+    directory = tmp_path_factory.mktemp("quantized")
+    scheme_written, experts_written, values = None, None, None
+
+    def write(experts, scheme):
+        nonlocal scheme_written, experts_written, values
+        if scheme != scheme_written or not all(map(torch.equal, tensors_of(experts), tensors_of(experts_written))):
+            (directory / "model.safetensors").unlink(missing_ok=True)  # a layer may still have it mapped
+            values = write_checkpoint(directory, {"m": experts}, scheme)["m"]
+            scheme_written, experts_written = scheme, experts
 
     def build(experts, scheme, isa=None, num_threads=2, **options):
-        directory = root / str(next(made))
-        directory.mkdir()
-        values = write_checkpoint(directory, {"m": experts}, scheme)["m"]
+        write(experts, scheme)
         num_experts, inner, hidden = experts.gate.shape
         shape = ExpertShape(num_experts, hidden, inner)
         store = ExpertStore.load(directory, {0: "m"}, shape, isa=isa, num_threads=num_threads, **options)
-        (directory / "model.safetensors").unlink()
         return store.layers[0], values
 
     return build
+
+
+def tensors_of(experts):
+    return experts.gate, experts.up, experts.down
 
 
 def lora_of(slot, leaves):

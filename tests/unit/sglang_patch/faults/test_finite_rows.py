@@ -41,16 +41,22 @@ def poison(adapter: AdapterTensors) -> AdapterTensors:
     return AdapterTensors.from_modules(adapter.rank, adapter.alpha, modules)
 
 
-@pytest.fixture(params=list(PARTS.values()), ids=list(PARTS))
-def poisoned(request: pytest.FixtureRequest, scheduled: Engine) -> Iterator[Engine]:
-    """With the adapter "bad", which makes some part of the model overflow, and the harmless "good"."""
-    manager = scheduled.scheduler.tp_worker.model_runner.lora_manager
-    good = lora.random_adapter(scheduled.config, rank=4, alpha=4.0, seed=1, only=request.param)
-    install_adapter(manager, scheduled.config, "good", "good", "content of good", good)
-    install_adapter(manager, scheduled.config, "bad", "bad", "content of bad", poison(good))
-    yield scheduled
+@pytest.fixture(scope="module", params=list(PARTS.values()), ids=list(PARTS))
+def adapters(request: pytest.FixtureRequest, shared: Engine) -> Iterator[None]:
+    """The adapter "bad", which makes some part of the model overflow, and the harmless "good"."""
+    manager = shared.scheduler.tp_worker.model_runner.lora_manager
+    good = lora.random_adapter(shared.config, rank=4, alpha=4.0, seed=1, only=request.param)
+    install_adapter(manager, shared.config, "good", "good", "content of good", good)
+    install_adapter(manager, shared.config, "bad", "bad", "content of bad", poison(good))
+    yield
+    shared.clear()
     for lora_id in ("good", "bad"):
         drop_adapter(manager, lora_id)
+
+
+@pytest.fixture
+def poisoned(scheduled: Engine, adapters: None) -> Engine:
+    return scheduled
 
 
 def neighbours(engine: Engine, *more: Any) -> tuple[dict[str, list[int]], dict[str, list[float]]]:
