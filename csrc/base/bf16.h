@@ -4,7 +4,7 @@
 // an inline function, the linker keeps one copy, perhaps the AVX-512 copy for code that must run on any x86-64. Every
 // function in such headers is therefore static, or in a namespace of the instruction set, or in an unnamed namespace.
 // For the rest (member functions, templates of the standard library) CMakeLists.txt compiles those files with
-// -fno-weak. tests/unit/csrc/test_symbols.py checks the objects.
+// -fno-weak. tests/unit/csrc/test_kernels.py checks the objects.
 #pragma once
 
 #include <cstdint>
