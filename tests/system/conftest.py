@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import random
@@ -41,16 +42,28 @@ def forked_servers() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def float32_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
+    """The server of a preset. It starts once and runs until the session's end, so files of tests share it."""
+    with contextlib.ExitStack() as running:
+
+        @functools.cache
+        def start(preset: str) -> Served:
+            place = tmp_path_factory.mktemp(preset)
+            make_model(preset, place / "model", seed=2)
+            options = ["--dtype", "float32", "--max-total-tokens", "8192", "--adapter-dir", str(place / "adapters")]
+            passed_on = ["--", "--chunked-prefill-size", str(CHUNK_TOKENS), "--page-size", "8"]
+            log = place / "server.log"
+            api = running.enter_context(server(str(place / "model"), [*options, *passed_on], log))
+            return Served(api, preset, place / "model", log)
+
+        yield start
+
+
 @pytest.fixture(scope="session", params=PRESETS)
-def float32_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def float32_server(request: pytest.FixtureRequest, float32_servers: Callable[[str], Served]) -> Served:
     """`kt-runtime serve` in float32 with chunked prefill and pages of 8 tokens. Tests must leave no adapter behind."""
-    place = tmp_path_factory.mktemp(request.param)
-    make_model(request.param, place / "model", seed=2)
-    options = ["--dtype", "float32", "--max-total-tokens", "8192", "--adapter-dir", str(place / "adapters")]
-    passed_on = ["--", "--chunked-prefill-size", str(CHUNK_TOKENS), "--page-size", "8"]
-    log = place / "server.log"
-    with server(str(place / "model"), [*options, *passed_on], log) as api:
-        yield Served(api, request.param, place / "model", log)
+    return float32_servers(request.param)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,7 +1,7 @@
 """Starts the tests' servers as forks of one process that has imported SGLang: `kt-runtime serve` in 5 s instead of 20.
 
 Only the imports are shared: the command line, the environment, all processes and their end are a server's own. The
-command itself, in a new interpreter, is started by test_http.py and test_demo.py.
+command itself, in a new interpreter, is started by test_http.py (behind a key) and test_demo.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from kt_runtime.cli.main import main
 from kt_runtime.serve.launch import settings_before_imports
 from kt_runtime.serve.memory.machine import has_gpu
 
-IMPORTED = ["torch", "kt_runtime.serve.launch", "sglang.srt.entrypoints.http_server"]
+# SGLang's scheduler imports the modules of all models (1.3 s). SGLang's hooks patch what they have imported already.
+IMPORTED = ["torch", "kt_runtime.serve.launch", "sglang.srt.entrypoints.http_server", "sglang.srt.models.registry"]
 # What the interpreter, the loader and OpenMP read when a process starts: a fork can't have other values.
 READ_AT_START = ("PYTHONPATH", "LD_PRELOAD", "OMP_NUM_THREADS")
 context = multiprocessing.get_context("forkserver")
