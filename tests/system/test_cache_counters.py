@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from reference.command_line import run_command
 
 from kt_runtime.cache.format import FILE_HEADER_BYTES, slot_bytes_for
 from kt_runtime.sglang_patch.cache.metrics import DISK_NAME
@@ -68,8 +67,7 @@ def grown(before: dict[str, Any], after: dict[str, Any], *names: str) -> tuple[i
 
 
 def kt_runtime(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", "cache", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "160"})
+    return run_command("cache", *arguments, directory=Path.cwd(), environment={"COLUMNS": "160"})
 
 
 def test_a_response_says_which_tier_had_its_prompt_and_each_tier_counts(served: Any) -> None:

@@ -1,4 +1,7 @@
-"""Two real servers: one behind a key, ended by SIGTERM; one open to the network without a key, whose scheduler dies."""
+"""Two real servers: one behind a key, ended by SIGTERM; one open to the network without a key, whose scheduler dies.
+
+The first is the command in a new interpreter, the second a fork as in the other tests of servers.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from system import forked_server
+from system.forked_server import ForkedServer
 
 from kt_runtime.cli.server_process import free_port
 from kt_runtime.serve.http.route_table import Access, rule_for
@@ -30,10 +35,12 @@ START_SECONDS = 600.0
 PROMPT: dict[str, Any] = {"input_ids": [5, 6, 7, 8]}
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
+Process = subprocess.Popen[bytes] | ForkedServer
+
 
 @dataclass
 class Server:
-    process: subprocess.Popen[bytes]
+    process: Process
     port: int
     directory: Path
     log: Path
@@ -64,9 +71,8 @@ class Server:
 def running(place: Path, host: str, key: str | None) -> Iterator[Server]:
     make_model("tiny-qwen3-moe", place / "model")
     port, log = free_port(), place / "server.log"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KT_RUNTIME")}
-    environment |= {"PYTHONSAFEPATH": "1", **({"KT_RUNTIME_API_KEY": key} if key else {})}
-    with tempfile.TemporaryDirectory(prefix="kt-http-") as directory, log.open("wb") as output:
+    log.touch()
+    with tempfile.TemporaryDirectory(prefix="kt-http-") as directory:
         command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", "serve", "--model", str(place / "model")]
         command += ["--host", host, "--port", str(port), "--runtime-dir", directory, "--dtype", "float32"]
         command += ["--allow-no-key"] if key is None else []
@@ -79,7 +85,7 @@ def running(place: Path, host: str, key: str | None) -> Iterator[Server]:
             "--decode-log-interval",
             "100",
         ]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        process = start_with_key(command, log, key) if key else forked_server.start(command, log)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             wait_for_ready_line(process, log, port)
@@ -91,11 +97,18 @@ def running(place: Path, host: str, key: str | None) -> Iterator[Server]:
             for left in descendants(process):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     left.kill()
-            process.kill()
+            process.send_signal(signal.SIGKILL)
             process.wait()
 
 
-def wait_for_ready_line(process: subprocess.Popen[bytes], log: Path, port: int) -> None:
+def start_with_key(command: list[str], log: Path, key: str) -> subprocess.Popen[bytes]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KT_RUNTIME")}
+    environment |= {"PYTHONSAFEPATH": "1", "KT_RUNTIME_API_KEY": key}
+    with log.open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+
+
+def wait_for_ready_line(process: Process, log: Path, port: int) -> None:
     """The probes must not be green before the first tokens are being computed."""
     deadline = time.monotonic() + START_SECONDS
     while "kt-runtime is ready: http://127.0.0.1:" not in log.read_text(errors="replace"):
@@ -109,7 +122,7 @@ def wait_for_ready_line(process: subprocess.Popen[bytes], log: Path, port: int) 
         time.sleep(0.25)
 
 
-def descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def descendants(process: Process) -> list[psutil.Process]:
     try:
         return psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:

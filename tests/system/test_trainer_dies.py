@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from reference.command_line import run_command
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import server
@@ -121,8 +122,8 @@ def test_a_killed_training_command_leaves_a_server_that_serves_and_a_run_that_ca
         f"dataset: d\ndataset_dir: {tmp_path}\n"
         "overwrite_output_dir: true\nlogging_steps: 1\nsave_steps: 1\nmax_steps: 100000\nlora_rank: 4\n"
     )
-    command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", "train", "--recipe", str(tmp_path / "r.yaml")]
-    command += ["--url", api.url]
+    arguments = ["train", "--recipe", str(tmp_path / "r.yaml"), "--url", api.url]
+    command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", *arguments]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert trainer.stdout is not None
     said = []
@@ -134,7 +135,7 @@ def test_a_killed_training_command_leaves_a_server_that_serves_and_a_run_that_ca
     trainer.wait()
     assert any(line.startswith("step 3/") for line in said), "".join(said)
     assert len(answer(api)) == 8
-    again = subprocess.run([*command, "max_steps=2", "publish=again"], capture_output=True, text=True, timeout=300)
+    again = run_command(*arguments, "max_steps=2", "publish=again", directory=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
     assert api.get("/kt/adapters/again")["current"]

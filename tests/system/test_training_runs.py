@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from reference import lora
+from reference.command_line import run_command
 from transformers import AutoModelForCausalLM
 
 from kt_runtime.adapters import read_adapter
@@ -155,12 +156,7 @@ def test_a_run_that_was_killed_continues_with_the_losses_of_an_unbroken_one(
     read_until(killed, "step 5/9")
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    again = subprocess.run(
-        [sys.executable, "-P", "-m", "kt_runtime.cli.main", *command(name, *settings)],
-        capture_output=True,
-        text=True,
-        timeout=RUN_SECONDS,
-    )
+    again = run_command(*command(name, *settings), directory=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resumed" in again.stdout and "checkpoint-3 at step 3 of 9" in again.stdout
     for key in ("loss", "grad_norm", "learning_rate"):

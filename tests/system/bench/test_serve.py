@@ -18,6 +18,7 @@ import pytest
 
 from kt_runtime.bench.page.measurement import Measurement, Range
 
+BenchOutput = Callable[..., tuple[str, str]]
 Recorded = Callable[[dict[str, Any]], Measurement]
 
 COMMAND = (sys.executable, "-m", "kt_runtime.cli.main", "bench", "serve")
@@ -27,21 +28,12 @@ ROW_KEYS = {"case", "adapters", "tokens_per_s", "limit_share", "step", "peers", 
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+def result(bench_output: BenchOutput, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """(the JSON file, the printed table)."""
-    directory = tmp_path_factory.mktemp("bench-serve")
-    choice = ("--prefill", "64", "--runs", "2", "--peer", sys.executable, "--json", "result.json")
-    done = subprocess.run(
-        [*COMMAND, *QUICK, *choice],
-        cwd=directory,
-        env=os.environ | {"TMPDIR": str(directory)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    assert not list(directory.glob("kt-runtime-bench-*")), "temporary files are left"
-    return json.loads((directory / "result.json").read_text()), done.stdout
+    path = tmp_path_factory.mktemp("bench-serve") / "result.json"
+    choice = ("--prefill", "64", "--runs", "2", "--peer", sys.executable, "--json", str(path))
+    printed, _ = bench_output("serve", *QUICK, *choice)
+    return json.loads(path.read_text()), printed
 
 
 def test_there_is_a_row_for_each_case(result: tuple[dict[str, Any], str]) -> None:

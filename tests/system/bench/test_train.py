@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 from kt_runtime.bench.page.measurement import Measurement
 from kt_runtime.bench.train.report import print_report
 
+BenchOutput = Callable[..., tuple[str, str]]
 Recorded = Callable[[dict[str, Any]], Measurement]
 
 ROW_KEYS = {
@@ -29,20 +27,10 @@ QUICK = ("--model", "tiny-qwen3-moe", "--sequences", "3", "--tokens", "12", "--m
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("bench-train")
+def result(bench_output: BenchOutput) -> dict[str, Any]:
     choice = ("--targets", "attention+experts", "--dtype", "float32", "--peer-dtype", "float32", "--json")
-    done = subprocess.run(
-        [sys.executable, "-m", "kt_runtime.cli.main", "bench", "train", *QUICK, *choice],
-        cwd=directory,
-        env=os.environ | {"TMPDIR": str(directory)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    assert not list(directory.glob("kt-runtime-bench-*")), "the temporary checkpoint is left"
-    made: dict[str, Any] = json.loads(done.stdout)
+    out, _ = bench_output("train", *QUICK, *choice)
+    made: dict[str, Any] = json.loads(out)
     return made
 
 
