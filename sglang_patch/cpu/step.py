@@ -165,7 +165,7 @@ def _sample(original: Any, runner: Any, logits_output: Any, forward_batch: Any) 
 def _program_for(model: Any, batch: Any) -> Program | None:
     if _program is None or _program.model is not model:
         return None
-    # Looking costs 0.1 ms, as every tensor's address is read. A running server moves none: routes that would are refused.
+    # Reading every tensor's address takes 0.1 ms. A running server moves none: the routes that would are refused.
     if not batch.forward_mode.is_decode() and _program.has_moved(_is_adapted(batch)):
         logger.info("parameters, the KV pool or the LoRA pool have other memory: the native step is built again")
         _build(None, _program.runner)

@@ -107,7 +107,7 @@ def _note_forward(original: Callable[..., Any], runner: Any, forward_batch: Any,
 
 
 def _lengths(forward_batch: Any) -> list[int]:
-    """Tokens of each request. `generate_sequence_lengths` makes a tensor, in a context that costs a decode step 0.1 ms."""
+    """Tokens of each request. `generate_sequence_lengths` takes 0.1 ms of a decode step."""
     from sglang.srt.lora.utils import generate_sequence_lengths
 
     if forward_batch.forward_mode.is_decode():
