@@ -33,7 +33,7 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
     found = {}
     for index, layer in enumerate(model.model.layers):
         for name in WEIGHTS:
-            weight = getattr(layer.self_attn, name, None)
+            weight = getattr(getattr(layer, "self_attn", None), name, None)
             if isinstance(weight, torch.Tensor):
                 found[f"model.layers.{index}.self_attn.{name}"] = weight.as_subclass(torch.Tensor)
     return found
