@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 
 import torch
 
@@ -32,7 +33,7 @@ def build_step(
     groups = stack.groups
     scalars = {
         **{name: getattr(stack, name) for name in ("heads", "top_k", "normalises", "epsilon", "interleaved")},
-        "groups": groups and (groups.groups, groups.top_groups, groups.is_sigmoid, groups.scaling),
+        "groups": None if groups is None else astuple(groups),
         "scaling": scaling,
     }
     named = _Tensors(tensors)
@@ -59,18 +60,19 @@ class _Tensors:
         return None if name is None else self[name]
 
     def layer(self, layer: table.StackLayer, kv: Sequence[torch.Tensor], experts: ExpertStore) -> StepLayer:
-        attention = layer.attention
+        mlp, routed = layer.mlp, layer.routed
         return StepLayer(
             input_norm=self[layer.input_norm],
-            attention=self.latent(attention, *kv)
-            if isinstance(attention, table.Latent)
-            else self.grouped_query(attention, *kv),
+            attention=self.attention(layer.attention, kv),
             post_norm=self[layer.post_norm],
-            mlp=layer.mlp and GatedMlp(gate_up=self[layer.mlp.gate_up], down=self[layer.mlp.down]),
-            routed=layer.routed and self.routed(layer.routed, experts),
+            mlp=None if mlp is None else GatedMlp(gate_up=self[mlp.gate_up], down=self[mlp.down]),
+            routed=None if routed is None else self.routed(routed, experts),
         )
 
-    def grouped_query(self, names: table.GroupedQuery, keys: torch.Tensor, values: torch.Tensor) -> GroupedQuery:
+    def attention(self, names: table.GroupedQuery | table.Latent, kv: Sequence[torch.Tensor]) -> GroupedQuery | Latent:
+        if isinstance(names, table.Latent):
+            return self.latent(names, *kv)
+        keys, values = kv
         return GroupedQuery(
             qkv=self[names.qkv],
             qkv_bias=self.optional(names.qkv_bias),
