@@ -22,6 +22,7 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import available_isas
 from kt_runtime.experts.attention import Sequences
 from kt_runtime.experts.step import AdapterRows, BatchLora, ExpertAdapter, LoraPool
+from kt_runtime.families import family_for
 from kt_runtime.families.base import Family
 from kt_runtime.families.qwen3_moe import Qwen3Moe
 from kt_runtime.resident.config import ResidentSettings
@@ -162,6 +163,28 @@ def test_cached_prefixes(served: Engine, both: Both) -> None:
     served.run(served.request("hit", prompt(150)), served.request("longer", prompt(100) + prompt(60, 5)))
     assert not both.different
     assert served.cached_tokens() > 200
+
+
+@pytest.mark.parametrize("fault", ["scaling", "position", "epsilon"])
+def test_the_comparison_sees_a_step_with_a_fault(served: Engine, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.clear()
+    runner = served.scheduler.tp_worker.model_runner
+    attention = runner.model.model.layers[0].self_attn
+    with monkeypatch.context() as patch:
+        if fault == "scaling":
+            patch.setattr(attention, "scaling", attention.scaling * 1.01)
+        elif fault == "position":
+            table = attention.rotary_emb.cos_sin_cache
+            patch.setattr(attention.rotary_emb, "cos_sin_cache", table.roll(1, 0))
+        else:
+            table = family_for(served.config).decoder_stack(served.config)
+            assert table is not None
+            changed = replace(table, epsilon=10 * table.epsilon)
+            patch.setattr(type(family_for(served.config)), "decoder_stack", lambda *_: changed)
+        checked = Both(runner, native_step._program_of(runner))
+    monkeypatch.setattr(native_step, "_program", checked)
+    served.run(served.request("r", prompt(33)))
+    assert {text.rsplit(",")[0] for text in checked.different} >= {"EXTEND of 33 tokens", "DECODE of 1 tokens"}
 
 
 def test_a_token_that_is_not_finite_ends_its_request_alone(served: Engine, both: Both) -> None:
