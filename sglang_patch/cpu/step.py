@@ -48,6 +48,7 @@ SYMBOLS = (
     "sglang.srt.models.deepseek_v2.DeepseekV2Model.forward",
     "sglang.srt.model_executor.model_runner.ModelRunner.sample",
     "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
+    "sglang.srt.layers.rotary_embedding.rope_variant.DeepseekScalingRotaryEmbedding.forward_native",
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool",
     "sglang.srt.model_executor.forward_batch_info.ForwardMode",
@@ -264,7 +265,7 @@ def _why_not(runner: Any) -> str:
         return "the distribution of experts is recorded"
     if get_observability().forward_hooks:  # registered after the step is built
         return "forward hooks are asked for"
-    return _why_not_pool(runner) or _why_not_modules(runner.model, stack.interleaved)
+    return _why_not_pool(runner) or _why_not_modules(runner.model, stack.interleaved, runner.dtype)
 
 
 def _why_not_pool(runner: Any) -> str:
@@ -280,16 +281,11 @@ def _why_not_pool(runner: Any) -> str:
     return f"the KV pool is a {type(pool).__name__} of {pool.dtype}, the model {runner.dtype}"
 
 
-def _why_not_modules(model: Any, is_interleaved: bool) -> str:
-    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-
+def _why_not_modules(model: Any, is_interleaved: bool, dtype: torch.dtype) -> str:
     rotaries = {layer.self_attn.rotary_emb for layer in model.model.layers}
     for rotary in rotaries:
-        kind = type(rotary)
-        is_plain = issubclass(kind, RotaryEmbedding) and kind.forward is RotaryEmbedding.forward
-        is_plain = is_plain and kind.forward_native is RotaryEmbedding.forward_native
-        if not is_plain or rotary.is_neox_style == is_interleaved:
-            return f"the rotary embedding is {kind.__name__}"
+        if not _is_plain(rotary, dtype) or rotary.is_neox_style == is_interleaved:
+            return f"the rotary embedding is {type(rotary).__name__}"
     if len(rotaries) > 1:
         return f"the layers have {len(rotaries)} rotary embeddings"
     for name, module in model.named_modules():
@@ -300,6 +296,19 @@ def _why_not_modules(model: Any, is_interleaved: bool) -> str:
         if module._forward_hooks or module._forward_pre_hooks:
             return f"{name} has a forward hook"
     return ""
+
+
+def _is_plain(rotary: Any, dtype: torch.dtype) -> bool:
+    """Whether it multiplies and rounds as the step, in `dtype`. SGLang writes this in two ways."""
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
+
+    kind = type(rotary)
+    if not issubclass(kind, RotaryEmbedding) or kind.forward is not RotaryEmbedding.forward:
+        return False
+    if kind.forward_native is DeepseekScalingRotaryEmbedding.forward_native:  # does not convert the table
+        return bool(rotary.cos_sin_cache.dtype == dtype)
+    return kind.forward_native is RotaryEmbedding.forward_native
 
 
 def _program_of(runner: Any) -> Program:

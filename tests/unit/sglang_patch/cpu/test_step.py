@@ -174,7 +174,8 @@ def test_the_comparison_sees_a_step_with_a_fault(served: Engine, fault: str, mon
         if fault == "scaling":
             patch.setattr(attention, "scaling", attention.scaling * 1.01)
         elif fault == "position":
-            patch.setattr(attention.rotary_emb, "cos_sin_cache", attention.rotary_emb.cos_sin_cache.roll(1, 0))
+            rotary = attention.rotary_emb
+            patch.setitem(rotary._buffers, "cos_sin_cache", rotary.cos_sin_cache.roll(1, 0))
         else:
             family = family_for(served.config)
             table = family.decoder_stack(served.config)
