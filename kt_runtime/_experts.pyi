@@ -140,8 +140,9 @@ class Dense:
 class Step:
     """The decoder stack as one call (csrc/step/program.h).
 
-    table: the fields of `Stack` by name (csrc/step/stack.h), tensors as capsules, None for an absent bias; `layers` is
-    a list of such dictionaries, with `experts` a Layer and `lora` a dictionary or None. The object keeps the capsules.
+    table: the fields of `Stack` by name (csrc/step/stack.h) with `groups` as (groups, top_groups, is_sigmoid, scaling)
+    or None; `layers` is a list of dictionaries. `attention`, `mlp`, `routed` and `lora` of a layer are dictionaries;
+    the last three may be None. Tensors are capsules, absent ones None; `experts` is a Layer. The object keeps them all.
     """
 
     def __init__(self, isa: str, num_threads: int, table: dict[str, Any], /) -> None: ...

@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <initializer_list>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "bind/attention.h"
@@ -21,20 +23,30 @@ namespace py = pybind11;
 namespace kt {
 namespace {
 
-// The tensors of a table that Python hands over by name. All have the embedding's dtype.
+// The tensors of a part of the table that Python hands over by name. All have the embedding's dtype.
 class Tensors {
  public:
   Tensors(py::dict named, std::string prefix, DType dtype)
       : named_(std::move(named)), prefix_(std::move(prefix)), dtype_(dtype) {}
 
-  TensorView operator()(const char* name, const std::vector<int64_t>& shape, bool written = false) const {
+  bool has(const std::string& name) const { return named_.contains(name.c_str()) && !named_[name.c_str()].is_none(); }
+  TensorView operator()(const std::string& name, const std::vector<int64_t>& shape, bool written = false) const {
+    return read(name, shape, dtype_, written);
+  }
+  TensorView read(const std::string& name, const std::vector<int64_t>& shape, DType dtype, bool written = false) const {
     const std::string full = prefix_ + name;
-    return view_of(named_[name],
-                   {.name = full.c_str(), .dtypes = {dtype_}, .shape = shape, .contiguous = true, .written = written});
+    return view_of(named_[name.c_str()],
+                   {.name = full.c_str(), .dtypes = {dtype}, .shape = shape, .contiguous = true, .written = written});
   }
-  TensorView optional(const char* name, const std::vector<int64_t>& shape) const {
-    return named_[name].is_none() ? TensorView{} : (*this)(name, shape);
+  TensorView optional(const std::string& name, const std::vector<int64_t>& shape) const {
+    return has(name) ? (*this)(name, shape) : TensorView{};
   }
+  // A part of this part; without tensors if it is None.
+  Tensors part(const std::string& name) const {
+    return {has(name) ? named_[name.c_str()].cast<py::dict>() : py::dict(), prefix_ + name + ".", dtype_};
+  }
+  py::object value(const std::string& name) const { return named_[name.c_str()]; }
+  const std::string& prefix() const { return prefix_; }
 
  private:
   py::dict named_;
@@ -42,101 +54,166 @@ class Tensors {
   DType dtype_;
 };
 
-// The LoRA pool in one layer: pairs of A and B by name, both or neither of them None.
-class LoraTensors {
+[[noreturn]] void fail(const std::string& what) { throw BindError{"invalid_value", what}; }
+
+// A layer of the table.
+class LayerReader {
  public:
-  LoraTensors(const Stack& stack, const py::dict& named, const std::string& prefix)
-      : stack_(stack), prefix_(prefix), tensor_(named, prefix, stack.dtype()) {}
+  LayerReader(const Stack& stack, const py::dict& named, int64_t index)
+      : stack_(stack),
+        tensor_(named, "layers[" + std::to_string(index) + "].", stack.dtype()),
+        lora_(tensor_.part("lora")) {}
 
-  // The shapes are those of a slot.
-  void put(const char* name, std::vector<int64_t> a_shape, std::vector<int64_t> b_shape, TensorView* a,
-           TensorView* b) const {
-    a_shape.insert(a_shape.begin(), stack_.lora_slots);
-    b_shape.insert(b_shape.begin(), stack_.lora_slots);
-    const std::string a_name = std::string(name) + "_a", b_name = std::string(name) + "_b";
-    *a = tensor_.optional(a_name.c_str(), a_shape);
-    *b = tensor_.optional(b_name.c_str(), b_shape);
-    if (a->present() != b->present()) {
-      throw BindError{"invalid_value",
-                      prefix_ + (a->present() ? b_name : a_name) + " is missing: A and B come in pairs"};
+  StackLayer layer() const {
+    StackLayer layer;
+    layer.input_norm = tensor_("input_norm", {stack_.hidden()});
+    layer.post_norm = tensor_("post_norm", {stack_.hidden()});
+    const Tensors attention = tensor_.part("attention");
+    const bool is_latent = attention.has("latent_norm");
+    if (!stack_.layers.empty() && is_latent != std::holds_alternative<Latent>(stack_.layers[0].attention))
+      fail(attention.prefix() + "latent_norm: the attention is of another kind than that of layers[0]");
+    if (is_latent) {
+      layer.attention = latent(attention);
+    } else {
+      layer.attention = grouped_query(attention);
     }
-  }
-
-  LowRankPool dense(const char* name, int64_t in, std::initializer_list<int64_t> ends) const {
-    LowRankPool pool;
-    pool.parts = static_cast<int>(ends.size());
-    std::copy(ends.begin(), ends.end(), pool.ends);
-    put(name, {pool.parts * stack_.lora_rank, in}, {pool.ends[pool.parts - 1], stack_.lora_rank}, &pool.a, &pool.b);
-    return pool;
+    if (tensor_.has("mlp")) layer.mlp = gated_mlp(tensor_.part("mlp"));
+    if (tensor_.has("routed")) layer.routed = routed(tensor_.part("routed"));
+    if (!layer.mlp.present() && !layer.routed.present()) fail(tensor_.prefix() + "mlp and routed are both missing");
+    return layer;
   }
 
  private:
+  // A size of the first layer's keys; -1, which is any, for the first layer.
+  int64_t key_size(int dim) const { return stack_.layers.empty() ? -1 : stack_.keys().shape[dim]; }
+
+  GroupedQuery grouped_query(const Tensors& tensor) const {
+    const int64_t size = stack_.angles.shape[1], hidden = stack_.hidden(), heads = stack_.heads;
+    GroupedQuery attention;
+    attention.keys = tensor("keys", {key_size(0), key_size(1), size}, true);
+    const int64_t key_heads = attention.keys.shape[1];
+    if (key_heads < 1 || heads % key_heads != 0) {
+      fail("heads is " + std::to_string(heads) + "; must be a multiple of the key heads, " + std::to_string(key_heads));
+    }
+    attention.values = tensor("values", {attention.keys.shape[0], key_heads, size}, true);
+    attention.query_norm = tensor("query_norm", {size});
+    attention.key_norm = tensor("key_norm", {size});
+    const int64_t queries = heads * size, keys = key_heads * size;
+    attention.qkv = linear(tensor, "qkv", hidden, {queries, queries + keys, queries + 2 * keys});
+    attention.out = linear(tensor, "out", queries, {hidden});
+    return attention;
+  }
+
+  Latent latent(const Tensors& tensor) const {
+    const int64_t rope = stack_.angles.shape[1], hidden = stack_.hidden(), heads = stack_.heads;
+    Latent attention;
+    attention.latent_norm = tensor("latent_norm", {stack_.layers.empty() ? -1 : key_size(2) - rope});
+    const int64_t size = attention.latent();
+    attention.keys = tensor("keys", {key_size(0), 1, size + rope}, true);
+    attention.key_heads = tensor("key_heads", {heads, size, -1});
+    attention.value_heads = tensor("value_heads", {heads, -1, size});
+    attention.query_norm = tensor.optional("query_norm", {-1});
+    const int64_t rank = attention.rank(), kept = rank + size + rope, nope = attention.nope();
+    attention.compress = linear(tensor, "compress", hidden, {rank, kept});
+    attention.query = linear(tensor, "query", rank > 0 ? rank : hidden, {heads * (nope + rope)});
+    attention.heads_lora = pool("kv_b", size, {heads * (nope + attention.value())});
+    attention.out = linear(tensor, "out", heads * attention.value(), {hidden});
+    return attention;
+  }
+
+  GatedMlp gated_mlp(const Tensors& tensor) const {
+    const TensorView down = tensor("down", {stack_.hidden(), -1});
+    const int64_t intermediate = down.shape[1];
+    GatedMlp mlp;
+    mlp.gate_up = linear(tensor, "gate_up", stack_.hidden(), {intermediate, 2 * intermediate}, "mlp_gate_up");
+    mlp.down = linear(tensor, "down", intermediate, {stack_.hidden()}, "mlp_down");
+    return mlp;
+  }
+
+  RoutedExperts routed(const Tensors& tensor) const {
+    const int64_t hidden = stack_.hidden(), rank = stack_.lora_rank;
+    RoutedExperts routed;
+    const py::object experts = tensor.value("experts");
+    routed.layer = experts.cast<const NativeLayer&>().layer();
+    const ExpertShape& shape = routed.layer->shape();
+    if (shape.hidden != hidden || stack_.top_k > shape.num_experts) {
+      fail(tensor.prefix() + "experts has " + std::to_string(shape.num_experts) + " experts of hidden size " +
+           std::to_string(shape.hidden) + "; expected at least " + std::to_string(stack_.top_k) + " of " +
+           std::to_string(hidden));
+    }
+    if (stack_.groups) check_groups(tensor.prefix(), *stack_.groups, shape.num_experts);
+    routed.gate = tensor("gate", {shape.num_experts, hidden});
+    if (tensor.has("bias")) routed.bias = tensor.read("bias", {shape.num_experts}, DType::kF32);
+    std::tie(routed.gate_up_a, routed.gate_up_b) =
+        pair("gate_up", {shape.num_experts, 2 * rank, hidden}, {shape.num_experts, 2 * shape.intermediate, rank});
+    std::tie(routed.down_a, routed.down_b) =
+        pair("down", {shape.num_experts, rank, shape.intermediate}, {shape.num_experts, hidden, rank});
+    return routed;
+  }
+
+  void check_groups(const std::string& prefix, const GroupedRouting& routing, int64_t experts) const {
+    if (routing.groups >= 1 && experts % routing.groups == 0 && routing.top_groups >= 1 &&
+        routing.top_groups <= routing.groups && stack_.top_k <= routing.top_groups * (experts / routing.groups)) {
+      return;
+    }
+    fail(prefix + "experts has " + std::to_string(experts) + " experts; " + std::to_string(stack_.top_k) +
+         " of them can't be chosen from " + std::to_string(routing.top_groups) + " of " +
+         std::to_string(routing.groups) + " groups");
+  }
+
+  // A linear layer with as many columns of its result as the last of `ends`, the ends of LoRA's parts.
+  StackLinear linear(const Tensors& tensor, const std::string& name, int64_t in, std::initializer_list<int64_t> ends,
+                     const char* lora_name = nullptr) const {
+    const int64_t out = *(ends.end() - 1);
+    return {.weight = tensor(name, {out, in}),
+            .bias = tensor.optional(name + "_bias", {out}),
+            .lora = pool(lora_name ? lora_name : name, in, ends)};
+  }
+
+  LowRankPool pool(const std::string& name, int64_t in, std::initializer_list<int64_t> ends) const {
+    LowRankPool pool;
+    pool.parts = static_cast<int>(ends.size());
+    std::copy(ends.begin(), ends.end(), pool.ends);
+    std::tie(pool.a, pool.b) =
+        pair(name, {pool.parts * stack_.lora_rank, in}, {pool.ends[pool.parts - 1], stack_.lora_rank});
+    return pool;
+  }
+
+  // A and B in the LoRA pool, both or neither of them None. The shapes are those of a slot.
+  std::pair<TensorView, TensorView> pair(const std::string& name, std::vector<int64_t> a_shape,
+                                         std::vector<int64_t> b_shape) const {
+    a_shape.insert(a_shape.begin(), stack_.lora_slots);
+    b_shape.insert(b_shape.begin(), stack_.lora_slots);
+    const TensorView a = lora_.optional(name + "_a", a_shape), b = lora_.optional(name + "_b", b_shape);
+    if (a.present() != b.present())
+      fail(lora_.prefix() + name + (a.present() ? "_b" : "_a") + " is missing: A and B come in pairs");
+    return {a, b};
+  }
+
   const Stack& stack_;
-  const std::string prefix_;
-  const Tensors tensor_;
+  const Tensors tensor_, lora_;
 };
 
-StackLora lora_of(const Stack& stack, const ExpertShape& experts, const py::object& given, const std::string& prefix) {
-  StackLora lora;
-  if (given.is_none()) return lora;
-  const LoraTensors tensors(stack, py::reinterpret_borrow<py::dict>(given), prefix);
-  const int64_t rank = stack.lora_rank, queries = stack.heads * stack.head_size;
-  const int64_t keys = stack.key_heads * stack.head_size;
-  lora.qkv = tensors.dense("qkv", stack.hidden(), {queries, queries + keys, queries + 2 * keys});
-  lora.out = tensors.dense("out", queries, {stack.hidden()});
-  tensors.put("gate_up", {experts.num_experts, 2 * rank, stack.hidden()},
-              {experts.num_experts, 2 * experts.intermediate, rank}, &lora.gate_up_a, &lora.gate_up_b);
-  tensors.put("down", {experts.num_experts, rank, experts.intermediate}, {experts.num_experts, stack.hidden(), rank},
-              &lora.down_a, &lora.down_b);
-  return lora;
-}
-
-StackLayer layer_of(const Stack& stack, const py::dict& named, int64_t index) {
-  const Tensors tensor(named, "layers[" + std::to_string(index) + "].", stack.dtype());
-  const int64_t hidden = stack.hidden(), size = stack.head_size;
-  StackLayer layer;
-  layer.experts = named["experts"].cast<const NativeLayer&>().layer();
-  const ExpertShape& experts = layer.experts->shape();
-  if (experts.hidden != hidden || stack.top_k > experts.num_experts) {
-    throw BindError{"invalid_value", "layers[" + std::to_string(index) + "].experts has " +
-                                         std::to_string(experts.num_experts) + " experts of hidden size " +
-                                         std::to_string(experts.hidden) + "; expected at least " +
-                                         std::to_string(stack.top_k) + " of " + std::to_string(hidden)};
-  }
-  const int64_t num_experts = stack.layers.empty() ? experts.num_experts : stack.layers[0].gate.shape[0];
-  if (experts.num_experts != num_experts) {  // all layers share one buffer of router logits
-    throw BindError{"invalid_value", "layers[" + std::to_string(index) + "].experts has " +
-                                         std::to_string(experts.num_experts) + " experts; expected " +
-                                         std::to_string(num_experts) + ", as layers[0]"};
-  }
-  layer.input_norm = tensor("input_norm", {hidden});
-  layer.qkv = tensor("qkv", {stack.qkv_cols(), hidden});
-  layer.qkv_bias = tensor.optional("qkv_bias", {stack.qkv_cols()});
-  layer.query_norm = tensor("query_norm", {size});
-  layer.key_norm = tensor("key_norm", {size});
-  layer.keys = tensor("keys", {stack.layers.empty() ? -1 : stack.num_slots(), stack.key_heads, size}, true);
-  layer.values = tensor("values", {layer.keys.shape[0], stack.key_heads, size}, true);
-  layer.out = tensor("out", {hidden, stack.heads * size});
-  layer.out_bias = tensor.optional("out_bias", {hidden});
-  layer.post_norm = tensor("post_norm", {hidden});
-  layer.gate = tensor("gate", {num_experts, hidden});
-  layer.lora = lora_of(stack, experts, named["lora"], "layers[" + std::to_string(index) + "].lora.");
-  return layer;
-}
-
 void check_sizes(const Stack& stack) {
-  const auto fail = [](const std::string& what) { throw BindError{"invalid_value", what}; };
-  if (stack.heads < 1 || stack.key_heads < 1 || stack.heads % stack.key_heads != 0) {
-    fail("heads is " + std::to_string(stack.heads) + "; must be a multiple of key_heads, " +
-         std::to_string(stack.key_heads));
-  }
-  if (stack.head_size < 2 || stack.head_size % 2 != 0)
-    fail("head_size is " + std::to_string(stack.head_size) + "; must be even");
+  if (stack.heads < 1) fail("heads is " + std::to_string(stack.heads) + "; must be at least 1");
   if (stack.top_k < 1) fail("top_k is " + std::to_string(stack.top_k) + "; must be at least 1");
+  const int64_t turned = stack.angles.shape[1];
+  if (turned < 2 || turned % 2 != 0) fail("angles has " + std::to_string(turned) + " columns; must be even");
   if (stack.lora_slots < 0 || stack.lora_rank < 0 || (stack.lora_slots > 0) != (stack.lora_rank > 0)) {
     fail("lora_slots is " + std::to_string(stack.lora_slots) + " and lora_rank " + std::to_string(stack.lora_rank) +
          "; both are 0, or both are at least 1");
   }
+}
+
+// Of (groups, top_groups, is_sigmoid, scaling), or None.
+std::optional<GroupedRouting> groups_of(const py::object& given, bool normalises) {
+  if (given.is_none()) return {};
+  const auto [groups, top_groups, is_sigmoid, scaling] = given.cast<std::tuple<int64_t, int64_t, bool, float>>();
+  return GroupedRouting{.score = is_sigmoid ? RouterScore::kSigmoid : RouterScore::kSoftmax,
+                        .groups = groups,
+                        .top_groups = top_groups,
+                        .normalises = normalises,
+                        .scaling = scaling};
 }
 
 // Of `rows` (first, rows, slot, rank, scaling) and `experts` (slot, rank, scaling).
@@ -204,13 +281,14 @@ class NativeStep {
   }
 
   static Stack stack_of(const py::dict& table) {
+    const bool normalises = table["normalises"].cast<bool>();
     Stack stack{.heads = table["heads"].cast<int64_t>(),
-                .key_heads = table["key_heads"].cast<int64_t>(),
-                .head_size = table["head_size"].cast<int64_t>(),
                 .top_k = table["top_k"].cast<int64_t>(),
-                .normalises = table["normalises"].cast<bool>(),
+                .normalises = normalises,
+                .groups = groups_of(table["groups"], normalises),
                 .epsilon = table["epsilon"].cast<float>(),
                 .scaling = table["scaling"].cast<float>(),
+                .interleaved = table["interleaved"].cast<bool>(),
                 .lora_slots = table["lora_slots"].cast<int64_t>(),
                 .lora_rank = table["lora_rank"].cast<int64_t>(),
                 .embedding = view_of(table["embedding"],
@@ -218,14 +296,16 @@ class NativeStep {
                 .angles = {},
                 .final_norm = {},
                 .layers = {}};
-    check_sizes(stack);
     const Tensors tensor(table, "", stack.dtype());
-    stack.angles = tensor("angles", {-1, stack.head_size});
+    stack.angles = tensor("angles", {-1, -1});
     stack.final_norm = tensor("final_norm", {stack.hidden()});
+    check_sizes(stack);
     int64_t index = 0;
-    for (const py::handle layer : table["layers"])
-      stack.layers.push_back(layer_of(stack, py::reinterpret_borrow<py::dict>(layer), index++));
-    if (stack.layers.empty()) throw BindError{"invalid_value", "layers is empty"};
+    for (const py::handle layer : table["layers"]) {
+      const LayerReader reader(stack, py::reinterpret_borrow<py::dict>(layer), index++);
+      stack.layers.push_back(reader.layer());
+    }
+    if (stack.layers.empty()) fail("layers is empty");
     return stack;
   }
 

@@ -66,17 +66,18 @@ struct NormRows {
   float* inverse;  // null: not wanted
 };
 
-// Rotary embedding of one token's heads, in place: elements i and half + i of a head turn by the token's angle i. With
-// T the dtype of `x` and `angles`, and every product and sum rounded to T:
+// Rotary embedding of one token's heads, in place: the two elements of each of a head's `half` pairs turn by the
+// token's angle i. Pair i is elements i and half + i, or 2 i and 2 i + 1 if `interleaved`. With T the dtype of `x` and
+// `angles`, (a, b) a pair, and every product and sum rounded to T:
 //
-//   x[h, i]        = x[h, i] * cos[i] - x[h, half + i] * sin[i]
-//   x[h, half + i] = x[h, half + i] * cos[i] + x[h, i] * sin[i]
+//   a = a * cos[i] - b * sin[i],    b = b * cos[i] + a * sin[i]    (both from the old a and b)
 //
 // The elements from 2 * half on do not change. The bits are the same on every instruction set, and those of torch.
 struct RotaryRows {
   int64_t heads, half;
   RowMajor x;          // a row for each head
   const void* angles;  // of the token: `half` cosines, then `half` sines
+  bool interleaved = false;
 };
 
 // The choice of experts: for each row of logits the `top_k` largest, larger ones first, of equal ones the first. With

@@ -15,6 +15,8 @@ constexpr int64_t kTaskRows = kMostLowRankRows, kTaskCols = 512;
 static_assert(kTaskRows % kDenseRowUnit == 0);
 // Columns of a task of `low`: few, for they are long sums.
 constexpr int64_t kDownCols = 64;
+// Heads of a task of LoRA on heads, and columns of the latent space.
+constexpr int64_t kTaskHeads = 4, kLatentCols = 128;
 // Columns of a task of `inner_product`, and rows that are widened at a time.
 constexpr int64_t kUnitCols = 128, kPartRows = 64;
 // Below this many multiply-adds, waking other threads takes longer than the work.
@@ -85,6 +87,27 @@ void compute(const DenseEngine& engine, const Part& part, const TensorView& base
   for (int64_t m = 0; m < part.rows; ++m) finish_row(engine.tiles, part, base, out, part.row + m, sums + m * kTaskCols);
 }
 
+RowMajor from_row(RowMajor matrix, int64_t row) {
+  matrix.data = static_cast<char*>(matrix.data) + row * matrix.stride * (matrix.bf16 ? 2 : 4);
+  return matrix;
+}
+
+// The same for any number of rows and columns.
+void compute_blocks(const DenseEngine& engine, const Part& whole, const TensorView& base, const TensorView& out) {
+  for (int64_t row = 0; row < whole.rows; row += kTaskRows) {
+    for (int64_t col = 0; col < whole.cols; col += kTaskCols) {
+      Part part = whole;
+      part.row += row;
+      part.rows = std::min(kTaskRows, whole.rows - row);
+      part.col += col;
+      part.cols = std::min(kTaskCols, whole.cols - col);
+      part.x = from_row(whole.x, row);
+      part.w = from_row(whole.w, col);
+      compute(engine, part, base, out);
+    }
+  }
+}
+
 // Columns [first, first + count) of low = scaling * x A^T.
 void multiply_down(const DenseEngine& engine, const TensorView& x, const LowRankPool& pool, const LowRankRows& rows,
                    const Range& range, const TensorView& low) {
@@ -121,6 +144,140 @@ void multiply_up(const DenseEngine& engine, const TensorView& low, const LowRank
             out, out);
   }
 }
+
+template <class T>
+RowMajor transposed_of(const RowMajor& matrix, int64_t rows, int64_t cols) {
+  static thread_local Scratch scratch;
+  T* to = scratch.reserve<T>(rows * cols);
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* from = matrix.row<const T>(r);
+    for (int64_t c = 0; c < cols; ++c) to[c * rows + r] = from[c];
+  }
+  return {.data = to, .stride = rows, .bf16 = matrix.bf16};
+}
+
+// A copy of a matrix [rows, cols], transposed; until the thread's next one.
+RowMajor transposed(const RowMajor& matrix, int64_t rows, int64_t cols) {
+  return matrix.bf16 ? transposed_of<uint16_t>(matrix, rows, cols) : transposed_of<float>(matrix, rows, cols);
+}
+
+// Of heads [T, N, size] the matrix [T, size] of one, and the matrix [T * N, size] of all.
+TensorView head_of(const TensorView& heads, int64_t head) {
+  TensorView matrix = heads;
+  matrix.data = heads.as<char>() + head * heads.strides[1] * dtype_bytes(heads.dtype);
+  matrix.ndim = 2;
+  matrix.shape[1] = heads.shape[2];
+  matrix.strides[1] = 1;
+  return matrix;
+}
+
+TensorView rows_of_heads(const TensorView& heads) {
+  TensorView matrix = head_of(heads, 0);
+  matrix.shape[0] = heads.shape[0] * heads.shape[1];
+  matrix.strides[0] = heads.strides[1];
+  return matrix;
+}
+
+// Of each adapter's rows `count` units, `at_once` in a task.
+Stage units_of(int step, const std::vector<LowRankRows>& rows, int64_t count, int64_t at_once) {
+  Stage stage = stage_of(step, static_cast<int64_t>(rows.size()));
+  stage.spans[0] = {0, count};
+  stage.at_once = at_once;
+  return stage;
+}
+
+// Rows [row, row + rows) of x times `cols` rows of w.
+Part part_of(const TensorView& x, int64_t row, int64_t rows, int64_t inner, const RowMajor& w, int64_t cols,
+             float alpha) {
+  return {.row = row, .rows = rows, .col = 0, .cols = cols, .inner = inner, .x = from(x, row), .w = w, .alpha = alpha};
+}
+
+// LoRA on the heads of latent attention. The kernels multiply rows by rows, so b_key and a are transposed for the
+// query: of each a task's share, once.
+class HeadAdapters {
+ public:
+  HeadAdapters(const DenseEngine& engine, const TensorView& x, const LowRankPool& pool,
+               const std::vector<LowRankRows>& rows, const TensorView& low, const TensorView& out)
+      : engine_(engine),
+        x_(x),
+        low_(low),
+        out_(out),
+        pool_(pool),
+        rows_(rows),
+        heads_(x.shape[1]),
+        inner_(x.shape[2]),
+        cols_(out.shape[2]),
+        head_rows_(pool.b.shape[1] / heads_) {}
+
+  void add_to_queries() const {
+    run_both(units_of(kUp, rows_, cols_, kLatentCols), [&](int step, const LowRankRows& some, const Range& range) {
+      step == kDown ? query_down(some, range) : query_up(some, range);
+    });
+  }
+
+  void add_to_outputs() const {
+    run_both(units_of(kUp, rows_, heads_, kTaskHeads), [&](int step, const LowRankRows& some, const Range& range) {
+      step == kDown ? output_down(some, range) : output_up(some, range);
+    });
+  }
+
+ private:
+  template <class Body>
+  void run_both(const Stage& up, Body&& body) const {
+    if (rows_.empty()) return;
+    int64_t ranks = 0;
+    for (const LowRankRows& some : rows_) ranks += some.rows * some.rank;
+    const ScratchUse in_use;
+    Plan plan;
+    plan.num_threads = ranks * heads_ * (inner_ + cols_) < kAloneBelowAwake ? 1 : engine_.num_threads;
+    plan.stages = {units_of(kDown, rows_, heads_, kTaskHeads), up};
+    run(plan, [&](int step, const Range& range) { body(step, rows_[static_cast<size_t>(range.item)], range); });
+  }
+
+  // Some heads.
+  void query_down(const LowRankRows& some, const Range& range) const {
+    for (int64_t head = range.first; head < range.first + range.count; ++head) {
+      const RowMajor w = transposed(from_slot(pool_.b, some.slot, head * head_rows_), inner_, some.rank);
+      compute_blocks(engine_, part_of(head_of(x_, head), some.first, some.rows, inner_, w, some.rank, 1.0f), {},
+                     head_of(low_, head));
+    }
+  }
+
+  // Some columns of all heads.
+  void query_up(const LowRankRows& some, const Range& range) const {
+    RowMajor a = from_slot(pool_.a, some.slot, 0);
+    a.data = static_cast<char*>(a.data) + range.first * dtype_bytes(pool_.a.dtype);
+    const TensorView out = rows_of_heads(out_);
+    Part part = part_of(rows_of_heads(low_), some.first * heads_, some.rows * heads_, some.rank,
+                        transposed(a, some.rank, range.count), range.count, some.scaling);
+    part.col = range.first;
+    compute_blocks(engine_, part, out, out);
+  }
+
+  // As many rows of all heads as the range's heads have.
+  void output_down(const LowRankRows& some, const Range& range) const {
+    const int64_t first = some.first * heads_ + range.first * some.rows;
+    const RowMajor w = from_slot(pool_.a, some.slot, 0);
+    compute_blocks(engine_, part_of(rows_of_heads(x_), first, range.count * some.rows, inner_, w, some.rank, 1.0f), {},
+                   rows_of_heads(low_));
+  }
+
+  // Some heads.
+  void output_up(const LowRankRows& some, const Range& range) const {
+    for (int64_t head = range.first; head < range.first + range.count; ++head) {
+      const TensorView out = head_of(out_, head);
+      const RowMajor w = from_slot(pool_.b, some.slot, (head + 1) * head_rows_ - cols_);
+      compute_blocks(engine_, part_of(head_of(low_, head), some.first, some.rows, some.rank, w, cols_, some.scaling),
+                     out, out);
+    }
+  }
+
+  const DenseEngine& engine_;
+  const TensorView &x_, &low_, &out_;
+  const LowRankPool& pool_;
+  const std::vector<LowRankRows>& rows_;
+  const int64_t heads_, inner_, cols_, head_rows_;  // head_rows_: of b
+};
 
 }  // namespace
 
@@ -177,6 +334,16 @@ void add_low_rank(const DenseEngine& engine, const TensorView& x, const LowRankP
       multiply_up(engine, low, pool, some, range, out);
     }
   });
+}
+
+void add_low_rank_queries(const DenseEngine& engine, const TensorView& x, const LowRankPool& pool,
+                          const std::vector<LowRankRows>& rows, const TensorView& low, const TensorView& out) {
+  HeadAdapters(engine, x, pool, rows, low, out).add_to_queries();
+}
+
+void add_low_rank_outputs(const DenseEngine& engine, const TensorView& x, const LowRankPool& pool,
+                          const std::vector<LowRankRows>& rows, const TensorView& low, const TensorView& out) {
+  HeadAdapters(engine, x, pool, rows, low, out).add_to_outputs();
 }
 
 void inner_product(const DenseEngine& engine, const TensorView& a, const TensorView& b, float alpha,

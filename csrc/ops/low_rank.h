@@ -47,4 +47,16 @@ inline constexpr int64_t kMostLowRankRows = 64;
 void add_low_rank(const DenseEngine& engine, const TensorView& x, const LowRankPool& pool,
                   const std::vector<LowRankRows>& rows, const TensorView& low, const TensorView& out);
 
+// LoRA on `kv_b_proj` of latent attention (MLA) in absorbed order; kt_runtime/ops/mla.py states the formula and its
+// roundings. `pool` has one part: a [slots, R, latent], b [slots, N (key + value), R]. Of each head's rows of b, the
+// first `key` belong to the query and the others to the output. Of `rows` and low [T, N, the highest rank of `rows`]
+// the same holds as above. The first two dimensions of each tensor are at one distance each; its rows are contiguous.
+//
+// out [T, N, latent] += scaling * (x [T, N, key] b_key) a
+void add_low_rank_queries(const DenseEngine& engine, const TensorView& x, const LowRankPool& pool,
+                          const std::vector<LowRankRows>& rows, const TensorView& low, const TensorView& out);
+// out [T, N, value] += scaling * (x [T, N, latent] a^T) b_value^T
+void add_low_rank_outputs(const DenseEngine& engine, const TensorView& x, const LowRankPool& pool,
+                          const std::vector<LowRankRows>& rows, const TensorView& low, const TensorView& out);
+
 }  // namespace kt

@@ -66,7 +66,7 @@ Status check_adapters(const Stack& stack, const StepAdapters& adapters, int64_t 
   return {};
 }
 
-void AdapterWork::prepare(const Stack& stack, const StepAdapters& adapters, int64_t tokens) {
+void AdapterWork::prepare(const Stack& stack, const StepAdapters& adapters, StepRows* rows) {
   adapters_ = &adapters;
   rows_.clear();
   int64_t highest = 0;
@@ -78,12 +78,10 @@ void AdapterWork::prepare(const Stack& stack, const StepAdapters& adapters, int6
     }
   }
   if (rows_.empty()) return;
-  low_.dtype = stack.dtype();
-  low_.ndim = 2;
-  low_.shape[0] = tokens;
-  low_.shape[1] = low_.strides[0] = LowRankPool::kMostParts * highest;
-  low_.strides[1] = 1;
-  low_.data = low_buffer_.reserve<uint8_t>(tokens * low_.shape[1] * dtype_bytes(low_.dtype));
+  const int64_t parts = std::max<int64_t>(LowRankPool::kMostParts, stack.heads);
+  const TensorView low = rows->matrix(RowsOf::kLowRank, stack.dtype(), parts * highest);
+  low_ = contiguous_view(low.data, low.dtype, {rows->tokens(), LowRankPool::kMostParts * highest});
+  head_low_ = contiguous_view(low.data, low.dtype, {rows->tokens(), stack.heads, highest});
 }
 
 void AdapterWork::add(const DenseEngine& engine, const LowRankPool& pool, const TensorView& x,
@@ -91,7 +89,17 @@ void AdapterWork::add(const DenseEngine& engine, const LowRankPool& pool, const 
   if (pool.a.present()) add_low_rank(engine, x, pool, rows_, low_, out);
 }
 
-void AdapterWork::set_slots(const StackLora& lora, RoutedCall* call) const {
+void AdapterWork::add_queries(const DenseEngine& engine, const LowRankPool& pool, const TensorView& x,
+                              const TensorView& out) const {
+  if (pool.a.present()) add_low_rank_queries(engine, x, pool, rows_, head_low_, out);
+}
+
+void AdapterWork::add_outputs(const DenseEngine& engine, const LowRankPool& pool, const TensorView& x,
+                              const TensorView& out) const {
+  if (pool.a.present()) add_low_rank_outputs(engine, x, pool, rows_, head_low_, out);
+}
+
+void AdapterWork::set_slots(const RoutedExperts& lora, RoutedCall* call) const {
   const bool is_adapted = lora.gate_up_a.present() && lora.down_a.present();
   call->slots.resize(is_adapted ? adapters_->experts.size() : 0);
   call->token_slots = call->slots.empty() ? TensorView{} : adapters_->token_slots;

@@ -3,10 +3,10 @@
 
 #include <vector>
 
-#include "base/memory.h"
 #include "base/status.h"
 #include "ops/call.h"
 #include "ops/low_rank.h"
+#include "step/rows.h"
 #include "step/stack.h"
 
 namespace kt {
@@ -31,24 +31,26 @@ Status check_adapters(const Stack& stack, const StepAdapters& adapters, int64_t 
 // What all layers of a step share. Kept and prepared again for each batch, it allocates only while batches grow.
 class AdapterWork {
  public:
-  // `adapters` have been checked, and stay valid until the batch's last layer.
-  void prepare(const Stack& stack, const StepAdapters& adapters, int64_t tokens);
+  // `adapters` have been checked, and stay valid until the batch's last layer. The products are kept in `rows`.
+  void prepare(const Stack& stack, const StepAdapters& adapters, StepRows* rows);
 
   // Whether no token of the batch has an adapter.
   bool is_empty() const { return adapters_->rows.empty() && adapters_->experts.empty(); }
   // out [T, N] += the adapters' part of a dense layer of x [T, K].
   void add(const DenseEngine& engine, const LowRankPool& pool, const TensorView& x, const TensorView& out) const;
+  // The same for the heads of latent attention (ops/low_rank.h): queries and outputs.
+  void add_queries(const DenseEngine& engine, const LowRankPool& pool, const TensorView& x,
+                   const TensorView& out) const;
+  void add_outputs(const DenseEngine& engine, const LowRankPool& pool, const TensorView& x,
+                   const TensorView& out) const;
   // Sets the LoRA of a call on a layer's routed experts.
-  void set_slots(const StackLora& lora, RoutedCall* call) const;
-
-  size_t scratch_bytes() const { return low_buffer_.bytes(); }
-  void free_scratch() { low_buffer_ = AlignedBuffer(); }
+  void set_slots(const RoutedExperts& experts, RoutedCall* call) const;
 
  private:
   const StepAdapters* adapters_ = nullptr;
   std::vector<LowRankRows> rows_;  // cut to kMostLowRankRows
-  AlignedBuffer low_buffer_;
-  TensorView low_;
+  TensorView low_;                 // [T, parts * the highest rank]
+  TensorView head_low_;            // [T, N, the highest rank], in the same memory
 };
 
 }  // namespace kt

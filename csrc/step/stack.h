@@ -2,55 +2,103 @@
 // layers of the expert store. The owner of the tensors keeps them alive.
 //
 // H hidden, I intermediate, V vocabulary, N query heads, K key heads, D head size, E experts, S slots of the KV pool, P
-// positions, L slots of the LoRA pool, R its highest rank.
+// positions, L slots of the LoRA pool, R its highest rank. Sizes of latent attention have their names of config.json.
 #pragma once
 
 #include <memory>
+#include <optional>
+#include <variant>
 #include <vector>
 
 #include "base/views.h"
+#include "ops/grouped_router.h"
 #include "ops/low_rank.h"
 #include "weights/packed.h"
 
 namespace kt {
 
-// The engine's LoRA pool in one layer. Tensors of layers that it does not adapt are absent.
-struct StackLora {
-  LowRankPool qkv, out;             // queries, keys and values are three parts
-  TensorView gate_up_a, gate_up_b;  // [L, E, 2 R, H], [L, E, 2 I, R]: gate from row 0, up from row R and row I
-  TensorView down_a, down_b;        // [L, E, R, I], [L, E, H, R]
+// Its tensors in the LoRA pool are absent where the pool does not adapt the layer.
+struct StackLinear {
+  TensorView weight;  // [out, in]
+  TensorView bias;    // [out]; may be absent
+  LowRankPool lora;
 };
 
-// Grouped-query attention with norms on each head's queries and keys, then routed experts.
-struct StackLayer {
-  TensorView input_norm;            // [H]
-  TensorView qkv, qkv_bias;         // [(N + 2 K) D, H]: queries, keys, values; [(N + 2 K) D] or absent
+// Grouped-query attention with norms on each head's queries and keys.
+struct GroupedQuery {
+  StackLinear qkv;                  // [(N + 2 K) D, H]: queries, keys, values; three parts for LoRA
   TensorView query_norm, key_norm;  // [D]
   TensorView keys, values;          // [S, K, D]
-  TensorView out, out_bias;         // [H, N D]; [H] or absent
-  TensorView post_norm;             // [H]
-  TensorView gate;                  // [E, H]
-  std::shared_ptr<ExpertLayer> experts;
-  StackLora lora;
+  StackLinear out;                  // [H, N D]
 };
 
-// All tensors have one dtype, float32 or bf16.
+// Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1) in absorbed order: the halves of
+// kv_b_proj multiply queries and outputs, heads share one key and one value. Below: rank is q_lora_rank, or 0 where
+// queries are not compressed; latent kv_lora_rank; nope, rope and value qk_nope_, qk_rope_ and v_head_dim.
+struct Latent {
+  StackLinear compress;    // [rank + latent + rope, H]: queries; keys and values, rotary key. Two parts for LoRA
+  TensorView query_norm;   // [rank]; absent without rank
+  StackLinear query;       // [N (nope + rope), rank]; without rank [N (nope + rope), H]
+  TensorView latent_norm;  // [latent]
+  TensorView key_heads;    // [N, latent, nope]: the half of kv_b_proj for queries, transposed
+  TensorView value_heads;  // [N, value, latent]: the other half
+  LowRankPool heads_lora;  // of kv_b_proj: a [L, R, latent], b [L, N (nope + value), R]
+  TensorView keys;         // [S, 1, latent + rope]; values are the first `latent` columns
+  StackLinear out;         // [H, N value]
+
+  int64_t rank() const { return query_norm.present() ? query_norm.shape[0] : 0; }
+  int64_t latent() const { return latent_norm.shape[0]; }
+  int64_t heads() const { return key_heads.shape[0]; }
+  int64_t nope() const { return key_heads.shape[2]; }
+  int64_t rope() const { return keys.shape[2] - latent(); }
+  int64_t value() const { return value_heads.shape[1]; }
+};
+
+struct GatedMlp {
+  StackLinear gate_up, down;  // [2 I, H], [H, I]; two parts and one for LoRA
+
+  bool present() const { return down.weight.present(); }
+};
+
+struct RoutedExperts {
+  TensorView gate;                     // [E, H]
+  TensorView bias;                     // [E] float32, of the choice in groups; may be absent
+  std::shared_ptr<ExpertLayer> layer;  // null: there are none
+  TensorView gate_up_a, gate_up_b;     // LoRA: [L, E, 2 R, H], [L, E, 2 I, R]: gate from row 0, up from row R and row I
+  TensorView down_a, down_b;           // [L, E, R, I], [L, E, H, R]
+
+  bool present() const { return layer != nullptr; }
+};
+
+// Its MLP is the sum of a gated MLP (a dense one, or the shared experts) and of routed experts; one may be absent.
+struct StackLayer {
+  TensorView input_norm, post_norm;  // [H]
+  std::variant<GroupedQuery, Latent> attention;
+  GatedMlp mlp;
+  RoutedExperts routed;
+};
+
+// All tensors have one dtype, float32 or bf16. All layers have one kind of attention, of the same sizes.
 struct Stack {
-  int64_t heads, key_heads, head_size;
+  int64_t heads;
   int64_t top_k;
-  bool normalises;                 // the routing weights of a token sum to 1
-  float epsilon;                   // of every norm
-  float scaling;                   // of the queries
-  int64_t lora_slots, lora_rank;   // L, R; 0 without a pool
-  TensorView embedding;            // [V, H]
-  TensorView angles;               // [P, D]: of each position D / 2 cosines, then D / 2 sines
-  TensorView final_norm;           // [H]
-  std::vector<StackLayer> layers;  // at least one
+  bool normalises;                       // the routing weights of a token sum to 1
+  std::optional<GroupedRouting> groups;  // of the router, whose logits are float32; absent: softmax of all experts
+  float epsilon;                         // of every norm
+  float scaling;                         // of the queries
+  bool interleaved;                      // the rotary embedding turns adjacent elements
+  int64_t lora_slots, lora_rank;         // L, R; 0 without a pool
+  TensorView embedding;                  // [V, H]
+  TensorView angles;                     // [P, D], or [P, rope]: of each position the cosines, then the sines
+  TensorView final_norm;                 // [H]
+  std::vector<StackLayer> layers;        // at least one
 
   DType dtype() const { return embedding.dtype; }
   int64_t hidden() const { return embedding.shape[1]; }
-  int64_t num_slots() const { return layers[0].keys.shape[0]; }
-  int64_t qkv_cols() const { return (heads + 2 * key_heads) * head_size; }
+  // Of the first layer: all layers' keys have its shape.
+  const TensorView& keys() const {
+    return *std::visit([](const auto& attention) { return &attention.keys; }, layers[0].attention);
+  }
 };
 
 }  // namespace kt

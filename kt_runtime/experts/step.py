@@ -1,10 +1,16 @@
-"""The native step: a model's whole decoder stack as one call (csrc/step/program.h)."""
+"""The native step: a model's whole decoder stack as one call (csrc/step/program.h).
+
+H hidden, I intermediate, N query heads, K key heads, D head size, E experts, S slots of the KV pool. Sizes of latent
+attention: rank is `q_lora_rank`, latent `kv_lora_rank`; nope, rope and value are `qk_nope_head_dim`, `qk_rope_head_dim`
+and `v_head_dim`. Tensors of a table are contiguous and have one dtype, float32 or bfloat16. They are read and written
+in place.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,14 +23,9 @@ from kt_runtime.experts.native import capsule, resolve_isa, steps, translated_er
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepLayer:
-    """H hidden, N query heads, K key heads, D head size, E experts, S slots of the KV pool.
+class GroupedQuery:
+    """`qkv` [(N + 2 K) D, H], `out` [H, N D] and their biases; norms [D]; `keys` and `values` [S, K, D]."""
 
-    `qkv` [(N + 2 K) D, H], `out` [H, N D] and their biases; norms [H] or, of heads, [D]; `gate` [E, H]; `keys` and
-    `values` [S, K, D]. All are contiguous and have one dtype, float32 or bfloat16. They are read and written in place.
-    """
-
-    input_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
     query_norm: Tensor
@@ -33,25 +34,79 @@ class StepLayer:
     values: Tensor
     out: Tensor
     out_bias: Tensor | None
-    post_norm: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """In absorbed order. `compress` [rank + latent + rope, H]; without a `query_norm` [rank] the rank is 0.
+
+    `query` [N (nope + rope), rank], or [N (nope + rope), H]; `latent_norm` [latent]; `key_heads` [N, latent, nope] and
+    `value_heads` [N, value, latent]; `keys` [S, 1, latent + rope]; `out` [H, N value].
+    """
+
+    compress: Tensor
+    query_norm: Tensor | None
+    query: Tensor
+    latent_norm: Tensor
+    key_heads: Tensor
+    value_heads: Tensor
+    keys: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedMlp:
+    """`gate_up` [2 I, H], `down` [H, I]."""
+
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedExperts:
+    """`gate` [E, H]; `bias` [E] float32, of the choice in groups."""
+
     gate: Tensor
+    bias: Tensor | None
     experts: ExpertLayer
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerLora:
-    """The engine's LoRA pool in one layer, read in place. L slots, R the highest rank, I intermediate; others as above.
+class StepLayer:
+    """Norms [H]. The layer's MLP is the sum of `mlp` and `routed`; one of them may be None."""
 
-    `qkv_a` [L, 3 R, H], `qkv_b` [L, (N + 2 K) D, R]: in a slot an adapter of rank r has r rows of A for queries, then r
-    for keys, then r for values. `out_a` [L, R, N D], `out_b` [L, H, R]. Routed experts: `gate_up_a` [L, E, 2 R, H],
-    `gate_up_b` [L, E, 2 I, R], with gate from row 0, up from row R and row I; `down_a` [L, E, R, I], `down_b`
-    [L, E, H, R]. An adapter uses the first r columns of each B. None: the pool does not adapt these layers.
+    input_norm: Tensor
+    attention: GroupedQuery | Latent
+    post_norm: Tensor
+    mlp: GatedMlp | None
+    routed: RoutedExperts | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerLora:
+    """The engine's LoRA pool in one layer, read in place. L slots, R the highest rank; others as above.
+
+    A linear layer [out, in] of P fused parts has A [L, P R, in] and B [L, out, R]; in a slot an adapter of rank r has r
+    rows of A for each part, one part after the other. `qkv` has three parts, `compress` (which needs a rank) and
+    `mlp_gate_up` two; `kv_b`, of kv_b_proj [N (nope + value), latent], has one. Routed experts: `gate_up_a`
+    [L, E, 2 R, H], `gate_up_b` [L, E, 2 I, R], with gate from row 0, up from row R and row I; `down_a` [L, E, R, I],
+    `down_b` [L, E, H, R]. An adapter uses the first r columns of each B. None: the pool does not adapt these layers.
     """
 
     qkv_a: Tensor | None = None
     qkv_b: Tensor | None = None
+    compress_a: Tensor | None = None
+    compress_b: Tensor | None = None
+    query_a: Tensor | None = None
+    query_b: Tensor | None = None
+    kv_b_a: Tensor | None = None
+    kv_b_b: Tensor | None = None
     out_a: Tensor | None = None
     out_b: Tensor | None = None
+    mlp_gate_up_a: Tensor | None = None
+    mlp_gate_up_b: Tensor | None = None
+    mlp_down_a: Tensor | None = None
+    mlp_down_b: Tensor | None = None
     gate_up_a: Tensor | None = None
     gate_up_b: Tensor | None = None
     down_a: Tensor | None = None
@@ -100,14 +155,15 @@ NO_LORA = BatchLora()
 class Step:
     """Built once for a model; `run` computes a batch. Not thread-safe. Keeps the tensors alive.
 
-    `scalars`: heads, key_heads, head_size, top_k, normalises, epsilon, scaling. `tensors`: embedding [V, H],
-    final_norm [H], angles [P, D] (of each position D / 2 cosines, then D / 2 sines). `lora`: of as many layers; None:
-    batches have no adapters. InvalidValueError: a tensor that does not fit.
+    `scalars`: heads, top_k, normalises, epsilon, scaling, interleaved, and groups, the router's (groups, top_groups,
+    is_sigmoid, scaling) or None (`families.stack`). `tensors`: embedding [V, H], final_norm [H], angles [P, D] or
+    [P, rope] (of each position the cosines, then the sines). `lora`: of as many layers; None: batches have no adapters.
+    InvalidValueError: a tensor that does not fit.
     """
 
     def __init__(
         self,
-        scalars: Mapping[str, float],
+        scalars: Mapping[str, object],
         tensors: Mapping[str, Tensor],
         layers: Sequence[StepLayer],
         lora: LoraPool | None = None,
@@ -171,12 +227,18 @@ class Step:
 
 
 def _named_layer(layer: StepLayer, pool: LayerLora | None, where: str) -> dict[str, object]:
-    lora = None if pool is None else _named(pool, f"{where}.lora")
-    return {**_named(layer, where), "experts": layer.experts.native(), "lora": lora}
+    return {**_named(layer, where), "lora": None if pool is None else _named(pool, f"{where}.lora")}
 
 
-def _named(values: StepLayer | LayerLora, where: str) -> dict[str, object]:
-    named = {field.name: getattr(values, field.name) for field in fields(values)}
-    return {
-        name: capsule(value, f"{where}.{name}") if isinstance(value, Tensor) else value for name, value in named.items()
-    }
+def _named(values: Any, where: str) -> dict[str, object]:
+    """The fields of a dataclass by name, as the native step's table has them."""
+    named: dict[str, object] = {}
+    for field in fields(values):
+        value, name = getattr(values, field.name), f"{where}.{field.name}"
+        if isinstance(value, Tensor):
+            named[field.name] = capsule(value, name)
+        elif isinstance(value, ExpertLayer):
+            named[field.name] = value.native()
+        else:
+            named[field.name] = None if value is None else _named(value, name)
+    return named

@@ -15,8 +15,12 @@ Hugging Face: `transformers.models.deepseek_v2`, `.deepseek_v3`. SGLang: `sglang
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.base import ATTENTION, Config, Family, FusedLinear, integer, require
+from kt_runtime.families.stack import DecoderStack, ExpertGroups, GatedMlp, Latent, RoutedExperts, StackLayer
 
 
 class DeepseekV2(Family):
@@ -24,6 +28,8 @@ class DeepseekV2(Family):
     model_types: tuple[str, ...] = ("deepseek_v2",)
     architectures = ("DeepseekV2ForCausalLM",)
     gguf_architecture = "deepseek2"
+    routing_defaults: Mapping[str, Any] = {"norm_topk_prob": False, "routed_scaling_factor": 1.0}
+    """For a config without these keys, as in Hugging Face."""
 
     def check(self, config: Config) -> None:
         require(config, "moe_layer_freq", 1, "Hugging Face has experts in every layer after the dense ones", default=1)
@@ -75,6 +81,26 @@ class DeepseekV2(Family):
             norms["self_attn.q_a_layernorm"] = integer(config, "q_lora_rank")
         return norms
 
+    def decoder_stack(self, config: Config) -> DecoderStack:
+        self.check(config)
+        routing = {**self.routing_defaults, **config}
+        return DecoderStack(
+            heads=integer(config, "num_attention_heads"),
+            top_k=self.num_experts_per_tok(config),
+            normalises=bool(routing["norm_topk_prob"]),
+            groups=ExpertGroups(
+                groups=config.get("n_group") or 1,
+                top_groups=config.get("topk_group") or 1,
+                is_sigmoid=self.has_correction_bias(config),
+                scaling=float(routing["routed_scaling_factor"]),
+            ),
+            epsilon=float(config.get("rms_norm_eps", 1e-6)),
+            interleaved=bool(config.get("rope_interleave", True)),
+            embedding="model.embed_tokens.weight",
+            final_norm="model.norm.weight",
+            layers=tuple(self._stack_layer(config, layer) for layer in range(integer(config, "num_hidden_layers"))),
+        )
+
     def moe_layers(self, config: Config) -> list[int]:
         return list(range(self._first_moe_layer(config), integer(config, "num_hidden_layers")))
 
@@ -83,6 +109,18 @@ class DeepseekV2(Family):
 
     def shared_intermediate(self, config: Config) -> int:
         return integer(config, "moe_intermediate_size") * integer(config, "n_shared_experts")
+
+    def _stack_layer(self, config: Config, layer: int) -> StackLayer:
+        prefix, is_routed = f"model.layers.{layer}", layer >= self._first_moe_layer(config)
+        mlp = f"{prefix}.mlp.shared_experts" if is_routed else f"{prefix}.mlp"
+        bias = f"{prefix}.mlp.gate.e_score_correction_bias" if self.has_correction_bias(config) else None
+        return StackLayer(
+            input_norm=f"{prefix}.input_layernorm.weight",
+            attention=_latent(f"{prefix}.self_attn", config.get("q_lora_rank") is not None),
+            post_norm=f"{prefix}.post_attention_layernorm.weight",
+            mlp=GatedMlp(f"{mlp}.gate_up_proj.weight", f"{mlp}.down_proj.weight"),
+            routed=RoutedExperts(f"{prefix}.mlp.gate.weight", bias, layer) if is_routed else None,
+        )
 
     def _first_moe_layer(self, config: Config) -> int:
         layers, first = integer(config, "num_hidden_layers"), config.get("first_k_dense_replace")
@@ -99,6 +137,7 @@ class DeepseekV3(DeepseekV2):
     model_types = ("deepseek_v3", "kimi_k2")
     foreign_model_types = ("kimi_k2",)
     architectures = ("DeepseekV3ForCausalLM",)
+    routing_defaults: Mapping[str, Any] = {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
 
     def check_routing(self, config: Config) -> None:
         # SGLang routes by sigmoid with a bias only if this key says so; Hugging Face's DeepSeek-V3 always does.
@@ -111,3 +150,15 @@ class DeepseekV3(DeepseekV2):
 
 def _attention(source: str, in_features: int, *parts: tuple[str, int], is_adaptable: bool = True) -> FusedLinear:
     return FusedLinear("self_attn", source, in_features, parts, ATTENTION, is_adaptable=is_adaptable)
+
+
+def _latent(prefix: str, compresses_queries: bool) -> Latent:
+    return Latent(
+        compress=f"{prefix}.{'fused_qkv_a_proj_with_mqa' if compresses_queries else 'kv_a_proj_with_mqa'}.weight",
+        query_norm=f"{prefix}.q_a_layernorm.weight" if compresses_queries else None,
+        query=f"{prefix}.{'q_b_proj' if compresses_queries else 'q_proj'}.weight",
+        latent_norm=f"{prefix}.kv_a_layernorm.weight",
+        key_heads=f"{prefix}.w_kc",
+        value_heads=f"{prefix}.w_vc",
+        out=f"{prefix}.o_proj.weight",
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.base import ATTENTION, Config, Family, FusedLinear, integer, require
-from kt_runtime.families.stack import DecoderStack, StackLayer
+from kt_runtime.families.stack import DecoderStack, GroupedQuery, RoutedExperts, StackLayer
 
 
 class Qwen3Moe(Family):
@@ -45,11 +45,11 @@ class Qwen3Moe(Family):
         layers = range(integer(config, "num_hidden_layers"))
         return DecoderStack(
             heads=integer(config, "num_attention_heads"),
-            key_heads=integer(config, "num_key_value_heads"),
-            head_size=_head_dim(config),
             top_k=self.num_experts_per_tok(config),
             normalises=bool(config.get("norm_topk_prob", False)),
+            groups=None,
             epsilon=float(config.get("rms_norm_eps", 1e-6)),
+            interleaved=False,
             embedding="model.embed_tokens.weight",
             final_norm="model.norm.weight",
             layers=tuple(_stack_layer(layer, bool(config.get("attention_bias", False))) for layer in layers),
@@ -73,13 +73,15 @@ def _stack_layer(layer: int, has_bias: bool) -> StackLayer:
     prefix = f"model.layers.{layer}"
     return StackLayer(
         input_norm=f"{prefix}.input_layernorm.weight",
-        qkv=f"{prefix}.self_attn.qkv_proj.weight",
-        qkv_bias=f"{prefix}.self_attn.qkv_proj.bias" if has_bias else None,
-        query_norm=f"{prefix}.self_attn.q_norm.weight",
-        key_norm=f"{prefix}.self_attn.k_norm.weight",
-        out=f"{prefix}.self_attn.o_proj.weight",
-        out_bias=f"{prefix}.self_attn.o_proj.bias" if has_bias else None,
+        attention=GroupedQuery(
+            qkv=f"{prefix}.self_attn.qkv_proj.weight",
+            qkv_bias=f"{prefix}.self_attn.qkv_proj.bias" if has_bias else None,
+            query_norm=f"{prefix}.self_attn.q_norm.weight",
+            key_norm=f"{prefix}.self_attn.k_norm.weight",
+            out=f"{prefix}.self_attn.o_proj.weight",
+            out_bias=f"{prefix}.self_attn.o_proj.bias" if has_bias else None,
+        ),
         post_norm=f"{prefix}.post_attention_layernorm.weight",
-        gate=f"{prefix}.mlp.gate.weight",
-        experts=layer,
+        mlp=None,
+        routed=RoutedExperts(f"{prefix}.mlp.gate.weight", None, layer),
     )

@@ -3,62 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 
 import torch
 
 from kt_runtime.errors import InvalidValueError, NotFoundError, suggestion
 from kt_runtime.experts import ExpertStore
 from kt_runtime.experts.dense import DTYPES
-from kt_runtime.experts.step import LoraPool, Step, StepLayer
-from kt_runtime.families.stack import DecoderStack
+from kt_runtime.experts.step import GatedMlp, GroupedQuery, Latent, LoraPool, RoutedExperts, Step, StepLayer
+from kt_runtime.families import stack as table
 
 
 def build_step(
-    stack: DecoderStack,
+    stack: table.DecoderStack,
     tensors: Mapping[str, torch.Tensor],
     experts: ExpertStore,
-    pool: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    pool: Sequence[Sequence[torch.Tensor]],
     angles: torch.Tensor,
     scaling: float,
     lora: LoraPool | None = None,
 ) -> Step:
-    """`tensors`: the engine's, by its names. `pool`: keys and values of each layer [S, K, D]. `angles` [P, D]: cosines,
-    then sines of each position. `scaling`: of the queries. `lora`: the engine's LoRA pool. The step's threads and
-    instruction set are the experts'.
+    """`tensors`: the engine's, by its names. `pool`: of each layer keys and values [S, K, D]; for latent attention the
+    latents with their rotary keys [S, 1, latent + rope]. `angles` [P, D] or [P, rope]: cosines, then sines of each
+    position. `scaling`: of the queries. `lora`: the engine's LoRA pool. The step's threads and instruction set are the
+    experts'.
 
     NotFoundError: a tensor of the table is missing. InvalidValueError: one does not fit.
     """
+    groups = stack.groups
     scalars = {
-        name: getattr(stack, name) for name in ("heads", "key_heads", "head_size", "top_k", "normalises", "epsilon")
+        **{name: getattr(stack, name) for name in ("heads", "top_k", "normalises", "epsilon", "interleaved")},
+        "groups": None if groups is None else astuple(groups),
+        "scaling": scaling,
     }
-    layers = [
-        StepLayer(
-            input_norm=_tensor(tensors, layer.input_norm),
-            qkv=_tensor(tensors, layer.qkv),
-            qkv_bias=None if layer.qkv_bias is None else _tensor(tensors, layer.qkv_bias),
-            query_norm=_tensor(tensors, layer.query_norm),
-            key_norm=_tensor(tensors, layer.key_norm),
+    named = _Tensors(tensors)
+    layers = [named.layer(layer, kv, experts) for layer, kv in zip(stack.layers, pool, strict=True)]
+    whole = {"embedding": named[stack.embedding], "final_norm": named[stack.final_norm], "angles": angles}
+    return Step(scalars, whole, layers, lora, isa=experts.isa, num_threads=experts.num_threads)
+
+
+class _Tensors:
+    """The engine's tensors, and the step's layers made of them."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._tensors:
+            raise NotFoundError(f"the engine has no tensor {name!r}{suggestion(name, self._tensors)}")
+        tensor = self._tensors[name]
+        if tensor.dtype not in DTYPES:
+            raise InvalidValueError(f"{name} is {tensor.dtype}; allowed: {' or '.join(map(str, DTYPES))}")
+        return tensor.detach()
+
+    def optional(self, name: str | None) -> torch.Tensor | None:
+        return None if name is None else self[name]
+
+    def layer(self, layer: table.StackLayer, kv: Sequence[torch.Tensor], experts: ExpertStore) -> StepLayer:
+        mlp, routed = layer.mlp, layer.routed
+        return StepLayer(
+            input_norm=self[layer.input_norm],
+            attention=self.attention(layer.attention, kv),
+            post_norm=self[layer.post_norm],
+            mlp=None if mlp is None else GatedMlp(gate_up=self[mlp.gate_up], down=self[mlp.down]),
+            routed=None if routed is None else self.routed(routed, experts),
+        )
+
+    def attention(self, names: table.GroupedQuery | table.Latent, kv: Sequence[torch.Tensor]) -> GroupedQuery | Latent:
+        if isinstance(names, table.Latent):
+            return self.latent(names, *kv)
+        keys, values = kv
+        return GroupedQuery(
+            qkv=self[names.qkv],
+            qkv_bias=self.optional(names.qkv_bias),
+            query_norm=self[names.query_norm],
+            key_norm=self[names.key_norm],
             keys=keys,
             values=values,
-            out=_tensor(tensors, layer.out),
-            out_bias=None if layer.out_bias is None else _tensor(tensors, layer.out_bias),
-            post_norm=_tensor(tensors, layer.post_norm),
-            gate=_tensor(tensors, layer.gate),
-            experts=experts.layers[layer.experts],
+            out=self[names.out],
+            out_bias=self.optional(names.out_bias),
         )
-        for layer, (keys, values) in zip(stack.layers, pool, strict=True)
-    ]
-    whole = {
-        "embedding": _tensor(tensors, stack.embedding),
-        "final_norm": _tensor(tensors, stack.final_norm),
-        "angles": angles,
-    }
-    return Step({**scalars, "scaling": scaling}, whole, layers, lora, isa=experts.isa, num_threads=experts.num_threads)
 
+    def latent(self, names: table.Latent, keys: torch.Tensor) -> Latent:
+        return Latent(
+            compress=self[names.compress],
+            query_norm=self.optional(names.query_norm),
+            query=self[names.query],
+            latent_norm=self[names.latent_norm],
+            key_heads=self[names.key_heads].mT,
+            value_heads=self[names.value_heads].mT,
+            keys=keys,
+            out=self[names.out],
+        )
 
-def _tensor(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    if name not in tensors:
-        raise NotFoundError(f"the engine has no tensor {name!r}{suggestion(name, tensors)}")
-    if tensors[name].dtype not in DTYPES:
-        raise InvalidValueError(f"{name} is {tensors[name].dtype}; allowed: {' or '.join(map(str, DTYPES))}")
-    return tensors[name].detach()
+    def routed(self, names: table.RoutedExperts, experts: ExpertStore) -> RoutedExperts:
+        return RoutedExperts(
+            gate=self[names.gate], bias=self.optional(names.bias), experts=experts.layers[names.experts]
+        )

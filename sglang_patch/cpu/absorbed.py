@@ -25,6 +25,20 @@ def install(hooks: Hooks) -> None:
         hooks.after(SYMBOLS[0], _mark_weights)
 
 
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    """`w_kc` [N, key, latent] and `w_vc` [N, latent, value] of each layer of a model with absorbed attention, by name.
+
+    They are attributes, not parameters. SGLang copies into them when it loads weights again.
+    """
+    found = {}
+    for index, layer in enumerate(model.model.layers):
+        for name in WEIGHTS:
+            weight = getattr(getattr(layer, "self_attn", None), name, None)
+            if isinstance(weight, torch.Tensor):
+                found[f"model.layers.{index}.self_attn.{name}"] = weight.as_subclass(torch.Tensor)
+    return found
+
+
 class HeadWeights(torch.Tensor):
     """[N, K, O]: a matrix for each head. `torch.bmm` of x [N, T, K] with it is kt-runtime's; all else is torch's."""
 

@@ -1,9 +1,10 @@
 """The native step: one call into C++ computes the decoder stack of a batch on a CPU (csrc/step/program.h).
 
 Symbols (SGLang 0.5.23): after `ModelRunner.init_attention_backends` weights, LoRA layers and KV pool exist; the step is
-built over them. `models.qwen3_moe.Qwen3MoeModel.forward` then runs the step for every batch that qualifies.
-`ModelRunner.sample` is timed. The other symbols are only read. Reason: SGLang's modules make about a hundred calls of
-PyTorch for a layer. For a decode step the calls and the Python between them take longer than the arithmetic.
+built over them. `models.qwen3_moe.Qwen3MoeModel.forward` and `models.deepseek_v2.DeepseekV2Model.forward` (DeepSeek-V2,
+DeepSeek-V3, Kimi-K2) then run the step for every batch that qualifies. `ModelRunner.sample` is timed. The other symbols
+are only read. Reason: SGLang's modules make about a hundred calls of PyTorch for a layer. For a decode step the calls
+and the Python between them take longer than the arithmetic.
 
 SGLang's modules still compute families without a table (`Family.decoder_stack`), batches with embeddings as input, and
 captured states of single layers. Both ways give the same bits, because the step calls the same kernels in the same
@@ -32,7 +33,7 @@ from kt_runtime.ops.step import build_step
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.host import Decoded
 from kt_runtime.sglang_patch.cache.namespace import named_tensors
-from kt_runtime.sglang_patch.cpu import moe
+from kt_runtime.sglang_patch.cpu import absorbed, moe
 from kt_runtime.sglang_patch.faults import finite_rows
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora import step as lora_step
@@ -44,9 +45,12 @@ logger = logging.getLogger(__name__)
 SYMBOLS = (
     "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
     "sglang.srt.models.qwen3_moe.Qwen3MoeModel.forward",
+    "sglang.srt.models.deepseek_v2.DeepseekV2Model.forward",
     "sglang.srt.model_executor.model_runner.ModelRunner.sample",
     "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
+    "sglang.srt.layers.rotary_embedding.rope_variant.DeepseekScalingRotaryEmbedding.forward_native",
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
+    "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool",
     "sglang.srt.model_executor.forward_batch_info.ForwardMode",
     "sglang.srt.runtime_context.get_exec",
     "sglang.srt.runtime_context.get_observability",
@@ -64,7 +68,8 @@ def install(hooks: Hooks) -> None:
     if hooks.on_cpu:
         hooks.after(SYMBOLS[0], _build)
         hooks.around(SYMBOLS[1], forward)
-        hooks.around(SYMBOLS[2], _sample)
+        hooks.around(SYMBOLS[2], forward)
+        hooks.around(SYMBOLS[3], _sample)
 
 
 def state() -> str:
@@ -90,7 +95,7 @@ def forget() -> None:
 
 
 class Program:
-    """The step of one model. `model`: the decoder stack of SGLang's `runner`, whose parameters are `tensors`.
+    """The step of one model. `model`: the decoder stack of SGLang's `runner`. `tensors`: those that the step reads.
 
     `no_adapters`: why the step can't run batches with adapters; empty if it can.
     """
@@ -109,8 +114,8 @@ class Program:
         return self._addresses() != self._built_over or (adapted and self._lora_addresses() != self._lora_built_over)
 
     def _addresses(self) -> list[int]:
-        pool = self._pool
-        return [tensor.data_ptr() for tensor in (*self._tensors, *pool.k_buffer, *pool.v_buffer)]
+        buffers = [tensor for layer in kv_buffers(self._pool) for tensor in layer]
+        return [tensor.data_ptr() for tensor in (*self._tensors, *buffers)]
 
     def _lora_addresses(self) -> list[int]:
         return [] if self.no_adapters else lora_step.addresses(self.runner.lora_manager)
@@ -132,6 +137,13 @@ class Program:
         if refused:
             _note(refused, len(hidden))
         return hidden
+
+
+def kv_buffers(pool: Any) -> list[tuple[torch.Tensor, ...]]:
+    """Of each layer keys and values, or, for latent attention, the latents with their rotary keys."""
+    if hasattr(pool, "kv_buffer"):
+        return [(buffer,) for buffer in pool.kv_buffer]
+    return list(zip(pool.k_buffer, pool.v_buffer, strict=True))
 
 
 def forward(
@@ -241,7 +253,8 @@ def _why_not(runner: Any) -> str:
     if not moe.keeps_experts_in_store(runner.model_config.hf_config):
         return f"{config.get('model_type')!r} is not one of kt-runtime's model families"
     family = family_for(config)
-    if family.decoder_stack(config) is None:
+    stack = family.decoder_stack(config)
+    if stack is None:
         return f"the family {family.name} has no table of its decoder stack"
     for backend in (runner.prefill_attention_backend_str, runner.decode_attention_backend_str):
         if backend != ATTENTION_BACKEND:
@@ -252,28 +265,27 @@ def _why_not(runner: Any) -> str:
         return "the distribution of experts is recorded"
     if get_observability().forward_hooks:  # registered after the step is built
         return "forward hooks are asked for"
-    return _why_not_pool(runner) or _why_not_modules(runner.model)
+    return _why_not_pool(runner) or _why_not_modules(runner.model, stack.interleaved, runner.dtype)
 
 
 def _why_not_pool(runner: Any) -> str:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
     pool = runner.token_to_kv_pool
-    is_plain = type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and not pool.is_quantized_kv_cache
+    if type(pool) is MHATokenToKVPool:
+        is_plain = pool.kv_cache_layout == "nhd" and not pool.is_quantized_kv_cache
+    else:
+        is_plain = type(pool) is MLATokenToKVPool and not pool.use_dsa
     if is_plain and pool.store_dtype == runner.dtype:
         return ""
     return f"the KV pool is a {type(pool).__name__} of {pool.dtype}, the model {runner.dtype}"
 
 
-def _why_not_modules(model: Any) -> str:
-    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-
+def _why_not_modules(model: Any, is_interleaved: bool, dtype: torch.dtype) -> str:
     rotaries = {layer.self_attn.rotary_emb for layer in model.model.layers}
     for rotary in rotaries:
-        kind = type(rotary)
-        is_plain = issubclass(kind, RotaryEmbedding) and kind.forward is RotaryEmbedding.forward
-        if not is_plain or kind.forward_native is not RotaryEmbedding.forward_native or not rotary.is_neox_style:
-            return f"the rotary embedding is {kind.__name__}"
+        if not _is_plain(rotary, dtype) or rotary.is_neox_style == is_interleaved:
+            return f"the rotary embedding is {type(rotary).__name__}"
     if len(rotaries) > 1:
         return f"the layers have {len(rotaries)} rotary embeddings"
     for name, module in model.named_modules():
@@ -286,19 +298,32 @@ def _why_not_modules(model: Any) -> str:
     return ""
 
 
+def _is_plain(rotary: Any, dtype: torch.dtype) -> bool:
+    """Whether it multiplies and rounds as the step, in `dtype`. SGLang writes this in two ways."""
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
+
+    kind = type(rotary)
+    if not issubclass(kind, RotaryEmbedding) or kind.forward is not RotaryEmbedding.forward:
+        return False
+    if kind.forward_native is DeepseekScalingRotaryEmbedding.forward_native:  # does not convert the table
+        return bool(rotary.cos_sin_cache.dtype == dtype)
+    return kind.forward_native is RotaryEmbedding.forward_native
+
+
 def _program_of(runner: Any) -> Program:
     config = runner.model_config.hf_config.to_dict()
     stack = family_for(config).decoder_stack(config)
     assert stack is not None
-    pool, attention = runner.token_to_kv_pool, runner.model.model.layers[0].self_attn
-    tensors = named_tensors(runner.model)
+    attention = runner.model.model.layers[0].self_attn
+    halves = absorbed.weights(runner.model)
     step = build_step(
         stack,
-        tensors,
+        {**named_tensors(runner.model), **halves},
         moe.expert_store(),
-        list(zip(pool.k_buffer, pool.v_buffer, strict=True)),
+        kv_buffers(runner.token_to_kv_pool),
         attention.rotary_emb.cos_sin_cache.to(runner.dtype),
         attention.scaling,
         lora_step.lora_pool(runner.lora_manager),
     )
-    return Program(runner, step, list(runner.model.parameters()))
+    return Program(runner, step, [*runner.model.parameters(), *halves.values()])

@@ -26,7 +26,15 @@ SYMBOLS = (
     "sglang.srt.lora.mem_pool.LoRAMemoryPool.A_buffer",
     "sglang.srt.lora.mem_pool.LoRAMemoryPool.B_buffer",
 )
-DENSE = {"qkv_proj": "qkv", "o_proj": "out"}
+DENSE = {
+    "qkv_proj": "qkv",
+    "fused_qkv_a_proj_with_mqa": "compress",
+    "q_b_proj": "query",
+    "kv_b_proj": "kv_b",
+    "o_proj": "out",
+    "gate_up_proj": "mlp_gate_up",
+    "down_proj": "mlp_down",
+}
 EXPERTS = {"gate_up_proj_moe": "gate_up", "down_proj_moe": "down"}
 """The pool's names, and those of `LayerLora`."""
 

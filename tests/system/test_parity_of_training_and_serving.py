@@ -74,7 +74,7 @@ def test_sampled_tokens_have_training_s_logprobs(served: Served, adapter: str | 
     """Sixteen answers are decoded together; in training each is a row of its own."""
     rows, logprobs = sampled(served.api, adapter)
     status = served.client.status()
-    assert (status.step == "running") == (status.family == "qwen3_moe")  # the base's tokens are sampled by it
+    assert status.step == "running"
     found = Agreement.of(served.trained(rows, adapter), logprobs)
     print(f"{status.family} {served.dtype} {adapter or 'base'}: {found}")
     assert found.k3 == 0 and found.largest == 0

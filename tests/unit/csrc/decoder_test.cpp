@@ -31,7 +31,8 @@ std::vector<T> drawn(int64_t count, Random& random) {
 
 // Every product and sum rounded to T. A float32 product of two bf16 is exact, so that it is rounded once.
 template <class T>
-void test_rotary(const kt::Dense& kernels, int64_t heads, int64_t size, int64_t half, Random& random, Report& report) {
+void test_rotary(const kt::Dense& kernels, int64_t heads, int64_t size, int64_t half, bool interleaved, Random& random,
+                 Report& report) {
   const int64_t stride = size + 3;
   auto x = drawn<T>(heads * stride, random);
   const auto angles = drawn<T>(2 * half, random);
@@ -42,7 +43,7 @@ void test_rotary(const kt::Dense& kernels, int64_t heads, int64_t size, int64_t 
   };
   for (int64_t h = 0; h < heads; ++h) {
     for (int64_t i = 0; i < half; ++i) {
-      const int64_t a = h * stride + i, b = a + half;
+      const int64_t a = h * stride + (interleaved ? 2 * i : i), b = a + (interleaved ? 1 : half);
       expected[static_cast<size_t>(a)] = rounded_to<T>(product(a, i) - product(b, half + i));
       expected[static_cast<size_t>(b)] = rounded_to<T>(product(b, i) + product(a, half + i));
     }
@@ -50,8 +51,10 @@ void test_rotary(const kt::Dense& kernels, int64_t heads, int64_t size, int64_t 
   kernels.rotate({.heads = heads,
                   .half = half,
                   .x = {.data = x.data(), .stride = stride, .bf16 = sizeof(T) == 2},
-                  .angles = angles.data()});
-  report.equal("rotary " + std::to_string(heads) + " x " + std::to_string(size) + ", half " + std::to_string(half),
+                  .angles = angles.data(),
+                  .interleaved = interleaved});
+  report.equal("rotary " + std::to_string(heads) + " x " + std::to_string(size) + ", half " + std::to_string(half) +
+                   (interleaved ? ", interleaved" : ""),
                std::memcmp(x.data(), expected.data(), x.size() * sizeof(T)) == 0);
 }
 
@@ -250,6 +253,118 @@ void test_low_ranks(const kt::Tiles& tiles, Random& random, Report& report) {
   }
 }
 
+// LoRA on the heads of latent attention, against products of one head after the other with transposed copies.
+template <class T>
+class HeadLora {
+ public:
+  static constexpr kt::DType kDtype = Pool<T>::kDtype;
+  static constexpr int64_t kSlots = 2, kRank = 20, kHeads = 5, kNope = 24, kValue = 17, kLatent = 150;
+
+  HeadLora(const kt::Tiles& tiles, std::vector<kt::LowRankRows> rows, int64_t tokens, Random& random)
+      : tiles_(tiles),
+        rows_(std::move(rows)),
+        tokens_(tokens),
+        a_(drawn<T>(kSlots * kRank * kLatent, random)),
+        b_(drawn<T>(kSlots * kHeads * (kNope + kValue) * kRank, random)) {
+    for (const kt::LowRankRows& some : rows_) highest_ = std::max(highest_, some.rank);
+  }
+
+  // Heads of `in` columns to heads of `out` columns, which lie 3 columns apart.
+  void test(bool is_query, Random& random, Report& report) const {
+    const int64_t in = is_query ? kNope : kLatent, out = is_query ? kLatent : kValue, distance = out + 3;
+    const auto x = drawn<T>(tokens_ * kHeads * in, random), base = drawn<T>(tokens_ * kHeads * distance, random);
+    auto expected = base;
+    for (const kt::LowRankRows& some : rows_) {
+      for (int64_t head = 0; head < kHeads; ++head) {
+        const kt::TensorView from =
+            matrix_view(x.data() + (some.first * kHeads + head) * in, kDtype, some.rows, in, kHeads * in);
+        add_to_head(is_query, some, head, from,
+                    matrix_view(expected.data() + (some.first * kHeads + head) * distance, kDtype, some.rows, out,
+                                kHeads * distance));
+      }
+    }
+    for (const int threads : {1, 3}) {
+      auto found = base;
+      std::vector<T> low(static_cast<size_t>(tokens_ * kHeads * highest_));
+      const kt::DenseEngine engine{kt::dense_of(tiles_), tiles_, threads};
+      const kt::TensorView heads = heads_view(x.data(), in, in), to = heads_view(found.data(), out, distance);
+      const auto add = is_query ? kt::add_low_rank_queries : kt::add_low_rank_outputs;
+      add(engine, heads, pool(), rows_, heads_view(low.data(), highest_, highest_), to);
+      report.equal(std::string("LoRA on heads, ") + (is_query ? "queries" : "outputs"),
+                   std::memcmp(found.data(), expected.data(), found.size() * sizeof(T)) == 0);
+    }
+  }
+
+ private:
+  kt::TensorView heads_view(const T* data, int64_t size, int64_t distance) const {
+    kt::TensorView view = matrix_view(data, kDtype, tokens_, kHeads, kHeads * distance);
+    view.ndim = 3;
+    view.shape[2] = size;
+    view.strides[1] = distance;
+    view.strides[2] = 1;
+    return view;
+  }
+
+  kt::LowRankPool pool() const {
+    kt::LowRankPool pool;
+    pool.a = matrix_view(a_.data(), kDtype, kSlots, kRank, kRank * kLatent);
+    pool.b = matrix_view(b_.data(), kDtype, kSlots, kHeads * (kNope + kValue), kHeads * (kNope + kValue) * kRank);
+    for (kt::TensorView* view : {&pool.a, &pool.b}) view->ndim = 3;
+    pool.a.shape[2] = pool.a.strides[1] = kLatent;
+    pool.b.shape[2] = pool.b.strides[1] = kRank;
+    pool.a.strides[2] = pool.b.strides[2] = 1;
+    pool.ends[0] = pool.b.shape[1];
+    return pool;
+  }
+
+  void add_to_head(bool is_query, const kt::LowRankRows& some, int64_t head, const kt::TensorView& x,
+                   const kt::TensorView& out) const {
+    const kt::DenseEngine engine{kt::dense_of(tiles_), tiles_, 1};
+    const T* a = a_.data() + some.slot * kRank * kLatent;
+    const T* b = b_.data() + (some.slot * kHeads + head) * (kNope + kValue) * kRank;
+    std::vector<T> low(static_cast<size_t>(some.rows * some.rank));
+    const kt::TensorView lows = matrix_view(low.data(), kDtype, some.rows, some.rank, some.rank);
+    if (is_query) {
+      const auto down = transposed(b, kNope, some.rank, kRank), up = transposed(a, some.rank, kLatent, kLatent);
+      kt::linear_added(engine, x, matrix_view(down.data(), kDtype, some.rank, kNope, kNope), 1.0f, {}, lows);
+      kt::linear_added(engine, lows, matrix_view(up.data(), kDtype, kLatent, some.rank, some.rank), some.scaling, out,
+                       out);
+    } else {
+      kt::linear_added(engine, x, matrix_view(a, kDtype, some.rank, kLatent, kLatent), 1.0f, {}, lows);
+      kt::linear_added(engine, lows, matrix_view(b + kNope * kRank, kDtype, kValue, some.rank, kRank), some.scaling,
+                       out, out);
+    }
+  }
+
+  static std::vector<T> transposed(const T* matrix, int64_t rows, int64_t cols, int64_t stride) {
+    std::vector<T> values;
+    for (int64_t col = 0; col < cols; ++col) {
+      for (int64_t row = 0; row < rows; ++row) values.push_back(matrix[row * stride + col]);
+    }
+    return values;
+  }
+
+  const kt::Tiles& tiles_;
+  const std::vector<kt::LowRankRows> rows_;
+  const int64_t tokens_;
+  const std::vector<T> a_, b_;
+  int64_t highest_ = 0;
+};
+
+template <class T>
+void test_head_lora(const kt::Tiles& tiles, Random& random, Report& report) {
+  const HeadLora<T> one(tiles, {{.first = 0, .rows = 1, .slot = 1, .rank = 16, .scaling = 2.0f}}, 1, random);
+  const HeadLora<T> many(tiles,
+                         {{.first = 1, .rows = 1, .slot = 1, .rank = 3, .scaling = 10.0f / 3},
+                          {.first = 2, .rows = 64, .slot = 0, .rank = 20, .scaling = 0.25f},
+                          {.first = 68, .rows = 30, .slot = 1, .rank = 3, .scaling = -1.5f}},
+                         100, random);
+  for (const HeadLora<T>* each : {&one, &many}) {
+    each->test(true, random, report);
+    each->test(false, random, report);
+  }
+}
+
 // B of an adapter on routed experts, for columns [first, first + count) of `out`.
 template <class T>
 void test_lora_up(const kt::Tiles& tiles, int64_t rank, kt::ColumnRange columns, Random& random, Report& report) {
@@ -295,9 +410,11 @@ void test_decoder(const kt::Tiles& tiles, Report& report) {
   Random random(11);
   const kt::Dense& kernels = kt::dense_of(tiles);
   for (const int64_t half : {1, 4, 16, 17, 32, 64}) {
-    test_rotary<float>(kernels, 3, 2 * half, half, random, report);
-    test_rotary<uint16_t>(kernels, 3, 2 * half, half, random, report);
-    test_rotary<uint16_t>(kernels, 2, 2 * half + 6, half, random, report);
+    for (const bool interleaved : {false, true}) {
+      test_rotary<float>(kernels, 3, 2 * half, half, interleaved, random, report);
+      test_rotary<uint16_t>(kernels, 3, 2 * half, half, interleaved, random, report);
+      test_rotary<uint16_t>(kernels, 2, 2 * half + 6, half, interleaved, random, report);
+    }
   }
   for (const int64_t experts : {2, 8, 15, 64, 128, 257}) {
     for (const int64_t top_k : {int64_t{1}, std::min<int64_t>(experts, 8), experts}) {
@@ -312,6 +429,8 @@ void test_decoder(const kt::Tiles& tiles, Report& report) {
   test_router<uint16_t>(engine, 300, 128, 8, true, random, report);  // several tasks
   test_low_ranks<float>(tiles, random, report);
   test_low_ranks<uint16_t>(tiles, random, report);
+  test_head_lora<float>(tiles, random, report);
+  test_head_lora<uint16_t>(tiles, random, report);
   for (const int64_t rank : {1, 7, 16, 33}) {
     for (const int64_t count : {1, 15, 48, 257, 600}) {
       const kt::ColumnRange columns{count % 16, count};

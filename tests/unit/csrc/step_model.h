@@ -137,12 +137,12 @@ class Model {
   // Over the given KV pool; `with_lora`: and the LoRA pool.
   kt::Stack stack(const KvPool& pool, bool with_lora) const {
     kt::Stack stack{.heads = kHeads,
-                    .key_heads = kKeyHeads,
-                    .head_size = kSize,
                     .top_k = top_k,
                     .normalises = normalises,
+                    .groups = {},
                     .epsilon = static_cast<float>(kEpsilon),
                     .scaling = static_cast<float>(scaling),
+                    .interleaved = false,
                     .lora_slots = with_lora ? kLoraSlots : 0,
                     .lora_rank = with_lora ? kRank : 0,
                     .embedding = embedding.view(),
@@ -152,18 +152,10 @@ class Model {
     for (size_t i = 0; i < layers.size(); ++i) {
       const Layer& layer = layers[i];
       stack.layers.push_back({.input_norm = layer.input_norm.view(),
-                              .qkv = layer.qkv.view(),
-                              .qkv_bias = layer.qkv_bias.view(),
-                              .query_norm = layer.query_norm.view(),
-                              .key_norm = layer.key_norm.view(),
-                              .keys = pool.keys[i].view(),
-                              .values = pool.values[i].view(),
-                              .out = layer.out.view(),
-                              .out_bias = layer.out_bias.view(),
                               .post_norm = layer.post_norm.view(),
-                              .gate = layer.gate.view(),
-                              .experts = layer.experts,
-                              .lora = with_lora ? lora_of(layer) : kt::StackLora{}});
+                              .attention = attention_of(layer, pool.keys[i], pool.values[i], with_lora),
+                              .mlp = {},
+                              .routed = experts_of(layer, with_lora)});
     }
     return stack;
   }
@@ -254,13 +246,34 @@ class Model {
     std::copy(ends.begin(), ends.end(), pool.ends);
     return pool;
   }
-  static kt::StackLora lora_of(const Layer& layer) {
-    return {.qkv = low_rank_of(layer.qkv_a, layer.qkv_b, {std::begin(kEndsOfQkv), std::end(kEndsOfQkv)}),
-            .out = low_rank_of(layer.out_a, layer.out_b, {kHidden}),
-            .gate_up_a = layer.gate_up_a.view(),
-            .gate_up_b = layer.gate_up_b.view(),
-            .down_a = layer.down_a.view(),
-            .down_b = layer.down_b.view()};
+  static kt::GroupedQuery attention_of(const Layer& layer, const Tensor& keys, const Tensor& values, bool with_lora) {
+    kt::GroupedQuery attention{.qkv = {.weight = layer.qkv.view(), .bias = layer.qkv_bias.view(), .lora = {}},
+                               .query_norm = layer.query_norm.view(),
+                               .key_norm = layer.key_norm.view(),
+                               .keys = keys.view(),
+                               .values = values.view(),
+                               .out = {.weight = layer.out.view(), .bias = layer.out_bias.view(), .lora = {}}};
+    if (with_lora) {
+      attention.qkv.lora = low_rank_of(layer.qkv_a, layer.qkv_b, {std::begin(kEndsOfQkv), std::end(kEndsOfQkv)});
+      attention.out.lora = low_rank_of(layer.out_a, layer.out_b, {kHidden});
+    }
+    return attention;
+  }
+  static kt::RoutedExperts experts_of(const Layer& layer, bool with_lora) {
+    kt::RoutedExperts routed{.gate = layer.gate.view(),
+                             .bias = {},
+                             .layer = layer.experts,
+                             .gate_up_a = {},
+                             .gate_up_b = {},
+                             .down_a = {},
+                             .down_b = {}};
+    if (with_lora) {
+      routed.gate_up_a = layer.gate_up_a.view();
+      routed.gate_up_b = layer.gate_up_b.view();
+      routed.down_a = layer.down_a.view();
+      routed.down_b = layer.down_b.view();
+    }
+    return routed;
   }
 
   Random& random_;

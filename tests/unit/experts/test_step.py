@@ -19,14 +19,15 @@ from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.experts import ExpertLayer, available_isas, free_spare_memory
 from kt_runtime.experts.attention import Sequences
 from kt_runtime.experts.native import spare_memory_bytes
-from kt_runtime.experts.step import LayerLora, LoraPool, Step, StepLayer
+from kt_runtime.experts.step import GatedMlp, GroupedQuery, Latent, LayerLora, LoraPool, RoutedExperts, Step, StepLayer
 
 HIDDEN, HEADS, KEY_HEADS, SIZE, EXPERTS, INNER = 16, 4, 2, 6, 4, 8
 QUERIES, QKV = HEADS * SIZE, (HEADS + 2 * KEY_HEADS) * SIZE
+QUERY_RANK, LATENT, NOPE, VALUE = 5, 8, 4, 3
 LORA_SLOTS, RANK = 3, 2
 WHOLE = {"embedding": (10, HIDDEN), "angles": (12, SIZE), "final_norm": (HIDDEN,)}
-LAYER = {
-    "input_norm": (HIDDEN,),
+NORMS = {"input_norm": (HIDDEN,), "post_norm": (HIDDEN,)}
+GROUPED_QUERY = {
     "qkv": (QKV, HIDDEN),
     "qkv_bias": (QKV,),
     "query_norm": (SIZE,),
@@ -35,48 +36,100 @@ LAYER = {
     "values": (9, KEY_HEADS, SIZE),
     "out": (HIDDEN, QUERIES),
     "out_bias": (HIDDEN,),
-    "post_norm": (HIDDEN,),
-    "gate": (EXPERTS, HIDDEN),
 }
+LATENT_ATTENTION = {
+    "compress": (QUERY_RANK + LATENT + SIZE, HIDDEN),
+    "query_norm": (QUERY_RANK,),
+    "query": (HEADS * (NOPE + SIZE), QUERY_RANK),
+    "latent_norm": (LATENT,),
+    "key_heads": (HEADS, LATENT, NOPE),
+    "value_heads": (HEADS, VALUE, LATENT),
+    "keys": (9, 1, LATENT + SIZE),
+    "out": (HIDDEN, HEADS * VALUE),
+}
+MLP = {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
+ROUTED = {"gate": (EXPERTS, HIDDEN)}
 LORA = {
     "qkv_a": (LORA_SLOTS, 3 * RANK, HIDDEN),
     "qkv_b": (LORA_SLOTS, QKV, RANK),
     "out_a": (LORA_SLOTS, RANK, QUERIES),
     "out_b": (LORA_SLOTS, HIDDEN, RANK),
+    "mlp_gate_up_a": (LORA_SLOTS, 2 * RANK, HIDDEN),
+    "mlp_gate_up_b": (LORA_SLOTS, 2 * INNER, RANK),
+    "mlp_down_a": (LORA_SLOTS, RANK, INNER),
+    "mlp_down_b": (LORA_SLOTS, HIDDEN, RANK),
     "gate_up_a": (LORA_SLOTS, EXPERTS, 2 * RANK, HIDDEN),
     "gate_up_b": (LORA_SLOTS, EXPERTS, 2 * INNER, RANK),
     "down_a": (LORA_SLOTS, EXPERTS, RANK, INNER),
     "down_b": (LORA_SLOTS, EXPERTS, HIDDEN, RANK),
 }
-PLACES = [
-    *((place, name) for place, names in (("whole", WHOLE), ("layer", LAYER), ("lora", LORA)) for name in names),
-]
-PREFIXES = {"whole": "", "layer": "layers[1].", "lora": "layers[1].lora."}
+PARTS = {
+    "whole": WHOLE, "norms": NORMS, "attention": GROUPED_QUERY, "latent": LATENT_ATTENTION, "mlp": MLP,
+    "routed": ROUTED, "lora": LORA,
+}  # fmt: skip
+PLACES = [(place, name) for place, names in PARTS.items() for name in names]
+PREFIXES = {"whole": "", "norms": "layers[1].", "latent": "layers[1].attention."}
+# Tensors from which others' sizes follow: what is said of another last size, and of their absence.
+OTHER_SIZE = {
+    ("whole", "embedding"): f"final_norm has shape [{HIDDEN}]; expected [{HIDDEN + 1}]",
+    ("whole", "angles"): f"angles has {SIZE + 1} columns; must be even",
+    ("latent", "query_norm"): "layers[1].attention.compress has shape [19, 16]; expected [20, 16]",
+    ("latent", "key_heads"): "layers[1].attention.query has shape [40, 5]; expected [44, 5]",
+    ("mlp", "down"): "layers[1].mlp.gate_up has shape [16, 16]; expected [18, 16]",
+}
+ABSENT = {
+    ("latent", "query_norm"): "layers[1].attention.compress has shape [19, 16]; expected [14, 16]",
+    ("latent", "latent_norm"): (
+        "layers[1].attention.latent_norm: the attention is of another kind than that of layers[0]"
+    ),
+    **{("lora", name): f"layers[1].lora.{name} is missing: A and B come in pairs" for name in LORA},
+}
+ANY = {"value_heads": [HEADS, "any", LATENT], "down": [HIDDEN, "any"]}
+
+
+def prefix(place: str) -> str:
+    return PREFIXES.get(place, f"layers[1].{place}.")
 
 
 @dataclass
 class Table:
-    """What a step is built from: two layers, and a LoRA pool."""
+    """What a step is built from: two layers, and a LoRA pool. `latent`: both have latent attention."""
 
     experts: list[ExpertLayer]
+    latent: bool = False
 
     def __post_init__(self) -> None:
         self.scalars: dict[str, Any] = {
-            "heads": HEADS, "key_heads": KEY_HEADS, "head_size": SIZE, "top_k": 2, "normalises": True, "epsilon": 1e-6,
-            "scaling": SIZE**-0.5,
+            "heads": HEADS, "top_k": 2, "normalises": True, "groups": None, "epsilon": 1e-6, "scaling": SIZE**-0.5,
+            "interleaved": False,
         }  # fmt: skip
         self.pool = {"slots": LORA_SLOTS, "rank": RANK}
-        self.whole, self.layers = drawn(WHOLE), [drawn(LAYER), drawn(LAYER)]
-        self.lora = [drawn(LORA), drawn(LORA)]
+        self.parts = {place: [drawn(shapes), drawn(shapes)] for place, shapes in PARTS.items()}
 
     def tensors(self, place: str) -> dict[str, Any]:
         """Those that a test changes: of the whole, or of the second layer."""
-        return {"whole": self.whole, "layer": self.layers[1], "lora": self.lora[1]}[place]
+        if place == "latent":
+            self.latent = True
+            for pool in self.parts["lora"]:
+                pool |= dict.fromkeys(name for name in pool if name.startswith(("qkv", "out")))
+        return self.parts[place][0 if place == "whole" else 1]
 
     def build(self, **options: Any) -> Step:
-        layers = [StepLayer(**layer, experts=one) for layer, one in zip(self.layers, self.experts, strict=True)]
-        pool = LoraPool(**self.pool, layers=[LayerLora(**layer) for layer in self.lora])
-        return Step(self.scalars, self.whole, layers, pool, **{"num_threads": 1, **options})
+        layers = [
+            StepLayer(
+                **self.parts["norms"][index],
+                attention=(
+                    Latent(**self.parts["latent"][index])
+                    if self.latent
+                    else GroupedQuery(**self.parts["attention"][index])
+                ),
+                mlp=GatedMlp(**self.parts["mlp"][index]),
+                routed=RoutedExperts(**self.parts["routed"][index], bias=None, experts=one),
+            )
+            for index, one in enumerate(self.experts)
+        ]
+        pool = LoraPool(**self.pool, layers=[LayerLora(**layer) for layer in self.parts["lora"]])
+        return Step(self.scalars, self.parts["whole"][0], layers, pool, **{"num_threads": 1, **options})
 
 
 def drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -101,10 +154,16 @@ def refusal(table: Table, **options: Any) -> str:
 
 
 def test_the_table_of_these_tests_is_whole(table: Table) -> None:
-    assert LAYER.keys() == {field.name for field in fields(StepLayer)} - {"experts"}
-    assert LORA.keys() == {field.name for field in fields(LayerLora)}
-    hidden, refused = run(table.build())
-    assert hidden.shape == (2, HIDDEN) and hidden.isfinite().all() and refused == []
+    parts = {"attention": GroupedQuery, "latent": Latent, "mlp": GatedMlp, "routed": RoutedExperts}
+    for place, part in parts.items():
+        assert PARTS[place].keys() == {field.name for field in fields(part)} - {"bias", "experts"}
+    assert NORMS.keys() == {field.name for field in fields(StepLayer)} - {"attention", "mlp", "routed"}
+    of_latent = {f"{name}_{side}" for name in ("compress", "query", "kv_b") for side in "ab"}
+    assert LORA.keys() == {field.name for field in fields(LayerLora)} - of_latent
+    for place in ("attention", "latent"):
+        table.tensors(place)
+        hidden, refused = run(table.build())
+        assert hidden.shape == (2, HIDDEN) and hidden.isfinite().all() and refused == []
 
 
 @pytest.mark.parametrize(("place", "name"), PLACES)
@@ -112,12 +171,9 @@ def test_a_tensor_of_another_shape_is_refused_with_both_shapes(table: Table, pla
     tensors = table.tensors(place)
     wanted = list(tensors[name].shape)
     tensors[name] = torch.zeros(*wanted[:-1], wanted[-1] + 1)
-    message = refusal(table)
-    if name == "embedding":  # the hidden size of all others
-        assert message == f"final_norm has shape [{HIDDEN}]; expected [{HIDDEN + 1}]"
-        return
-    expected = str(["any", SIZE] if name == "angles" else wanted).replace("'", "")
-    assert message == f"{PREFIXES[place]}{name} has shape {list(tensors[name].shape)}; expected {expected}"
+    expected = str(ANY.get(name, wanted)).replace("'", "")
+    message = f"{prefix(place)}{name} has shape {list(tensors[name].shape)}; expected {expected}"
+    assert refusal(table) == OTHER_SIZE.get((place, name), message)
 
 
 @pytest.mark.parametrize(("place", "name"), PLACES)
@@ -127,8 +183,8 @@ def test_a_tensor_of_another_number_of_dimensions_is_refused(table: Table, place
     count = tensors[name].dim()
     shape = f" has shape {list(tensors[name].shape)}; expected ["
     message = refusal(table)
-    assert message.startswith(PREFIXES[place] + name + (shape if count <= 4 else f" has {count} dimensions; expected "))
-    assert name != "embedding" or message.endswith("expected [any, any]")
+    assert message.startswith(prefix(place) + name + (shape if count <= 4 else f" has {count} dimensions; expected "))
+    assert name not in ("embedding", "angles") or message.endswith("expected [any, any]")
 
 
 @pytest.mark.parametrize(("place", "name"), PLACES)
@@ -141,7 +197,7 @@ def test_a_tensor_of_another_dtype_is_refused_with_both(
     found = {torch.float16: "an unsupported type"}.get(dtype, str(dtype).removeprefix("torch."))
     message = refusal(table)
     if name != "embedding":
-        assert message == f"{PREFIXES[place]}{name} has dtype {found}; allowed: float32"
+        assert message == f"{prefix(place)}{name} has dtype {found}; allowed: float32"
     elif dtype == torch.bfloat16:  # the dtype of all others
         assert message == "angles has dtype float32; allowed: bfloat16"
     else:
@@ -153,7 +209,7 @@ def test_a_tensor_that_is_not_contiguous_is_refused(table: Table, place: str, na
     tensors = table.tensors(place)
     tensors[name] = tensors[name].repeat_interleave(2, -1)[..., ::2]
     where = " in its last dimension" if name == "embedding" else ""
-    assert refusal(table) == f"{PREFIXES[place]}{name} is not contiguous{where}"
+    assert refusal(table) == f"{prefix(place)}{name} is not contiguous{where}"
 
 
 @pytest.mark.parametrize(("place", "name"), PLACES)
@@ -165,28 +221,30 @@ def test_a_missing_tensor_is_refused_with_its_name(table: Table, place: str, nam
         tensors[name] = None
     if "bias" in name:
         assert table.build().scratch_bytes == 0, "a layer may have no bias"
-    elif place == "lora":
-        assert refusal(table) == f"layers[1].lora.{name} is missing: A and B come in pairs"
     else:
-        assert refusal(table) == f"{PREFIXES[place]}{name} is missing"
+        assert refusal(table) == ABSENT.get((place, name), f"{prefix(place)}{name} is missing")
+
+
+OF_FOUR = "layers[0].routed.experts has 4 experts; 2 of them can't be chosen from"
 
 
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ({"heads": 5}, "heads is 5; must be a multiple of key_heads, 2"),
-        ({"heads": 0}, "heads is 0; must be a multiple of key_heads, 2"),
-        ({"key_heads": 0}, "heads is 4; must be a multiple of key_heads, 0"),
-        ({"head_size": 7}, "head_size is 7; must be even"),
-        ({"head_size": 0}, "head_size is 0; must be even"),
+        ({"heads": 5}, "heads is 5; must be a multiple of the key heads, 2"),
+        ({"heads": 0}, "heads is 0; must be at least 1"),
         ({"top_k": 0}, "top_k is 0; must be at least 1"),
-        ({"top_k": 5}, "layers[0].experts has 4 experts of hidden size 16; expected at least 5 of 16"),
+        ({"top_k": 5}, "layers[0].routed.experts has 4 experts of hidden size 16; expected at least 5 of 16"),
+        ({"groups": (3, 1, True, 1.0)}, f"{OF_FOUR} 1 of 3 groups"),
+        ({"groups": (4, 1, True, 1.0)}, f"{OF_FOUR} 1 of 4 groups"),
+        ({"groups": (2, 3, False, 1.0)}, f"{OF_FOUR} 3 of 2 groups"),
+        ({"groups": (0, 1, False, 1.0)}, f"{OF_FOUR} 1 of 0 groups"),
         ({"slots": 0}, "lora_slots is 0 and lora_rank 2; both are 0, or both are at least 1"),
         ({"rank": -1}, "lora_slots is 3 and lora_rank -1; both are 0, or both are at least 1"),
     ],
 )
 def test_a_number_that_does_not_fit_is_refused_with_its_value(
-    table: Table, numbers: dict[str, int], message: str
+    table: Table, numbers: dict[str, Any], message: str
 ) -> None:
     for name, number in numbers.items():
         (table.pool if name in table.pool else table.scalars)[name] = number
@@ -198,17 +256,17 @@ def test_experts_of_other_sizes_are_refused(
 ) -> None:
     second = table.experts[1]
     table.experts[1] = build_layer(make_problem(EXPERTS, HIDDEN + 1, INNER, 1, 1).experts)
-    assert refusal(table) == "layers[1].experts has 4 experts of hidden size 17; expected at least 2 of 16"
+    assert refusal(table) == "layers[1].routed.experts has 4 experts of hidden size 17; expected at least 2 of 16"
     table.experts[1] = build_layer(make_problem(EXPERTS - 1, HIDDEN, INNER, 1, 1).experts)
-    assert refusal(table) == "layers[1].experts has 3 experts; expected 4, as layers[0]"
+    assert refusal(table) == "layers[1].routed.gate has shape [4, 16]; expected [3, 16]"
     table.experts[1] = second
     assert table.build().scratch_bytes == 0
 
 
 def test_layers_are_counted(table: Table) -> None:
-    table.lora.pop()
+    table.parts["lora"].pop()
     assert refusal(table) == "the LoRA pool has 1 layers; the decoder stack has 2"
-    table.layers, table.experts, table.lora = [], [], []
+    table.experts, table.parts["lora"] = [], []
     assert refusal(table) == "layers is empty"
 
 

@@ -43,6 +43,24 @@ def test_the_step_reads_the_pool_s_own_buffers() -> None:
         assert layer.down_b is pool.B_buffer["down_proj_moe"][index]
 
 
+def test_the_step_reads_the_pool_of_latent_attention_and_of_dense_mlps() -> None:
+    names = {
+        "fused_qkv_a_proj_with_mqa": "compress",
+        "q_b_proj": "query",
+        "kv_b_proj": "kv_b",
+        "gate_up_proj": "mlp_gate_up",
+        "down_proj": "mlp_down",
+    }
+    given = manager(*names)
+    lora, pool = step.lora_pool(given), given.memory_pool
+    assert lora is not None
+    for index, layer in enumerate(lora.layers):
+        for name, ours in names.items():
+            assert getattr(layer, f"{ours}_a") is pool.A_buffer[name][index]
+            assert getattr(layer, f"{ours}_b") is pool.B_buffer[name][index]
+        assert layer.out_a is None and layer.gate_up_a is None
+
+
 @pytest.mark.parametrize("target", ["gate_up_proj_moe", "down_proj_moe"])
 def test_half_of_the_experts_targets_adapts_no_experts_as_in_sglang(target: str) -> None:
     lora = step.lora_pool(manager("o_proj", target))
@@ -59,7 +77,7 @@ def test_half_of_the_experts_targets_adapts_no_experts_as_in_sglang(target: str)
         (manager(*NAMES, lora_backend=SimpleNamespace(name="triton")), "the LoRA backend is triton"),
         (manager(*NAMES, embed_tokens_module=object()), "LoRA adapts the embedding"),
         (manager(*NAMES, experts_shared_outer_loras=True), "the experts share factors of LoRA"),
-        (manager(*NAMES, "gate", "down_proj"), "LoRA adapts down_proj, gate"),
+        (manager(*NAMES, "lm_head", "in_proj"), "LoRA adapts in_proj, lm_head"),
     ],
 )
 def test_what_the_step_can_t_adapt_has_a_reason(given: Any, reason: str) -> None:

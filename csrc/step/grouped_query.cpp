@@ -1,0 +1,76 @@
+#include <cstring>
+
+#include "step/attention.h"
+#include "threads/pool.h"
+
+namespace kt {
+namespace {
+
+TensorView queries_keys_values(StepWork& work, const GroupedQuery& layer) {
+  return work.rows.matrix(RowsOf::kProjected, work.stack.dtype(), layer.qkv.weight.shape[0]);
+}
+
+TensorView attended_by(StepWork& work, const GroupedQuery& layer) {
+  return work.rows.matrix(RowsOf::kAttended, work.stack.dtype(), layer.out.weight.shape[1]);
+}
+
+// Norms and rotates each token's queries and keys, and copies keys and values to the token's slot.
+void place_heads(StepWork& work, const GroupedQuery& layer, const TensorView& qkv) {
+  const int64_t heads = work.stack.heads, key_heads = layer.keys.shape[1], size = layer.keys.shape[2];
+  const bool bf16 = qkv.dtype == DType::kBf16;
+  const auto kv_bytes = static_cast<size_t>(key_heads * size * dtype_bytes(qkv.dtype));
+  const Dense& kernels = work.engine.kernels;
+  run_ranges(qkv.shape[0], kTokensAtOnce, work.engine.num_threads, [&](int64_t first, int64_t count) {
+    for (int64_t t = first; t < first + count; ++t) {
+      void* keys = element_of(qkv, t, heads * size);
+      const auto turn = [&](void* rows, int64_t num_heads, const TensorView& weight) {
+        const RowMajor x{rows, size, bf16};
+        kernels.normalise({.first_row = 0,
+                           .rows = num_heads,
+                           .cols = size,
+                           .x = x,
+                           .residual = {},
+                           .total = {},
+                           .y = x,
+                           .weight = weight.data,
+                           .epsilon = work.stack.epsilon,
+                           .inverse = nullptr});
+        kernels.rotate({.heads = num_heads,
+                        .half = size / 2,
+                        .x = x,
+                        .angles = work.angles_of(t),
+                        .interleaved = work.stack.interleaved});
+      };
+      turn(element_of(qkv, t), heads, layer.query_norm);
+      turn(keys, key_heads, layer.key_norm);
+      void* values = element_of(qkv, t, (heads + key_heads) * size);
+      work.refuse_unless_finite(keys, key_heads * size, t);
+      work.refuse_unless_finite(values, key_heads * size, t);
+      std::memcpy(work.slot_of(layer.keys, t), keys, kv_bytes);
+      std::memcpy(work.slot_of(layer.values, t), values, kv_bytes);
+    }
+  });
+}
+
+}  // namespace
+
+AttentionTensors attention_tensors(StepWork& work, const GroupedQuery& layer) {
+  const int64_t heads = work.stack.heads, size = layer.keys.shape[2];
+  AttentionCall call;
+  call.q = heads_of(queries_keys_values(work, layer), 0, heads, size, size);
+  call.keys = layer.keys;
+  call.values = layer.values;
+  call.out = heads_of(attended_by(work, layer), 0, heads, size, size);
+  call.scaling = work.stack.scaling;
+  return tensors_of(call);
+}
+
+void attend(StepWork& work, const GroupedQuery& layer, const TensorView& x, const TensorView& out) {
+  const TensorView qkv = queries_keys_values(work, layer);
+  work.multiply(layer.qkv, x, qkv);
+  place_heads(work, layer, qkv);
+  work.attend(attention_tensors(work, layer));
+  work.multiply(layer.out, attended_by(work, layer), out);
+}
+
+}  // namespace kt

@@ -1,0 +1,130 @@
+#include "step/mlp.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "ops/activation.h"
+#include "ops/forward.h"
+#include "ops/router.h"
+#include "threads/pool.h"
+
+namespace kt {
+namespace {
+
+constexpr int64_t kPart = 512;  // elements widened at a time
+
+bool is_finite(const TensorView& matrix, int64_t row) {
+  return are_finite(element_of(matrix, row), matrix.dtype, matrix.shape[1]);
+}
+
+void clear_row(const TensorView& matrix, int64_t row) {
+  std::memset(element_of(matrix, row), 0, static_cast<size_t>(matrix.shape[1] * dtype_bytes(matrix.dtype)));
+}
+
+template <class Body>
+void for_each_row(const StepWork& work, Body&& body) {
+  run_ranges(work.rows.tokens(), kTokensAtOnce, work.engine.num_threads, [&](int64_t first, int64_t count) {
+    for (int64_t t = first; t < first + count; ++t) body(t);
+  });
+}
+
+void run_gated(StepWork& work, const GatedMlp& mlp, const TensorView& x, const TensorView& out) {
+  const int64_t intermediate = mlp.down.weight.shape[1];
+  const TensorView gate_up = work.rows.matrix(RowsOf::kGateUp, x.dtype, 2 * intermediate);
+  const TensorView gated = work.rows.matrix(RowsOf::kGated, x.dtype, intermediate);
+  work.multiply(mlp.gate_up, x, gate_up);
+  silu_and_multiply(work.engine, columns_of(gate_up, 0, intermediate), columns_of(gate_up, intermediate, intermediate),
+                    gated);
+  work.multiply(mlp.down, gated, out);
+}
+
+// x in float32.
+TensorView widened(StepWork& work, const TensorView& x) {
+  if (x.dtype == DType::kF32) return x;
+  const TensorView wide = work.rows.matrix(RowsOf::kWide, DType::kF32, x.shape[1]);
+  for_each_row(work, [&](int64_t t) {
+    work.engine.tiles.widen(static_cast<const uint16_t*>(element_of(x, t)), x.shape[1],
+                            static_cast<float*>(element_of(wide, t)));
+  });
+  return wide;
+}
+
+// The experts of each token, and their weights.
+void choose(StepWork& work, const RoutedExperts& experts, const TensorView& x) {
+  const Stack& stack = work.stack;
+  const TensorView ids = work.rows.matrix(RowsOf::kIds, DType::kI32, stack.top_k);
+  const TensorView weights = work.rows.matrix(RowsOf::kWeights, DType::kF32, stack.top_k);
+  const DType dtype = stack.groups ? DType::kF32 : stack.dtype();
+  const TensorView logits = work.rows.matrix(RowsOf::kLogits, dtype, experts.gate.shape[0]);
+  linear(work.engine, stack.groups ? widened(work, x) : x, experts.gate, {}, logits);
+  if (stack.groups) {
+    choose_from_groups(work.engine, *stack.groups, logits, experts.bias, weights, ids);
+  } else {
+    choose_experts(work.engine, logits, stack.normalises, weights, ids);
+  }
+  work.routed.ids = ids;
+  work.routed.weights = weights;
+}
+
+// A token with NaN or Inf skips the experts, as in SGLang's modules (sglang_patch/cpu/moe.py).
+void mask_rows(StepWork& work) {
+  const RoutedCall& call = work.routed;
+  for (int64_t t = 0; t < work.rows.tokens(); ++t) {
+    if (is_finite(call.x, t) && is_finite(call.weights, t)) continue;
+    work.is_refused[static_cast<size_t>(t)] = 1;
+    clear_row(call.x, t);
+    clear_row(call.weights, t);
+    std::fill_n(static_cast<int32_t*>(element_of(call.ids, t)), call.ids.shape[1], -1);
+  }
+}
+
+Status run_experts(StepWork& work, const RoutedExperts& experts, const TensorView& x, const TensorView& out) {
+  choose(work, experts, x);
+  work.routed.x = x;
+  work.adapters.set_slots(experts, &work.routed);
+  const Engine engine{*experts.layer, work.engine.tiles, work.engine.num_threads};
+  const Status status = forward(engine, work.routed, out);
+  if (status.code() != StatusCode::kNumerics) return status;
+  mask_rows(work);
+  return forward(engine, work.routed, out);
+}
+
+// out += x, rounded once.
+void add_rows(const StepWork& work, const TensorView& x, const TensorView& out) {
+  const Tiles& tiles = work.engine.tiles;
+  const int64_t cols = out.shape[1];
+  for_each_row(work, [&](int64_t t) {
+    if (out.dtype == DType::kF32) {
+      const auto* from = static_cast<const float*>(element_of(x, t));
+      auto* to = static_cast<float*>(element_of(out, t));
+      for (int64_t i = 0; i < cols; ++i) to[i] += from[i];
+      return;
+    }
+    float total[kPart], added[kPart];
+    for (int64_t first = 0; first < cols; first += kPart) {
+      const int64_t count = std::min(kPart, cols - first);
+      auto* to = static_cast<uint16_t*>(element_of(out, t, first));
+      tiles.widen(to, count, total);
+      tiles.widen(static_cast<const uint16_t*>(element_of(x, t, first)), count, added);
+      for (int64_t i = 0; i < count; ++i) total[i] += added[i];
+      tiles.narrow(total, count, to);
+    }
+  });
+}
+
+}  // namespace
+
+Status run_mlp(StepWork& work, const StackLayer& layer, const TensorView& x, const TensorView& out) {
+  if (!layer.routed.present()) {
+    run_gated(work, layer.mlp, x, out);
+    return {};
+  }
+  if (!layer.mlp.present()) return run_experts(work, layer.routed, x, out);
+  const TensorView shared = work.rows.matrix(RowsOf::kShared, x.dtype, out.shape[1]);
+  run_gated(work, layer.mlp, x, shared);  // first: the experts overwrite rows of x that are not finite
+  KT_RETURN_IF_ERROR(run_experts(work, layer.routed, x, out));
+  add_rows(work, shared, out);
+  return {};
+}
+
+}  // namespace kt

@@ -1,0 +1,58 @@
+// What the layers of a step share: the batch, memory, and how they multiply, norm and attend.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "ops/attention.h"
+#include "ops/call.h"
+#include "ops/dense.h"
+#include "step/adapters.h"
+#include "step/rows.h"
+#include "step/stack.h"
+
+namespace kt {
+
+// T new tokens of some sequences, sequence by sequence.
+struct StepBatch {
+  TensorView ids, positions;          // [T] int64
+  TensorView slots;                   // [T] int64: slots of the KV pool that take the new tokens' keys and values
+  std::vector<KvSequence> sequences;  // keys of the new tokens included
+  StepAdapters adapters;
+};
+
+// Tokens of a task that works on one token after another.
+inline constexpr int64_t kTokensAtOnce = 8;
+
+// Kept from step to step, so that it allocates only while batches grow.
+struct StepWork {
+  const Stack& stack;
+  const DenseEngine engine;
+  const StepBatch* batch = nullptr;
+  StepRows rows{};
+  AdapterWork adapters{};
+  AttentionWork attention{};          // all layers share its tasks
+  RoutedCall routed{};                // of a layer; its slots keep their memory
+  std::vector<uint8_t> is_refused{};  // by token of the batch
+
+  // out [T, out] = x [T, in] times the layer's weight, with its bias and the parts of the batch's adapters.
+  void multiply(const StackLinear& layer, const TensorView& x, const TensorView& out) const;
+  // out = RMSNorm of x. With a residual: residual += x, then out = RMSNorm of the residual. Each [T, cols]; out may be
+  // x.
+  void normalise(const TensorView& x, const TensorView& weight, const TensorView& out,
+                 const TensorView& residual = {}) const;
+  // Queries against the pool, into `tensors.out`.
+  void attend(const AttentionTensors& tensors);
+
+  // In a batch with an adapter zeros take the place of new keys or values with NaN or Inf, and the token is refused
+  // (sglang_patch/faults/finite_rows.py).
+  void refuse_unless_finite(void* keys, int64_t count, int64_t token);
+
+  // The cosines and sines of a token, and its row of a layer's keys or values in the pool.
+  const void* angles_of(int64_t token) const { return element_of(stack.angles, integer_at(batch->positions, token)); }
+  void* slot_of(const TensorView& pool, int64_t token) const {
+    return element_of(pool, integer_at(batch->slots, token));
+  }
+};
+
+}  // namespace kt
