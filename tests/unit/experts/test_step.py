@@ -7,7 +7,7 @@ precision (tests/unit/csrc/step_test.cpp).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
@@ -63,7 +63,7 @@ LORA = {
     "down_a": (LORA_SLOTS, EXPERTS, RANK, INNER),
     "down_b": (LORA_SLOTS, EXPERTS, HIDDEN, RANK),
 }
-PARTS = {
+PARTS: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "whole": WHOLE, "norms": NORMS, "attention": GROUPED_QUERY, "latent": LATENT_ATTENTION, "mlp": MLP,
     "routed": ROUTED, "lora": LORA,
 }  # fmt: skip
@@ -132,7 +132,7 @@ class Table:
         return Step(self.scalars, self.parts["whole"][0], layers, pool, **{"num_threads": 1, **options})
 
 
-def drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def drawn(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     g = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
 
