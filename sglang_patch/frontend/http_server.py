@@ -12,6 +12,8 @@ Symbols and reasons:
   silently answers a request with this `model` from the base. Here the plain name selects the adapter, as `base:adapter`
   does. Any other name selects the base, also a name with a colon. `serve/requests/checks/models.py` decides earlier
   which names are served at all.
+- `engine._set_envs_and_config`: hooked. It sets SGLang's handler of the signal of a process that dies while the model
+  is loaded. That handler ends the whole server without a word. kt-runtime's replaces it before any process starts.
 - `FunctionCallParser.ToolCallParserEnum` and `ReasoningParser.DetectorMap` are read: SGLang answers a request that
   names another parser with status 500.
 
@@ -49,11 +51,13 @@ logger = logging.getLogger(__name__)
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 FREEZE_GC = f"{HTTP_SERVER}._freeze_gc_after_server_warmup"
 PARSE_MODEL = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase._parse_model_parameter"
+SET_ENVIRONMENT = "sglang.srt.entrypoints.engine._set_envs_and_config"
 SYMBOLS = (
     f"{HTTP_SERVER}.app",
     f"{HTTP_SERVER}.launch_server",
     FREEZE_GC,
     PARSE_MODEL,
+    SET_ENVIRONMENT,
     "sglang.srt.entrypoints.engine.init_tokenizer_manager",
     processes.ENGINE_PROCESSES,
     "sglang.srt.function_call.function_call_parser.FunctionCallParser.ToolCallParserEnum",
@@ -181,6 +185,7 @@ def install(hooks: Hooks) -> None:
     chat_logprobs.install(hooks)
     hooks.around(FREEZE_GC, freeze_gc_directly)
     hooks.around(PARSE_MODEL, adapter_by_plain_name)
+    hooks.after(SET_ENVIRONMENT, tell_of_a_death_while_loading)
 
 
 def freeze_gc_directly(_original: Callable[..., None], server_args: Any) -> None:
@@ -190,6 +195,10 @@ def freeze_gc_directly(_original: Callable[..., None], server_args: Any) -> None
     manager = http_server.get_global_state().tokenizer_manager
     if manager.event_loop is not None:
         asyncio.run_coroutine_threadsafe(manager.freeze_gc(), manager.event_loop)
+
+
+def tell_of_a_death_while_loading(_result: None, _server_args: Any) -> None:
+    signal.signal(signal.SIGQUIT, _engine_died_while_loading)
 
 
 def adapter_by_plain_name(original: Callable[..., Any], serving: Any, model: str) -> tuple[str, str | None]:
@@ -244,7 +253,6 @@ class _Server:
 
         from kt_runtime.sglang_patch.frontend.manager import FrontendManager
 
-        signal.signal(signal.SIGQUIT, _engine_died_while_loading)
         manager, templates = init_tokenizer_manager(server_args, port_args, TokenizerManagerClass=FrontendManager)
         manager.on_stop, manager.on_failure = self._stop, self._fail
         self.manager = manager
