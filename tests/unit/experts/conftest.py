@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -12,9 +12,16 @@ from reference import moe
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kt_runtime.experts import ExpertLayer, ExpertShape, ExpertStore, LoraSlot
+from kt_runtime.experts import ExpertLayer, ExpertShape, ExpertStore, LoraSlot, dense
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def the_best_of_this_machine_afterwards() -> Iterator[None]:
+    """For tests that choose an instruction set or a number of threads for linear layers."""
+    yield
+    dense.configure()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,12 +11,7 @@ from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.experts import available_isas, dense
 
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def the_best_of_this_machine_afterwards() -> Iterator[None]:
-    yield
-    dense.configure()
+pytestmark = pytest.mark.usefixtures("the_best_of_this_machine_afterwards")
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,12 +9,7 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import available_isas, dense
 
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def the_best_of_this_machine_afterwards() -> Iterator[None]:
-    yield
-    dense.configure()
+pytestmark = pytest.mark.usefixtures("the_best_of_this_machine_afterwards")
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
