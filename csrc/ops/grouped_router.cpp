@@ -4,7 +4,7 @@
 
 #include "base/largest.h"
 #include "base/scratch.h"
-#include "threads/plan.h"
+#include "threads/pool.h"
 
 namespace kt {
 namespace {
@@ -68,13 +68,8 @@ void choose_from_groups(const DenseEngine& engine, const GroupedRouting& routing
   const int64_t tokens = logits.shape[0], experts = logits.shape[1], top_k = weights.shape[1];
   if (tokens == 0 || top_k == 0) return;
   const ScratchUse in_use;
-  Plan plan;
-  Stage stage = stage_of(0, 1);
-  stage.spans[0] = {0, tokens};
-  stage.at_once = std::max<int64_t>(kTaskLogits / experts, 1);
-  plan.num_threads = stage.ranges(0) == 1 ? 1 : engine.num_threads;
-  plan.stages.push_back(stage);
-  run(plan, [&](int, const Range& range) {
+  const int64_t at_once = std::max<int64_t>(kTaskLogits / experts, 1);
+  run_ranges(tokens, at_once, engine.num_threads, [&](int64_t first, int64_t count) {
     static thread_local Scratch floats, integers;
     Token token{};
     token.scores = floats.reserve<float>(2 * experts + routing.top_groups + top_k);
@@ -82,7 +77,7 @@ void choose_from_groups(const DenseEngine& engine, const GroupedRouting& routing
     token.group_ranks = token.ranks + experts;
     token.best = token.group_ranks + routing.top_groups;
     token.open = integers.reserve<int32_t>(routing.top_groups);
-    for (int64_t t = range.first; t < range.first + range.count; ++t) {
+    for (int64_t t = first; t < first + count; ++t) {
       token.ids = ids.as<int32_t>() + t * top_k;
       score(engine.tiles, routing, logits.as<const float>() + t * logits.strides[0], experts, token.scores);
       for (int64_t e = 0; e < experts; ++e)

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "base/scratch.h"
-#include "threads/plan.h"
+#include "threads/pool.h"
 
 namespace kt {
 namespace {
@@ -50,13 +50,8 @@ void rms_norm_backward(const DenseEngine& engine, const NormGradient& gradient) 
   const int64_t rows = gradient.x.shape[0], cols = gradient.x.shape[1];
   if (rows == 0 || cols == 0) return;
   const ScratchUse in_use;
-  Plan plan;
-  Stage stage = stage_of(0, 1);
-  stage.spans[0] = {0, rows};
-  stage.at_once = std::max<int64_t>(kTaskElements / cols, 1);
-  plan.num_threads = stage.ranges(0) == 1 ? 1 : engine.num_threads;
-  plan.stages.push_back(stage);
-  run(plan, [&](int, const Range& range) {
+  const int64_t at_once = std::max<int64_t>(kTaskElements / cols, 1);
+  run_ranges(rows, at_once, engine.num_threads, [&](int64_t first, int64_t count) {
     static thread_local Scratch scratch;
     float *weight = scratch.reserve<float>(3 * cols), *x = weight + cols, *g = x + cols;
     const TensorView& w = gradient.weight;
@@ -65,7 +60,7 @@ void rms_norm_backward(const DenseEngine& engine, const NormGradient& gradient) 
     } else {
       std::copy_n(w.as<const float>(), cols, weight);
     }
-    for (int64_t m = range.first; m < range.first + range.count; ++m) {
+    for (int64_t m = first; m < first + count; ++m) {
       widen(engine.tiles, gradient.x, m, cols, x);
       widen(engine.tiles, gradient.by_out, m, cols, g);
       const float inverse = gradient.inverse.as<const float>()[m];
