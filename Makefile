@@ -46,8 +46,9 @@ $(VENV)/created:
 	@touch $@
 
 # Without pip's build isolation the compiler's results in build/ stay valid, and only what changed is compiled again.
+# setuptools: jieba is published as sources only, and without isolation pip builds it with what the environment has.
 $(VENV)/installed: $(VENV)/created pyproject.toml $(NATIVE)
-	$(BIN)/python -m pip install --quiet 'cmake>=3.24' ninja \
+	$(BIN)/python -m pip install --quiet 'cmake>=3.24' ninja 'setuptools>=70.1' \
 	  $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[test]'
 	@touch $@
