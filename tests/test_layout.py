@@ -65,6 +65,7 @@ RESIDENT_MAY_IMPORT: dict[str, set[str]] = {
     "publishing": {"training", "twin", "host", "scheduler", "workers"},
 }
 MOST_FILES = 14
+MOST_FILES_OF_CSRC = 15  # a header and its source are two
 NEVER_IMPORTS_TORCH = {"checkpoint_file", "documents", "errors", "files", "wire", "families"}
 
 CSRC_MAY_INCLUDE: dict[str, set[str]] = {
@@ -75,6 +76,14 @@ CSRC_MAY_INCLUDE: dict[str, set[str]] = {
     "ops": {"base", "threads", "kernels", "weights"},
     "step": {"base", "threads", "kernels", "weights", "ops"},
     "bind": {"base", "threads", "kernels", "weights", "ops", "step"},
+}
+# What a folder of `csrc/ops` may include of `csrc/ops`.
+OPS_MAY_INCLUDE: dict[str, set[str]] = {
+    "pairs": set(),
+    "experts": {"pairs"},
+    "dense": set(),
+    "attention": set(),
+    "router": {"dense"},
 }
 
 
@@ -212,6 +221,26 @@ def test_csrc_includes_go_down_only() -> None:
     assert files
     wrong = [problem for path in files for problem in wrong_includes(path)]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("folder", sorted(OPS_MAY_INCLUDE))
+def test_includes_inside_ops_go_down_only(folder: str) -> None:
+    files = [path for path in csrc_files() if path.parent == ROOT / "csrc" / "ops" / folder]
+    assert files
+    for path in files:
+        others = set(re.findall(r'#include "ops/([a-z_]+)/', path.read_text())) - {folder}
+        assert others <= OPS_MAY_INCLUDE[folder], f"{path.name} includes {sorted(others - OPS_MAY_INCLUDE[folder])}"
+
+
+def test_every_file_of_ops_has_a_folder_of_the_map() -> None:
+    folders = {path.parent.name for path in csrc_files() if path.is_relative_to(ROOT / "csrc" / "ops")}
+    assert folders == set(OPS_MAY_INCLUDE)
+
+
+def test_a_folder_of_csrc_can_be_held_in_the_head() -> None:
+    folders = Counter(path.parent for path in csrc_files())
+    crowded = {str(folder.relative_to(ROOT)): n for folder, n in folders.items() if n > MOST_FILES_OF_CSRC}
+    assert not crowded
 
 
 def test_no_tracked_text_file_has_more_than_600_lines() -> None:

@@ -6,8 +6,8 @@
 #include "bind/dlpack.h"
 #include "bind/layer.h"
 #include "kernels/registry.h"
-#include "ops/attention.h"
-#include "ops/attention_backward.h"
+#include "ops/attention/attention.h"
+#include "ops/attention/attention_backward.h"
 
 namespace py = pybind11;
 

@@ -5,14 +5,14 @@
 #include "bind/dlpack.h"
 #include "bind/layer.h"
 #include "kernels/registry.h"
-#include "ops/activation.h"
-#include "ops/dense.h"
-#include "ops/dense_backward.h"
-#include "ops/grouped_router.h"
-#include "ops/heads.h"
-#include "ops/low_rank.h"
-#include "ops/norm_backward.h"
-#include "ops/router.h"
+#include "ops/dense/activation.h"
+#include "ops/dense/dense.h"
+#include "ops/dense/dense_backward.h"
+#include "ops/dense/heads.h"
+#include "ops/dense/low_rank.h"
+#include "ops/dense/norm_backward.h"
+#include "ops/router/grouped_router.h"
+#include "ops/router/router.h"
 
 namespace py = pybind11;
 

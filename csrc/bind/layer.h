@@ -9,7 +9,7 @@
 
 #include "base/status.h"
 #include "bind/dlpack.h"
-#include "ops/forward.h"
+#include "ops/experts/forward.h"
 
 namespace kt {
 

@@ -16,7 +16,7 @@
 #include "bind/machine.h"
 #include "bind/step.h"
 #include "kernels/registry.h"
-#include "ops/retained.h"
+#include "ops/experts/retained.h"
 #include "threads/pool.h"
 #include "threads/topology.h"
 

@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "base/status.h"
-#include "ops/call.h"
-#include "ops/low_rank.h"
+#include "ops/dense/low_rank.h"
+#include "ops/pairs/call.h"
 #include "step/rows.h"
 #include "step/stack.h"
 
@@ -38,7 +38,7 @@ class AdapterWork {
   bool is_empty() const { return adapters_->rows.empty() && adapters_->experts.empty(); }
   // out [T, N] += the adapters' part of a dense layer of x [T, K].
   void add(const DenseEngine& engine, const LowRankPool& pool, const TensorView& x, const TensorView& out) const;
-  // The same for the heads of latent attention (ops/low_rank.h): queries and outputs.
+  // The same for the heads of latent attention (ops/dense/low_rank.h): queries and outputs.
   void add_queries(const DenseEngine& engine, const LowRankPool& pool, const TensorView& x,
                    const TensorView& out) const;
   void add_outputs(const DenseEngine& engine, const LowRankPool& pool, const TensorView& x,

@@ -1,6 +1,6 @@
 #include <cstring>
 
-#include "ops/heads.h"
+#include "ops/dense/heads.h"
 #include "step/attention.h"
 #include "threads/pool.h"
 

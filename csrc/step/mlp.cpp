@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "ops/activation.h"
-#include "ops/forward.h"
-#include "ops/router.h"
+#include "ops/dense/activation.h"
+#include "ops/experts/forward.h"
+#include "ops/router/router.h"
 #include "threads/pool.h"
 
 namespace kt {

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "base/views.h"
-#include "ops/grouped_router.h"
-#include "ops/low_rank.h"
+#include "ops/dense/low_rank.h"
+#include "ops/router/grouped_router.h"
 #include "weights/packed.h"
 
 namespace kt {

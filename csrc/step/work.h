@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "ops/attention.h"
-#include "ops/call.h"
-#include "ops/dense.h"
+#include "ops/attention/attention.h"
+#include "ops/dense/dense.h"
+#include "ops/pairs/call.h"
 #include "step/adapters.h"
 #include "step/rows.h"
 #include "step/stack.h"

@@ -6,7 +6,7 @@
 
 #include "base/status.h"
 #include "threads/plan.h"
-#include "weights/checkpoint.h"
+#include "weights/checkpoint/checkpoint.h"
 #include "weights/packed.h"
 
 namespace kt {

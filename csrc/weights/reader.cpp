@@ -5,7 +5,7 @@
 
 #include "base/bf16.h"
 #include "base/fp16.h"
-#include "weights/unpack.h"
+#include "weights/checkpoint/unpack.h"
 
 namespace kt {
 namespace {

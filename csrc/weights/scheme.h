@@ -24,7 +24,7 @@
 
 #include "base/status.h"
 #include "kernels/format.h"
-#include "weights/checkpoint.h"
+#include "weights/checkpoint/checkpoint.h"
 #include "weights/packed.h"
 
 namespace kt {

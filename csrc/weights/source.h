@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "weights/checkpoint.h"
+#include "weights/checkpoint/checkpoint.h"
 #include "weights/packed.h"
 #include "weights/scheme.h"
 

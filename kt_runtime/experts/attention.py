@@ -1,4 +1,5 @@
-"""Attention on the CPU over keys and values that are read in place (csrc/ops/attention.h): decode, extend and training.
+"""Attention on the CPU over keys and values that are read in place: decode, extend and training. The kernel is
+csrc/ops/attention/attention.h.
 
 A query's result depends on its q, on its keys and values in order, and on the instruction set: not on the other
 queries of a call, on how a prompt is cut into calls, on where the keys lie, or on the number of threads. So serving and

@@ -232,7 +232,7 @@ def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupedRouting:
-    """How DeepSeek's routers choose among experts in groups (csrc/ops/grouped_router.h)."""
+    """How DeepSeek's routers choose among experts in groups (csrc/ops/router/grouped_router.h)."""
 
     groups: int
     top_groups: int

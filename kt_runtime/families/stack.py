@@ -68,7 +68,7 @@ class StackLayer:
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """A router that chooses among experts in groups, from float32 logits (csrc/ops/grouped_router.h).
+    """A router that chooses among experts in groups, from float32 logits (csrc/ops/router/grouped_router.h).
 
     `is_sigmoid`: scores are sigmoids of the logits, else their softmax. `scaling`: `routed_scaling_factor`.
     """

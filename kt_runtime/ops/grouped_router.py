@@ -1,7 +1,7 @@
 """DeepSeek's choice of experts from groups, on a CPU, for serving and training alike. T tokens, E experts, K chosen.
 
-kt-runtime's kernel chooses (csrc/ops/grouped_router.h states the formula). PyTorch's sigmoid and softmax depend on the
-size of the batch in the last bit, and SGLang compiles its router, whose code differs from PyTorch's once more.
+kt-runtime's kernel chooses (csrc/ops/router/grouped_router.h states the formula). PyTorch's sigmoid and softmax depend
+on the size of the batch in the last bit, and SGLang compiles its router, whose code differs from PyTorch's once more.
 """
 
 from __future__ import annotations

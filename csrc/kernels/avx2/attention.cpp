@@ -3,7 +3,7 @@
 #include "kernels/attention.h"
 
 #include "kernels/avx2/vector.h"
-#include "kernels/generic/attention_blocks.h"
+#include "kernels/generic/rows/attention_blocks.h"
 
 namespace kt {
 

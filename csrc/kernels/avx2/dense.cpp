@@ -3,10 +3,10 @@
 #include "kernels/dense.h"
 
 #include "kernels/avx2/vector.h"
-#include "kernels/generic/dense_products.h"
-#include "kernels/generic/norm_rows.h"
-#include "kernels/generic/rotary_rows.h"
-#include "kernels/generic/router_rows.h"
+#include "kernels/generic/rows/dense_products.h"
+#include "kernels/generic/rows/norm_rows.h"
+#include "kernels/generic/rows/rotary_rows.h"
+#include "kernels/generic/rows/router_rows.h"
 
 namespace kt {
 namespace {

@@ -1,9 +1,9 @@
 // LoRA products and elementwise kernels with AVX2. Register tiles: 6 x 2 vectors; 3 x 4 row pairs.
 #include "kernels/avx2/kernels.h"
 #include "kernels/avx2/vector.h"
-#include "kernels/generic/elementwise.h"
 #include "kernels/generic/plain_products.h"
-#include "kernels/generic/row_products.h"
+#include "kernels/generic/rows/elementwise.h"
+#include "kernels/generic/rows/row_products.h"
 
 namespace kt::avx2 {
 

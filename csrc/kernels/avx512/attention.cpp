@@ -5,7 +5,7 @@
 
 #include "kernels/avx512/transpose.h"
 #include "kernels/avx512/vector.h"
-#include "kernels/generic/attention_blocks.h"
+#include "kernels/generic/rows/attention_blocks.h"
 
 namespace kt {
 namespace {

@@ -21,7 +21,7 @@
 
 #include "kernels/avx512/transpose.h"
 #include "kernels/dense.h"
-#include "kernels/generic/elementwise.h"
+#include "kernels/generic/rows/elementwise.h"
 
 namespace kt {
 namespace {

@@ -60,7 +60,7 @@ inline void for_each_unit(const PackedShape& shape, const float* row, int64_t be
   }
 }
 
-// One cache line more than the codes take: see activation_stride (ops/operand.h).
+// One cache line more than the codes take: see activation_stride (ops/experts/operand.h).
 inline QuantizedSize grouped_size(const PackedShape& shape, int64_t code_bytes) {
   return {round_up(shape.padded_cols() * code_bytes, kLineBytes) + kLineBytes, shape.activation_groups()};
 }

@@ -1,7 +1,7 @@
 // Attention for any processor. Register tile: 4 rows x 2 vectors of sums.
 #include "kernels/attention.h"
 
-#include "kernels/generic/attention_blocks.h"
+#include "kernels/generic/rows/attention_blocks.h"
 #include "kernels/portable/vector.h"
 
 namespace kt {

@@ -1,10 +1,10 @@
 // Row-major products and operations on rows for any processor. Register tile: 2 x 3 vectors of sums.
 #include "kernels/dense.h"
 
-#include "kernels/generic/dense_products.h"
-#include "kernels/generic/norm_rows.h"
-#include "kernels/generic/rotary_rows.h"
-#include "kernels/generic/router_rows.h"
+#include "kernels/generic/rows/dense_products.h"
+#include "kernels/generic/rows/norm_rows.h"
+#include "kernels/generic/rows/rotary_rows.h"
+#include "kernels/generic/rows/router_rows.h"
 #include "kernels/portable/vector.h"
 
 namespace kt {

@@ -1,7 +1,7 @@
 // LoRA products and elementwise kernels for any processor. Register tiles: 4 x 2 vectors; 2 x 4 row pairs.
-#include "kernels/generic/elementwise.h"
 #include "kernels/generic/plain_products.h"
-#include "kernels/generic/row_products.h"
+#include "kernels/generic/rows/elementwise.h"
+#include "kernels/generic/rows/row_products.h"
 #include "kernels/portable/kernels.h"
 #include "kernels/portable/vector.h"
 

@@ -1,6 +1,6 @@
 // Attention of one instruction set: head sizes around the tiles' edges, every pair of dtypes, permuted slots with NaN
 // in all others, bits that depend on a query's own inputs alone, and what is refused.
-#include "ops/attention.h"
+#include "ops/attention/attention.h"
 
 #include <numeric>
 

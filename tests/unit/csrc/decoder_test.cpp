@@ -4,9 +4,9 @@
 #include <type_traits>
 
 #include "checks.h"
-#include "ops/lora.h"
-#include "ops/low_rank.h"
-#include "ops/router.h"
+#include "ops/dense/low_rank.h"
+#include "ops/experts/lora.h"
+#include "ops/router/router.h"
 
 namespace kt_test {
 namespace {

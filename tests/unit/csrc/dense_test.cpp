@@ -1,7 +1,7 @@
 // Row-major products and RMSNorm of one instruction set: sizes around the tiles' edges, every pair of dtypes,
 // misaligned and strided operands with NaN beside them, bits that do not depend on the other rows, columns, calls or
 // threads.
-#include "ops/dense.h"
+#include "ops/dense/dense.h"
 
 #include <string_view>
 

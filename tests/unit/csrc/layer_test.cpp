@@ -2,7 +2,7 @@
 // the double-precision forward along random directions, by central differences.
 #include <cstring>
 
-#include "ops/forward.h"
+#include "ops/experts/forward.h"
 #include "packed_case.h"
 #include "threads/topology.h"
 

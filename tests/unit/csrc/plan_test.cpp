@@ -5,7 +5,7 @@
 #include <tuple>
 
 #include "checks.h"
-#include "ops/schedule.h"
+#include "ops/experts/schedule.h"
 #include "threads/topology.h"
 #include "weights/loader.h"
 

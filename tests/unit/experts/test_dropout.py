@@ -1,5 +1,5 @@
-"""Dropout of LoRA on experts against the float64 reference, with masks made anew in numpy from csrc/ops/dropout.cpp's
-formula: splitmix64 of (seed, token, expert, projection, column)."""
+"""Dropout of LoRA on experts against the float64 reference, with masks made anew in numpy from the formula of
+csrc/ops/pairs/dropout.cpp: splitmix64 of (seed, token, expert, projection, column)."""
 
 from __future__ import annotations
 
