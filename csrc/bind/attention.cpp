@@ -83,7 +83,7 @@ void attend_batch(const std::string& isa, int num_threads, py::handle q, py::han
   call.logit_cap = logit_cap;
   const py::gil_scoped_release release;
   check(check_sequences(call.sequences, call.num_sequences, tokens, key_rows));
-  attend({attention_of(*tiles), num_threads}, call);
+  attend({*tiles->attention, num_threads}, call);
 }
 
 // Gradients are written by sequence: each row of the queries and of the keys must lie in exactly one. `check_sequences`

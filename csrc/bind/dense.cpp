@@ -202,7 +202,7 @@ class NativeDense {
   int num_threads() const { return num_threads_; }
 
  private:
-  DenseEngine engine() const { return {dense_of(*tiles_), *tiles_, num_threads_}; }
+  DenseEngine engine() const { return {*tiles_, num_threads_}; }
 
   const Tiles* tiles_ = nullptr;
   int num_threads_;

@@ -81,8 +81,6 @@ struct AttentionBlock {
 
 // What an instruction set provides.
 struct Attention {
-  const char* isa;  // the name of its Tiles
-
   // Memory that the others need, aligned to a cache line, for a block of so many rows.
   int64_t (*workspace_bytes)(const AttentionTensors&, int64_t rows);
   // The results of a block, written to `out` and `log_sums`.
@@ -104,8 +102,5 @@ extern const Attention kAttention;
 namespace avx512 {
 extern const Attention kAttention;
 }
-
-// The attention of an available instruction set; AMX has AVX-512's.
-const Attention& attention_of(const Tiles& tiles);
 
 }  // namespace kt

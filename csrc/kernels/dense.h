@@ -96,8 +96,6 @@ struct RouterRows {
 };
 
 struct Dense {
-  const char* isa;  // the name of its Tiles
-
   void (*multiply)(const DenseProduct&);
   void (*normalise)(const NormRows&);
   void (*rotate)(const RotaryRows&);
@@ -118,8 +116,5 @@ extern const Dense kDense;
 namespace avx512 {
 extern const Dense kDense;
 }
-
-// The dense operations of an available instruction set.
-const Dense& dense_of(const Tiles& tiles);
 
 }  // namespace kt

@@ -19,7 +19,7 @@ void place_heads(StepWork& work, const GroupedQuery& layer, const TensorView& qk
   const int64_t heads = work.stack.heads, key_heads = layer.keys.shape[1], size = layer.keys.shape[2];
   const bool bf16 = qkv.dtype == DType::kBf16;
   const auto kv_bytes = static_cast<size_t>(key_heads * size * dtype_bytes(qkv.dtype));
-  const Dense& kernels = work.engine.kernels;
+  const Dense& kernels = work.engine.kernels();
   run_ranges(qkv.shape[0], kTokensAtOnce, work.engine.num_threads, [&](int64_t first, int64_t count) {
     for (int64_t t = first; t < first + count; ++t) {
       void* keys = element_of(qkv, t, heads * size);

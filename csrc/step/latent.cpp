@@ -41,7 +41,7 @@ void place_heads(StepWork& work, const Latent& layer, const LatentRows& rows) {
   const bool bf16 = dtype == DType::kBf16;
   const auto rope_bytes = static_cast<size_t>(rope * dtype_bytes(dtype));
   const auto key_bytes = static_cast<size_t>((latent + rope) * dtype_bytes(dtype));
-  const Dense& kernels = work.engine.kernels;
+  const Dense& kernels = work.engine.kernels();
   const auto rotate = [&](void* first, int64_t count, int64_t t) {
     kernels.rotate({.heads = count,
                     .half = rope / 2,

@@ -26,8 +26,8 @@ Status check_all(const char* name, const TensorView& integers, int64_t end) {
 
 Program::Program(Stack stack, const Tiles& tiles, int num_threads)
     : stack_(std::move(stack)),
-      attention_engine_{attention_of(tiles), num_threads},
-      work_{.stack = stack_, .engine = {dense_of(tiles), tiles, num_threads}} {}
+      attention_engine_{*tiles.attention, num_threads},
+      work_{.stack = stack_, .engine = {tiles, num_threads}} {}
 
 Status Program::check(const StepBatch& batch) const {
   KT_RETURN_IF_ERROR(check_all("ids", batch.ids, stack_.embedding.shape[0]));

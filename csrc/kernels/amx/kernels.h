@@ -26,6 +26,9 @@ void multiply_planes(const IntegerProduct& p);
 QuantizedSize quantized_planes(const PackedShape& shape);
 void quantize_planes(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums);
 
+// row_major.cpp
+extern const Dense kDense;
+
 // transposed.cpp
 void multiply_transposed_bf16(const TransposedProduct<uint16_t>& p);
 

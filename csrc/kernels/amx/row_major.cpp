@@ -9,14 +9,12 @@
 // one run of memory; the next run is prefetched in its order. C is transposed in registers before it is written.
 //
 // An element's order: per step TDPBF16PS's, that is the even and the odd columns' sums, their sum, then the total.
+#include "kernels/amx/kernels.h"
 #include "kernels/amx/tile_registers.h"
 #include "kernels/amx/transpose.h"
 #include "kernels/dense.h"
 
 namespace kt::amx::inline KT_AMX_BUILD {
-
-extern const Dense kDense;
-
 namespace {
 
 constexpr int64_t kStepCols = 32, kStepBytes = 64, kTileBytes = 16 * kStepBytes;
@@ -147,8 +145,7 @@ void choose_experts(const RouterRows& p) { base::kDense.choose_experts(p); }
 
 }  // namespace
 
-const Dense kDense = {.isa = "amx",
-                      .multiply = multiply,
+const Dense kDense = {.multiply = multiply,
                       .normalise = normalise,
                       .rotate = rotate,
                       .choose_experts = choose_experts,

@@ -1,4 +1,6 @@
 #include "kernels/amx/kernels.h"
+#include "kernels/attention.h"
+#include "kernels/dense.h"
 
 namespace kt::amx::inline KT_AMX_BUILD {
 
@@ -6,6 +8,8 @@ extern const Tiles kTiles;
 const Tiles kTiles = {
     .name = kName,
     .required = kRequired,
+    .dense = &kDense,
+    .attention = &base::kAttention,
     .multiply = base::multiply,
     .multiply_bf16 = multiply_bf16,
     .multiply_int8 = multiply_int8,

@@ -7,6 +7,6 @@
 
 namespace kt {
 
-const Attention avx2::kAttention = AttentionKernels<Vec8, WideScores<Vec8, uint16_t>, 4>::named("avx2");
+const Attention avx2::kAttention = AttentionKernels<Vec8, WideScores<Vec8, uint16_t>, 4>::table();
 
 }  // namespace kt

@@ -26,6 +26,6 @@ void choose_experts(const RouterRows& p) { choose_for_rows(p); }
 }  // namespace
 
 const Dense avx2::kDense = {
-    .isa = "avx2", .multiply = multiply, .normalise = normalise, .rotate = rotate, .choose_experts = choose_experts};
+    .multiply = multiply, .normalise = normalise, .rotate = rotate, .choose_experts = choose_experts};
 
 }  // namespace kt

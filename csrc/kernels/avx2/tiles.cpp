@@ -1,5 +1,7 @@
 #include "base/cpu.h"
+#include "kernels/attention.h"
 #include "kernels/avx2/kernels.h"
+#include "kernels/dense.h"
 
 namespace kt {
 
@@ -7,6 +9,8 @@ extern const Tiles kAvx2Tiles;
 const Tiles kAvx2Tiles = {
     .name = "avx2",
     .required = kAvx2 | kFma | kF16c,
+    .dense = &avx2::kDense,
+    .attention = &avx2::kAttention,
     .multiply = avx2::multiply,
     .multiply_bf16 = nullptr,
     .multiply_int8 = avx2::multiply_int8,

@@ -27,6 +27,6 @@ struct PairScores : WideScores<Turned16, uint16_t> {
 
 }  // namespace
 
-const Attention avx512::kAttention = AttentionKernels<Turned16, PairScores, 8>::named("avx512");
+const Attention avx512::kAttention = AttentionKernels<Turned16, PairScores, 8>::table();
 
 }  // namespace kt

@@ -81,6 +81,6 @@ void choose_experts(const RouterRows& p) { choose_for_rows(p); }
 }  // namespace
 
 const Dense avx512::kDense = {
-    .isa = "avx512", .multiply = multiply, .normalise = normalise, .rotate = rotate, .choose_experts = choose_experts};
+    .multiply = multiply, .normalise = normalise, .rotate = rotate, .choose_experts = choose_experts};
 
 }  // namespace kt

@@ -1,5 +1,7 @@
 #include "base/cpu.h"
+#include "kernels/attention.h"
 #include "kernels/avx512/kernels.h"
+#include "kernels/dense.h"
 
 namespace kt {
 
@@ -8,6 +10,8 @@ const Tiles kAvx512Tiles = {
     .name = "avx512",
     .required =
         kAvx2 | kFma | kF16c | kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq | kAvx512bf16 | kAvx512vnni | kAvx512vbmi,
+    .dense = &avx512::kDense,
+    .attention = &avx512::kAttention,
     .multiply = avx512::multiply,
     .multiply_bf16 = avx512::multiply_bf16,
     .multiply_int8 = avx512::multiply_int8,

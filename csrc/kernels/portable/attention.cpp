@@ -6,6 +6,6 @@
 
 namespace kt {
 
-const Attention portable::kAttention = AttentionKernels<Vec4, WideScores<Vec4, uint16_t>, 4>::named("portable");
+const Attention portable::kAttention = AttentionKernels<Vec4, WideScores<Vec4, uint16_t>, 4>::table();
 
 }  // namespace kt

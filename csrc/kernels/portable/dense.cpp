@@ -24,10 +24,7 @@ void choose_experts(const RouterRows& p) { choose_for_rows(p); }
 
 }  // namespace
 
-const Dense portable::kDense = {.isa = "portable",
-                                .multiply = multiply,
-                                .normalise = normalise,
-                                .rotate = rotate,
-                                .choose_experts = choose_experts};
+const Dense portable::kDense = {
+    .multiply = multiply, .normalise = normalise, .rotate = rotate, .choose_experts = choose_experts};
 
 }  // namespace kt

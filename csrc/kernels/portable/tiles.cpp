@@ -1,4 +1,6 @@
 #include "base/cpu.h"
+#include "kernels/attention.h"
+#include "kernels/dense.h"
 #include "kernels/portable/kernels.h"
 
 namespace kt {
@@ -7,6 +9,8 @@ extern const Tiles kPortableTiles;
 const Tiles kPortableTiles = {
     .name = "portable",
     .required = 0,
+    .dense = &portable::kDense,
+    .attention = &portable::kAttention,
     .multiply = portable::multiply,
     .multiply_bf16 = nullptr,
     .multiply_int8 = portable::multiply_int8,

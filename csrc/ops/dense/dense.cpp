@@ -68,30 +68,30 @@ void linear(const DenseEngine& engine, const TensorView& x, const TensorView& we
   static thread_local Scratch wide_bias, prepared;
   const ScratchUse in_use;
   if (bias.present()) whole.bias = bias_of(engine.tiles, bias, wide_bias);
-  const int64_t operand_bytes = engine.kernels.operand_bytes ? engine.kernels.operand_bytes(whole) : 0;
+  const int64_t operand_bytes = engine.kernels().operand_bytes ? engine.kernels().operand_bytes(whole) : 0;
   uint8_t* operand = operand_bytes ? prepared.reserve<uint8_t>(operand_bytes) : nullptr;
   whole.operand = operand;
   const Plan plan = linear_plan(whole, engine.num_threads);
   const int64_t items = plan.stages.back().items;
   run(plan, [&](int step, const Range& range) {
-    if (step == kPrepare) return engine.kernels.prepare(whole, range.item, operand);
+    if (step == kPrepare) return engine.kernels().prepare(whole, range.item, operand);
     DenseProduct part = whole;
     part.first_row = first_row(whole.rows, range.item, items);
     part.rows = first_row(whole.rows, range.item + 1, items) - part.first_row;
     part.first_col = range.first * kUnitCols;
     part.cols = std::min(range.count * kUnitCols, whole.cols - part.first_col);
-    engine.kernels.multiply(part);
+    engine.kernels().multiply(part);
   });
 }
 
 void multiply_here(const DenseEngine& engine, DenseProduct product) {
   static thread_local Scratch prepared;
-  const int64_t bytes = engine.kernels.operand_bytes ? engine.kernels.operand_bytes(product) : 0;
+  const int64_t bytes = engine.kernels().operand_bytes ? engine.kernels().operand_bytes(product) : 0;
   uint8_t* operand = bytes ? prepared.reserve<uint8_t>(bytes) : nullptr;
   product.operand = operand;
   for (int64_t unit = 0; operand && unit * kDenseRowUnit < product.rows; ++unit)
-    engine.kernels.prepare(product, unit, operand);
-  engine.kernels.multiply(product);
+    engine.kernels().prepare(product, unit, operand);
+  engine.kernels().multiply(product);
 }
 
 void rms_norm(const DenseEngine& engine, const NormViews& views) {
@@ -112,7 +112,7 @@ void rms_norm(const DenseEngine& engine, const NormViews& views) {
     NormRows part = whole;
     part.first_row = first;
     part.rows = count;
-    engine.kernels.normalise(part);
+    engine.kernels().normalise(part);
   });
 }
 

@@ -17,9 +17,10 @@ inline RowMajor matrix_of(const TensorView& view) {
 
 // With what a call computes.
 struct DenseEngine {
-  const Dense& kernels;
   const Tiles& tiles;
   int num_threads;
+
+  const Dense& kernels() const { return *tiles.dense; }
 };
 
 // out [M, N] = x [M, K] times the transpose of weight [N, K], plus bias [N] if present. x, weight and bias: float32 or

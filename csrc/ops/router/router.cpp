@@ -23,7 +23,7 @@ void choose_experts(const DenseEngine& engine, const TensorView& logits, bool no
                RouterRows part = whole;
                part.first_row = first;
                part.rows = count;
-               engine.kernels.choose_experts(part);
+               engine.kernels().choose_experts(part);
              });
 }
 

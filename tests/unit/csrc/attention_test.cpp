@@ -371,7 +371,7 @@ void test_refusals(Report& report) {
 
 void test_attention(const kt::Tiles& tiles, Report& report) {
   Random random(11);
-  const kt::AttentionEngine engine{kt::attention_of(tiles), 2};
+  const kt::AttentionEngine engine{*tiles.attention, 2};
   const std::vector<Sizes> all_sizes = {{4, 4, 16, 16}, {8, 2, 32, 32}, {6, 1, 24, 16, true}, {3, 3, 1, 1},
                                         {5, 1, 33, 47}, {2, 1, 64, 96}, {17, 1, 72, 64, true}};
   for (const int variant : {0, 1, 2, 3, 7}) {

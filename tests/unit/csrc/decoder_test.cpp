@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "checks.h"
+#include "kernels/registry.h"
 #include "ops/dense/low_rank.h"
 #include "ops/experts/lora.h"
 #include "ops/router/router.h"
@@ -113,8 +114,7 @@ void test_router(const kt::DenseEngine& engine, int64_t rows, int64_t experts, i
   const Choice whole = logits.chosen(engine, 0, rows, top_k, normalises);
   for (int64_t row = 0; row < rows; ++row) compare_row(logits, row, whole, top_k, normalises, report);
 
-  const kt::Tiles& tiles = engine.tiles;
-  const kt::DenseEngine portable{kt::portable::kDense, tiles, 1};
+  const kt::DenseEngine portable{*kt::available_tiles().back(), 1};
   report.equal("router on the portable instructions", logits.chosen(portable, 0, rows, top_k, normalises) == whole);
   Choice alone;
   for (int64_t row = 0; row < rows; ++row) {
@@ -224,13 +224,12 @@ void test_low_rank(const kt::Tiles& tiles, std::vector<int64_t> ends, const std:
   const int64_t tokens = rows.back().first + rows.back().rows + 2, cols = pool.ends.back(), inner = Pool<T>::kInner;
   const auto x = drawn<T>(tokens * inner, random), base = drawn<T>(tokens * cols, random);
   auto expected = base;
-  for (const kt::LowRankRows& some : rows) add_by_parts<T>({kt::dense_of(tiles), tiles, 1}, pool, some, x, expected);
+  for (const kt::LowRankRows& some : rows) add_by_parts<T>({tiles, 1}, pool, some, x, expected);
   for (const int threads : {1, 2, 3}) {
     auto found = base;
     const int64_t width = pool.parts() * highest;
     std::vector<T> low(static_cast<size_t>(tokens * width), rounded_to<T>(std::numeric_limits<float>::quiet_NaN()));
-    kt::add_low_rank({kt::dense_of(tiles), tiles, threads},
-                     matrix_view(x.data(), Pool<T>::kDtype, tokens, inner, inner), pool.view(), rows,
+    kt::add_low_rank({tiles, threads}, matrix_view(x.data(), Pool<T>::kDtype, tokens, inner, inner), pool.view(), rows,
                      matrix_view(low.data(), Pool<T>::kDtype, tokens, width, width),
                      matrix_view(found.data(), Pool<T>::kDtype, tokens, cols, cols));
     report.equal("LoRA of " + std::to_string(rows.size()) + " adapters, " + std::to_string(threads) + " threads",
@@ -286,7 +285,7 @@ class HeadLora {
     for (const int threads : {1, 3}) {
       auto found = base;
       std::vector<T> low(static_cast<size_t>(tokens_ * kHeads * highest_));
-      const kt::DenseEngine engine{kt::dense_of(tiles_), tiles_, threads};
+      const kt::DenseEngine engine{tiles_, threads};
       const kt::TensorView heads = heads_view(x.data(), in, in), to = heads_view(found.data(), out, distance);
       const auto add = is_query ? kt::add_low_rank_queries : kt::add_low_rank_outputs;
       add(engine, heads, pool(), rows_, heads_view(low.data(), highest_, highest_), to);
@@ -319,7 +318,7 @@ class HeadLora {
 
   void add_to_head(bool is_query, const kt::LowRankRows& some, int64_t head, const kt::TensorView& x,
                    const kt::TensorView& out) const {
-    const kt::DenseEngine engine{kt::dense_of(tiles_), tiles_, 1};
+    const kt::DenseEngine engine{tiles_, 1};
     const T* a = a_.data() + some.slot * kRank * kLatent;
     const T* b = b_.data() + (some.slot * kHeads + head) * (kNope + kValue) * kRank;
     std::vector<T> low(static_cast<size_t>(some.rows * some.rank));
@@ -408,7 +407,7 @@ void test_lora_up(const kt::Tiles& tiles, int64_t rank, kt::ColumnRange columns,
 
 void test_decoder(const kt::Tiles& tiles, Report& report) {
   Random random(11);
-  const kt::Dense& kernels = kt::dense_of(tiles);
+  const kt::Dense& kernels = *tiles.dense;
   for (const int64_t half : {1, 4, 16, 17, 32, 64}) {
     for (const bool interleaved : {false, true}) {
       test_rotary<float>(kernels, 3, 2 * half, half, interleaved, random, report);
@@ -419,13 +418,13 @@ void test_decoder(const kt::Tiles& tiles, Report& report) {
   for (const int64_t experts : {2, 8, 15, 64, 128, 257}) {
     for (const int64_t top_k : {int64_t{1}, std::min<int64_t>(experts, 8), experts}) {
       for (const bool normalises : {false, true}) {
-        const kt::DenseEngine engine{kernels, tiles, 3};
+        const kt::DenseEngine engine{tiles, 3};
         test_router<float>(engine, 5, experts, top_k, normalises, random, report);
         test_router<uint16_t>(engine, 5, experts, top_k, normalises, random, report);
       }
     }
   }
-  const kt::DenseEngine engine{kernels, tiles, 3};
+  const kt::DenseEngine engine{tiles, 3};
   test_router<uint16_t>(engine, 300, 128, 8, true, random, report);  // several tasks
   test_low_ranks<float>(tiles, random, report);
   test_low_ranks<uint16_t>(tiles, random, report);

@@ -3,13 +3,8 @@
 // threads.
 #include "ops/dense/dense.h"
 
-#include <string_view>
-
 #include "checks.h"
-
-namespace kt::amx::inline model {
-extern const Dense kDense;
-}
+#include "kernels/registry.h"
 
 namespace kt_test {
 namespace {
@@ -158,7 +153,7 @@ void test_elements(const kt::DenseEngine& engine, const LinearCase& problem, Rep
 void test_cuts(const kt::DenseEngine& engine, const LinearCase& problem, Report& report) {
   const Matrix y = problem.result(engine, true, problem.bf16.y);
   for (const int threads : {1, 2, 3, 8}) {
-    const kt::DenseEngine other{engine.kernels, engine.tiles, threads};
+    const kt::DenseEngine other{engine.tiles, threads};
     report.equal(problem.name() + " depends on the number of threads",
                  y.same_bits(problem.result(other, true, problem.bf16.y)));
   }
@@ -254,7 +249,7 @@ void test_norm(const kt::DenseEngine& engine, NormCase problem, bool with_residu
   report.equal("norm writes beside its result", problem.y.neighbours_untouched());
   report.equal("norm writes beside the sum", problem.total.neighbours_untouched());
   NormCase portable = problem;
-  portable.run({kt::portable::kDense, engine.tiles, 1}, with_residual);
+  portable.run({*kt::available_tiles().back(), 1}, with_residual);
   report.equal("norm has other bits than the portable one", problem.y.same_bits(portable.y));
   for (int64_t m = 0; m < problem.rows; ++m) {
     double squares = 0;
@@ -296,7 +291,7 @@ void test_norms(const kt::DenseEngine& engine, Random& random, Report& report) {
     test_norm(engine, many, true, report);
     many.run(engine, true);
     NormCase other = many;
-    other.run({engine.kernels, engine.tiles, 1}, true);
+    other.run({engine.tiles, 1}, true);
     report.equal("norm depends on the number of threads", many.y.same_bits(other.y));
     other.x.set(7, 699, kPoison);
     other.run(engine, true);
@@ -310,8 +305,7 @@ void test_norms(const kt::DenseEngine& engine, Random& random, Report& report) {
 
 void test_dense(const kt::Tiles& tiles, Report& report) {
   Random random(9);
-  const bool is_model = std::string_view(tiles.name) == "amx-model";
-  const kt::DenseEngine engine{is_model ? kt::amx::model::kDense : kt::dense_of(tiles), tiles, 2};
+  const kt::DenseEngine engine{tiles, 2};
   test_linear(engine, random, report);
   test_norms(engine, random, report);
 }

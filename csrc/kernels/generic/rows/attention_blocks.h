@@ -443,9 +443,8 @@ struct AttentionKernels {
     with(t, block, [&](auto&& attention) { attention.merge(parts); });
   }
 
-  static constexpr Attention named(const char* isa) {
-    return {.isa = isa,
-            .workspace_bytes = workspace_bytes,
+  static constexpr Attention table() {
+    return {.workspace_bytes = workspace_bytes,
             .attend = attend,
             .part_floats = part_floats,
             .attend_part = attend_part,
