@@ -21,12 +21,13 @@ def build_step(
     pool: Sequence[Sequence[torch.Tensor]],
     angles: torch.Tensor,
     scaling: float,
+    vocab_size: int,
     lora: LoraPool | None = None,
 ) -> Step:
     """`tensors`: the engine's, by its names. `pool`: of each layer keys and values [S, K, D]; for latent attention the
     latents with their rotary keys [S, 1, latent + rope]. `angles` [P, D] or [P, rope]: cosines, then sines of each
-    position. `scaling`: of the queries. `lora`: the engine's LoRA pool. The step's threads and instruction set are the
-    experts'.
+    position. `scaling`: of the queries. `vocab_size`: token ids below it are allowed; the engine may have padded the
+    embedding with more rows. `lora`: the engine's LoRA pool. The step's threads and instruction set are the experts'.
 
     NotFoundError: a tensor of the table is missing. InvalidValueError: one does not fit.
     """
@@ -38,7 +39,10 @@ def build_step(
     }
     named = _Tensors(tensors)
     layers = [named.layer(layer, kv, experts) for layer, kv in zip(stack.layers, pool, strict=True)]
-    whole = {"embedding": named[stack.embedding], "final_norm": named[stack.final_norm], "angles": angles}
+    embedding = named[stack.embedding]
+    if not 1 <= vocab_size <= len(embedding):
+        raise InvalidValueError(f"{stack.embedding} has {len(embedding)} rows; the vocabulary has {vocab_size} tokens")
+    whole = {"embedding": embedding[:vocab_size], "final_norm": named[stack.final_norm], "angles": angles}
     return Step(scalars, whole, layers, lora, isa=experts.isa, num_threads=experts.num_threads)
 
 

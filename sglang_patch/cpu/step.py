@@ -324,6 +324,7 @@ def _program_of(runner: Any) -> Program:
         kv_buffers(runner.token_to_kv_pool),
         attention.rotary_emb.cos_sin_cache.to(runner.dtype),
         attention.scaling,
+        config["vocab_size"],
         lora_step.lora_pool(runner.lora_manager),
     )
     return Program(runner, step, [*runner.model.parameters(), *halves.values()])

@@ -157,8 +157,64 @@ def test_the_request_at_fault_ends_and_the_others_continue(
     assert is_fault(scheduled.ended["fatal"])
     assert "RuntimeError" in scheduled.ended["fatal"]["message"]
     assert {rid: scheduled.tokens[rid] for rid in PROMPTS} == tokens
-    for rid in PROMPTS:
-        assert scheduled.logprobs[rid] == pytest.approx(logprobs[rid], abs=1e-5)
+    assert {rid: scheduled.logprobs[rid] for rid in PROMPTS} == logprobs
+    assert scheduled.memory() == before
+
+
+CORRUPTED: dict[str, tuple[int, int, str]] = {  # argument of the step, value of its last row, what the client is told
+    "id": (0, 1 << 20, "is 1048576; allowed: 0 to"),
+    "negative id": (0, -1, "is -1; allowed: 0 to"),
+    "position": (1, 1 << 20, "is 1048576; allowed: 0 to"),
+    "slot": (2, 1 << 30, "is 1073741824"),
+}
+
+
+def corrupt_rows(monkeypatch: pytest.MonkeyPatch, argument: int, value: int) -> list[int]:
+    """The step gets `value` as an `argument` of the fatal request's last row. Returns the sizes of such batches."""
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+    from kt_runtime.experts.step import Step
+
+    rows: list[int] = []
+    struck: list[int] = []
+    compute, run = TpModelWorker.forward_batch_generation, Step.run
+
+    def computed(worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        lengths = [1 if batch.forward_mode.is_decode() else req.extend_len for req in batch.reqs]
+        rows[:] = [sum(lengths[: i + 1]) - 1 for i, req in enumerate(batch.reqs) if FATAL in req.origin_input_ids]
+        if rows:
+            struck.append(len(batch.reqs))
+        return compute(worker, batch, *args, **kwargs)
+
+    def corrupted(step: Any, *args: Any) -> Any:
+        if rows:
+            args = (*args[:argument], args[argument].clone(), *args[argument + 1 :])
+            args[argument][rows] = value
+        return run(step, *args)
+
+    monkeypatch.setattr(TpModelWorker, "forward_batch_generation", computed)
+    monkeypatch.setattr(Step, "run", corrupted)
+    return struck
+
+
+@pytest.mark.parametrize("fault", CORRUPTED)
+def test_a_row_that_the_step_refuses_ends_its_request_and_no_bit_of_the_others_changes(
+    scheduled: Engine, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    argument, value, message = CORRUPTED[fault]
+    tokens, logprobs = quiet(scheduled)
+    before = scheduled.memory()
+    requests = [scheduled.request(rid, prompt) for rid, prompt in PROMPTS.items()]
+    struck = corrupt_rows(monkeypatch, argument, value)
+    scheduled.run(requests[0], scheduled.request("fatal", [5, FATAL]), *requests[1:])
+    assert struck[0] == 4 and struck[-1] == 1  # refused together with the others, then alone
+    assert is_fault(scheduled.ended["fatal"])
+    assert f"{fault.split()[-1]}s[" in scheduled.ended["fatal"]["message"]
+    assert message in scheduled.ended["fatal"]["message"]
+    assert ({rid: scheduled.tokens[rid] for rid in PROMPTS}, {rid: scheduled.logprobs[rid] for rid in PROMPTS}) == (
+        tokens,
+        logprobs,
+    )
     assert scheduled.memory() == before
 
 

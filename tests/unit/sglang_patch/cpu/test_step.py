@@ -37,7 +37,8 @@ from kt_runtime.wire.messages import STEP_RUNNING
 LENGTHS = (1, 2, 7, 33, 64, 150)  # in chunks of 64 tokens and pages of 8
 NAN_TOKEN, NO_TOKEN = 700, 1 << 20
 QWEN3, DEEPSEEK_V3, DEEPSEEK_V2 = load_preset("tiny-qwen3-moe"), load_preset("tiny-deepseek-v3"), tiny_deepseek_v2()
-OTHER_QWEN3 = {"attention_bias": True, "norm_topk_prob": False, "num_key_value_heads": 1}
+PADDED = {"vocab_size": 767}  # SGLang pads the embedding to a multiple of 64 rows
+OTHER_QWEN3 = {"attention_bias": True, "norm_topk_prob": False, "num_key_value_heads": 1, **PADDED}
 KIMI_K2 = {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
 WITH_QUERY_RANK = {"q_lora_rank": 48, "v_head_dim": 24, "first_k_dense_replace": 2, "n_shared_experts": 2}
 UNGROUPED = {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
@@ -507,6 +508,14 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_is_written(served:
     assert torch.equal(keys, before)
     hidden, refused = program._step.run(*small_batch())
     assert hidden.isfinite().all() and refused == []
+
+
+def test_a_row_that_pads_the_embedding_is_no_token(served: Engine) -> None:
+    size, program = served.config["vocab_size"], native_step._program
+    assert program is not None
+    program._step.run(*small_batch(ids=[3, size - 1]))
+    with pytest.raises(InvalidValueError, match=rf"ids\[1\] is {size}; allowed: 0 to {size - 1}"):
+        program._step.run(*small_batch(ids=[3, size]))
 
 
 def without_a_factor(pool: LoraPool) -> LoraPool:
