@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "checks.h"
+#include "reference.h"
 
 namespace kt_test {
 namespace {
@@ -184,48 +185,16 @@ struct Batch {
 };
 
 // A query's results in float64.
-struct Exact {
-  Exact(const Batch& batch, const kt::KvSequence& sequence, int64_t query, int64_t head) {
-    const int64_t row = sequence.first_query + query, visible = sequence.prefix + query + 1;
-    const int64_t key_head = head / (batch.sizes.heads / batch.sizes.key_heads);
-    std::vector<double> scores(static_cast<size_t>(visible));
-    double most = -std::numeric_limits<double>::infinity();
-    for (int64_t i = 0; i < visible; ++i) {
-      double sum = 0, size = 0;
-      for (int64_t c = 0; c < batch.sizes.key; ++c) {
-        const double term =
-            static_cast<double>(batch.q.at(row, head, c)) * batch.keys.at(sequence.slots[i], key_head, c);
-        sum += term;
-        size += std::fabs(term);
-      }
-      sum *= batch.scaling;
-      if (batch.cap > 0) sum = batch.cap * std::tanh(sum / batch.cap);
-      scores[static_cast<size_t>(i)] = sum;
-      most = std::fmax(most, sum);
-      largest_score = std::fmax(largest_score, size * batch.scaling);
-    }
-    double total = 0;
-    out.assign(static_cast<size_t>(batch.sizes.value), 0.0);
-    scale = out;
-    for (int64_t i = 0; i < visible; ++i) {
-      const double weight = std::exp(scores[static_cast<size_t>(i)] - most);
-      total += weight;
-      for (size_t c = 0; c < out.size(); ++c) {
-        const double term = weight * batch.value_rows().at(sequence.slots[i], key_head, static_cast<int64_t>(c));
-        out[c] += term;
-        scale[c] += std::fabs(term);
-      }
-    }
-    for (size_t c = 0; c < out.size(); ++c) {
-      out[c] /= total;
-      scale[c] /= total;
-    }
-    log_sum = most + std::log(total);
-  }
-
-  std::vector<double> out, scale;  // scale: the sum of magnitudes
-  double log_sum = 0, largest_score = 0;
-};
+Attended exact(const Batch& batch, const kt::KvSequence& sequence, int64_t query, int64_t head) {
+  const int64_t row = sequence.first_query + query, key_head = head / (batch.sizes.heads / batch.sizes.key_heads);
+  const auto score = [&](int64_t i) {
+    return dot(
+        batch.sizes.key, [&](int64_t c) { return batch.q.at(row, head, c); },
+        [&](int64_t c) { return batch.keys.at(sequence.slots[i], key_head, c); });
+  };
+  const auto value = [&](int64_t i, int64_t c) { return batch.value_rows().at(sequence.slots[i], key_head, c); };
+  return {sequence.prefix + query + 1, batch.sizes.value, batch.scaling, batch.cap, score, value};
+}
 
 // An error of a score changes its weight by as much, relatively; the scores' errors are roundings of sums whose
 // magnitudes add up to `largest_score`. Measured: up to 2.3 of these roundings.
@@ -238,15 +207,15 @@ void test_values(const kt::AttentionEngine& engine, const Batch& batch, Report& 
   for (const kt::KvSequence& sequence : batch.sequences) {
     for (int64_t t = 0; t < sequence.queries; ++t) {
       for (int64_t h = 0; h < batch.sizes.heads; ++h) {
-        const Exact exact(batch, sequence, t, h);
+        const Attended wanted = exact(batch, sequence, t, h);
         const int64_t row = sequence.first_query + t;
-        const double tolerance = kTolerance * (1 + exact.largest_score);
+        const double tolerance = kTolerance * (1 + wanted.largest_score);
         for (int64_t c = 0; c < batch.sizes.value; ++c) {
           const auto at = static_cast<size_t>(c);
-          report.close(batch.name(), out.at(row, h, c), exact.out[at], tolerance, exact.scale[at]);
+          report.close(batch.name(), out.at(row, h, c), wanted.out[at], tolerance, wanted.scale[at]);
         }
         report.close(batch.name() + " log of sums", log_sums[static_cast<size_t>(row * batch.sizes.heads + h)],
-                     exact.log_sum, tolerance, 1 + std::fabs(exact.log_sum));
+                     wanted.log_sum, tolerance, 1 + std::fabs(wanted.log_sum));
       }
     }
   }

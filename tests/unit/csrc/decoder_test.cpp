@@ -1,6 +1,5 @@
 // Rotary embedding, the choice of experts, LoRA: against plain loops and double precision, bits that do not depend on
 // the instruction set, ties, rows that are not finite.
-#include <numeric>
 #include <type_traits>
 
 #include "checks.h"
@@ -8,6 +7,7 @@
 #include "ops/dense/low_rank.h"
 #include "ops/experts/lora.h"
 #include "ops/router/router.h"
+#include "reference.h"
 
 namespace kt_test {
 namespace {
@@ -90,19 +90,14 @@ struct Logits {
 
 template <class T>
 void compare_row(Logits<T>& logits, int64_t row, const Choice& choice, int64_t top_k, bool normalises, Report& report) {
-  std::vector<int32_t> order(static_cast<size_t>(logits.experts));
-  std::iota(order.begin(), order.end(), 0);
-  const auto logit = [&](int32_t e) { return static_cast<double>(value_of(logits.at(row, e))); };
-  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return logit(a) > logit(b); });
-  double all = 0, chosen = 0;
-  for (const int32_t e : order) all += std::exp(logit(e) - logit(order[0]));
-  for (int64_t k = 0; k < top_k; ++k) chosen += std::exp(logit(order[static_cast<size_t>(k)]) - logit(order[0]));
-  for (int64_t k = 0; k < top_k; ++k) {
-    const auto at = static_cast<size_t>(row * top_k + k);
-    const int32_t expert = order[static_cast<size_t>(k)];
-    report.equal("router's expert", choice.ids[at] == expert);
-    const double expected = std::exp(logit(expert) - logit(order[0])) / (normalises ? chosen : all);
-    report.close("router's weight", choice.weights[at], expected, 16 * kFloatRounding, expected);  // 13 measured
+  Row of_row;
+  for (int64_t e = 0; e < logits.experts; ++e) of_row.push_back(value_of(logits.at(row, e)));
+  const Chosen wanted = chosen_by_softmax(of_row, top_k, normalises);
+  for (size_t k = 0; k < wanted.experts.size(); ++k) {
+    const size_t at = static_cast<size_t>(row * top_k) + k;
+    report.equal("router's expert", choice.ids[at] == static_cast<int32_t>(wanted.experts[k]));
+    // 13 roundings measured.
+    report.close("router's weight", choice.weights[at], wanted.weights[k], 16 * kFloatRounding, wanted.weights[k]);
   }
 }
 
@@ -387,14 +382,11 @@ void test_lora_up(const kt::Tiles& tiles, int64_t rank, kt::ColumnRange columns,
     float alone[kPairs];
     for (int64_t m = 0; m < kPairs; ++m) {
       const auto at = static_cast<size_t>(m * columns.count + j);
-      double sum = before[at], scale = std::fabs(sum);
-      for (int64_t r = 0; r < rank; ++r) {
-        const auto place = static_cast<size_t>((kExpert * out + columns.first + j) * stride + r);
-        const double term = static_cast<double>(low[static_cast<size_t>(m * rank + r)]) * value_of(values[place]);
-        sum += term;
-        scale += std::fabs(term);
-      }
-      report.close("B of LoRA", y[at], sum, kSumTolerance, scale);
+      const auto place = (kExpert * out + columns.first + j) * stride;
+      const Sum sum = dot(
+          rank, [&](int64_t r) { return low[static_cast<size_t>(m * rank + r)]; },
+          [&](int64_t r) { return value_of(values[static_cast<size_t>(place + r)]); }, before[at]);
+      report.close("B of LoRA", y[at], sum.value, kSumTolerance, sum.scale);
       alone[m] = before[at];
     }
     kt::lora_up(factors, {low.data(), rank}, {columns.first + j, 1}, {alone, 1});

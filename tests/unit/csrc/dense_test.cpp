@@ -5,6 +5,7 @@
 
 #include "checks.h"
 #include "kernels/registry.h"
+#include "reference.h"
 
 namespace kt_test {
 namespace {
@@ -116,13 +117,10 @@ void test_values(const kt::DenseEngine& engine, const LinearCase& problem, bool 
   report.equal(problem.name() + " writes beside its result", y.neighbours_untouched());
   for (int64_t m = 0; m < problem.rows; ++m) {
     for (int64_t n = 0; n < problem.cols; ++n) {
-      double sum = with_bias ? problem.bias.at(0, n) : 0.0, scale = std::fabs(sum);
-      for (int64_t k = 0; k < problem.inner; ++k) {
-        const double term = static_cast<double>(problem.x.at(m, k)) * problem.w.at(n, k);
-        sum += term;
-        scale += std::fabs(term);
-      }
-      report.close(problem.name(), y.at(m, n), sum, kSumTolerance, scale);
+      const Sum sum = dot(
+          problem.inner, [&](int64_t k) { return problem.x.at(m, k); }, [&](int64_t k) { return problem.w.at(n, k); },
+          with_bias ? problem.bias.at(0, n) : 0.0);
+      report.close(problem.name(), y.at(m, n), sum.value, kSumTolerance, sum.scale);
     }
   }
   if (!problem.bf16.y) return;
@@ -252,19 +250,16 @@ void test_norm(const kt::DenseEngine& engine, NormCase problem, bool with_residu
   portable.run({*kt::available_tiles().back(), 1}, with_residual);
   report.equal("norm has other bits than the portable one", problem.y.same_bits(portable.y));
   for (int64_t m = 0; m < problem.rows; ++m) {
-    double squares = 0;
-    for (int64_t k = 0; k < problem.cols; ++k) {
+    for (int64_t k = 0; with_residual && k < problem.cols; ++k) {
       const float sum = problem.rounded(problem.x.at(m, k) + problem.residual.at(m, k));
-      if (with_residual) report.equal("x + residual", problem.total.at(m, k) == sum);
-      const double value = with_residual ? sum : problem.x.at(m, k);
-      squares += value * value;
+      report.equal("x + residual", problem.total.at(m, k) == sum);
     }
-    const double wanted = 1.0 / std::sqrt(squares / static_cast<double>(problem.cols) + 1e-6);
+    const Matrix& total = with_residual ? problem.total : problem.x;
+    const double wanted = inverse_rms(problem.cols, [&](int64_t k) { return total.at(m, k); }, 1e-6);
     const float inverse = problem.inverse[static_cast<size_t>(m)];
     report.close("1 / rms", inverse, wanted, kSumTolerance, wanted);
     for (int64_t k = 0; k < problem.cols; ++k) {
-      const float value = with_residual ? problem.total.at(m, k) : problem.x.at(m, k);
-      const float normalised = problem.rounded(value * inverse);
+      const float normalised = problem.rounded(total.at(m, k) * inverse);
       report.equal("norm rounds as Hugging Face's",
                    problem.y.at(m, k) == problem.rounded(problem.weight.at(0, k) * normalised));
     }

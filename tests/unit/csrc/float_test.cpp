@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "packed_case.h"
+#include "reference.h"
 
 namespace kt_test {
 namespace {
@@ -69,13 +70,9 @@ class FloatTest {
     multiply_({.rows = tokens, .a = a.rows(0), .weights = weights.blocks(), .c = c.rows()});
     for (int64_t m = 0; m < tokens; ++m) {
       for (int64_t n = 0; n < shape.padded_rows(); ++n) {
-        double sum = 0, scale = 0;
-        for (int64_t k = 0; k < shape.cols; ++k) {
-          const double term = value_of(a.row(m)[k]) * weights.at(n, k);
-          sum += term;
-          scale += std::fabs(term);
-        }
-        report_.close(what, *c.at(m, n), sum, kSumTolerance, scale);
+        const Sum sum = dot(
+            shape.cols, [&](int64_t k) { return value_of(a.row(m)[k]); }, [&](int64_t k) { return weights.at(n, k); });
+        report_.close(what, *c.at(m, n), sum.value, kSumTolerance, sum.scale);
       }
     }
     report_.equal(what + " writes beside its result", c.neighbours_untouched());

@@ -4,6 +4,7 @@
 
 #include "base/fp16.h"
 #include "packed_case.h"
+#include "reference.h"
 
 namespace kt_test {
 namespace {
@@ -131,15 +132,12 @@ void check_product(const std::string& what, const std::vector<float>& c, int64_t
   const PackedShape& shape = weights.shape;
   for (size_t m = 0; m < a.size(); ++m) {
     for (int64_t n = 0; n < shape.padded_rows(); ++n) {
-      double sum = 0, magnitude = 0;
-      for (int64_t k = 0; k < shape.cols; ++k) {
-        const double product = weights.at(n, k) * a[m].values[static_cast<size_t>(k)];
-        sum += product;
-        magnitude += std::fabs(product);
-      }
+      const Sum sum = dot(
+          shape.cols, [&](int64_t k) { return weights.at(n, k); },
+          [&](int64_t k) { return a[m].values[static_cast<size_t>(k)]; });
       report.close(what + " row " + std::to_string(m) + " column " + std::to_string(n),
-                   static_cast<double>(c[static_cast<size_t>(static_cast<int64_t>(m) * ldc + n)]), sum, kSumTolerance,
-                   magnitude);
+                   static_cast<double>(c[static_cast<size_t>(static_cast<int64_t>(m) * ldc + n)]), sum.value,
+                   kSumTolerance, sum.scale);
     }
   }
 }
@@ -220,15 +218,11 @@ void check_extremes(const kt::Tiles& tiles, const Format& format, int64_t cols, 
   const std::string what = std::string(tiles.name) + " " + kt::format_name(format) + " extremes " + std::to_string(low);
   for (int64_t m = 0; m < kRows; ++m) {
     for (int64_t n = 0; n < 16; ++n) {
-      double sum = 0, magnitude = 0;
-      for (int64_t k = 0; k < cols; ++k) {
-        const double zero = format.zero_points ? (n % 2 ? top : 0) : static_cast<double>(format.default_zero());
-        const double product =
-            ((at_top(n, k) ? top : 0) - zero) * static_cast<double>(in[static_cast<size_t>(m * cols + k)]);
-        sum += product;
-        magnitude += std::fabs(product);
-      }
-      report.close(what, static_cast<double>(c[static_cast<size_t>(m * 16 + n)]), sum, tolerance, magnitude);
+      const double zero = format.zero_points ? (n % 2 ? top : 0) : static_cast<double>(format.default_zero());
+      const Sum sum = dot(
+          cols, [&](int64_t k) { return (at_top(n, k) ? top : 0) - zero; },
+          [&](int64_t k) { return in[static_cast<size_t>(m * cols + k)]; });
+      report.close(what, static_cast<double>(c[static_cast<size_t>(m * 16 + n)]), sum.value, tolerance, sum.scale);
     }
   }
 }

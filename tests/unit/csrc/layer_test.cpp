@@ -2,9 +2,10 @@
 // the double-precision forward along random directions, by central differences.
 #include <cstring>
 
+#include "nodes.h"
 #include "ops/experts/forward.h"
 #include "packed_case.h"
-#include "threads/topology.h"
+#include "reference.h"
 
 namespace kt_test {
 namespace {
@@ -103,38 +104,30 @@ struct Point {
   }
 };
 
-std::vector<double> project(const Problem& p, const Point& at, int part, int64_t expert, bool adapted,
-                            const std::vector<double>& in) {
-  const int64_t cols = static_cast<int64_t>(in.size()),
-                rows = part < 2 ? p.config.shape.intermediate : p.config.shape.hidden;
-  const int64_t rank = p.config.rank;
-  std::vector<double> out(static_cast<size_t>(rows), 0.0), low(static_cast<size_t>(rank), 0.0);
-  for (int64_t r = 0; r < rank; ++r) {
-    for (int64_t k = 0; k < cols; ++k) low[r] += at.lora[2 * part][(expert * rank + r) * cols + k] * in[k];
-  }
-  for (int64_t n = 0; n < rows; ++n) {
-    for (int64_t k = 0; k < cols; ++k) out[n] += p.plain[part][(expert * rows + n) * cols + k] * in[k];
-    for (int64_t r = 0; adapted && r < rank; ++r)
-      out[n] += kScaling * at.lora[2 * part + 1][(expert * rows + n) * rank + r] * low[r];
-  }
+Row project(const Problem& p, const Point& at, int part, int64_t expert, bool adapted, const Row& in) {
+  const auto cols = static_cast<int64_t>(in.size());
+  const int64_t rows = part < 2 ? p.config.shape.intermediate : p.config.shape.hidden, rank = p.config.rank;
+  Row out = times(p.plain[part], expert * rows * cols, cols, rows, in);
+  if (!adapted) return out;
+  const Row low = times(at.lora[2 * part], expert * rank * cols, cols, rank, in);
+  add(out, times(at.lora[2 * part + 1], expert * rows * rank, rank, rows, low), kScaling);
   return out;
 }
 
-std::vector<double> reference(const Problem& p, const Point& at) {
+Row reference(const Problem& p, const Point& at) {
   const int64_t hidden = p.config.shape.hidden;
-  std::vector<double> out(static_cast<size_t>(p.config.tokens * hidden), 0.0);
+  Row out;
   for (int64_t t = 0; t < p.config.tokens; ++t) {
-    const std::vector<double> x(at.x.begin() + t * hidden, at.x.begin() + (t + 1) * hidden);
-    for (int64_t k = 0; k < p.config.top_k; ++k) {
-      const int64_t expert = p.ids[t * p.config.top_k + k];
+    const Row x(at.x.begin() + t * hidden, at.x.begin() + (t + 1) * hidden);
+    Row sum(x.size(), 0.0);
+    for (int64_t k = t * p.config.top_k; k < (t + 1) * p.config.top_k; ++k) {
+      const int64_t expert = p.ids[static_cast<size_t>(k)];
       if (expert < 0) continue;
-      const bool adapted = p.token_slots[t] >= 0;
-      std::vector<double> h = project(p, at, 0, expert, adapted, x);
-      const std::vector<double> up = project(p, at, 1, expert, adapted, x);
-      for (size_t i = 0; i < h.size(); ++i) h[i] = h[i] / (1.0 + std::exp(-h[i])) * up[i];
-      const std::vector<double> y = project(p, at, 2, expert, adapted, h);
-      for (int64_t i = 0; i < hidden; ++i) out[t * hidden + i] += at.weights[t * p.config.top_k + k] * y[i];
+      const bool adapted = p.token_slots[static_cast<size_t>(t)] >= 0;
+      const auto product = [&](int part, const Row& in) { return project(p, at, part, expert, adapted, in); };
+      add(sum, gated_mlp(x, product), at.weights[static_cast<size_t>(k)]);
     }
+    out.insert(out.end(), sum.begin(), sum.end());
   }
   return out;
 }
@@ -215,14 +208,6 @@ bool run(Problem& p, const kt::ExpertLayer& layer, const kt::Tiles& tiles, int n
         kt::backward(engine, p.call(), view(grad_out, kt::DType::kF32, shape), gradients, retain ? &retained : nullptr);
   if (!status.ok()) report.fail(status.message());
   return status.ok();
-}
-
-// Nodes that share this machine's first processor.
-kt::Topology simulated(int num_nodes) {
-  kt::Topology made;
-  const int processor = kt::topology().nodes[0].processors[0];
-  for (int node = 0; node < num_nodes; ++node) made.nodes.push_back({node, {processor}, 1});
-  return made;
 }
 
 void test_backward(Problem& p, const kt::Tiles& tiles, Random& random, Report& report) {

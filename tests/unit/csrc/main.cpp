@@ -6,9 +6,11 @@
 //                               the same without the tests of whole layers and of the step, which take most of the
 //                               time and call no kernel that the others don't: for emulators
 //   kt_kernel_tests --list      prints the names of both, one a line
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "checks.h"
@@ -29,21 +31,28 @@ constexpr struct {
     {"float", kt_test::test_float}, {"integer", kt_test::test_integer},     {"transposed", kt_test::test_transposed},
     {"rows", kt_test::test_rows},   {"layer", kt_test::test_layer},         {"amx", kt_test::test_amx},
     {"dense", kt_test::test_dense}, {"attention", kt_test::test_attention}, {"decoder", kt_test::test_decoder},
-    {"step", kt_test::test_step},
+    {"step", kt_test::test_step},   {"contract", kt_test::test_contract},
 };
 
+bool is_long(const char* test) {
+  constexpr std::string_view kLong[] = {"layer", "step", "contract"};
+  return std::find(std::begin(kLong), std::end(kLong), test) != std::end(kLong);
+}
+
 bool run(const kt::Tiles& tiles, bool quick) {
-  kt_test::Report report;
+  long checks = 0, failures = 0;
   for (const auto& test : kTests) {
-    if (quick && (test.run == kt_test::test_layer || test.run == kt_test::test_step)) continue;
-    const long before = report.checks();
+    if (quick && is_long(test.name)) continue;
+    kt_test::Report report;
     test.run(tiles, report);
-    std::printf("%s %s: %ld checks, errors up to %.2f of what is allowed\n", tiles.name, test.name,
-                report.checks() - before, report.take_used());
+    std::printf("%s %s: %ld checks, %ld failures, errors up to %.2f of what is allowed\n", tiles.name, test.name,
+                report.checks(), report.failures(), report.take_used());
     std::fflush(stdout);
+    checks += report.checks();
+    failures += report.failures();
   }
-  std::printf("isa %s: %ld checks, %ld failures\n", tiles.name, report.checks(), report.failures());
-  return report.failures() == 0 && report.checks() > 0;
+  std::printf("isa %s: %ld checks, %ld failures\n", tiles.name, checks, failures);
+  return failures == 0 && checks > 0;
 }
 
 // What needs no instruction set.

@@ -10,6 +10,7 @@ int main() {
   kt_test::test_threads(report);
   std::printf("threads: %ld checks, %ld failures\n", report.checks(), report.failures());
   kt_test::test_step(*kt::available_tiles().back(), report);
+  kt_test::test_contract(*kt::available_tiles().back(), report);
   std::printf("with the step: %ld checks, %ld failures\n", report.checks(), report.failures());
   return report.failures() == 0 && report.checks() > 0 ? 0 : 1;
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "checks.h"
+#include "reference.h"
 
 namespace kt_test {
 namespace {
@@ -37,14 +38,11 @@ void test_product(const kt::Tiles& tiles, int64_t rows, int64_t cols, int64_t in
         report.equal("product writes beyond its columns", std::isnan(got));
         continue;
       }
-      double sum = accumulate ? before[static_cast<size_t>(1 + m * ldc + n)] : 0.0, scale = std::fabs(sum);
-      for (int64_t i = 0; i < inner; ++i) {
-        const double term = static_cast<double>(a[static_cast<size_t>(1 + m * a_row + i * a_col)]) *
-                            b[static_cast<size_t>(1 + i * ldb + n)];
-        sum += term;
-        scale += std::fabs(term);
-      }
-      report.close("product", got, sum, kSumTolerance, scale);
+      const Sum sum = dot(
+          inner, [&](int64_t i) { return a[static_cast<size_t>(1 + m * a_row + i * a_col)]; },
+          [&](int64_t i) { return b[static_cast<size_t>(1 + i * ldb + n)]; },
+          accumulate ? before[static_cast<size_t>(1 + m * ldc + n)] : 0.0);
+      report.close("product", got, sum.value, kSumTolerance, sum.scale);
     }
   }
 }
@@ -85,14 +83,10 @@ void test_row_product(const kt::Tiles& tiles, int64_t rows, int64_t cols, int64_
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < cols; ++n) {
       const float got = c[static_cast<size_t>(1 + m * ldc + n)];
-      double sum = 0, scale = 0;
-      for (int64_t i = 0; i < inner; ++i) {
-        const double term = factor * static_cast<double>(a[static_cast<size_t>(1 + m * lda + i)]) *
-                            b[static_cast<size_t>(1 + n * ldb + i)];
-        sum += term;
-        scale += std::fabs(term);
-      }
-      report.close("row_product", got, sum, kSumTolerance, scale);
+      const Sum sum = dot(
+          inner, [&](int64_t i) { return factor * static_cast<double>(a[static_cast<size_t>(1 + m * lda + i)]); },
+          [&](int64_t i) { return b[static_cast<size_t>(1 + n * ldb + i)]; });
+      report.close("row_product", got, sum.value, kSumTolerance, sum.scale);
       float alone = kPoison;
       product(m, n, 1, 1, &alone, 1);
       report.equal("row_product depends on the other rows", same_bits(alone, got));
@@ -159,8 +153,6 @@ std::vector<float> gates(Random& random) {
   return values;
 }
 
-long double sigmoid(long double g) { return 1.0L / (1.0L + std::exp(-g)); }
-
 // One unit in the last place of a float32 of this size.
 double ulp(long double value) {
   int exponent;
@@ -177,7 +169,7 @@ void test_swiglu(const kt::Tiles& tiles, Random& random, Report& report) {
   tiles.swiglu(gate.data(), up.data(), count, h.data());
   report.equal("swiglu writes beyond", std::isnan(h.back()));
   for (size_t i = 0; i < gate.size(); ++i) {
-    const long double wanted = gate[i] < -1000 ? 0.0L : gate[i] * sigmoid(gate[i]);
+    const long double wanted = gate[i] < -1000 ? 0.0L : kt_test::silu<long double>(gate[i]);
     report.close("silu of " + std::to_string(gate[i]), silu[i], static_cast<double>(wanted), 3 * 0x1p-24,
                  0x1p24 * ulp(wanted));
     report.equal("silu has the sign of the gate", std::signbit(silu[i]) == std::signbit(gate[i]));
@@ -210,7 +202,7 @@ void test_router_functions(const kt::Tiles& tiles, Random& random, Report& repor
   tiles.sigmoid(from.data(), count, found.data());
   report.equal("sigmoid writes beyond", std::isnan(found.back()));
   for (size_t i = 0; i < from.size(); ++i) {
-    const long double wanted = from[i] < -1000 ? 0.0L : sigmoid(from[i]);
+    const long double wanted = from[i] < -1000 ? 0.0L : sigmoid<long double>(from[i]);
     report.close("sigmoid(" + std::to_string(from[i]) + ")", found[i], static_cast<double>(wanted), 3 * 0x1p-24,
                  0x1p24 * ulp(wanted));
     float alone = kPoison;

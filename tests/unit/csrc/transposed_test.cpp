@@ -4,6 +4,7 @@
 
 #include "checks.h"
 #include "packed_case.h"
+#include "reference.h"
 
 namespace kt_test {
 namespace {
@@ -122,13 +123,10 @@ void test_product(const kt::Tiles& tiles, const PackedCase& weights, int64_t tok
         report.equal(name_of<T>(weights) + " writes beyond its columns", std::isnan(got));
         continue;
       }
-      double sum = accumulate ? before[static_cast<size_t>(1 + m * ldo + j)] : 0.0, scale = std::fabs(sum);
-      for (int64_t n = 0; n < inner; ++n) {
-        const double term = in.at(m, n) * weights.at(n, first_col + j);
-        sum += term;
-        scale += std::fabs(term);
-      }
-      report.close(name_of<T>(weights), got, sum, tolerance, scale);
+      const Sum sum = dot(
+          inner, [&](int64_t n) { return in.at(m, n); }, [&](int64_t n) { return weights.at(n, first_col + j); },
+          accumulate ? before[static_cast<size_t>(1 + m * ldo + j)] : 0.0);
+      report.close(name_of<T>(weights), got, sum.value, tolerance, sum.scale);
     }
   }
 }
