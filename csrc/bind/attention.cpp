@@ -18,13 +18,13 @@ const std::vector<DType> kFloats = {DType::kF32, DType::kBf16};
 
 }  // namespace
 
-std::vector<KvSequence> sequences_of(const py::handle& given_rows, const py::handle& given_slots) {
+void read_sequences(const py::handle& given_rows, const py::handle& given_slots, std::vector<KvSequence>* sequences) {
+  sequences->clear();
   const TensorView rows =
       view_of(given_rows, {.name = "sequences", .dtypes = {DType::kI64}, .shape = {-1, 4}, .contiguous = true});
   TensorView slots;
   if (!given_slots.is_none())
     slots = view_of(given_slots, {.name = "slots", .dtypes = {DType::kI32}, .shape = {-1, -1}});
-  std::vector<KvSequence> sequences;
   for (int64_t i = 0; i < rows.shape[0]; ++i) {
     const int64_t* row = rows.as<const int64_t>() + 4 * i;
     KvSequence sequence{.first_query = row[0], .queries = row[1], .prefix = row[2], .slots = nullptr, .first_key = 0};
@@ -41,9 +41,8 @@ std::vector<KvSequence> sequences_of(const py::handle& given_rows, const py::han
     } else {
       sequence.first_key = row[3];
     }
-    sequences.push_back(sequence);
+    sequences->push_back(sequence);
   }
-  return sequences;
 }
 
 namespace {
@@ -76,7 +75,8 @@ void attend_batch(const std::string& isa, int num_threads, py::handle q, py::han
   }
   check_disjoint({{"out", call.out}, {"log_sums", call.log_sums}},
                  {{"q", call.q}, {"keys", call.keys}, {"values", call.values}});
-  const std::vector<KvSequence> batch = sequences_of(sequences, slots);
+  std::vector<KvSequence> batch;
+  read_sequences(sequences, slots, &batch);
   call.sequences = batch.data();
   call.num_sequences = static_cast<int64_t>(batch.size());
   call.scaling = scaling;
@@ -138,7 +138,8 @@ void attend_batch_backward(const std::string& isa, int num_threads, py::handle b
                                                                                           {"out", call.out},
                                                                                           {"log_sums", call.log_sums},
                                                                                           {"by_out", g.by_out}});
-  const std::vector<KvSequence> batch = sequences_of(sequences, py::none());
+  std::vector<KvSequence> batch;
+  read_sequences(sequences, py::none(), &batch);
   call.sequences = batch.data();
   call.num_sequences = static_cast<int64_t>(batch.size());
   const py::gil_scoped_release release;

@@ -11,7 +11,7 @@ namespace kt {
 
 // rows [B, 4] int64: first query, queries, prefix, place; the place is a row of `slots` [R, L] int32 (of which the
 // result keeps pointers), or, if that is None, the first key.
-std::vector<KvSequence> sequences_of(const pybind11::handle& rows, const pybind11::handle& slots);
+void read_sequences(const pybind11::handle& rows, const pybind11::handle& slots, std::vector<KvSequence>* sequences);
 
 void bind_attention(pybind11::module_& module);
 

@@ -217,19 +217,21 @@ std::optional<GroupedRouting> groups_of(const py::object& given, bool normalises
 }
 
 // Of `rows` (first, rows, slot, rank, scaling) and `experts` (slot, rank, scaling).
-using GivenRows = std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, float>>;
-using GivenExperts = std::vector<std::tuple<int64_t, int64_t, float>>;
-
-StepAdapters adapters_of(const GivenRows& rows, const GivenExperts& experts, const py::handle& token_slots,
-                         int64_t tokens) {
-  StepAdapters adapters;
-  for (const auto& [first, count, slot, rank, scaling] : rows)
-    adapters.rows.push_back({.first = first, .rows = count, .slot = slot, .rank = rank, .scaling = scaling});
-  for (const auto& [slot, rank, scaling] : experts)
-    adapters.experts.push_back({.slot = slot, .rank = rank, .scaling = scaling});
+void read_adapters(const py::iterable& rows, const py::iterable& experts, const py::handle& token_slots, int64_t tokens,
+                   StepAdapters* adapters) {
+  adapters->rows.clear();
+  adapters->experts.clear();
+  for (const py::handle row : rows) {
+    const auto [first, count, slot, rank, scaling] = row.cast<std::tuple<int64_t, int64_t, int64_t, int64_t, float>>();
+    adapters->rows.push_back({.first = first, .rows = count, .slot = slot, .rank = rank, .scaling = scaling});
+  }
+  for (const py::handle expert : experts) {
+    const auto [slot, rank, scaling] = expert.cast<std::tuple<int64_t, int64_t, float>>();
+    adapters->experts.push_back({.slot = slot, .rank = rank, .scaling = scaling});
+  }
+  adapters->token_slots = {};
   if (!token_slots.is_none())
-    adapters.token_slots = view_of(token_slots, {.name = "token_slots", .dtypes = {DType::kI32}, .shape = {tokens}});
-  return adapters;
+    adapters->token_slots = view_of(token_slots, {.name = "token_slots", .dtypes = {DType::kI32}, .shape = {tokens}});
 }
 
 class NativeStep {
@@ -238,18 +240,18 @@ class NativeStep {
       : table_(table), program_(stack_of(table), tiles_of(isa), num_threads) {}
 
   std::vector<int64_t> run(py::handle ids, py::handle positions, py::handle slots, py::handle sequences,
-                           py::handle table, const GivenRows& adapter_rows, const GivenExperts& expert_adapters,
+                           py::handle table, const py::iterable& adapter_rows, const py::iterable& expert_adapters,
                            py::handle token_slots, py::handle out) {
     const auto integers = [](const py::handle& tensor, const char* name, int64_t count) {
       return view_of(tensor, {.name = name, .dtypes = {DType::kI64}, .shape = {count}});
     };
-    StepBatch batch;
+    static thread_local StepBatch batch;  // keeps its memory
     batch.ids = integers(ids, "ids", -1);
     const int64_t tokens = batch.ids.shape[0];
     batch.positions = integers(positions, "positions", tokens);
     batch.slots = integers(slots, "slots", tokens);
-    batch.sequences = sequences_of(sequences, table);
-    batch.adapters = adapters_of(adapter_rows, expert_adapters, token_slots, tokens);
+    read_sequences(sequences, table, &batch.sequences);
+    read_adapters(adapter_rows, expert_adapters, token_slots, tokens, &batch.adapters);
     const TensorView result = view_of(
         out, {.name = "out", .dtypes = {program_.dtype()}, .shape = {tokens, program_.hidden()}, .written = true});
     std::vector<int64_t> refused;

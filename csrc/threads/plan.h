@@ -6,15 +6,15 @@
 #pragma once
 
 #include <algorithm>
+#include <cassert>
 #include <cstdint>
-#include <vector>
 
 #include "threads/pool.h"
 
 namespace kt {
 
 struct Span {
-  int64_t first = 0, size = 0;
+  int64_t first, size;
 };
 
 // Units [first, first + count) of one item, on one node.
@@ -23,13 +23,14 @@ struct Range {
   int64_t item, first, count;
 };
 
+// `stage_of` makes one.
 struct Stage {
-  int step = 0;  // the operation, numbered by the maker of the plan
-  int64_t items = 0;
-  int64_t at_once = 1;  // units in a task
-  int num_nodes = 1;
-  Span spans[kMaxNodes] = {{0, 1}};
-  bool bound = false;  // each task on a processor of its node (pool.h)
+  int step;  // the operation, numbered by the maker of the plan
+  int64_t items;
+  int64_t at_once;  // units in a task
+  int num_nodes;
+  Span spans[kMaxNodes];
+  bool bound;  // each task on a processor of its node (pool.h)
 
   int64_t ranges(int node) const { return (spans[node].size + at_once - 1) / at_once; }
   int64_t num_tasks(int node) const { return items * ranges(node); }
@@ -41,15 +42,30 @@ struct Stage {
 
 // One queue: `items` tasks that belong to no node.
 inline Stage stage_of(int step, int64_t items) {
-  Stage stage;
-  stage.step = step;
-  stage.items = items;
-  return stage;
+  return {.step = step, .items = items, .at_once = 1, .num_nodes = 1, .spans = {{0, 1}}, .bound = false};
 }
+
+// At most kMaxPhases stages, in the object itself: to make a plan allocates nothing.
+class Stages {
+ public:
+  void push_back(const Stage& stage) {
+    assert(count_ < kMaxPhases);
+    stages_[count_++] = stage;
+  }
+  int size() const { return count_; }
+  const Stage* begin() const { return stages_; }
+  const Stage* end() const { return stages_ + count_; }
+  const Stage& operator[](int index) const { return stages_[index]; }
+  const Stage& back() const { return stages_[count_ - 1]; }
+
+ private:
+  int count_ = 0;
+  Stage stages_[kMaxPhases];  // the first count_ are set
+};
 
 struct Plan {
   int num_threads = 1;
-  std::vector<Stage> stages;  // a stage begins when the previous one has ended; at most kMaxPhases
+  Stages stages;  // a stage begins when the previous one has ended
 
   bool has(int step) const {
     return std::any_of(stages.begin(), stages.end(), [&](const Stage& stage) { return stage.step == step; });

@@ -81,7 +81,10 @@ Plan loading_plan(int64_t num_experts, const LoadOptions& options) {
   stage.num_nodes = options.num_nodes;
   for (int node = 0; node < options.num_nodes; ++node) stage.spans[node] = {node, 1};
   stage.bound = options.num_nodes > 1;
-  return {options.num_threads, {stage}};
+  Plan plan;
+  plan.num_threads = options.num_threads;
+  plan.stages.push_back(stage);
+  return plan;
 }
 
 Status load_layer(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape,

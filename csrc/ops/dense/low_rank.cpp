@@ -230,7 +230,8 @@ class HeadAdapters {
     const ScratchUse in_use;
     Plan plan;
     plan.num_threads = ranks * heads_ * (inner_ + cols_) < kAloneBelowAwake ? 1 : engine_.num_threads;
-    plan.stages = {units_of(kDown, rows_, heads_, kTaskHeads), up};
+    plan.stages.push_back(units_of(kDown, rows_, heads_, kTaskHeads));
+    plan.stages.push_back(up);
     run(plan, [&](int step, const Range& range) { body(step, rows_[static_cast<size_t>(range.item)], range); });
   }
 
@@ -325,7 +326,8 @@ void add_low_rank(const DenseEngine& engine, const TensorView& x, const LowRankP
   up.step = kUp;
   up.spans[0] = {0, cols};
   up.at_once = kTaskCols;
-  plan.stages = {down, up};
+  plan.stages.push_back(down);
+  plan.stages.push_back(up);
   run(plan, [&](int step, const Range& range) {
     const LowRankRows& some = rows[static_cast<size_t>(range.item)];
     if (step == kDown) {

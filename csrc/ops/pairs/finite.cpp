@@ -1,6 +1,7 @@
 #include "ops/pairs/finite.h"
 
 #include <algorithm>
+#include <cassert>
 #include <string>
 
 #include "base/bf16.h"
@@ -48,23 +49,25 @@ Status check_finite(const TensorView& matrix, const char* name) {
   return {};
 }
 
-FiniteCheck::FiniteCheck(std::initializer_list<Matrix> matrices) : matrices_(matrices) {
-  for (const Matrix& matrix : matrices_) num_parts_ += parts_of(*matrix.values);
+FiniteCheck::FiniteCheck(std::initializer_list<Matrix> matrices) : num_matrices_(matrices.size()) {
+  assert(matrices.size() <= kMostMatrices);
+  std::copy(matrices.begin(), matrices.end(), matrices_);
+  for (const Matrix& matrix : matrices) num_parts_ += parts_of(*matrix.values);
 }
 
 bool FiniteCheck::is_small() const {
   int64_t elements = 0;
-  for (const Matrix& matrix : matrices_) elements += matrix.values->shape[0] * matrix.values->shape[1];
+  for (const Matrix& matrix : matrices()) elements += matrix.values->shape[0] * matrix.values->shape[1];
   return elements <= kPartElements;
 }
 
 Status FiniteCheck::all() const {
-  for (const Matrix& matrix : matrices_) KT_RETURN_IF_ERROR(check_finite(*matrix.values, matrix.name));
+  for (const Matrix& matrix : matrices()) KT_RETURN_IF_ERROR(check_finite(*matrix.values, matrix.name));
   return {};
 }
 
 void FiniteCheck::check_part(int64_t part) const {
-  for (const Matrix& matrix : matrices_) {
+  for (const Matrix& matrix : matrices()) {
     const int64_t parts = parts_of(*matrix.values), rows = rows_in_part(*matrix.values);
     if (part >= parts) {
       part -= parts;

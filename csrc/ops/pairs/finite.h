@@ -1,8 +1,9 @@
 // The search for NaN and Inf in a call's inputs: part of the call's job, before any result is written.
 #pragma once
 
+#include <cstdint>
 #include <initializer_list>
-#include <vector>
+#include <span>
 
 #include "base/status.h"
 #include "base/views.h"
@@ -21,6 +22,7 @@ class FiniteCheck {
     const TensorView* values;
     const char* name;
   };
+  static constexpr size_t kMostMatrices = 4;
   FiniteCheck(std::initializer_list<Matrix> matrices);
 
   // True for so few elements that the calling thread finishes before a pool of threads would start.
@@ -32,7 +34,10 @@ class FiniteCheck {
   void check_part(int64_t part) const;
 
  private:
-  std::vector<Matrix> matrices_;
+  std::span<const Matrix> matrices() const { return {matrices_, num_matrices_}; }
+
+  Matrix matrices_[kMostMatrices] = {};
+  size_t num_matrices_;
   int64_t num_parts_ = 0;
 };
 

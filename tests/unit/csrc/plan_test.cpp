@@ -122,7 +122,7 @@ void test_loading(Report& report) {
   for (const int num_nodes : {1, 2, 4}) {
     const kt::Plan plan = kt::loading_plan(5, {3, num_nodes, ""});
     std::set<std::pair<int64_t, int>> pieces;
-    for_each_range(plan.stages.at(0), [&](const kt::Range& range) {
+    for_each_range(plan.stages[0], [&](const kt::Range& range) {
       report.equal("a piece is packed on its node", range.first == range.node && range.count == 1);
       pieces.insert({range.item, range.node});
     });
