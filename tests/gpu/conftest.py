@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
@@ -13,6 +14,6 @@ def pytest_report_header() -> str | None:
     return "tests/gpu: not collected, torch sees no CUDA device"
 
 
-def pytest_terminal_summary(terminalreporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not torch.cuda.is_available():
         terminalreporter.write_line("tests/gpu: not collected, torch sees no CUDA device")

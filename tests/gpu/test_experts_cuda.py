@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypedDict
 
 import pytest
 import torch
+from reference.expert_problems import tensors_of
 from safetensors.torch import save_file
 
 from kt_runtime.errors import InvalidValueError
@@ -28,7 +30,15 @@ def layer(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayer:
     return ExpertStore.load(directory, {0: "m"}, SHAPE).layers[0]
 
 
-def call(dtype: torch.dtype, seed: int = 1) -> dict[str, torch.Tensor]:
+class Call(TypedDict):
+    """Arguments of ExpertLayer."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+def call(dtype: torch.dtype, seed: int = 1) -> Call:
     generator = torch.Generator().manual_seed(seed)
     return {
         "x": torch.randn(TOKENS, SHAPE.hidden, generator=generator).to(dtype),
@@ -49,12 +59,12 @@ def on_gpu(slot: LoraSlot) -> LoraSlot:
     return slot.with_tensors([None if t is None else t.cuda() for t in slot.tensors()])
 
 
-def cuda(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.cuda() for name, tensor in tensors.items()}
+def cuda(tensors: Call) -> Call:
+    return {"x": tensors["x"].cuda(), "ids": tensors["ids"].cuda(), "weights": tensors["weights"].cuda()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_forward_gives_the_same_bits(layer, dtype):
+def test_forward_gives_the_same_bits(layer: ExpertLayer, dtype: torch.dtype) -> None:
     arguments, slot = call(dtype), adapter()
     token_slots = torch.arange(TOKENS).remainder(2).sub(1).int()
     wanted = layer.forward(**arguments, slots=[slot], token_slots=token_slots)
@@ -62,14 +72,14 @@ def test_forward_gives_the_same_bits(layer, dtype):
     assert got.is_cuda and torch.equal(got.cpu(), wanted)
 
 
-def test_calls_follow_each_other_without_mixing(layer):
+def test_calls_follow_each_other_without_mixing(layer: ExpertLayer) -> None:
     calls = [call(torch.bfloat16, seed) for seed in range(20)]
     wanted = [layer.forward(**arguments) for arguments in calls]
     got = [layer.forward(**cuda(arguments)) for arguments in calls]
     assert all(torch.equal(g.cpu(), w) for g, w in zip(got, wanted, strict=True))
 
 
-def test_input_is_awaited_on_the_current_stream(layer):
+def test_input_is_awaited_on_the_current_stream(layer: ExpertLayer) -> None:
     arguments = cuda(call(torch.float32))
     wanted = layer.forward(**cuda(call(torch.float32)))
     stream = torch.cuda.Stream()
@@ -83,18 +93,18 @@ def test_input_is_awaited_on_the_current_stream(layer):
     assert torch.equal(got, wanted)
 
 
-def test_backward_gives_the_same_bits(layer):
+def test_backward_gives_the_same_bits(layer: ExpertLayer) -> None:
     arguments, slot = call(torch.float32), adapter()
     token_slots = torch.zeros(TOKENS, dtype=torch.int32)
     grad_out = torch.randn(TOKENS, SHAPE.hidden, generator=torch.Generator().manual_seed(3))
     wanted = layer.backward(grad_out, **arguments, slots=[slot], token_slots=token_slots)
     got = layer.backward(grad_out.cuda(), **cuda(arguments), slots=[on_gpu(slot)], token_slots=token_slots.cuda())
-    pairs = zip(got.slots[0].tensors(), wanted.slots[0].tensors(), strict=True)
+    pairs = zip(tensors_of(got.slots[0]), tensors_of(wanted.slots[0]), strict=True)
     for g, w in [(got.x, wanted.x), (got.weights, wanted.weights), *pairs]:
         assert g.is_cuda and torch.equal(g.cpu(), w)
 
 
-def test_an_adapter_changed_in_place_is_copied_again(layer):
+def test_an_adapter_changed_in_place_is_copied_again(layer: ExpertLayer) -> None:
     arguments, slot = cuda(call(torch.float32)), on_gpu(adapter())
     token_slots = torch.zeros(TOKENS, dtype=torch.int32).cuda()
     before = layer.forward(**arguments, slots=[slot], token_slots=token_slots)
@@ -104,7 +114,7 @@ def test_an_adapter_changed_in_place_is_copied_again(layer):
     assert not torch.equal(before, after)
 
 
-def test_gradients_flow_on_the_device(layer):
+def test_gradients_flow_on_the_device(layer: ExpertLayer) -> None:
     arguments = cuda(call(torch.float32))
     x = arguments["x"].requires_grad_()
     slot = on_gpu(adapter())
@@ -113,7 +123,7 @@ def test_gradients_flow_on_the_device(layer):
     assert all(t.grad is not None and t.grad.is_cuda for t in [x, *tensors])
 
 
-def test_tensors_on_different_devices_are_refused(layer):
+def test_tensors_on_different_devices_are_refused(layer: ExpertLayer) -> None:
     arguments = cuda(call(torch.float32))
     arguments["ids"] = arguments["ids"].cpu()
     with pytest.raises(InvalidValueError, match="ids is on cpu, x on cuda:0"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,8 +22,8 @@ Say = Callable[[str], None]
 class Inputs:
     """`evaluation`: name to rows, as in `Evaluator`; empty without an evaluation."""
 
-    train: list[Row]
-    evaluation: dict[str, list[Row]]
+    train: Sequence[Row]
+    evaluation: Mapping[str, Sequence[Row]]
 
     @cached_property
     def digest(self) -> str:

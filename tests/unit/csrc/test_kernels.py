@@ -31,7 +31,7 @@ def run(program: Path, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("isa", [*available_isas(), "amx-model"])
-def test_kernels_agree_with_double_precision(program, isa):
+def test_kernels_agree_with_double_precision(program: Path, isa: str) -> None:
     status, output = run(program, "--isa", isa)
     assert status == 0, output
     assert f"isa {isa}:" in output and "\npassed\n" in output
@@ -41,14 +41,14 @@ def test_kernels_agree_with_double_precision(program, isa):
     assert not too_wide, "a tolerance is at most ten times the largest error"
 
 
-def test_an_instruction_set_that_cannot_run_fails_and_lists_those_that_can(program):
+def test_an_instruction_set_that_cannot_run_fails_and_lists_those_that_can(program: Path) -> None:
     status, output = run(program, "--isa", "avx1024")
     assert status == 1
     assert "instruction set 'avx1024' is unknown; available: " + ", ".join(available_isas()) in output
 
 
 @pytest.mark.skipif("amx" in available_isas(), reason="this machine has AMX")
-def test_the_lane_for_amx_fails_where_there_is_none(program):
+def test_the_lane_for_amx_fails_where_there_is_none(program: Path) -> None:
     status, output = run(program, "--isa", "amx")
     assert status == 1
     assert "instruction set 'amx' is not available on this machine" in output

@@ -5,18 +5,24 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from reference import quantized
 from reference.moe import ReferenceExperts, random_experts
 from safetensors.torch import save_file
+from torch import Tensor
 
 from kt_runtime.errors import CheckpointError, InvalidValueError, UnknownNameError
 from kt_runtime.experts import ExpertShape, ExpertStore
 
 KEY = "model.layers.1.mlp.experts"
 SHAPE = ExpertShape(num_experts=2, hidden=128, intermediate=256)
+Spoil = Callable[[dict[str, Tensor]], object]
+ChangeConfig = Callable[[Any], Any]
 # One scale a row, or fp8: sizes need not divide anything.
 ANY_SIZE = [
     name
@@ -25,33 +31,33 @@ ANY_SIZE = [
 ]
 
 
-def reference_experts(shape=SHAPE, seed=3):
+def reference_experts(shape: ExpertShape = SHAPE, seed: int = 3) -> ReferenceExperts:
     return random_experts(shape.num_experts, shape.hidden, shape.intermediate, seed=seed)
 
 
-def load(directory, shape=SHAPE, **options):
+def load(directory: Path, shape: ExpertShape = SHAPE, **options: Any) -> ExpertStore:
     return ExpertStore.load(directory, {1: KEY}, shape, **options)
 
 
-def held(store) -> ReferenceExperts:
+def held(store: ExpertStore) -> ReferenceExperts:
     parts = zip(*(store.layers[1].unpacked(e) for e in range(store.shape.num_experts)), strict=True)
     return ReferenceExperts(*(torch.stack(part).float() for part in parts))
 
 
-def assert_holds(store, values):
+def assert_holds(store: ExpertStore, values: ReferenceExperts) -> None:
     got = held(store)
     for part in ("gate", "up", "down"):
         assert torch.equal(getattr(got, part), getattr(values, part).float()), part
 
 
-def relative_error(got, wanted):
+def relative_error(got: ReferenceExperts, wanted: ReferenceExperts) -> float:
     pairs = [(getattr(got, part).double(), getattr(wanted, part).double()) for part in ("gate", "up", "down")]
     return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
 @pytest.mark.parametrize("scheme", quantized.SCHEMES)
-def test_a_checkpoint_is_read_exactly(tmp_path, scheme, num_nodes):
+def test_a_checkpoint_is_read_exactly(tmp_path: Path, scheme: str, num_nodes: int) -> None:
     values = quantized.write_checkpoint(tmp_path, {KEY: reference_experts()}, scheme)[KEY]
     store = load(tmp_path, num_nodes=num_nodes)
     assert store.format == quantized.SCHEMES[scheme].format
@@ -60,7 +66,9 @@ def test_a_checkpoint_is_read_exactly(tmp_path, scheme, num_nodes):
 
 @pytest.mark.parametrize("sizes", [(1, 1), (40, 24), (47, 33), (200, 304)])
 @pytest.mark.parametrize("scheme", ANY_SIZE)
-def test_sizes_need_not_divide_where_scales_do_not_ask_for_it(tmp_path, scheme, sizes):
+def test_sizes_need_not_divide_where_scales_do_not_ask_for_it(
+    tmp_path: Path, scheme: str, sizes: tuple[int, int]
+) -> None:
     shape = ExpertShape(3, *sizes)
     if scheme == "fp8_fused" and shape.intermediate % 16:
         shape = ExpertShape(3, shape.hidden, 48)
@@ -69,7 +77,7 @@ def test_sizes_need_not_divide_where_scales_do_not_ask_for_it(tmp_path, scheme, 
         assert_holds(load(tmp_path, shape, num_nodes=num_nodes), values)
 
 
-def test_the_fingerprint_does_not_depend_on_memory_nodes_but_on_the_format(tmp_path):
+def test_the_fingerprint_does_not_depend_on_memory_nodes_but_on_the_format(tmp_path: Path) -> None:
     prints = set()
     for scheme in ("int4_g32", "gptq_int4_g32", "awq_g128"):
         quantized.write_checkpoint(tmp_path, {KEY: reference_experts()}, scheme)
@@ -82,7 +90,7 @@ def test_the_fingerprint_does_not_depend_on_memory_nodes_but_on_the_format(tmp_p
     assert len(prints) == 3
 
 
-def test_figures_of_a_quantized_store(tmp_path):
+def test_figures_of_a_quantized_store(tmp_path: Path) -> None:
     quantized.write_checkpoint(tmp_path, {KEY: reference_experts()}, "gptq_int4_g128_zp")
     store = load(tmp_path)
     elements = 2 * 3 * 128 * 256
@@ -90,7 +98,7 @@ def test_figures_of_a_quantized_store(tmp_path):
     assert store.weight_bytes < store.resident_bytes <= 1.15 * store.weight_bytes
 
 
-def test_layers_of_several_formats_are_told_apart(tmp_path):
+def test_layers_of_several_formats_are_told_apart(tmp_path: Path) -> None:
     first, values = quantized.checkpoint_tensors(reference_experts(), "fp8", KEY)
     second, _ = quantized.checkpoint_tensors(reference_experts(), "bf16", "left.out")
     save_file(first | second, tmp_path / "model.safetensors")
@@ -103,7 +111,9 @@ def test_layers_of_several_formats_are_told_apart(tmp_path):
 
 @pytest.mark.parametrize("scheme", ["bf16", "bf16_fused", "fp8", "fp8_fused", "fp8_channel"])
 @pytest.mark.parametrize(("wanted", "name", "bound"), [("int8", "int8", 0.01), ("int4", "int4_g32", 0.12)])
-def test_quantizing_while_loading_stays_within_its_error(tmp_path, scheme, wanted, name, bound):
+def test_quantizing_while_loading_stays_within_its_error(
+    tmp_path: Path, scheme: str, wanted: str, name: str, bound: float
+) -> None:
     shape = ExpertShape(2, 512, 384)
     values = quantized.write_checkpoint(tmp_path, {KEY: reference_experts(shape)}, scheme)[KEY]
     store = load(tmp_path, shape, expert_format=wanted, num_nodes=2)
@@ -112,7 +122,7 @@ def test_quantizing_while_loading_stays_within_its_error(tmp_path, scheme, wante
 
 
 @pytest.mark.parametrize("wanted", ["int8", "int4"])
-def test_quantizing_takes_zeros_extremes_and_any_size(tmp_path, wanted):
+def test_quantizing_takes_zeros_extremes_and_any_size(tmp_path: Path, wanted: str) -> None:
     shape = ExpertShape(1, 45, 19)
     experts = reference_experts(shape)
     experts.gate[0, 3] = 0
@@ -133,19 +143,19 @@ def test_quantizing_takes_zeros_extremes_and_any_size(tmp_path, wanted):
 
 
 @pytest.mark.parametrize("scheme", ["int4_g32", "int8", "gptq_int4_g128", "awq_g128"])
-def test_an_integer_checkpoint_is_not_quantized_again(tmp_path, scheme):
+def test_an_integer_checkpoint_is_not_quantized_again(tmp_path: Path, scheme: str) -> None:
     quantized.write_checkpoint(tmp_path, {KEY: reference_experts()}, scheme)
     name = quantized.SCHEMES[scheme].format
     with pytest.raises(InvalidValueError, match=f"expert format 'int8' quantizes bf16 and fp8.* are {name} already"):
         load(tmp_path, expert_format="int8")
 
 
-def test_an_unknown_expert_format_lists_the_known(tmp_path):
+def test_an_unknown_expert_format_lists_the_known(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match=r"unknown expert format 'int5'.*int4.*int8"):
         load(tmp_path, expert_format="int5")
 
 
-def test_block_scales_of_compressed_tensors_are_read(tmp_path):
+def test_block_scales_of_compressed_tensors_are_read(tmp_path: Path) -> None:
     tensors, values = quantized.checkpoint_tensors(reference_experts(), "fp8", KEY)
     save_file({k.replace("_inv", ""): t for k, t in tensors.items()}, tmp_path / "model.safetensors")
     config = quantized.compressed_config("float-quantized", 8, 0, kind="float")
@@ -154,7 +164,7 @@ def test_block_scales_of_compressed_tensors_are_read(tmp_path):
     assert_holds(load(tmp_path), values)
 
 
-def test_of_several_config_groups_the_one_that_fits_is_taken(tmp_path):
+def test_of_several_config_groups_the_one_that_fits_is_taken(tmp_path: Path) -> None:
     values = quantized.write_checkpoint(tmp_path, {KEY: reference_experts()}, "int4_g32")[KEY]
     config = copy.deepcopy(quantized.SCHEMES["int4_g32"].config)
     assert config is not None
@@ -166,7 +176,7 @@ def test_of_several_config_groups_the_one_that_fits_is_taken(tmp_path):
     assert_holds(load(tmp_path), values)
 
 
-def test_numbers_that_python_writes_beyond_json_do_not_stop_the_reading(tmp_path):
+def test_numbers_that_python_writes_beyond_json_do_not_stop_the_reading(tmp_path: Path) -> None:
     values = quantized.write_checkpoint(
         tmp_path, {KEY: reference_experts()}, "fp8", {"limit": float("inf"), "low": -float("inf"), "none": float("nan")}
     )[KEY]
@@ -177,7 +187,13 @@ def test_numbers_that_python_writes_beyond_json_do_not_stop_the_reading(tmp_path
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-def spoiled(tmp_path, scheme, tensor=None, config=None, shape=SHAPE):
+def spoiled(
+    tmp_path: Path,
+    scheme: str,
+    tensor: Spoil | None = None,
+    config: ChangeConfig | None = None,
+    shape: ExpertShape = SHAPE,
+) -> None:
     """Writes the scheme's checkpoint after `tensor` changed its tensors and `config` its quantization_config."""
     tensors, _ = quantized.checkpoint_tensors(reference_experts(shape), scheme, KEY)
     if tensor is not None:
@@ -190,25 +206,25 @@ def spoiled(tmp_path, scheme, tensor=None, config=None, shape=SHAPE):
     (tmp_path / "config.json").write_text(json.dumps(content))
 
 
-def drop(name):
+def drop(name: str) -> Spoil:
     return lambda tensors: tensors.pop(f"{KEY}.{name}")
 
 
-def put(name, tensor):
+def put(name: str, tensor: Tensor) -> Spoil:
     return lambda tensors: tensors.__setitem__(f"{KEY}.{name}", tensor)
 
 
-def element(name, index, value):
+def element(name: str, index: int | tuple[int, int], value: float) -> Spoil:
     return lambda tensors: tensors[f"{KEY}.{name}"].__setitem__(index, value)
 
 
-def bits(name, index, value):
+def bits(name: str, index: tuple[int, int], value: int) -> Spoil:
     """Sets one byte of an fp8 tensor."""
     return lambda tensors: tensors[f"{KEY}.{name}"].view(torch.uint8).__setitem__(index, value)
 
 
-def every(suffix, change):
-    def spoil(tensors):
+def every(suffix: str, change: Callable[[Tensor], Tensor]) -> Spoil:
+    def spoil(tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if name.endswith(suffix)]:
             tensors[name] = change(tensors[name])
 
@@ -256,18 +272,18 @@ TENSOR_FAULTS = [
 
 
 @pytest.mark.parametrize(("scheme", "spoil", "message"), TENSOR_FAULTS)
-def test_unfit_tensors_are_named(tmp_path, scheme, spoil, message):
+def test_unfit_tensors_are_named(tmp_path: Path, scheme: str, spoil: Spoil, message: str) -> None:
     spoiled(tmp_path, scheme, spoil)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
 
 
-def replaced(**changes):
+def replaced(**changes: Any) -> ChangeConfig:
     return lambda config: {**config, **changes}
 
 
-def weights(**changes):
-    def change(config):
+def weights(**changes: Any) -> ChangeConfig:
+    def change(config: dict[str, Any]) -> dict[str, Any]:
         config["config_groups"]["group_0"]["weights"].update(changes)
         return config
 
@@ -303,13 +319,13 @@ CONFIG_FAULTS = [
 
 
 @pytest.mark.parametrize(("scheme", "change", "message"), CONFIG_FAULTS)
-def test_a_contradicting_config_is_named(tmp_path, scheme, change, message):
+def test_a_contradicting_config_is_named(tmp_path: Path, scheme: str, change: ChangeConfig, message: str) -> None:
     spoiled(tmp_path, scheme, config=change)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
 
 
-def test_desc_act_without_its_order_is_refused(tmp_path):
+def test_desc_act_without_its_order_is_refused(tmp_path: Path) -> None:
     spoiled(tmp_path, "gptq_int4_g128", drop("0.gate_proj.g_idx"), replaced(desc_act=True))
     with pytest.raises(CheckpointError, match=r"desc_act is true, but .* need g_idx, which is missing"):
         load(tmp_path)
@@ -324,7 +340,7 @@ def test_desc_act_without_its_order_is_refused(tmp_path):
         ("fp8_fused", (128, 40), r"has 40 outputs, fused in fp8, not a multiple of 16"),
     ],
 )
-def test_sizes_that_do_not_divide_are_named(tmp_path, scheme, sizes, message):
+def test_sizes_that_do_not_divide_are_named(tmp_path: Path, scheme: str, sizes: tuple[int, int], message: str) -> None:
     config = weights(group_size=128) if scheme == "int4_g32" else None
     spoiled(tmp_path, scheme, config=config)
     with pytest.raises(CheckpointError, match=message):
@@ -332,7 +348,7 @@ def test_sizes_that_do_not_divide_are_named(tmp_path, scheme, sizes, message):
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int4_g32", "gptq_int4_g128_zp", "awq_g128"])
-def test_a_truncated_file_is_refused(tmp_path, scheme):
+def test_a_truncated_file_is_refused(tmp_path: Path, scheme: str) -> None:
     quantized.write_checkpoint(tmp_path, {KEY: reference_experts()}, scheme)
     path = tmp_path / "model.safetensors"
     content = path.read_bytes()
@@ -342,7 +358,7 @@ def test_a_truncated_file_is_refused(tmp_path, scheme):
             load(tmp_path)
 
 
-def test_a_config_that_is_not_json_is_refused(tmp_path):
+def test_a_config_that_is_not_json_is_refused(tmp_path: Path) -> None:
     quantized.write_checkpoint(tmp_path, {KEY: reference_experts()}, "fp8")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config.json: not JSON"):
@@ -350,7 +366,7 @@ def test_a_config_that_is_not_json_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("num_nodes", [0, -1, 9])
-def test_the_number_of_memory_nodes_is_checked(tmp_path, num_nodes):
+def test_the_number_of_memory_nodes_is_checked(tmp_path: Path, num_nodes: int) -> None:
     quantized.write_checkpoint(tmp_path, {KEY: reference_experts()}, "bf16")
     with pytest.raises(InvalidValueError, match=f"num_nodes is {num_nodes}"):
         load(tmp_path, num_nodes=num_nodes)

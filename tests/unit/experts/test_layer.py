@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,16 +10,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference import moe
+from reference.expert_problems import Lora, Problem, assert_close, build_layer, present, random_problem, tensors_of
+from torch import Tensor
 
 from kt_runtime.errors import InvalidValueError, NumericsError
-from kt_runtime.experts import LoraSlot, available_isas
+from kt_runtime.experts import ExpertLayer, LoraSlot, available_isas
 
 EDGES = st.sampled_from([1, 2, 15, 16, 17, 31, 32, 33, 47, 65])
+Change = Callable[[dict[str, Any]], None]
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @st.composite
-def cases(draw):
+def cases(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "num_experts": draw(st.integers(1, 5)),
         "hidden": draw(EDGES),
@@ -33,7 +38,7 @@ def cases(draw):
     }
 
 
-def as_reference(slots, leaves=False):
+def as_reference(slots: Sequence[LoraSlot | None], leaves: bool = False) -> list[moe.Lora | None]:
     """Slots as the reference takes them; with `leaves`, in float64 with gradients."""
     made: list[tuple[Any, Any] | None] = []
     for slot in slots:
@@ -42,12 +47,12 @@ def as_reference(slots, leaves=False):
             continue
         tensors = slot.tensors()
         if leaves:
-            tensors = tuple(None if t is None else t.double().requires_grad_() for t in tensors)
+            tensors = tuple(present(t).double().requires_grad_() for t in tensors)
         made.append((tensors, slot.scaling))
     return made
 
 
-def forward(layer, p, rows=slice(None)):
+def forward(layer: ExpertLayer, p: Problem, rows: slice | Tensor = slice(None)) -> Tensor:
     token_slots = None if p.token_slots is None else p.token_slots[rows]
     return layer.forward(p.x[rows], p.ids[rows], p.weights[rows], slots=p.slots, token_slots=token_slots)
 
@@ -55,10 +60,10 @@ def forward(layer, p, rows=slice(None)):
 @pytest.mark.parametrize("isa", available_isas())
 @SETTINGS
 @given(case=cases())
-def test_forward_is_the_reference(isa, case, make_problem, build_layer, reference, assert_close):
-    p = make_problem(**case)
+def test_forward_is_the_reference(isa: str, case: dict[str, Any]) -> None:
+    p = random_problem(**case)
     out = forward(build_layer(p.experts, isa), p)
-    wanted = reference.routed_experts(
+    wanted = moe.routed_experts(
         p.experts, p.x, p.ids, p.weights, slots=as_reference(p.slots), token_slots=p.token_slots
     )
     assert out.dtype == p.x.dtype and out.shape == p.x.shape
@@ -68,29 +73,30 @@ def test_forward_is_the_reference(isa, case, make_problem, build_layer, referenc
 @pytest.mark.parametrize("isa", available_isas())
 @SETTINGS
 @given(case=cases())
-def test_backward_is_autograd_of_the_reference(isa, case, make_problem, build_layer, reference, assert_close):
-    p = make_problem(**case)
+def test_backward_is_autograd_of_the_reference(isa: str, case: dict[str, Any]) -> None:
+    p = random_problem(**case)
     x, weights = p.x.double().requires_grad_(), p.weights.double().requires_grad_()
     slots = as_reference(p.slots, leaves=True)
-    out = reference.routed_experts(p.experts, x, p.ids, weights, slots=slots, token_slots=p.token_slots)
-    leaves = [t for slot in slots if slot for t in slot[0]]
+    out = moe.routed_experts(p.experts, x, p.ids, weights, slots=slots, token_slots=p.token_slots)
+    leaves = [present(t) for slot in slots if slot for t in slot[0]]
     gradients = torch.autograd.grad(out, [x, weights, *leaves], p.grad_out.double(), allow_unused=True)
     wanted = [torch.zeros_like(t) if g is None else g for g, t in zip(gradients, [x, weights, *leaves], strict=True)]
 
     layer = build_layer(p.experts, isa)
-    got = layer.backward(p.grad_out, p.x, p.ids, p.weights, slots=p.slots, token_slots=p.token_slots)
+    got = layer.backward(p.grad_out, p.x, p.ids, p.weights, **p.lora)
     assert [s is None for s in got.slots] == [s is None for s in p.slots]
-    lora = [t for slot in got.slots if slot for t in slot.tensors()]
+    lora = [t for slot in got.slots if slot for t in tensors_of(slot)]
     assert got.x.dtype == p.x.dtype
     assert all(t.dtype == torch.float32 for t in [got.weights, *lora])
+    of_weight = p.grad_out.double().norm().item() * out.norm().item()  # its gradient is their inner product
     for g, w in zip([got.x, got.weights, *lora], wanted, strict=True):
-        assert_close(g, w, 4 * p.length, isa)
+        assert_close(g, w, 4 * p.length, isa, of_weight if w is wanted[1] else 0.0)
 
 
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_alone_gives_the_same_bits_as_in_any_batch(isa, dtype, make_problem, build_layer):
-    p = make_problem(6, 96, 80, 61, 3, dtype=dtype, ranks=(4, 9))
+def test_a_token_alone_gives_the_same_bits_as_in_any_batch(isa: str, dtype: torch.dtype) -> None:
+    p = random_problem(6, 96, 80, 61, 3, dtype=dtype, ranks=(4, 9))
     layer = build_layer(p.experts, isa)
     whole = forward(layer, p)
     for t in range(p.x.shape[0]):
@@ -100,77 +106,74 @@ def test_a_token_alone_gives_the_same_bits_as_in_any_batch(isa, dtype, make_prob
 
 
 @pytest.mark.parametrize("isa", available_isas())
-def test_a_tokens_bits_do_not_depend_on_other_tokens_adapters(isa, make_problem, build_layer):
-    p = make_problem(4, 64, 48, 20, 2, ranks=(4, 16))
+def test_a_tokens_bits_do_not_depend_on_other_tokens_adapters(isa: str) -> None:
+    p = random_problem(4, 64, 48, 20, 2, ranks=(4, 16))
     layer = build_layer(p.experts, isa)
-    mixed = forward(layer, p)
+    mixed, token_slots = forward(layer, p), present(p.token_slots)
     for slot in (-1, 0, 1):
-        alone = torch.full_like(p.token_slots, slot)
+        alone = torch.full_like(token_slots, slot)
         same = layer.forward(p.x, p.ids, p.weights, slots=p.slots, token_slots=alone)
-        assert torch.equal(same[p.token_slots == slot], mixed[p.token_slots == slot])
-    assert torch.equal(layer.forward(p.x, p.ids, p.weights)[p.token_slots == -1], mixed[p.token_slots == -1])
+        assert torch.equal(same[token_slots == slot], mixed[token_slots == slot])
+    assert torch.equal(layer.forward(p.x, p.ids, p.weights)[token_slots == -1], mixed[token_slots == -1])
 
 
 @pytest.mark.parametrize("isa", available_isas())
-def test_results_do_not_depend_on_the_number_of_threads(isa, make_problem, build_layer):
-    p = make_problem(5, 160, 96, 150, 3, dtype=torch.bfloat16, ranks=(8,))
+def test_results_do_not_depend_on_the_number_of_threads(isa: str) -> None:
+    p = random_problem(5, 160, 96, 150, 3, dtype=torch.bfloat16, ranks=(8,))
     outputs, gradients = [], []
     for num_threads in (1, 2, 5):
         layer = build_layer(p.experts, isa, num_threads)
         outputs.append(forward(layer, p))
-        g = layer.backward(p.grad_out, p.x, p.ids, p.weights, slots=p.slots, token_slots=p.token_slots)
-        gradients.append([g.x, g.weights, *g.slots[0].tensors()])
+        g = layer.backward(p.grad_out, p.x, p.ids, p.weights, **p.lora)
+        gradients.append([g.x, g.weights, *tensors_of(g.slots[0])])
     for out, grads in zip(outputs[1:], gradients[1:], strict=True):
         assert torch.equal(out, outputs[0])
         assert all(torch.equal(a, b) for a, b in zip(grads, gradients[0], strict=True))
 
 
 @pytest.mark.parametrize("isa", available_isas())
-def test_bfloat16_and_float32_input_agree_on_the_same_numbers(isa, make_problem, build_layer):
-    p = make_problem(3, 70, 40, 9, 2, dtype=torch.bfloat16)
+def test_bfloat16_and_float32_input_agree_on_the_same_numbers(isa: str) -> None:
+    p = random_problem(3, 70, 40, 9, 2, dtype=torch.bfloat16)
     layer = build_layer(p.experts, isa)
     exact = layer.forward(p.x.float(), p.ids, p.weights)
     # The result is rounded to bfloat16, and so is h where the instruction set multiplies bfloat16: 2^-9 each at most.
     assert (layer.forward(p.x, p.ids, p.weights).float() - exact).norm() <= 2.0**-8 * exact.norm()
 
 
-def test_strided_and_misaligned_tensors_are_read_in_place(make_problem, build_layer):
-    p = make_problem(4, 33, 17, 12, 2, ranks=(5,))
+def test_strided_and_misaligned_tensors_are_read_in_place() -> None:
+    p = random_problem(4, 33, 17, 12, 2, ranks=(5,))
     layer = build_layer(p.experts)
     wanted = forward(layer, p)
 
-    def awkward(tensor):
+    def awkward(tensor: Tensor) -> Tensor:
         padded = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 3), float("nan")).to(tensor.dtype)
         padded[..., 1:-2] = tensor
         return padded[..., 1:-2]
 
-    slots = [p.slots[0].with_tensors([awkward(t) for t in p.slots[0].tensors()])]
+    slots = [p.adapters[0].with_tensors([awkward(t) for t in tensors_of(p.slots[0])])]
     out = awkward(torch.zeros_like(p.x))
     ids = torch.nn.functional.pad(p.ids, (1, 2), value=99)[:, 1:-2]
     got = layer.forward(awkward(p.x), ids, awkward(p.weights), slots=slots, token_slots=p.token_slots, out=out)
     assert got is out and torch.equal(got, wanted)
 
 
-def test_gradients_are_added_to_given_tensors(make_problem, build_layer):
-    p = make_problem(3, 24, 16, 6, 2, ranks=(4,))
+def test_gradients_are_added_to_given_tensors() -> None:
+    p = random_problem(3, 24, 16, 6, 2, ranks=(4,))
     layer = build_layer(p.experts)
-    arguments = {"slots": p.slots, "token_slots": p.token_slots}
-    once = layer.backward(p.grad_out, p.x, p.ids, p.weights, **arguments).slots[0]
-    into = p.slots[0].zeros()
+    once = layer.backward(p.grad_out, p.x, p.ids, p.weights, **p.lora).slots[0]
+    into = p.adapters[0].zeros()
     for _ in range(2):
-        layer.backward(p.grad_out, p.x, p.ids, p.weights, **arguments, into=[into])
-    for twice, single in zip(into.tensors(), once.tensors(), strict=True):
+        layer.backward(p.grad_out, p.x, p.ids, p.weights, **p.lora, into=[into])
+    for twice, single in zip(tensors_of(into), tensors_of(once), strict=True):
         # 9.2e-8 of the largest was measured
         torch.testing.assert_close(twice, 2 * single, rtol=0, atol=2 * 5e-7 * single.abs().max().item())
 
 
-def test_an_adapter_may_cover_some_projections_only(make_problem, build_layer, reference, assert_close):
-    p = make_problem(3, 20, 18, 7, 2, ranks=(4,))
-    slot = LoraSlot(down_a=p.slots[0].down_a, down_b=p.slots[0].down_b, scaling=2.0)
+def test_an_adapter_may_cover_some_projections_only() -> None:
+    p = random_problem(3, 20, 18, 7, 2, ranks=(4,))
+    slot = LoraSlot(down_a=p.adapters[0].down_a, down_b=p.adapters[0].down_b, scaling=2.0)
     got = build_layer(p.experts).forward(p.x, p.ids, p.weights, slots=[slot], token_slots=p.token_slots)
-    wanted = reference.routed_experts(
-        p.experts, p.x, p.ids, p.weights, slots=as_reference([slot]), token_slots=p.token_slots
-    )
+    wanted = moe.routed_experts(p.experts, p.x, p.ids, p.weights, slots=as_reference([slot]), token_slots=p.token_slots)
     assert_close(got, wanted, p.length, "down only")
 
 
@@ -181,9 +184,9 @@ LARGE_BATCHES = pytest.mark.parametrize(
 
 
 @LARGE_BATCHES
-def test_batches_larger_than_the_scratch_give_the_same_bits(make_problem, build_layer, dtype, expert_format):
+def test_batches_larger_than_the_scratch_give_the_same_bits(dtype: torch.dtype, expert_format: str | None) -> None:
     # Scratch holds 512 MiB of pairs of 13 KB: this call needs several rounds, its parts one each.
-    p = make_problem(2, 1024, 16, 12_000, 4, dtype=dtype, ranks=(2,))
+    p = random_problem(2, 1024, 16, 12_000, 4, dtype=dtype, ranks=(2,))
     layer = build_layer(p.experts, expert_format=expert_format)
     whole = forward(layer, p)
     parts = [forward(layer, p, slice(first, first + 4000)) for first in range(0, 12_000, 4000)]
@@ -192,17 +195,17 @@ def test_batches_larger_than_the_scratch_give_the_same_bits(make_problem, build_
 
 @LARGE_BATCHES
 def test_gradients_of_batches_larger_than_the_scratch_are_those_of_the_parts(
-    make_problem, build_layer, dtype, expert_format
-):
-    p = make_problem(2, 1024, 16, 12_000, 4, dtype=dtype, ranks=(2,))
+    dtype: torch.dtype, expert_format: str | None
+) -> None:
+    p = random_problem(2, 1024, 16, 12_000, 4, dtype=dtype, ranks=(2,))
     layer = build_layer(p.experts, expert_format=expert_format)
 
-    def gradients(rows, retain):
-        options = {"slots": p.slots, "token_slots": p.token_slots[rows]}
+    def gradients(rows: slice, retain: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+        options: Lora = {"slots": p.slots, "token_slots": present(p.token_slots)[rows]}
         arguments = (p.x[rows], p.ids[rows], p.weights[rows])
         retained = layer.forward_retaining(*arguments, **options)[1] if retain else None
         g = layer.backward(p.grad_out[rows], *arguments, **options, retained=retained)
-        return g.x, g.weights, [t.clone() for t in g.slots[0].tensors()]
+        return g.x, g.weights, [t.clone() for t in tensors_of(g.slots[0])]
 
     x, weights, adapter = gradients(slice(None), False)
     kept = gradients(slice(None), True)
@@ -217,8 +220,8 @@ def test_gradients_of_batches_larger_than_the_scratch_are_those_of_the_parts(
         )
 
 
-def replaced(**changes):
-    def change(arguments):
+def replaced(**changes: Any) -> Change:
+    def change(arguments: dict[str, Any]) -> None:
         arguments.update(changes)
 
     return change
@@ -267,21 +270,21 @@ def replaced(**changes):
         ),
     ],
 )
-def test_bad_input_is_named(change, error, message, make_problem, build_layer):
-    p = make_problem(4, 24, 16, 5, 2)
-    arguments = {"x": p.x, "ids": p.ids, "weights": p.weights}
+def test_bad_input_is_named(change: Change, error: type[Exception], message: str) -> None:
+    p = random_problem(4, 24, 16, 5, 2)
+    arguments: dict[str, Any] = {"x": p.x, "ids": p.ids, "weights": p.weights}
     change(arguments)
     with pytest.raises(error, match=message):
         build_layer(p.experts).forward(**arguments)
 
 
-def test_a_result_in_the_memory_of_an_input_is_refused(make_problem, build_layer):
-    p = make_problem(4, 24, 16, 5, 2, ranks=(3,))
+def test_a_result_in_the_memory_of_an_input_is_refused() -> None:
+    p = random_problem(4, 24, 16, 5, 2, ranks=(3,))
     layer = build_layer(p.experts)
     room = torch.zeros(2000)
     x, weights = room[:120].view(5, 24), room[200:210].view(5, 2)
     gate_a = room[300 : 300 + 4 * 3 * 24].view(4, 3, 24)
-    slots = [replace(p.slots[0], gate_a=gate_a)]
+    slots = [replace(p.adapters[0], gate_a=gate_a)]
     for first, name in ((0, "x"), (119, "x"), (190, "weights"), (300 + 4 * 3 * 24 - 1, r"slots\[0\].gate_a")):
         with pytest.raises(InvalidValueError, match=f"^out is written, but shares memory with {name}$"):
             layer.forward(
@@ -291,8 +294,8 @@ def test_a_result_in_the_memory_of_an_input_is_refused(make_problem, build_layer
         layer.forward(p.x, room[:10].view(torch.int32).view(5, 2), p.weights, out=room[:120].view(5, 24))
 
 
-def test_a_result_beside_an_input_in_one_matrix_is_allowed(make_problem, build_layer):
-    p = make_problem(4, 24, 16, 5, 2, ranks=(3,))
+def test_a_result_beside_an_input_in_one_matrix_is_allowed() -> None:
+    p = random_problem(4, 24, 16, 5, 2, ranks=(3,))
     layer = build_layer(p.experts)
     both = torch.cat([p.x, torch.zeros_like(p.x)], dim=1)
     layer.forward(both[:, :24], p.ids, p.weights, out=both[:, 24:])
@@ -303,16 +306,15 @@ def test_a_result_beside_an_input_in_one_matrix_is_allowed(make_problem, build_l
     assert torch.equal(interleaved[1::2], both[:, 24:]) and torch.equal(interleaved[::2], p.x)
 
 
-def test_gradients_that_share_memory_are_refused(make_problem, build_layer):
-    p = make_problem(4, 24, 16, 5, 2, ranks=(3,))
+def test_gradients_that_share_memory_are_refused() -> None:
+    p = random_problem(4, 24, 16, 5, 2, ranks=(3,))
     layer = build_layer(p.experts)
 
-    def backward(into):
-        arguments = {"slots": p.slots, "token_slots": p.token_slots, "into": [into]}
-        return layer.backward(p.grad_out, p.x, p.ids, p.weights, **arguments).slots[0]
+    def backward(into: LoraSlot) -> LoraSlot:
+        return present(layer.backward(p.grad_out, p.x, p.ids, p.weights, **p.lora, into=[into]).slots[0])
 
-    wanted = backward(p.slots[0].zeros())
-    zeros = p.slots[0].zeros()
+    wanted = backward(p.adapters[0].zeros())
+    zeros = p.adapters[0].zeros()
     with pytest.raises(
         InvalidValueError, match=r"^slots\[0\].up_a is written, but elements of it lie in the same memory"
     ):
@@ -321,32 +323,31 @@ def test_gradients_that_share_memory_are_refused(make_problem, build_layer):
     with pytest.raises(InvalidValueError, match=message):
         backward(replace(zeros, up_a=zeros.gate_a))
     with pytest.raises(InvalidValueError, match=r"shares memory with slots\[0\].gate_a$"):
-        backward(replace(zeros, gate_a=p.slots[0].gate_a))
+        backward(replace(zeros, gate_a=p.adapters[0].gate_a))
     halves = torch.zeros(4, 32, 3)  # gate and up of one fused tensor
     got = backward(replace(zeros, gate_b=halves[:, :16], up_b=halves[:, 16:]))
-    assert torch.equal(got.gate_b, wanted.gate_b) and torch.equal(got.up_b, wanted.up_b)
+    assert all(map(torch.equal, tensors_of(got), tensors_of(wanted)))
 
 
-def test_inputs_may_be_expanded(make_problem, build_layer):
-    p = make_problem(4, 24, 16, 5, 2)
+def test_inputs_may_be_expanded() -> None:
+    p = random_problem(4, 24, 16, 5, 2)
     layer = build_layer(p.experts)
     same = p.x[:1].expand(5, 24)
     assert torch.equal(layer.forward(same, p.ids, p.weights), layer.forward(same.clone(), p.ids, p.weights))
 
 
-def test_nan_in_the_outputs_gradient_is_named(make_problem, build_layer):
-    p = make_problem(2, 24, 16, 3, 2)
+def test_nan_in_the_outputs_gradient_is_named() -> None:
+    p = random_problem(2, 24, 16, 3, 2)
     p.grad_out[2, 5] = float("inf")
     with pytest.raises(NumericsError, match=r"grad_out\[2, 5\] is NaN or Inf"):
         build_layer(p.experts).backward(p.grad_out, p.x, p.ids, p.weights)
 
 
-def test_the_first_nan_of_a_large_call_is_named_before_anything_is_written(make_problem, build_layer):
-    p = make_problem(4, 512, 128, 300, 2, ranks=(4,))
+def test_the_first_nan_of_a_large_call_is_named_before_anything_is_written() -> None:
+    p = random_problem(4, 512, 128, 300, 2, ranks=(4,))
     layer = build_layer(p.experts, num_threads=3)
-    arguments = {"slots": p.slots, "token_slots": p.token_slots}
 
-    def spoiled(tensor):
+    def spoiled(tensor: Tensor) -> Tensor:
         copy = tensor.clone()
         copy[299, 3], copy[17, 5], copy[17, 400] = float("nan"), float("inf"), float("nan")
         return copy
@@ -354,17 +355,17 @@ def test_the_first_nan_of_a_large_call_is_named_before_anything_is_written(make_
     p.ids[17] = -1  # also of a token that no expert reads
     out = torch.full_like(p.x, 7.0)
     with pytest.raises(NumericsError, match=r"^x\[17, 5\] is NaN or Inf"):
-        layer.forward(spoiled(p.x), p.ids, p.weights, **arguments, out=out)
+        layer.forward(spoiled(p.x), p.ids, p.weights, **p.lora, out=out)
     with pytest.raises(NumericsError, match=r"^x\[17, 5\] is NaN or Inf"):
-        layer.forward_retaining(spoiled(p.x), p.ids, p.weights, **arguments, out=out)
+        layer.forward_retaining(spoiled(p.x), p.ids, p.weights, **p.lora, out=out)
     assert torch.equal(out, torch.full_like(p.x, 7.0))
 
-    _, retained = layer.forward_retaining(p.x, p.ids, p.weights, **arguments)
-    into = [slot.zeros() for slot in p.slots]
+    _, retained = layer.forward_retaining(p.x, p.ids, p.weights, **p.lora)
+    into = [slot.zeros() for slot in p.adapters]
     for kept in (None, retained):
         for grad_out, x, name in ((spoiled(p.grad_out), p.x, "grad_out"), (p.grad_out, spoiled(p.x), "x")):
             with pytest.raises(NumericsError, match=rf"^{name}\[17, 5\] is NaN or Inf"):
-                layer.backward(grad_out, x, p.ids, p.weights, **arguments, into=into, retained=kept)
-    assert not any(tensor.any() for slot in into for tensor in slot.tensors())
-    layer.backward(p.grad_out, p.x, p.ids, p.weights, **arguments, into=into, retained=retained)
-    assert any(tensor.any() for slot in into for tensor in slot.tensors())
+                layer.backward(grad_out, x, p.ids, p.weights, **p.lora, into=into, retained=kept)
+    assert not any(tensor.any() for slot in into for tensor in tensors_of(slot))
+    layer.backward(p.grad_out, p.x, p.ids, p.weights, **p.lora, into=into, retained=retained)
+    assert any(tensor.any() for slot in into for tensor in tensors_of(slot))

@@ -7,18 +7,26 @@ them 15 bits where int8 weights have a scale for each row, and adds less.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference import moe
+from reference.expert_problems import random_problem, tensors_of
+from reference.moe import ReferenceExperts
 from reference.quantized import SCHEMES, write_checkpoint
+from torch import Tensor
 
 from kt_runtime.errors import InvalidValueError, NumericsError
-from kt_runtime.experts import ExpertShape, ExpertStore, LoraSlot, available_isas, routed_experts
+from kt_runtime.experts import ExpertLayer, ExpertShape, ExpertStore, LoraSlot, available_isas, routed_experts
 
 INTEGER_ACTIVATIONS = 0.02  # of the layer's output, for large layers; a few rows of a small one vary about it
 SMALL_LAYER = 2.5
 BF16_ACTIVATIONS = 2.0**-7
+OpenLayer = Callable[..., tuple[ExpertLayer, ReferenceExperts]]
 SETTINGS = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 DISTINCT = [
     "bf16",
@@ -34,23 +42,25 @@ DISTINCT = [
 
 
 @pytest.fixture(scope="module")
-def open_layer(tmp_path_factory):
+def open_layer(tmp_path_factory: pytest.TempPathFactory) -> OpenLayer:
     """open_layer(experts, scheme, isa, ...) -> the layer, and the experts that its checkpoint stands for.
 
     Writing a checkpoint takes longer than opening it, and tests open one several times: the last one is kept.
     """
     directory = tmp_path_factory.mktemp("quantized")
-    scheme_written, experts_written, values = None, None, None
+    written: dict[str, tuple[ReferenceExperts, ReferenceExperts]] = {}  # the drawn experts and the checkpoint's values
 
-    def write(experts, scheme):
-        nonlocal scheme_written, experts_written, values
-        if scheme != scheme_written or not all(map(torch.equal, tensors_of(experts), tensors_of(experts_written))):
+    def write(experts: ReferenceExperts, scheme: str) -> ReferenceExperts:
+        if scheme not in written or not all(map(torch.equal, matrices(experts), matrices(written[scheme][0]))):
             (directory / "model.safetensors").unlink(missing_ok=True)  # a layer may still have it mapped
-            values = write_checkpoint(directory, {"m": experts}, scheme)["m"]
-            scheme_written, experts_written = scheme, experts
+            written.clear()
+            written[scheme] = experts, write_checkpoint(directory, {"m": experts}, scheme)["m"]
+        return written[scheme][1]
 
-    def build(experts, scheme, isa=None, num_threads=2, **options):
-        write(experts, scheme)
+    def build(
+        experts: ReferenceExperts, scheme: str, isa: str | None = None, num_threads: int = 2, **options: Any
+    ) -> tuple[ExpertLayer, ReferenceExperts]:
+        values = write(experts, scheme)
         num_experts, inner, hidden = experts.gate.shape
         shape = ExpertShape(num_experts, hidden, inner)
         store = ExpertStore.load(directory, {0: "m"}, shape, isa=isa, num_threads=num_threads, **options)
@@ -59,26 +69,26 @@ def open_layer(tmp_path_factory):
     return build
 
 
-def tensors_of(experts):
+def matrices(experts: ReferenceExperts) -> tuple[Tensor, Tensor, Tensor]:
     return experts.gate, experts.up, experts.down
 
 
-def lora_of(slot, leaves):
+def lora_of(slot: LoraSlot, leaves: list[Tensor]) -> list[moe.Lora]:
     return [(leaves, slot.scaling)]
 
 
-def tolerance_of(dtype, scheme):
+def tolerance_of(dtype: torch.dtype, scheme: str) -> float:
     if dtype == torch.float32:
         return 2e-6
     return SMALL_LAYER * INTEGER_ACTIVATIONS if "int" in SCHEMES[scheme].format else BF16_ACTIVATIONS
 
 
-def relative(got, wanted):
+def relative(got: Tensor, wanted: Tensor) -> float:
     return ((got.double() - wanted).norm() / wanted.norm().clamp_min(1e-30)).item()
 
 
 @st.composite
-def cases(draw):
+def cases(draw: st.DrawFn) -> dict[str, Any]:
     scheme = draw(st.sampled_from(sorted(SCHEMES)))
     sizes = st.sampled_from([128, 256, 384])  # what GPTQ and AWQ can pack, with any group
     return {
@@ -98,26 +108,23 @@ def cases(draw):
 @SETTINGS
 @given(case=cases())
 def test_forward_and_backward_are_the_reference_on_the_checkpoints_weights(
-    isa, case, make_problem, open_layer, reference
-):
+    isa: str, case: dict[str, Any], open_layer: OpenLayer
+) -> None:
     scheme, num_nodes = case["scheme"], case["num_nodes"]
-    p = make_problem(**{k: v for k, v in case.items() if k not in ("scheme", "num_nodes")}, ranks=(4,))
+    p = random_problem(**{k: v for k, v in case.items() if k not in ("scheme", "num_nodes")}, ranks=(4,))
     layer, values = open_layer(p.experts, scheme, isa, num_nodes=num_nodes)
     assert layer.format == SCHEMES[scheme].format
-    slot = p.slots[0]
-    leaves = [t.double().requires_grad_() for t in slot.tensors()]
+    slot = p.adapters[0]
+    leaves = [t.double().requires_grad_() for t in tensors_of(slot)]
     x, weights = p.x.double().requires_grad_(), p.weights.double().requires_grad_()
-    wanted = reference.routed_experts(values, x, p.ids, weights, slots=lora_of(slot, leaves), token_slots=p.token_slots)
-    out, retained = layer.forward_retaining(p.x, p.ids, p.weights, slots=p.slots, token_slots=p.token_slots)
+    wanted = moe.routed_experts(values, x, p.ids, weights, slots=lora_of(slot, leaves), token_slots=p.token_slots)
+    out, retained = layer.forward_retaining(p.x, p.ids, p.weights, **p.lora)
     limit = tolerance_of(case["dtype"], scheme)
     if wanted.norm() > 0:
         assert relative(out, wanted) <= limit
     wanted_grads = torch.autograd.grad(wanted, [x, weights, *leaves], p.grad_out.double(), allow_unused=True)
-    calls = [
-        layer.backward(p.grad_out, p.x, p.ids, p.weights, slots=p.slots, token_slots=p.token_slots, retained=kept)
-        for kept in (retained, None)
-    ]
-    first, second = ([g.x, g.weights, *g.slots[0].tensors()] for g in calls)
+    calls = [layer.backward(p.grad_out, p.x, p.ids, p.weights, **p.lora, retained=kept) for kept in (retained, None)]
+    first, second = ([g.x, g.weights, *tensors_of(g.slots[0])] for g in calls)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "retained and recomputed differ"
     for i, (got, grad) in enumerate(zip(first, wanted_grads, strict=True)):
         if grad is None or grad.norm() == 0:
@@ -130,8 +137,10 @@ def test_forward_and_backward_are_the_reference_on_the_checkpoints_weights(
 
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("scheme", DISTINCT)
-def test_a_tokens_bits_do_not_depend_on_batch_threads_or_memory_nodes(isa, scheme, make_problem, open_layer):
-    p = make_problem(3, 256, 384, 90, 2, dtype=torch.bfloat16)
+def test_a_tokens_bits_do_not_depend_on_batch_threads_or_memory_nodes(
+    isa: str, scheme: str, open_layer: OpenLayer
+) -> None:
+    p = random_problem(3, 256, 384, 90, 2, dtype=torch.bfloat16)
     layer, _ = open_layer(p.experts, scheme, isa, num_threads=1)
     whole = layer.forward(p.x, p.ids, p.weights)
     for t in range(0, 90, 7):
@@ -145,8 +154,10 @@ def test_a_tokens_bits_do_not_depend_on_batch_threads_or_memory_nodes(isa, schem
 
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("scheme", DISTINCT)
-def test_few_tokens_of_many_experts_have_the_same_bits_on_any_threads_and_nodes(isa, scheme, make_problem, open_layer):
-    p = make_problem(8, 384, 384, 16, 2, dtype=torch.bfloat16)
+def test_few_tokens_of_many_experts_have_the_same_bits_on_any_threads_and_nodes(
+    isa: str, scheme: str, open_layer: OpenLayer
+) -> None:
+    p = random_problem(8, 384, 384, 16, 2, dtype=torch.bfloat16)
     assert p.ids[p.ids >= 0].bincount().max() <= 16  # few rows each: cut into runs as long as the threads allow
     layer, _ = open_layer(p.experts, scheme, isa, num_threads=1)
     whole = layer.forward(p.x, p.ids, p.weights)
@@ -156,13 +167,13 @@ def test_few_tokens_of_many_experts_have_the_same_bits_on_any_threads_and_nodes(
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int8_g128", "int4_g32", "gptq_int4_g128_zp", "awq_g128"])
-def test_integer_products_are_the_same_on_every_vector_instruction_set(scheme, make_problem, open_layer):
+def test_integer_products_are_the_same_on_every_vector_instruction_set(scheme: str, open_layer: OpenLayer) -> None:
     """Sums of integers are exact, and the vector kernels scale them with the same fused operations in the same order.
 
     The portable kernels round the product and the sum apart, so they agree only to float32's precision. AMX gives the
     activations more digits where the weights have one scale a row.
     """
-    p = make_problem(3, 256, 128, 20, 2, dtype=torch.bfloat16)
+    p = random_problem(3, 256, 128, 20, 2, dtype=torch.bfloat16)
     outputs = {isa: open_layer(p.experts, scheme, isa)[0].forward(p.x, p.ids, p.weights) for isa in available_isas()}
     reference = outputs.pop("portable")
     if scheme == "int8":
@@ -174,10 +185,10 @@ def test_integer_products_are_the_same_on_every_vector_instruction_set(scheme, m
 
 
 @pytest.mark.parametrize("isa", available_isas())
-def test_int8_activations_cost_what_the_documents_say(isa, make_problem, open_layer, reference):
-    p = make_problem(2, 1024, 512, 16, 2, dtype=torch.bfloat16)
+def test_int8_activations_cost_what_the_documents_say(isa: str, open_layer: OpenLayer) -> None:
+    p = random_problem(2, 1024, 512, 16, 2, dtype=torch.bfloat16)
     layer, values = open_layer(p.experts, "int8", isa)
-    wanted = reference.routed_experts(values, p.x, p.ids, p.weights)
+    wanted = moe.routed_experts(values, p.x, p.ids, p.weights)
     exact = layer.forward(p.x.float(), p.ids, p.weights)
     quantized = layer.forward(p.x, p.ids, p.weights)
     assert relative(exact, wanted) < 1e-6
@@ -187,8 +198,8 @@ def test_int8_activations_cost_what_the_documents_say(isa, make_problem, open_la
         assert 0.002 < relative(quantized, wanted) < INTEGER_ACTIVATIONS
 
 
-def test_training_on_int4_lowers_the_loss_as_autograd_on_the_same_weights_does(make_problem, open_layer, reference):
-    p = make_problem(2, 128, 128, 12, 2)
+def test_training_on_int4_lowers_the_loss_as_autograd_on_the_same_weights_does(open_layer: OpenLayer) -> None:
+    p = random_problem(2, 128, 128, 12, 2)
     layer, values = open_layer(p.experts, "int4_g32")
     target = torch.randn(12, 128, generator=torch.Generator().manual_seed(3))
     generator = torch.Generator().manual_seed(4)
@@ -202,7 +213,7 @@ def test_training_on_int4_lowers_the_loss_as_autograd_on_the_same_weights_does(m
     losses = []
     for _ in range(5):
         mine = (routed_experts(layer, p.x, p.ids, p.weights, ours) - target).pow(2).mean()
-        wanted = reference.routed_experts(values, p.x, p.ids, p.weights, slots=[(theirs, 1.0)], token_slots=slots)
+        wanted = moe.routed_experts(values, p.x, p.ids, p.weights, slots=[(theirs, 1.0)], token_slots=slots)
         other = (wanted - target.double()).pow(2).mean()
         losses.append((mine.item(), other.item()))
         for loss, tensors in ((mine, leaves), (other, theirs)):
@@ -213,8 +224,8 @@ def test_training_on_int4_lowers_the_loss_as_autograd_on_the_same_weights_does(m
         assert native == pytest.approx(exact, rel=8e-7)  # 1e-7 measured
 
 
-def test_nan_among_activations_is_refused_in_every_format(make_problem, open_layer):
-    p = make_problem(2, 128, 128, 3, 2, dtype=torch.bfloat16)
+def test_nan_among_activations_is_refused_in_every_format(open_layer: OpenLayer) -> None:
+    p = random_problem(2, 128, 128, 3, 2, dtype=torch.bfloat16)
     for scheme in DISTINCT:
         layer, _ = open_layer(p.experts, scheme)
         x = p.x.clone()
@@ -223,8 +234,8 @@ def test_nan_among_activations_is_refused_in_every_format(make_problem, open_lay
             layer.forward(x, p.ids, p.weights)
 
 
-def test_retained_activations_of_another_call_are_refused(make_problem, open_layer):
-    p = make_problem(2, 128, 128, 6, 2)
+def test_retained_activations_of_another_call_are_refused(open_layer: OpenLayer) -> None:
+    p = random_problem(2, 128, 128, 6, 2)
     layer, _ = open_layer(p.experts, "int8")
     _, retained = layer.forward_retaining(p.x[:4], p.ids[:4], p.weights[:4])
     assert retained.bytes >= int((p.ids[:4] >= 0).sum()) * 8 * 128

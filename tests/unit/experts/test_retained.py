@@ -2,58 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from reference.expert_problems import Problem, build_layer, present, random_problem, tensors_of
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import LoraSlot
 
+Change = Callable[[dict[str, Any]], None]
 EXPERTS, HIDDEN, INNER, TOKENS, TOP_K = 4, 24, 16, 6, 2
 
 
 @pytest.fixture
-def problem(make_problem):
-    p = make_problem(EXPERTS, HIDDEN, INNER, TOKENS, TOP_K, ranks=(3, 5))
+def problem() -> Problem:
+    p = random_problem(EXPERTS, HIDDEN, INNER, TOKENS, TOP_K, ranks=(3, 5))
     p.ids = torch.tensor([[0, 1], [2, 3], [0, 2], [1, 3], [0, 3], [1, -1]]).int()
     p.token_slots = torch.tensor([0, 1, -1, 0, 1, 0]).int()
-    p.slots = [replace(slot, dropout=0.25, seed=7) for slot in p.slots]
+    p.slots = [replace(slot, dropout=0.25, seed=7) for slot in p.adapters]
     return p
 
 
-def arguments_of(p):
+def arguments_of(p: Problem) -> dict[str, Any]:
     return {
         "x": p.x.clone(),
         "ids": p.ids.clone(),
         "weights": p.weights.clone(),
         "slots": list(p.slots),
-        "token_slots": p.token_slots.clone(),
+        "token_slots": present(p.token_slots).clone(),
     }
 
 
-def at(name, place, value):
-    def change(arguments):
+def at(name: str, place: int | tuple[int, int], value: float) -> Change:
+    def change(arguments: dict[str, Any]) -> None:
         arguments[name][place] = value
 
     return change
 
 
-def whole(**changes):
+def whole(**changes: Any) -> Change:
     return lambda arguments: arguments.update(changes)
 
 
-def slot(**changes):
-    def change(arguments):
+def slot(**changes: Any) -> Change:
+    def change(arguments: dict[str, Any]) -> None:
         arguments["slots"][1] = replace(arguments["slots"][1], **changes)
 
     return change
 
 
-def rank(part, dimension, length):
+def rank(part: str, dimension: tuple[int, int], length: int) -> Change:
     """The adapter of one projection with another rank; the largest of all ranks stays what it is."""
 
-    def change(arguments):
+    def change(arguments: dict[str, Any]) -> None:
         old = arguments["slots"][0]
         a, b = torch.zeros(EXPERTS, length, dimension[0]), torch.zeros(EXPERTS, dimension[1], length)
         arguments["slots"][0] = replace(old, **{f"{part}_a": a, f"{part}_b": b})
@@ -61,12 +65,12 @@ def rank(part, dimension, length):
     return change
 
 
-def shorter(arguments):
+def shorter(arguments: dict[str, Any]) -> None:
     for name in ("x", "ids", "weights", "token_slots"):
         arguments[name] = arguments[name][:4]
 
 
-def one_expert_fewer(arguments):
+def one_expert_fewer(arguments: dict[str, Any]) -> None:
     for name in ("ids", "weights"):
         arguments[name] = arguments[name][:, :1].contiguous()
 
@@ -105,19 +109,21 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("change_message", OTHERS.values(), ids=OTHERS.keys())
-def test_activations_of_another_call_are_refused_before_anything_is_added(change_message, problem, build_layer):
+def test_activations_of_another_call_are_refused_before_anything_is_added(
+    change_message: tuple[Change, str], problem: Problem
+) -> None:
     change, message = change_message
     layer = build_layer(problem.experts)
     mine, other = arguments_of(problem), arguments_of(problem)
     change(other)
     _, retained = layer.forward_retaining(**other)
-    into = [s.zeros() for s in problem.slots]
+    into = [s.zeros() for s in problem.adapters]
     with pytest.raises(InvalidValueError, match="activations are of another call: .*" + message):
         layer.backward(problem.grad_out, **mine, into=into, retained=retained)
-    assert all(not t.any() for s in into for t in s.tensors())
+    assert all(not t.any() for s in into for t in tensors_of(s))
 
 
-def test_activations_of_another_layer_are_refused(problem, build_layer):
+def test_activations_of_another_layer_are_refused(problem: Problem) -> None:
     one, two = build_layer(problem.experts), build_layer(problem.experts)
     arguments = arguments_of(problem)
     _, retained = one.forward_retaining(**arguments)
@@ -125,20 +131,20 @@ def test_activations_of_another_layer_are_refused(problem, build_layer):
         two.backward(problem.grad_out, **arguments, retained=retained)
 
 
-def test_activations_of_the_same_call_are_taken_whatever_the_seed_without_dropout(problem, build_layer):
+def test_activations_of_the_same_call_are_taken_whatever_the_seed_without_dropout(problem: Problem) -> None:
     layer = build_layer(problem.experts)
-    problem.slots = [replace(s, dropout=0.0, seed=1) for s in problem.slots]
+    problem.slots = [replace(s, dropout=0.0, seed=1) for s in problem.adapters]
     arguments = arguments_of(problem)
     _, retained = layer.forward_retaining(**arguments)
     wanted = layer.backward(problem.grad_out, **arguments)
-    arguments["slots"] = [replace(s, seed=2) for s in problem.slots]
+    arguments["slots"] = [replace(s, seed=2) for s in problem.adapters]
     got = layer.backward(problem.grad_out, **arguments, retained=retained)
     assert torch.equal(got.x, wanted.x)
 
 
-def test_a_larger_call_after_a_refused_smaller_one_does_not_read_its_memory(make_problem, build_layer):
+def test_a_larger_call_after_a_refused_smaller_one_does_not_read_its_memory() -> None:
     """The sizes of the retained rows follow from the routing: 200 pairs of one expert against 2 of another call."""
-    p = make_problem(EXPERTS, HIDDEN, INNER, 100, TOP_K)
+    p = random_problem(EXPERTS, HIDDEN, INNER, 100, TOP_K)
     layer = build_layer(p.experts)
     sparse = torch.full_like(p.ids, -1)
     sparse[0] = 0

@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from reference.expert_problems import Problem, build_layer, random_problem
+from torch import Tensor
 
-from kt_runtime.experts import free_spare_memory
+from kt_runtime.experts import ExpertLayer, free_spare_memory
 from kt_runtime.experts.native import spare_memory_bytes
 
 # Windows (csrc/base/scratch.h): the rest of the large call's, the one that remembers it, and one more.
 CALLS = 3 * 1024 + 1
 
 
-def part(p, tokens):
+def part(p: Problem, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return p.x[:tokens], p.ids[:tokens], p.weights[:tokens]
 
 
-def forward(layer, p, tokens):
+def forward(layer: ExpertLayer, p: Problem, tokens: int) -> Tensor:
     return layer.forward(*part(p, tokens))
 
 
-def forward_and_backward(layer, p, tokens):
+def forward_and_backward(layer: ExpertLayer, p: Problem, tokens: int) -> Tensor:
     retained = layer.forward_retaining(*part(p, tokens))[1]
     return layer.backward(p.grad_out[:tokens], *part(p, tokens), retained=retained).x
 
 
-def backward_alone(layer, p, tokens):
+def backward_alone(layer: ExpertLayer, p: Problem, tokens: int) -> Tensor:
     return layer.backward(p.grad_out[:tokens], *part(p, tokens)).x
 
 
 @pytest.mark.parametrize("call", [forward, forward_and_backward, backward_alone])
 @pytest.mark.parametrize("num_experts", [2, 64])  # cut between threads; an expert is one task
-def test_scratch_of_a_large_call_is_given_back_after_many_small_ones(call, num_experts, make_problem, build_layer):
-    p = make_problem(num_experts, 128, 256, 2048, 2)
+def test_scratch_of_a_large_call_is_given_back_after_many_small_ones(
+    call: Callable[[ExpertLayer, Problem, int], Tensor], num_experts: int
+) -> None:
+    p = random_problem(num_experts, 128, 256, 2048, 2)
     layer = build_layer(p.experts, num_threads=2)
     free_spare_memory()
     assert spare_memory_bytes() == 0
@@ -47,8 +53,8 @@ def test_scratch_of_a_large_call_is_given_back_after_many_small_ones(call, num_e
     assert torch.equal(call(layer, p, 2048), wanted)
 
 
-def test_scratch_is_kept_while_calls_need_it(make_problem, build_layer):
-    p = make_problem(2, 128, 256, 512, 2)
+def test_scratch_is_kept_while_calls_need_it() -> None:
+    p = random_problem(2, 128, 256, 512, 2)
     layer = build_layer(p.experts, num_threads=2)
     free_spare_memory()
     for _ in range(3):
@@ -59,12 +65,12 @@ def test_scratch_is_kept_while_calls_need_it(make_problem, build_layer):
         assert spare_memory_bytes() >= kept
 
 
-def test_activations_of_many_layers_are_kept_for_the_next_step_and_no_more(make_problem, build_layer):
-    p = make_problem(2, 64, 64, 128, 2)
+def test_activations_of_many_layers_are_kept_for_the_next_step_and_no_more() -> None:
+    p = random_problem(2, 64, 64, 128, 2)
     layer = build_layer(p.experts, num_threads=2)
     free_spare_memory()
 
-    def step(layers):
+    def step(layers: int) -> int:
         kept = [layer.forward_retaining(p.x, p.ids, p.weights)[1] for _ in range(layers)]
         held = sum(retained.bytes for retained in kept)
         kept.clear()

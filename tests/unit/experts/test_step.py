@@ -7,13 +7,14 @@ precision (tests/unit/csrc/step_test.cpp).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
 import torch
+from reference.expert_problems import build_layer, random_problem
 
 from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.experts import ExpertLayer, available_isas, free_spare_memory
@@ -138,8 +139,8 @@ def drawn(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def table(make_problem: Callable[..., Any], build_layer: Callable[..., ExpertLayer]) -> Table:
-    return Table([build_layer(make_problem(EXPERTS, HIDDEN, INNER, 1, 1, seed=seed).experts) for seed in (0, 1)])
+def table() -> Table:
+    return Table([build_layer(random_problem(EXPERTS, HIDDEN, INNER, 1, 1, seed=seed).experts) for seed in (0, 1)])
 
 
 def run(step: Step) -> tuple[torch.Tensor, list[int]]:
@@ -251,13 +252,11 @@ def test_a_number_that_does_not_fit_is_refused_with_its_value(
     assert refusal(table) == message
 
 
-def test_experts_of_other_sizes_are_refused(
-    table: Table, make_problem: Callable[..., Any], build_layer: Callable[..., ExpertLayer]
-) -> None:
+def test_experts_of_other_sizes_are_refused(table: Table) -> None:
     second = table.experts[1]
-    table.experts[1] = build_layer(make_problem(EXPERTS, HIDDEN + 1, INNER, 1, 1).experts)
+    table.experts[1] = build_layer(random_problem(EXPERTS, HIDDEN + 1, INNER, 1, 1).experts)
     assert refusal(table) == "layers[1].routed.experts has 4 experts of hidden size 17; expected at least 2 of 16"
-    table.experts[1] = build_layer(make_problem(EXPERTS - 1, HIDDEN, INNER, 1, 1).experts)
+    table.experts[1] = build_layer(random_problem(EXPERTS - 1, HIDDEN, INNER, 1, 1).experts)
     assert refusal(table) == "layers[1].routed.gate has shape [4, 16]; expected [3, 16]"
     table.experts[1] = second
     assert table.build().scratch_bytes == 0

@@ -9,12 +9,17 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from reference import quantized
+from reference import moe, quantized
+from reference.expert_problems import per_expert_tensors
+from reference.moe import ReferenceExperts
 from safetensors.torch import save_file
+from torch import Tensor
 
 from kt_runtime import _experts
 from kt_runtime.errors import CheckpointError, ConflictError, InvalidValueError, NotFoundError, UnknownNameError
@@ -27,31 +32,31 @@ KEY = "model.layers.1.mlp.experts"
 
 
 @pytest.fixture
-def experts(reference):
-    return reference.random_experts(SHAPE.num_experts, SHAPE.hidden, SHAPE.intermediate, seed=3)
+def experts() -> ReferenceExperts:
+    return moe.random_experts(SHAPE.num_experts, SHAPE.hidden, SHAPE.intermediate, seed=3)
 
 
 @pytest.fixture
-def tensors(experts, expert_tensors):
-    return expert_tensors(experts, KEY)
+def tensors(experts: ReferenceExperts) -> dict[str, Tensor]:
+    return per_expert_tensors(experts, KEY)
 
 
-def load(directory, **options):
+def load(directory: Path, **options: Any) -> ExpertStore:
     return ExpertStore.load(directory, {1: KEY}, SHAPE, **options)
 
 
-def assert_holds(store, experts):
+def assert_holds(store: ExpertStore, experts: ReferenceExperts) -> None:
     for e in range(SHAPE.num_experts):
         for got, wanted in zip(store.layers[1].unpacked(e), (experts.gate, experts.up, experts.down), strict=True):
             assert torch.equal(got, wanted[e])
 
 
-def test_one_file_with_a_key_per_expert(tmp_path, experts, tensors):
+def test_one_file_with_a_key_per_expert(tmp_path: Path, experts: ReferenceExperts, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     assert_holds(load(tmp_path), experts)
 
 
-def test_shards_with_an_index(tmp_path, experts, tensors):
+def test_shards_with_an_index(tmp_path: Path, experts: ReferenceExperts, tensors: dict[str, Tensor]) -> None:
     names = sorted(tensors)
     files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for file, held in files.items():
@@ -61,7 +66,7 @@ def test_shards_with_an_index(tmp_path, experts, tensors):
     assert_holds(load(tmp_path), experts)
 
 
-def test_fused_keys(tmp_path, experts):
+def test_fused_keys(tmp_path: Path, experts: ReferenceExperts) -> None:
     fused = {
         f"{KEY}.gate_up_proj": torch.cat([experts.gate, experts.up], dim=1),
         f"{KEY}.down_proj": experts.down.clone(),
@@ -70,7 +75,7 @@ def test_fused_keys(tmp_path, experts):
     assert_holds(load(tmp_path), experts)
 
 
-def test_figures_and_progress(tmp_path, tensors):
+def test_figures_and_progress(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     seen = []
     store = load(tmp_path, progress=lambda done, total: seen.append((done, total)))
@@ -83,7 +88,7 @@ def test_figures_and_progress(tmp_path, tensors):
     assert store.num_threads >= 1
 
 
-def test_weights_are_spread_over_memory_nodes(tmp_path, tensors):
+def test_weights_are_spread_over_memory_nodes(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     for num_nodes in (1, 2, 3):
         store = load(tmp_path, num_nodes=num_nodes)
@@ -91,7 +96,9 @@ def test_weights_are_spread_over_memory_nodes(tmp_path, tensors):
     assert min(load(tmp_path, num_nodes=2).node_bytes) > 0
 
 
-def test_a_refused_placement_is_said_once_with_its_errno(tmp_path, tensors, monkeypatch, caplog):
+def test_a_refused_placement_is_said_once_with_its_errno(
+    tmp_path: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     monkeypatch.setattr(store_module, "_warned", False)
     load(tmp_path)
@@ -103,12 +110,14 @@ def test_a_refused_placement_is_said_once_with_its_errno(tmp_path, tensors, monk
     assert "mbind was refused 2 times, at last with errno 1 (EPERM: Operation not permitted)" in caplog.text
 
 
-def test_by_default_there_is_a_thread_for_each_core_and_no_more(tmp_path, tensors):
+def test_by_default_there_is_a_thread_for_each_core_and_no_more(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     assert load(tmp_path).num_threads == default_threads() <= usable_processors()
 
 
-def test_fingerprint_tells_weights_apart_and_not_instruction_sets_or_memory_nodes(tmp_path, tensors):
+def test_fingerprint_tells_weights_apart_and_not_instruction_sets_or_memory_nodes(
+    tmp_path: Path, tensors: dict[str, Tensor]
+) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     prints = {load(tmp_path, isa=isa, num_nodes=nodes).fingerprint() for isa in available_isas() for nodes in (1, 2)}
     assert len(prints) == 1 and len(prints.copy().pop()) == 64
@@ -118,7 +127,7 @@ def test_fingerprint_tells_weights_apart_and_not_instruction_sets_or_memory_node
     assert load(tmp_path).fingerprint() not in prints
 
 
-def test_closed_store_refuses(tmp_path, tensors):
+def test_closed_store_refuses(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     store = load(tmp_path)
     layer = store.layers[1]
@@ -130,7 +139,7 @@ def test_closed_store_refuses(tmp_path, tensors):
         store.fingerprint()
 
 
-def test_calls_from_several_threads_agree(tmp_path, tensors):
+def test_calls_from_several_threads_agree(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     layer = load(tmp_path, num_threads=2).layers[1]
     x, ids = torch.randn(400, 40), torch.randint(0, 3, (400, 2))
@@ -171,9 +180,9 @@ for directory, expert_format, sizes in json.load(sys.stdin):
 """
 
 
-def test_loading_needs_little_more_memory_than_the_weights(tmp_path, reference):
+def test_loading_needs_little_more_memory_than_the_weights(tmp_path: Path) -> None:
     """In a process of its own, where nothing else allocates. The bar: at most 1.1 times the weights' bytes."""
-    one = reference.random_experts(1, 768, 512)
+    one = moe.random_experts(1, 768, 512)
     cases = []
     for scheme, expert_format in [
         ("bf16", None),
@@ -210,45 +219,45 @@ def test_loading_needs_little_more_memory_than_the_weights(tmp_path, reference):
         assert extra_bytes <= 1.1 * weight_bytes + BUFFER_BYTES, (case, extra_bytes / weight_bytes)
 
 
-def test_unknown_instruction_set_lists_the_available(tmp_path, tensors):
+def test_unknown_instruction_set_lists_the_available(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UnknownNameError, match=r"unknown instruction set for this machine 'avx3'.*portable"):
         load(tmp_path, isa="avx3")
 
 
 @pytest.mark.parametrize("num_threads", [0, -1])
-def test_thread_count_must_be_positive(tmp_path, num_threads):
+def test_thread_count_must_be_positive(tmp_path: Path, num_threads: int) -> None:
     with pytest.raises(InvalidValueError, match="num_threads"):
         load(tmp_path, num_threads=num_threads)
 
 
-def test_missing_directory_says_what_was_looked_for(tmp_path):
+def test_missing_directory_says_what_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"model\.safetensors\.index\.json nor model\.safetensors"):
         load(tmp_path / "nothing")
 
 
-def drop(tensors):
+def drop(tensors: dict[str, Tensor]) -> None:
     del tensors[f"{KEY}.1.up_proj.weight"]
 
 
-def reshape(tensors):
+def reshape(tensors: dict[str, Tensor]) -> None:
     tensors[f"{KEY}.1.up_proj.weight"] = torch.zeros(24, 41, dtype=torch.bfloat16)
 
 
-def retype(tensors):
+def retype(tensors: dict[str, Tensor]) -> None:
     tensors[f"{KEY}.0.gate_proj.weight"] = torch.zeros(24, 40)
 
 
-def retype_other(tensors):
+def retype_other(tensors: dict[str, Tensor]) -> None:
     tensors[f"{KEY}.2.up_proj.weight"] = torch.zeros(24, 40)
 
 
-def empty(tensors):
+def empty(tensors: dict[str, Tensor]) -> None:
     for name in list(tensors):
         tensors[name.replace("experts", "specialists")] = tensors.pop(name)
 
 
-def poison(tensors):
+def poison(tensors: dict[str, Tensor]) -> None:
     tensors[f"{KEY}.2.down_proj.weight"][39, 23] = float("nan")
 
 
@@ -263,14 +272,16 @@ def poison(tensors):
         (poison, r"2.down_proj.weight' holds NaN or Inf at element 959"),
     ],
 )
-def test_unfit_tensors_are_named(tmp_path, tensors, spoil, message):
+def test_unfit_tensors_are_named(
+    tmp_path: Path, tensors: dict[str, Tensor], spoil: Callable[[dict[str, Tensor]], None], message: str
+) -> None:
     spoil(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
 
 
-def test_a_broken_header_is_refused_with_its_file(tmp_path):
+def test_a_broken_header_is_refused_with_its_file(tmp_path: Path) -> None:
     header = json.dumps({"a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 6]}}).encode()
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"123456")
@@ -279,7 +290,7 @@ def test_a_broken_header_is_refused_with_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0.1, 0.5, 0.999])
-def test_truncated_checkpoint_is_refused(tmp_path, tensors, keep):
+def test_truncated_checkpoint_is_refused(tmp_path: Path, tensors: dict[str, Tensor], keep: float) -> None:
     path = tmp_path / "model.safetensors"
     save_file(tensors, path)
     content = path.read_bytes()
@@ -300,18 +311,18 @@ def test_truncated_checkpoint_is_refused(tmp_path, tensors, keep):
         ('{"weight_map": {"a": "model.safetensors"}}', "tensor 'a' is missing, though the index places it here"),
     ],
 )
-def test_broken_index_is_refused(tmp_path, tensors, index, message):
+def test_broken_index_is_refused(tmp_path: Path, tensors: dict[str, Tensor], index: str, message: str) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
 
 
-def test_a_pipe_for_weights_is_refused_at_once(tmp_path):
+def test_a_pipe_for_weights_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     refused = []
 
-    def attempt():
+    def attempt() -> None:
         try:
             load(tmp_path)
         except CheckpointError as error:
@@ -325,7 +336,7 @@ def test_a_pipe_for_weights_is_refused_at_once(tmp_path):
     ]
 
 
-def one_tensor_checkpoint(path, descriptor):
+def one_tensor_checkpoint(path: Path, descriptor: int) -> Any:
     checkpoint = _experts.Checkpoint(str(path.parent), None)
     checkpoint.add_file(str(path), descriptor, {"m.0.gate_proj.weight": ("BF16", (2, 3), 10, 22)})
     for name in ("up_proj", "down_proj"):
@@ -341,7 +352,7 @@ def one_tensor_checkpoint(path, descriptor):
         (os.O_RDONLY, 15, "can't read 7 bytes at byte 15: the file ends there: truncated while open"),
     ],
 )
-def test_a_read_that_fails_says_where_and_why(tmp_path, flags, size, message):
+def test_a_read_that_fails_says_where_and_why(tmp_path: Path, flags: int, size: int, message: str) -> None:
     path = tmp_path / "weights"
     path.write_bytes(bytes(size))
     descriptor = os.open(path, flags)
@@ -352,14 +363,14 @@ def test_a_read_that_fails_says_where_and_why(tmp_path, flags, size, message):
     assert refused.value.args == ("bad_checkpoint", f"{path}: {message}")
 
 
-def test_a_closed_descriptor_is_named(tmp_path):
+def test_a_closed_descriptor_is_named(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path, os.O_RDONLY)
     os.close(descriptor)
     with pytest.raises(_experts.NativeError, match="weights: can't be kept open: Bad file descriptor"):
         one_tensor_checkpoint(tmp_path / "weights", descriptor)
 
 
-def test_missing_shard_is_not_found(tmp_path):
+def test_missing_shard_is_not_found(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(NotFoundError, match=r"gone\.safetensors: No such file"):
         load(tmp_path)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kt_runtime.errors import InvalidValueError, NotFoundError, UserError
 from kt_runtime.serve.memory import placement_names as known
-from kt_runtime.serve.memory.placement import module_names, read_placement
+from kt_runtime.serve.memory.placement import Placement, module_names, read_placement
 from kt_runtime.serve.models.presets import load_preset
 
 SEED = """\
@@ -95,7 +95,7 @@ def modules() -> list[str]:
     return module_names(load_preset("tiny-deepseek-v3").config)
 
 
-def read(tmp_path: Path, text: str, modules: list[str] | None):
+def read(tmp_path: Path, text: str, modules: list[str] | None) -> Placement:
     path = tmp_path / "rules.yaml"
     path.write_text(text)
     return read_placement(path, modules)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import ModuleType
 
 import pytest
 
@@ -10,7 +11,7 @@ from kt_runtime.sglang_patch.grammar.stop_patterns import WINDOW_TOKENS, compile
 
 
 @pytest.fixture
-def parameters(patched_sglang: None):  # type: ignore[no-untyped-def]
+def parameters(patched_sglang: None) -> ModuleType:
     from sglang.srt.sampling import sampling_params
 
     return sampling_params
@@ -28,12 +29,12 @@ def test_the_scheduler_searches_in_linear_time(patched_sglang: None) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["(", r"(a)\1", "(?=a)", "(a{1000}){1000}", "((a?){30}){33}b", "[z-a]"])
-def test_a_pattern_that_is_not_allowed_is_refused_with_the_reason(parameters, pattern: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_pattern_that_is_not_allowed_is_refused_with_the_reason(parameters: ModuleType, pattern: str) -> None:
     with pytest.raises(ValueError, match=r"stop_regex .* is refused: .*; allowed is RE2's syntax"):
         parameters.SamplingParams(stop_regex=pattern).normalize(None)
 
 
-def test_only_the_end_of_a_long_answer_is_searched(parameters) -> None:  # type: ignore[no-untyped-def]
+def test_only_the_end_of_a_long_answer_is_searched(parameters: ModuleType) -> None:
     assert parameters.get_max_seq_length("abc") == 3
     assert parameters.get_max_seq_length("a+b") == WINDOW_TOKENS
     assert parameters.get_max_seq_length("(a{900}){1,}") == WINDOW_TOKENS
@@ -47,6 +48,6 @@ def test_syntax_that_only_re2_knows_is_searched_in_the_whole_window() -> None:
     assert window_tokens(python_cannot, r"\pN+") == WINDOW_TOKENS
 
 
-def test_a_request_has_few_patterns(parameters) -> None:  # type: ignore[no-untyped-def]
+def test_a_request_has_few_patterns(parameters: ModuleType) -> None:
     with pytest.raises(ValueError, match="at most 2 stop_regex"):
         parameters.SamplingParams(stop_regex=["a", "b", "c"]).normalize(None)

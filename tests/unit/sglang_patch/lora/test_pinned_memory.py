@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ def test_pinning_gives_the_same_tensor_back() -> None:
         lambda: torch.full((2,), 1.0, pin_memory=True),
     ],
 )
-def test_factories_do_not_pin(make) -> None:  # type: ignore[no-untyped-def]
+def test_factories_do_not_pin(make: Callable[[], torch.Tensor]) -> None:
     with UnpinnedMemory():
         assert not make().is_pinned()
 

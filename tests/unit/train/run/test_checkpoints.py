@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError
+from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.run import checkpoints
 
 
@@ -28,7 +30,7 @@ def make(tmp_path: Path) -> Any:
     return checkpoint
 
 
-def test_the_last_one_is_the_highest_step_of_the_latest_run(make: Any, make_recipe: Any) -> None:
+def test_the_last_one_is_the_highest_step_of_the_latest_run(make: Any, make_recipe: Callable[..., Recipe]) -> None:
     for step, run in ((10, 2), (9, 2), (500, 1)):  # the order of time says nothing
         make(step, run=run)
     found = checkpoints.checkpoints(make_recipe().output_dir)[0]
@@ -40,7 +42,9 @@ def test_the_last_one_is_the_highest_step_of_the_latest_run(make: Any, make_reci
     assert checkpoints.run_number(out, None) == checkpoints.run_number(out, found[0]) == 3
 
 
-def test_an_output_directory_means_its_last_checkpoint(make: Any, make_recipe: Any, tmp_path: Path) -> None:
+def test_an_output_directory_means_its_last_checkpoint(
+    make: Any, make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
     make(3)
     make(20)
     elsewhere = make_recipe(resume_from_checkpoint=tmp_path / "out", output_dir=tmp_path / "new")
@@ -81,7 +85,9 @@ def test_pruning_keeps_the_last_and_the_best(make: Any, tmp_path: Path) -> None:
         (lambda path: (path / "adapter_config.json").unlink(), "adapter_config.json is missing"),
     ],
 )
-def test_a_broken_checkpoint_is_named_or_left_out(make: Any, make_recipe: Any, break_it: Any, message: str) -> None:
+def test_a_broken_checkpoint_is_named_or_left_out(
+    make: Any, make_recipe: Callable[..., Recipe], break_it: Any, message: str
+) -> None:
     path = make(1)
     break_it(path)
     with pytest.raises(InvalidValueError, match=message):
@@ -100,7 +106,7 @@ def test_another_format_is_refused(make: Any) -> None:
         checkpoints.read_checkpoint(path)
 
 
-def test_what_a_run_resumes_from(make: Any, make_recipe: Any) -> None:
+def test_what_a_run_resumes_from(make: Any, make_recipe: Callable[..., Recipe]) -> None:
     assert checkpoints.to_resume(make_recipe()) is None
     make(3)
     found = checkpoints.to_resume(make_recipe())

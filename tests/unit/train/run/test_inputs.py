@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.serve.models.make_tokenizer import write_tokenizer
 from kt_runtime.serve.models.presets import configs, load_preset
 from kt_runtime.train.examples import Example
+from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.render.rendering import Renderer
 from kt_runtime.train.run.inputs import Inputs, read_inputs
 
@@ -24,7 +26,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def read(make_recipe: Any, tokenizer: Path) -> Any:
+def read(make_recipe: Callable[..., Recipe], tokenizer: Path) -> Any:
     def read_with(said: list[str], **keys: Any) -> Inputs:
         recipe = make_recipe(dataset_dir=Path(str(configs().joinpath("world"))), enable_thinking=None, **keys)
         return read_inputs(recipe, Renderer(tokenizer, recipe), said.append)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.counting_resident import Lines
 
+from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.run.cadence import Cadence
 from kt_runtime.train.run.journal import Journal
 from kt_runtime.train.stages.objective import Outcome
 
 
 @pytest.fixture
-def make(tmp_path: Path, make_recipe: Any, display: Any) -> Any:
+def make(tmp_path: Path, make_recipe: Callable[..., Recipe], display: Lines) -> Any:
     def journal(**keys: Any) -> Journal:
         now = [100.0]
         made = Journal(
@@ -40,7 +43,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "trainer_log.jsonl").read_text().splitlines()]
 
 
-def test_lines_have_the_keys_and_values_that_scripts_expect(make: Any, display: Any, tmp_path: Path) -> None:
+def test_lines_have_the_keys_and_values_that_scripts_expect(make: Any, display: Lines, tmp_path: Path) -> None:
     journal = make()
     advance(journal, [4.0, 2.0, 1.0, 0.5])
     first, last = lines(tmp_path)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.counting_resident import CountingResident, Lines
 
 from kt_runtime.errors import ConflictError, InvalidValueError, NumericsError, RuntimeFault
+from kt_runtime.train.examples import Example, Pair
+from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.run import training
 from kt_runtime.train.run.inputs import Inputs
 from kt_runtime.train.run.loop import run
@@ -22,12 +26,12 @@ def logged(path: Path) -> list[tuple[int, float]]:
 
 
 @pytest.fixture
-def inputs(examples: list[Any]) -> Inputs:
+def inputs(examples: list[Example]) -> Inputs:
     return Inputs(examples, {})
 
 
 def test_a_run_whose_name_is_not_its_own_any_more_trains_on_and_says_so_at_the_end(
-    resident, display, make_recipe, inputs, tmp_path
+    resident: CountingResident, display: Lines, make_recipe: Callable[..., Recipe], inputs: Inputs, tmp_path: Path
 ) -> None:
     def lose(step: int) -> None:
         if step == 5:
@@ -43,7 +47,9 @@ def test_a_run_whose_name_is_not_its_own_any_more_trains_on_and_says_so_at_the_e
     assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 12
 
 
-def test_a_run_leaves_what_scripts_read(resident, display, make_recipe, inputs, tmp_path) -> None:
+def test_a_run_leaves_what_scripts_read(
+    resident: CountingResident, display: Lines, make_recipe: Callable[..., Recipe], inputs: Inputs, tmp_path: Path
+) -> None:
     recipe = make_recipe(plot_loss=True, save_steps=5, publish="tuned", publish_every_steps=4)
     result = run(resident, recipe, inputs, display, parameters=100)
     out = tmp_path / "out"
@@ -86,7 +92,15 @@ def test_a_run_leaves_what_scripts_read(resident, display, make_recipe, inputs, 
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
-def test_a_resumed_run_is_the_unbroken_one(resident, display, make_recipe, examples, pairs, stage, tmp_path) -> None:
+def test_a_resumed_run_is_the_unbroken_one(
+    resident: CountingResident,
+    display: Lines,
+    make_recipe: Callable[..., Recipe],
+    examples: list[Example],
+    pairs: list[Pair],
+    stage: str,
+    tmp_path: Path,
+) -> None:
     rows = Inputs(pairs if stage == "dpo" else examples, {})
     recipe = make_recipe(stage=stage, save_steps=5, logging_steps=2, lr_scheduler_type="cosine", warmup_steps=2)
     run(resident, dataclasses.replace(recipe, output_dir=tmp_path / "whole"), rows, display)
@@ -110,7 +124,9 @@ def test_a_resumed_run_is_the_unbroken_one(resident, display, make_recipe, examp
     assert whole["log_history"][-1]["train_loss"] == resumed["log_history"][-1]["train_loss"]
 
 
-def test_a_finished_run_is_finished_again_without_a_step(resident, display, make_recipe, inputs) -> None:
+def test_a_finished_run_is_finished_again_without_a_step(
+    resident: CountingResident, display: Lines, make_recipe: Callable[..., Recipe], inputs: Inputs
+) -> None:
     run(resident, make_recipe(), inputs, display)
     steps = resident.count("optim_step")
     result = run(resident, make_recipe(), inputs, display)
@@ -118,7 +134,12 @@ def test_a_finished_run_is_finished_again_without_a_step(resident, display, make
 
 
 def test_ctrl_c_ends_after_the_step_saves_and_can_be_resumed(
-    resident, display, make_recipe, inputs, interrupt, tmp_path
+    resident: CountingResident,
+    display: Lines,
+    make_recipe: Callable[..., Recipe],
+    inputs: Inputs,
+    interrupt: Callable[[], None],
+    tmp_path: Path,
 ) -> None:
     resident.on_step = lambda step: interrupt() if step == 4 else None
     result = run(resident, make_recipe(overwrite_output_dir=True), inputs, display)
@@ -130,7 +151,13 @@ def test_ctrl_c_ends_after_the_step_saves_and_can_be_resumed(
     assert run(resident, again, inputs, display).steps == 12 and resident.count("optim_step") == 12
 
 
-def test_a_second_ctrl_c_stops_at_once(resident, display, make_recipe, inputs, interrupt) -> None:
+def test_a_second_ctrl_c_stops_at_once(
+    resident: CountingResident,
+    display: Lines,
+    make_recipe: Callable[..., Recipe],
+    inputs: Inputs,
+    interrupt: Callable[[], None],
+) -> None:
     def twice(step: int) -> None:
         interrupt()
         interrupt()
@@ -142,7 +169,7 @@ def test_a_second_ctrl_c_stops_at_once(resident, display, make_recipe, inputs, i
 
 
 def test_starting_over_replaces_the_log_and_goes_before_old_checkpoints(
-    resident, display, make_recipe, inputs, tmp_path
+    resident: CountingResident, display: Lines, make_recipe: Callable[..., Recipe], inputs: Inputs, tmp_path: Path
 ) -> None:
     run(resident, make_recipe(save_steps=5), inputs, display)
     shorter = make_recipe(save_steps=2, max_steps=4, overwrite_output_dir=True, save_total_limit=2)
@@ -152,7 +179,13 @@ def test_starting_over_replaces_the_log_and_goes_before_old_checkpoints(
     assert kept == ["checkpoint-2", "checkpoint-4"]  # the older run's went first, whatever their numbers
 
 
-def test_a_run_that_would_be_another_is_not_resumed(resident, display, make_recipe, inputs, examples) -> None:
+def test_a_run_that_would_be_another_is_not_resumed(
+    resident: CountingResident,
+    display: Lines,
+    make_recipe: Callable[..., Recipe],
+    inputs: Inputs,
+    examples: list[Example],
+) -> None:
     run(resident, make_recipe(max_steps=2), inputs, display)
     for recipe, rows, named in (
         (make_recipe(seed=7), inputs, "seed: was 42, is 7"),
@@ -165,20 +198,30 @@ def test_a_run_that_would_be_another_is_not_resumed(resident, display, make_reci
     assert "learning_rate: was 0.01 in checkpoint-2, is 0.02 from here on" in display
 
 
-def test_results_without_a_checkpoint_are_not_overwritten(resident, display, make_recipe, inputs, tmp_path) -> None:
+def test_results_without_a_checkpoint_are_not_overwritten(
+    resident: CountingResident, display: Lines, make_recipe: Callable[..., Recipe], inputs: Inputs, tmp_path: Path
+) -> None:
     run(resident, make_recipe(save_strategy="no", max_steps=2), inputs, display)
     assert not list((tmp_path / "out").glob("checkpoint-*")) and (tmp_path / "out/adapter_model.safetensors").exists()
     with pytest.raises(ConflictError, match=r"no checkpoint to resume from.*overwrite_output_dir: true"):
         run(resident, make_recipe(max_steps=2), inputs, display)
 
 
-def test_an_adapter_without_its_optimizer_is_not_resumed(resident, display, make_recipe, inputs) -> None:
+def test_an_adapter_without_its_optimizer_is_not_resumed(
+    resident: CountingResident, display: Lines, make_recipe: Callable[..., Recipe], inputs: Inputs
+) -> None:
     run(resident, make_recipe(save_only_model=True, max_steps=2), inputs, display)
     with pytest.raises(ConflictError, match="save_only_model"):
         run(resident, make_recipe(max_steps=4), inputs, display)
 
 
-def test_the_best_checkpoint_is_kept_and_is_the_result(resident, display, make_recipe, examples, tmp_path) -> None:
+def test_the_best_checkpoint_is_kept_and_is_the_result(
+    resident: CountingResident,
+    display: Lines,
+    make_recipe: Callable[..., Recipe],
+    examples: list[Example],
+    tmp_path: Path,
+) -> None:
     resident.eval_losses = [3.0, 1.0, 2.0, 2.5]
     recipe = make_recipe(
         eval_strategy="steps",
@@ -204,14 +247,22 @@ def test_the_best_checkpoint_is_kept_and_is_the_result(resident, display, make_r
     assert (out / "training_eval_loss.png").exists() is False
 
 
-def test_early_stopping_ends_after_evaluations_that_are_no_better(resident, display, make_recipe, examples) -> None:
+def test_early_stopping_ends_after_evaluations_that_are_no_better(
+    resident: CountingResident, display: Lines, make_recipe: Callable[..., Recipe], examples: list[Example]
+) -> None:
     resident.eval_losses = [3.0, 1.0, 2.0, 2.5]
     recipe = make_recipe(eval_strategy="steps", eval_steps=1, early_stopping_steps=2)
     result = run(resident, recipe, Inputs(examples[:4], {"": examples[4:]}), display)
     assert result.steps == 4 and "2 evaluations without a better eval_loss than 1.0000" in display
 
 
-def test_steps_before_an_early_end_are_logged(resident, display, make_recipe, examples, tmp_path) -> None:
+def test_steps_before_an_early_end_are_logged(
+    resident: CountingResident,
+    display: Lines,
+    make_recipe: Callable[..., Recipe],
+    examples: list[Example],
+    tmp_path: Path,
+) -> None:
     resident.eval_losses = [3.0, 1.0, 2.0, 2.5]
     recipe = make_recipe(eval_strategy="steps", eval_steps=1, early_stopping_steps=2, logging_steps=3)
     run(resident, recipe, Inputs(examples[:4], {"": examples[4:]}), display)
@@ -221,7 +272,12 @@ def test_steps_before_an_early_end_are_logged(resident, display, make_recipe, ex
 
 @pytest.mark.parametrize("loads_best", [False, True])
 def test_the_last_evaluation_is_made_and_said_once(
-    resident, display, make_recipe, examples, tmp_path, loads_best
+    resident: CountingResident,
+    display: Lines,
+    make_recipe: Callable[..., Recipe],
+    examples: list[Example],
+    tmp_path: Path,
+    loads_best: bool,
 ) -> None:
     best = {"load_best_model_at_end": True, "save_steps": 6, "metric_for_best_model": "loss"} if loads_best else {}
     recipe = make_recipe(do_eval=True, val_size=2, eval_strategy="steps", eval_steps=6, **best)
@@ -236,7 +292,13 @@ def test_the_last_evaluation_is_made_and_said_once(
     assert sum("eval_loss" in entry for entry in history) == len(said)
 
 
-def test_do_eval_alone_evaluates_and_leaves_no_adapter(resident, display, make_recipe, examples, tmp_path) -> None:
+def test_do_eval_alone_evaluates_and_leaves_no_adapter(
+    resident: CountingResident,
+    display: Lines,
+    make_recipe: Callable[..., Recipe],
+    examples: list[Example],
+    tmp_path: Path,
+) -> None:
     recipe = make_recipe(do_train=False, do_eval=True, dataset=(), eval_on_each_dataset=True)
     run(resident, recipe, Inputs([], {"a": examples[:2], "b": examples[2:]}), display)
     results = json.loads((tmp_path / "out" / "eval_results.json").read_text())
@@ -244,7 +306,13 @@ def test_do_eval_alone_evaluates_and_leaves_no_adapter(resident, display, make_r
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
-def test_do_eval_alone_leaves_what_training_left(resident, display, make_recipe, examples, tmp_path) -> None:
+def test_do_eval_alone_leaves_what_training_left(
+    resident: CountingResident,
+    display: Lines,
+    make_recipe: Callable[..., Recipe],
+    examples: list[Example],
+    tmp_path: Path,
+) -> None:
     run(resident, make_recipe(max_steps=2), Inputs(examples, {}), display)
     log, state = (tmp_path / "out" / "trainer_log.jsonl").read_text(), (tmp_path / "out/trainer_state.json").read_text()
     recipe = make_recipe(do_train=False, do_eval=True, dataset=(), eval_dataset=("d",))
@@ -255,7 +323,7 @@ def test_do_eval_alone_leaves_what_training_left(resident, display, make_recipe,
 
 
 def test_rows_longer_than_the_context_are_refused_before_a_session_exists(
-    resident, display, make_recipe, inputs
+    resident: CountingResident, display: Lines, make_recipe: Callable[..., Recipe], inputs: Inputs
 ) -> None:
     resident.context_tokens = 8
     with pytest.raises(InvalidValueError, match=r"cutoff_len: 2048.*10 tokens.*8"):
@@ -263,7 +331,9 @@ def test_rows_longer_than_the_context_are_refused_before_a_session_exists(
     assert resident.log == []
 
 
-def test_two_trainers_cannot_use_one_directory(resident, display, make_recipe, inputs) -> None:
+def test_two_trainers_cannot_use_one_directory(
+    resident: CountingResident, display: Lines, make_recipe: Callable[..., Recipe], inputs: Inputs
+) -> None:
     def second(step: int) -> None:
         if step == 1:
             with pytest.raises(ConflictError, match="in use by process"):
@@ -273,7 +343,9 @@ def test_two_trainers_cannot_use_one_directory(resident, display, make_recipe, i
     run(resident, make_recipe(max_steps=1), inputs, display)
 
 
-def test_an_incomplete_checkpoint_is_never_resumed(resident, display, make_recipe, inputs, tmp_path) -> None:
+def test_an_incomplete_checkpoint_is_never_resumed(
+    resident: CountingResident, display: Lines, make_recipe: Callable[..., Recipe], inputs: Inputs, tmp_path: Path
+) -> None:
     run(resident, make_recipe(save_steps=5), inputs, display)
     out = tmp_path / "out"
     for name in ("checkpoint-12", "checkpoint-10"):
@@ -283,7 +355,13 @@ def test_an_incomplete_checkpoint_is_never_resumed(resident, display, make_recip
     assert result.resumed_from == str((out / "checkpoint-5").resolve()) and result.steps == 12
 
 
-def test_steps_before_one_that_is_not_finite_are_saved(resident, display, make_recipe, inputs, monkeypatch) -> None:
+def test_steps_before_one_that_is_not_finite_are_saved(
+    resident: CountingResident,
+    display: Lines,
+    make_recipe: Callable[..., Recipe],
+    inputs: Inputs,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     compute = resident.begin_forward_backward
 
     def overflow(*arguments: Any, **settings: Any) -> Any:
@@ -304,7 +382,12 @@ def test_steps_before_one_that_is_not_finite_are_saved(resident, display, make_r
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_an_evaluation_that_is_no_number_ends_the_run_with_its_steps_saved(
-    resident, display, make_recipe, examples, tmp_path, value
+    resident: CountingResident,
+    display: Lines,
+    make_recipe: Callable[..., Recipe],
+    examples: list[Example],
+    tmp_path: Path,
+    value: float,
 ) -> None:
     resident.eval_losses = [value]
     recipe = make_recipe(eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, save_steps=2)
@@ -315,7 +398,12 @@ def test_an_evaluation_that_is_no_number_ends_the_run_with_its_steps_saved(
 
 
 def test_a_loss_that_is_no_number_is_neither_stepped_on_nor_written(
-    resident, display, make_recipe, inputs, monkeypatch, tmp_path
+    resident: CountingResident,
+    display: Lines,
+    make_recipe: Callable[..., Recipe],
+    inputs: Inputs,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     finish = resident.finish_forward
 
@@ -328,7 +416,13 @@ def test_a_loss_that_is_no_number_is_neither_stepped_on_nor_written(
     assert resident.count("optim_step") == 0 and not (tmp_path / "out" / "trainer_log.jsonl").exists()
 
 
-def test_save_strategy_best_saves_best_evaluations_alone(resident, display, make_recipe, examples, tmp_path) -> None:
+def test_save_strategy_best_saves_best_evaluations_alone(
+    resident: CountingResident,
+    display: Lines,
+    make_recipe: Callable[..., Recipe],
+    examples: list[Example],
+    tmp_path: Path,
+) -> None:
     resident.eval_losses = [3.0, 3.5, 1.0, 2.0]
     recipe = make_recipe(eval_strategy="steps", eval_steps=0.25, save_strategy="best")
     run(resident, recipe, Inputs(examples[:4], {"": examples[4:]}), display)
@@ -343,7 +437,12 @@ def test_save_strategy_best_saves_best_evaluations_alone(resident, display, make
 
 
 def test_a_crash_while_saving_leaves_the_older_checkpoint_of_the_step(
-    resident, display, make_recipe, inputs, monkeypatch, tmp_path
+    resident: CountingResident,
+    display: Lines,
+    make_recipe: Callable[..., Recipe],
+    inputs: Inputs,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     run(resident, make_recipe(max_steps=4), inputs, display)
     out = tmp_path / "out"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import yaml
+from reference.counting_resident import CountingResident
 
 from kt_runtime.adapters import Reader
+from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.run.result_files import model_card, write_results
 
 
 def test_adapter_tokenizer_and_card_are_written_and_nothing_else(
-    resident: Any, make_recipe: Any, tmp_path: Path
+    resident: CountingResident, make_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
     recipe = make_recipe()
     recipe.output_dir.mkdir()
@@ -27,7 +29,7 @@ def test_adapter_tokenizer_and_card_are_written_and_nothing_else(
     assert written == {*adapter, "tokenizer.json", "chat_template.jinja", "README.md"}
 
 
-def test_the_cards_front_matter_is_what_a_hub_reads(make_recipe: Any) -> None:
+def test_the_cards_front_matter_is_what_a_hub_reads(make_recipe: Callable[..., Recipe]) -> None:
     reader = Reader("llama.cpp", 1000, 2000, "it has no LoRA for kv_b_proj")
     card = model_card(make_recipe(stage="dpo", pref_loss="ipo"), {"train_loss": 1.5}, [reader])
     _, front, text = card.split("---\n", 2)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from reference.counting_resident import CountingResident
+
+from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.run.run_identity import all_settings, identity, settings
 from kt_runtime.train.run.session import lora_settings, open_session, session_name
 
@@ -17,7 +21,9 @@ def test_one_output_directory_has_one_session_name_that_the_wire_takes(tmp_path:
     assert session_name(Path("---")).startswith("run-") and len(session_name(Path("x" * 200))) < 128
 
 
-def test_preference_training_has_no_dropout_and_says_so(resident: Any, make_recipe: Any, tmp_path: Path) -> None:
+def test_preference_training_has_no_dropout_and_says_so(
+    resident: CountingResident, make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
     said: list[str] = []
     recipe = make_recipe(stage="dpo", lora_dropout=0.1, use_rslora=True, lora_rank=4, adapter_name_or_path=tmp_path)
     open_session(resident, "s", recipe, said.append)
@@ -29,7 +35,7 @@ def test_preference_training_has_no_dropout_and_says_so(resident: Any, make_reci
     assert lora_settings(sft).dropout == 0.1
 
 
-def test_what_must_not_and_what_may_change_between_runs(make_recipe: Any) -> None:
+def test_what_must_not_and_what_may_change_between_runs(make_recipe: Callable[..., Recipe]) -> None:
     class Rows:
         train = (1, 2)
         digest = "d" * 64

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from reference.counting_resident import CountingResident
 
 from kt_runtime.errors import InvalidValueError
+from kt_runtime.train.examples import Pair
+from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.stages.dpo import Dpo, described_reference, preference_loss, reference_adapter
 from kt_runtime.wire import LoraSettings
 
 
 @pytest.fixture
-def make(resident: Any, make_recipe: Any, pairs: list[Any]) -> Any:
+def make(resident: CountingResident, make_recipe: Callable[..., Recipe], pairs: list[Any]) -> Any:
     def dpo(**keys: Any) -> Dpo:
         resident.sessions.clear()
         resident.create_session("s", LoraSettings(rank=2, alpha=4))
@@ -24,11 +28,13 @@ def make(resident: Any, make_recipe: Any, pairs: list[Any]) -> Any:
     return dpo
 
 
-def sent(resident: Any, what: str) -> list[Any]:
+def sent(resident: CountingResident, what: str) -> list[Any]:
     return [entry for entry in resident.log if entry[0] == what]
 
 
-def test_the_reference_is_summed_over_counted_tokens_and_computed_once(make: Any, resident: Any, pairs: Any) -> None:
+def test_the_reference_is_summed_over_counted_tokens_and_computed_once(
+    make: Any, resident: CountingResident, pairs: list[Pair]
+) -> None:
     dpo = make()
     first = dpo.accumulate([pairs[:2], pairs[2:3]])
     again = dpo.accumulate([pairs[1:3], pairs[:1]])
@@ -49,7 +55,7 @@ def test_the_reference_is_summed_over_counted_tokens_and_computed_once(make: Any
 
 
 def test_evaluation_pairs_have_a_reference_too_and_a_checkpoint_knows_the_training_pairs(
-    make: Any, resident: Any, pairs: Any
+    make: Any, resident: CountingResident, pairs: Any
 ) -> None:
     dpo = make()
     dpo.accumulate([pairs[:2]])
@@ -69,13 +75,15 @@ def test_evaluation_pairs_have_a_reference_too_and_a_checkpoint_knows_the_traini
 
 
 @pytest.mark.parametrize("kind", ["orpo", "simpo"])
-def test_losses_without_a_reference_ask_for_none(make: Any, resident: Any, pairs: Any, kind: str) -> None:
+def test_losses_without_a_reference_ask_for_none(
+    make: Any, resident: CountingResident, pairs: list[Pair], kind: str
+) -> None:
     dpo = make(pref_loss=kind)
     dpo.accumulate([pairs[:2]])
     assert sent(resident, "forward") == [] and sent(resident, "forward_backward")[0][3] is None and dpo.state() == {}
 
 
-def test_which_reference_is_said(make_recipe: Any) -> None:
+def test_which_reference_is_said(make_recipe: Callable[..., Recipe]) -> None:
     for keys, path, words in (
         ({}, None, "the base model"),
         ({"adapter_name_or_path": Path("a")}, Path("a"), "the starting adapter a"),
@@ -87,7 +95,7 @@ def test_which_reference_is_said(make_recipe: Any) -> None:
     assert reference_adapter(make_recipe(stage="sft", adapter_name_or_path=Path("a"))) is None
 
 
-def test_the_loss_carries_only_what_its_kind_knows(make_recipe: Any) -> None:
+def test_the_loss_carries_only_what_its_kind_knows(make_recipe: Callable[..., Recipe]) -> None:
     simpo = preference_loss(make_recipe(stage="dpo", pref_loss="simpo", simpo_gamma=0.7, pref_ftx=0.2), 0.5)
     assert (simpo.gamma, simpo.label_smoothing, simpo.ftx, simpo.scale) == (0.7, 0.0, 0.2, 0.5)
     assert preference_loss(make_recipe(stage="dpo", dpo_label_smoothing=0.1)).label_smoothing == 0.1

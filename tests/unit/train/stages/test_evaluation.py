@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.stages.evaluation import Best, Evaluator, split
 from kt_runtime.train.stages.objective import Totals
 
@@ -47,7 +49,7 @@ class Counting:
         return None if stop() else Totals(6.0, 4, 3, 12, {"rewards/margins": 2.0})
 
 
-def test_figures_are_means_and_named_by_dataset(make_recipe: Any) -> None:
+def test_figures_are_means_and_named_by_dataset(make_recipe: Callable[..., Recipe]) -> None:
     recipe = make_recipe(compute_accuracy=True, per_device_eval_batch_size=2)
     ticks = iter(range(10))
     evaluator = Evaluator(Counting(), {"": [None] * 4}, recipe, lambda: float(next(ticks)))  # type: ignore[arg-type, list-item]
@@ -65,7 +67,9 @@ def test_figures_are_means_and_named_by_dataset(make_recipe: Any) -> None:
     assert named.run(lambda: True) is None
 
 
-def test_the_best_checkpoint_is_found_where_the_run_was_moved_to(make_recipe: Any, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_found_where_the_run_was_moved_to(
+    make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
     best, again = Best.of(make_recipe()), Best.of(make_recipe())
     best.judge(3, {"eval_loss": 1.0})
     best.checkpoint = str(tmp_path / "old" / "checkpoint-3")
@@ -76,7 +80,7 @@ def test_the_best_checkpoint_is_found_where_the_run_was_moved_to(make_recipe: An
     assert again.checkpoint == best.checkpoint
 
 
-def test_the_best_is_the_lowest_loss_or_the_highest_of_anything_else(make_recipe: Any) -> None:
+def test_the_best_is_the_lowest_loss_or_the_highest_of_anything_else(make_recipe: Callable[..., Recipe]) -> None:
     best = Best.of(make_recipe(early_stopping_steps=2))
     assert [best.judge(step, {"eval_loss": loss}) for step, loss in enumerate([3.0, 2.0, 2.0])] == [True, True, False]
     again = Best.of(make_recipe(early_stopping_steps=2))

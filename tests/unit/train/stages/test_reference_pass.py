@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reference.counting_resident import CountingResident, Lines
 from reference.fake_server import Answer, FakeServer, fake_server
 
 from kt_runtime.errors import ConflictError, InvalidValueError, ServerUnreachableError
 from kt_runtime.train.examples import Example, Pair
 from kt_runtime.train.predict.serving_path import ServingPath
+from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.run.inputs import Inputs
 from kt_runtime.train.run.loop import RunResult, run
 
@@ -41,7 +43,7 @@ def pairs() -> list[Pair]:
 
 @pytest.fixture
 def start(
-    resident: Any, make_recipe: Any, pairs: list[Pair], display: Any
+    resident: CountingResident, make_recipe: Callable[..., Recipe], pairs: list[Pair], display: Any
 ) -> Callable[..., tuple[RunResult, FakeServer]]:
     """`start(**keys of the recipe)` runs with the pairs, the last two of which are held out."""
     served: list[Path | None] = []
@@ -63,12 +65,12 @@ def start(
     return started
 
 
-def sent(resident: Any, what: str) -> list[Any]:
+def sent(resident: CountingResident, what: str) -> list[Any]:
     return [entry for entry in resident.log if entry[0] == what]
 
 
 def test_every_pair_is_asked_for_before_the_first_step_and_none_on_the_twin_again(
-    start: Any, resident: Any, display: Any, pairs: list[Pair]
+    start: Any, resident: CountingResident, display: Lines, pairs: list[Pair]
 ) -> None:
     _, fake = start()
     assert len(fake.requests) == 12
@@ -107,7 +109,9 @@ def by_pair(reference: Any) -> list[tuple[float, float]]:
     return [(float(chosen), float(rejected)) for chosen, rejected in reference.reshape(-1, 2)]
 
 
-def test_a_resumed_run_asks_for_nothing_and_continues_with_the_same_values(start: Any, resident: Any) -> None:
+def test_a_resumed_run_asks_for_nothing_and_continues_with_the_same_values(
+    start: Any, resident: CountingResident
+) -> None:
     start(num_train_epochs=2.0)
     before = [pair for _, _, _, reference, _ in sent(resident, "forward_backward") for pair in by_pair(reference)]
     resident.log.clear()
@@ -123,7 +127,9 @@ def test_a_resumed_run_asks_for_nothing_and_continues_with_the_same_values(start
         start(num_train_epochs=6.0, ref_logprobs="twin")
 
 
-def test_ctrl_c_ends_the_pass_and_leaves_nothing_behind(start: Any, resident: Any, interrupt: Any) -> None:
+def test_ctrl_c_ends_the_pass_and_leaves_nothing_behind(
+    start: Any, resident: CountingResident, interrupt: Callable[[], None]
+) -> None:
     is_over = threading.Event()
 
     def stopping(path: str, body: Any, number: int) -> Answer:
@@ -139,14 +145,14 @@ def test_ctrl_c_ends_the_pass_and_leaves_nothing_behind(start: Any, resident: An
     assert len(fake.requests) < 12 and sent(resident, "forward_backward") == [] and resident.sessions == {}
 
 
-def test_a_server_that_fails_ends_the_run_before_its_first_step(start: Any, resident: Any) -> None:
+def test_a_server_that_fails_ends_the_run_before_its_first_step(start: Any, resident: CountingResident) -> None:
     with pytest.raises(ServerUnreachableError, match="in 2 tries: HTTP 503"):
         start(lambda *_: (503, {}))
     assert sent(resident, "forward_backward") == [] and resident.sessions == {}
 
 
 def test_a_run_without_a_server_to_ask_is_refused(
-    resident: Any, make_recipe: Any, pairs: list[Pair], display: Any
+    resident: CountingResident, make_recipe: Callable[..., Recipe], pairs: list[Pair], display: Any
 ) -> None:
     recipe = make_recipe(stage="dpo", ref_logprobs="serving")
     with pytest.raises(InvalidValueError, match="ref_logprobs: serving: this run has no HTTP server to ask; set twin"):
