@@ -23,7 +23,7 @@ struct Threads {
 
 struct ThreadScratch {
   std::mutex in_use;
-  std::vector<Scratch*> buffers;
+  std::vector<ThreadMemory*> objects;
 
   ThreadScratch() {
     std::lock_guard lock(Threads::instance().mutex);
@@ -39,57 +39,65 @@ struct ThreadScratch {
   }
 };
 
-// Calls body(scratch) for every buffer of the threads that are not in a call.
+// Calls body(object) for every ThreadMemory of the threads that are not in an operation.
 template <class Body>
 void for_each_idle(Body&& body) {
   std::lock_guard lock(Threads::instance().mutex);
   for (ThreadScratch* thread : Threads::instance().all) {
     std::unique_lock use(thread->in_use, std::try_to_lock);
     if (!use) continue;
-    for (Scratch* scratch : thread->buffers) body(*scratch);
+    for (ThreadMemory* object : thread->objects) body(*object);
   }
 }
 
 }  // namespace
 
-// The list of buffers changes only under the mutex, so that no other thread reads it meanwhile.
-Scratch::Scratch() {
+// The list of objects changes only under the mutex, so that no other thread reads it meanwhile.
+ThreadMemory::ThreadMemory() {
   ThreadScratch& own = ThreadScratch::own();
   std::lock_guard lock(Threads::instance().mutex);
-  own.buffers.push_back(this);
+  own.objects.push_back(this);
 }
 
-Scratch::~Scratch() {
+void ThreadMemory::leave() {
   std::lock_guard lock(Threads::instance().mutex);
-  std::erase(ThreadScratch::own().buffers, this);
-  free();
+  std::erase(ThreadScratch::own().objects, this);
+  hold(0);
 }
 
-void Scratch::grow(size_t bytes) {
-  free();  // first: the peak is the larger of both, not the sum
-  buffer_ = AlignedBuffer(bytes);
-  Threads::instance().bytes.fetch_add(static_cast<int64_t>(bytes));
+void ThreadMemory::hold(size_t bytes) {
+  Threads::instance().bytes.fetch_add(static_cast<int64_t>(bytes) - static_cast<int64_t>(held_bytes_));
+  held_bytes_ = bytes;
 }
 
-void Scratch::free() {
-  Threads::instance().bytes.fetch_sub(static_cast<int64_t>(buffer_.bytes()));
-  buffer_ = AlignedBuffer();
+void ThreadMemory::free() {
+  free_memory();
+  hold(0);
 }
 
 ScratchUse::ScratchUse() { ThreadScratch::own().in_use.lock(); }
 ScratchUse::~ScratchUse() { ThreadScratch::own().in_use.unlock(); }
 
+OperationScope::OperationScope(int64_t operations) : operations_(operations) { ThreadScratch::own().in_use.lock(); }
+
+OperationScope::~OperationScope() {
+  static std::atomic<int64_t> counted{0};
+  ThreadScratch::own().in_use.unlock();
+  const int64_t before = counted.fetch_add(operations_, std::memory_order_relaxed);
+  if (before / kOperationsInWindow != (before + operations_) / kOperationsInWindow) end_scratch_window();
+}
+
 int64_t scratch_bytes() { return Threads::instance().bytes.load(); }
 
 void end_scratch_window() {
-  for_each_idle([](Scratch& scratch) {
-    if (scratch.buffer_.bytes() > 2 * scratch.need_.most()) scratch.free();
-    scratch.need_.end_window();
+  for_each_idle([](ThreadMemory& memory) {
+    if (memory.held_bytes_ > 2 * memory.need_.most()) memory.free();
+    memory.need_.end_window();
   });
 }
 
 void free_scratch() {
-  for_each_idle([](Scratch& scratch) { scratch.free(); });
+  for_each_idle([](ThreadMemory& memory) { memory.free(); });
 }
 
 }  // namespace kt

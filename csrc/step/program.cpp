@@ -48,7 +48,7 @@ Status Program::check(const StepBatch& batch) const {
 void Program::prepare(const StepBatch& batch) {
   const int64_t tokens = batch.ids.shape[0];
   work_.batch = &batch;
-  work_.rows.begin(tokens);
+  if (work_.rows.begin(tokens)) work_.free_lists();
   work_.adapters.prepare(stack_, batch.adapters, &work_.rows);
   work_.is_refused.assign(static_cast<size_t>(tokens), 0);
   const AttentionTensors tensors = std::visit(

@@ -29,7 +29,7 @@ class Program {
   DType dtype() const { return stack_.dtype(); }
   int64_t hidden() const { return stack_.hidden(); }
   int64_t scratch_bytes() const { return work_.rows.bytes(); }
-  void free_scratch() { work_.rows.free(); }
+  void free_scratch() { work_.free(); }
 
  private:
   Status check(const StepBatch& batch) const;

@@ -43,14 +43,17 @@ bool are_finite(const void* data, DType dtype, int64_t count) {
   return std::all_of(values, values + count, float_is_finite);
 }
 
-void StepRows::begin(int64_t tokens) {
+bool StepRows::begin(int64_t tokens) {
   need_.add(static_cast<size_t>(tokens));
+  bool is_freed = false;
   if (++steps_ % kCallsInWindow == 0) {
-    if (room_ > 2 * need_.most()) free();
+    is_freed = room_ > 2 * need_.most();
+    if (is_freed) free();
     need_.end_window();
   }
   room_ = std::max(room_, static_cast<size_t>(tokens));
   tokens_ = tokens;
+  return is_freed;
 }
 
 TensorView StepRows::matrix(RowsOf name, DType dtype, int64_t cols) {

@@ -57,8 +57,8 @@ enum class RowsOf {
 // (base/scratch.h) that needed less than half of it.
 class StepRows {
  public:
-  // Begins a step: what an earlier step has written is lost.
-  void begin(int64_t tokens);
+  // Begins a step: what an earlier step has written is lost. True: memory was freed, for recent steps needed much less.
+  bool begin(int64_t tokens);
   int64_t tokens() const { return tokens_; }
 
   // [tokens, cols]. A later call with this name gives the same memory, with its contents unless it has to grow.

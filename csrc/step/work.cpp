@@ -7,6 +7,18 @@
 
 namespace kt {
 
+void StepWork::free() {
+  rows.free();
+  free_lists();
+}
+
+void StepWork::free_lists() {
+  adapters = AdapterWork();
+  attention = AttentionWork();
+  routed = RoutedCall();
+  is_refused = std::vector<uint8_t>();
+}
+
 void StepWork::multiply(const StackLinear& layer, const TensorView& x, const TensorView& out) const {
   linear(engine, x, layer.weight, layer.bias, out);
   adapters.add(engine, layer.lora, x, out);
@@ -25,7 +37,7 @@ void StepWork::normalise(const TensorView& x, const TensorView& weight, const Te
 
 void StepWork::attend(const AttentionTensors& tensors) {
   float* parts = rows.reserve<float>(RowsOf::kAttentionParts, attention.parts_floats());
-  const ScratchUse in_use;
+  const OperationScope scope;
   Plan plan;
   plan.num_threads = attention.num_threads();
   attention.add_stages(&plan, 0);

@@ -35,6 +35,10 @@ struct StepWork {
   RoutedCall routed{};                // of a layer; its slots keep their memory
   std::vector<uint8_t> is_refused{};  // by token of the batch
 
+  // Frees what is kept, and of it all but the rows.
+  void free();
+  void free_lists();
+
   // out [T, out] = x [T, in] times the layer's weight, with its bias and the parts of the batch's adapters.
   void multiply(const StackLinear& layer, const TensorView& x, const TensorView& out) const;
   // out = RMSNorm of x. With a residual: residual += x, then out = RMSNorm of the residual. Each [T, cols]; out may be

@@ -167,16 +167,18 @@ void AttentionWork::run(const AttentionTensors& tensors, float* parts, int step,
 }
 
 void attend(const AttentionEngine& engine, const AttentionCall& call) {
-  static thread_local AttentionWork work;
+  static thread_local ScratchObject<AttentionWork> kept;
   static thread_local Scratch scratch;
-  const ScratchUse in_use;
+  const OperationScope scope;
   const AttentionTensors tensors = tensors_of(call);
+  AttentionWork& work = kept.get();
   work.prepare(engine, tensors, call.sequences, call.num_sequences);
+  kept.note_size();
   Plan plan;
   plan.num_threads = work.num_threads();
   work.add_stages(&plan, kAttend);
   float* parts = scratch.reserve<float>(work.parts_floats());
-  run(plan, [&, work = &work](int step, const Range& range) { work->run(tensors, parts, step, range); });
+  run(plan, [&](int step, const Range& range) { work.run(tensors, parts, step, range); });
 }
 
 }  // namespace kt

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "base/scratch.h"
 #include "base/status.h"
 #include "base/views.h"
 #include "kernels/attention.h"
@@ -54,6 +55,9 @@ class AttentionWork {
   void add_stages(Plan* plan, int first_step) const;
   // The body of these stages: `step` is 0 or 1, from first_step. `tensors`: of the layer, with the prepared sizes.
   void run(const AttentionTensors& tensors, float* parts, int step, const Range& range) const;
+
+  size_t held_bytes() const { return held_bytes_of(blocks_, tasks_, cut_blocks_); }
+  size_t needed_bytes() const { return needed_bytes_of(blocks_, tasks_, cut_blocks_); }
 
  private:
   // Chunks [first, first + count) of a block; count 0: the whole block, results included.

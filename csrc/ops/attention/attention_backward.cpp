@@ -263,7 +263,7 @@ void attend_some(const Tiles& tiles, int num_threads, const AttentionGradients& 
 }  // namespace
 
 void attend_backward(const Tiles& tiles, int num_threads, const AttentionGradients& g) {
-  const ScratchUse in_use;
+  const OperationScope scope;
   const int64_t floats_of_key = g.call.keys.shape[1] * parts_of_group(g.call) * sizes_of(g.call);
   for (int64_t first = 0, next = 0; first < g.call.num_sequences; first = next) {
     int64_t keys = 0;

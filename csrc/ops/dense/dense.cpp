@@ -66,7 +66,7 @@ void linear(const DenseEngine& engine, const TensorView& x, const TensorView& we
                      .y = matrix_of(out)};
   if (whole.rows == 0 || whole.cols == 0) return;
   static thread_local Scratch wide_bias, prepared;
-  const ScratchUse in_use;
+  const OperationScope scope;
   if (bias.present()) whole.bias = bias_of(engine.tiles, bias, wide_bias);
   const int64_t operand_bytes = engine.kernels().operand_bytes ? engine.kernels().operand_bytes(whole) : 0;
   uint8_t* operand = operand_bytes ? prepared.reserve<uint8_t>(operand_bytes) : nullptr;

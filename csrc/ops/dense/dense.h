@@ -28,7 +28,7 @@ struct DenseEngine {
 void linear(const DenseEngine& engine, const TensorView& x, const TensorView& weight, const TensorView& bias,
             const TensorView& out);
 
-// A product on the calling thread alone, which is in a call (ScratchUse). `first_row` is 0.
+// A product on the calling thread alone, which is in an operation (OperationScope). `first_row` is 0.
 void multiply_here(const DenseEngine& engine, DenseProduct product);
 
 // out [M, K] = RMSNorm of x [M, K], or of x + residual, which is written to `total`. `inverse` [M], if present:

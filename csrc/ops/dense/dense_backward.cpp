@@ -89,7 +89,7 @@ void linear_backward(const DenseEngine& engine, const TensorView& by_out, const 
                      const TensorView& by_x) {
   const int64_t rows = by_out.shape[0], inner = weight.shape[0], cols = weight.shape[1];
   if (rows == 0 || cols == 0) return;
-  const ScratchUse in_use;
+  const OperationScope scope;
   Plan plan;
   plan.num_threads = rows * cols * inner < kAloneBelow ? 1 : engine.num_threads;
   Stage stage = stage_of(0, (rows + kTaskRows - 1) / kTaskRows);

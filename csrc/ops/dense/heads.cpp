@@ -31,7 +31,7 @@ RowMajor weight_of(const TensorView& weight, int64_t head) {
 void linear_heads(const DenseEngine& engine, const TensorView& x, const TensorView& weight, const TensorView& out) {
   const int64_t tokens = x.shape[0], heads = x.shape[1], inner = x.shape[2], cols = weight.shape[1];
   if (tokens == 0 || heads == 0 || cols == 0) return;
-  const ScratchUse in_use;
+  const OperationScope scope;
   Plan plan;
   plan.num_threads = tokens * heads * inner * cols < kAloneBelow ? 1 : engine.num_threads;
   Stage stage = stage_of(0, heads);

@@ -227,7 +227,7 @@ class HeadAdapters {
     if (rows_.empty()) return;
     int64_t ranks = 0;
     for (const LowRankRows& some : rows_) ranks += some.rows * some.rank;
-    const ScratchUse in_use;
+    const OperationScope scope;
     Plan plan;
     plan.num_threads = ranks * heads_ * (inner_ + cols_) < kAloneBelowAwake ? 1 : engine_.num_threads;
     plan.stages.push_back(units_of(kDown, rows_, heads_, kTaskHeads));
@@ -286,7 +286,7 @@ void linear_added(const DenseEngine& engine, const TensorView& x, const TensorVi
                   const TensorView& base, const TensorView& out) {
   const int64_t rows = x.shape[0], cols = weight.shape[0], inner = x.shape[1];
   if (rows == 0 || cols == 0) return;
-  const ScratchUse in_use;
+  const OperationScope scope;
   Plan plan;
   plan.num_threads = rows * cols * inner < kAloneBelow ? 1 : engine.num_threads;
   Stage stage = stage_of(0, (rows + kTaskRows - 1) / kTaskRows);
@@ -317,7 +317,7 @@ void add_low_rank(const DenseEngine& engine, const TensorView& x, const LowRankP
     highest = std::max(highest, some.rank);
     products += some.rows * some.rank * (pool.parts * x.shape[1] + cols);
   }
-  const ScratchUse in_use;
+  const OperationScope scope;
   Plan plan;
   plan.num_threads = products < kAloneBelowAwake ? 1 : engine.num_threads;
   Stage down = stage_of(kDown, static_cast<int64_t>(rows.size())), up = down;
@@ -352,7 +352,7 @@ void inner_product(const DenseEngine& engine, const TensorView& a, const TensorV
                    const TensorView& out) {
   const int64_t rows = a.shape[0], rank = a.shape[1], cols = b.shape[1];
   if (rank == 0 || cols == 0) return;
-  const ScratchUse in_use;
+  const OperationScope scope;
   Plan plan;
   plan.num_threads = rows * rank * cols < kAloneBelow ? 1 : engine.num_threads;
   Stage stage = stage_of(0, 1);

@@ -49,7 +49,7 @@ float weigh(const float* weight, const float* x, int64_t count, float* g) {
 void rms_norm_backward(const DenseEngine& engine, const NormGradient& gradient) {
   const int64_t rows = gradient.x.shape[0], cols = gradient.x.shape[1];
   if (rows == 0 || cols == 0) return;
-  const ScratchUse in_use;
+  const OperationScope scope;
   const int64_t at_once = std::max<int64_t>(kTaskElements / cols, 1);
   run_ranges(rows, at_once, engine.num_threads, [&](int64_t first, int64_t count) {
     static thread_local Scratch scratch;

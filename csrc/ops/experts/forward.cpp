@@ -244,13 +244,14 @@ namespace {
 
 void run_forward(const Engine& engine, const RoutedCall& call, const TensorView& out, Retained* retained,
                  const FiniteCheck* finite) {
-  static thread_local Routing own_routing;
+  static thread_local ScratchObject<Routing> own_routing;
   const int64_t num_tokens = call.x.shape[0];
   const int64_t step = tokens_at_once(engine.layer, call, ForwardPass::bytes_per_pair(engine));
   for (int64_t first = 0; first < num_tokens; first += step) {
     RetainedChunk* keep = retained ? &retained->add_chunk() : nullptr;
-    Routing* routing = keep ? &keep->routing : &own_routing;
+    Routing* routing = keep ? &keep->routing : &own_routing.get();
     route(engine.layer.shape(), call, first, std::min(step, num_tokens - first), routing);
+    if (!keep) own_routing.note_size();
     if (keep) keep->reserve(engine.layer, call);
     ForwardPass(engine, call, *routing, keep).run(out, first == 0 ? finite : nullptr);
   }

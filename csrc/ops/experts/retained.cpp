@@ -152,9 +152,7 @@ int64_t Retained::spare_bytes() {
 
 CallScope::~CallScope() {
   static std::atomic<int64_t> calls{0};
-  use_.reset();
   if ((calls.fetch_add(1) + 1) % kCallsInWindow != 0) return;
-  end_scratch_window();
   SpareChunks& spare = SpareChunks::instance();
   std::lock_guard lock(spare.mutex);
   spare.end_window();

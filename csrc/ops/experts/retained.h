@@ -1,7 +1,6 @@
 // Activations that a forward call keeps, so that its backward call need not recompute them.
 #pragma once
 
-#include <optional>
 #include <vector>
 
 #include "base/rows.h"
@@ -66,7 +65,7 @@ class CallScope {
   ~CallScope();
 
  private:
-  std::optional<ScratchUse> use_{std::in_place};
+  const OperationScope scope_{kOperationsOfExperts};
 };
 
 // Fails, and names the first difference, unless `retained` comes from a forward call with this layer, shape and dtype

@@ -1,7 +1,9 @@
 #include "ops/pairs/routing.h"
 
 #include <algorithm>
+#include <span>
 
+#include "base/scratch.h"
 #include "ops/pairs/finite.h"
 
 namespace kt {
@@ -40,8 +42,7 @@ void route(const ExpertShape& shape, const RoutedCall& call, int64_t first_token
   struct Item {
     int64_t slot, flat;
   };
-  static thread_local std::vector<int64_t> offset, next;
-  static thread_local std::vector<Item> items;
+  static thread_local Scratch offset_memory, next_memory, items_memory;
   const int64_t top_k = call.ids.shape[1];
   routing->token.clear();
   routing->weight.clear();
@@ -55,18 +56,21 @@ void route(const ExpertShape& shape, const RoutedCall& call, int64_t first_token
   routing->top_k = top_k;
   routing->pair_of.assign(static_cast<size_t>(num_tokens * top_k), -1);
 
-  offset.assign(static_cast<size_t>(shape.num_experts) + 1, 0);
+  const std::span offset(offset_memory.reserve<int64_t>(shape.num_experts + 1),
+                         static_cast<size_t>(shape.num_experts) + 1);
+  std::fill(offset.begin(), offset.end(), 0);
   for (int64_t flat = 0; flat < num_tokens * top_k; ++flat) {
     const int64_t id = id_at(call.ids, first_token + flat / top_k, flat % top_k);
     if (id >= 0) ++offset[static_cast<size_t>(id) + 1];
   }
   for (size_t e = 1; e < offset.size(); ++e) offset[e] += offset[e - 1];
-  items.resize(static_cast<size_t>(offset.back()));
-  next.assign(offset.begin(), offset.end() - 1);
+  const std::span items(items_memory.reserve<Item>(offset.back()), static_cast<size_t>(offset.back()));
+  int64_t* const next = next_memory.reserve<int64_t>(shape.num_experts);
+  std::copy(offset.begin(), offset.end() - 1, next);
   for (int64_t flat = 0; flat < num_tokens * top_k; ++flat) {
     const int64_t token = first_token + flat / top_k, id = id_at(call.ids, token, flat % top_k);
     if (id < 0) continue;
-    items[static_cast<size_t>(next[static_cast<size_t>(id)]++)] = {slot_at(call, token), flat};
+    items[static_cast<size_t>(next[id]++)] = {slot_at(call, token), flat};
   }
 
   for (int64_t expert = 0; expert < shape.num_experts; ++expert) {

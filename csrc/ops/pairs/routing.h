@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/scratch.h"
 #include "base/status.h"
 #include "ops/pairs/call.h"
 
@@ -29,6 +30,8 @@ struct Routing {
 
   int64_t most_pairs = 0;  // of one expert
 
+  size_t held_bytes() const { return held_bytes_of(token, weight, pair_of, experts, by_size, groups, first_group); }
+  size_t needed_bytes() const { return needed_bytes_of(token, weight, pair_of, experts, by_size, groups, first_group); }
   int64_t num_pairs() const { return static_cast<int64_t>(token.size()); }
   // Pairs of the median expert. Requires at least one expert.
   int64_t typical_pairs() const { return experts[static_cast<size_t>(by_size[by_size.size() / 2])].size(); }

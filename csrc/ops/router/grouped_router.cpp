@@ -67,7 +67,7 @@ void choose_from_groups(const DenseEngine& engine, const GroupedRouting& routing
                         const TensorView& bias, const TensorView& weights, const TensorView& ids) {
   const int64_t tokens = logits.shape[0], experts = logits.shape[1], top_k = weights.shape[1];
   if (tokens == 0 || top_k == 0) return;
-  const ScratchUse in_use;
+  const OperationScope scope;
   const int64_t at_once = std::max<int64_t>(kTaskLogits / experts, 1);
   run_ranges(tokens, at_once, engine.num_threads, [&](int64_t first, int64_t count) {
     static thread_local Scratch floats, integers;

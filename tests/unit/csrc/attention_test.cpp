@@ -2,10 +2,12 @@
 // in all others, bits that depend on a query's own inputs alone, and what is refused.
 #include "ops/attention/attention.h"
 
+#include <functional>
 #include <numeric>
 
 #include "checks.h"
 #include "reference.h"
+#include "scratch_case.h"
 
 namespace kt_test {
 namespace {
@@ -314,6 +316,14 @@ void test_infinite_scores(const kt::AttentionEngine& engine, Random& random, Rep
   report.equal("attention: a result from no key", std::isnan(batch.result(engine, false).at(0, 0, 0)));
 }
 
+void test_memory(const kt::Tiles& tiles, Random& random, Report& report) {
+  const kt::AttentionEngine engine{*tiles.attention, 1};
+  const Batch few({2, 1, 8, 8}, {true, true, true}, {{0, 1}}, random);
+  const Batch many({64, 2, 96, 96}, {true, true, true}, {{900, 90}}, random);
+  const auto attend = [&](const Batch& batch) { return std::function<void()>([&] { batch.result(engine, true); }); };
+  test_scratch("attention", attend(few), attend(many), report);
+}
+
 void test_refusals(Report& report) {
   const std::vector<int32_t> slots = {3, 9, -1, 4};
   const auto message = [&](std::vector<kt::KvSequence> sequences, int64_t tokens, int64_t rows) {
@@ -364,6 +374,7 @@ void test_attention(const kt::Tiles& tiles, Report& report) {
     test_not_finite(engine, spoiled, report);
   }
   test_infinite_scores(engine, random, report);
+  test_memory(tiles, random, report);
   test_refusals(report);
 }
 

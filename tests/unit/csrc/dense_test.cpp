@@ -3,9 +3,12 @@
 // threads.
 #include "ops/dense/dense.h"
 
+#include <functional>
+
 #include "checks.h"
 #include "kernels/registry.h"
 #include "reference.h"
+#include "scratch_case.h"
 
 namespace kt_test {
 namespace {
@@ -207,6 +210,15 @@ void test_linear(const kt::DenseEngine& engine, Random& random, Report& report) 
   }
 }
 
+void test_memory(const kt::Tiles& tiles, Random& random, Report& report) {
+  const LinearCase few(1, 16, 32, {true, true, true, true}, random);
+  const LinearCase many(40, 4000, 64, {true, true, true, true}, random);
+  const auto multiply = [&](const LinearCase& problem) {
+    return std::function<void()>([&] { problem.result({tiles, 1}, true, true); });
+  };
+  test_scratch("linear", multiply(few), multiply(many), report);
+}
+
 struct NormCase {
   NormCase(int64_t rows, int64_t cols, bool bf16, Random& random)
       : rows(rows),
@@ -303,6 +315,7 @@ void test_dense(const kt::Tiles& tiles, Report& report) {
   const kt::DenseEngine engine{tiles, 2};
   test_linear(engine, random, report);
   test_norms(engine, random, report);
+  test_memory(tiles, random, report);
 }
 
 }  // namespace kt_test
