@@ -2,6 +2,8 @@
 // step_contract_test.cpp has the bits.
 #include <functional>
 
+#include "allocations.h"
+#include "nodes.h"
 #include "step_exact.h"
 #include "step_server.h"
 
@@ -198,6 +200,78 @@ void test_memory(const Model& model, const kt::Tiles& tiles, Random& random, Rep
   report.equal("step: bits after all memory was freed", again == rows && refused.empty());
 }
 
+// Batches that a program runs again and again, the second with the first one's keys before it: prompts, one token of
+// each sequence, and both at once.
+class Repeated {
+ public:
+  Repeated(const Model& model, bool adapted, int num_threads, int num_nodes, const kt::Tiles& tiles, Random& random,
+           Report& report)
+      : report_(report),
+        sequences_(drawn(adapted, random)),
+        server_(model, sequences_, tiles, num_threads, adapted, num_nodes) {
+    const auto add = [&](const std::vector<int64_t>& at_once) {
+      const std::vector<int64_t> counts = server_.left(at_once);
+      batches_.push_back(std::make_unique<Batch>(server_.batch(counts)));
+      server_.run(counts, report_);
+    };
+    add({1, 4, 30, 60, 8, 1});
+    add({1, 1, 1, 1, 1, 1});
+    add({1, 1, 1, 8, 1, 7});
+    for (const auto& batch : batches_) steps_.push_back(batch->step());
+    for (const auto& batch : batches_)
+      outs_.emplace_back(std::vector<int64_t>{batch->tokens(), kHidden}, model.kind.bf16, NAN);
+  }
+
+  // All batches once; how often this called operator new.
+  int64_t allocations() {
+    const int64_t before = count_allocations();
+    for (size_t i = 0; i < steps_.size(); ++i) {
+      if (!server_.program.run(steps_[i], outs_[i].view(), &refused_).ok()) report_.fail("step: a repeated batch");
+    }
+    return count_allocations() - before;
+  }
+  int64_t scratch_bytes() const { return server_.program.scratch_bytes() + kt::scratch_bytes(); }
+
+ private:
+  static std::vector<Sequence> drawn(bool adapted, Random& random) {
+    auto lengths = kLengths;
+    for (auto& [length, adapter] : lengths) adapter = adapted ? adapter : -1;
+    return drawn_sequences(lengths, random);
+  }
+
+  Report& report_;
+  const std::vector<Sequence> sequences_;
+  Server server_;
+  std::vector<std::unique_ptr<Batch>> batches_;
+  std::vector<kt::StepBatch> steps_;
+  std::vector<Tensor> outs_;
+  std::vector<int64_t> refused_;
+};
+
+// A run of a warm program allocates nothing. One thread is warm after a run. Of several, each is when it has had a task
+// of each kind, which is up to chance: some runs without an allocation are enough, for what a run itself allocates,
+// every run does.
+void test_allocations(const Model& model, const kt::Tiles& tiles, Random& random, Report& report) {
+  for (const bool adapted : {false, true}) {
+    for (const int nodes : {1, 2}) {
+      const kt::SimulatedTopology topology(simulated(nodes));
+      Repeated alone(model, adapted, 1, nodes, tiles, random, report);
+      alone.allocations();
+      const int64_t bytes = alone.scratch_bytes(), allocations = alone.allocations();
+      report.equal("step: a warm run of " + std::string(model.kind.name) + " allocates " + std::to_string(allocations) +
+                       " times",
+                   allocations == 0);
+      report.equal("step: a warm run's scratch grows", alone.scratch_bytes() == bytes);
+      Repeated shared(model, adapted, 3, nodes, tiles, random, report);
+      int64_t least = shared.allocations();
+      for (int run = 0; run < 100 && least > 0; ++run) least = std::min(least, shared.allocations());
+      report.equal("step: each run of " + std::string(model.kind.name) + " on several threads allocates " +
+                       std::to_string(least) + " times",
+                   least == 0);
+    }
+  }
+}
+
 }  // namespace
 
 void test_step(const kt::Tiles& tiles, Report& report) {
@@ -225,6 +299,8 @@ void test_step(const kt::Tiles& tiles, Report& report) {
   }
   for (const Model* model : {&wide, &routed, &latent}) test_refusals(*model, tiles, random, report);
   test_memory(wide, tiles, random, report);
+  for (const Model* model : {&wide, &narrow, &mixed, &latent, &uncompressed})
+    test_allocations(*model, tiles, random, report);
 }
 
 }  // namespace kt_test
