@@ -114,7 +114,9 @@ def test_keys_are_the_config_s(qwen: Any, deepseek: Any) -> None:
         "rope.scaling.original_context_length": 1024,
     }
     assert {name: key(reader, f"deepseek2.{name}") for name in expected} == expected
-    assert key(reader, "deepseek2.rope.scaling.yarn_log_multiplier") == pytest.approx(0.1)
+    assert key(reader, "deepseek2.rope.scaling.yarn_log_multiplier") == pytest.approx(
+        0.1, rel=1e-7, abs=0
+    )  # as float32
 
 
 def test_the_tokenizer_is_in_the_file(qwen: Any) -> None:

@@ -39,7 +39,7 @@ def test_the_picture_has_a_bar_for_each_stream_in_its_place(path: Path) -> None:
     assert (bars[BASE].count("z"), bars[ADAPTER].count("z")) == (2, 1)
     width = int(str(drawn.get("width")))
     begin = float(bars[ADAPTER].removeprefix("M").split()[0])
-    assert begin == pytest.approx(LEFT + 0.75 * (width - LEFT - 24), abs=0.1)
+    assert begin == LEFT + 0.75 * (width - LEFT - 24)
     assert bars[BASE].startswith(f"M{LEFT}.0 ")
     texts = ["".join(each.itertext()) for each in drawn.iter(f"{SVG}text")]
     assert any("first token 200 ms after" in text for text in texts)

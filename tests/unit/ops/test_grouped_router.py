@@ -101,7 +101,7 @@ def test_of_equal_experts_and_groups_the_first_are_chosen() -> None:
     logits[1, 13] = 1.0
     weights, ids = grouped_top_k(logits, torch.zeros(16), routing)
     assert ids.tolist() == [[0, 1, 2], [13, 0, 1]]
-    torch.testing.assert_close(weights.sum(-1), torch.ones(2))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2), rtol=0, atol=2.0**-23)  # 0 measured; one rounding
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

@@ -63,7 +63,7 @@ def test_loss_and_slopes_are_trl_s(logprobs: torch.Tensor, kind: str, beta: floa
     expected = dpo_loss(leaf.split(LENGTHS), (WEIGHTS != 0).split(LENGTHS), REFERENCE, kind, beta)
     expected.backward()
     found = evaluate(logprobs, kind=kind, beta=beta, scale=0.5)  # a mean over two pairs
-    assert found.loss == pytest.approx(float(expected.detach()), rel=1e-14)
+    assert found.loss == pytest.approx(float(expected.detach()), rel=1e-15, abs=0)
     assert leaf.grad is not None
     assert torch.allclose(found.slopes.double(), leaf.grad, rtol=4e-7, atol=0)  # rounded once: 6e-8
 
@@ -111,7 +111,7 @@ def test_ftx_adds_the_chosen_answers_mean_and_scale_multiplies_all(
     sums = answer_sums(logprobs)
     nll = -sums[0] / COUNTED[0] - sums[2] / COUNTED[2]
     expected = settings.get("scale", 1.0) * (evaluate(logprobs, **plain).loss + settings.get("ftx", 0.0) * nll)
-    assert evaluate(logprobs, **settings).loss == pytest.approx(expected, rel=1e-14)
+    assert evaluate(logprobs, **settings).loss == pytest.approx(expected, rel=1e-15, abs=0)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(map(str, s.values())))
@@ -142,12 +142,15 @@ def test_metrics_are_sums_over_pairs_under_llama_factory_s_names(logprobs: torch
             "logits/rejected": logits[1] + logits[3],
         },
         rel=2e-15,
+        abs=0,
     )
     means = sums / COUNTED
     averaged = evaluate(logprobs, kind="ipo", beta=0.1).metrics
     assert averaged["logps/chosen"] == means[0] + means[2]
     ratio = (sums - REFERENCE) / COUNTED
-    assert averaged["rewards/margins"] == pytest.approx(0.1 * (ratio[0] - ratio[1] + ratio[2] - ratio[3]), rel=1e-14)
+    assert averaged["rewards/margins"] == pytest.approx(
+        0.1 * (ratio[0] - ratio[1] + ratio[2] - ratio[3]), rel=1e-15, abs=0
+    )
 
 
 def test_without_a_reference_s_numbers_the_model_is_its_own_reference(logprobs: torch.Tensor) -> None:
@@ -163,11 +166,11 @@ def test_pairs_apart_are_the_pairs_together(logprobs: torch.Tensor) -> None:
     whole = function.value(loss_tokens(logprobs, WEIGHTS, SEQUENCE, MEAN_LOGITS))
     parts = [SEQUENCE >= 2, SEQUENCE < 2]
     apart = [function.value(loss_tokens(logprobs[p], WEIGHTS[p], SEQUENCE[p], MEAN_LOGITS[p])) for p in parts]
-    assert sum(part.loss for part in apart) == pytest.approx(whole.loss, rel=1e-14)
+    assert sum(part.loss for part in apart) == pytest.approx(whole.loss, rel=1e-15, abs=0)
     for part, value in zip(parts, apart, strict=True):
         assert torch.equal(whole.slopes[part], value.slopes)
     for name, total in whole.metrics.items():
-        assert total == pytest.approx(sum(value.metrics[name] for value in apart), rel=1e-14)
+        assert total == pytest.approx(sum(value.metrics[name] for value in apart), rel=1e-15, abs=0)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(map(str, s.values())))

@@ -97,4 +97,4 @@ def test_bf16_gradients_are_close_to_those_in_float32(make_lab: Any, make_batch:
         found = gradients[BF16][name]
         assert found.dtype == torch.float32
         cosine = torch.nn.functional.cosine_similarity(found.flatten(), wanted.flatten(), dim=0)
-        assert 1 - cosine <= 0.1, name
+        assert 1 - cosine <= 0.03, name  # 6.5e-3 measured
