@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from array import array
 from collections.abc import Iterator, Mapping
@@ -23,8 +24,19 @@ ARGUMENTS = (
 )
 
 
+@functools.cache
+def patch_sglang() -> None:
+    """SGLang with our hooks, which stay for the rest of this process."""
+    from sglang.srt.runtime_context import get_parallel  # noqa: F401  (SGLang resolves its platform first)
+
+    from kt_runtime.sglang_patch.plugin import install_patches
+
+    install_patches()
+
+
 class Engine:
-    """`ended`: finish reasons by request; `tokens` and `logprobs`: what was answered, by request."""
+    """`ended`: finish reasons by request; `tokens` and `logprobs`: what was answered, by request; `prompt_logprobs`:
+    of the prompt's tokens from the request's `logprob_start_len` on, but for a prompt's first token."""
 
     def __init__(self, scheduler: Any, config: Mapping[str, Any]) -> None:
         self.scheduler, self.config = scheduler, config
@@ -32,6 +44,7 @@ class Engine:
         self.controls: list[Any] = []
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[float]] = {}
+        self.prompt_logprobs: dict[str, list[float]] = {}
         recorder = SimpleNamespace(send_output=self._record)
         scheduler.ipc_channels = SimpleNamespace(
             send_to_tokenizer=recorder, send_to_detokenizer=recorder, recv_from_rpc=None
@@ -48,6 +61,9 @@ class Engine:
                 self.tokens.setdefault(rid, []).extend(output.output_ids[place])
                 if output.output_token_logprobs_val:
                     self.logprobs.setdefault(rid, []).extend(output.output_token_logprobs_val[place])
+                if output.input_token_logprobs_val and output.input_token_logprobs_val[place]:
+                    found = output.input_token_logprobs_val[place]
+                    self.prompt_logprobs[rid] = [value for value in found if value is not None]
                 if output.finished_reasons[place] is not None:
                     self.ended[rid] = output.finished_reasons[place]
         else:
@@ -107,7 +123,29 @@ class Engine:
 
     def clear(self) -> None:
         assert self.scheduler.flush_cache()
-        self.ended, self.tokens, self.logprobs, self.controls = {}, {}, {}, []
+        self.ended, self.tokens, self.logprobs, self.prompt_logprobs, self.controls = {}, {}, {}, {}, []
+
+    def load_experts(self, checkpoint: Path, **store: Any) -> None:
+        """Replaces the experts by those of `checkpoint`, whose other weights are not read, and builds the step again.
+
+        `store`: as `engine`. Call it at rest: what is cached has been computed with other experts.
+        """
+        from kt_runtime.sglang_patch.cpu import moe, step
+
+        self.clear()
+        moe.expert_store().close()
+        moe._store = None
+        with _loading(store):
+            moe.open_store(str(checkpoint))
+        step._build(None, self.scheduler.tp_worker.model_runner)
+
+
+def _loading(store: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    """One thread, unless `store` says otherwise: for tiny products threads would only wait for each other."""
+    from kt_runtime.sglang_patch.cpu import moe
+
+    load, changes = moe.ExpertStore.load, {"num_threads": 1, **store}
+    return mock.patch.object(moe.ExpertStore, "load", lambda *args, **kw: load(*args, **kw | changes))
 
 
 @contextlib.contextmanager
@@ -131,10 +169,8 @@ def engine(model: Path, *options: str, **store: Any) -> Iterator[Engine]:
     arguments.resolve_once()
     reset_context()
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    threads, load = torch.get_num_threads(), moe.ExpertStore.load
-    changes = {"num_threads": 1, **store}
-    one_thread = mock.patch.object(moe.ExpertStore, "load", lambda *args, **kw: load(*args, **kw | changes))
-    with one_thread:  # tiny products: threads would only wait for each other
+    threads = torch.get_num_threads()
+    with _loading(store):
         scheduler = Scheduler(arguments, PortArgs.init_new(arguments))
     torch.set_num_threads(1)
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from reference import lora
-from reference.scheduler import Engine, engine
+from reference.scheduler import Engine, engine, patch_sglang
 
 MAX_RANK, SLOTS = 8, 4
 
@@ -24,11 +24,7 @@ def reference() -> ModuleType:
 @pytest.fixture(scope="session")
 def patched_sglang() -> None:
     """SGLang with our hooks, which stay for the rest of this process."""
-    from sglang.srt.runtime_context import get_parallel  # noqa: F401  (SGLang resolves its platform first)
-
-    from kt_runtime.sglang_patch.plugin import install_patches
-
-    install_patches()
+    patch_sglang()
 
 
 @dataclass(frozen=True)
