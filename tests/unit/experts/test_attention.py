@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from reference.decoder import attention
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import available_isas, dense
@@ -71,14 +72,6 @@ def drawn_pool(shape: tuple[int, ...], dtype: torch.dtype, lengths: list[tuple[i
     return Pool(q, keys, values, slots, lengths)
 
 
-def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-    """One sequence in float64: the last queries over all keys."""
-    group, hidden = q.shape[1] // k.shape[1], torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
-    scores = torch.einsum("tnd,lnd->ntl", q.double(), k.double().repeat_interleave(group, 1)) * scaling
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    return torch.einsum("ntl,lnv->tnv", weights, v.double().repeat_interleave(group, 1))
-
-
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -87,7 +80,8 @@ def test_a_batch_is_float64s_softmax_rounded_once(isa: str, dtype: torch.dtype, 
     pool = drawn_pool(shape, dtype)
     wide = attend(pool.q, pool.keys, pool.values, pool.sequences(), 0.2, out_dtype=torch.float32)
     for index in range(len(LENGTHS)):
-        expected = exact(*pool.alone(index), 0.2)
+        q, k, v = (rows.double() for rows in pool.alone(index))
+        expected = attention(q, k, v, 0.2)
         torch.testing.assert_close(wide[pool.rows(index)].double(), expected, atol=TOLERANCE, rtol=0)
     assert pool.attended().dtype == dtype
     assert torch.equal(pool.attended(), wide.to(dtype))
