@@ -19,7 +19,7 @@ from kt_runtime.cli.server_process import server
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.wire import Batch, ResidentClient
-from kt_runtime.wire.messages import LoraSettings, Model
+from kt_runtime.wire.messages import Activations, LoraSettings, Model
 
 PRESETS = {
     "tiny-deepseek-v2": tiny_deepseek_v2,
@@ -77,6 +77,17 @@ def test_sampled_tokens_have_training_s_logprobs(served: Served, adapter: str | 
     assert status.step == "running"
     found = Agreement.of(served.trained(rows, adapter), logprobs)
     print(f"{status.family} {served.dtype} {adapter or 'base'}: {found}")
+    assert found.k3 == 0 and found.largest == 0
+
+
+@pytest.mark.parametrize("activations", ["recompute", "retain"])
+def test_a_training_step_reports_the_logprobs_of_sampling(served: Served, activations: Activations) -> None:
+    """The step's gradient is dropped with the session; nothing is applied."""
+    rows, logprobs = sampled(served.api, "tuned")
+    batch = Batch.from_sequences([row[:-1] for row in rows], [row[1:] for row in rows])
+    reported = served.client.forward_backward("parity", batch, activations=activations).logprobs
+    found = Agreement.of(list(reported), logprobs)
+    print(f"{served.dtype} {activations}: {found}")
     assert found.k3 == 0 and found.largest == 0
 
 
