@@ -29,6 +29,7 @@ from kt_runtime.serve.cache_directory import cache_directory, check_directory, c
 from kt_runtime.serve.console.console import Console, opened_console
 from kt_runtime.serve.console.start_lines import describe_model
 from kt_runtime.serve.environment import dropped_variables
+from kt_runtime.serve.exactness import check_exact, not_exact
 from kt_runtime.serve.http.auth import ApiKey
 from kt_runtime.serve.http.front_door import FrontDoor, check_reach
 from kt_runtime.serve.memory.cache import describe, lack_of_room, plan_cache
@@ -70,6 +71,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     check_reach(options)
     check_passed_on(options.passed_on, own=own_option_names(), with_tiers=options.asks_for_cache)
     model = _resolve(options)
+    check_exact(options, model.config)
     asked, options = options, _with_parsers(_placed(options, model, say), model)
     place = cache_directory(options.cache_dir, model.directory) if options.cache_disk_bytes else None
     options = _with_cache(options, model.config, place)
@@ -187,6 +189,16 @@ class _Frontend:
 
     def warming_up(self) -> None:
         self._console.say("the model is loaded; computing its first tokens")
+
+    def refusal(self) -> str:
+        """With `--exact`: why training's log-probabilities may differ from served ones."""
+        if not self._options.exact:
+            return ""
+        with ResidentClient(self._settings.wire_address, timeout_s=RESIDENT_SECONDS) as client:
+            return client.status(wait_s=0).not_exact
+
+    def refused(self, why: str) -> None:
+        self._console.say(f"Error: {not_exact(why)}")
 
     def announce(self) -> None:
         """Waits for the port and for the adapters of an earlier run, then prints that the server is ready."""

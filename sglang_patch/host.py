@@ -72,6 +72,10 @@ class SGLangHost:
         return native_step.exceptions()
 
     @property
+    def not_exact(self) -> str:
+        return native_step.not_exact() if self.device.type == "cpu" else "the model is not on a CPU"
+
+    @property
     def decoded(self) -> Decoded:
         return native_step.decoded()
 

@@ -78,6 +78,9 @@ class ServeCommand(click.Command):
     help="A KTransformers rule file (kt_optimize_rule): its experts' format is taken, the rest checked.",
 )
 @click.option("--no-step", is_flag=True, help="On a CPU, run SGLang's modules instead of the native step.")
+@click.option(
+    "--exact", is_flag=True, help="Refuse to start unless training's log-probabilities equal served ones to the bit."
+)
 @click.option("--training-share", default=0.5, show_default=True, help="Most of the time that training may take.")
 @click.option("--microbatch-tokens", default=2048, show_default=True, help="Tokens that training computes at once.")
 @click.option("--max-sessions", default=64, show_default=True, help="Training sessions that may be open at once.")

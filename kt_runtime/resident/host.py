@@ -62,6 +62,11 @@ class Host(Protocol):
         ...
 
     @property
+    def not_exact(self) -> str:
+        """Why training's log-probabilities may differ from served ones; empty if they are equal to the bit."""
+        ...
+
+    @property
     def decoded(self) -> Decoded:
         """Zeros if the engine does not run on a CPU."""
         ...

@@ -287,7 +287,7 @@ class Resident:
         return messages.DoneReply(request_id=request.request_id)
 
     def _status(self, request_id: str, fingerprint: str) -> Reply:
-        decoded = self._host.decoded
+        decoded, not_exact = self._host.decoded, self._host.not_exact
         return messages.StatusReply(
             request_id=request_id,
             runtime_version=__version__,
@@ -310,6 +310,8 @@ class Resident:
             expert_placement=placement_refusal() or "",
             step=self._host.step,
             step_exceptions=self._host.step_exceptions,
+            exact=not not_exact,
+            not_exact=not_exact,
             step_decode_batches=decoded.step_batches,
             step_decode_seconds=decoded.step_seconds,
             sampling_decode_seconds=decoded.sampling_seconds,

@@ -450,6 +450,9 @@ class StatusReply(Reply, tag="status"):
     that the step has computed since the start, and seconds of its calls for them. `sampling_decode_seconds`: of the
     engine's sampling for all batches of decoding requests. All three are 0 if the engine does not run on a CPU.
 
+    `exact`: training computes the log-probabilities of serving to the bit, without dropout. `not_exact`: why they may
+    differ; empty if `exact`.
+
     `cache`: the prefix cache's tiers, nearest first; empty if the engine reports none. `not_stored`: versions that
     could not be written to disk. `not_forgotten`: unloaded names whose removal could not be written to disk.
     `restoring`: names of an earlier run that are still being restored.
@@ -486,6 +489,8 @@ class StatusReply(Reply, tag="status"):
     step_decode_batches: int = 0
     step_decode_seconds: float = 0.0
     sampling_decode_seconds: float = 0.0
+    exact: bool = False
+    not_exact: str = ""
 
 
 class SessionReply(Reply, tag="session"):

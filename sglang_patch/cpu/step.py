@@ -9,8 +9,8 @@ and the Python between them take longer than the arithmetic.
 SGLang's modules still compute families without a table (`Family.decoder_stack`), batches with embeddings as input, and
 captured states of single layers. Both ways give the same bits, because the step calls the same kernels in the same
 order. The log states each reason once, /kt/status lists them (`state`, `exceptions`). /kt/status also shows how long
-the step and sampling took for decoding requests (`decoded`). `lora.step` gives the step the LoRA pool and the adapters
-of a batch.
+the step and sampling took for decoding requests (`decoded`), and whether training is equal to the bit (`not_exact`).
+`lora.step` gives the step the LoRA pool and the adapters of a batch.
 
 A batch with an id, a position or a KV slot out of range raises InvalidValueError before anything is written;
 `faults.batches` then ends the request at fault. A token with NaN or Inf is noted for `faults.finite_rows`.
@@ -47,6 +47,7 @@ SYMBOLS = (
     "sglang.srt.models.qwen3_moe.Qwen3MoeModel.forward",
     "sglang.srt.models.deepseek_v2.DeepseekV2Model.forward",
     "sglang.srt.model_executor.model_runner.ModelRunner.sample",
+    "sglang.srt.layers.logits_processor.LogitsProcessor.use_fp32_lm_head",
     "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
     "sglang.srt.layers.rotary_embedding.rope_variant.DeepseekScalingRotaryEmbedding.forward_native",
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
@@ -80,6 +81,19 @@ def state() -> str:
 def exceptions() -> list[str]:
     """Why SGLang's modules have computed some batches although the step runs; each reason once."""
     return list(_exceptions)
+
+
+def not_exact() -> str:
+    """Why training's log-probabilities may differ from served ones; empty if they are equal to the bit."""
+    if _program is None:
+        return f"the native step does not compute the model: {_reason}"
+    if _program.no_adapters:
+        return f"the native step does not compute batches with adapters: {_program.no_adapters}"
+    if _program.runner.model.logits_processor.use_fp32_lm_head and _program.runner.dtype != torch.float32:
+        return f"serving multiplies the head in float32, training in {_program.runner.dtype}".replace("torch.", "")
+    if _exceptions:
+        return f"the native step has left a batch to SGLang's modules: {_exceptions[0]}"
+    return ""
 
 
 def decoded() -> Decoded:

@@ -83,6 +83,7 @@ SYMBOLS = (
 DRAIN_SECONDS = 10.0  # time for running requests to finish after the first SIGTERM or SIGINT
 STOP_SECONDS = 25.0  # after this time the process ends everything that still runs
 WARM_UP_POLL_SECONDS = 0.1
+REFUSED = 2  # exit status, as of a mistake in the options
 ENGINE_EXIT_SECONDS = 12.0  # the disk tier writes its pending pages (`cache.backend.CLOSING_SECONDS`)
 
 
@@ -131,8 +132,16 @@ class Frontend(Protocol):
         """The first tokens are about to be computed."""
         ...
 
+    def refusal(self) -> str:
+        """Why the server must not serve, although the model can answer; empty: it may. Called after `warming_up`."""
+        ...
+
     def announce(self) -> None:
         """Called in its own thread when the server can answer requests. Must return soon after `stop`."""
+        ...
+
+    def refused(self, why: str) -> None:
+        """The server is about to end because of `refusal`."""
         ...
 
     def failed(self, what: str) -> None:
@@ -285,10 +294,14 @@ class _Server:
                     return False
                 concurrent.futures.wait([running], timeout=WARM_UP_POLL_SECONDS)
             running.result()
+            why = self.frontend.refusal()
         except Exception as error:  # any failure means that the model can't answer
             logger.exception("the first request failed")
             self.frontend.failed(f"the model can't answer: {type(error).__name__}: {error}")
             self._end_now(1)
+        if why:
+            self.frontend.refused(why)
+            self._end_now(REFUSED)
         self.manager.server_status = ServerStatus.Up
         return True
 

@@ -13,6 +13,7 @@ from system.conftest import Served
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import server
+from kt_runtime.errors import RuntimeFault
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.wire import Batch
 from kt_runtime.wire.messages import LoraSettings
@@ -26,9 +27,10 @@ Answer = tuple[list[int], list[float]]  # tokens, and logprobs of prompt and ans
 
 
 class Answers(NamedTuple):
-    """`state`: what /kt/status says of the step. `given` and `adapted`: answers of the base and of the adapters."""
+    """`state`: what /kt/status says of the step and of exactness. `given`, `adapted`: answers of the base and of the
+    adapters."""
 
-    state: tuple[str, list[str]]
+    state: tuple[str, list[str], str]
     given: list[Answer]
     adapted: list[Answer]
 
@@ -75,7 +77,8 @@ def answers_of(place: Path, name: str, *options: str) -> Answers:
         adapted = [stream.result() for stream in beside]
         given.append(ask(api, prompts[-1][:300] + prompts[-2]))
         status = client.status()
-        return Answers((status.step, status.step_exceptions), given, adapted)
+        assert status.exact == (not status.not_exact)
+        return Answers((status.step, status.step_exceptions, status.not_exact), given, adapted)
 
 
 @pytest.fixture(scope="module", params=["tiny-qwen3-moe", "tiny-deepseek-v3"])
@@ -87,13 +90,30 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("options", [("--dtype", "bfloat16"), ("--dtype", "float32", "--expert-format", "int4")])
 def test_answers_have_the_same_bits_with_and_without_the_step(place: Path, options: tuple[str, ...]) -> None:
-    with_step, without = answers_of(place, "with", *options), answers_of(place, "without", "--no-step", *options)
-    assert with_step.state == ("running", [])
-    assert without.state == ("--no-step", [])
+    with_step, without = (
+        answers_of(place, "with", "--exact", *options),
+        answers_of(place, "without", "--no-step", *options),
+    )
+    assert with_step.state == ("running", [], "")
+    assert without.state == ("--no-step", [], "the native step does not compute the model: --no-step")
     assert with_step.given == without.given
     assert with_step.adapted == without.adapted
     assert with_step.adapted[::2] != with_step.adapted[1::2]
     assert "not the native step" not in (place / "with.log").read_text()
+
+
+def test_a_server_that_is_not_exact_ends_with_status_2_and_says_why(place: Path) -> None:
+    """Keys and values rounded to fp8, which training does not round."""
+    options = ["--adapter-dir", str(place / "fp8"), "--exact", "--", "--kv-cache-dtype", "fp8_e4m3"]
+    with (
+        pytest.raises(RuntimeFault, match="ended with status 2") as refused,
+        server(str(place / "model"), options, place / "fp8.log"),
+    ):
+        pass
+    said = (
+        "--exact: training's log-probabilities may differ from served ones: the native step does not compute the model"
+    )
+    assert f"{said}: the KV pool is a " in str(refused.value)
 
 
 def test_the_status_and_the_log_say_that_the_step_runs(float32_server: Served) -> None:

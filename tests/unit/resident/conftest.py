@@ -118,7 +118,7 @@ class FakeHost:
     max_lora_rank = 16
     context_tokens = 256
     chunked_prefill_tokens = 128
-    step = "the host is a fake"
+    step = not_exact = "the host is a fake"
     decoded = Decoded(step_batches=3, step_seconds=0.25, sampling_seconds=0.125)
 
     def __init__(

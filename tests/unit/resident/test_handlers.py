@@ -174,6 +174,7 @@ def test_status_says_what_a_recipe_is_compared_with(make_host: Callable[..., Any
     assert found == (host.experts.num_threads, host.chunked_prefill_tokens, 2048)
     assert sum(status.expert_node_bytes) == status.expert_bytes and status.expert_placement == ""
     assert (status.step, status.step_exceptions) == (host.step, ["it has an adapter"])
+    assert (status.exact, status.not_exact) == (False, host.not_exact)
     assert (status.step_decode_batches, status.step_decode_seconds, status.sampling_decode_seconds) == (3, 0.25, 0.125)
 
 

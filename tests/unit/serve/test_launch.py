@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import socket
@@ -19,7 +20,9 @@ from reference.serve_options import options
 
 from kt_runtime.cli.serve import command
 from kt_runtime.errors import ConflictError, InvalidValueError, KtError, NotFoundError, UnknownNameError
-from kt_runtime.serve import launch
+from kt_runtime.families import family_for
+from kt_runtime.families.base import Family
+from kt_runtime.serve import exactness, launch
 from kt_runtime.serve.options.named import ServeOptions, check_port_is_free
 
 KEY = "correct-horse-battery"
@@ -62,6 +65,26 @@ def test_the_native_step_is_turned_off_by_an_option(
     for no_step in (False, True):
         launch.serve(options(model, port, private_directory, no_step=no_step), print)
         assert started[-1].settings.step is not no_step
+
+
+def test_exact_is_refused_before_anything_starts_where_it_can_not_hold(
+    started: list[Any], model: Path, port: int, private_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = options(model, port, private_directory, exact=True)
+    monkeypatch.setattr(exactness, "has_gpu", lambda: False)
+    with pytest.raises(InvalidValueError, match="--exact and --no-step exclude each other: leave out one of them"):
+        launch.serve(dataclasses.replace(asked, no_step=True), print)
+    differ = "--exact: training's log-probabilities may differ from served ones: "
+    with monkeypatch.context() as patch, pytest.raises(InvalidValueError, match=f"{differ}this machine has a GPU"):
+        patch.setattr(exactness, "has_gpu", lambda: True)
+        launch.serve(asked, print)
+    family = family_for(json.loads((model / "config.json").read_text()))
+    with monkeypatch.context() as patch, pytest.raises(InvalidValueError, match=f"{differ}the family .* has no table"):
+        patch.setattr(type(family), "decoder_stack", Family.decoder_stack)
+        launch.serve(asked, print)
+    assert not started
+    launch.serve(asked, print)
+    assert len(started) == 1
 
 
 PLACEMENT = """\

@@ -685,6 +685,27 @@ def test_a_rotary_embedding_with_a_forward_of_its_own_is_left_to_sglang(
     assert native_step.state() == STEP_RUNNING
 
 
+def test_training_is_exact_while_the_step_computes_everything(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, runner = native_step._program, served.scheduler.tp_worker.model_runner
+    monkeypatch.setattr(native_step, "_exceptions", [])
+    assert native_step.not_exact() == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "no_adapters", "LoRA adapts the embedding")
+        assert native_step.not_exact().endswith("does not compute batches with adapters: LoRA adapts the embedding")
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.model.logits_processor, "use_fp32_lm_head", True)
+        assert native_step.not_exact() == (
+            "" if runner.dtype == torch.float32 else "serving multiplies the head in float32, training in bfloat16"
+        )
+    with monkeypatch.context() as patch:
+        patch.setattr(native_step, "_exceptions", ["it is padded", "its mode is IDLE"])
+        assert native_step.not_exact() == "the native step has left a batch to SGLang's modules: it is padded"
+    with monkeypatch.context() as patch:
+        patch.setattr(native_step, "_program", None)
+        patch.setattr(native_step, "_reason", "--no-step")
+        assert native_step.not_exact() == "the native step does not compute the model: --no-step"
+
+
 def test_a_step_that_could_not_be_built_is_no_step(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(runner: Any) -> str:
         raise RuntimeError("unexpected")
