@@ -36,10 +36,12 @@ def patch_sglang() -> None:
 
 class Engine:
     """`ended`: finish reasons by request; `tokens` and `logprobs`: what was answered, by request; `prompt_logprobs`:
-    of the prompt's tokens from the request's `logprob_start_len` on, but for a prompt's first token."""
+    of the prompt's tokens from the request's `logprob_start_len` on, but for a prompt's first token. `new_tokens`:
+    how many a request asks for unless it says otherwise."""
 
     def __init__(self, scheduler: Any, config: Mapping[str, Any]) -> None:
         self.scheduler, self.config = scheduler, config
+        self.new_tokens = 8
         self.ended: dict[str, dict[str, Any]] = {}
         self.controls: list[Any] = []
         self.tokens: dict[str, list[int]] = {}
@@ -70,12 +72,12 @@ class Engine:
             self.controls.append(output)
 
     def request(self, rid: str, prompt: list[int], **changes: Any) -> Any:
-        """A greedy request of 8 tokens as the frontend sends it. `changes` to it or to its sampling parameters."""
+        """A greedy request of `new_tokens` as the frontend sends it. `changes` to it or to its sampling parameters."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+        sampling = {"temperature": 0, "max_new_tokens": self.new_tokens, "ignore_eos": True}
         known = set(SamplingParams.__struct_fields__)
         sampling |= {name: value for name, value in changes.items() if name in known}
         parameters = SamplingParams(**sampling)
@@ -122,7 +124,8 @@ class Engine:
         return int(self.scheduler.tree_cache.total_size()[0])
 
     def clear(self) -> None:
-        assert self.scheduler.flush_cache()
+        with mock.patch("gc.collect"):  # SGLang collects garbage after a flush: 8 ms, a thousand times in a file
+            assert self.scheduler.flush_cache()
         self.ended, self.tokens, self.logprobs, self.prompt_logprobs, self.controls = {}, {}, {}, {}, []
 
     def load_experts(self, checkpoint: Path, **store: Any) -> None:

@@ -1,6 +1,6 @@
 """The native step's table: each tensor or number that does not fit is refused with its name, its value and the rule.
 
-What the step computes is compared with SGLang's modules (tests/unit/sglang_patch/cpu/test_step.py), and with double
+What the step computes is compared with SGLang's modules (tests/unit/sglang_patch/cpu/step), and with double
 precision (tests/unit/csrc/step_test.cpp).
 """
 

@@ -1,4 +1,4 @@
-"""What the native step is given of SGLang's LoRA pool and of a batch's adapters. Results: cpu/test_step.py."""
+"""What the native step is given of SGLang's LoRA pool and of a batch's adapters. Results: cpu/step/test_adapters.py."""
 
 from __future__ import annotations
 

@@ -3,144 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
-import msgspec
 import pytest
 import torch
-from reference import lora
-from reference.parity import tiny_deepseek_v2
-from reference.scheduler import Engine, engine
+from reference.native_step import (
+    LENGTHS,
+    QWEN3,
+    SINGLE_CASES,
+    Both,
+    answers,
+    answers_to_all,
+    buffers_of,
+    prompt,
+    small_batch,
+)
+from reference.scheduler import Engine
 
-from kt_runtime.adapters import AdapterTensors
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.experts import available_isas
 from kt_runtime.experts.attention import Sequences
-from kt_runtime.experts.step import AdapterRows, BatchLora, ExpertAdapter, LoraPool
 from kt_runtime.families import family_for
 from kt_runtime.families.base import Family
 from kt_runtime.families.qwen3_moe import Qwen3Moe
 from kt_runtime.resident.config import ResidentSettings
-from kt_runtime.serve.models.presets import Preset, load_preset
-from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.cpu import step as native_step
-from kt_runtime.sglang_patch.lora import step as lora_step
-from kt_runtime.sglang_patch.lora.install import drop_adapter, install_adapter
-from kt_runtime.sglang_patch.lora.pinned_memory import UnpinnedMemory
 from kt_runtime.wire.messages import STEP_RUNNING
 
-LENGTHS = (1, 2, 7, 33, 64, 150)  # in chunks of 64 tokens and pages of 8
 NAN_TOKEN, NO_TOKEN = 700, 1 << 20
-QWEN3, DEEPSEEK_V3, DEEPSEEK_V2 = load_preset("tiny-qwen3-moe"), load_preset("tiny-deepseek-v3"), tiny_deepseek_v2()
-PADDED = {"vocab_size": 767}  # SGLang pads the embedding to a multiple of 64 rows
-OTHER_QWEN3 = {"attention_bias": True, "norm_topk_prob": False, "num_key_value_heads": 1, **PADDED}
-KIMI_K2 = {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
-WITH_QUERY_RANK = {"q_lora_rank": 48, "v_head_dim": 24, "first_k_dense_replace": 2, "n_shared_experts": 2}
-UNGROUPED = {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
-# preset, changes of the model's configuration, dtype, arguments of the expert store
-CASES: dict[str, tuple[Preset, dict[str, Any], str, dict[str, str]]] = {
-    "float32": (QWEN3, {}, "float32", {}),
-    "float32, int8 experts": (QWEN3, {}, "float32", {"expert_format": "int8"}),
-    "bfloat16, int4 experts": (QWEN3, {}, "bfloat16", {"expert_format": "int4"}),
-    "bfloat16, biases, one key head": (QWEN3, OTHER_QWEN3, "bfloat16", {}),
-    **{f"bfloat16, {isa}": (QWEN3, {}, "bfloat16", {"isa": isa}) for isa in available_isas()},
-    "DeepSeek-V3, float32": (DEEPSEEK_V3, {}, "float32", {}),
-    **{f"DeepSeek-V3, bfloat16, {isa}": (DEEPSEEK_V3, {}, "bfloat16", {"isa": isa}) for isa in available_isas()},
-    "Kimi-K2, bfloat16, int4 experts": (DEEPSEEK_V3, KIMI_K2, "bfloat16", {"expert_format": "int4"}),
-    "Kimi-K2, float32": (DEEPSEEK_V3, KIMI_K2, "float32", {}),
-    "DeepSeek-V2, bfloat16": (DEEPSEEK_V2, {}, "bfloat16", {}),
-    "DeepSeek-V2, float32, one group": (DEEPSEEK_V2, UNGROUPED, "float32", {}),
-    "DeepSeek-V2, bfloat16, compressed queries": (DEEPSEEK_V2, WITH_QUERY_RANK, "bfloat16", {}),
-    "DeepSeek-V2, float32, compressed queries": (DEEPSEEK_V2, WITH_QUERY_RANK, "float32", {}),
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-SINGLE_CASES: dict[str, tuple[Preset, dict[str, Any], str, dict[str, str]]] = {  # of single tests
-    f"{dtype}, YaRN": (QWEN3, {"rope_scaling": YARN}, dtype, {}) for dtype in ("float32", "bfloat16")
-}
-
-
-class Both:
-    """Takes the place of the program: every batch runs on the step, on a step with three threads, and on SGLang's
-    modules, whose result is returned. `different`: batches that differ; `modes` and `adapters` (how many): of the
-    batches."""
-
-    def __init__(self, runner: Any, program: native_step.Program) -> None:
-        self.model, self.pool, self.has_moved = program.model, runner.token_to_kv_pool, program.has_moved
-        self.no_adapters = program.no_adapters
-        with mock.patch.object(moe.expert_store(), "num_threads", 3):
-            self.programs = [program, native_step._program_of(runner)]
-        self.different: list[str] = []
-        self.modes: list[tuple[str, int]] = []
-        self.adapters: list[int] = []
-
-    def run(self, ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
-        mode = batch.forward_mode.name
-        if mode == "EXTEND" and any(map(is_decode, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu)):
-            mode = "MIXED"
-        self.modes.append((mode, len(batch.seq_lens)))
-        self.adapters.append(len(set(batch.lora_ids) - {None}))
-        found = [self._results(batch, program.run(ids, positions, batch)) for program in self.programs]
-        hidden = type(self.model).forward.__wrapped__(self.model, ids, positions, batch)
-        expected = self._results(batch, hidden, wipe=False)
-        for threads, tensors in zip((1, 3), found, strict=True):
-            if not all(same_bits(a, b) for a, b in zip(tensors, expected, strict=True)):
-                self.different.append(f"{mode} of {len(ids)} tokens, {threads} threads")
-        return hidden
-
-    def _results(self, batch: Any, hidden: torch.Tensor, *, wipe: bool = True) -> list[torch.Tensor]:
-        """Hidden states and the new keys and values, which are then wiped from the pool."""
-        tensors = [hidden.clone()]
-        for buffer in buffers_of(self.pool):
-            tensors.append(buffer[batch.out_cache_loc].clone())
-            if wipe:
-                buffer[batch.out_cache_loc] = 9.0
-        return tensors
-
-
-def buffers_of(pool: Any) -> list[torch.Tensor]:
-    return [buffer for layer in native_step.kv_buffers(pool) for buffer in layer]
-
-
-def is_decode(prefix: int, new: int) -> bool:
-    return prefix > 0 and new == 1
-
-
-def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.nan_to_num(), expected.nan_to_num())
-
-
-@pytest.fixture(scope="module", params=CASES)
-def served(
-    request: pytest.FixtureRequest, patched_sglang: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    """SGLang's own scheduler in this process, with a tiny model; prefills and decodes may share a batch."""
-    from kt_runtime.serve.models.make_model import make_model
-
-    preset, changes, dtype, store = (CASES | SINGLE_CASES)[request.param]
-    model = tmp_path_factory.mktemp("model") / "tiny"
-    make_model(msgspec.structs.replace(preset, config=preset.config | changes), model, seed=3)
-    with engine(model, "--dtype", dtype, "--enable-mixed-chunk", **store) as started:
-        yield started
-
-
-@pytest.fixture
-def both(served: Engine, monkeypatch: pytest.MonkeyPatch) -> Both:
-    served.clear()
-    assert native_step.state() == STEP_RUNNING
-    program = native_step._program
-    assert program is not None
-    checked = Both(served.scheduler.tp_worker.model_runner, program)
-    monkeypatch.setattr(native_step, "_program", checked)
-    return checked
-
-
-def prompt(length: int, first: int = 3) -> list[int]:
-    return [first + (7 * place) % 600 for place in range(length)]
 
 
 def test_prompts_of_all_lengths_alone(served: Engine, both: Both) -> None:
@@ -257,137 +149,10 @@ def test_an_id_outside_the_vocabulary_ends_its_request_alone(served: Engine) -> 
     assert answers(served)["good"] == alone
 
 
-def answers(served: Engine) -> dict[str, tuple[list[int], list[float]]]:
-    return {rid: (tokens, served.logprobs.get(rid, [])) for rid, tokens in served.tokens.items()}
-
-
-def answers_to_all(served: Engine) -> dict[str, tuple[list[int], list[float]]]:
-    served.clear()
-    served.run(*(served.request(f"r{length}", prompt(length, length)) for length in LENGTHS))
-    return answers(served)
-
-
 def test_greedy_answers_are_the_same_with_and_without_the_step(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with_step = answers_to_all(served)
     monkeypatch.setattr(native_step, "_program", None)
     assert answers_to_all(served) == with_step
-
-
-DENSE_MODULES = ("q_proj", "v_proj", "q_b_proj", "kv_b_proj", "o_proj", "mlp")
-
-
-def adapter(served: Engine, rank: int, seed: int, only: Collection[str] = ()) -> AdapterTensors:
-    return lora.random_adapter(served.config, rank=rank, alpha=10 / 3, seed=seed, only=only)
-
-
-@contextmanager
-def installed(served: Engine, **adapters: AdapterTensors) -> Iterator[Any]:
-    """In SGLang's LoRA manager, under their names."""
-    manager = served.scheduler.tp_worker.model_runner.lora_manager
-    for name, tensors in adapters.items():
-        install_adapter(manager, served.config, name, name, f"content of {name}", tensors)
-    try:
-        yield manager
-    finally:
-        for name in adapters:
-            drop_adapter(manager, name)
-
-
-def test_adapters_of_several_ranks_and_the_base_in_one_batch(served: Engine, both: Both) -> None:
-    three = {"all": adapter(served, 8, 1), "dense": adapter(served, 3, 2, DENSE_MODULES)}
-    three["experts"] = adapter(served, 5, 3, ["experts"])
-    exceptions = native_step.exceptions()
-    with installed(served, **three):
-        requests = [
-            served.request(f"{name} {length}", prompt(length, length), return_logprob=False, lora_id=name)
-            for length in LENGTHS[2:5]
-            for name in ("all", None, "dense", "experts")
-        ]
-        served.send(*requests[:5])
-        for _ in range(3):
-            served.step()
-        served.run(*requests[5:], served.request("long", prompt(150), return_logprob=False, lora_id="all"))
-    assert not both.different
-    assert {"EXTEND", "MIXED", "DECODE"} <= {mode for mode, _ in both.modes}
-    decodes = [found for found, (mode, _) in zip(both.adapters, both.modes, strict=True) if mode == "DECODE"]
-    assert max(decodes) == 3 and max(both.adapters) == 3
-    assert native_step.exceptions() == exceptions
-
-
-def test_slots_take_other_adapters_after_an_eviction(served: Engine, both: Both) -> None:
-    five = {f"a{rank}": adapter(served, rank, rank) for rank in (1, 3, 4, 6, 8)}
-    owners: dict[int, set[str]] = {}
-    with installed(served, **five) as manager:
-        for turn in range(5):
-            names = [f"a{(1, 3, 4, 6, 8)[(turn + place) % 5]}" for place in range(3)]
-            served.run(*(served.request(f"{turn} {name}", prompt(70, 3 + turn), lora_id=name) for name in names))
-            for name, slot in manager.memory_pool.uid_to_buffer_id.items():
-                if name is not None:
-                    owners.setdefault(slot, set()).add(name)
-    assert not both.different
-    assert any(len(names) > 1 for names in owners.values())
-
-
-def test_cached_prefixes_of_an_adapter(served: Engine, both: Both) -> None:
-    with installed(served, one=adapter(served, 4, 1)):
-        served.run(served.request("cold", prompt(150), lora_id="one"))
-        served.run(
-            served.request("hit", prompt(150), lora_id="one"),
-            served.request("longer", prompt(100) + prompt(60, 5), lora_id="one"),
-            served.request("base", prompt(150)),
-        )
-    assert answers(served)["hit"] == answers(served)["cold"] != answers(served)["base"]
-    assert not both.different
-
-
-def test_a_token_s_bits_do_not_depend_on_the_run_of_its_adapter(served: Engine) -> None:
-    tokens, rank = 150, 5  # more tokens than a task of LoRA has
-    slots = torch.arange(8, 8 + tokens)
-    sequence = Sequences(torch.tensor([[0, tokens, 0, 0]]), slots.int()[None])
-    batch = (torch.tensor(prompt(tokens)), slots - 8, slots, sequence)
-    with installed(served, one=adapter(served, rank, 1)) as manager:
-        served.clear()
-        served.run(served.request("takes a slot", prompt(3), lora_id="one"))
-        served.clear()
-        program, slot = native_step._program, manager.memory_pool.uid_to_buffer_id["one"]
-        assert program is not None
-        experts, token_slots = [ExpertAdapter(slot, rank, 10 / 3 / rank)], torch.zeros(tokens, dtype=torch.int32)
-        found = [
-            program._step.run(*batch, BatchLora(rows, experts, token_slots))[0]
-            for rows in (
-                [AdapterRows(0, tokens, slot, rank, 10 / 3 / rank)],
-                [AdapterRows(place, 1, slot, rank, 10 / 3 / rank) for place in range(tokens)],
-                [AdapterRows(first, 30, slot, rank, 10 / 3 / rank) for first in range(0, tokens, 30)],
-            )
-        ]
-        base = program._step.run(*batch)[0]
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    assert (found[0] != base).any(-1).all()
-
-
-def test_an_adapter_whose_activations_are_not_finite_ends_its_request_alone(served: Engine, both: Both) -> None:
-    with installed(served, bad=lora.huge_adapter(served.config), good=adapter(served, 4, 1)):
-        served.run(
-            served.request("bad", prompt(20), lora_id="bad"),
-            served.request("good", prompt(20), lora_id="good"),
-            served.request("base", prompt(20)),
-        )
-        together = answers(served)
-        assert served.ended["bad"]["status_code"] == 422
-        served.clear()
-        served.run(served.request("good", prompt(20), lora_id="good"), served.request("base", prompt(20)))
-    assert not both.different
-    assert answers(served) == {rid: together[rid] for rid in ("good", "base")}
-
-
-def test_requests_of_the_base_have_the_same_bits_beside_an_adapter_s(served: Engine) -> None:
-    alone = answers_to_all(served)
-    with installed(served, id=adapter(served, 4, 1)):
-        served.clear()
-        base = [served.request(f"r{length}", prompt(length, length)) for length in LENGTHS]
-        served.run(served.request("adapted", prompt(20), lora_id="id"), *base)
-    assert len(served.tokens["adapted"]) == 8
-    assert {rid: answer for rid, answer in answers(served).items() if rid != "adapted"} == alone
 
 
 def test_the_step_and_sampling_are_timed_for_decoding_requests(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,8 +160,8 @@ def test_the_step_and_sampling_are_timed_for_decoding_requests(served: Engine, m
     before = native_step.decoded()
     served.run(served.request("step", prompt(20)))
     after = native_step.decoded()
-    assert len(served.tokens["step"]) == 8
-    assert after.step_batches == before.step_batches + 7, "the prompt's batch gives the first token"
+    assert len(served.tokens["step"]) == 4
+    assert after.step_batches == before.step_batches + 3, "the prompt's batch gives the first token"
     assert after.step_seconds > before.step_seconds and after.sampling_seconds > before.sampling_seconds
     monkeypatch.setattr(native_step, "_program", None)
     served.run(served.request("modules", prompt(20)))
@@ -405,49 +170,6 @@ def test_the_step_and_sampling_are_timed_for_decoding_requests(served: Engine, m
     assert with_modules.sampling_seconds > after.sampling_seconds
     served.run(served.request("prompt", prompt(20), max_new_tokens=1))
     assert native_step.decoded() == with_modules, "a prompt is not decoded"
-
-
-def test_the_step_is_built_again_over_a_lora_pool_that_moved(served: Engine) -> None:
-    def ask() -> dict[str, tuple[list[int], list[float]]]:
-        served.clear()
-        served.run(served.request("adapted", prompt(20), lora_id="id"))
-        return answers(served)
-
-    with installed(served, id=adapter(served, 4, 1)) as manager:
-        before, program = ask(), native_step._program
-        buffers = manager.memory_pool.B_buffer["o_proj"]
-        buffers[1], old = buffers[1].clone(), buffers[1]
-        old.fill_(float("nan"))
-        with UnpinnedMemory():
-            manager.update_lora_info()
-        served.clear()
-        served.run(served.request("base", prompt(20)))
-        assert native_step._program is program  # batches without adapters do not read the pool
-        assert ask() == before and native_step._program is not program
-        assert native_step.state() == STEP_RUNNING
-
-
-def test_what_lora_can_t_do_on_the_step_goes_to_sglang_s_modules(
-    served: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = served.scheduler.tp_worker.model_runner
-    monkeypatch.setattr(native_step, "_exceptions", [])
-    with installed(served, id=adapter(served, 4, 1)) as manager:
-        served.clear()
-        served.run(served.request("adapted", prompt(20), lora_id="id"))
-        expected = answers(served)
-        assert native_step.exceptions() == []
-        try:
-            with monkeypatch.context() as patch:
-                patch.setattr(manager.lora_backend, "name", "another")
-                native_step._build(None, runner)
-            assert native_step.state() == STEP_RUNNING
-            served.clear()
-            served.run(served.request("adapted", prompt(20), lora_id="id"))
-        finally:
-            native_step._build(None, runner)
-    assert answers(served) == expected
-    assert native_step.exceptions() == ["it has an adapter, and the LoRA backend is another"]
 
 
 def test_the_step_is_built_again_over_parameters_and_a_pool_that_moved(
@@ -473,14 +195,6 @@ def test_the_model_of_speculative_decoding_leaves_the_step_alone(served: Engine)
     program = native_step._program
     native_step._build(None, SimpleNamespace(is_draft_worker=True))
     assert program is not None and native_step._program is program
-
-
-def small_batch(rows: tuple[int, ...] = (0, 2, 0, 0), **changes: list[int]) -> tuple[Any, ...]:
-    """Two tokens of one sequence; the slots 8 and 9 are free in an engine at rest."""
-    values = {"ids": [3, 4], "positions": [0, 1], "slots": [8, 9]} | changes
-    table = torch.tensor([[8, 9, 10], [8, -1, 10]], dtype=torch.int32)
-    tensors = (torch.tensor(values[name]) for name in ("ids", "positions", "slots"))
-    return (*tensors, Sequences(torch.tensor([rows]), table))
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -516,72 +230,6 @@ def test_a_row_that_pads_the_embedding_is_no_token(served: Engine) -> None:
     program._step.run(*small_batch(ids=[3, size - 1]))
     with pytest.raises(InvalidValueError, match=rf"ids\[1\] is {size}; allowed: 0 to {size - 1}"):
         program._step.run(*small_batch(ids=[3, size]))
-
-
-def without_a_factor(pool: LoraPool) -> LoraPool:
-    return replace(pool, layers=[replace(pool.layers[0], out_b=None), *pool.layers[1:]])
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda pool: replace(pool, rank=9), "layers[0].lora.FIRST_a has shape [4, "),
-        (lambda pool: replace(pool, slots=0), "lora_slots is 0 and lora_rank 8; both are 0, or"),
-        (without_a_factor, "layers[0].lora.out_b is missing: A and B come in pairs"),
-    ],
-)
-def test_a_lora_pool_that_does_not_fit_leaves_no_step(
-    served: Engine, change: Any, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = served.scheduler.tp_worker.model_runner
-    pool = lora_step.lora_pool(runner.lora_manager)
-    assert pool is not None
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(lora_step, "lora_pool", lambda manager: change(pool))
-            native_step._build(None, runner)
-            first = next(
-                name for name in ("qkv", "compress", "kv_b") if getattr(pool.layers[0], f"{name}_a") is not None
-            )
-            assert native_step.state().startswith(reason.replace("FIRST", first))
-    finally:
-        native_step._build(None, runner)
-    assert native_step.state() == STEP_RUNNING
-
-
-TWO = torch.zeros(2, dtype=torch.int32)
-WRONG_LORA: dict[str, tuple[BatchLora, str]] = {
-    "slot": (BatchLora([AdapterRows(0, 2, 4, 1, 1.0)]), r"adapter_rows\[0\] has slot 4; allowed: 0 to 3"),
-    "rank": (BatchLora([AdapterRows(0, 2, 3, 9, 1.0)]), r"adapter_rows\[0\] has rank 9; allowed: 1 to 8"),
-    "no rank": (BatchLora([AdapterRows(0, 2, 3, 0, 1.0)]), r"adapter_rows\[0\] has rank 0; allowed: 1 to 8"),
-    "scaling": (
-        BatchLora([AdapterRows(0, 1, 3, 8, 1.0), AdapterRows(1, 1, 3, 8, float("inf"))]),
-        r"adapter_rows\[1\] has a scaling that is not a finite number",
-    ),
-    "rows": (BatchLora([AdapterRows(1, 2, 0, 1, 1.0)]), "begins at token 1 and has 2; there are 2 tokens"),
-    "order": (
-        BatchLora([AdapterRows(0, 2, 0, 1, 1.0), AdapterRows(1, 1, 0, 1, 1.0)]),
-        r"adapter_rows\[1\] begins at token 1 .* the first 2 are taken",
-    ),
-    "experts' slot": (BatchLora([], [ExpertAdapter(-1, 1, 1.0)], TWO), r"expert_adapters\[0\] has slot -1"),
-    "index": (BatchLora([], [ExpertAdapter(0, 1, 1.0)], TWO + 1), r"token_slots\[0\] is 1; allowed: -1 to 0"),
-    "no indices": (BatchLora([], [ExpertAdapter(0, 1, 1.0)]), "token_slots is missing"),
-    "indices": (BatchLora([], [], torch.zeros(3, dtype=torch.int32)), r"token_slots has shape \[3\]; expected \[2\]"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_LORA)
-def test_adapters_that_do_not_fit_are_refused_before_anything_is_written(served: Engine, name: str) -> None:
-    served.clear()
-    adapters, message = WRONG_LORA[name]
-    program = native_step._program
-    assert program is not None
-    keys = buffers_of(served.scheduler.tp_worker.model_runner.token_to_kv_pool)[0]
-    before = keys.clone()
-    with pytest.raises(InvalidValueError, match=message):
-        ids, positions, slots, sequences = small_batch()
-        program._step.run(ids, positions, slots, sequences, adapters)
-    assert torch.equal(keys, before)
 
 
 def test_a_batch_without_tokens_gives_no_rows(served: Engine) -> None:
