@@ -1,6 +1,7 @@
 // The native step's contract: a token's bits depend on its own inputs alone. Not on the other sequences of a batch,
-// their order, how a prompt is cut into batches, the slots of the KV pool, the number of threads and of memory nodes,
-// or on adapters that other tokens have. For every kind of attention, MLP and router, and every format of the experts.
+// their order, how a prompt is cut into batches, the slots of the KV pool or of the LoRA pool, the number of threads
+// and of memory nodes, or on adapters that other tokens have. For every kind of attention, MLP and router, and every
+// format of the experts.
 #include "nodes.h"
 #include "step_server.h"
 
@@ -48,6 +49,17 @@ void test_alone(const Model& model, const Server& whole, const std::vector<Seque
       report.equal(named(model, "the LoRA pool"), base.out.same_row(row, whole.out, row));
   }
   report.equal(named(model, "other sequences"), alone.same(whole));
+}
+
+// Adapters in other slots of the LoRA pool, in batches of all sequences and token by token.
+void test_moved_adapters(const Model& model, const Server& whole, const std::vector<Sequence>& sequences,
+                         const kt::Tiles& tiles, Report& report) {
+  const Model moved = model.with_moved_adapters();
+  for (const auto* at_once : {&kWhole, &kMixed}) {
+    Server server(moved, sequences, tiles, 2);
+    server.run_all(*at_once, report);
+    report.equal(named(model, "the adapters' slots"), server.same(whole));
+  }
 }
 
 // Drawn batches in drawn orders, in other slots, on drawn numbers of threads and nodes.
@@ -101,6 +113,7 @@ void test_model(const Model& model, int trials, const kt::Tiles& tiles, Random& 
   test_comparison(whole, sequences, model, tiles, report);
   test_threads_and_nodes(model, whole, sequences, tiles, report);
   test_alone(model, whole, sequences, tiles, report);
+  test_moved_adapters(model, whole, sequences, tiles, report);
   test_drawn(model, whole, sequences, tiles, trials, random, report);
 }
 

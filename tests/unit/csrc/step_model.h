@@ -150,11 +150,34 @@ class Model {
     return stack;
   }
 
+  // The same model with each adapter in the next slot of the LoRA pool.
+  Model with_moved_adapters() const {
+    Model moved = *this;
+    moved.moved_by = moved_by + 1;
+    for (Layer& layer : moved.layers) {
+      for (Linear* linear :
+           {&layer.qkv, &layer.out, &layer.compress, &layer.query, &layer.heads, &layer.gate_up, &layer.down}) {
+        move_slots(linear->a);
+        move_slots(linear->b);
+      }
+      for (Tensor* experts : {&layer.gate_up_a, &layer.gate_up_b, &layer.down_a, &layer.down_b}) move_slots(*experts);
+    }
+    return moved;
+  }
+
   const Kind kind;
+  int64_t moved_by = 0;  // adapter i lies in slot (i + moved_by) % kLoraSlots
   Tensor embedding, angles, final_norm;
   std::vector<Layer> layers;
 
  private:
+  static void move_slots(Tensor& pool) {
+    if (!pool.present()) return;
+    const Tensor before = pool;
+    const int64_t rows = pool.count() / pool.cols(), of_slot = rows / kLoraSlots;
+    for (int64_t row = 0; row < rows; ++row) pool.copy_row((row + of_slot) % rows, before, row);
+  }
+
   Tensor drawn(std::vector<int64_t> shape, double size, double mean = 0) {
     Tensor tensor(std::move(shape), kind.bf16, 0);
     for (int64_t i = 0; i < tensor.count(); ++i) tensor.set(i, static_cast<float>(mean + size * random_.normal()));

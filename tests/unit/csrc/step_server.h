@@ -46,9 +46,10 @@ inline int64_t count_tokens(const std::vector<Sequence>& sequences) {
 
 // The next counts[i] tokens of sequence i, of which done[i] are in the KV pool.
 struct Batch {
-  // `order`: of the sequences in the batch; empty: as they are.
+  // `order`: of the sequences in the batch; empty: as they are. `moved_by`: Model::moved_by.
   Batch(const std::vector<Sequence>& all, const std::vector<int64_t>& done, const std::vector<int64_t>& counts,
-        std::vector<size_t> order = {}) {
+        std::vector<size_t> order = {}, int64_t moved_by = 0)
+      : moved_by_(moved_by) {
     if (order.empty()) {
       order.resize(all.size());
       std::iota(order.begin(), order.end(), size_t{0});
@@ -86,7 +87,7 @@ struct Batch {
     if (expert >= 0) {
       const auto& [rank, scaling] = kAdapters[sequence.adapter];
       adapter_rows.push_back(
-          {.first = tokens(), .rows = count, .slot = sequence.adapter, .rank = rank, .scaling = scaling});
+          {.first = tokens(), .rows = count, .slot = slot_of(sequence.adapter), .rank = rank, .scaling = scaling});
       token_slots.resize(ids.size(), -1);
     }
     sequences.push_back(
@@ -99,15 +100,19 @@ struct Batch {
       if (!experts.empty()) token_slots.push_back(expert);
     }
   }
+  int64_t slot_of(int64_t adapter) const { return (adapter + moved_by_) % kLoraSlots; }
   // The place of an adapter among those of the batch's experts: in the order in which they appear.
-  int32_t expert_of(int64_t slot) {
+  int32_t expert_of(int64_t adapter) {
+    const int64_t slot = slot_of(adapter);
     const auto found =
         std::find_if(experts.begin(), experts.end(), [&](const kt::ExpertAdapter& use) { return use.slot == slot; });
     const auto place = static_cast<int32_t>(found - experts.begin());
     if (found == experts.end())
-      experts.push_back({.slot = slot, .rank = kAdapters[slot].rank, .scaling = kAdapters[slot].scaling});
+      experts.push_back({.slot = slot, .rank = kAdapters[adapter].rank, .scaling = kAdapters[adapter].scaling});
     return place;
   }
+
+  int64_t moved_by_;
 };
 
 // A program with a KV pool of its own, and the results of all tokens so far.
@@ -121,10 +126,11 @@ class Server {
         refused(static_cast<size_t>(count_tokens(sequences))),
         sequences_(sequences),
         bf16_(model.kind.bf16),
+        moved_by_(model.moved_by),
         done_(sequences.size()) {}
 
   Batch batch(const std::vector<int64_t>& counts, std::vector<size_t> order = {}) const {
-    return {sequences_, done_, counts, std::move(order)};
+    return {sequences_, done_, counts, std::move(order), moved_by_};
   }
   // Of each sequence the tokens that are left, at most at_once[i].
   std::vector<int64_t> left(const std::vector<int64_t>& at_once) const {
@@ -188,6 +194,7 @@ class Server {
 
   const std::vector<Sequence>& sequences_;
   const bool bf16_;
+  const int64_t moved_by_;
   std::vector<int64_t> done_;
 };
 
