@@ -24,7 +24,7 @@ from kt_runtime.train.run.session import lora_settings
 from kt_runtime.train.stages import batches
 
 STEPS = 50
-RELATIVE_TOLERANCE = 2e-6
+RELATIVE_TOLERANCE = 1e-6  # 1.3e-7 measured with AMX
 
 
 def recipe_for(served: Any, output_dir: Path) -> Recipe:
