@@ -189,7 +189,7 @@ def _schedule(draft: Draft) -> None:
     if name == "polynomial" and not wrong and checked.get("lr_end", 1e-7) >= rate:
         draft.problem("learning_rate", f"must be above the schedule's lr_end, {checked.get('lr_end', 1e-7):g}")
     if draft.get("warmup_steps") and draft.get("warmup_ratio"):
-        draft.note("warmup_ratio", f"no effect: warmup_steps, at {draft.where('warmup_steps')}, goes first")
+        draft.note("warmup_ratio", f"no effect: warmup_steps, at {draft.where('warmup_steps')}, overrides it")
 
 
 def _publishing(draft: Draft) -> None:
@@ -200,7 +200,7 @@ def _publishing(draft: Draft) -> None:
 def _answers(draft: Draft) -> None:
     """LLaMA-Factory's default, 1024, passes silently: there, too, max_new_tokens above 0 overrides max_length."""
     if draft.get("max_length") not in (None, 1024):
-        draft.note("max_length", "no effect: max_new_tokens goes first")
+        draft.note("max_length", "no effect: max_new_tokens overrides it")
 
 
 def _paths(draft: Draft) -> None:

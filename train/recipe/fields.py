@@ -37,7 +37,7 @@ class Recipe:
 
     # model
     model_name_or_path: str = key("", text, "must be the resident model; without a server, the one that is started")
-    adapter_name_or_path: Path | None = key(None, optional(checks.one_adapter), "one adapter to go on with")
+    adapter_name_or_path: Path | None = key(None, optional(checks.one_adapter), "one adapter to continue from")
     disable_gradient_checkpointing: bool = key(False, truth, "false recomputes activations, true retains them")
 
     # method
@@ -103,12 +103,12 @@ class Recipe:
     output_dir: Path = key(Path(), checks.path, "needed to train")
     overwrite_output_dir: bool = key(False, truth, "start over although there is a run")
     logging_strategy: str = key("steps", one_of("steps", "epoch", "no"), "when to log")
-    logging_steps: int | float = key(500, checks.steps, "steps between log lines, or below 1 a share of all steps")
+    logging_steps: int | float = key(500, checks.steps, "steps between log lines, or below 1 a fraction of all steps")
     logging_first_step: bool = key(False, truth, "log the first step, too")
     save_strategy: str = key(
         "steps", one_of("steps", "epoch", BEST, "no"), "when to write checkpoints; best: after each best evaluation"
     )
-    save_steps: int | float = key(500, checks.steps, "steps between checkpoints, or below 1 a share of all steps")
+    save_steps: int | float = key(500, checks.steps, "steps between checkpoints, or below 1 a fraction of all steps")
     save_total_limit: int | None = key(None, optional(whole(1)), "checkpoints that are kept")
     save_only_model: bool = key(False, truth, "the adapter without the optimizer; such a run can't be resumed")
     plot_loss: bool = key(False, truth, "write training_loss.png")
@@ -127,8 +127,8 @@ class Recipe:
     lr_scheduler_kwargs: dict[str, Any] = field(
         default_factory=dict, metadata={"check": optional(checks.mapping), "line": "the schedule's own", "alias": False}
     )
-    warmup_ratio: float | None = key(None, optional(number(0, upto=1)), "share of all steps; warmup_steps goes first")
-    warmup_steps: float = key(0, checks.warmup, "steps, or below 1 a share of them")
+    warmup_ratio: float | None = key(None, optional(number(0, upto=1)), "share of all steps; warmup_steps overrides it")
+    warmup_steps: float = key(0, checks.warmup, "steps, or below 1 a fraction of them")
     optim: str = key("adamw_torch_fused", one_of(*OPTIMIZERS), "adamw, always with float32 moments")
     weight_decay: float = key(0.0, number(0), "AdamW's")
     max_grad_norm: float = key(1.0, number(0), "0: gradients are not clipped")
@@ -145,7 +145,7 @@ class Recipe:
     per_device_eval_batch_size: int = key(8, whole(1), "sequences sent at once")
     eval_strategy: str = key("no", one_of("no", "steps", "epoch"), "when to evaluate")
     eval_steps: int | float | None = key(
-        None, optional(checks.steps), "steps, or below 1 a share of them; default: logging_steps"
+        None, optional(checks.steps), "steps, or below 1 a fraction of them; default: logging_steps"
     )
     eval_on_start: bool = key(False, truth, "evaluate before the first step")
     load_best_model_at_end: bool = key(False, truth, "the adapter of the best evaluation is the result")
@@ -154,13 +154,13 @@ class Recipe:
 
     # answers
     do_sample: bool = key(True, truth, "false: the most likely token")
-    temperature: float = key(0.95, number(0), "as SGLang takes it")
-    top_p: float = key(0.7, number(0, above=True, upto=1), "as SGLang takes it")
-    top_k: int = key(50, whole(-1), "as SGLang takes it; 0 and -1 keep all tokens")
+    temperature: float = key(0.95, number(0), "SGLang's")
+    top_p: float = key(0.7, number(0, above=True, upto=1), "SGLang's")
+    top_k: int = key(50, whole(-1), "SGLang's; 0 and -1 keep all tokens")
     max_new_tokens: int = key(1024, whole(1), "tokens of an answer")
-    max_length: int | None = key(None, optional(whole(1)), "tokens of prompt and answer; max_new_tokens goes first")
-    repetition_penalty: float = key(1.0, number(0, above=True), "as SGLang takes it")
-    skip_special_tokens: bool = key(True, truth, "as SGLang takes it")
+    max_length: int | None = key(None, optional(whole(1)), "tokens of prompt and answer; max_new_tokens overrides it")
+    repetition_penalty: float = key(1.0, number(0, above=True), "SGLang's")
+    skip_special_tokens: bool = key(True, truth, "SGLang's")
 
     # export
     export_dir: Path | None = key(None, optional(checks.path), "where `kt-runtime export` writes")
@@ -180,8 +180,8 @@ class Recipe:
 
     # kt-runtime
     publish: str | None = key(None, optional(checks.adapter_name), "the adapter's name on the server")
-    publish_every_steps: int | None = key(None, optional(whole(1)), "publish while training goes on, too")
-    publish_take_over: bool = key(False, truth, "publish a name that another run publishes; that one can't any more")
+    publish_every_steps: int | None = key(None, optional(whole(1)), "publish during training too, after so many steps")
+    publish_take_over: bool = key(False, truth, "take over a name of another run, which can't publish any more")
     ref_logprobs: str = key(
         "twin",
         one_of("twin", "serving"),

@@ -20,7 +20,7 @@ FIELDS: Mapping[str, KtField] = TABLE.kt_config
 
 def line(field: KtField) -> str:
     """What the field means, for the documentation."""
-    return f"{field.sets}, in other words" if field.sets else field.line
+    return f"another name of {field.sets}" if field.sets else field.line
 
 
 def apply(draft: Draft, fields: dict[str, Any] | None) -> None:

@@ -62,10 +62,10 @@ def _word(value: Any) -> str:
 
 
 _TITLES = {
-    "honoured": ("Honoured", "does what LLaMA-Factory's key does", "default"),
-    "alias": ("Aliases", "says the same as another key, or is compared with the resident model", "default"),
-    "refused": ("Refused", "would train something else than the recipe says; passes when it is off", "off"),
-    "warned": ("Without effect", "the result is the same; one line says why", "passes silently"),
+    "honoured": ("Honoured", "the same effect as in LLaMA-Factory", "default"),
+    "alias": ("Aliases", "another name of a key, or compared with the resident model", "default"),
+    "refused": ("Refused", "training would not do what the recipe says; accepted when off", "off"),
+    "warned": ("Without effect", "the result is the same; one line gives the reason", "accepted silently"),
 }
 
 

@@ -127,7 +127,7 @@ def test_the_seed_recipe_is_read_unchanged(tmp_path: Path) -> None:
     assert (recipe.cpu_infer, recipe.chunk_size, recipe.activations) == (32, 8192, "recompute")
     assert notes == [
         f"{tmp_path}/recipe.yaml:3: trust_remote_code: True: no effect: the resident model is already loaded",
-        f"{tmp_path}/recipe.yaml:37: bf16: True: no effect: the server's dtype holds",
+        f"{tmp_path}/recipe.yaml:37: bf16: True: no effect: the server's dtype applies",
     ]
     assert recipe.where("cpu_infer") == f"{tmp_path}/recipe.yaml:44"
     assert recipe.where("seed") == f"{tmp_path}/recipe.yaml"

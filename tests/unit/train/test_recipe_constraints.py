@@ -198,7 +198,7 @@ def test_preference_keys_without_dpo_and_a_hidden_warmup_get_a_line(tmp_path: Pa
     file = tmp_path / "recipe.yaml"
     assert notes == [
         f"{file}:4: pref_beta: 0.2: no effect with stage: sft",
-        f"{file}:6: warmup_ratio: 0.1: no effect: warmup_steps, at {file}:7, goes first",
+        f"{file}:6: warmup_ratio: 0.1: no effect: warmup_steps, at {file}:7, overrides it",
     ]
 
 
