@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference.drawn import drawn
 from torch import Tensor
 
 from kt_runtime.bench.experts.checkpoint import PREFIX, pack_words, to_fp8_blocks, to_integers, write_checkpoint
@@ -39,7 +40,7 @@ def test_weights_are_normal_and_differ_from_expert_to_expert(case: LayerCase) ->
 
 @pytest.fixture
 def matrix() -> Tensor:
-    return torch.randn(96, 256, generator=torch.Generator().manual_seed(0)) * 0.02 + 0.01
+    return drawn(96, 256, seed=0) * 0.02 + 0.01
 
 
 def test_fp8_blocks_give_the_matrix_back_to_three_bits(matrix: Tensor) -> None:

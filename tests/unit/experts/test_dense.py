@@ -7,16 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from reference.decoder import inverse_rms
+from reference.drawn import drawn
 
 from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.experts import available_isas, dense
 
 DTYPES = (torch.float32, torch.bfloat16)
 pytestmark = pytest.mark.usefixtures("the_best_of_this_machine_afterwards")
-
-
-def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("isa", available_isas())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference.drawn import drawn
 from reference.quantized import SCHEMES
 from safetensors.torch import save_file
 
@@ -22,7 +23,7 @@ def zero_offset(scheme: str) -> int:
 
 
 def stored(scheme: str, rows: int, cols: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows)) / cols**0.5
+    weight = drawn(rows, cols, seed=rows) / cols**0.5
     tensors, values = SCHEMES[scheme].store(weight)
     return {f"model.q_proj{part}": tensor for part, tensor in tensors.items()}, values
 

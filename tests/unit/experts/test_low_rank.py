@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference.drawn import drawn
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import available_isas, dense
 
 DTYPES = (torch.float32, torch.bfloat16)
 pytestmark = pytest.mark.usefixtures("the_best_of_this_machine_afterwards")
-
-
-def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("isa", available_isas())

@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import moe
+from reference.drawn import drawn
 from reference.expert_problems import random_problem, tensors_of
 from reference.moe import ReferenceExperts
 from reference.quantized import SCHEMES, write_checkpoint
@@ -201,7 +202,7 @@ def test_int8_activations_cost_what_the_documents_say(isa: str, open_layer: Open
 def test_training_on_int4_lowers_the_loss_as_autograd_on_the_same_weights_does(open_layer: OpenLayer) -> None:
     p = random_problem(2, 128, 128, 12, 2)
     layer, values = open_layer(p.experts, "int4_g32")
-    target = torch.randn(12, 128, generator=torch.Generator().manual_seed(3))
+    target = drawn(12, 128, seed=3)
     generator = torch.Generator().manual_seed(4)
     leaves = [
         (0.1 * torch.randn(2, *shape, generator=generator)).requires_grad_()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from reference.decoder import attention as attention_of
+from reference.drawn import drawn
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import attention, available_isas, dense
@@ -101,7 +102,7 @@ def test_gradients_are_those_of_the_definition(
         torch.stack([row[1] for row in rows]),
         torch.stack([row[2] for row in rows]),
     )
-    grad_out = torch.randn(2, tokens, shape[0], shape[3], generator=torch.Generator().manual_seed(4)).to(dtype)
+    grad_out = drawn(2, tokens, shape[0], shape[3], seed=4, dtype=dtype)
     found = gradients(batch, grad_out)
     for index, row in enumerate(rows):
         q, k, v = wide = [x.double().requires_grad_() for x in row]
@@ -115,7 +116,7 @@ def test_gradients_are_those_of_the_definition(
 @pytest.mark.parametrize("shape", [(8, 8, 16, 16), (12, 3, 32, 32), (20, 1, 40, 24)])
 def test_gradients_depend_neither_on_threads_nor_on_other_sequences(shape: tuple[int, ...], isa: str) -> None:
     q, k, v = (torch.stack(part) for part in zip(*(tensors(shape, 70, 80, seed) for seed in range(3)), strict=True))
-    grad_out = torch.randn(3, 70, shape[0], shape[3], generator=torch.Generator().manual_seed(4))
+    grad_out = drawn(3, 70, shape[0], shape[3], seed=4)
     try:
         dense.configure(isa, 1)
         whole = gradients((q, k, v), grad_out)
@@ -131,7 +132,7 @@ def test_sequences_whose_sums_fill_64_mib_are_taken_one_after_another() -> None:
     q, k, v = (
         torch.stack(part) for part in zip(*(tensors((16, 1, 256, 256), 2, 1100, n) for n in range(3)), strict=True)
     )
-    grad_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(4))
+    grad_out = drawn(*q.shape, seed=4)
     whole = gradients((q, k, v), grad_out)
     for n in range(3):
         own = slice(n, n + 1)
@@ -149,7 +150,7 @@ def test_without_query_heads_keys_and_values_have_zeros() -> None:
 
 def test_values_that_are_columns_of_the_keys_have_a_gradient_of_their_own() -> None:
     q, k, _ = tensors(SHAPES[2], 21, 21)
-    grad_out = torch.randn(1, 21, 6, 16, generator=torch.Generator().manual_seed(4))
+    grad_out = drawn(1, 21, 6, 16, seed=4)
     shared = gradients((q[None], k[None], k[None, ..., :16]), grad_out)
     apart = gradients((q[None], k[None], k[None, ..., :16].clone()), grad_out)
     assert all(torch.equal(*pair) for pair in zip(shared, apart, strict=True))

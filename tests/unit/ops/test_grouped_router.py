@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.drawn import drawn
 from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
@@ -38,10 +39,6 @@ def greedy_router() -> torch.nn.Module:
 
 
 ROUTERS: list[Callable[[], torch.nn.Module]] = [sigmoid_router, grouped_softmax_router, greedy_router]
-
-
-def drawn(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def by_expert(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference.drawn import drawn
 
 from kt_runtime.ops import mla
 
 TOKENS, HEADS, KEY, VALUE, LATENT, RANK, SCALING = 5, 3, 8, 6, 16, 4, 10 / 3
 # Two roundings to bf16, 2^-9 each: 0.0027 is the largest error measured; in float32 1.4e-7.
 TOLERANCE = {torch.float32: 5e-7, torch.bfloat16: 0.01}
-
-
-def drawn(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference.drawn import drawn
 from sglang.srt.layers.moe.topk import fused_topk_torch_native
 
 from kt_runtime.ops.router import float32_logits, softmax_top_k
-
-
-def drawn(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_a_tokens_logits_are_float32_and_do_not_depend_on_the_other_tokens() -> None:

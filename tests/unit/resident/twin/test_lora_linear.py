@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import torch
 from peft import LoraConfig
+from reference.drawn import drawn
 
 from kt_runtime.resident.twin.lora_linear import LoraLinear
 
@@ -25,7 +26,7 @@ def assert_same_sums(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def test_bf16_is_computed_as_serving_does_it() -> None:
-    lora, x = layer(BF16), torch.randn(5, 30, 48, generator=torch.Generator().manual_seed(1)).to(BF16)
+    lora, x = layer(BF16), drawn(5, 30, 48, seed=1, dtype=BF16)
     (a, b, scaling), base = lora.active_lora()[0], lora.get_base_layer()
     assert scaling == SCALING
     with torch.no_grad():
@@ -38,8 +39,8 @@ def test_bf16_is_computed_as_serving_does_it() -> None:
 
 def test_gradients_are_float32_sums_and_pass_as_if_masters_were_not_rounded() -> None:
     lora = layer(BF16)
-    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(2)).to(BF16)
-    grad = torch.randn(64, 40, generator=torch.Generator().manual_seed(3)).to(BF16)
+    x = drawn(64, 48, seed=2, dtype=BF16)
+    grad = drawn(64, 40, seed=3, dtype=BF16)
     a, b, _ = lora.active_lora()[0]
     by_a, by_b = torch.autograd.grad(lora(x), [a, b], grad)
     assert by_a.dtype == by_b.dtype == torch.float32
@@ -51,6 +52,6 @@ def test_gradients_are_float32_sums_and_pass_as_if_masters_were_not_rounded() ->
 
 
 def test_float32_is_plain_lora() -> None:
-    lora, x = layer(torch.float32), torch.randn(30, 48, generator=torch.Generator().manual_seed(1))
+    lora, x = layer(torch.float32), drawn(30, 48, seed=1)
     a, b, _ = lora.active_lora()[0]
     assert_same_sums(lora(x), lora.get_base_layer()(x) + SCALING * x @ a.T @ b.T)

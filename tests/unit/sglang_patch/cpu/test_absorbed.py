@@ -6,15 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from reference.drawn import drawn
 
 from kt_runtime.ops.matmul import frozen_heads
 from kt_runtime.sglang_patch.cpu.absorbed import HeadWeights, _mark_weights
 
 HEADS, KEY, LATENT, VALUE = 3, 24, 40, 16
-
-
-def drawn(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def model(dtype: torch.dtype) -> SimpleNamespace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference.drawn import drawn
 
 from kt_runtime.ops.activation import silu_and_multiply
 
@@ -12,7 +13,7 @@ from kt_runtime.ops.activation import silu_and_multiply
 def test_a_token_has_training_s_bits_for_any_batch(patched_sglang: None, dtype: torch.dtype) -> None:
     from sglang.srt.layers.activation import SiluAndMul
 
-    x = torch.randn(37, 2 * 45, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = drawn(37, 2 * 45, seed=0, dtype=dtype)
     gate, up = x.chunk(2, dim=-1)
     served = SiluAndMul().forward_native(x)
     assert served.dtype == dtype

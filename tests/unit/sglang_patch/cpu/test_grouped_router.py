@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.drawn import drawn
 from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
@@ -17,10 +18,6 @@ from kt_runtime.sglang_patch.cpu.router import router_logits
 TOKENS, EXPERTS = 29, 16
 ROUTING: dict[str, Any] = {"topk": 4, "renormalize": True, "num_expert_group": 4, "topk_group": 2}
 ROUTING |= {"routed_scaling_factor": 2.5, "apply_routed_scaling_factor_on_output": True}
-
-
-def drawn(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def uncompiled(function: Any) -> Any:

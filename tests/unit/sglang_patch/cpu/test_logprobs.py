@@ -5,10 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+from reference.drawn import drawn
 
 
 def test_a_row_of_log_softmax_does_not_depend_on_the_others() -> None:
-    logits = 4 * torch.randn(70, 5003, generator=torch.Generator().manual_seed(0))
+    logits = 4 * drawn(70, 5003, seed=0)
     whole = torch.log_softmax(logits, dim=-1)
     for rows in (1, 3, 33):
         assert torch.equal(torch.cat([torch.log_softmax(part, dim=-1) for part in logits.split(rows)]), whole)
@@ -25,7 +26,7 @@ def test_prompt_tokens_get_log_softmax(patched_sglang: None) -> None:
 def test_sampled_tokens_get_log_softmax_of_the_logits_by_their_temperature(served: SimpleNamespace) -> None:
     from sglang.srt.layers.sampler import Sampler
 
-    logits = 4 * torch.randn(6, 700, generator=torch.Generator().manual_seed(1))
+    logits = 4 * drawn(6, 700, seed=1)
     temperatures = torch.tensor([1.0, 1.0, 0.7, 1.3, 1.0, 1.0])[:, None]
     info = SimpleNamespace(
         has_custom_logit_processor=False,

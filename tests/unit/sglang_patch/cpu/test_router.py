@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from reference.drawn import drawn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from kt_runtime.ops.norms import rms_norm
@@ -25,7 +26,7 @@ def test_router_logits_are_float32_products_of_bf16_numbers() -> None:
 def test_serving_and_training_choose_the_same_experts_with_the_same_bits(patched_sglang: None, normalise: bool) -> None:
     from sglang.srt.layers.moe.topk import TopKConfig, select_experts
 
-    hidden, logits = torch.zeros(40, 4), torch.randn(40, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    hidden, logits = torch.zeros(40, 4), drawn(40, 32, seed=1, dtype=torch.bfloat16)
     config = TopKConfig(top_k=5, renormalize=normalise, torch_native=True)
     served = select_experts(hidden, logits, config)
     weights, ids = softmax_top_k(logits, 5, normalise)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from reference.drawn import drawn
 
 from kt_runtime.experts import dense
 from kt_runtime.ops.matmul import served_product
@@ -18,10 +19,6 @@ from kt_runtime.sglang_patch.lora import linear
 IN, PARTS, MAX_RANK = 40, (24, 8, 8), 8
 RANKS, SCALINGS = [0, 3, 8], [0.0, 10 / 3, 0.25]  # of the pool's slots; slot 0 is the base
 BATCH = [(1, 5), (0, 2), (2, 1), (1, 3)]  # (slot, tokens)
-
-
-def drawn(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def pool(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
