@@ -11,6 +11,7 @@
 #include "ops/dense/heads.h"
 #include "ops/dense/low_rank.h"
 #include "ops/dense/norm_backward.h"
+#include "ops/dense/rotary.h"
 #include "ops/router/grouped_router.h"
 #include "ops/router/router.h"
 
@@ -99,6 +100,69 @@ class NativeDense {
     check_disjoint({{"out", result}}, {{"gate", gates}, {"up", ups}});
     const py::gil_scoped_release release;
     kt::silu_and_multiply(engine(), gates, ups, result);
+  }
+
+  void silu_and_multiply_backward(py::handle by_out, py::handle gate, py::handle up, py::handle by_gate,
+                                  py::handle by_up) const {
+    const TensorView gates = view_of(gate, {.name = "gate", .dtypes = kFloats, .shape = {-1, -1}});
+    const auto matching = [&](const py::handle& tensor, const char* name, bool written) {
+      return view_of(
+          tensor,
+          {.name = name, .dtypes = {gates.dtype}, .shape = {gates.shape[0], gates.shape[1]}, .written = written});
+    };
+    const SwigluGradient gradient{.by_out = matching(by_out, "by_out", false),
+                                  .gate = gates,
+                                  .up = matching(up, "up", false),
+                                  .by_gate = matching(by_gate, "by_gate", true),
+                                  .by_up = matching(by_up, "by_up", true)};
+    check_disjoint({{"by_gate", gradient.by_gate}, {"by_up", gradient.by_up}},
+                   {{"by_out", gradient.by_out}, {"gate", gates}, {"up", gradient.up}});
+    const py::gil_scoped_release release;
+    kt::silu_and_multiply_backward(engine(), gradient);
+  }
+
+  void rotate(py::handle x, py::handle angles, py::handle positions, bool interleaved, bool inverse,
+              py::handle out) const {
+    Rotation rotation;
+    rotation.interleaved = interleaved;
+    rotation.inverse = inverse;
+    rotation.x = view_of(x, {.name = "x", .dtypes = kFloats, .shape = {-1, -1, -1}});
+    const int64_t tokens = rotation.x.shape[0], size = rotation.x.shape[2];
+    rotation.angles =
+        view_of(angles, {.name = "angles", .dtypes = {rotation.x.dtype}, .shape = {-1, -1}, .contiguous = true});
+    const int64_t places = rotation.angles.shape[0], rotated = rotation.angles.shape[1];
+    if (rotated % 2 != 0 || rotated > size) {
+      throw BindError{"invalid_value", "angles has " + std::to_string(rotated) +
+                                           " columns; allowed: an even number, at most the size of a head, " +
+                                           std::to_string(size)};
+    }
+    rotation.positions =
+        view_of(positions, {.name = "positions", .dtypes = {DType::kI64}, .shape = {tokens}, .contiguous = true});
+    rotation.out = view_of(
+        out,
+        {.name = "out", .dtypes = {rotation.x.dtype}, .shape = {tokens, rotation.x.shape[1], size}, .written = true});
+    check_disjoint({{"out", rotation.out}}, {{"x", rotation.x}, {"angles", rotation.angles}});
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t position = rotation.positions.as<const int64_t>()[t];
+      if (position < 0 || position >= places)
+        throw BindError{"invalid_value", "positions[" + std::to_string(t) + "] is " + std::to_string(position) +
+                                             "; allowed: 0 to " + std::to_string(places - 1)};
+    }
+    const py::gil_scoped_release release;
+    kt::rotate(engine(), rotation);
+  }
+
+  void linear_heads_backward(py::handle by_out, py::handle weight, py::handle by_x) const {
+    const TensorView tokens = view_of(by_out, {.name = "by_out", .dtypes = kFloats, .shape = {-1, -1, -1}});
+    const TensorView matrices =
+        view_of(weight, {.name = "weight", .dtypes = {tokens.dtype}, .shape = {tokens.shape[1], tokens.shape[2], -1}});
+    const TensorView result = view_of(by_x, {.name = "by_x",
+                                             .dtypes = {tokens.dtype},
+                                             .shape = {tokens.shape[0], tokens.shape[1], matrices.shape[2]},
+                                             .written = true});
+    check_disjoint({{"by_x", result}}, {{"by_out", tokens}, {"weight", matrices}});
+    const py::gil_scoped_release release;
+    kt::linear_heads_backward(engine(), tokens, matrices, result);
   }
 
   void choose_from_groups(py::handle logits, py::handle bias, int64_t groups, int64_t top_groups, bool is_sigmoid,
@@ -219,6 +283,9 @@ void bind_dense(py::module_& module) {
       .def("linear_added", &NativeDense::linear_added)
       .def("inner_product", &NativeDense::inner_product)
       .def("silu_and_multiply", &NativeDense::silu_and_multiply)
+      .def("silu_and_multiply_backward", &NativeDense::silu_and_multiply_backward)
+      .def("linear_heads_backward", &NativeDense::linear_heads_backward)
+      .def("rotate", &NativeDense::rotate)
       .def("choose_from_groups", &NativeDense::choose_from_groups)
       .def("rms_norm_backward", &NativeDense::rms_norm_backward)
       .def("rms_norm", &NativeDense::rms_norm)

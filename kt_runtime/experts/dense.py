@@ -1,5 +1,5 @@
 """What a decoder layer computes on the CPU beside attention and routed experts: linear layers, those of single heads,
-LoRA, RMSNorm, SwiGLU, and the choice of experts (csrc/ops: dense, heads, low_rank, activation, router, grouped_router).
+LoRA, RMSNorm, SwiGLU, rotary embedding, and the choice of experts (csrc/ops/dense, csrc/ops/router).
 
 Weights are row-major and read in place. A row of a result depends on its own row of x, on the weights and on the
 instruction set: not on the other rows, on how rows are cut into calls, or on the number of threads. Serving and
@@ -186,6 +186,43 @@ def linear_heads(
     return out
 
 
+def linear_heads_backward(by_out: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of `linear_heads` for x: by_out [T, N, O], weight [N, O, K] of its dtype -> [T, N, K].
+
+    A head's result has the bits of `linear_backward` with its weight.
+    """
+    by_x = torch.empty(*by_out.shape[:2], weight.shape[2], dtype=by_out.dtype, device="cpu")
+    try:
+        engine().linear_heads_backward(
+            capsule(with_adjacent_columns(by_out), "by_out"), capsule(weight, "weight"), capsule(by_x, "by_x")
+        )
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return by_x
+
+
+def rotate(x: Tensor, angles: Tensor, positions: Tensor, interleaved: bool, *, inverse: bool = False) -> Tensor:
+    """Rotary embedding: x [T, N, D], angles [P, R] of its dtype, positions [T] int64 -> [T, N, D].
+
+    `angles`: cosines, then sines of each position. The first R elements of a head are rotated: pairs of adjacent
+    elements if `interleaved`, else of elements R / 2 apart. Every product and sum is rounded to the dtype. The same
+    bits on every ISA. `inverse`: by the negative angles. InvalidValueError: a position that `angles` does not have.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+    try:
+        engine().rotate(
+            capsule(with_adjacent_columns(x), "x"),
+            capsule(angles, "angles"),
+            capsule(positions, "positions"),
+            interleaved,
+            inverse,
+            capsule(out, "out"),
+        )
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return out
+
+
 def linear_added(x: Tensor, weight: Tensor, alpha: float, base: Tensor | None, out: Tensor | None = None) -> Tensor:
     """base + alpha * x weight^T: x [M, K], weight [N, K], base [M, N] or None -> [M, N] in x's dtype.
 
@@ -228,6 +265,23 @@ def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
     except _experts.NativeError as error:
         raise translate(error) from None
     return out
+
+
+def silu_and_multiply_backward(by_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of `silu_and_multiply` for gate and up: all [..., I], of one dtype. Float32, each rounded once."""
+    gradients = [torch.empty(gate.shape, dtype=gate.dtype, device="cpu") for _ in range(2)]
+    by_gate, by_up = (tensor.view(-1, tensor.shape[-1]) for tensor in gradients)
+    try:
+        engine().silu_and_multiply_backward(
+            capsule(_rows(by_out), "by_out"),
+            capsule(_rows(gate), "gate"),
+            capsule(_rows(up), "up"),
+            capsule(by_gate, "by_gate"),
+            capsule(by_up, "by_up"),
+        )
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return gradients[0], gradients[1]
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,10 @@ class Family(ABC):
         """The table of the native step; None: the family has none, and SGLang's modules compute it."""
         return None
 
+    def rotates_adjacent(self, config: Config) -> bool:
+        """Whether the rotary embedding rotates pairs of adjacent elements, else of elements half a head apart."""
+        return False
+
     def expert_prefix(self, layer: int) -> str:
         return f"model.layers.{layer}.mlp.experts"
 

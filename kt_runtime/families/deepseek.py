@@ -95,11 +95,14 @@ class DeepseekV2(Family):
                 scaling=float(routing["routed_scaling_factor"]),
             ),
             epsilon=float(config.get("rms_norm_eps", 1e-6)),
-            interleaved=bool(config.get("rope_interleave", True)),
+            interleaved=self.rotates_adjacent(config),
             embedding="model.embed_tokens.weight",
             final_norm="model.norm.weight",
             layers=tuple(self._stack_layer(config, layer) for layer in range(integer(config, "num_hidden_layers"))),
         )
+
+    def rotates_adjacent(self, config: Config) -> bool:
+        return bool(config.get("rope_interleave", True))
 
     def moe_layers(self, config: Config) -> list[int]:
         return list(range(self._first_moe_layer(config), integer(config, "num_hidden_layers")))

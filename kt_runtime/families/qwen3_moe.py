@@ -49,7 +49,7 @@ class Qwen3Moe(Family):
             normalises=bool(config.get("norm_topk_prob", False)),
             groups=None,
             epsilon=float(config.get("rms_norm_eps", 1e-6)),
-            interleaved=False,
+            interleaved=self.rotates_adjacent(config),
             embedding="model.embed_tokens.weight",
             final_norm="model.norm.weight",
             layers=tuple(_stack_layer(layer, bool(config.get("attention_bias", False))) for layer in layers),

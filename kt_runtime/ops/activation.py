@@ -25,11 +25,7 @@ class _SiluAndMultiply(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = ctx.saved_tensors
-        by_out, wide = grads[0].float(), gate.float()
-        sigmoid = wide.sigmoid()
-        silu = wide * sigmoid
-        slope = torch.addcmul(sigmoid, silu, 1 - sigmoid)
-        return slope.mul_(by_out).mul_(up.float()).to(gate.dtype), silu.mul_(by_out).to(up.dtype)
+        return dense.silu_and_multiply_backward(grads[0], gate, up)
 
 
 def silu_and_multiply(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -176,7 +176,7 @@ class _FrozenHeads(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (weight,) = ctx.saved_tensors
-        return gradient_product(grads[0].transpose(0, 1), weight).transpose(0, 1), None
+        return dense.linear_heads_backward(grads[0], weight), None
 
 
 def frozen_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

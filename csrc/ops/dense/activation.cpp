@@ -27,11 +27,26 @@ T* row(const TensorView& view, int64_t index) {
   return view.as<T>() + index * view.strides[0];
 }
 
-}  // namespace
+// Widens a part of a row, or copies it.
+void load(const Tiles& tiles, const TensorView& view, int64_t m, int64_t first, int64_t count, float* to) {
+  if (view.dtype == DType::kBf16) {
+    tiles.widen(row<const uint16_t>(view, m) + first, count, to);
+  } else {
+    std::copy_n(row<const float>(view, m) + first, count, to);
+  }
+}
 
-void silu_and_multiply(const DenseEngine& engine, const TensorView& gate, const TensorView& up, const TensorView& out) {
-  const int64_t rows = gate.shape[0], cols = gate.shape[1];
-  if (rows == 0 || cols == 0) return;
+void store(const Tiles& tiles, const float* from, const TensorView& view, int64_t m, int64_t first, int64_t count) {
+  if (view.dtype == DType::kBf16) {
+    tiles.narrow(from, count, row<uint16_t>(view, m) + first);
+  } else {
+    std::copy_n(from, count, row<float>(view, m) + first);
+  }
+}
+
+// Runs `compute(m)` for all rows, in the pool where there are enough of them.
+template <class Compute>
+void for_each_row(const DenseEngine& engine, int64_t rows, int64_t cols, const Compute& compute) {
   Plan plan;
   plan.num_threads = rows * cols < kAloneBelow ? 1 : engine.num_threads;
   Stage stage = stage_of(0, 1);
@@ -39,13 +54,37 @@ void silu_and_multiply(const DenseEngine& engine, const TensorView& gate, const 
   stage.at_once = std::max<int64_t>(kTaskElements / cols, 1);
   plan.stages.push_back(stage);
   run(plan, [&](int, const Range& range) {
-    for (int64_t m = range.first; m < range.first + range.count; ++m) {
-      if (gate.dtype == DType::kBf16) {
-        row_of_bf16(engine.tiles, row<const uint16_t>(gate, m), row<const uint16_t>(up, m), cols,
-                    row<uint16_t>(out, m));
-      } else {
-        engine.tiles.swiglu(row<const float>(gate, m), row<const float>(up, m), cols, row<float>(out, m));
-      }
+    for (int64_t m = range.first; m < range.first + range.count; ++m) compute(m);
+  });
+}
+
+}  // namespace
+
+void silu_and_multiply(const DenseEngine& engine, const TensorView& gate, const TensorView& up, const TensorView& out) {
+  const int64_t rows = gate.shape[0], cols = gate.shape[1];
+  if (rows == 0 || cols == 0) return;
+  for_each_row(engine, rows, cols, [&](int64_t m) {
+    if (gate.dtype == DType::kBf16) {
+      row_of_bf16(engine.tiles, row<const uint16_t>(gate, m), row<const uint16_t>(up, m), cols, row<uint16_t>(out, m));
+    } else {
+      engine.tiles.swiglu(row<const float>(gate, m), row<const float>(up, m), cols, row<float>(out, m));
+    }
+  });
+}
+
+void silu_and_multiply_backward(const DenseEngine& engine, const SwigluGradient& gradient) {
+  const int64_t rows = gradient.gate.shape[0], cols = gradient.gate.shape[1];
+  if (rows == 0 || cols == 0) return;
+  for_each_row(engine, rows, cols, [&](int64_t m) {
+    float gates[kPart], ups[kPart], by_out[kPart];
+    for (int64_t first = 0; first < cols; first += kPart) {
+      const int64_t part = std::min(kPart, cols - first);
+      load(engine.tiles, gradient.gate, m, first, part, gates);
+      load(engine.tiles, gradient.up, m, first, part, ups);
+      load(engine.tiles, gradient.by_out, m, first, part, by_out);
+      engine.tiles.swiglu_backward(gates, ups, by_out, 1.0f, part);
+      store(engine.tiles, gates, gradient.by_gate, m, first, part);
+      store(engine.tiles, ups, gradient.by_up, m, first, part);
     }
   });
 }

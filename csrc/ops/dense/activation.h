@@ -10,4 +10,11 @@ namespace kt {
 // bf16, with contiguous rows.
 void silu_and_multiply(const DenseEngine& engine, const TensorView& gate, const TensorView& up, const TensorView& out);
 
+// With s = sigmoid(gate): by_up = by_out * gate * s and by_gate = by_out * up * s * (1 + gate * (1 - s)), in float32,
+// each rounded once. All have the shape and dtype of gate, and contiguous rows.
+struct SwigluGradient {
+  TensorView by_out, gate, up, by_gate, by_up;
+};
+void silu_and_multiply_backward(const DenseEngine& engine, const SwigluGradient& gradient);
+
 }  // namespace kt

@@ -83,30 +83,57 @@ class Sums {
   float *sums_, *left_, *right_;
 };
 
-}  // namespace
+// The matrix [M, K] of a head, of a tensor [M, N, K]; `view` itself where it has no heads.
+TensorView head_of(const TensorView& view, int64_t head, int heads_dim) {
+  if (view.ndim == 2) return view;
+  TensorView matrix = view;
+  const int rows_dim = 1 - heads_dim;
+  matrix.ndim = 2;
+  matrix.shape[0] = view.shape[rows_dim], matrix.strides[0] = view.strides[rows_dim];
+  matrix.shape[1] = view.shape[2], matrix.strides[1] = view.strides[2];
+  matrix.data = view.as<char>() + head * view.strides[heads_dim] * dtype_bytes(view.dtype);
+  return matrix;
+}
 
-void linear_backward(const DenseEngine& engine, const TensorView& by_out, const TensorView& weight,
-                     const TensorView& by_x) {
-  const int64_t rows = by_out.shape[0], inner = weight.shape[0], cols = weight.shape[1];
-  if (rows == 0 || cols == 0) return;
+// All tensors with a dimension for heads, or none of them.
+void backward_of_heads(const DenseEngine& engine, int64_t heads, const TensorView& by_out, const TensorView& weight,
+                       const TensorView& by_x) {
+  const TensorView shape = head_of(weight, 0, 0);
+  const int64_t rows = by_out.shape[0], inner = shape.shape[0], cols = shape.shape[1];
+  if (rows == 0 || cols == 0 || heads == 0) return;
+  const int64_t blocks = (rows + kTaskRows - 1) / kTaskRows;
   const OperationScope scope;
   Plan plan;
-  plan.num_threads = rows * cols * inner < kAloneBelow ? 1 : engine.num_threads;
-  Stage stage = stage_of(0, (rows + kTaskRows - 1) / kTaskRows);
+  plan.num_threads = heads * rows * cols * inner < kAloneBelow ? 1 : engine.num_threads;
+  Stage stage = stage_of(0, heads * blocks);
   stage.spans[0] = {0, (cols + kPairCols - 1) / kPairCols};
   stage.at_once = kTaskStrips;
   plan.stages.push_back(stage);
   run(plan, [&](int, const Range& range) {
-    Sums sums(engine, by_out, weight);
+    const int64_t head = range.item / blocks, first_row = range.item % blocks * kTaskRows;
+    const TensorView from = head_of(by_out, head, 1), matrix = head_of(weight, head, 0), to = head_of(by_x, head, 1);
+    Sums sums(engine, from, matrix);
     for (int64_t strip = range.first; strip < range.first + range.count; ++strip) {
-      Part part{.row = range.item * kTaskRows, .rows = 0, .col = strip * kPairCols, .cols = 0};
+      Part part{.row = first_row, .rows = 0, .col = strip * kPairCols, .cols = 0};
       part.rows = std::min(kTaskRows, rows - part.row);
       part.cols = std::min(kPairCols, cols - part.col);
       for (int64_t first = 0; first < std::max<int64_t>(inner, 1); first += kPairInner)
         sums.add(part, first, std::min(kPairInner, inner - first));
-      sums.write(part, by_x);
+      sums.write(part, to);
     }
   });
+}
+
+}  // namespace
+
+void linear_backward(const DenseEngine& engine, const TensorView& by_out, const TensorView& weight,
+                     const TensorView& by_x) {
+  backward_of_heads(engine, 1, by_out, weight, by_x);
+}
+
+void linear_heads_backward(const DenseEngine& engine, const TensorView& by_out, const TensorView& weight,
+                           const TensorView& by_x) {
+  backward_of_heads(engine, by_out.shape[1], by_out, weight, by_x);
 }
 
 }  // namespace kt

@@ -11,4 +11,9 @@ namespace kt {
 void linear_backward(const DenseEngine& engine, const TensorView& by_out, const TensorView& weight,
                      const TensorView& by_x);
 
+// The gradient of a linear layer of its own for each head (ops/dense/heads.h): by_out [T, N, O], weight [N, O, K], by_x
+// [T, N, K]. A head's result has the bits of `linear_backward` with its weight.
+void linear_heads_backward(const DenseEngine& engine, const TensorView& by_out, const TensorView& weight,
+                           const TensorView& by_x);
+
 }  // namespace kt

@@ -19,8 +19,9 @@ from kt_runtime.families import LoraModule
 from kt_runtime.families.base import Config
 from kt_runtime.resident.scheduler import Slice, Slices, run_at_once
 from kt_runtime.resident.training.losses import log_softmax
+from kt_runtime.resident.twin.attention import Positions
 from kt_runtime.resident.twin.lora import LoraModules
-from kt_runtime.resident.twin.model import Positions, Twin
+from kt_runtime.resident.twin.model import Twin
 
 NUM_TOKENS = 8
 KEY = "probe"

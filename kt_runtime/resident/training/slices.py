@@ -27,8 +27,8 @@ import torch
 from kt_runtime.resident.scheduler import Slice
 from kt_runtime.resident.training.call import Call, CallResult
 from kt_runtime.resident.training.loss_slices import loss_of
+from kt_runtime.resident.twin.attention import Positions
 from kt_runtime.resident.twin.batches import Microbatch
-from kt_runtime.resident.twin.model import Positions
 
 
 def training_call(call: Call, microbatches: list[Microbatch], num_tokens: int) -> Generator[Slice, None, CallResult]:

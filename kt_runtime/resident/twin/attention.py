@@ -25,11 +25,15 @@ from transformers import AttentionInterface
 from kt_runtime.ops import mla
 from kt_runtime.ops.attention import attend_batch, attend_batch_backward
 from kt_runtime.ops.matmul import frozen_heads
+from kt_runtime.ops.rotary import Rotary
 from kt_runtime.resident.twin.batches import Branch
 from kt_runtime.resident.twin.lora_linear import LoraLinear
 
 NAME = "kt_float32"
 """`float32_attention` among Hugging Face's attention implementations."""
+
+Positions = Rotary | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""How a layer rotates queries and keys; beside a GPU Hugging Face's tables: cos and sin, or one complex tensor."""
 
 
 Branches = tuple[Branch, ...] | None
@@ -104,7 +108,35 @@ def float32_attention(
 AttentionInterface.register(NAME, float32_attention)
 
 
-def absorb(attention: nn.Module) -> None:
+def rotate_natively(attention: nn.Module) -> None:
+    """Patches a Hugging Face attention module of Qwen3-MoE to rotate and attend with kt-runtime's kernels."""
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        position_embeddings: Rotary,
+        attention_mask: torch.Tensor | None = None,
+        branches: Branches = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        heads = (*hidden_states.shape[:2], -1, self.head_dim)
+        query = position_embeddings(self.q_norm(self.q_proj(hidden_states).view(heads)))
+        key = position_embeddings(self.k_norm(self.k_proj(hidden_states).view(heads)))
+        out = attend(query, key, self.v_proj(hidden_states).view(heads), self.scaling, branches)
+        return self.o_proj(out.flatten(2)), None
+
+    attention.forward = types.MethodType(forward, attention)
+
+
+def hugging_face_tables(rotary: Rotary, family: str) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`rotary` as Hugging Face's modules of DeepSeek-V2 and -V3 take it."""
+    cos, sin = rotary.angles[rotary.places].chunk(2, dim=-1)
+    if family == "deepseek_v2":
+        return torch.complex(cos.float(), sin.float())
+    return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+
+
+def absorb(attention: nn.Module, family: str) -> None:
     """Patches a Hugging Face attention module of DeepSeek-V2 or -V3 to compute MLA in absorbed order.
 
     Parameters stay in place; W_v is a view of `kv_b_proj`'s weight, W_k is a temporary copy in each call. Compared with
@@ -116,7 +148,7 @@ def absorb(attention: nn.Module) -> None:
     def forward(
         self: Any,
         hidden_states: torch.Tensor,
-        position_embeddings: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: Rotary,
         attention_mask: torch.Tensor | None = None,
         branches: Branches = None,
         **kwargs: Any,
@@ -125,7 +157,7 @@ def absorb(attention: nn.Module) -> None:
             # Dropout acts on kv_b_proj's input, which absorbed attention never computes.
             return expanded(
                 hidden_states=hidden_states,
-                position_embeddings=position_embeddings,
+                position_embeddings=hugging_face_tables(position_embeddings, family),
                 attention_mask=attention_mask,
                 branches=branches,
                 **kwargs,
@@ -138,7 +170,7 @@ def absorb(attention: nn.Module) -> None:
 def _absorbed(
     attention: Any,
     hidden: torch.Tensor,
-    positions: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    rotary: Rotary,
     branches: Branches,
 ) -> torch.Tensor:
     batch, length = hidden.shape[:2]
@@ -150,9 +182,7 @@ def _absorbed(
     query_nope, query_rope = query.unflatten(-1, (-1, nope + rope)).split([nope, rope], dim=-1)
     latent, key_rope = attention.kv_a_proj_with_mqa(hidden).split([latent_size, rope], dim=-1)
     latent = attention.kv_a_layernorm(latent)
-    cos, sin = _tables(positions, hidden.dtype)
-    query_rope = _rotated(query_rope, cos, sin)
-    key_rope = _rotated(key_rope[:, :, None], cos, sin)
+    query_rope, key_rope = rotary(query_rope), rotary(key_rope[:, :, None])
 
     weight = KvWeight(attention)
     absorbed = weight.into_query(query_nope.flatten(0, 1)).unflatten(0, (batch, length))
@@ -191,20 +221,3 @@ class KvWeight:
             _, b_v = mla.halves(b, self._heads, self._key_size)
             out = mla.add_output_delta(out, latent, a, b_v, scaling)
         return out
-
-
-def _tables(
-    positions: torch.Tensor | tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [1 or B, S, 1, P / 2]. DeepSeek-V3's tables hold each twice, DeepSeek-V2 has one complex tensor."""
-    if isinstance(positions, torch.Tensor):
-        cos, sin = positions.real, positions.imag
-    else:
-        cos, sin = (table[..., : table.shape[-1] // 2] for table in positions)
-    return cos[:, :, None].to(dtype), sin[:, :, None].to(dtype)
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of x [B, S, heads, P] in adjacent pairs; every product and sum is rounded to x's dtype."""
-    first, second = x[..., 0::2], x[..., 1::2]
-    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)

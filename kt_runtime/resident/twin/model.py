@@ -26,13 +26,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from kt_runtime.errors import CheckpointError, suggestion
 from kt_runtime.families import Family, TensorSource, family_for
+from kt_runtime.ops.rotary import Rotary
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.twin import attention
+from kt_runtime.resident.twin.attention import Positions
 from kt_runtime.resident.twin.frozen import FrozenLinear, FrozenRmsNorm, GatedMlp, is_gated_mlp, is_rms_norm
 from kt_runtime.resident.twin.routed import GroupedRouter, RoutedExperts, SoftmaxRouter, is_grouped_router
-
-Positions = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""Result of a family's rotary embedding: cos and sin, or one complex tensor."""
 
 
 class Twin:
@@ -50,8 +49,11 @@ class Twin:
             sources, tensors = self.family.twin_sources(host.config), host.tensors()
             self._views = _share(self._model, sources, tensors)
             self._angles = (
-                _engine_tensor("rotary table", self.family.rotary_table, tensors) if host.attends_in_float32 else None
+                _engine_tensor("rotary table", self.family.rotary_table, tensors).to(host.dtype)
+                if host.attends_in_float32
+                else None
             )
+            self._interleaved = self.family.rotates_adjacent(host.config)
             self._model.model.rotary_emb = type(self._model.model.rotary_emb)(self._model.config).to(host.device)
         self._refuse_leftovers()
         self._model.eval()
@@ -76,12 +78,12 @@ class Twin:
         return self._model.model.embed_tokens(tokens)
 
     def positions(self, hidden: torch.Tensor, places: torch.Tensor | None = None) -> Positions:
-        """Rotary tables for the positions `places` [B, S]; None: 0 to S - 1."""
+        """The rotation of queries and keys at the positions `places` [B, S]; None: 0 to S - 1."""
         if places is None:
             places = torch.arange(hidden.shape[1], device=hidden.device)[None]
         if self._angles is None:
             return self._model.model.rotary_emb(hidden, places)
-        return rotary_tables(self._angles[places], self.family.name, self.dtype)
+        return Rotary(self._angles, places, self._interleaved)
 
     def run_layer(
         self, layer: int, hidden: torch.Tensor, positions: Positions, branches: attention.Branches = None
@@ -159,14 +161,6 @@ class Twin:
             )
 
 
-def rotary_tables(angles: torch.Tensor, family: str, dtype: torch.dtype) -> Positions:
-    """The engine's tables as Hugging Face's model of the family takes them. `angles` [B, S, R]: cosines, then sines."""
-    cos, sin = angles.chunk(2, dim=-1)
-    if family == "deepseek_v2":
-        return torch.complex(cos.float(), sin.float())
-    return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([sin, sin], dim=-1).to(dtype)
-
-
 def _on_meta(family: Family, host: Host) -> Any:
     left_out = ("model_type", "auto_map", "quantization_config")
     ours = {key: value for key, value in host.config.items() if key not in left_out}
@@ -174,9 +168,12 @@ def _on_meta(family: Family, host: Host) -> Any:
     implementation = attention.NAME if host.attends_in_float32 else "sdpa"
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config, dtype=host.dtype, attn_implementation=implementation)
-    if host.attends_in_float32 and hasattr(hf_config, "kv_lora_rank"):
+    if host.attends_in_float32:
         for layer in model.model.layers:
-            attention.absorb(layer.self_attn)
+            if hasattr(hf_config, "kv_lora_rank"):
+                attention.absorb(layer.self_attn, family.name)
+            else:
+                attention.rotate_natively(layer.self_attn)
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FrozenLinear

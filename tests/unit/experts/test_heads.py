@@ -30,6 +30,22 @@ def test_a_head_has_the_bits_of_a_linear_layer(isa: str, dtype: torch.dtype, tok
     assert torch.equal(dense.linear_heads(x, weight), found)
 
 
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+def test_a_head_s_gradient_has_the_bits_of_a_linear_layer_s(isa: str, dtype: torch.dtype, tokens: int) -> None:
+    dense.configure(isa, 3)
+    by_out = drawn(tokens, 5, 60, seed=0, dtype=dtype)[:, :, 4:52]  # a part of each head's columns
+    weight = drawn(5, 90, 70, seed=1, dtype=dtype)[:, 40:88]  # a part of each head's rows, as a half of kv_b_proj
+    found = dense.linear_heads_backward(by_out, weight)
+    assert found.dtype == dtype and found.shape == (tokens, 5, 70)
+    for head in range(5):
+        assert torch.equal(found[:, head], dense.linear_backward(by_out[:, head], weight[head]))
+    dense.configure(isa, 1)
+    assert torch.equal(dense.linear_heads_backward(by_out, weight), found)
+    assert dense.linear_heads_backward(by_out[:0], weight).shape == (0, 5, 70)
+
+
 def test_results_are_written_where_asked() -> None:
     x, weight = drawn(4, 3, 16, seed=2), drawn(3, 8, 16, seed=3)
     whole = torch.full((4, 3, 10), float("nan"))
@@ -44,3 +60,5 @@ def test_results_are_written_where_asked() -> None:
 def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(InvalidValueError, match=r"weight has shape \[2, 8, 16\]; expected \[3, any, 16\]"):
         dense.linear_heads(torch.zeros(4, 3, 16), torch.zeros(2, 8, 16))
+    with pytest.raises(InvalidValueError, match=r"weight has shape \[3, 8, 16\]; expected \[3, 16, any\]"):
+        dense.linear_heads_backward(torch.zeros(4, 3, 16), torch.zeros(3, 8, 16))

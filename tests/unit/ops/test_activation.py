@@ -50,6 +50,24 @@ def test_a_row_depends_neither_on_the_batch_nor_on_threads_nor_on_the_instructio
     assert silu_and_multiply(gate[:0], up[:0]).shape == (0, 133)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_row_s_gradients_depend_neither_on_the_batch_nor_on_threads(dtype: torch.dtype) -> None:
+    gate, up = drawn(700, 2 * 133, seed=3, dtype=dtype).chunk(2, dim=-1)
+    by_out = drawn(700, 133, seed=6, dtype=dtype)
+    try:
+        for isa in available_isas():
+            dense.configure(isa, 3)
+            whole = torch.cat(dense.silu_and_multiply_backward(by_out, gate, up), dim=-1)
+            for rows in (1, 64):
+                parts = zip(by_out[:70].split(rows), gate[:70].split(rows), up[:70].split(rows), strict=True)
+                found = [torch.cat(dense.silu_and_multiply_backward(*part), dim=-1) for part in parts]
+                assert torch.equal(torch.cat(found), whole[:70])
+            dense.configure(isa, 1)
+            assert torch.equal(torch.cat(dense.silu_and_multiply_backward(by_out, gate, up), dim=-1), whole)
+    finally:
+        dense.configure()
+
+
 def test_nan_stays_in_its_element() -> None:
     gate, up = drawn(4, 40, seed=4), drawn(4, 40, seed=5)
     clean = silu_and_multiply(gate, up)

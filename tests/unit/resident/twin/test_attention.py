@@ -10,7 +10,7 @@ import torch
 BF16 = torch.bfloat16
 
 
-def reference(attention: Any, hidden: torch.Tensor, positions: Any) -> torch.Tensor:
+def reference(attention: Any, hidden: torch.Tensor, rotary: Any) -> torch.Tensor:
     """Absorbed attention of one sequence [S, H], bf16 in and out, with products in float32 and a rounding behind each.
 
     The adapter of `kv_b_proj`, if any, is left out.
@@ -24,24 +24,23 @@ def reference(attention: Any, hidden: torch.Tensor, positions: Any) -> torch.Ten
     query = query.view(len(hidden), attention.num_heads, nope + rope)
     compressed = attention.kv_a_proj_with_mqa(hidden)
     latent = attention.kv_a_layernorm(compressed[:, :latent_size])
-    key = torch.cat([latent, rotated(compressed[:, latent_size:], positions)], -1).float()
+    key = torch.cat([latent, rotated(compressed[:, latent_size:], rotary)], -1).float()
     future = torch.ones(len(hidden), len(hidden), dtype=torch.bool).triu(1)
     outs = []
     for head in range(attention.num_heads):
         absorbed = (query[:, head, :nope].float() @ w[head, :nope]).to(BF16)
-        whole = torch.cat([absorbed, rotated(query[:, head, nope:], positions)], -1).float()
+        whole = torch.cat([absorbed, rotated(query[:, head, nope:], rotary)], -1).float()
         scores = (whole @ key.T * attention.scaling).masked_fill(future, float("-inf"))
         attended = (scores.softmax(-1) @ latent.float()).to(BF16)
         outs.append((attended.float() @ w[head, nope:].T).to(BF16))
     return attention.o_proj(torch.cat(outs, -1))
 
 
-def rotated(x: torch.Tensor, positions: Any) -> torch.Tensor:
+def rotated(x: torch.Tensor, rotary: Any) -> torch.Tensor:
     """x [S, P] in pairs of neighbours."""
-    complex_table = isinstance(positions, torch.Tensor)
     half = x.shape[-1] // 2
-    cos, sin = (positions.real, positions.imag) if complex_table else (table[..., :half] for table in positions)
-    cos, sin, out = cos[0].to(BF16), sin[0].to(BF16), torch.empty_like(x)
+    cos, sin = rotary.angles[rotary.places[0]].to(BF16).chunk(2, dim=-1)
+    out = torch.empty_like(x)
     for pair in range(half):
         a, b = x[:, 2 * pair], x[:, 2 * pair + 1]
         out[:, 2 * pair] = a * cos[:, pair] - b * sin[:, pair]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kt_runtime.errors import CheckpointError
+from kt_runtime.ops.rotary import Rotary
 from kt_runtime.resident.twin.model import Twin, bytes_not_shared
 
 
@@ -39,12 +40,13 @@ def test_logits_equal_those_of_a_separate_hugging_face_load(lab: Any, tokens: to
 def test_dense_parts_equal_hugging_face_s(lab: Any, tokens: torch.Tensor) -> None:
     twin, model = lab.twin, lab.host.hf.model
     hidden = twin.embed(tokens)
-    positions = twin.positions(hidden)
+    positions, tables = twin.positions(hidden), model.rotary_emb(hidden, torch.arange(tokens.shape[1])[None])
     tolerance = 1e-6  # sums in another order: 3e-7 measured
     assert torch.equal(hidden, model.embed_tokens(tokens))
     for ours, theirs in zip(range(twin.num_layers), model.layers, strict=True):
-        arguments = {"hidden_states": hidden, "attention_mask": None, "position_embeddings": positions}
-        found, wanted = twin.layer(ours).self_attn(**arguments)[0], theirs.self_attn(**arguments)[0]
+        arguments = {"hidden_states": hidden, "attention_mask": None}
+        found = twin.layer(ours).self_attn(**arguments, position_embeddings=positions)[0]
+        wanted = theirs.self_attn(**arguments, position_embeddings=tables)[0]
         assert (found - wanted).abs().max() <= tolerance
         if twin.experts_of(ours) is not None:
             gate, expected = twin.layer(ours).mlp.gate, theirs.mlp.gate
@@ -67,10 +69,8 @@ def test_rotary_tables_are_the_engine_s(make_host: Any, tokens: torch.Tensor, fa
     host.tensors()[name] = table + 0.5
     twin = Twin(host)
     found = twin.positions(twin.embed(tokens), torch.tensor([[3, 4, 49]]))
-    cos, sin = (found.real, found.imag) if isinstance(found, torch.Tensor) else found
-    half = table.shape[-1] // 2
-    assert torch.equal(torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1), table[[3, 4, 49]] + 0.5)
-    assert torch.equal(cos[0, :, -half:], cos[0, :, :half]) and torch.equal(sin[0, :, -half:], sin[0, :, :half])
+    assert isinstance(found, Rotary)
+    assert torch.equal(found.angles[found.places[0]], table[[3, 4, 49]] + 0.5)
 
 
 def test_a_rotary_table_that_the_engine_lacks_is_an_error_with_its_name(make_host: Any, family: str) -> None:
@@ -90,6 +90,7 @@ def test_beside_an_engine_on_a_gpu_the_rotary_table_is_hugging_face_s(
     twin = Twin(host)
     hidden = twin.embed(tokens)
     found, wanted = twin.positions(hidden), host.hf.model.rotary_emb(hidden, torch.arange(tokens.shape[1])[None])
+    assert not isinstance(found, Rotary)
     pairs = [(found, wanted)] if isinstance(found, torch.Tensor) else list(zip(found, wanted, strict=True))
     assert all(torch.equal(one, other) for one, other in pairs)
 
