@@ -208,4 +208,4 @@ def _check_coverage(entries: Mapping[str, Entry], first: int, file_bytes: int) -
             raise ValueError(f"{name[:80]!r} (byte {entry.start}) {problem} {previous} (to byte {position})")
         position, previous = entry.stop, repr(name[:80])
     if position != file_bytes:
-        raise ValueError(f"{file_bytes - position} bytes after the last tensor belong to none")
+        raise ValueError(f"{file_bytes - position} bytes after the last tensor belong to no tensor")

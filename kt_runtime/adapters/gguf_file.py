@@ -175,7 +175,9 @@ def _views(
         tensors[name] = _view(data, start + offset, entry)
         offset += _round_up(entry.num_bytes, alignment)
     if len(data) > max(start + offset, cursor.position):
-        raise AdapterError(f"{cursor.where}: {len(data) - start - offset} bytes after the last tensor belong to none")
+        raise AdapterError(
+            f"{cursor.where}: {len(data) - start - offset} bytes after the last tensor belong to no tensor"
+        )
     return tensors
 
 

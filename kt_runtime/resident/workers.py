@@ -93,7 +93,7 @@ class Workers:
         with self._changed:
             self._jobs[key] = job
             if self._closed:
-                job.result.set_exception(RuntimeFault(f"{what}: the server is ending"))
+                job.result.set_exception(RuntimeFault(f"{what}: the server is shutting down"))
                 return
             self._waiting.append(job)
             self._start_due()

@@ -63,7 +63,7 @@ class AnswerBook:
         known = self._in_progress.get(request_id) or self._answers.get(request_id)
         if known is not None:
             if known.digest != digest:
-                raise ConflictError(f"request id {request_id!r} was used before, for a request of another content")
+                raise ConflictError(f"request id {request_id!r} was used before for a request with different content")
             if isinstance(known, _Answer):
                 return known.frames
             known.identity = identity

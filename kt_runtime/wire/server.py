@@ -234,7 +234,9 @@ class WireServer:
         for book in (self._book, self._read_only_book):
             for request_id, identity in book.abandon().items():
                 state = "was not executed" if request_id in not_begun else "was not finished"
-                error = ServerUnreachableError(f"{self.address}: the server is ending; request {request_id!r} {state}")
+                error = ServerUnreachableError(
+                    f"{self.address}: the server is shutting down; request {request_id!r} {state}"
+                )
                 self._send(identity, codec.encode(error_reply(request_id, error)))
 
     def _receive(self) -> None:

@@ -107,7 +107,7 @@ def names(value: Any) -> tuple[str, ...]:
     if not all(stripped):
         raise ValueError("must be names separated by commas; one of them is empty")
     if len(set(stripped)) != len(stripped):
-        raise ValueError("names one thing twice")
+        raise ValueError("contains a name twice")
     return tuple(text(part) for part in stripped)
 
 

@@ -153,7 +153,9 @@ def _table_parts(tables: Sequence[tuple[Measurement, Table]]) -> list[str]:
     first = tables[0][1]
     for _, table in tables:
         if table.columns != first.columns or table.case != first.case:
-            raise InvalidValueError(f"tables {first.name!r} and {table.name!r} have other columns, so they are not one")
+            raise InvalidValueError(
+                f"tables {first.name!r} and {table.name!r} have different columns, so they can't be merged"
+            )
     several = len(tables) > 1
     one_unit = _common_unit(first.columns)
     heads = ["machine"] * several + first.case + [_head(column, one_unit) for column in first.columns]

@@ -74,7 +74,7 @@ def _hardware(report: Mapping[str, Any], where: Path) -> str:
     try:
         return f"{report['machine']['processors']} processors of {report['machine']['cpu']}"
     except KeyError:
-        raise InvalidValueError(f"{where}: names no machine; say what it ran on with --hardware") from None
+        raise InvalidValueError(f"{where}: names no machine; name the hardware with --hardware") from None
 
 
 def _rounded(value: Decimal | None, per: Decimal | int = 1) -> Decimal | None:

@@ -145,7 +145,9 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except PermissionError as error:
-        raise InvalidValueError(f"--dir {path}: {error.filename or path} may not be used by this user") from None
+        raise InvalidValueError(
+            f"--dir {path}: {error.filename or path} this user has no permission to use it"
+        ) from None
     except OSError as error:
         if isinstance(error, RuntimeError | LookupError | ValueError) or error.errno is None:
             raise

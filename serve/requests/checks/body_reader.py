@@ -83,7 +83,7 @@ class BodyReader:
 
     def _take(self, num_bytes: int) -> int:
         if self._room.taken_bytes + num_bytes > self._room.limit_bytes:
-            raise Refusal(503, "other requests' bodies take all the room for bodies; try again", code="busy")
+            raise Refusal(503, "the bodies of other requests fill the memory for bodies; try again", code="busy")
         self._room.taken_bytes += num_bytes
         return num_bytes
 

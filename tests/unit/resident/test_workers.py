@@ -196,7 +196,7 @@ def test_after_the_end_nothing_begins(make_bench: Callable[..., Bench]) -> None:
     bench.workers.begin("waits", "waits", lambda: begun.append(1))
     bench.workers.close()
     bench.workers.begin("late", "late", lambda: begun.append(2))
-    with pytest.raises(RuntimeFault, match="late: the server is ending"):
+    with pytest.raises(RuntimeFault, match="late: the server is shutting down"):
         bench.workers.take("late")
     bench.answer(pipe)
     assert bench.next_ended() == ("one", None) and not begun

@@ -142,7 +142,7 @@ BROKEN: list[tuple[str, str]] = [
     ("lr_scheduler_kwargs: 3", "4: lr_scheduler_kwargs: 3: must be a mapping"),
     ("warmup_steps: 2.5", "4: warmup_steps: 2.5: must be a whole number of steps, or a share of them below 1"),
     ("lora_target: a,,b", "4: lora_target: 'a,,b': must be names separated by commas; one of them is empty"),
-    ("eval_dataset: [a, a]", r"4: eval_dataset: \['a', 'a'\]: names one thing twice"),
+    ("eval_dataset: [a, a]", r"4: eval_dataset: \['a', 'a'\]: contains a name twice"),
     (
         "evaluation_strategy: epoch\neval_strategy: steps\nval_size: 2",
         "4: evaluation_strategy: 'epoch': is the old name",

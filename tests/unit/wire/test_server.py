@@ -141,7 +141,7 @@ def test_an_id_with_another_content_is_a_users_error_and_disturbs_nothing(
     peer.send(forward_frames("a", 2))
     error = error_of(peer.receive())
     assert (error.category, error.kind) == ("user", "ConflictError")
-    assert "another content" in error.message
+    assert "different content" in error.message
     assert not server.has_pending
     if answered:
         peer.send(forward_frames("a", 1))
@@ -346,7 +346,7 @@ def test_closing_tells_who_gets_no_answer(server: WireServer, peer: Any) -> None
     server.close()
     found = {reply.request_id: reply for reply in (error_of(peer.receive()) for _ in range(2))}
     assert {reply.kind for reply in found.values()} == {"ServerUnreachableError"}
-    assert "the server is ending; request 'taken' was not finished" in found["taken"].message
+    assert "the server is shutting down; request 'taken' was not finished" in found["taken"].message
     assert "'waiting' was not executed" in found["waiting"].message
 
 

@@ -190,7 +190,7 @@ def test_bodies_that_are_never_finished_leave_room_for_small_ones_and_give_their
         hanging = asyncio.create_task(read(160_000, hang=True))
         await asyncio.sleep(0)
         assert room.taken_bytes == 160_000 - SMALL_BODY_BYTES
-        with pytest.raises(Refusal, match="take all the room") as raised:
+        with pytest.raises(Refusal, match="fill the memory for bodies") as raised:
             await read(80_000, 80_000)
         assert raised.value.status == 503
         assert len(await read(SMALL_BODY_BYTES)) == SMALL_BODY_BYTES
