@@ -208,15 +208,16 @@ def contents(page: Page) -> bytes:
 
 
 class Fail:
-    """As `FaultyFiles.before`: raises `error` for these operations while it is on."""
+    """As `FaultyFiles.before`: raises `error` for these operations while it is on. `raised`: how often it did."""
 
     def __init__(self, number: int, *operations: str) -> None:
         self.error = OSError(number, os.strerror(number))
         self.operations = operations
-        self.is_on = True
+        self.is_on, self.raised = True, 0
 
     def __call__(self, operation: str, path: Path) -> None:
         if self.is_on and operation in self.operations:
+            self.raised += 1
             raise self.error
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,31 +138,12 @@ def test_no_answer_within_the_timeout_is_an_error_and_the_ticket_stays_valid(
     assert isinstance(reply, messages.StatusReply)
 
 
-def test_a_resent_request_is_carried_out_once(server: WireServer, make_client: Callable[..., Any]) -> None:
-    """The client asks many times before the first answer; all but the first are the server's to recognise."""
-    client = make_client(resend_s=0.01)
-    executed: list[str] = []
-
-    def answer_late() -> None:
-        time.sleep(0.5)
-        while server.wait(0.3 if len(executed) >= 2 else 60):
-            for incoming in server.take():
-                executed.append(incoming.request_id)
-                server.answer(incoming, messages.DoneReply(request_id=incoming.request_id))
-
-    thread = threading.Thread(target=answer_late)
-    thread.start()
-    client.close_session("s")
-    client.close_session("t")
-    thread.join()
-    assert executed == [f"{client.client_id}-1", f"{client.client_id}-2"]
-
-
 class DroppingProxy:
-    """Between client and server; loses the first `num_lost` answers."""
+    """Between client and server; loses the first `num_lost` answers. `asked` is set by each request that arrives."""
 
     def __init__(self, address: str, server_address: str, num_lost: int) -> None:
-        self.num_lost, self.num_asked = num_lost, 0
+        self.address, self.num_lost, self.num_asked = address, num_lost, 0
+        self.asked = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._front, self._back = self._context.socket(zmq.ROUTER), self._context.socket(zmq.DEALER)
         self._front.bind(address)
@@ -178,6 +159,7 @@ class DroppingProxy:
                 identity, *frames = self._front.recv_multipart()
                 self.num_asked += 1
                 self._back.send_multipart(frames)
+                self.asked.set()
             if self._back.poll(5):
                 frames = self._back.recv_multipart()
                 if self.num_lost > 0:
@@ -191,17 +173,53 @@ class DroppingProxy:
         self._context.destroy(linger=0)
 
 
-def test_a_lost_answer_is_asked_for_again_and_the_request_carried_out_once(
-    resident: Any, server: WireServer, socket_directory: Path, make_client: Callable[..., Any]
+@pytest.fixture
+def make_proxy(server: WireServer, socket_directory: Path) -> Iterator[Callable[[int], DroppingProxy]]:
+    """Before `server`; it loses this many answers."""
+    with contextlib.ExitStack() as opened:
+
+        def make(num_lost: int) -> DroppingProxy:
+            proxy = DroppingProxy(f"ipc://{socket_directory}/proxy.sock", server.address, num_lost)
+            opened.callback(proxy.close)
+            return proxy
+
+        yield make
+
+
+def test_a_resent_request_is_carried_out_once(
+    server: WireServer, make_proxy: Callable[[int], DroppingProxy], make_client: Callable[..., Any]
 ) -> None:
-    proxy = DroppingProxy(f"ipc://{socket_directory}/proxy.sock", server.address, num_lost=3)
-    try:
-        client = make_client(f"ipc://{socket_directory}/proxy.sock", resend_s=0.05)
-        assert client.optim_step("s", 1e-3).step == 4
-        assert proxy.num_asked >= 4
-        assert len(resident.executed) == 1
-    finally:
-        proxy.close()
+    """The client asks many times before the first answer; all but the first are the server's to recognise."""
+    proxy = make_proxy(0)
+    client = make_client(proxy.address, resend_s=0.01)
+    executed: list[str] = []
+
+    def answer_late() -> None:
+        assert server.wait(60)
+        while proxy.num_asked < 5:
+            proxy.asked.wait(60)
+            proxy.asked.clear()
+        while server.wait(0.1 if len(executed) >= 2 else 60):
+            for incoming in server.take():
+                executed.append(incoming.request_id)
+                server.answer(incoming, messages.DoneReply(request_id=incoming.request_id))
+
+    thread = threading.Thread(target=answer_late)
+    thread.start()
+    client.close_session("s")
+    client.close_session("t")
+    thread.join()
+    assert executed == [f"{client.client_id}-1", f"{client.client_id}-2"]
+
+
+def test_a_lost_answer_is_asked_for_again_and_the_request_carried_out_once(
+    resident: Any, make_proxy: Callable[[int], DroppingProxy], make_client: Callable[..., Any]
+) -> None:
+    proxy = make_proxy(3)
+    client = make_client(proxy.address, resend_s=0.05)
+    assert client.optim_step("s", 1e-3).step == 4
+    assert proxy.num_asked >= 4
+    assert len(resident.executed) == 1
 
 
 def test_forward_backward_calls_may_be_under_way_together_and_are_summed_before_the_step(
@@ -240,7 +258,7 @@ def test_a_server_that_stays_busy_is_a_busy_error(
     make_server: Callable[..., WireServer], make_client: Callable[..., Any]
 ) -> None:
     make_server(max_pending=1)
-    client = make_client(timeout_s=2)
+    client = make_client(timeout_s=1)
     client.begin_forward_backward("s", BATCH)
     with pytest.raises(ServerBusyError, match="in progress"):
         client.forward("s", BATCH)
