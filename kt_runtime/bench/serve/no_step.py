@@ -1,7 +1,7 @@
 """SGLang without kt-runtime's native step as a peer: the same server, started again with `--no-step`.
 
-The rest is the same: options, prompts, clients, and kt-runtime's experts and CPU kernels under SGLang's modules. Only
-the base's cases are measured: a batch with an adapter runs SGLang's modules on the first server as well.
+The rest is the same: options, prompts, adapters, clients, and kt-runtime's experts and CPU kernels under SGLang's
+modules.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class NoStep(Peer):
         super().__init__(SGLANG, say)
 
     def measure(self, first: ServerSide, model: Path, directory: Path) -> None:
-        """Runs the base's cases of `first`, whose server has ended. `directory`: for the files of the server.
+        """Runs the cases of `first`, whose server has ended. `directory`: for the files of the server.
 
         A first server without the native step is the peer already: then no second one is started.
         """

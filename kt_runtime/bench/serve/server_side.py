@@ -79,8 +79,8 @@ def settings(plan: Plan, cases: list[Case], dtype: str) -> dict[str, Any]:
 class ServerSide:
     """Measures the cases in their order; adapters are loaded before the first case that has them.
 
-    `repeated`: another server's cases. Those of the base are measured again, with the same prompts and `--no-step`;
-    `cases` then only choose the server's options. `result` grows case by case, so an error leaves the earlier cases.
+    `repeated`: another server's cases. They are measured again, with the same prompts and `--no-step`; `cases` then
+    only choose the server's options. `result` grows case by case, so an error leaves the earlier cases.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ServerSide:
         self.result = ServerResult()
 
     def without_step(self, say: Callable[[str], None]) -> ServerSide:
-        """The same server with `--no-step`, for the base's cases that this one has measured."""
+        """The same server with `--no-step`, for the cases that this one has measured."""
         return ServerSide(self._plan, self._cases, self._config, self._dtype, say, self.result.measured)
 
     def measure(self, model: Path, directory: Path) -> ServerResult:
@@ -116,7 +116,7 @@ class ServerSide:
         return self.result
 
     def _measured_cases(self) -> list[Case]:
-        return self._cases if self._repeated is None else [case for case in self._repeated if not case.adapters]
+        return self._cases if self._repeated is None else list(self._repeated)
 
     def _options(self, directory: Path) -> list[str]:
         made = settings(self._plan, self._cases, self._dtype)

@@ -35,9 +35,9 @@ class Servers:
     """Takes the place of a server and its clients. A token takes 20 ms, the native step 15 ms of them, sampling 1 ms.
 
     `options`: of each server that was started. `runs`, `prefilled`: prompts of the decoding runs without warm-ups, and
-    of the prefills. Runs whose number (the first is 1) is in `apart` have streams one after the other; the server ends
-    in run `dies_at`. `step`: state of the native step. `skipped`: decode batches of a run that the step leaves to
-    SGLang's modules. `start_error`: of the second server.
+    of the prefills. `adapted`: whether a decoding run had adapters. Runs whose number (the first is 1) is in `apart`
+    have streams one after the other; the server ends in run `dies_at`. `step`: state of the native step. `skipped`:
+    decode batches of a run that the step leaves to SGLang's modules. `start_error`: of the second server.
     """
 
     url = "http://127.0.0.1:9"
@@ -45,6 +45,7 @@ class Servers:
     def __init__(self) -> None:
         self.options: list[list[str]] = []
         self.runs: list[list[list[int]]] = []
+        self.adapted: list[bool] = []
         self.prefilled: list[list[int]] = []
         self.apart: set[int] = set()
         self.step = "running"
@@ -83,6 +84,7 @@ class Servers:
         gap = 0.0
         if new_tokens != WARM_UP_TOKENS:
             self.runs.append(prompts)
+            self.adapted.append(any(adapters))
             gap = 9.0 if len(self.runs) in self.apart else 0.0
         if len(self.runs) == self.dies_at:
             raise ServerUnreachableError("the server has ended")
@@ -188,8 +190,9 @@ def test_the_peer_is_the_same_server_with_no_step_on_the_same_prompts(
     with_step, without = servers.options
     assert with_step[-2:] == ["--adapter-dir", str(tmp_path / "adapters")]
     assert without == [*with_step[:-1], str(tmp_path / "no-step" / "adapters"), "--no-step"]
-    assert list(peer.measured) == BASE
-    assert servers.runs[8:] == servers.runs[:4], "4 runs of the base, 4 with adapters, then the peer's"
+    assert list(peer.measured) == [*BASE, *ADAPTED]
+    assert servers.runs[8:] == servers.runs[:8], "4 runs of the base, 4 with adapters, then the peer's"
+    assert servers.adapted[8:] == servers.adapted[:8] == [False] * 4 + [True] * 4
     assert servers.prefilled[4:] == servers.prefilled[1:3]
     assert servers.prefilled[3] not in servers.prefilled[:3], "a warm-up must not fill the cache for a run"
     assert all(measured.same_tokens == 1 for measured in peer.measured.values())
@@ -238,7 +241,8 @@ def test_a_case_that_the_peer_could_not_measure_is_its_problem(
     servers.apart = {len(servers.runs) + number for number in (3, 4, 5)}
     peer = NoStep(lambda _: None)
     peer.measure(first, tmp_path, tmp_path / "no-step")
-    assert peer.problem == f"{TWO}: 0 of 2 runs were measured: {REASON}" and list(peer.measured) == [PROMPT, ONE]
+    assert peer.problem == f"{TWO}: 0 of 2 runs were measured: {REASON}"
+    assert list(peer.measured) == [PROMPT, ONE, *ADAPTED]
 
 
 def test_the_share_of_equal_tokens_is_that_of_the_runs_of_both() -> None:
