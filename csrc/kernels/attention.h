@@ -11,10 +11,11 @@
 // The order of every sum:
 //
 //   score   one chain over the columns in ascending order: fma(q, k, sum); portable: product and sum rounded. AVX-512,
-//           q and k bf16: vdpbf16ps for two adjacent columns
+//           q and k bf16: vdpbf16ps for two adjacent columns. AMX, both bf16: TDPBF16PS for 32 adjacent columns
 //   chunk   kChunkKeys keys at fixed places from key 0. A chunk's weights are 2^(score * log2(e) - the largest of the
 //           chunk); with L lanes, lane l adds those of the keys l, l + L, ... of the chunk, then halves are added
-//   output  of a chunk: one chain over its keys in ascending order: fma(weight, v, sum)
+//   output  of a chunk: one chain over its keys in ascending order: fma(weight, v, sum). AMX, all bf16:
+//           kernels/amx/attention.cpp
 //   chunks  in ascending order, each scaled to the larger of both maxima and added
 //
 // Hidden keys enter no sum and no hidden value is read. So neither the other queries, the cut of a prompt into chunks

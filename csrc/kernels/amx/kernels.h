@@ -5,6 +5,7 @@
 #pragma once
 
 #include "amx_primitives.h"
+#include "kernels/attention.h"
 #include "kernels/tiles.h"
 
 namespace kt::amx::inline KT_AMX_BUILD {
@@ -25,6 +26,9 @@ constexpr bool has_planes(const PackedShape& shape) {
 void multiply_planes(const IntegerProduct& p);
 QuantizedSize quantized_planes(const PackedShape& shape);
 void quantize_planes(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums);
+
+// attention.cpp
+extern const Attention kAttention;
 
 // row_major.cpp
 extern const Dense kDense;

@@ -319,7 +319,7 @@ void test_infinite_scores(const kt::AttentionEngine& engine, Random& random, Rep
 void test_memory(const kt::Tiles& tiles, Random& random, Report& report) {
   const kt::AttentionEngine engine{*tiles.attention, 1};
   const Batch few({2, 1, 8, 8}, {true, true, true}, {{0, 1}}, random);
-  const Batch many({64, 2, 96, 96}, {true, true, true}, {{900, 90}}, random);
+  const Batch many({64, 2, 512, 512}, {true, true, true}, {{900, 9}}, random);
   const auto attend = [&](const Batch& batch) { return std::function<void()>([&] { batch.result(engine, true); }); };
   test_scratch("attention", attend(few), attend(many), report);
 }

@@ -14,6 +14,8 @@
 #include "base/cpu.h"
 #include "kernels/amx/vectors.h"
 #include "kernels/avx512/kernels.h"
+#include "kernels/avx512/transpose.h"
+#include "kernels/avx512/vector.h"
 
 #define KT_AMX_BUILD hardware
 
@@ -63,6 +65,53 @@ struct DotS8S8 {  // signed bytes, int32 sums
     __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
   }
 };
+
+// For attention: floats, and pairs of bf16 as lanes.
+struct PairLanes : Vec16 {
+  static void transpose(__m512 (&block)[16]) { transpose_block(block); }
+  static __m512 load_pairs(const uint16_t* from) { return _mm512_castsi512_ps(_mm512_loadu_si512(from)); }
+  // The first `count` bf16, then zeros.
+  static __m512 load_some_pairs(const uint16_t* from, int64_t count) {
+    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(first_of(count), from));
+  }
+  static __mmask32 first_of(int64_t count) { return static_cast<__mmask32>((uint64_t{1} << count) - 1); }
+};
+
+inline __m512 widened(__m256i sixteen) {
+  return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, sixteen), 16));
+}
+
+// 16 floats as the sum of three bf16 each: the nearest, the nearest to what is left, and so again.
+inline void split_floats(const float* from, uint16_t* high, uint16_t* middle, uint16_t* low) {
+  __m512 left = _mm512_loadu_ps(from);
+  for (uint16_t* to : {high, middle}) {
+    const auto nearest = (__m256i)_mm512_cvtneps_pbh(left);
+    store(nearest, to);
+    left = _mm512_sub_ps(left, widened(nearest));
+  }
+  store(_mm512_cvtneps_pbh(left), low);
+}
+
+// The first `count` of 32 adjacent bf16 of two rows, then zeros -> pairs (one of each row) of the columns 0 to 15, and
+// of 16 to 31. Zeros take the place of NaN and Inf; returns whether there were any.
+inline bool interleave_rows(const uint16_t* first, const uint16_t* second, int64_t count, uint8_t* left,
+                            uint8_t* right) {
+  const __mmask32 mask = PairLanes::first_of(count);
+  const __m512i one = _mm512_maskz_loadu_epi16(mask, first), other = _mm512_maskz_loadu_epi16(mask, second);
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  const __mmask32 bad_one = _mm512_cmpeq_epi16_mask(_mm512_and_si512(one, exponent), exponent);
+  const __mmask32 bad_other = _mm512_cmpeq_epi16_mask(_mm512_and_si512(other, exponent), exponent);
+  const __m512i a = _mm512_maskz_mov_epi16(~bad_one, one), b = _mm512_maskz_mov_epi16(~bad_other, other);
+  // Lane 2 i of an index vector names element i of a half of `a`, lane 2 i + 1 the same element of `b`.
+  const __m512i pairs =
+      _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  const __m512i low =
+      _mm512_or_si512(pairs, _mm512_maskz_slli_epi32(0xffff, _mm512_or_si512(pairs, _mm512_set1_epi32(32)), 16));
+  const __m512i high = _mm512_or_si512(low, _mm512_set1_epi32(0x00100010));
+  _mm512_storeu_si512(left, _mm512_permutex2var_epi16(a, low, b));
+  _mm512_storeu_si512(right, _mm512_permutex2var_epi16(a, high, b));
+  return (bad_one | bad_other) != 0;
+}
 
 inline Floats broadcast(const float* from) { return _mm512_set1_ps(*from); }
 // a * b + c, rounded once.

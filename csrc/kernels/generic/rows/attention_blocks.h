@@ -30,6 +30,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "kernels/attention.h"
 #include "kernels/generic/rows/elementwise.h"
@@ -51,20 +52,25 @@ inline void for_tiles(int64_t rows, Body&& body, int64_t row = 0) {
 template <class V>
 struct BlockSizes {
   static constexpr int64_t kPanelKeys = 2 * V::kLanes, kTileCols = 2 * V::kLanes;
+  // Of a row of scores: a line more than its keys, so that the same key of 16 rows lies in 16 sets of the L1 cache.
+  static constexpr int64_t kScoresLd = kChunkKeys + 16;
 
-  BlockSizes(const AttentionTensors& t, int64_t rows)
-      : rows(rows), units(rounded_up(t.key_size, V::kLanes)), cols(rounded_up(t.value_size, kTileCols)) {}
+  BlockSizes(const AttentionTensors& t, int64_t rows, int64_t row_unit = 1)
+      : rows(rows),
+        padded_rows(rounded_up(rows, row_unit)),
+        units(rounded_up(t.key_size, V::kLanes)),
+        cols(rounded_up(t.value_size, kTileCols)) {}
 
-  int64_t part_floats() const { return rounded_up(rows * (2 + cols), kLaneFloats); }
-  int64_t queries_floats() const { return rounded_up(rows * units, kLaneFloats); }
-  int64_t scores_floats() const { return rows * kChunkKeys; }
+  int64_t part_floats() const { return rounded_up(2 * rows + padded_rows * cols, kLaneFloats); }
+  int64_t queries_floats() const { return rounded_up(padded_rows * units, kLaneFloats); }
+  int64_t scores_floats() const { return padded_rows * kScoresLd; }
   int64_t panel_floats() const { return units * kPanelKeys; }
   int64_t last_cols_floats() const { return kChunkKeys * kTileCols; }
   int64_t bytes() const {
     return 4 * (2 * part_floats() + queries_floats() + scores_floats() + panel_floats() + last_cols_floats());
   }
 
-  int64_t rows, units, cols;  // units: of a float, or of a pair of bf16 (then half of them are used)
+  int64_t rows, padded_rows, units, cols;  // units: of a float, or of a pair of bf16 (then half of them are used)
 
  private:
   static constexpr int64_t kLaneFloats = 16;  // a cache line
@@ -79,7 +85,8 @@ struct Part {
   int64_t cols;
 };
 
-template <class V, class Scores, class Values, int kMostRows>
+// Own: a class derived of this one that computes scores and weighted values in another way; void: none.
+template <class V, class Scores, class Values, int kMostRows, class Own = void>
 class BlockAttention {
   using Reg = typename V::Reg;
   using Key = typename Scores::Key;
@@ -88,12 +95,13 @@ class BlockAttention {
   static constexpr int64_t kPanelKeys = BlockSizes<V>::kPanelKeys, kTileCols = BlockSizes<V>::kTileCols;
   static constexpr int64_t kLineKeys = 64 / sizeof(Key), kLineValues = 64 / sizeof(Value);
   static constexpr int64_t kKeysAhead = 2 * kPanelKeys;
+  static constexpr bool kHasOwn = !std::is_void_v<Own>;
 
  public:
-  BlockAttention(const AttentionTensors& t, const AttentionBlock& block)
+  BlockAttention(const AttentionTensors& t, const AttentionBlock& block, int64_t row_unit = 1)
       : t_(t),
         block_(block),
-        sizes_(t, block.rows()),
+        sizes_(t, block.rows(), row_unit),
         units_((t.key_size + Scores::kUnitCols - 1) / Scores::kUnitCols) {}
 
   void attend(void* workspace) {
@@ -116,7 +124,9 @@ class BlockAttention {
     finish(parts);
   }
 
- private:
+ protected:
+  static constexpr int64_t kScoresLd = BlockSizes<V>::kScoresLd;
+
   Part part_of(float* at) const { return {at, sizes_.rows, sizes_.cols}; }
   int64_t query_of(int64_t row) const { return block_.first_query + row / block_.heads; }
   int64_t head_of(int64_t row) const { return block_.key_head * t_.group() + block_.first_head + row % block_.heads; }
@@ -158,6 +168,7 @@ class BlockAttention {
         std::memcpy(to, t_.q.at<const uint16_t>(row, head), static_cast<size_t>(cols) * sizeof(uint16_t));
       }
     }
+    if constexpr (kHasOwn) own().begin_own(at);
   }
 
   // Chunk c of the keys -> a part.
@@ -169,19 +180,39 @@ class BlockAttention {
     for (int64_t i = 0; i < count_; ++i) values_[i] = value(first_ + i);
     for (int64_t i = 0; i < count_; i += kPanelKeys) {
       make_panel(i);
-      for_tiles<kMostRows>(sizes_.rows, [&]<int kRows>(int64_t row) {
-        if (visible(row + kRows - 1, c) > i) score_tile<kRows>(row, i);
-      });
+      if constexpr (kHasOwn) {
+        own().make_scores(c, i);
+      } else {
+        for_tiles<kMostRows>(sizes_.rows, [&]<int kRows>(int64_t row) {
+          if (visible(row + kRows - 1, c) > i) score_tile<kRows>(row, i);
+        });
+      }
     }
     for (int64_t r = 0; r < sizes_.rows; ++r) {
       const int64_t keys = visible(r, c);
-      float* scores = scores_ + r * kChunkKeys;
+      float* scores = scores_ + r * kScoresLd;
+      if constexpr (kHasOwn) own().scale(scores, keys);
       if (t_.logit_cap > 0) cap(scores, keys);
       const RowSums sums = weigh<V>(scores, keys, rounded_up(keys, kLanes));
       part.most[r] = sums.most;
       part.sum[r] = sums.sum;
+      if constexpr (kHasOwn) own().take_weights(r, keys);
     }
-    weighted_values(c, part);
+    find_next_keys();
+    if constexpr (kHasOwn) {
+      own().weigh_values(c, part);
+    } else {
+      weighted_values(c, part);
+    }
+  }
+
+  // The keys of the next chunk, for prefetches; without one, none is followed.
+  void find_next_keys() {
+    is_followed_ = first_ + count_ < block_.keys();
+    for (int64_t i = 0; i < count_ && is_followed_; ++i) {
+      const int64_t next = first_ + kChunkKeys + i, last = block_.keys() - 1;
+      next_keys_[i] = key(next < last ? next : last);
+    }
   }
 
   // Keys i to i + kPanelKeys of the chunk, transposed. Beyond the last key, that key again.
@@ -232,11 +263,11 @@ class BlockAttention {
       }
     }
     const Reg factor = V::set(t_.logit_cap > 0 ? t_.scaling : t_.scaling * kLog2E);
-    float* to = scores_ + row * kChunkKeys + i;
+    float* to = scores_ + row * kScoresLd + i;
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      V::store(to + r * kChunkKeys, sum[r][0] * factor);
-      V::store(to + r * kChunkKeys + kLanes, sum[r][1] * factor);
+      V::store(to + r * kScoresLd, sum[r][0] * factor);
+      V::store(to + r * kScoresLd + kLanes, sum[r][1] * factor);
     }
   }
 
@@ -247,11 +278,6 @@ class BlockAttention {
   }
 
   void weighted_values(int64_t c, const Part& part) {
-    const bool is_followed = first_ + count_ < block_.keys();
-    for (int64_t i = 0; i < count_ && is_followed; ++i) {
-      const int64_t next = first_ + kChunkKeys + i, last = block_.keys() - 1;
-      next_keys_[i] = key(next < last ? next : last);
-    }
     const Value* last_cols[kChunkKeys];
     for (int64_t col = 0; col < t_.value_size; col += kTileCols) {
       const Value* const* rows = values_;
@@ -263,7 +289,7 @@ class BlockAttention {
       }
       for_tiles<kMostRows>(sizes_.rows, [&]<int kRows>(int64_t row) {
         float* to = part.row(row) + col;
-        if (row == 0 && is_followed && col < t_.key_size) {
+        if (row == 0 && is_followed_ && col < t_.key_size) {
           value_tile<kRows, true>(row, c, rows, offset, col, to);
         } else {
           value_tile<kRows, false>(row, c, rows, offset, col, to);
@@ -286,7 +312,7 @@ class BlockAttention {
   // kTileCols columns of the output of kRows rows, from their weights. kFetch: with column `fetched` of the next keys.
   template <int kRows, bool kFetch>
   void value_tile(int64_t row, int64_t c, const Value* const* rows, int64_t col, int64_t fetched, float* to) {
-    const float* weights = scores_ + row * kChunkKeys;
+    const float* weights = scores_ + row * kScoresLd;
     const int64_t common = visible(row, c), most = visible(row + kRows - 1, c);  // a later row sees no fewer keys
     Reg sum[kRows][2];
 #pragma GCC unroll 16
@@ -297,7 +323,7 @@ class BlockAttention {
       if constexpr (kFetch) __builtin_prefetch(next_keys_[i] + fetched, 0, 2);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        const Reg weight = V::broadcast(weights + r * kChunkKeys + i);
+        const Reg weight = V::broadcast(weights + r * kScoresLd + i);
         sum[r][0] = V::fma(weight, value[0], sum[r][0]);
         sum[r][1] = V::fma(weight, value[1], sum[r][1]);
       }
@@ -308,7 +334,7 @@ class BlockAttention {
 #pragma GCC unroll 16
       for (int r = 1; r < kRows; ++r) {
         if (visible(row + r, c) <= i) continue;
-        const Reg weight = V::broadcast(weights + r * kChunkKeys + i);
+        const Reg weight = V::broadcast(weights + r * kScoresLd + i);
         sum[r][0] = V::fma(weight, value[0], sum[r][0]);
         sum[r][1] = V::fma(weight, value[1], sum[r][1]);
       }
@@ -368,6 +394,10 @@ class BlockAttention {
   int64_t first_ = 0, count_ = 0;  // the present chunk's keys
   const Value* values_[kChunkKeys];
   const Key* next_keys_[kChunkKeys];
+  bool is_followed_ = false;
+
+ private:
+  auto& own() { return static_cast<std::conditional_t<kHasOwn, Own, BlockAttention>&>(*this); }
 };
 
 // Scores with keys of one dtype, widened to floats where they are bf16.

@@ -69,6 +69,73 @@ struct DotS8S8 {
   }
 };
 
+// Interface: kernels/portable/vector.h, as far as attention needs it.
+struct PairLanes {
+  using Reg = Floats;
+  using Int = Ints;
+  static constexpr int kLanes = 16;
+
+  static Reg zero() { return Reg{}; }
+  static Reg set(float value) { return Reg{} + value; }
+  static Reg load(const float* from) { return kt::amx::load<Reg>(from); }
+  static void store(float* to, const Reg& value) { kt::amx::store(value, to); }
+  static Reg fma(const Reg& a, const Reg& b, const Reg& c) {
+    Reg value;
+    for (int i = 0; i < kLanes; ++i) value[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return value;
+  }
+  static Reg widen(const uint16_t* from) {
+    Reg value;
+    for (int i = 0; i < kLanes; ++i) value[i] = bf16_to_float(from[i]);
+    return value;
+  }
+  static float sum(const Reg& value) {
+    float total = 0;
+    for (int i = 0; i < kLanes; ++i) total += value[i];
+    return total;
+  }
+  static void transpose(Reg (&block)[kLanes]) {
+    for (int i = 0; i < kLanes; ++i) {
+      for (int j = 0; j < i; ++j) {
+        const float other = block[i][j];
+        block[i][j] = block[j][i];
+        block[j][i] = other;
+      }
+    }
+  }
+  static Reg load_pairs(const uint16_t* from) { return kt::amx::load<Reg>(from); }
+  static Reg load_some_pairs(const uint16_t* from, int64_t count) {
+    Reg value{};
+    std::memcpy(&value, from, static_cast<size_t>(2 * count));
+    return value;
+  }
+};
+
+inline void split_floats(const float* from, uint16_t* high, uint16_t* middle, uint16_t* low) {
+  for (int i = 0; i < 16; ++i) {
+    float left = from[i];
+    for (uint16_t* to : {high, middle, low}) {
+      to[i] = float_to_bf16(left);
+      left -= bf16_to_float(to[i]);
+    }
+  }
+}
+
+inline bool interleave_rows(const uint16_t* first, const uint16_t* second, int64_t count, uint8_t* left,
+                            uint8_t* right) {
+  bool is_bad = false;
+  for (int64_t i = 0; i < 32; ++i) {
+    uint16_t pair[2] = {i < count ? first[i] : uint16_t{0}, i < count ? second[i] : uint16_t{0}};
+    for (uint16_t& bits : pair) {
+      if ((bits & 0x7f80) != 0x7f80) continue;
+      is_bad = true;
+      bits = 0;
+    }
+    std::memcpy((i < 16 ? left : right) + 4 * (i % 16), pair, sizeof pair);
+  }
+  return is_bad;
+}
+
 inline Floats broadcast(const float* from) {
   Floats value;
   for (int i = 0; i < 16; ++i) value[i] = *from;
