@@ -111,9 +111,9 @@ struct Attention;  // kernels/attention.h
 
 struct Tiles {
   const char* name;
-  uint32_t required;           // bits of CpuFeature
-  const Dense* dense;          // on row-major matrices
-  const Attention* attention;  // AMX: that of AVX-512
+  uint32_t required;   // bits of CpuFeature
+  const Dense* dense;  // on row-major matrices
+  const Attention* attention;
 
   void (*multiply)(const PackedProduct<float>&);          // any encoding
   void (*multiply_bf16)(const PackedProduct<uint16_t>&);  // bf16, fp8. Null: widen the activations, use `multiply`

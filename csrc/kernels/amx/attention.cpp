@@ -159,7 +159,7 @@ class TileAttention : public BlockAttention<PairLanes, PairScores, PairValues, 1
         if (i + 1 < count_) __builtin_prefetch(next_keys_[i + 1] + col, 0, 2);
       }
       uint8_t* line = strip_ + i / kStepKeys * 2 * kTileBytes + i % kStepKeys / 2 * kLineBytes;
-      is_bad |= interleave_rows(first, second, cols, line, line + kTileBytes);
+      is_bad |= interleave_finite(first, second, cols, line, line + kTileBytes);
     }
     return is_bad;
   }

@@ -32,6 +32,7 @@ extern const Attention kAttention;
 
 // row_major.cpp
 extern const Dense kDense;
+void pair_product(const PairProduct& p);
 
 // transposed.cpp
 void multiply_transposed_bf16(const TransposedProduct<uint16_t>& p);

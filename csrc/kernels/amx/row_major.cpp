@@ -9,6 +9,9 @@
 // one run of memory; the next run is prefetched in its order. C is transposed in registers before it is written.
 //
 // An element's order: per step TDPBF16PS's, that is the even and the odd columns' sums, their sum, then the total.
+//
+// pair_product sums over the rows of the second matrix (PairProduct): A = 16 rows of a x 32 columns as they lie, B = 32
+// rows of b x 16 columns, pairs of rows interleaved; the order of an element is the same.
 #include "kernels/amx/kernels.h"
 #include "kernels/amx/tile_registers.h"
 #include "kernels/amx/transpose.h"
@@ -143,7 +146,95 @@ void normalise(const NormRows& p) { base::kDense.normalise(p); }
 void rotate(const RotaryRows& p) { base::kDense.rotate(p); }
 void choose_experts(const RouterRows& p) { base::kDense.choose_experts(p); }
 
+// The strips of b, 32 rows after 32, each with a tile of B for 16 columns, and a tile's rows of a where they do not lie
+// in memory as a whole.
+class PairTiles {
+ public:
+  explicit PairTiles(const PairProduct& p) : p_(p), steps_((p.inner + kStepCols - 1) / kStepCols) {
+    alignas(64) static constexpr uint16_t kZeros[kStepCols] = {};
+    for (int64_t n = 0; n < steps_ * kStepCols; n += 2) {
+      for (int64_t col = 0; col < p.cols; col += 32) {
+        const int64_t cols = p.cols - col < 32 ? p.cols - col : 32;
+        uint8_t* to = tile_of_b(n / kStepCols, col / 16) + n % kStepCols / 2 * kLineBytes;
+        const uint16_t* first = n < p.inner ? p.b.row(n) + col : kZeros;
+        const uint16_t* second = n + 1 < p.inner ? p.b.row(n + 1) + col : kZeros;
+        interleave_rows(first, second, cols, to, to + kTileBytes);
+      }
+    }
+  }
+
+  // Rows [row, row + 16 kR) of the result, all columns.
+  template <int kR>
+  void run(int64_t row) {
+    for (int64_t col = 0; col < p_.cols; col += 32) {
+      if (p_.cols - col > 16) {
+        columns<kR, 2>(row, col);
+      } else {
+        columns<kR, 1>(row, col);
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kBlocks = (kPairCols + 31) / 32 * 2, kSteps = kPairInner / kStepCols;
+
+  uint8_t* tile_of_b(int64_t step, int64_t block) { return b_ + (step * kBlocks + block) * kTileBytes; }
+  bool is_whole(int64_t row) const { return row + 16 <= p_.rows && p_.inner % kStepCols == 0; }
+  int64_t rows_of(int64_t row) const { return p_.rows - row < 16 ? p_.rows - row : 16; }
+
+  template <int kR, int kB>
+  void columns(int64_t row, int64_t col) {
+    TileRun a[kR], b[kB];
+    for (int r = 0; r < kR; ++r) a[r] = rows_of_a(row + 16 * r, r);
+    for (int i = 0; i < kB; ++i) b[i] = {tile_of_b(0, col / 16 + i), kLineBytes, kBlocks * kTileBytes};
+    zero_sums<kR, kB>();
+    alignas(64) float sums[4][16 * 16];
+    if (p_.accumulate) {
+      for_each_sum<kR, kB>([&]<int kTile>(int r, int i) {
+        copy_sums(row + 16 * r, col + 16 * i, sums[kTile], true);
+        load_tile<kTile>(reinterpret_cast<const uint8_t*>(sums[kTile]), kLineBytes);
+      });
+    }
+    accumulate<DotBf16, kR, kB>(a, b, steps_);
+    for_each_sum<kR, kB>([&]<int kTile>(int r, int i) {
+      store_tile<kTile>(sums[kTile], kLineBytes);
+      copy_sums(row + 16 * r, col + 16 * i, sums[kTile], false);
+    });
+  }
+
+  TileRun rows_of_a(int64_t row, int place) {
+    if (is_whole(row)) return {reinterpret_cast<const uint8_t*>(p_.a.row(row)), 2 * p_.a.ld, kStepBytes};
+    uint16_t* to = a_[place];
+    std::memset(to, 0, sizeof a_[place]);
+    for (int64_t m = 0; m < rows_of(row); ++m)
+      std::memcpy(to + m * kPairInner, p_.a.row(row + m), static_cast<size_t>(2 * p_.inner));
+    return {reinterpret_cast<const uint8_t*>(to), 2 * kPairInner, kStepBytes};
+  }
+
+  // Between c and a tile, as far as c has rows and columns.
+  void copy_sums(int64_t row, int64_t col, float* sums, bool from_c) const {
+    const auto bytes = static_cast<size_t>(4 * (p_.cols - col < 16 ? p_.cols - col : 16));
+    for (int64_t m = 0; m < rows_of(row); ++m) {
+      float* c = p_.c.row(row + m) + col;
+      std::memcpy(from_c ? sums + 16 * m : c, from_c ? c : sums + 16 * m, bytes);
+    }
+  }
+
+  const PairProduct& p_;
+  const int64_t steps_;
+  alignas(64) uint8_t b_[kSteps * kBlocks * kTileBytes];
+  alignas(64) uint16_t a_[2][16 * kPairInner];
+};
+
 }  // namespace
+
+void pair_product(const PairProduct& p) {
+  const TileSession session(config_of(RowTiles(16), kStepBytes));
+  PairTiles tiles(p);
+  int64_t row = 0;
+  for (; row + 16 < p.rows; row += 32) tiles.run<2>(row);
+  if (row < p.rows) tiles.run<1>(row);
+}
 
 const Dense kDense = {.multiply = multiply,
                       .normalise = normalise,

@@ -92,24 +92,34 @@ inline void split_floats(const float* from, uint16_t* high, uint16_t* middle, ui
   store(_mm512_cvtneps_pbh(left), low);
 }
 
+inline void interleave(const __m512i& a, const __m512i& b, uint8_t* left, uint8_t* right) {
+  // Lane 2 i of an index vector names element i of a half of `a`, lane 2 i + 1 the same element of `b`.
+  const __m512i place =
+      _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  const __m512i of_b = _mm512_or_si512(place, _mm512_set1_epi32(32));
+  const __m512i low = _mm512_or_si512(place, _mm512_maskz_slli_epi32(0xffff, of_b, 16));
+  const __m512i high = _mm512_or_si512(low, _mm512_set1_epi32(0x00100010));
+  _mm512_storeu_si512(left, _mm512_permutex2var_epi16(a, low, b));
+  _mm512_storeu_si512(right, _mm512_permutex2var_epi16(a, high, b));
+}
+
 // The first `count` of 32 adjacent bf16 of two rows, then zeros -> pairs (one of each row) of the columns 0 to 15, and
-// of 16 to 31. Zeros take the place of NaN and Inf; returns whether there were any.
-inline bool interleave_rows(const uint16_t* first, const uint16_t* second, int64_t count, uint8_t* left,
+// of 16 to 31.
+inline void interleave_rows(const uint16_t* first, const uint16_t* second, int64_t count, uint8_t* left,
                             uint8_t* right) {
+  const __mmask32 mask = PairLanes::first_of(count);
+  interleave(_mm512_maskz_loadu_epi16(mask, first), _mm512_maskz_loadu_epi16(mask, second), left, right);
+}
+
+// The same, but zeros take the place of NaN and Inf; returns whether there were any.
+inline bool interleave_finite(const uint16_t* first, const uint16_t* second, int64_t count, uint8_t* left,
+                              uint8_t* right) {
   const __mmask32 mask = PairLanes::first_of(count);
   const __m512i one = _mm512_maskz_loadu_epi16(mask, first), other = _mm512_maskz_loadu_epi16(mask, second);
   const __m512i exponent = _mm512_set1_epi16(0x7f80);
   const __mmask32 bad_one = _mm512_cmpeq_epi16_mask(_mm512_and_si512(one, exponent), exponent);
   const __mmask32 bad_other = _mm512_cmpeq_epi16_mask(_mm512_and_si512(other, exponent), exponent);
-  const __m512i a = _mm512_maskz_mov_epi16(~bad_one, one), b = _mm512_maskz_mov_epi16(~bad_other, other);
-  // Lane 2 i of an index vector names element i of a half of `a`, lane 2 i + 1 the same element of `b`.
-  const __m512i pairs =
-      _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-  const __m512i low =
-      _mm512_or_si512(pairs, _mm512_maskz_slli_epi32(0xffff, _mm512_or_si512(pairs, _mm512_set1_epi32(32)), 16));
-  const __m512i high = _mm512_or_si512(low, _mm512_set1_epi32(0x00100010));
-  _mm512_storeu_si512(left, _mm512_permutex2var_epi16(a, low, b));
-  _mm512_storeu_si512(right, _mm512_permutex2var_epi16(a, high, b));
+  interleave(_mm512_maskz_mov_epi16(~bad_one, one), _mm512_maskz_mov_epi16(~bad_other, other), left, right);
   return (bad_one | bad_other) != 0;
 }
 

@@ -16,8 +16,6 @@ namespace base {
 
 using namespace kt::portable;
 
-constexpr void (*pair_product)(const PairProduct&) = nullptr;
-
 static inline void transpose_rows_bf16(Rows<const float> in, int64_t rows, int64_t cols, uint16_t* out, int64_t ld) {
   const int64_t padded_rows = round_up(rows, kTokenUnit), padded_cols = round_up(cols, kBlockRows);
   for (int64_t n = 0; n < padded_cols; ++n) {
@@ -121,18 +119,30 @@ inline void split_floats(const float* from, uint16_t* high, uint16_t* middle, ui
   }
 }
 
-inline bool interleave_rows(const uint16_t* first, const uint16_t* second, int64_t count, uint8_t* left,
-                            uint8_t* right) {
-  bool is_bad = false;
+template <class Each>
+inline void interleave(const uint16_t* first, const uint16_t* second, int64_t count, uint8_t* left, uint8_t* right,
+                       const Each& each) {
   for (int64_t i = 0; i < 32; ++i) {
     uint16_t pair[2] = {i < count ? first[i] : uint16_t{0}, i < count ? second[i] : uint16_t{0}};
-    for (uint16_t& bits : pair) {
-      if ((bits & 0x7f80) != 0x7f80) continue;
-      is_bad = true;
-      bits = 0;
-    }
+    each(pair[0]);
+    each(pair[1]);
     std::memcpy((i < 16 ? left : right) + 4 * (i % 16), pair, sizeof pair);
   }
+}
+
+inline void interleave_rows(const uint16_t* first, const uint16_t* second, int64_t count, uint8_t* left,
+                            uint8_t* right) {
+  interleave(first, second, count, left, right, [](uint16_t) {});
+}
+
+inline bool interleave_finite(const uint16_t* first, const uint16_t* second, int64_t count, uint8_t* left,
+                              uint8_t* right) {
+  bool is_bad = false;
+  interleave(first, second, count, left, right, [&](uint16_t& bits) {
+    if ((bits & 0x7f80) != 0x7f80) return;
+    is_bad = true;
+    bits = 0;
+  });
   return is_bad;
 }
 
