@@ -197,8 +197,8 @@ class LayerReader {
 void check_sizes(const Stack& stack) {
   if (stack.heads < 1) fail("heads is " + std::to_string(stack.heads) + "; must be at least 1");
   if (stack.top_k < 1) fail("top_k is " + std::to_string(stack.top_k) + "; must be at least 1");
-  const int64_t turned = stack.angles.shape[1];
-  if (turned < 2 || turned % 2 != 0) fail("angles has " + std::to_string(turned) + " columns; must be even");
+  const int64_t rotated = stack.angles.shape[1];
+  if (rotated < 2 || rotated % 2 != 0) fail("angles has " + std::to_string(rotated) + " columns; must be even");
   if (stack.lora_slots < 0 || stack.lora_rank < 0 || (stack.lora_slots > 0) != (stack.lora_rank > 0)) {
     fail("lora_slots is " + std::to_string(stack.lora_slots) + " and lora_rank " + std::to_string(stack.lora_rank) +
          "; both are 0, or both are at least 1");

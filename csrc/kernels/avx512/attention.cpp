@@ -10,11 +10,11 @@
 namespace kt {
 namespace {
 
-struct Turned16 : Vec16 {
+struct TransposingVec16 : Vec16 {
   static void transpose(__m512 (&block)[16]) { transpose_block(block); }
 };
 
-struct PairScores : WideScores<Turned16, uint16_t> {
+struct PairScores : WideScores<TransposingVec16, uint16_t> {
   static constexpr int kUnitCols = 2;
 
   static __m512 load(const uint16_t* from) { return _mm512_castsi512_ps(_mm512_loadu_si512(from)); }
@@ -27,6 +27,6 @@ struct PairScores : WideScores<Turned16, uint16_t> {
 
 }  // namespace
 
-const Attention avx512::kAttention = AttentionKernels<Turned16, PairScores, 8>::table();
+const Attention avx512::kAttention = AttentionKernels<TransposingVec16, PairScores, 8>::table();
 
 }  // namespace kt

@@ -91,8 +91,8 @@ class HeadBackward {
     by_q_ = take(queries * key_size_);
     delta_ = take(queries);
     keys_ = take(kBlock * key_size_);
-    turned_keys_ = take(kBlock * key_size_);
-    turned_values_ = take(kBlock * value_size_);
+    transposed_keys_ = take(kBlock * key_size_);
+    transposed_values_ = take(kBlock * value_size_);
     q_ = take(kBlock * key_size_);
     by_out_ = take(kBlock * value_size_);
     weights_ = take(kBlock * kBlock);
@@ -132,9 +132,9 @@ class HeadBackward {
     for (int64_t n = 0; n < num_keys_; ++n) {
       const int64_t row = sequence_.first_key + key + n;
       widen_row(tiles_, g_.call.keys, row, key_head_, key_size_, keys_ + n * key_size_);
-      for (int64_t i = 0; i < key_size_; ++i) turned_keys_[i * kBlock + n] = keys_[n * key_size_ + i];
+      for (int64_t i = 0; i < key_size_; ++i) transposed_keys_[i * kBlock + n] = keys_[n * key_size_ + i];
       widen_row(tiles_, g_.call.values, row, key_head_, value_size_, row_);
-      for (int64_t i = 0; i < value_size_; ++i) turned_values_[i * kBlock + n] = row_[i];
+      for (int64_t i = 0; i < value_size_; ++i) transposed_values_[i * kBlock + n] = row_[i];
     }
   }
 
@@ -156,7 +156,8 @@ class HeadBackward {
 
   void add_block(int64_t query, int64_t key) {
     read_queries(query);
-    multiply(num_queries_, num_keys_, key_size_, q_, key_size_, 1, {turned_keys_, kBlock}, {weights_, kBlock}, false);
+    multiply(num_queries_, num_keys_, key_size_, q_, key_size_, 1, {transposed_keys_, kBlock}, {weights_, kBlock},
+             false);
     const float* log_sums = g_.call.log_sums.as<const float>() + head_;
     const int64_t heads = g_.call.q.shape[1];
     for (int64_t m = 0; m < num_queries_; ++m) {
@@ -167,7 +168,7 @@ class HeadBackward {
     }
     multiply(num_keys_, value_size_, num_queries_, weights_, 1, kBlock, {by_out_, value_size_}, by_values_.from(key),
              true);
-    multiply(num_queries_, num_keys_, value_size_, by_out_, value_size_, 1, {turned_values_, kBlock},
+    multiply(num_queries_, num_keys_, value_size_, by_out_, value_size_, 1, {transposed_values_, kBlock},
              {by_scores_, kBlock}, false);
     for (int64_t m = 0; m < num_queries_; ++m) {
       const int64_t count = visible(query, m, key);
@@ -200,7 +201,7 @@ class HeadBackward {
   const int64_t key_head_, key_size_, value_size_;
   const Rows<float> by_keys_, by_values_;  // sums for the sequence's keys
   int64_t head_ = 0, num_keys_ = 0, num_queries_ = 0;
-  float *by_q_, *delta_, *keys_, *turned_keys_, *turned_values_, *q_, *by_out_, *weights_, *by_scores_, *row_;
+  float *by_q_, *delta_, *keys_, *transposed_keys_, *transposed_values_, *q_, *by_out_, *weights_, *by_scores_, *row_;
 };
 
 int64_t sizes_of(const AttentionCall& call) { return call.q.shape[2] + call.values.shape[2]; }

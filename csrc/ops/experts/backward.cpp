@@ -21,7 +21,7 @@ namespace kt {
 namespace {
 
 // The transposed operand of a transposed product, in the type of the multiplication.
-struct Turned {
+struct Transposed {
   float* f32 = nullptr;
   uint16_t* bf16 = nullptr;
   int64_t ld = 0;  // padded number of tokens
@@ -29,7 +29,7 @@ struct Turned {
 
 struct BackwardBuffers {
   Scratch x, grad, gate, up, h, dh, by_up, low_down, y;
-  Scratch dlow[kNumProjections], turned[kNumProjections];
+  Scratch dlow[kNumProjections], transposed[kNumProjections];
   static BackwardBuffers& all() {
     static thread_local BackwardBuffers buffers;
     return buffers;
@@ -46,7 +46,7 @@ struct ExpertRows {
   Rows<float> by_up;     // up's part of d x, where the weights lie on several nodes
   Rows<float> low_down;  // scaled by the routing weight
   Rows<float> dlow[kNumProjections];
-  Turned grad_turned, gate_turned, up_turned;
+  Transposed grad_transposed, gate_transposed, up_transposed;
 };
 
 class BackwardPass {
@@ -106,8 +106,8 @@ class BackwardPass {
 
   const PairRange& run_of(int64_t index) const { return routing_.experts[static_cast<size_t>(index)]; }
 
-  // Arrays for `pairs` pairs whose transposed rows have `turned` tokens in all, padding included.
-  ExpertRows reserve(BackwardBuffers* b, int64_t pairs, int64_t turned) const {
+  // Arrays for `pairs` pairs whose transposed rows have `transposed` tokens in all, padding included.
+  ExpertRows reserve(BackwardBuffers* b, int64_t pairs, int64_t transposed) const {
     ExpertRows rows{};
     const auto floats = [pairs](Scratch& buffer, int64_t ld) {
       return Rows<float>{buffer.reserve<float>(pairs * ld), ld};
@@ -121,54 +121,54 @@ class BackwardPass {
     if (engine_.layer.num_nodes() > 1) rows.by_up = floats(b->by_up, ld_hidden_);
     rows.low_down = floats(b->low_down, chunk_.rank);
     for (int part = 0; part < kNumProjections; ++part) rows.dlow[part] = floats(b->dlow[part], chunk_.rank);
-    const auto turn = [&](Scratch& buffer, int64_t cols) {
-      Turned made;
-      const int64_t count = round_up(cols, kBlockRows) * turned;
+    const auto transpose = [&](Scratch& buffer, int64_t cols) {
+      Transposed made;
+      const int64_t count = round_up(cols, kBlockRows) * transposed;
       (bf16_ ? (void)(made.bf16 = buffer.reserve<uint16_t>(count)) : (void)(made.f32 = buffer.reserve<float>(count)));
       return made;
     };
-    rows.grad_turned = turn(b->turned[0], hidden_);
-    rows.gate_turned = turn(b->turned[1], inner_);
-    rows.up_turned = turn(b->turned[2], inner_);
+    rows.grad_transposed = transpose(b->transposed[0], hidden_);
+    rows.gate_transposed = transpose(b->transposed[1], inner_);
+    rows.up_transposed = transpose(b->transposed[2], inner_);
     return rows;
   }
 
   void reserve_all() {
-    turned_begin_.assign(1, 0);
+    transposed_begin_.assign(1, 0);
     for (const PairRange& run : routing_.experts)
-      turned_begin_.push_back(turned_begin_.back() + round_up(run.size(), kTokenUnit));
-    all_ = reserve(&BackwardBuffers::all(), routing_.num_pairs(), turned_begin_.back());
+      transposed_begin_.push_back(transposed_begin_.back() + round_up(run.size(), kTokenUnit));
+    all_ = reserve(&BackwardBuffers::all(), routing_.num_pairs(), transposed_begin_.back());
   }
 
   ExpertRows rows_of(int64_t index) const {
-    const int64_t at = run_of(index).begin, turned = turned_begin_[static_cast<size_t>(index)];
+    const int64_t at = run_of(index).begin, transposed = transposed_begin_[static_cast<size_t>(index)];
     ExpertRows rows = all_;
     for (Rows<float>* array :
          {&rows.x, &rows.grad, &rows.gate, &rows.up, &rows.h, &rows.dh, &rows.by_up, &rows.low_down}) {
       if (array->data) *array = array->from(at);
     }
     for (Rows<float>& array : rows.dlow) array = array.from(at);
-    const auto move = [&](Turned& t, int64_t cols) {
-      if (t.bf16) t.bf16 += turned * round_up(cols, kBlockRows);
-      if (t.f32) t.f32 += turned * round_up(cols, kBlockRows);
+    const auto move = [&](Transposed& t, int64_t cols) {
+      if (t.bf16) t.bf16 += transposed * round_up(cols, kBlockRows);
+      if (t.f32) t.f32 += transposed * round_up(cols, kBlockRows);
     };
-    move(rows.grad_turned, hidden_);
-    move(rows.gate_turned, inner_);
-    move(rows.up_turned, inner_);
+    move(rows.grad_transposed, hidden_);
+    move(rows.gate_transposed, inner_);
+    move(rows.up_transposed, inner_);
     return rows;
   }
 
-  void turn(Rows<const float> rows, int64_t count, int64_t cols, Turned* turned) const {
-    turned->ld = round_up(count, kTokenUnit);
-    if (turned->bf16) {
-      engine_.tiles.transpose_rows_bf16(rows, count, cols, turned->bf16, turned->ld);
+  void transpose(Rows<const float> rows, int64_t count, int64_t cols, Transposed* transposed) const {
+    transposed->ld = round_up(count, kTokenUnit);
+    if (transposed->bf16) {
+      engine_.tiles.transpose_rows_bf16(rows, count, cols, transposed->bf16, transposed->ld);
     } else {
-      engine_.tiles.transpose_rows(rows, count, cols, turned->f32, turned->ld);
+      engine_.tiles.transpose_rows(rows, count, cols, transposed->f32, transposed->ld);
     }
   }
 
   // out[m, j] (+)= in times column columns.first + j of the matrix, for the run's rows m.
-  void multiply_transposed(const PairRange& run, Projection part, const Turned& in, const Nodes& nodes,
+  void multiply_transposed(const PairRange& run, Projection part, const Transposed& in, const Nodes& nodes,
                            ColumnRange columns, Rows<float> out, bool accumulate) const {
     PackedBlocks pieces[kMaxNodes];
     for (int i = 0; i < nodes.count; ++i) pieces[i] = engine_.layer.piece(run.expert, part, nodes.first + i).blocks;
@@ -206,7 +206,7 @@ class BackwardPass {
       widen_row(engine_.tiles, grad_out_, token, rows.grad.row(m));
       if (rows.x.data) widen_row(engine_.tiles, call_.x, token, rows.x.row(m));
     }
-    turn(rows.grad, run.size(), hidden_, &rows.grad_turned);
+    transpose(rows.grad, run.size(), hidden_, &rows.grad_transposed);
     for_each_group(routing_, index, [&](const PairRange& group, int64_t m) {
       lora_up_backward(factors_of(group, kDown), rows.grad.from(m), rows.dlow[kDown].from(m));
     });
@@ -216,7 +216,7 @@ class BackwardPass {
   void down_columns(int64_t index, const ExpertRows& rows, ColumnRange columns, const Nodes& nodes) const {
     columns.count = std::min(columns.count, round_up(inner_, kColumnUnit) - columns.first);
     const Rows<float> out = rows.dh.from(0, columns.first);
-    multiply_transposed(run_of(index), kDown, rows.grad_turned, nodes, columns, out, false);
+    multiply_transposed(run_of(index), kDown, rows.grad_transposed, nodes, columns, out, false);
     if (!is_last(nodes)) return;
     columns.count = std::min(columns.count, inner_ - columns.first);
     for_each_group(routing_, index, [&](const PairRange& group, int64_t m) {
@@ -243,8 +243,8 @@ class BackwardPass {
         rows.dlow[kDown].row(m)[r] *= weight;
       }
     }
-    turn(rows.gate, run.size(), inner_, &rows.gate_turned);
-    turn(rows.up, run.size(), inner_, &rows.up_turned);
+    transpose(rows.gate, run.size(), inner_, &rows.gate_transposed);
+    transpose(rows.up, run.size(), inner_, &rows.up_transposed);
     for_each_group(routing_, index, [&](const PairRange& group, int64_t m) { adapter_gradients(group, m, rows); });
   }
 
@@ -289,11 +289,11 @@ class BackwardPass {
     const PairRange& run = run_of(index);
     columns.count = std::min(columns.count, round_up(hidden_, kColumnUnit) - columns.first);
     const Rows<float> out = y_.from(run.begin, columns.first);
-    multiply_transposed(run, kGate, rows.gate_turned, nodes, columns, out, false);
+    multiply_transposed(run, kGate, rows.gate_transposed, nodes, columns, out, false);
     if (nodes.count == engine_.layer.num_nodes()) {
-      multiply_transposed(run, kUp, rows.up_turned, nodes, columns, out, true);
+      multiply_transposed(run, kUp, rows.up_transposed, nodes, columns, out, true);
     } else {  // separate sums until the last node has added its part
-      multiply_transposed(run, kUp, rows.up_turned, nodes, columns, rows.by_up.from(0, columns.first), false);
+      multiply_transposed(run, kUp, rows.up_transposed, nodes, columns, rows.by_up.from(0, columns.first), false);
     }
     if (!is_last(nodes)) return;
     for (int64_t m = 0; nodes.first > 0 && m < run.size(); ++m)
@@ -340,7 +340,7 @@ class BackwardPass {
   const RoutedGradients& gradients_;
   const int64_t hidden_, inner_, ld_hidden_, ld_inner_;
   const bool bf16_, lora_in_, lora_down_;
-  std::vector<int64_t> turned_begin_;  // first column of each expert's tokens among all transposed ones
+  std::vector<int64_t> transposed_begin_;  // first column of each expert's tokens among all transposed ones
   ExpertRows all_{};
   Rows<float> y_;
 };
