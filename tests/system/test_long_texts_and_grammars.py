@@ -25,7 +25,7 @@ from system.forked_server import frontend_of
 from kt_runtime.sglang_patch.grammar.allowance import GrammarLimits
 
 WAIT_SECONDS = 300
-ATTEMPTS = 5
+BUSY_SECONDS = 240  # other tests may keep both cores busy for minutes
 MEMORY_SLACK_BYTES = 256 << 20  # of the scheduler, beside what its own pools take while it answers
 STREAM_TOKENS = 200
 PROMPT = [5, 6, 7, 8, 9]
@@ -126,12 +126,13 @@ def test_a_grammar_that_becomes_slow_ends_its_own_request_only(url: str, streami
     hidden = 'root ::= [d-y]{200} | "z!" slow\nslow ::= ("a"? "b"? "c"? [a-z]?){0,500} "!"'
     served = served_model(url)
     (z,) = httpx.post(f"{url}/tokenize", json={"model": served, "prompt": "z"}, timeout=WAIT_SECONDS).json()["tokens"]
-    for _ in range(ATTEMPTS):
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
         answer = generate(url, ebnf=hidden, logit_bias={str(z): 1e6})
         assert answer.status_code == 400
-        if "while others waited" not in answer.text:
+        if "while others waited" not in answer.text or time.monotonic() > deadline:
             break
-        # Earlier grammars had used the budget that all share: this one was ended before its own limit.
+        # Other programs or earlier grammars had the processor: this grammar was ended before its own limit.
         time.sleep(2 * GrammarLimits.step_s)
     assert "matching the grammar took more time or memory than allowed" in answer.text
     again = generate(url, ebnf=hidden)
