@@ -25,8 +25,8 @@ class ExpertLayer:
     the other tokens, their order, their adapters or the number of threads. float32 activations are multiplied exactly
     with weights of every format; bfloat16 activations are quantized to int8 per group, or finer, if the weights are
     integers. Tensors of a device are staged through pinned host buffers (staging.py). Thread-safe. Errors:
-    InvalidValueError for a wrong shape, dtype, device, id or slot, and for a result tensor that aliases itself or an input; NumericsError
-    for NaN or Inf in x, weights or grad_out; ConflictError once the store is closed.
+    InvalidValueError for a wrong shape, dtype, device, id or slot, and for a result tensor that aliases itself or an
+    input; NumericsError for NaN or Inf in x, weights or grad_out; ConflictError once the store is closed.
     """
 
     def __init__(self, native: _experts.Layer, shape: ExpertShape) -> None:
