@@ -162,6 +162,18 @@ class ExpertLayer:
             raise translate(error) from None
         return gate, up, down
 
+    def unpack_range(self, first: int, count: int, w13: Tensor, w2: Tensor) -> None:
+        """Writes experts first to first + count - 1, dequantized, to w13 [count, 2I, H] and w2 [count, H, I].
+
+        Both are contiguous bfloat16 tensors in CPU memory. w13 has the rows of gate, then those of up. bf16 weights are
+        copied, others rounded once from float32. All threads of the store's pool take part, without Python's lock.
+        InvalidValueError: experts out of range, another shape, dtype or device, or tensors that share memory.
+        """
+        try:
+            self.native().unpack_range(first, count, capsule(w13, "w13"), capsule(w2, "w2"))
+        except _experts.NativeError as error:
+            raise translate(error) from None
+
     @property
     def format(self) -> str:
         """The weights' format (csrc/kernels/format.h): "bf16", "fp8_e4m3_g128", "int8", "int4_g32", ..."""
