@@ -2,14 +2,14 @@
 
     out = cpu part + device part
 
-A pair (token, expert) is a *hit* if the expert has a slot, else a *miss*. The expert store computes the misses and rounds
-their weighted sum once to x's dtype, as without slots. The device computes the hits, sums them in float32 in the order of
-the token's expert ids, adds the sum to the cpu part in float32, and rounds once. So results are equal to the bit for equal
-placement; a token without hits has the store's own bits, and other placements differ by rounding.
+A pair (token, expert) is a *hit* if the expert has a slot, else a *miss*. The expert store computes the misses and
+rounds their weighted sum once to x's dtype, as without slots. The device computes the hits, sums them in float32 in the
+order of the token's expert ids, adds the sum to the cpu part in float32, and rounds once. So results are equal to the
+bit for equal placement; a token without hits has the store's own bits, and other placements differ by rounding.
 
 The table expert -> slot exists twice: the host's copy decides what the store leaves out, the device's what is computed
-there. It changes only between steps (`hot_set.py`), first on the host, and on the device in the lane that computes hits,
-in order with them. The host reads the ids that it stages anyway; counting and leaving out add no synchronization.
+there. It changes only between steps (`hot_set.py`), first on the host, and on the device in the lane that computes
+hits, in order with them. The host reads the ids that it stages anyway; counting and leaving out add no synchronization.
 
 A token with an adapter on experts is computed by the store, with all of its experts: the store holds the LoRA products,
 and such a token keeps the bits that training computes. Also the store's: whatever is called outside of a serving step
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -60,8 +60,10 @@ class Step:
 
 @dataclass
 class Uses:
-    """Pairs of decode steps. `hits`, `misses`: since the start; a pair with an adapter is a miss. `by_expert` [E]: pairs
-    without an adapter, whose expert may hit, since `take`."""
+    """Pairs of decode steps. `hits`, `misses`: since the start; a pair with an adapter is a miss.
+
+    `by_expert` [E]: pairs without an adapter, whose expert may hit, since `take`.
+    """
 
     by_expert: NDArray[np.int64]
     hits: int = 0
@@ -115,7 +117,9 @@ class HotExperts:
         for lane in lanes:
             lane.follows_current()
 
-    def takes(self, x: Tensor, ids: Tensor, weights: Tensor, slots: Sequence[object], token_slots: Tensor | None) -> bool:
+    def takes(
+        self, x: Tensor, ids: Tensor, weights: Tensor, slots: Sequence[object], token_slots: Tensor | None
+    ) -> bool:
         """Whether `forward` may compute this call; if not, the store computes, or refuses, all of it."""
         if not self.step.is_serving or not (self.table != NONE).any():
             return False
@@ -168,7 +172,7 @@ class HotExperts:
         token_slots: Tensor | None,
         out: Tensor | None,
     ) -> Tensor:
-        part = _StorePart(self, layer)
+        part: Any = _StorePart(self, layer)  # staging asks for backward too, which is never called here
         if devices.is_host(x):
             return part.forward(x, ids, weights, slots=slots, token_slots=token_slots, out=out)
         return staging.forward(part, x, ids, weights, slots, token_slots, out, retain=False)[0]

@@ -1,8 +1,9 @@
 """The hot experts of all layers: what a size has room for, and the moves between two steps.
 
-A move has two halves, so that nobody computes with weights that are half there. First the expert is unpacked into a pinned
-buffer, and a copy into its slot is queued in a lane of its own; if another expert had the slot, the store computes that
-one from now on. In a later turn, when the copy has ended, the table shows the new expert. Serving goes on meanwhile.
+A move has two halves, so that nobody computes with weights that are half there. First the expert is unpacked into a
+pinned buffer, and a copy into its slot is queued in a lane of its own; if another expert had the slot, the store
+computes that one from now on. In a later turn, when the copy has ended, the table shows the new expert. Serving goes on
+meanwhile.
 
 A turn unpacks at most MOST_BYTES_PER_TURN, and one expert at least: unpacking takes the engine's time.
 """
@@ -29,9 +30,9 @@ MOST_BYTES_PER_TURN = 32 << 20
 
 @dataclass(frozen=True)
 class LayerUse:
-    """One layer's counters since the start: pairs (token, expert) of decode steps that the device and the store computed.
+    """`hits`, `misses`: pairs (token, expert) of decode steps that the device and the store computed, since the start.
 
-    `resident`: experts whose weights are on the device, by slot order of their ids.
+    `resident`: experts whose weights are on the device, ascending.
     """
 
     layer: int
@@ -43,8 +44,8 @@ class LayerUse:
 
 @dataclass(frozen=True)
 class HotUse:
-    """`size_bytes`: slots and pinned buffers. `moves`, `moved_bytes`: copies begun since the start. `pinned`: experts that
-    never leave."""
+    """`size_bytes`: slots and pinned buffers. `pinned`: experts that never leave. `moves`, `moved_bytes`: copies begun
+    since the start."""
 
     size_bytes: int
     slot_bytes: int
@@ -61,8 +62,8 @@ def slots_within(size_bytes: int, shape: ExpertShape, dtype: torch.dtype) -> int
     slots = size_bytes // each - NUM_CARRIERS
     if slots < 1:
         raise InvalidValueError(
-            f"--gpu-experts {size_bytes}: has no room for one expert; allowed: {(NUM_CARRIERS + 1) * each} bytes or more "
-            f"(an expert has {each}, and {NUM_CARRIERS} buffers carry experts to the device)"
+            f"--gpu-experts {size_bytes}: has no room for one expert; allowed: {(NUM_CARRIERS + 1) * each} bytes or "
+            f"more (an expert has {each}, and {NUM_CARRIERS} buffers carry experts to the device)"
         )
     return slots
 
@@ -104,7 +105,9 @@ class HotSet:
         self._slot_bytes = expert_bytes(shape, dtype)
         lanes = Lane(where), Lane(where)
         self.layers = {
-            layer: HotExperts(shape, count, dtype, where, lanes, self.step_state) for layer, count in slots.items() if count
+            layer: HotExperts(shape, count, dtype, where, lanes, self.step_state)
+            for layer, count in slots.items()
+            if count
         }
         used = {layer: slots[layer] for layer in self.layers}
         self.placement = Placement(shape.num_experts, used, pins, policy)
@@ -133,6 +136,7 @@ class HotSet:
 
     def turn(self) -> None:
         """Between two steps: shows experts that have arrived, and sends others on their way."""
+        self._check_between_steps()
         self._count()
         for carrier in self._carriers:
             self._admit(carrier)
@@ -143,6 +147,7 @@ class HotSet:
 
     def settle(self) -> None:
         """Waits until the copies on their way have ended, and shows their experts."""
+        self._check_between_steps()
         for carrier in self._carriers:
             if carrier.load is not None:
                 carrier.load[1].synchronize()
@@ -160,6 +165,9 @@ class HotSet:
         steps = self._all_steps + self._steps
         moved_bytes = self._moves * self._slot_bytes
         return HotUse(self.size_bytes, self._slot_bytes, self._pinned, self._moves, moved_bytes, steps, layers)
+
+    def _check_between_steps(self) -> None:
+        assert not self.step_state.is_serving, "experts move between two steps only"
 
     def _count(self) -> None:
         if not self._steps:

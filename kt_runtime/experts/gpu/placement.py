@@ -1,10 +1,11 @@
 """Which experts are on the device: counts of uses go in, moves come out. Knows neither tensors nor devices.
 
-A layer has a fixed number of slots; each holds one expert or none. Uses are counted for each layer and expert, in decode
-steps only: the routing of a prompt is nearly flat, so its counts would push out what decoding needs. Counts decay by half
-in `half_life_steps` steps. A free slot goes to the most used expert that is not on the device. A full layer exchanges its
-least used expert only for one that is used `margin` times as much (hysteresis): two experts with about equal counts would
-otherwise take turns, and each exchange is a copy of megabytes. Pinned experts come first and never leave.
+A layer has a fixed number of slots; each holds one expert or none. Uses are counted for each layer and expert, in
+decode steps only: the routing of a prompt is nearly flat, so its counts would push out what decoding needs. Counts
+decay by half in `half_life_steps` steps. A free slot goes to the most used expert that is not on the device. A full
+layer exchanges its least used expert only for one that is used `margin` times as much (hysteresis): two experts with
+about equal counts would otherwise take turns, and each exchange is a copy of megabytes. Pinned experts come first and
+never leave.
 
 One thread calls all methods, between steps, except `count`, which the same thread calls within a step.
 """
@@ -56,7 +57,7 @@ class Move:
 def slots_by_layer(
     layers: Sequence[int], num_experts: int, num_slots: int, pins: Mapping[int, Sequence[int]]
 ) -> dict[int, int]:
-    """Slots of each layer: first its pinned experts', then one by one for the layer with the fewest, the first of these.
+    """Slots of each layer: first its pinned experts', then one by one for the layer with the fewest slots.
 
     The sum is `num_slots`, or less if all experts have one. Raises InvalidValueError if the pinned experts need more.
     """
@@ -176,7 +177,9 @@ def pinned_problems(pins: Mapping[int, Iterable[int]], layers: Iterable[int], nu
     """What is wrong with pinned experts: a layer without routed experts, an expert that the layer does not have."""
     known = sorted(layers)
     problems = [
-        f"layer {layer} has no routed experts; those that have: {_ranges(known)}" for layer in pins if layer not in known
+        f"layer {layer} has no routed experts; those that have: {_ranges(known)}"
+        for layer in pins
+        if layer not in known
     ]
     for layer, experts in pins.items():
         listed = list(experts)
@@ -185,12 +188,14 @@ def pinned_problems(pins: Mapping[int, Iterable[int]], layers: Iterable[int], nu
             for expert in listed
             if not 0 <= expert < num_experts
         ]
-        problems += [f"layer {layer}: expert {e} is named twice" for e in sorted({e for e in listed if listed.count(e) > 1})]
+        problems += [
+            f"layer {layer}: expert {e} is named twice" for e in sorted({e for e in listed if listed.count(e) > 1})
+        ]
     return problems
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """"1 to 3, 7" for 1, 2, 3, 7."""
+    """1, 2, 3, 7 as text: 1 to 3, 7."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:
