@@ -13,7 +13,7 @@ One thread calls all methods, between steps, except `count`, which the same thre
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -171,35 +171,3 @@ class Placement:
             self._slot_of[row, evicted], self._is_resident[row, evicted] = NONE, False
         self._slot_of[row, expert] = slot
         return Move(self._layers[row], expert, slot, evicted)
-
-
-def pinned_problems(pins: Mapping[int, Iterable[int]], layers: Iterable[int], num_experts: int) -> list[str]:
-    """What is wrong with pinned experts: a layer without routed experts, an expert that the layer does not have."""
-    known = sorted(layers)
-    problems = [
-        f"layer {layer} has no routed experts; those that have: {_ranges(known)}"
-        for layer in pins
-        if layer not in known
-    ]
-    for layer, experts in pins.items():
-        listed = list(experts)
-        problems += [
-            f"layer {layer}: expert {expert}: allowed are 0 to {num_experts - 1}"
-            for expert in listed
-            if not 0 <= expert < num_experts
-        ]
-        problems += [
-            f"layer {layer}: expert {e} is named twice" for e in sorted({e for e in listed if listed.count(e) > 1})
-        ]
-    return problems
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """1, 2, 3, 7 as text: 1 to 3, 7."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low} to {high}" for low, high in parts) or "none"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.experts.gpu.placement import Move, Placement, Policy, pinned_problems, slots_by_layer
+from kt_runtime.experts.gpu.placement import Move, Placement, Policy, slots_by_layer
 
 E = 8
 EAGER = Policy(half_life_steps=100, margin=1.5, least_count=1)
@@ -115,16 +115,6 @@ def test_slots_go_to_pinned_experts_and_then_evenly() -> None:
 def test_a_policy_that_would_thrash_is_refused(bad: dict[str, float]) -> None:
     with pytest.raises(InvalidValueError, match=f"{next(iter(bad))} of the placement is"):
         Policy(**bad)
-
-
-def test_pins_that_the_model_does_not_have_are_problems() -> None:
-    assert pinned_problems({1: [0, 7], 2: [3]}, [1, 2, 3], E) == []
-    assert pinned_problems({0: [1], 2: [8, -1, 3, 3]}, [1, 2, 3, 7], E) == [
-        "layer 0 has no routed experts; those that have: 1 to 3, 7",
-        "layer 2: expert 8: allowed are 0 to 7",
-        "layer 2: expert -1: allowed are 0 to 7",
-        "layer 2: expert 3 is named twice",
-    ]
 
 
 class Device:
