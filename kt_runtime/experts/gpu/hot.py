@@ -51,11 +51,11 @@ def expert_bytes(shape: ExpertShape, dtype: torch.dtype) -> int:
 class Step:
     """What the engine's thread is doing. `is_serving`: it computes a batch of requests, not training.
 
-    `decodes`: each request of the batch has one new token; its expert ids are counted.
+    `counted_tokens`: the batch decodes, and the expert ids of that many tokens are counted; further rows are padding.
     """
 
     is_serving: bool = False
-    decodes: bool = False
+    counted_tokens: int = 0
 
 
 @dataclass
@@ -191,9 +191,10 @@ class HotExperts:
         return found if token_slots is None else found & (token_slots < 0)[:, None]
 
     def count(self, ids: NDArray[np.integer], token_slots: NDArray[np.integer] | None, num_hits: int) -> None:
-        """Counts a decode step's pairs. ids [T, K]: all in range or -1, since the store has computed the call."""
-        if not self.step.decodes:
-            return
+        """Counts a decode step's pairs. ids [T, K]: all in range or -1, since the store has computed the call.
+
+        token_slots [T].
+        """
         self.uses.hits += num_hits
         self.uses.misses += int((ids >= 0).sum()) - num_hits
         may_hit = ids if token_slots is None else ids[token_slots < 0]
@@ -252,5 +253,7 @@ class _StorePart:
         hits = self._hot.hits(chosen, of_token)
         misses = torch.from_numpy(np.where(hits, np.asarray(NONE, chosen.dtype), chosen))
         result = self._layer.forward(x, misses, weights, slots=slots, token_slots=token_slots, out=out)
-        self._hot.count(chosen, of_token, int(hits.sum()))
+        if counted := self._hot.step.counted_tokens:
+            of_token = None if of_token is None else of_token[:counted]
+            self._hot.count(chosen[:counted], of_token, int(hits[:counted].sum()))
         return result

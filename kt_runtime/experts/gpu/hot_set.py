@@ -120,19 +120,19 @@ class HotSet:
         return self._slot_bytes * (NUM_CARRIERS + sum(layer.num_slots for layer in self.layers.values()))
 
     @contextmanager
-    def step(self, *, decodes: bool) -> Iterator[None]:
-        """The engine computes one batch of requests inside. `decodes`: one new token of each request.
+    def step(self, *, decoded_tokens: int) -> Iterator[None]:
+        """The engine computes one batch of requests inside. `decoded_tokens`: of the batch if it decodes, without
+        padding; 0: it does not.
 
         Outside, and so in training, the store computes everything.
         """
         state = self.step_state
-        state.is_serving, state.decodes = True, decodes
+        state.is_serving, state.counted_tokens = True, decoded_tokens
         try:
             yield
         finally:
-            state.is_serving = state.decodes = False
-            if decodes:
-                self._steps += 1
+            state.is_serving, state.counted_tokens = False, 0
+            self._steps += decoded_tokens > 0
 
     def turn(self) -> None:
         """Between two steps: shows experts that have arrived, and sends others on their way."""
@@ -146,12 +146,13 @@ class HotSet:
             self._send(carrier, move)
 
     def settle(self) -> None:
-        """Waits until the copies on their way have ended, and shows their experts."""
-        self._check_between_steps()
-        for carrier in self._carriers:
-            if carrier.load is not None:
-                carrier.load[1].synchronize()
-                self._admit(carrier)
+        """Makes all moves that are due, and waits for their copies: a server starts with its pinned experts there."""
+        self.turn()
+        while self.is_moving():
+            for carrier in self._carriers:
+                if carrier.load is not None:
+                    carrier.load[1].synchronize()
+            self.turn()
 
     def is_moving(self) -> bool:
         """Whether an expert is on its way: `turn` shall be called although no request is running."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from reference import moe
-from reference.expert_problems import Problem, assert_close, build_layer, random_problem
+from reference.expert_problems import Problem, assert_close, build_layer, present, random_problem
 from torch import Tensor
 
 from kt_runtime.errors import InvalidValueError, NumericsError
@@ -36,11 +36,11 @@ class Case:
     def hot(self) -> HotExperts:
         return self.set.layers[LAYER]
 
-    def computed(self, *, decodes: bool = True, **changed: Any) -> Tensor:
+    def computed(self, *, decoded_tokens: int = T, **changed: Any) -> Tensor:
         """One call within a serving step."""
         problem = self.problem
         call = {"x": problem.x, "ids": problem.ids, "weights": problem.weights, **problem.lora, **changed}
-        with self.set.step(decodes=decodes):
+        with self.set.step(decoded_tokens=decoded_tokens):
             assert self.hot.takes(*(call[name] for name in TAKEN))
             return self.hot.forward(self.layer, *call.values())
 
@@ -69,8 +69,7 @@ def case(
     layer = build_layer(problem.experts, expert_format=expert_format)
     size = (slots + NUM_CARRIERS) * expert_bytes(layer.shape, dtype)
     made = HotSet({LAYER: layer}, layer.shape, dtype, torch.device("cpu"), size, {LAYER: pinned}, Policy(100, 1.5, 1))
-    for _ in range(E):
-        made.turn()
+    made.settle()
     assert sorted(made.placement.resident(LAYER)) == sorted(pinned)
     return Case(problem, layer, made)
 
@@ -164,7 +163,7 @@ def test_a_call_that_is_not_of_these_slots_goes_to_the_store(changed: dict[str, 
     made = case([0])
     problem = made.problem
     call = {"x": problem.x, "ids": problem.ids, "weights": problem.weights, "slots": (), "token_slots": None, **changed}
-    with made.set.step(decodes=True):
+    with made.set.step(decoded_tokens=T):
         assert not made.hot.takes(*call.values())
 
 
@@ -173,7 +172,7 @@ def test_long_batches_and_empty_tables_go_to_the_store() -> None:
     long, empty = torch.zeros(MOST_TOKENS + 1, H, dtype=torch.bfloat16), case([])
     ids, weights = torch.zeros(MOST_TOKENS + 1, K, dtype=torch.int32), torch.zeros(MOST_TOKENS + 1, K)
     for of in (made, empty):
-        with of.set.step(decodes=True):
+        with of.set.step(decoded_tokens=T):
             assert not of.hot.takes(long, ids, weights, (), None)
             assert of.hot.takes(long[1:], ids[1:], weights[1:], (), None) == (of is made)
 
@@ -201,13 +200,21 @@ def test_nan_in_a_token_of_hits_alone_is_an_error_too() -> None:
 
 def test_decode_steps_alone_are_counted() -> None:
     made = case([1, 4])
-    made.computed(decodes=False)
+    made.computed(decoded_tokens=0)
     assert (made.hot.uses.hits, made.hot.uses.misses, made.hot.uses.by_expert.sum()) == (0, 0, 0)
-    made.computed(decodes=True)
+    made.computed()
     ids = made.problem.ids
     hits = int(torch.isin(ids, torch.tensor([1, 4])).sum())
     assert (made.hot.uses.hits, made.hot.uses.misses) == (hits, int((ids >= 0).sum()) - hits)
     assert made.hot.uses.by_expert.tolist() == [int((ids == e).sum()) for e in range(E)]
+
+
+def test_rows_that_fill_up_a_batch_are_not_counted() -> None:
+    made = case([1, 4], ranks=(4,))
+    made.computed(decoded_tokens=5)
+    ids, plain = made.problem.ids[:5], present(made.problem.token_slots)[:5] < 0
+    assert made.hot.uses.by_expert.tolist() == [int((ids[plain] == e).sum()) for e in range(E)]
+    assert made.hot.uses.hits + made.hot.uses.misses == int((ids >= 0).sum())
 
 
 def test_tokens_with_adapters_are_misses_and_admit_no_expert() -> None:
@@ -224,11 +231,9 @@ def test_the_most_used_experts_move_in_and_hit_from_then_on() -> None:
     made = case([], slots=2)
     ids = torch.tensor([[3, 5, 3]], dtype=torch.int32).expand(T, K).contiguous()
     for _ in range(3):
-        with made.set.step(decodes=True):
-            made.hot.step.is_serving = made.hot.step.decodes = True
+        with made.set.step(decoded_tokens=T):
             made.hot.count(ids.numpy(), None, 0)
-    for _ in range(3):
-        made.set.turn()
+    made.set.settle()
     use = made.set.use()
     assert (use.layers[0].resident, use.moves, use.decode_steps) == ([3, 5], 2, 3)
     made.computed(ids=ids)
@@ -237,7 +242,7 @@ def test_the_most_used_experts_move_in_and_hit_from_then_on() -> None:
 
 def test_nothing_moves_within_a_step() -> None:
     made = case([1, 4])
-    with made.set.step(decodes=True):
+    with made.set.step(decoded_tokens=T):
         for change in (lambda: made.hot.evict(1), made.set.turn, made.set.settle):
             with pytest.raises(AssertionError, match="between two steps only"):
                 change()
@@ -252,7 +257,7 @@ def test_an_expert_is_used_only_when_its_weights_are_there(monkeypatch: pytest.M
             return self.has_come
 
         def synchronize(self) -> None:
-            self.has_come = True
+            raise AssertionError("a turn does not wait")
 
     marks: list[Late] = []
     original = HotExperts.fill
@@ -270,7 +275,8 @@ def test_an_expert_is_used_only_when_its_weights_are_there(monkeypatch: pytest.M
     assert len(marks) == 1 and made.set.is_moving() and made.hot.table[6] == -1
     with pytest.raises(AssertionError, match="have not arrived"):
         made.hot.admit(6, 0, marks[0])
-    made.set.settle()
+    marks[0].has_come = True
+    made.set.turn()
     assert made.hot.table[6] >= 0 and not made.set.is_moving()
 
 
