@@ -415,6 +415,27 @@ class CacheTier(msgspec.Struct, kw_only=True):
     writing_stopped: str | None = None
 
 
+class GpuExperts(msgspec.Struct, kw_only=True):
+    """Hot experts, which the device computes. `size_bytes`: all slots, of `slot_bytes` each, and the buffers that carry
+    experts there. `resident`: layer -> experts on the device now; `pinned`: how many of them never leave.
+
+    Since the start: `hits`, `misses`: pairs (token, expert) of `decode_steps` that the device and the CPU computed;
+    `hit_rate`: hits / (hits + misses), 0 before the first. `moves`, `moved_bytes`: copies of experts to the device.
+    """
+
+    size_bytes: int
+    slot_bytes: int
+    slots: int
+    pinned: int
+    resident: dict[int, list[int]]
+    decode_steps: int
+    hits: int
+    misses: int
+    hit_rate: float
+    moves: int
+    moved_bytes: int
+
+
 class UnstoredVersion(msgspec.Struct, kw_only=True):
     """A version that is or was served and is not in the adapter directory. `is_waiting`: the write will be retried."""
 
@@ -452,6 +473,8 @@ class StatusReply(Reply, tag="status"):
 
     `exact`: training computes the log-probabilities of serving to the bit, without dropout. `not_exact`: why they may
     differ; empty if `exact`.
+
+    `gpu_experts`: hot experts on the device; None without `serve --gpu-experts`.
 
     `cache`: the prefix cache's tiers, nearest first; empty if the engine reports none. `not_stored`: versions that
     could not be written to disk. `not_forgotten`: unloaded names whose removal could not be written to disk.
@@ -491,6 +514,7 @@ class StatusReply(Reply, tag="status"):
     sampling_decode_seconds: float = 0.0
     exact: bool = False
     not_exact: str = ""
+    gpu_experts: GpuExperts | None = None
 
 
 class SessionReply(Reply, tag="session"):

@@ -119,6 +119,7 @@ class FakeHost:
     context_tokens = 256
     chunked_prefill_tokens = 128
     step = not_exact = "the host is a fake"
+    gpu_experts: GpuExperts | None = None
     decoded = Decoded(step_batches=3, step_seconds=0.25, sampling_seconds=0.125)
 
     def __init__(
