@@ -28,8 +28,8 @@ def check_gpu_experts(options: ServeOptions, config: Mapping[str, Any], *, with_
     import torch
 
     from kt_runtime.experts import ExpertShape
-    from kt_runtime.experts.gpu.hot_set import slots_within
-    from kt_runtime.experts.gpu.placement import slots_by_layer
+    from kt_runtime.experts.gpu.hot.placement import slots_by_layer
+    from kt_runtime.experts.gpu.hot.set import slots_within
 
     family = family_for(config)
     shape = ExpertShape(*family.expert_shape(config))

@@ -1,4 +1,4 @@
-"""Hot experts in SGLang's scheduler process (`kt_runtime/experts/gpu/hot.py`): `serve --gpu-experts`.
+"""Hot experts in SGLang's scheduler process (`kt_runtime/experts/gpu/hot`): `serve --gpu-experts`.
 
 SGLang 0.5.23 symbols and reasons:
 
@@ -24,7 +24,7 @@ import torch
 from kt_runtime import device
 from kt_runtime.errors import ConflictError
 from kt_runtime.experts import ExpertStore
-from kt_runtime.experts.gpu.hot_set import HotSet
+from kt_runtime.experts.gpu.hot.set import HotSet
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.gpu.hot_metrics import PublishedHot
 from kt_runtime.sglang_patch.hooks import Hooks
@@ -56,11 +56,12 @@ def install(hooks: Hooks) -> None:
 def attach(store: ExpertStore, dtype: torch.dtype) -> None:
     """Gives the store's layers their slots, and copies the pinned experts. `dtype`: the model's.
 
-    Does nothing without `--gpu-experts`. Raises ConflictError for a process without a device, and what `HotSet` raises.
+    Does nothing without `--gpu-experts`, and the second time. Raises ConflictError for a process without a device, and
+    what `HotSet` raises.
     """
     global _hot
     settings = ResidentSettings.from_environment()
-    if settings is None or not settings.gpu_expert_bytes:
+    if settings is None or not settings.gpu_expert_bytes or _hot is not None:
         return
     kind = device.accelerator()
     if kind is None:
@@ -68,6 +69,7 @@ def attach(store: ExpertStore, dtype: torch.dtype) -> None:
     where = torch.device(kind.type, torch.accelerator.current_device_index())
     _hot = HotSet(store.layers, store.shape, dtype, where, settings.gpu_expert_bytes, settings.pinned_experts)
     _hot.settle()
+    _hot.attach()
     use = _hot.use()
     logger.info("hot experts: %d slots of %d bytes on %s", sum(one.slots for one in use.layers), use.slot_bytes, where)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kt_runtime.experts.gpu.hot_set import HotUse
+from kt_runtime.experts.gpu.hot.set import HotUse
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

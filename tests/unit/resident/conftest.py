@@ -32,7 +32,7 @@ from kt_runtime.resident.twin.batches import TrainingBatch
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin, dense_views
 from kt_runtime.resident.wakeup import Wakeup
-from kt_runtime.wire.messages import CacheTier, CrossEntropy, LoraSettings, Loss
+from kt_runtime.wire.messages import CacheTier, CrossEntropy, GpuExperts, LoraSettings, Loss
 
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

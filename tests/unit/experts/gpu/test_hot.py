@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kt_runtime.errors import InvalidValueError, NumericsError
 from kt_runtime.experts import ExpertLayer
-from kt_runtime.experts.gpu import hot as hot_module
-from kt_runtime.experts.gpu import hot_set
-from kt_runtime.experts.gpu.hot import MOST_TOKENS, HotExperts, expert_bytes
-from kt_runtime.experts.gpu.hot_set import NUM_CARRIERS, HotSet
-from kt_runtime.experts.gpu.placement import Policy
+from kt_runtime.experts.gpu.hot import layer as hot_module
+from kt_runtime.experts.gpu.hot import set as hot_set
+from kt_runtime.experts.gpu.hot.layer import MOST_TOKENS, HotExperts, expert_bytes
+from kt_runtime.experts.gpu.hot.placement import Policy
+from kt_runtime.experts.gpu.hot.set import NUM_CARRIERS, HotSet
 
 E, H, INNER, T, K = 8, 96, 48, 24, 3
 LAYER = 2
@@ -130,7 +130,8 @@ def test_both_parts_are_added_in_float32_and_rounded_once_more() -> None:
     ids = made.problem.ids
     misses = made.of_store(ids=ids.masked_fill(torch.isin(ids, torch.tensor([1, 4])), -1))
     slot_ids = torch.from_numpy(made.hot.table[ids.clamp(0).numpy()]).masked_fill(ids < 0, -1)
-    hits = hot_module.hit_sum(made.problem.x, slot_ids, made.problem.weights, made.hot.w13, made.hot.w2)
+    hits = torch.empty(T, H)
+    hot_module.hit_sum(made.problem.x, slot_ids, made.problem.weights, made.hot.w13, made.hot.w2, hits)
     assert torch.equal(made.computed(), (misses.float() + hits).bfloat16())
 
 
@@ -318,7 +319,12 @@ def test_the_size_holds_slots_and_buffers() -> None:
 
 def _added_twice(made: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     original = hot_module.hit_sum
-    monkeypatch.setattr(hot_module, "hit_sum", lambda *args: 2 * original(*args))
+
+    def doubled(*args: Any) -> None:
+        original(*args)
+        args[-1].mul_(2)
+
+    monkeypatch.setattr(hot_module, "hit_sum", doubled)
 
 
 def _computed_on_both(made: Case, monkeypatch: pytest.MonkeyPatch) -> None:

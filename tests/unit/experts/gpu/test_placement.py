@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.experts.gpu.placement import Move, Placement, Policy, slots_by_layer
+from kt_runtime.experts.gpu.hot.placement import Move, Placement, Policy, slots_by_layer
 
 E = 8
 EAGER = Policy(half_life_steps=100, margin=1.5, least_count=1)

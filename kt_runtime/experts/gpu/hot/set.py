@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kt_runtime import device as devices
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.experts.gpu.hot import HotExperts, Step, expert_bytes
-from kt_runtime.experts.gpu.lanes import Lane, Mark
-from kt_runtime.experts.gpu.placement import Move, Placement, Policy, slots_by_layer
+from kt_runtime.experts.gpu.hot.lanes import Lane, Mark
+from kt_runtime.experts.gpu.hot.layer import HotExperts, Step, expert_bytes
+from kt_runtime.experts.gpu.hot.placement import Move, Placement, Policy, slots_by_layer
+from kt_runtime.experts.gpu.paths import DevicePaths
 from kt_runtime.experts.layer import ExpertLayer
 from kt_runtime.experts.values import ExpertShape
 
@@ -114,6 +115,12 @@ class HotSet:
         self._carriers = [_Carrier(shape, dtype) for _ in range(NUM_CARRIERS)]
         self._steps = self._all_steps = self._moves = 0
 
+    def attach(self) -> None:
+        """From now on calls of the store's layers with tensors of the device come here."""
+        for layer, hot in self.layers.items():
+            store = self._store[layer]
+            store.device_paths = replace(store.device_paths or DevicePaths(), hot=hot)
+
     @property
     def size_bytes(self) -> int:
         """Of the slots and the pinned buffers."""
@@ -198,6 +205,9 @@ class HotSet:
 
 def _unpack(layer: ExpertLayer, expert: int, carrier: _Carrier) -> None:
     """Each weight is rounded once to the carrier's dtype."""
+    if carrier.w13.dtype == torch.bfloat16:
+        layer.unpack_range(expert, 1, carrier.w13, carrier.w2)
+        return
     gate, up, down = layer.unpacked(expert)
     inner = gate.shape[0]
     carrier.w13[0, :inner].copy_(gate)

@@ -8,7 +8,7 @@ order of the token's expert ids, adds the sum to the cpu part in float32, and ro
 bit for equal placement; a token without hits has the store's own bits, and other placements differ by rounding.
 
 The table expert -> slot exists twice: the host's copy decides what the store leaves out, the device's what is computed
-there. It changes only between steps (`hot_set.py`), first on the host, and on the device in the lane that computes
+there. It changes only between steps (`set.py`), first on the host, and on the device in the lane that computes
 hits, in order with them. The host reads the ids that it stages anyway; counting and leaving out add no synchronization.
 
 A token with an adapter on experts is computed by the store, with all of its experts: the store holds the LoRA products,
@@ -33,10 +33,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kt_runtime import device as devices
-from kt_runtime.experts import staging
-from kt_runtime.experts.gpu.hits import hit_sum
-from kt_runtime.experts.gpu.lanes import Lane, Mark
-from kt_runtime.experts.gpu.placement import NONE
+from kt_runtime.experts.gpu import staging
+from kt_runtime.experts.gpu.hot.hits import hit_sum
+from kt_runtime.experts.gpu.hot.lanes import Lane, Mark
+from kt_runtime.experts.gpu.hot.placement import NONE
 from kt_runtime.experts.values import ExpertShape, LoraSlot
 
 MOST_TOKENS = 256
@@ -137,9 +137,10 @@ class HotExperts:
             and (token_slots is not None or not slots)
         )
 
+    @torch.no_grad()
     def forward(
         self,
-        layer: StoreLayer,
+        layer: Any,
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
@@ -147,22 +148,24 @@ class HotExperts:
         token_slots: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """`ExpertLayer.forward` for a call that `takes` accepts: [T, H] with x's dtype and device.
+        """`ExpertLayer.forward`, for the layer of these experts and tensors of the device: [T, H] with x's dtype.
 
-        Raises what the store's forward raises, for the same arguments.
+        Raises what the store's forward raises. A call that `takes` does not accept is staged for the store.
         """
+        if not self.takes(x, ids, weights, slots, token_slots):
+            return staging.forward(layer, x, ids, weights, slots, token_slots, out, retain=False)[0]
         on_device = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         self._compute.follows_current()
         try:
             with self._compute.on():
-                on_device.copy_(hit_sum(x, self._slots_of(ids, token_slots), weights, self.w13, self.w2))
-            result = self._misses(layer, x, ids, weights, slots, token_slots, out)
+                hit_sum(x, self._slots_of(ids, token_slots), weights, self.w13, self.w2, on_device)
+            result = self._compute_misses(layer, x, ids, weights, slots, token_slots, out)
         finally:  # the caller's tensors, and ours, are free to be used again after this
             self._compute.precedes_current()
         result.copy_(on_device.add_(result))
         return result
 
-    def _misses(
+    def _compute_misses(
         self,
         layer: StoreLayer,
         x: Tensor,
