@@ -23,7 +23,7 @@ from kt_runtime.serve.options.named import ServeOptions
 @pytest.mark.parametrize("name", preset_names())
 def test_show_and_serve_agree_for_every_preset(name: str, with_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_memory, "has_gpu", lambda: with_gpu)
-    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu: {"cpu": 0})
+    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu, index=0: {"cpu": 0})
     shown = models.describe(name)
     needed = {device: format_bytes(sizes["needed_bytes"]) for device, sizes in shown["devices"].items()}
     assert set(needed) == ({"cpu", "gpu"} if with_gpu else {"cpu"})
@@ -41,7 +41,7 @@ def test_a_preset_that_is_not_here_is_refused_with_what_show_says(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("KT_RUNTIME_MODELS", str(tmp_path))
-    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu: {"cpu": 1 << 34})
+    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu, index=0: {"cpu": 1 << 34})
     needed = format_bytes(models.describe(name)["devices"]["cpu"]["needed_bytes"])
     asked = ["--model", name, "--port", str(free_port()), "--runtime-dir", str(tmp_path)]
     refused = CliRunner().invoke(command, asked, standalone_mode=False).exception
@@ -63,7 +63,7 @@ def test_the_plan_follows_the_options() -> None:
 @pytest.mark.parametrize(("gib", "rank"), [(400, 64), (150, 32), (100, 16), (80, 8), (1, 8)])
 def test_the_default_rank_is_the_highest_that_fits(gib: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_memory, "has_gpu", lambda: False)
-    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu: {"cpu": gib * 2**30})
+    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu, index=0: {"cpu": gib * 2**30})
     name = "Qwen3-30B-A3B"
     config = load_preset(name).config
     options = ServeOptions(model=name, lora_rank_may_be_lower=True)
