@@ -2,15 +2,16 @@
 
 Inputs are copied on the current stream; the call waits for the copies' event, so the caller's stream order holds. The
 result is copied back asynchronously; the pinned buffer is not overwritten before this copy has finished. Buffers are
-per thread and reused. Host copies of LoRA tensors are cached, and renewed when a tensor changes (its autograd version
-counts in-place writes).
+per thread and reused; a caller may bring its own (`staged_in`). Host copies of LoRA tensors are cached, and renewed
+when a tensor changes (its autograd version counts in-place writes).
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -31,17 +32,39 @@ class HostLayer(Protocol):
     def backward(self, *args: Any, **kwargs: Any) -> ExpertGradients: ...
 
 
-class _Buffers(threading.local):
+class StagingBuffers:
+    """Pinned buffers by name: `x`, `ids`, `weights`, `token_slots`, `out`, ... For one thread at a time."""
+
     def __init__(self) -> None:
-        self.named: dict[str, device.PinnedBuffer] = {}
+        self._named: dict[str, device.PinnedBuffer] = {}
+
+    def get(self, name: str) -> device.PinnedBuffer:
+        return self._named.setdefault(name, device.PinnedBuffer())
+
+    def reserve(self, wanted: Mapping[str, Tensor]) -> None:
+        """Allocates for tensors of these shapes and dtypes: calls with no more rows allocate nothing."""
+        for name, tensor in wanted.items():
+            self.get(name).like(tensor)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.buffers = StagingBuffers()
         # id of the device's tensor -> (the tensor, its version when copied, the host copy)
         self.adapters: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
-    def get(self, name: str) -> device.PinnedBuffer:
-        return self.named.setdefault(name, device.PinnedBuffer())
+
+_thread = _Thread()
 
 
-_buffers = _Buffers()
+@contextmanager
+def staged_in(buffers: StagingBuffers) -> Iterator[None]:
+    """Calls of this thread inside use `buffers` instead of the thread's own."""
+    before, _thread.buffers = _thread.buffers, buffers
+    try:
+        yield
+    finally:
+        _thread.buffers = before
 
 
 def forward(
@@ -58,7 +81,7 @@ def forward(
     """ExpertLayer.forward for a device's x; the result is on x's device, ready in the order of the current stream."""
     with device.guard(x.device):
         inputs = _to_host({"x": x, "ids": ids, "weights": weights, "token_slots": token_slots}, x.device)
-        buffer = _buffers.get("out")
+        buffer = _thread.buffers.get("out")
         host_out = buffer.like(inputs["x"])
         run = layer.forward_retaining if retain else layer.forward
         done = run(
@@ -112,7 +135,7 @@ def _to_host(tensors: dict[str, Tensor | None], where: torch.device) -> dict[str
         if not isinstance(tensor, Tensor) or tensor.device != where:
             found = tensor.device if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InvalidValueError(f"{name} is on {found}, x on {where}: they must be on one device")
-        copies[name] = _buffers.get(name).like(tensor)
+        copies[name] = _thread.buffers.get(name).like(tensor)
         copies[name].copy_(tensor.detach(), non_blocking=True)
     device.recorded(device=where).synchronize()
     return copies
@@ -134,11 +157,11 @@ def _host_adapter(tensor: Tensor) -> Tensor:
         return tensor
     if tensor.is_inference():  # has no version to compare
         return tensor.detach().to("cpu")
-    known = _buffers.adapters.get(id(tensor))
+    known = _thread.adapters.get(id(tensor))
     if known is not None and known[0]() is tensor and known[1] == tensor._version:
         return known[2]
     copy = tensor.detach().to("cpu").contiguous()
-    cache, key = _buffers.adapters, id(tensor)
+    cache, key = _thread.adapters, id(tensor)
     cache[key] = (weakref.ref(tensor, lambda _: cache.pop(key, None)), tensor._version, copy)
     return copy
 
