@@ -78,6 +78,7 @@ class ServeCommand(click.Command):
     help="A KTransformers rule file (kt_optimize_rule): its experts' format is taken, the rest checked.",
 )
 @click.option("--no-step", is_flag=True, help="On a CPU, run SGLang's modules instead of the native step.")
+@click.option("--no-graphs", is_flag=True, help="On a GPU, run every layer eagerly, without captured graphs.")
 @click.option(
     "--exact", is_flag=True, help="Refuse to start unless training's log-probabilities equal served ones to the bit."
 )

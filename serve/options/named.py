@@ -50,6 +50,7 @@ class ServeOptions:
     the user's data directory. `expert_isa`, `expert_threads`: None: the best available.
     `expert_format`: the format that a bf16 or fp8 checkpoint's experts are quantized to during loading; None: none.
     `no_step`: SGLang's modules compute the decoder stack on a CPU, not the native step.
+    `no_graphs`: an accelerator captures no graphs; for debugging.
     `exact`: the server ends with status 2 if training's log-probabilities may differ from served ones.
     `placement`: a KTransformers rule file, which may set `expert_format`.
     `max_lora_rank`: every slot is allocated for this rank. `lora_rank_may_be_lower`: lower the rank if memory is short.
@@ -90,6 +91,7 @@ class ServeOptions:
     expert_format: str | None = None
     placement: Path | None = None
     no_step: bool = False
+    no_graphs: bool = False
     exact: bool = False
     training_share: float = 0.5
     microbatch_tokens: int = 2048
