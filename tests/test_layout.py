@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENGINE = {"sglang"}
 PARTS = {
     "checkpoint_file",
+    "device",
     "documents",
     "errors",
     "files",
@@ -38,16 +39,17 @@ OUTSIDE = {"sglang_patch", "serve", "train"}
 MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
     "errors": set(),
+    "device": {"errors"},
     "documents": {"errors"},
     "files": {"errors"},
     "checkpoint_file": {"errors", "files"},
     "wire": {"errors", "files"},
-    "experts": {"_experts", "checkpoint_file", "errors"},
+    "experts": {"_experts", "checkpoint_file", "device", "errors"},
     "families": {"errors"},
-    "ops": {"experts", "families", "errors"},
+    "ops": {"device", "experts", "families", "errors"},
     "adapters": {"checkpoint_file", "families", "files", "errors"},
     "cache": {"files", "errors"},
-    "resident": {"errors", "files", "wire", "experts", "families", "ops", "adapters", "cache"},
+    "resident": {"device", "errors", "files", "wire", "experts", "families", "ops", "adapters", "cache"},
     "bench": (PARTS - {"bench"}) | OUTSIDE | {"configs"},
     "cli": PARTS | OUTSIDE | {"configs"},
     "sglang_patch": PARTS - {"bench", "cli"},

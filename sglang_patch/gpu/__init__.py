@@ -1,0 +1,1 @@
+"""SGLang with attention on a device and routed experts in CPU memory."""
