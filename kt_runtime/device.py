@@ -76,7 +76,7 @@ def on(stream: torch.Stream) -> Iterator[None]:
 
 
 def recorded(stream: torch.Stream | None = None, device: torch.device | None = None) -> torch.Event:
-    """An event after all work that is queued on `stream` (None: on the current stream of `device`, or of the current)."""
+    """An event after all work queued on `stream`; None: the current stream of `device`, by default the current one."""
     if stream is None:
         stream = torch.accelerator.current_stream(device)
     event = torch.Event(device=stream.device)

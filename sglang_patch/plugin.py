@@ -48,11 +48,9 @@ def register() -> None:
 
 
 def install_patches() -> None:
-    import torch
-
     from kt_runtime.sglang_patch.hooks import Hooks
 
-    hooks = Hooks(on_cpu=not torch.cuda.is_available())
+    hooks = Hooks.for_this_process()
     for name in PATCHES:
         patch_module(name).install(hooks)
     hooks.apply()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kt_runtime import _experts
+from kt_runtime import _experts, device
 from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.experts import staging
 from kt_runtime.experts.native import capsule, require_tensor, translate
@@ -24,9 +24,9 @@ class ExpertLayer:
     A token's result depends on this token alone (with LoRA dropout also on the token's position in the batch): not on
     the other tokens, their order, their adapters or the number of threads. float32 activations are multiplied exactly
     with weights of every format; bfloat16 activations are quantized to int8 per group, or finer, if the weights are
-    integers. CUDA tensors are staged through pinned host buffers (staging.py). Thread-safe. Errors: InvalidValueError
-    for a wrong shape, dtype, device, id or slot, and for a result tensor that aliases itself or an input; NumericsError
-    for NaN or Inf in x, weights or grad_out; ConflictError once the store is closed.
+    integers. Tensors of a device are staged through pinned host buffers (staging.py). Thread-safe. Errors:
+    InvalidValueError for a wrong shape, dtype, device, id or slot, and for a result tensor that aliases itself or an
+    input; NumericsError for NaN or Inf in x, weights or grad_out; ConflictError once the store is closed.
     """
 
     def __init__(self, native: _experts.Layer, shape: ExpertShape) -> None:
@@ -77,7 +77,7 @@ class ExpertLayer:
         retain: bool,
     ) -> tuple[Tensor, Retained | None]:
         require_tensor(x, "x")
-        if x.is_cuda:
+        if not device.is_host(x):
             return staging.forward(self, x, ids, weights, slots, token_slots, out, retain=retain)
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
@@ -116,7 +116,7 @@ class ExpertLayer:
         """
         require_tensor(x, "x")
         require_tensor(weights, "weights")
-        if x.is_cuda:
+        if not device.is_host(x):
             return staging.backward(self, grad_out, x, ids, weights, slots, token_slots, into, retained)
         native = self.native()
         given: Sequence[LoraSlot | None] = [None] * len(slots) if into is None else into

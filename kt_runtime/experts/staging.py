@@ -1,4 +1,4 @@
-"""Stages CUDA tensors through pinned host buffers: device to host, compute on the CPU, host to device.
+"""Stages tensors of a device through pinned host buffers: device to host, compute on the CPU, host to device.
 
 Inputs are copied on the current stream; the call waits for the copies' event, so the caller's stream order holds. The
 result is copied back asynchronously; the pinned buffer is not overwritten before this copy has finished. Buffers are
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kt_runtime import device
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts.values import ExpertGradients, LoraSlot, Retained
 
@@ -30,35 +31,14 @@ class HostLayer(Protocol):
     def backward(self, *args: Any, **kwargs: Any) -> ExpertGradients: ...
 
 
-class PinnedBuffer:
-    """A growing pinned buffer, and the event after which it may be overwritten."""
-
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._in_use: torch.cuda.Event | None = None
-
-    def like(self, tensor: Tensor) -> Tensor:
-        """A contiguous pinned tensor of `tensor`'s shape and dtype. Waits for the last copy out of this buffer."""
-        if self._in_use is not None:
-            self._in_use.synchronize()
-            self._in_use = None
-        wanted = tensor.numel() * tensor.element_size()
-        if self._bytes.numel() < wanted:
-            self._bytes = torch.empty(wanted, dtype=torch.uint8, pin_memory=True)
-        return self._bytes[:wanted].view(tensor.dtype).view(tensor.shape)
-
-    def busy_until(self, event: torch.cuda.Event) -> None:
-        self._in_use = event
-
-
 class _Buffers(threading.local):
     def __init__(self) -> None:
-        self.named: dict[str, PinnedBuffer] = {}
-        # id of the CUDA tensor -> (the tensor, its version when copied, the host copy)
+        self.named: dict[str, device.PinnedBuffer] = {}
+        # id of the device's tensor -> (the tensor, its version when copied, the host copy)
         self.adapters: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
-    def get(self, name: str) -> PinnedBuffer:
-        return self.named.setdefault(name, PinnedBuffer())
+    def get(self, name: str) -> device.PinnedBuffer:
+        return self.named.setdefault(name, device.PinnedBuffer())
 
 
 _buffers = _Buffers()
@@ -75,8 +55,8 @@ def forward(
     *,
     retain: bool,
 ) -> tuple[Tensor, Retained | None]:
-    """ExpertLayer.forward for a CUDA x; the result is on x's device, ready in the order of the current stream."""
-    with torch.cuda.device(x.device):
+    """ExpertLayer.forward for a device's x; the result is on x's device, ready in the order of the current stream."""
+    with device.guard(x.device):
         inputs = _to_host({"x": x, "ids": ids, "weights": weights, "token_slots": token_slots}, x.device)
         buffer = _buffers.get("out")
         host_out = buffer.like(inputs["x"])
@@ -105,8 +85,8 @@ def backward(
     into: Sequence[LoraSlot | None] | None,
     retained: Retained | None,
 ) -> ExpertGradients:
-    """ExpertLayer.backward for a CUDA x. Gradients of a slot are on the device of that slot's tensors."""
-    with torch.cuda.device(x.device):
+    """ExpertLayer.backward for a device's x. Gradients of a slot are on the device of that slot's tensors."""
+    with device.guard(x.device):
         named = {"grad_out": grad_out, "x": x, "ids": ids, "weights": weights, "token_slots": token_slots}
         inputs = _to_host(named, x.device)
         host = layer.backward(
@@ -124,27 +104,23 @@ def backward(
         return ExpertGradients(host.x.to(x.device), host.weights.to(x.device), grads)
 
 
-def _to_host(tensors: dict[str, Tensor | None], device: torch.device) -> dict[str, Tensor]:
+def _to_host(tensors: dict[str, Tensor | None], where: torch.device) -> dict[str, Tensor]:
     copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        if not isinstance(tensor, Tensor) or tensor.device != device:
-            where = tensor.device if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise InvalidValueError(f"{name} is on {where}, x on {device}: they must be on one device")
+        if not isinstance(tensor, Tensor) or tensor.device != where:
+            found = tensor.device if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InvalidValueError(f"{name} is on {found}, x on {where}: they must be on one device")
         copies[name] = _buffers.get(name).like(tensor)
         copies[name].copy_(tensor.detach(), non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-    done.synchronize()
+    device.recorded(device=where).synchronize()
     return copies
 
 
-def _to_device(host: Tensor, device_tensor: Tensor, buffer: PinnedBuffer) -> None:
+def _to_device(host: Tensor, device_tensor: Tensor, buffer: device.PinnedBuffer) -> None:
     device_tensor.copy_(host, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    buffer.busy_until(copied)
+    buffer.busy_until(device.recorded(device=device_tensor.device))
 
 
 def _host_slot(slot: LoraSlot | None) -> LoraSlot | None:
@@ -154,7 +130,7 @@ def _host_slot(slot: LoraSlot | None) -> LoraSlot | None:
 
 
 def _host_adapter(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
+    if device.is_host(tensor):
         return tensor
     if tensor.is_inference():  # has no version to compare
         return tensor.detach().to("cpu")

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kt_runtime import device
 from kt_runtime.resident.scheduler import Slice
 from kt_runtime.resident.training.call import Call, CallResult
 from kt_runtime.resident.training.loss_slices import loss_of
@@ -134,9 +135,8 @@ def _slice(call: Call, microbatch: Microbatch, index: int, layer: int, *, grad: 
 
 
 @contextlib.contextmanager
-def _own_randomness(device: torch.device, *seeds: int) -> Iterator[None]:
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+def _own_randomness(where: torch.device, *seeds: int) -> Iterator[None]:
+    with device.forked_randomness(where):
         digest = hashlib.sha256(repr(seeds).encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         yield
