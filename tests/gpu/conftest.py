@@ -22,6 +22,8 @@ from system.conftest import (  # noqa: F401
     pytest_collection_modifyitems,
 )
 
+from kt_runtime.bench.gpu.settings import HOT, NO_GRAPHS, STREAMED
+
 DEVICE = "cuda"
 # SGLang 0.5.23's batch-invariant kernels. Its own choice of attention for them needs Hopper at least; Triton's runs on
 # every GPU, for both kinds of attention, and in float32.
@@ -57,10 +59,10 @@ PLACES = {
     place.name: place
     for place in (
         _place("deterministic"),
-        _place("no-graphs", "--no-graphs"),
+        _place("no-graphs", NO_GRAPHS),
         _place("own-kernels", passed_on=(), rounded=True),
-        _place("hot", "--gpu-experts", SOME_EXPERTS, rounded=True),
-        _place("streamed", "--stream-experts", "on", rounded=True),
+        _place("hot", HOT, SOME_EXPERTS, rounded=True),
+        _place("streamed", *STREAMED, rounded=True),
     )
 }
 

@@ -28,7 +28,7 @@ from kt_runtime.bench.serve.server_side import Measurements
 from kt_runtime.bench.serve.work import model_work
 from kt_runtime.cli.interrupts import uninterrupted
 from kt_runtime.cli.machine import cpu_facts
-from kt_runtime.device import DeviceFacts, accelerator, devices, driver_version
+from kt_runtime.device import DeviceFacts, accelerator, devices, driver_version, is_host
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.serve.models.presets import Preset
 
@@ -127,7 +127,8 @@ class _Model:
 def _limits(device: torch.device, say: Say) -> GpuLimits:
     say("limits of the machine")
     found = measure_gpu_limits(device)
-    torch.accelerator.empty_cache()  # the servers shall have it
+    if not is_host(device):
+        torch.accelerator.empty_cache()  # the servers shall have it
     return found
 
 
