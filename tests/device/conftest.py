@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -73,6 +73,12 @@ def used(schedule: str) -> Iterator[torch.device]:
 def late_device() -> Iterator[torch.device]:
     """The emulated device, whose work runs as late as it may."""
     yield from used("late")
+
+
+@pytest.fixture
+def delay() -> Callable[[], None]:
+    """Keeps a stream busy: nothing to do, since it is as late as it may be anyway."""
+    return lambda: None
 
 
 @pytest.fixture(params=SCHEDULES)
