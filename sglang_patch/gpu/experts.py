@@ -39,7 +39,8 @@ from torch import Tensor
 
 from kt_runtime import device
 from kt_runtime.errors import ConflictError
-from kt_runtime.experts import LoraSlot, staging
+from kt_runtime.experts import LoraSlot
+from kt_runtime.experts.gpu import staging
 from kt_runtime.sglang_patch.gpu import replays
 
 SYMBOLS = ("sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.eager_on_graph",)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from reference.recorded_graph import GraphBackend, RecordedGraph
 
-from kt_runtime.experts.staging import StagingBuffers
+from kt_runtime.experts.gpu.staging import StagingBuffers
 from kt_runtime.sglang_patch.gpu import experts
 
 

@@ -12,8 +12,8 @@ from reference.recorded_graph import GraphBackend
 from torch import Tensor
 
 from kt_runtime.errors import ConflictError, NumericsError
-from kt_runtime.experts import staging
-from kt_runtime.experts.staging import StagingBuffers
+from kt_runtime.experts.gpu import staging
+from kt_runtime.experts.gpu.staging import StagingBuffers
 from kt_runtime.sglang_patch.gpu import experts, replays
 
 HIDDEN, EXPERTS, TOP_K = 8, 4, 2
@@ -45,7 +45,7 @@ class Layer:
             raise self.error
         self.log.append("host computes")
         self.sizes.append(len(x))
-        self.staged.append(staging._thread.buffers)
+        self.staged.append(staging._buffers.current)
         chosen = (self.experts[ids] @ x[:, None, :, None]).squeeze(-1)
         factors = [1.0] * len(x) if token_slots is None else [self.factors[slot] for slot in token_slots.tolist()]
         return out.copy_((chosen * weights[..., None]).sum(1) * torch.tensor(factors)[:, None])
@@ -120,7 +120,7 @@ def test_an_eager_pass_computes_every_row_in_the_threads_own_buffers(layer: Laye
     layer.fill(4, seed=1)
     layer.forward()
     assert layer.sizes == [4]
-    assert layer.staged == [staging._thread.buffers]
+    assert layer.staged == [staging._buffers.current]
 
 
 def test_decode_sizes_never_share_buffers(graphs: GraphBackend, log: list[str], sets: dict[int, StagingBuffers]) -> None:
@@ -159,7 +159,7 @@ def test_prefills_use_the_threads_own_buffers_and_their_own_number_of_tokens(
     batch.batch_size = 1  # one request of three tokens
     with prefill_graph_scope(full_graph=False, raw_num_tokens=3):
         found = graphs.replay(4, batch)[:3].clone()
-    assert (prefill.sizes, prefill.staged, sets) == ([3], [staging._thread.buffers], {})
+    assert (prefill.sizes, prefill.staged, sets) == ([3], [staging._buffers.current], {})
     assert torch.equal(found, prefill.eager(prefill.x[:3].clone()))
 
 

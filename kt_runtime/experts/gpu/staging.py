@@ -27,7 +27,7 @@ class HostLayer(Protocol):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
-    def forward_retaining(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Retained]: ...
+    def forward_retaining(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]: ...
 
     def backward(self, *args: Any, **kwargs: Any) -> ExpertGradients: ...
 
@@ -47,24 +47,27 @@ class StagingBuffers:
             self.get(name).like(tensor)
 
 
-class _Thread(threading.local):
+class _Buffers(threading.local):
     def __init__(self) -> None:
-        self.buffers = StagingBuffers()
+        self.current = StagingBuffers()
         # id of the device's tensor -> (the tensor, its version when copied, the host copy)
         self.adapters: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
+    def get(self, name: str) -> device.PinnedBuffer:
+        return self.current.get(name)
 
-_thread = _Thread()
+
+_buffers = _Buffers()
 
 
 @contextmanager
 def staged_in(buffers: StagingBuffers) -> Iterator[None]:
     """Calls of this thread inside use `buffers` instead of the thread's own."""
-    before, _thread.buffers = _thread.buffers, buffers
+    before, _buffers.current = _buffers.current, buffers
     try:
         yield
     finally:
-        _thread.buffers = before
+        _buffers.current = before
 
 
 def forward(
@@ -81,7 +84,7 @@ def forward(
     """ExpertLayer.forward for a device's x; the result is on x's device, ready in the order of the current stream."""
     with device.guard(x.device):
         inputs = _to_host({"x": x, "ids": ids, "weights": weights, "token_slots": token_slots}, x.device)
-        buffer = _thread.buffers.get("out")
+        buffer = _buffers.get("out")
         host_out = buffer.like(inputs["x"])
         run = layer.forward_retaining if retain else layer.forward
         done = run(
@@ -135,7 +138,7 @@ def _to_host(tensors: dict[str, Tensor | None], where: torch.device) -> dict[str
         if not isinstance(tensor, Tensor) or tensor.device != where:
             found = tensor.device if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InvalidValueError(f"{name} is on {found}, x on {where}: they must be on one device")
-        copies[name] = _thread.buffers.get(name).like(tensor)
+        copies[name] = _buffers.get(name).like(tensor)
         copies[name].copy_(tensor.detach(), non_blocking=True)
     device.recorded(device=where).synchronize()
     return copies
@@ -157,11 +160,11 @@ def _host_adapter(tensor: Tensor) -> Tensor:
         return tensor
     if tensor.is_inference():  # has no version to compare
         return tensor.detach().to("cpu")
-    known = _thread.adapters.get(id(tensor))
+    known = _buffers.adapters.get(id(tensor))
     if known is not None and known[0]() is tensor and known[1] == tensor._version:
         return known[2]
     copy = tensor.detach().to("cpu").contiguous()
-    cache, key = _thread.adapters, id(tensor)
+    cache, key = _buffers.adapters, id(tensor)
     cache[key] = (weakref.ref(tensor, lambda _: cache.pop(key, None)), tensor._version, copy)
     return copy
 

@@ -1,0 +1,115 @@
+"""Which way a call with tensors on a device goes.
+
+streamed   many tokens: the layer's experts stream through the ring, the device computes
+hot        experts that lie on the device compute there, the others on the CPU
+staged     the CPU computes: rows go to the host and back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from kt_runtime.experts.gpu import staging, streamed
+from kt_runtime.experts.gpu.call import DeviceCall
+from kt_runtime.experts.gpu.ring import ExpertRing
+from kt_runtime.experts.gpu.streamed import StreamedActivations
+from kt_runtime.experts.values import ExpertGradients, LoraSlot, Retained
+
+
+class HotLayer(Protocol):
+    """Experts of one layer on the device."""
+
+    def forward(
+        self,
+        layer: Any,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        slots: Sequence[LoraSlot | None],
+        token_slots: Tensor | None,
+        out: Tensor | None,
+    ) -> Tensor: ...
+
+
+@dataclass
+class StreamedTokens:
+    """Tokens of calls that were streamed, counted once for every layer that they passed."""
+
+    forward: int = 0
+    backward: int = 0
+
+
+@dataclass
+class DevicePaths:
+    """The ways of one layer beside staging. `ring`, `threshold_tokens` and `counts` are shared by all layers.
+
+    `threshold_tokens`: calls of at least so many tokens stream; None: none does.
+    """
+
+    ring: ExpertRing | None = None
+    threshold_tokens: int | None = None
+    hot: HotLayer | None = None
+    counts: StreamedTokens | None = None
+
+    def streams(self, tokens: int) -> bool:
+        return self.ring is not None and self.threshold_tokens is not None and tokens >= self.threshold_tokens
+
+
+class PathedLayer(staging.HostLayer, Protocol):
+    """An `ExpertLayer`."""
+
+    device_paths: DevicePaths | None
+
+    def unpack_range(self, first: int, count: int, w13: Tensor, w2: Tensor) -> None: ...
+
+
+def forward(
+    layer: PathedLayer,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    slots: Sequence[LoraSlot | None],
+    token_slots: Tensor | None,
+    out: Tensor | None,
+    *,
+    retain: bool,
+) -> tuple[Tensor, Retained | StreamedActivations | None]:
+    """ExpertLayer.forward for an x on a device; the result is there, ready in the order of the current stream."""
+    paths = layer.device_paths
+    if paths is not None and paths.ring is not None and paths.streams(x.shape[0]):
+        done = streamed.forward(paths.ring, layer, DeviceCall(x, ids, weights, slots, token_slots), out, retain=retain)
+        if paths.counts is not None:
+            paths.counts.forward += x.shape[0]
+        return done
+    if paths is not None and paths.hot is not None and not retain:
+        return paths.hot.forward(layer, x, ids, weights, slots, token_slots, out), None
+    return staging.forward(layer, x, ids, weights, slots, token_slots, out, retain=retain)
+
+
+def backward(
+    layer: PathedLayer,
+    grad_out: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    slots: Sequence[LoraSlot | None],
+    token_slots: Tensor | None,
+    into: Sequence[LoraSlot | None] | None,
+    retained: Retained | StreamedActivations | None,
+) -> ExpertGradients:
+    """ExpertLayer.backward for an x on a device. What forward retained says which way it went."""
+    paths = layer.device_paths
+    kept = retained if isinstance(retained, StreamedActivations) else None
+    ring = None if paths is None else paths.ring
+    if ring is not None and paths is not None and (kept or (retained is None and paths.streams(x.shape[0]))):
+        call = DeviceCall(x, ids, weights, slots, token_slots)
+        gradients = streamed.backward(ring, layer, grad_out, call, into, kept)
+        if paths.counts is not None:
+            paths.counts.backward += x.shape[0]
+        return gradients
+    of_host = None if isinstance(retained, StreamedActivations) else retained
+    return staging.backward(layer, grad_out, x, ids, weights, slots, token_slots, into, of_host)
