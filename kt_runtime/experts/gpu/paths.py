@@ -21,7 +21,11 @@ from kt_runtime.experts.values import ExpertGradients, LoraSlot, Retained
 
 
 class HotLayer(Protocol):
-    """Experts of one layer on the device."""
+    """Experts of one layer that lie on the device. `takes`: whether `forward` computes this call."""
+
+    def takes(
+        self, x: Tensor, ids: Tensor, weights: Tensor, slots: Sequence[object], token_slots: Tensor | None
+    ) -> bool: ...
 
     def forward(
         self,
@@ -85,8 +89,9 @@ def forward(
         if paths.counts is not None:
             paths.counts.forward += x.shape[0]
         return done
-    if paths is not None and paths.hot is not None and not retain:
-        return paths.hot.forward(layer, x, ids, weights, slots, token_slots, out), None
+    hot = None if paths is None or retain else paths.hot
+    if hot is not None and hot.takes(x, ids, weights, slots, token_slots):
+        return hot.forward(layer, x, ids, weights, slots, token_slots, out), None
     return staging.forward(layer, x, ids, weights, slots, token_slots, out, retain=retain)
 
 
