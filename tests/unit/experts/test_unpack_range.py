@@ -68,7 +68,7 @@ def test_sizes_that_are_no_multiple_of_a_tile(hidden: int, inner: int) -> None:
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
     layer = build_layer(moe.random_experts(3, 24, 16))
     w13, w2 = empty(1, 24, 16)
-    arguments = {"first": 0, "count": 1, "w13": w13, "w2": w2} | change
+    arguments: dict[str, Any] = {"first": 0, "count": 1, "w13": w13, "w2": w2} | change
     with pytest.raises(InvalidValueError, match=message):
         layer.unpack_range(**arguments)
     assert w13.isnan().all() and w2.isnan().all()

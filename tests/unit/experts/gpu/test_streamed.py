@@ -133,7 +133,8 @@ def test_the_bits_do_not_depend_on_chunks_or_on_the_other_experts_tokens(ring_of
 def test_experts_without_tokens_are_not_loaded(ring_of: RingOf, monkeypatch: pytest.MonkeyPatch) -> None:
     p = random_problem(8, 32, 16, 12, 2)
     p.ids = torch.where(p.ids % 3 == 0, p.ids, torch.tensor(-1, dtype=torch.int32))
-    layer, seen = build_layer(p.experts), []
+    layer = build_layer(p.experts)
+    seen: list[int] = []
     unpack = layer.unpack_range
 
     def counted(first: int, count: int, w13: Tensor, w2: Tensor) -> None:
