@@ -34,6 +34,7 @@ from kt_runtime.serve.http.auth import ApiKey
 from kt_runtime.serve.http.front_door import FrontDoor, check_reach
 from kt_runtime.serve.memory.cache import describe, lack_of_room, plan_cache
 from kt_runtime.serve.memory.cache_plan import CachePlan
+from kt_runtime.serve.memory.gpu_experts import check_gpu_experts
 from kt_runtime.serve.memory.machine import has_gpu
 from kt_runtime.serve.memory.placement import module_names, read_placement
 from kt_runtime.serve.memory.plan import check_fits, describe_need, expert_formats
@@ -73,6 +74,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     model = _resolve(options)
     check_exact(options, model.config)
     asked, options = options, _with_parsers(_placed(options, model, say), model)
+    check_gpu_experts(options, model.config, with_gpu=has_gpu())
     place = cache_directory(options.cache_dir, model.directory) if options.cache_disk_bytes else None
     options = _with_cache(options, model.config, place)
     options = with_lora_rank(options, model.config, model.name)
@@ -262,6 +264,8 @@ def _settings(options: ServeOptions, model: ResolvedModel, directory: Path, adap
         microbatch_tokens=options.microbatch_tokens,
         max_sessions=options.max_sessions,
         session_memory_bytes=options.session_memory_bytes,
+        gpu_expert_bytes=options.gpu_experts_bytes,
+        pinned_experts=dict(options.pinned_experts),
         **_cache_settings(options.cache),
     )
     for address in (settings.wire_address, settings.names_address):
@@ -319,13 +323,14 @@ def _prepare_cache(
 
 
 def _placed(options: ServeOptions, model: ResolvedModel, say: Callable[[str], None]) -> ServeOptions:
-    """The options with the expert format of `--placement`. Raises InvalidValueError for a file that does not fit the
-    model or that contradicts `--expert-format`."""
+    """The options with the expert format and the pinned experts of `--placement`. Raises InvalidValueError for a file
+    that does not fit the model or that contradicts `--expert-format`."""
     if options.placement is None:
         return options
     placement = read_placement(options.placement, module_names(model.config))
     for note in placement.notes:
         say(note)
+    options = dataclasses.replace(options, pinned_experts=placement.pinned_experts)
     wanted, given = placement.expert_format, options.expert_format
     if wanted is None:
         return options

@@ -10,18 +10,29 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kt_runtime import device
 from kt_runtime.errors import ConflictError
 
 Hook = Callable[..., Any]
 
 
 class Hooks:
-    """The argument of each patch module's `install(hooks)`. `on_cpu`: this machine has no CUDA device."""
+    """The argument of each patch module's `install(hooks)`.
 
-    def __init__(self, on_cpu: bool) -> None:
+    `on_cpu`: the process has no accelerator, and attention and dense layers are on the CPU too. `has_cuda_kernels`: the
+    kernels of Triton and of SGLang's libraries run; None: on every accelerator. An accelerator without them (the
+    emulated one of the tests) has PyTorch's operators only.
+    """
+
+    def __init__(self, on_cpu: bool, has_cuda_kernels: bool | None = None) -> None:
         self.on_cpu = on_cpu
+        self.has_cuda_kernels = not on_cpu if has_cuda_kernels is None else has_cuda_kernels
         self.targets: list[str] = []
         self._attributes: list[tuple[str, Any, bool]] = []
+
+    @classmethod
+    def for_this_process(cls) -> Hooks:
+        return cls(on_cpu=device.accelerator() is None, has_cuda_kernels=device.has_cuda())
 
     def before(self, target: str, hook: Hook) -> None:
         """`hook(*args, **kwargs)` returns `(args, kwargs)` to change them, or None."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kt_runtime import device
 from kt_runtime.adapters import AdapterTensors
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.host import Decoded
@@ -20,9 +21,10 @@ from kt_runtime.sglang_patch.cache import metrics as cache_metrics
 from kt_runtime.sglang_patch.cache import namespace as cache_namespace
 from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.cpu import step as native_step
+from kt_runtime.sglang_patch.gpu import hot
 from kt_runtime.sglang_patch.lora import install as lora_install
 from kt_runtime.sglang_patch.version import PINNED
-from kt_runtime.wire.messages import CacheTier
+from kt_runtime.wire.messages import CacheTier, GpuExperts
 
 SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.chunked_prefill_size",
@@ -33,6 +35,7 @@ SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.tp_worker",
     "sglang.srt.managers.tp_worker.TpModelWorker.model_runner",
     "sglang.srt.model_executor.model_runner.ModelRunner.device",
+    "sglang.srt.model_executor.model_runner.ModelRunner.gpu_id",
     "sglang.srt.model_executor.model_runner.ModelRunner.dtype",
     "sglang.srt.model_executor.model_runner.ModelRunner.lora_manager",
     "sglang.srt.model_executor.model_runner.ModelRunner.model",
@@ -54,18 +57,18 @@ class SGLangHost:
         self.model = settings.model
         self.model_directory = settings.model_directory
         self.config: dict[str, Any] = json.loads((Path(settings.model_directory) / "config.json").read_text())
-        self.device = torch.device(self._runner.device)
+        self.device = _device(self._runner)
         self.dtype: torch.dtype = self._runner.dtype
         self.max_lora_rank = int(self._runner.lora_manager.max_lora_rank)
         self.context_tokens = int(self._runner.model_config.context_len)
         self.chunked_prefill_tokens = int(scheduler.chunked_prefill_size or 0)
         self.experts = moe.expert_store()
         self.weights = cache_namespace.fingerprint(self._runner)
-        self.attends_in_float32 = self.device.type == "cpu"  # `cpu/attention.py`; on CUDA SGLang's own backends run
+        self.attends_in_float32 = device.is_host(self.device)  # `cpu/attention.py`; elsewhere SGLang's own backends run
 
     @property
     def step(self) -> str:
-        return native_step.state() if self.device.type == "cpu" else "the model is not on a CPU"
+        return native_step.state() if device.is_host(self.device) else "the model is not on a CPU"
 
     @property
     def step_exceptions(self) -> list[str]:
@@ -73,7 +76,13 @@ class SGLangHost:
 
     @property
     def not_exact(self) -> str:
-        return native_step.not_exact() if self.device.type == "cpu" else "the model is not on a CPU"
+        if device.is_host(self.device):
+            return native_step.not_exact()
+        return "; ".join(filter(None, ("the model is not on a CPU", hot.not_exact())))
+
+    @property
+    def gpu_experts(self) -> GpuExperts | None:
+        return hot.status()
 
     @property
     def decoded(self) -> Decoded:
@@ -121,3 +130,9 @@ class SGLangHost:
     def close(self) -> None:
         self.weights.close()
         self._names.close()
+
+
+def _device(runner: Any) -> torch.device:
+    """The model's device. An accelerator has its index: a thread of the resident's may have another current device."""
+    kind = torch.device(runner.device)
+    return kind if device.is_host(kind) else torch.device(kind.type, runner.gpu_id)

@@ -17,6 +17,7 @@ from kt_runtime.sglang_patch.version import check_version
 PATCHES = (
     *("signals", "freezing", "platform", "cpu.attention", "cache.paging", "cpu.router"),
     *("cpu.linear", "cpu.norms", "cpu.moe", "cpu.weights", "cpu.step"),
+    "gpu.hot",
     *("cpu.absorbed", "cpu.activation", "cpu.grouped_router", "cpu.logprobs"),
     *("lora.pinned_memory", "lora.linear", "lora.kv_b", "lora.pool", "lora.experts", "lora.install"),
     *("cache.host_pool", "cache.host_copies", "cache.page_hash", "cache.keys", "cache.namespace"),
@@ -48,11 +49,9 @@ def register() -> None:
 
 
 def install_patches() -> None:
-    import torch
-
     from kt_runtime.sglang_patch.hooks import Hooks
 
-    hooks = Hooks(on_cpu=not torch.cuda.is_available())
+    hooks = Hooks.for_this_process()
     for name in PATCHES:
         patch_module(name).install(hooks)
     hooks.apply()

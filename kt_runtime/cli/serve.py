@@ -75,7 +75,11 @@ class ServeCommand(click.Command):
 @click.option(
     "--placement",
     type=click.Path(path_type=Path),
-    help="A KTransformers rule file (kt_optimize_rule): its experts' format is taken, the rest checked.",
+    help="A KTransformers rule file (kt_optimize_rule): its experts' format is taken, the rest checked."
+    " An item gpu_experts pins experts to the GPU.",
+)
+@click.option(
+    "--gpu-experts", metavar="SIZE", help="The most used experts of each layer are kept on the GPU too. [default: none]"
 )
 @click.option("--no-step", is_flag=True, help="On a CPU, run SGLang's modules instead of the native step.")
 @click.option(
@@ -140,7 +144,7 @@ def _with_sizes(options: dict[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if value is None:
             continue
-        if name in ("cache_device", "cache_host", "cache_disk", "session_memory"):
+        if name in ("cache_device", "cache_host", "cache_disk", "session_memory", "gpu_experts"):
             fields[f"{name}_bytes"] = parse_size(value, f"--{name.replace('_', '-')}")
         elif name == "max_body_size":
             fields["max_body_bytes"] = parse_size(value, "--max-body-size")

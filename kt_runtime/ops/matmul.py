@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from kt_runtime import device
 from kt_runtime.experts import dense
 
 
@@ -138,7 +139,7 @@ def _cpu_multiplies_bf16() -> bool:
 
 def _in_software(values: torch.Tensor) -> bool:
     """Whether float32 is faster for products of matrices like `values`: bf16 on a CPU without bf16 instructions."""
-    return values.dtype == torch.bfloat16 and values.device.type == "cpu" and not _cpu_multiplies_bf16()
+    return values.dtype == torch.bfloat16 and device.is_host(values) and not _cpu_multiplies_bf16()
 
 
 def gradient_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kt_runtime import device
 from kt_runtime.experts import dense
 from kt_runtime.ops.matmul import product
 
@@ -34,7 +35,7 @@ class _SoftmaxTopK(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        if logits.device.type == "cpu" and logits.dtype in dense.DTYPES:
+        if device.is_host(logits) and logits.dtype in dense.DTYPES:
             weights, ids = dense.choose_experts(logits, top_k, normalise)
         else:
             weights, ids = torch.topk(logits.float().softmax(-1), top_k, dim=-1)

@@ -28,6 +28,9 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     The prefix cache's disk tier: off if `cache_directory` is None or `cache_disk_bytes` is 0. `cache_page_tokens`:
     tokens of a page in all tiers. `cache_read_only`: nothing is written to the directory.
 
+    `gpu_expert_bytes`: size of the hot experts' slots and buffers on the device, 0: none. `pinned_experts`: layer ->
+    experts that always have a slot there.
+
     `step`: on a CPU the native step computes the decoder stack where it can; False: SGLang's modules do.
     """
 
@@ -49,6 +52,8 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     cache_page_tokens: Annotated[int, msgspec.Meta(ge=1)] = 1
     cache_read_only: bool = False
     step: bool = True
+    gpu_expert_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    pinned_experts: dict[int, tuple[int, ...]] = {}
 
     def to_environment(self) -> dict[str, str]:
         return {ENVIRONMENT_VARIABLE: msgspec.json.encode(self).decode()}

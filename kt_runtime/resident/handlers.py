@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kt_runtime import device
 from kt_runtime.adapters import AdapterVersion
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
 from kt_runtime.experts import free_spare_memory
@@ -217,7 +218,7 @@ class SessionHandlers:
         self._limits.check(request.session, opening.num_bytes, self._counted())
         if request.publishes is not None:
             self._publisher.owners.check(request.publishes, None, take_over=request.take_over)
-        if self._host.device.type == "cpu":
+        if device.is_host(self._host.device):
             keep_freed_memory()
         self._sessions_made += 1
         return opening

@@ -12,6 +12,7 @@ from typing import Any
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError, suggestion
 from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING
 from kt_runtime.serve.memory.cache_plan import CachePlan
+from kt_runtime.serve.memory.expert_pins import Pins
 
 DTYPES = ("bfloat16", "float32")
 LORA_RANKS = (64, 32, 16, 8)
@@ -31,10 +32,11 @@ LOWEST_VALUES = {
     "cache_host_bytes": 0,
     "cache_disk_bytes": 0,
     "cache_page_tokens": 1,
+    "gpu_experts_bytes": 0,
     "max_body_bytes": 1024,
 }
 LARGEST_PAGE_TOKENS = 1024
-NOT_OPTIONS = ("passed_on", "cache", "lora_rank_may_be_lower")
+NOT_OPTIONS = ("passed_on", "cache", "lora_rank_may_be_lower", "pinned_experts")
 OPTION_NAMES = {
     "max_body_bytes": "max-body-size",
     "cors_origins": "cors-origin",
@@ -51,7 +53,9 @@ class ServeOptions:
     `expert_format`: the format that a bf16 or fp8 checkpoint's experts are quantized to during loading; None: none.
     `no_step`: SGLang's modules compute the decoder stack on a CPU, not the native step.
     `exact`: the server ends with status 2 if training's log-probabilities may differ from served ones.
-    `placement`: a KTransformers rule file, which may set `expert_format`.
+    `placement`: a KTransformers rule file, which may set `expert_format` and `pinned_experts`.
+    `gpu_experts_bytes`: size of the hot experts' slots and buffers on the device, 0: none. `pinned_experts`: layer ->
+    experts that always have a slot.
     `max_lora_rank`: every slot is allocated for this rank. `lora_rank_may_be_lower`: lower the rank if memory is short.
     `training_share`: the largest share of time for training while requests are served.
     `max_sessions`: training sessions open at once; `session_memory_bytes`: their memory limit together, None: their
@@ -108,6 +112,8 @@ class ServeOptions:
     cache_read_only: bool = False
     cache_page_tokens: int | None = None
     cache: CachePlan | None = None
+    gpu_experts_bytes: int = 0
+    pinned_experts: Pins = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raises InvalidValueError for a value outside its range, UnknownNameError for an unknown format."""

@@ -2,9 +2,9 @@
 
 Symbols (SGLang 0.5.23) and reasons:
 
-- `pool_host.common._cuda_host_register` pins the pool for copies by the GPU and needs the CUDA driver. Without a GPU,
-  pinning has no use. The same holds for the argument `pin_memory` of `HostKVCache.__init__`, with which SGLang asks
-  torch for pinned memory for a page.
+- `pool_host.common._cuda_host_register` pins the pool for copies by the GPU and needs the CUDA driver. Without CUDA,
+  copies work from ordinary memory. The same holds for the argument `pin_memory` of `HostKVCache.__init__`, with which
+  SGLang asks torch for pinned memory for a page.
 - `pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES`: SGLang refuses a pool that leaves less than 10 GiB free, so a
   small machine could have no host pool. `kt-runtime serve` itself compares all required memory with the available.
 """
@@ -23,7 +23,7 @@ SYMBOLS = (REGISTER, MAKE_POOL, RESERVE)
 
 def install(hooks: Hooks) -> None:
     hooks.set(RESERVE, 0)
-    if hooks.on_cpu:
+    if not hooks.has_cuda_kernels:
         hooks.replace(REGISTER, _register_nothing)
         hooks.before(MAKE_POOL, _without_pinned_memory)
 

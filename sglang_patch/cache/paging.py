@@ -2,8 +2,9 @@
 
 SGLang 0.5.23:
 
-- `sglang.srt.mem_cache.allocation.get_last_loc` finds the cache slot of a sequence's last token. On a CPU it starts a
-  Triton kernel for every attention backend except two hard-coded names. SGLang's own torch version works for `kt_cpu`.
+- `sglang.srt.mem_cache.allocation.get_last_loc` finds the cache slot of a sequence's last token. It starts a
+  Triton kernel for every attention backend except two hard-coded names. SGLang's own torch version needs no
+  CUDA.
 - `sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info` returns, among others, the limit on a prompt's length.
   A request starts once there is room for its prompt plus one page (`PrefillBudget.check_prefill`). A prompt within one
   page of the pool's size would wait forever and block all requests behind it. Within two pages, the answer would be
@@ -25,7 +26,7 @@ POOL_TOKENS, LONGEST_PROMPT = 0, 5  # indices into the result of get_worker_info
 
 
 def install(hooks: Hooks) -> None:
-    if hooks.on_cpu:
+    if not hooks.has_cuda_kernels:
         hooks.replace(SYMBOLS[0], _get_last_loc)
     hooks.after(SYMBOLS[2], _shorten_longest_prompt)
 

@@ -1,4 +1,4 @@
-"""Log-probabilities on a CPU are `torch.log_softmax` of the logits in float32, as in training.
+"""Log-probabilities without CUDA kernels are `torch.log_softmax` of the logits in float32, as in training.
 
 Symbols (SGLang 0.5.23), whose constructors read whether SGLang runs in its deterministic mode:
 
@@ -24,7 +24,7 @@ SYMBOLS = (
 
 
 def install(hooks: Hooks) -> None:
-    if hooks.on_cpu:
+    if not hooks.has_cuda_kernels:
         hooks.after(SYMBOLS[0], _of_sampled_tokens)
         hooks.after(SYMBOLS[1], _of_prompt_tokens)
 

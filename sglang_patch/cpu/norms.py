@@ -1,4 +1,4 @@
-"""RMSNorm on a CPU with Hugging Face's rounding.
+"""RMSNorm with Hugging Face's rounding, where no CUDA kernel runs.
 
 Symbol: `sglang.srt.layers.layernorm.RMSNorm.forward_native` (SGLang 0.5.23). Reason: SGLang normalises the float32 sum
 of hidden state and residual and rounds once, after multiplying by the weight. Hugging Face, and therefore the training
@@ -20,7 +20,7 @@ SYMBOLS = ("sglang.srt.layers.layernorm.RMSNorm.forward_native",)
 
 
 def install(hooks: Hooks) -> None:
-    if hooks.on_cpu:
+    if not hooks.has_cuda_kernels:
         hooks.around(SYMBOLS[0], _forward)
 
 

@@ -1,6 +1,6 @@
 """The choice of experts with the arithmetic of the training twin.
 
-Symbols (SGLang 0.5.23), on a CPU only:
+Symbols (SGLang 0.5.23), where no CUDA kernel runs:
 
 - `models.deepseek_v2.MoEGate.forward`: Hugging Face computes DeepSeek's router logits in float32 from bf16 hidden
   states and weights, as does SGLang on CUDA. Elsewhere SGLang rounds the logits to bf16, which changes expert choices.
@@ -30,7 +30,7 @@ SYMBOLS = (
 
 
 def install(hooks: Hooks) -> None:
-    if hooks.on_cpu:
+    if not hooks.has_cuda_kernels:
         hooks.replace(SYMBOLS[0], router_logits)
         hooks.after(SYMBOLS[1], _leave_scaling_to_routing)
         hooks.around(SYMBOLS[2], softmax_router)

@@ -182,9 +182,7 @@ def run(arguments: list[str], frontend: Frontend) -> NoReturn:
 
 
 def _apply(install: Callable[[Hooks], None]) -> None:
-    import torch
-
-    hooks = Hooks(on_cpu=not torch.cuda.is_available())
+    hooks = Hooks.for_this_process()
     install(hooks)
     hooks.apply()
 

@@ -1,7 +1,7 @@
-"""LoRA on `kv_b_proj` of multi-head latent attention, on a machine without a GPU.
+"""LoRA on `kv_b_proj` of multi-head latent attention, where no CUDA kernel runs.
 
 Symbols (SGLang 0.5.23): `sglang.srt.lora.deepseek_mla_correction.apply_q_correction` and `.apply_v_correction`,
-replaced only on a machine without CUDA. Reason: absorbed attention never calls `kv_b_proj`. SGLang adds the LoRA delta
+replaced only without CUDA. Reason: absorbed attention never calls `kv_b_proj`. SGLang adds the LoRA delta
 to the two products with the halves of `kv_b_proj`, in a Triton kernel. Here `kt_runtime.ops.mla` computes the delta;
 that module documents the formulas and the shapes.
 """
@@ -22,7 +22,7 @@ SYMBOLS = (f"{MODULE}.apply_q_correction", f"{MODULE}.apply_v_correction")
 
 
 def install(hooks: Hooks) -> None:
-    if not hooks.on_cpu:
+    if hooks.has_cuda_kernels:
         return
     hooks.replace(SYMBOLS[0], apply_q_correction)
     hooks.replace(SYMBOLS[1], apply_v_correction)

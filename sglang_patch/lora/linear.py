@@ -1,4 +1,4 @@
-"""LoRA on linear layers on a CPU, with kt-runtime's products.
+"""LoRA on linear layers where no CUDA kernel runs, with kt-runtime's products.
 
 Symbols (SGLang 0.5.23): `lora.backend.torch_backend.sgemm_lora_a_fwd` and `.sgemm_lora_b_fwd`, which the backend
 `torch_native` calls for every linear layer with LoRA. Reason: PyTorch's products sum in an order that depends on the
@@ -28,7 +28,7 @@ SYMBOLS = (
 
 
 def install(hooks: Hooks) -> None:
-    if hooks.on_cpu:
+    if not hooks.has_cuda_kernels:
         hooks.replace(SYMBOLS[0], lora_a)
         hooks.replace(SYMBOLS[1], lora_b)
         hooks.set(SYMBOLS[2], True)

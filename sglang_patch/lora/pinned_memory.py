@@ -1,9 +1,9 @@
-"""Replaces pinned memory by ordinary memory in SGLang's LoRA code, on a machine without CUDA only.
+"""Replaces pinned memory by ordinary memory in SGLang's LoRA code, in a process without an accelerator only.
 
 Symbols (SGLang 0.5.23): `LoRAManager.__init__`, `.load_lora_adapter`, `.load_lora_adapter_from_tensors`,
 `.fetch_new_loras`, `.prepare_lora_batch`, `.unload_lora_adapter`. Reason: SGLang's LoRA code requests pinned memory
 without checking for a device when it wraps layers, loads weights and prepares batches. torch raises an error for such a
-request without a CUDA driver.
+request without an accelerator.
 """
 
 from __future__ import annotations

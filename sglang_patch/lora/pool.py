@@ -2,8 +2,9 @@
 
 Symbols (SGLang 0.5.23): `LoRAMemoryPool.load_lora_weight_to_buffer` and `.init_buffers`. Reasons: SGLang copies routed
 experts one by one, which takes seconds for a large model and blocks every stream. An `InstalledAdapter` needs two
-copies per fused linear. Without CUDA, the base model's slot is not cleared either, because nothing reads a slot of rank
-0. On CUDA, the buffers of routed experts are allocated in host memory, where the expert store reads them.
+copies per fused linear. Without CUDA kernels, the base model's slot is not cleared either, because nothing reads a slot
+of rank 0. With an accelerator, the buffers of routed experts are allocated in host memory, where the expert store reads
+them.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ SYMBOLS = (f"{POOL}.load_lora_weight_to_buffer", f"{POOL}.init_buffers")
 
 
 def install(hooks: Hooks) -> None:
-    hooks.around(SYMBOLS[0], load_on_cpu if hooks.on_cpu else load_on_cuda)
+    hooks.around(SYMBOLS[0], load_clearing_base if hooks.has_cuda_kernels else load_adapters_only)
     if not hooks.on_cpu:
         hooks.around(SYMBOLS[1], init_with_experts_on_host)
 
 
-def load_on_cpu(
+def load_adapters_only(
     original: Callable[..., None], pool: Any, uid: str | None, buffer_id: int, lora_adapter: Any, *args: Any
 ) -> None:
     if lora_adapter is not None:
-        load_on_cuda(original, pool, uid, buffer_id, lora_adapter, *args)
+        load_clearing_base(original, pool, uid, buffer_id, lora_adapter, *args)
 
 
-def load_on_cuda(
+def load_clearing_base(
     original: Callable[..., None], pool: Any, uid: str | None, buffer_id: int, lora_adapter: Any, *args: Any
 ) -> None:
     if isinstance(lora_adapter, InstalledAdapter):

@@ -15,7 +15,7 @@ class Recorder:
     """Stands in for `Hooks`: applying hooks for a GPU would spoil this process."""
 
     def __init__(self, on_cpu: bool) -> None:
-        self.on_cpu = on_cpu
+        self.on_cpu, self.has_cuda_kernels = on_cpu, not on_cpu
         self.touched: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:

@@ -11,8 +11,8 @@ from kt_runtime.sglang_patch.lora.pool import (
     ExpertBuffersOnHost,
     fill_slot,
     init_with_experts_on_host,
-    load_on_cpu,
-    load_on_cuda,
+    load_adapters_only,
+    load_clearing_base,
 )
 
 RANK, MAX_RANK, EXPERTS, IN, OUT = 2, 4, 3, 5, 6
@@ -96,11 +96,11 @@ def test_the_other_slot_keeps_its_values() -> None:
 
 def test_sglangs_own_adapters_go_sglangs_way() -> None:
     calls: list[Any] = []
-    load_on_cuda(lambda *args: calls.append(args), "pool", "id", 1, "adapter", "modules", None, None)  # type: ignore[arg-type]
+    load_clearing_base(lambda *args: calls.append(args), "pool", "id", 1, "adapter", "modules", None, None)  # type: ignore[arg-type]
     assert calls == [("pool", "id", 1, "adapter", "modules", None, None)]
 
 
-@pytest.mark.parametrize(("load", "is_cleared"), [(load_on_cpu, False), (load_on_cuda, True)])
+@pytest.mark.parametrize(("load", "is_cleared"), [(load_adapters_only, False), (load_clearing_base, True)])
 def test_the_base_models_slot_is_cleared_on_cuda_only(load: Any, is_cleared: bool) -> None:
     calls: list[Any] = []
     load(lambda *args: calls.append(args), "pool", None, 1, None, "modules", None, None)
