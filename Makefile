@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test test-quick fuzz test-amx test-sanitize test-threads check check-native format clean help
+.PHONY: demo test test-quick test-gpu fuzz test-amx test-sanitize test-threads check check-native format clean help
 
 # The C++ test program needs a compiler and cmake only; cmake comes with the environment where the system has none.
 CMAKE ?= $(or $(shell command -v cmake),$(BIN)/cmake)
@@ -17,6 +17,7 @@ help:
 	@echo "make demo    install, then train an adapter inside a running server and see the answer change (about four minutes)"
 	@echo "make test    install, then run every test"
 	@echo "make test-quick     install, then run the tests that start no server: the folders left out are printed"
+	@echo "make test-gpu       install, then run tests/gpu on this machine's NVIDIA GPU; without one it ends with status 2"
 	@echo "make fuzz    attack a real server for an hour, or for FUZZ_SECONDS (docs/testing.md)"
 	@echo "make test-amx       run the AMX kernels' tests on AMX instructions: here, else through the command in AMX_RUNNER"
 	@echo "make test-sanitize  run the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
@@ -66,6 +67,10 @@ WORKERS ?= 2
 IN_PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/installed
 	$(BIN)/pytest $(IN_PARALLEL) $(PYTEST_ARGS)
+
+# One process: the servers of two would share the GPU's memory (docs/gpu.md).
+test-gpu: $(VENV)/installed
+	$(BIN)/pytest --gpu=require tests/gpu $(PYTEST_ARGS)
 
 # An attack on a real server, for an hour unless told otherwise (docs/testing.md). No seed: one is drawn and printed.
 FUZZ_SECONDS ?= 3600

@@ -24,6 +24,7 @@ from kt_runtime.errors import InvalidValueError, KtError, NotFoundError
 from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING, quantization_of
 from kt_runtime.files import exclusive_lock
 from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.serve import devices
 from kt_runtime.serve.adapter_directory import adapter_directory, check_adapters, claimed_adapters
 from kt_runtime.serve.cache_directory import cache_directory, check_directory, claimed
 from kt_runtime.serve.console.console import Console, opened_console
@@ -71,6 +72,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     check_port_is_free(options.host, options.port)  # also checks that --host is an address of this machine
     check_reach(options)
     check_passed_on(options.passed_on, own=own_option_names(), with_tiers=options.asks_for_cache)
+    options = _with_device(options, say)
     model = _resolve(options)
     check_exact(options, model.config)
     asked, options = options, _with_parsers(_placed(options, model, say), model)
@@ -350,6 +352,16 @@ def _placed(options: ServeOptions, model: ResolvedModel, say: Callable[[str], No
     except InvalidValueError as error:
         raise InvalidValueError(f"{options.placement}: asks for {wanted} experts: {error}") from None
     return dataclasses.replace(options, expert_format=wanted)
+
+
+def _with_device(options: ServeOptions, say: Callable[[str], None]) -> ServeOptions:
+    """The options with the device that this machine has for them. Raises the errors of `chosen_device`."""
+    chosen = devices.chosen_device(options.device)
+    for line in devices.describe(chosen, options.device):
+        say(line)
+    if options.device == devices.HOST:
+        devices.use_host_only()
+    return dataclasses.replace(options, device=chosen)
 
 
 def _resolve(options: ServeOptions) -> ResolvedModel:

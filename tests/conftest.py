@@ -15,12 +15,23 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from reference.place import CPU, Place
 
 from kt_runtime.serve.launch import settings_before_imports
 from kt_runtime.serve.memory.machine import has_gpu
 
 for _name, _value in settings_before_imports(has_gpu()).items():
     os.environ.setdefault(_name, _value)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu",
+        choices=("auto", "require", "collect"),
+        default="auto",
+        help="tests/gpu: auto: run if torch sees a GPU; require: end with status 2 without one; collect: collect them "
+        "anyway, to see that they import",
+    )
 
 
 def _collect_and_freeze() -> None:
@@ -44,6 +55,12 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, 
     if fixturedef.scope == "session":
         _collect_and_freeze()
     return value
+
+
+@pytest.fixture(scope="session")
+def place() -> Place:
+    """Where servers compute. Folders of tests for a device have their own."""
+    return CPU
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -273,18 +273,81 @@ def serve(
     from kt_runtime.bench.serve.plan import FULL, QUICK, Plan
     from kt_runtime.bench.serve.report import print_report
     from kt_runtime.bench.serve.run import run
-    from kt_runtime.files import write_json
 
     sizes = QUICK if quick else FULL
     runs = sizes.runs if runs is None else runs
     plan = Plan(prefill=prefill or None, streams=streams or None, runs=runs, default_sizes=sizes, **options)
-    place = None if json_place in (None, "-") else Path(str(json_place))
-    if place is not None:
-        _check_writable(place)
-    result = run(plan, say)
-    if place is not None:
-        write_json(place, result)
-    _show(result, print_report, as_json=json_place == "-")
+    _measure_to(json_place, lambda: run(plan, say), print_report)
+
+
+@command.command(name="gpu")
+@click.option(
+    "--models",
+    metavar="NAMES",
+    help="Presets, separated by commas, made with random weights. [default: qwen3-30b-a3b,deepseek-v2-lite]",
+)
+@click.option("--layers", type=int, help="Fewer layers than the models have.")
+@click.option("--prefill", type=int, multiple=True, help="Tokens of a prompt. [default: 512, 4096]")
+@click.option("--streams", type=int, multiple=True, help="Decoded at once. [default: 1, 4, 8, 16]")
+@click.option(
+    "--resident",
+    type=float,
+    multiple=True,
+    help="Share of each layer's experts on the GPU, for hot and for paged experts. [default: 0.125, 0.25, 0.5]",
+)
+@click.option("--sglang/--no-sglang", "with_sglang", default=True, show_default=True, help="Also measure stock SGLang.")
+@click.option(
+    "--hugging-face/--no-hugging-face",
+    "with_hugging_face",
+    default=True,
+    show_default=True,
+    help="Also measure Hugging Face.",
+)
+@click.option(
+    "--training/--no-training", "with_training", default=True, show_default=True, help="Also measure training."
+)
+@click.option(
+    "--peer",
+    type=click.Path(path_type=Path),
+    metavar="PYTHON",
+    help="Also measure llama.cpp: llama-cpp-python, installed for that interpreter.",
+)
+@click.option("--runs", default=3, show_default=True, help="Counted runs of a case.")
+@click.option(
+    "--json",
+    "json_place",
+    is_flag=False,
+    flag_value="-",
+    metavar="[FILE]",
+    help="Print JSON, or write it to FILE beside the tables.",
+)
+@measures
+def gpu(
+    say: Say,
+    json_place: str | None,
+    models: str | None,
+    prefill: tuple[int, ...],
+    streams: tuple[int, ...],
+    resident: tuple[float, ...],
+    **options: Any,
+) -> None:
+    """Time serving and training on this machine's GPU against its limits, stock SGLang, Hugging Face and llama.cpp.
+
+    \b
+    Needs a GPU, and disk and memory for the models, which are made here. Progress goes to stderr.
+    What is measured and how: docs/bench.md.
+    """
+    from kt_runtime.bench.gpu.plan import Plan
+    from kt_runtime.bench.gpu.report import print_report
+    from kt_runtime.bench.gpu.run import required_accelerator, run
+
+    given: dict[str, Any] = {"prefill": prefill, "streams": streams, "resident_shares": resident}
+    given = {name: value for name, value in given.items() if value}
+    if models is not None:
+        given["models"] = tuple(name.strip() for name in models.split(",") if name.strip())
+    plan = Plan(**given, **options)
+    required_accelerator()
+    _measure_to(json_place, lambda: run(plan, say), print_report)
 
 
 @command.command(name="record")
@@ -303,8 +366,8 @@ def serve(
 @click.option("--conditions", help="Options and state of the machine that a reader needs.")
 @checkout_option
 def record(report: Path, name: str, checkout: Path, **origin: str | None) -> None:
-    """Add REPORT, the JSON of `bench experts`, `train`, `serve`, `cache` or `demo`, to docs/measurements; generate the
-    pages."""
+    """Add REPORT, the JSON of `bench experts`, `train`, `serve`, `cache`, `gpu` or `demo`, to docs/measurements;
+    generate the pages."""
     from kt_runtime.bench.page.checkout import MEASUREMENTS, check_is_checkout
     from kt_runtime.bench.page.report import record_report
 
@@ -330,6 +393,22 @@ def page(check: bool, checkout: Path) -> None:
         raise InvalidValueError(
             f"{', '.join(map(str, old))}: not what the JSON files make; run `kt-runtime bench page`"
         )
+
+
+def _measure_to(
+    json_place: str | None, measured: Callable[[], dict[str, Any]], print_report: Callable[[dict[str, Any]], None]
+) -> None:
+    """Measures, and shows the result. `json_place`: "-" prints JSON instead of tables, another name is a file's that
+    gets JSON; None: tables alone."""
+    from kt_runtime.files import write_json
+
+    place = None if json_place in (None, "-") else Path(str(json_place))
+    if place is not None:
+        _check_writable(place)
+    result = measured()
+    if place is not None:
+        write_json(place, result)
+    _show(result, print_report, as_json=json_place == "-")
 
 
 def _check_writable(place: Path) -> None:

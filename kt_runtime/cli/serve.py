@@ -47,6 +47,11 @@ class ServeCommand(click.Command):
 )
 @click.option("--any-model-name", is_flag=True, help="Requests that name an unknown model get the model, not 404.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float32.")
+@click.option(
+    "--device",
+    metavar="cpu|cuda|cuda:N",
+    help="Where attention and dense layers are. [default: the first GPU; without one the CPU]",
+)
 @click.option("--context-tokens", type=int, help="The longest sequence. [default: the model's]")
 @click.option("--max-total-tokens", type=int, help="Tokens that the KV cache holds. [default: 16384]")
 @click.option("--max-running-requests", default=32, show_default=True, type=int)

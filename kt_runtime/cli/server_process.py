@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from kt_runtime.cli.connection import ServerAPI
@@ -36,24 +36,53 @@ def server(model: str, arguments: list[str], log_path: Path, *, api_key: str | N
     """
     port = free_port()
     command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", "serve", "--model", model, "--port", str(port)]
+    api = ServerAPI(f"http://127.0.0.1:{port}", api_key)
+    with _running(lambda: _start([*command, "--verbose", *arguments], log_path), lambda: _has_restored(api), log_path):
+        yield api
+
+
+@contextlib.contextmanager
+def other_server(command: list[str], port: int, environment: Mapping[str, str], log_path: Path) -> Iterator[ServerAPI]:
+    """As `server`, for another program: ready when GET /ready at `port` is 200. `environment`: all of its variables."""
+    api = ServerAPI(f"http://127.0.0.1:{port}")
+    with _running(lambda: _start_with(command, log_path, environment), api.is_ready, log_path):
+        yield api
+
+
+@contextlib.contextmanager
+def _running(
+    start: Callable[[], subprocess.Popen[bytes]], is_ready: Callable[[], bool], log_path: Path
+) -> Iterator[None]:
+    """The process is ready in the block, and has ended after it."""
     with uninterrupted() as acting:
-        process = _start([*command, "--verbose", *arguments], log_path)
+        process = start()
         try:
             with acting():
-                api = ServerAPI(f"http://127.0.0.1:{port}", api_key)
-                _wait_ready(process, api, log_path)
-                yield api
+                _wait_ready(process, is_ready, log_path)
+                yield
         finally:
             _stop(process)
 
 
+def _has_restored(api: ServerAPI) -> bool:
+    """Whether kt-runtime's server accepts requests and serves the adapters of an earlier run."""
+    if api.is_ready():
+        with contextlib.suppress(KtError):
+            return not api.get("/kt/status")["restoring"]
+    return False
+
+
 def _start(command: list[str], log_path: Path) -> subprocess.Popen[bytes]:
+    return _start_with(command, log_path, {**os.environ, "PYTHONSAFEPATH": "1"})
+
+
+def _start_with(command: list[str], log_path: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     with log_path.open("wb") as log:
         return subprocess.Popen(
             command,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            env=environment,
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
@@ -65,7 +94,7 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
-def _wait_ready(process: subprocess.Popen[bytes], api: ServerAPI, log_path: Path) -> None:
+def _wait_ready(process: subprocess.Popen[bytes], is_ready: Callable[[], bool], log_path: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -73,10 +102,8 @@ def _wait_ready(process: subprocess.Popen[bytes], api: ServerAPI, log_path: Path
             raise RuntimeFault(
                 f"the server ended with status {process.returncode} while starting; {log_path} ends:\n{end}"
             )
-        if api.is_ready():
-            with contextlib.suppress(KtError):
-                if not api.get("/kt/status")["restoring"]:
-                    return
+        if is_ready():
+            return
         time.sleep(0.25)
     raise RuntimeFault(f"the server did not answer within {START_SECONDS:.0f} s; see {log_path}")
 

@@ -50,6 +50,7 @@ SERVED_NAME = re.compile(r"[A-Za-z0-9._/-]{1,200}")
 class ServeOptions:
     """`max_total_tokens`: of the prefix cache and all running requests together. `context_tokens`: None: the model's.
 
+    `device`: "cpu", or a GPU such as "cuda:1" or "cuda", the first; None: a GPU if there is one (`serve.devices`).
     `lora_slots`: adapter versions in one batch; the base takes one slot. `adapter_dir`: None: this model's directory in
     the user's data directory. `expert_isa`, `expert_threads`: None: the best available.
     `expert_format`: the format that a bf16 or fp8 checkpoint's experts are quantized to during loading; None: none.
@@ -99,6 +100,7 @@ class ServeOptions:
     placement: Path | None = None
     no_step: bool = False
     exact: bool = False
+    device: str | None = None
     training_share: float = 0.5
     microbatch_tokens: int = 2048
     served_model_name: str | None = None

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from reference.place import Place
 from system import forked_server
 
 from kt_runtime.cli import server_process
@@ -43,19 +44,19 @@ def forked_servers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def float32_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
+def float32_servers(tmp_path_factory: pytest.TempPathFactory, place: Place) -> Iterator[Callable[[str], Served]]:
     """The server of a preset. It starts once and runs until the session's end, so files of tests share it."""
     with contextlib.ExitStack() as running:
 
         @functools.cache
         def start(preset: str) -> Served:
-            place = tmp_path_factory.mktemp(preset)
-            make_model(preset, place / "model", seed=2)
-            options = ["--dtype", "float32", "--max-total-tokens", "8192", "--adapter-dir", str(place / "adapters")]
-            passed_on = ["--", "--chunked-prefill-size", str(CHUNK_TOKENS), "--page-size", "8"]
-            log = place / "server.log"
-            api = running.enter_context(server(str(place / "model"), [*options, *passed_on], log))
-            return Served(api, preset, place / "model", log)
+            directory = tmp_path_factory.mktemp(preset)
+            make_model(preset, directory / "model", seed=2)
+            options = ["--dtype", "float32", "--max-total-tokens", "8192", "--adapter-dir", str(directory / "adapters")]
+            arguments = place.arguments(options, ["--chunked-prefill-size", str(CHUNK_TOKENS), "--page-size", "8"])
+            log = directory / "server.log"
+            api = running.enter_context(server(str(directory / "model"), arguments, log))
+            return Served(api, preset, directory / "model", log)
 
         yield start
 
@@ -158,18 +159,18 @@ StartCachedServer = Callable[..., contextlib.AbstractContextManager[CachedServer
 
 
 @pytest.fixture(scope="session")
-def cached_server() -> StartCachedServer:
+def cached_server(place: Place) -> StartCachedServer:
     """A function that starts `kt-runtime serve` with all three tiers, small enough to be filled by a few prompts.
 
-    `cached_server(preset, place, ...)` is a context manager. What is in `place` already (model, adapters, cache) is
-    used again: calling it twice with the same `place` is a restart. Sizes are in tokens; `disk` is a size as on the
-    command line, "0": no disk tier. `options`: of `kt-runtime serve`; `passed_on`: SGLang's.
+    `cached_server(preset, directory, ...)` is a context manager. What is in `directory` already (model, adapters,
+    cache) is used again: calling it twice with the same `directory` is a restart. Sizes are in tokens; `disk` is a size
+    as on the command line, "0": no disk tier. `options`: of `kt-runtime serve`; `passed_on`: SGLang's.
     """
 
     @contextlib.contextmanager
     def start(
         preset: str,
-        place: Path,
+        directory: Path,
         *,
         dtype: str = "bfloat16",
         page_tokens: int = 16,
@@ -179,18 +180,18 @@ def cached_server() -> StartCachedServer:
         options: Sequence[str] = (),
         passed_on: Sequence[str] = (),
     ) -> Iterator[CachedServer]:
-        place.mkdir(parents=True, exist_ok=True)
-        if not (place / "model").exists():
-            make_model(preset, place / "model", seed=2)
-        config = json.loads((place / "model" / "config.json").read_text(encoding="utf-8"))
+        directory.mkdir(parents=True, exist_ok=True)
+        if not (directory / "model").exists():
+            make_model(preset, directory / "model", seed=2)
+        config = json.loads((directory / "model" / "config.json").read_text(encoding="utf-8"))
         token_bytes = cached_numbers_per_token(config) * (4 if dtype == "float32" else 2)
-        arguments = ["--dtype", dtype, "--adapter-dir", str(place / "adapters"), "--max-lora-rank", "8"]
+        arguments = ["--dtype", dtype, "--adapter-dir", str(directory / "adapters"), "--max-lora-rank", "8"]
         arguments += ["--cache-page-tokens", str(page_tokens), "--cache-device", str(device_tokens * token_bytes)]
         arguments += ["--cache-host", str(host_tokens * token_bytes)]
         if disk != "0":
-            arguments += ["--cache-disk", disk, "--cache-dir", str(place / "cache")]
-        after = ["--", "--enable-metrics", *passed_on]
-        with server(str(place / "model"), [*arguments, *options, *after], place / "server.log") as api:
-            yield CachedServer(api, preset, place, page_tokens, device_tokens, host_tokens)
+            arguments += ["--cache-disk", disk, "--cache-dir", str(directory / "cache")]
+        arguments = place.arguments([*arguments, *options], ["--enable-metrics", *passed_on])
+        with server(str(directory / "model"), arguments, directory / "server.log") as api:
+            yield CachedServer(api, preset, directory, page_tokens, device_tokens, host_tokens)
 
     return start

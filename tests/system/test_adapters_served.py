@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from reference import lora
+from reference.place import Place
 from transformers import AutoModelForCausalLM
 
 from kt_runtime.adapters import AdapterTensors
@@ -50,6 +51,7 @@ class Served:
     model: torch.nn.Module
     adapters: dict[str, AdapterTensors]
     directory: Path
+    tolerance: float
 
     def generate(self, requests: Sequence[tuple[str | None, list[int]]], tokens: int = NEW_TOKENS) -> list[Answer]:
         """One HTTP request, which SGLang runs as one batch: (adapter, prompt) pairs."""
@@ -76,25 +78,25 @@ def reference() -> ModuleType:
 
 @pytest.fixture(scope="module", params=["tiny-deepseek-v3", "tiny-qwen3-moe"])
 def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, reference: ModuleType
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, reference: ModuleType, place: Place
 ) -> Iterator[Served]:
-    place = tmp_path_factory.mktemp("server")
-    make_model(request.param, place / "model", seed=1)
-    config = json.loads((place / "model" / "config.json").read_text(encoding="utf-8"))
-    model = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32).eval()
+    directory = tmp_path_factory.mktemp("server")
+    make_model(request.param, directory / "model", seed=1)
+    config = json.loads((directory / "model" / "config.json").read_text(encoding="utf-8"))
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32).eval()
     adapters = {
         name: reference.random_adapter(config, rank=rank, alpha=12.0, seed=seed, only=only)
         for seed, (name, (rank, only)) in enumerate(PARTS.items())
     }
-    (place / "sources").mkdir()
+    (directory / "sources").mkdir()
     options = ["--dtype", "float32", "--max-lora-rank", "8", "--lora-slots", "4"]
-    with server(
-        str(place / "model"), [*options, "--adapter-dir", str(place / "adapters")], place / "server.log"
-    ) as api:
-        started = Served(api, model, adapters, place / "sources")
+    arguments = place.arguments([*options, "--adapter-dir", str(directory / "adapters")])
+    with server(str(directory / "model"), arguments, directory / "server.log") as api:
+        tolerance = LOGPROB_TOLERANCE * place.float32_factor
+        started = Served(api, model, adapters, directory / "sources", tolerance)
         for name, adapter in adapters.items():
-            directory = reference.write_adapter(place / "sources" / name, adapter)
-            api.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
+            source = reference.write_adapter(directory / "sources" / name, adapter)
+            api.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(source)})
         yield started
 
 
@@ -108,10 +110,10 @@ def hugging_face(model: torch.nn.Module, prompt: list[int], tokens: int = NEW_TO
     return Answer(ids[len(prompt) :], logprobs)
 
 
-def assert_same(found: Answer, expected: Answer) -> float:
+def assert_same(served: Served, found: Answer, expected: Answer) -> float:
     assert found.tokens == expected.tokens
     difference = max(abs(one - other) for one, other in zip(found.logprobs, expected.logprobs, strict=True))
-    assert difference <= LOGPROB_TOLERANCE
+    assert difference <= served.tolerance
     return difference
 
 
@@ -122,7 +124,7 @@ def test_an_adapter_answers_as_its_merged_weights_do(served: Served, reference: 
         reference.merge(model, served.adapters[name])
     answers = served.generate([(name, prompt) for prompt in PROMPTS])
     expected = [hugging_face(model, prompt) for prompt in PROMPTS]
-    differences = [assert_same(*pair) for pair in zip(answers, expected, strict=True)]
+    differences = [assert_same(served, *pair) for pair in zip(answers, expected, strict=True)]
     print(f"{name}: largest difference of logprobs {max(differences):.1e}")
     if name is not None:
         assert [answer.tokens for answer in answers] != [
@@ -134,14 +136,14 @@ def test_adapters_and_base_in_one_batch_answer_as_each_does_alone(served: Served
     requests = [(name, prompt) for prompt in PROMPTS for name in (None, "all", "experts", "attention")]
     alone = [served.generate([request])[0] for request in requests]
     for together, single in zip(served.generate(requests), alone, strict=True):
-        assert_same(together, single)
+        assert_same(served, together, single)
 
 
 def test_more_adapters_than_slots_answer_as_each_does_alone(served: Served) -> None:
     requests = [(name, prompt) for prompt in PROMPTS for name in (*PARTS, None)]
     alone = [served.generate([request])[0] for request in requests]
     for together, single in zip(served.generate(requests), alone, strict=True):
-        assert_same(together, single)
+        assert_same(served, together, single)
 
 
 def test_a_new_version_never_reads_the_old_versions_cache(served: Served, reference: ModuleType) -> None:
@@ -150,7 +152,7 @@ def test_a_new_version_never_reads_the_old_versions_cache(served: Served, refere
         served.load("moving", served.adapters[name], reference)
         expected = hugging_face(reference.merge(copy.deepcopy(served.model), served.adapters[name]), prompt)
         for _ in range(2):  # the second one hits the cache
-            assert_same(served.generate([("moving", prompt)])[0], expected)
+            assert_same(served, served.generate([("moving", prompt)])[0], expected)
 
 
 def test_unloading_lets_running_requests_end(served: Served, reference: ModuleType) -> None:
@@ -167,7 +169,7 @@ def test_unloading_lets_running_requests_end(served: Served, reference: ModuleTy
     assert [answer.tokens for answer in answers] == [expected.tokens] * 2
     with pytest.raises(KtError):
         served.generate([("leaving", PROMPTS[1])])
-    assert_same(served.generate([("all", PROMPTS[1])], tokens=160)[0], expected)
+    assert_same(served, served.generate([("all", PROMPTS[1])], tokens=160)[0], expected)
 
 
 def wait_until_used(api: ServerAPI, name: str) -> None:

@@ -4,6 +4,7 @@ prompt was cut into chunks."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from reference import greedy
 from reference.parity import GPU_K3, Agreement, cost_of_bf16, sampled, tiny_deepseek_v2, trained
+from reference.place import Place
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import server
@@ -38,6 +40,7 @@ class Served:
     checkpoint: Path
     client: ResidentClient
     dtype: str
+    place: Place
 
     def trained(self, rows: list[list[int]], adapter: str | None) -> list[np.ndarray]:
         return trained(self.client, "parity", rows, MODELS[adapter])
@@ -50,14 +53,19 @@ CASES = [(preset, dtype) for preset in PRESETS for dtype in ("bfloat16", "float3
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    place = tmp_path_factory.mktemp("server")
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, place: Place) -> Iterator[Served]:
     preset, dtype = request.param
-    make_model(PRESETS[preset](), place / "model", seed=4)
-    options = ["--adapter-dir", str(place / "adapters"), "--dtype", dtype]
-    options += ["--", "--chunked-prefill-size", str(CHUNK_TOKENS), "--page-size", str(PAGE_TOKENS)]
+    with serving(place, preset, dtype, tmp_path_factory.mktemp("server")) as started:
+        yield started
+
+
+@contextmanager
+def serving(place: Place, preset: str, dtype: str, directory: Path) -> Iterator[Served]:
+    make_model(PRESETS[preset](), directory / "model", seed=4)
+    options = ["--adapter-dir", str(directory / "adapters"), "--dtype", dtype]
+    passed_on = ["--chunked-prefill-size", str(CHUNK_TOKENS), "--page-size", str(PAGE_TOKENS)]
     with (
-        server(str(place / "model"), options, place / "server.log") as api,
+        server(str(directory / "model"), place.arguments(options, passed_on), directory / "server.log") as api,
         resident_client(api) as client,
     ):
         client.create_session("parity", LoraSettings(rank=6, alpha=20, targets=["all"], seed=5))
@@ -65,7 +73,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         client.forward_backward("parity", Batch.from_sequences([r[:-1] for r in rows], [r[1:] for r in rows]))
         client.optim_step("parity", 0.005)
         client.publish("parity", "tuned")
-        yield Served(api, place / "model", client, dtype)
+        yield Served(api, directory / "model", client, dtype, place)
         client.close_session("parity")
 
 
@@ -74,10 +82,11 @@ def test_sampled_tokens_have_training_s_logprobs(served: Served, adapter: str | 
     """Sixteen answers are decoded together; in training each is a row of its own."""
     rows, logprobs = sampled(served.api, adapter)
     status = served.client.status()
-    assert status.step == "running"
+    assert status.device.startswith(served.place.device)
+    assert (status.step == "running") == served.place.native_step
     found = Agreement.of(served.trained(rows, adapter), logprobs)
-    print(f"{status.family} {served.dtype} {adapter or 'base'}: {found}")
-    assert found.k3 == 0 and found.largest == 0
+    print(f"{served.place} {status.family} {served.dtype} {adapter or 'base'}: {found}")
+    served.place.check(found)
 
 
 @pytest.mark.parametrize("activations", ["recompute", "retain"])
@@ -87,8 +96,8 @@ def test_a_training_step_reports_the_logprobs_of_sampling(served: Served, activa
     batch = Batch.from_sequences([row[:-1] for row in rows], [row[1:] for row in rows])
     reported = served.client.forward_backward("parity", batch, activations=activations).logprobs
     found = Agreement.of(list(reported), logprobs)
-    print(f"{served.dtype} {activations}: {found}")
-    assert found.k3 == 0 and found.largest == 0
+    print(f"{served.place} {served.dtype} {activations}: {found}")
+    served.place.check(found)
 
 
 @pytest.mark.parametrize("adapter", MODELS)
@@ -97,22 +106,22 @@ def test_chunks_and_cached_prefixes_have_training_s_logprobs(served: Served, ada
     long = draw.integers(3, 700, 3 * CHUNK_TOKENS + 13).tolist()
     forked = [*long[:100], *draw.integers(3, 700, 30).tolist()]
     served.flush_cache()
-    assert _logprobs_differ(served, long, adapter, cached_from=0, logprob_start_len=0) == 0
-    assert _logprobs_differ(served, forked, adapter, cached_from=96) == 0
-    assert _logprobs_differ(served, long, adapter, cached_from=3 * CHUNK_TOKENS) == 0
+    _check_logprobs(served, long, adapter, cached_from=0, logprob_start_len=0)
+    _check_logprobs(served, forked, adapter, cached_from=96)
+    _check_logprobs(served, long, adapter, cached_from=3 * CHUNK_TOKENS)
 
 
-def _logprobs_differ(
+def _check_logprobs(
     served: Served, prompt: list[int], adapter: str | None, *, cached_from: int, **options: Any
-) -> float:
-    """The largest difference of a greedy answer's log-probabilities, and of the prompt's where asked, to training's."""
+) -> None:
+    """A greedy answer's log-probabilities, and the prompt's where asked, are training's."""
     answer = greedy.generate(served.api, [prompt], NEW_TOKENS, lora_path=[adapter], **options)[0]
     meta = answer["meta_info"]
     assert meta["cached_tokens"] >= cached_from if cached_from else meta["cached_tokens"] == 0
     found = [item[0] for item in [*meta["input_token_logprobs"], *meta["output_token_logprobs"]] if item[0] is not None]
     wanted = served.trained([prompt + answer["output_ids"]], adapter)[0]
     assert len(found) in (NEW_TOKENS, len(wanted))
-    return Agreement.of([wanted], np.array([found])).largest
+    served.place.check(Agreement.of([wanted], np.array([found])))
 
 
 def test_training_with_other_roundings_would_be_noticed_on_a_gpu(served: Served) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from reference.place import Place
 
 from kt_runtime.cli.connection import ServerAPI, resident_client
 from kt_runtime.cli.server_process import server
@@ -30,11 +31,11 @@ PROMPTS = [[100 + 7 * index + step for step in range(12 + index)] for index in r
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerAPI]:
-    place = tmp_path_factory.mktemp("server")
-    make_model("tiny-deepseek-v3", place / "model", seed=3)
-    options = ["--dtype", "float32", "--adapter-dir", str(place / "adapters"), "--max-lora-rank", "8"]
-    with server(str(place / "model"), options, place / "server.log") as started:
+def api(tmp_path_factory: pytest.TempPathFactory, place: Place) -> Iterator[ServerAPI]:
+    directory = tmp_path_factory.mktemp("server")
+    make_model("tiny-deepseek-v3", directory / "model", seed=3)
+    options = ["--dtype", "float32", "--adapter-dir", str(directory / "adapters"), "--max-lora-rank", "8"]
+    with server(str(directory / "model"), place.arguments(options), directory / "server.log") as started:
         yield started
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from reference import lora
 from reference.command_line import run_command
+from reference.place import Place
 from transformers import AutoModelForCausalLM
 
 from kt_runtime.adapters import read_adapter
@@ -61,9 +62,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def api(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerAPI]:
-    place = tmp_path_factory.mktemp("server")
-    with server(str(model), ["--adapter-dir", str(place / "adapters")], place / "server.log") as started:
+def api(model: Path, tmp_path_factory: pytest.TempPathFactory, place: Place) -> Iterator[ServerAPI]:
+    directory = tmp_path_factory.mktemp("server")
+    arguments = place.arguments(["--adapter-dir", str(directory / "adapters")])
+    with server(str(model), arguments, directory / "server.log") as started:
         yield started
 
 
@@ -149,7 +151,7 @@ def _keys(out: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", ["sft-resume", "dpo"])
 def test_a_run_that_was_killed_continues_with_the_losses_of_an_unbroken_one(
-    command: Callable[..., list[str]], tmp_path: Path, name: str
+    command: Callable[..., list[str]], tmp_path: Path, name: str, place: Place
 ) -> None:
     settings = ["max_steps=9", "save_steps=3", "logging_steps=1", "save_total_limit=2", "eval_strategy=no"]
     assert main([*command(name, *settings), f"output_dir={tmp_path / 'whole'}"]) == 0
@@ -161,11 +163,13 @@ def test_a_run_that_was_killed_continues_with_the_losses_of_an_unbroken_one(
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resumed" in again.stdout and "checkpoint-3 at step 3 of 9" in again.stdout
     for key in ("loss", "grad_norm", "learning_rate"):
-        assert logged(tmp_path / "whole", key) == logged(tmp_path / "out", key)
+        whole, out = (logged(tmp_path / run, key) for run in ("whole", "out"))
+        assert [step for step, _ in whole] == [step for step, _ in out]
+        place.check_losses([value for _, value in out], [value for _, value in whole])
     lines = [json.loads(line) for line in (tmp_path / "out" / "trainer_log.jsonl").read_text().splitlines()]
     assert [line["current_steps"] for line in lines if "loss" in line] == list(range(1, 10))
     files = [(tmp_path / run / "adapter_model.safetensors").read_bytes() for run in ("whole", "out")]
-    assert files[0] == files[1]
+    assert files[0] == files[1] or not place.same_training
     assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-9"]
 
 
@@ -232,7 +236,7 @@ def test_a_recipe_for_another_model_is_refused(
 
 
 def test_going_on_with_an_adapter_takes_its_rank_and_compares_with_it(
-    command: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], place: Place
 ) -> None:
     assert main(command("sft-turns", "max_steps=2")) == 0
     adapter = ["adapter_name_or_path=" + str(tmp_path / "out"), f"output_dir={tmp_path / 'dpo'}", "max_steps=2"]
@@ -248,7 +252,9 @@ def test_going_on_with_an_adapter_takes_its_rank_and_compares_with_it(
     assert "rank 4, alpha 8, targets attention" in said.replace("alpha 16", "alpha 8")
     assert "reference: the starting adapter" in said
     losses = logged(tmp_path / "dpo")
-    assert losses[0][1] == pytest.approx(math.log(2), abs=5e-7)  # policy and reference are the same at first
+    assert losses[0][1] == pytest.approx(
+        math.log(2), abs=max(5e-7, place.largest)
+    )  # policy and reference are the same at first
 
 
 def test_the_best_is_saved_the_output_directory_resumed_and_its_adapter_asked(

@@ -90,7 +90,10 @@ def _contents(places: Mapping[Kind, str], measurements: Mapping[str, Measurement
 
 def _sections(headings: Mapping[Kind, str], measurements: Mapping[str, Measurement]) -> list[str]:
     parts = []
+    there = {measurement.kind for measurement in measurements.values()}
     for kind, heading in headings.items():
+        if kind not in there:
+            continue
         parts.append(f"## {heading}")
         for name, measurement in measurements.items():
             if measurement.kind == kind:

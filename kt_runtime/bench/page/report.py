@@ -1,4 +1,4 @@
-"""The JSON of `kt-runtime bench experts|train|serve|cache --json` and of `kt-runtime demo --json`, as a measurement."""
+"""The JSON of `kt-runtime bench ... --json` and of `kt-runtime demo --json`, as a measurement."""
 
 from __future__ import annotations
 
@@ -20,6 +20,22 @@ GIGA = Decimal(10**9)
 PEERS = {"sglang_no_step": "SGLang without the step", "hugging_face": "Hugging Face", "llama_cpp": "llama.cpp"}
 """Peers of `bench serve` -> their names in tables. A peer without results has empty columns, so that tables of several
 machines become one."""
+GPU_LIMITS = (
+    ("dram", "DRAM read", "GB/s"),
+    ("to_device", "pinned host memory to the GPU", "GB/s"),
+    ("to_host", "the GPU to pinned host memory", "GB/s"),
+    ("device_memory", "GPU memory", "GB/s"),
+    ("cpu_arithmetic", "CPU bf16", "GFLOP/s"),
+    ("device_arithmetic", "GPU bf16", "GFLOP/s"),
+)
+"""Of `bench gpu`: the limit's name in the report, on the page, its unit there."""
+GPU_SHARES = {
+    "dram": "DRAM",
+    "cpu_arithmetic": "CPU arithmetic",
+    "to_device": "the bus",
+    "device_memory": "GPU memory",
+    "device_arithmetic": "GPU arithmetic",
+}
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
@@ -50,9 +66,10 @@ def measurement_of(report: Mapping[str, Any], **origin: Any) -> Measurement:
         if field in report:
             try:
                 figures, tables = convert(report)
+                misses = _misses(report)
             except (KeyError, TypeError) as error:
                 raise InvalidValueError(f"report of `bench {kind}`: lacks the field {error} (docs/bench.md)") from None
-            return Measurement(kind=kind, figures=figures, tables=tables, **origin)
+            return Measurement(kind=kind, figures=figures, tables=tables, misses=misses, **origin)
     raise InvalidValueError(
         f"report: has the fields {', '.join(report) or '(none)'}; a report of `kt-runtime bench` has one of "
         f"{', '.join(_KINDS)} (docs/bench.md)"
@@ -244,6 +261,54 @@ def _cache(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     return figures, tables
 
 
+def _gpu(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
+    machine, limits = report["machine"], report["machine"]["limits"]
+    figures = [Single(f"limits: {what}", _rounded(limits[name], GIGA), unit) for name, what, unit in GPU_LIMITS]
+    figures.append(Single("GPU memory", _rounded(machine["gpu_bytes"], GIGA), "GB"))
+    for bar in report["bars"]:
+        note = f"at least {bar['least']}"
+        figures.append(Single(f"{bar['model']}: {bar['what']}", _rounded(bar["value"]), "ratio", note))
+    columns = [Column("median", "tokens/s"), Column("all runs", "tokens/s")]
+    columns += [Column(f"share of {what}", "ratio") for what in GPU_SHARES.values()] + [Column("GPU memory", "GB")]
+    rows = [
+        Row([row["model"], row["engine"], row["setting"], row["case"], _gpu_size(row)], _gpu_cells(row), row["problem"])
+        for row in report["rows"]
+    ]
+    notes = [
+        f"{model}, {name}: {_facts(facts)}."
+        for model, found in report["peers"].items()
+        for name, facts in found.items()
+    ]
+    software = f"driver {machine['driver'] or 'unknown'}, torch {machine['torch']}"
+    title = f"{machine['gpu']}, {software}; servers over HTTP, Hugging Face and llama.cpp in their own processes"
+    case = ["model", "engine", "experts", "case", "size"]
+    return figures, [Table("rates", case, columns, rows, title, notes)]
+
+
+def _gpu_size(row: Mapping[str, Any]) -> str:
+    return f"{row['streams']} streams" if "streams" in row else f"{row['tokens']} tokens"
+
+
+def _gpu_cells(row: Mapping[str, Any]) -> list[Cell]:
+    runs = row["tokens_per_s_runs"]
+    shares = [_rounded(row["shares"].get(name)) for name in GPU_SHARES]
+    return [
+        _rounded(row["tokens_per_s"]),
+        _spread(runs) if runs else None,
+        *shares,
+        _rounded(row["device_bytes"], GIGA),
+    ]
+
+
+def _misses(report: Mapping[str, Any]) -> list[str]:
+    """Bars of `bench gpu` that were measured and not met; the other reports have none."""
+    return [
+        f"{bar['model']}: {bar['what']}: {_rounded(bar['value'])}, at least {bar['least']} is wanted."
+        for bar in report.get("bars", [])
+        if bar["is_met"] is False
+    ]
+
+
 def _spread(samples: list[Decimal]) -> Cell:
     least, most = _rounded(min(samples)), _rounded(max(samples))
     assert least is not None and most is not None
@@ -278,6 +343,7 @@ _KINDS: dict[str, tuple[Kind, Callable[[Mapping[str, Any]], tuple[list[Single], 
     "training": ("training", _training),
     "serving": ("serving", _serving),
     "cache": ("cache", _cache),
+    "gpu": ("gpu", _gpu),
     "publish_ms": ("demo", _demo),
 }
 """A field that only this bench's report has -> the measurement's kind and the conversion."""

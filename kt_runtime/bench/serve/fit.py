@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kt_runtime.bench.peer_place import CPU, place_here
 from kt_runtime.bench.serve.adapters import adapter_bytes
 from kt_runtime.bench.serve.plan import Case, Plan
 from kt_runtime.bench.serve.server_side import settings
@@ -36,8 +37,9 @@ def check_memory(plan: Plan, cases: list[Case], config: Mapping[str, Any], dtype
         needs.append(MemoryNeed(f"{count} loaded adapters", "cpu", size_bytes, ("--streams", "--rank")))
     check_fits(replace(memory, needs=tuple(needs)), free_bytes)
     if plan.with_hugging_face:
-        needed = count_parameters(config).total * DTYPE_BYTES[dtype] + PEER_BYTES
-        if needed > (free := available_cpu_bytes()):
+        weights = count_parameters(config).total * DTYPE_BYTES[dtype]
+        needed = weights + PEER_BYTES
+        if place_here(config, weights).device == CPU and needed > (free := available_cpu_bytes()):
             raise InvalidValueError(
                 f"Hugging Face needs {format_bytes(needed)} of memory for {plan.model} in {dtype}, "
                 f"{format_bytes(free)} are free; leave it out with --no-hugging-face"

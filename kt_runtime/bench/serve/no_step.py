@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from kt_runtime.bench.serve.peers import Peer
+from kt_runtime.bench.serve.peers import Peer, one_line
 from kt_runtime.bench.serve.server_side import ServerSide, Transcript
 from kt_runtime.errors import KtError
 from kt_runtime.wire.messages import STEP_RUNNING
@@ -35,7 +35,7 @@ class NoStep(Peer):
             directory.mkdir()
             second.measure(model, directory)
         except (KtError, OSError) as error:
-            self.fail(_one_line(error))
+            self.fail(one_line(error))
         self._take(first, second)
 
     def _take(self, first: ServerSide, second: ServerSide) -> None:
@@ -57,9 +57,3 @@ def _same_share(ours: Transcript, theirs: Transcript) -> float:
         for one, other in zip(our_answer, their_answer, strict=True)
     ]
     return sum(pairs) / len(pairs)
-
-
-def _one_line(error: Exception) -> str:
-    """The message's first line and, of a server that does not start, the last one of its log."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return " ".join(dict.fromkeys([lines[0], lines[-1]]))[:600]

@@ -41,20 +41,23 @@ class HuggingFace:
         torch.set_num_threads(question["threads"])
         torch.set_grad_enabled(False)
         dtype = getattr(torch, question["dtype"])
+        self._device = torch.device(question["device"])
+        # A device map loads each tensor onto the device at once: the model need not fit into the host's memory.
+        placed = {} if self._device.type == "cpu" else {"device_map": {"": self._device}}
         load = transformers.AutoModelForCausalLM.from_pretrained
-        self._model = load(question["model"], dtype=dtype, attn_implementation="sdpa").eval()
+        self._model = load(question["model"], dtype=dtype, attn_implementation="sdpa", **placed).eval()
         self._cache: Any = None
         self._counts: list[int] = []
         self._hooks: list[Any] = []
         implementation = str(getattr(self._model.config, "_experts_implementation", None))
         versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
-        self.facts = versions | {"dtype": question["dtype"], "experts": implementation}
+        self.facts = versions | {"dtype": question["dtype"], "experts": implementation, "device": question["device"]}
 
     def begin(self, sequences: int, tokens: int) -> None:
         self._cache = self._transformers.DynamicCache(config=self._model.config)
 
     def step(self, new: list[list[int]]) -> list[int]:
-        tokens = self._torch.tensor(new)
+        tokens = self._torch.tensor(new, device=self._device)
         made = self._model(input_ids=tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         return made.logits[:, -1].argmax(-1).tolist()
 
@@ -81,7 +84,7 @@ class LlamaCpp:
         self._api, self._numpy, self._threads = llama_cpp, numpy, question["threads"]
         llama_cpp.llama_backend_init()
         parameters = llama_cpp.llama_model_default_params()
-        parameters.n_gpu_layers = 0
+        parameters.n_gpu_layers = question["device_layers"]
         self._model = llama_cpp.llama_model_load_from_file(question["model"].encode(), parameters)
         if not self._model:
             raise SystemExit("llama.cpp does not load the GGUF file")
@@ -91,6 +94,7 @@ class LlamaCpp:
         self._positions: list[int] = []
         system = llama_cpp.llama_print_system_info().decode().strip()
         self.facts = {"llama_cpp_python": llama_cpp.__version__, "system": system, "dtype": "bfloat16"}
+        self.facts["layers_on_gpu"] = question["device_layers"] if llama_cpp.llama_supports_gpu_offload() else 0
 
     def begin(self, sequences: int, tokens: int) -> None:
         api = self._api

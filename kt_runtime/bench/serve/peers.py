@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_runtime.bench.experts.kt_kernel import plain_environment
+from kt_runtime.bench.peer_place import ON_CPU, PeerPlace
 from kt_runtime.bench.serve.plan import PREFILL, Case
 from kt_runtime.bench.serve.rows import Measured
 from kt_runtime.bench.serve.server_side import Measurements
@@ -21,6 +22,7 @@ from kt_runtime.cli.interrupts import uninterrupted
 
 SCRIPT = Path(__file__).with_name("peer_script.py")
 TIMEOUT_S = 2 * 3600.0
+SHOWN_CHARACTERS = 600  # of an error
 HUGGING_FACE, LLAMA_CPP = "hugging_face", "llama_cpp"
 
 
@@ -53,7 +55,9 @@ class ScriptPeer(Peer):
         super().__init__(engine, say)
         self._python = python.absolute()  # not resolved: the link's location identifies a virtual environment
 
-    def measure(self, model: Path, server: Measurements, dtype: str, threads: int, directory: Path) -> None:
+    def measure(
+        self, model: Path, server: Measurements, dtype: str, threads: int, directory: Path, place: PeerPlace = ON_CPU
+    ) -> None:
         """Runs the cases of `server` that have no adapters. `model`: the checkpoint's directory, or the GGUF file.
         `directory`: for the question and the log."""
         cases = [case for case in server if not case.adapters]
@@ -62,6 +66,8 @@ class ScriptPeer(Peer):
             "model": str(model),
             "dtype": dtype,
             "threads": threads,
+            "device": place.device,
+            "device_layers": place.layers,
             "cases": [
                 {"kind": case.kind, "prompts": server[case][1].prompts, "answers": server[case][1].answers}
                 for case in cases
@@ -129,3 +135,9 @@ def _rates(case: Case, found: dict[str, Any]) -> Iterator[float]:
     for seconds in found["seconds"]:
         tokens = case.size if case.kind == PREFILL else case.size * found["steps"]
         yield tokens / seconds
+
+
+def one_line(error: Exception) -> str:
+    """The message's first line and, of a server that does not start, the last one of its log."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return " ".join(dict.fromkeys([lines[0], lines[-1]]))[:SHOWN_CHARACTERS]

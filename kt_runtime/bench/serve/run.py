@@ -12,6 +12,7 @@ from typing import Any
 
 from kt_runtime import __version__
 from kt_runtime.bench.experts.limits import Limits, last_level_cache_bytes, measure_limits
+from kt_runtime.bench.peer_place import PeerPlace, place_here
 from kt_runtime.bench.serve.fit import check_disk, check_memory
 from kt_runtime.bench.serve.gguf_model import write_gguf_model
 from kt_runtime.bench.serve.no_step import NoStep
@@ -19,7 +20,7 @@ from kt_runtime.bench.serve.peers import HUGGING_FACE, LLAMA_CPP, Peer, ScriptPe
 from kt_runtime.bench.serve.plan import DECODE, PREFILL, Case, Plan
 from kt_runtime.bench.serve.rows import Row
 from kt_runtime.bench.serve.server_side import Measurements, ServerResult, ServerSide
-from kt_runtime.bench.serve.work import ModelWork, model_work
+from kt_runtime.bench.serve.work import DTYPE_BYTES, ModelWork, model_work
 from kt_runtime.bench.train.model import checkpoint, faster_dtype
 from kt_runtime.bench.train.plan import Plan as TrainPlan
 from kt_runtime.cli.interrupts import uninterrupted
@@ -28,6 +29,7 @@ from kt_runtime.errors import CheckpointError, NotFoundError
 from kt_runtime.experts.machine import default_threads
 from kt_runtime.experts.native import resolve_isa
 from kt_runtime.serve.memory.machine import available_cpu_bytes, has_gpu
+from kt_runtime.serve.models.checkpoint import count_parameters
 from kt_runtime.serve.models.checkpoint_files import read_config
 from kt_runtime.serve.models.presets import is_preset, load_preset
 
@@ -53,7 +55,7 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
             no_step.measure(side, model, directory / "no-step")
         limits = _limits(say, limits)
         for peer in scripts:
-            _measure_script(peer, model, server.measured, dtype, directory)
+            measure_script(peer, model, server.measured, dtype, directory, place_of(peer, config, dtype))
     peers: list[Peer] = [*[no_step] * plan.with_sglang, *scripts]
     work = model_work(config, dtype)
     rows = [_row(plan, case, work, server, peers) for case in cases]
@@ -78,16 +80,25 @@ def _script_peers(plan: Plan, say: Say) -> list[ScriptPeer]:
     return peers + ([ScriptPeer(LLAMA_CPP, plan.peer, say)] if plan.peer is not None else [])
 
 
-def _measure_script(peer: ScriptPeer, model: Path, server: Measurements, dtype: str, directory: Path) -> None:
-    place = model
+def place_of(peer: ScriptPeer, config: Mapping[str, Any], dtype: str) -> PeerPlace:
+    """Where `peer` computes. llama.cpp's weights are in bf16 whatever the server's dtype."""
+    weights = count_parameters(config).total
+    return place_here(config, weights * DTYPE_BYTES["bfloat16" if peer.engine == LLAMA_CPP else dtype])
+
+
+def measure_script(
+    peer: ScriptPeer, model: Path, server: Measurements, dtype: str, directory: Path, place: PeerPlace
+) -> None:
+    """Runs `peer` on the server's cases. llama.cpp's GGUF file is written to `directory` first."""
+    read = model
     if peer.engine == LLAMA_CPP:
-        place = directory / "model.gguf"
+        read = directory / "model.gguf"
         try:
-            write_gguf_model(model, place)
+            write_gguf_model(model, read)
         except (CheckpointError, OSError) as error:
             peer.fail(f"no GGUF file: {error}")
             return
-    peer.measure(place, server, dtype, default_threads(), directory)
+    peer.measure(read, server, dtype, default_threads(), directory, place)
 
 
 def _limits(say: Say, earlier: Limits | None = None) -> Limits | None:

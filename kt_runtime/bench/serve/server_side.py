@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,13 @@ Measurements = dict[Case, tuple[Measured, Transcript]]
 @dataclass
 class ServerResult:
     """`status`: of GET /kt/status before the first case. `measured`: the cases with at least one run. `problems`: why a
-    case has fewer runs than planned, or none."""
+    case has fewer runs than planned, or none. `device_bytes`: what the server took of the device's memory; 0: unknown.
+    """
 
     status: Mapping[str, Any] = field(default_factory=dict)
     measured: Measurements = field(default_factory=dict)
     problems: dict[Case, str] = field(default_factory=dict)
+    device_bytes: int = 0
 
     @property
     def step(self) -> str:
@@ -80,7 +83,8 @@ class ServerSide:
     """Measures the cases in their order; adapters are loaded before the first case that has them.
 
     `repeated`: another server's cases. They are measured again, with the same prompts and `--no-step`; `cases` then
-    only choose the server's options. `result` grows case by case, so an error leaves the earlier cases.
+    only choose the server's options. `extra`: further options of the server. `free_bytes`: of the device, asked before
+    the server starts and before it ends. `result` grows case by case, so an error leaves the earlier cases.
     """
 
     def __init__(
@@ -91,9 +95,11 @@ class ServerSide:
         dtype: str,
         say: Callable[[str], None],
         repeated: Measurements | None = None,
+        extra: Sequence[str] = (),
+        free_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._plan, self._cases, self._config, self._dtype, self._say = plan, cases, config, dtype, say
-        self._repeated = repeated
+        self._repeated, self._extra, self._free_bytes = repeated, extra, free_bytes
         # Another seed for the second server: its warm-ups must not begin as prompts that it computes later.
         self._random = np.random.default_rng(0 if repeated is None else 1)
         self._adapters: list[str] = []
@@ -106,22 +112,36 @@ class ServerSide:
     def measure(self, model: Path, directory: Path) -> ServerResult:
         """`directory`: for the server's files. The server has ended on return."""
         self._say(f"starting a server in {self._dtype}")
-        with server(str(model), self._options(directory), directory / "server.log") as started:
+        before = self._free_bytes()
+        with self._started(model, directory) as started:
             api = ServerAPI(started.url, timeout_s=TIMEOUT_S)
-            self.result.status = api.get("/kt/status")
+            self.result.status = self._status(api)
             for case in self._measured_cases():
                 if case.adapters and not self._adapters:
                     self._load_adapters(api, directory)
                 self._measure(api, case)
+            self.result.device_bytes = before - self._free_bytes()
         return self.result
+
+    def _started(self, model: Path, directory: Path) -> AbstractContextManager[ServerAPI]:
+        return server(str(model), self._options(directory), directory / "server.log")
+
+    def _status(self, api: ServerAPI) -> Mapping[str, Any]:
+        """What the server says of itself; empty if it says nothing."""
+        status: Mapping[str, Any] = api.get("/kt/status")
+        return status
 
     def _measured_cases(self) -> list[Case]:
         return self._cases if self._repeated is None else list(self._repeated)
 
     def _options(self, directory: Path) -> list[str]:
+        options = [*self._serving_options(), "--adapter-dir", str(directory / "adapters"), *self._extra]
+        return [*options, *["--no-step"] * (self._repeated is not None)]
+
+    def _serving_options(self) -> list[str]:
+        """Pairs of a name and a value."""
         made = settings(self._plan, self._cases, self._dtype)
-        options = [text for name, value in made.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-        return [*options, "--adapter-dir", str(directory / "adapters"), *["--no-step"] * (self._repeated is not None)]
+        return [text for name, value in made.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
     def _load_adapters(self, api: ServerAPI, directory: Path) -> None:
         count = self._plan.most_streams(self._cases, adapters=True)
@@ -160,10 +180,10 @@ class ServerSide:
             rate, answers = self._prefill(api, prompts)
             return Run(rate, prompts, answers)
         for _ in range(ATTEMPTS):
-            prompts, before = self._prompts(case, number), api.get("/kt/status")
+            prompts, before = self._prompts(case, number), self._status(api)
             streams = self._streams(api, case, prompts, self._plan.new_tokens)
             if (common := tokens_per_s(streams)) is not None:
-                token_time = self._token_time(before, api.get("/kt/status")) if case.size == 1 else None
+                token_time = self._token_time(before, self._status(api)) if case.size == 1 else None
                 return Run(common, prompts, [stream.answer for stream in streams], token_time)
             self._say(f"{case}: the streams hardly decoded at the same time")
         return None
@@ -172,7 +192,7 @@ class ServerSide:
         """Of the one stream that decoded between two answers of GET /kt/status. None if the native step did not compute
         all tokens but the first, which is the prompt's."""
         names = ("step_decode_batches", "step_decode_seconds", "sampling_decode_seconds")
-        batches, step, sampling = (after[name] - before[name] for name in names)
+        batches, step, sampling = (after.get(name, 0) - before.get(name, 0) for name in names)
         return TokenTime(step / batches, sampling / batches) if batches == self._plan.new_tokens - 1 else None
 
     def _warm_up(self, api: ServerAPI, case: Case) -> None:

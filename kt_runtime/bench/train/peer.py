@@ -15,14 +15,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kt_runtime.bench.peer_place import place_here
 from kt_runtime.bench.train.plan import DTYPES, LEARNING_RATE, Plan
 from kt_runtime.bench.train.rows import Measured
 from kt_runtime.errors import RuntimeFault
+from kt_runtime.serve.models.checkpoint import count_parameters
+from kt_runtime.serve.models.checkpoint_files import read_config
 from kt_runtime.wire.messages import Activations
 
 SCRIPT = Path(__file__).with_name("peer_script.py")
 TIMEOUT_S = 3600.0
 PROBE_TOKENS = 32  # enough if one dtype is emulated in software
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 CLEARLY_FASTER = 4.0  # below this ratio a whole sequence decides: some instructions pay off only with many tokens
 
 
@@ -63,7 +67,8 @@ class Peer:
         steps = self.plan.warmup_steps + self.plan.steps
         answer = self._ask(targets, activations, self.dtype, self.sequences, self.plan.micro_batches(), steps)
         measured = Measured(answer["seconds"][self.plan.warmup_steps :], answer["losses"], answer["peak_bytes"])
-        self.facts[targets] = {name: answer[name] for name in ("parameters", "loading_peak_bytes", "experts")}
+        names = ("parameters", "loading_peak_bytes", "experts", "device", "device_peak_bytes")
+        self.facts[targets] = {name: answer[name] for name in names}
         rate = measured.tokens_per_s(self.plan.step_tokens)
         self.say(f"Hugging Face + PEFT: {targets}, {activations}: {rate:.1f} tokens/s")
         return measured
@@ -72,6 +77,11 @@ class Peer:
         versions = {name: version(name) for name in ("torch", "transformers", "peft")}
         probes = {"dtype": self.dtype, "probe_tokens": self.probe_tokens, "probe_tokens_per_s": self.probes}
         return versions | probes | {"by_targets": self.facts}
+
+    def _device(self, dtype: str) -> str:
+        """The accelerator's name if the whole model fits into it, else "cpu"."""
+        config = read_config(self.model)
+        return place_here(config, count_parameters(config).total * DTYPE_BYTES[dtype]).device
 
     def _ask(
         self,
@@ -85,6 +95,7 @@ class Peer:
         question = {
             "model": str(self.model),
             "dtype": dtype,
+            "device": self._device(dtype),
             "targets": targets,
             "checkpointing": activations == "recompute",
             "rank": self.plan.rank,

@@ -1,7 +1,7 @@
 """Fine-tunes the same checkpoint with Hugging Face + PEFT, in a separate process.
 
 Reads JSON from stdin (`peer.Peer._ask`) and prints one JSON line: seconds and losses of the steps, peak memory of the
-steps and of loading. Does not import kt_runtime.
+steps and of loading, on the host and on the accelerator. Does not import kt_runtime.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def main() -> None:
     question = json.load(sys.stdin)
     torch.set_num_threads(question["threads"])
     torch.manual_seed(0)
-    dtype = getattr(torch, question["dtype"])
-    model = AutoModelForCausalLM.from_pretrained(question["model"], dtype=dtype, attn_implementation="sdpa")
+    dtype, device = getattr(torch, question["dtype"]), torch.device(question["device"])
+    placed = {} if device.type == "cpu" else {"device_map": {"": device}}
+    model = AutoModelForCausalLM.from_pretrained(question["model"], dtype=dtype, attn_implementation="sdpa", **placed)
     if question["checkpointing"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = adapted(model, question)
@@ -70,15 +71,19 @@ def main() -> None:
         Path("/proc/self/clear_refs").write_text("5")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=question["learning_rate"], weight_decay=0.0)
-    tokens = torch.tensor(question["sequences"])
+    tokens = torch.tensor(question["sequences"], device=device)
     seconds, losses = [], []
     for _ in range(question["steps"]):
         started = time.perf_counter()
         losses.append(step(model, optimizer, tokens, question["micro_batches"]))
+        if device.type != "cpu":
+            torch.accelerator.synchronize()  # the optimizer's work
         seconds.append(time.perf_counter() - started)
     answer = {"seconds": seconds, "losses": losses, "peak_bytes": peak_bytes()}
     answer |= {"loading_peak_bytes": loading_peak_bytes, "parameters": sum(each.numel() for each in parameters)}
     answer["experts"] = str(getattr(model.config, "_experts_implementation", None))
+    answer["device"] = device.type
+    answer["device_peak_bytes"] = 0 if device.type == "cpu" else torch.accelerator.max_memory_allocated()
     print(json.dumps(answer))
 
 

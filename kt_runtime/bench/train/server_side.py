@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,13 +22,21 @@ CALL_TIMEOUT_S = 3600.0
 
 
 def measure(
-    plan: Plan, model: Path, dtype: str, sequences: npt.NDArray[np.int64], directory: Path, say: Callable[[str], None]
+    plan: Plan,
+    model: Path,
+    dtype: str,
+    sequences: npt.NDArray[np.int64],
+    directory: Path,
+    say: Callable[[str], None],
+    extra: Sequence[str] = (),
 ) -> dict[tuple[str, str], Measured]:
-    """The measurements by (targets, activations). The server has ended on return; its files are in `directory`."""
+    """The measurements by (targets, activations). The server has ended on return; its files are in `directory`.
+    `extra`: further options of `kt-runtime serve`."""
     context = max(plan.tokens + 1, 64)
     options = ["--dtype", dtype, "--context-tokens", str(context), "--max-total-tokens", "1024"]
     options += ["--max-running-requests", "1", "--max-lora-rank", str(plan.rank), "--lora-slots", "2"]
     options += ["--microbatch-tokens", str(plan.microbatch_tokens), "--adapter-dir", str(directory / "adapters")]
+    options += extra
     say(f"starting a server in {dtype}")
     found: dict[tuple[str, str], Measured] = {}
     with server(str(model), options, directory / "server.log") as api, resident_client(api, CALL_TIMEOUT_S) as client:

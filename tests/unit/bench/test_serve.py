@@ -255,7 +255,7 @@ def test_a_gguf_file_that_can_t_be_written_is_the_peer_s_problem(
 
     monkeypatch.setattr(run, "write_gguf_model", full)
     peer = peers.ScriptPeer(peers.LLAMA_CPP, Path(sys.executable), lambda _: None)
-    run._measure_script(peer, tmp_path, {}, "float32", tmp_path)
+    run.measure_script(peer, tmp_path, {}, "float32", tmp_path, peers.ON_CPU)
     assert peer.problem == "no GGUF file: [Errno 28] No space left on device"
 
 

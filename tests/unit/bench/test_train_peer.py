@@ -11,10 +11,13 @@ import pytest
 from kt_runtime.bench.train import peer
 from kt_runtime.bench.train.plan import Plan
 from kt_runtime.errors import RuntimeFault
+from kt_runtime.serve.models.make_model import write_configs
+from kt_runtime.serve.models.presets import load_preset
 
 
 def test_a_peer_that_does_not_end_is_a_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(peer, "TIMEOUT_S", 0.01)
+    write_configs(tmp_path, load_preset("tiny-qwen3-moe").config)
     unasked = peer.Peer(Plan(), tmp_path, np.zeros((1, 4), np.int64), lambda _: None)
     with pytest.raises(RuntimeFault, match=r"Hugging Face \+ PEFT: attention in .* did not end within 0 s"):
         unasked.choose_dtype()

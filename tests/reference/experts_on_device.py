@@ -1,7 +1,12 @@
-"""CUDA tensors through the expert store's pinned buffers give what the same numbers give on the CPU, bit for bit."""
+"""A device's tensors through the expert store's pinned buffers give what the same numbers give on the CPU, to the bit.
+
+Bodies of tests: a folder for a device imports them. Its conftest has the fixtures `device`, and `delay`, a function
+that keeps the current stream busy.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypedDict
 
@@ -11,6 +16,7 @@ from reference.drawn import drawn
 from reference.expert_problems import tensors_of
 from safetensors.torch import save_file
 
+from kt_runtime.device import current_stream, is_host, new_stream, on, recorded
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import ExpertLayer, ExpertShape, ExpertStore, LoraSlot, routed_experts
 
@@ -56,58 +62,86 @@ def adapter(seed: int = 2) -> LoraSlot:
     return LoraSlot(scaling=0.5).with_tensors(tensors)
 
 
-def on_gpu(slot: LoraSlot) -> LoraSlot:
-    return slot.with_tensors([None if t is None else t.cuda() for t in slot.tensors()])
+def slot_on(device: torch.device, slot: LoraSlot) -> LoraSlot:
+    return slot.with_tensors([None if t is None else t.to(device) for t in slot.tensors()])
 
 
-def cuda(tensors: Call) -> Call:
-    return {"x": tensors["x"].cuda(), "ids": tensors["ids"].cuda(), "weights": tensors["weights"].cuda()}
+def call_on(device: torch.device, tensors: Call) -> Call:
+    return {
+        "x": tensors["x"].to(device),
+        "ids": tensors["ids"].to(device),
+        "weights": tensors["weights"].to(device),
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_forward_gives_the_same_bits(layer: ExpertLayer, dtype: torch.dtype) -> None:
+def test_forward_gives_the_same_bits(layer: ExpertLayer, device: torch.device, dtype: torch.dtype) -> None:
     arguments, slot = call(dtype), adapter()
     token_slots = torch.arange(TOKENS).remainder(2).sub(1).int()
     wanted = layer.forward(**arguments, slots=[slot], token_slots=token_slots)
-    got = layer.forward(**cuda(arguments), slots=[on_gpu(slot)], token_slots=token_slots.cuda())
-    assert got.is_cuda and torch.equal(got.cpu(), wanted)
+    got = layer.forward(**call_on(device, arguments), slots=[slot_on(device, slot)], token_slots=token_slots.to(device))
+    assert not is_host(got) and torch.equal(got.cpu(), wanted)
 
 
-def test_calls_follow_each_other_without_mixing(layer: ExpertLayer) -> None:
+def test_calls_follow_each_other_without_mixing(layer: ExpertLayer, device: torch.device) -> None:
     calls = [call(torch.bfloat16, seed) for seed in range(20)]
     wanted = [layer.forward(**arguments) for arguments in calls]
-    got = [layer.forward(**cuda(arguments)) for arguments in calls]
+    got = [layer.forward(**call_on(device, arguments)) for arguments in calls]
     assert all(torch.equal(g.cpu(), w) for g, w in zip(got, wanted, strict=True))
 
 
-def test_input_is_awaited_on_the_current_stream(layer: ExpertLayer) -> None:
-    arguments = cuda(call(torch.float32))
-    wanted = layer.forward(**cuda(call(torch.float32)))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+def test_streams_that_alternate_do_not_overwrite_each_other_s_results(layer: ExpertLayer, device: torch.device) -> None:
+    """Each call waits for its own stream alone: the copy of the last result may still be queued on the other one."""
+    calls = [call(torch.float32, seed) for seed in range(6)]
+    wanted = [layer.forward(**arguments) for arguments in calls]
+    moved = [call_on(device, arguments) for arguments in calls]
+    streams = [new_stream(device), new_stream(device)]
+    for stream in streams:
+        stream.wait_event(recorded(current_stream(device)))
+    got = []
+    for index, arguments in enumerate(moved):
+        with on(streams[index % 2]):
+            got.append(layer.forward(**arguments))
+    for stream in streams:
+        stream.synchronize()
+    assert all(torch.equal(g.cpu(), w) for g, w in zip(got, wanted, strict=True))
+
+
+def test_input_is_awaited_on_the_current_stream(
+    layer: ExpertLayer, device: torch.device, delay: Callable[[], None]
+) -> None:
+    arguments = call_on(device, call(torch.float32))
+    wanted = layer.forward(**call_on(device, call(torch.float32)))
+    stream = new_stream(device)
+    stream.wait_event(recorded(current_stream(device)))
+    with on(stream):
         late = torch.zeros_like(arguments["x"])
-        torch.cuda._sleep(50_000_000)
+        delay()
         late.copy_(arguments["x"])
         got = layer.forward(late, arguments["ids"], arguments["weights"])
     stream.synchronize()
     assert torch.equal(got, wanted)
 
 
-def test_backward_gives_the_same_bits(layer: ExpertLayer) -> None:
+def test_backward_gives_the_same_bits(layer: ExpertLayer, device: torch.device) -> None:
     arguments, slot = call(torch.float32), adapter()
     token_slots = torch.zeros(TOKENS, dtype=torch.int32)
     grad_out = drawn(TOKENS, SHAPE.hidden, seed=3)
     wanted = layer.backward(grad_out, **arguments, slots=[slot], token_slots=token_slots)
-    got = layer.backward(grad_out.cuda(), **cuda(arguments), slots=[on_gpu(slot)], token_slots=token_slots.cuda())
+    got = layer.backward(
+        grad_out.to(device),
+        **call_on(device, arguments),
+        slots=[slot_on(device, slot)],
+        token_slots=token_slots.to(device),
+    )
     pairs = zip(tensors_of(got.slots[0]), tensors_of(wanted.slots[0]), strict=True)
     for g, w in [(got.x, wanted.x), (got.weights, wanted.weights), *pairs]:
-        assert g.is_cuda and torch.equal(g.cpu(), w)
+        assert not is_host(g) and torch.equal(g.cpu(), w)
 
 
-def test_an_adapter_changed_in_place_is_copied_again(layer: ExpertLayer) -> None:
-    arguments, slot = cuda(call(torch.float32)), on_gpu(adapter())
-    token_slots = torch.zeros(TOKENS, dtype=torch.int32).cuda()
+def test_an_adapter_changed_in_place_is_copied_again(layer: ExpertLayer, device: torch.device) -> None:
+    arguments, slot = call_on(device, call(torch.float32)), slot_on(device, adapter())
+    token_slots = torch.zeros(TOKENS, dtype=torch.int32, device=device)
     before = layer.forward(**arguments, slots=[slot], token_slots=token_slots)
     assert slot.down_b is not None
     slot.down_b.mul_(2)
@@ -115,17 +149,17 @@ def test_an_adapter_changed_in_place_is_copied_again(layer: ExpertLayer) -> None
     assert not torch.equal(before, after)
 
 
-def test_gradients_flow_on_the_device(layer: ExpertLayer) -> None:
-    arguments = cuda(call(torch.float32))
+def test_gradients_flow_on_the_device(layer: ExpertLayer, device: torch.device) -> None:
+    arguments = call_on(device, call(torch.float32))
     x = arguments["x"].requires_grad_()
-    slot = on_gpu(adapter())
+    slot = slot_on(device, adapter())
     tensors = [t.requires_grad_() for t in slot.tensors() if t is not None]
     routed_experts(layer, x, arguments["ids"], arguments["weights"], slot.with_tensors(tensors)).sum().backward()
-    assert all(t.grad is not None and t.grad.is_cuda for t in [x, *tensors])
+    assert all(t.grad is not None and not is_host(t.grad) for t in [x, *tensors])
 
 
-def test_tensors_on_different_devices_are_refused(layer: ExpertLayer) -> None:
-    arguments = cuda(call(torch.float32))
+def test_tensors_on_different_devices_are_refused(layer: ExpertLayer, device: torch.device) -> None:
+    arguments = call_on(device, call(torch.float32))
     arguments["ids"] = arguments["ids"].cpu()
-    with pytest.raises(InvalidValueError, match="ids is on cpu, x on cuda:0"):
+    with pytest.raises(InvalidValueError, match=rf"ids is on cpu, x on {device}"):
         layer.forward(**arguments)

@@ -1,0 +1,76 @@
+"""tests/gpu on a machine without a GPU: every file imports and has tests, and nothing passes for a run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kt_runtime.device import accelerator
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+# Bodies of the CPU's tests, and the file that runs them on a GPU.
+SHARED = {
+    "test_parity_of_training_and_serving": "test_parity",
+    "test_serving_parity": "test_parity_in_float32",
+    "test_publish_under_streams": "test_publish",
+    "test_engine_faults": "test_faults",
+    "test_adapters_served": "test_adapters",
+    "test_training_runs": "test_training",
+    "test_cache_tiers": "test_cache",
+    "test_quantized_checkpoints": "test_formats",
+}
+# Claims about a CPU alone.
+CPU_ONLY = {"test_training_with_other_roundings_would_be_noticed_on_a_gpu"}
+TEST = re.compile(r"^def (test_\w+)", re.MULTILINE)
+
+
+def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def collected() -> list[str]:
+    """The ids of all tests in tests/gpu. A file that does not import fails the run."""
+    done = run_pytest("--collect-only", "--gpu=collect")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_every_file_is_collected_and_has_tests(collected: list[str]) -> None:
+    assert {line.split("::")[0].rpartition("/")[2] for line in collected} == set(FILES)
+
+
+@pytest.mark.parametrize("body", SHARED)
+def test_each_test_of_a_shared_file_is_among_those_of_the_gpu(collected: list[str], body: str) -> None:
+    wanted = set(TEST.findall((ROOT / "tests" / "system" / f"{body}.py").read_text())) - CPU_ONLY
+    of_gpu = [line for line in collected if line.startswith(f"tests/gpu/{SHARED[body]}.py::")]
+    found = {line.split("::")[1].split("[")[0] for line in of_gpu}
+    assert wanted <= found, wanted - found
+
+
+@pytest.mark.parametrize("variant", ["deterministic", "no-graphs", "own-kernels", "hot", "streamed"])
+def test_parity_is_tested_in_each_variant_for_each_family(collected: list[str], variant: str) -> None:
+    name = "tests/gpu/test_parity.py::test_sampled_tokens_have_training_s_logprobs["
+    rows = [line for line in collected if line.startswith(name) and variant in line]
+    assert {family for line in rows for family in ("v2", "v3", "qwen3") if family in line} == {"v2", "v3", "qwen3"}
+
+
+def test_without_a_gpu_a_run_that_asks_for_one_ends_with_2_and_the_reason() -> None:
+    if accelerator() is not None:
+        pytest.skip("torch sees a GPU")
+    done = run_pytest("--gpu=require")
+    assert done.returncode == 2
+    assert "tests/gpu: no test ran, torch sees no GPU: " in done.stdout + done.stderr
+
+
+def test_only_the_folder_s_conftest_names_the_gpu_s_kind() -> None:
+    kind = "cu" + "da"
+    assert {path.name for path in (ROOT / "tests" / "gpu").glob("*.py") if kind in path.read_text().lower()} <= {
+        "conftest.py"
+    }
