@@ -181,8 +181,8 @@ def test_hot_experts_reach_the_resident_and_are_refused_without_a_gpu(
     assert not started
     monkeypatch.setattr(launch, "check_gpu_experts", lambda *_, **__: None)
     launch.serve(asked, print)
-    settings = ResidentSettings.from_environment()
-    assert settings == started[0].settings
+    settings = started[0].settings
+    assert ResidentSettings.from_environment() == settings
     assert (settings.gpu_expert_bytes, settings.pinned_experts) == (1 << 20, {layer: (0, 2)})
 
 
