@@ -87,6 +87,7 @@ class ServeCommand(click.Command):
     "--gpu-experts", metavar="SIZE", help="The most used experts of each layer are kept on the GPU too. [default: none]"
 )
 @click.option("--no-step", is_flag=True, help="On a CPU, run SGLang's modules instead of the native step.")
+@click.option("--no-graphs", is_flag=True, help="On a GPU, run every layer eagerly, without captured graphs.")
 @click.option(
     "--exact", is_flag=True, help="Refuse to start unless training's log-probabilities equal served ones to the bit."
 )
