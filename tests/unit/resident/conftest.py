@@ -119,7 +119,19 @@ class FakeHost:
     context_tokens = 256
     chunked_prefill_tokens = 128
     step = not_exact = "the host is a fake"
-    gpu_experts: GpuExperts | None = None
+    gpu_experts: GpuExperts | None = GpuExperts(
+        size_bytes=60,
+        slot_bytes=10,
+        slots=4,
+        pinned=0,
+        resident={1: [3]},
+        decode_steps=2,
+        hits=3,
+        misses=1,
+        hit_rate=0.75,
+        moves=1,
+        moved_bytes=10,
+    )
     decoded = Decoded(step_batches=3, step_seconds=0.25, sampling_seconds=0.125)
 
     def __init__(

@@ -22,6 +22,7 @@ from kt_runtime.cli.serve import command
 from kt_runtime.errors import ConflictError, InvalidValueError, KtError, NotFoundError, UnknownNameError
 from kt_runtime.families import family_for
 from kt_runtime.families.base import Family
+from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.serve import exactness, launch
 from kt_runtime.serve.memory import server as server_memory
 from kt_runtime.serve.memory.server import plan_server
@@ -156,6 +157,33 @@ def test_placement_sets_the_expert_format_and_says_what_it_can_not_do(
     launch.serve(options(quantized, port, private_directory, placement=rules), lines.append)
     assert [call.settings.expert_format for call in started[1:]] == [None, None]
     assert f"{rules}: asks for bf16 experts: they stay as the checkpoint has them" in lines
+
+
+def test_hot_experts_reach_the_resident_and_are_refused_without_a_gpu(
+    started: list[Any],
+    model: Path,
+    port: int,
+    private_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pins, config = tmp_path / "pins.yaml", json.loads((model / "config.json").read_text())
+    layer = family_for(config).moe_layers(config)[0]
+    pins.write_text(f"- gpu_experts:\n    {layer}: [0, 2]\n")
+    asked = options(model, port, private_directory, placement=pins, gpu_experts_bytes=1 << 20)
+    monkeypatch.setattr(launch, "has_gpu", lambda: False)
+    with pytest.raises(InvalidValueError, match="--gpu-experts 1 MiB: this machine has no GPU"):
+        launch.serve(asked, print)
+    with pytest.raises(InvalidValueError, match=r"pins\.yaml: gpu_experts needs room on the GPU"):
+        launch.serve(dataclasses.replace(asked, gpu_experts_bytes=0), print)
+    with pytest.raises(InvalidValueError, match="--exact and --gpu-experts exclude each other"):
+        launch.serve(dataclasses.replace(asked, exact=True), print)
+    assert not started
+    monkeypatch.setattr(launch, "check_gpu_experts", lambda *_, **__: None)
+    launch.serve(asked, print)
+    settings = ResidentSettings.from_environment()
+    assert settings == started[0].settings
+    assert (settings.gpu_expert_bytes, settings.pinned_experts) == (1 << 20, {layer: (0, 2)})
 
 
 @pytest.mark.parametrize(
