@@ -35,7 +35,7 @@ from kt_runtime.serve.http.auth import ApiKey
 from kt_runtime.serve.http.front_door import FrontDoor, check_reach
 from kt_runtime.serve.memory.cache import describe, lack_of_room, plan_cache
 from kt_runtime.serve.memory.cache_plan import CachePlan
-from kt_runtime.serve.memory.gpu_experts import check_gpu_experts
+from kt_runtime.serve.memory.gpu_experts import check_gpu_experts, check_stream_experts
 from kt_runtime.serve.memory.machine import has_gpu
 from kt_runtime.serve.memory.placement import module_names, read_placement
 from kt_runtime.serve.memory.plan import check_fits, describe_need, expert_formats
@@ -77,6 +77,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     check_exact(options, model.config)
     asked, options = options, _with_parsers(_placed(options, model, say), model)
     check_gpu_experts(options, model.config, with_gpu=has_gpu())
+    check_stream_experts(options, with_gpu=has_gpu())
     place = cache_directory(options.cache_dir, model.directory) if options.cache_disk_bytes else None
     options = _with_cache(options, model.config, place)
     options = with_lora_rank(options, model.config, model.name)
@@ -277,6 +278,7 @@ def _settings(
         gpu_expert_bytes=options.gpu_experts_bytes,
         pinned_experts=dict(options.pinned_experts),
         ring_chunk_experts=ring_chunk_experts,
+        stream_experts=options.streaming,
         **_cache_settings(options.cache),
     )
     for address in (settings.wire_address, settings.names_address):
@@ -369,7 +371,7 @@ def _with_device(options: ServeOptions, say: Callable[[str], None]) -> ServeOpti
     chosen = devices.chosen_device(options.device)
     for line in devices.describe(chosen, options.device):
         say(line)
-    if options.device == devices.HOST:
+    if options.device == devices.HOST or devices.gpus_are_hidden():
         devices.use_host_only()
     return dataclasses.replace(options, device=chosen)
 

@@ -6,7 +6,7 @@ SGLang starts its processes itself; only the environment reaches all of them.
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -32,6 +32,9 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     experts that always have a slot there. `ring_chunk_experts`: experts of a chunk of the ring that streams experts to
     the device, as the memory plan has room for; 0: no ring.
 
+    `stream_experts`: calls of at least so many tokens compute their experts on the device, to which these stream.
+    "auto": a number that is measured; without a device, or memory for it, none. "off": none.
+
     `step`: on a CPU the native step computes the decoder stack where it can; False: SGLang's modules do.
     """
 
@@ -56,6 +59,7 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     gpu_expert_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     pinned_experts: dict[int, tuple[int, ...]] = {}
     ring_chunk_experts: Annotated[int, msgspec.Meta(ge=0)] = 0
+    stream_experts: Literal["auto", "off"] | Annotated[int, msgspec.Meta(ge=1)] = "auto"
 
     def to_environment(self) -> dict[str, str]:
         return {ENVIRONMENT_VARIABLE: msgspec.json.encode(self).decode()}

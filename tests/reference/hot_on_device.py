@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from reference import moe
@@ -20,7 +21,7 @@ from kt_runtime.experts.gpu.hot.layer import HotExperts, expert_bytes
 from kt_runtime.experts.gpu.hot.placement import Policy
 from kt_runtime.experts.gpu.hot.set import NUM_CARRIERS, HotSet
 
-E, H, INNER, T, K = 8, 96, 48, 12, 3
+E, H, INNER, T, K = 8, 96, 48, 6, 3
 LAYER, SLOTS = 2, 3
 
 
@@ -116,10 +117,10 @@ def test_experts_that_move_change_no_step_before_or_after(device: torch.device) 
     """Steps and moves are queued one after the other, and nobody waits for a result before the end."""
     served = Served(device, [])
     got, wanted, residents = [], [], set()
-    for step in range(32):
+    for step in range(24):
         problem = served.problem(seed=100 + step)
         # Other experts are used every few steps, so that there is nearly always one on its way.
-        problem.ids = torch.where(problem.ids < 0, -1, (problem.ids % 4 + 2 * (step // 8)) % E)
+        problem.ids = torch.where(problem.ids < 0, -1, (problem.ids % 4 + 2 * (step // 6)) % E)
         got.append(served.computed(problem))
         wanted.append(_reference(problem))
         served.set.turn()
@@ -128,6 +129,22 @@ def test_experts_that_move_change_no_step_before_or_after(device: torch.device) 
         assert_close(one.cpu(), expected, H + INNER, f"step {step}")
     use = served.set.use()
     assert use.moves > SLOTS and len(residents) > 2 and use.layers[0].hits > T
+
+
+def test_a_slot_is_filled_after_the_steps_that_read_it(device: torch.device) -> None:
+    """All three experts of a step that nobody has waited for leave at once, and the copies of others are awaited."""
+    served = Served(device, [])
+    for residents, used in (([1, 4, 6], 50), ([0, 2, 3], 5000), ([5, 6, 7], 500000)):
+        served.set.placement.count(LAYER, np.isin(np.arange(E), residents) * used)
+        served.set.settle()
+        assert sorted(served.set.placement.resident(LAYER)) == residents
+        problem = served.problem(seed=used)
+        problem.ids = torch.tensor(residents, dtype=torch.int32).expand(T, K).contiguous()
+        got = served.computed(problem)
+        served.set.placement.count(LAYER, ~np.isin(np.arange(E), residents) * used * 20)
+        served.set.settle()
+        assert not set(served.set.placement.resident(LAYER)) & set(residents)
+        assert_close(got.cpu(), _reference(problem), H + INNER, f"after {residents} have left")
 
 
 def test_streams_that_alternate_see_each_other_s_tables(device: torch.device) -> None:
@@ -170,6 +187,7 @@ def run_all(where: torch.device) -> None:
     test_tokens_without_hits_or_with_adapters_have_the_bits_of_the_store(where)
     test_outside_of_a_step_the_store_computes_everything(where)
     test_experts_that_move_change_no_step_before_or_after(where)
+    test_a_slot_is_filled_after_the_steps_that_read_it(where)
     test_streams_that_alternate_see_each_other_s_tables(where)
     test_a_call_that_fails_leaves_the_next_one_right(where)
 
