@@ -45,7 +45,8 @@ def test_sglang_parses_them(parser: argparse.ArgumentParser, tmp_path: Path, pre
 
 
 @pytest.mark.parametrize(
-    ("on_cpu", "no_graphs", "backend"), [(False, False, "breakable"), (False, True, "disabled"), (True, False, "disabled")]
+    ("on_cpu", "no_graphs", "backend"),
+    [(False, False, "breakable"), (False, True, "disabled"), (True, False, "disabled")],
 )
 def test_an_accelerator_captures_breakable_graphs(
     parser: argparse.ArgumentParser, tmp_path: Path, on_cpu: bool, no_graphs: bool, backend: str
