@@ -371,7 +371,7 @@ def _with_device(options: ServeOptions, say: Callable[[str], None]) -> ServeOpti
     chosen = devices.chosen_device(options.device)
     for line in devices.describe(chosen, options.device):
         say(line)
-    if options.device == devices.HOST:
+    if options.device == devices.HOST or devices.gpus_are_hidden():
         devices.use_host_only()
     return dataclasses.replace(options, device=chosen)
 

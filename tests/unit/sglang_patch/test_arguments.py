@@ -45,6 +45,7 @@ def test_the_device_of_the_options_is_sglangs(
     options = ServeOptions(model="", device=device)
     parsed = parser.parse_args(server_arguments(options, resolve_model(tmp_path / "model")))
     assert (parsed.device, parsed.base_gpu_id, parsed.attention_backend, parsed.lora_backend) == found
+    assert parsed.cuda_graph_backend_decode == ("breakable" if found[0] == "cuda" else "disabled")
 
 
 @pytest.mark.parametrize("preset", ["tiny-deepseek-v3", "tiny-qwen3-moe"])
