@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,18 +49,9 @@ Adapters = Callable[[int], tuple[Sequence[LoraSlot], Tensor | None]]
 """Given the batch's number of tokens: its adapters, and int32 [T] on the device, each token's adapter or -1."""
 
 
-class Compute(Protocol):
-    """The layer's experts for x [T, H]; writes to `out` [T, H]. All tensors are on one device."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        slots: Sequence[LoraSlot],
-        token_slots: Tensor | None,
-        out: Tensor | None,
-    ) -> Tensor: ...
+Compute = Callable[[Tensor, Tensor, Tensor, Sequence[LoraSlot], Tensor | None, Tensor], Tensor]
+"""The layer's experts: of x [T, H], ids and weights [T, K], adapters and token_slots; writes to the last, [T, H]. All
+tensors are on one device."""
 
 
 @dataclass

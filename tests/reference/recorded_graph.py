@@ -1,4 +1,4 @@
-"""A stand-in for `torch.cuda.CUDAGraph` on a CPU: SGLang's own breakable graphs capture and replay with it.
+"""A stand-in for `torch.cuda.CUDAGraph` without CUDA: SGLang's own breakable graphs capture and replay with it.
 
 It records the operators of PyTorch between `capture_begin` and `capture_end`, and runs them again on the same memory.
 As on CUDA, a capture leaves no results: what the operators wrote is overwritten with NaN when the capture ends.
@@ -83,20 +83,24 @@ class RecordedGraph:
 
 
 class GraphBackend:
-    """SGLang's own backend of breakable graphs, without its runner: one graph per size."""
+    """SGLang's own backend of breakable graphs, without its runner: one graph for each key.
 
-    def __init__(self) -> None:
+    `stream`, `pool`: where CUDA captures; a recorded graph needs neither.
+    """
+
+    def __init__(self, stream: Any = None, pool: Any = None) -> None:
         from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
 
         self.backend = object.__new__(BreakableCudaGraphBackend)
         self.backend._graphs, self.backend._outputs = {}, {}
+        self._stream, self._pool = stream, pool
 
     @contextmanager
     def session(self) -> Iterator[None]:
         with self.backend.replay_session():
             yield
 
-    def capture(self, size: int, forward: Callable[[], torch.Tensor], *, warm_ups: int = 2) -> None:
+    def capture(self, key: Any, forward: Callable[[], torch.Tensor], *, warm_ups: int = 2) -> None:
         """As `BreakableCudaGraphBackend.capture_one`: eager passes, then the capture."""
         from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
             BreakableCUDAGraph,
@@ -107,14 +111,14 @@ class GraphBackend:
             for _ in range(warm_ups):
                 forward()
             graph = BreakableCUDAGraph()
-            with BreakableCUDAGraphCapture(graph):
-                self.backend._outputs[size] = forward()
-            self.backend._graphs[size] = graph
+            with BreakableCUDAGraphCapture(graph, pool=self._pool, stream=self._stream):
+                self.backend._outputs[key] = forward()
+            self.backend._graphs[key] = graph
 
-    def replay(self, size: int, batch: Any) -> torch.Tensor:
+    def replay(self, key: Any, batch: Any) -> torch.Tensor:
         """Through kt-runtime's hook, which an accelerator's process has around SGLang's method."""
         from kt_runtime.sglang_patch.gpu import replays
 
         with self.session():
-            result: torch.Tensor = replays.replay(type(self.backend).replay, self.backend, size, batch)
+            result: torch.Tensor = replays.replay(type(self.backend).replay, self.backend, key, batch)
             return result

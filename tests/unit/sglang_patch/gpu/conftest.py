@@ -23,8 +23,8 @@ class LoggedStream:
 
 
 class LoggedDevice:
-    """Stands in for `kt_runtime.device` in `experts.py`: an event is the name of the stream that recorded it. There is no
-    function that waits for a whole device."""
+    """Stands in for `kt_runtime.device` in `experts.py`: an event is the name of the stream that recorded it. Nothing
+    waits for a whole device."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log

@@ -123,7 +123,9 @@ def test_an_eager_pass_computes_every_row_in_the_threads_own_buffers(layer: Laye
     assert layer.staged == [staging._buffers.current]
 
 
-def test_decode_sizes_never_share_buffers(graphs: GraphBackend, log: list[str], sets: dict[int, StagingBuffers]) -> None:
+def test_decode_sizes_never_share_buffers(
+    graphs: GraphBackend, log: list[str], sets: dict[int, StagingBuffers]
+) -> None:
     layers = {size: [Layer(log, size), Layer(log, size)] for size in (4, 2, 1)}
     for size, stack in layers.items():
         for number, each in enumerate(stack):
@@ -163,7 +165,9 @@ def test_prefills_use_the_threads_own_buffers_and_their_own_number_of_tokens(
     assert torch.equal(found, prefill.eager(prefill.x[:3].clone()))
 
 
-def test_the_device_has_the_shared_experts_queued_before_the_host_computes(graphs: GraphBackend, log: list[str]) -> None:
+def test_the_device_has_the_shared_experts_queued_before_the_host_computes(
+    graphs: GraphBackend, log: list[str]
+) -> None:
     layer = Layer(log, 4, has_shared=True)
     graphs.capture(4, layer.forward)
     del log[:]
