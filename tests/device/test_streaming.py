@@ -20,8 +20,8 @@ from kt_runtime.experts.gpu.ring import ExpertRing
 from kt_runtime.experts.gpu.streamed import StreamedActivations
 from kt_runtime.experts.gpu.threshold import measured
 
-TOKENS = 24
-EXPERTS, HIDDEN, INNER = 7, 64, 32
+TOKENS = 12
+EXPERTS, HIDDEN, INNER = 5, 64, 32
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 4e-2}
 """Of a result's norm. 3.0e-7 and 5.1e-3 are measured: a grouped product rounds to bfloat16."""
 
@@ -43,7 +43,7 @@ def streams(layer: ExpertLayer, scheduled_device: torch.device) -> Iterator[Stre
 
 def problem(dtype: torch.dtype = torch.float32, seed: int = 0) -> Problem:
     """Adapters of two ranks with dropout, tokens without one, pairs that are not routed."""
-    p = random_problem(EXPERTS, HIDDEN, INNER, TOKENS, 3, dtype=dtype, ranks=(4, 6), seed=seed)
+    p = random_problem(EXPERTS, HIDDEN, INNER, TOKENS, 2, dtype=dtype, ranks=(4, 6), seed=seed)
     p.slots = [replace(slot, dropout=0.25, seed=11 + index) for index, slot in enumerate(p.adapters)]
     return p
 
@@ -72,7 +72,7 @@ def test_forward_above_the_threshold_is_that_below_it(
     assert counts.forward == TOKENS
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_gradients_above_the_threshold_are_those_below_it(
     streams: Streams, scheduled_device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -144,7 +144,9 @@ def test_an_adapter_that_changes_between_calls_is_read_again(streams: Streams, s
         tensor.mul_(2)
     after = layer.forward(p.x, p.ids, p.weights, **p.lora)
     host = [slot.with_tensors([t.cpu() for t in tensors_of(slot)]) for slot in p.adapters]
-    wanted = layer.forward(p.x.cpu(), p.ids.cpu(), p.weights.cpu(), slots=host, token_slots=present(p.token_slots).cpu())
+    wanted = layer.forward(
+        p.x.cpu(), p.ids.cpu(), p.weights.cpu(), slots=host, token_slots=present(p.token_slots).cpu()
+    )
     assert_as(after, wanted, TOLERANCES[torch.float32])
     assert not torch.equal(before.cpu(), after.cpu())
 
@@ -158,7 +160,7 @@ def test_a_failure_while_loading_reaches_the_caller_and_the_next_call_works(
     unpack = layer.unpack_range
 
     def failing(first: int, count: int, w13: Tensor, w2: Tensor) -> None:
-        if first >= 4:
+        if first >= 3:
             raise ConflictError("the expert store of this layer is closed")
         unpack(first, count, w13, w2)
 
@@ -175,7 +177,9 @@ def test_a_failure_while_loading_reaches_the_caller_and_the_next_call_works(
     assert_as(layer.forward(there.x, there.ids, there.weights, **there.lora), wanted, TOLERANCES[torch.float32])
 
 
-def test_a_pass_that_is_left_early_does_not_spoil_the_next_one(streams: Streams, scheduled_device: torch.device) -> None:
+def test_a_pass_that_is_left_early_does_not_spoil_the_next_one(
+    streams: Streams, scheduled_device: torch.device
+) -> None:
     layer = streams[0]
     ring = present(present(layer.device_paths).ring)
     p = problem()
