@@ -21,10 +21,10 @@ from kt_runtime.sglang_patch.cache import metrics as cache_metrics
 from kt_runtime.sglang_patch.cache import namespace as cache_namespace
 from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.cpu import step as native_step
-from kt_runtime.sglang_patch.gpu import hot
+from kt_runtime.sglang_patch.gpu import hot, streaming
 from kt_runtime.sglang_patch.lora import install as lora_install
 from kt_runtime.sglang_patch.version import PINNED
-from kt_runtime.wire.messages import CacheTier, GpuExperts
+from kt_runtime.wire.messages import CacheTier, ExpertStreaming, GpuExperts
 
 SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.chunked_prefill_size",
@@ -83,6 +83,10 @@ class SGLangHost:
     @property
     def gpu_experts(self) -> GpuExperts | None:
         return hot.status()
+
+    @property
+    def expert_streaming(self) -> ExpertStreaming | None:
+        return streaming.status()
 
     @property
     def decoded(self) -> Decoded:

@@ -86,6 +86,13 @@ class ServeCommand(click.Command):
 @click.option(
     "--gpu-experts", metavar="SIZE", help="The most used experts of each layer are kept on the GPU too. [default: none]"
 )
+@click.option(
+    "--stream-experts",
+    metavar="auto|off|TOKENS",
+    default="auto",
+    show_default=True,
+    help="Calls of so many tokens compute their experts on the GPU, to which these stream from memory.",
+)
 @click.option("--no-step", is_flag=True, help="On a CPU, run SGLang's modules instead of the native step.")
 @click.option("--no-graphs", is_flag=True, help="On a GPU, run every layer eagerly, without captured graphs.")
 @click.option(

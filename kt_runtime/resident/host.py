@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kt_runtime.adapters import AdapterTensors
     from kt_runtime.experts import ExpertStore
     from kt_runtime.resident.fingerprint import WeightsFingerprint
-    from kt_runtime.wire.messages import CacheTier, GpuExperts
+    from kt_runtime.wire.messages import CacheTier, ExpertStreaming, GpuExperts
 
 
 @dataclass
@@ -69,6 +69,11 @@ class Host(Protocol):
     @property
     def gpu_experts(self) -> GpuExperts | None:
         """Experts that serving computes on the device; training never does. None: there are none."""
+        ...
+
+    @property
+    def expert_streaming(self) -> ExpertStreaming | None:
+        """Experts that stream to the device, for prompts and for training. None: no call's do."""
         ...
 
     @property

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.wire.status import CacheTier, GpuExperts, UnforgottenName, UnstoredVersion
+from kt_runtime.wire.status import CacheTier, ExpertStreaming, GpuExperts, UnforgottenName, UnstoredVersion
 
 PROTOCOL_VERSION = 4
 """Sent with every request. Any incompatible change increments it: a request field is added, removed or changes its
@@ -406,7 +406,8 @@ class StatusReply(Reply, tag="status"):
     `exact`: training computes the log-probabilities of serving to the bit, without dropout. `not_exact`: why they may
     differ; empty if `exact`.
 
-    `gpu_experts`: hot experts on the device; None without `serve --gpu-experts`.
+    `gpu_experts`: hot experts on the device; None without `serve --gpu-experts`. `expert_streaming`: experts that
+    stream there; None without a device, and with `serve --stream-experts off`.
 
     `cache`: the prefix cache's tiers, nearest first; empty if the engine reports none. `not_stored`: versions that
     could not be written to disk. `not_forgotten`: unloaded names whose removal could not be written to disk.
@@ -447,6 +448,7 @@ class StatusReply(Reply, tag="status"):
     exact: bool = False
     not_exact: str = ""
     gpu_experts: GpuExperts | None = None
+    expert_streaming: ExpertStreaming | None = None
 
 
 class SessionReply(Reply, tag="session"):

@@ -58,6 +58,23 @@ class GpuExperts(msgspec.Struct, kw_only=True):
     moved_bytes: int
 
 
+class ExpertStreaming(msgspec.Struct, kw_only=True):
+    """Experts that stream to the device. Calls of at least `threshold_tokens` tokens do, except while decoding; None:
+    no call does, since the CPU was faster for every number of tokens. `measured`: the threshold was, at the start.
+
+    `chunk_experts`: experts that are copied at a time. `ring_bytes`: on the device, and as much pinned memory of the
+    host. Since the start: `forward_tokens`, `backward_tokens`: tokens whose experts streamed, forward (prompts, and
+    training) and backward.
+    """
+
+    threshold_tokens: int | None
+    measured: bool
+    chunk_experts: int
+    ring_bytes: int
+    forward_tokens: int
+    backward_tokens: int
+
+
 class UnstoredVersion(msgspec.Struct, kw_only=True):
     """A version that is or was served and is not in the adapter directory. `is_waiting`: the write will be retried."""
 

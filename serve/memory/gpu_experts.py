@@ -1,4 +1,4 @@
-"""`kt-runtime serve --gpu-experts`: what of it is known before the model is loaded."""
+"""`kt-runtime serve --gpu-experts` and `--stream-experts`: what of them is known before the model is loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from typing import Any
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families import family_for
 from kt_runtime.serve.memory.plan import format_bytes
-from kt_runtime.serve.options.named import ServeOptions
+from kt_runtime.serve.options.named import STREAMING, ServeOptions
+
+
+def check_stream_experts(options: ServeOptions, *, with_gpu: bool) -> None:
+    """Raises InvalidValueError for a number of tokens on a machine without a GPU."""
+    if options.stream_experts not in STREAMING and not with_gpu:
+        raise InvalidValueError(
+            f"--stream-experts {options.stream_experts}: this machine has no GPU that experts could stream to; "
+            "allowed are auto and off, which leave them to the CPU"
+        )
 
 
 def check_gpu_experts(options: ServeOptions, config: Mapping[str, Any], *, with_gpu: bool) -> None:

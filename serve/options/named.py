@@ -7,7 +7,7 @@ import re
 import socket
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError, suggestion
 from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING
@@ -36,6 +36,8 @@ LOWEST_VALUES = {
     "max_body_bytes": 1024,
 }
 LARGEST_PAGE_TOKENS = 1024
+STREAMING = ("auto", "off")
+"""Values of `--stream-experts` beside a number of tokens."""
 NOT_OPTIONS = ("passed_on", "cache", "lora_rank_may_be_lower", "pinned_experts")
 OPTION_NAMES = {
     "max_body_bytes": "max-body-size",
@@ -58,6 +60,8 @@ class ServeOptions:
     `placement`: a KTransformers rule file, which may set `expert_format` and `pinned_experts`.
     `gpu_experts_bytes`: size of the hot experts' slots and buffers on the device, 0: none. `pinned_experts`: layer ->
     experts that always have a slot.
+    `stream_experts`: calls of at least so many tokens compute their experts on the device; "auto": a measured number,
+    "off": none.
     `max_lora_rank`: every slot is allocated for this rank. `lora_rank_may_be_lower`: lower the rank if memory is short.
     `training_share`: the largest share of time for training while requests are served.
     `max_sessions`: training sessions open at once; `session_memory_bytes`: their memory limit together, None: their
@@ -118,6 +122,7 @@ class ServeOptions:
     cache: CachePlan | None = None
     gpu_experts_bytes: int = 0
     pinned_experts: Pins = field(default_factory=dict)
+    stream_experts: str = "auto"
 
     def __post_init__(self) -> None:
         """Raises InvalidValueError for a value outside its range, UnknownNameError for an unknown format."""
@@ -129,6 +134,10 @@ class ServeOptions:
             raise InvalidValueError(f"--training-share {self.training_share:g}: must be above 0 and at most 1")
         if self.expert_format is not None and self.expert_format not in QUANTIZED_WHILE_LOADING:
             raise UnknownNameError("expert format", self.expert_format, QUANTIZED_WHILE_LOADING, "--expert-format")
+        if self.stream_experts not in STREAMING and not re.fullmatch(r"[1-9][0-9]{0,8}", self.stream_experts):
+            raise InvalidValueError(
+                f"--stream-experts {self.stream_experts!r}: allowed are auto, off, or a number of tokens, 1 or more"
+            )
         for name, lowest in LOWEST_VALUES.items():
             value = getattr(self, name)
             if value is not None and value < lowest:
@@ -158,6 +167,13 @@ class ServeOptions:
         """Whether any size of the prefix cache's tiers is given."""
         sizes = (self.cache_device_bytes, self.cache_page_tokens)
         return any(size is not None for size in sizes) or bool(self.cache_host_bytes or self.cache_disk_bytes)
+
+    @property
+    def streaming(self) -> Literal["auto", "off"] | int:
+        """`stream_experts` as the resident takes it."""
+        if self.stream_experts == "auto":
+            return "auto"
+        return "off" if self.stream_experts == "off" else int(self.stream_experts)
 
     @property
     def url(self) -> str:

@@ -36,7 +36,7 @@ from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.progress import LayersRead
 from kt_runtime.sglang_patch.faults import finite_rows
 from kt_runtime.sglang_patch.gpu import experts as on_device
-from kt_runtime.sglang_patch.gpu import hot
+from kt_runtime.sglang_patch.gpu import hot, streaming
 from kt_runtime.sglang_patch.hooks import Hooks
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,10 @@ def _method_class() -> type:
 
         def process_weights_after_loading(self, layer: Any) -> None:
             config = model_config()
-            hot.attach(open_store(config.model_path), config.dtype)
+            store = open_store(config.model_path)
+            values = config.hf_config.to_dict()
+            hot.attach(store, config.dtype)
+            streaming.attach(store, config.dtype, family_for(values).num_experts_per_tok(values))
 
         def apply(self, layer: Any, dispatch_output: Any) -> Any:
             out = layer.experts_forward(dispatch_output.hidden_states, dispatch_output.topk_output)

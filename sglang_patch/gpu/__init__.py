@@ -1,1 +1,1 @@
-"""SGLang with attention on a device and routed experts in CPU memory."""
+"""SGLang on an accelerator: what its captured graphs and the experts in host memory need of each other."""

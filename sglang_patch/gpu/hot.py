@@ -53,8 +53,9 @@ def install(hooks: Hooks) -> None:
     hooks.after(SYMBOLS[1], _publish_periodically)
 
 
-def attach(store: ExpertStore, dtype: torch.dtype) -> None:
-    """Gives the store's layers their slots, and copies the pinned experts. `dtype`: the model's.
+def attach(store: ExpertStore, dtype: torch.dtype, where: torch.device | None = None) -> None:
+    """Gives the store's layers their slots, and copies the pinned experts. `dtype`: the model's. `where`: None for the
+    process's accelerator.
 
     Does nothing without `--gpu-experts`, and the second time. Raises ConflictError for a process without a device, and
     what `HotSet` raises.
@@ -63,10 +64,7 @@ def attach(store: ExpertStore, dtype: torch.dtype) -> None:
     settings = ResidentSettings.from_environment()
     if settings is None or not settings.gpu_expert_bytes or _hot is not None:
         return
-    kind = device.accelerator()
-    if kind is None:
-        raise ConflictError("--gpu-experts: this process has no device that could keep experts")
-    where = torch.device(kind.type, torch.accelerator.current_device_index())
+    where = where or _accelerator()
     _hot = HotSet(store.layers, store.shape, dtype, where, settings.gpu_expert_bytes, settings.pinned_experts)
     _hot.settle()
     _hot.attach()
@@ -74,10 +72,17 @@ def attach(store: ExpertStore, dtype: torch.dtype) -> None:
     logger.info("hot experts: %d slots of %d bytes on %s", sum(one.slots for one in use.layers), use.slot_bytes, where)
 
 
+def _accelerator() -> torch.device:
+    kind = device.accelerator()
+    if kind is None:
+        raise ConflictError("--gpu-experts: this process has no device that could keep experts")
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
 def detach() -> None:
     """Forgets the slots; for tests that load several models in one process."""
-    global _hot, _published
-    _hot = _published = None
+    global _hot, _published, _next_publication_s
+    _hot, _published, _next_publication_s = None, None, 0.0
 
 
 def step(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:

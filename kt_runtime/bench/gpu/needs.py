@@ -47,12 +47,16 @@ class Needs:
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """`resident`: experts of each layer on the device, of which a token's are hit in proportion (random routing)."""
+    """`resident`: experts of each layer on the device. `hit_rate`: share of a token's experts that are among them, as
+    the server counted; None: in proportion, as random routing hits."""
 
     experts: Experts
     resident: int = 0
+    hit_rate: float | None = None
 
     def hit_share(self, work: ModelWork) -> float:
+        if self.hit_rate is not None:
+            return self.hit_rate
         return 1.0 if self.experts == "device" else min(1.0, self.resident / work.num_experts)
 
 

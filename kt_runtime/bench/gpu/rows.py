@@ -16,7 +16,8 @@ from kt_runtime.bench.gpu.settings import DECODE
 class Row:
     """`size`: streams that decode at once, or tokens of the prompt or of the training step. `rates`: tokens/s of each
     counted run; empty: not measured. `needs`: of the whole prompt or step; None: not known of this engine.
-    `resident`: experts of each layer on the device. `device_bytes`: device memory of the engine's processes at the end;
+    `resident`: experts of each layer on the device; `hit_rate`: share of the tokens' experts that were among
+    them, None: not counted. `device_bytes`: device memory of the engine's processes at the end;
     None: not measured. `problem`: why runs, or all of them, are missing; None: none is.
     """
 
@@ -28,6 +29,7 @@ class Row:
     rates: Sequence[float] = field(default_factory=list)
     needs: Needs | None = None
     resident: int = 0
+    hit_rate: float | None = None
     device_bytes: int | None = None
     problem: str | None = None
 
@@ -40,6 +42,7 @@ class Row:
             "engine": self.engine,
             "setting": self.setting,
             "resident_experts": self.resident,
+            "hit_rate": self.hit_rate,
             "case": self.kind,
             "streams" if self.kind == DECODE else "tokens": self.size,
             "tokens_per_s": middle,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -64,7 +66,7 @@ class Servers:
         return [case for case in every if case.kind in setting.kinds]
 
     def _row(self, setting: Setting, case: Case, side: ServerSide, problem: str | None) -> Row:
-        found = side.result.measured.get(case)
+        found, hit_rate = side.result.measured.get(case), hit_rate_of(side.result.last_status)
         return Row(
             self._preset.name,
             setting.engine,
@@ -72,8 +74,9 @@ class Servers:
             case.kind,
             case.size,
             found[0].rates if found else (),
-            serving_needs(self._work, setting.place, case, self._plan),
+            serving_needs(self._work, replace(setting.place, hit_rate=hit_rate), case, self._plan),
             setting.resident,
+            hit_rate,
             side.result.device_bytes or None,
             side.result.problems.get(case) or (None if found else problem),
         )
@@ -98,6 +101,12 @@ class Servers:
 
     def _say_of(self, setting: Setting) -> Say:
         return lambda line: self._say(f"{self._preset.name}, {setting.name}: {line}")
+
+
+def hit_rate_of(status: Mapping[str, Any]) -> float | None:
+    """Of all decode steps of a server with hot experts, as its GET /kt/status counts; None: it has none."""
+    hot = status.get("gpu_experts")
+    return None if not hot or not hot["hits"] + hot["misses"] else float(hot["hit_rate"])
 
 
 def serving_needs(work: ModelWork, place: ExpertPlace, case: Case, plan: Plan) -> Needs:

@@ -15,6 +15,8 @@ from kt_runtime.bench.serve.work import ModelWork
 KT_RUNTIME, SGLANG = "kt-runtime", "sglang_paged"
 PREFILL, DECODE, TRAINING = "prefill", "decode", "training"
 NOT_STREAMED, STREAMED = ("--stream-experts", "off"), ("--stream-experts", "on")
+CARRIERS = 2
+"""Pinned buffers of one expert each, within the size of `--gpu-experts` (`kt_runtime/experts/gpu/hot`)."""
 HOT, NO_GRAPHS = "--gpu-experts", "--no-graphs"
 ON_CPU = "experts on the CPU"
 WITHOUT_GRAPHS = "experts on the CPU, no graphs"
@@ -47,6 +49,11 @@ def resident_bytes(work: ModelWork, resident: int) -> int:
     return resident * work.moe_layers * work.expert_parameters * BF16_BYTES
 
 
+def hot_bytes(work: ModelWork, resident: int) -> int:
+    """What `--gpu-experts` needs for as many slots. The host's buffers that carry experts to the device count, too."""
+    return resident_bytes(work, resident) + CARRIERS * work.expert_parameters * BF16_BYTES
+
+
 def kt_settings(work: ModelWork, counts: Sequence[int]) -> list[Setting]:
     """Experts on the CPU (the first, whose answers the peers get), without graphs, streamed, and hot at each count."""
     cpu = (HOT, "0", *NOT_STREAMED)
@@ -56,7 +63,7 @@ def kt_settings(work: ModelWork, counts: Sequence[int]) -> list[Setting]:
         Setting(KT_RUNTIME, STREAMS_EXPERTS, (HOT, "0", *STREAMED), (PREFILL, TRAINING), ExpertPlace("streamed")),
     ]
     for count in counts:
-        options = (HOT, str(resident_bytes(work, count)), *NOT_STREAMED)
+        options = (HOT, str(hot_bytes(work, count)), *NOT_STREAMED)
         settings.append(Setting(KT_RUNTIME, hot_name(count), options, (DECODE,), ExpertPlace("cpu", count)))
     return settings
 

@@ -42,12 +42,14 @@ Measurements = dict[Case, tuple[Measured, Transcript]]
 class ServerResult:
     """`status`: of GET /kt/status before the first case. `measured`: the cases with at least one run. `problems`: why a
     case has fewer runs than planned, or none. `device_bytes`: what the server took of the device's memory; 0: unknown.
+    `last_status`: as `status`, after the last case.
     """
 
     status: Mapping[str, Any] = field(default_factory=dict)
     measured: Measurements = field(default_factory=dict)
     problems: dict[Case, str] = field(default_factory=dict)
     device_bytes: int = 0
+    last_status: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def step(self) -> str:
@@ -120,7 +122,7 @@ class ServerSide:
                 if case.adapters and not self._adapters:
                     self._load_adapters(api, directory)
                 self._measure(api, case)
-            self.result.device_bytes = before - self._free_bytes()
+            self.result.device_bytes, self.result.last_status = before - self._free_bytes(), self._status(api)
         return self.result
 
     def _started(self, model: Path, directory: Path) -> AbstractContextManager[ServerAPI]:

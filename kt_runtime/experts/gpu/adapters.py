@@ -1,7 +1,7 @@
 """LoRA of experts on a device, for rows sorted by expert: forward, and the gradients of its input and of A and B.
 
 All of it is float32, as on the CPU: A and B are training's float32 masters, and the products are a few hundredths of
-the experts'. A row without the slot gets zeros, not a product with zeros: NaN in one adapter stays with its tokens.
+the experts'. A row without the slot gets no product, not one with zeros: NaN in an adapter stays with its tokens.
 
 R rows, L rank, `in` and `out` the sizes of a projection.
 """
@@ -42,7 +42,7 @@ class AdapterRows:
         if self.has(projection):
             x = self._dropped(projection, x)
             for rows, a, b in self._groups(projection):
-                y[rows] += self._low(x[rows], a, rows) @ b.T
+                y[rows] += torch.where(self.chosen[rows], self._low(x[rows], a, rows) @ b.T, 0)
 
     def backward(
         self,
@@ -61,7 +61,7 @@ class AdapterRows:
         for index, (rows, a, b) in enumerate(self._groups(projection)):
             dropped = x[rows] if mask is None else x[rows] * mask[rows]
             by_low = torch.where(self.chosen[rows], by_y[rows] @ b, 0) * self.slot.scaling
-            by_dropped = by_low @ a
+            by_dropped = torch.where(self.chosen[rows], by_low @ a, 0)
             by_x[rows] += by_dropped if mask is None else by_dropped * mask[rows]
             if into is not None:
                 self._add_gradients(projection, index, dropped, by_y[rows], by_low, a, into, weight, rows)

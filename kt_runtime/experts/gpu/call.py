@@ -8,11 +8,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kt_runtime.errors import InvalidValueError
+from kt_runtime.errors import InvalidValueError, NumericsError
 from kt_runtime.experts.values import LORA_TENSORS, ExpertShape, LoraSlot
 
 ACTIVATIONS = (torch.float32, torch.bfloat16)
 INDICES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A question about values, which the device answers later: `bad` [T, any] or [T], and what is then raised."""
+
+    name: str
+    values: Tensor
+    bad: Tensor
+    error: type[InvalidValueError | NumericsError]
+    allowed: str
+
+    def failure(self, token: int) -> InvalidValueError | NumericsError:
+        """For the first bad value of a token. Waits for the device."""
+        column = int(self.bad[token].reshape(-1).to(torch.int64).argmax())
+        place = f"{token}, {column}" if self.values.dim() > 1 else str(token)
+        found = self.values[token].reshape(-1)[column].item()
+        text = "NaN or Inf" if self.error is NumericsError else f"{found}; allowed: {self.allowed}"
+        return self.error(f"{self.name}[{place}] is {text}")
 
 
 @dataclass(frozen=True)
@@ -37,15 +56,36 @@ class DeviceCall:
             if slot is not None:
                 _check_slot(slot, f"slots[{index}]", shape)
 
+    def checks(self, num_experts: int, grad_out: Tensor | None = None) -> list[Check]:
+        """Of values, for `pairs.checked_ends`."""
+        ids = self.ids.detach()
+        made = [
+            Check(
+                "ids",
+                ids,
+                (ids < -1) | (ids >= num_experts),
+                InvalidValueError,
+                f"0 to {num_experts - 1}, or -1 for not routed",
+            )
+        ]
+        if self.token_slots is not None:
+            slots, count = self.token_slots, len(self.slots)
+            allowed = "-1 for the base" + (f", or 0 to {count - 1}" if count else "")
+            made.append(Check("token_slots", slots, (slots < -1) | (slots >= count), InvalidValueError, allowed))
+        for name, tensor in (("x", self.x), ("weights", self.weights), ("grad_out", grad_out)):
+            if tensor is not None:
+                made.append(Check(name, tensor.detach(), ~torch.isfinite(tensor.detach()), NumericsError, ""))
+        return made
+
     def require(self, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], shape: tuple[int, ...]) -> None:
         """A size of -1 allows any."""
         if not isinstance(tensor, Tensor):
-            raise InvalidValueError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+            raise InvalidValueError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor")
         if tensor.device != self.x.device:
             raise InvalidValueError(f"{name} is on {tensor.device}, x on {self.x.device}: they must be on one device")
         if tensor.dtype not in dtypes:
             allowed = " or ".join(_name(dtype) for dtype in dtypes)
-            raise InvalidValueError(f"{name} is {_name(tensor.dtype)}, expected {allowed}")
+            raise InvalidValueError(f"{name} has dtype {_name(tensor.dtype)}; allowed: {allowed}")
         _check_shape(name, tensor, shape)
 
 
@@ -63,7 +103,7 @@ def _check_slot(slot: LoraSlot, where: str, shape: ExpertShape) -> None:
             raise InvalidValueError(f"{a_name if a is None else b_name} is missing: A and B come in pairs")
         for name, tensor in ((a_name, a), (b_name, b)):
             if tensor.dtype not in ACTIVATIONS:
-                raise InvalidValueError(f"{name} is {_name(tensor.dtype)}, expected float32 or bfloat16")
+                raise InvalidValueError(f"{name} has dtype {_name(tensor.dtype)}; allowed: float32 or bfloat16")
         _check_shape(a_name, a, (shape.num_experts, -1, columns))
         _check_shape(b_name, b, (shape.num_experts, rows, a.shape[1]))
 
@@ -72,7 +112,7 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     found = tuple(tensor.shape)
     if len(found) != len(shape) or any(want not in (-1, have) for have, want in zip(found, shape, strict=True)):
         expected = ", ".join("any" if size == -1 else str(size) for size in shape)
-        raise InvalidValueError(f"{name} has shape {list(found)}, expected [{expected}]")
+        raise InvalidValueError(f"{name} has shape {list(found)}; expected [{expected}]")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kt_runtime.errors import InvalidValueError, NumericsError
+from kt_runtime.experts.gpu.call import Check
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Pairs:
 
 
 def sorted_pairs(ids: Tensor, num_experts: int) -> Pairs:
-    """ids [T, K] int32 or int64, -1: not routed. An id out of range counts as not routed: `checked_ends` finds it."""
+    """ids [T, K] int32 or int64, -1: not routed. An id out of range counts as not routed, until it is checked."""
     flat = ids.detach().reshape(-1).to(torch.int64)
     routed = (flat >= 0) & (flat < num_experts)
     keys, order = torch.sort(torch.where(routed, flat, num_experts), stable=True)
@@ -44,24 +44,21 @@ def sorted_pairs(ids: Tensor, num_experts: int) -> Pairs:
     return Pairs(order, places.view(ids.shape), ends.to(torch.int32), ids.shape[1])
 
 
-def checked_ends(pairs: Pairs, ids: Tensor, num_experts: int, finite: dict[str, Tensor]) -> list[int]:
-    """`pairs.ends` on the host. One copy to the host, which the calling thread waits for.
+def checked_ends(pairs: Pairs, checks: Sequence[Check]) -> list[int]:
+    """`pairs.ends` on the host. One copy to the host, which the calling thread waits for, also answers the checks.
 
-    InvalidValueError: an id out of range. NumericsError: NaN or Inf in one of `finite` (name -> tensor [T, ...]).
-    Both name the first token.
+    Raises the failure of the first check that some token does not pass, for its first token.
     """
-    wrong = [((ids < -1) | (ids >= num_experts)).any(1)]
-    wrong += [~torch.isfinite(tensor.detach()).all(1) for tensor in finite.values()]
-    count = ids.shape[0]
-    first = [torch.where(bad, torch.arange(count, device=ids.device), count).amin()[None] for bad in wrong if count]
-    host = torch.cat([pairs.ends.to(torch.int64), *first]).tolist()
-    ends, firsts = host[:num_experts], host[num_experts:]
-    for name, token in zip(("ids", *finite), firsts, strict=bool(count)):
-        if token < count and name == "ids":
-            bad = next(value for value in ids[token].tolist() if not -1 <= value < num_experts)
-            raise InvalidValueError(f"ids: expert {bad} of token {token} is out of range; there are {num_experts}")
-        if token < count:
-            raise NumericsError(f"{name} has NaN or Inf in token {token}")
+    tokens = pairs.places.shape[0]
+    if not tokens:
+        return [0] * pairs.ends.numel()
+    number = torch.arange(tokens, device=pairs.ends.device)
+    first = [torch.where(check.bad.reshape(tokens, -1).any(1), number, tokens).amin()[None] for check in checks]
+    found = torch.cat([pairs.ends.to(torch.int64), *first]).tolist()
+    ends, firsts = found[: pairs.ends.numel()], found[pairs.ends.numel() :]
+    for check, token in zip(checks, firsts, strict=True):
+        if token < tokens:
+            raise check.failure(token)
     return ends
 
 

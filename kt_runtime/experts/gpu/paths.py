@@ -8,7 +8,7 @@ staged     the CPU computes: rows go to the host and back
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -21,7 +21,11 @@ from kt_runtime.experts.values import ExpertGradients, LoraSlot, Retained
 
 
 class HotLayer(Protocol):
-    """Experts of one layer on the device."""
+    """Experts of one layer that lie on the device. `takes`: whether `forward` computes this call."""
+
+    def takes(
+        self, x: Tensor, ids: Tensor, weights: Tensor, slots: Sequence[object], token_slots: Tensor | None
+    ) -> bool: ...
 
     def forward(
         self,
@@ -36,27 +40,37 @@ class HotLayer(Protocol):
 
 
 @dataclass
+class StreamingRule:
+    """`threshold_tokens`: calls of at least so many tokens stream; None: no call does. `is_paused`: none does now."""
+
+    threshold_tokens: int | None
+    is_paused: bool = False
+
+
+@dataclass
 class StreamedTokens:
-    """Tokens of calls that were streamed, counted once for every layer that they passed."""
+    """Tokens of calls that streamed, forward and backward."""
 
     forward: int = 0
     backward: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class DevicePaths:
-    """The ways of one layer beside staging. `ring`, `threshold_tokens` and `counts` are shared by all layers.
+    """The ways of one layer beside staging. All layers share `ring` and `rule`; without them no call streams.
 
-    `threshold_tokens`: calls of at least so many tokens stream; None: none does.
+    `counts`: counts this layer's streamed tokens.
     """
 
     ring: ExpertRing | None = None
-    threshold_tokens: int | None = None
+    rule: StreamingRule | None = None
     hot: HotLayer | None = None
     counts: StreamedTokens | None = None
 
     def streams(self, tokens: int) -> bool:
-        return self.ring is not None and self.threshold_tokens is not None and tokens >= self.threshold_tokens
+        if self.ring is None or self.rule is None or self.rule.is_paused:
+            return False
+        return self.rule.threshold_tokens is not None and tokens >= self.rule.threshold_tokens
 
 
 class PathedLayer(staging.HostLayer, Protocol):
@@ -85,8 +99,9 @@ def forward(
         if paths.counts is not None:
             paths.counts.forward += x.shape[0]
         return done
-    if paths is not None and paths.hot is not None and not retain:
-        return paths.hot.forward(layer, x, ids, weights, slots, token_slots, out), None
+    hot = None if paths is None or retain else paths.hot
+    if hot is not None and hot.takes(x, ids, weights, slots, token_slots):
+        return hot.forward(layer, x, ids, weights, slots, token_slots, out), None
     return staging.forward(layer, x, ids, weights, slots, token_slots, out, retain=retain)
 
 
@@ -113,3 +128,12 @@ def backward(
         return gradients
     of_host = None if isinstance(retained, StreamedActivations) else retained
     return staging.backward(layer, grad_out, x, ids, weights, slots, token_slots, into, of_host)
+
+
+def attach_ring(layers: Sequence[PathedLayer], ring: ExpertRing, rule: StreamingRule) -> StreamedTokens:
+    """From now on calls of these layers may stream. Returns the tokens that do, counted at the first layer."""
+    counts = StreamedTokens()
+    for index, layer in enumerate(layers):
+        known = layer.device_paths or DevicePaths()
+        layer.device_paths = replace(known, ring=ring, rule=rule, counts=None if index else counts)
+    return counts

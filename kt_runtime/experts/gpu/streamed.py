@@ -56,7 +56,7 @@ def forward(
         out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     call.require("out", out, (call.x.dtype,), tuple(call.x.shape))
     pairs = sorted_pairs(call.ids, ring.shape.num_experts)
-    ends = checked_ends(pairs, call.ids, ring.shape.num_experts, {"x": call.x, "weights": call.weights})
+    ends = checked_ends(pairs, call.checks(ring.shape.num_experts))
     outputs = torch.zeros(call.ids.numel(), ring.shape.hidden, dtype=call.x.dtype, device=call.x.device)
     kept: list[Tensor] = []
     with closing(_chunks(ring, layer, call, pairs, ends)) as chunks:
@@ -82,8 +82,7 @@ def backward(
     call.require("grad_out", grad_out, ACTIVATIONS, tuple(call.x.shape))
     gradients = _slot_gradients(call.slots, into)
     pairs = sorted_pairs(call.ids, ring.shape.num_experts)
-    finite = {"x": call.x, "weights": call.weights, "grad_out": grad_out}
-    ends = checked_ends(pairs, call.ids, ring.shape.num_experts, finite)
+    ends = checked_ends(pairs, call.checks(ring.shape.num_experts, grad_out))
     flat_weights = call.weights.reshape(-1)
     by_rows = torch.zeros(call.ids.numel(), ring.shape.hidden, dtype=torch.float32, device=call.x.device)
     by_weights = torch.zeros_like(flat_weights)

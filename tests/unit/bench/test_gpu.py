@@ -20,6 +20,7 @@ from kt_runtime.bench.gpu.needs import ExpertPlace, Needs, decode_needs, prefill
 from kt_runtime.bench.gpu.plan import Plan
 from kt_runtime.bench.gpu.report import print_report
 from kt_runtime.bench.gpu.rows import Row
+from kt_runtime.bench.gpu.servers import hit_rate_of
 from kt_runtime.bench.gpu.settings import (
     kt_settings,
     resident_bytes,
@@ -152,7 +153,7 @@ def test_hot_and_paged_experts_get_equal_device_memory() -> None:
     hot, paged = kt_settings(WORK, counts)[3:], sglang_settings(counts)
     assert [one.resident for one in hot] == [one.resident for one in paged] == counts
     one_expert = 3 * 2048 * 768 * 2
-    assert hot[0].options[:2] == ("--gpu-experts", str(16 * 48 * one_expert))
+    assert hot[0].options[:2] == ("--gpu-experts", str((16 * 48 + 2) * one_expert)), "and two buffers on the host"
     assert resident_bytes(WORK, 16) == 16 * 48 * one_expert
     assert paged[0].options[:3] == ("--enable-paged-experts", "--paged-experts-num-resident", "16")
 
@@ -238,6 +239,14 @@ def test_experts_on_the_cpu_are_read_from_its_memory_and_hot_ones_are_not() -> N
     assert quarter.dram == same(0.75 * cpu.dram) and quarter.cpu_arithmetic == same(0.75 * cpu.cpu_arithmetic)
     assert quarter.device_memory == same(dense + 0.25 * 48 * 8 * 2 * WORK.expert_parameters)
     assert decode_needs(WORK, ExpertPlace("device"), 1, 100).dram == 0
+
+
+def test_hits_that_the_server_counted_replace_those_of_random_routing() -> None:
+    assert hit_rate_of({}) is None and hit_rate_of({"gpu_experts": None}) is None
+    assert hit_rate_of({"gpu_experts": {"hits": 0, "misses": 0, "hit_rate": 0.0}}) is None
+    counted = hit_rate_of({"gpu_experts": {"hits": 6, "misses": 2, "hit_rate": 0.75}})
+    cold, hot = (decode_needs(WORK, ExpertPlace("cpu", 32, rate), 1, 100) for rate in (0.0, counted))
+    assert hot.dram == same(0.25 * cold.dram)
 
 
 def test_streamed_experts_cross_the_bus_once_a_prompt_and_twice_a_training_step() -> None:

@@ -1,4 +1,4 @@
-"""`--gpu-experts` is refused, with the numbers, where it can't hold what it is asked for."""
+"""`--gpu-experts` and `--stream-experts` are refused, with the numbers, where they can't do what they are asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families import family_for
 from kt_runtime.serve.exactness import check_exact
-from kt_runtime.serve.memory.gpu_experts import check_gpu_experts
+from kt_runtime.serve.memory.gpu_experts import check_gpu_experts, check_stream_experts
 from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.serve.options.named import ServeOptions
 
@@ -59,3 +59,21 @@ def test_hot_experts_and_exact_exclude_each_other() -> None:
         check_exact(ServeOptions(model="m", gpu_experts_bytes=1 << 30, exact=True), CONFIG)
     with pytest.raises(InvalidValueError, match="--gpu-experts -1: must be at least 0"):
         ServeOptions(model="m", gpu_experts_bytes=-1)
+
+
+@pytest.mark.parametrize(("value", "found"), [("auto", "auto"), ("off", "off"), ("1", 1), ("4096", 4096)])
+def test_experts_stream_by_a_number_of_tokens_where_there_is_a_gpu(value: str, found: str | int) -> None:
+    options = ServeOptions(model="m", stream_experts=value)
+    assert options.streaming == found
+    check_stream_experts(options, with_gpu=True)
+    if isinstance(found, str):
+        check_stream_experts(options, with_gpu=False)
+        return
+    with pytest.raises(InvalidValueError, match=f"--stream-experts {value}: this machine has no GPU .* auto and off"):
+        check_stream_experts(options, with_gpu=False)
+
+
+@pytest.mark.parametrize("value", ["", "on", "0", "-1", "1.5", "1e3", "AUTO", "9999999999"])
+def test_other_values_of_stream_experts_are_refused(value: str) -> None:
+    with pytest.raises(InvalidValueError, match="allowed are auto, off, or a number of tokens, 1 or more"):
+        ServeOptions(model="m", stream_experts=value)
