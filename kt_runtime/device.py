@@ -4,11 +4,15 @@ The only module that asks PyTorch for an accelerator. Its code is the same for e
 `torch.Stream`, `torch.Event`), so CUDA and the emulated accelerator of the tests run the same lines. A *host* device is
 CPU memory. A process without an accelerator computes on the CPU alone: `accelerator()` is None, and pinned memory is
 ordinary memory. Streams and events exist with an accelerator only.
+
+`hide_accelerators` chooses the CPU in spite of an accelerator. `problem` says why PyTorch can't use a GPU whose driver
+is loaded. `is_lost` tells an error after which a device does no more work.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +23,12 @@ import torch
 from torch import Tensor
 
 HOST = torch.device("cpu")
+CONTROL_FILE = Path("/dev/nvidiactl")  # exists while NVIDIA's driver is loaded
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_CHOICE = "KT_RUNTIME_DEVICE"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+# The oldest driver of a CUDA version's minor releases (NVIDIA, CUDA Compatibility).
+_LEAST_DRIVERS = {"11": "450", "12": "525", "13": "580"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,8 @@ class DeviceFacts:
 
 def accelerator() -> torch.device | None:
     """The kind of accelerator of this process ("cuda"), without an index. None: it computes on the CPU only."""
+    if os.environ.get(_CHOICE) == HOST.type:
+        return None
     return torch.accelerator.current_accelerator(check_available=True)
 
 
@@ -148,6 +159,49 @@ def driver_version() -> str:
         return ""
     found = re.search(r"\b[0-9]+\.[0-9]+(\.[0-9]+)?\b", text)
     return found.group() if found else ""
+
+
+def hide_accelerators() -> None:
+    """From now on this process and those that it starts compute on the CPU. To be called before any other use."""
+    os.environ[_CHOICE] = HOST.type
+    os.environ[_VISIBLE] = ""  # read by the driver, so that SGLang finds no GPU either
+
+
+def are_hidden() -> bool:
+    """Has the environment hidden all accelerators from this process?"""
+    visible = os.environ.get(_VISIBLE)
+    return os.environ.get(_CHOICE) == HOST.type or (visible is not None and visible.strip() in ("", "-1"))
+
+
+def problem() -> str:
+    """Why PyTorch can't use the GPU whose driver is loaded, with what it needs. "": it can, or there is no such GPU, or
+    the environment hides it."""
+    if not CONTROL_FILE.exists() or are_hidden() or accelerator() is not None:
+        return ""
+    needed, version = torch.version.cuda, driver_version() or "of unknown version"
+    least = _LEAST_DRIVERS.get(str(needed).partition(".")[0])
+    needs = f"; CUDA {needed} needs driver {least} or newer" if least else ""
+    return (
+        f"the NVIDIA driver {version} is loaded, but PyTorch {torch.__version__} can't use a GPU: {_refusal()}{needs}"
+    )
+
+
+def _refusal() -> str:
+    if torch.version.cuda is None:
+        return "this PyTorch is built without CUDA"
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        return str(error).partition(". ")[0].partition("\n")[0]
+    return "the driver lists none"
+
+
+def is_lost(error: BaseException) -> bool:
+    """Is this an error after which the device does no more work for this process: it is gone, or a kernel has failed?
+
+    Lack of memory is not.
+    """
+    return isinstance(error, torch.AcceleratorError)
 
 
 def forked_randomness(device: torch.device) -> AbstractContextManager[None]:

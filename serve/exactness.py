@@ -24,6 +24,11 @@ def check_exact(options: ServeOptions, config: Mapping[str, Any]) -> None:
         return
     if options.no_step:
         raise InvalidValueError("--exact and --no-step exclude each other: leave out one of them")
+    if options.gpu_experts_bytes:
+        raise InvalidValueError(
+            "--exact and --gpu-experts exclude each other: experts on the device round in other places than the store, "
+            "with which training computes; leave out one of them"
+        )
     if has_gpu():
         raise InvalidValueError(
             not_exact("this machine has a GPU, on which SGLang and PyTorch compute in other orders")

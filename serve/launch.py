@@ -24,6 +24,7 @@ from kt_runtime.errors import InvalidValueError, KtError, NotFoundError
 from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING, quantization_of
 from kt_runtime.files import exclusive_lock
 from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.serve import devices
 from kt_runtime.serve.adapter_directory import adapter_directory, check_adapters, claimed_adapters
 from kt_runtime.serve.cache_directory import cache_directory, check_directory, claimed
 from kt_runtime.serve.console.console import Console, opened_console
@@ -34,6 +35,7 @@ from kt_runtime.serve.http.auth import ApiKey
 from kt_runtime.serve.http.front_door import FrontDoor, check_reach
 from kt_runtime.serve.memory.cache import describe, lack_of_room, plan_cache
 from kt_runtime.serve.memory.cache_plan import CachePlan
+from kt_runtime.serve.memory.gpu_experts import check_gpu_experts, check_stream_experts
 from kt_runtime.serve.memory.machine import has_gpu
 from kt_runtime.serve.memory.placement import module_names, read_placement
 from kt_runtime.serve.memory.plan import check_fits, describe_need, expert_formats
@@ -70,9 +72,12 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     check_port_is_free(options.host, options.port)  # also checks that --host is an address of this machine
     check_reach(options)
     check_passed_on(options.passed_on, own=own_option_names(), with_tiers=options.asks_for_cache)
+    options = _with_device(options, say)
     model = _resolve(options)
     check_exact(options, model.config)
     asked, options = options, _with_parsers(_placed(options, model, say), model)
+    check_gpu_experts(options, model.config, with_gpu=has_gpu())
+    check_stream_experts(options, with_gpu=has_gpu())
     place = cache_directory(options.cache_dir, model.directory) if options.cache_disk_bytes else None
     options = _with_cache(options, model.config, place)
     options = with_lora_rank(options, model.config, model.name)
@@ -262,6 +267,9 @@ def _settings(options: ServeOptions, model: ResolvedModel, directory: Path, adap
         microbatch_tokens=options.microbatch_tokens,
         max_sessions=options.max_sessions,
         session_memory_bytes=options.session_memory_bytes,
+        gpu_expert_bytes=options.gpu_experts_bytes,
+        pinned_experts=dict(options.pinned_experts),
+        stream_experts=options.streaming,
         **_cache_settings(options.cache),
     )
     for address in (settings.wire_address, settings.names_address):
@@ -319,13 +327,14 @@ def _prepare_cache(
 
 
 def _placed(options: ServeOptions, model: ResolvedModel, say: Callable[[str], None]) -> ServeOptions:
-    """The options with the expert format of `--placement`. Raises InvalidValueError for a file that does not fit the
-    model or that contradicts `--expert-format`."""
+    """The options with the expert format and the pinned experts of `--placement`. Raises InvalidValueError for a file
+    that does not fit the model or that contradicts `--expert-format`."""
     if options.placement is None:
         return options
     placement = read_placement(options.placement, module_names(model.config))
     for note in placement.notes:
         say(note)
+    options = dataclasses.replace(options, pinned_experts=placement.pinned_experts)
     wanted, given = placement.expert_format, options.expert_format
     if wanted is None:
         return options
@@ -343,6 +352,16 @@ def _placed(options: ServeOptions, model: ResolvedModel, say: Callable[[str], No
     except InvalidValueError as error:
         raise InvalidValueError(f"{options.placement}: asks for {wanted} experts: {error}") from None
     return dataclasses.replace(options, expert_format=wanted)
+
+
+def _with_device(options: ServeOptions, say: Callable[[str], None]) -> ServeOptions:
+    """The options with the device that this machine has for them. Raises the errors of `chosen_device`."""
+    chosen = devices.chosen_device(options.device)
+    for line in devices.describe(chosen, options.device):
+        say(line)
+    if options.device == devices.HOST:
+        devices.use_host_only()
+    return dataclasses.replace(options, device=chosen)
 
 
 def _resolve(options: ServeOptions) -> ResolvedModel:

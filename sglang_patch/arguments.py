@@ -10,7 +10,7 @@ SGLang sees a quantized checkpoint as unquantized: the expert store holds the ex
 all other tensors. `unquant` keeps SGLang from detecting fp8 weights.
 
 Reasons for the cache's options: the host pool's "page first" layout keeps a page contiguous, as the disk tier needs it.
-`cache/host_copies.py` implements `direct` copies on a CPU; `kernel` copies are SGLang's for a GPU. Every page is
+`cache/host_copies.py` implements `direct` copies without CUDA; `kernel` copies are SGLang's for a GPU. Every page is
 written through as soon as it is computed. A request waits for the disk, because recomputing takes longer. If the disk
 hangs, the disk tier's own timeout ends before SGLang's timeout for the disk tier.
 """
@@ -26,7 +26,7 @@ from typing import Any, NoReturn, Protocol
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families import family_for
 from kt_runtime.families.quantization import CONFIG_KEYS, quantization_of
-from kt_runtime.sglang_patch.platform import ATTENTION_BACKEND
+from kt_runtime.sglang_patch.platform import ACCELERATOR_ATTENTION, ATTENTION_BACKEND
 
 SYMBOLS = ("sglang.srt.server_args.ServerArgs.add_cli_args",)
 ALWAYS = (
@@ -54,6 +54,7 @@ DISK_BACKEND = {
 # --max-total-tokens bounds the token pool. SGLang also requires that weights and pool fit into this share of memory.
 # The experts count as used memory and may take nearly all of it.
 CPU_MEMORY_SHARE = 0.95
+HOST, NVIDIA = "cpu", "cuda"
 NO_PARSER = "none"
 
 
@@ -76,12 +77,17 @@ class Cache(Protocol):
 
 
 class Options(Protocol):
-    """The user's options; `serve.options.named.ServeOptions`. `lora_slots`: adapters per batch, including the base."""
+    """The user's options; `serve.options.named.ServeOptions`. `lora_slots`: adapters per batch, including the base.
+
+    `device`: "cpu", or an accelerator with its index; None: what this process has.
+    """
 
     @property
     def host(self) -> str: ...
     @property
     def port(self) -> int: ...
+    @property
+    def device(self) -> str | None: ...
     @property
     def dtype(self) -> str: ...
     @property
@@ -116,12 +122,12 @@ class Model(Protocol):
 
 
 def server_arguments(options: Options, model: Model, *, on_cpu: bool | None = None) -> list[str]:
-    """Arguments for SGLang's parser, with the user's own SGLang options last. `on_cpu`: None asks torch.
+    """Arguments for SGLang's parser, with the user's own SGLang options last. `on_cpu`: None asks `options`.
 
     Raises UnknownNameError for a model of no known family, InvalidValueError for a variant that can't be served.
     """
-    if on_cpu is None:
-        on_cpu = not _has_cuda()
+    kind, _, index = _device(options, on_cpu).partition(":")
+    on_cpu, has_cuda_kernels = kind == HOST, kind == NVIDIA
     values: dict[str, object] = {
         "model-path": model.directory,
         "served-model-name": model.name,
@@ -132,16 +138,20 @@ def server_arguments(options: Options, model: Model, *, on_cpu: bool | None = No
         "max-running-requests": options.max_running_requests,
         "max-lora-rank": options.max_lora_rank,
         "max-loras-per-batch": options.lora_slots,
-        "lora-backend": "torch_native" if on_cpu else "csgmv",
+        "lora-backend": "csgmv" if has_cuda_kernels else "torch_native",
     }
     if options.context_tokens is not None:
         values["context-length"] = options.context_tokens
     if on_cpu:
-        values |= {"device": "cpu", "attention-backend": ATTENTION_BACKEND, "mem-fraction-static": CPU_MEMORY_SHARE}
+        values |= {"device": HOST, "attention-backend": ATTENTION_BACKEND, "mem-fraction-static": CPU_MEMORY_SHARE}
+    else:
+        values |= {"device": kind, "base-gpu-id": index or 0}
+        if not has_cuda_kernels:
+            values["attention-backend"] = ACCELERATOR_ATTENTION
     cache = options.cache
     if cache is not None:
         values |= {"max-total-tokens": cache.device_tokens, "page-size": cache.page_tokens}
-    tiers = _tiers(cache, model, on_cpu) if cache is not None and cache.host_tokens else []
+    tiers = _tiers(cache, model, has_cuda_kernels) if cache is not None and cache.host_tokens else []
     targets = family_for(model.config).sglang_lora_targets(model.config)
     fixed = [text for name, value in values.items() for text in (f"--{name}", str(value))]
     unquantized = NOT_QUANTIZED if quantization_of(model.config) is not None else ()
@@ -154,13 +164,13 @@ def _parsers(options: Options) -> list[str]:
     return [text for name, value in values.items() if value not in (None, NO_PARSER) for text in (name, str(value))]
 
 
-def _tiers(cache: Cache, model: Model, on_cpu: bool) -> list[str]:
+def _tiers(cache: Cache, model: Model, has_cuda_kernels: bool) -> list[str]:
     if model.config.get("index_topk"):
         raise InvalidValueError(
             f"--cache-host: {model.name} has sparse attention (index_topk {model.config['index_topk']}), whose index "
             "is kept beside the keys and values; the cache's tiers have room for these only"
         )
-    copies, layout = ("direct", "page_first_direct") if on_cpu else ("kernel", "page_first")
+    copies, layout = ("kernel", "page_first") if has_cuda_kernels else ("direct", "page_first_direct")
     values: dict[str, object] = {
         "hicache-ratio": cache.host_ratio,
         "hicache-io-backend": copies,
@@ -199,7 +209,13 @@ def _parser() -> _Parser:
     return parser
 
 
-def _has_cuda() -> bool:
-    import torch
+def _device(options: Options, on_cpu: bool | None) -> str:
+    """ "cpu", or the kind of an accelerator, with its index if the options name one."""
+    if on_cpu is None and options.device is None:
+        from kt_runtime import device
 
-    return torch.cuda.is_available()
+        found = device.accelerator()
+        return HOST if found is None else found.type
+    if on_cpu is None:
+        return str(options.device)
+    return HOST if on_cpu else options.device or NVIDIA

@@ -21,9 +21,10 @@ from kt_runtime.sglang_patch.cache import metrics as cache_metrics
 from kt_runtime.sglang_patch.cache import namespace as cache_namespace
 from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.cpu import step as native_step
+from kt_runtime.sglang_patch.gpu import hot, streaming
 from kt_runtime.sglang_patch.lora import install as lora_install
 from kt_runtime.sglang_patch.version import PINNED
-from kt_runtime.wire.messages import CacheTier
+from kt_runtime.wire.messages import CacheTier, ExpertStreaming, GpuExperts
 
 SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.chunked_prefill_size",
@@ -75,7 +76,17 @@ class SGLangHost:
 
     @property
     def not_exact(self) -> str:
-        return native_step.not_exact() if device.is_host(self.device) else "the model is not on a CPU"
+        if device.is_host(self.device):
+            return native_step.not_exact()
+        return "; ".join(filter(None, ("the model is not on a CPU", hot.not_exact())))
+
+    @property
+    def gpu_experts(self) -> GpuExperts | None:
+        return hot.status()
+
+    @property
+    def expert_streaming(self) -> ExpertStreaming | None:
+        return streaming.status()
 
     @property
     def decoded(self) -> Decoded:

@@ -6,7 +6,8 @@ SGLang 0.5.23 symbols and reasons:
   this point and shares the scheduler's model.
 - `SchedulerRequestReceiver.recv_requests`: called once per turn on every rank. SGLang broadcasts the entries that rank
   0 adds to `local_reqs` to all ranks. The resident's decisions are such entries, so that ranks never disagree.
-- `Scheduler.ingest_requests`: the turn's training slices run after this call, between two of SGLang's batches.
+- `Scheduler.ingest_requests`: the turn's training slices run after this call, between two of SGLang's batches. Hot
+  experts move here too.
 - `IdleSleeper.maybe_sleep`: with `--sleep-on-idle` the scheduler sleeps until a request arrives. The scheduler must not
   sleep while there is training work. Requests of the training protocol, results of the resident's own threads and the
   frontend's answers must wake it.
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.sglang_patch.gpu import hot
 from kt_runtime.sglang_patch.hooks import Hooks
 
 SYMBOLS = (
@@ -82,6 +84,7 @@ def _with_decisions(
 
 def _turn(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     received = original(scheduler, *args, **kwargs)
+    hot.turn()
     if _resident is not None:
         _resident.turn()
     return received
@@ -90,7 +93,7 @@ def _turn(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
 def has_work() -> bool:
     """True while the resident has work for the scheduler's thread, which must not sleep then. False while the resident
     only waits for its own threads or for the frontend: both wake the scheduler."""
-    return _resident is not None and bool(_resident.has_work())
+    return hot.has_work() or (_resident is not None and bool(_resident.has_work()))
 
 
 def _sleep(original: Callable[..., Any], sleeper: Any, *args: Any, **kwargs: Any) -> Any:

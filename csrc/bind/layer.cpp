@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/bf16.h"
+#include "ops/experts/unpack.h"
 
 namespace py = pybind11;
 
@@ -198,6 +199,28 @@ void NativeLayer::unpack(int64_t expert, py::handle gate, py::handle up, py::han
   unpack_matrix(*layer_, expert, kDown, down);
 }
 
+void NativeLayer::unpack_range(int64_t first, int64_t count, py::handle w13, py::handle w2) const {
+  const auto [experts, hidden, inner] = layer_->shape();
+  if (first < 0 || count < 1 || first >= experts || count > experts - first)
+    throw BindError{"invalid_value", std::to_string(count) + " experts from expert " + std::to_string(first) +
+                                         " on are not a range; there are " + std::to_string(experts)};
+  TensorRule rule{.name = "w13",
+                  .dtypes = {DType::kBf16},
+                  .shape = {count, 2 * inner, hidden},
+                  .contiguous = true,
+                  .written = true};
+  UnpackedExperts out;
+  out.gate_up = view_of(w13, rule);
+  rule.name = "w2";
+  rule.shape = {count, hidden, inner};
+  out.down = view_of(w2, rule);
+  check_disjoint({{"w13", out.gate_up}, {"w2", out.down}}, {});
+  run([&] {
+    kt::unpack(engine(), {first, count}, out);
+    return Status();
+  });
+}
+
 PieceBytes NativeLayer::piece_bytes(int64_t expert, int projection, int node) const {
   check_expert(expert);
   if (projection < 0 || projection >= kNumProjections || node < 0 || node >= layer_->num_nodes())
@@ -221,6 +244,7 @@ void bind_layer(py::module_& module) {
       .def("forward", &NativeLayer::forward)
       .def("backward", &NativeLayer::backward)
       .def("unpack", &NativeLayer::unpack)
+      .def("unpack_range", &NativeLayer::unpack_range)
       .def("piece_bytes", &NativeLayer::piece_bytes)
       .def_property_readonly("format", &NativeLayer::format)
       .def_property_readonly("num_nodes", &NativeLayer::num_nodes)

@@ -41,6 +41,9 @@ class NativeLayer {
   // Writes to bfloat16 tensors for a bf16 layer, else to float32 tensors.
   void unpack(int64_t expert, pybind11::handle gate, pybind11::handle up, pybind11::handle down) const;
 
+  // Writes experts [first, first + count) to bfloat16 tensors w13 [count, 2I, H] and w2 [count, H, I].
+  void unpack_range(int64_t first, int64_t count, pybind11::handle w13, pybind11::handle w2) const;
+
   const std::shared_ptr<ExpertLayer>& layer() const { return layer_; }
 
   PieceBytes piece_bytes(int64_t expert, int projection, int node) const;

@@ -106,6 +106,14 @@ struct TransposedProduct {
 };
 constexpr int64_t kTokenUnit = 8;
 
+// Weights as rows of bf16: out[m, k] = W(m, k) for m < rows, k < shape.cols, where row 0 is the first of the blocks.
+// A value is that of float32, rounded once. Nothing beyond these rows and columns is written.
+struct UnpackedRows {
+  PackedBlocks weights;
+  int64_t rows;  // at most 16 * blocks
+  Rows<uint16_t> out;
+};
+
 struct Dense;      // kernels/dense.h
 struct Attention;  // kernels/attention.h
 
@@ -120,6 +128,7 @@ struct Tiles {
   void (*multiply_int8)(const IntegerProduct&);           // int8, int4
   void (*multiply_transposed)(const TransposedProduct<float>&);
   void (*multiply_transposed_bf16)(const TransposedProduct<uint16_t>&);  // null where multiply_bf16 is
+  void (*unpack)(const UnpackedRows&);                                   // any encoding
   void (*product)(const PlainProduct&);
   void (*row_product)(const RowProduct&);
   void (*pair_product)(const PairProduct&);  // null: widen, and use `product`

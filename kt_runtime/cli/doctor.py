@@ -42,6 +42,7 @@ def examine(url: str, api_key: str | None) -> dict[str, Any]:
         "memory": machine.memory_facts(),
         "memory_nodes": machine.memory_node_facts(),
         "gpus": machine.gpu_facts(),
+        "gpu_problem": machine.gpu_problem(),
         "software": machine.software_facts(),
         "disk": machine.disk_facts(),
         "server": server_facts(url, api_key),
@@ -54,6 +55,8 @@ def find_problems(report: dict[str, Any]) -> list[str]:
     problems = machine.software_problems(report["software"])
     if report["experts"]["error"]:
         problems.append(f"the extension kt_runtime._experts does not load: {report['experts']['error']}")
+    if report["gpu_problem"]:
+        problems.append(f"{report['gpu_problem']}; `kt-runtime serve --device cpu` computes on the CPU")
     free_bytes = report["memory"]["available_bytes"]
     if free_bytes < PROCESSES_BYTES:
         problems.append(
@@ -109,7 +112,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows += [
         ("GPU", f"{gpu['name']}, {format_bytes(gpu['available_bytes'])} free of {format_bytes(gpu['total_bytes'])}")
         for gpu in report["gpus"]
-    ] or [("GPU", "none: everything runs on the CPU")]
+    ] or [("GPU", "none that PyTorch can use" if report["gpu_problem"] else "none: everything runs on the CPU")]
     rows += [("kt-runtime", software["kt_runtime"]), ("Python", software["python"])]
     for name, package in software["packages"].items():
         wanted = f" (needs {package['wanted']})" if package["wanted"] else ""

@@ -12,6 +12,7 @@ from typing import Any
 
 from kt_runtime import __version__
 from kt_runtime.serve.cache_directory import caches_directory
+from kt_runtime.serve.memory import machine
 from kt_runtime.serve.memory.machine import available_cpu_bytes, huge_pages, total_cpu_bytes
 from kt_runtime.serve.models.hub_cache import hub_cache_directory
 from kt_runtime.serve.models.report import models_directory
@@ -85,18 +86,23 @@ def memory_facts() -> dict[str, Any]:
 
 
 def gpu_facts() -> list[dict[str, Any]]:
+    """`driver`: its version, "" if unknown."""
     try:
-        import torch
-    except ImportError:
+        from kt_runtime import device
+    except ImportError:  # torch is missing
         return []
-    if not torch.cuda.is_available():
-        return []
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-        name = torch.cuda.get_device_name(index)
-        gpus.append({"name": name, "total_bytes": total_bytes, "available_bytes": free_bytes})
-    return gpus
+    return [
+        {"name": gpu.name, "total_bytes": gpu.total_bytes, "available_bytes": gpu.free_bytes, "driver": gpu.driver}
+        for gpu in device.devices()
+    ]
+
+
+def gpu_problem() -> str:
+    """Why PyTorch can't use a GPU whose driver is loaded; "" otherwise."""
+    try:
+        return machine.gpu_problem()
+    except ImportError:  # torch is missing, which is a problem of its own
+        return ""
 
 
 def software_facts() -> dict[str, Any]:

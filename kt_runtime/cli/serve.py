@@ -47,6 +47,11 @@ class ServeCommand(click.Command):
 )
 @click.option("--any-model-name", is_flag=True, help="Requests that name an unknown model get the model, not 404.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float32.")
+@click.option(
+    "--device",
+    metavar="cpu|cuda|cuda:N",
+    help="Where attention and dense layers are. [default: the first GPU; without one the CPU]",
+)
 @click.option("--context-tokens", type=int, help="The longest sequence. [default: the model's]")
 @click.option("--max-total-tokens", type=int, help="Tokens that the KV cache holds. [default: 16384]")
 @click.option("--max-running-requests", default=32, show_default=True, type=int)
@@ -75,7 +80,18 @@ class ServeCommand(click.Command):
 @click.option(
     "--placement",
     type=click.Path(path_type=Path),
-    help="A KTransformers rule file (kt_optimize_rule): its experts' format is taken, the rest checked.",
+    help="A KTransformers rule file (kt_optimize_rule): its experts' format is taken, the rest checked."
+    " An item gpu_experts pins experts to the GPU.",
+)
+@click.option(
+    "--gpu-experts", metavar="SIZE", help="The most used experts of each layer are kept on the GPU too. [default: none]"
+)
+@click.option(
+    "--stream-experts",
+    metavar="auto|off|TOKENS",
+    default="auto",
+    show_default=True,
+    help="Calls of so many tokens compute their experts on the GPU, to which these stream from memory.",
 )
 @click.option("--no-step", is_flag=True, help="On a CPU, run SGLang's modules instead of the native step.")
 @click.option(
@@ -140,7 +156,7 @@ def _with_sizes(options: dict[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if value is None:
             continue
-        if name in ("cache_device", "cache_host", "cache_disk", "session_memory"):
+        if name in ("cache_device", "cache_host", "cache_disk", "session_memory", "gpu_experts"):
             fields[f"{name}_bytes"] = parse_size(value, f"--{name.replace('_', '-')}")
         elif name == "max_body_size":
             fields["max_body_bytes"] = parse_size(value, "--max-body-size")

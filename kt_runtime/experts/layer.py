@@ -13,7 +13,9 @@ from torch import Tensor
 
 from kt_runtime import _experts, device
 from kt_runtime.errors import ConflictError, InvalidValueError
-from kt_runtime.experts import staging
+from kt_runtime.experts.gpu import paths
+from kt_runtime.experts.gpu.paths import DevicePaths
+from kt_runtime.experts.gpu.streamed import StreamedActivations
 from kt_runtime.experts.native import capsule, require_tensor, translate
 from kt_runtime.experts.values import LORA_TENSORS, ExpertGradients, ExpertShape, LoraSlot, Retained
 
@@ -24,7 +26,7 @@ class ExpertLayer:
     A token's result depends on this token alone (with LoRA dropout also on the token's position in the batch): not on
     the other tokens, their order, their adapters or the number of threads. float32 activations are multiplied exactly
     with weights of every format; bfloat16 activations are quantized to int8 per group, or finer, if the weights are
-    integers. Tensors of a device are staged through pinned host buffers (staging.py). Thread-safe. Errors:
+    integers. Tensors of a device take one of `gpu.paths`: without `device_paths` they are staged. Thread-safe. Errors:
     InvalidValueError for a wrong shape, dtype, device, id or slot, and for a result tensor that aliases itself or an
     input; NumericsError for NaN or Inf in x, weights or grad_out; ConflictError once the store is closed.
     """
@@ -32,6 +34,7 @@ class ExpertLayer:
     def __init__(self, native: _experts.Layer, shape: ExpertShape) -> None:
         self._native: _experts.Layer | None = native
         self.shape = shape
+        self.device_paths: DevicePaths | None = None
 
     def forward(
         self,
@@ -59,7 +62,7 @@ class ExpertLayer:
         slots: Sequence[LoraSlot | None] = (),
         token_slots: Tensor | None = None,
         out: Tensor | None = None,
-    ) -> tuple[Tensor, Retained]:
+    ) -> tuple[Tensor, Retained | StreamedActivations]:
         """`forward`, which also returns the activations that `backward` needs: 8 * I + 12 * R bytes per routed pair."""
         result, retained = self._forward(x, ids, weights, slots, token_slots, out, retain=True)
         assert retained is not None
@@ -75,10 +78,10 @@ class ExpertLayer:
         out: Tensor | None,
         *,
         retain: bool,
-    ) -> tuple[Tensor, Retained | None]:
+    ) -> tuple[Tensor, Retained | StreamedActivations | None]:
         require_tensor(x, "x")
         if not device.is_host(x):
-            return staging.forward(self, x, ids, weights, slots, token_slots, out, retain=retain)
+            return paths.forward(self, x, ids, weights, slots, token_slots, out, retain=retain)
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
         native = self.native()
@@ -106,7 +109,7 @@ class ExpertLayer:
         slots: Sequence[LoraSlot | None] = (),
         token_slots: Tensor | None = None,
         into: Sequence[LoraSlot | None] | None = None,
-        retained: Retained | None = None,
+        retained: Retained | StreamedActivations | None = None,
     ) -> ExpertGradients:
         """Gradients of `forward` with the other arguments, for grad_out [T, H].
 
@@ -117,7 +120,9 @@ class ExpertLayer:
         require_tensor(x, "x")
         require_tensor(weights, "weights")
         if not device.is_host(x):
-            return staging.backward(self, grad_out, x, ids, weights, slots, token_slots, into, retained)
+            return paths.backward(self, grad_out, x, ids, weights, slots, token_slots, into, retained)
+        if isinstance(retained, StreamedActivations):
+            raise InvalidValueError("retained is of a call that streamed to a device; x is in CPU memory")
         native = self.native()
         given: Sequence[LoraSlot | None] = [None] * len(slots) if into is None else into
         if len(given) != len(slots):
@@ -161,6 +166,18 @@ class ExpertLayer:
         except _experts.NativeError as error:
             raise translate(error) from None
         return gate, up, down
+
+    def unpack_range(self, first: int, count: int, w13: Tensor, w2: Tensor) -> None:
+        """Writes experts first to first + count - 1, dequantized, to w13 [count, 2I, H] and w2 [count, H, I].
+
+        Both are contiguous bfloat16 tensors in CPU memory. w13 has the rows of gate, then those of up. bf16 weights are
+        copied, others rounded once from float32. All threads of the store's pool take part, without Python's lock.
+        InvalidValueError: experts out of range, another shape, dtype or device, or tensors that share memory.
+        """
+        try:
+            self.native().unpack_range(first, count, capsule(w13, "w13"), capsule(w2, "w2"))
+        except _experts.NativeError as error:
+            raise translate(error) from None
 
     @property
     def format(self) -> str:

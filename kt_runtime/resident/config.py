@@ -6,7 +6,7 @@ SGLang starts its processes itself; only the environment reaches all of them.
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -27,6 +27,12 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     The prefix cache's disk tier: off if `cache_directory` is None or `cache_disk_bytes` is 0. `cache_page_tokens`:
     tokens of a page in all tiers. `cache_read_only`: nothing is written to the directory.
+
+    `gpu_expert_bytes`: size of the hot experts' slots and buffers on the device, 0: none. `pinned_experts`: layer ->
+    experts that always have a slot there.
+
+    `stream_experts`: calls of at least so many tokens compute their experts on the device, to which these stream.
+    "auto": a number that is measured; without a device, or memory for it, none. "off": none.
 
     `step`: on a CPU the native step computes the decoder stack where it can; False: SGLang's modules do.
     """
@@ -49,6 +55,9 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     cache_page_tokens: Annotated[int, msgspec.Meta(ge=1)] = 1
     cache_read_only: bool = False
     step: bool = True
+    gpu_expert_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    pinned_experts: dict[int, tuple[int, ...]] = {}
+    stream_experts: Literal["auto", "off"] | Annotated[int, msgspec.Meta(ge=1)] = "auto"
 
     def to_environment(self) -> dict[str, str]:
         return {ENVIRONMENT_VARIABLE: msgspec.json.encode(self).decode()}

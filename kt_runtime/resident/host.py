@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kt_runtime.adapters import AdapterTensors
     from kt_runtime.experts import ExpertStore
     from kt_runtime.resident.fingerprint import WeightsFingerprint
-    from kt_runtime.wire.messages import CacheTier
+    from kt_runtime.wire.messages import CacheTier, ExpertStreaming, GpuExperts
 
 
 @dataclass
@@ -64,6 +64,16 @@ class Host(Protocol):
     @property
     def not_exact(self) -> str:
         """Why training's log-probabilities may differ from served ones; empty if they are equal to the bit."""
+        ...
+
+    @property
+    def gpu_experts(self) -> GpuExperts | None:
+        """Experts that serving computes on the device; training never does. None: there are none."""
+        ...
+
+    @property
+    def expert_streaming(self) -> ExpertStreaming | None:
+        """Experts that stream to the device, for prompts and for training. None: no call's do."""
         ...
 
     @property

@@ -312,6 +312,8 @@ class Resident:
             step_exceptions=self._host.step_exceptions,
             exact=not not_exact,
             not_exact=not_exact,
+            gpu_experts=self._host.gpu_experts,
+            expert_streaming=self._host.expert_streaming,
             step_decode_batches=decoded.step_batches,
             step_decode_seconds=decoded.step_seconds,
             sampling_decode_seconds=decoded.sampling_seconds,

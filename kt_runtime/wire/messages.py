@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from kt_runtime.errors import InvalidValueError
+from kt_runtime.wire.status import CacheTier, ExpertStreaming, GpuExperts, UnforgottenName, UnstoredVersion
 
 PROTOCOL_VERSION = 4
 """Sent with every request. Any incompatible change increments it: a request field is added, removed or changes its
@@ -383,54 +384,6 @@ class SessionInfo(msgspec.Struct, kw_only=True):
     publishes: list[str] = msgspec.field(default_factory=list)
 
 
-class CacheTier(msgspec.Struct, kw_only=True):
-    """One tier of the prefix cache: "device", "host" or "disk". Counters start at the server's start.
-
-    A page is the KV of `page_tokens` tokens, `page_bytes` bytes. `hits`, `misses`: lookups in this tier, in pages; a
-    miss in one tier becomes a lookup in the next. `evictions`: pages removed to make room. `bytes_read`,
-    `bytes_written`: bytes copied from and to the tier (0 on the device, where pages are used in place). `used_bytes`,
-    `capacity_bytes`: size of the tier's current `pages`, and the limit.
-
-    Disk tier only: `corrupt` (records; each counts as a miss too), `counters` (all of
-    `kt_runtime.cache.health.DISK_COUNTERS`), `directory`, `read_only` (pages are never written), `reading_stopped` and
-    `writing_stopped` (the reason why the tier is currently not read or written; None: it is).
-    """
-
-    tier: str
-    page_tokens: int
-    page_bytes: int
-    pages: int
-    used_bytes: int
-    capacity_bytes: int
-    hits: int
-    misses: int
-    evictions: int
-    bytes_read: int = 0
-    bytes_written: int = 0
-    corrupt: int = 0
-    counters: dict[str, int] = msgspec.field(default_factory=dict)
-    directory: str | None = None
-    read_only: bool = False
-    reading_stopped: str | None = None
-    writing_stopped: str | None = None
-
-
-class UnstoredVersion(msgspec.Struct, kw_only=True):
-    """A version that is or was served and is not in the adapter directory. `is_waiting`: the write will be retried."""
-
-    name: str
-    version: str
-    reason: str
-    is_waiting: bool
-
-
-class UnforgottenName(msgspec.Struct, kw_only=True):
-    """An unloaded name that a restart would serve again, because the adapter directory could not be changed."""
-
-    name: str
-    reason: str
-
-
 STEP_RUNNING = "running"
 
 
@@ -452,6 +405,9 @@ class StatusReply(Reply, tag="status"):
 
     `exact`: training computes the log-probabilities of serving to the bit, without dropout. `not_exact`: why they may
     differ; empty if `exact`.
+
+    `gpu_experts`: hot experts on the device; None without `serve --gpu-experts`. `expert_streaming`: experts that
+    stream there; None without a device, and with `serve --stream-experts off`.
 
     `cache`: the prefix cache's tiers, nearest first; empty if the engine reports none. `not_stored`: versions that
     could not be written to disk. `not_forgotten`: unloaded names whose removal could not be written to disk.
@@ -491,6 +447,8 @@ class StatusReply(Reply, tag="status"):
     sampling_decode_seconds: float = 0.0
     exact: bool = False
     not_exact: str = ""
+    gpu_experts: GpuExperts | None = None
+    expert_streaming: ExpertStreaming | None = None
 
 
 class SessionReply(Reply, tag="session"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,20 +17,42 @@ GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 def has_gpu() -> bool:
     """Whether torch finds a GPU for attention and dense layers."""
-    if not any(Path(device).exists() for device in GPU_DEVICES):
+    if "torch" not in sys.modules and not _has_driver():
         return False
-    import torch
+    from kt_runtime import device
 
-    return torch.cuda.is_available()
+    return device.accelerator() is not None
 
 
-def available_memory(with_gpu: bool) -> dict[str, int]:
-    """Free bytes by device. With several GPUs the first one counts, since the single rank uses one GPU."""
+def gpu_problem() -> str:
+    """Why torch can't use this machine's NVIDIA GPU; "" if it can, or if there is none (`device.problem`)."""
+    if not _has_driver():
+        return ""
+    from kt_runtime import device
+
+    return device.problem()
+
+
+def gpus_are_hidden() -> bool:
+    """Does the environment hide this machine's GPUs from torch?"""
+    if not _has_driver():
+        return False
+    from kt_runtime import device
+
+    return device.are_hidden()
+
+
+def _has_driver() -> bool:
+    return any(Path(device).exists() for device in GPU_DEVICES)
+
+
+def available_memory(with_gpu: bool, index: int = 0) -> dict[str, int]:
+    """Free bytes by device. `index`: of the GPU that counts, since the single rank uses one."""
     free = {"cpu": available_cpu_bytes()}
     if with_gpu:
-        import torch
+        from kt_runtime import device
 
-        free["gpu"] = torch.cuda.mem_get_info(0)[0]
+        free["gpu"] = device.devices()[index].free_bytes
     return free
 
 

@@ -4,13 +4,16 @@ A file is a list of `{match: {name: regex, class: dotted}, replace: {class: dott
 the first rule that matches a module applies. kt-runtime uses only the routed experts' format and the number of devices.
 A setting without an equivalent gives one note, a setting for unsupported hardware is an error, and all others are
 details of the old engine and ignored.
+
+One item of the list may be kt-runtime's own, `{gpu_experts: {LAYER: [EXPERT, ...]}}`: experts that `--gpu-experts`
+keeps on the device for good.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from kt_runtime.documents import Entry, Values, all_problems, read_file, shown, 
 from kt_runtime.errors import InvalidValueError, suggestion
 from kt_runtime.families.registry import family_for
 from kt_runtime.serve.memory import placement_names as known
+from kt_runtime.serve.memory.expert_pins import Pins, read_pins
 from kt_runtime.serve.models.checkpoint import dense_tensors
 
 _DEVICE = re.compile(r"(cuda|xpu|npu)(:[0-9]{1,2})?|cpu")
@@ -38,12 +42,14 @@ class Placement:
     """`expert_format`: int8 or bf16, None: the checkpoint's. `expert_isa`: "amx" when the rules ask for AMX.
 
     `num_devices`: GPUs that the rules spread the model over. `notes`: one line for each setting without an equivalent.
+    `pinned_experts`: layer -> experts that stay on the device.
     """
 
     expert_format: str | None
     num_devices: int
     notes: tuple[str, ...]
     expert_isa: str | None = None
+    pinned_experts: Pins = field(default_factory=dict)
 
 
 @dataclass
@@ -69,7 +75,8 @@ def read_placement(path: Path, module_names: Sequence[str] | None) -> Placement:
         raise InvalidValueError(f"{path}:{node.start_mark.line + 1}: a placement file is a list of rules")
     problems: list[str] = []
     reader = _Reader(Values(str(path), problems), problems)
-    rules = [reader.rule(item) for item in node.value]
+    pins, items = read_pins(node.value, reader.values, problems, module_names)
+    rules = [reader.rule(item) for item in items]
     if module_names is not None:
         for rule in rules:
             if rule.name is not None and not any(map(rule.name.search, module_names)):
@@ -78,7 +85,8 @@ def read_placement(path: Path, module_names: Sequence[str] | None) -> Placement:
                 )
     if problems:
         raise all_problems(path, problems)
-    return _placement(str(path), rules, reader.notes, module_names)
+    placement = _placement(str(path), rules, reader.notes, module_names)
+    return replace(placement, pinned_experts=pins)
 
 
 def module_names(config: Mapping[str, Any]) -> list[str]:
@@ -138,13 +146,13 @@ class _Reader:
     """Reads rules one by one; collects problems, and notes: text -> (first place, number of occurrences)."""
 
     def __init__(self, values: Values, problems: list[str]) -> None:
-        self._values, self._problems = values, problems
+        self.values, self._problems = values, problems
         self.notes: dict[str, tuple[str, int]] = {}
 
     def rule(self, node: yaml.Node) -> _Rule:
-        rule = _Rule(self._values.where(node))
+        rule = _Rule(self.values.where(node))
         try:
-            value = self._values.value(node)
+            value = self.values.value(node)
         except ValueError as error:
             self._problems.append(f"{rule.where}: {error}")
             return rule

@@ -7,11 +7,12 @@ import re
 import socket
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError, suggestion
 from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING
 from kt_runtime.serve.memory.cache_plan import CachePlan
+from kt_runtime.serve.memory.expert_pins import Pins
 
 DTYPES = ("bfloat16", "float32")
 LORA_RANKS = (64, 32, 16, 8)
@@ -31,10 +32,13 @@ LOWEST_VALUES = {
     "cache_host_bytes": 0,
     "cache_disk_bytes": 0,
     "cache_page_tokens": 1,
+    "gpu_experts_bytes": 0,
     "max_body_bytes": 1024,
 }
 LARGEST_PAGE_TOKENS = 1024
-NOT_OPTIONS = ("passed_on", "cache", "lora_rank_may_be_lower")
+STREAMING = ("auto", "off")
+"""Values of `--stream-experts` beside a number of tokens."""
+NOT_OPTIONS = ("passed_on", "cache", "lora_rank_may_be_lower", "pinned_experts")
 OPTION_NAMES = {
     "max_body_bytes": "max-body-size",
     "cors_origins": "cors-origin",
@@ -46,12 +50,17 @@ SERVED_NAME = re.compile(r"[A-Za-z0-9._/-]{1,200}")
 class ServeOptions:
     """`max_total_tokens`: of the prefix cache and all running requests together. `context_tokens`: None: the model's.
 
+    `device`: "cpu", or a GPU such as "cuda:1" or "cuda", the first; None: a GPU if there is one (`serve.devices`).
     `lora_slots`: adapter versions in one batch; the base takes one slot. `adapter_dir`: None: this model's directory in
     the user's data directory. `expert_isa`, `expert_threads`: None: the best available.
     `expert_format`: the format that a bf16 or fp8 checkpoint's experts are quantized to during loading; None: none.
     `no_step`: SGLang's modules compute the decoder stack on a CPU, not the native step.
     `exact`: the server ends with status 2 if training's log-probabilities may differ from served ones.
-    `placement`: a KTransformers rule file, which may set `expert_format`.
+    `placement`: a KTransformers rule file, which may set `expert_format` and `pinned_experts`.
+    `gpu_experts_bytes`: size of the hot experts' slots and buffers on the device, 0: none. `pinned_experts`: layer ->
+    experts that always have a slot.
+    `stream_experts`: calls of at least so many tokens compute their experts on the device; "auto": a measured number,
+    "off": none.
     `max_lora_rank`: every slot is allocated for this rank. `lora_rank_may_be_lower`: lower the rank if memory is short.
     `training_share`: the largest share of time for training while requests are served.
     `max_sessions`: training sessions open at once; `session_memory_bytes`: their memory limit together, None: their
@@ -91,6 +100,7 @@ class ServeOptions:
     placement: Path | None = None
     no_step: bool = False
     exact: bool = False
+    device: str | None = None
     training_share: float = 0.5
     microbatch_tokens: int = 2048
     served_model_name: str | None = None
@@ -108,6 +118,9 @@ class ServeOptions:
     cache_read_only: bool = False
     cache_page_tokens: int | None = None
     cache: CachePlan | None = None
+    gpu_experts_bytes: int = 0
+    pinned_experts: Pins = field(default_factory=dict)
+    stream_experts: str = "auto"
 
     def __post_init__(self) -> None:
         """Raises InvalidValueError for a value outside its range, UnknownNameError for an unknown format."""
@@ -119,6 +132,10 @@ class ServeOptions:
             raise InvalidValueError(f"--training-share {self.training_share:g}: must be above 0 and at most 1")
         if self.expert_format is not None and self.expert_format not in QUANTIZED_WHILE_LOADING:
             raise UnknownNameError("expert format", self.expert_format, QUANTIZED_WHILE_LOADING, "--expert-format")
+        if self.stream_experts not in STREAMING and not re.fullmatch(r"[1-9][0-9]{0,8}", self.stream_experts):
+            raise InvalidValueError(
+                f"--stream-experts {self.stream_experts!r}: allowed are auto, off, or a number of tokens, 1 or more"
+            )
         for name, lowest in LOWEST_VALUES.items():
             value = getattr(self, name)
             if value is not None and value < lowest:
@@ -148,6 +165,13 @@ class ServeOptions:
         """Whether any size of the prefix cache's tiers is given."""
         sizes = (self.cache_device_bytes, self.cache_page_tokens)
         return any(size is not None for size in sizes) or bool(self.cache_host_bytes or self.cache_disk_bytes)
+
+    @property
+    def streaming(self) -> Literal["auto", "off"] | int:
+        """`stream_experts` as the resident takes it."""
+        if self.stream_experts == "auto":
+            return "auto"
+        return "off" if self.stream_experts == "off" else int(self.stream_experts)
 
     @property
     def url(self) -> str:

@@ -18,6 +18,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("use kt-runtime's own option", "--served-model-name"),
     ("use --context-tokens", "--context-length"),
     ("use --lora-slots", "--max-loras-per-batch"),
+    ("use --device cuda:N", "--base-gpu-id --gpu-id-step"),
     ("SGLang logs its arguments; set KT_RUNTIME_API_KEY instead", "--api-key --admin-api-key"),
     ("a file can hold options that kt-runtime decides; write them out", "--config"),
     (

@@ -32,6 +32,7 @@ from kt_runtime.families.quantization import BF16, quantization_of
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.progress import LayersRead
 from kt_runtime.sglang_patch.faults import finite_rows
+from kt_runtime.sglang_patch.gpu import hot, streaming
 from kt_runtime.sglang_patch.hooks import Hooks
 
 logger = logging.getLogger(__name__)
@@ -174,7 +175,11 @@ def _method_class() -> type:
             """Creates none: SGLang then treats `apply` as the method's own kernel, with standard routing output."""
 
         def process_weights_after_loading(self, layer: Any) -> None:
-            open_store(model_config().model_path)
+            config = model_config()
+            store = open_store(config.model_path)
+            values = config.hf_config.to_dict()
+            hot.attach(store, config.dtype)
+            streaming.attach(store, config.dtype, family_for(values).num_experts_per_tok(values))
 
         def apply(self, layer: Any, dispatch_output: Any) -> Any:
             out = layer.experts_forward(dispatch_output.hidden_states, dispatch_output.topk_output)

@@ -90,6 +90,23 @@ def test_calls_follow_each_other_without_mixing(layer: ExpertLayer, device: torc
     assert all(torch.equal(g.cpu(), w) for g, w in zip(got, wanted, strict=True))
 
 
+def test_streams_that_alternate_do_not_overwrite_each_other_s_results(layer: ExpertLayer, device: torch.device) -> None:
+    """Each call waits for its own stream alone: the copy of the last result may still be queued on the other one."""
+    calls = [call(torch.float32, seed) for seed in range(6)]
+    wanted = [layer.forward(**arguments) for arguments in calls]
+    moved = [call_on(device, arguments) for arguments in calls]
+    streams = [new_stream(device), new_stream(device)]
+    for stream in streams:
+        stream.wait_event(recorded(current_stream(device)))
+    got = []
+    for index, arguments in enumerate(moved):
+        with on(streams[index % 2]):
+            got.append(layer.forward(**arguments))
+    for stream in streams:
+        stream.synchronize()
+    assert all(torch.equal(g.cpu(), w) for g, w in zip(got, wanted, strict=True))
+
+
 def test_input_is_awaited_on_the_current_stream(
     layer: ExpertLayer, device: torch.device, delay: Callable[[], None]
 ) -> None:

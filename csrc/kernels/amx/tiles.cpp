@@ -15,6 +15,7 @@ const Tiles kTiles = {
     .multiply_int8 = multiply_int8,
     .multiply_transposed = base::multiply_transposed,
     .multiply_transposed_bf16 = multiply_transposed_bf16,
+    .unpack = base::unpack,
     .product = base::product,
     .row_product = base::row_product,
     .pair_product = pair_product,

@@ -16,6 +16,7 @@ const Tiles kAvx2Tiles = {
     .multiply_int8 = avx2::multiply_int8,
     .multiply_transposed = avx2::multiply_transposed,
     .multiply_transposed_bf16 = nullptr,
+    .unpack = avx2::unpack,
     .product = avx2::product,
     .row_product = avx2::row_product,
     .pair_product = nullptr,

@@ -23,6 +23,9 @@ void transpose_rows_bf16(Rows<const float> in, int64_t rows, int64_t cols, uint1
 // pair_product.cpp
 void pair_product(const PairProduct& p);
 
+// unpack.cpp
+void unpack(const UnpackedRows& u);
+
 // rows.cpp
 void product(const PlainProduct& p);
 void row_product(const RowProduct& p);

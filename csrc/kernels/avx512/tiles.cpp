@@ -17,6 +17,7 @@ const Tiles kAvx512Tiles = {
     .multiply_int8 = avx512::multiply_int8,
     .multiply_transposed = avx512::multiply_transposed,
     .multiply_transposed_bf16 = avx512::multiply_transposed_bf16,
+    .unpack = avx512::unpack,
     .product = avx512::product,
     .row_product = avx512::row_product,
     .pair_product = avx512::pair_product,

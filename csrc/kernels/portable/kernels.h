@@ -17,6 +17,9 @@ void quantize(const PackedShape& shape, const float* row, uint8_t* values, float
 void multiply_transposed(const TransposedProduct<float>& p);
 void transpose_rows(Rows<const float> in, int64_t rows, int64_t cols, float* out, int64_t ld);
 
+// unpack.cpp
+void unpack(const UnpackedRows& u);
+
 // rows.cpp
 void product(const PlainProduct& p);
 void row_product(const RowProduct& p);

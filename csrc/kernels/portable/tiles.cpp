@@ -16,6 +16,7 @@ const Tiles kPortableTiles = {
     .multiply_int8 = portable::multiply_int8,
     .multiply_transposed = portable::multiply_transposed,
     .multiply_transposed_bf16 = nullptr,
+    .unpack = portable::unpack,
     .product = portable::product,
     .row_product = portable::row_product,
     .pair_product = nullptr,

@@ -42,6 +42,8 @@ def faster_dtype() -> str:
     """bfloat16 if PyTorch multiplies bfloat16 by hardware instructions of this machine, else float32."""
     import torch
 
-    if torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    from kt_runtime import device
+
+    if device.accelerator() is not None or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "bfloat16"
     return "float32"

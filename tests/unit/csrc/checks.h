@@ -92,6 +92,7 @@ void test_dense(const kt::Tiles& tiles, Report& report);       // dense_test.cpp
 void test_decoder(const kt::Tiles& tiles, Report& report);     // decoder_test.cpp
 void test_step(const kt::Tiles& tiles, Report& report);        // step_test.cpp
 void test_contract(const kt::Tiles& tiles, Report& report);    // step_contract_test.cpp
+void test_unpack(const kt::Tiles& tiles, Report& report);      // unpack_test.cpp
 
 inline double norm(const std::vector<double>& values) {
   double sum = 0;

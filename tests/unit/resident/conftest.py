@@ -32,7 +32,7 @@ from kt_runtime.resident.twin.batches import TrainingBatch
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin, dense_views
 from kt_runtime.resident.wakeup import Wakeup
-from kt_runtime.wire.messages import CacheTier, CrossEntropy, LoraSettings, Loss
+from kt_runtime.wire.messages import CacheTier, CrossEntropy, ExpertStreaming, GpuExperts, LoraSettings, Loss
 
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -119,6 +119,27 @@ class FakeHost:
     context_tokens = 256
     chunked_prefill_tokens = 128
     step = not_exact = "the host is a fake"
+    expert_streaming: ExpertStreaming | None = ExpertStreaming(
+        threshold_tokens=96,
+        measured=True,
+        chunk_experts=4,
+        ring_bytes=1 << 20,
+        forward_tokens=12,
+        backward_tokens=5,
+    )
+    gpu_experts: GpuExperts | None = GpuExperts(
+        size_bytes=60,
+        slot_bytes=10,
+        slots=4,
+        pinned=0,
+        resident={1: [3]},
+        decode_steps=2,
+        hits=3,
+        misses=1,
+        hit_rate=0.75,
+        moves=1,
+        moved_bytes=10,
+    )
     decoded = Decoded(step_batches=3, step_seconds=0.25, sampling_seconds=0.125)
 
     def __init__(

@@ -170,6 +170,7 @@ def test_what_is_no_pair_is_refused_and_leaves_no_gradient(
 def test_status_says_what_a_recipe_is_compared_with(make_host: Callable[..., Any], tmp_path: Path) -> None:
     host = make_host()
     status = run(host, Inbox([(GetStatus(request_id="0"), {})]), tmp_path)["0"]
+    assert status.gpu_experts is host.gpu_experts and status.expert_streaming is host.expert_streaming
     found = (status.expert_threads, status.chunked_prefill_tokens, status.microbatch_tokens)
     assert found == (host.experts.num_threads, host.chunked_prefill_tokens, 2048)
     assert sum(status.expert_node_bytes) == status.expert_bytes and status.expert_placement == ""

@@ -21,6 +21,22 @@ SESSION_INFO = messages.SessionInfo(session="s", rank=8, alpha=16.0, step=3, mod
 SAMPLES: dict[Any, Any] = {str: "tiny", int: 2**40, float: 0.5, bool: True}
 STATUS = {f.name: SAMPLES.get(f.type, []) for f in msgspec.structs.fields(messages.StatusReply)}
 STATUS["sessions"] = [SESSION_INFO]
+STATUS["expert_streaming"] = messages.ExpertStreaming(
+    threshold_tokens=96, measured=True, chunk_experts=4, ring_bytes=1 << 20, forward_tokens=12, backward_tokens=5
+)
+STATUS["gpu_experts"] = messages.GpuExperts(
+    size_bytes=6000,
+    slot_bytes=1000,
+    slots=4,
+    pinned=1,
+    resident={1: [0, 3], 2: []},
+    decode_steps=9,
+    hits=30,
+    misses=10,
+    hit_rate=0.75,
+    moves=2,
+    moved_bytes=2000,
+)
 
 
 class FakeResident:

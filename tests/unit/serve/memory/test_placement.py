@@ -244,3 +244,57 @@ def test_any_file_ends_in_a_placement_or_a_user_error(tmp_path: Path, modules: l
         read_placement(path, modules)
     except UserError as error:
         assert str(error)
+
+
+# Experts that are pinned to the device.
+
+
+PINS = """\
+- gpu_experts:
+    1: [0, 5]
+    2: []
+- match:
+    name: "^model\\\\.layers\\\\..*\\\\.mlp\\\\.experts$"
+  replace:
+    class: ktransformers.operators.experts.KTransformersExperts
+    kwargs:
+      backend: "AMXInt8"
+"""
+
+
+def test_experts_are_pinned_beside_the_rules(tmp_path: Path, modules: list[str]) -> None:
+    placement = read(tmp_path, PINS, modules)
+    assert (placement.pinned_experts, placement.expert_format) == ({1: (0, 5), 2: ()}, "int8")
+    assert read(tmp_path, SEED, modules).pinned_experts == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "problem"),
+    [
+        ("- gpu_experts: 3\n", 1, "gpu_experts: 3: must be a mapping of layers to experts"),
+        ("- gpu_experts:\n    first: [0]\n", 2, "gpu_experts: 'first' is no layer; allowed are whole numbers"),
+        ("- gpu_experts:\n    1: 4\n", 2, "gpu_experts: layer 1: 4: must be a list of experts, whole numbers from 0"),
+        ("- gpu_experts:\n    1: [0, x]\n", 2, "gpu_experts: layer 1: [0, 'x']: must be a list of experts"),
+        ("- gpu_experts:\n    1: [true]\n", 2, "gpu_experts: layer 1: [True]: must be a list of experts"),
+        ("- gpu_experts:\n    1: [-1]\n", 2, "gpu_experts: layer 1: [-1]: must be a list of experts"),
+        ("- gpu_experts:\n    1: [2, 2]\n", 2, "gpu_experts: layer 1: expert 2 is listed twice"),
+        ("- gpu_experts:\n    1: [0]\n    1: [2]\n", 3, "1 stands at"),
+        ("- gpu_experts: {}\n- gpu_experts: {}\n", 2, "gpu_experts stands at"),
+        ("- gpu_experts: {}\n  match: {}\n", 2, "match: gpu_experts is an item of its own"),
+    ],
+)
+def test_a_wrong_pin_is_an_error_with_its_line(
+    tmp_path: Path, modules: list[str], text: str, line: int, problem: str
+) -> None:
+    for names in (modules, None):
+        with pytest.raises(InvalidValueError) as raised:
+            read(tmp_path, text, names)
+        assert f"{tmp_path / 'rules.yaml'}:{line}: {problem}" in str(raised.value)
+
+
+def test_pins_of_layers_and_experts_that_the_model_lacks_are_errors(tmp_path: Path, modules: list[str]) -> None:
+    with pytest.raises(InvalidValueError) as raised:
+        read(tmp_path, "- gpu_experts:\n    0: [1]\n    2: [4096]\n", modules)
+    path = tmp_path / "rules.yaml"
+    assert f"{path}:2: gpu_experts: layer 0 has no routed experts; those that have: 1 to 2" in str(raised.value)
+    assert re.search(rf"{path}:3: gpu_experts: layer 2: expert 4096: allowed are 0 to 7$", str(raised.value), re.M)

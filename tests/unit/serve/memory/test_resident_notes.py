@@ -23,7 +23,7 @@ RULES = """\
 
 def status(**values: Any) -> StatusReply:
     known: dict[str, Any] = {
-        field: {"str": "x", "int": 1, "float": 0.5}.get(str(kind), [])
+        field: {"str": "x", "int": 1, "float": 0.5, "GpuExperts | None": None}.get(str(kind), [])
         for field, kind in StatusReply.__annotations__.items()
     }
     chosen = {

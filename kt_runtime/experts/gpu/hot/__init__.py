@@ -1,0 +1,1 @@
+"""Hot experts: the most used experts of each layer are on the device too, and compute there."""

@@ -1,0 +1,115 @@
+"""From how many tokens on streaming a layer's experts to the device beats computing them on the CPU.
+
+Streaming takes about the same time for any number of tokens, since the copies take it; the CPU's time grows with them.
+Both are measured with a layer of the model, for growing numbers of tokens, until streaming is no slower. Between the
+last two numbers the times are taken for straight lines.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kt_runtime import device as devices
+from kt_runtime.experts.gpu import staging, streamed
+from kt_runtime.experts.gpu.call import DeviceCall
+from kt_runtime.experts.gpu.paths import PathedLayer
+from kt_runtime.experts.gpu.ring import ExpertRing
+
+FEWEST_TOKENS = 16
+RUNS = 2
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of one layer."""
+
+    tokens: int
+    streamed: float
+    cpu: float
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """`tokens`: the threshold; None: streaming was slower for every number that was tried. `timed`: what was tried."""
+
+    tokens: int | None
+    timed: tuple[Timed, ...]
+
+
+def crossover(
+    streamed_seconds: Callable[[int], float], cpu_seconds: Callable[[int], float], most_tokens: int
+) -> Crossover:
+    """Tries 16, 32, ... tokens, and `most_tokens` at last. The functions give the seconds for a number of tokens."""
+    timed: list[Timed] = []
+    for tokens in _counts(most_tokens):
+        timed.append(Timed(tokens, streamed_seconds(tokens), cpu_seconds(tokens)))
+        if timed[-1].streamed <= timed[-1].cpu:
+            return Crossover(_between(timed), tuple(timed))
+    return Crossover(None, tuple(timed))
+
+
+def measured(ring: ExpertRing, layer: PathedLayer, top_k: int, dtype: torch.dtype, most_tokens: int) -> Crossover:
+    """`crossover` of a layer with random tokens of `dtype`, each with `top_k` experts. Takes a second or two."""
+
+    def seconds(run: Callable[[DeviceCall], object]) -> Callable[[int], float]:
+        return lambda tokens: _best(lambda call: run(call), _drawn(ring, tokens, top_k, dtype), ring.device)
+
+    def on_device(call: DeviceCall) -> None:
+        streamed.forward(ring, layer, call, None, retain=False)
+
+    def on_cpu(call: DeviceCall) -> None:
+        if devices.is_host(call.x):
+            layer.forward(call.x, call.ids, call.weights)
+        else:
+            staging.forward(layer, call.x, call.ids, call.weights, [], None, None, retain=False)
+
+    return crossover(seconds(on_device), seconds(on_cpu), most_tokens)
+
+
+def _counts(most_tokens: int) -> Iterator[int]:
+    tokens = FEWEST_TOKENS
+    while tokens < most_tokens:
+        yield tokens
+        tokens *= 2
+    yield most_tokens
+
+
+def _between(timed: list[Timed]) -> int:
+    """Where streaming stops being slower: at the last number, or between it and the one before."""
+    last = timed[-1]
+    if len(timed) == 1:
+        return last.tokens
+    before = timed[-2]
+    slower, faster = before.streamed - before.cpu, last.cpu - last.streamed
+    return before.tokens + math.ceil((last.tokens - before.tokens) * slower / (slower + faster))
+
+
+def _drawn(ring: ExpertRing, tokens: int, top_k: int, dtype: torch.dtype) -> DeviceCall:
+    """Random tokens; each one's experts are distinct."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, ring.shape.hidden, generator=generator).to(dtype)
+    ids = torch.rand(tokens, ring.shape.num_experts, generator=generator).topk(top_k, dim=1).indices.to(torch.int32)
+    weights = torch.full((tokens, top_k), 1.0 / top_k)
+    return DeviceCall(x.to(ring.device), ids.to(ring.device), weights.to(ring.device), [], None)
+
+
+def _best(run: Callable[[DeviceCall], object], call: DeviceCall, device: torch.device) -> float:
+    """Seconds of the fastest of `RUNS` runs, after one that allocates."""
+    times = []
+    for _ in range(RUNS + 1):
+        _wait(device)
+        started = time.perf_counter()
+        run(call)
+        _wait(device)
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if not devices.is_host(device):
+        devices.recorded(device=device).synchronize()

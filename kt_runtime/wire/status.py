@@ -1,0 +1,91 @@
+"""Parts of the answer to `GetStatus`."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class CacheTier(msgspec.Struct, kw_only=True):
+    """One tier of the prefix cache: "device", "host" or "disk". Counters start at the server's start.
+
+    A page is the KV of `page_tokens` tokens, `page_bytes` bytes. `hits`, `misses`: lookups in this tier, in pages; a
+    miss in one tier becomes a lookup in the next. `evictions`: pages removed to make room. `bytes_read`,
+    `bytes_written`: bytes copied from and to the tier (0 on the device, where pages are used in place). `used_bytes`,
+    `capacity_bytes`: size of the tier's current `pages`, and the limit.
+
+    Disk tier only: `corrupt` (records; each counts as a miss too), `counters` (all of
+    `kt_runtime.cache.health.DISK_COUNTERS`), `directory`, `read_only` (pages are never written), `reading_stopped` and
+    `writing_stopped` (the reason why the tier is currently not read or written; None: it is).
+    """
+
+    tier: str
+    page_tokens: int
+    page_bytes: int
+    pages: int
+    used_bytes: int
+    capacity_bytes: int
+    hits: int
+    misses: int
+    evictions: int
+    bytes_read: int = 0
+    bytes_written: int = 0
+    corrupt: int = 0
+    counters: dict[str, int] = msgspec.field(default_factory=dict)
+    directory: str | None = None
+    read_only: bool = False
+    reading_stopped: str | None = None
+    writing_stopped: str | None = None
+
+
+class GpuExperts(msgspec.Struct, kw_only=True):
+    """Hot experts, which the device computes. `size_bytes`: all slots, of `slot_bytes` each, and the buffers that carry
+    experts there. `resident`: layer -> experts on the device now; `pinned`: how many of them never leave.
+
+    Since the start: `hits`, `misses`: pairs (token, expert) of `decode_steps` that the device and the CPU computed;
+    `hit_rate`: hits / (hits + misses), 0 before the first. `moves`, `moved_bytes`: copies of experts to the device.
+    """
+
+    size_bytes: int
+    slot_bytes: int
+    slots: int
+    pinned: int
+    resident: dict[int, list[int]]
+    decode_steps: int
+    hits: int
+    misses: int
+    hit_rate: float
+    moves: int
+    moved_bytes: int
+
+
+class ExpertStreaming(msgspec.Struct, kw_only=True):
+    """Experts that stream to the device. Calls of at least `threshold_tokens` tokens do, except while decoding; None:
+    no call does, since the CPU was faster for every number of tokens. `measured`: the threshold was, at the start.
+
+    `chunk_experts`: experts that are copied at a time. `ring_bytes`: on the device, and as much pinned memory of the
+    host. Since the start: `forward_tokens`, `backward_tokens`: tokens whose experts streamed, forward (prompts, and
+    training) and backward.
+    """
+
+    threshold_tokens: int | None
+    measured: bool
+    chunk_experts: int
+    ring_bytes: int
+    forward_tokens: int
+    backward_tokens: int
+
+
+class UnstoredVersion(msgspec.Struct, kw_only=True):
+    """A version that is or was served and is not in the adapter directory. `is_waiting`: the write will be retried."""
+
+    name: str
+    version: str
+    reason: str
+    is_waiting: bool
+
+
+class UnforgottenName(msgspec.Struct, kw_only=True):
+    """An unloaded name that a restart would serve again, because the adapter directory could not be changed."""
+
+    name: str
+    reason: str

@@ -1,0 +1,87 @@
+"""Tests on the emulated accelerator. It is the accelerator of the whole process from its first use on, and the other
+tests assume a machine without one: so each file of this folder runs in a process of its own, which `pytest tests` and
+`make test` start and wait for. `pytest tests/device` and `pytest tests/device/test_x.py::test_y` run in the process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from device import backend
+
+HERE = Path(__file__).resolve().parent
+SEEDS = 20
+SCHEDULES = ["late", "eager", *(f"random-{seed}" for seed in range(SEEDS))]
+
+
+class FailedProcess(Exception):
+    """A file's process did not end with success; the text is what it printed."""
+
+
+class WholeFile(pytest.Item):
+    def runtest(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+        options = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--color=no"]
+        command = [sys.executable, "-X", "faulthandler", "-m", "pytest", *options, str(self.path)]
+        done = subprocess.run(command, env=environment, cwd=self.config.rootpath, capture_output=True, text=True)
+        self.add_report_section("call", "its own process", done.stdout[-2000:])
+        if done.returncode != 0:
+            raise FailedProcess(f"pytest {self.path} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
+        if isinstance(excinfo.value, FailedProcess):
+            return str(excinfo.value)
+        return str(super().repr_failure(excinfo))
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, 0, f"{self.path.name}, in a process of its own"
+
+
+class FileInItsOwnProcess(pytest.File):
+    def collect(self) -> Iterator[pytest.Item]:
+        yield WholeFile.from_parent(self, name="in_its_own_process")
+
+
+def is_process_of_these_tests(config: pytest.Config) -> bool:
+    given = [Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args]
+    return all(path.is_relative_to(HERE) for path in given)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if is_process_of_these_tests(parent.config) or not module_path.is_relative_to(HERE):
+        return None
+    return FileInItsOwnProcess.from_parent(parent, path=module_path)
+
+
+def used(schedule: str) -> Iterator[torch.device]:
+    device = backend.enable()
+    name, _, seed = schedule.partition("-")
+    backend.set_schedule(name, int(seed or 0))
+    torch.ops.late.forget_hidden_waits()
+    yield device
+    torch.accelerator.synchronize()  # what failed in queued work fails the test that queued it
+    torch.accelerator.set_stream(torch.late.default_stream())
+
+
+@pytest.fixture
+def late_device() -> Iterator[torch.device]:
+    """The emulated device, whose work runs as late as it may."""
+    yield from used("late")
+
+
+@pytest.fixture
+def delay() -> Callable[[], None]:
+    """Keeps a stream busy: nothing to do, since it is as late as it may be anyway."""
+    return lambda: None
+
+
+@pytest.fixture(params=SCHEDULES)
+def scheduled_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The emulated device under each schedule: for tests that take little time."""
+    yield from used(request.param)

@@ -1,0 +1,70 @@
+// The device's memory: one reservation of two halves. Tensors hold addresses of the first half, which nobody may touch:
+// a host that reads or writes it gets a segmentation fault, always. Kernels work in the second half, at a fixed
+// distance.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "queue.h"
+
+namespace late {
+
+// Bytes FF 7F: NaN in every floating-point type, and an index far outside of any tensor.
+void poison(void* place, size_t num_bytes);
+
+class Memory {
+ public:
+  static Memory& get();
+
+  // On a stream, in its order: the block holds poison when the stream gets there. Blocks that were freed on the stream
+  // are reused at once. Returns nullptr if no room is left after a synchronization.
+  void* allocate(size_t num_bytes, int64_t stream);
+  void free(void* place);
+  // The block is not reused before what `stream` has queued when the block is freed.
+  void used_on(void* place, int64_t stream);
+  // Frees what a graph's capture allocated.
+  void release(const Program* graph);
+
+  bool holds(const void* place) const;
+  void* for_kernels(const void* place) const;
+  size_t total_bytes() const { return total_bytes_; }
+  size_t used_bytes() const { return used_bytes_; }
+
+ private:
+  struct Owner {  // whose order a block's reuse follows
+    int64_t stream = -1;
+    const Program* graph = nullptr;
+    bool operator==(const Owner&) const = default;
+  };
+  struct Block {
+    size_t num_bytes = 0;
+    Owner owner;
+    std::vector<int64_t> other_streams;
+  };
+  struct Free {
+    size_t num_bytes = 0;
+    std::optional<Owner> owner;  // none: fresh memory, or memory that no queued work uses
+    std::vector<Mark> after;
+  };
+
+  Memory();
+  std::map<uintptr_t, Free>::iterator find(size_t num_bytes, const std::optional<Owner>& owner);
+  // The block that `middle` became part of.
+  std::map<uintptr_t, Free>::iterator join_neighbours(std::map<uintptr_t, Free>::iterator middle);
+  void give_up_owners();
+  void queue_poison(uintptr_t place, size_t num_bytes, int64_t stream, bool beside);
+
+  uintptr_t begin_ = 0;
+  size_t total_bytes_ = 0;
+  size_t used_bytes_ = 0;
+  std::unordered_map<uintptr_t, Block> blocks_;
+  std::map<uintptr_t, Free> free_;  // by address, so that neighbours can be joined
+};
+
+}  // namespace late

@@ -1,0 +1,362 @@
+"""Hot experts against float64 and against the store, with CPU memory as the device; and faults that are planted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference import moe
+from reference.expert_problems import Problem, assert_close, build_layer, present, random_problem
+from torch import Tensor
+
+from kt_runtime.errors import InvalidValueError, NumericsError
+from kt_runtime.experts import ExpertLayer
+from kt_runtime.experts.gpu.hot import layer as hot_module
+from kt_runtime.experts.gpu.hot import set as hot_set
+from kt_runtime.experts.gpu.hot.layer import MOST_TOKENS, HotExperts, expert_bytes
+from kt_runtime.experts.gpu.hot.placement import Policy
+from kt_runtime.experts.gpu.hot.set import NUM_CARRIERS, HotSet
+
+E, H, INNER, T, K = 8, 96, 48, 24, 3
+LAYER = 2
+TAKEN = ("x", "ids", "weights", "slots", "token_slots")
+
+
+@dataclass
+class Case:
+    problem: Problem
+    layer: ExpertLayer
+    set: HotSet
+
+    @property
+    def hot(self) -> HotExperts:
+        return self.set.layers[LAYER]
+
+    def computed(self, *, decoded_tokens: int = T, **changed: Any) -> Tensor:
+        """One call within a serving step."""
+        problem = self.problem
+        call = {"x": problem.x, "ids": problem.ids, "weights": problem.weights, **problem.lora, **changed}
+        with self.set.step(decoded_tokens=decoded_tokens):
+            assert self.hot.takes(*(call[name] for name in TAKEN))
+            return self.hot.forward(self.layer, *call.values())
+
+    def of_store(self, **changed: Any) -> Tensor:
+        problem = self.problem
+        call = {"x": problem.x, "ids": problem.ids, "weights": problem.weights, **problem.lora, **changed}
+        return self.layer.forward(**call)
+
+    def reference(self) -> Tensor:
+        problem = self.problem
+        slots = [None if slot is None else (slot.tensors(), slot.scaling) for slot in problem.slots]
+        return moe.routed_experts(
+            problem.experts, problem.x, problem.ids, problem.weights, slots=slots, token_slots=problem.token_slots
+        )
+
+
+def case(
+    pinned: list[int],
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    slots: int = 4,
+    expert_format: str | None = None,
+    **kwargs: Any,
+) -> Case:
+    problem = random_problem(E, H, INNER, T, K, dtype=dtype, **kwargs)
+    layer = build_layer(problem.experts, expert_format=expert_format)
+    size = (slots + NUM_CARRIERS) * expert_bytes(layer.shape, dtype)
+    made = HotSet({LAYER: layer}, layer.shape, dtype, torch.device("cpu"), size, {LAYER: pinned}, Policy(100, 1.5, 1))
+    made.settle()
+    assert sorted(made.placement.resident(LAYER)) == sorted(pinned)
+    return Case(problem, layer, made)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("pinned", [[1], [0, 3, 6, 7]])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_hits_and_misses_together_are_the_layer(dtype: torch.dtype, pinned: list[int], id_dtype: torch.dtype) -> None:
+    made = case(pinned, dtype, id_dtype=id_dtype)
+    assert_close(made.computed(), made.reference(), H + INNER, f"{pinned} {dtype}")
+
+
+@pytest.mark.parametrize("expert_format", ["int8", "int4"])
+def test_quantized_experts_are_the_same_function_on_the_device(expert_format: str) -> None:
+    """In float32, where the store multiplies with the dequantized weights too."""
+    made = case([0, 2, 5], torch.float32, expert_format=expert_format)
+    assert_close(made.computed(), made.of_store().double(), H + INNER, expert_format)
+
+
+def test_equal_placement_gives_equal_bits_in_any_batch_order() -> None:
+    first, second = case([1, 4]), case([4, 1])
+    assert first.hot.table[1] != second.hot.table[1]  # in other slots
+    wanted = first.computed()
+    assert torch.equal(first.computed(), wanted)
+    assert torch.equal(second.computed(), wanted)
+
+
+def test_a_token_without_hits_has_the_bits_of_the_store() -> None:
+    made = case([1, 4])
+    without = ~torch.isin(made.problem.ids, torch.tensor([1, 4])).any(1)
+    assert 0 < without.sum() < T
+    got, wanted = made.computed(), made.of_store()
+    assert torch.equal(got[without], wanted[without])
+    assert not torch.equal(got[~without], wanted[~without])  # the device rounds in other places
+
+
+def test_a_token_with_an_adapter_has_the_bits_of_the_store() -> None:
+    made = case([0, 1, 2, 3], ranks=(4, 0, 8))
+    token_slots = made.problem.token_slots
+    assert token_slots is not None
+    adapted = token_slots >= 0
+    assert 0 < adapted.sum() < T
+    got, wanted = made.computed(), made.of_store()
+    assert torch.equal(got[adapted], wanted[adapted]) and not torch.equal(got[~adapted], wanted[~adapted])
+    assert_close(got, made.reference(), H + INNER, "with adapters")
+
+
+def test_the_result_is_written_where_it_was_asked_for() -> None:
+    made = case([1, 4])
+    out = torch.empty_like(made.problem.x)
+    assert made.computed(out=out) is out
+    assert torch.equal(out, made.computed())
+
+
+def test_both_parts_are_added_in_float32_and_rounded_once_more() -> None:
+    """The cpu part is the store's result for the misses, the device's part a float32 sum."""
+    made = case([1, 4])
+    ids = made.problem.ids
+    misses = made.of_store(ids=ids.masked_fill(torch.isin(ids, torch.tensor([1, 4])), -1))
+    slot_ids = torch.from_numpy(made.hot.table[ids.clamp(0).numpy()]).masked_fill(ids < 0, -1)
+    hits = torch.empty(T, H)
+    hot_module.hit_sum(made.problem.x, slot_ids, made.problem.weights, made.hot.w13, made.hot.w2, hits)
+    assert torch.equal(made.computed(), (misses.float() + hits).bfloat16())
+
+
+# What the store computes alone.
+
+
+def test_outside_of_a_serving_step_the_store_computes_everything() -> None:
+    """Training runs between two steps: it never touches the slots."""
+    made = case([0, 1, 2])
+    problem = made.problem
+    assert not made.hot.takes(problem.x, problem.ids, problem.weights, (), None)
+    made.hot.w13.fill_(torch.nan)
+    assert torch.equal(made.of_store(), made.layer.forward(problem.x, problem.ids, problem.weights))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"x": torch.zeros(T, H)},
+        {"x": torch.zeros(T, H + 1, dtype=torch.bfloat16)},
+        {"x": torch.zeros(0, H, dtype=torch.bfloat16)},
+        {"ids": torch.zeros(T + 1, K, dtype=torch.int32)},
+        {"ids": torch.zeros(T, K)},
+        {"weights": torch.zeros(T, K + 1)},
+        {"token_slots": torch.zeros(T - 1, dtype=torch.int32)},
+        {"slots": [None]},
+    ],
+)
+def test_a_call_that_is_not_of_these_slots_goes_to_the_store(changed: dict[str, Any]) -> None:
+    made = case([0])
+    problem = made.problem
+    call = {"x": problem.x, "ids": problem.ids, "weights": problem.weights, "slots": (), "token_slots": None, **changed}
+    with made.set.step(decoded_tokens=T):
+        assert not made.hot.takes(*call.values())
+
+
+def test_long_batches_and_empty_tables_go_to_the_store() -> None:
+    made = case([0])
+    long, empty = torch.zeros(MOST_TOKENS + 1, H, dtype=torch.bfloat16), case([])
+    ids, weights = torch.zeros(MOST_TOKENS + 1, K, dtype=torch.int32), torch.zeros(MOST_TOKENS + 1, K)
+    for of in (made, empty):
+        with of.set.step(decoded_tokens=T):
+            assert not of.hot.takes(long, ids, weights, (), None)
+            assert of.hot.takes(long[1:], ids[1:], weights[1:], (), None) == (of is made)
+
+
+@pytest.mark.parametrize("bad", [-2, E, 2**30])
+def test_an_id_out_of_range_is_the_stores_error_and_counts_nothing(bad: int) -> None:
+    made = case([0, 1])
+    ids = made.problem.ids.clone()
+    ids[5, 1] = bad
+    with pytest.raises(InvalidValueError, match=f"{bad}"):
+        made.computed(ids=ids)
+    assert (made.hot.uses.hits, made.hot.uses.misses, made.hot.uses.by_expert.sum()) == (0, 0, 0)
+
+
+def test_nan_in_a_token_of_hits_alone_is_an_error_too() -> None:
+    made = case([0, 1])
+    x = made.problem.x.clone()
+    x[3, 0] = torch.nan
+    with pytest.raises(NumericsError):
+        made.computed(x=x, ids=torch.zeros_like(made.problem.ids))
+
+
+# Counting.
+
+
+def test_decode_steps_alone_are_counted() -> None:
+    made = case([1, 4])
+    made.computed(decoded_tokens=0)
+    assert (made.hot.uses.hits, made.hot.uses.misses, made.hot.uses.by_expert.sum()) == (0, 0, 0)
+    made.computed()
+    ids = made.problem.ids
+    hits = int(torch.isin(ids, torch.tensor([1, 4])).sum())
+    assert (made.hot.uses.hits, made.hot.uses.misses) == (hits, int((ids >= 0).sum()) - hits)
+    assert made.hot.uses.by_expert.tolist() == [int((ids == e).sum()) for e in range(E)]
+
+
+def test_rows_that_fill_up_a_batch_are_not_counted() -> None:
+    made = case([1, 4], ranks=(4,))
+    made.computed(decoded_tokens=5)
+    ids, plain = made.problem.ids[:5], present(made.problem.token_slots)[:5] < 0
+    assert made.hot.uses.by_expert.tolist() == [int((ids[plain] == e).sum()) for e in range(E)]
+    assert made.hot.uses.hits + made.hot.uses.misses == int((ids >= 0).sum())
+
+
+def test_tokens_with_adapters_are_misses_and_admit_no_expert() -> None:
+    made = case([1], ranks=(4,))
+    made.computed(token_slots=torch.zeros(T, dtype=torch.int32))
+    assert (made.hot.uses.hits, made.hot.uses.misses) == (0, int((made.problem.ids >= 0).sum()))
+    assert made.hot.uses.by_expert.sum() == 0
+
+
+# The placement changes between steps.
+
+
+def test_the_most_used_experts_move_in_and_hit_from_then_on() -> None:
+    made = case([], slots=2)
+    ids = torch.tensor([[3, 5, 3]], dtype=torch.int32).expand(T, K).contiguous()
+    for _ in range(3):
+        with made.set.step(decoded_tokens=T):
+            made.hot.count(ids.numpy(), None, 0)
+    made.set.settle()
+    use = made.set.use()
+    assert (use.layers[0].resident, use.moves, use.decode_steps) == ([3, 5], 2, 3)
+    made.computed(ids=ids)
+    assert made.hot.uses.hits == T * K
+
+
+def test_nothing_moves_within_a_step() -> None:
+    made = case([1, 4])
+    with made.set.step(decoded_tokens=T):
+        for change in (lambda: made.hot.evict(1), made.set.turn, made.set.settle):
+            with pytest.raises(AssertionError, match="between two steps only"):
+                change()
+    assert sorted(np.flatnonzero(made.hot.table >= 0)) == [1, 4]
+
+
+def test_an_expert_is_used_only_when_its_weights_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late:
+        has_come = False
+
+        def query(self) -> bool:
+            return self.has_come
+
+        def synchronize(self) -> None:
+            raise AssertionError("a turn does not wait")
+
+    marks: list[Late] = []
+    original = HotExperts.fill
+
+    def late(*args: Any) -> Late:
+        original(*args)
+        marks.append(Late())
+        return marks[-1]
+
+    monkeypatch.setattr(HotExperts, "fill", late)
+    made = case([])
+    made.set.placement.count(LAYER, np.eye(E, dtype=np.int64)[6] * 9)
+    for _ in range(3):
+        made.set.turn()
+    assert len(marks) == 1 and made.set.is_moving() and made.hot.table[6] == -1
+    with pytest.raises(AssertionError, match="have not arrived"):
+        made.hot.admit(6, 0, marks[0])
+    marks[0].has_come = True
+    made.set.turn()
+    assert made.hot.table[6] >= 0 and not made.set.is_moving()
+
+
+def test_a_slot_that_is_in_use_is_not_filled() -> None:
+    made = case([1])
+    with pytest.raises(AssertionError, match="is in use"):
+        made.hot.fill(int(made.hot.table[1]), made.hot.w13[0], made.hot.w2[0])
+
+
+def test_a_turn_moves_as_many_bytes_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = case([])
+    made.set.placement.count(LAYER, np.full(E, 50))
+    made.set.turn()
+    assert made.set.use().moves == NUM_CARRIERS
+    made = case([])
+    monkeypatch.setattr(hot_set, "MOST_BYTES_PER_TURN", expert_bytes(made.layer.shape, torch.bfloat16) * 3 // 2)
+    made.set.placement.count(LAYER, np.full(E, 50))
+    made.set.turn()
+    assert made.set.use().moves == 1
+
+
+def test_the_size_holds_slots_and_buffers() -> None:
+    problem = random_problem(E, H, INNER, 1, 1)
+    layer = build_layer(problem.experts)
+    each = 3 * H * INNER * 2
+    for size in (3 * each, 7 * each + 5, 40 * each):
+        made = HotSet({0: layer, 1: layer}, layer.shape, torch.bfloat16, torch.device("cpu"), size)
+        held = [t.nbytes for hot in made.layers.values() for t in (hot.w13, hot.w2)]
+        held += [t.nbytes for carrier in made._carriers for t in (carrier.w13, carrier.w2)]
+        assert sum(held) == made.size_bytes <= size
+    with pytest.raises(InvalidValueError, match=f"--gpu-experts {3 * each - 1}: has no room.*allowed: {3 * each}"):
+        HotSet({0: layer}, layer.shape, torch.bfloat16, torch.device("cpu"), 3 * each - 1)
+    with pytest.raises(InvalidValueError, match="4 experts are pinned to the device, which has room for 1"):
+        HotSet({0: layer}, layer.shape, torch.bfloat16, torch.device("cpu"), 3 * each, {0: [0, 1, 2, 3]})
+
+
+# Planted faults: each must be seen by the comparison with float64.
+
+
+def _added_twice(made: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = hot_module.hit_sum
+
+    def doubled(*args: Any) -> None:
+        original(*args)
+        args[-1].mul_(2)
+
+    monkeypatch.setattr(hot_module, "hit_sum", doubled)
+
+
+def _computed_on_both(made: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HotExperts, "hits", lambda self, ids, token_slots: np.zeros(ids.shape, bool))
+
+
+def _computed_on_none(made: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.hot._device_table.fill_(-1)
+
+
+def _wrong_slot(made: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.hot._device_table[[1, 4]] = made.hot._device_table[[4, 1]]
+
+
+def _half_copied(made: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.hot.w2.view(-1)[: made.hot.w2.numel() // 2] = 0
+
+
+def _adapters_left_out(made: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    hits = HotExperts.hits
+    monkeypatch.setattr(HotExperts, "hits", lambda self, ids, token_slots: hits(self, ids, None))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [_added_twice, _computed_on_both, _computed_on_none, _wrong_slot, _half_copied, _adapters_left_out],
+)
+def test_a_planted_fault_is_found(
+    plant: Callable[[Case, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = case([1, 4], ranks=(4,))
+    assert_close(made.computed(), made.reference(), H + INNER, "without the fault")
+    plant(made, monkeypatch)
+    with pytest.raises(AssertionError, match="with the fault"):
+        assert_close(made.computed(), made.reference(), H + INNER, "with the fault")
