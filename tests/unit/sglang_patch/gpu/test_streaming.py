@@ -31,7 +31,9 @@ def store() -> Iterator[ExpertStore]:
 
 
 def settings_with(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
-    required: dict[str, Any] = dict.fromkeys(("model", "model_directory", "wire_address", "names_address", "adapter_directory"), "x")
+    required: dict[str, Any] = dict.fromkeys(
+        ("model", "model_directory", "wire_address", "names_address", "adapter_directory"), "x"
+    )
     for name, value in ResidentSettings(**required, **values).to_environment().items():
         monkeypatch.setenv(name, value)
 
