@@ -2,12 +2,29 @@
 
 Symbol: `sglang.srt.server_args.ServerArgs.add_cli_args` (SGLang 0.5.23), used for its option names and its checks only.
 
-Reasons for the fixed options: training runs between two batches of the scheduler, so batches must not overlap, and CUDA
-graphs would hide the model from training. Shared experts must not be fused into the routed experts, which the expert
-store holds. Strict LoRA loading turns an unknown key into an error. An idle scheduler sleeps and keeps no core busy
+Reasons for the fixed options: shared experts must not be fused into the routed experts, which the expert store holds.
+Strict LoRA loading turns an unknown key into an error. An idle scheduler sleeps and keeps no core busy
 (`turns.py` wakes it for training). `/metrics` is on, and OpenAI's `usage` includes the number of cached prompt tokens.
 SGLang sees a quantized checkpoint as unquantized: the expert store holds the experts, and `cpu/weights.py` dequantizes
 all other tensors. `unquant` keeps SGLang from detecting fp8 weights.
+
+Graphs: on an accelerator SGLang captures breakable graphs of decode steps and of prefills up to `GRAPH_PREFILL_TOKENS`;
+the experts are an eager break (`gpu/experts.py`). A full graph can't hold them. Decode sizes end with the server's most
+running requests. Longer prefills run without a graph: their launches take little time beside their experts. A CPU has
+no graphs.
+
+Overlapped scheduling (`--disable-overlap-schedule` is always given). The device would allow it: SGLang's forward stream
+waits for the scheduler's before each batch, and training could wait for the forward stream in turn; an adapter's slot
+is written in the forward stream's order. Four things on the host do not:
+
+- The host computes the experts, so it is busy for nearly the whole of a batch. Only the scheduler's work could overlap,
+  and only with the end of a batch: the last layer's sum, head and sampling.
+- Results of a batch would be read after the next one has been launched, which takes a whole step of the host, and after
+  a training turn in between. Every token would reach its client that much later, and each request that ends would take
+  part in one more step, whose experts the CPU reads for nothing.
+- `faults/batches.py` takes a failed batch apart and computes its requests again. It requires that no result of an
+  earlier batch is outstanding: a request would be put back to the queue with a token in flight.
+- `faults/finite_rows.py` reads each step's logits on the host before sampling, which waits for the device.
 
 Reasons for the cache's options: the host pool's "page first" layout keeps a page contiguous, as the disk tier needs it.
 `cache/host_copies.py` implements `direct` copies without CUDA; `kernel` copies are SGLang's for a GPU. Every page is
@@ -31,9 +48,11 @@ from kt_runtime.sglang_patch.platform import ACCELERATOR_ATTENTION, ATTENTION_BA
 SYMBOLS = ("sglang.srt.server_args.ServerArgs.add_cli_args",)
 ALWAYS = (
     *("--disable-overlap-schedule", "--disable-shared-experts-fusion"),
-    *("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
     *("--enable-lora", "--lora-strict-loading", "--sleep-on-idle", "--enable-metrics", "--enable-cache-report"),
 )
+GRAPH_OPTIONS = "--cuda-graph-"
+GRAPH_PREFILL_TOKENS = 512
+NO_GRAPHS = ("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled")
 NOT_QUANTIZED = (
     *("--quantization", "unquant"),
     *("--json-model-override-args", json.dumps(dict.fromkeys(CONFIG_KEYS))),
@@ -103,6 +122,8 @@ class Options(Protocol):
     @property
     def cache(self) -> Cache | None: ...
     @property
+    def no_graphs(self) -> bool: ...
+    @property
     def tool_call_parser(self) -> str | None: ...
     @property
     def reasoning_parser(self) -> str | None: ...
@@ -124,7 +145,8 @@ class Model(Protocol):
 def server_arguments(options: Options, model: Model, *, on_cpu: bool | None = None) -> list[str]:
     """Arguments for SGLang's parser, with the user's own SGLang options last. `on_cpu`: None asks `options`.
 
-    Raises UnknownNameError for a model of no known family, InvalidValueError for a variant that can't be served.
+    Raises UnknownNameError for a model of no known family, InvalidValueError for a variant that can't be served, and
+    for options of graphs where there are none.
     """
     kind, _, index = _device(options, on_cpu).partition(":")
     on_cpu, has_cuda_kernels = kind == HOST, kind == NVIDIA
@@ -155,8 +177,21 @@ def server_arguments(options: Options, model: Model, *, on_cpu: bool | None = No
     targets = family_for(model.config).sglang_lora_targets(model.config)
     fixed = [text for name, value in values.items() for text in (f"--{name}", str(value))]
     unquantized = NOT_QUANTIZED if quantization_of(model.config) is not None else ()
-    fixed += _parsers(options)
+    fixed += [*_parsers(options), *_graphs(options, on_cpu)]
     return [*fixed, *ALWAYS, *tiers, *unquantized, "--lora-target-modules", *targets, *options.passed_on]
+
+
+def _graphs(options: Options, on_cpu: bool) -> Sequence[str]:
+    given = next((text for text in options.passed_on if text.startswith(GRAPH_OPTIONS)), None)
+    if given is not None and (on_cpu or options.no_graphs):
+        why = "there is no accelerator, and a CPU has no graphs" if on_cpu else "--no-graphs excludes it"
+        raise InvalidValueError(f"{given} can't be passed on to SGLang: {why}")
+    if on_cpu or options.no_graphs:
+        return NO_GRAPHS
+    return (
+        *("--cuda-graph-backend-decode=breakable", f"--cuda-graph-max-bs-decode={options.max_running_requests}"),
+        *("--cuda-graph-backend-prefill=breakable", f"--cuda-graph-max-bs-prefill={GRAPH_PREFILL_TOKENS}"),
+    )
 
 
 def _parsers(options: Options) -> list[str]:

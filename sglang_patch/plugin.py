@@ -19,6 +19,7 @@ PATCHES = (
     *("cpu.linear", "cpu.norms", "cpu.moe", "cpu.weights", "cpu.step"),
     *("gpu.hot", "gpu.streaming"),
     *("cpu.absorbed", "cpu.activation", "cpu.grouped_router", "cpu.logprobs"),
+    *("gpu.replays", "gpu.shared_experts", "gpu.lora_buffers"),
     *("lora.pinned_memory", "lora.linear", "lora.kv_b", "lora.pool", "lora.experts", "lora.install"),
     *("cache.host_pool", "cache.host_copies", "cache.page_hash", "cache.keys", "cache.namespace"),
     *("cache.events", "cache.metrics"),
@@ -27,6 +28,7 @@ PATCHES = (
 )
 TOUCHED_OTHERWISE = (
     "host",
+    "gpu.experts",
     "lora.step",
     "frontend.http_server",
     "frontend.tokenizing",

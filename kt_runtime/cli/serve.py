@@ -94,6 +94,7 @@ class ServeCommand(click.Command):
     help="Calls of so many tokens compute their experts on the GPU, to which these stream from memory.",
 )
 @click.option("--no-step", is_flag=True, help="On a CPU, run SGLang's modules instead of the native step.")
+@click.option("--no-graphs", is_flag=True, help="On a GPU, run every layer eagerly, without captured graphs.")
 @click.option(
     "--exact", is_flag=True, help="Refuse to start unless training's log-probabilities equal served ones to the bit."
 )

@@ -55,6 +55,7 @@ class ServeOptions:
     the user's data directory. `expert_isa`, `expert_threads`: None: the best available.
     `expert_format`: the format that a bf16 or fp8 checkpoint's experts are quantized to during loading; None: none.
     `no_step`: SGLang's modules compute the decoder stack on a CPU, not the native step.
+    `no_graphs`: an accelerator captures no graphs; for debugging.
     `exact`: the server ends with status 2 if training's log-probabilities may differ from served ones.
     `placement`: a KTransformers rule file, which may set `expert_format` and `pinned_experts`.
     `gpu_experts_bytes`: size of the hot experts' slots and buffers on the device, 0: none. `pinned_experts`: layer ->
@@ -99,6 +100,7 @@ class ServeOptions:
     expert_format: str | None = None
     placement: Path | None = None
     no_step: bool = False
+    no_graphs: bool = False
     exact: bool = False
     device: str | None = None
     training_share: float = 0.5

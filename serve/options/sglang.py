@@ -45,8 +45,17 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "training runs between SGLang's batches, which this would hide",
-        "--cuda-graph-* --enable-profile-cuda-graph --enable-torch-compile --enable-mixed-chunk --speculative-* "
-        "--enable-two-batch-overlap --enable-single-batch-overlap --enable-pdmux --dllm-*",
+        "--enable-torch-compile --enable-mixed-chunk --speculative-* --enable-two-batch-overlap "
+        "--enable-single-batch-overlap --enable-pdmux --dllm-*",
+    ),
+    (
+        "the host computes the routed experts between captured segments: allowed are breakable and disabled",
+        "--cuda-graph-backend-decode --cuda-graph-backend-prefill",
+    ),
+    (
+        "use --no-graphs, or --cuda-graph-backend-decode and --cuda-graph-backend-prefill with breakable or disabled",
+        "--cuda-graph-config --disable-cuda-graph --disable-decode-cuda-graph --disable-prefill-cuda-graph "
+        "--debug-cuda-graph --enable-profile-cuda-graph",
     ),
     ("use --expert-threads", "--kt-cpuinfer --kt-threadpool-count"),
     (
@@ -115,6 +124,7 @@ HARMLESS: dict[str, str] = {
     **dict.fromkeys(("--dp-size", "--data-parallel-size", "--ep", "--ep-size", "--expert-parallel-size"), "1"),
     **dict.fromkeys(("--nnodes", "--tokenizer-worker-num", "--detokenizer-worker-num"), "1"),
     "--node-rank": "0",
+    **dict.fromkeys(("--cuda-graph-backend-decode", "--cuda-graph-backend-prefill"), "breakable disabled"),
     "--grammar-backend": "xgrammar none",
 }
 

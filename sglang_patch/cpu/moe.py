@@ -3,12 +3,13 @@
 Symbol (SGLang 0.5.23): `sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__` gets kt-runtime's quantization
 method `StoreMethod`. Reason: SGLang's wheel has no CPU kernel for experts, and on a GPU machine experts are in host
 memory. The layers stay `FusedMoE` instances without expert parameters, because SGLang's model, loader and LoRA code
-expect them. Each layer gets a method `experts_forward(x, topk_output, slots=(), token_slots=None)`. A LoRA layer that
-wraps the layer passes its adapters to this method.
+expect them. Each layer gets a method `experts_forward(x, topk_output, adapters)`. A LoRA layer that wraps the layer
+passes a function that returns the batch's adapters. On an accelerator the call is an eager break of SGLang's captured
+graphs (`gpu/experts.py`).
 
 `routed_scaling_factor` (DeepSeek): Hugging Face multiplies the routing weights by this factor. `StoreMethod` makes
-SGLang do the same with `fuse_routed_scaling_factor_in_topk`, so the weights arrive here already scaled. `router.py`
-keeps SGLang's DeepSeek layer from multiplying a second time.
+SGLang do the same with `fuse_routed_scaling_factor_in_topk`, so the weights arrive here already scaled. `router.py` and
+`gpu/shared_experts.py` keep SGLang's DeepSeek layer from multiplying a second time.
 
 Models outside the families of `kt_runtime.families` keep SGLang's own experts.
 """
@@ -20,11 +21,13 @@ import logging
 import threading
 import types
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kt_runtime import device
 from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError, NumericsError, UnknownNameError
 from kt_runtime.experts import ExpertShape, ExpertStore, dense
 from kt_runtime.families import family_for
@@ -32,6 +35,7 @@ from kt_runtime.families.quantization import BF16, quantization_of
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.progress import LayersRead
 from kt_runtime.sglang_patch.faults import finite_rows
+from kt_runtime.sglang_patch.gpu import experts as on_device
 from kt_runtime.sglang_patch.gpu import hot, streaming
 from kt_runtime.sglang_patch.hooks import Hooks
 
@@ -131,21 +135,34 @@ def _with_store_method(original: Any, layer: Any, *args: Any, **kwargs: Any) -> 
 
 
 def experts_forward(
-    layer: Any,
-    x: torch.Tensor,
-    topk_output: Any,
-    slots: Sequence[Any] = (),
-    token_slots: torch.Tensor | None = None,
+    layer: Any, x: torch.Tensor, topk_output: Any, adapters: on_device.Adapters = on_device.no_adapters
 ) -> torch.Tensor:
     """Weighted sum of the experts that `topk_output` chose for each token: [T, H] -> [T, H], with x's dtype and device.
 
-    `slots` and `token_slots`: LoRA of routed experts, as in `ExpertLayer.forward`. During serving, a row that is not
-    finite yields zeros and is noted (`finite_rows`); otherwise such a row raises NumericsError.
+    `adapters`: LoRA of routed experts. During serving, a row that is not finite yields zeros and is noted
+    (`finite_rows`); otherwise such a row raises NumericsError.
     """
-    experts = expert_store().layers[layer.layer_id]
     ids, weights = topk_output.topk_ids, topk_output.topk_weights
+    compute = partial(_compute, layer.layer_id)
+    if not device.is_host(x):
+        return on_device.forward(compute, x, ids, weights, adapters)
+    slots, token_slots = adapters(x.shape[0])
+    return compute(x, ids, weights, slots, token_slots)
+
+
+def _compute(
+    layer_id: int,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    slots: Sequence[Any],
+    token_slots: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`slots`, `token_slots` and `out` as in `ExpertLayer.forward`."""
+    experts = expert_store().layers[layer_id]
     try:
-        return experts.forward(x, ids, weights, slots=slots, token_slots=token_slots)
+        return experts.forward(x, ids, weights, slots=slots, token_slots=token_slots, out=out)
     except NumericsError:
         notes = finite_rows.present()
         if notes is None:
@@ -155,7 +172,7 @@ def experts_forward(
     x, weights, ids = (
         matrix.masked_fill(bad[:, None], value) for matrix, value in ((x, 0), (weights, 0), (ids, NOT_ROUTED))
     )
-    return experts.forward(x, ids, weights, slots=slots, token_slots=token_slots)
+    return experts.forward(x, ids, weights, slots=slots, token_slots=token_slots, out=out)
 
 
 def _method_class() -> type:

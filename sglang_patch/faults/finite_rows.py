@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from kt_runtime import device
 from kt_runtime.sglang_patch.hooks import Hooks
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,8 @@ def _lengths(forward_batch: Any) -> list[int]:
 def _mask_hidden_states(
     original: Callable[..., Any], processor: Any, input_ids: Any, hidden_states: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if _notes is not None and isinstance(hidden_states, torch.Tensor):
+    # A graph of a decode step captures the head too. In its replays the check of the logits finds such a row.
+    if _notes is not None and isinstance(hidden_states, torch.Tensor) and not device.is_capturing(hidden_states.device):
         hidden_states = masked(hidden_states)
     return original(processor, input_ids, hidden_states, *args, **kwargs)
 

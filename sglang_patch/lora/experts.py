@@ -4,6 +4,10 @@ Symbols (SGLang 0.5.23): `sglang.srt.lora.layers.get_lora_layer` returns kt-runt
 `FusedMoEWithLoRA` for layers whose experts are in the store. A hook after `LoRAManager.prepare_lora_batch` records each
 token's adapter. Reason: SGLang's class needs Triton, Marlin or CuTe kernels, which require expert weights on a GPU.
 
+Under SGLang's captured graphs the experts are an eager break (`gpu/experts.py`). A break calls `adapters` each time
+that it runs: the adapters, slots and tokens are those of the batch that is computed then, not of the capture. SGLang
+prepares each batch before it replays a graph.
+
 Legend: E experts, R highest rank of the server, r rank of the adapter, H hidden size, I intermediate size, T tokens.
 Per slot the pool holds gate_up A [E, 2R, H] (gate in the rows from 0, up in the rows from R), gate_up B [E, 2I, R],
 down A [E, R, I] and down B [E, H, R]. The adapter uses the first r of each R. The store gets views of these buffers.
@@ -18,6 +22,7 @@ from typing import Any
 
 import torch
 
+from kt_runtime import device
 from kt_runtime.errors import ConflictError
 from kt_runtime.experts import LoraSlot
 from kt_runtime.sglang_patch.hooks import Hooks
@@ -42,7 +47,8 @@ class SlotUse:
 
 @dataclass(frozen=True, slots=True)
 class ExpertBatch:
-    """`token_slots`: int32 [T] on the model's device, each token's index into `slots`; -1 without LoRA on experts."""
+    """`token_slots`: int32 [T], each token's index into `slots`; -1 without LoRA on experts. On the model's device, if
+    there are slots."""
 
     slots: tuple[SlotUse, ...]
     token_slots: torch.Tensor
@@ -77,7 +83,23 @@ def expert_batch(manager: Any, lora_ids: Sequence[str | None], lengths: torch.Te
         use = _slot_use(manager, lora_id)
         indices.append(-1 if use is None else uses.setdefault(use, len(uses)))
     token_slots = torch.repeat_interleave(torch.tensor(indices, dtype=torch.int32), lengths)
-    return ExpertBatch(tuple(uses), token_slots.to(manager.device))
+    return ExpertBatch(tuple(uses), _on_device(token_slots, torch.device(manager.device)) if uses else token_slots)
+
+
+_staged = device.PinnedBuffer()
+
+
+def _on_device(token_slots: torch.Tensor, where: torch.device) -> torch.Tensor:
+    """A copy of the host's `token_slots`, ordered by the current stream, for which the host does not wait."""
+    if device.is_host(where):
+        return token_slots
+    pinned = _staged.like(token_slots)
+    pinned.copy_(token_slots)
+    with device.guard(where):
+        copy = torch.empty_like(token_slots, device=where)
+        copy.copy_(pinned, non_blocking=True)
+        _staged.busy_until(device.recorded(device=where))
+    return copy
 
 
 def _slot_use(manager: Any, lora_id: str | None) -> SlotUse | None:
@@ -113,16 +135,20 @@ def layer_class() -> type:
                 return getattr(super().__getattr__("base_layer"), name)
 
         def forward(self, hidden_states: torch.Tensor, topk_output: Any, **kwargs: Any) -> torch.Tensor:
+            result: torch.Tensor = self.base_layer.experts_forward(hidden_states, topk_output, self.adapters)
+            return result
+
+        def adapters(self, num_tokens: int) -> tuple[Sequence[LoraSlot], torch.Tensor | None]:
+            """Of the batch that SGLang prepared last; none if it has no adapter with LoRA on experts."""
             batch = getattr(self.lora_backend, "expert_batch", None)
             if self.lora_backend.get_batch_info() is None or batch is None or not batch.slots:
-                return self.base_layer.forward(hidden_states, topk_output, **kwargs)
-            if batch.token_slots.shape[0] != hidden_states.shape[0]:
+                return (), None
+            if batch.token_slots.shape[0] != num_tokens:
                 raise ConflictError(
-                    f"the batch has {hidden_states.shape[0]} tokens, but LoRA was prepared for "
-                    f"{batch.token_slots.shape[0]}; CUDA graphs and data-parallel attention can't be used"
+                    f"the batch has {num_tokens} tokens, but LoRA was prepared for {batch.token_slots.shape[0]}; "
+                    "data-parallel attention can't be used"
                 )
-            slots = tuple(self._slot(use) for use in batch.slots)
-            return self.base_layer.experts_forward(hidden_states, topk_output, slots, batch.token_slots)
+            return tuple(self._slot(use) for use in batch.slots), batch.token_slots
 
         def _slot(self, use: SlotUse) -> LoraSlot:
             if use not in self._slots:

@@ -2,15 +2,16 @@
 
 Inputs are copied on the current stream; the call waits for the copies' event, so the caller's stream order holds. The
 result is copied back asynchronously; the pinned buffer is not overwritten before this copy has finished. Buffers are
-per thread and reused. Host copies of LoRA tensors are cached, and renewed when a tensor changes (its autograd version
-counts in-place writes).
+per thread and reused; a caller may bring its own (`staged_in`). Host copies of LoRA tensors are cached, and renewed
+when a tensor changes (its autograd version counts in-place writes).
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -31,17 +32,42 @@ class HostLayer(Protocol):
     def backward(self, *args: Any, **kwargs: Any) -> ExpertGradients: ...
 
 
+class StagingBuffers:
+    """Pinned buffers by name: `x`, `ids`, `weights`, `token_slots`, `out`, ... For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, device.PinnedBuffer] = {}
+
+    def get(self, name: str) -> device.PinnedBuffer:
+        return self._named.setdefault(name, device.PinnedBuffer())
+
+    def reserve(self, wanted: Mapping[str, Tensor]) -> None:
+        """Allocates for tensors of these shapes and dtypes: calls with no more rows allocate nothing."""
+        for name, tensor in wanted.items():
+            self.get(name).like(tensor)
+
+
 class _Buffers(threading.local):
     def __init__(self) -> None:
-        self.named: dict[str, device.PinnedBuffer] = {}
+        self.current = StagingBuffers()
         # id of the device's tensor -> (the tensor, its version when copied, the host copy)
         self.adapters: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
     def get(self, name: str) -> device.PinnedBuffer:
-        return self.named.setdefault(name, device.PinnedBuffer())
+        return self.current.get(name)
 
 
 _buffers = _Buffers()
+
+
+@contextmanager
+def staged_in(buffers: StagingBuffers) -> Iterator[None]:
+    """Calls of this thread inside use `buffers` instead of the thread's own."""
+    before, _buffers.current = _buffers.current, buffers
+    try:
+        yield
+    finally:
+        _buffers.current = before
 
 
 def forward(

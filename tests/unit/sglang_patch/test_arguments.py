@@ -16,7 +16,7 @@ from kt_runtime.serve.memory.cache_plan import CachePlan
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.report import resolve_model
 from kt_runtime.serve.options.named import ServeOptions
-from kt_runtime.sglang_patch.arguments import option_names, server_arguments
+from kt_runtime.sglang_patch.arguments import GRAPH_PREFILL_TOKENS, option_names, server_arguments
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,62 @@ def test_sglang_parses_them(parser: argparse.ArgumentParser, tmp_path: Path, pre
     assert "gate_proj" in parsed.lora_target_modules
     assert parsed.disable_overlap_schedule
     assert parsed.disable_shared_experts_fusion
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "no_graphs", "backend"),
+    [(False, False, "breakable"), (False, True, "disabled"), (True, False, "disabled")],
+)
+def test_an_accelerator_captures_breakable_graphs(
+    parser: argparse.ArgumentParser, tmp_path: Path, on_cpu: bool, no_graphs: bool, backend: str
+) -> None:
+    make_model("tiny-qwen3-moe", tmp_path / "model", seed=0)
+    options = ServeOptions(model="", max_running_requests=24, no_graphs=no_graphs)
+    parsed = parser.parse_args(server_arguments(options, resolve_model(tmp_path / "model"), on_cpu=on_cpu))
+    assert (parsed.cuda_graph_backend_decode, parsed.cuda_graph_backend_prefill) == (backend, backend)
+    most = (24, GRAPH_PREFILL_TOKENS) if backend == "breakable" else (None, None)
+    assert (parsed.cuda_graph_max_bs_decode, parsed.cuda_graph_max_bs_prefill) == most
+    assert parsed.disable_overlap_schedule, "see the reasons in arguments.py"
+
+
+def test_captured_decode_sizes_end_with_the_most_running_requests(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    """As SGLang computes them from the arguments."""
+    from types import SimpleNamespace
+
+    from sglang.srt.arg_groups.cuda_graph_hook import generate_decode_cuda_graph_batch_sizes
+
+    make_model("tiny-qwen3-moe", tmp_path / "model", seed=0)
+    options = ServeOptions(model="", max_running_requests=21)
+    parsed = parser.parse_args(server_arguments(options, resolve_model(tmp_path / "model"), on_cpu=False))
+    assert (parsed.cuda_graph_bs_decode, parsed.max_running_requests) == (None, 21)
+    sizes = generate_decode_cuda_graph_batch_sizes(
+        SimpleNamespace(**vars(parsed), attn_tp_size=1), parsed.cuda_graph_max_bs_decode
+    )
+    assert sizes[-1] == 21 and sizes == sorted(set(sizes))
+
+
+def test_the_users_graph_options_come_last(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    make_model("tiny-qwen3-moe", tmp_path / "model", seed=0)
+    given = ("--cuda-graph-backend-prefill", "disabled", "--cuda-graph-bs-decode", "1", "4")
+    options = ServeOptions(model="", passed_on=given)
+    parsed = parser.parse_args(server_arguments(options, resolve_model(tmp_path / "model"), on_cpu=False))
+    assert (parsed.cuda_graph_backend_decode, parsed.cuda_graph_backend_prefill) == ("breakable", "disabled")
+    assert parsed.cuda_graph_bs_decode == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "no_graphs", "message"),
+    [(True, False, "--cuda-graph-bs-decode=4 can't.*no accelerator"), (False, True, "--no-graphs excludes it")],
+)
+def test_options_of_graphs_are_refused_where_there_are_none(
+    tmp_path: Path, on_cpu: bool, no_graphs: bool, message: str
+) -> None:
+    make_model("tiny-qwen3-moe", tmp_path / "model", seed=0)
+    options = ServeOptions(model="", no_graphs=no_graphs, passed_on=("--cuda-graph-bs-decode=4",))
+    with pytest.raises(InvalidValueError, match=message):
+        server_arguments(options, resolve_model(tmp_path / "model"), on_cpu=on_cpu)
 
 
 def test_a_quantized_checkpoint_is_no_quantized_model_to_sglang(

@@ -24,6 +24,8 @@ def test_what_kt_runtime_does_not_decide_may_pass() -> None:
     check_passed_on(["--tp-size", "1"])
     check_passed_on(["--tp-size=1"])
     check_passed_on(["--grammar-backend", "none"])
+    check_passed_on(["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill=breakable"])
+    check_passed_on(["--cuda-graph-bs-decode", "1", "2", "4", "--cuda-graph-max-bs-prefill", "256"])
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,9 @@ def test_what_kt_runtime_does_not_decide_may_pass() -> None:
         (["--log-level", "error", "--tp-size=2"], "one rank"),
         (["--api-key", KEY], "SGLang logs its arguments"),
         (["--speculative-algorithm", "EAGLE"], "training runs between"),
+        (["--cuda-graph-backend-decode", "full"], "host computes the routed experts.*breakable and disabled"),
+        (["--disable-decode-cuda-graph"], "use --no-graphs"),
+        (["--cuda-graph-config", "{}"], "use --no-graphs"),
         (["--grammar-backend", "outlines"], "bounded for xgrammar only"),
         (["--tp-size"], "one rank"),
         (["error"], "not an option"),
