@@ -44,6 +44,11 @@ def gpu_index(device: str) -> int:
     return int(device.partition(":")[2] or 0)
 
 
+def count() -> int:
+    """Accelerators that this process may use."""
+    return len(_accelerators()[1])
+
+
 def describe(device: str, asked: str | None) -> Iterator[str]:
     """A line for the chosen device; none for a CPU that nobody chose, on a machine without a GPU."""
     if device != HOST:

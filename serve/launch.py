@@ -39,7 +39,7 @@ from kt_runtime.serve.memory.gpu_experts import check_gpu_experts, check_stream_
 from kt_runtime.serve.memory.machine import has_gpu
 from kt_runtime.serve.memory.placement import module_names, read_placement
 from kt_runtime.serve.memory.plan import check_fits, describe_need, expert_formats
-from kt_runtime.serve.memory.server import plan_server, session_memory_bytes, with_lora_rank
+from kt_runtime.serve.memory.server import plan_server, session_memory_bytes, with_lora_rank, with_microbatch
 from kt_runtime.serve.models.presets import is_preset, load_preset
 from kt_runtime.serve.models.report import ResolvedModel, resolve_model
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions, check_port_is_free, own_option_names
@@ -83,6 +83,12 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     options = with_lora_rank(options, model.config, model.name)
     if options.max_lora_rank < LORA_RANKS[0] and asked.lora_rank_may_be_lower:
         say(f"adapters up to rank {options.max_lora_rank}: there is no memory for more; --max-lora-rank asks for one")
+    options = with_microbatch(options, model.config, model.name)
+    if options.microbatch_tokens < asked.microbatch_tokens:
+        say(
+            f"training computes {options.microbatch_tokens} tokens at once, not {asked.microbatch_tokens}: "
+            "there is no memory for more (--microbatch-tokens)"
+        )
     memory = plan_server(options, model.config, model.name)
     check_fits(*memory)
     if options.session_memory_bytes is None:
@@ -98,7 +104,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         held.enter_context(claimed_adapters(adapters, directory))
         for note in check_adapters(adapters):
             say(note)
-        settings = _settings(options, model, directory, adapters)
+        settings = _settings(options, model, directory, adapters, memory[0].ring_chunk_experts)
         os.environ.update(settings.to_environment())
         for name, value in settings_before_imports(has_gpu()).items():
             os.environ.setdefault(name, value)
@@ -252,7 +258,9 @@ def _take_key(key: str | None) -> ApiKey | None:
     return ApiKey(key)
 
 
-def _settings(options: ServeOptions, model: ResolvedModel, directory: Path, adapters: Path) -> ResidentSettings:
+def _settings(
+    options: ServeOptions, model: ResolvedModel, directory: Path, adapters: Path, ring_chunk_experts: int
+) -> ResidentSettings:
     settings = ResidentSettings(
         model=model.name,
         model_directory=str(model.directory),
@@ -269,6 +277,7 @@ def _settings(options: ServeOptions, model: ResolvedModel, directory: Path, adap
         session_memory_bytes=options.session_memory_bytes,
         gpu_expert_bytes=options.gpu_experts_bytes,
         pinned_experts=dict(options.pinned_experts),
+        ring_chunk_experts=ring_chunk_experts,
         stream_experts=options.streaming,
         **_cache_settings(options.cache),
     )
@@ -331,9 +340,12 @@ def _placed(options: ServeOptions, model: ResolvedModel, say: Callable[[str], No
     that does not fit the model or that contradicts `--expert-format`."""
     if options.placement is None:
         return options
-    placement = read_placement(options.placement, module_names(model.config))
+    num_gpus = devices.count()
+    placement = read_placement(options.placement, module_names(model.config), num_gpus or None)
     for note in placement.notes:
         say(note)
+    if placement.num_devices and not num_gpus:
+        say(f"{options.placement}: places modules on a GPU: this server has none, and all of them are on the CPU")
     options = dataclasses.replace(options, pinned_experts=placement.pinned_experts)
     wanted, given = placement.expert_format, options.expert_format
     if wanted is None:
@@ -359,7 +371,7 @@ def _with_device(options: ServeOptions, say: Callable[[str], None]) -> ServeOpti
     chosen = devices.chosen_device(options.device)
     for line in devices.describe(chosen, options.device):
         say(line)
-    if options.device == devices.HOST:
+    if options.device == devices.HOST or devices.gpus_are_hidden():
         devices.use_host_only()
     return dataclasses.replace(options, device=chosen)
 

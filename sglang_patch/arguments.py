@@ -177,16 +177,19 @@ def server_arguments(options: Options, model: Model, *, on_cpu: bool | None = No
     targets = family_for(model.config).sglang_lora_targets(model.config)
     fixed = [text for name, value in values.items() for text in (f"--{name}", str(value))]
     unquantized = NOT_QUANTIZED if quantization_of(model.config) is not None else ()
-    fixed += [*_parsers(options), *_graphs(options, on_cpu)]
+    fixed += [*_parsers(options), *_graphs(options, kind)]
     return [*fixed, *ALWAYS, *tiers, *unquantized, "--lora-target-modules", *targets, *options.passed_on]
 
 
-def _graphs(options: Options, on_cpu: bool) -> Sequence[str]:
+def _graphs(options: Options, kind: str) -> Sequence[str]:
+    """`kind`: of the device. SGLang's graphs are CUDA's."""
     given = next((text for text in options.passed_on if text.startswith(GRAPH_OPTIONS)), None)
-    if given is not None and (on_cpu or options.no_graphs):
-        why = "there is no accelerator, and a CPU has no graphs" if on_cpu else "--no-graphs excludes it"
+    why = "--no-graphs excludes it" if options.no_graphs else ""
+    if kind != NVIDIA:
+        why = "there is no accelerator, and a CPU has no graphs" if kind == HOST else f"{kind} has no graphs"
+    if why and given is not None:
         raise InvalidValueError(f"{given} can't be passed on to SGLang: {why}")
-    if on_cpu or options.no_graphs:
+    if why:
         return NO_GRAPHS
     return (
         *("--cuda-graph-backend-decode=breakable", f"--cuda-graph-max-bs-decode={options.max_running_requests}"),

@@ -10,7 +10,6 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kt_runtime import device
 from kt_runtime.errors import ConflictError
 
 Hook = Callable[..., Any]
@@ -32,6 +31,8 @@ class Hooks:
 
     @classmethod
     def for_this_process(cls) -> Hooks:
+        from kt_runtime import device  # imports torch, which the command line does without
+
         return cls(on_cpu=device.accelerator() is None, has_cuda_kernels=device.has_cuda())
 
     def before(self, target: str, hook: Hook) -> None:

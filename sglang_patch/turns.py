@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.sglang_patch.faults import lost_device
 from kt_runtime.sglang_patch.gpu import hot
 from kt_runtime.sglang_patch.hooks import Hooks
 
@@ -66,7 +67,8 @@ def _build_resident(original: Callable[..., Any], scheduler: Any, *args: Any, **
         for wakeup in _resident.wakeups:
             scheduler.idle_sleeper.poller.register(wakeup, zmq.POLLIN)
     try:
-        return original(scheduler, *args, **kwargs)
+        with lost_device.ends_process():
+            return original(scheduler, *args, **kwargs)
     finally:
         _resident.close()
 

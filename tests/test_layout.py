@@ -251,6 +251,82 @@ def test_no_tracked_text_file_has_more_than_600_lines() -> None:
     assert not long, f"one noun per file: {long}"
 
 
+# What of SGLang's is named as SGLang spells it: dotted symbols, options, environment variables.
+SGLANGS_NAMES = re.compile(r"sglang\.[\w.]+|[\w.-]*cuda[_-]?graph[\w.*-]*|SGLANG_[A-Z_]*CUDA[A-Z_]*")
+# Other texts that may name CUDA, with the reason. Code that asks for CUDA stands in device.py alone.
+MAY_NAME_CUDA: dict[str, set[str]] = {
+    "serve/devices.py": {"cuda"},  # what `--device` calls an NVIDIA GPU
+    "kt_runtime/cli/serve.py": {"cpu|cuda|cuda:N"},  # the same
+    "serve/options/sglang.py": {"use --device cuda:N"},  # the same
+    "sglang_patch/arguments.py": {"cuda"},  # what SGLang's `--device` calls it
+    "serve/memory/placement.py": {  # what KTransformers' rules call it
+        "cuda",
+        " are not supported; use the rules for CPU and CUDA",
+    },
+    "serve/console/records.py": {  # lines of SGLang's log
+        "Cannot detect CUDA architecture",
+        "Disable prefill CUDA graph because cuda_graph_config resolved",
+    },
+}
+
+
+def docstrings(tree: ast.Module) -> set[int]:
+    """Ids of the string nodes that are statements: docstrings of modules, classes, functions and attributes."""
+    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+
+
+def names_of_cuda(path: Path, source: str) -> Iterator[str]:
+    tree = ast.parse(source)
+    allowed, skipped = MAY_NAME_CUDA.get(str(path), set()), docstrings(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"):
+            yield f"{path}:{node.lineno}: .{node.attr}"
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [alias.name for alias in node.names] + [getattr(node, "module", "") or ""]
+            if any("cuda" in name.split(".") for name in modules):
+                yield f"{path}:{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            text = "" if node.value in allowed else SGLANGS_NAMES.sub("", node.value)
+            if "cuda" in text.lower():
+                yield f"{path}:{node.lineno}: {node.value!r}"
+
+
+def test_only_device_py_names_cuda() -> None:
+    """All other code asks `kt_runtime.device`, and so runs on the emulated accelerator of the tests too."""
+    files = [path for part, path in module_files() if part != "device"]
+    found = [name for path in files for name in names_of_cuda(path.relative_to(ROOT), path.read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\nif torch.cuda.is_available(): pass",
+        "def f(x): return x.is_cuda",
+        "def f(x): return x.cuda()",
+        "from torch.cuda import mem_get_info",
+        "from torch import cuda",
+        "import torch.cuda as c",
+        "def f(x): return x.device.type == 'cuda'",
+        "def f(x): return getattr(x, f'cuda:{1}')",
+    ],
+)
+def test_code_that_names_cuda_is_found_in_any_module(code: str) -> None:
+    for _, path in module_files()[::40]:
+        if str(relative := path.relative_to(ROOT)) not in MAY_NAME_CUDA:
+            before = set(names_of_cuda(relative, path.read_text()))
+            assert set(names_of_cuda(relative, f"{path.read_text()}\n{code}\n")) - before
+
+
+def test_what_may_name_cuda_does() -> None:
+    """A reason without its text is left out of the list."""
+    for name, texts in MAY_NAME_CUDA.items():
+        strings = {
+            node.value for node in ast.walk(ast.parse((ROOT / name).read_text())) if isinstance(node, ast.Constant)
+        }
+        assert texts <= strings, f"{name}: {texts - strings}"
+
+
 def test_python_m_kt_runtime_is_the_command_line() -> None:
     started = subprocess.run([sys.executable, "-P", "-m", "kt_runtime", "--version"], capture_output=True, text=True)
     assert (started.returncode, started.stdout.split()[0]) == (0, "kt-runtime,")

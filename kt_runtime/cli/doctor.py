@@ -109,10 +109,9 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("huge pages", f"{format_bytes(huge['free_bytes'])} free of {format_bytes(huge['total_bytes'])} reserved"),
     ]
     rows += [("expert weights", line) for line in _node_lines(report["memory_nodes"])]
-    rows += [
-        ("GPU", f"{gpu['name']}, {format_bytes(gpu['available_bytes'])} free of {format_bytes(gpu['total_bytes'])}")
-        for gpu in report["gpus"]
-    ] or [("GPU", "none that PyTorch can use" if report["gpu_problem"] else "none: everything runs on the CPU")]
+    rows += [("GPU", _gpu_line(gpu)) for gpu in report["gpus"]] or [
+        ("GPU", "none that PyTorch can use" if report["gpu_problem"] else "none: everything runs on the CPU")
+    ]
     rows += [("kt-runtime", software["kt_runtime"]), ("Python", software["python"])]
     for name, package in software["packages"].items():
         wanted = f" (needs {package['wanted']})" if package["wanted"] else ""
@@ -121,6 +120,11 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((name.replace("_", " "), f"{place['directory']}, {format_bytes(place['free_bytes'])} free"))
     rows.append(("server", _server_line(report["server"])))
     return rows
+
+
+def _gpu_line(gpu: dict[str, Any]) -> str:
+    driver = f", driver {gpu['driver']}" if gpu["driver"] else ""
+    return f"{gpu['name']}, {format_bytes(gpu['available_bytes'])} free of {format_bytes(gpu['total_bytes'])}{driver}"
 
 
 def _node_lines(memory_nodes: dict[str, Any]) -> list[str]:

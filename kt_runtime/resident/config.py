@@ -29,7 +29,8 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     tokens of a page in all tiers. `cache_read_only`: nothing is written to the directory.
 
     `gpu_expert_bytes`: size of the hot experts' slots and buffers on the device, 0: none. `pinned_experts`: layer ->
-    experts that always have a slot there.
+    experts that always have a slot there. `ring_chunk_experts`: experts of a chunk of the ring that streams experts to
+    the device, as the memory plan has room for; 0: no ring.
 
     `stream_experts`: calls of at least so many tokens compute their experts on the device, to which these stream.
     "auto": a number that is measured; without a device, or memory for it, none. "off": none.
@@ -57,6 +58,7 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     step: bool = True
     gpu_expert_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     pinned_experts: dict[int, tuple[int, ...]] = {}
+    ring_chunk_experts: Annotated[int, msgspec.Meta(ge=0)] = 0
     stream_experts: Literal["auto", "off"] | Annotated[int, msgspec.Meta(ge=1)] = "auto"
 
     def to_environment(self) -> dict[str, str]:

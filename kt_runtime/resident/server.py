@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import torch
 
-from kt_runtime import __version__
+from kt_runtime import __version__, device
 from kt_runtime.adapters import StoredName, VersionStore
 from kt_runtime.experts.machine import placement_refusal
 from kt_runtime.resident.config import ResidentSettings
@@ -259,7 +259,9 @@ class Resident:
                 self._answer_written(ended.key)
             elif not self.scheduler.resume(ended.key, error):
                 self.publisher.probe(ended.key, error)
-        except Exception:
+        except Exception as problem:
+            if device.is_lost(problem):
+                raise
             logger.exception("the operation that waited for %s failed; serving continues", ended)
 
     def _immediate(self, request: AnyRequest) -> Reply | None:
@@ -338,6 +340,9 @@ class Resident:
             self._server.answer(incoming, reply, arrays)
 
     def _fail(self, request_id: str, error: Exception) -> None:
+        """Answers with the error. Raises it if the device is lost: the owner of the turns ends the process."""
+        if device.is_lost(error):
+            raise error
         reply = error_reply(request_id, error)
         if reply.category == "server":
             logger.error("request %s failed; serving continues", request_id, exc_info=error)

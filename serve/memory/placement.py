@@ -26,8 +26,9 @@ from kt_runtime.serve.memory import placement_names as known
 from kt_runtime.serve.memory.expert_pins import Pins, read_pins
 from kt_runtime.serve.models.checkpoint import dense_tensors
 
-_DEVICE = re.compile(r"(cuda|xpu|npu)(:[0-9]{1,2})?|cpu")
-_DEVICES = ("cpu", *("cuda", *(f"cuda:{index}" for index in range(8))), "xpu", "npu")
+NVIDIA = "cuda"  # as rule files name devices
+_DEVICE = re.compile(rf"({NVIDIA}|xpu|npu)(:[0-9]{{1,2}})?|cpu")
+_DEVICES = ("cpu", *(NVIDIA, *(f"{NVIDIA}:{index}" for index in range(8))), "xpu", "npu")
 _DEVICE_KEYS = ("generate_device", "prefill_device", "out_device", "device")
 _OP_KEYS = ("generate_op", "prefill_op")
 _IGNORED_KEYS = ("per_layer_prefill_intput_threshold", "absorb_for_prefill", "dump_enable", "dump_dir")
@@ -64,8 +65,10 @@ class _Rule:
     devices: set[int] = field(default_factory=set)
 
 
-def read_placement(path: Path, module_names: Sequence[str] | None) -> Placement:
+def read_placement(path: Path, module_names: Sequence[str] | None, num_gpus: int | None = None) -> Placement:
     """The placement that a rule file asks for. `module_names`: the model's modules; None: rules are not matched.
+
+    `num_gpus`: a device with a higher index is a problem; None: devices are not compared with the machine's.
 
     Raises NotFoundError for a missing file, and InvalidValueError that lists every problem with its line. A regex that
     matches none of the modules is a problem.
@@ -74,7 +77,7 @@ def read_placement(path: Path, module_names: Sequence[str] | None) -> Placement:
     if not isinstance(node, yaml.SequenceNode):
         raise InvalidValueError(f"{path}:{node.start_mark.line + 1}: a placement file is a list of rules")
     problems: list[str] = []
-    reader = _Reader(Values(str(path), problems), problems)
+    reader = _Reader(Values(str(path), problems), problems, num_gpus)
     pins, items = read_pins(node.value, reader.values, problems, module_names)
     rules = [reader.rule(item) for item in items]
     if module_names is not None:
@@ -145,8 +148,8 @@ def _expert_rules(rules: list[_Rule], modules: Sequence[str] | None) -> Iterator
 class _Reader:
     """Reads rules one by one; collects problems, and notes: text -> (first place, number of occurrences)."""
 
-    def __init__(self, values: Values, problems: list[str]) -> None:
-        self.values, self._problems = values, problems
+    def __init__(self, values: Values, problems: list[str], num_gpus: int | None) -> None:
+        self.values, self._problems, self._num_gpus = values, problems, num_gpus
         self.notes: dict[str, tuple[str, int]] = {}
 
     def rule(self, node: yaml.Node) -> _Rule:
@@ -221,8 +224,11 @@ class _Reader:
             return
         kind, _, index = device.partition(":")
         self._platform(part, kind)
-        if kind == "cuda":
+        if kind == NVIDIA:
             rule.devices.add(int(index or 0))
+            if self._num_gpus is not None and int(index or 0) >= self._num_gpus:
+                there = ", ".join(f"{NVIDIA}:{one}" for one in range(self._num_gpus))
+                self._problem(part, part.where, f"{device} is not there: this machine has {there}")
         on_cpu = device == "cpu" and part.key == "generate_device"
         if on_cpu and rule.name is not None and rule.name.search("model.embed_tokens"):
             self._note(part, "embeddings on the CPU have no equivalent: they are on the server's device")

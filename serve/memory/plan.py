@@ -27,6 +27,10 @@ GIB = 2**30
 PROCESSES_BYTES = 5 * GIB // 2
 # The most pages that SGLang's `prepare_mha_write_back_staging` keeps on the GPU.
 STAGED_PAGES = 64
+# CUDA's context, and the workspaces of cuBLAS and of the attention kernels, in SGLang's scheduler process.
+CONTEXT_BYTES = 5 * GIB // 4
+# Rows that pinned buffers hold for experts on the CPU: SGLang's chunk of a prefill on a large GPU.
+STAGED_TOKENS = 8192
 # fp32 master weight, gradient and both moments of AdamW.
 TRAINED_PARAMETER_BYTES = 4 * 4
 
@@ -38,7 +42,9 @@ class ServingShape:
     `lora_targets`: last names of the adapted modules (`q_proj`, ...), None for all that the family can adapt.
     `activation_bytes`: of an activation and a number in the KV cache, 2 for bf16, 4 for float32. `training_tokens`: of
     one microbatch. `expert_format`: the format that experts are quantized to during loading, None: no quantization.
-    `cache`: the prefix cache's tiers. `tokens_option`: the option that sets the KV cache's size.
+    `cache`: the prefix cache's tiers. `tokens_option`: the option that sets the KV cache's size. `gpu_expert_bytes`: of
+    hot experts on the GPU. `ring_chunk_experts`: experts of a chunk of the ring that streams experts to the GPU, 0: no
+    ring; `ring_bytes`: of its slots; `streamed_bytes`: of the tensors that a streamed call has beside them.
     """
 
     device: Device = "cpu"
@@ -52,6 +58,10 @@ class ServingShape:
     expert_format: str | None = None
     cache: CachePlan | None = None
     tokens_option: str = "--max-total-tokens"
+    gpu_expert_bytes: int = 0
+    ring_chunk_experts: int = 0
+    ring_bytes: int = 0
+    streamed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +75,16 @@ class MemoryNeed:
 
 
 TRAINED = "trained adapters and their optimizer"
+ACTIVATIONS = "training activations (estimate)"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
+    """`ring_chunk_experts`: experts of a chunk of the streaming ring, 0: no ring."""
+
     model: str
     needs: tuple[MemoryNeed, ...]
+    ring_chunk_experts: int = 0
 
     def devices(self) -> list[Device]:
         return sorted({need.device for need in self.needs})
@@ -99,10 +113,27 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
         *_cache_needs(config, shape),
         MemoryNeed("LoRA slots", device, slots * shape.activation_bytes, ("--lora-slots", "--max-lora-rank")),
         MemoryNeed(TRAINED, device, masters, ("--max-lora-rank",)),
-        MemoryNeed("training activations (estimate)", device, _activation_bytes(config, shape)),
+        MemoryNeed(ACTIVATIONS, device, _activation_bytes(config, shape), ("--microbatch-tokens",)),
+        *(_gpu_needs(config, shape) if device == "gpu" else ()),
         MemoryNeed("SGLang's processes (estimate)", "cpu", PROCESSES_BYTES),
     ]
-    return MemoryPlan(model, tuple(need for need in needs if need.size_bytes > 0))
+    return MemoryPlan(model, tuple(need for need in needs if need.size_bytes > 0), shape.ring_chunk_experts)
+
+
+def _gpu_needs(config: Mapping[str, Any], shape: ServingShape) -> list[MemoryNeed]:
+    """What routed experts in CPU memory and layers on a GPU need of both memories.
+
+    A staged call has pinned rows of hidden states, result and gradient, expert ids (int64) and routing weights.
+    """
+    of_row = 3 * integer(config, "hidden_size") * shape.activation_bytes + 12 * integer(config, "num_experts_per_tok")
+    return [
+        MemoryNeed("hot experts", "gpu", shape.gpu_expert_bytes, ("--gpu-experts",)),
+        MemoryNeed("ring of streamed experts", "gpu", shape.ring_bytes),
+        MemoryNeed("tensors of streamed calls (estimate)", "gpu", shape.streamed_bytes, ("--microbatch-tokens",)),
+        MemoryNeed("context and workspaces (estimate)", "gpu", CONTEXT_BYTES),
+        MemoryNeed("pinned buffers of the ring", "cpu", shape.ring_bytes),
+        MemoryNeed("pinned rows for the experts", "cpu", max(STAGED_TOKENS, shape.training_tokens) * of_row),
+    ]
 
 
 def _cache_needs(config: Mapping[str, Any], shape: ServingShape) -> list[MemoryNeed]:

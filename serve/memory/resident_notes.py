@@ -89,6 +89,11 @@ def asked_placement(recipe: RecipeKeys, config: Mapping[str, Any] | None = None)
     if found is None:
         return None
     placement = read_placement(found, module_names(config) if config is not None else None)
+    if config is not None and any(placement.pinned_experts.values()):
+        raise InvalidValueError(
+            f"{found}: gpu_experts needs room on the GPU, which a server that is started here does not have; start one "
+            "with `kt-runtime serve --gpu-experts SIZE`"
+        )
     if config is not None and placement.expert_format in QUANTIZED_WHILE_LOADING:
         try:
             expert_formats(config, placement.expert_format)
@@ -130,7 +135,9 @@ def _notes(recipe: RecipeKeys, status: StatusReply) -> Iterator[str]:
     if (length := fields.get("model_max_length", 0)) > status.context_tokens:
         yield line("kt_config.model_max_length", length, f"the resident context is {status.context_tokens} tokens")
     if fields.get("num_gpu_experts"):
-        yield line("kt_config.num_gpu_experts", fields["num_gpu_experts"], "all routed experts are on the CPU")
+        hot = status.gpu_experts
+        there = "none is on the GPU (`kt-runtime serve --gpu-experts`)" if hot is None else f"{hot.slots} of them on the GPU too"
+        yield line("kt_config.num_gpu_experts", fields["num_gpu_experts"], f"all experts are on the CPU, {there}")
 
 
 def _chunks(status: StatusReply) -> str:

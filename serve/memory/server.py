@@ -7,9 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from kt_runtime.families.base import integer
+from kt_runtime.families.registry import family_for
+from kt_runtime.serve.devices import HOST, gpu_index
 from kt_runtime.serve.memory.machine import available_memory, has_gpu
 from kt_runtime.serve.memory.plan import TRAINED, MemoryPlan, ServingShape, plan_memory
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions
+
+LEAST_MICROBATCH_TOKENS = 128
+"""Training is cut into microbatches of no fewer tokens, unless --microbatch-tokens says so: experts then wait for each
+other's weights instead of computing."""
 
 
 def serving_shape(options: ServeOptions, *, with_gpu: bool) -> ServingShape:
@@ -23,6 +30,7 @@ def serving_shape(options: ServeOptions, *, with_gpu: bool) -> ServingShape:
         training_tokens=options.microbatch_tokens,
         expert_format=options.expert_format,
         cache=options.cache,
+        gpu_expert_bytes=options.gpu_experts_bytes if with_gpu else 0,
         tokens_option="--max-total-tokens" if options.cache_device_bytes is None else "--cache-device",
     )
 
@@ -34,10 +42,27 @@ def with_lora_rank(options: ServeOptions, config: Mapping[str, Any], name: str) 
         return options
     for rank in LORA_RANKS:
         chosen = replace(options, max_lora_rank=rank, lora_rank_may_be_lower=False)
-        plan, free_bytes = plan_server(chosen, config, name)
-        if all(plan.total_bytes(device) <= free_bytes.get(device, 0) for device in plan.devices()):
+        if _fits(chosen, config, name):
             break
     return chosen
+
+
+def with_microbatch(options: ServeOptions, config: Mapping[str, Any], name: str) -> ServeOptions:
+    """`options` with the largest microbatch that fits: the one asked for, or its half as often as needed.
+
+    Unchanged if not even LEAST_MICROBATCH_TOKENS fit. Activations of training grow with the microbatch.
+    """
+    chosen = options
+    while not _fits(chosen, config, name):
+        if (tokens := chosen.microbatch_tokens // 2) < LEAST_MICROBATCH_TOKENS:
+            return options
+        chosen = replace(chosen, microbatch_tokens=tokens)
+    return chosen
+
+
+def _fits(options: ServeOptions, config: Mapping[str, Any], name: str) -> bool:
+    plan, free_bytes = plan_server(options, config, name)
+    return all(plan.total_bytes(device) <= free_bytes.get(device, 0) for device in plan.devices())
 
 
 def session_memory_bytes(plan: MemoryPlan, available: Mapping[str, int]) -> int:
@@ -54,5 +79,23 @@ def plan_server(options: ServeOptions, config: Mapping[str, Any], name: str) -> 
 
     Raises the errors of `plan_memory`.
     """
-    with_gpu = has_gpu()
-    return plan_memory(config, serving_shape(options, with_gpu=with_gpu), name), available_memory(with_gpu)
+    with_gpu = has_gpu() and options.device != HOST
+    shape = serving_shape(options, with_gpu=with_gpu)
+    free_bytes = available_memory(with_gpu, gpu_index(options.device or HOST))
+    if with_gpu:
+        shape = _with_ring(shape, config, free_bytes.get("gpu", 0), name)
+    return plan_memory(config, shape, name), free_bytes
+
+
+def _with_ring(shape: ServingShape, config: Mapping[str, Any], free_bytes: int, name: str) -> ServingShape:
+    """`shape` with the largest ring for which the GPU has room beside all else; at least a chunk of one expert."""
+    from kt_runtime.experts import ExpertShape  # imports torch
+    from kt_runtime.experts.gpu.sizes import ring_bytes, ring_chunk_experts, streaming_bytes
+
+    experts = ExpertShape(*family_for(config).expert_shape(config))
+    top_k, trains = integer(config, "num_experts_per_tok"), shape.training_sessions > 0
+    tokens, element_bytes = shape.training_tokens, shape.activation_bytes
+    shape = replace(shape, streamed_bytes=streaming_bytes(experts, tokens, top_k, element_bytes, trains=trains))
+    left = free_bytes - plan_memory(config, shape, name).total_bytes("gpu")
+    chunk = max(1, ring_chunk_experts(experts, max(0, left)))
+    return replace(shape, ring_chunk_experts=chunk, ring_bytes=ring_bytes(experts, chunk))

@@ -63,8 +63,12 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "--kt-method --kt-weight-path",
     ),
     (
-        "all routed experts are on the CPU in this version; attention and dense layers are on the GPU",
-        "--kt-num-gpu-experts --kt-max-deferred-experts-per-token",
+        "--gpu-experts SIZE keeps the most used experts of each layer on the GPU",
+        "--kt-num-gpu-experts",
+    ),
+    (
+        "an expert's result is used in its own layer",
+        "--kt-max-deferred-experts-per-token",
     ),
     (
         "routed experts are run by kt-runtime's expert store",

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from kt_runtime.errors import RuntimeFault
 from kt_runtime.resident import progress
+from kt_runtime.sglang_patch.faults import lost_device
 from kt_runtime.sglang_patch.frontend import chat_logprobs, processes, tokenizing
 from kt_runtime.sglang_patch.hooks import Hooks
 
@@ -78,6 +79,7 @@ SYMBOLS = (
     "sglang.srt.plugins.load_plugins",
     "sglang.srt.server_args.prepare_server_args",
     "sglang.srt.utils.kill_process_tree",
+    "sglang.srt.utils.watchdog.SubprocessWatchdog",
 )
 
 DRAIN_SECONDS = 10.0  # time for running requests to finish after the first SIGTERM or SIGINT
@@ -320,7 +322,10 @@ class _Server:
             self.manager._server_stop_hook()
 
     def _fail(self) -> None:
-        self.frontend.failed("one of the server's processes has died")
+        assert self.manager is not None
+        watchdog = self.manager._subprocess_watchdog
+        is_lost = watchdog is not None and lost_device.has_ended(watchdog._processes)
+        self.frontend.failed(lost_device.MESSAGE if is_lost else "one of the server's processes has died")
         self._end_now(1)
 
     def _end_now(self, status: int) -> None:

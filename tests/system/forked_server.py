@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import setproctitle
-from reference import faulty_disk
+from reference import faulty_disk, lost_device
 
 from kt_runtime.cli import server_process
 from kt_runtime.cli.main import main
@@ -104,4 +104,6 @@ def _serve(arguments: list[str], environment: dict[str, str], log_path: str) -> 
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     if environment.get(faulty_disk.CONTROL):
         faulty_disk.install()
+    if environment.get(lost_device.CONTROL):
+        lost_device.install()
     sys.exit(main())

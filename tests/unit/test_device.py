@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,3 +111,61 @@ def test_the_drivers_version_is_read_from_the_kernel(
 def test_without_a_driver_its_version_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_DRIVER_FILE", tmp_path / "version")
     assert device.driver_version() == ""
+
+
+@pytest.fixture
+def broken_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA's driver is loaded, in a version that PyTorch's CUDA refuses."""
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27\n")
+
+    def refuse() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.\nMore")
+
+    monkeypatch.setattr(device, "_DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(device, "CONTROL_FILE", tmp_path)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_a_driver_that_is_too_old_is_told_with_what_is_needed(broken_driver: None) -> None:
+    assert device.problem() == (
+        f"the NVIDIA driver 470.82.01 is loaded, but PyTorch {torch.__version__} can't use a GPU: The NVIDIA driver on "
+        "your system is too old (found version 11040); CUDA 13.0 needs driver 580 or newer"
+    )
+
+
+def test_a_pytorch_without_cuda_is_told(broken_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert device.problem().endswith("can't use a GPU: this PyTorch is built without CUDA")
+
+
+@pytest.mark.parametrize(("name", "value"), [("CUDA_VISIBLE_DEVICES", ""), ("CUDA_VISIBLE_DEVICES", "-1")])
+def test_hidden_gpus_are_no_problem(
+    broken_driver: None, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert device.problem() == "" and device.are_hidden()
+
+
+def test_no_driver_is_no_problem(broken_driver: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "CONTROL_FILE", tmp_path / "nvidiactl")
+    assert device.problem() == ""
+
+
+def test_hidden_accelerators_are_found_neither_here_nor_by_what_is_started(
+    two_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("KT_RUNTIME_DEVICE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "all")  # so that both are restored
+    assert device.accelerator() == torch.device("cuda") and not device.are_hidden()
+    device.hide_accelerators()
+    assert device.accelerator() is None and device.devices() == [] and device.are_hidden()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_failed_device_is_told_from_a_full_one() -> None:
+    assert device.is_lost(torch.AcceleratorError("CUDA error: unspecified launch failure"))
+    assert not device.is_lost(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not device.is_lost(RuntimeError("shape"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from kt_runtime.errors import (
 )
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.fingerprint import hash_weights
+from kt_runtime.resident.scheduler import Slice, Work
 from kt_runtime.resident.server import Resident
 from kt_runtime.wire import messages
 from kt_runtime.wire.batch import Batch
@@ -280,6 +282,29 @@ def test_a_fault_of_ours_is_answered_and_the_engine_continues(
             client.forward_backward("a", sequences())
     assert not engine.resident.handlers._sessions["a"].gradient
     train(client, "a", 1)
+
+
+def test_a_lost_device_is_not_answered_but_raised(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's loop ends the process: no later call could be answered."""
+
+    def lost(*args: Any) -> Any:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    engine.paused.set()
+    monkeypatch.setattr(engine.resident, "_immediate", lost)
+    with pytest.raises(torch.AcceleratorError):
+        engine.resident._dispatch(messages.ListAdapters(request_id="r"), {})
+    fail = partial(engine.resident._fail, "r")
+    scheduler = engine.resident.scheduler
+    scheduler.submit(Work("s", failing_slices(), lambda _: None, fail, Slice("begin")))
+    scheduler.run_slice(is_serving=False)
+    with pytest.raises(torch.AcceleratorError):
+        scheduler.run_slice(is_serving=False)
+
+
+def failing_slices() -> Generator[Slice, None, None]:
+    yield Slice("forward")
+    raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
 
 def test_publish_load_rollback_list_and_drop(engine: Engine, client: ResidentClient, tmp_path: Path) -> None:

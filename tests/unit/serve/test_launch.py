@@ -22,7 +22,10 @@ from kt_runtime.cli.serve import command
 from kt_runtime.errors import ConflictError, InvalidValueError, KtError, NotFoundError, UnknownNameError
 from kt_runtime.families import family_for
 from kt_runtime.families.base import Family
+from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.serve import exactness, launch
+from kt_runtime.serve.memory import server as server_memory
+from kt_runtime.serve.memory.server import plan_server
 from kt_runtime.serve.options.named import ServeOptions, check_port_is_free
 
 KEY = "correct-horse-battery"
@@ -87,6 +90,42 @@ def test_exact_is_refused_before_anything_starts_where_it_can_not_hold(
     assert len(started) == 1
 
 
+def test_the_cpu_is_taken_where_it_is_named_and_hides_gpus_from_all_processes(
+    started: list[Any], model: Path, port: int, private_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "KT_RUNTIME_DEVICE"):
+        monkeypatch.setenv(name, "0")  # so that both are restored
+    lines: list[str] = []
+    launch.serve(options(model, port, private_directory, device="cpu"), lines.append)
+    (call,) = started
+    assert call.environ["CUDA_VISIBLE_DEVICES"] == "" and call.environ["KT_RUNTIME_DEVICE"] == "cpu"
+    assert call.arguments[call.arguments.index("--device") + 1] == "cpu"
+    assert lines[0] == "device: the CPU, as --device says"
+
+
+@pytest.mark.parametrize("device", ["cuda:7", "gpu", "cudda"])
+def test_a_device_that_is_not_there_is_refused_before_anything_starts(
+    started: list[Any], model: Path, port: int, private_directory: Path, device: str
+) -> None:
+    with pytest.raises((UnknownNameError, InvalidValueError), match="--device") as refused:
+        launch.serve(options(model, port, private_directory, device=device), print)
+    assert refused.value.exit_status == 2 and not started and not list(private_directory.iterdir())
+
+
+def test_training_is_cut_into_smaller_microbatches_where_memory_is_short(
+    started: list[Any], model: Path, port: int, private_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = options(model, port, private_directory, microbatch_tokens=4096, max_lora_rank=8)
+    config = json.loads((model / "config.json").read_text())
+    least = plan_server(dataclasses.replace(asked, microbatch_tokens=512), config, "m")[0].total_bytes("cpu")
+    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu, index=0: {"cpu": least})
+    monkeypatch.setattr(server_memory, "has_gpu", lambda: False)
+    lines: list[str] = []
+    launch.serve(asked, lines.append)
+    assert started[0].settings.microbatch_tokens == 512
+    assert "training computes 512 tokens at once, not 4096: there is no memory for more (--microbatch-tokens)" in lines
+
+
 PLACEMENT = """\
 - match: {name: "mlp\\\\.experts$"}
   replace:
@@ -104,7 +143,10 @@ def test_placement_sets_the_expert_format_and_says_what_it_can_not_do(
     rules.write_text(PLACEMENT)
     launch.serve(options(model, port, private_directory, placement=rules), lines.append)
     assert started[0].settings.expert_format == "int8"
-    assert lines[0] == f"{rules}: spreads layers over 2 GPUs: kt-runtime serves on one device"
+    assert lines[:2] == [
+        f"{rules}: spreads layers over 2 GPUs: kt-runtime serves on one device",
+        f"{rules}: places modules on a GPU: this server has none, and all of them are on the CPU",
+    ]
     with pytest.raises(InvalidValueError, match=r"--expert-format int4: .*rules.yaml asks for int8 experts"):
         launch.serve(options(model, port, private_directory, placement=rules, expert_format="int4"), print)
     quantized, _ = quantize_checkpoint(model, tmp_path / "int4", "int4_g32")
@@ -115,6 +157,33 @@ def test_placement_sets_the_expert_format_and_says_what_it_can_not_do(
     launch.serve(options(quantized, port, private_directory, placement=rules), lines.append)
     assert [call.settings.expert_format for call in started[1:]] == [None, None]
     assert f"{rules}: asks for bf16 experts: they stay as the checkpoint has them" in lines
+
+
+def test_hot_experts_reach_the_resident_and_are_refused_without_a_gpu(
+    started: list[Any],
+    model: Path,
+    port: int,
+    private_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pins, config = tmp_path / "pins.yaml", json.loads((model / "config.json").read_text())
+    layer = family_for(config).moe_layers(config)[0]
+    pins.write_text(f"- gpu_experts:\n    {layer}: [0, 2]\n")
+    asked = options(model, port, private_directory, placement=pins, gpu_experts_bytes=1 << 20)
+    monkeypatch.setattr(launch, "has_gpu", lambda: False)
+    with pytest.raises(InvalidValueError, match="--gpu-experts 1 MiB: this machine has no GPU"):
+        launch.serve(asked, print)
+    with pytest.raises(InvalidValueError, match=r"pins\.yaml: gpu_experts needs room on the GPU"):
+        launch.serve(dataclasses.replace(asked, gpu_experts_bytes=0), print)
+    with pytest.raises(InvalidValueError, match="--exact and --gpu-experts exclude each other"):
+        launch.serve(dataclasses.replace(asked, exact=True), print)
+    assert not started
+    monkeypatch.setattr(launch, "check_gpu_experts", lambda *_, **__: None)
+    launch.serve(asked, print)
+    settings = ResidentSettings.from_environment()
+    assert settings == started[0].settings
+    assert (settings.gpu_expert_bytes, settings.pinned_experts) == (1 << 20, {layer: (0, 2)})
 
 
 @pytest.mark.parametrize(

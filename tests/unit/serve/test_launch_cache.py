@@ -129,13 +129,25 @@ def test_preset_that_is_not_here_is_refused_with_the_memory_that_its_tiers_would
 def test_command_line_gives_sizes_in_bytes_and_leaves_out_what_was_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ServeOptions] = []
     monkeypatch.setattr(launch, "serve", lambda asked, say: seen.append(asked))
-    sizes = ["--cache-device", "1GiB", "--cache-host", "4G", "--cache-disk", "1.5TiB", "--cache-dir", "/c"]
+    sizes = [
+        "--gpu-experts",
+        "2GiB",
+        "--cache-device",
+        "1GiB",
+        "--cache-host",
+        "4G",
+        "--cache-disk",
+        "1.5TiB",
+        "--cache-dir",
+        "/c",
+    ]
     for arguments in ([], sizes, ["--max-total-tokens", "512", "--cache-host", "0"]):
         result = CliRunner().invoke(command, ["--model", "m", *arguments], catch_exceptions=False)
         assert result.exit_code == 0
     plain, tiers, tokens = seen
     assert plain == ServeOptions(model="m", lora_rank_may_be_lower=True)
     assert (tiers.cache_device_bytes, tiers.cache_host_bytes, tiers.cache_disk_bytes) == (1 << 30, 4 << 30, 3 << 39)
+    assert (tiers.gpu_experts_bytes, plain.gpu_experts_bytes) == (2 << 30, 0)
     assert tiers.cache_dir == Path("/c") and tiers.max_total_tokens == 16384
     assert (tokens.max_total_tokens, tokens.cache_host_bytes, tokens.asks_for_cache) == (512, 0, False)
 

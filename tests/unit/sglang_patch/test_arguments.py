@@ -28,6 +28,26 @@ def parser(patched_sglang: None) -> argparse.ArgumentParser:
     return parser
 
 
+@pytest.mark.parametrize(
+    ("device", "found"),
+    [
+        ("cpu", ("cpu", 0, "kt_cpu", "torch_native")),
+        ("cuda:0", ("cuda", 0, None, "csgmv")),
+        ("cuda:1", ("cuda", 1, None, "csgmv")),
+        ("other:0", ("other", 0, "torch_native", "torch_native")),
+    ],
+)
+def test_the_device_of_the_options_is_sglangs(
+    parser: argparse.ArgumentParser, tmp_path: Path, device: str, found: tuple[str, int, str | None, str]
+) -> None:
+    """An accelerator that is not CUDA gets PyTorch's operators."""
+    make_model("tiny-qwen3-moe", tmp_path / "model")
+    options = ServeOptions(model="", device=device)
+    parsed = parser.parse_args(server_arguments(options, resolve_model(tmp_path / "model")))
+    assert (parsed.device, parsed.base_gpu_id, parsed.attention_backend, parsed.lora_backend) == found
+    assert parsed.cuda_graph_backend_decode == ("breakable" if found[0] == "cuda" else "disabled")
+
+
 @pytest.mark.parametrize("preset", ["tiny-deepseek-v3", "tiny-qwen3-moe"])
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_sglang_parses_them(parser: argparse.ArgumentParser, tmp_path: Path, preset: str, on_cpu: bool) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from reference.scheduler import Engine
 
 PROMPTS = {"a": [11, 12, 13, 14, 15], "b": [21] * 20, "c": [31, 32, 33]}
@@ -231,6 +232,24 @@ def test_a_fault_that_is_nobodys_ends_all_and_the_next_request_is_answered(
     assert scheduled.memory() == before
     scheduled.run(scheduled.request("right", [5, 6]))
     assert scheduled.ended["right"]["type"] == "length"
+
+
+def test_a_lost_device_is_nobodys_fault_and_is_not_tried_again(
+    scheduled: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error leaves the scheduler's loop, where `faults.lost_device` ends the process."""
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+    calls: list[Any] = []
+
+    def lost(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.AcceleratorError):
+        patch.setattr(TpModelWorker, "forward_batch_generation", lost)
+        scheduled.run(*(scheduled.request(rid, prompt) for rid, prompt in PROMPTS.items()))
+    assert len(calls) == 1 and not scheduled.ended
 
 
 def test_a_client_that_leaves_before_its_request_joins_again_holds_nobody_up(

@@ -120,8 +120,8 @@ class HotExperts:
     def takes(
         self, x: Tensor, ids: Tensor, weights: Tensor, slots: Sequence[object], token_slots: Tensor | None
     ) -> bool:
-        """Whether `forward` may compute this call; if not, the store computes, or refuses, all of it."""
-        if not self.step.is_serving or not (self.table != NONE).any():
+        """Whether `forward` may compute and count this call; if not, the store computes, or refuses, all of it."""
+        if not self.step.is_serving:
             return False
         tokens = x.shape[0] if x.dim() == 2 else 0
         return (
@@ -154,6 +154,8 @@ class HotExperts:
         """
         if not self.takes(x, ids, weights, slots, token_slots):
             return staging.forward(layer, x, ids, weights, slots, token_slots, out, retain=False)[0]
+        if not (self.table != NONE).any():
+            return self._compute_misses(layer, x, ids, weights, slots, token_slots, out)  # they are counted
         on_device = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         self._compute.follows_current()
         try:

@@ -119,6 +119,17 @@ def test_what_has_no_equivalent_is_one_line_each(tmp_path: Path, modules: list[s
     )
 
 
+def test_a_gpu_that_is_not_there_is_told_with_its_line(tmp_path: Path, modules: list[str]) -> None:
+    path = tmp_path / "rules.yaml"
+    path.write_text(TWO_GPUS)
+    assert read_placement(path, modules, num_gpus=2).num_devices == 2
+    with pytest.raises(InvalidValueError) as refused:
+        read_placement(path, modules, num_gpus=1)
+    lines = [number for number, line in enumerate(TWO_GPUS.splitlines(), 1) if "cuda:1" in line]
+    assert lines and all(f"{path}:{line}: " in str(refused.value) for line in lines)
+    assert str(refused.value).count("cuda:1 is not there: this machine has cuda:0") == len(lines)
+
+
 def rule(name: str, cls: str, **kwargs: str) -> str:
     lines = [f"- match: {{name: '{name}'}}", f"  replace:\n    class: ktransformers.operators.{cls}\n    kwargs:"]
     return "\n".join([*lines, *(f"      {key}: {value}" for key, value in kwargs.items())]) + "\n"

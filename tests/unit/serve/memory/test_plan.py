@@ -120,9 +120,10 @@ def test_what_can_never_fit_says_how_much_is_needed_and_there() -> None:
 def test_what_could_fit_says_what_to_lower_on_that_device_only() -> None:
     plan = plan_memory(TINY, ServingShape(device="gpu", max_total_tokens=10**7), "tiny")
     with pytest.raises(InvalidValueError) as caught:
-        check_fits(plan, {"cpu": 4 * GIB, "gpu": GIB})
+        check_fits(plan, {"cpu": 4 * GIB, "gpu": 2 * GIB})
     assert "on the GPU" in str(caught.value) and "on the CPU" not in str(caught.value)
-    assert "lower --max-total-tokens or --max-lora-rank or --lora-slots" in str(caught.value)
+    advice = str(caught.value).partition("; lower ")[2].split(" or ")
+    assert advice == ["--max-total-tokens", "--microbatch-tokens", "--max-lora-rank", "--lora-slots"]
 
 
 def test_a_device_that_is_missing_counts_as_empty() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,14 @@ from kt_runtime.cli.server_process import free_port
 from kt_runtime.errors import InvalidValueError, NotFoundError
 from kt_runtime.serve import launch
 from kt_runtime.serve.memory import server as server_memory
-from kt_runtime.serve.memory.plan import TRAINED, MemoryNeed, MemoryPlan, check_fits, format_bytes
-from kt_runtime.serve.memory.server import plan_server, serving_shape, session_memory_bytes, with_lora_rank
+from kt_runtime.serve.memory.plan import GIB, TRAINED, MemoryNeed, MemoryPlan, check_fits, format_bytes
+from kt_runtime.serve.memory.server import (
+    plan_server,
+    serving_shape,
+    session_memory_bytes,
+    with_lora_rank,
+    with_microbatch,
+)
 from kt_runtime.serve.models.presets import load_preset, preset_names
 from kt_runtime.serve.options.named import ServeOptions
 
@@ -23,7 +30,7 @@ from kt_runtime.serve.options.named import ServeOptions
 @pytest.mark.parametrize("name", preset_names())
 def test_show_and_serve_agree_for_every_preset(name: str, with_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_memory, "has_gpu", lambda: with_gpu)
-    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu: {"cpu": 0})
+    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu, index=0: {"cpu": 0})
     shown = models.describe(name)
     needed = {device: format_bytes(sizes["needed_bytes"]) for device, sizes in shown["devices"].items()}
     assert set(needed) == ({"cpu", "gpu"} if with_gpu else {"cpu"})
@@ -41,7 +48,7 @@ def test_a_preset_that_is_not_here_is_refused_with_what_show_says(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("KT_RUNTIME_MODELS", str(tmp_path))
-    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu: {"cpu": 1 << 34})
+    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu, index=0: {"cpu": 1 << 34})
     needed = format_bytes(models.describe(name)["devices"]["cpu"]["needed_bytes"])
     asked = ["--model", name, "--port", str(free_port()), "--runtime-dir", str(tmp_path)]
     refused = CliRunner().invoke(command, asked, standalone_mode=False).exception
@@ -63,7 +70,7 @@ def test_the_plan_follows_the_options() -> None:
 @pytest.mark.parametrize(("gib", "rank"), [(400, 64), (150, 32), (100, 16), (80, 8), (1, 8)])
 def test_the_default_rank_is_the_highest_that_fits(gib: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_memory, "has_gpu", lambda: False)
-    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu: {"cpu": gib * 2**30})
+    monkeypatch.setattr(server_memory, "available_memory", lambda with_gpu, index=0: {"cpu": gib * 2**30})
     name = "Qwen3-30B-A3B"
     config = load_preset(name).config
     options = ServeOptions(model=name, lora_rank_may_be_lower=True)
@@ -78,3 +85,88 @@ def test_training_sessions_get_one_at_the_highest_rank_and_half_of_what_is_left(
     assert session_memory_bytes(plan, {"cpu": 100}) == 40
     one = plan_server(ServeOptions(model="m"), load_preset("tiny-qwen3-moe").config, "m")[0]
     assert session_memory_bytes(one, {"cpu": 0}) == next(need.size_bytes for need in one.needs if need.what == TRAINED)
+
+
+def invented(monkeypatch: pytest.MonkeyPatch, *gpus_gib: float, cpu_gib: int = 1000) -> None:
+    """A machine with GPUs that have this much free memory; without any, one with a CPU only."""
+
+    def free(with_gpu: bool, index: int = 0) -> dict[str, int]:
+        gpu = {"gpu": int(gpus_gib[index] * GIB)} if with_gpu else {}
+        return {"cpu": cpu_gib * GIB, **gpu}
+
+    monkeypatch.setattr(server_memory, "has_gpu", lambda: bool(gpus_gib))
+    monkeypatch.setattr(server_memory, "available_memory", free)
+
+
+QWEN = load_preset("Qwen3-30B-A3B").config
+QWEN_EXPERT_BYTES = 3 * 2048 * 768 * 2
+
+
+def needs(options: ServeOptions, device: str = "gpu") -> dict[str, int]:
+    plan = plan_server(options, QWEN, "qwen")[0]
+    return {need.what: need.size_bytes for need in plan.needs if need.device == device}
+
+
+def test_the_named_gpus_memory_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    invented(monkeypatch, 8, 24)
+    options = ServeOptions(model="m", max_lora_rank=8)
+    with pytest.raises(InvalidValueError, match=r"on the GPU and 8 GiB are free \(.*ring of streamed experts"):
+        check_fits(*plan_server(replace(options, device="cuda:0"), QWEN, "qwen"))
+    check_fits(*plan_server(replace(options, device="cuda:1"), QWEN, "qwen"))
+
+
+def test_a_server_on_the_cpu_plans_no_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    invented(monkeypatch, 24)
+    plan, free_bytes = plan_server(ServeOptions(model="m", device="cpu"), QWEN, "qwen")
+    assert plan.devices() == ["cpu"] and set(free_bytes) == {"cpu"} and plan.ring_chunk_experts == 0
+    invented(monkeypatch)
+    assert plan_server(ServeOptions(model="m"), QWEN, "qwen")[0] == plan
+
+
+def test_a_gpu_also_holds_hot_experts_a_ring_and_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    invented(monkeypatch, 80)
+    plan = plan_server(ServeOptions(model="m", gpu_experts_bytes=3 * GIB), QWEN, "qwen")[0]
+    gpu = needs(ServeOptions(model="m", gpu_experts_bytes=3 * GIB))
+    assert gpu["hot experts"] == 3 * GIB
+    assert 1 <= plan.ring_chunk_experts <= 16
+    assert gpu["ring of streamed experts"] == 2 * plan.ring_chunk_experts * QWEN_EXPERT_BYTES
+    assert gpu["tensors of streamed calls (estimate)"] > 2048 * 8 * (2 * 2 * 2048)
+    host = needs(ServeOptions(model="m"), "cpu")
+    assert host["pinned buffers of the ring"] == gpu["ring of streamed experts"]
+    assert host["pinned rows for the experts"] == 8192 * (3 * 2048 * 2 + 12 * 8)
+
+
+def test_the_ring_gets_smaller_where_the_gpu_is_nearly_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    invented(monkeypatch, 80)
+    options = ServeOptions(model="m", max_lora_rank=8)
+    plan = plan_server(options, QWEN, "qwen")[0]
+    ring = needs(options)["ring of streamed experts"]
+    assert plan.ring_chunk_experts > 2
+    invented(monkeypatch, (plan.total_bytes("gpu") - ring + 2 * 2 * QWEN_EXPERT_BYTES) / GIB)
+    smaller = plan_server(options, QWEN, "qwen")
+    assert smaller[0].ring_chunk_experts == 2
+    check_fits(*smaller)
+
+
+def test_training_that_does_not_fit_is_cut_and_below_the_floor_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ServeOptions(model="m", max_lora_rank=8, microbatch_tokens=4096)
+    invented(monkeypatch, 1000)
+    assert with_microbatch(options, QWEN, "qwen") is options
+    sizes = {tokens: min_gpu_bytes(replace(options, microbatch_tokens=tokens)) for tokens in (4096, 2048, 512, 128)}
+    for tokens, size_bytes in sizes.items():
+        invented(monkeypatch, size_bytes / GIB)
+        assert with_microbatch(options, QWEN, "qwen").microbatch_tokens == tokens
+        check_fits(*plan_server(replace(options, microbatch_tokens=tokens), QWEN, "qwen"))
+    invented(monkeypatch, (sizes[128] - 2**20) / GIB)
+    assert with_microbatch(options, QWEN, "qwen") is options
+    with pytest.raises(InvalidValueError, match=r"--microbatch-tokens"):
+        check_fits(*plan_server(options, QWEN, "qwen"))
+    asked = replace(options, microbatch_tokens=64)  # whoever asks for fewer gets fewer
+    assert with_microbatch(asked, QWEN, "qwen") is asked
+    check_fits(*plan_server(asked, QWEN, "qwen"))
+
+
+def min_gpu_bytes(options: ServeOptions) -> int:
+    """The least memory with which the plan fits: the ring has chunks of one expert."""
+    plan = plan_server(options, QWEN, "qwen")[0]
+    return plan.total_bytes("gpu") - needs(options)["ring of streamed experts"] + 2 * QWEN_EXPERT_BYTES
