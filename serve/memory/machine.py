@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,8 @@ GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def has_gpu() -> bool:
-    """Whether torch finds a GPU for attention and dense layers."""
-    if "torch" not in sys.modules and not _has_driver():
+    """Whether torch finds a GPU, or another accelerator, for attention and dense layers."""
+    if "torch" not in sys.modules and not _has_driver() and not _has_backend():
         return False
     from kt_runtime import device
 
@@ -44,6 +45,11 @@ def gpus_are_hidden() -> bool:
 
 def _has_driver() -> bool:
     return any(Path(device).exists() for device in GPU_DEVICES)
+
+
+def _has_backend() -> bool:
+    """Is a package installed that gives torch another kind of accelerator?"""
+    return bool(importlib.metadata.entry_points(group="torch.backends"))
 
 
 def available_memory(with_gpu: bool, index: int = 0) -> dict[str, int]:

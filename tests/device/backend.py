@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import types
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ _Device = torch.device | str | int | None
 def enable() -> torch.device:
     """Registers the device in this process, at the first call. Returns it."""
     if not hasattr(torch, NAME):
-        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         torch.utils.rename_privateuse1_backend(NAME)
         torch.ops.load_library(str(built_library()))
         torch._register_device_module(NAME, _module())

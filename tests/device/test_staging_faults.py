@@ -1,5 +1,6 @@
 """Each mistake at the boundary of host and device, planted into the staging of experts, is found by the tests there."""
 
+# ruff: noqa: F811, a test names its fixtures
 from __future__ import annotations
 
 import ctypes
@@ -110,7 +111,7 @@ def fresh_buffers(monkeypatch: Patch) -> Iterator[None]:
         break
 
 
-def run_bodies(layer: ExpertLayer, where: torch.device) -> None:  # noqa: F811
+def run_bodies(layer: ExpertLayer, where: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         bodies.test_forward_gives_the_same_bits(layer, where, dtype)
     bodies.test_calls_follow_each_other_without_mixing(layer, where)
@@ -122,7 +123,7 @@ def run_bodies(layer: ExpertLayer, where: torch.device) -> None:  # noqa: F811
     torch.accelerator.synchronize()
 
 
-def is_found(fault: Callable[[Patch], None], layer: ExpertLayer, where: torch.device, patch: Patch) -> bool:  # noqa: F811
+def is_found(fault: Callable[[Patch], None], layer: ExpertLayer, where: torch.device, patch: Patch) -> bool:
     fault(patch)
     try:
         run_bodies(layer, where)
@@ -135,7 +136,7 @@ def is_found(fault: Callable[[Patch], None], layer: ExpertLayer, where: torch.de
 def test_without_a_fault_the_bodies_pass(
     fresh_buffers: None,
     late_device: torch.device,
-    layer: ExpertLayer,  # noqa: F811
+    layer: ExpertLayer,
 ) -> None:
     run_bodies(layer, late_device)
 
@@ -144,7 +145,7 @@ def test_without_a_fault_the_bodies_pass(
 def test_a_planted_fault_is_found_under_late(
     fresh_buffers: None,
     late_device: torch.device,
-    layer: ExpertLayer,  # noqa: F811
+    layer: ExpertLayer,
     monkeypatch: Patch,
     fault: Callable[[Patch], None],
 ) -> None:

@@ -78,9 +78,14 @@ void queue_to_pinned(const at::Tensor& from, const at::Tensor& to) {
   Device::get().queue(current_stream(), Task{std::move(name), guarded(std::move(run)), std::move(when_queued), {}});
 }
 
+bool is_plain(const at::Tensor& from, const at::Tensor& to) {
+  const bool has_same_bits = !from.is_conj() && !to.is_conj() && !from.is_neg() && !to.is_neg();
+  return has_same_bits && from.sizes() == to.sizes();
+}
+
 void copy_to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
-  const bool is_plain = from.is_contiguous() && from.scalar_type() == to.scalar_type() && from.sizes() == to.sizes();
-  if (is_plain && non_blocking && is_pinned(from.const_data_ptr())) {
+  const bool is_as_it_lies = is_plain(from, to) && from.is_contiguous() && from.scalar_type() == to.scalar_type();
+  if (is_as_it_lies && non_blocking && is_pinned(from.const_data_ptr())) {
     queue_from_pinned(from, to);
     return;
   }
@@ -92,7 +97,7 @@ void copy_to_device(const at::Tensor& from, const at::Tensor& to, bool non_block
 }
 
 void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
-  if (non_blocking && to.is_contiguous() && from.sizes() == to.sizes() && is_pinned(to.const_data_ptr())) {
+  if (non_blocking && to.is_contiguous() && is_plain(from, to) && is_pinned(to.const_data_ptr())) {
     queue_to_pinned(from, to);
     return;
   }

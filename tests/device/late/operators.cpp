@@ -378,8 +378,15 @@ int64_t attention_by_matrix_products(const at::Tensor&, const at::Tensor&, const
 
 at::Tensor for_kernels(const at::Tensor& tensor) {
   void* place = tensor.numel() == 0 ? nullptr : Memory::get().for_kernels(tensor.const_data_ptr());
-  return at::from_blob(place, tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.dtype()));
+  at::Tensor alias = at::from_blob(place, tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.dtype()));
+  alias._set_conj(tensor.is_conj());
+  alias._set_neg(tensor.is_neg());
+  return alias;
 }
+
+// Copies resolve conjugated and negated views themselves: PyTorch's way to do so is a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&any_operator>()); }
 
