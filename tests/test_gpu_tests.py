@@ -72,6 +72,11 @@ def test_without_a_gpu_a_run_that_asks_for_one_ends_with_2_and_the_reason() -> N
     assert "tests/gpu: no test ran, torch sees no GPU: " in done.stdout + done.stderr
 
 
+def test_make_test_gpu_asks_for_a_gpu() -> None:
+    done = subprocess.run(["make", "--dry-run", "test-gpu"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "pytest --gpu=require tests/gpu" in done.stdout
+
+
 def test_a_place_lets_through_what_it_promises_and_no_more() -> None:
     near = dataclasses.replace(CPU, name="near", k3=1e-6, largest=0.01)
     for place, k3, largest in ((CPU, 0.0, 0.0), (near, 1e-6, 0.01)):
@@ -88,7 +93,8 @@ def test_a_place_lets_through_what_it_promises_and_no_more() -> None:
 
 
 def test_only_the_folder_s_conftest_names_the_gpu_s_kind() -> None:
-    kind = "cu" + "da"
-    assert {path.name for path in (ROOT / "tests" / "gpu").glob("*.py") if kind in path.read_text().lower()} <= {
+    """In code; SGLang's log lines and texts may."""
+    kind = re.compile(r"""\.cuda\b|["']cuda\b""")
+    assert [path.name for path in (ROOT / "tests" / "gpu").glob("*.py") if kind.search(path.read_text())] == [
         "conftest.py"
-    }
+    ]
