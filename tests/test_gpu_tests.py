@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from reference.parity import Agreement
+from reference.place import CPU
 
 from kt_runtime.device import accelerator
 
@@ -69,8 +72,29 @@ def test_without_a_gpu_a_run_that_asks_for_one_ends_with_2_and_the_reason() -> N
     assert "tests/gpu: no test ran, torch sees no GPU: " in done.stdout + done.stderr
 
 
+def test_make_test_gpu_asks_for_a_gpu() -> None:
+    done = subprocess.run(["make", "--dry-run", "test-gpu"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "pytest --gpu=require tests/gpu" in done.stdout
+
+
+def test_a_place_lets_through_what_it_promises_and_no_more() -> None:
+    near = dataclasses.replace(CPU, name="near", k3=1e-6, largest=0.01)
+    for place, k3, largest in ((CPU, 0.0, 0.0), (near, 1e-6, 0.01)):
+        place.check(Agreement(k3, largest))
+        place.check_same([1.0, 2.0], [1.0, 2.0 + largest / 2])
+        for beyond in (Agreement(k3 + 1e-9, largest), Agreement(k3, largest + 1e-9), Agreement(float("nan"), 0.0)):
+            with pytest.raises(AssertionError):
+                place.check(beyond)
+        with pytest.raises(AssertionError):
+            place.check_same([1.0], [1.0 + largest + 1e-6])
+    assert near.arguments(["--dtype", "float32"], ["--page-size", "8"]) == [
+        *("--dtype", "float32", "--", "--page-size", "8"),
+    ]
+
+
 def test_only_the_folder_s_conftest_names_the_gpu_s_kind() -> None:
-    kind = "cu" + "da"
-    assert {path.name for path in (ROOT / "tests" / "gpu").glob("*.py") if kind in path.read_text().lower()} <= {
+    """In code; SGLang's log lines and texts may."""
+    kind = re.compile(r"""\.cuda\b|["']cuda\b""")
+    assert [path.name for path in (ROOT / "tests" / "gpu").glob("*.py") if kind.search(path.read_text())] == [
         "conftest.py"
-    }
+    ]

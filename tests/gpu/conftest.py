@@ -9,6 +9,7 @@ A module's `PLACES` names the variants (keys of `PLACES` below) that its tests r
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,12 @@ def device() -> torch.device:
 def delay() -> Callable[[], None]:
     """A function that keeps the current stream busy for some 30 ms."""
     return lambda: torch.cuda._sleep(50_000_000)
+
+
+@pytest.fixture
+def graph_memory(device: torch.device) -> tuple[torch.Stream, Any]:
+    """A stream to capture graphs on, and the pool that their memory comes from."""
+    return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
 
 def _why_no_gpu() -> str:

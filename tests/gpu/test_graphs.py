@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,10 +28,10 @@ LOG_EACH_BATCH = ("--decode-log-interval", "1")
 
 
 @pytest.fixture
-def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> GraphBackend:
+def graphs(graph_memory: tuple[torch.Stream, Any], monkeypatch: pytest.MonkeyPatch) -> GraphBackend:
     """Real graphs, in one memory pool."""
     monkeypatch.setattr(experts, "_sets", {})
-    return GraphBackend(torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
+    return GraphBackend(*graph_memory)
 
 
 @dataclass

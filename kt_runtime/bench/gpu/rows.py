@@ -16,9 +16,9 @@ from kt_runtime.bench.gpu.settings import DECODE
 class Row:
     """`size`: streams that decode at once, or tokens of the prompt or of the training step. `rates`: tokens/s of each
     counted run; empty: not measured. `needs`: of the whole prompt or step; None: not known of this engine.
-    `resident`: experts of each layer on the device; `hit_rate`: share of the tokens' experts that were among
-    them, None: not counted. `device_bytes`: device memory of the engine's processes at the end;
-    None: not measured. `problem`: why runs, or all of them, are missing; None: none is.
+    `resident`: experts of each layer on the device; `hit_rate`: share of the tokens' experts that were among them,
+    None: not counted. `threshold_tokens`: of calls whose experts stream; None: no call's do. `device_bytes`: device
+    memory of the engine's processes at the end; None: not measured. `problem`: why runs are missing; None: none is.
     """
 
     model: str
@@ -30,6 +30,7 @@ class Row:
     needs: Needs | None = None
     resident: int = 0
     hit_rate: float | None = None
+    threshold_tokens: int | None = None
     device_bytes: int | None = None
     problem: str | None = None
 
@@ -43,6 +44,7 @@ class Row:
             "setting": self.setting,
             "resident_experts": self.resident,
             "hit_rate": self.hit_rate,
+            "threshold_tokens": self.threshold_tokens,
             "case": self.kind,
             "streams" if self.kind == DECODE else "tokens": self.size,
             "tokens_per_s": middle,

@@ -66,7 +66,8 @@ class Servers:
         return [case for case in every if case.kind in setting.kinds]
 
     def _row(self, setting: Setting, case: Case, side: ServerSide, problem: str | None) -> Row:
-        found, hit_rate = side.result.measured.get(case), hit_rate_of(side.result.last_status)
+        found, status = side.result.measured.get(case), side.result.last_status
+        place = place_in(setting.place, case, status)
         return Row(
             self._preset.name,
             setting.engine,
@@ -74,9 +75,10 @@ class Servers:
             case.kind,
             case.size,
             found[0].rates if found else (),
-            serving_needs(self._work, replace(setting.place, hit_rate=hit_rate), case, self._plan),
+            serving_needs(self._work, place, case, self._plan),
             setting.resident,
-            hit_rate,
+            place.hit_rate,
+            threshold_of(status),
             side.result.device_bytes or None,
             side.result.problems.get(case) or (None if found else problem),
         )
@@ -107,6 +109,20 @@ def hit_rate_of(status: Mapping[str, Any]) -> float | None:
     """Of all decode steps of a server with hot experts, as its GET /kt/status counts; None: it has none."""
     hot = status.get("gpu_experts")
     return None if not hot or not hot["hits"] + hot["misses"] else float(hot["hit_rate"])
+
+
+def threshold_of(status: Mapping[str, Any]) -> int | None:
+    """The fewest tokens of a call whose experts stream; None: no call's do, or the server does not say."""
+    streaming = status.get("expert_streaming")
+    return streaming["threshold_tokens"] if streaming else None
+
+
+def place_in(place: ExpertPlace, case: Case, status: Mapping[str, Any]) -> ExpertPlace:
+    """Where the experts of `case` were computed, by what the server counted and measured (GET /kt/status)."""
+    threshold = threshold_of(status)
+    if place.experts == "streamed" and status and (threshold is None or case.size < threshold):
+        return ExpertPlace("cpu")
+    return replace(place, hit_rate=hit_rate_of(status))
 
 
 def serving_needs(work: ModelWork, place: ExpertPlace, case: Case, plan: Plan) -> Needs:

@@ -14,13 +14,15 @@ from kt_runtime.bench.serve.work import ModelWork
 
 KT_RUNTIME, SGLANG = "kt-runtime", "sglang_paged"
 PREFILL, DECODE, TRAINING = "prefill", "decode", "training"
-NOT_STREAMED, STREAMED = ("--stream-experts", "off"), ("--stream-experts", "on")
+NOT_STREAMED, STREAMED, MEASURED = (("--stream-experts", value) for value in ("off", "1", "auto"))
+"""No call streams, every call but decoding does, and those above a threshold that the server measures."""
 CARRIERS = 2
 """Pinned buffers of one expert each, within the size of `--gpu-experts` (`kt_runtime/experts/gpu/hot`)."""
 HOT, NO_GRAPHS = "--gpu-experts", "--no-graphs"
 ON_CPU = "experts on the CPU"
 WITHOUT_GRAPHS = "experts on the CPU, no graphs"
 STREAMS_EXPERTS = "experts streamed"
+STREAMS_MANY = "experts streamed above a measured threshold"
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,14 @@ def hot_bytes(work: ModelWork, resident: int) -> int:
 
 
 def kt_settings(work: ModelWork, counts: Sequence[int]) -> list[Setting]:
-    """Experts on the CPU (the first, whose answers the peers get), without graphs, streamed, and hot at each count."""
+    """Experts on the CPU (the first, whose answers the peers get), without graphs, streamed always and as the server
+    chooses, and hot at each count."""
     cpu = (HOT, "0", *NOT_STREAMED)
     settings = [
         Setting(KT_RUNTIME, ON_CPU, cpu, (PREFILL, DECODE, TRAINING), ExpertPlace("cpu")),
         Setting(KT_RUNTIME, WITHOUT_GRAPHS, (*cpu, NO_GRAPHS), (DECODE,), ExpertPlace("cpu")),
         Setting(KT_RUNTIME, STREAMS_EXPERTS, (HOT, "0", *STREAMED), (PREFILL, TRAINING), ExpertPlace("streamed")),
+        Setting(KT_RUNTIME, STREAMS_MANY, (HOT, "0", *MEASURED), (PREFILL,), ExpertPlace("streamed")),
     ]
     for count in counts:
         options = (HOT, str(hot_bytes(work, count)), *NOT_STREAMED)

@@ -20,7 +20,7 @@ from kt_runtime.bench.gpu.needs import ExpertPlace, Needs, decode_needs, prefill
 from kt_runtime.bench.gpu.plan import Plan
 from kt_runtime.bench.gpu.report import print_report
 from kt_runtime.bench.gpu.rows import Row
-from kt_runtime.bench.gpu.servers import hit_rate_of
+from kt_runtime.bench.gpu.servers import hit_rate_of, place_in, threshold_of
 from kt_runtime.bench.gpu.settings import (
     kt_settings,
     resident_bytes,
@@ -31,10 +31,14 @@ from kt_runtime.bench.gpu.stock import NO_PLUGIN, stock_arguments, stock_environ
 from kt_runtime.bench.page.measurement import Measurement, Range, read_all
 from kt_runtime.bench.page.report import record_report
 from kt_runtime.bench.peer_place import BESIDES_BYTES, ON_CPU, PeerPlace, peer_place
+from kt_runtime.bench.serve.plan import PREFILL, Case
 from kt_runtime.bench.serve.work import model_work
 from kt_runtime.cli.main import main
+from kt_runtime.cli.serve import command as serve_command
 from kt_runtime.errors import InvalidValueError, NotFoundError, UnknownNameError
 from kt_runtime.serve.models.presets import load_preset
+from kt_runtime.serve.options.named import ServeOptions
+from kt_runtime.serve.options.sglang_names import NAMES
 
 QWEN = load_preset("Qwen3-30B-A3B").config
 WORK = model_work(QWEN, "bfloat16")
@@ -150,7 +154,7 @@ def test_hot_and_paged_experts_get_equal_device_memory() -> None:
     counts = resident_counts(WORK, Plan().resident_shares)
     assert counts == [16, 32, 64]
     assert resident_counts(WORK, [0.001, 0.01]) == [8], "a token takes eight"
-    hot, paged = kt_settings(WORK, counts)[3:], sglang_settings(counts)
+    hot, paged = kt_settings(WORK, counts)[4:], sglang_settings(counts)
     assert [one.resident for one in hot] == [one.resident for one in paged] == counts
     one_expert = 3 * 2048 * 768 * 2
     assert hot[0].options[:2] == ("--gpu-experts", str((16 * 48 + 2) * one_expert)), "and two buffers on the host"
@@ -162,6 +166,30 @@ def test_the_first_setting_has_the_experts_on_the_cpu_and_every_case() -> None:
     first = kt_settings(WORK, [])[0]
     assert first.kinds == ("prefill", "decode", "training") and first.resident == 0
     assert first.options == ("--gpu-experts", "0", "--stream-experts", "off")
+
+
+def test_every_option_of_a_setting_is_one_of_kt_runtime_serve_s() -> None:
+    """And of its values none is refused before the model and the machine are known."""
+    known = {name for parameter in serve_command.params for name in parameter.opts}
+    for setting in kt_settings(WORK, [16]):
+        assert {option for option in setting.options if option.startswith("--")} <= known, setting.name
+        given = dict(zip(setting.options, setting.options[1:], strict=False))
+        ServeOptions(model="m", stream_experts=given["--stream-experts"])
+
+
+def test_every_option_of_stock_sglang_is_one_of_its_own() -> None:
+    options = [*sglang_settings([16])[0].options, *stock_arguments(["--dtype", "bfloat16", "--context-tokens", "64"])]
+    assert {option[2:] for option in options if option.startswith("--")} <= {name.lstrip("-") for name in NAMES}
+
+
+def test_a_prompt_below_the_measured_threshold_is_computed_by_the_cpu() -> None:
+    streamed = ExpertPlace("streamed")
+    status = {"expert_streaming": {"threshold_tokens": 1000}}
+    assert place_in(streamed, Case(PREFILL, 512), status).experts == "cpu"
+    assert place_in(streamed, Case(PREFILL, 4096), status).experts == "streamed"
+    assert place_in(streamed, Case(PREFILL, 4096), {"expert_streaming": {"threshold_tokens": None}}).experts == "cpu"
+    assert place_in(streamed, Case(PREFILL, 512), {}) == streamed, "the server has not said"
+    assert threshold_of({}) is None and threshold_of(status) == 1000
 
 
 def test_stock_sglang_loads_every_plugin_but_ours(monkeypatch: pytest.MonkeyPatch) -> None:
