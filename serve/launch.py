@@ -91,6 +91,9 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         )
     memory = plan_server(options, model.config, model.name)
     check_fits(*memory)
+    if has_gpu() and options.streaming == "auto" and not memory[0].ring_chunk_experts:
+        say("experts do not stream to the GPU: it has no memory for them (--stream-experts off)")
+        options = dataclasses.replace(options, stream_experts="off")
     if options.session_memory_bytes is None:
         options = dataclasses.replace(options, session_memory_bytes=session_memory_bytes(*memory))
     directory = private_directory(options.runtime_dir) if options.runtime_dir else runtime_directory()

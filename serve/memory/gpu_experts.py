@@ -32,7 +32,7 @@ def check_gpu_experts(options: ServeOptions, config: Mapping[str, Any], *, with_
         return
     if not with_gpu:
         raise InvalidValueError(
-            f"--gpu-experts {format_bytes(size_bytes)}: this machine has no GPU that could keep experts; leave it out"
+            f"--gpu-experts {format_bytes(size_bytes)}: this server has no GPU that could keep experts; leave it out"
         )
     import torch
 

@@ -128,7 +128,7 @@ def _gpu_needs(config: Mapping[str, Any], shape: ServingShape) -> list[MemoryNee
     of_row = 3 * integer(config, "hidden_size") * shape.activation_bytes + 12 * integer(config, "num_experts_per_tok")
     return [
         MemoryNeed("hot experts", "gpu", shape.gpu_expert_bytes, ("--gpu-experts",)),
-        MemoryNeed("ring of streamed experts", "gpu", shape.ring_bytes),
+        MemoryNeed("ring of streamed experts", "gpu", shape.ring_bytes, ("--stream-experts",)),
         MemoryNeed("tensors of streamed calls (estimate)", "gpu", shape.streamed_bytes, ("--microbatch-tokens",)),
         MemoryNeed("context and workspaces (estimate)", "gpu", CONTEXT_BYTES),
         MemoryNeed("pinned buffers of the ring", "cpu", shape.ring_bytes),

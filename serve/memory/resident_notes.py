@@ -136,8 +136,8 @@ def _notes(recipe: RecipeKeys, status: StatusReply) -> Iterator[str]:
         yield line("kt_config.model_max_length", length, f"the resident context is {status.context_tokens} tokens")
     if fields.get("num_gpu_experts"):
         hot = status.gpu_experts
-        there = "none is on the GPU (`kt-runtime serve --gpu-experts`)" if hot is None else f"{hot.slots} of them on the GPU too"
-        yield line("kt_config.num_gpu_experts", fields["num_gpu_experts"], f"all experts are on the CPU, {there}")
+        also = "none on the GPU (`serve --gpu-experts`)" if hot is None else f"{hot.slots} of them on the GPU too"
+        yield line("kt_config.num_gpu_experts", fields["num_gpu_experts"], f"all experts are on the CPU, {also}")
 
 
 def _chunks(status: StatusReply) -> str:

@@ -82,20 +82,23 @@ def plan_server(options: ServeOptions, config: Mapping[str, Any], name: str) -> 
     with_gpu = has_gpu() and options.device != HOST
     shape = serving_shape(options, with_gpu=with_gpu)
     free_bytes = available_memory(with_gpu, gpu_index(options.device or HOST))
-    if with_gpu:
-        shape = _with_ring(shape, config, free_bytes.get("gpu", 0), name)
+    if with_gpu and options.streaming != "off":
+        shape = _with_ring(shape, config, free_bytes.get("gpu", 0), name, is_needed=options.streaming != "auto")
     return plan_memory(config, shape, name), free_bytes
 
 
-def _with_ring(shape: ServingShape, config: Mapping[str, Any], free_bytes: int, name: str) -> ServingShape:
-    """`shape` with the largest ring for which the GPU has room beside all else; at least a chunk of one expert."""
+def _with_ring(
+    shape: ServingShape, config: Mapping[str, Any], free_bytes: int, name: str, *, is_needed: bool
+) -> ServingShape:
+    """`shape` with the largest ring for which the GPU has room beside all else. Without any room `shape` has no ring,
+    or, if one `is_needed`, the smallest."""
     from kt_runtime.experts import ExpertShape  # imports torch
     from kt_runtime.experts.gpu.sizes import ring_bytes, ring_chunk_experts, streaming_bytes
 
     experts = ExpertShape(*family_for(config).expert_shape(config))
     top_k, trains = integer(config, "num_experts_per_tok"), shape.training_sessions > 0
     tokens, element_bytes = shape.training_tokens, shape.activation_bytes
-    shape = replace(shape, streamed_bytes=streaming_bytes(experts, tokens, top_k, element_bytes, trains=trains))
-    left = free_bytes - plan_memory(config, shape, name).total_bytes("gpu")
-    chunk = max(1, ring_chunk_experts(experts, max(0, left)))
-    return replace(shape, ring_chunk_experts=chunk, ring_bytes=ring_bytes(experts, chunk))
+    streaming = replace(shape, streamed_bytes=streaming_bytes(experts, tokens, top_k, element_bytes, trains=trains))
+    left = free_bytes - plan_memory(config, streaming, name).total_bytes("gpu")
+    chunk = ring_chunk_experts(experts, max(0, left)) or int(is_needed)
+    return replace(streaming, ring_chunk_experts=chunk, ring_bytes=ring_bytes(experts, chunk)) if chunk else shape

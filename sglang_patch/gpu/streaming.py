@@ -74,7 +74,7 @@ def attach(store: ExpertStore, dtype: torch.dtype, top_k: int, where: torch.devi
         return
     asked = None if settings.stream_experts == "auto" else settings.stream_experts
     where = where or _accelerator(asked)
-    ring = None if where is None else _ring(store, where, asked)
+    ring = None if where is None else _ring(store, where, asked, settings.ring_chunk_experts)
     if ring is None:
         return
     found = None if asked else threshold.measured(ring, next(iter(store.layers.values())), top_k, dtype, MOST_TOKENS)
@@ -133,8 +133,11 @@ def _accelerator(asked: int | None) -> torch.device | None:
     return None
 
 
-def _ring(store: ExpertStore, where: torch.device, asked: int | None) -> ExpertRing | None:
-    """None if there is no memory for it, and no number of tokens was asked for."""
+def _ring(store: ExpertStore, where: torch.device, asked: int | None, planned: int) -> ExpertRing | None:
+    """None if there is no memory for it, and no number of tokens was asked for. `planned`: experts of a chunk in the
+    server's memory plan; 0: there was none."""
+    if planned:
+        return ExpertRing(where, store.shape, planned)
     room = None if device.is_host(where) else device.memory(where).free_bytes // LARGEST_SHARE_OF_FREE_MEMORY
     chunk = ring_chunk_experts(store.shape, room)
     if chunk:

@@ -97,7 +97,8 @@ def _version(version: str, lora_id: str) -> m.VersionInfo:
 def _status(request_id: str) -> m.StatusReply:
     values: dict[str, Any] = {}
     for field, kind in m.StatusReply.__annotations__.items():
-        values[field] = {"str": "x", "int": 1, "float": 0.5, "bool": True, "GpuExperts | None": None}.get(kind, [])
+        default: Any = None if kind.endswith(" | None") else []
+        values[field] = {"str": "x", "int": 1, "float": 0.5, "bool": True}.get(kind, default)
     return m.StatusReply(request_id=request_id, **values)
 
 

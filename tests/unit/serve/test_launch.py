@@ -172,7 +172,7 @@ def test_hot_experts_reach_the_resident_and_are_refused_without_a_gpu(
     pins.write_text(f"- gpu_experts:\n    {layer}: [0, 2]\n")
     asked = options(model, port, private_directory, placement=pins, gpu_experts_bytes=1 << 20)
     monkeypatch.setattr(launch, "has_gpu", lambda: False)
-    with pytest.raises(InvalidValueError, match="--gpu-experts 1 MiB: this machine has no GPU"):
+    with pytest.raises(InvalidValueError, match="--gpu-experts 1 MiB: this server has no GPU"):
         launch.serve(asked, print)
     with pytest.raises(InvalidValueError, match=r"pins\.yaml: gpu_experts needs room on the GPU"):
         launch.serve(dataclasses.replace(asked, gpu_experts_bytes=0), print)
@@ -181,8 +181,8 @@ def test_hot_experts_reach_the_resident_and_are_refused_without_a_gpu(
     assert not started
     monkeypatch.setattr(launch, "check_gpu_experts", lambda *_, **__: None)
     launch.serve(asked, print)
-    settings = ResidentSettings.from_environment()
-    assert settings == started[0].settings
+    settings = started[0].settings
+    assert ResidentSettings.from_environment() == settings
     assert (settings.gpu_expert_bytes, settings.pinned_experts) == (1 << 20, {layer: (0, 2)})
 
 

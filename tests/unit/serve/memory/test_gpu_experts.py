@@ -35,7 +35,7 @@ def test_sizes_that_fit_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gpu_experts_bytes": 1 << 30, "with_gpu": False}, "--gpu-experts 1.*GiB: this machine has no GPU"),
+        ({"gpu_experts_bytes": 1 << 30, "with_gpu": False}, "--gpu-experts 1.*GiB: this server has no GPU"),
         ({"gpu_experts_bytes": 3 * EXPERT - 1}, f"has no room for one expert; allowed: {3 * EXPERT} bytes or more"),
         ({"gpu_experts_bytes": 3 * EXPERT, "dtype": "float32"}, f"allowed: {6 * EXPERT} bytes"),
         (

@@ -109,7 +109,7 @@ def needs(options: ServeOptions, device: str = "gpu") -> dict[str, int]:
 
 def test_the_named_gpus_memory_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     invented(monkeypatch, 8, 24)
-    options = ServeOptions(model="m", max_lora_rank=8)
+    options = ServeOptions(model="m", max_lora_rank=8, stream_experts="512")
     with pytest.raises(InvalidValueError, match=r"on the GPU and 8 GiB are free \(.*ring of streamed experts"):
         check_fits(*plan_server(replace(options, device="cuda:0"), QWEN, "qwen"))
     check_fits(*plan_server(replace(options, device="cuda:1"), QWEN, "qwen"))
@@ -125,13 +125,13 @@ def test_a_server_on_the_cpu_plans_no_gpu_memory(monkeypatch: pytest.MonkeyPatch
 
 def test_a_gpu_also_holds_hot_experts_a_ring_and_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     invented(monkeypatch, 80)
-    plan = plan_server(ServeOptions(model="m", gpu_experts_bytes=3 * GIB), QWEN, "qwen")[0]
-    gpu = needs(ServeOptions(model="m", gpu_experts_bytes=3 * GIB))
+    options = ServeOptions(model="m", max_lora_rank=8, gpu_experts_bytes=3 * GIB)
+    plan, gpu = plan_server(options, QWEN, "qwen")[0], needs(options)
     assert gpu["hot experts"] == 3 * GIB
     assert 1 <= plan.ring_chunk_experts <= 16
     assert gpu["ring of streamed experts"] == 2 * plan.ring_chunk_experts * QWEN_EXPERT_BYTES
     assert gpu["tensors of streamed calls (estimate)"] > 2048 * 8 * (2 * 2 * 2048)
-    host = needs(ServeOptions(model="m"), "cpu")
+    host = needs(options, "cpu")
     assert host["pinned buffers of the ring"] == gpu["ring of streamed experts"]
     assert host["pinned rows for the experts"] == 8192 * (3 * 2048 * 2 + 12 * 8)
 
@@ -148,11 +148,26 @@ def test_the_ring_gets_smaller_where_the_gpu_is_nearly_full(monkeypatch: pytest.
     check_fits(*smaller)
 
 
+def test_without_room_for_a_ring_there_is_none_unless_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ServeOptions(model="m", max_lora_rank=8)
+    invented(monkeypatch, 80)
+    off = plan_server(replace(options, stream_experts="off"), QWEN, "qwen")[0]
+    assert off.ring_chunk_experts == 0
+    invented(monkeypatch, (off.total_bytes("gpu") + 2**20) / GIB)
+    assert plan_server(options, QWEN, "qwen")[0] == off
+    asked = replace(options, stream_experts="512")
+    with pytest.raises(InvalidValueError, match="--stream-experts"):
+        check_fits(*plan_server(asked, QWEN, "qwen"))
+
+
 def test_training_that_does_not_fit_is_cut_and_below_the_floor_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ServeOptions(model="m", max_lora_rank=8, microbatch_tokens=4096)
+    options = ServeOptions(model="m", max_lora_rank=8, microbatch_tokens=4096, stream_experts="off")
     invented(monkeypatch, 1000)
     assert with_microbatch(options, QWEN, "qwen") is options
-    sizes = {tokens: min_gpu_bytes(replace(options, microbatch_tokens=tokens)) for tokens in (4096, 2048, 512, 128)}
+    sizes = {}
+    for tokens in (4096, 2048, 512, 128):
+        plan = plan_server(replace(options, microbatch_tokens=tokens), QWEN, "qwen")[0]
+        sizes[tokens] = plan.total_bytes("gpu")
     for tokens, size_bytes in sizes.items():
         invented(monkeypatch, size_bytes / GIB)
         assert with_microbatch(options, QWEN, "qwen").microbatch_tokens == tokens
@@ -164,9 +179,3 @@ def test_training_that_does_not_fit_is_cut_and_below_the_floor_refused(monkeypat
     asked = replace(options, microbatch_tokens=64)  # whoever asks for fewer gets fewer
     assert with_microbatch(asked, QWEN, "qwen") is asked
     check_fits(*plan_server(asked, QWEN, "qwen"))
-
-
-def min_gpu_bytes(options: ServeOptions) -> int:
-    """The least memory with which the plan fits: the ring has chunks of one expert."""
-    plan = plan_server(options, QWEN, "qwen")[0]
-    return plan.total_bytes("gpu") - needs(options)["ring of streamed experts"] + 2 * QWEN_EXPERT_BYTES

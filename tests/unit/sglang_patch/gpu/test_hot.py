@@ -154,7 +154,12 @@ def test_experts_move_once_a_turn_before_training_runs(store: ExpertStore, monke
 
     monkeypatch.setattr(HotSet, "turn", turn)
     made.placement.count(1, torch.arange(E).numpy() * 50)
-    assert turns._turn(lambda *_: order.append("requests") or "received", None) == "received"
+
+    def requests(scheduler: Any) -> str:
+        order.append("requests")
+        return "received"
+
+    assert turns._turn(requests, None) == "received"
     assert order == ["requests", "experts", "training"]
     assert turns.has_work()  # a copy is on its way: the scheduler does not sleep
     for _ in range(4):
