@@ -22,6 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kt_runtime.errors import InvalidValueError
+
 HOST = torch.device("cpu")
 CONTROL_FILE = Path("/dev/nvidiactl")  # exists while NVIDIA's driver is loaded
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -130,19 +132,25 @@ def memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(*torch.accelerator.get_memory_info(device))
 
 
-def devices() -> list[DeviceFacts]:
-    """Every accelerator that this process may use."""
+def count() -> int:
+    """Accelerators that this process may use."""
+    return 0 if accelerator() is None else torch.accelerator.device_count()
+
+
+def facts(index: int) -> DeviceFacts:
+    """One accelerator's. On CUDA this process has a context there from now on, which takes memory."""
     kind = accelerator()
     if kind is None:
-        return []
-    module = torch.get_device_module(kind)
+        raise InvalidValueError(f"device {index}: this process has no accelerator")
+    name = str(getattr(torch.get_device_module(kind), "get_device_name", str)(index))
+    found = memory(torch.device(kind.type, index))
     driver = driver_version() if has_cuda() else ""
-    found = []
-    for index in range(torch.accelerator.device_count()):
-        free = memory(torch.device(kind.type, index))
-        name = str(getattr(module, "get_device_name", str)(index))
-        found.append(DeviceFacts(name, index, free.free_bytes, free.total_bytes, driver))
-    return found
+    return DeviceFacts(name, index, found.free_bytes, found.total_bytes, driver)
+
+
+def devices() -> list[DeviceFacts]:
+    """Every accelerator that this process may use."""
+    return [facts(index) for index in range(count())]
 
 
 def has_cuda() -> bool:

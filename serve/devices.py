@@ -27,8 +27,8 @@ def chosen_device(asked: str | None) -> str:
     """
     if asked == HOST:
         return HOST
-    kind, found = _accelerators()
-    first, names = kind or NVIDIA, [f"{kind}:{one.index}" for one in found]
+    kind, number = _accelerators()
+    first, names = kind or NVIDIA, [f"{kind}:{index}" for index in range(number)]
     if asked is not None and asked != first and asked not in names:
         _check_name(asked, first, names)
     if kind:
@@ -46,13 +46,13 @@ def gpu_index(device: str) -> int:
 
 def count() -> int:
     """Accelerators that this process may use."""
-    return len(_accelerators()[1])
+    return _accelerators()[1]
 
 
 def describe(device: str, asked: str | None) -> Iterator[str]:
     """A line for the chosen device; none for a CPU that nobody chose, on a machine without a GPU."""
     if device != HOST:
-        facts = _accelerators()[1][gpu_index(device)]
+        facts = _facts(gpu_index(device))
         driver = f", driver {facts.driver}" if facts.driver else ""
         yield f"device: {device}, {facts.name}{driver}"
     elif asked == HOST:
@@ -68,14 +68,20 @@ def use_host_only() -> None:
     device.hide_accelerators()
 
 
-def _accelerators() -> tuple[str, list[DeviceFacts]]:
-    """The kind of this process's accelerator ("" without one), and its devices."""
+def _accelerators() -> tuple[str, int]:
+    """The kind of this process's accelerators ("" without any), and their number."""
     if not has_gpu():
-        return "", []
+        return "", 0
     from kt_runtime import device
 
     kind = device.accelerator()
-    return ("", []) if kind is None else (kind.type, device.devices())
+    return ("", 0) if kind is None else (kind.type, device.count())
+
+
+def _facts(index: int) -> DeviceFacts:
+    from kt_runtime import device
+
+    return device.facts(index)
 
 
 def _check_name(asked: str, kind: str, names: list[str]) -> None:

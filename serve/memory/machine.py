@@ -58,7 +58,7 @@ def available_memory(with_gpu: bool, index: int = 0) -> dict[str, int]:
     if with_gpu:
         from kt_runtime import device
 
-        free["gpu"] = device.devices()[index].free_bytes
+        free["gpu"] = device.facts(index).free_bytes
     return free
 
 

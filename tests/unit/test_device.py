@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kt_runtime import device
+from kt_runtime.errors import InvalidValueError
 
 HOST = torch.device("cpu")
 WITHOUT = pytest.mark.skipif(torch.accelerator.is_available(), reason="states what holds without an accelerator")
@@ -169,3 +170,23 @@ def test_a_failed_device_is_told_from_a_full_one() -> None:
     assert device.is_lost(torch.AcceleratorError("CUDA error: unspecified launch failure"))
     assert not device.is_lost(torch.OutOfMemoryError("CUDA out of memory"))
     assert not device.is_lost(RuntimeError("shape"))
+
+
+def test_only_the_device_that_is_asked_for_is_touched(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA context takes hundreds of megabytes of a GPU that another server may use."""
+    touched: list[int] = []
+
+    def memory_of(where: torch.device) -> tuple[int, int]:
+        touched.append(where.index)
+        return 3, 4
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", memory_of)
+    assert device.count() == 2 and device.facts(1).free_bytes == 3
+    assert touched == [1]
+
+
+@WITHOUT
+def test_facts_of_no_accelerator_are_refused() -> None:
+    assert device.count() == 0
+    with pytest.raises(InvalidValueError, match="device 0: this process has no accelerator"):
+        device.facts(0)

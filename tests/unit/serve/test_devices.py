@@ -21,7 +21,8 @@ TOO_OLD = "the NVIDIA driver 470.82.01 is loaded, but PyTorch can't use a GPU: t
 def machine(monkeypatch: pytest.MonkeyPatch, num_gpus: int, problem: str = "") -> None:
     found = [DeviceFacts(f"GPU number {index}", index, 20, 24, "580.65.06") for index in range(num_gpus)]
     monkeypatch.setattr(device, "accelerator", lambda: torch.device("cuda") if found else None)
-    monkeypatch.setattr(device, "devices", lambda: found)
+    monkeypatch.setattr(device, "count", lambda: len(found))
+    monkeypatch.setattr(device, "facts", found.__getitem__)
     for name, value in (("has_gpu", bool(found)), ("gpu_problem", problem), ("gpus_are_hidden", False)):
         monkeypatch.setattr(devices, name, lambda value=value: value)
 
