@@ -117,7 +117,7 @@ def _drawn(ring: ExpertRing, tokens: int, top_k: int, dtype: torch.dtype) -> Dev
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, ring.shape.hidden, generator=generator).to(dtype)
     ids = torch.rand(tokens, ring.shape.num_experts, generator=generator).topk(top_k, dim=1).indices.to(torch.int32)
-    weights = torch.full((tokens, top_k), 1.0 / top_k)
+    weights = torch.full((tokens, top_k), 1.0 / top_k, dtype=torch.float32)  # SGLang's default is the model's
     return DeviceCall(x.to(ring.device), ids.to(ring.device), weights.to(ring.device), [], None)
 
 
