@@ -113,11 +113,12 @@ def _beyond(timed: list[Timed], most_tokens: int) -> int | None:
 
 
 def _drawn(ring: ExpertRing, tokens: int, top_k: int, dtype: torch.dtype) -> DeviceCall:
-    """Random tokens; each one's experts are distinct."""
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, ring.shape.hidden, generator=generator).to(dtype)
-    ids = torch.rand(tokens, ring.shape.num_experts, generator=generator).topk(top_k, dim=1).indices.to(torch.int32)
-    weights = torch.full((tokens, top_k), 1.0 / top_k, dtype=torch.float32)  # SGLang's default is the model's
+    """Random tokens; each one's experts are distinct. Made while a model is loaded, when defaults are the model's."""
+    generator = torch.Generator("cpu").manual_seed(tokens)
+    x = torch.randn(tokens, ring.shape.hidden, generator=generator, device="cpu").to(dtype)
+    scores = torch.rand(tokens, ring.shape.num_experts, generator=generator, device="cpu")
+    ids = scores.topk(top_k, dim=1).indices.to(torch.int32)
+    weights = torch.full((tokens, top_k), 1.0 / top_k, dtype=torch.float32, device="cpu")
     return DeviceCall(x.to(ring.device), ids.to(ring.device), weights.to(ring.device), [], None)
 
 
