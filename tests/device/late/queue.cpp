@@ -6,7 +6,7 @@
 namespace late {
 
 namespace {
-using Lock = std::lock_guard<std::recursive_mutex>;
+using Lock = std::lock_guard<Lockable>;
 constexpr int kFalseAnswers = 2;  // of a query, before the device gets on with its work
 }  // namespace
 

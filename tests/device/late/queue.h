@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "lock.h"
+
 namespace late {
 
 // The first `position` tasks of a stream.
@@ -38,7 +40,7 @@ class Device {
  public:
   static Device& get();
 
-  std::recursive_mutex mutex;
+  Lockable mutex;
 
   int64_t new_stream();
   int64_t num_streams();

@@ -31,7 +31,8 @@ def store() -> Iterator[ExpertStore]:
 
 
 def settings_with(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
-    required: dict[str, Any] = dict.fromkeys(("model", "model_directory", "wire_address", "names_address", "adapter_directory"), "x")
+    names = ("model", "model_directory", "wire_address", "names_address", "adapter_directory")
+    required: dict[str, Any] = dict.fromkeys(names, "x")
     for name, value in ResidentSettings(**required, **values).to_environment().items():
         monkeypatch.setenv(name, value)
 
