@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from reference.place import Place
+from reference.recorded_graph import GraphBackend
 
 # The shared servers, and the marker `preset`, which leaves out those that a module does not need.
 from system.conftest import (  # noqa: F401
@@ -23,6 +24,7 @@ from system.conftest import (  # noqa: F401
 )
 
 from kt_runtime.bench.gpu.settings import HOT, NO_GRAPHS, STREAMED
+from kt_runtime.sglang_patch.gpu import experts
 
 DEVICE = "cuda"
 # SGLang 0.5.23's batch-invariant kernels. Its own choice of attention for them needs Hopper at least; Triton's runs on
@@ -82,6 +84,13 @@ def device() -> torch.device:
 def delay() -> Callable[[], None]:
     """A function that keeps the current stream busy for some 30 ms."""
     return lambda: torch.cuda._sleep(50_000_000)
+
+
+@pytest.fixture
+def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> GraphBackend:
+    """SGLang's breakable graphs over CUDA's, in one memory pool."""
+    monkeypatch.setattr(experts, "_sets", {})
+    return GraphBackend(torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
 
 
 def _why_no_gpu() -> str:

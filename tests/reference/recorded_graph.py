@@ -7,13 +7,15 @@ As on CUDA, a capture leaves no results: what the operators wrote is overwritten
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from kt_runtime import device
 
 
 @dataclass
@@ -100,6 +102,12 @@ class GraphBackend:
         with self.backend.replay_session():
             yield
 
+    def _on_stream(self) -> AbstractContextManager[None]:
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_event(device.recorded(device=self._stream.device))
+        return device.on(self._stream)
+
     def capture(self, key: Any, forward: Callable[[], torch.Tensor], *, warm_ups: int = 2) -> None:
         """As `BreakableCudaGraphBackend.capture_one`: eager passes, then the capture."""
         from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
@@ -107,7 +115,7 @@ class GraphBackend:
             BreakableCUDAGraphCapture,
         )
 
-        with self.session():
+        with self.session(), self._on_stream():
             for _ in range(warm_ups):
                 forward()
             graph = BreakableCUDAGraph()
