@@ -191,9 +191,10 @@ def _graphs(options: Options, kind: str) -> Sequence[str]:
         raise InvalidValueError(f"{given} can't be passed on to SGLang: {why}")
     if why:
         return NO_GRAPHS
+    prefill_tokens = min(GRAPH_PREFILL_TOKENS, options.max_total_tokens)
     return (
         *("--cuda-graph-backend-decode=breakable", f"--cuda-graph-max-bs-decode={options.max_running_requests}"),
-        *("--cuda-graph-backend-prefill=breakable", f"--cuda-graph-max-bs-prefill={GRAPH_PREFILL_TOKENS}"),
+        *("--cuda-graph-backend-prefill=breakable", f"--cuda-graph-max-bs-prefill={prefill_tokens}"),
     )
 
 

@@ -146,11 +146,12 @@ def _finish(
         raise ConflictError("experts were finished that had not begun")
     rows, model_stream, stream = _num_tokens(x), device.current_stream(x.device), _stream(x.device)
     stream.wait_event(routed)
-    with device.on(stream), _staged_in_its_set(x):
-        _compute_rows(rows, compute, adapters, x, ids, weights, out)
-        _clear_padding(out, rows)
-        done = device.recorded(stream)
-    model_stream.wait_event(done)
+    try:
+        with device.on(stream), _staged_in_its_set(x):
+            _compute_rows(rows, compute, adapters, x, ids, weights, out)
+            _clear_padding(out, rows)
+    finally:  # also after an error: the batch's tensors may be used again on the model's stream
+        model_stream.wait_event(device.recorded(stream))
 
 
 def _compute_rows(

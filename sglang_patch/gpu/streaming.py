@@ -78,6 +78,8 @@ def attach(store: ExpertStore, dtype: torch.dtype, top_k: int, where: torch.devi
     if ring is None:
         return
     found = None if asked else threshold.measured(ring, next(iter(store.layers.values())), top_k, dtype, MOST_TOKENS)
+    if found and not device.is_host(ring.device):
+        torch.accelerator.empty_cache()  # SGLang sizes its pools by what is free now
     rule = StreamingRule(found.tokens if found else asked)
     counts = attach_ring([store.layers[index] for index in sorted(store.layers)], ring, rule)
     _streaming = _Streaming(ring, rule, counts, measured=found is not None)

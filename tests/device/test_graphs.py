@@ -24,7 +24,7 @@ from kt_runtime.sglang_patch.gpu import experts
 WEAK_REFERENCES = "sglang.srt.model_executor.runner_backend_utils.weak_ref_tensor"
 FORGOTTEN = {
     "the router is not awaited": "    stream.wait_event(routed)\n",
-    "the result is not awaited": "    model_stream.wait_event(done)\n",
+    "the result is not awaited": "        model_stream.wait_event(device.recorded(stream))\n",
 }
 
 
@@ -98,7 +98,7 @@ def test_a_forgotten_wait_is_found(
     source = inspect.getsource(experts._finish)
     assert forgotten in source
     planted = dict(vars(experts))
-    exec(source.replace(forgotten, ""), planted)
+    exec(source.replace(forgotten.strip(), "pass"), planted)
     monkeypatch.setattr(experts, "_finish", planted["_finish"])
     experts._breaks.cache_clear()
     try:

@@ -22,8 +22,8 @@ from kt_runtime.experts.gpu.threshold import measured
 
 TOKENS = 12
 EXPERTS, HIDDEN, INNER = 5, 64, 32
-TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 4e-2}
-"""Of a result's norm. 3.0e-7 and 5.1e-3 are measured: a grouped product rounds to bfloat16."""
+TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 4e-2}
+"""Of a result's norm. 4.1e-7 and 4.5e-3 are measured: a grouped product rounds to bfloat16."""
 
 Streams = tuple[ExpertLayer, StreamingRule, StreamedTokens]
 
@@ -107,7 +107,7 @@ def test_training_takes_the_same_ring(streams: Streams, scheduled_device: torch.
     assert counts.backward == 2 * TOKENS
     for streamed, alone, wanted, _ in zip(*found, strict=True):
         assert_as(streamed, wanted, TOLERANCES[torch.float32])
-        assert_as(alone, streamed, 1e-6)
+        assert torch.equal(alone.cpu(), streamed.cpu())
 
 
 def test_calls_follow_each_other_on_streams_that_alternate(streams: Streams, scheduled_device: torch.device) -> None:

@@ -9,11 +9,11 @@ A module's `PLACES` names the variants (keys of `PLACES` below) that its tests r
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from reference.place import Place
+from reference.recorded_graph import GraphBackend
 
 # The shared servers, and the marker `preset`, which leaves out those that a module does not need.
 from system.conftest import (  # noqa: F401
@@ -24,6 +24,7 @@ from system.conftest import (  # noqa: F401
 )
 
 from kt_runtime.bench.gpu.settings import HOT, NO_GRAPHS, STREAMED
+from kt_runtime.sglang_patch.gpu import experts
 
 DEVICE = "cuda"
 # SGLang 0.5.23's batch-invariant kernels. Its own choice of attention for them needs Hopper at least; Triton's runs on
@@ -86,9 +87,10 @@ def delay() -> Callable[[], None]:
 
 
 @pytest.fixture
-def graph_memory(device: torch.device) -> tuple[torch.Stream, Any]:
-    """A stream to capture graphs on, and the pool that their memory comes from."""
-    return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> GraphBackend:
+    """SGLang's breakable graphs over CUDA's, in one memory pool."""
+    monkeypatch.setattr(experts, "_sets", {})
+    return GraphBackend(torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
 
 
 def _why_no_gpu() -> str:

@@ -29,7 +29,7 @@ def dropout_mask(seed: int, dropout: float, tokens: Tensor, experts: Tensor, pro
     as_float = torch.tensor(dropout, dtype=torch.float32)
     kept = (1.0 / (1.0 - as_float)).item()
     limit = int(as_float.item() * (1 << 24))
-    return torch.where(bits < limit, 0.0, kept).to(torch.float32)
+    return (bits >= limit).to(torch.float32) * kept
 
 
 def _mixed(z: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 Streaming takes about the same time for any number of tokens, since the copies take it; the CPU's time grows with them.
 Both are measured with a layer of the model, for growing numbers of tokens, until streaming is no slower. Between the
-last two numbers the times are taken for straight lines.
+last two numbers the times are taken for straight lines. Where measuring has taken too long before, these lines are
+continued instead.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from kt_runtime.experts.gpu.ring import ExpertRing
 
 FEWEST_TOKENS = 16
 RUNS = 2
+MOST_SECONDS = 20.0
+"""A larger number of tokens is tried only before this time is over."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +45,28 @@ class Crossover:
 
 
 def crossover(
-    streamed_seconds: Callable[[int], float], cpu_seconds: Callable[[int], float], most_tokens: int
+    streamed_seconds: Callable[[int], float],
+    cpu_seconds: Callable[[int], float],
+    most_tokens: int,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Crossover:
-    """Tries 16, 32, ... tokens, and `most_tokens` at last. The functions give the seconds for a number of tokens."""
+    """Tries 16, 32, ... tokens, and `most_tokens` at last. The functions give the seconds for a number of tokens.
+
+    `is_over`: asked after each number; True: no further one is tried.
+    """
     timed: list[Timed] = []
     for tokens in _counts(most_tokens):
         timed.append(Timed(tokens, streamed_seconds(tokens), cpu_seconds(tokens)))
         if timed[-1].streamed <= timed[-1].cpu:
             return Crossover(_between(timed), tuple(timed))
-    return Crossover(None, tuple(timed))
+        if is_over():
+            break
+    return Crossover(_beyond(timed, most_tokens), tuple(timed))
 
 
 def measured(ring: ExpertRing, layer: PathedLayer, top_k: int, dtype: torch.dtype, most_tokens: int) -> Crossover:
-    """`crossover` of a layer with random tokens of `dtype`, each with `top_k` experts. Takes a second or two."""
+    """`crossover` of a layer with random tokens of `dtype`, each with `top_k` experts. Takes about
+    `MOST_SECONDS` at most."""
 
     def seconds(run: Callable[[DeviceCall], object]) -> Callable[[int], float]:
         return lambda tokens: _best(lambda call: run(call), _drawn(ring, tokens, top_k, dtype), ring.device)
@@ -68,7 +80,8 @@ def measured(ring: ExpertRing, layer: PathedLayer, top_k: int, dtype: torch.dtyp
         else:
             staging.forward(layer, call.x, call.ids, call.weights, [], None, None, retain=False)
 
-    return crossover(seconds(on_device), seconds(on_cpu), most_tokens)
+    end = time.perf_counter() + MOST_SECONDS
+    return crossover(seconds(on_device), seconds(on_cpu), most_tokens, lambda: time.perf_counter() > end)
 
 
 def _counts(most_tokens: int) -> Iterator[int]:
@@ -89,12 +102,23 @@ def _between(timed: list[Timed]) -> int:
     return before.tokens + math.ceil((last.tokens - before.tokens) * slower / (slower + faster))
 
 
+def _beyond(timed: list[Timed], most_tokens: int) -> int | None:
+    """Where the lines through the last two numbers cross, if they do between the last and `most_tokens`."""
+    last, before = timed[-1], timed[-2] if len(timed) > 1 else Timed(0, timed[-1].streamed, 0.0)
+    gained = (last.cpu - last.streamed) - (before.cpu - before.streamed)
+    if gained <= 0:
+        return None
+    more = (last.tokens - before.tokens) * (last.streamed - last.cpu) / gained
+    return last.tokens + math.ceil(more) if last.tokens + more <= most_tokens else None
+
+
 def _drawn(ring: ExpertRing, tokens: int, top_k: int, dtype: torch.dtype) -> DeviceCall:
-    """Random tokens; each one's experts are distinct."""
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, ring.shape.hidden, generator=generator).to(dtype)
-    ids = torch.rand(tokens, ring.shape.num_experts, generator=generator).topk(top_k, dim=1).indices.to(torch.int32)
-    weights = torch.full((tokens, top_k), 1.0 / top_k)
+    """Random tokens; each one's experts are distinct. Made while a model is loaded, when defaults are the model's."""
+    generator = torch.Generator("cpu").manual_seed(tokens)
+    x = torch.randn(tokens, ring.shape.hidden, generator=generator, device="cpu").to(dtype)
+    scores = torch.rand(tokens, ring.shape.num_experts, generator=generator, device="cpu")
+    ids = scores.topk(top_k, dim=1).indices.to(torch.int32)
+    weights = torch.full((tokens, top_k), 1.0 / top_k, dtype=torch.float32, device="cpu")
     return DeviceCall(x.to(ring.device), ids.to(ring.device), weights.to(ring.device), [], None)
 
 

@@ -80,6 +80,13 @@ def test_an_accelerator_captures_breakable_graphs(
     assert parsed.disable_overlap_schedule, "see the reasons in arguments.py"
 
 
+def test_captured_prefills_fit_into_the_kv_cache(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    make_model("tiny-qwen3-moe", tmp_path / "model", seed=0)
+    options = ServeOptions(model="", max_total_tokens=96)
+    parsed = parser.parse_args(server_arguments(options, resolve_model(tmp_path / "model"), on_cpu=False))
+    assert parsed.cuda_graph_max_bs_prefill == 96
+
+
 def test_captured_decode_sizes_end_with_the_most_running_requests(
     parser: argparse.ArgumentParser, tmp_path: Path
 ) -> None:

@@ -4,8 +4,8 @@
 
 A pair (token, expert) is a *hit* if the expert has a slot, else a *miss*. The expert store computes the misses and
 rounds their weighted sum once to x's dtype, as without slots. The device computes the hits, sums them in float32 in the
-order of the token's expert ids, adds the sum to the cpu part in float32, and rounds once. So results are equal to the
-bit for equal placement; a token without hits has the store's own bits, and other placements differ by rounding.
+order of the token's expert ids, adds the sum to the cpu part in float32, and rounds once. So the same batch has equal
+bits with equal placement; a token without hits has the store's own bits, and other placements differ by rounding.
 
 The table expert -> slot exists twice: the host's copy decides what the store leaves out, the device's what is computed
 there. It changes only between steps (`set.py`), first on the host, and on the device in the lane that computes

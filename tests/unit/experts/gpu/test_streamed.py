@@ -21,7 +21,7 @@ from kt_runtime.experts.gpu.dropout import dropout_mask
 from kt_runtime.experts.gpu.ring import ExpertRing
 
 HOST = torch.device("cpu")
-FLOAT32_AS_STORE = 3e-6  # of a result's norm; 3.1e-7 is measured
+FLOAT32_AS_STORE = 3e-6  # of a result's norm; 3.4e-7 is measured
 BF16_AS_STORE = 2.7e-2  # 2.7e-3 is measured: each pair's output is rounded to bfloat16 before the sum
 
 
@@ -108,7 +108,7 @@ def test_quantized_weights_stream_as_bfloat16(expert_format: str, ring_of: RingO
     p = random_problem(4, 128, 64, 50, 2)
     layer = build_layer(p.experts, expert_format=expert_format)
     found, wanted = forward(ring_of(layer, 3), layer, p), layer.forward(p.x, p.ids, p.weights)
-    assert relative(found, wanted) <= 3e-2  # 2.9e-3 is measured: weights are rounded to bfloat16
+    assert relative(found, wanted) <= 2.7e-2  # 2.7e-3 is measured: weights are rounded to bfloat16
 
 
 def test_retained_activations_give_the_bits_of_those_computed_again(ring_of: RingOf) -> None:
@@ -168,7 +168,7 @@ def test_gradients_are_added_to_given_tensors_and_the_result_to_a_given_one(ring
     assert gradients.slots[0] is into
     alone = streamed.backward(ring, layer, p.grad_out, call_of(p), None, None).slots[0]
     for twice, once in zip(tensors_of(into), tensors_of(alone), strict=True):
-        assert relative(twice, 2 * once) <= 1e-6
+        assert torch.equal(twice, 2 * once)
     out = torch.full_like(p.x, float("nan"))
     assert streamed.forward(ring, layer, call_of(p), out, retain=False)[0] is out
     assert torch.equal(out, forward(ring, layer, p))

@@ -32,6 +32,23 @@ def test_the_last_number_that_is_tried_is_the_largest_call(most: int, tried: lis
     assert [one.tokens for one in found.timed] == tried
 
 
+@pytest.mark.parametrize(("cpu", "most", "found"), [(2**-7, 4096, 256), (2**-7, 200, None), (0.0, 4096, None)])
+def test_lines_are_continued_where_time_is_over(cpu: float, most: int, found: int | None) -> None:
+    """2 = t / 128 at 256 tokens, of which 64 were tried."""
+    calls: list[int] = []
+
+    def cpu_seconds(tokens: int) -> float:
+        calls.append(tokens)
+        return cpu * tokens
+
+    result = crossover(lambda _: 2.0, cpu_seconds, most, lambda: len(calls) == 3)
+    assert calls == [16, 32, 64] and result.tokens == found
+
+
+def test_one_number_may_be_all_there_is_time_for() -> None:
+    assert crossover(lambda _: 2.0, lambda tokens: tokens / 128, 4096, lambda: True).tokens == 256
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_of_this_machine_is_timed(dtype: torch.dtype) -> None:
     """Which way is faster on the host is not asked: only that both ran for the same tokens, and took time."""

@@ -214,6 +214,7 @@ def test_an_error_of_an_eager_pass_leaves_nothing_to_finish(graphs: GraphBackend
     layer.error = NumericsError("x has NaN in row 1")
     with pytest.raises(NumericsError):
         layer.forward()
+    assert log[-1] == "model waits for experts's event", "the batch's memory is free then"
     experts.finish_deferred()
     layer.error = None
     layer.fill(4, seed=0)

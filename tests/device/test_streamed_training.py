@@ -1,0 +1,69 @@
+"""Training whose experts stream to the emulated device gives the numbers of training whose experts the CPU computes."""
+
+# ruff: noqa: F811, a test names its fixtures
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from device import backend
+from device.test_training import FAMILIES, Make, checkpoints, make, trained  # noqa: F401
+from unit.resident.conftest import Lab, make_batch  # noqa: F401
+
+from kt_runtime.experts.gpu.paths import StreamedTokens, StreamingRule, attach_ring
+from kt_runtime.experts.gpu.ring import ExpertRing
+
+LOSS = 1.6e-7  # 1.6e-8 measured
+NORM = 2e-6  # 2.3e-7 measured
+PARAMETER = 2e-5  # 2.0e-6 measured, of parameters that moved by 0.015
+
+
+@pytest.fixture
+def rings() -> Iterator[list[ExpertRing]]:
+    made: list[ExpertRing] = []
+    yield made
+    for ring in made:
+        ring.close()
+
+
+def streaming(lab: Lab, where: torch.device, rings: list[ExpertRing]) -> StreamedTokens:
+    """The layers of the lab's store stream every call."""
+    store = lab.host.experts
+    rings.append(ExpertRing(where, store.shape, 3))
+    return attach_ring([store.layers[index] for index in sorted(store.layers)], rings[-1], StreamingRule(1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_streamed_training_gives_the_numbers_of_staged_training(
+    late_device: torch.device, make: Make, make_batch: Any, rings: list[ExpertRing], family: str, dropout: float
+) -> None:
+    batches = [make_batch(20, 11, 25, seed=step) for step in range(2)]
+    wanted, reference = trained(make(family, late_device), batches, dropout=dropout)
+    lab = make(family, late_device)
+    counts = streaming(lab, late_device, rings)
+    got, session = trained(lab, batches, dropout=dropout)
+    values = {name: parameter.detach().cpu() for name, parameter in session.parameters.items()}
+    worst = max(float((values[name] - p.detach().cpu()).abs().max()) for name, p in reference.parameters.items())
+    relative = [max(abs(g / w - 1) for g, w in zip(got[i::2], wanted[i::2], strict=True)) for i in range(2)]
+    print(f"{family}: differences of losses {relative[0]:.1e}, norms {relative[1]:.1e}, parameters {worst:.1e}")
+    assert counts.forward >= 2 * (20 + 11 + 25) and counts.backward >= 2 * (20 + 11 + 25)
+    assert relative[0] <= LOSS and relative[1] <= NORM and worst <= PARAMETER
+
+
+@pytest.mark.parametrize("schedule", ["eager", "random-1", "random-2", "random-3"])
+def test_no_order_of_work_changes_a_bit(
+    late_device: torch.device, make: Make, make_batch: Any, rings: list[ExpertRing], schedule: str
+) -> None:
+    found = []
+    for name in ("late", schedule):
+        kind, _, seed = name.partition("-")
+        backend.set_schedule(kind, int(seed or 0))
+        lab = make("qwen3_moe", late_device)
+        streaming(lab, late_device, rings)
+        numbers, session = trained(lab, [make_batch(12, 9, seed=4)], dropout=0.2)
+        found.append((numbers, {name: parameter.detach().cpu() for name, parameter in session.parameters.items()}))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
