@@ -90,11 +90,12 @@ def _between(timed: list[Timed]) -> int:
 
 
 def _drawn(ring: ExpertRing, tokens: int, top_k: int, dtype: torch.dtype) -> DeviceCall:
-    """Random tokens; each one's experts are distinct."""
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, ring.shape.hidden, generator=generator).to(dtype)
-    ids = torch.rand(tokens, ring.shape.num_experts, generator=generator).topk(top_k, dim=1).indices.to(torch.int32)
-    weights = torch.full((tokens, top_k), 1.0 / top_k)
+    """Random tokens; each one's experts are distinct. SGLang has set another default dtype when it loads a model."""
+    generator, plain = torch.Generator().manual_seed(tokens), {"dtype": torch.float32, "device": "cpu"}
+    x = torch.randn(tokens, ring.shape.hidden, generator=generator, **plain).to(dtype)
+    scores = torch.rand(tokens, ring.shape.num_experts, generator=generator, **plain)
+    ids = scores.topk(top_k, dim=1).indices.to(torch.int32)
+    weights = torch.full((tokens, top_k), 1.0 / top_k, **plain)
     return DeviceCall(x.to(ring.device), ids.to(ring.device), weights.to(ring.device), [], None)
 
 
