@@ -1,6 +1,6 @@
 """CPU experts in breakable graphs on the emulated device, under several schedules; forgotten waits are found.
 
-The device has no graphs: recorded ones stand in, whose segments queue their operators again.
+Once with the device's own graphs, once with recorded ones, whose segments queue their operators again.
 """
 
 from __future__ import annotations
@@ -43,16 +43,23 @@ def schedule(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> GraphBackend:
+class DeviceGraph(torch.accelerator.Graph):
+    """The device's graph, called as SGLang calls `torch.cuda.CUDAGraph`."""
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        super().capture_begin()
+
+
+@pytest.fixture(params=[DeviceGraph, RecordedGraph], ids=["captured", "recorded"])
+def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> GraphBackend:
     """SGLang's kernel for references that keep no memory alive needs CUDA's library; here they keep it."""
-    backend.enable()
+    where = backend.enable()
     monkeypatch.setattr(RecordedGraph, "log", [], raising=False)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", request.param)
     monkeypatch.setitem(sys.modules, WEAK_REFERENCES, SimpleNamespace(weak_ref_tensors=lambda tensor: tensor))  # type: ignore[arg-type]
     monkeypatch.setattr(experts, "_sets", {})
     monkeypatch.setattr(experts, "_streams", {})
-    return GraphBackend()
+    return GraphBackend(torch.Stream(device=where))
 
 
 def run(made: bodies.Stack, graphs: GraphBackend) -> None:

@@ -7,7 +7,7 @@ As on CUDA, a capture leaves no results: what the operators wrote is overwritten
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,11 +102,17 @@ class GraphBackend:
         with self.backend.replay_session():
             yield
 
-    def _on_stream(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """After what is queued on the current stream, and before what will be."""
         if self._stream is None:
-            return nullcontext()
-        self._stream.wait_event(device.recorded(device=self._stream.device))
-        return device.on(self._stream)
+            yield
+            return
+        where = self._stream.device
+        self._stream.wait_event(device.recorded(device=where))
+        with device.on(self._stream):
+            yield
+        device.current_stream(where).wait_event(device.recorded(self._stream))
 
     def capture(self, key: Any, forward: Callable[[], torch.Tensor], *, warm_ups: int = 2) -> None:
         """As `BreakableCudaGraphBackend.capture_one`: eager passes, then the capture."""
