@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from kt_runtime.errors import InvalidValueError, RuntimeFault
+from kt_runtime.serve.requests.bodies.bounds import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from kt_runtime.serve.tinker.protocol.bodies import Sample, SamplingParams
 from kt_runtime.serve.tinker.protocol.results import SampledSequence, SampleResult, TopOfToken
 
@@ -47,6 +48,11 @@ def check(request: Sample) -> None:
             raise InvalidValueError(f"{name}: {reason}")
     if not request.prompt.tokens:
         raise InvalidValueError("prompt: it has no token")
+    texts = [stop for stop in request.sampling_params.stop or [] if isinstance(stop, str)]
+    if len(texts) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_CHARACTERS for text in texts):
+        raise InvalidValueError(
+            f"stop: {len(texts)} strings; allowed are {MAX_STOP_STRINGS} of up to {MAX_STOP_CHARACTERS} characters"
+        )
     last = request.prompt_logprobs_last_n
     if last is not None and not request.prompt_logprobs:
         raise InvalidValueError(f"prompt_logprobs_last_n is {last}, but prompt_logprobs are not asked for")
@@ -64,17 +70,13 @@ def parameters(given: SamplingParams, prompt_tokens: int, context_tokens: int) -
         "top_k": given.top_k if given.top_k != 0 else -1,
         "skip_special_tokens": False,
     }
-    match given.stop:
-        case None:
-            pass
-        case str() as text:
-            found["stop"] = [text]
-        case []:
-            found["ignore_eos"] = True
-        case [int(), *_] as ids:
-            found["stop_token_ids"] = ids
-        case texts:
-            found["stop"] = texts
+    if given.stop == []:
+        found["ignore_eos"] = True
+    stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
+    if texts := [stop for stop in stops if isinstance(stop, str)]:
+        found["stop"] = texts
+    if ids := [stop for stop in stops if not isinstance(stop, str)]:
+        found["stop_token_ids"] = ids
     return found
 
 

@@ -76,7 +76,7 @@ class Training:
     async def optim_step(self, body: OptimStep) -> JsonResult:
         if body.optimizer_params is not None:
             raise InvalidValueError(f"optimizer {body.optimizer_params.get('type')!r}: this server has adamw only")
-        params = decoded(bytes(body.adam_params), AdamParams) if body.adam_params else AdamParams()
+        params = decoded(bytes(body.adam_params), AdamParams)
         request = messages.OptimStep(
             request_id=new_id(),
             session=self.session,

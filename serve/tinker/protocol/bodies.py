@@ -21,7 +21,7 @@ TinkerPath = Annotated[str, Meta(min_length=1, max_length=1024)]
 SavedName = Annotated[str, Meta(max_length=1024)]
 MAX_SAMPLES = 128
 MAX_TOP = 1024
-MAX_STOPS = 32
+MAX_STOPS = 1024
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -79,7 +79,7 @@ class OptimStep(Body):
 
     model_id: Id
     seq_id: Number | None = None
-    adam_params: msgspec.Raw | None = None
+    adam_params: msgspec.Raw = msgspec.Raw(b"{}")
     optimizer_params: dict[str, Any] | None = None
 
 
@@ -129,9 +129,7 @@ class CreateSamplingSession(Body):
 class SamplingParams(Settings):
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     seed: Seed | None = None
-    stop: (
-        str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | Annotated[list[TokenId], Meta(max_length=1024)] | None
-    ) = None
+    stop: str | Annotated[list[str | TokenId], Meta(max_length=MAX_STOPS)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=1e3)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] = -1
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0

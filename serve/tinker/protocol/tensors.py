@@ -36,7 +36,8 @@ def array_of_json(data: Sequence[float], dtype: str, shape: Sequence[int] | None
     if dtype not in JSON_DTYPES:
         raise InvalidValueError(f"{where}: dtype {dtype!r}; allowed are {', '.join(JSON_DTYPES)}")
     try:
-        values: Array = np.array(data, JSON_DTYPES[dtype])
+        with np.errstate(over="ignore"):  # infinity is refused later, with its place
+            values: Array = np.array(data, JSON_DTYPES[dtype])
     except (OverflowError, ValueError, TypeError):
         raise InvalidValueError(f"{where}: a value that is no {dtype}") from None
     return _flat(values, None if shape is None else list(shape), where)
