@@ -52,6 +52,7 @@ def float32_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callab
             place = tmp_path_factory.mktemp(preset)
             make_model(preset, place / "model", seed=2)
             options = ["--dtype", "float32", "--max-total-tokens", "8192", "--adapter-dir", str(place / "adapters")]
+            options += ["--tinker-timeout", "25"]
             passed_on = ["--", "--chunked-prefill-size", str(CHUNK_TOKENS), "--page-size", "8"]
             log = place / "server.log"
             api = running.enter_context(server(str(place / "model"), [*options, *passed_on], log))
