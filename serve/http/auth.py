@@ -41,11 +41,10 @@ class ApiKey:
     def matches(self, offered: bytes) -> bool:
         """Compares digests of equal length in constant time. "tml-" before the key is ignored: Tinker's SDK sends no
         key without it."""
-        plain = hmac.compare_digest(hashlib.sha256(offered).digest(), self._digest)
-        prefixed = hmac.compare_digest(
-            hashlib.sha256(offered.removeprefix(TINKER_PREFIX)).digest(), self._digest
-        )
-        return plain or prefixed
+        if hmac.compare_digest(hashlib.sha256(offered).digest(), self._digest):
+            return True
+        rest = offered.removeprefix(TINKER_PREFIX)
+        return rest != offered and hmac.compare_digest(hashlib.sha256(rest).digest(), self._digest)
 
 
 @dataclass(frozen=True)

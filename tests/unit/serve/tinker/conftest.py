@@ -83,10 +83,8 @@ class MemoryResident:
             case m.Publish():
                 self.published += 1
                 version = f"{self.published:064x}"
-                reply = m.PublishReply(
-                    request_id=request.request_id, name=request.name, version=version, lora_id=version, publish_ms=1.0
-                )
-                return reply, {}
+                fields = {"name": request.name, "version": version, "lora_id": version, "publish_ms": 1.0}
+                return m.PublishReply(request_id=request.request_id, **fields), {}
         return m.DoneReply(request_id=request.request_id), {}
 
 
@@ -195,7 +193,9 @@ class Desk:
 
     async def post(self, path: str, body: Any, status: int = 200, **headers: str) -> Any:
         content = body if isinstance(body, bytes) else orjson.dumps(body)
-        answer = await self.http.post(path, content=content, headers={k.replace("_", "-"): v for k, v in headers.items()})
+        answer = await self.http.post(
+            path, content=content, headers={k.replace("_", "-"): v for k, v in headers.items()}
+        )
         assert answer.status_code == status, answer.text
         assert answer.content
         return answer.json()

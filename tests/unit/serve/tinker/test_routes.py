@@ -65,7 +65,11 @@ def test_calls_run_in_the_order_of_their_seq_id_and_a_resent_one_runs_once(desk:
         assert await desk.post("forward_backward", desk.training(model, 1)) == first
 
     desk.run(scenario)
-    assert [type(request) for request in desk.resident.requests[1:4]] == [m.ForwardBackward, m.ForwardBackward, m.OptimStep]
+    assert [type(request) for request in desk.resident.requests[1:4]] == [
+        m.ForwardBackward,
+        m.ForwardBackward,
+        m.OptimStep,
+    ]
     assert len(desk.resident.received(m.OptimStep)) == 1
 
 
@@ -123,9 +127,12 @@ def test_protobuf_is_taken_plain_and_compressed_and_answered_where_the_client_ac
             answer = await desk.http.post("retrieve_future", json=opened, headers=accept)
             assert answer.headers["content-type"] == "application/x-protobuf"
             assert "error" not in await desk.result(opened)
-        assert "no protobuf" in (
-            await desk.post("forward_backward", b"\xff\xff\xff", 400, content_type="application/x-protobuf")
-        )["detail"]
+        assert (
+            "no protobuf"
+            in (await desk.post("forward_backward", b"\xff\xff\xff", 400, content_type="application/x-protobuf"))[
+                "detail"
+            ]
+        )
         assert "no zstd" in (await desk.post("forward_backward", b"abc", 400, content_encoding="zstd"))["detail"]
 
     desk.run(scenario)
@@ -276,14 +283,18 @@ def test_the_base_an_adapter_by_name_and_a_path_can_be_sampled(desk: Any) -> Non
     async def scenario(desk: Any) -> None:
         desk.adapters.served["helper"] = desk.engine.names["helper"] = "v1"
         session = await desk.session()
-        asked = [{"base_model": "tiny"}, {"base_model": "helper"}, {"model_path": "tinker://helper"}]
+        asked: list[dict[str, Any]] = [
+            {"base_model": "tiny"},
+            {"base_model": "helper"},
+            {"model_path": "tinker://helper"},
+        ]
         for number, body in enumerate(asked):
             body |= {"session_id": session, "sampling_session_seq_id": number}
             sampler = (await desk.post("create_sampling_session", body))["sampling_session_id"]
             assert (await desk.get(f"samplers/{sampler}"))["sampler_id"] == sampler
             assert "error" not in await desk.result(await desk.post("asample", sample_of(sampler)))
         assert [one["lora_path"] is None for one in desk.engine.requests] == [True, False, False]
-        body = {"session_id": session, "sampling_session_seq_id": 9}
+        body: dict[str, Any] = {"session_id": session, "sampling_session_seq_id": 9}
         await desk.post("create_sampling_session", {**body, "base_model": "nobody"}, 404)
         await desk.post("create_sampling_session", {**body, "model_path": "tinker://nobody"}, 404)
         await desk.post("create_sampling_session", {**body, "model_path": "tinker://s1:train:0/weights/no"}, 404)
@@ -308,7 +319,9 @@ def test_a_resent_sample_runs_once(desk: Any) -> None:
     assert len(desk.engine.requests) == 1
 
 
-def test_an_unknown_future_is_gone_and_a_slow_one_is_asked_for_again(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_future_is_gone_and_a_slow_one_is_asked_for_again(
+    desk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kt_runtime.serve.tinker.routes.POLL_SECONDS", 0.05)
 
     async def scenario(desk: Any) -> None:

@@ -15,7 +15,9 @@ from kt_runtime.serve.tinker.sampling import check, parameters, sample
 def request(tokens: list[int] | None = None, *, params: dict[str, Any] | None = None, **fields: Any) -> Sample:
     chunks = [EncodedText(tokens=[1, 2, 3] if tokens is None else tokens)]
     return Sample(
-        prompt=ModelInput(chunks=chunks), sampling_params=SamplingParams(**{"max_tokens": 2, **(params or {})}), **fields
+        prompt=ModelInput(chunks=chunks),
+        sampling_params=SamplingParams(**{"max_tokens": 2, **(params or {})}),
+        **fields,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -40,19 +42,20 @@ def compare(ours, theirs, seen) -> int:  # type: ignore[no-untyped-def]
     return count
 
 
-def datum(tokens: list[int], **inputs: list[float]) -> object:
+def datum(tokens: list[int], **inputs: list[float]) -> Any:
     from tinker import types
 
-    arrays = {name: np.array(values, np.int64 if name == "target_tokens" else np.float32) for name, values in inputs.items()}
+    dtypes: dict[str, Any] = {"target_tokens": np.int64}
+    arrays: Any = {name: np.array(values, dtypes.get(name, np.float32)) for name, values in inputs.items()}
     return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=arrays)
 
 
-def request_bytes(data: list[object], loss_fn: str, config: dict[str, float] | None = None, **fields: object) -> bytes:
+def request_bytes(data: list[Any], loss_fn: Any, config: dict[str, float] | None = None) -> bytes:
     from tinker import types
     from tinker.proto.request_conv import forward_backward_request_to_proto
 
     given = types.ForwardBackwardInput(data=data, loss_fn=loss_fn, loss_fn_config=config)
-    request = types.ForwardBackwardRequest(forward_backward_input=given, model_id="s1:train:0", seq_id=3, **fields)
+    request = types.ForwardBackwardRequest(forward_backward_input=given, model_id="s1:train:0", seq_id=3)
     return forward_backward_request_to_proto(request).SerializeToString()
 
 
