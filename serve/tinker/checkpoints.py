@@ -128,7 +128,11 @@ class Checkpoints:
     """`adapter_directory`: of the server, which holds a lock on it."""
 
     def __init__(self, adapter_directory: Path) -> None:
-        self.root = adapter_directory / DIRECTORY
+        self._adapter_directory, self.root = adapter_directory, adapter_directory / DIRECTORY
+
+    def version_directory(self, adapter: str, version: str) -> Path:
+        """Where the resident keeps a published version (`kt_runtime.adapters.version_store`)."""
+        return self._adapter_directory / adapter / version
 
     def directory(self, path: CheckpointPath) -> Path:
         """Where a training checkpoint's weights are."""

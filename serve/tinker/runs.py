@@ -45,7 +45,7 @@ async def outcome_of(work: Awaitable[Result], what: str) -> Result | Failure:
 class TrainingRun:
     """`owner`: the client's session. Calls are taken as soon as the run exists, and executed once it is open.
 
-    `pinned`: aliases of the run's frozen samplers, the oldest first.
+    `pinned`: aliases of the run's frozen samplers; `named`: adapters that it saved under a name; the oldest first.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class TrainingRun:
         self.record, self.owner, self.training = record, owner, training
         self.used_at = time.time()
         self.pinned: list[str] = []
+        self.named: list[str] = []
         self.publishes_latest = False
         self._futures = futures
         self._order: CallOrder[_Call] = CallOrder() if order is None else order

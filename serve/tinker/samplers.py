@@ -124,14 +124,17 @@ class Samplers:
         served = await self._served()
         if record.adapter is not None and served.get(record.adapter) == record.version:
             return record.adapter
+        place = self._checkpoints.directory(path)
         if path.kind == "sampler_weights":
-            raise ConflictError(
-                f"{path}: adapter {record.adapter!r} now is version {str(served.get(record.adapter or ''))[:16]}, not "
-                f"{record.version[:16]}; `kt-runtime adapter rollback` brings a version back"
-            )
+            if record.adapter is None or record.adapter in served:
+                raise ConflictError(
+                    f"{path}: adapter {record.adapter!r} now has another version than {record.version[:16]}; "
+                    "`kt-runtime adapter rollback` brings a version back"
+                )
+            place = self._checkpoints.version_directory(record.adapter, record.version)
         async with self.naming:
             name = await self.adapter_name(path)
-            answer = await self._adapters.load(name, str(self._checkpoints.directory(path)))
+            answer = await self._adapters.load(name, str(place))
         record.adapter, record.version = name, answer["version"]
         await asyncio.to_thread(self._checkpoints.add, record)
         return name

@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 ALPHA = 32.0
 """The API has no alpha. Tinker's cookbook assumes 32 for every rank; `user_metadata` may have another `lora_alpha`."""
 PINNED_OF_RUN = 8
+SERVED_OF_RUN = 32
+"""Named weights of a run that are served at once; an older one is loaded again when a client samples its path."""
 
 
 class TinkerService:
@@ -347,7 +349,15 @@ class TinkerService:
         )
         await asyncio.to_thread(self._checkpoints.begin, run.record)
         await asyncio.to_thread(self._checkpoints.add, record)
+        await self._serve_newest(run, name)
         return JsonResult({"type": "save_weights_for_sampler", "path": str(path)})
+
+    async def _serve_newest(self, run: TrainingRun, name: str) -> None:
+        """A recipe may save at every step, for hours: each served version takes memory."""
+        run.named[:] = [*(other for other in run.named if other != name), name]
+        if len(run.named) > SERVED_OF_RUN:
+            with contextlib.suppress(KtError):
+                await self._adapters.unload(run.named.pop(0))
 
     async def _save_unnamed(self, run: TrainingRun, body: bodies.SaveWeightsForSampler) -> Result:
         assert body.sampling_session_seq_id is not None

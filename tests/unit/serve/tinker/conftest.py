@@ -83,9 +83,14 @@ class MemoryResident:
             case m.Publish():
                 self.published += 1
                 version = f"{self.published:064x}"
-                fields = {"name": request.name, "version": version, "lora_id": version, "publish_ms": 1.0}
-                return m.PublishReply(request_id=request.request_id, **fields), {}
+                return _published(request, version), {}
         return m.DoneReply(request_id=request.request_id), {}
+
+
+def _published(request: m.Publish, version: str) -> m.PublishReply:
+    return m.PublishReply(
+        request_id=request.request_id, name=request.name, version=version, lora_id=version, publish_ms=1.0
+    )
 
 
 @dataclass
@@ -140,6 +145,7 @@ class MemoryEngine:
 class MemoryAdapters:
     served: dict[str, str] = field(default_factory=dict)
     unloaded: list[str] = field(default_factory=list)
+    loaded: list[tuple[str, str]] = field(default_factory=list)
 
     async def list_all(self) -> list[dict[str, Any]]:
         return [
@@ -149,6 +155,7 @@ class MemoryAdapters:
 
     async def load(self, name: str, path: str, *, take_over: bool = False) -> dict[str, Any]:
         self.served[name] = "loaded"
+        self.loaded.append((name, path))
         return {"name": name, "version": "loaded"}
 
     async def unload(self, name: str) -> dict[str, Any]:

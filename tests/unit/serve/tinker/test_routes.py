@@ -240,6 +240,26 @@ def test_a_saved_name_becomes_the_adapters_name_unless_another_has_it(desk: Any)
     assert [request.name.split("-")[0] for request in desk.resident.received(m.Publish)] == ["free", "taken", "tiny"]
 
 
+def test_a_run_that_saves_every_step_has_its_newest_served_and_the_others_loaded_again(
+    desk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kt_runtime.serve.tinker.service.SERVED_OF_RUN", 2)
+
+    async def scenario(desk: Any) -> None:
+        session = await desk.session()
+        model = await desk.model(session)
+        for seq_id in (1, 2, 3):
+            body = {"model_id": model, "path": f"{seq_id:06d}", "seq_id": seq_id}
+            await desk.result(await desk.post("save_weights_for_sampler", body))
+        assert desk.adapters.unloaded == ["000001"] and not desk.adapters.served
+        body = {"session_id": session, "sampling_session_seq_id": 0}
+        body["model_path"] = f"tinker://{model}/sampler_weights/000001"
+        await desk.post("create_sampling_session", body)
+        assert desk.adapters.loaded == [("000001", str(desk.place / "000001" / f"{1:064x}"))]
+
+    desk.run(scenario)
+
+
 def test_an_unnamed_sampler_keeps_its_version_and_is_released_with_its_session(desk: Any) -> None:
     async def scenario(desk: Any) -> None:
         session = await desk.session()
@@ -288,9 +308,9 @@ def test_the_base_an_adapter_by_name_and_a_path_can_be_sampled(desk: Any) -> Non
             {"base_model": "helper"},
             {"model_path": "tinker://helper"},
         ]
-        for number, body in enumerate(asked):
-            body |= {"session_id": session, "sampling_session_seq_id": number}
-            sampler = (await desk.post("create_sampling_session", body))["sampling_session_id"]
+        for number, source in enumerate(asked):
+            source |= {"session_id": session, "sampling_session_seq_id": number}
+            sampler = (await desk.post("create_sampling_session", source))["sampling_session_id"]
             assert (await desk.get(f"samplers/{sampler}"))["sampler_id"] == sampler
             assert "error" not in await desk.result(await desk.post("asample", sample_of(sampler)))
         assert [one["lora_path"] is None for one in desk.engine.requests] == [True, False, False]
