@@ -180,6 +180,7 @@ class _Frontend:
         from kt_runtime.serve.http.cache_clearing import CacheClearing
         from kt_runtime.serve.http.names import NamesServer
         from kt_runtime.serve.http.routes import adapter_routes, cache_routes
+        from kt_runtime.serve.tinker.mount import tinker_api
         from kt_runtime.wire.async_client import AsyncResidentClient
 
         resident = AsyncResidentClient(self._settings.wire_address)
@@ -192,7 +193,12 @@ class _Frontend:
                 engine.set_adapters(adapters)
                 app.include_router(adapter_routes(adapters))
                 app.include_router(cache_routes(CacheClearing(adapters.status, engine)))
-                yield
+                context_tokens = _longest_tokens(self._options, self._model.config)
+                place = Path(self._settings.adapter_directory)
+                async with tinker_api(
+                    app, resident, engine, adapters, self._options, self._model, context_tokens, place
+                ):
+                    yield
         finally:
             resident.close()
 

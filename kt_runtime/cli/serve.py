@@ -106,6 +106,14 @@ class ServeCommand(click.Command):
     metavar="SIZE",
     help="What they may take together. [default: one at --max-lora-rank, and half of what is left free]",
 )
+@click.option(
+    "--tinker-timeout",
+    "tinker_timeout_s",
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A Tinker client that is silent for so long has gone; its training sessions end.",
+)
 @click.option("--cache-device", metavar="SIZE", help="What the KV cache takes, instead of --max-total-tokens.")
 @click.option("--cache-host", metavar="SIZE", help="Prefixes kept in memory beside the KV cache, which they include.")
 @click.option("--cache-disk", metavar="SIZE", help="Prefixes kept in --cache-dir, also across restarts.")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from typing import TypeVar
 
+import numpy as np
 import zmq.asyncio
 
 from kt_runtime.wire import codec
 from kt_runtime.wire.address import probe
-from kt_runtime.wire.codec import Limits
+from kt_runtime.wire.codec import Arrays, Limits
 from kt_runtime.wire.failures import error_from
 from kt_runtime.wire.messages import AnyRequest, ErrorReply, Reply
 from kt_runtime.wire.ticket import FIRST_RESEND_SECONDS, Ticket, checked_type, open_dealer
@@ -31,12 +32,18 @@ class AsyncResidentClient:
         self._context.destroy(linger=0)
 
     async def call(self, request: AnyRequest, reply_type: type[_R], timeout_s: float) -> _R:
-        """Sends `request` until a reply arrives; the resident executes each request id once.
+        """As `exchange`, for a message without arrays."""
+        return (await self.exchange(request, reply_type, timeout_s))[0]
+
+    async def exchange(
+        self, request: AnyRequest, reply_type: type[_R], timeout_s: float, arrays: Arrays | None = None
+    ) -> tuple[_R, dict[str, np.ndarray]]:
+        """Sends `request` with its arrays until a reply arrives; the resident executes each request id once.
 
         Raises ServerUnreachableError, RequestTimeoutError, ServerBusyError, and the error that the resident replies
         with.
         """
-        ticket = Ticket.of(request, None, self._limits, self._resend_s)
+        ticket = Ticket.of(request, arrays, self._limits, self._resend_s)
         deadline = time.monotonic() + timeout_s
         with open_dealer(self._context, self.address, self._limits) as socket:
             while ticket.reply is None:
@@ -49,9 +56,10 @@ class AsyncResidentClient:
                     ticket.sent()
                 left_s = min(deadline, ticket.next_send) - time.monotonic()
                 if await socket.poll(int(max(0.0, left_s) * 1000) + 1):
-                    reply, arrays = codec.decode_reply(await socket.recv_multipart(), self._limits)
+                    reply, received = codec.decode_reply(await socket.recv_multipart(), self._limits)
                     if reply.request_id == request.request_id:
-                        ticket.receive(reply, arrays)
+                        ticket.receive(reply, received)
                     elif isinstance(reply, ErrorReply) and not reply.request_id:  # the server could not read the id
                         raise error_from(reply)
-        return checked_type(self.address, ticket.result()[0], reply_type)
+        answer, found = ticket.result()
+        return checked_type(self.address, answer, reply_type), found

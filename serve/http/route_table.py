@@ -21,14 +21,19 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from kt_runtime.serve.requests.bodies import chat, completions, control, generate, messages, responses, scoring
 from kt_runtime.serve.requests.bodies.bounds import Body
+from kt_runtime.serve.requests.checks.body_reader import SMALL_BODY_BYTES
 
 FIXED_WEIGHTS = "the base model is being trained on in place; its weights never change while the server runs"
 FIXED_PROCESSES = "kt-runtime runs one model on one rank; start another server instead"
 NO_EMBEDDINGS = "the models that kt-runtime serves generate text; embeddings and classes need another kind of model"
 NO_AUDIO = "the models that kt-runtime serves read text only"
+TRAINING_BODY_BYTES = 32 * 1024 * 1024
+"""The largest body of a Tinker client's training call or prompt, also decompressed: a sequence of a million tokens with
+its inputs, so that a too long one is answered with its length."""
 NO_EXPERT_RECORD = "routed experts are run by kt-runtime's expert store, which SGLang's recorder does not see"
 
 
@@ -45,7 +50,8 @@ class Rule:
     """`path` may hold `{x}`, one segment, or `{x:path}`, the rest. `methods` None: all. `reason` is for REFUSED.
 
     `body`: the fields that the body may have. None: the route reads no body, or is kt-runtime's and checks its own.
-    `query`: the same for the query string.
+    `query`: the same for the query string. `max_bytes`: of a body that the route checks itself. `takes_zstd`: the body
+    may be compressed.
     """
 
     access: Access
@@ -54,9 +60,11 @@ class Rule:
     reason: str = ""
     body: type[Body] | None = None
     query: type[Body] | None = None
+    max_bytes: int = SMALL_BODY_BYTES
+    takes_zstd: bool = False
 
 
-def _rules(access: Access, paths: str, methods: str = "", reason: str = "", **fields: type[Body]) -> list[Rule]:
+def _rules(access: Access, paths: str, methods: str = "", reason: str = "", **fields: Any) -> list[Rule]:
     return [Rule(access, path, frozenset(methods.split()) or None, reason, **fields) for path in paths.split()]
 
 
@@ -66,6 +74,11 @@ def _asking(body: type[Body], paths: str, methods: str = "POST") -> list[Rule]:
 
 def _changing(body: type[Body], paths: str, methods: str = "POST") -> list[Rule]:
     return _rules(Access.GUARDED, paths, methods, body=body)
+
+
+def _tinker(access: Access, paths: str, methods: str, **fields: Any) -> list[Rule]:
+    """Routes of the Tinker API. They check their bodies themselves (`serve/tinker/protocol`)."""
+    return _rules(access, " ".join(f"/api/v1/{path}" for path in paths.split()), methods, **fields)
 
 
 def _refused(reason: str, paths: str, methods: str = "") -> list[Rule]:
@@ -104,6 +117,17 @@ RULES: tuple[Rule, ...] = (
     *_changing(control.ContinueGeneration, "/continue_generation"),
     *_changing(control.OpenSession, "/open_session", "GET POST"),
     *_changing(control.CloseSession, "/close_session", "GET POST"),
+    *_tinker(Access.READ, "healthz get_server_capabilities training_runs training_runs/{run} checkpoints", "GET"),
+    *_tinker(Access.READ, "training_runs/{run}/checkpoints samplers/{sampler}", "GET"),
+    *_tinker(Access.READ, "client/config client/dynamic_config weights_info", "POST"),
+    *_tinker(Access.GUARDED, "telemetry", "POST", max_bytes=TRAINING_BODY_BYTES),
+    *_tinker(Access.GUARDED, "create_session session_heartbeat sessions/{session}/finish", "POST"),
+    *_tinker(Access.GUARDED, "create_model get_info unload_model optim_step load_weights retrieve_future", "POST"),
+    *_tinker(Access.GUARDED, "save_weights save_weights_external save_weights_for_sampler", "POST"),
+    *_tinker(Access.GUARDED, "forward forward_backward", "POST", max_bytes=TRAINING_BODY_BYTES, takes_zstd=True),
+    *_tinker(Access.GUARDED, "create_sampling_session", "POST"),
+    *_tinker(Access.GUARDED, "asample", "POST", max_bytes=TRAINING_BODY_BYTES),
+    *_tinker(Access.GUARDED, "training_runs/{run}/checkpoints/{checkpoint:path}", "DELETE"),
     *_refused(
         FIXED_WEIGHTS,
         "/update_weights_from_disk /update_weights_from_tensor /update_weights_from_distributed "

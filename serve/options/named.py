@@ -27,6 +27,7 @@ LOWEST_VALUES = {
     "expert_threads": 1,
     "microbatch_tokens": 1,
     "max_sessions": 1,
+    "tinker_timeout_s": 5,
     "session_memory_bytes": 1 << 20,
     "cache_device_bytes": 0,
     "cache_host_bytes": 0,
@@ -42,6 +43,7 @@ NOT_OPTIONS = ("passed_on", "cache", "lora_rank_may_be_lower", "pinned_experts")
 OPTION_NAMES = {
     "max_body_bytes": "max-body-size",
     "cors_origins": "cors-origin",
+    "tinker_timeout_s": "tinker-timeout",
 }  # options whose name differs from the field's
 SERVED_NAME = re.compile(r"[A-Za-z0-9._/-]{1,200}")
 
@@ -66,6 +68,7 @@ class ServeOptions:
     `training_share`: the largest share of time for training while requests are served.
     `max_sessions`: training sessions open at once; `session_memory_bytes`: their memory limit together, None: their
     part of the memory plan and half of the unplanned memory.
+    `tinker_timeout_s`: after this silence a Tinker client has gone, and its session ends.
     `allow_no_key`: listen beyond this machine without a key. `cors_origins`: sites whose pages may call the server.
     `max_body_bytes`: None: from the context length. `any_model_name`: an unknown model name means the model.
     `served_model_name`: the model's name for clients; None: its preset's, hub's or directory's name.
@@ -110,6 +113,7 @@ class ServeOptions:
     reasoning_parser: str | None = None
     max_sessions: int = 64
     session_memory_bytes: int | None = None
+    tinker_timeout_s: float = 120.0
     runtime_dir: Path | None = None
     verbose: bool = False
     passed_on: tuple[str, ...] = ()

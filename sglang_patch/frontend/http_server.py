@@ -35,7 +35,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from kt_runtime.errors import RuntimeFault
+from kt_runtime.errors import InvalidValueError, RuntimeFault, ServerBusyError
 from kt_runtime.resident import progress
 from kt_runtime.sglang_patch.faults import lost_device
 from kt_runtime.sglang_patch.frontend import chat_logprobs, processes, tokenizing
@@ -105,6 +105,39 @@ class Engine:
 
     def set_adapters(self, adapters: AdapterService) -> None:
         self.manager.adapters = adapters
+
+    def pin(self, alias: str, name: str) -> str:
+        """`VersionedRegistry.pin`; raises InvalidValueError for an unknown name."""
+        try:
+            return self.registry.pin(alias, name)
+        except ValueError as error:
+            raise InvalidValueError(str(error)) from None
+
+    def unpin(self, alias: str) -> None:
+        self.registry.unpin(alias)
+
+    async def generate(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Runs one request with the fields of /generate, and returns its answer. A cancelled call aborts the request.
+
+        `fields` has `rid`, a unique id. Raises InvalidValueError for a request that SGLang refuses, ServerBusyError
+        where it is overloaded, RuntimeFault where it fails.
+        """
+        from fastapi import HTTPException
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        answer: dict[str, Any] = {}
+        try:
+            async for latest in self.manager.generate_request(GenerateReqInput(**fields), None):
+                answer = latest
+        except asyncio.CancelledError:
+            self.manager.abort_request(fields["rid"])
+            raise
+        except HTTPException as error:
+            kind = ServerBusyError if error.status_code == 503 else RuntimeFault
+            raise kind(str(error.detail)) from None
+        except ValueError as error:
+            raise InvalidValueError(str(error)) from None
+        return answer
 
     async def flush_memory_tiers(self, wait_s: float) -> bool:
         """Empties the prefix cache's device and host tiers once the scheduler is idle. False after `wait_s` seconds."""

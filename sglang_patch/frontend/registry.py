@@ -7,6 +7,7 @@ Symbol: `sglang.srt.lora.lora_registry.LoRARegistry`, subclassed. Reasons:
 - SGLang's `acquire` looks a name up, yields to other coroutines, and only then counts. In between, a copy could look
   unused and be dropped while a request needs it. Here `acquire` awaits nothing between look-up and count. All callers
   share one event loop, so no lock is needed.
+- `pin` gives the version that a name means now a second, private name, which keeps it while the name moves on.
 - `release` of an id that was never acquired (by a request that failed earlier) is ignored; SGLang's would fail a task.
 """
 
@@ -46,6 +47,7 @@ class VersionedRegistry(LoRARegistry):
     def __init__(self) -> None:
         super().__init__()
         self._counters: dict[str, UsageCounter] = {}
+        self._pinned: dict[str, str] = {}
 
     def move(self, name: str, lora_id: str) -> str | None:
         former = self._registry.get(name)
@@ -72,6 +74,22 @@ class VersionedRegistry(LoRARegistry):
     def forget(self, lora_id: str) -> None:
         self._counters.pop(lora_id, None)
 
+    def pin(self, alias: str, name: str) -> str:
+        """Until `unpin(alias)`, `alias` means the copy that `name` means now, and counts as one use. Returns its id.
+
+        Raises ValueError for an unknown name. An alias has a ":", which no adapter's name has; `names` has no alias.
+        """
+        assert ":" in alias and alias not in self._pinned
+        lora_id = self._lookup(name)
+        self._counters[lora_id].change(+1)
+        self._pinned[alias] = lora_id
+        return lora_id
+
+    def unpin(self, alias: str) -> None:
+        lora_id = self._pinned.pop(alias, None)
+        if lora_id is not None and lora_id in self._counters:
+            self._counters[lora_id].change(-1)
+
     async def acquire(self, lora_name: str | list[str | None]) -> str | list[str | None]:  # type: ignore[override]
         """Counts one use per name and returns the LoRA ids. Raises ValueError for an unknown name (SGLang answers 400)
         before it counts any."""
@@ -95,6 +113,8 @@ class VersionedRegistry(LoRARegistry):
         return []
 
     def _lookup(self, name: str) -> str:
+        if name in self._pinned:
+            return self._pinned[name]
         ref = self._registry.get(name)
         if ref is None:
             raise ValueError(f"unknown adapter {name!r}; served are: {', '.join(sorted(self._registry)) or 'none'}")

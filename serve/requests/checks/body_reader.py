@@ -22,6 +22,7 @@ FIXED_BYTES = 1024 * 1024
 BYTES_PER_TOKEN = 16
 FULL_PROMPTS = 4
 BODIES_AT_ONCE = 16  # bodies of the largest size that may be read concurrently
+LEAST_ROOM_BYTES = 128 * 1024 * 1024  # of all bodies, also of a model with a short context
 SMALL_BODY_BYTES = 64 * 1024  # of routes that do not use the model
 # Timeout for a client that sends nothing.
 PART_SECONDS = 30.0
@@ -49,7 +50,8 @@ class BodyRoom:
 
 
 class BodyReader:
-    """Reads one body. `is_complete`: the client has sent all of the body."""
+    """Reads one body. `is_complete`: the client has sent all of the body. `takes_zstd`: it may be compressed; it is not
+    decompressed here."""
 
     def __init__(
         self,
@@ -57,8 +59,11 @@ class BodyReader:
         receive: Callable[[], Awaitable[Any]],
         limit_bytes: int,
         room: BodyRoom,
+        *,
+        takes_zstd: bool = False,
     ) -> None:
         self._headers, self._receive, self._limit, self._room = headers, receive, limit_bytes, room
+        self._encodings = (b"", b"identity", b"zstd") if takes_zstd else (b"", b"identity")
         self.is_complete = False
 
     async def read(self) -> bytes:
@@ -67,7 +72,7 @@ class BodyReader:
         for name, value in self._headers:
             if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > self._limit):
                 raise self._too_large(f"{value[:20].decode()} bytes")
-            if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            if name == b"content-encoding" and value.strip().lower() not in self._encodings:
                 raise Refusal(400, f"Content-Encoding {shortened(value.decode('latin-1'))}: send the body as it is")
         received, counted = bytearray(), 0
         until = asyncio.get_running_loop().time() + PART_SECONDS + self._limit / SLOWEST_BYTES_PER_SECOND

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from kt_runtime.serve.requests.bodies.bounds import Body
 from kt_runtime.serve.requests.checks.body_reader import (
     BODIES_AT_ONCE,
+    LEAST_ROOM_BYTES,
     SMALL_BODY_BYTES,
     BodyReader,
     BodyRoom,
@@ -38,12 +39,17 @@ ONE_RANK_HEADERS = (b"x-data-parallel-rank", b"x-smg-routing-key")
 
 
 class Fields(Protocol):
-    """A rule of the route table: the structs of a route's body and query, None where SGLang parses none."""
+    """A rule of the route table: the structs of a route's body and query, None where SGLang parses none; the largest
+    body of a route that checks its own, and whether that may be compressed with zstd."""
 
     @property
     def body(self) -> type[Body] | None: ...
     @property
     def query(self) -> type[Body] | None: ...
+    @property
+    def max_bytes(self) -> int: ...
+    @property
+    def takes_zstd(self) -> bool: ...
 
 
 class RequestMiddleware:
@@ -57,7 +63,7 @@ class RequestMiddleware:
         checks: Sequence[Callable[[Body], None]],
     ) -> None:
         self.app, self.fields_of, self.max_body_bytes, self.checks = app, fields_of, max_body_bytes, checks
-        self.room = BodyRoom(BODIES_AT_ONCE * max_body_bytes)
+        self.room = BodyRoom(max(BODIES_AT_ONCE * max_body_bytes, LEAST_ROOM_BYTES))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -66,8 +72,10 @@ class RequestMiddleware:
         path = route_path(scope)
         fields = self.fields_of(scope["method"], path)
         body_type = fields.body if fields else None
-        limit_bytes = self.max_body_bytes if body_type else SMALL_BODY_BYTES
-        reader = BodyReader(scope["headers"], receive, limit_bytes, self.room)
+        own_bytes = fields.max_bytes if fields else SMALL_BODY_BYTES
+        limit_bytes = self.max_body_bytes if body_type else own_bytes
+        takes_zstd = fields is not None and fields.takes_zstd
+        reader = BodyReader(scope["headers"], receive, limit_bytes, self.room, takes_zstd=takes_zstd)
         try:
             body = await reader.read()
             if fields is not None and fields.query is not None:

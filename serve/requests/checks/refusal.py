@@ -9,7 +9,8 @@ from typing import Any
 OPENAI_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "server_error", 503: "server_error"}
 ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 INVALID = "invalid_request_error"
-OWN_ROUTES = "/kt/"  # of kt-runtime
+TINKER_ROUTES = "/api/v1/"
+OWN_ROUTES = ("/kt/", TINKER_ROUTES)  # of kt-runtime
 
 
 class Refusal(Exception):
@@ -25,6 +26,8 @@ def answer(refusal: Refusal, path: str) -> bytes:
     if path.startswith("/v1/messages"):
         kind = ANTHROPIC_TYPES.get(refusal.status, INVALID)
         content: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": refusal.message}}
+    elif path.startswith(TINKER_ROUTES):
+        content = {"detail": refusal.message}
     elif path.startswith(OWN_ROUTES):
         content = {"error": {"message": refusal.message, "kind": "InvalidValueError"}}
     else:

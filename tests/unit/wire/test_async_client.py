@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kt_runtime.errors import ConflictError, ProtocolError, RequestTimeoutError, ServerUnreachableError
@@ -73,3 +74,22 @@ def test_errors_are_those_of_the_blocking_client(
         call(address, messages.ForgetAdapter(request_id="d", name="a"))
     with pytest.raises(ProtocolError, match="DoneReply, not PublishReply"):
         call(address, drop("e"), reply_type=messages.PublishReply)
+
+
+def test_arrays_go_out_with_a_request_and_come_back_with_its_reply(resident: Any, server: WireServer) -> None:
+    arrays = {
+        "tokens": np.array([1, 2], np.int32),
+        "targets": np.array([2, 3], np.int32),
+        "weights": np.array([0, 1], np.float32),
+    }
+
+    async def exchanged() -> Any:
+        client = AsyncResidentClient(server.address)
+        try:
+            request = messages.Forward(request_id="r", session="s", lengths=[2])
+            return await client.exchange(request, messages.ForwardReply, 20.0, arrays)
+        finally:
+            client.close()
+
+    reply, received = asyncio.run(exchanged())
+    assert reply.loss == 3.0 and received["logprobs"].tolist() == [-2, -3]

@@ -63,6 +63,11 @@ class TestWithKey:
         assert status_of(self.policy, "POST", "/generate", (b"authorization", b"Basic " + KEY.encode())) == 401
         assert status_of(self.policy, "POST", "/generate", (b"authorization", KEY.encode())) == 401
 
+    def test_the_prefix_of_tinkers_keys_is_ignored_once(self) -> None:
+        assert status_of(self.policy, "POST", "/api/v1/asample", (b"x-api-key", b"tml-" + KEY.encode())) == 200
+        assert status_of(self.policy, "POST", "/api/v1/asample", (b"x-api-key", b"tml-tml-" + KEY.encode())) == 401
+        assert status_of(self.policy, "POST", "/api/v1/asample", (b"x-api-key", b"tml-")) == 401
+
     def test_second_credential_is_no_second_guess(self) -> None:
         assert status_of(self.policy, "POST", "/generate", bearer("wrong-key"), bearer(KEY)) == 401
         assert status_of(self.policy, "POST", "/generate", bearer(KEY), (b"x-api-key", b"wrong-key")) == 401

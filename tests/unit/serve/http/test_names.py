@@ -139,6 +139,31 @@ def test_failed_requests_leave_the_counts_as_they_were() -> None:
     asyncio.run(scenario())
 
 
+def test_pinned_copy_keeps_its_meaning_until_it_is_unpinned(address: str) -> None:
+    async def scenario() -> None:
+        registry, dropped = VersionedRegistry(), Dropped()
+        async with NamesServer(address, registry, dropped) as server:
+            server.move(move("a", "id-1"))
+            assert registry.pin("mine:1", "a") == "id-1"
+            assert registry.pin("mine:2", "mine:1") == "id-1"
+            server.move(move("a", "id-2"))
+            await settle()
+            assert await registry.acquire(["a", "mine:1"]) == ["id-2", "id-1"]
+            assert registry.names() == {"a": "id-2"} and not dropped.ids
+            await registry.release(["id-2", "id-1"])
+            registry.unpin("mine:1")
+            registry.unpin("mine:1")
+            await settle()
+            assert not dropped.ids
+            registry.unpin("mine:2")
+            await settle()
+            assert dropped.ids == ["id-1"]
+            with pytest.raises(ValueError, match="unknown adapter"):
+                registry.pin("mine:3", "mine:1")
+
+    asyncio.run(scenario())
+
+
 def test_removed_name_is_unknown_at_once_and_its_copy_dropped_when_unused(address: str) -> None:
     async def scenario() -> None:
         registry, dropped = VersionedRegistry(), Dropped()

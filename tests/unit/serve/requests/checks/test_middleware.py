@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kt_runtime.serve.http.route_table import rule_for
+from kt_runtime.serve.http.route_table import TRAINING_BODY_BYTES, rule_for
 from kt_runtime.serve.requests.checks import body_reader
 from kt_runtime.serve.requests.checks.body_reader import SMALL_BODY_BYTES, largest_body_bytes
 from kt_runtime.serve.requests.checks.middleware import RequestMiddleware
@@ -208,6 +208,17 @@ def test_routes_that_ask_nothing_have_a_small_limit() -> None:
     exchange = Exchange(b"x" * (SMALL_BODY_BYTES + 1), path="/flush_cache", headers=[]).run()
     assert exchange.answer[0] == 413 and exchange.seen is None
     assert Exchange(b"{}", path="/flush_cache", headers=[]).run().seen == b"{}"
+
+
+def test_training_calls_of_tinker_clients_have_a_limit_of_their_own_and_may_be_compressed() -> None:
+    body, zstd = b"x" * (LIMIT + 1), (b"content-encoding", b"zstd")
+    assert Exchange(body, path="/api/v1/forward_backward", headers=[zstd]).run().seen == body
+    declared = (b"content-length", str(TRAINING_BODY_BYTES + 1).encode())
+    assert Exchange(body, path="/api/v1/forward_backward", headers=[declared]).run().sent[0]["status"] == 413
+    for path, headers in (("/api/v1/forward_backward", [(b"content-encoding", b"gzip")]), ("/api/v1/asample", [zstd])):
+        exchange = Exchange(b"{}", path=path, headers=headers).run()
+        assert exchange.sent[0]["status"] == 400 and exchange.seen is None
+        assert "Content-Encoding" in json.loads(exchange.sent[1]["body"])["detail"]
 
 
 @pytest.mark.parametrize("query", [b"timeout=inf", b"timeout=nan", b"timeout=-1", b"timeout=1&timeout=2", b"tmeout=1"])
