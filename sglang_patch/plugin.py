@@ -17,7 +17,7 @@ from kt_runtime.sglang_patch.version import check_version
 PATCHES = (
     *("signals", "freezing", "platform", "cpu.attention", "cache.paging", "cpu.router"),
     *("cpu.linear", "cpu.norms", "cpu.moe", "cpu.weights", "cpu.step"),
-    *("cpu.absorbed", "cpu.activation", "cpu.grouped_router", "cpu.logprobs"),
+    *("cpu.absorbed", "cpu.activation", "cpu.grouped_router", "cpu.logprobs", "cpu.seeds"),
     *("lora.pinned_memory", "lora.linear", "lora.kv_b", "lora.pool", "lora.experts", "lora.install"),
     *("cache.host_pool", "cache.host_copies", "cache.page_hash", "cache.keys", "cache.namespace"),
     *("cache.events", "cache.metrics"),
