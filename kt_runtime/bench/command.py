@@ -333,8 +333,8 @@ def serve(
 @click.option("--conditions", help="Options and state of the machine that a reader needs.")
 @checkout_option
 def record(report: Path, name: str, checkout: Path, **origin: str | None) -> None:
-    """Add REPORT, the JSON of `bench experts`, `train`, `rl`, `serve`, `cache` or `demo`, to docs/measurements; generate
-    the pages."""
+    """Add REPORT, the JSON of `bench experts`, `train`, `rl`, `serve`, `cache` or `demo`, to docs/measurements, and
+    generate the pages."""
     from kt_runtime.bench.page.checkout import MEASUREMENTS, check_is_checkout
     from kt_runtime.bench.page.report import record_report
 

@@ -34,6 +34,8 @@ class CountingResident:
     context_tokens: int = 512
     claimed: tuple[str | None, bool] = (None, False)
     refuses_to_publish: Exception | None = None
+    samples: list[Samples] = field(default_factory=list)
+    k3: float = 0.0
     _under_way: dict[Ticket, ForwardResult] = field(default_factory=dict)
 
     def status(self) -> Any:
@@ -79,6 +81,7 @@ class CountingResident:
         result = self._result(state, batch, loss, reference, state["calls"])
         state["gradient"] += result.loss
         self.log.append(("forward_backward", batch, loss, reference, activations))
+        self.samples += [] if samples is None else [samples]
         return self._ticket(result)
 
     def begin_forward(
@@ -148,7 +151,7 @@ class CountingResident:
         metrics = {}
         if isinstance(loss, PolicyLoss):
             counted = float(np.count_nonzero(batch.weights))
-            metrics = {"kl/k1": 0.0, "kl/k3": 0.0, "clipped": 0.0, "tokens": counted}
+            metrics = {"kl/k1": 0.0, "kl/k3": self.k3, "clipped": 0.0, "tokens": counted}
         elif loss is not None:
             assert (reference is None) == (not loss.has_reference) or calls == 0
             value *= loss.scale

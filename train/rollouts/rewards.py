@@ -104,7 +104,7 @@ class Mathematics:
         if answer not in self._golds:
             # As it stands, then as LaTeX: a bare \frac12 is only read between dollars.
             gold = self._library.parse(answer) or self._library.parse(f"${answer}$")
-            if not gold:
+            if all(isinstance(each, str) for each in gold):  # text that was not parsed
                 raise InvalidValueError(
                     f"{prompt.where}: the answer {answer[:80]!r} is nothing that math-verify reads (reward: math)"
                 )

@@ -1,4 +1,4 @@
-"""The JSON of `kt-runtime bench experts|train|rl|serve|cache --json` and of `kt-runtime demo --json`, as a measurement."""
+"""The JSON of `kt-runtime bench experts|train|rl|serve|cache --json` and `kt-runtime demo --json`, as a measurement."""
 
 from __future__ import annotations
 

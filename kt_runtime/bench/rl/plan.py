@@ -21,7 +21,7 @@ COUNTS = ("prompts", "generations", "prompt_tokens", "new_tokens", "steps", "rou
 @dataclass(frozen=True)
 class Plan:
     """A step samples `generations` answers of `new_tokens` to each of `prompts` prompts of `prompt_tokens`, trains on
-    them and runs AdamW. `steps` are counted; `warmup_steps` before them are not. `rounds`: of the other measurements."""
+    them and runs AdamW. `steps` are counted, `warmup_steps` before them not. `rounds`: of the other measurements."""
 
     model: str = PRESET
     layers: int | None = None

@@ -29,8 +29,8 @@ PARTS = ("rollout", "forward_backward", "optimizer", "publish", "other")
 
 @dataclass
 class Measured:
-    """`steps`: seconds of each counted step by `PARTS`. `first_token_ms`: from the call of publish to the first token of
-    the version; `single_tokens_per_s` and `group_tokens_per_s`: of one answer, and of GROUP answers to one prompt."""
+    """`steps`: seconds of each counted step by `PARTS`. `first_token_ms`: from the call of publish to the version's
+    first token; `single_tokens_per_s` and `group_tokens_per_s`: of one answer, and of GROUP answers to one prompt."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
     largest_k3: float = 0.0
