@@ -1,4 +1,4 @@
-"""Grpo over a resident that counts and a sampler that draws from seeds: what is published, sampled, sent and resumed."""
+"""Grpo over a resident that counts and a sampler that draws from seeds: what is sampled, sent, logged and resumed."""
 
 from __future__ import annotations
 
