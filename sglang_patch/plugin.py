@@ -18,7 +18,7 @@ PATCHES = (
     *("signals", "freezing", "platform", "cpu.attention", "cache.paging", "cpu.router"),
     *("cpu.linear", "cpu.norms", "cpu.moe", "cpu.weights", "cpu.step"),
     *("gpu.hot", "gpu.streaming", "gpu.latent_attention"),
-    *("cpu.absorbed", "cpu.activation", "cpu.grouped_router", "cpu.logprobs"),
+    *("cpu.absorbed", "cpu.activation", "cpu.grouped_router", "cpu.logprobs", "cpu.seeds"),
     *("gpu.replays", "gpu.shared_experts", "gpu.lora_buffers"),
     *("lora.pinned_memory", "lora.linear", "lora.kv_b", "lora.pool", "lora.experts", "lora.install"),
     *("cache.host_pool", "cache.host_copies", "cache.page_hash", "cache.keys", "cache.namespace"),

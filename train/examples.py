@@ -1,8 +1,8 @@
-"""Tokenised training data: one sequence, or two answers to one prompt."""
+"""Tokenised training data: one sequence, two answers to one prompt, or a prompt to sample answers to."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,12 @@ class Example:
         """int32 [n + 1]: the whole sequence."""
         return np.concatenate((self.tokens, self.targets[-1:]))
 
+    def contents(self) -> Iterator[bytes]:
+        """For digests: equal contents train the same."""
+        yield len(self.tokens).to_bytes(8, "little")
+        for array in (self.tokens, self.targets, self.trained):
+            yield array.tobytes()
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pair:
@@ -72,3 +78,38 @@ class Pair:
     @property
     def examples(self) -> tuple[Example, Example]:
         return self.chosen, self.rejected
+
+    def contents(self) -> Iterator[bytes]:
+        for example in self.examples:
+            yield from example.contents()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Prompt:
+    """A question to sample answers to, for reinforcement learning.
+
+    `ids` int32 [n]: with the generation prompt. `question`: the text of the last turn. `answer`: the dataset's answer,
+    which a reward may compare with; None if the row has none. `columns`: the row as in its file.
+    """
+
+    ids: Tokens
+    question: str
+    answer: str | None
+    columns: Mapping[str, Any]
+    where: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_trained(self) -> int:
+        """No token of a prompt is trained on."""
+        return 0
+
+    def contents(self) -> Iterator[bytes]:
+        yield len(self.ids).to_bytes(8, "little")
+        yield self.ids.tobytes()
+        yield repr((self.question, self.answer, sorted(self.columns.items(), key=lambda item: item[0]))).encode(
+            "utf-8", "surrogatepass"
+        )

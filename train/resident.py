@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from kt_runtime.wire import Batch, ForwardResult, LoraSettings, Loss, Ticket
+from kt_runtime.wire import Batch, ForwardResult, LoraSettings, Loss, Samples, Ticket
 from kt_runtime.wire.messages import Activations, Model, OptimReply, PublishReply, SavedReply, SessionInfo, StatusReply
 
 
@@ -44,6 +44,7 @@ class Resident(Protocol):
         loss: Loss | None = None,
         *,
         reference: npt.ArrayLike | None = None,
+        samples: Samples | None = None,
         activations: Activations = "recompute",
     ) -> Ticket: ...
 

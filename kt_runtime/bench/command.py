@@ -172,6 +172,36 @@ def train(
     _show(result, print_report, as_json)
 
 
+@command.command(name="rl")
+@click.option(
+    "--model", default="bench-qwen3-moe", show_default=True, help="A preset that can be made, or a directory."
+)
+@click.option("--layers", type=int, help="Fewer layers than the preset has.")
+@click.option("--prompts", default=4, show_default=True, help="In a rollout, which is one step.")
+@click.option("--generations", default=8, show_default=True, help="Answers to each prompt.")
+@click.option("--prompt-tokens", default=128, show_default=True, help="Of a prompt.")
+@click.option("--new-tokens", default=64, show_default=True, help="Of an answer.")
+@click.option("--steps", default=3, show_default=True, help="Counted steps; one more goes before.")
+@click.option("--rounds", default=3, show_default=True, help="Of first tokens and of the group's rate.")
+@click.option("--rank", default=8, show_default=True, help="Of LoRA, on all targets.")
+@click.option("--dtype", help="The server's: bfloat16 or float32. [default: the faster one here]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@measures
+def rl(say: Say, as_json: bool, **options: Any) -> None:
+    """Time steps of reinforcement learning through a real server, and where their time goes.
+
+    \b
+    Progress goes to stderr.
+    What is measured and how: docs/bench.md.
+    """
+    from kt_runtime.bench.rl.plan import Plan
+    from kt_runtime.bench.rl.report import print_report
+    from kt_runtime.bench.rl.run import run
+
+    result = run(Plan(**options), say)
+    _show(result, print_report, as_json)
+
+
 @command.command(name="cache")
 @click.option(
     "--model", default="bench-qwen3-moe", show_default=True, help="A preset that can be made, or a directory."
@@ -366,7 +396,7 @@ def gpu(
 @click.option("--conditions", help="Options and state of the machine that a reader needs.")
 @checkout_option
 def record(report: Path, name: str, checkout: Path, **origin: str | None) -> None:
-    """Add REPORT, the JSON of `bench experts`, `train`, `serve`, `cache`, `gpu` or `demo`, to docs/measurements;
+    """Add REPORT, the JSON of `bench experts`, `train`, `rl`, `serve`, `cache`, `gpu` or `demo`, to docs/measurements;
     generate the pages."""
     from kt_runtime.bench.page.checkout import MEASUREMENTS, check_is_checkout
     from kt_runtime.bench.page.report import record_report

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from kt_runtime.files import TEMPORARY_PREFIX, write_directory
 from kt_runtime.train.resident import Resident
-from kt_runtime.wire import Batch, ForwardResult, LoraSettings, Loss, Ticket
+from kt_runtime.wire import Batch, ForwardResult, LoraSettings, Loss, PolicyLoss, Samples, Ticket
 from kt_runtime.wire.messages import Activations, GetStatus, Model, OptimReply, PublishReply, SavedReply, SessionInfo
 
 TENSORS = "adapter_model.safetensors"
@@ -34,6 +34,8 @@ class CountingResident:
     context_tokens: int = 512
     claimed: tuple[str | None, bool] = (None, False)
     refuses_to_publish: Exception | None = None
+    samples: list[Samples] = field(default_factory=list)
+    k3: float = 0.0
     _under_way: dict[Ticket, ForwardResult] = field(default_factory=dict)
 
     def status(self) -> Any:
@@ -43,6 +45,7 @@ class CountingResident:
             fingerprint="base",
             model_directory=str(self.model_directory),
             context_tokens=self.context_tokens,
+            exact=True,
             max_lora_rank=64,
         )
 
@@ -70,6 +73,7 @@ class CountingResident:
         loss: Loss | None = None,
         *,
         reference: Any = None,
+        samples: Samples | None = None,
         activations: Activations = "recompute",
     ) -> Ticket:
         state = self.sessions[session]
@@ -77,6 +81,7 @@ class CountingResident:
         result = self._result(state, batch, loss, reference, state["calls"])
         state["gradient"] += result.loss
         self.log.append(("forward_backward", batch, loss, reference, activations))
+        self.samples += [] if samples is None else [samples]
         return self._ticket(result)
 
     def begin_forward(
@@ -144,7 +149,10 @@ class CountingResident:
         logprobs = -(batch.targets % 7 + 1).astype(np.float32) * np.float32(0.1)
         value = session["value"] * float(np.dot(batch.weights.astype(np.float64), -logprobs)) + 1e-3 * calls
         metrics = {}
-        if loss is not None:
+        if isinstance(loss, PolicyLoss):
+            counted = float(np.count_nonzero(batch.weights))
+            metrics = {"kl/k1": 0.0, "kl/k3": self.k3, "clipped": 0.0, "tokens": counted}
+        elif loss is not None:
             assert (reference is None) == (not loss.has_reference) or calls == 0
             value *= loss.scale
             num_pairs = len(batch.lengths) / 2

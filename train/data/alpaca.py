@@ -11,17 +11,33 @@ from kt_runtime.train.data.turns import Cells, Turns, read_tools
 def read_turns(row: Row, info: DatasetInfo) -> Turns:
     """Raises InvalidValueError for a column that is missing or of the wrong type."""
     cells = Cells(row, info)
-    cells.present("prompt", "query")
     answers = ("chosen", "rejected") if info.ranking else ("response",)
+    cells.present("prompt", "query")
     for name in answers:
         cells.present(name)
+    return _turns(cells, [cells.text(name) for name in answers])
+
+
+def read_question(row: Row, info: DatasetInfo) -> Turns:
+    """As `read_turns`, where the answer may be missing, and may be a number: `answers` has one message or none."""
+    cells = Cells(row, info)
+    cells.present("prompt", "query")
+    answer = cells.value("response")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)
+    elif answer is not None:
+        answer = cells.text("response")
+    return _turns(cells, [] if answer is None else [answer])
+
+
+def _turns(cells: Cells, answers: list[str]) -> Turns:
     question = "\n".join(filter(None, (cells.text("prompt"), cells.text("query"))))
     if not question:
-        raise cells.error("prompt" if info.columns["prompt"] else "query", "the question must not be empty")
+        raise cells.error("query" if cells.column("prompt") is None else "prompt", "the question must not be empty")
     return Turns(
         system=cells.text("system"),
         messages=[*_history(cells), {"role": "user", "content": question}],
-        answers=tuple({"role": "assistant", "content": cells.text(name)} for name in answers),
+        answers=tuple({"role": "assistant", "content": answer} for answer in answers),
         tools=read_tools(cells),
     )
 

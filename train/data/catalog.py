@@ -79,8 +79,11 @@ class DatasetInfo:
     named_columns: bool
 
 
-def read_catalog(directory: Path, names: tuple[str, ...], where: str) -> list[DatasetInfo]:
-    """The entries of the named datasets. `where`: the origin of the names, for errors.
+def read_catalog(
+    directory: Path, names: tuple[str, ...], where: str, *, needs_answers: bool = True
+) -> list[DatasetInfo]:
+    """The entries of the named datasets. `where`: the origin of the names, for errors. `needs_answers`: an entry that
+    names its columns must name the answer's.
 
     Raises NotFoundError, UnknownNameError for a name that is not in the file, and InvalidValueError.
     """
@@ -100,7 +103,10 @@ def read_catalog(directory: Path, names: tuple[str, ...], where: str) -> list[Da
     for name in names:
         if name not in entries:
             raise UnknownNameError("dataset", name, entries, where=f"{where}: {file}")
-    return [_read_entry(name, *entries[name], file) for name in names]
+    infos = [_read_entry(name, *entries[name], file) for name in names]
+    for info in infos:
+        _check_columns(info, needs_answers)
+    return infos
 
 
 def _read_entry(name: str, entry: Any, line: int, file: Path) -> DatasetInfo:
@@ -115,7 +121,7 @@ def _read_entry(name: str, entry: Any, line: int, file: Path) -> DatasetInfo:
     count = entry.get("num_samples")
     whole = count is None or (isinstance(count, int) and not isinstance(count, bool) and 1 <= count < 2**31)
     _must(whole, f"{where}: num_samples", count, "a whole number from 1 to 2147483647")
-    info = DatasetInfo(
+    return DatasetInfo(
         name=name,
         where=where,
         path=_path(entry, file.parent, where),
@@ -126,8 +132,6 @@ def _read_entry(name: str, entry: Any, line: int, file: Path) -> DatasetInfo:
         tags=_tags(entry, formatting, where),
         named_columns=entry.get("columns") is not None,
     )
-    _check_columns(info)
-    return info
 
 
 def _check_keys(entry: dict[str, Any], where: str) -> None:
@@ -188,11 +192,11 @@ def _names(value: Any, kind: str, known: tuple[str, ...], where: str) -> dict[st
     return value
 
 
-def _check_columns(info: DatasetInfo) -> None:
+def _check_columns(info: DatasetInfo, needs_answers: bool) -> None:
     """Requires the columns that every row needs. As in LLaMA-Factory, a column that `columns` leaves out is null."""
     chat = info.formatting != "alpaca"
     needed: list[tuple[str, ...]] = [("messages",)] if chat else [("prompt", "query")]
-    needed += [("chosen",), ("rejected",)] if info.ranking else [] if chat else [("response",)]
+    needed += [("chosen",), ("rejected",)] if info.ranking else [("response",)] if needs_answers and not chat else []
     for names in needed:
         if not any(info.columns[name] for name in names):
             raise InvalidValueError(

@@ -23,6 +23,28 @@ _THOUGHT = re.compile(r"\s*(<think>.*?</think>)\s*", re.DOTALL)
 
 def read_turns(row: Row, info: DatasetInfo) -> Turns:
     """Raises RowSkipped for wrong roles or a wrong order, InvalidValueError for a value of the wrong type."""
+    cells, system, turns = _opened(row, info)
+    _check_order(turns, info)
+    _check_end(turns, info)
+    messages = [turn.message() for turn in turns]
+    if info.ranking:
+        answers = tuple(_answer(cells, name, info) for name in ("chosen", "rejected"))
+    else:
+        answers = (messages.pop(),)
+    return Turns(system=system, messages=messages, answers=answers, tools=read_tools(cells))
+
+
+def read_question(row: Row, info: DatasetInfo) -> Turns:
+    """As `read_turns`, where the last turn may be a question: `answers` has one message or none."""
+    cells, system, turns = _opened(row, info)
+    _check_order(turns, info)
+    messages = [turn.message() for turn in turns]
+    answers = (messages.pop(),) if turns[-1].answers else ()
+    return Turns(system=system, messages=messages, answers=answers, tools=read_tools(cells))
+
+
+def _opened(row: Row, info: DatasetInfo) -> tuple[Cells, str, list[_Turn]]:
+    """(the row's cells, the system prompt, the turns without it)."""
     cells = Cells(row, info)
     cells.present("messages")
     given = cells.structure("messages")
@@ -32,13 +54,7 @@ def read_turns(row: Row, info: DatasetInfo) -> Turns:
     system = cells.text("system")
     if turns and turns[0].tag == info.tags["system_tag"]:
         system = turns.pop(0).text() or system
-    _check_order(turns, info)
-    messages = [turn.message() for turn in turns]
-    if info.ranking:
-        answers = tuple(_answer(cells, name, info) for name in ("chosen", "rejected"))
-    else:
-        answers = (messages.pop(),)
-    return Turns(system=system, messages=messages, answers=answers, tools=read_tools(cells))
+    return cells, system, turns
 
 
 class _Turn:
@@ -108,6 +124,9 @@ def _check_order(turns: list[_Turn], info: DatasetInfo) -> None:
             after = f"follows {previous.tag!r}" if previous else "comes first"
             raise RowSkipped(f"wrong order of roles: {turn.tag!r} {after}; questions and answers must alternate")
         previous = turn
+
+
+def _check_end(turns: list[_Turn], info: DatasetInfo) -> None:
     if turns[-1].answers is info.ranking:
         needed = "a question, which chosen and rejected answer" if info.ranking else "an answer"
         raise RowSkipped(f"wrong number of turns: the last is {turns[-1].tag!r}, it must be {needed}")

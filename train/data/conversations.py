@@ -1,4 +1,4 @@
-"""Converted dataset rows: a conversation to learn from, or a question with a better and a worse answer.
+"""Converted dataset rows: a conversation to learn from, a question with two answers, or a question to be answered.
 
 Messages are plain mappings in the form of chat templates: {"role": "system" | "user" | "assistant" | "tool",
 "content": str}, and for an assistant that calls tools "tool_calls": [{"type": "function", "function": {"name": str,
@@ -7,6 +7,7 @@ Messages are plain mappings in the form of chat templates: {"role": "system" | "
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,5 +30,17 @@ class Preference:
     messages: tuple[Message, ...]
     chosen: Message
     rejected: Message
+    tools: tuple[dict[str, Any], ...] | None
+    where: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """`messages` ends with a user or tool turn. `answer`: the text of the row's answer, None if it has none.
+    `columns`: the whole row as in its file, for rewards."""
+
+    messages: tuple[Message, ...]
+    answer: str | None
+    columns: Mapping[str, Any]
     tools: tuple[dict[str, Any], ...] | None
     where: str

@@ -12,7 +12,7 @@ import numpy as np
 from kt_runtime.errors import InvalidValueError, UnknownNameError, UserError
 from kt_runtime.train.data import alpaca, chat
 from kt_runtime.train.data.catalog import DatasetInfo, read_catalog
-from kt_runtime.train.data.conversations import Conversation, Message, Preference
+from kt_runtime.train.data.conversations import Conversation, Message, Preference, Question
 from kt_runtime.train.data.mixing import STRATEGIES, mix
 from kt_runtime.train.data.rows import Report, Row, read_rows, refuse
 from kt_runtime.train.data.turns import RowSkipped, Turns, is_empty
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from kt_runtime.train.recipe import Recipe
 
 Say = Callable[[str], None]
+Read = Conversation | Preference | Question
 
 _NUM_NAMED = 5
 
 
-def read_datasets(recipe: Recipe, names: tuple[str, ...], say: Say) -> Iterator[Conversation | Preference]:
+def read_datasets(recipe: Recipe, names: tuple[str, ...], say: Say) -> Iterator[Read]:
     """Rows of all named datasets, at most `max_samples` of each. `say` names and counts rows left out.
 
     Checks names and descriptions at once, rows while reading. Raises NotFoundError, UnknownNameError, and
@@ -36,12 +37,12 @@ def read_datasets(recipe: Recipe, names: tuple[str, ...], say: Say) -> Iterator[
     return mix([dataset.rows for dataset in datasets], recipe.mix_strategy, recipe.interleave_probs, recipe.seed)
 
 
-def read_named(recipe: Recipe, names: tuple[str, ...], say: Say) -> Iterator[tuple[str, Conversation | Preference]]:
+def read_named(recipe: Recipe, names: tuple[str, ...], say: Say) -> Iterator[tuple[str, Read]]:
     """As `read_datasets`, with each row's dataset name, and always one dataset after the other."""
     return ((dataset.info.name, row) for dataset in _open(recipe, names, say) for row in dataset.rows())
 
 
-def read_all_that_can_be(recipe: Recipe, names: tuple[str, ...], report: Report) -> Iterator[Conversation | Preference]:
+def read_all_that_can_be(recipe: Recipe, names: tuple[str, ...], report: Report) -> Iterator[Read]:
     """As `read_named`, without the names. Passes each problem of a dataset or row to `report` and continues with the
     next one. Not for runs."""
     for name in names:
@@ -57,10 +58,10 @@ def read_all_that_can_be(recipe: Recipe, names: tuple[str, ...], report: Report)
 
 
 def _open(recipe: Recipe, names: tuple[str, ...], say: Say, report: Report = refuse) -> list[_Dataset]:
-    infos = read_catalog(recipe.dataset_dir, names, recipe.where("dataset_dir"))
+    infos = read_catalog(recipe.dataset_dir, names, recipe.where("dataset_dir"), needs_answers=recipe.stage != "grpo")
     for info in infos:
         if info.ranking != (recipe.stage == "dpo"):
-            fits, kind = ("dpo", "pairs of answers") if info.ranking else ("sft", "single answers")
+            fits, kind = ("dpo", "pairs of answers") if info.ranking else ("sft or grpo", "single answers")
             raise InvalidValueError(
                 f"{recipe.where('stage')}: stage: {recipe.stage}: does not fit dataset {info.name!r} ({info.path}), "
                 f"whose rows hold {kind} (ranking: {str(info.ranking).lower()}, {info.where}); it fits stage: {fits}"
@@ -87,11 +88,14 @@ class _Dataset:
 
     def __init__(self, info: DatasetInfo, recipe: Recipe, say: Say, report: Report) -> None:
         self.info, self._recipe, self._tell, self._report = info, recipe, say, report
-        self._columns = frozenset(column for column in info.columns.values() if column)
-        self._read = alpaca.read_turns if info.formatting == "alpaca" else chat.read_turns
+        self._asks = recipe.stage == "grpo"
+        reader = alpaca if info.formatting == "alpaca" else chat
+        self._read = reader.read_question if self._asks else reader.read_turns
+        # A reward may read any column of a question; `read_rows` reads all columns for none.
+        self._columns = frozenset(column for column in info.columns.values() if column and not self._asks)
         self._passes = self._num_wrong = 0
 
-    def rows(self) -> Iterator[Conversation | Preference]:
+    def rows(self) -> Iterator[Read]:
         self._passes += 1
         say = self._tell if self._passes == 1 else lambda _: None
         num_rows = num_skipped = 0
@@ -151,17 +155,20 @@ class _Dataset:
             return
         names = ("system", "tools", "history") if self.info.formatting == "alpaca" else ("system", "tools")
         filled = [name for name in names if row.values.get(name)]
-        unread = [name for name in filled if name not in self._columns]
+        unread = [name for name in filled if name not in self.info.columns.values()]
         where = f"dataset {self.info.name}: {row.where}"
         if self.info.named_columns and unread:
             say(f"{where}: column {', '.join(unread)} is not read: columns in {self.info.where} does not name it")
         elif filled and not self.info.named_columns:
             say(f"{where}: column {', '.join(filled)} is read, though dataset_info.json does not name it")
 
-    def _convert(self, row: Row) -> Conversation | Preference:
+    def _convert(self, row: Row) -> Read:
         turns = self._read(row, self.info)
         system = turns.system or self._recipe.default_system
         messages = [{"role": "system", "content": system}, *turns.messages] if system else turns.messages
+        if self._asks:
+            answer = str(turns.answers[0]["content"]) if turns.answers else None
+            return Question(tuple(messages), answer, row.values, turns.tools, row.where)
         if self.info.ranking:
             chosen, rejected = turns.answers
             self._check_answers((chosen, rejected))

@@ -26,7 +26,9 @@ class RowSkipped(Exception):
 
 @dataclass(frozen=True)
 class Turns:
-    """`messages`: all but the system's, the question included; `answers`: one, or the chosen and the rejected one."""
+    """`messages`: all but the system's, the question included; `answers`: one, or the chosen and the rejected one.
+
+    Of a question to be answered (reinforcement learning) the answer may be missing."""
 
     system: str
     messages: list[Message]
@@ -43,6 +45,10 @@ class Cells:
             value = self.value(name)
             if value not in (None, "", [], [None]):
                 raise self.error(name, f"{reason}; take the column out of the rows, or name columns without {name}")
+
+    def column(self, name: str) -> str | None:
+        """The row's own name of the column; None if it is unnamed."""
+        return self._info.columns[name]
 
     def value(self, name: str) -> Any:
         """None for a column that is unnamed, missing or null."""

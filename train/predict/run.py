@@ -18,7 +18,8 @@ import numpy as np
 
 from kt_runtime.errors import InvalidValueError, ServerUnreachableError
 from kt_runtime.files import write_file
-from kt_runtime.train.data import Conversation, Preference, read_datasets
+from kt_runtime.train.data import Preference, Question, read_datasets
+from kt_runtime.train.data.reading import Read
 from kt_runtime.train.predict.generation import Generator, Progress, Prompt
 from kt_runtime.train.predict.metrics import Scorer, means
 from kt_runtime.train.run.result_files import add_results
@@ -112,11 +113,11 @@ def _names(recipe: Recipe) -> str:
     return ", ".join(recipe.eval_dataset or recipe.dataset)
 
 
-def _read(recipe: Recipe, renderer: Renderer, say: Callable[[str], None]) -> Iterable[Conversation | Preference]:
+def _read(recipe: Recipe, renderer: Renderer, say: Callable[[str], None]) -> Iterable[Read]:
     """With `val_size`, holds out the same rows as training with this recipe."""
     if recipe.eval_dataset or not recipe.val_size:
         return read_datasets(recipe, recipe.eval_dataset or recipe.dataset, say)
-    rows: list[Conversation | Preference] = []
+    rows: list[Read] = []
     identities = []
     for row in read_datasets(recipe, recipe.dataset, say):
         if (rendered := renderer.render(row)) is not None:
@@ -125,8 +126,11 @@ def _read(recipe: Recipe, renderer: Renderer, say: Callable[[str], None]) -> Ite
     return split(rows, recipe.val_size, recipe.seed, identities)[1]
 
 
-def _row(example: Conversation | Preference, renderer: Renderer) -> Row:
-    if isinstance(example, Preference):
+def _row(example: Read, renderer: Renderer) -> Row:
+    label: dict[str, Any]
+    if isinstance(example, Question):
+        messages, label = example.messages, {"content": example.answer}
+    elif isinstance(example, Preference):
         messages, label = example.messages, example.chosen
     else:
         messages, label = example.messages[:-1], example.messages[-1]

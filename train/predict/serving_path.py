@@ -20,8 +20,9 @@ PASSING_STATUS = {429, 502, 503, 504}
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 3600.0
 
 Answer = Mapping[str, Any]
-Ask = Callable[[dict[str, Any], str], Coroutine[Any, Any, Answer]]
-"""`ask(body, where)` returns SGLang's answer, with `meta_info`. `where`: the row's place, for messages."""
+Ask = Callable[[dict[str, Any], str], Coroutine[Any, Any, Any]]
+"""`ask(body, where)` returns SGLang's `Answer`, with `meta_info`; a list of them for a body with several prompts.
+`where`: the row's place, for messages."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,13 @@ class ServingPath:
             base_url=self.url, headers=headers, timeout=timeout, limits=limits, trust_env=False
         ) as http:
 
-            async def ask(body: dict[str, Any], where: str) -> Answer:
+            async def ask(body: dict[str, Any], where: str) -> Any:
                 async with turns:
                     return await self._ask(http, body, where)
 
             await work(ask)
 
-    async def _ask(self, http: httpx.AsyncClient, body: dict[str, Any], where: str) -> Answer:
+    async def _ask(self, http: httpx.AsyncClient, body: dict[str, Any], where: str) -> Any:
         if self.adapter is not None:
             body = {**body, "lora_path": self.adapter}
         for pause_s in (*self.pauses_s, None):
@@ -83,14 +84,15 @@ def malformed(where: str, answer: Any) -> RuntimeFault:
     return RuntimeFault(f"{where}: the server's answer is not SGLang's: {str(answer)[:200]}")
 
 
-def _checked(answer: httpx.Response, where: str) -> Answer:
+def _checked(answer: httpx.Response, where: str) -> Answer | list[Answer]:
     if not answer.is_success:
         message = f"{where}: the server answers HTTP {answer.status_code}: {_message(answer)}"
         raise InvalidValueError(message) if answer.is_client_error else RuntimeFault(message)
     try:
-        value: Answer = answer.json()
-        reason = value["meta_info"]["finish_reason"] or {}
-        aborted = reason.get("message", "aborted") if reason.get("type") == "abort" else None
+        value: Answer | list[Answer] = answer.json()
+        reasons = [each["meta_info"]["finish_reason"] or {} for each in (value if isinstance(value, list) else [value])]
+        ended = (reason.get("message", "aborted") for reason in reasons if reason.get("type") == "abort")
+        aborted = next(ended, None)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise malformed(where, answer.text) from None
     if aborted is not None:

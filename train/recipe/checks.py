@@ -198,6 +198,34 @@ def trackers(value: Any) -> tuple[str, ...]:
     return listed
 
 
+BUILT_IN_REWARDS = ("exact_match", "regex", "math")
+
+
+def reward(value: Any) -> str:
+    """`reward`: a built-in name, or FILE.py:FUNCTION. The file is looked up and read by `constraints`."""
+    asked = text(value)
+    if asked == "math" and not _installed("math_verify"):
+        raise ValueError("the Python package math-verify is not installed: pip install 'kt-runtime[rl]'")
+    if asked in BUILT_IN_REWARDS:
+        return asked
+    file, colon, function = asked.rpartition(":")
+    if not colon or not file.endswith(".py") or not function.isidentifier():
+        known = ", ".join(BUILT_IN_REWARDS)
+        raise ValueError(f"must be one of {known}, or FILE.py:FUNCTION{nearest(value, list(BUILT_IN_REWARDS))}")
+    return asked
+
+
+def pattern(value: Any) -> str:
+    import re
+
+    asked = text(value)
+    try:
+        re.compile(asked)
+    except re.error as error:
+        raise ValueError(f"is no regular expression of Python: {error}") from None
+    return asked
+
+
 def _installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None

@@ -6,9 +6,11 @@ An invalid value is removed from the draft, so that a search for further problem
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from kt_runtime.train.recipe.checks import nearest
+from kt_runtime.errors import UserError
+from kt_runtime.train.recipe.checks import BUILT_IN_REWARDS, nearest
 from kt_runtime.train.recipe.draft import Draft
 from kt_runtime.train.recipe.fields import BEST
 from kt_runtime.train.recipe.schedules import BY_METRIC, check_arguments
@@ -21,6 +23,13 @@ _PREFERENCE_FIGURES = (
     *("logits/chosen", "logits/rejected", "sft_loss", "odds_ratio_loss"),
 )
 _SFT_ONLY = ("packing", "train_on_prompt", "mask_history", "predict_with_generate")
+_REINFORCEMENT_KEYS = (
+    *("reward", "reward_pattern", "num_generations", "rollout_batch_size", "steps_per_rollout", "async_rollouts"),
+    *("advantage_estimator", "policy_loss", "clip_low", "clip_high", "dro_beta", "kl_coef"),
+)
+_REINFORCEMENT_FIGURES = ("reward", "completions/mean_length", "completions/truncated")
+_WHOLE_DISTRIBUTION = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+_CLIPPING = ("ppo", "cispo", "gspo")
 _NEED_DATA = ("do_eval", "do_predict", "eval_on_start")
 
 
@@ -31,6 +40,7 @@ def check(draft: Draft, purpose: str) -> None:
     _required(draft, purpose)
     if purpose == "train":
         _paths(draft)
+        _reward_file(draft)
     if purpose in ("train", "predict"):
         _output(draft)
 
@@ -59,11 +69,29 @@ def _tasks(draft: Draft) -> None:
 
 
 def _stage(draft: Draft) -> None:
-    asked_of_reference = [key for key in _REFERENCE_KEYS if draft.get(key) != draft.default(key)]
-    if draft.get("stage") == "dpo":
+    stage = draft.get("stage")
+    if stage != "sft":
         for key in _SFT_ONLY:
             if draft.get(key):
                 draft.problem(key, "works with stage: sft only")
+    if stage != "dpo":
+        _without_effect(draft, _PREFERENCE_KEYS)
+    if stage == "grpo":
+        _reinforcement(draft)
+    else:
+        _without_effect(draft, _REINFORCEMENT_KEYS)
+    _reference(draft)
+
+
+def _without_effect(draft: Draft, keys: Sequence[str]) -> None:
+    for key in keys:
+        if key in draft.values and draft.values[key] != draft.default(key):
+            draft.note(key, f"no effect with stage: {draft.get('stage')}")
+
+
+def _reference(draft: Draft) -> None:
+    asked_of_reference = [key for key in _REFERENCE_KEYS if draft.get(key) != draft.default(key)]
+    if draft.get("stage") == "dpo":
         smoothing, loss = draft.get("dpo_label_smoothing"), draft.get("pref_loss")
         if smoothing and loss != "sigmoid":
             draft.problem("dpo_label_smoothing", f"works with pref_loss: sigmoid only, not {loss}")
@@ -71,11 +99,56 @@ def _stage(draft: Draft) -> None:
             for key in asked_of_reference:
                 draft.problem(key, f"pref_loss {loss} has no reference; leave one of the two out")
         return
-    for key in _PREFERENCE_KEYS:
-        if key in draft.values and draft.values[key] != draft.default(key):
-            draft.note(key, "no effect with stage: sft")
     for key in asked_of_reference:
-        draft.problem(key, "works with stage: dpo only")
+        if draft.get("stage") == "grpo" and key == "ref_model_adapters":
+            if not draft.get("kl_coef"):
+                draft.problem(key, "needs kl_coef: without it there is no reference")
+        else:
+            stages = "dpo" if key == "ref_logprobs" else "dpo or grpo"
+            draft.problem(key, f"works with stage: {stages} only")
+
+
+def _reinforcement(draft: Draft) -> None:
+    for key, value in _WHOLE_DISTRIBUTION.items():
+        if draft.values.get(key) is None:
+            draft.values[key] = value
+    _sampling(draft)
+    _reward(draft)
+    if draft.get("compute_accuracy"):
+        draft.problem("compute_accuracy", "works with stage: sft or dpo only")
+    prompts, steps = draft.get("rollout_batch_size"), draft.get("steps_per_rollout")
+    if prompts % steps:
+        draft.problem("steps_per_rollout", f"must divide rollout_batch_size, {prompts}: each step has as many prompts")
+        draft.values["steps_per_rollout"] = 1
+    loss = draft.get("policy_loss")
+    for key in ("clip_low", "clip_high"):
+        if draft.get(key) is not None and loss not in _CLIPPING:
+            draft.problem(key, f"works with policy_loss: {', '.join(_CLIPPING)}, not {loss}")
+    if (draft.get("dro_beta") is None) == (loss == "dro"):
+        draft.problem("dro_beta", "is missing: policy_loss dro needs it" if loss == "dro" else "works with dro only")
+    for key in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if key in draft.values and draft.values[key] != draft.default(key):
+            draft.note(key, "no effect with stage: grpo: a step has rollout_batch_size / steps_per_rollout prompts")
+
+
+def _sampling(draft: Draft) -> None:
+    if not draft.get("do_sample") or draft.get("temperature") == 0:
+        key = "do_sample" if not draft.get("do_sample") else "temperature"
+        draft.problem(key, "stage: grpo learns from the differences of sampled answers; sample them")
+    elif draft.get("temperature") != 1:
+        draft.note("temperature", "answers are sampled at it and trained at 1, so kl/k3 is not 0")
+    if draft.get("repetition_penalty") != 1:
+        draft.problem("repetition_penalty", "answers would be sampled from another distribution than the trained one")
+
+
+def _reward(draft: Draft) -> None:
+    asked, pattern = draft.get("reward"), draft.get("reward_pattern")
+    if asked is None and not draft.is_written("reward"):
+        draft.problem("reward", "is missing: stage: grpo needs exact_match, regex, math, or FILE.py:FUNCTION")
+    if asked == "regex" and pattern is None and not draft.is_written("reward_pattern"):
+        draft.problem("reward_pattern", "is missing: reward: regex needs it")
+    if pattern is not None and asked != "regex":
+        draft.problem("reward_pattern", "works with reward: regex only")
 
 
 def _data(draft: Draft) -> None:
@@ -128,7 +201,8 @@ def _evaluation(draft: Draft) -> None:
     if by_metric and strategy == "no":
         draft.problem("lr_scheduler_type", "follows evaluation: it needs eval_strategy: steps or epoch")
     if by_metric or saves_best or draft.get("early_stopping_steps") or draft.get("load_best_model_at_end"):
-        metric = draft.values["metric_for_best_model"] = draft.get("metric_for_best_model") or "loss"
+        usual = "reward" if draft.get("stage") == "grpo" else "loss"
+        metric = draft.values["metric_for_best_model"] = draft.get("metric_for_best_model") or usual
         if draft.get("greater_is_better") is None:
             draft.values["greater_is_better"] = not metric.endswith("loss")
         _metric(draft, metric.removeprefix("eval_"))
@@ -139,11 +213,14 @@ def _metric(draft: Draft, metric: str) -> None:
     if draft.get("eval_on_each_dataset") and (listed := draft.get("eval_dataset")):
         prefix = next((f"{name}_" for name in listed if metric.startswith(f"{name}_")), None)
         if prefix is None:
-            figures = ", ".join(f"{name}_loss" for name in listed)
+            figure = "reward" if draft.get("stage") == "grpo" else "loss"
+            figures = ", ".join(f"{name}_{figure}" for name in listed)
             draft.problem("metric_for_best_model", f"eval_on_each_dataset has figures of each dataset alone: {figures}")
             return
         metric = metric.removeprefix(prefix)
     known = ("loss", "accuracy", *(_PREFERENCE_FIGURES if draft.get("stage") == "dpo" else ()))
+    if draft.get("stage") == "grpo":
+        known = _REINFORCEMENT_FIGURES
     if metric not in known:
         draft.problem(
             "metric_for_best_model", f"no figure of an evaluation{nearest(metric, known)}; known: {', '.join(known)}"
@@ -214,6 +291,26 @@ def _paths(draft: Draft) -> None:
     if resumed is not None and not isinstance(resumed, bool) and not os.path.isdir(resumed):
         draft.problem("resume_from_checkpoint", f"{resumed} is not a directory on this machine")
         del draft.values["resume_from_checkpoint"]
+
+
+def _reward_file(draft: Draft) -> None:
+    """Reads the file of a reward without running it. A file that is not in the working directory is looked up beside
+    the recipe."""
+    asked = draft.get("reward")
+    if draft.get("stage") != "grpo" or asked is None or asked in BUILT_IN_REWARDS:
+        return
+    from kt_runtime.train.rollouts.reward_function import check_function
+
+    name, _, function = asked.rpartition(":")
+    beside = Path(draft.source).parent / name
+    file = beside if not os.path.isfile(name) and beside.is_file() else Path(name)
+    try:
+        check_function(file, function)
+    except UserError as error:
+        draft.problem("reward", str(error))
+        del draft.values["reward"]
+    else:
+        draft.values["reward"] = f"{file}:{function}"
 
 
 def _output(draft: Draft) -> None:

@@ -1,7 +1,7 @@
 """The recipe: every key that is honoured, with its type, default, check and one line of explanation.
 
 Names and defaults are LLaMA-Factory 0.9.5's (those of transformers' TrainingArguments among them). `publish`,
-`publish_every_steps` and `ref_logprobs` are kt-runtime's own.
+`publish_every_steps`, `ref_logprobs` and the keys of `stage: grpo` are kt-runtime's own.
 """
 
 # ruff: noqa: RUF009  (`key` is dataclasses.field with metadata)
@@ -41,7 +41,7 @@ class Recipe:
     disable_gradient_checkpointing: bool = key(False, truth, "false recomputes activations, true retains them")
 
     # method
-    stage: str = key("sft", one_of("sft", "dpo", why=REFUSED_VALUES["stage"]), "sft or dpo")
+    stage: str = key("sft", one_of("sft", "dpo", "grpo", why=REFUSED_VALUES["stage"]), "sft, dpo or grpo")
     do_train: bool = key(False, truth, "train; the default when no do_... key is given")
     do_eval: bool = key(False, truth, "evaluate at the end")
     do_predict: bool = key(False, truth, "answer the evaluation data; needs predict_with_generate")
@@ -73,6 +73,36 @@ class Recipe:
     dpo_label_smoothing: float = key(0.0, number(0, 0.5), "with pref_loss sigmoid only")
     simpo_gamma: float = key(0.5, number(0), "SimPO's margin")
     ref_model_adapters: Path | None = key(None, optional(checks.one_adapter), "a second adapter as the reference")
+
+    # reinforcement
+    reward: str | None = key(
+        None, optional(checks.reward), "grpo: exact_match, regex, math, or FILE.py:FUNCTION, which the trainer runs"
+    )
+    reward_pattern: str | None = key(
+        None, optional(checks.pattern), "of reward: regex; a group named answer must equal the row's answer"
+    )
+    num_generations: int = key(8, whole(2), "grpo: answers sampled to each prompt, which form a group")
+    rollout_batch_size: int = key(8, whole(1), "grpo: prompts of a rollout")
+    steps_per_rollout: int = key(1, whole(1), "grpo: optimizer steps among which a rollout's prompts are divided")
+    async_rollouts: bool = key(False, truth, "grpo: sample the next rollout during a rollout's steps")
+    advantage_estimator: str = key(
+        "grpo",
+        one_of("grpo", "rloo", "dr_grpo"),
+        "how rewards become advantages and weights of tokens: docs/recipes.md",
+    )
+    policy_loss: str = key(
+        "ppo", one_of("importance_sampling", "ppo", "cispo", "dro", "gspo"), "grpo: the loss of a sampled token"
+    )
+    clip_low: float | None = key(
+        None, optional(number(0, upto=1)), "lowest probability ratio; default ppo 0.8, cispo 0, gspo 0.9997"
+    )
+    clip_high: float | None = key(
+        None, optional(number(1, upto=1e6)), "highest probability ratio; default ppo 1.2, cispo 4, gspo 1.0004"
+    )
+    dro_beta: float | None = key(None, optional(number(1e-9, upto=1e6)), "of policy_loss: dro, which needs it")
+    kl_coef: float = key(
+        0.0, number(0), "grpo: weight of the divergence from the reference (the start), taken from the advantages"
+    )
 
     # dataset
     dataset: tuple[str, ...] = key((), optional(names), "names in dataset_info.json")
@@ -197,6 +227,13 @@ class Recipe:
         """The alpha for which alpha / rank is the recipe's scaling; LLaMA-Factory's default is 2 x rank."""
         alpha = 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
         return alpha * math.sqrt(self.lora_rank) if self.use_rslora else alpha
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of the data (with packing, bins) in one optimizer step."""
+        if self.stage == "grpo":
+            return self.rollout_batch_size // self.steps_per_rollout
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
     def activations(self) -> str:

@@ -75,6 +75,7 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     warned: list[_Group]
     aliases: dict[str, Alias]
     refused_values: dict[str, dict[str, str]]
+    grpo_elsewhere: dict[str, str]
     kt_config: dict[str, KtField]
     kt_config_internal: list[str]
     schedules: dict[str, dict[str, Allowed]]

@@ -15,7 +15,7 @@ from kt_runtime.train.recipe.aliases import APPLY
 from kt_runtime.train.recipe.checks import nearest, truth
 from kt_runtime.train.recipe.draft import Draft
 from kt_runtime.train.recipe.fields import NULLABLE, Recipe
-from kt_runtime.train.recipe.others import REFUSED, WARNED
+from kt_runtime.train.recipe.others import REFUSED, TABLE, WARNED
 from kt_runtime.train.recipe.table import CHECKS, KNOWN
 
 COMMAND_LINE = "command line"
@@ -87,7 +87,8 @@ def _take(draft: Draft, entry: Entry) -> None:
         if warned.reason and not _is_among(draft.written[key], warned.passing):
             draft.note(key, f"no effect: {warned.reason}")
     else:
-        draft.problem(key, f"no such key{nearest(key, list(KNOWN))}")
+        elsewhere = TABLE.grpo_elsewhere.get(key)
+        draft.problem(key, f"no such key{f'; {elsewhere}' if elsewhere else nearest(key, list(KNOWN))}")
 
 
 def _is_among(value: Any, passing: tuple[Any, ...]) -> bool:

@@ -6,28 +6,30 @@ answers the text is tokenised as a whole, as the server tokenises history.
 
 A row longer than `cutoff_len` is truncated at its end. As in TRL, a row without a trained token is then left out and
 counted. (LLaMA-Factory truncates prompt and answer in proportion, and trains on rows without a trained token.)
+A question to be answered is never truncated: it is left out if its prompt is longer.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kt_runtime.errors import InvalidValueError, NotFoundError
-from kt_runtime.train.data import Conversation, Preference
-from kt_runtime.train.examples import Example, Mask, Pair, Tokens
+from kt_runtime.train.data import Conversation, Preference, Question
+from kt_runtime.train.examples import Example, Mask, Pair, Prompt, Tokens
 from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.render import templates
 from kt_runtime.train.render.chat_template import ChatTemplate
 from kt_runtime.train.render.pieces import Messages, Piece, Template, Tools, tokenize
-from kt_runtime.train.render.tally import EQUAL, NOTHING_TRAINED, Tally
+from kt_runtime.train.render.tally import EQUAL, NOTHING_TRAINED, TOO_LONG, Tally
 from kt_runtime.train.render.template_comparison import compare
 
-Row = Conversation | Preference
+Row = Conversation | Preference | Question
+Item = Example | Pair | Prompt
 
 CHUNK_ROWS = 256
 
@@ -51,17 +53,17 @@ class Renderer:
             )
         self._template = template
 
-    def render(self, row: Row) -> Example | Pair | None:
-        """None if truncation at `cutoff_len` leaves no trained token, or two equal answers."""
+    def render(self, row: Row) -> Item | None:
+        """None if truncation at `cutoff_len` leaves no trained token, or two equal answers, and for a longer prompt."""
         return self._rendered([row], Tally())[0]
 
-    def render_all(self, rows: Iterable[Row], say: Callable[[str], None]) -> list[Example | Pair]:
+    def render_all(self, rows: Iterable[Row], say: Callable[[str], None]) -> list[Item]:
         """Renders rows while reading them; reports how many rows were truncated and left out.
 
         Raises InvalidValueError for a row that the template can't render, and if no row is left.
         """
         tally = Tally()
-        items: list[Example | Pair] = []
+        items: list[Item] = []
         remaining = iter(rows)
         while chunk := list(itertools.islice(remaining, CHUNK_ROWS)):
             items += [item for item in self._rendered(chunk, tally) if item is not None]
@@ -99,8 +101,10 @@ class Renderer:
         """The end of an answer in a named template, which the server may not know; None for the server's template."""
         return self._named.end if self._named else None
 
-    def marked(self, item: Example | Pair) -> str:
+    def marked(self, item: Item) -> str:
         """The text with trained tokens between «»; for a pair, both answers after their prompt."""
+        if isinstance(item, Prompt):
+            return str(self.tokenizer.decode(item.ids))
         if isinstance(item, Pair):
             return f"chosen:\n{self.marked(item.chosen)}\nrejected:\n{self.marked(item.rejected)}"
         starts = [0, *(np.flatnonzero(np.diff(item.trained)) + 1).tolist(), item.num_tokens]
@@ -126,20 +130,24 @@ class Renderer:
             str(recipe.template), template, bos, eos, recipe.enable_thinking, recipe.preserve_thinking
         )
 
-    def _rendered(self, rows: Sequence[Row], tally: Tally) -> list[Example | Pair | None]:
+    def _rendered(self, rows: Sequence[Row], tally: Tally) -> list[Item | None]:
         tally.num_rows += len(rows)
         sequences = [pieces for row in rows for pieces in self._pieces(row)]
         tokenized = iter(tokenize(self.tokenizer, sequences))
-        return [
-            self._pair(row, next(tokenized), next(tokenized), tally)
-            if isinstance(row, Preference)
-            else self._example(row, next(tokenized), tally)
-            for row in rows
-        ]
+        return [self._item(row, tokenized, tally) for row in rows]
+
+    def _item(self, row: Row, tokenized: Iterator[tuple[Tokens, Mask]], tally: Tally) -> Item | None:
+        if isinstance(row, Question):
+            return self._prompt(row, next(tokenized)[0], tally)
+        if isinstance(row, Preference):
+            return self._pair(row, next(tokenized), next(tokenized), tally)
+        return self._example(row, next(tokenized), tally)
 
     def _pieces(self, row: Row) -> list[list[Piece]]:
         """One sequence for a conversation, two for a preference."""
         messages = self._with_system(row.messages)
+        if isinstance(row, Question):
+            return [self._template.prompt(messages, row.tools, row.where)]
         if isinstance(row, Preference):
             replies = [
                 self._template.reply(messages, answer, row.tools, row.where) for answer in (row.chosen, row.rejected)
@@ -147,6 +155,12 @@ class Renderer:
             return [prompt + answer for prompt, answer in replies]
         pieces = self._template.conversation(messages, row.tools, row.where, last_only=self.recipe.mask_history)
         return [[piece.whole for piece in pieces] if self.recipe.train_on_prompt else pieces]
+
+    def _prompt(self, row: Question, ids: Tokens, tally: Tally) -> Prompt | None:
+        if len(ids) > self.recipe.cutoff_len:
+            tally.lose(TOO_LONG, row.where)
+            return None
+        return Prompt(ids, str(row.messages[-1].get("content") or ""), row.answer, row.columns, row.where)
 
     def _example(self, row: Row, sequence: tuple[Tokens, Mask], tally: Tally) -> Example | None:
         [example] = self._cut(row, [sequence], tally)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 NUM_NAMED = 5
 NOTHING_TRAINED = "have no trained token"
 EQUAL = "have the same chosen and rejected answer"
+TOO_LONG = "have a prompt that does not fit"
 
 
 @dataclass(slots=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.train.data import Conversation, Preference, read_datasets, read_named
-from kt_runtime.train.examples import Pair
+from kt_runtime.train.data import read_datasets, read_named
+from kt_runtime.train.data.reading import Read
+from kt_runtime.train.examples import Pair, Prompt
 from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.render.rendering import Renderer
 from kt_runtime.train.stages.evaluation import identity_of, split
@@ -30,10 +31,8 @@ class Inputs:
         """SHA-256 of the training rows in order: equal digests mean equal batches."""
         digest = hashlib.sha256()
         for row in self.train:
-            for example in row.examples if isinstance(row, Pair) else (row,):
-                digest.update(len(example.tokens).to_bytes(8, "little"))
-                for array in (example.tokens, example.targets, example.trained):
-                    digest.update(array.tobytes())
+            for part in row.contents():
+                digest.update(part)
         return digest.hexdigest()
 
 
@@ -57,13 +56,12 @@ def read_inputs(recipe: Recipe, renderer: Renderer, say: Say) -> Inputs:
     return Inputs(train, evaluation)
 
 
-def _rendered(
-    recipe: Recipe, key: str, rows: Iterable[Conversation | Preference], renderer: Renderer, say: Say
-) -> list[Row]:
+def _rendered(recipe: Recipe, key: str, rows: Iterable[Read], renderer: Renderer, say: Say) -> list[Row]:
     rendered: list[Row] = renderer.render_all(rows, say)
     if not rendered:
+        what = "a prompt" if recipe.stage == "grpo" else "a trained token"
         raise InvalidValueError(
-            f"{recipe.where(key)}: {key}: no row of {', '.join(getattr(recipe, key))} has a trained token within "
+            f"{recipe.where(key)}: {key}: no row of {', '.join(getattr(recipe, key))} has {what} within "
             f"cutoff_len={recipe.cutoff_len}"
         )
     return rendered
@@ -72,10 +70,12 @@ def _rendered(
 def _show(rows: Sequence[Row], evaluation: dict[str, list[Row]], renderer: Renderer, say: Say) -> None:
     if not rows:
         return
-    kind = "pairs" if isinstance(rows[0], Pair) else "examples"
+    kinds = {Pair: "pairs", Prompt: "prompts"}
+    kind = kinds.get(type(rows[0]), "examples")
     held = "".join(f", {len(found)} to evaluate on{f' ({name})' if name else ''}" for name, found in evaluation.items())
     first = rows[0]
-    say(f"{len(rows)} {kind}{held}; the first, trained tokens between «»:")
+    marks = "" if kind == "prompts" else ", trained tokens between «»"
+    say(f"{len(rows)} {kind}{held}; the first{marks}:")
     if isinstance(first, Pair):
         say(f"chosen:   {renderer.marked(first.chosen)}")
         say(f"rejected: {renderer.marked(first.rejected)}")

@@ -52,6 +52,7 @@ class Journal:
         self.unwritten: list[dict[str, float]] = []
         self.num_tokens = self.num_samples = 0
         self._last_step: tuple[float, float] | None = None  # learning rate and gradient norm
+        self._facts: Mapping[str, str] = {}
         self._start()
 
     def restore(self, step: int, history: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> None:
@@ -90,9 +91,16 @@ class Journal:
         self.num_samples += outcome.num_samples
         self.unwritten.append({"loss": outcome.loss, **outcome.metrics})
         self._last_step = learning_rate, grad_norm
+        self._facts = outcome.facts
         if self._cadence.logs(self.done):
             self._write_step(learning_rate, grad_norm)
-        facts = {"loss": f"{outcome.loss:.4f}", "tokens/s": f"{self._throughput():.0f}", "left": self._remaining()}
+        first = {"reward": f"{outcome.metrics['reward']:.3f}"} if "reward" in outcome.metrics else {}
+        facts = {
+            **first,
+            "loss": f"{outcome.loss:.4f}",
+            "tokens/s": f"{self._throughput():.0f}",
+            "left": self._remaining(),
+        }
         self._display.progress(self.done, self._cadence.total_steps, facts)
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
@@ -193,9 +201,13 @@ class Journal:
         self.unwritten = []
         self._record({**means, "grad_norm": grad_norm, "learning_rate": learning_rate})
         accuracy = {"accuracy": means["rewards/accuracies"]} if "rewards/accuracies" in means else {}
-        line = {"loss": means["loss"], **accuracy, "lr": learning_rate, **self._position()}
+        has_rewards = "reward" in means  # reinforcement learning: all of its figures, since the loss says little
+        shown = means if has_rewards else {"loss": means["loss"], **accuracy}
+        line = {**shown, **self._facts, "lr": learning_rate, **self._position()}
         self._append({**line, "throughput": round(self._throughput(), 2), "total_tokens": self.num_tokens})
         accurate = f"accuracy {accuracy['accuracy']:.3f}  " if accuracy else ""
+        if has_rewards:
+            accurate = f"reward {means['reward']:.4f}  kl/k3 {means['kl/k3']:.2e}  "
         figures = f"loss {means['loss']:.4f}  {accurate}lr {learning_rate:.2e}  |grad| {grad_norm:.3f}"
         speed = f"{self._throughput():.0f} tokens/s  left {self._remaining()}"
         self._display.say(f"step {self.done}/{self._cadence.total_steps}  {figures}  {speed}")

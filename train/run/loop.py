@@ -8,12 +8,13 @@ session and resumes from the last complete checkpoint.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 
 from kt_runtime.errors import InvalidValueError, KtError
 from kt_runtime.files import exclusive_lock
-from kt_runtime.train.examples import Pair
+from kt_runtime.train.examples import Example, Pair, Prompt
 from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.resident import Resident
 from kt_runtime.train.run import checkpoints, schedule
@@ -27,6 +28,7 @@ from kt_runtime.train.run.run_identity import identity, settings
 from kt_runtime.train.run.session import objective_of, open_session, session_name, start_tracking
 from kt_runtime.train.run.training import RunResult, Training
 from kt_runtime.train.stages import batches
+from kt_runtime.train.stages.grpo import Sampling
 from kt_runtime.train.stages.reference_logprobs import Serving
 from kt_runtime.wire.messages import StatusReply
 
@@ -41,12 +43,14 @@ def run(
     *,
     parameters: int = 0,
     serving: Serving | None = None,
+    sampling: Sampling | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> RunResult:
     """Trains, evaluates, saves and publishes. Raises ConflictError when another trainer uses the output directory.
 
     `parameters`: model parameters used per token. `serving`: access to the serving path, for a recipe with
-    `ref_logprobs: serving`. The first SIGINT ends the run after its current step, and saves it.
+    `ref_logprobs: serving`. `sampling`: for `stage: grpo`. The first SIGINT ends the run after its current step, and
+    saves it.
     """
     recipe.output_dir.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(recipe.output_dir / LOCK_FILE, "output directory"):
@@ -62,12 +66,24 @@ def run(
         ):
             cadence = _cadence(recipe, inputs)
             journal = Journal(recipe.output_dir, cadence, display, trackers, parameters=parameters, clock=clock)
-            objective = objective_of(client, session, recipe, inputs.train, serving, display.say)
+            if sampling is not None:
+                sampling = dataclasses.replace(sampling, exact=status.exact)
+            objective = objective_of(
+                client,
+                session,
+                recipe,
+                inputs.train,
+                serving,
+                display.say,
+                sampling=sampling,
+                total_steps=cadence.total_steps,
+            )
             training = Training(
                 client, session, recipe, inputs, journal, objective, cadence, display, interruption, status
             )
-            training.start(checkpoint)
-            return training.finish(training.steps())
+            with contextlib.closing(objective):
+                training.start(checkpoint)
+                return training.finish(training.steps())
 
 
 def resumed_from(recipe: Recipe, inputs: Inputs, fingerprint: str | None) -> tuple[Checkpoint | None, list[str]]:
@@ -84,9 +100,21 @@ def resumed_from(recipe: Recipe, inputs: Inputs, fingerprint: str | None) -> tup
 
 
 def check_lengths(recipe: Recipe, inputs: Inputs, context_tokens: int) -> None:
-    """Raises InvalidValueError for a row that is longer than the server's context."""
+    """Raises InvalidValueError for a row that is longer than the server's context, for a prompt with its answer."""
     rows = [row for found in (inputs.train, *inputs.evaluation.values()) for row in found]
-    sequences = (each for row in rows for each in (row.examples if isinstance(row, Pair) else (row,)))
+    prompts = [row for row in rows if isinstance(row, Prompt)]
+    longest_prompt = max(prompts, key=lambda row: row.num_tokens, default=None)
+    if longest_prompt is not None and longest_prompt.num_tokens + recipe.max_new_tokens > context_tokens:
+        raise InvalidValueError(
+            f"{recipe.where('max_new_tokens')}: max_new_tokens: {recipe.max_new_tokens}: the prompt at "
+            f"{longest_prompt.where} has {longest_prompt.num_tokens} tokens, and the server's context is "
+            f"{context_tokens}; lower max_new_tokens or cutoff_len, or serve with a longer context"
+        )
+    sequences = (
+        each
+        for row in rows
+        for each in (row.examples if isinstance(row, Pair) else (row,) if isinstance(row, Example) else ())
+    )
     longest = max(sequences, key=lambda each: each.num_tokens, default=None)
     if longest is not None and longest.num_tokens > context_tokens:
         raise InvalidValueError(

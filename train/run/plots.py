@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-KEYS = ("loss", "eval_loss", "eval_accuracy", "rewards/accuracies")
+KEYS = (
+    *("loss", "eval_loss", "eval_accuracy", "rewards/accuracies"),
+    *("reward", "kl/k1", "kl/k3", "kl/reference", "completions/mean_length", "eval_reward"),
+)
 SMOOTHING, SMOOTHING_RATE = 1.8, 0.05
 
 

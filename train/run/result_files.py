@@ -70,8 +70,10 @@ def model_card(recipe: Recipe, results: Mapping[str, Any], loaded: Sequence[Read
     programs = "\n".join(
         f"| {it.program} | {it.num_loaded:,} of {it.num_parameters:,} | {it.remark} |" for it in loaded
     )
-    method = "DPO" if recipe.stage == "dpo" else "SFT"
+    method = recipe.stage.upper()
     loss = f" ({recipe.pref_loss}, beta {recipe.pref_beta:g})" if recipe.stage == "dpo" else ""
+    if recipe.stage == "grpo":
+        loss = f" ({recipe.advantage_estimator}, {recipe.policy_loss}, reward {recipe.reward})"
     return f"""---
 library_name: peft
 base_model: {recipe.model_name_or_path}

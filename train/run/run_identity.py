@@ -19,6 +19,11 @@ FIXED_DPO = (
     "adapter_name_or_path",  # the reference, if ref_model_adapters is not given
     "ref_logprobs",
 )
+FIXED_GRPO = (
+    *("reward", "reward_pattern", "num_generations", "rollout_batch_size", "steps_per_rollout", "async_rollouts"),
+    *("advantage_estimator", "policy_loss", "clip_low", "clip_high", "dro_beta", "kl_coef", "ref_model_adapters"),
+    *("adapter_name_or_path", "temperature", "top_p", "top_k", "max_new_tokens"),
+)
 LATER = {"ref_logprobs": "twin"}  # keys of FIXED_DPO that older checkpoints lack, with the value that they imply
 FREE = (
     *("learning_rate", "num_train_epochs", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs"),
@@ -29,7 +34,7 @@ FREE = (
 
 def identity(recipe: Recipe, inputs: Inputs, fingerprint: str) -> dict[str, Any]:
     """`data`: digest of the rendered rows. `model`: fingerprint of the base weights. JSON values only."""
-    keys = FIXED + (FIXED_DPO if recipe.stage == "dpo" else ())
+    keys = FIXED + {"dpo": FIXED_DPO, "grpo": FIXED_GRPO}.get(recipe.stage, ())
     return {
         **{key: plain(getattr(recipe, key)) for key in keys},
         "model": fingerprint,

@@ -17,10 +17,9 @@ from kt_runtime.train.recipe.schedules import BY_METRIC
 
 def num_steps(recipe: Recipe, num_examples: int) -> int:
     """Optimizer steps of the whole run. A smaller last batch of an epoch counts as a step."""
-    per_step = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
     if recipe.max_steps > 0:
         return recipe.max_steps
-    return max(1, math.ceil(math.ceil(num_examples / per_step) * recipe.num_train_epochs))
+    return max(1, math.ceil(math.ceil(num_examples / recipe.rows_per_step) * recipe.num_train_epochs))
 
 
 def num_warmup_steps(recipe: Recipe, steps: int) -> int:

@@ -15,6 +15,7 @@ from kt_runtime.train.resident import Resident
 from kt_runtime.train.run.run_identity import all_settings
 from kt_runtime.train.run.trackers import Tracker, open_trackers
 from kt_runtime.train.stages.dpo import Dpo, described_reference, reference_adapter
+from kt_runtime.train.stages.grpo import Grpo, Sampling, described
 from kt_runtime.train.stages.objective import Objective, Row
 from kt_runtime.train.stages.reference_logprobs import Serving
 from kt_runtime.train.stages.sft import Sft
@@ -33,11 +34,12 @@ def session_name(output_dir: Path) -> str:
 
 
 def lora_settings(recipe: Recipe) -> LoraSettings:
-    """No dropout in preference training: it compares two models, and dropout would make each call another policy."""
+    """Dropout in SFT only. Preference training compares two models, and reinforcement learning a model with the one
+    that sampled; dropout would make each call another policy."""
     return LoraSettings(
         rank=recipe.lora_rank,
         alpha=recipe.served_alpha,
-        dropout=0.0 if recipe.stage == "dpo" else recipe.lora_dropout,
+        dropout=recipe.lora_dropout if recipe.stage == "sft" else 0.0,
         targets=list(recipe.lora_target),
         seed=recipe.seed,
     )
@@ -57,8 +59,12 @@ def open_session(client: Resident, name: str, recipe: Recipe, say: Say) -> Sessi
     say(described_session(info))
     if recipe.stage == "dpo":
         say(described_reference(recipe))
-        if recipe.lora_dropout:
-            say(f"{recipe.where('lora_dropout')}: lora_dropout: {recipe.lora_dropout:g}: not used; dpo has no dropout")
+    if recipe.stage == "grpo":
+        for line in described(recipe):
+            say(line)
+    if recipe.stage != "sft" and recipe.lora_dropout:
+        where = recipe.where("lora_dropout")
+        say(f"{where}: lora_dropout: {recipe.lora_dropout:g}: not used; {recipe.stage} has no dropout")
     return info
 
 
@@ -68,10 +74,23 @@ def described_session(info: SessionInfo) -> str:
 
 
 def objective_of(
-    client: Resident, session: str, recipe: Recipe, train: Sequence[Row], serving: Serving | None, say: Say
+    client: Resident,
+    session: str,
+    recipe: Recipe,
+    train: Sequence[Row],
+    serving: Serving | None,
+    say: Say,
+    *,
+    sampling: Sampling | None = None,
+    total_steps: int = 0,
 ) -> Objective:
-    """`serving`: access to the served reference; required for `ref_logprobs: serving`, otherwise unused."""
+    """`serving`: access to the served reference; required for `ref_logprobs: serving`, otherwise unused. `sampling`:
+    required for `stage: grpo`, otherwise unused; `total_steps`: of the run, for that stage."""
     activations = cast(Activations, recipe.activations)
+    if recipe.stage == "grpo":
+        if sampling is None:
+            raise InvalidValueError(f"{recipe.where('stage')}: stage: grpo: this run has no HTTP server to sample from")
+        return Grpo(client, session, recipe, train, total_steps, sampling, say)
     if recipe.stage == "dpo":
         if recipe.ref_logprobs == "twin":
             return Dpo(client, session, recipe, train, activations)

@@ -231,6 +231,8 @@ class Training:
         )
         move_directory(temporary, path)
         self.display.say(f"saved {path}")
+        if self.recipe.plot_loss and self.recipe.stage == "grpo":  # runs are long, and rewards tell whether they learn
+            plots.plot(self.recipe.output_dir, self.journal.history, lambda line: None)
         best = Path(self.best.checkpoint) if self.best.checkpoint else None
         for removed in checkpoints.prune(self.recipe.output_dir, self.recipe.save_total_limit, best):
             self.display.say(f"removed {removed} (save_total_limit: {self.recipe.save_total_limit})")

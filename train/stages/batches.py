@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kt_runtime.train.examples import Example, Pair
+from kt_runtime.train.examples import Example, Pair, Prompt
 from kt_runtime.train.recipe import Recipe
 from kt_runtime.wire import Batch
 
-Item = Example | Pair
+Item = Example | Pair | Prompt
 MicroBatch = list[Item]
 
 
@@ -30,7 +30,7 @@ def plan(examples: Sequence[Item], recipe: Recipe, num_steps: int, first_step: i
     examples of `per_device_train_batch_size` bins.
     """
     bins = _bins(examples, recipe)
-    size, per_step = recipe.per_device_train_batch_size, _per_step(recipe)
+    size, per_step = recipe.per_device_train_batch_size, recipe.rows_per_step
     in_epoch = math.ceil(len(bins) / per_step)
     epoch, order = -1, list(range(len(bins)))
     for step in range(first_step, num_steps):
@@ -52,7 +52,7 @@ def num_sequences(examples: Sequence[Item], recipe: Recipe) -> int:
 
 def steps_per_epoch(examples: Sequence[Item], recipe: Recipe) -> int:
     """Optimizer steps per epoch, as Hugging Face's Trainer counts them; a smaller last one counts."""
-    return math.ceil(num_sequences(examples, recipe) / _per_step(recipe))
+    return math.ceil(num_sequences(examples, recipe) / recipe.rows_per_step)
 
 
 def to_batch(micro: Sequence[Item], weight: float) -> Batch:
@@ -70,13 +70,9 @@ def to_batch(micro: Sequence[Item], weight: float) -> Batch:
     )
 
 
-def _per_step(recipe: Recipe) -> int:
-    return recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
-
-
 def _bins(examples: Sequence[Item], recipe: Recipe) -> list[list[int]]:
-    """Bins of indices. As in LLaMA-Factory, preferences are not packed."""
-    if not recipe.packing or any(isinstance(item, Pair) for item in examples):
+    """Bins of indices. As in LLaMA-Factory, preferences are not packed, and neither are prompts."""
+    if not recipe.packing or any(not isinstance(item, Example) for item in examples):
         return [[index] for index in range(len(examples))]
     return pack([item.num_tokens for item in examples], recipe.cutoff_len)
 
@@ -94,6 +90,7 @@ def _sequences(micro: Sequence[Item], weight: float) -> Iterator[tuple[Example, 
         if isinstance(item, Pair):
             yield from ((example, 1.0) for example in item.examples)
         else:
+            assert isinstance(item, Example), "prompts are sampled, not trained"
             yield item, weight
 
 

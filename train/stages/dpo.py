@@ -41,6 +41,8 @@ def preference_loss(recipe: Recipe, scale: float = 1.0) -> PreferenceLoss:
 
 def reference_adapter(recipe: Recipe) -> Path | None:
     """The adapter used as reference; None: the base with adapters off, or a loss without reference."""
+    if recipe.stage == "grpo":
+        return (recipe.ref_model_adapters or recipe.adapter_name_or_path) if recipe.kl_coef else None
     if recipe.stage != "dpo" or not preference_loss(recipe).has_reference:
         return None
     return recipe.ref_model_adapters or recipe.adapter_name_or_path
@@ -123,6 +125,9 @@ class Dpo:
 
     def restore(self, arrays: Mapping[str, Any]) -> None:
         self._values.restore(arrays)
+
+    def close(self) -> None:
+        pass
 
     def _calls(self, rows: Sequence[Row], batch_size: int, stop: Callable[[], bool]) -> Iterator[Call]:
         loss = preference_loss(self._recipe)

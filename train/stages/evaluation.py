@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kt_runtime.errors import InvalidValueError, UnknownNameError
-from kt_runtime.train.examples import Pair
 from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.stages.objective import Objective, Row, Totals, check_finite
 
@@ -45,9 +44,8 @@ def split(
 def identity_of(row: Row) -> Hashable:
     """Place and content: rows of a file may share a line, and rows at different places may have equal content."""
     digest = hashlib.blake2b(digest_size=16)
-    for example in row.examples if isinstance(row, Pair) else (row,):
-        digest.update(example.ids.tobytes())
-        digest.update(example.trained.tobytes())
+    for part in row.contents():
+        digest.update(part)
     return row.where, digest.digest()
 
 
@@ -82,7 +80,7 @@ class Evaluator:
     def _figures(self, prefix: str, totals: Totals, num_rows: int, seconds: float) -> dict[str, float]:
         seconds = max(seconds, 1e-9)
         batches = ceil(num_rows / self._recipe.per_device_eval_batch_size)
-        figures = {f"{prefix}loss": totals.loss / totals.count}
+        figures = {f"{prefix}loss": totals.loss / totals.count} if totals.has_loss else {}
         if self._recipe.compute_accuracy:
             figures[f"{prefix}accuracy"] = totals.correct / totals.trained_tokens
         figures |= {f"{prefix}{name}": value / totals.count for name, value in totals.metrics.items()}

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kt_runtime.errors import NumericsError
-from kt_runtime.train.examples import Example, Pair
+from kt_runtime.train.examples import Example, Pair, Prompt
 from kt_runtime.train.resident import Resident
 from kt_runtime.wire import Batch, ForwardResult, Ticket
 
-Row = Example | Pair
+Row = Example | Pair | Prompt
 
 # Evaluation calls in flight: enough that the resident always has the next one, few enough for its memory.
 CALLS_AHEAD = 4
@@ -24,23 +24,26 @@ class Outcome:
     """Results of one optimizer step. `loss` and `metrics` are means over the counted items: trained tokens, or pairs.
 
     `num_tokens`: tokens computed by the layers; a prompt shared by a pair counts once. `num_samples`: rows.
+    `facts`: values for the log that have no mean, such as a version.
     """
 
     loss: float
     num_tokens: int
     num_samples: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Totals:
-    """Sums over an evaluation, and their divisors."""
+    """Sums over an evaluation, and their divisors. `has_loss`: False in reinforcement learning, which has rewards."""
 
     loss: float = 0.0
     count: int = 0
     correct: int = 0
     trained_tokens: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    has_loss: bool = True
 
     def add(self, result: ForwardResult, count: int, trained_tokens: int) -> None:
         self.loss += result.loss
@@ -73,6 +76,9 @@ class Objective(Protocol):
         """numpy arrays for a checkpoint, from which a resumed run computes the same losses."""
 
     def restore(self, arrays: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None:
+        """Frees what the objective holds on the server, at the end of a run and after an error."""
 
 
 Call = tuple[Ticket, Batch, Sequence[Row]]

@@ -121,4 +121,4 @@ def summed(logprobs: LogProbs) -> float:
 
 
 def _examples(row: Row) -> Sequence[Example]:
-    return row.examples if isinstance(row, Pair) else (row,)
+    return row.examples if isinstance(row, Pair) else (row,) if isinstance(row, Example) else ()

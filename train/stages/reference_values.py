@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.train.examples import Pair
 from kt_runtime.train.stages.objective import Row
 
 REFERENCE: Final = "reference"
@@ -87,8 +86,6 @@ class ReferenceValues:
 
 def _digest(row: Row) -> bytes:
     digest = hashlib.sha256()
-    for example in row.examples if isinstance(row, Pair) else (row,):
-        digest.update(len(example.tokens).to_bytes(8, "little"))
-        for array in (example.tokens, example.targets, example.trained):
-            digest.update(array.tobytes())
+    for part in row.contents():
+        digest.update(part)
     return digest.digest()

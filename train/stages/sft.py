@@ -45,6 +45,9 @@ class Sft:
     def restore(self, arrays: Mapping[str, Any]) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def _calls(self, rows: Sequence[Row], batch_size: int) -> Iterator[Call]:
         for chunk in chunks(rows, batch_size):
             batch = to_batch(chunk, 1.0)

@@ -174,6 +174,34 @@ def _training(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     return figures, [Table("steps", ["model", "LoRA on", "activations"], columns, rows)]
 
 
+def _rl(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
+    settings, runs = report["rl"], report["runs"]
+    figures = [
+        Single(what, settings[name], unit)
+        for name, what, unit in (
+            ("prompts", "prompts of a step", "prompts"),
+            ("generations", "answers to a prompt", "answers"),
+            ("prompt_tokens", "prompt", "tokens"),
+            ("new_tokens", "answer", "tokens"),
+            ("rank", "rank of the adapter", "LoRA rank"),
+        )
+    ]
+    figures += [
+        Single("step, median", _rounded(report["step_s"]), "s"),
+        Single("step, all runs", _spread(runs["step_s"]), "s"),
+        *(Single(f"share of a step: {name}", _rounded(share), "ratio") for name, share in report["share"].items()),
+        Single("publish to first token, median", _rounded(report["publish_to_first_token_ms"]), "ms"),
+        Single("publish to first token, all rounds", _spread(runs["publish_to_first_token_ms"]), "ms"),
+        Single("decode step of a single stream", _rounded(report["decode_step_ms"]), "ms"),
+        Single(f"{settings['group']} answers to one prompt", _rounded(report["group_tokens_per_s"]), "tokens/s"),
+        Single("a single answer", _rounded(report["single_tokens_per_s"]), "tokens/s"),
+        Single("group / single, median", _rounded(report["group_speedup"]), "ratio"),
+        Single("group / single, all rounds", _spread(runs["group_speedup"]), "ratio"),
+        Single("largest kl/k3 of a step", _rounded(report["largest_k3"]), "nats"),
+    ]
+    return figures, []
+
+
 def _serving(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     settings, limits, rows = report["serving"], report["machine"]["limits"], report["rows"]
     figures = [
@@ -341,6 +369,7 @@ def _first_and_last(report: Mapping[str, Any]) -> Cell:
 _KINDS: dict[str, tuple[Kind, Callable[[Mapping[str, Any]], tuple[list[Single], list[Table]]]]] = {
     "loads": ("experts", _experts),
     "training": ("training", _training),
+    "rl": ("rl", _rl),
     "serving": ("serving", _serving),
     "cache": ("cache", _cache),
     "gpu": ("gpu", _gpu),

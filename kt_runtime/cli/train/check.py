@@ -46,6 +46,7 @@ def _print_plan(recipe: Recipe, inputs: Inputs, config: dict[str, Any], fingerpr
     """`fingerprint`: of the resident model, None without a server."""
     from kt_runtime.train.run.loop import resumed_from
     from kt_runtime.train.stages.dpo import described_reference
+    from kt_runtime.train.stages.grpo import described
     from kt_runtime.train.stages.targets import patterns
 
     checkpoint, changes = resumed_from(recipe, inputs, fingerprint)
@@ -60,6 +61,9 @@ def _print_plan(recipe: Recipe, inputs: Inputs, config: dict[str, Any], fingerpr
         say(f"  {pattern}")
     if recipe.stage == "dpo":
         say(described_reference(recipe))
+    if recipe.stage == "grpo":
+        for line in described(recipe):
+            say(line)
     if recipe.do_train:
         _print_steps(recipe, inputs, say)
     for name, rows in inputs.evaluation.items():
@@ -82,10 +86,13 @@ def _print_steps(recipe: Recipe, inputs: Inputs, say: Say) -> None:
     an_epoch = batches.steps_per_epoch(inputs.train, recipe)
     tokens = sum(row.num_tokens for row in inputs.train)
     trained = sum(row.num_trained for row in inputs.train)
+    sizes = f"{recipe.per_device_train_batch_size} x {recipe.gradient_accumulation_steps} sequences"
+    counts = f"{tokens:,} tokens, of which {trained:,} are trained"
+    if recipe.stage == "grpo":
+        sizes = f"{recipe.rows_per_step} prompts x {recipe.num_generations} answers"
+        counts = f"{tokens:,} tokens of prompts"
     say(
-        f"{total} optimizer steps of {recipe.per_device_train_batch_size} x {recipe.gradient_accumulation_steps} "
-        f"sequences ({total / an_epoch:.2f} epochs of {an_epoch} steps); an epoch has {tokens:,} tokens, of which "
-        f"{trained:,} are trained"
+        f"{total} optimizer steps of {sizes} ({total / an_epoch:.2f} epochs of {an_epoch} steps); an epoch has {counts}"
     )
     say(f"would {_cadence(recipe, Cadence(recipe, total, an_epoch))}")
     rates = schedule.Schedule(recipe, total)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kt_runtime.train.run.display import Display
     from kt_runtime.train.run.inputs import Inputs
     from kt_runtime.train.run.loop import RunResult
+    from kt_runtime.train.stages.grpo import Sampling
     from kt_runtime.train.stages.reference_logprobs import Serving
     from kt_runtime.wire.messages import PublishReply
 
@@ -50,11 +51,13 @@ CALL_SECONDS = 86400.0
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """The validated inputs of a training run. `config`: the content of the model's config.json."""
+    """The validated inputs of a training run. `config`: the content of the model's config.json. `stopping`: SGLang's
+    parameters for the end of an answer in the recipe's template."""
 
     recipe: Recipe
     inputs: Inputs
     config: dict[str, Any]
+    stopping: dict[str, Any]
 
 
 @click.command(name="train", help=__doc__)
@@ -120,7 +123,9 @@ def _prepare(recipe: Recipe, status: dict[str, Any] | None, say: Callable[[str],
     from kt_runtime.cli.train.starting_adapter import with_starting_adapter
     from kt_runtime.serve.memory.resident_notes import asked_placement
     from kt_runtime.serve.models.checkpoint_files import read_config
+    from kt_runtime.train.predict.run import stopping
     from kt_runtime.train.render.rendering import Renderer
+    from kt_runtime.train.rollouts.rewards import check_prompts
     from kt_runtime.train.run.inputs import read_inputs
     from kt_runtime.train.run.loop import check_lengths, resumed_from
 
@@ -135,10 +140,11 @@ def _prepare(recipe: Recipe, status: dict[str, Any] | None, say: Callable[[str],
     if comparison := renderer.comparison():
         say(comparison)
     inputs = read_inputs(recipe, renderer, say)
+    check_prompts(recipe, inputs.train, *inputs.evaluation.values())
     if status is not None:
         check_lengths(recipe, inputs, int(status["context_tokens"]))
     resumed_from(recipe, inputs, None)
-    return Prepared(recipe, inputs, config)
+    return Prepared(recipe, inputs, config, stopping(renderer))
 
 
 def _run(prepared: Prepared, url: str | None, api_key: str | None, display: Display) -> RunResult:
@@ -159,8 +165,15 @@ def _run(prepared: Prepared, url: str | None, api_key: str | None, display: Disp
         with resident_client(api, timeout_s=CALL_SECONDS) as client:
             say_resident_notes(recipe, client.status(), display.say)
             try:
-                serving = reference_serving(api, api_key, recipe, display.say)
-                result = run(client, recipe, prepared.inputs, display, parameters=parameters, serving=serving)
+                result = run(
+                    client,
+                    recipe,
+                    prepared.inputs,
+                    display,
+                    parameters=parameters,
+                    serving=reference_serving(api, api_key, recipe, display.say),
+                    sampling=rollout_sampling(api, api_key, recipe, prepared.stopping),
+                )
             except KeyboardInterrupt:
                 _abandon(api, session_name(recipe.output_dir))
                 raise
@@ -199,6 +212,19 @@ def reference_serving(api: ServerAPI, api_key: str | None, recipe: Recipe, say: 
             yield ServingPath(api.url, api_key, name, recipe.per_device_eval_batch_size)
 
     return served
+
+
+def rollout_sampling(api: ServerAPI, api_key: str | None, recipe: Recipe, stopping: dict[str, Any]) -> Sampling | None:
+    """For `stage: grpo`, how the run samples and judges. Runs the file of a reward that the user wrote."""
+    if recipe.stage != "grpo":
+        return None
+    from kt_runtime.train.predict.run import sampling_parameters
+    from kt_runtime.train.rollouts.rewards import reward_of
+    from kt_runtime.train.rollouts.sampling import HttpSampler
+    from kt_runtime.train.stages.grpo import Sampling
+
+    parameters = sampling_parameters(recipe) | stopping | {"max_new_tokens": recipe.max_new_tokens}
+    return Sampling(HttpSampler(api.url, api_key, parameters), reward_of(recipe))
 
 
 def _abandon(api: ServerAPI, session: str) -> None:

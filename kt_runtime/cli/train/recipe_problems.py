@@ -16,7 +16,7 @@ from kt_runtime.documents import ProblemsError, all_problems
 from kt_runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from kt_runtime.train.examples import Example, Pair
+    from kt_runtime.train.examples import Example, Pair, Prompt
     from kt_runtime.train.recipe import Recipe
     from kt_runtime.train.render.rendering import Renderer
 
@@ -128,7 +128,7 @@ def _search_data(
     from kt_runtime.train.run.inputs import Inputs
     from kt_runtime.train.run.loop import check_lengths
 
-    rendered: list[Example | Pair] = []
+    rendered: list[Example | Pair | Prompt] = []
     for name in dict.fromkeys(names):
         rendered += _rows(found, recipe, name, renderer)
     if status is not None:
@@ -140,11 +140,11 @@ class _EnoughOfADataset(Exception):
     pass
 
 
-def _rows(found: _Found, recipe: Recipe, name: str, renderer: Renderer | None) -> list[Example | Pair]:
+def _rows(found: _Found, recipe: Recipe, name: str, renderer: Renderer | None) -> list[Example | Pair | Prompt]:
     """The rows of a dataset that can be rendered. Collects the first MOST_OF_A_DATASET problems of the other rows."""
     from kt_runtime.train.data import read_all_that_can_be
 
-    before, rendered = len(found.problems), list["Example | Pair"]()
+    before, rendered = len(found.problems), list["Example | Pair | Prompt"]()
 
     def report(error: UserError) -> None:
         found.add(error)

@@ -184,7 +184,7 @@ def test_all_problems_are_reported_at_once_with_file_and_line(tmp_path: Path) ->
         f"{path}: 8 problems",
         f"  {path}:4: lora_rnk: 8: no such key; did you mean lora_rank?",
         f"  {path}:5: lora_rank: 'eight': must be a whole number of at least 1",
-        f"  {path}:6: stage: 'ppo': ppo is not trained here; this version trains sft and dpo",
+        f"  {path}:6: stage: 'ppo': ppo is not trained here; this version trains sft, dpo and grpo",
         f"  {path}:7: lora_rank stands at {path}:5 already",
         f"  {path}:8: lora_dropout: 1.5: must be a finite number of at least 0 and below 1",
         f"  {path}:9: max_steps: True: must be a whole number of at least -1",

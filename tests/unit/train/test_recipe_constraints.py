@@ -20,7 +20,44 @@ def read(tmp_path: Path, text: str, purpose: str = "train") -> tuple[Recipe, lis
     return read_recipe(path, purpose=purpose)
 
 
+GRPO = "stage: grpo\nreward: exact_match\n"
 BROKEN: list[tuple[str, str]] = [
+    ("stage: grpo", " reward: is missing: stage: grpo needs exact_match, regex, math, or FILE.py:FUNCTION"),
+    ("stage: grpo\nreward: exact", "5: reward: 'exact': must be one of exact_match, regex, math, or FILE.py:FUNCTION"),
+    ("stage: grpo\nreward: no.py:judge", "5: reward: 'no.py:judge': no.py: No such file or directory"),
+    ("stage: grpo\nreward: regex", " reward_pattern: is missing: reward: regex needs it"),
+    ("stage: grpo\nreward: regex\nreward_pattern: '('", "6: reward_pattern: '(': is no regular expression of Python"),
+    (GRPO + "reward_pattern: a", "6: reward_pattern: 'a': works with reward: regex only"),
+    (
+        GRPO + "rollout_batch_size: 8\nsteps_per_rollout: 3",
+        "7: steps_per_rollout: 3: must divide rollout_batch_size, 8",
+    ),
+    (GRPO + "num_generations: 1", "6: num_generations: 1: must be a whole number of at least 2"),
+    (GRPO + "policy_loss: dro", " dro_beta: is missing: policy_loss dro needs it"),
+    (GRPO + "dro_beta: 0.1", "6: dro_beta: 0.1: works with dro only"),
+    (
+        GRPO + "policy_loss: dro\ndro_beta: 1\nclip_low: 0.5",
+        "8: clip_low: 0.5: works with policy_loss: ppo, cispo, gspo",
+    ),
+    (GRPO + "clip_high: 0.9", "6: clip_high: 0.9: must be a finite number of at least 1"),
+    (GRPO + "temperature: 0", "6: temperature: 0: stage: grpo learns from the differences of sampled answers"),
+    (GRPO + "do_sample: false", "6: do_sample: False: stage: grpo learns from the differences of sampled answers"),
+    (
+        GRPO + "repetition_penalty: 1.1",
+        "6: repetition_penalty: 1.1: answers would be sampled from another distribution",
+    ),
+    (GRPO + "packing: true", "6: packing: True: works with stage: sft only"),
+    (GRPO + "compute_accuracy: true", "6: compute_accuracy: True: works with stage: sft or dpo only"),
+    (GRPO + "ref_model_adapters: .", "6: ref_model_adapters: '.': needs kl_coef: without it there is no reference"),
+    (GRPO + "ref_logprobs: serving", "6: ref_logprobs: 'serving': works with stage: dpo only"),
+    (GRPO + "beta: 0.1", "6: beta: 0.1: no such key; TRL's name; here kl_coef"),
+    (GRPO + "epsilon: 0.2", "6: epsilon: 0.2: no such key; TRL's name; here clip_low (1 - epsilon) and clip_high"),
+    (GRPO + "num_generation: 4", "6: num_generation: 4: no such key; did you mean num_generations?"),
+    ("stage: gpro", "4: stage: 'gpro': must be one of sft, dpo, grpo; did you mean grpo?"),
+    (
+        GRPO + "val_size: 5\neval_strategy: epoch\nearly_stopping_steps: 2\nmetric_for_best_model: loss",
+        "9: metric_for_best_model: 'loss': no figure of an evaluation; known: reward, completions/mean_length",
+    ),
     ("train_on_prompt: true\nmask_history: true", "5: mask_history: True: excludes train_on_prompt, at {file}:4"),
     ("val_size: 0.1\neval_dataset: a", "4: val_size: 0.1: excludes eval_dataset, at {file}:5"),
     ("val_size: 1.5", "4: val_size: 1.5: must be a share below 1 or a whole number of rows"),
@@ -37,7 +74,7 @@ BROKEN: list[tuple[str, str]] = [
         "stage: dpo\npref_loss: orpo\nref_model_adapters: .",
         "6: ref_model_adapters: '.': pref_loss orpo has no reference",
     ),
-    ("ref_model_adapters: .", "4: ref_model_adapters: '.': works with stage: dpo only"),
+    ("ref_model_adapters: .", "4: ref_model_adapters: '.': works with stage: dpo or grpo only"),
     ("ref_logprobs: serving", "4: ref_logprobs: 'serving': works with stage: dpo only"),
     (
         "stage: dpo\nref_logprobs: server",
@@ -212,3 +249,38 @@ def test_each_purpose_needs_its_keys(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError) as caught:
         read_recipe(path)
     assert all(key in str(caught.value) for key in ("output_dir: is missing", "dataset: is missing", "published-name"))
+
+
+def test_grpo_samples_from_the_whole_distribution_unless_told_otherwise(tmp_path: Path) -> None:
+    recipe, notes = read(tmp_path, GRPO + "val_size: 5\neval_strategy: epoch\nearly_stopping_steps: 2\n")
+    assert (recipe.temperature, recipe.top_p, recipe.top_k, notes) == (1.0, 1.0, -1, [])
+    assert (recipe.metric_for_best_model, recipe.greater_is_better) == ("reward", True)
+    assert recipe.rows_per_step == 8
+    sft, _ = read(tmp_path, "")
+    assert (sft.temperature, sft.top_p, sft.top_k) == (0.95, 0.7, 50)
+
+
+def test_keys_of_another_stage_are_said_to_have_no_effect(tmp_path: Path) -> None:
+    _, notes = read(tmp_path, GRPO + "temperature: 0.7\npref_beta: 0.2\nper_device_train_batch_size: 4\n")
+    assert [note.rpartition("recipe.yaml")[2] for note in notes] == [
+        ":6: temperature: 0.7: answers are sampled at it and trained at 1, so kl/k3 is not 0",
+        ":7: pref_beta: 0.2: no effect with stage: grpo",
+        ":8: per_device_train_batch_size: 4: no effect with stage: grpo: a step has rollout_batch_size / "
+        "steps_per_rollout prompts",
+    ]
+    _, notes = read(tmp_path, "num_generations: 4\n")
+    assert notes == [f"{tmp_path}/recipe.yaml:4: num_generations: 4: no effect with stage: sft"]
+
+
+def test_the_file_of_a_reward_is_found_beside_the_recipe_and_not_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("raise SystemExit('run')\ndef judge(completion): return 1.0\n")
+    recipe, _ = read(tmp_path, "stage: grpo\nreward: mine.py:judge\n")
+    assert recipe.reward == f"{tmp_path}/mine.py:judge"
+    with pytest.raises(
+        InvalidValueError,
+        match=r"5: reward: 'mine.py:jugde': .*mine.py: unknown function 'jugde'; did you mean 'judge'",
+    ):
+        read(tmp_path, "stage: grpo\nreward: mine.py:jugde\n")
+    (tmp_path / "mine.py").write_text("def judge(completion):\n  return (\n")
+    with pytest.raises(InvalidValueError, match=r"5: reward: 'mine.py:judge': .*mine.py:2: is no Python"):
+        read(tmp_path, "stage: grpo\nreward: mine.py:judge\n")

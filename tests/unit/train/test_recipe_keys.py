@@ -36,7 +36,8 @@ SPECIFIED = {
         data_seed optim resume_from_checkpoint load_best_model_at_end metric_for_best_model greater_is_better do_sample
         temperature top_p top_k max_new_tokens max_length repetition_penalty skip_special_tokens export_dir
         export_size predict_with_generate publish publish_every_steps publish_take_over
-        ref_logprobs""",
+        ref_logprobs reward reward_pattern num_generations rollout_batch_size steps_per_rollout async_rollouts
+        advantage_estimator policy_loss clip_low clip_high dro_beta kl_coef""",
     "alias": """adapter_folder infer_backend neat_packing ref_model use_swanlab gradient_checkpointing use_kt
         kt_optimize_rule cpu_infer chunk_size kt_weight_path kt_non_expert_weight_path kt_expert_checkpoint_path
         kt_cpu_activation kt_config create_new_adapter""",
@@ -78,6 +79,10 @@ GOOD_VALUES: dict[str, Any] = {
     "lr_scheduler_type": "constant_with_warmup",
     "optim": "adamw_torch",
     "resume_from_checkpoint": (True, True),
+    "reward": ("rewards.py:judge", "rewards.py:judge"),
+    "advantage_estimator": "rloo",
+    "policy_loss": "gspo",
+    "clip_high": 1.5,
 }
 TOGETHER = [
     *("do_eval", "do_predict", "eval_on_each_dataset", "eval_strategy", "eval_on_start", "load_best_model_at_end"),

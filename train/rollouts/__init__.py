@@ -1,0 +1,1 @@
+"""Rollouts of reinforcement learning: answers sampled over SGLang's HTTP, their rewards and advantages."""
