@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -20,12 +21,17 @@ _Device = torch.device | str | int | None
 
 
 def enable() -> torch.device:
-    """Registers the device in this process, at the first call. Returns it."""
+    """Registers the device in this process, at the first call. Returns it.
+
+    `LATE_SCHEDULE` in the environment ("late", "random-7") says when work runs in processes that no test controls.
+    """
     if not hasattr(torch, NAME):
         torch.utils.rename_privateuse1_backend(NAME)
         torch.ops.load_library(str(built_library()))
         torch._register_device_module(NAME, _module())
         torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
+        name, _, seed = os.environ.get("LATE_SCHEDULE", "late").partition("-")
+        set_schedule(name, int(seed or 0))
     return torch.device(NAME, 0)
 
 

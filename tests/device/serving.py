@@ -18,7 +18,7 @@ _METADATA = {
 }
 
 
-def environment(directory: Path, memory_bytes: int = 8 << 30) -> dict[str, str]:
+def environment(directory: Path, schedule: str = "late", memory_bytes: int = 8 << 30) -> dict[str, str]:
     """Variables for a process that has the device, of so much memory. `directory`: for the package's metadata."""
     package = directory / f"{NAME}_device-0.dist-info"
     package.mkdir(parents=True, exist_ok=True)
@@ -28,5 +28,7 @@ def environment(directory: Path, memory_bytes: int = 8 << 30) -> dict[str, str]:
     return {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # the compiler has no code for the device
+        "LATE_SCHEDULE": schedule,
         "LATE_MEMORY_BYTES": str(memory_bytes),
     }

@@ -49,13 +49,11 @@ std::pair<const std::byte*, const std::byte*> bytes_of(const at::Tensor& contigu
 }
 
 void queue_from_pinned(const at::Tensor& from, const at::Tensor& to) {
-  const int64_t stream = current_stream();
   const auto [begin, end] = bytes_of(from);
   auto sums = std::make_shared<std::deque<uint64_t>>();  // one for each time that a graph with this copy was replayed
-  auto when_queued = [stream, begin, end, sums] {
+  auto when_queued = [begin, end, sums](Mark mark) {
     sums->push_back(checksum(begin, end - begin));
-    Mark mark = Device::get().mark(stream);
-    host_reads().push_back(HostRead{begin, end, Mark{stream, mark.position + 1}});
+    host_reads().push_back(HostRead{begin, end, mark});
   };
   auto run = [from, to = for_kernels(to), sums] {
     const auto [begin, end] = bytes_of(from);
@@ -65,11 +63,11 @@ void queue_from_pinned(const at::Tensor& from, const at::Tensor& to) {
     to.copy_(from);
   };
   std::string name = "copy of pinned " + described(from) + " to the device";
-  Device::get().queue(stream, Task{std::move(name), guarded(std::move(run)), std::move(when_queued), {}});
+  Device::get().queue(current_stream(), Task{std::move(name), guarded(std::move(run)), std::move(when_queued), {}});
 }
 
 void queue_to_pinned(const at::Tensor& from, const at::Tensor& to) {
-  auto when_queued = [to] {
+  auto when_queued = [to](Mark) {
     run_reads_of(bytes_of(to).first, bytes_of(to).second);
     poison(to.mutable_data_ptr(), to.nbytes());
   };

@@ -96,6 +96,8 @@ void* Memory::allocate(size_t num_bytes, int64_t stream) {
   blocks_[place] = Block{rounded, owner, {}};
   used_bytes_ += rounded;
   if (!is_poisoned) queue_poison(place, rounded, stream, false);
+  // Nothing is there before the first replay. No queued work has memory that nobody owned.
+  if (!is_poisoned && graph != nullptr) poison(for_kernels(reinterpret_cast<void*>(place)), rounded);
   return reinterpret_cast<void*>(place);
 }
 

@@ -34,8 +34,8 @@ void Device::set_schedule(Schedule schedule, uint64_t seed) {
 }
 
 void Device::push(int64_t stream, Task task) {
-  if (task.when_queued) task.when_queued();
   Stream& to = streams_.at(stream);
+  if (task.when_queued) task.when_queued(Mark{stream, to.queued + 1});
   to.tasks.push_back(std::move(task));
   ++to.queued;
 }
@@ -116,6 +116,7 @@ void Device::await(Mark mark) {
   Lock lock(mutex);
   if (streams_.at(mark.stream).captures) refuse_while_capturing("a synchronization");
   Stream& stream = streams_.at(mark.stream);
+  if (mark.position > stream.queued) throw std::logic_error("late: a mark after all that was queued");
   while (stream.done < mark.position) {
     if (schedule_ == Schedule::kRandom) {
       run_any();

@@ -26,10 +26,11 @@ struct Mark {
 };
 
 struct Task {
-  std::string name;                   // what an error names
-  std::function<void()> run;          // on addresses that kernels may use
-  std::function<void()> when_queued;  // what the host's memory has to know at once: poison, checksums; may be empty
-  std::optional<Mark> after;          // a wait: nothing to run
+  std::string name;           // what an error names
+  std::function<void()> run;  // on addresses that kernels may use
+  std::function<void(Mark)>
+      when_queued;            // what the host's memory has to know at once; gets the task's mark; may be empty
+  std::optional<Mark> after;  // a wait: nothing to run
 };
 
 using Program = std::vector<Task>;  // what a graph captured, in the order of the calls
