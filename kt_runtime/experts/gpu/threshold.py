@@ -91,11 +91,11 @@ def _between(timed: list[Timed]) -> int:
 
 def _drawn(ring: ExpertRing, tokens: int, top_k: int, dtype: torch.dtype) -> DeviceCall:
     """Random tokens; each one's experts are distinct. SGLang has set another default dtype when it loads a model."""
-    generator, plain = torch.Generator().manual_seed(tokens), {"dtype": torch.float32, "device": "cpu"}
-    x = torch.randn(tokens, ring.shape.hidden, generator=generator, **plain).to(dtype)
-    scores = torch.rand(tokens, ring.shape.num_experts, generator=generator, **plain)
+    generator, plain = torch.Generator().manual_seed(tokens), torch.empty(0, dtype=torch.float32, device="cpu")
+    x = plain.new_empty(tokens, ring.shape.hidden).normal_(generator=generator).to(dtype)
+    scores = plain.new_empty(tokens, ring.shape.num_experts).uniform_(generator=generator)
     ids = scores.topk(top_k, dim=1).indices.to(torch.int32)
-    weights = torch.full((tokens, top_k), 1.0 / top_k, **plain)
+    weights = plain.new_full((tokens, top_k), 1.0 / top_k)
     return DeviceCall(x.to(ring.device), ids.to(ring.device), weights.to(ring.device), [], None)
 
 
