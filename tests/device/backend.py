@@ -35,6 +35,10 @@ def enable() -> torch.device:
     return torch.device(NAME, 0)
 
 
+def default_stream() -> torch.Stream:
+    return Stream(stream_id=0, device_index=0, device_type=torch.Stream(device=NAME).device_type)
+
+
 def set_schedule(name: str, seed: int = 0) -> None:
     """late: work runs when a synchronization needs it; eager: at once; random: in a legal order that `seed` draws."""
     torch.ops.late.set_schedule(name, seed)
@@ -148,7 +152,7 @@ def _module() -> types.ModuleType:
         "_is_in_bad_fork": lambda: False,
         "current_device": lambda: 0,
         "current_stream": lambda device=None: torch.accelerator.current_stream(),
-        "default_stream": lambda device=None: Stream(stream_id=0, device_index=0, device_type=_device_type()),
+        "default_stream": lambda device=None: default_stream(),
         "device_count": lambda: 1,
         "empty_cache": lambda: None,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
@@ -175,7 +179,3 @@ def _module() -> types.ModuleType:
         setattr(module, name, value)
     sys.modules[module.__name__] = module
     return module
-
-
-def _device_type() -> int:
-    return torch.Stream(device=NAME).device_type

@@ -66,7 +66,7 @@ def used(schedule: str) -> Iterator[torch.device]:
     torch.ops.late.forget_hidden_waits()
     yield device
     torch.accelerator.synchronize()  # what failed in queued work fails the test that queued it
-    torch.accelerator.set_stream(torch.late.default_stream())
+    torch.accelerator.set_stream(backend.default_stream())
 
 
 @pytest.fixture

@@ -112,16 +112,16 @@ def test_memory_of_a_graph_is_given_to_nobody_while_the_graph_is_there(scheduled
 @pytest.mark.parametrize("what", ["_local_scalar_dense", "nonzero", "copy to the host", "a synchronization"])
 def test_what_waits_for_the_device_is_refused_while_a_graph_is_captured(late_device: torch.device, what: str) -> None:
     x = torch.ones(3, device=late_device)
-    wait = {
+    waits: dict[str, Callable[[], object]] = {
         "_local_scalar_dense": lambda: x.sum().item(),
         "nonzero": x.nonzero,
         "copy to the host": lambda: x.to("cpu"),
         "a synchronization": lambda: torch.accelerator.current_stream().synchronize(),
-    }[what]
+    }
 
     def run() -> Tensor:
         assert torch.accelerator.current_stream().is_capturing()
-        wait()
+        waits[what]()
         return x
 
     with pytest.raises(RuntimeError, match=f"{what}.* is not permitted while a graph is captured"):

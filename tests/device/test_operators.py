@@ -25,6 +25,10 @@ def into(x: Tensor) -> Tensor:
     return out
 
 
+def attention(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
 def grouped_products(x: Tensor) -> Tensor:
     """Groups of 1, 0 and 3 rows of x."""
     weights = torch.linspace(-1, 1, 3 * 8 * 16, device=x.device).view(3, 8, 16)
@@ -74,7 +78,7 @@ OPERATORS: dict[str, Operator] = {
     "norms": lambda x, ids: [F.rms_norm(x, (6,)), F.layer_norm(x, (6,))],
     "where": lambda x, ids: torch.where(x > 0, x, 0.5),
     "complex": lambda x, ids: torch.view_as_real(torch.view_as_complex(x.view(4, 3, 2).contiguous()) * 2j),
-    "attention": lambda x, ids: F.scaled_dot_product_attention(*[x.view(1, 2, 4, 3)] * 3, is_causal=True),
+    "attention": lambda x, ids: attention(x.view(1, 2, 4, 3)),
     "convolution": lambda x, ids: F.conv2d(x.view(1, 1, 4, 6), torch.ones(2, 1, 3, 3, device=x.device)),
     "embedding": lambda x, ids: F.embedding(ids, x),
     "grouped products": lambda x, ids: grouped_products(x),

@@ -40,7 +40,7 @@ def inputs_are_not_awaited(patch: Patch) -> None:
 
 def the_wrong_stream_is_awaited(patch: Patch) -> None:
     record = device.recorded
-    patch.setattr(device, "recorded", lambda stream=None, device=None: record(stream or torch.late.default_stream()))
+    patch.setattr(device, "recorded", lambda stream=None, device=None: record(stream or backend.default_stream()))
 
 
 def the_event_comes_before_the_copy(patch: Patch) -> None:
