@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from reference.command_line import run_command
 
+from kt_runtime.cli.main import main
+
 pytestmark = pytest.mark.preset("tiny-qwen3-moe")
 
 REWARD = """\
@@ -45,7 +47,11 @@ def recipe(tmp_path: Path, float32_server: Any) -> Path:
     (tmp_path / "data" / "toy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"toy": {"file_name": "toy.jsonl"}}))
     path = tmp_path / "grpo.yaml"
-    path.write_text(RECIPE + f"model_name_or_path: {float32_server.model_directory}\noutput_dir: {tmp_path / 'out'}\n")
+    path.write_text(
+        f"dataset_dir: {tmp_path / 'data'}\n"
+        + RECIPE
+        + f"model_name_or_path: {float32_server.model_directory}\noutput_dir: {tmp_path / 'out'}\n"
+    )
     return path
 
 
@@ -64,12 +70,15 @@ def names(server: Any) -> list[str]:
     return [adapter["name"] for adapter in server.api.get("/kt/adapters")["adapters"] if adapter["current"]]
 
 
-def test_rewards_rise_and_sampling_is_training_to_the_bit(recipe: Path, float32_server: Any, tmp_path: Path) -> None:
+def test_rewards_rise_and_sampling_is_training_to_the_bit(
+    recipe: Path, float32_server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = names(float32_server)
-    ran = run_command(*arguments(recipe, float32_server, "max_steps=10"), directory=tmp_path)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    status = main(arguments(recipe, float32_server, "max_steps=10"))
+    said = capsys.readouterr()
+    assert status == 0, said.out + said.err
     lines = history(tmp_path / "out")
-    assert [line["kl/k3"] for line in lines] == [0.0] * 10 and "warning" not in ran.stdout
+    assert [line["kl/k3"] for line in lines] == [0.0] * 10 and "warning" not in said.out
     assert max(line["reward"] for line in lines[-3:]) > 1.5 * lines[0]["reward"]
     assert [line["rollout/lag"] for line in lines] == [0.0] * 10
     assert names(float32_server) == before  # the rollouts' own name is gone
@@ -81,10 +90,7 @@ def test_a_run_that_was_killed_between_steps_of_a_rollout_continues_with_the_sam
     recipe: Path, float32_server: Any, tmp_path: Path
 ) -> None:
     keys = ["max_steps=8", "steps_per_rollout=4", "save_steps=1", "async_rollouts=true"]
-    whole = run_command(
-        *arguments(recipe, float32_server, *keys, f"output_dir={tmp_path / 'whole'}"), directory=tmp_path
-    )
-    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert main(arguments(recipe, float32_server, *keys, f"output_dir={tmp_path / 'whole'}")) == 0
     command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", *arguments(recipe, float32_server, *keys)]
     killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ, cwd=tmp_path)
     assert killed.stdout is not None
@@ -102,10 +108,12 @@ def test_a_run_that_was_killed_between_steps_of_a_rollout_continues_with_the_sam
     assert lags == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
 
 
-def test_what_a_reward_does_wrong_is_said_with_line_and_row(recipe: Path, float32_server: Any, tmp_path: Path) -> None:
+def test_what_a_reward_does_wrong_is_said_with_line_and_row(
+    recipe: Path, float32_server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = names(float32_server)
     (tmp_path / "rewards.py").write_text("def judge(completion, weight):\n    return weight / 0\n")
-    failed = run_command(*arguments(recipe, float32_server, "max_steps=2"), directory=tmp_path)
-    assert failed.returncode == 2
-    assert "rewards.py:2: judge raised ZeroDivisionError" in failed.stderr and "toy.jsonl:" in failed.stderr
+    assert main(arguments(recipe, float32_server, "max_steps=2")) == 2
+    said = capsys.readouterr().err
+    assert "rewards.py:2: judge raised ZeroDivisionError" in said and "toy.jsonl:" in said
     assert names(float32_server) == before

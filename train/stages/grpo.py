@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -111,7 +110,7 @@ class Grpo:
         self._asking: _Asking | None = None
         self._background: Background[list[list[Completion]]] | None = None
         self._next: Rollout | None = None
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = dict.fromkeys(TIMES, 0.0)
 
     def prepare(self, rows: Iterable[Row], stop: Callable[[], bool]) -> None:
         """Raises InvalidValueError for a prompt whose answers the reward can't judge."""
@@ -119,7 +118,7 @@ class Grpo:
 
     def accumulate(self, micro_batches: Sequence[Sequence[Row]]) -> Outcome:
         """Trains on the next part of the rollout; samples one where a rollout begins. `micro_batches`: its prompts."""
-        before = Counter(self.seconds)
+        before = dict(self.seconds)
         steps = self._recipe.steps_per_rollout
         if self._step % steps == 0 or self._current is None:
             self._begin_rollout()
@@ -289,7 +288,7 @@ class Grpo:
             return self._client.finish_forward(ticket, batch)
 
     def _outcome(
-        self, rollout: Rollout, part: Sequence[Trajectory], result: ForwardResult, before: Counter[str]
+        self, rollout: Rollout, part: Sequence[Trajectory], result: ForwardResult, before: Mapping[str, float]
     ) -> Outcome:
         lag = self._step - rollout.sampled_at
         tokens = result.metrics.get("tokens") or float(sum(len(each.tokens) for each in part))

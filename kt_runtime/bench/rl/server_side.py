@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from kt_runtime.train.examples import Prompt
 from kt_runtime.train.rollouts.sampling import Asked, HttpSampler
 from kt_runtime.train.run.session import lora_settings
 from kt_runtime.train.stages import batches
-from kt_runtime.train.stages.grpo import Grpo, Sampling
+from kt_runtime.train.stages.grpo import TIMES, Grpo, Sampling
 from kt_runtime.wire import ResidentClient
 
 CALL_TIMEOUT_S = 3600.0
@@ -74,12 +73,12 @@ def _steps(
         client, SESSION, recipe, prompts, total, Sampling(_sampler(api, plan), LengthIsOdd(), exact=True), say
     )
     for step, micro_batches in enumerate(batches.plan(prompts, recipe, total)):
-        before, started = Counter(objective.seconds), time.perf_counter()
+        before, started = dict(objective.seconds), time.perf_counter()
         outcome = objective.accumulate(micro_batches)
         optimizing = time.perf_counter()
         client.optim_step(SESSION, LEARNING_RATE)
         ended = time.perf_counter()
-        parts = {name: objective.seconds[name] - before[name] for name in ("rollout", "forward_backward", "publish")}
+        parts = {name: objective.seconds[name] - before[name] for name in TIMES}
         parts["optimizer"] = ended - optimizing
         parts["other"] = ended - started - sum(parts.values())
         found.largest_k3 = max(found.largest_k3, outcome.metrics["kl/k3"])

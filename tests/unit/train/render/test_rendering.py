@@ -114,7 +114,7 @@ def row(turns: tuple[Turn, ...], tools: Any = None) -> Conversation:
     return Conversation(turns, tools, "d.jsonl:1")
 
 
-def trained_runs(renderer: Renderer, item: Example | Pair | None) -> list[str]:
+def trained_runs(renderer: Renderer, item: object) -> list[str]:
     assert isinstance(item, Example)
     edges = np.flatnonzero(np.diff(np.concatenate(([False], item.trained, [False])).astype(int)))
     return [renderer.tokenizer.decode(item.targets[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
