@@ -105,7 +105,7 @@ test-threads: $(CMAKE_INSTALLED)
 check-native: test-threads test-sanitize
 
 # Whole folders, so that no test is forgotten: those that start servers, compile, or run for minutes.
-SLOW := unit/csrc system gpu
+SLOW := unit/csrc system device gpu
 test-quick: $(VENV)/installed
 	@echo "left out: $(SLOW:%=tests/%) (make test runs them)"
 	$(BIN)/pytest $(IN_PARALLEL) $(SLOW:%=--ignore=tests/%) $(PYTEST_ARGS)
