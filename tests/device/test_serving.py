@@ -1,7 +1,7 @@
 """SGLang's servers on the emulated device: what they sample has training's log-probabilities; versions are published.
 
 The bodies are those of a CPU (tests/system). Dense layers, KV pool and LoRA pool are on the device, experts in the
-CPU's store, on the device where they are hot, or streamed. PyTorch's operators stand for SGLang's kernels.
+CPU's store. PyTorch's operators stand for SGLang's kernels.
 """
 
 from __future__ import annotations
@@ -22,15 +22,12 @@ from system.test_parity_of_training_and_serving import (  # noqa: F401
     test_sampled_tokens_have_training_s_logprobs,
 )
 
-HOT, STREAMED = ("--gpu-experts", "512KiB"), ("--stream-experts", "16")
 # (preset, schedule, options of `kt-runtime serve`). In float32: in bf16 the orders of sums change what is chosen.
 SERVERS = {
     "qwen3-late": ("tiny-qwen3-moe", "late", ("--stream-experts", "off")),
     "deepseek-late": ("tiny-deepseek-v3", "late", ("--stream-experts", "off")),
-    "qwen3-hot-random": ("tiny-qwen3-moe", "random-1", (*HOT, "--stream-experts", "off")),
-    "deepseek-streamed-random": ("tiny-deepseek-v3", "random-2", STREAMED),
 }
-K3, LARGEST = 1e-6, 1e-3
+K3, LARGEST = 1e-11, 7e-5  # 1.2e-12 and 6.7e-6 measured
 
 
 @pytest.fixture(scope="module", params=SERVERS)
