@@ -223,6 +223,24 @@ def test_finishing_a_session_frees_it_at_once(desk: Any) -> None:
     desk.run(scenario)
 
 
+def test_a_session_that_ends_while_its_model_is_opened_is_closed_in_the_resident_once_it_is_open(desk: Any) -> None:
+    async def scenario(desk: Any) -> None:
+        session = await desk.session()
+        desk.resident.gate = asyncio.Event()
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
+        opened = await desk.post("create_model", body)
+        while not desk.resident.requests:
+            await asyncio.sleep(0.01)
+        await desk.http.post(f"sessions/{session}/finish")
+        assert "ended" in (await desk.result(opened))["error"]
+        assert not desk.resident.received(m.CloseSession)
+        desk.resident.gate.set()
+        while not desk.resident.received(m.CloseSession):
+            await asyncio.sleep(0.01)
+
+    desk.run(scenario)
+
+
 def test_unloading_a_model_ends_the_call_that_runs_and_those_that_wait(desk: Any) -> None:
     async def scenario(desk: Any) -> None:
         model = await desk.model(await desk.session())
