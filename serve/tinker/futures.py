@@ -19,7 +19,7 @@ from kt_runtime.errors import UserError
 from kt_runtime.serve.tinker.protocol.results import Result
 
 Category = Literal["user", "server"]
-MAX_KEPT = 8192
+MAX_KEPT, MAX_KEPT_BYTES = 8192, 256 << 20
 KEPT_SECONDS = 900.0
 
 
@@ -50,14 +50,25 @@ class Future:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     finished_at: float = 0.0
 
+    @property
+    def num_bytes(self) -> int:
+        return 1024 if self.outcome is None or isinstance(self.outcome, Failure) else self.outcome.num_bytes
+
 
 class Futures:
-    """`max_kept`, `kept_s`: bounds of the finished futures. Unfinished ones are bounded by whoever opens them."""
+    """`max_kept`, `max_bytes`, `kept_s`: bounds of the finished futures, except the newest. Unfinished ones are bounded
+    by whoever opens them."""
 
     def __init__(
-        self, *, max_kept: int = MAX_KEPT, kept_s: float = KEPT_SECONDS, now: Callable[[], float] = time.monotonic
+        self,
+        *,
+        max_kept: int = MAX_KEPT,
+        max_bytes: int = MAX_KEPT_BYTES,
+        kept_s: float = KEPT_SECONDS,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_kept, self._kept_s, self._now = max_kept, kept_s, now
+        self._max_kept, self._max_bytes, self._kept_s, self._now = max_kept, max_bytes, kept_s, now
+        self._kept_bytes = 0
         self._by_id: dict[str, Future] = {}
         self._by_key: dict[Hashable, Future] = {}
         self._finished: OrderedDict[str, Future] = OrderedDict()
@@ -84,6 +95,7 @@ class Futures:
         future.done.set()
         if future.request_id in self._by_id:
             self._finished[future.request_id] = future
+            self._kept_bytes += future.num_bytes
         self._forget_old()
 
     async def wait(self, future: Future, seconds: float) -> bool:
@@ -107,6 +119,10 @@ class Futures:
     def _forget_old(self) -> None:
         while self._finished:
             oldest = next(iter(self._finished.values()))
-            if len(self._finished) <= self._max_kept and self._now() - oldest.finished_at < self._kept_s:
+            is_full = len(self._finished) > self._max_kept or (
+                self._kept_bytes > self._max_bytes and len(self._finished) > 1
+            )
+            if not is_full and self._now() - oldest.finished_at < self._kept_s:
                 return
+            self._kept_bytes -= oldest.num_bytes
             del self._finished[oldest.request_id], self._by_id[oldest.request_id], self._by_key[oldest.key]

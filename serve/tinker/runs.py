@@ -65,7 +65,7 @@ class TrainingRun:
         self._order: CallOrder[_Call] = CallOrder() if order is None else order
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._is_open = False
+        self._opening: asyncio.Task[Result | Failure] | None = None
         self._current: list[Future] = []
 
     @property
@@ -88,8 +88,9 @@ class TrainingRun:
         return future
 
     def cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        for task in (self._task, self._opening):
+            if task is not None:
+                task.cancel()
 
     async def end(self, failure: Failure) -> None:
         """Frees the session in the resident; unfinished calls end with `failure`."""
@@ -98,34 +99,34 @@ class TrainingRun:
             await asyncio.gather(self._task, return_exceptions=True)
         for future in [*self._current, *(call.future for call in self._order.drain())]:
             self._futures.finish(future, failure)
-        if self._is_open:
-            try:
-                async with asyncio.timeout(CLOSE_SECONDS):
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                # The resident may still be opening the session; it could not be closed before.
+                if self._opening is not None and not isinstance(await asyncio.shield(self._opening), Failure):
                     await self.training.close()
-            except (KtError, TimeoutError) as error:
-                logger.warning("run %s: its training session was not closed: %s", self.run_id, error)
+        except (KtError, TimeoutError) as error:
+            logger.warning("run %s: its training session was not closed: %s", self.run_id, error)
 
     def _key(self, place: int) -> tuple[str, str, int]:
         return ("call", self.run_id, place)
 
     async def _work(self, opening: Coroutine[Any, Any, Result], opened: Future, failed: Callable[[], None]) -> None:
-        self._is_open = True  # a cancelled opening may still complete in the resident
         self._current = [opened]
-        outcome = await outcome_of(opening, f"run {self.run_id}")
+        self._opening = asyncio.create_task(outcome_of(opening, f"run {self.run_id}"))
+        outcome = await asyncio.shield(self._opening)
         if isinstance(outcome, Failure):
-            self._is_open = False
             failed()
             for call in self._order.drain():
                 self._futures.finish(call.future, outcome)
         self._futures.finish(opened, outcome)
-        while self._is_open:
+        while not isinstance(outcome, Failure):
             following = self._order.take()
             if following is None:
                 await self._wait()
             else:
                 self._current = [following.future]
-                outcome = await outcome_of(following.work(), f"a call of run {self.run_id}")
-                self._futures.finish(following.future, outcome)
+                result = await outcome_of(following.work(), f"a call of run {self.run_id}")
+                self._futures.finish(following.future, result)
 
     async def _wait(self) -> None:
         missing, lost = self._order.given_up()

@@ -90,11 +90,9 @@ def test_from_scratch_to_a_name_in_openais_api(client: Any, rest: Any, float32_s
     sampler = client.create_sampling_client(model_path=path).result()
     greedy = tinker.SamplingParams(max_tokens=8, temperature=0)
     answer = sampler.sample(prompt=tinker.ModelInput.from_ints(prompt), num_samples=1, sampling_params=greedy).result()
-    body = {"model": "saved-by-tinker", "prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
-    served = float32_server.api.post(
-        "/generate",
-        {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 8}, "lora_path": body["model"]},
-    )
+    params = {"temperature": 0, "max_new_tokens": 8}
+    body = {"input_ids": prompt, "sampling_params": params, "lora_path": "saved-by-tinker"}
+    served = float32_server.api.post("/generate", body)
     assert served["output_ids"] == answer.sequences[0].tokens
     chat = {"model": "saved-by-tinker", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     assert float32_server.api.post("/v1/chat/completions", chat)["model"] == "saved-by-tinker"

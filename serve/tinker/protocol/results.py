@@ -30,6 +30,7 @@ class JsonResult:
     """A result that has no protobuf form."""
 
     value: dict[str, Any]
+    num_bytes = 1024
 
     def json(self) -> dict[str, Any]:
         return self.value
@@ -44,6 +45,11 @@ class ForwardResult:
 
     logprobs: Sequence[Floats]
     metrics: dict[str, float]
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory."""
+        return 1024 + sum(values.nbytes for values in self.logprobs)
 
     def json(self) -> dict[str, Any]:
         outputs = [
@@ -101,6 +107,14 @@ class SampleResult:
     prompt_top: list[TopOfToken | None] | None = None
     cached_tokens: int = 0
     adapter_version: str = field(default="", compare=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory: Python's numbers, and pairs of them for the top."""
+        top = [one.top for one in self.sequences] + [self.prompt_top]
+        pairs = sum(len(entries or ()) for places in top for entries in places or ())
+        numbers = 2 * sum(len(one.tokens) for one in self.sequences) + len(self.prompt_logprobs or ())
+        return 1024 + 32 * numbers + 128 * pairs
 
     def json(self) -> dict[str, Any]:
         sequences: list[dict[str, Any]] = [

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
+
 from kt_runtime.errors import InvalidValueError, RuntimeFault
 from kt_runtime.serve.tinker.futures import Failure, Futures
-from kt_runtime.serve.tinker.protocol.results import JsonResult
+from kt_runtime.serve.tinker.protocol.results import ForwardResult, JsonResult
 
 DONE = JsonResult({"done": True})
 
@@ -43,6 +45,16 @@ def test_finished_futures_are_forgotten_by_age_and_number_but_open_ones_never() 
     now[0] = 11.0
     assert futures.get(done[2].request_id) is None
     assert futures.get(waiting.request_id) is waiting
+
+
+def test_large_results_are_kept_within_a_bound_but_the_newest_always() -> None:
+    futures = Futures(max_bytes=10_000)
+    large = ForwardResult([np.zeros(2000, np.float32)], {})
+    first, second = futures.open(1, "s1"), futures.open(2, "s1")
+    futures.finish(first, large)
+    assert futures.get(first.request_id) is first
+    futures.finish(second, large)
+    assert futures.get(first.request_id) is None and futures.get(second.request_id) is second
 
 
 def test_the_end_of_an_owner_ends_its_futures_only() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from typing import Any
 
 import httpx
@@ -142,8 +143,13 @@ def test_protobuf_is_taken_plain_and_compressed_and_answered_where_the_client_ac
 def test_a_compressed_body_may_not_grow_beyond_the_limit() -> None:
     bomb = zstandard.compress(b"\0" * (1 << 20))
     assert len(bomb) < 1000 and len(decompressed(bomb, 1 << 20)) == 1 << 20
-    with pytest.raises(InvalidValueError, match="more than 1000 bytes"):
-        decompressed(bomb, 1000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidValueError, match="more than 1000 bytes"):
+            decompressed(bomb, 1000)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 18
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
@@ -213,6 +219,40 @@ def test_finishing_a_session_frees_it_at_once(desk: Any) -> None:
         await desk.post("get_info", {"model_id": model}, 404)
         while not desk.resident.received(m.CloseSession):
             await asyncio.sleep(0.01)
+
+    desk.run(scenario)
+
+
+def test_a_session_that_ends_while_its_model_is_opened_is_closed_in_the_resident_once_it_is_open(desk: Any) -> None:
+    async def scenario(desk: Any) -> None:
+        session = await desk.session()
+        desk.resident.gate = asyncio.Event()
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
+        opened = await desk.post("create_model", body)
+        while not desk.resident.requests:
+            await asyncio.sleep(0.01)
+        await desk.http.post(f"sessions/{session}/finish")
+        assert "ended" in (await desk.result(opened))["error"]
+        assert not desk.resident.received(m.CloseSession)
+        desk.resident.gate.set()
+        while not desk.resident.received(m.CloseSession):
+            await asyncio.sleep(0.01)
+
+    desk.run(scenario)
+
+
+def test_unloading_a_model_ends_the_call_that_runs_and_those_that_wait(desk: Any) -> None:
+    async def scenario(desk: Any) -> None:
+        model = await desk.model(await desk.session())
+        desk.resident.gate = asyncio.Event()
+        calls = [await desk.post("optim_step", {"model_id": model, "seq_id": seq_id}) for seq_id in (1, 2, 4)]
+        while not desk.resident.received(m.OptimStep):
+            await asyncio.sleep(0.01)
+        unloaded = await desk.post("unload_model", {"model_id": model})
+        for opened in calls:
+            assert "ended" in (await desk.result(opened))["error"]
+        assert (await desk.result(unloaded))["type"] == "unload_model"
+        await desk.post("optim_step", {"model_id": model, "seq_id": 3}, 404)
 
     desk.run(scenario)
 
