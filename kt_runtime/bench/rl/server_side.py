@@ -110,9 +110,10 @@ def _first_tokens(
             published = time.perf_counter()
             with http.stream("POST", "/generate", json=body) as answer:
                 answer.raise_for_status()
-                next(line for line in answer.iter_lines() if line.startswith("data:"))
+                lines = answer.iter_lines()
+                next(line for line in lines if line.startswith("data:"))
                 arrived = time.perf_counter()
-                answer.read()
+                list(lines)
             if counted:
                 found.publish_ms.append(1e3 * (published - started))
                 found.first_token_ms.append(1e3 * (arrived - started))
