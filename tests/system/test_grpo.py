@@ -86,6 +86,23 @@ def test_rewards_rise_and_sampling_is_training_to_the_bit(
         assert (tmp_path / "out" / file).exists()
 
 
+def test_a_seed_samples_the_same_answer_alone_and_beside_others(float32_server: Any) -> None:
+    def answers(prompts: list[list[int]], seeds: list[int | None]) -> list[list[int]]:
+        settings = [
+            {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True}
+            | ({} if seed is None else {"sampling_seed": seed})
+            for seed in seeds
+        ]
+        found = float32_server.api.post("/generate", {"input_ids": prompts, "sampling_params": settings})
+        return [answer["output_ids"] for answer in found]
+
+    prompts = [[5, 6, 7], [8, 9], [5, 6, 7], [5, 6, 7]]
+    together = answers(prompts, [3, 4, 3, None])
+    assert together[0] == together[2] != together[3]
+    assert answers([[5, 6, 7]], [3]) == together[:1] and answers([[8, 9]], [4]) == together[1:2]
+    assert answers([[5, 6, 7]], [5]) != together[:1]
+
+
 def test_a_run_that_was_killed_between_steps_of_a_rollout_continues_with_the_same_rewards(
     recipe: Path, float32_server: Any, tmp_path: Path
 ) -> None:

@@ -38,7 +38,7 @@ class Plan:
     def __post_init__(self) -> None:
         """Raises InvalidValueError and UnknownNameError."""
         for name in COUNTS:
-            least = 2 if name == "generations" else 1
+            least = {"generations": 2, "prompt_tokens": 3}.get(name, 1)
             if getattr(self, name) < least:
                 option = name.replace("_", "-")
                 raise InvalidValueError(f"--{option} is {getattr(self, name)}; must be {least} or more")

@@ -19,7 +19,7 @@ from kt_runtime.train.rollouts.sampling import Asked, HttpSampler
 from kt_runtime.train.run.session import lora_settings
 from kt_runtime.train.stages import batches
 from kt_runtime.train.stages.grpo import TIMES, Grpo, Sampling
-from kt_runtime.wire import ResidentClient
+from kt_runtime.wire import Batch, ResidentClient
 
 CALL_TIMEOUT_S = 3600.0
 SESSION, NAME = "bench-rl", "bench-rl-first-token"
@@ -99,17 +99,21 @@ def _first_tokens(
         "lora_path": NAME,
         "stream": True,
     }
+    ids = prompt.ids[:3].tolist()
+    batch = Batch.from_sequences([ids[:2]], [ids[1:]])
     with httpx.Client(base_url=api.url, timeout=CALL_TIMEOUT_S, trust_env=False) as http:
         for counted in [False, *[True] * plan.rounds]:
-            client.optim_step(SESSION, LEARNING_RATE)  # another version: the moments of the steps before move it
+            client.forward_backward(SESSION, batch)  # two tokens, so that there is another version to publish
+            client.optim_step(SESSION, LEARNING_RATE)
             started = time.perf_counter()
             client.publish(SESSION, NAME, take_over=True)
             published = time.perf_counter()
             with http.stream("POST", "/generate", json=body) as answer:
                 answer.raise_for_status()
-                next(line for line in answer.iter_lines() if line.startswith("data:"))
+                lines = answer.iter_lines()
+                next(line for line in lines if line.startswith("data:"))
                 arrived = time.perf_counter()
-                answer.read()
+                list(lines)
             if counted:
                 found.publish_ms.append(1e3 * (published - started))
                 found.first_token_ms.append(1e3 * (arrived - started))
