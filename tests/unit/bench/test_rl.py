@@ -17,9 +17,7 @@ from kt_runtime.errors import InvalidValueError, UnknownNameError
 
 def measured() -> Measured:
     steps = [dict(zip(PARTS, values, strict=True)) for values in ([4, 4, 1, 0.5, 0.5], [6, 2, 1, 0.5, 0.5])]
-    return Measured(
-        [*steps, dict.fromkeys(PARTS, 4.0)], 0.0, [20.0], [30.0, 50.0, 40.0], [10.0, 20.0], [60.0, 80.0]
-    )
+    return Measured([*steps, dict.fromkeys(PARTS, 4.0)], 0.0, [20.0], [30.0, 50.0, 40.0], [10.0, 20.0], [60.0, 80.0])
 
 
 def report() -> dict[str, Any]:
