@@ -31,7 +31,7 @@ class Hooks:
 
     @classmethod
     def for_this_process(cls) -> Hooks:
-        from kt_runtime import device  # imports torch, which the command line does without
+        from kt_runtime import device  # imports torch; the command line must not wait for that
 
         return cls(on_cpu=device.accelerator() is None, has_cuda_kernels=device.has_cuda())
 

@@ -181,7 +181,7 @@ def train(
 @click.option("--generations", default=8, show_default=True, help="Answers to each prompt.")
 @click.option("--prompt-tokens", default=128, show_default=True, help="Of a prompt.")
 @click.option("--new-tokens", default=64, show_default=True, help="Of an answer.")
-@click.option("--steps", default=3, show_default=True, help="Counted steps; one more goes before.")
+@click.option("--steps", default=3, show_default=True, help="Counted steps, after one that is not counted.")
 @click.option("--rounds", default=3, show_default=True, help="Of first tokens and of the group's rate.")
 @click.option("--rank", default=8, show_default=True, help="Of LoRA, on all targets.")
 @click.option("--dtype", help="The server's: bfloat16 or float32. [default: the faster one here]")
