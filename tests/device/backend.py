@@ -23,7 +23,8 @@ _Device = torch.device | str | int | None
 def enable() -> torch.device:
     """Registers the device in this process, at the first call. Returns it.
 
-    `LATE_SCHEDULE` in the environment ("late", "random-7") says when work runs in processes that no test controls.
+    For processes that no test controls, the environment says when work runs, `LATE_SCHEDULE` ("late", "random-7"), and
+    whether there is a `LATE_DEFAULT_STREAM_KEEPS`.
     """
     if not hasattr(torch, NAME):
         torch.utils.rename_privateuse1_backend(NAME)
@@ -32,6 +33,7 @@ def enable() -> torch.device:
         torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
         name, _, seed = os.environ.get("LATE_SCHEDULE", "late").partition("-")
         set_schedule(name, int(seed or 0))
+        set_default_stream_keeps("LATE_DEFAULT_STREAM_KEEPS" in os.environ)
     return torch.device(NAME, 0)
 
 
@@ -42,6 +44,15 @@ def default_stream() -> torch.Stream:
 def set_schedule(name: str, seed: int = 0) -> None:
     """late: work runs when a synchronization needs it; eager: at once; random: in a legal order that `seed` draws."""
     torch.ops.late.set_schedule(name, seed)
+
+
+def set_default_stream_keeps(keeps: bool) -> None:
+    """Memory of the default stream that was freed keeps its values until the default stream allocates it again.
+
+    Otherwise it is NaN at once, as if there was always somebody to allocate it. CUDA overwrites nothing itself; so this
+    is for processes where nothing allocates on the default stream while tensors of it are freed on another one.
+    """
+    torch.ops.late.set_default_stream_keeps(keeps)
 
 
 def hidden_waits() -> dict[str, int]:

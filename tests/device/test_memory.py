@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from device import backend
 
 
 def filled(value: float, device: torch.device) -> torch.Tensor:
@@ -73,6 +74,33 @@ def test_without_record_stream_another_stream_may_read_what_came_after(late_devi
     torch.accelerator.current_stream().synchronize()
     with stream:
         assert total.item() != 1000
+
+
+def test_the_default_stream_s_freed_memory_can_keep_its_values_until_it_is_allocated_again(
+    late_device: torch.device,
+) -> None:
+    """As SGLang's scheduler needs it: a list of free pages, made on the default stream, is replaced on another one."""
+
+    def replaced(*, reused: bool) -> torch.Tensor:
+        pages = filled(1.0, late_device)
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            rest = pages + 1
+        del pages
+        if reused:
+            torch.empty(1000, device=late_device)
+        torch.accelerator.current_stream().synchronize()  # the other stream is the later one
+        with stream:
+            return rest.cpu()
+
+    stream = torch.Stream(device=late_device)
+    assert replaced(reused=False).isnan().all()
+    backend.set_default_stream_keeps(True)
+    try:
+        assert (replaced(reused=False) == 2).all()
+        assert replaced(reused=True).isnan().all()
+    finally:
+        backend.set_default_stream_keeps(False)
 
 
 def test_memory_is_counted_and_ends_with_an_error(late_device: torch.device) -> None:

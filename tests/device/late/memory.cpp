@@ -110,9 +110,15 @@ void Memory::free(void* place) {
   used_bytes_ -= block.num_bytes;
   Free freed{block.num_bytes, block.owner, {}};
   for (const int64_t stream : block.other_streams) freed.after.push_back(Device::get().mark(stream));
+  if (block.owner.stream == 0 && default_stream_keeps_) freed.after.push_back(Mark{});  // long passed
   const bool is_of_graph = block.owner.graph != nullptr;  // whose replays go on using it
   if (!is_of_graph && freed.after.empty()) queue_poison(address, block.num_bytes, block.owner.stream, true);
   join_neighbours(free_.insert_or_assign(address, std::move(freed)).first);
+}
+
+void Memory::set_default_stream_keeps(bool keeps) {
+  std::lock_guard lock(Device::get().mutex);
+  default_stream_keeps_ = keeps;
 }
 
 std::map<uintptr_t, Memory::Free>::iterator Memory::join_neighbours(std::map<uintptr_t, Free>::iterator middle) {

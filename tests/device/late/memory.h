@@ -25,7 +25,10 @@ class Memory {
   // On a stream, in its order: the block holds poison when the stream gets there. Blocks that were freed on the stream
   // are reused at once. Returns nullptr if no room is left after a synchronization.
   void* allocate(size_t num_bytes, int64_t stream);
+  // In the order of the block's stream it holds poison from now on.
   void free(void* place);
+  // Whether blocks of the default stream keep their values until they are allocated again.
+  void set_default_stream_keeps(bool keeps);
   // The block is not reused before what `stream` has queued when the block is freed.
   void used_on(void* place, int64_t stream);
   // Frees what a graph's capture allocated.
@@ -63,6 +66,7 @@ class Memory {
   uintptr_t begin_ = 0;
   size_t total_bytes_ = 0;
   size_t used_bytes_ = 0;
+  bool default_stream_keeps_ = false;
   std::unordered_map<uintptr_t, Block> blocks_;
   std::map<uintptr_t, Free> free_;  // by address, so that neighbours can be joined
 };
