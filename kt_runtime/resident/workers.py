@@ -12,6 +12,10 @@ checks how long ago each thread last used processor time:
 - `max_threads` bounds all threads, lost ones included. If all are lost, waiting functions fail too. A lost thread ends
   when its file system answers again, which frees its place.
 
+**On an accelerator** a function's work goes to the stream that was current where it was begun. So its tensors belong to
+the engine's stream: memory that the engine frees there is given to a function in the order of that stream, not before
+the engine's queued work has read it.
+
 The threads are daemons, so lost threads do not keep the process from exiting.
 """
 
@@ -23,9 +27,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from kt_runtime import device
 from kt_runtime.errors import KtError, RequestTimeoutError, RuntimeFault
 
 logger = logging.getLogger(__name__)
@@ -36,6 +44,11 @@ LOOK_SECONDS = 0.5
 
 Ended = Callable[[str, Exception | None], None]
 """Called with a job's key and its error or None, on any thread but the engine's."""
+
+
+def _current_stream() -> torch.Stream | None:
+    kind = device.accelerator()
+    return None if kind is None else device.current_stream(kind)
 
 
 @dataclass(eq=False)
@@ -49,6 +62,10 @@ class _Job:
     ran_at: float = 0.0
     cpu_clock: int | None = None
     cpu_seconds: float = -1.0
+    stream: torch.Stream | None = field(default_factory=_current_stream)
+
+    def in_its_stream(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.stream is None else device.on(self.stream)
 
     def look(self, now: float) -> None:
         if self.cpu_clock is None:
@@ -170,7 +187,8 @@ class Workers:
         value: Any = None
         error: Exception | None = None
         try:
-            value = make()
+            with job.in_its_stream():
+                value = make()
         except Exception as problem:
             error = problem
             if not isinstance(problem, KtError):
