@@ -31,7 +31,8 @@ def environment(directory: Path, schedule: str = "late", memory_bytes: int = 8 <
         "TORCHDYNAMO_DISABLE": "1",  # the compiler has no code for the device
         "LATE_SCHEDULE": schedule,
         "LATE_MEMORY_BYTES": str(memory_bytes),
-        # SGLang's scheduler makes its pools on the default stream, and replaces tensors of them (free pages) on another
-        # stream without a wait. That is right on CUDA as long as nothing allocates on the default stream any more.
+        # SGLang 0.5.23 makes its pools on the default stream, and the scheduler replaces tensors of them (the list of
+        # free pages) on another stream without a wait. That is right while nothing allocates on the default stream:
+        # kt-runtime's threads work on the stream of the scheduler (resident/workers.py).
         "LATE_DEFAULT_STREAM_KEEPS": "1",
     }

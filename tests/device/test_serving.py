@@ -33,7 +33,7 @@ EXPERTS = {  # options of `kt-runtime serve`
 }
 SERVERS = os.environ.get("LATE_SERVERS", "qwen3:hot:random-1 deepseek:streamed:late").split()
 # In float32: in bf16 the orders of sums change what is chosen.
-K3, LARGEST = 1e-11, 7e-5  # 1.2e-12 and 6.7e-6 measured
+K3, LARGEST = 1e-11, 6e-5  # 1.4e-12 and 7.2e-6 measured, in the servers of docs/gpu.md
 
 
 @pytest.fixture(scope="module", params=SERVERS)
