@@ -28,7 +28,8 @@ TORCH_LIBRARY(late, m) {
   m.def("hidden_waits() -> Dict(str, int)", &hidden_waits);
   m.def("forget_hidden_waits() -> ()", [] { Device::get().forget_hidden_waits(); });
   m.def("forbid_hidden_waits(bool forbidden) -> ()", [](bool forbidden) { Device::get().forbid_hidden(forbidden); });
-  m.def("set_default_stream_keeps(bool keeps) -> ()", [](bool keeps) { Memory::get().set_default_stream_keeps(keeps); });
+  m.def("set_default_stream_keeps(bool keeps) -> ()",
+        [](bool keeps) { Memory::get().set_default_stream_keeps(keeps); });
   m.def("used_bytes() -> int", [] { return static_cast<int64_t>(Memory::get().used_bytes()); });
   m.def("total_bytes() -> int", [] { return static_cast<int64_t>(Memory::get().total_bytes()); });
 }

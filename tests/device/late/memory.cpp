@@ -111,7 +111,7 @@ void Memory::free(void* place) {
   Free freed{block.num_bytes, block.owner, {}};
   for (const int64_t stream : block.other_streams) freed.after.push_back(Device::get().mark(stream));
   if (block.owner.stream == 0 && default_stream_keeps_) freed.after.push_back(Mark{});  // long passed
-  const bool is_of_graph = block.owner.graph != nullptr;  // whose replays go on using it
+  const bool is_of_graph = block.owner.graph != nullptr;                                // whose replays go on using it
   if (!is_of_graph && freed.after.empty()) queue_poison(address, block.num_bytes, block.owner.stream, true);
   join_neighbours(free_.insert_or_assign(address, std::move(freed)).first);
 }
