@@ -306,7 +306,13 @@ class _Server:
         self.manager.auto_create_handle_loop()  # installs the signal handlers of `FrontendSignals`
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._stop)
         async with self.frontend.session(app, Engine(self.manager)), original(app) as state:
-            yield state
+            try:
+                yield state
+            finally:
+                # uvicorn could not listen. SGLang would wait in the event loop for the first request, which needs it.
+                if not self._num_signals:
+                    self.frontend.failed("another program has taken the server's port while the model was loaded")
+                    self._end_now(1)
         self._ask_engine_to_end()
 
     def _warm_up(self, _server_args: Any) -> bool:
