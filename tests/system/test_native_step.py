@@ -49,15 +49,15 @@ def ask(api: ServerAPI, prompt: list[int], adapter: str | None = None) -> Answer
     return answer["output_ids"], values
 
 
-def answers_of(place: Path, name: str, *options: str) -> Answers:
+def answers_of(directory: Path, name: str, *options: str) -> Answers:
     """A server's answers to prompts alone, together, with cached prefixes, while adapters are published, and beside
     the adapters' requests."""
-    arguments = ["--adapter-dir", str(place / name), *options]
+    arguments = ["--adapter-dir", str(directory / name), *options]
     passed_on = ["--", "--chunked-prefill-size", "64", "--page-size", "8"]
     g = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 700, (length,), generator=g).tolist() for length in LENGTHS]
     with (
-        server(str(place / "model"), [*arguments, *passed_on], place / f"{name}.log") as api,
+        server(str(directory / "model"), [*arguments, *passed_on], directory / f"{name}.log") as api,
         resident_client(api) as client,
         ThreadPoolExecutor((1 + len(ADAPTERS)) * len(prompts)) as pool,
     ):
@@ -82,32 +82,32 @@ def answers_of(place: Path, name: str, *options: str) -> Answers:
 
 
 @pytest.fixture(scope="module", params=["tiny-qwen3-moe", "tiny-deepseek-v3"])
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("step")
-    make_model(request.param, place / "model", seed=6)
-    return place
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("step")
+    make_model(request.param, directory / "model", seed=6)
+    return directory
 
 
 @pytest.mark.parametrize("options", [("--dtype", "bfloat16"), ("--dtype", "float32", "--expert-format", "int4")])
-def test_answers_have_the_same_bits_with_and_without_the_step(place: Path, options: tuple[str, ...]) -> None:
+def test_answers_have_the_same_bits_with_and_without_the_step(directory: Path, options: tuple[str, ...]) -> None:
     with_step, without = (
-        answers_of(place, "with", "--exact", *options),
-        answers_of(place, "without", "--no-step", *options),
+        answers_of(directory, "with", "--exact", *options),
+        answers_of(directory, "without", "--no-step", *options),
     )
     assert with_step.state == ("running", [], "")
     assert without.state == ("--no-step", [], "the native step does not compute the model: --no-step")
     assert with_step.given == without.given
     assert with_step.adapted == without.adapted
     assert with_step.adapted[::2] != with_step.adapted[1::2]
-    assert "not the native step" not in (place / "with.log").read_text()
+    assert "not the native step" not in (directory / "with.log").read_text()
 
 
-def test_a_server_that_is_not_exact_ends_with_status_2_and_says_why(place: Path) -> None:
+def test_a_server_that_is_not_exact_ends_with_status_2_and_says_why(directory: Path) -> None:
     """Keys and values rounded to fp8, which training does not round."""
-    options = ["--adapter-dir", str(place / "fp8"), "--exact", "--", "--kv-cache-dtype", "fp8_e4m3"]
+    options = ["--adapter-dir", str(directory / "fp8"), "--exact", "--", "--kv-cache-dtype", "fp8_e4m3"]
     with (
         pytest.raises(RuntimeFault, match="ended with status 2") as refused,
-        server(str(place / "model"), options, place / "fp8.log"),
+        server(str(directory / "model"), options, directory / "fp8.log"),
     ):
         pass
     said = (

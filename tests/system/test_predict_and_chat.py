@@ -76,7 +76,7 @@ class Place:
 
 
 @pytest.fixture
-def place(float32_server: Any, tmp_path: Path) -> Iterator[Place]:
+def workplace(float32_server: Any, tmp_path: Path) -> Iterator[Place]:
     api, model = float32_server.api, float32_server.model_directory
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     adapter = lora.write_adapter(tmp_path / "adapter", lora.random_adapter(config, rank=4, alpha=16.0, seed=5))
@@ -95,20 +95,20 @@ def place(float32_server: Any, tmp_path: Path) -> Iterator[Place]:
     api.delete("/kt/adapters/pebble")
 
 
-def test_predictions_and_figures_are_those_of_the_server_and_the_libraries(place: Place) -> None:
-    (place.directory / "out").mkdir()
-    (place.directory / "out" / "all_results.json").write_text('{"train_loss": 2.5}', encoding="utf-8")
-    renderer = Renderer(place.model, read_recipe(place.recipe, [], purpose="predict")[0])
+def test_predictions_and_figures_are_those_of_the_server_and_the_libraries(workplace: Place) -> None:
+    (workplace.directory / "out").mkdir()
+    (workplace.directory / "out" / "all_results.json").write_text('{"train_loss": 2.5}', encoding="utf-8")
+    renderer = Renderer(workplace.model, read_recipe(workplace.recipe, [], purpose="predict")[0])
     prompts = [renderer.prompt([{"role": "user", "content": question}]) for question in QUESTIONS]
-    expected = place.answers(None, prompts)
+    expected = workplace.answers(None, prompts)
 
-    ran = place.run("predict", "--recipe", str(place.recipe), "--json")
+    ran = workplace.run("predict", "--recipe", str(workplace.recipe), "--json")
     assert ran.returncode == 0, ran.stderr
-    assert place.predictions() == [
+    assert workplace.predictions() == [
         {"prompt": renderer.tokenizer.decode(prompt), "predict": answer, "label": label}
         for prompt, answer, label in zip(prompts, expected, LABELS, strict=True)
     ]
-    results = json.loads((place.directory / "out" / "predict_results.json").read_text())
+    results = json.loads((workplace.directory / "out" / "predict_results.json").read_text())
     assert results == json.loads(ran.stdout)
     assert {
         *(f"predict_bleu-{order}" for order in (1, 2, 3, 4)),
@@ -119,25 +119,25 @@ def test_predictions_and_figures_are_those_of_the_server_and_the_libraries(place
     for name, count in (("samples", 4), ("steps", 2)):
         seconds, rate = results["predict_runtime"], results[f"predict_{name}_per_second"]
         assert rate * seconds == pytest.approx(count, abs=5e-4 * seconds + 5e-5 * rate)  # 3 and 4 decimals are kept
-    everything = json.loads((place.directory / "out" / "all_results.json").read_text())
+    everything = json.loads((workplace.directory / "out" / "all_results.json").read_text())
     assert everything == {"train_loss": 2.5, **results}
     assert f"asking the base model for {len(QUESTIONS)} answers" in ran.stderr
     assert f"answered {len(QUESTIONS)}/{len(QUESTIONS)}" in ran.stderr
 
 
-def test_an_adapter_answers_by_name_or_from_its_directory_which_is_served_meanwhile(place: Place) -> None:
-    renderer = Renderer(place.model, read_recipe(place.recipe, [], purpose="predict")[0])
+def test_an_adapter_answers_by_name_or_from_its_directory_which_is_served_meanwhile(workplace: Place) -> None:
+    renderer = Renderer(workplace.model, read_recipe(workplace.recipe, [], purpose="predict")[0])
     prompts = [renderer.prompt([{"role": "user", "content": question}]) for question in QUESTIONS]
-    expected = place.answers("pebble", prompts)
-    assert expected != place.answers(None, prompts)
+    expected = workplace.answers("pebble", prompts)
+    assert expected != workplace.answers(None, prompts)
 
-    by_name = place.run("predict", "--recipe", str(place.recipe), "--adapter", "pebble")
+    by_name = workplace.run("predict", "--recipe", str(workplace.recipe), "--adapter", "pebble")
     assert by_name.returncode == 0, by_name.stderr
-    assert [row["predict"] for row in place.predictions()] == expected
-    by_path = place.run("predict", "--recipe", str(place.recipe), f"adapter_name_or_path={place.adapter}")
+    assert [row["predict"] for row in workplace.predictions()] == expected
+    by_path = workplace.run("predict", "--recipe", str(workplace.recipe), f"adapter_name_or_path={workplace.adapter}")
     assert by_path.returncode == 0, by_path.stderr
-    assert [row["predict"] for row in place.predictions()] == expected
-    assert [adapter["name"] for adapter in place.api.get("/kt/adapters")["adapters"]] == ["pebble"]
+    assert [row["predict"] for row in workplace.predictions()] == expected
+    assert [adapter["name"] for adapter in workplace.api.get("/kt/adapters")["adapters"]] == ["pebble"]
 
 
 @pytest.mark.parametrize(
@@ -149,90 +149,92 @@ def test_an_adapter_answers_by_name_or_from_its_directory_which_is_served_meanwh
         (("eval_dataset=row",), "unknown dataset 'row'; did you mean 'rows'"),
     ],
 )
-def test_a_mistake_is_one_message_and_writes_nothing(place: Place, arguments: tuple[str, ...], message: str) -> None:
-    ran = place.run("predict", "--recipe", str(place.recipe), *arguments)
+def test_a_mistake_is_one_message_and_writes_nothing(
+    workplace: Place, arguments: tuple[str, ...], message: str
+) -> None:
+    ran = workplace.run("predict", "--recipe", str(workplace.recipe), *arguments)
     assert ran.returncode == 2, ran.stderr
     assert message in ran.stderr and "Traceback" not in ran.stderr
-    assert not (place.directory / "out").exists()
-    assert [adapter["name"] for adapter in place.api.get("/kt/adapters")["adapters"]] == ["pebble"]
+    assert not (workplace.directory / "out").exists()
+    assert [adapter["name"] for adapter in workplace.api.get("/kt/adapters")["adapters"]] == ["pebble"]
 
 
-def test_a_prompt_that_the_server_cannot_take_is_named_and_left_out(place: Place) -> None:
-    context = place.api.get("/kt/status")["context_tokens"]
+def test_a_prompt_that_the_server_cannot_take_is_named_and_left_out(workplace: Place) -> None:
+    context = workplace.api.get("/kt/status")["context_tokens"]
     rows = [{"instruction": "boat " * (2 * context), "output": "no"}, {"instruction": "Why?", "output": "Because."}]
-    (place.directory / "data" / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
-    ran = place.run("predict", "--recipe", str(place.recipe))
+    (workplace.directory / "data" / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    ran = workplace.run("predict", "--recipe", str(workplace.recipe))
     assert ran.returncode == 0, ran.stderr
     assert "left out, since the server takes" in ran.stdout and "rows.json" in ran.stdout
-    assert [row["label"] for row in place.predictions()] == ["Because."]
+    assert [row["label"] for row in workplace.predictions()] == ["Because."]
 
 
-def test_chat_reads_lines_keeps_history_and_obeys_commands(place: Place) -> None:
+def test_chat_reads_lines_keeps_history_and_obeys_commands(workplace: Place) -> None:
     user = [{"role": "user", "content": question} for question in QUESTIONS[:2]]
-    first = place.chat(None, user[:1])
-    second = place.chat(None, [user[0], {"role": "assistant", "content": first}, user[1]])
+    first = workplace.chat(None, user[:1])
+    second = workplace.chat(None, [user[0], {"role": "assistant", "content": first}, user[1]])
     system = {"role": "system", "content": "You keep a boat."}
-    third = place.chat("pebble", [system, user[0]])
+    third = workplace.chat("pebble", [system, user[0]])
     lines = [QUESTIONS[0], QUESTIONS[1], "/clear", "/system You keep a boat.", "/adapter pebble", QUESTIONS[0], "/exit"]
     options = ("--temperature", "0", "--max-new-tokens", str(TOKENS))
-    ran = place.run("chat", *options, text="\n".join([*lines, "never asked"]))
+    ran = workplace.run("chat", *options, text="\n".join([*lines, "never asked"]))
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == f"{first}\n{second}\n{third}\n"
     assert "adapter pebble of" in ran.stderr
 
 
-def test_chat_follows_a_recipe_and_its_adapter(place: Place) -> None:
-    recipe = place.directory / "chat.yaml"
+def test_chat_follows_a_recipe_and_its_adapter(workplace: Place) -> None:
+    recipe = workplace.directory / "chat.yaml"
     recipe.write_text(
-        f"model_name_or_path: {place.model}\nadapter_name_or_path: {place.adapter}\ninfer_backend: ktransformers\n"
-        f"trust_remote_code: true\nuse_kt: true\ndo_sample: false\nmax_new_tokens: {TOKENS}\n",
+        f"model_name_or_path: {workplace.model}\nadapter_name_or_path: {workplace.adapter}\n"
+        f"infer_backend: ktransformers\ntrust_remote_code: true\nuse_kt: true\ndo_sample: false\nmax_new_tokens: {TOKENS}\n",
         encoding="utf-8",
     )
-    ran = place.run("chat", "--recipe", str(recipe), text=f"{QUESTIONS[0]}\n")
+    ran = workplace.run("chat", "--recipe", str(recipe), text=f"{QUESTIONS[0]}\n")
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == place.chat("pebble", [{"role": "user", "content": QUESTIONS[0]}]) + "\n"
-    assert [adapter["name"] for adapter in place.api.get("/kt/adapters")["adapters"]] == ["pebble"]
+    assert ran.stdout == workplace.chat("pebble", [{"role": "user", "content": QUESTIONS[0]}]) + "\n"
+    assert [adapter["name"] for adapter in workplace.api.get("/kt/adapters")["adapters"]] == ["pebble"]
 
 
 @pytest.mark.parametrize("wrong", ["model", "template"])
-def test_what_is_wrong_with_a_chat_recipe_is_said_before_its_adapter_is_served(place: Place, wrong: str) -> None:
-    recipe = place.directory / "chat.yaml"
-    model = place.model
+def test_what_is_wrong_with_a_chat_recipe_is_said_before_its_adapter_is_served(workplace: Place, wrong: str) -> None:
+    recipe = workplace.directory / "chat.yaml"
+    model = workplace.model
     if wrong == "model":
-        model = make_model("tiny-qwen3-moe", place.directory / "another")
+        model = make_model("tiny-qwen3-moe", workplace.directory / "another")
     template = "template: deepsek3\n" if wrong == "template" else ""
-    recipe.write_text(f"model_name_or_path: {model}\nadapter_name_or_path: {place.adapter}\n{template}")
-    before = place.served()
-    ran = place.run("chat", str(recipe), text="Who?\n")
+    recipe.write_text(f"model_name_or_path: {model}\nadapter_name_or_path: {workplace.adapter}\n{template}")
+    before = workplace.served()
+    ran = workplace.run("chat", str(recipe), text="Who?\n")
     assert ran.returncode == 2 and ran.stdout == ""
     expected = "the server's resident model is" if wrong == "model" else "did you mean deepseek3?"
     assert expected in ran.stderr and "serving" not in ran.stderr
-    assert place.served() == before
+    assert workplace.served() == before
 
 
-def test_chat_with_a_named_template_prompts_as_that_template_does(place: Place) -> None:
-    recipe = place.directory / "chat.yaml"
+def test_chat_with_a_named_template_prompts_as_that_template_does(workplace: Place) -> None:
+    recipe = workplace.directory / "chat.yaml"
     recipe.write_text(
-        f"model_name_or_path: {place.model}\ntemplate: alpaca\ndo_sample: false\nmax_new_tokens: {TOKENS}\n",
+        f"model_name_or_path: {workplace.model}\ntemplate: alpaca\ndo_sample: false\nmax_new_tokens: {TOKENS}\n",
         encoding="utf-8",
     )
-    renderer = Renderer(place.model, read_recipe(recipe, [], purpose="chat")[0])
+    renderer = Renderer(workplace.model, read_recipe(recipe, [], purpose="chat")[0])
     prompt = renderer.prompt([{"role": "user", "content": QUESTIONS[0]}])
-    ran = place.run("chat", "--recipe", str(recipe), text=f"{QUESTIONS[0]}\n")
+    ran = workplace.run("chat", "--recipe", str(recipe), text=f"{QUESTIONS[0]}\n")
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == place.answers(None, [prompt])[0] + "\n"
+    assert ran.stdout == workplace.answers(None, [prompt])[0] + "\n"
     assert "### Instruction:" in ran.stderr
 
 
-def test_an_error_of_the_server_is_one_line(place: Place) -> None:
-    context = place.api.get("/kt/status")["context_tokens"]
-    ran = place.run("chat", text="boat " * (2 * context))
+def test_an_error_of_the_server_is_one_line(workplace: Place) -> None:
+    context = workplace.api.get("/kt/status")["context_tokens"]
+    ran = workplace.run("chat", text="boat " * (2 * context))
     assert ran.returncode == 2
     assert ran.stderr.startswith("kt-runtime: the server answers 400: ") and ran.stderr.count("\n") == 1
 
 
-def test_at_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat(place: Place) -> None:
-    with _terminal("chat", "--temperature", "0", "--url", place.api.url) as terminal:
+def test_at_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat(workplace: Place) -> None:
+    with _terminal("chat", "--temperature", "0", "--url", workplace.api.url) as terminal:
         terminal.expect("Ctrl-D ends")
         terminal.send("/system Be kind.")
         terminal.expect("the system prompt is set")
