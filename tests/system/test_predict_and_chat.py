@@ -187,7 +187,8 @@ def test_chat_follows_a_recipe_and_its_adapter(workplace: Place) -> None:
     recipe = workplace.directory / "chat.yaml"
     recipe.write_text(
         f"model_name_or_path: {workplace.model}\nadapter_name_or_path: {workplace.adapter}\n"
-        f"infer_backend: ktransformers\ntrust_remote_code: true\nuse_kt: true\ndo_sample: false\nmax_new_tokens: {TOKENS}\n",
+        "infer_backend: ktransformers\ntrust_remote_code: true\nuse_kt: true\n"
+        f"do_sample: false\nmax_new_tokens: {TOKENS}\n",
         encoding="utf-8",
     )
     ran = workplace.run("chat", "--recipe", str(recipe), text=f"{QUESTIONS[0]}\n")
