@@ -53,10 +53,7 @@ ALWAYS = (
 GRAPH_OPTIONS = "--cuda-graph-"
 GRAPH_PREFILL_TOKENS = 512
 NO_GRAPHS = ("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled")
-NOT_QUANTIZED = (
-    *("--quantization", "unquant"),
-    *("--json-model-override-args", json.dumps(dict.fromkeys(CONFIG_KEYS))),
-)
+NOT_QUANTIZED = ("--quantization", "unquant")
 CACHE_TIERS = (
     *("--enable-hierarchical-cache", "--hicache-write-policy", "write_through"),
     *("--hicache-storage-prefetch-policy", "timeout"),
@@ -176,9 +173,20 @@ def server_arguments(options: Options, model: Model, *, on_cpu: bool | None = No
     tiers = _tiers(cache, model, has_cuda_kernels) if cache is not None and cache.host_tokens else []
     targets = family_for(model.config).sglang_lora_targets(model.config)
     fixed = [text for name, value in values.items() for text in (f"--{name}", str(value))]
-    unquantized = NOT_QUANTIZED if quantization_of(model.config) is not None else ()
     fixed += [*_parsers(options), *_graphs(options, kind)]
-    return [*fixed, *ALWAYS, *tiers, *unquantized, "--lora-target-modules", *targets, *options.passed_on]
+    seen = config_options(model.config)
+    return [*fixed, *ALWAYS, *tiers, *seen, "--lora-target-modules", *targets, *options.passed_on]
+
+
+def config_options(config: Mapping[str, Any]) -> list[str]:
+    """Where SGLang must see another config.json than the checkpoint's: unquantized, and with the keys that it reads
+    and transformers 5 does not write."""
+    changed = family_for(config).missing_keys(config)
+    options: list[str] = []
+    if quantization_of(config) is not None:
+        options += NOT_QUANTIZED
+        changed |= dict.fromkeys(CONFIG_KEYS)
+    return [*options, "--json-model-override-args", json.dumps(changed)] if changed else options
 
 
 def _graphs(options: Options, kind: str) -> Sequence[str]:

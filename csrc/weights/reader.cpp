@@ -159,13 +159,22 @@ Status MatrixReader::read(int64_t first, int64_t count, PlainMatrix* strip) {
   return {};
 }
 
+// `count` values from `first` on, as bfloat16.
+Status MatrixReader::read_plain(int64_t first, int64_t count, uint16_t* values) {
+  const bool is_bf16 = source_.codes.tensor.entry->dtype == "BF16";
+  const int64_t wide = element_bytes(source_.codes);
+  void* stored = is_bf16 ? values : static_cast<void*>(raw_.reserve<uint8_t>(count * wide));
+  KT_RETURN_IF_ERROR(read_part(source_.codes, first, count, stored));
+  if (!is_bf16) narrow_to_bf16(stored, wide, count, values);
+  const int64_t bad = first_not_finite(values, count);
+  const char* what = is_bf16 ? "NaN or Inf" : "NaN, Inf or a value that bfloat16 does not reach";
+  return bad < 0 ? Status() : bad_element(source_.codes, what, first + bad);
+}
+
 Status MatrixReader::read_codes(int64_t first, int64_t count) {
   const int64_t cols = shape_.cols, elements = count * cols;
   if (scheme_.storage == Storage::kDense) {
-    auto* values = codes_.reserve<uint16_t>(elements);
-    KT_RETURN_IF_ERROR(read_part(source_.codes, first * cols, elements, values));
-    const int64_t bad = first_not_finite(values, elements);
-    return bad < 0 ? Status() : bad_element(source_.codes, "NaN or Inf", first * cols + bad);
+    return read_plain(first * cols, elements, codes_.reserve<uint16_t>(elements));
   }
   auto* codes = codes_.reserve<uint8_t>(elements);
   const WordColumns all{.words = static_cast<const uint32_t*>(raw_.data()), .rows = shape_.rows, .cols = cols};

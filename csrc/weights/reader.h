@@ -29,6 +29,7 @@ class MatrixReader {
   Status read_scales();
   Status read_zeros();
   Status read_codes(int64_t first, int64_t count);
+  Status read_plain(int64_t first, int64_t count, uint16_t* values);
 
   const Scheme& scheme_;
   const MatrixSource& source_;

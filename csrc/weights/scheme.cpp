@@ -7,7 +7,8 @@ namespace kt {
 namespace {
 
 constexpr const char* kSupported =
-    "; supported: bfloat16, fp8 (e4m3, blocks of 128 x 128), compressed-tensors (pack-quantized, int-quantized, "
+    "; supported: bfloat16, float16, float32, fp8 (e4m3, blocks of 128 x 128), compressed-tensors (pack-quantized, "
+    "int-quantized, "
     "float-quantized), gptq, awq";
 
 std::string text_of(const Setting* value) {
@@ -36,6 +37,8 @@ bool is_text(const Setting* value, const char* wanted) {
   return value && value->kind == Setting::Kind::kText && value->text == wanted;
 }
 bool is_absent(const Setting* value) { return value == nullptr || value->kind == Setting::Kind::kNull; }
+
+bool is_plain(const std::string& dtype) { return dtype == "BF16" || dtype == "F16" || dtype == "F32"; }
 
 // [128, 128]
 bool is_fp8_block(const Setting* value) {
@@ -95,13 +98,13 @@ class SchemeFinder {
     base_ = prefix_ + ".gate_up_proj";
     scheme->fused = true;
     if (dtype(base_) == "F8_E4M3") return find_fp8_blocks("_scale_inv", scheme);
-    if (dtype(base_) != "BF16") return dtype_error(base_, "BF16 or F8_E4M3");
+    if (!is_plain(dtype(base_))) return dtype_error(base_, "BF16, F16, F32 or F8_E4M3");
     return dense("_scale_inv", scheme);
   }
 
   Status find_plain(Scheme* scheme) {
     const std::string name = base_ + ".weight", type = dtype(name);
-    if (type == "BF16") return dense(".weight_scale", scheme);
+    if (is_plain(type)) return dense(".weight_scale", scheme);
     if (type == "F8_E4M3") {
       if (has(base_ + ".weight_scale_inv")) return find_fp8_blocks(".weight_scale_inv", scheme);
       scheme->storage = Storage::kFp8Rows;
@@ -111,7 +114,7 @@ class SchemeFinder {
       scheme->storage = Storage::kInt8;
       return from_compressed(scheme);
     }
-    return dtype_error(name, "BF16, F8_E4M3 or I8");
+    return dtype_error(name, "BF16, F16, F32, F8_E4M3 or I8");
   }
 
   // A quantized checkpoint may leave its experts unquantized, so quantization_config does not describe dense experts.
@@ -119,7 +122,7 @@ class SchemeFinder {
     for (const std::string& suffix : {scale_suffix, scale_suffix + "_inv"}) {
       if (has(base_ + suffix))
         return bad_checkpoint(checkpoint_.directory() + ": tensor '" + base_ + suffix + "' is a scale, but '" + base_ +
-                              "' is BF16, which has none");
+                              "' is not quantized and has none");
     }
     *scheme = {.storage = Storage::kDense, .fused = scheme->fused};
     return {};

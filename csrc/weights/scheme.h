@@ -2,7 +2,7 @@
 // in config.json, which must agree. `cols` are a matrix's inputs, `rows` its outputs; words are 32 bits, first code
 // lowest.
 //
-//   dense         .weight BF16 [rows, cols]
+//   dense         .weight BF16, F16 or F32 [rows, cols]; the last two are rounded to BF16 while they are read
 //   fp8_blocks    .weight F8_E4M3 [rows, cols], .weight_scale_inv (DeepSeek-V3; compressed-tensors: .weight_scale)
 //                 [rows / 128, cols / 128], rounded up: W = scale * value
 //   fp8_rows      .weight F8_E4M3, .weight_scale [rows, 1]               compressed-tensors "float-quantized", channel

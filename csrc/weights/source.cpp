@@ -22,6 +22,7 @@ std::string text_of(const std::vector<std::string>& names) {
 }
 
 const std::vector<std::string> kScaleTypes = {"F32", "BF16", "F16"};
+const std::vector<std::string> kPlainTypes = {"BF16", "F16", "F32"};
 
 class Locator {
  public:
@@ -45,7 +46,7 @@ class Locator {
     if (scheme_.fused) return locate_fused(source);
     switch (scheme_.storage) {
       case Storage::kDense:
-        return find(".weight", {"BF16"}, {rows_, cols_}, &source->codes);
+        return find(".weight", kPlainTypes, {rows_, cols_}, &source->codes);
       case Storage::kFp8Blocks:
         KT_RETURN_IF_ERROR(find(".weight", {"F8_E4M3"}, {rows_, cols_}, &source->codes));
         return find(scheme_.scale_suffix, kScaleTypes, {divide_up(rows_, kFp8Block), divide_up(cols_, kFp8Block)},
@@ -105,8 +106,8 @@ class Locator {
     const int64_t all_rows = down ? rows_ : 2 * rows_;
     const std::string name = prefix_ + (down ? ".down_proj" : ".gate_up_proj");
     const bool fp8 = scheme_.storage == Storage::kFp8Blocks;
-    KT_RETURN_IF_ERROR(
-        find_named(name, {fp8 ? "F8_E4M3" : "BF16"}, {shape_.num_experts, all_rows, cols_}, &source->codes));
+    const std::vector<std::string> types = fp8 ? std::vector<std::string>{"F8_E4M3"} : kPlainTypes;
+    KT_RETURN_IF_ERROR(find_named(name, types, {shape_.num_experts, all_rows, cols_}, &source->codes));
     source->first_row = part_ == kUp ? rows_ : 0;
     source->codes.first = (expert_ * all_rows + source->first_row) * cols_;
     if (!fp8) return {};

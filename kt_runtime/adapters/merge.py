@@ -8,10 +8,13 @@ from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
 from kt_runtime.errors import NumericsError
 
 ROWS_AT_ONCE = 1024
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The projections whose rows a fused tensor of experts holds, in order."""
 
 
 class Merger:
-    """Merges the tensors of a checkpoint one by one, by their Hugging Face names; each routed expert separately.
+    """Merges the tensors of a checkpoint one by one, by their Hugging Face names; each routed expert separately, or a
+    layer's experts in transformers' fused tensors `NAME.gate_up_proj` [E, 2 I, H] and `NAME.down_proj` [E, H, I].
 
     `left`: names of adapted matrices that have not been merged yet.
     """
@@ -31,12 +34,25 @@ class Merger:
 
         Raises NumericsError, naming the matrix, if the sum overflows `dtype`: float16 ends at 65504.
         """
+        if weight.dim() == 3:
+            return self._merged_fused(name, weight, dtype)
         if name not in self.left:
             return weight.to(dtype)
         self.left.discard(name)
         merged = add_pair(weight, self._pairs[name], self._scaling, dtype)
         _check_finite(name, merged)
         return merged
+
+    def _merged_fused(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        parent, _, last = name.rpartition(".")
+        projections = FUSED.get(last, ())
+        result = weight.to(dtype, copy=True)
+        for expert, matrix in enumerate(weight):
+            parts = zip(projections, matrix.chunk(len(projections)), strict=True) if projections else ()
+            for part, (projection, rows) in enumerate(parts):
+                merged = self.merged(f"{parent}.{expert}.{projection}.weight", rows, dtype)
+                result[expert, part * len(rows) : (part + 1) * len(rows)] = merged
+        return result
 
 
 def _check_finite(name: str, merged: torch.Tensor) -> None:

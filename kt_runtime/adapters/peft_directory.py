@@ -1,7 +1,9 @@
 """PEFT adapter directories: `adapter_config.json` and `adapter_model.safetensors`.
 
 Keys are `base_model.model.NAME.lora_A.weight` and `.lora_B.weight` (the prefix may be missing); routed experts have one
-pair per expert, `NAME = model.layers.L.mlp.experts.E.gate_proj`. SGLang 0.5.23 and PEFT 0.21 read all of these.
+pair per expert, `NAME = model.layers.L.mlp.experts.E.gate_proj`. SGLang 0.5.23 and PEFT 0.21 read all of these. Where
+a family's checkpoints have names of their own (Mixtral's `block_sparse_moe.experts.E.w1`), PEFT expects these in files,
+and they are written; transformers' names are read too.
 
 `target_modules` lists projections. SGLang applies gate_proj, up_proj and down_proj to every MLP. PEFT 0.21 applies them
 to transformers 5's fused experts only (`peft.utils.transformers_weight_conversion`), and would silently drop the pairs
@@ -127,17 +129,23 @@ def write_peft_directory(
     completed = complete_groups(adapter, family, config) if adapter.modules else adapter
     check_adapter(completed, family, config, max_rank, str(path))
     parameters = _dense_parameters(completed, family, config)
-    settings = make_config(completed.rank, completed.alpha, completed.targets, base_model, parameters)
+    targets = _stored_targets(completed, family)
+    settings = make_config(completed.rank, completed.alpha, targets, base_model, parameters)
 
     def fill(directory: Path) -> None:
-        write_tensors(
-            directory / TENSOR_FILE, {PREFIX + key: tensor for key, tensor in completed.tensors.items()}, dtype
-        )
+        tensors = {PREFIX + family.stored_name(key): tensor for key, tensor in completed.tensors.items()}
+        write_tensors(directory / TENSOR_FILE, tensors, dtype)
         (directory / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
         for name, data in extra.items():
             (directory / name).write_bytes(data)
 
     write_directory(path, fill, replace=replace, private=private)
+
+
+def _stored_targets(adapter: AdapterTensors, family: Family) -> list[str]:
+    """PEFT's `target_modules`: the last parts of the names in the file."""
+    keys = (family.stored_name(key) for key in adapter.tensors)
+    return sorted({key.rsplit(".", 3)[1] for key in keys})
 
 
 def _dense_parameters(adapter: AdapterTensors, family: Family, config: Mapping[str, Any]) -> list[str]:
@@ -241,7 +249,7 @@ def _parts(
     order = {name: position for position, name in enumerate(known)}
     pairs: dict[tuple[str, int], dict[str, str]] = {}
     for key in tensors:
-        name, letter = _split(key, where)
+        name, letter = _split(family.our_name(key), where)
         module, expert = _find(name, known, family, key, where)
         letters = pairs.setdefault((module.name, -1 if expert is None else expert), {})
         if letter in letters:
@@ -300,11 +308,12 @@ def _part(
     for letter in "AB":
         if letter not in letters:
             raise AdapterError(f"{where}: '{name}.lora_{letter}.weight' is missing; its other half is there")
-    rank = settings.rank_of(name)
+    in_file = _split(letters["A"], where)[0]  # patterns match this name
+    rank = settings.rank_of(in_file)
     check_shape(letters["A"], tensors[letters["A"]], (rank, module.in_features), where)
     check_shape(letters["B"], tensors[letters["B"]], (module.out_features, rank), where)
     pair = LoraPair(tensors[letters["A"]], tensors[letters["B"]])
-    return Part(module, expert, pair, settings.scaling_of(name))
+    return Part(module, expert, pair, settings.scaling_of(in_file))
 
 
 def _notes(filled: list[str], settings: PeftSettings, base_model: str | None) -> list[str]:

@@ -7,7 +7,7 @@ every header; the loader reads the tensors' bytes. The quantization_config of co
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,15 @@ SINGLE = "model.safetensors"
 CONFIG = "config.json"
 
 
-def open_checkpoint(directory: Path) -> _experts.Checkpoint:
-    """Opens every file and checks its header. Raises NotFoundError and CheckpointError, which name the file."""
+def open_checkpoint(directory: Path, rename: Callable[[str], str] | None = None) -> _experts.Checkpoint:
+    """Opens every file and checks its header. Raises NotFoundError and CheckpointError, which name the file.
+
+    `rename`: the name by which the loader knows a tensor of the files; None: its own.
+    """
     shards = _shards(directory)
     checkpoint = _experts.Checkpoint(str(directory), _quantization(directory))
     for shard, names in shards.items():
-        _add_file(checkpoint, directory / shard, names)
+        _add_file(checkpoint, directory / shard, names, rename)
     return checkpoint
 
 
@@ -52,9 +55,17 @@ def _shards(directory: Path) -> dict[str, Collection[str] | None]:
     return shards
 
 
-def _add_file(checkpoint: _experts.Checkpoint, path: Path, names: Collection[str] | None) -> None:
+def _add_file(
+    checkpoint: _experts.Checkpoint,
+    path: Path,
+    names: Collection[str] | None,
+    rename: Callable[[str], str] | None,
+) -> None:
     with translated_errors(), open_tensors(path) as (descriptor, entries):
-        checkpoint.add_file(str(path), descriptor, entries if names is None else _chosen(entries, names, path))
+        chosen = entries if names is None else _chosen(entries, names, path)
+        if rename is not None:
+            chosen = {rename(name): entry for name, entry in chosen.items()}
+        checkpoint.add_file(str(path), descriptor, chosen)
 
 
 def _chosen(entries: dict[str, Entry], names: Collection[str], path: Path) -> dict[str, Entry]:

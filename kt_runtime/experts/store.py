@@ -83,19 +83,22 @@ class ExpertStore:
         expert_format: str | None = None,
         num_nodes: int | None = None,
         progress: Callable[[int, int], None] | None = None,
+        rename: Callable[[str], str] | None = None,
     ) -> ExpertStore:
         """Reads the experts from a Hugging Face checkpoint directory, one layer at a time.
 
         The format is detected from the tensors and config.json's quantization_config: bfloat16, fp8 e4m3 in blocks of
-        128 x 128 (DeepSeek), compressed-tensors (pack-quantized, int-quantized, float-quantized), GPTQ, AWQ.
+        128 x 128 (DeepSeek), compressed-tensors (pack-quantized, int-quantized, float-quantized), GPTQ, AWQ. float16
+        and float32 are rounded to bfloat16 while they are read.
 
         layer_keys: layer index -> prefix such as "model.layers.3.mlp.experts". Under the prefix are either tensors per
-        expert (`.E.gate_proj.weight`, ...) or, in bfloat16 and fp8, the fused `.gate_up_proj` [E, 2I, H] and
+        expert (`.E.gate_proj.weight`, ...) or, unquantized and in fp8, the fused `.gate_up_proj` [E, 2I, H] and
         `.down_proj` [E, H, I].
         isa: one of available_isas(), None for the best. num_threads: None for machine.default_threads().
         expert_format: "int8" or "int4" quantizes a bfloat16 or fp8 checkpoint while loading; None keeps its format.
         num_nodes: number of memory nodes among which each matrix is split, None for those of the machine.
         progress: called with (layers loaded, total layers) after each layer.
+        rename: the name under which `layer_keys` finds a tensor of the files, None for its own (`Family.our_name`).
 
         NotFoundError: no checkpoint there. CheckpointError: broken file, missing tensor, wrong shape or dtype, an
         unknown or contradictory format, NaN or Inf. UnknownNameError: an instruction set that is not available, an
@@ -110,7 +113,7 @@ class ExpertStore:
             if value is not None and value < 1:
                 raise InvalidValueError(f"{name} is {value}; allowed: 1 or more")
         layers: dict[int, ExpertLayer] = {}
-        checkpoint = open_checkpoint(directory)
+        checkpoint = open_checkpoint(directory, rename)
         with translated_errors():
             for index, prefix in layer_keys.items():
                 sizes = (shape.num_experts, shape.hidden, shape.intermediate)

@@ -18,6 +18,8 @@ from itertools import pairwise
 from typing import Any, Final
 
 from kt_runtime.errors import InvalidValueError
+from kt_runtime.families import naming
+from kt_runtime.families.naming import Renaming
 from kt_runtime.families.stack import DecoderStack
 
 ATTENTION: Final = "attention"
@@ -113,6 +115,10 @@ class Family(ABC):
     """`general.architecture` of llama.cpp's files of this family."""
     foreign_model_types: tuple[str, ...] = ()
     """The `model_types` unknown to transformers 5.19: such a checkpoint contains its own Python modules."""
+    default_epsilon: float = 1e-6
+    """Of the norms, for a config without `rms_norm_eps`, as in Hugging Face."""
+    renamings: tuple[Renaming, ...] = ()
+    """Where the family's checkpoints name tensors otherwise than transformers 5."""
     rotary_table: str = "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
     """SGLang's buffer of rotary tables, one for all layers: by position, cosines and then sines."""
 
@@ -157,9 +163,31 @@ class Family(ABC):
     def expert_prefix(self, layer: int) -> str:
         return f"model.layers.{layer}.mlp.experts"
 
+    def our_name(self, stored: str) -> str:
+        """transformers' name of a checkpoint's tensor."""
+        return naming.to_ours(self.renamings, stored)
+
+    def stored_name(self, ours: str) -> str:
+        """The name that published checkpoints have for transformers' tensor `ours`; SGLang's loader expects it."""
+        return naming.to_stored(self.renamings, ours)
+
+    def engine_name(self, ours: str) -> str:
+        """The SGLang parameter that holds transformers' tensor `ours` alone."""
+        return self.stored_name(ours)
+
+    def correction_bias_name(self, layer: int) -> str:
+        return f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+
+    def missing_keys(self, config: Config) -> dict[str, Any]:
+        """Keys that SGLang reads and transformers 5 does not write, with the values that its model has anyway."""
+        return {}
+
     def expert_shape(self, config: Config) -> tuple[int, int, int]:
         """(experts, hidden size, intermediate size) of a layer's routed experts."""
-        return self.num_experts(config), integer(config, "hidden_size"), integer(config, "moe_intermediate_size")
+        return self.num_experts(config), integer(config, "hidden_size"), self.expert_intermediate(config)
+
+    def expert_intermediate(self, config: Config) -> int:
+        return integer(config, "moe_intermediate_size")
 
     def twin_sources(self, config: Config) -> list[TensorSource]:
         """Every parameter of the twin except the routed experts', and the persistent buffers that SGLang has."""
@@ -217,15 +245,19 @@ class Family(ABC):
         ]
         if layer in set(self.moe_layers(config)):
             experts = self.num_experts(config)
-            sources.append(_whole(f"{prefix}mlp.gate.weight", experts, hidden))
+            sources.append(self._own(f"{prefix}mlp.gate.weight", experts, hidden))
             if self.has_correction_bias(config):
-                sources.append(_whole(f"{prefix}mlp.gate.e_score_correction_bias", experts, is_buffer=True))
+                sources.append(self._own(self.correction_bias_name(layer), experts, is_buffer=True))
         return sources
+
+    def _own(self, name: str, *shape: int, is_buffer: bool = False) -> TensorSource:
+        return TensorSource(name, self.engine_name(name), 0, shape[0], shape, is_buffer)
 
     def _expert_modules(self, config: Config, layer: int) -> list[LoraModule]:
         experts, hidden, intermediate = self.expert_shape(config)
         prefix = self.expert_prefix(layer)
-        both, down = f"{prefix}.w13", f"{prefix}.w2"
+        parent = self.engine_name(f"{prefix}.").removesuffix(".")
+        both, down = f"{parent}.w13", f"{parent}.w2"
         i = intermediate
         return [
             LoraModule(f"{prefix}.gate_proj", hidden, i, EXPERTS, both, 0, i, experts),

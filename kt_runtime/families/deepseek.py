@@ -20,6 +20,7 @@ from typing import Any
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.base import ATTENTION, Config, Family, FusedLinear, integer, require
+from kt_runtime.families.dense_layers import first_moe_layer
 from kt_runtime.families.stack import DecoderStack, ExpertGroups, GatedMlp, Latent, RoutedExperts, StackLayer
 
 
@@ -30,13 +31,15 @@ class DeepseekV2(Family):
     gguf_architecture = "deepseek2"
     routing_defaults: Mapping[str, Any] = {"norm_topk_prob": False, "routed_scaling_factor": 1.0}
     """For a config without these keys, as in Hugging Face."""
+    written_anyway: Mapping[str, Any] = {"topk_method": "greedy", "scoring_func": "softmax"}
+    """What Hugging Face's router does, in the keys by which SGLang chooses its router."""
 
     def check(self, config: Config) -> None:
         require(config, "moe_layer_freq", 1, "Hugging Face has experts in every layer after the dense ones", default=1)
         require(config, "attention_bias", False, "SGLang 0.5.23's latent attention has no biases", default=False)
         require(config, "mlp_bias", False, "SGLang 0.5.23's DeepSeek MLP has no biases", default=False)
         require(config, "hidden_act", "silu", "the expert kernels compute SwiGLU", default="silu")
-        self._first_moe_layer(config)
+        first_moe_layer(config)
         self.check_routing(config)
 
     def check_routing(self, config: Config) -> None:
@@ -45,12 +48,14 @@ class DeepseekV2(Family):
                 f"config.json: 'topk_method' is {config['topk_method']!r}; DeepSeek-V2's are 'greedy' and "
                 "'group_limited_greedy'"
             )
-        if config.get("topk_method", "greedy") == "greedy":
-            require(
-                config, "n_group", 1, "with 'greedy', SGLang would choose among groups, Hugging Face not", default=1
-            )
+        if config.get("topk_method", "greedy") == "greedy" and config.get("n_group") is not None:
+            require(config, "n_group", 1, "with 'greedy', SGLang would choose among groups, Hugging Face not")
         require(config, "norm_topk_prob", False, "Hugging Face's DeepSeek-V2 never normalises", default=False)
         require(config, "scoring_func", "softmax", "the twin's router is DeepSeek-V2's", default="softmax")
+
+    def missing_keys(self, config: Config) -> dict[str, Any]:
+        written = {**self.written_anyway, "moe_layer_freq": 1}
+        return {key: value for key, value in written.items() if config.get(key) is None}
 
     def attention(self, config: Config) -> list[FusedLinear]:
         hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
@@ -105,7 +110,7 @@ class DeepseekV2(Family):
         return bool(config.get("rope_interleave", True))
 
     def moe_layers(self, config: Config) -> list[int]:
-        return list(range(self._first_moe_layer(config), integer(config, "num_hidden_layers")))
+        return list(range(first_moe_layer(config), integer(config, "num_hidden_layers")))
 
     def num_experts(self, config: Config) -> int:
         return integer(config, "n_routed_experts", "num_local_experts", "num_experts")
@@ -114,7 +119,7 @@ class DeepseekV2(Family):
         return integer(config, "moe_intermediate_size") * integer(config, "n_shared_experts")
 
     def _stack_layer(self, config: Config, layer: int) -> StackLayer:
-        prefix, is_routed = f"model.layers.{layer}", layer >= self._first_moe_layer(config)
+        prefix, is_routed = f"model.layers.{layer}", layer >= first_moe_layer(config)
         mlp = f"{prefix}.mlp.shared_experts" if is_routed else f"{prefix}.mlp"
         bias = f"{prefix}.mlp.gate.e_score_correction_bias" if self.has_correction_bias(config) else None
         return StackLayer(
@@ -125,15 +130,6 @@ class DeepseekV2(Family):
             routed=RoutedExperts(f"{prefix}.mlp.gate.weight", bias, layer) if is_routed else None,
         )
 
-    def _first_moe_layer(self, config: Config) -> int:
-        layers, first = integer(config, "num_hidden_layers"), config.get("first_k_dense_replace")
-        if not isinstance(first, int) or isinstance(first, bool) or not 0 <= first < layers:
-            raise InvalidValueError(
-                f"config.json: 'first_k_dense_replace' is {first!r}; expected 0 to {layers - 1} "
-                f"(num_hidden_layers is {layers} and one layer at least must have routed experts)"
-            )
-        return first
-
 
 class DeepseekV3(DeepseekV2):
     name = "deepseek_v3"
@@ -141,10 +137,13 @@ class DeepseekV3(DeepseekV2):
     foreign_model_types = ("kimi_k2",)
     architectures = ("DeepseekV3ForCausalLM",)
     routing_defaults: Mapping[str, Any] = {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
+    written_anyway: Mapping[str, Any] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
     def check_routing(self, config: Config) -> None:
-        # SGLang routes by sigmoid with a bias only if this key says so; Hugging Face's DeepSeek-V3 always does.
-        require(config, "topk_method", "noaux_tc", "the twin's router is DeepSeek-V3's, with a correction bias")
+        # SGLang routes by sigmoid with a bias only if this key says so; Hugging Face's DeepSeek-V3 always does, and
+        # does not write the key (`missing_keys`).
+        reason = "the twin's router is DeepSeek-V3's, with a correction bias"
+        require(config, "topk_method", "noaux_tc", reason, default="noaux_tc")
         require(config, "scoring_func", "sigmoid", "the twin's router is DeepSeek-V3's", default="sigmoid")
 
     def has_correction_bias(self, config: Config) -> bool:

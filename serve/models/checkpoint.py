@@ -1,8 +1,8 @@
 """The tensors of a config's checkpoint, under the names that the hub uses.
 
-A checkpoint stores routed experts as one matrix per expert and projection
-(`model.layers.1.mlp.experts.0.gate_proj.weight`), though transformers 5 and SGLang fuse them in memory. Every other
-tensor has the name of its Hugging Face parameter.
+Names are transformers' (`Family.our_name`). Published checkpoints store routed experts as one matrix per expert and
+projection (`model.layers.1.mlp.experts.0.gate_proj.weight`), though transformers 5 and SGLang fuse them in memory;
+transformers 5 can also write them fused. Every other tensor has the name of its Hugging Face parameter.
 """
 
 from __future__ import annotations
@@ -46,16 +46,33 @@ class ParameterCount:
 
 
 def checkpoint_tensors(config: Mapping[str, Any]) -> Iterator[CheckpointTensor]:
-    """Every tensor of the checkpoint. Raises UnknownNameError for a family that is not known."""
-    family = family_for(config)
+    """Every tensor of the checkpoint, with a matrix per expert. Raises UnknownNameError for an unknown family."""
     yield from dense_tensors(config)
+    for layer in family_for(config).moe_layers(config):
+        yield from expert_tensors(config, layer)
+
+
+def expert_tensors(config: Mapping[str, Any], layer: int) -> Iterator[CheckpointTensor]:
+    """The routed experts of a layer as published checkpoints store them."""
+    family = family_for(config)
     num_experts, hidden, intermediate = family.expert_shape(config)
-    for layer in family.moe_layers(config):
-        for expert in range(num_experts):
-            prefix = f"{family.expert_prefix(layer)}.{expert}"
-            for projection in ("gate_proj", "up_proj"):
-                yield CheckpointTensor(f"{prefix}.{projection}.weight", (intermediate, hidden), is_routed_expert=True)
-            yield CheckpointTensor(f"{prefix}.down_proj.weight", (hidden, intermediate), is_routed_expert=True)
+    for expert in range(num_experts):
+        prefix = f"{family.expert_prefix(layer)}.{expert}"
+        for projection in ("gate_proj", "up_proj"):
+            yield CheckpointTensor(f"{prefix}.{projection}.weight", (intermediate, hidden), is_routed_expert=True)
+        yield CheckpointTensor(f"{prefix}.down_proj.weight", (hidden, intermediate), is_routed_expert=True)
+
+
+def fused_expert_tensors(config: Mapping[str, Any], layer: int) -> tuple[CheckpointTensor, CheckpointTensor]:
+    """The routed experts of a layer as transformers 5 holds them: gate and up [E, 2 I, H], down [E, H, I]."""
+    family = family_for(config)
+    prefix = family.expert_prefix(layer)
+    num_experts, hidden, intermediate = family.expert_shape(config)
+    both, down = (num_experts, 2 * intermediate, hidden), (num_experts, hidden, intermediate)
+    return (
+        CheckpointTensor(f"{prefix}.gate_up_proj", both, is_routed_expert=True),
+        CheckpointTensor(f"{prefix}.down_proj", down, is_routed_expert=True),
+    )
 
 
 def dense_tensors(config: Mapping[str, Any]) -> Iterator[CheckpointTensor]:

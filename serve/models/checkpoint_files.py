@@ -6,15 +6,22 @@ Of the weights only the safetensors headers are read. Every error names the file
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kt_runtime.checkpoint_file import Entry, read_header, read_json
 from kt_runtime.errors import CheckpointError
+from kt_runtime.families.base import Family
 from kt_runtime.families.quantization import METHODS, Quantization, StoredTensor, quantization_of
 from kt_runtime.families.registry import family_for
-from kt_runtime.serve.models.checkpoint import CheckpointTensor, checkpoint_tensors
+from kt_runtime.serve.models.checkpoint import (
+    CheckpointTensor,
+    dense_tensors,
+    expert_tensors,
+    fused_expert_tensors,
+)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -22,12 +29,38 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".msgpack", ".h5", ".onnx")
 FOREIGN_SETTINGS = ("hf_quant_config.json", "quant_model_description.json")
 PLAIN = ("BF16", "F16", "F32")
-Found = Mapping[str, tuple[str, Entry]]
-"""The checkpoint's tensors: name → shard, entry of its header."""
+FUSED_SCALES = "_scale_inv"  # after the name of fused experts in fp8
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAt:
+    """A tensor of the checkpoint: its file, its name there, its entry in the file's header."""
+
+    shard: str
+    name: str
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTypes:
+    """The dtypes of the tensors that are not quantized, as safetensors spells them; of the router's correction bias
+    none, which stays as it is."""
+
+    dense: frozenset[str]
+    experts: frozenset[str]
+
+
+Found = Mapping[str, StoredAt]
+"""The checkpoint's tensors by transformers' names."""
 
 
 def check_checkpoint(directory: Path) -> dict[str, Any]:
-    """Returns the content of config.json.
+    """Returns the content of config.json. Raises as `checked_checkpoint`."""
+    return checked_checkpoint(directory)[0]
+
+
+def checked_checkpoint(directory: Path) -> tuple[dict[str, Any], PlainTypes]:
+    """The content of config.json, and the types of the weights.
 
     Raises CheckpointError for missing, truncated or foreign files, UnknownNameError for an unknown model family or
     quantization, and InvalidValueError for a config that serving and training would compute differently.
@@ -36,8 +69,7 @@ def check_checkpoint(directory: Path) -> dict[str, Any]:
     check_quantization(directory, config)
     family_for(config).check(config)
     check_tokenizer(directory)
-    check_weights(directory, config)
-    return config
+    return config, check_weights(directory, config)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -68,40 +100,62 @@ def check_tokenizer(directory: Path) -> None:
         raise CheckpointError(f"{directory}: no tokenizer; looked for {', '.join(TOKENIZER_FILES)}")
 
 
-def check_weights(directory: Path, config: Mapping[str, Any]) -> None:
-    found: dict[str, tuple[str, Entry]] = {}
-    weight_map, shards = _shards(directory)
-    for shard in shards:
-        for name, entry in read_header(directory / shard).items():
-            found[name] = (shard, entry)
-    for name, shard in weight_map.items():
-        if name not in found or found[name][0] != shard:
-            raise CheckpointError(f"{directory / INDEX}: says that {name!r} is in {shard}, but it is not there")
+def check_weights(directory: Path, config: Mapping[str, Any]) -> PlainTypes:
+    found = _found(directory, family_for(config))
     quantization = quantization_of(config)
     if quantization is None:
         _check_dtypes(directory, found)
-    missing = []
-    for tensor in checkpoint_tensors(config):
+    missing: list[str] = []
+    plain: dict[bool, set[str]] = {False: set(), True: set()}
+    for tensor in _expected(config, found):
         is_quantized = quantization is not None and _is_quantized(tensor, quantization, found)
         expected = _quantized(tensor, quantization) if quantization is not None and is_quantized else _plain(tensor)
         for name, stored in expected.items():
             if name in found:
-                _check_tensor(directory, found[name], name, stored)
+                _check_tensor(directory, found[name], stored)
             elif not stored.is_optional:
-                missing.append(name)
+                missing.append(family_for(config).stored_name(name))
+        if not is_quantized and tensor.dtype != "F32" and tensor.name in found:
+            plain[tensor.is_routed_expert].add(found[tensor.name].entry.dtype)
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"{directory}: the weights lack {', '.join(missing[:3])}{more}")
+    return PlainTypes(dense=frozenset(plain[False]), experts=frozenset(plain[True]))
+
+
+def _found(directory: Path, family: Family) -> dict[str, StoredAt]:
+    found: dict[str, StoredAt] = {}
+    weight_map, shards = _shards(directory)
+    left = dict(weight_map)
+    for shard in shards:
+        for name, entry in read_header(directory / shard).items():
+            if left.get(name) == shard:
+                del left[name]
+            other = found.setdefault(family.our_name(name), StoredAt(shard, name, entry))
+            if other.name != name:
+                raise CheckpointError(f"{directory / shard}: {name!r} and {other.name!r} are one tensor of the model")
+    for name, shard in left.items():
+        raise CheckpointError(f"{directory / INDEX}: says that {name!r} is in {shard}, but it is not there")
+    return found
+
+
+def _expected(config: Mapping[str, Any], found: Found) -> Iterator[CheckpointTensor]:
+    yield from dense_tensors(config)
+    for layer in family_for(config).moe_layers(config):
+        fused = fused_expert_tensors(config, layer)
+        yield from fused if any(tensor.name in found for tensor in fused) else expert_tensors(config, layer)
 
 
 def _is_quantized(tensor: CheckpointTensor, quantization: Quantization, found: Found) -> bool:
     """Whether the tensor is stored in `quantization`; many checkpoints leave some matrices unquantized."""
-    if len(tensor.shape) != 2 or (tensor.name in found and found[tensor.name][1].dtype in PLAIN):
+    if len(tensor.shape) == 1 or (tensor.name in found and found[tensor.name].entry.dtype in PLAIN):
         return False
     return any(name in found for name in _quantized(tensor, quantization))
 
 
 def _quantized(tensor: CheckpointTensor, quantization: Quantization) -> dict[str, StoredTensor]:
+    if len(tensor.shape) == 3:
+        return _quantized_fused(tensor, quantization)
     module = tensor.name.removesuffix(".weight")
     try:
         stored = quantization.stored(tensor.shape)
@@ -110,34 +164,46 @@ def _quantized(tensor: CheckpointTensor, quantization: Quantization) -> dict[str
     return {f"{module}.{part}": entry for part, entry in stored.items()}
 
 
+def _quantized_fused(tensor: CheckpointTensor, quantization: Quantization) -> dict[str, StoredTensor]:
+    """transformers' fused experts can be in fp8 only, each expert's blocks of 128 x 128 apart."""
+    experts, *shape = tensor.shape
+    if quantization.method != "fp8":
+        raise CheckpointError(
+            f"{tensor.name!r}: fused experts are read in {', '.join(PLAIN)} and fp8, not in {quantization.method}"
+        )
+    codes, scales = quantization.stored(tuple(shape)).values()
+    return {
+        tensor.name: StoredTensor(codes.dtypes, tensor.shape),
+        tensor.name + FUSED_SCALES: StoredTensor(scales.dtypes, (experts, *scales.shape)),
+    }
+
+
 def _plain(tensor: CheckpointTensor) -> dict[str, StoredTensor]:
-    dtypes = ("BF16",) if tensor.is_routed_expert else PLAIN
-    return {tensor.name: StoredTensor(dtypes, tensor.shape)}
+    return {tensor.name: StoredTensor(PLAIN, tensor.shape)}
 
 
-def _check_tensor(directory: Path, found: tuple[str, Entry], name: str, expected: StoredTensor) -> None:
-    shard, entry = found
+def _check_tensor(directory: Path, found: StoredAt, expected: StoredTensor) -> None:
+    path, name, entry = directory / found.shard, found.name, found.entry
     if entry.shape != expected.shape:
         raise CheckpointError(
-            f"{directory / shard}: {name!r} has shape {list(entry.shape)}, but by config.json {list(expected.shape)}"
+            f"{path}: {name!r} has shape {list(entry.shape)}, but by config.json {list(expected.shape)}"
         )
     if entry.dtype not in expected.dtypes:
-        raise CheckpointError(f"{directory / shard}: {name!r} is {entry.dtype}; allowed: {', '.join(expected.dtypes)}")
+        raise CheckpointError(f"{path}: {name!r} is {entry.dtype}; allowed: {', '.join(expected.dtypes)}")
 
 
 def _check_dtypes(directory: Path, found: Found) -> None:
     others: Counter[str] = Counter()
     example = {}
-    for name, (_, entry) in found.items():
-        is_bias = name.endswith("e_score_correction_bias")
-        if entry.dtype != "BF16" and not (is_bias and entry.dtype == "F32"):
-            others[entry.dtype] += 1
-            example[entry.dtype] = name
+    for tensor in found.values():
+        if tensor.entry.dtype not in PLAIN:
+            others[tensor.entry.dtype] += 1
+            example[tensor.entry.dtype] = tensor.name
     if others:
         dtype, count = others.most_common(1)[0]
         raise CheckpointError(
             f"{directory}: {count} tensors are {dtype}, such as {example[dtype]!r}; without a 'quantization_config' in"
-            " config.json all must be BF16"
+            f" config.json all must be one of {', '.join(PLAIN)}"
         )
 
 

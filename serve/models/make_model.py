@@ -14,6 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kt_runtime.errors import InvalidValueError
+from kt_runtime.families import family_for
 from kt_runtime.files import only_files, write_directory
 from kt_runtime.serve.models.checkpoint import CheckpointTensor, checkpoint_tensors
 from kt_runtime.serve.models.make_tokenizer import write_tokenizer
@@ -67,7 +69,7 @@ def make_model(
     def fill(temporary: Path) -> None:
         write_configs(temporary, chosen.config)
         write_tokenizer(temporary, chosen.config)
-        write_weights(temporary, list(checkpoint_tensors(chosen.config)), seed, progress)
+        write_weights(temporary, stored_tensors(chosen.config), seed, progress)
 
     write_directory(directory, fill, replace=CHECKPOINT_FILES if replace else None)
     return directory
@@ -77,6 +79,12 @@ def write_configs(directory: Path, config: Mapping[str, Any]) -> None:
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
     for name, content in (("config.json", dict(config)), ("generation_config.json", ids)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def stored_tensors(config: Mapping[str, Any]) -> list[CheckpointTensor]:
+    """Every tensor of the checkpoint by its published name."""
+    family = family_for(config)
+    return [replace(tensor, name=family.stored_name(tensor.name)) for tensor in checkpoint_tensors(config)]
 
 
 def write_weights(

@@ -10,7 +10,7 @@ from typing import Any
 from kt_runtime.errors import CheckpointError, NotFoundError
 from kt_runtime.families.base import Family
 from kt_runtime.families.registry import family_for
-from kt_runtime.serve.models.checkpoint_files import check_checkpoint
+from kt_runtime.serve.models.checkpoint_files import PlainTypes, checked_checkpoint
 from kt_runtime.serve.models.hub_cache import find_snapshot, is_hub_id, repository_directory, user_cache_directory
 from kt_runtime.serve.models.names import advice, download
 from kt_runtime.serve.models.presets import Preset, is_preset, load_preset
@@ -20,13 +20,15 @@ MODELS_VARIABLE = "KT_RUNTIME_MODELS"
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A validated checkpoint. `name`: its name at the server. `config`: the content of config.json."""
+    """A validated checkpoint. `name`: its name at the server. `config`: the content of config.json. `types`: of its
+    weights; None where nobody has looked."""
 
     name: str
     directory: Path
     config: dict[str, Any]
     family: Family
     preset: Preset | None
+    types: PlainTypes | None = None
 
 
 def models_directory() -> Path:
@@ -39,7 +41,7 @@ def models_directory() -> Path:
 def resolve_model(name_or_path: str | Path) -> ResolvedModel:
     """Finds and checks a model. A preset overrides a directory of the same name: write `./NAME` for the directory.
 
-    Raises NotFoundError listing every place searched, and the errors of `check_checkpoint` for a broken checkpoint.
+    Raises NotFoundError listing every place searched, and the errors of `checked_checkpoint` for a broken checkpoint.
     """
     text = str(name_or_path)
     preset = load_preset(text) if is_preset(text) else None
@@ -47,7 +49,7 @@ def resolve_model(name_or_path: str | Path) -> ResolvedModel:
     if directory is None:
         raise NotFoundError(not_found_message(text, preset, places))
     try:
-        config = check_checkpoint(directory)
+        config, types = checked_checkpoint(directory)
     except CheckpointError as error:
         if preset is not None and preset.note:
             raise CheckpointError(f"{error}. Of {preset.name}: {preset.note}") from error
@@ -55,7 +57,7 @@ def resolve_model(name_or_path: str | Path) -> ResolvedModel:
     name = (
         preset.name if preset is not None else text if is_hub_id(text) and not Path(text).is_dir() else directory.name
     )
-    return ResolvedModel(name, directory, config, family_for(config), preset)
+    return ResolvedModel(name, directory, config, family_for(config), preset, types)
 
 
 def find_preset(preset: Preset) -> Path | None:

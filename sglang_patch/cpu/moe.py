@@ -114,6 +114,7 @@ def _load_store(directory: Path) -> ExpertStore:
         num_threads=settings.expert_threads if settings else None,
         expert_format=settings.expert_format if settings else None,
         progress=LayersRead(_checkpoint_bytes(config, shape)),
+        rename=family.our_name,
     )
 
 

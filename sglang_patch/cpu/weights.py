@@ -4,6 +4,8 @@ Symbols (SGLang 0.5.23): `model_loader.weight_utils.safetensors_weights_iterator
 `.buffered_multi_thread_safetensors_weights_iterator`. Reason: SGLang's iterators read whole files, for a large MoE
 model a terabyte, which must not be read twice. And SGLang warns about every tensor without a parameter.
 
+Layers after the model's last one, for multi-token prediction (MTP), are read past, and the log says so.
+
 Quantized matrices are dequantized one by one while loading. `arguments.py` tells SGLang that the checkpoint is not
 quantized, so SGLang creates plain linear layers. The training twin and LoRA share these layers. Plain layers also need
 no quantized kernels, which SGLang's wheel does not have for CPUs.
@@ -13,13 +15,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kt_runtime.experts.dequantize import plain_tensors
+from kt_runtime.families import family_for
+from kt_runtime.families.base import integer
 from kt_runtime.families.quantization import quantization_of
 from kt_runtime.resident import progress
 from kt_runtime.sglang_patch.cpu.moe import keeps_experts_in_store, model_config
@@ -30,6 +34,7 @@ SYMBOLS = (
     "sglang.srt.model_loader.weight_utils.buffered_multi_thread_safetensors_weights_iterator",
 )
 ROUTED_EXPERT = re.compile(r"\.mlp\.experts\.")
+LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def install(hooks: Hooks) -> None:
@@ -38,17 +43,34 @@ def install(hooks: Hooks) -> None:
 
 
 def dense_tensors(
-    files: Iterable[str], dtype: torch.dtype, gptq_zero_offset: int = 1
+    files: Iterable[str], dtype: torch.dtype, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every tensor but the routed experts, in the order of the files.
+    """(name, tensor) of every tensor but the routed experts, in the order of the files, by the published names.
 
-    A quantized matrix is dequantized to `dtype`; every other tensor keeps its stored dtype.
+    `config`: the content of config.json. A quantized matrix is dequantized to `dtype`; every other tensor keeps its
+    stored dtype, which SGLang converts.
     """
-    return plain_tensors(files, dtype, _is_dense, gptq_zero_offset=gptq_zero_offset)
+    family, num_layers = family_for(config), integer(config, "num_hidden_layers")
+    quantization = quantization_of(config)
+    zero_offset = 1 if quantization is None else quantization.stored_zero_offset
+    past: set[str] = set()
 
+    def is_read(name: str) -> bool:
+        ours = family.our_name(name)
+        layer = LAYER.match(ours)
+        if layer is not None and int(layer[1]) >= num_layers:
+            past.add(name)
+            return False
+        return ROUTED_EXPERT.search(ours) is None
 
-def _is_dense(name: str) -> bool:
-    return ROUTED_EXPERT.search(name) is None
+    for name, tensor in plain_tensors(files, dtype, is_read, gptq_zero_offset=zero_offset):
+        yield family.stored_name(family.our_name(name)), tensor
+    if past:
+        progress.logger.info(
+            "read past %d tensors behind the last layer, such as %s: multi-token prediction (MTP) is not served",
+            len(past),
+            min(past),
+        )
 
 
 def _without_experts(original: Any, hf_weights_files: list[str], *args: Any, **kwargs: Any) -> Any:
@@ -60,5 +82,4 @@ def _without_experts(original: Any, hf_weights_files: list[str], *args: Any, **k
     )
     # SGLang's own config has no quantization, because of `arguments.NOT_QUANTIZED`.
     content = json.loads((Path(config.model_path) / "config.json").read_text(encoding="utf-8"))
-    quantization = quantization_of(content)
-    return dense_tensors(hf_weights_files, config.dtype, 1 if quantization is None else quantization.stored_zero_offset)
+    return dense_tensors(hf_weights_files, config.dtype, content)

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from kt_runtime.families import family_for
+from kt_runtime.sglang_patch.arguments import config_options
 
 ARGUMENTS = (
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "kt_cpu", "--disable-overlap-schedule"),
@@ -166,9 +167,8 @@ def engine(model: Path, *options: str, **store: Any) -> Iterator[Engine]:
 
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     targets = family_for(config).sglang_lora_targets(config)
-    arguments = prepare_server_args(
-        ["--model-path", str(model), *ARGUMENTS, *options, "--lora-target-modules", *sorted(targets)]
-    )
+    seen = [*ARGUMENTS, *config_options(config), *options]
+    arguments = prepare_server_args(["--model-path", str(model), *seen, "--lora-target-modules", *sorted(targets)])
     arguments.resolve_once()
     reset_context()
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))

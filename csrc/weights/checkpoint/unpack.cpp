@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/bf16.h"
+#include "base/fp16.h"
 #include "base/fp8.h"
 
 namespace kt {
@@ -45,6 +46,12 @@ int64_t first_fp8_nan(const uint8_t* values, int64_t count) {
     }
   }
   return -1;
+}
+
+void narrow_to_bf16(const void* values, int64_t wide, int64_t count, uint16_t* bf16) {
+  const auto* halves = static_cast<const uint16_t*>(values);
+  const auto* floats = static_cast<const float*>(values);
+  for (int64_t i = 0; i < count; ++i) bf16[i] = float_to_bf16(wide == 2 ? fp16_to_float(halves[i]) : floats[i]);
 }
 
 void unpack_nibbles(const uint8_t* packed, int64_t count, uint8_t* codes) {

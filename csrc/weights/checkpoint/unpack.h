@@ -1,4 +1,5 @@
-// Codes as checkpoints pack them -> one byte a code; and the search for values that are not numbers.
+// Codes as checkpoints pack them -> one byte a code; plain values -> bfloat16; the search for values that are not
+// numbers.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +10,10 @@ namespace kt {
 int64_t first_not_finite(const uint16_t* bf16, int64_t count);
 // Index of the first NaN of e4m3; -1: none.
 int64_t first_fp8_nan(const uint8_t* values, int64_t count);
+
+// float16 and float32 -> bfloat16, rounded to nearest even. `wide`: bytes of a value, 2 or 4. Values that are not
+// finite, or become so, stay for `first_not_finite` to find.
+void narrow_to_bf16(const void* values, int64_t wide, int64_t count, uint16_t* bf16);
 
 // `count` nibbles, low first.
 void unpack_nibbles(const uint8_t* packed, int64_t count, uint8_t* codes);

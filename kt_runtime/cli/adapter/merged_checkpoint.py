@@ -25,6 +25,7 @@ from kt_runtime.checkpoint_file import read_header
 from kt_runtime.cli.adapter.export_record import RECORD_FILE, record_of
 from kt_runtime.errors import CheckpointError, ConflictError, InvalidValueError
 from kt_runtime.experts.dequantize import CODES, PARTS, plain_tensors
+from kt_runtime.families import family_for
 from kt_runtime.families.quantization import CONFIG_KEYS, quantization_of
 from kt_runtime.files import write_directory
 from kt_runtime.serve.memory.plan import format_bytes
@@ -80,13 +81,14 @@ def write_merged(
     places = plan(files, dtype, shard_bytes)
     total_bytes = sum(place.num_bytes for place in places.values())
     _check_disk(path, total_bytes + _RESERVE_BYTES)
-    merger = Merger(adapter)
+    merger, family = Merger(adapter), family_for(config)
     zero_offset = quantization.stored_zero_offset if quantization is not None else 1
     tensors = plain_tensors([str(file) for file in files], torch.float32, gptq_zero_offset=zero_offset)
 
     def fill(directory: Path) -> None:
         _copy_others(base, directory, config, dtype)
-        _write_tensors(directory, places, tensors, merger, progress)
+        named = ((name, family.our_name(name), tensor) for name, tensor in tensors)
+        _write_tensors(directory, places, named, merger, progress)
         if merger.left:
             raise CheckpointError(f"{base}: has no {min(merger.left)!r}, which the adapter changes")
         (directory / RECORD_FILE).write_bytes(record_of(entry.name for entry in directory.iterdir()))
@@ -175,15 +177,16 @@ def _copy_others(base: Path, directory: Path, config: Mapping[str, Any], dtype: 
 def _write_tensors(
     directory: Path,
     places: Mapping[str, Place],
-    tensors: Iterator[tuple[str, torch.Tensor]],
+    tensors: Iterator[tuple[str, str, torch.Tensor]],
     merger: Merger,
     progress: Progress | None,
 ) -> None:
+    """`tensors`: name in the file, transformers' name, values."""
     total_bytes, done_bytes = sum(place.num_bytes for place in places.values()), 0
     written: set[str] = set()
     with _Shards(directory, places) as shards:
-        for name, tensor in tensors:
-            shards.write(places[name], _converted(name, tensor, places[name], merger))
+        for name, ours, tensor in tensors:
+            shards.write(places[name], _converted(ours, tensor, places[name], merger))
             written.add(name)
             done_bytes += places[name].num_bytes
             if progress is not None:

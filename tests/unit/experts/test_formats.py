@@ -232,10 +232,26 @@ def every(suffix: str, change: Callable[[Tensor], Tensor]) -> Spoil:
 
 
 TENSOR_FAULTS = [
-    ("bf16", put("0.gate_proj.weight", torch.zeros(256, 128)), r"gate_proj.weight' has dtype F32, expected BF16"),
-    ("bf16", put("0.gate_proj.weight", torch.zeros(256, 128).half()), r"has dtype F16, .*supported: bfloat16, fp8"),
-    ("bf16", put("0.gate_proj.weight_scale_inv", torch.ones(2, 1)), r"weight_scale_inv' is a scale, but .* is BF16"),
-    ("bf16_fused", put("gate_up_proj", torch.zeros(2, 512, 128)), r"gate_up_proj' has dtype F32, expected BF16 or"),
+    (
+        "bf16",
+        put("0.gate_proj.weight", torch.zeros(256, 128).double()),
+        r"gate_proj.weight' has dtype F64, expected BF",
+    ),
+    (
+        "bf16",
+        put("0.gate_proj.weight", torch.zeros(256, 128).int()),
+        r"dtype I32, .*supported: bfloat16, float16, float3",
+    ),
+    (
+        "bf16",
+        put("0.gate_proj.weight_scale_inv", torch.ones(2, 1)),
+        r"weight_scale_inv' is a scale, but .* not quantized",
+    ),
+    (
+        "bf16_fused",
+        put("gate_up_proj", torch.zeros(2, 512, 128).double()),
+        r"gate_up_proj' has dtype F64, expected BF16, F",
+    ),
     ("bf16_fused", put("down_proj", torch.zeros(2, 128, 255).bfloat16()), r"down_proj' has shape \[2, 128, 255\]"),
     ("fp8", bits("1.up_proj.weight", (255, 127), 0x7F), r"1.up_proj.weight' holds NaN at element 32767"),
     ("fp8", bits("1.up_proj.weight", (0, 3), 0xFF), r"1.up_proj.weight' holds NaN at element 3"),

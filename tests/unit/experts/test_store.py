@@ -245,11 +245,11 @@ def reshape(tensors: dict[str, Tensor]) -> None:
 
 
 def retype(tensors: dict[str, Tensor]) -> None:
-    tensors[f"{KEY}.0.gate_proj.weight"] = torch.zeros(24, 40)
+    tensors[f"{KEY}.0.gate_proj.weight"] = torch.zeros(24, 40, dtype=torch.float64)
 
 
 def retype_other(tensors: dict[str, Tensor]) -> None:
-    tensors[f"{KEY}.2.up_proj.weight"] = torch.zeros(24, 40)
+    tensors[f"{KEY}.2.up_proj.weight"] = torch.zeros(24, 40, dtype=torch.float64)
 
 
 def empty(tensors: dict[str, Tensor]) -> None:
@@ -266,8 +266,8 @@ def poison(tensors: dict[str, Tensor]) -> None:
     [
         (drop, r"tensor 'model.layers.1.mlp.experts.1.up_proj.weight' is missing"),
         (reshape, r"1.up_proj.weight' has shape \[24, 41\], expected \[24, 40\]"),
-        (retype, r"0.gate_proj.weight' has dtype F32, expected BF16, F8_E4M3 or I8; supported: bfloat16, fp8"),
-        (retype_other, r"2.up_proj.weight' has dtype F32, expected BF16"),
+        (retype, r"0.gate_proj.weight' has dtype F64, expected BF16, F16, F32, F8_E4M3 or I8; supported: bfloat16"),
+        (retype_other, r"2.up_proj.weight' has dtype F64, expected BF16"),
         (empty, r"no experts under 'model.layers.1.mlp.experts': tensor '.*0.gate_proj.weight' is missing"),
         (poison, r"2.down_proj.weight' holds NaN or Inf at element 959"),
     ],

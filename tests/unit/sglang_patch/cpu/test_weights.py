@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.sglang_patch.cpu.weights import dense_tensors
 
 
+def config_of(directory: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return content
+
+
 def test_routed_experts_are_left_out_and_nothing_else(tmp_path: Path) -> None:
     make_model("tiny-deepseek-v3", tmp_path / "model", seed=0)
     files = sorted(str(path) for path in (tmp_path / "model").glob("*.safetensors"))
@@ -22,7 +28,7 @@ def test_routed_experts_are_left_out_and_nothing_else(tmp_path: Path) -> None:
         with safe_open(file, framework="pt") as opened:
             expected |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     experts = {name for name in expected if ".mlp.experts." in name}
-    found = dict(dense_tensors(files, torch.float32))
+    found = dict(dense_tensors(files, torch.float32, config_of(tmp_path / "model")))
     assert experts
     assert any("shared_experts" in name for name in found)
     assert set(found) == set(expected) - experts
@@ -36,7 +42,7 @@ def test_quantized_tensors_come_as_if_they_had_never_been_quantized(tmp_path: Pa
     with safe_open(plain / "model.safetensors", framework="pt") as opened:
         expected = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     files = sorted(str(path) for path in quantized.glob("*.safetensors"))
-    found = dict(dense_tensors(files, torch.float32))
+    found = dict(dense_tensors(files, torch.float32, config_of(quantized)))
     assert set(found) == {name for name in expected if ".mlp.experts." not in name}
     assert all(torch.equal(found[name].float(), expected[name]) for name in found)
     assert found["model.layers.0.self_attn.o_proj.weight"].dtype == torch.float32
