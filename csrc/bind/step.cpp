@@ -34,9 +34,13 @@ class Tensors {
     return read(name, shape, dtype_, written);
   }
   TensorView read(const std::string& name, const std::vector<int64_t>& shape, DType dtype, bool written = false) const {
+    return read(name, shape, std::vector<DType>{dtype}, written);
+  }
+  TensorView read(const std::string& name, const std::vector<int64_t>& shape, const std::vector<DType>& dtypes,
+                  bool written = false) const {
     const std::string full = prefix_ + name;
     return view_of(named_[name.c_str()],
-                   {.name = full.c_str(), .dtypes = {dtype}, .shape = shape, .contiguous = true, .written = written});
+                   {.name = full.c_str(), .dtypes = dtypes, .shape = shape, .contiguous = true, .written = written});
   }
   TensorView optional(const std::string& name, const std::vector<int64_t>& shape) const {
     return has(name) ? (*this)(name, shape) : TensorView{};
@@ -55,6 +59,12 @@ class Tensors {
 };
 
 [[noreturn]] void fail(const std::string& what) { throw BindError{"invalid_value", what}; }
+
+// The router's matrix is multiplied in float32 where experts are chosen in groups; SGLang keeps GLM's so.
+std::vector<DType> gate_types(const Stack& stack) {
+  if (!stack.groups || stack.dtype() == DType::kF32) return {stack.dtype()};
+  return {stack.dtype(), DType::kF32};
+}
 
 // A layer of the table.
 class LayerReader {
@@ -88,20 +98,34 @@ class LayerReader {
   int64_t key_size(int dim) const { return stack_.layers.empty() ? -1 : stack_.keys().shape[dim]; }
 
   GroupedQuery grouped_query(const Tensors& tensor) const {
-    const int64_t size = stack_.angles.shape[1], hidden = stack_.hidden(), heads = stack_.heads;
+    const int64_t rotated = stack_.angles.shape[1], hidden = stack_.hidden(), heads = stack_.heads;
     GroupedQuery attention;
-    attention.keys = tensor("keys", {key_size(0), key_size(1), size}, true);
-    const int64_t key_heads = attention.keys.shape[1];
+    attention.keys = tensor("keys", {key_size(0), key_size(1), key_size(2)}, true);
+    const int64_t key_heads = attention.keys.shape[1], size = attention.keys.shape[2];
+    if (size < rotated) {
+      fail(tensor.prefix() + "keys has heads of " + std::to_string(size) + " elements; angles turn " +
+           std::to_string(rotated));
+    }
     if (key_heads < 1 || heads % key_heads != 0) {
       fail("heads is " + std::to_string(heads) + "; must be a multiple of the key heads, " + std::to_string(key_heads));
     }
     attention.values = tensor("values", {attention.keys.shape[0], key_heads, size}, true);
-    attention.query_norm = tensor("query_norm", {size});
-    attention.key_norm = tensor("key_norm", {size});
     const int64_t queries = heads * size, keys = key_heads * size;
+    attention.query_norm = norm(tensor, "query_norm", size, queries);
+    attention.key_norm = norm(tensor, "key_norm", size, keys);
     attention.qkv = linear(tensor, "qkv", hidden, {queries, queries + keys, queries + 2 * keys});
     attention.out = linear(tensor, "out", queries, {hidden});
     return attention;
+  }
+
+  // Of each head, or of `all` elements together; absent if it is None.
+  TensorView norm(const Tensors& tensor, const std::string& name, int64_t size, int64_t all) const {
+    const TensorView weight = tensor.optional(name, {-1});
+    if (weight.present() && weight.shape[0] != size && weight.shape[0] != all) {
+      fail(tensor.prefix() + name + " has shape [" + std::to_string(weight.shape[0]) + "]; expected [" +
+           std::to_string(size) + "] or [" + std::to_string(all) + "]");
+    }
+    return weight;
   }
 
   Latent latent(const Tensors& tensor) const {
@@ -142,7 +166,7 @@ class LayerReader {
            std::to_string(hidden));
     }
     if (stack_.groups) check_groups(tensor.prefix(), *stack_.groups, shape.num_experts);
-    routed.gate = tensor("gate", {shape.num_experts, hidden});
+    routed.gate = tensor.read("gate", {shape.num_experts, hidden}, gate_types(stack_));
     if (tensor.has("bias")) routed.bias = tensor.read("bias", {shape.num_experts}, DType::kF32);
     std::tie(routed.gate_up_a, routed.gate_up_b) =
         pair("gate_up", {shape.num_experts, 2 * rank, hidden}, {shape.num_experts, 2 * shape.intermediate, rank});

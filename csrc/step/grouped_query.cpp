@@ -14,9 +14,11 @@ TensorView attended_by(StepWork& work, const GroupedQuery& layer) {
   return work.rows.matrix(RowsOf::kAttended, work.stack.dtype(), layer.out.weight.shape[1]);
 }
 
-// Norms and rotates each token's queries and keys, and copies keys and values to the token's slot.
+// Norms and rotates each token's queries and keys, and copies keys and values to the token's slot. A norm as wide as
+// all heads together sees them as one row. Of a head, the elements behind the rotary embedding's stay as they are.
 void place_heads(StepWork& work, const GroupedQuery& layer, const TensorView& qkv) {
   const int64_t heads = work.stack.heads, key_heads = layer.keys.shape[1], size = layer.keys.shape[2];
+  const int64_t rotated = work.stack.angles.shape[1];
   const bool bf16 = qkv.dtype == DType::kBf16;
   const auto kv_bytes = static_cast<size_t>(key_heads * size * dtype_bytes(qkv.dtype));
   const Dense& kernels = work.engine.kernels();
@@ -24,20 +26,23 @@ void place_heads(StepWork& work, const GroupedQuery& layer, const TensorView& qk
     for (int64_t t = first; t < first + count; ++t) {
       void* keys = element_of(qkv, t, heads * size);
       const auto turn = [&](void* rows, int64_t num_heads, const TensorView& weight) {
-        const RowMajor x{rows, size, bf16};
-        kernels.normalise({.first_row = 0,
-                           .rows = num_heads,
-                           .cols = size,
-                           .x = x,
-                           .residual = {},
-                           .total = {},
-                           .y = x,
-                           .weight = weight.data,
-                           .epsilon = work.stack.epsilon,
-                           .inverse = nullptr});
+        if (weight.present()) {
+          const int64_t cols = weight.shape[0];
+          const RowMajor x{rows, cols, bf16};
+          kernels.normalise({.first_row = 0,
+                             .rows = num_heads * size / cols,
+                             .cols = cols,
+                             .x = x,
+                             .residual = {},
+                             .total = {},
+                             .y = x,
+                             .weight = weight.data,
+                             .epsilon = work.stack.epsilon,
+                             .inverse = nullptr});
+        }
         kernels.rotate({.heads = num_heads,
-                        .half = size / 2,
-                        .x = x,
+                        .half = rotated / 2,
+                        .x = {rows, size, bf16},
                         .angles = work.angles_of(t),
                         .interleaved = work.stack.interleaved});
       };

@@ -24,10 +24,10 @@ struct StackLinear {
   LowRankPool lora;
 };
 
-// Grouped-query attention with norms on each head's queries and keys.
+// Grouped-query attention. The rotary embedding turns the first elements of each head, as many as `angles` has columns.
 struct GroupedQuery {
   StackLinear qkv;                  // [(N + 2 K) D, H]: queries, keys, values; three parts for LoRA
-  TensorView query_norm, key_norm;  // [D]
+  TensorView query_norm, key_norm;  // [D], of each head, or [N D] and [K D], of all together; may be absent
   TensorView keys, values;          // [S, K, D]
   StackLinear out;                  // [H, N D]
 };
@@ -61,7 +61,7 @@ struct GatedMlp {
 };
 
 struct RoutedExperts {
-  TensorView gate;                     // [E, H]
+  TensorView gate;                     // [E, H]; where experts are chosen in groups perhaps in float32
   TensorView bias;                     // [E] float32, of the choice in groups; may be absent
   std::shared_ptr<ExpertLayer> layer;  // null: there are none
   TensorView gate_up_a, gate_up_b;     // LoRA: [L, E, 2 R, H], [L, E, 2 I, R]: gate from row 0, up from row R and row I
@@ -89,7 +89,7 @@ struct Stack {
   bool interleaved;                      // the rotary embedding turns adjacent elements
   int64_t lora_slots, lora_rank;         // L, R; 0 without a pool
   TensorView embedding;                  // [V, H]
-  TensorView angles;                     // [P, D], or [P, rope]: of each position the cosines, then the sines
+  TensorView angles;                     // [P, rope], rope <= D: of each position the cosines, then the sines
   TensorView final_norm;                 // [H]
   std::vector<StackLayer> layers;        // at least one
 

@@ -24,12 +24,15 @@ from kt_runtime.experts.native import capsule, resolve_isa, steps, translated_er
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedQuery:
-    """`qkv` [(N + 2 K) D, H], `out` [H, N D] and their biases; norms [D]; `keys` and `values` [S, K, D]."""
+    """`qkv` [(N + 2 K) D, H], `out` [H, N D] and their biases; `keys` and `values` [S, K, D].
+
+    Norms: [D] for each head, [N D] and [K D] for all heads at once, or None.
+    """
 
     qkv: Tensor
     qkv_bias: Tensor | None
-    query_norm: Tensor
-    key_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
     keys: Tensor
     values: Tensor
     out: Tensor
@@ -64,7 +67,7 @@ class GatedMlp:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedExperts:
-    """`gate` [E, H]; `bias` [E] float32, of the choice in groups."""
+    """`gate` [E, H], perhaps in float32 where experts are chosen in groups; `bias` [E] float32, of that choice."""
 
     gate: Tensor
     bias: Tensor | None

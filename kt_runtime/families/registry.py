@@ -5,9 +5,12 @@ from __future__ import annotations
 from kt_runtime.errors import UnknownNameError
 from kt_runtime.families.base import Config, Family
 from kt_runtime.families.deepseek import DeepseekV2, DeepseekV3
+from kt_runtime.families.glm4_moe import Glm4Moe
+from kt_runtime.families.mixtral import Mixtral
+from kt_runtime.families.olmoe import Olmoe
 from kt_runtime.families.qwen3_moe import Qwen3Moe
 
-FAMILIES: tuple[Family, ...] = (Qwen3Moe(), DeepseekV2(), DeepseekV3())
+FAMILIES: tuple[Family, ...] = (Qwen3Moe(), DeepseekV2(), DeepseekV3(), Mixtral(), Olmoe(), Glm4Moe())
 
 
 def family_for(config: Config) -> Family:

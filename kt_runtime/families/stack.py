@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GroupedQuery:
-    """Grouped-query attention with norms on each head's queries and keys. `qkv`: queries, keys and values, fused."""
+    """Grouped-query attention. `qkv`: queries, keys and values, fused. The norms are of each head's queries and keys,
+    or, if they are as wide as all heads together, of all that a token has."""
 
     qkv: str
     qkv_bias: str | None
-    query_norm: str
-    key_norm: str
+    query_norm: str | None
+    key_norm: str | None
     out: str
     out_bias: str | None
 

@@ -80,8 +80,8 @@ class _Tensors:
         return GroupedQuery(
             qkv=self[names.qkv],
             qkv_bias=self.optional(names.qkv_bias),
-            query_norm=self[names.query_norm],
-            key_norm=self[names.key_norm],
+            query_norm=self.optional(names.query_norm),
+            key_norm=self.optional(names.key_norm),
             keys=keys,
             values=values,
             out=self[names.out],

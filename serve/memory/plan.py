@@ -184,7 +184,8 @@ def cached_numbers_per_token(config: Mapping[str, Any]) -> int:
         head_dim = integer(config, "head_dim")
     else:
         head_dim = integer(config, "hidden_size") // integer(config, "num_attention_heads")
-    return layers * 2 * integer(config, "num_key_value_heads") * head_dim
+    key_heads = "num_attention_heads" if config.get("num_key_value_heads") is None else "num_key_value_heads"
+    return layers * 2 * integer(config, key_heads) * head_dim
 
 
 def lora_parameters(config: Mapping[str, Any], shape: ServingShape) -> tuple[int, int]:
@@ -259,7 +260,8 @@ def _activation_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
     if shape.training_sessions == 0:
         return 0
     hidden, tokens = integer(config, "hidden_size"), shape.training_tokens
-    expert_rows = integer(config, "num_experts_per_tok") * integer(config, "moe_intermediate_size")
+    family = family_for(config)
+    expert_rows = family.num_experts_per_tok(config) * family.expert_intermediate(config)
     attention_rows = integer(config, "num_attention_heads") * tokens + 8 * hidden
     layer = tokens * (attention_rows + 4 * expert_rows + 4 * hidden) * 4
     checkpoints = integer(config, "num_hidden_layers") * tokens * hidden * shape.activation_bytes

@@ -28,8 +28,12 @@ class Served:
 SERVED = (
     Served(r"deepseek-(v3|v3-0324|v3-base|v3\.1(-base|-terminus)?|r1|r1-0528|r1-zero)", "deepseek-ai", "DeepSeek-V3"),
     Served(r"deepseek-(coder-)?v2(\.5)?(-.*)?", "deepseek-ai", "DeepSeek-V2-Lite"),
+    Served(r"glm-4\.5-air(-base)?", "zai-org", "GLM-4.5-Air"),
+    Served(r"glm-4\.[567](-base)?", "zai-org", "GLM-4.5"),
     Served(r"kimi-k2-thinking", "moonshotai", "Kimi-K2-Thinking"),
     Served(r"kimi-k2-(base|instruct)(-0905)?", "moonshotai", "Kimi-K2"),
+    Served(r"mixtral-8x(7|22)b(-instruct)?-v0\.1", "mistralai", "Mixtral-8x7B"),
+    Served(r"olmoe-1b-7b-.*", "allenai", "OLMoE-1B-7B"),
     Served(r"qwen3-(coder-)?\d+b-a\d+b(-.*)?", "Qwen", "Qwen3-30B-A3B"),
 )
 
@@ -39,15 +43,13 @@ NOT_SERVED = (
     (r"deepseek-v4.*", "DeepseekV4ForCausalLM"),
     (r"deepseek-r1-distill-.*", "a dense model"),
     (r"glm-4\.[5-7]v.*", "Glm4vMoeForConditionalGeneration"),
-    (r"glm-4\.[5-7].*", "Glm4MoeForCausalLM"),
+    (r"glm-4\.7-flash.*", "Glm4MoeLiteForCausalLM"),
     (r"gpt-oss.*", "GptOssForCausalLM"),
-    (r"mixtral.*", "MixtralForCausalLM"),
     (r"llama-4.*", "Llama4ForConditionalGeneration"),
     (r"minimax-m.*", "MiniMaxM2ForCausalLM"),
     (r"qwen3-next.*", "Qwen3NextForCausalLM"),
     (r"qwen3-vl.*", "Qwen3VLMoeForConditionalGeneration"),
     (r"qwen(1\.5|2)-.*a\d+(\.\d+)?b.*", "Qwen2MoeForCausalLM"),
-    (r"olmoe.*", "OlmoeForCausalLM"),
     (r"qwen3-(0\.6|1\.7|4|8|14|32)b.*|qwen2(\.5)?-\d.*|llama-[23].*|mistral-.*|gemma.*|phi-[34].*", "a dense model"),
 )
 

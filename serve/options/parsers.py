@@ -45,8 +45,13 @@ def parsers_for(
 
 def from_template(config: Mapping[str, Any], template: str) -> Parsers:
     """The parsers for this chat template and config; no tool parser for a template without tools."""
-    if family_for(config).name == "qwen3_moe":
+    family = family_for(config).name
+    if family == "qwen3_moe":
         return Parsers(_qwen_tools(template), _qwen_reasoning(template))
+    if family == "glm4_moe":
+        return Parsers("glm45" if "<arg_key>" in template else None, "glm45" if "<think>" in template else None)
+    if family in ("mixtral", "olmoe"):
+        return Parsers("mistral" if "[TOOL_CALLS]" in template else None)
     if "<|tool_calls_section_begin|>" in template or config.get("model_type") == "kimi_k2":
         return Parsers("kimi_k2", "kimi_k2" if "<think>" in template else None)
     return Parsers(_deepseek_tools(template), _deepseek_reasoning(template))

@@ -1,9 +1,9 @@
 """The native step: one call into C++ computes the decoder stack of a batch on a CPU (csrc/step/program.h).
 
 Symbols (SGLang 0.5.23): after `ModelRunner.init_attention_backends` weights, LoRA layers and KV pool exist; the step is
-built over them. `models.qwen3_moe.Qwen3MoeModel.forward` and `models.deepseek_v2.DeepseekV2Model.forward` (DeepSeek-V2,
-DeepSeek-V3, Kimi-K2) then run the step for every batch that qualifies. `ModelRunner.sample` is timed. The other symbols
-are only read. Reason: SGLang's modules make about a hundred calls of PyTorch for a layer. For a decode step the calls
+built over them. The forward methods of `DECODERS` then run the step for every batch that qualifies
+(`models.deepseek_v2` is DeepSeek-V2, DeepSeek-V3 and Kimi-K2). `ModelRunner.sample` is timed. The other symbols are
+only read. Reason: SGLang's modules make about a hundred calls of PyTorch for a layer. For a decode step the calls
 and the Python between them take longer than the arithmetic.
 
 SGLang's modules still compute families without a table (`Family.decoder_stack`), batches with embeddings as input, and
@@ -42,11 +42,17 @@ from kt_runtime.wire.messages import STEP_RUNNING
 
 logger = logging.getLogger(__name__)
 
-SYMBOLS = (
-    "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
+BUILT_AFTER = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends"
+SAMPLE = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
+DECODERS = (
     "sglang.srt.models.qwen3_moe.Qwen3MoeModel.forward",
     "sglang.srt.models.deepseek_v2.DeepseekV2Model.forward",
-    "sglang.srt.model_executor.model_runner.ModelRunner.sample",
+    "sglang.srt.models.mixtral.MixtralModel.forward",
+    "sglang.srt.models.olmoe.OlmoeModel.forward",
+    "sglang.srt.models.glm4_moe.Glm4MoeModel.forward",
+)
+SYMBOLS = (
+    *(BUILT_AFTER, SAMPLE, *DECODERS),
     "sglang.srt.layers.logits_processor.LogitsProcessor.use_fp32_lm_head",
     "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
     "sglang.srt.layers.rotary_embedding.rope_variant.DeepseekScalingRotaryEmbedding.forward_native",
@@ -67,10 +73,10 @@ _decoded = Decoded()  # by all programs of the process
 
 def install(hooks: Hooks) -> None:
     if hooks.on_cpu:
-        hooks.after(SYMBOLS[0], _build)
-        hooks.around(SYMBOLS[1], forward)
-        hooks.around(SYMBOLS[2], forward)
-        hooks.around(SYMBOLS[3], _sample)
+        hooks.after(BUILT_AFTER, _build)
+        for decoder in DECODERS:
+            hooks.around(decoder, forward)
+        hooks.around(SAMPLE, _sample)
 
 
 def state() -> str:
@@ -169,6 +175,7 @@ def forward(
     input_embeds: torch.Tensor | None = None,
     pp_proxy_tensors: Any = None,
 ) -> Any:
+    """OLMoE's has no `pp_proxy_tensors`."""
     program = _program_for(model, forward_batch)
     if program is not None:
         unfit = _unfit(program, input_ids, forward_batch, input_embeds, pp_proxy_tensors)
@@ -177,7 +184,8 @@ def forward(
         if unfit not in _exceptions:
             _exceptions.append(unfit)
             logger.info("SGLang's modules compute a batch, not the native step, because %s (logged once)", unfit)
-    return original(model, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
+    proxies = () if pp_proxy_tensors is None else (pp_proxy_tensors,)
+    return original(model, input_ids, positions, forward_batch, input_embeds, *proxies)
 
 
 def _sample(original: Any, runner: Any, logits_output: Any, forward_batch: Any) -> Any:
@@ -216,7 +224,7 @@ def _unfit(program: Program, input_ids: torch.Tensor, batch: Any, input_embeds: 
         return "its input has embeddings"
     if proxies is not None:
         return "it continues another rank's layers"
-    if program.model.layers_to_capture:
+    if getattr(program.model, "layers_to_capture", None):
         return "states of single layers are captured"
     if get_global_experts_capturer() is not None:
         return "the chosen experts are captured"

@@ -109,7 +109,7 @@ AttentionInterface.register(NAME, float32_attention)
 
 
 def rotate_natively(attention: nn.Module) -> None:
-    """Patches a Hugging Face attention module of Qwen3-MoE to rotate and attend with kt-runtime's kernels."""
+    """Patches a grouped-query attention module of Hugging Face to rotate and attend with kt-runtime's kernels."""
 
     def forward(
         self: Any,
@@ -119,13 +119,23 @@ def rotate_natively(attention: nn.Module) -> None:
         branches: Branches = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        heads = (*hidden_states.shape[:2], -1, self.head_dim)
-        query = position_embeddings(self.q_norm(self.q_proj(hidden_states).view(heads)))
-        key = position_embeddings(self.k_norm(self.k_proj(hidden_states).view(heads)))
-        out = attend(query, key, self.v_proj(hidden_states).view(heads), self.scaling, branches)
+        query = position_embeddings(_heads(self, self.q_proj(hidden_states), "q_norm"))
+        key = position_embeddings(_heads(self, self.k_proj(hidden_states), "k_norm"))
+        out = attend(query, key, _heads(self, self.v_proj(hidden_states)), self.scaling, branches)
         return self.o_proj(out.flatten(2)), None
 
     attention.forward = types.MethodType(forward, attention)
+
+
+def _heads(attention: Any, projected: torch.Tensor, norm_name: str = "") -> torch.Tensor:
+    """[B, S, N D] -> [B, S, N, D], with the norm of that name if the module has one: of each head, or of all at once
+    (OLMoE)."""
+    norm = getattr(attention, norm_name, None) if norm_name else None
+    is_per_head = norm is not None and norm.weight.shape[0] == attention.head_dim
+    if norm is not None and not is_per_head:
+        projected = norm(projected)
+    heads = projected.unflatten(-1, (-1, attention.head_dim))
+    return norm(heads) if norm is not None and is_per_head else heads
 
 
 def hugging_face_tables(rotary: Rotary, family: str) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

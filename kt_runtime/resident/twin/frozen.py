@@ -9,6 +9,13 @@ from kt_runtime.ops.activation import silu_and_multiply
 from kt_runtime.ops.matmul import frozen_linear
 from kt_runtime.ops.norms import frozen_rms_norm
 
+RMS_NORMS = (
+    *("Qwen3MoeRMSNorm", "DeepseekV2RMSNorm", "DeepseekV3RMSNorm"),
+    *("MixtralRMSNorm", "OlmoeRMSNorm", "Glm4MoeRMSNorm"),
+)
+GATED_MLPS = ("Qwen3MoeMLP", "DeepseekV2MLP", "DeepseekV3MLP", "Glm4MoeMLP")
+"""Hugging Face's classes."""
+
 
 class FrozenLinear(nn.Linear):
     """`torch.nn.Linear` with a gradient for its input only."""
@@ -29,7 +36,7 @@ class FrozenRmsNorm(nn.Module):
 
 def is_rms_norm(module: nn.Module) -> bool:
     """Whether `module` is one of the families' RMSNorms, which `kt_runtime.ops.norms` implements."""
-    return type(module).__name__ in ("Qwen3MoeRMSNorm", "DeepseekV2RMSNorm", "DeepseekV3RMSNorm")
+    return type(module).__name__ in RMS_NORMS
 
 
 class GatedMlp(nn.Module):
@@ -46,4 +53,4 @@ class GatedMlp(nn.Module):
 
 def is_gated_mlp(module: nn.Module) -> bool:
     """Whether `module` is one of the families' MLPs, dense or of shared experts. The families require SiLU."""
-    return type(module).__name__ in ("Qwen3MoeMLP", "DeepseekV2MLP", "DeepseekV3MLP")
+    return type(module).__name__ in GATED_MLPS

@@ -143,13 +143,16 @@ class Twin:
                 module.padding = None
 
     def _place_experts(self, config: Mapping[str, Any]) -> None:
+        stack = self.family.decoder_stack(config)
         for layer in self.family.moe_layers(config):
             prefix = self.family.expert_prefix(layer)
             self.experts[prefix] = RoutedExperts(self._store, layer)
             self.replace(prefix, self.experts[prefix])
-            if self.family.name == "qwen3_moe":
+            if stack is not None and stack.groups is None:
+                num_experts, hidden, _ = self.family.expert_shape(config)
                 with torch.device("meta"):
-                    self.replace(f"{prefix.rpartition('.')[0]}.gate", SoftmaxRouter(self._model.config))
+                    router = SoftmaxRouter(num_experts, hidden, stack.top_k, normalises=stack.normalises)
+                self.replace(f"{prefix.rpartition('.')[0]}.gate", router)
 
     def _refuse_leftovers(self) -> None:
         tensors = dict(self._model.named_parameters()) | dict(self._model.named_buffers())

@@ -6,7 +6,6 @@ Shapes: T tokens, K experts per token, E experts, H hidden, R LoRA rank.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -55,16 +54,16 @@ def _drawn_seed() -> int:
 
 
 class SoftmaxRouter(nn.Module):
-    """Qwen3-MoE's router as serving computes it (`kt_runtime.ops.router`).
+    """A softmax router over all experts as serving computes it (`kt_runtime.ops.router`): Qwen3-MoE, Mixtral, OLMoE.
 
-    Unlike Hugging Face's router, this one keeps the routing weights in float32 instead of rounding them to the model's
+    Unlike Hugging Face's routers, this one keeps the routing weights in float32 instead of rounding them to the model's
     dtype. In a float32 model both are equal.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, num_experts: int, hidden: int, top_k: int, *, normalises: bool) -> None:
         super().__init__()
-        self.top_k, self.normalises = int(config.num_experts_per_tok), bool(config.norm_topk_prob)
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.top_k, self.normalises = top_k, normalises
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden))
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits [T, E], weights [T, K], ids [T, K], as Hugging Face's router returns them."""
@@ -73,7 +72,7 @@ class SoftmaxRouter(nn.Module):
 
 
 class GroupedRouter(nn.Module):
-    """Replaces the class of Hugging Face's DeepSeek routers in place; their attributes stay unchanged.
+    """Replaces the class of Hugging Face's routers of DeepSeek and GLM in place; their attributes stay unchanged.
 
     As `sglang_patch.cpu.grouped_router` computes it: logits and weights in float32, for every dtype of the model.
     """
@@ -86,7 +85,7 @@ class GroupedRouter(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits [T, E], weights [T, K], ids [T, K], as Hugging Face's routers return them."""
-        bias = getattr(self, "e_score_correction_bias", None)  # DeepSeek-V3's
+        bias = getattr(self, "e_score_correction_bias", None)  # DeepSeek-V3's and GLM's
         routing = GroupedRouting(
             groups=self.num_group or 1,
             top_groups=self.topk_group or 1,
@@ -100,4 +99,4 @@ class GroupedRouter(nn.Module):
 
 
 def is_grouped_router(module: nn.Module) -> bool:
-    return type(module).__name__ in ("DeepseekV2TopkRouter", "DeepseekV3TopkRouter")
+    return type(module).__name__ in ("DeepseekV2TopkRouter", "DeepseekV3TopkRouter", "Glm4MoeTopkRouter")

@@ -56,6 +56,38 @@ DEEPSEEK_V2 = DEEPSEEK_V3 | {
     "topk_method": "group_limited_greedy",
     "norm_topk_prob": False,
 }
+MIXTRAL = _COMMON | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "sliding_window": None,
+}
+OLMOE = _COMMON | {
+    "architectures": ["OlmoeForCausalLM"],
+    "model_type": "olmoe",
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "num_experts": 4,
+    "norm_topk_prob": False,
+    "rms_norm_eps": 1e-5,
+}
+GLM4_MOE = _COMMON | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "partial_rotary_factor": 0.5,
+    "n_shared_experts": 1,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 CONFIGS: dict[str, dict[str, Any]] = {"qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3}
 MAX_RANK = 8
 
@@ -101,6 +133,21 @@ def deepseek() -> TinyModel:
 @pytest.fixture
 def deepseek_v2() -> TinyModel:
     return TinyModel(dict(DEEPSEEK_V2))
+
+
+@pytest.fixture
+def mixtral() -> TinyModel:
+    return TinyModel(dict(MIXTRAL))
+
+
+@pytest.fixture
+def olmoe() -> TinyModel:
+    return TinyModel(dict(OLMOE))
+
+
+@pytest.fixture
+def glm4_moe() -> TinyModel:
+    return TinyModel(dict(GLM4_MOE))
 
 
 @pytest.fixture(params=CONFIGS)

@@ -142,6 +142,10 @@ def test_dora_of_peft_is_refused_by_key(tmp_path: Path, qwen: Any) -> None:
         ("deepseek", ["attention", "experts"]),
         ("deepseek", ["mlp", "shared"]),
         ("deepseek_v2", ["all"]),
+        ("mixtral", ["all"]),
+        ("mixtral", ["experts"]),
+        ("olmoe", ["all"]),
+        ("glm4_moe", ["all"]),
     ],
 )
 def test_peft_loads_all_that_we_write_and_gives_the_same_logits(
@@ -166,6 +170,29 @@ def test_peft_loads_all_that_we_write_and_gives_the_same_logits(
     assert torch.equal(folded, expected)
     again = read(model, tmp_path / "a")
     assert content_hash(again) == content_hash(adapter) and again.notes == ()
+
+
+def test_mixtral_s_files_have_the_names_of_its_checkpoints_and_patterns_match_them(
+    tmp_path: Path, mixtral: Any, write_raw: Callable[..., Path]
+) -> None:
+    adapter = mixtral.adapter("experts", rank=4, alpha=8.0)
+    write_peft_directory(tmp_path / "a", adapter, mixtral.family, mixtral.config, max_rank=8)
+    settings = peft.PeftConfig.from_pretrained(str(tmp_path / "a"))
+    assert isinstance(settings, peft.LoraConfig) and settings.target_modules == {"w1", "w2", "w3"}
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    stored = {}
+    for key, tensor in adapter.tensors.items():
+        for ours, theirs in names.items():
+            if f".{ours}." in key:
+                stored[key.replace(".mlp.", ".block_sparse_moe.").replace(f".{ours}.", f".{theirs}.")] = tensor
+    for name, tensors in (("stored", stored), ("ours", adapter.tensors)):
+        write_raw(tmp_path / name, tensors, r=4, lora_alpha=8)
+        assert content_hash(read(mixtral, tmp_path / name)) == content_hash(adapter)
+    write_raw(tmp_path / "pattern", stored, r=4, lora_alpha=8, alpha_pattern={"w3": 16})
+    found = read(mixtral, tmp_path / "pattern")
+    for name, delta in our_deltas(found).items():
+        expected = our_deltas(adapter)[name] * (2 if name.endswith("up_proj") else 1)
+        torch.testing.assert_close(delta, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("loader", ["PEFT's", "transformers'"])

@@ -74,6 +74,8 @@ PREFIXES = {"whole": "", "norms": "layers[1].", "latent": "layers[1].attention."
 OTHER_SIZE = {
     ("whole", "embedding"): f"final_norm has shape [{HIDDEN}]; expected [{HIDDEN + 1}]",
     ("whole", "angles"): f"angles has {SIZE + 1} columns; must be even",
+    ("attention", "query_norm"): f"layers[1].attention.query_norm has shape [7]; expected [{SIZE}] or [{QUERIES}]",
+    ("attention", "key_norm"): f"layers[1].attention.key_norm has shape [7]; expected [{SIZE}] or [{KEY_HEADS * SIZE}]",
     ("latent", "query_norm"): "layers[1].attention.compress has shape [19, 16]; expected [20, 16]",
     ("latent", "key_heads"): "layers[1].attention.query has shape [40, 5]; expected [44, 5]",
     ("mlp", "down"): "layers[1].mlp.gate_up has shape [16, 16]; expected [18, 16]",
@@ -220,10 +222,15 @@ def test_a_missing_tensor_is_refused_with_its_name(table: Table, place: str, nam
         del tensors[name]
     else:
         tensors[name] = None
-    if "bias" in name:
-        assert table.build().scratch_bytes == 0, "a layer may have no bias"
+    if "bias" in name or (place == "attention" and name.endswith("_norm")):
+        assert table.build().scratch_bytes == 0, "a layer may have no biases, and no norms of queries and keys"
     else:
         assert refusal(table) == ABSENT.get((place, name), f"{prefix(place)}{name} is missing")
+
+
+def test_more_columns_of_angles_than_a_head_has_are_refused(table: Table) -> None:
+    table.tensors("whole")["angles"] = torch.zeros(12, SIZE + 2)
+    assert refusal(table) == f"layers[0].attention.keys has heads of {SIZE} elements; angles turn {SIZE + 2}"
 
 
 OF_FOUR = "layers[0].routed.experts has 4 experts; 2 of them can't be chosen from"

@@ -166,6 +166,15 @@ def test_configs_as_transformers_saves_them_give_the_same_tables(config: dict[st
         ("deepseek_v2", "norm_topk_prob", True),
         ("deepseek_v2", "topk_method", "noaux_tc"),
         ("deepseek_v2", "n_group", 2),
+        ("mixtral", "sliding_window", 4096),
+        ("mixtral", "head_dim", 16),
+        ("mixtral", "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
+        ("olmoe", "norm_topk_prob", True),
+        ("olmoe", "rms_norm_eps", 1e-6),
+        ("olmoe", "clip_qkv", 8.0),
+        ("olmoe", "num_key_value_heads", 2),
+        ("glm4_moe", "first_k_dense_replace", 3),
+        ("glm4_moe", "rope_parameters", {"rope_type": "yarn", "factor": 2.0}),
     ],
 )
 def test_what_sglang_and_the_twin_would_compute_differently_is_refused(

@@ -107,6 +107,59 @@ DEEPSEEK_V2 = DEEPSEEK | {
     "norm_topk_prob": False,
 }
 CONFIGS = {"qwen3_moe": QWEN3_MOE, "deepseek_v2": DEEPSEEK_V2, "deepseek_v3": DEEPSEEK_V3}
+"""The families between which most tests choose; they have every operation but those of `FURTHER`."""
+
+GROUPED_QUERY: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+MIXTRAL = GROUPED_QUERY | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "intermediate_size": 32,
+    "num_local_experts": 8,
+    "sliding_window": None,
+}
+OLMOE = GROUPED_QUERY | {
+    "architectures": ["OlmoeForCausalLM"],
+    "model_type": "olmoe",
+    "intermediate_size": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 8,
+    "norm_topk_prob": False,
+}
+GLM4_MOE = GROUPED_QUERY | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 3,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "head_dim": 24,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+FURTHER = {
+    "mixtral": MIXTRAL,
+    "olmoe": OLMOE,
+    "glm4_moe": GLM4_MOE,
+    "glm4_moe without norms": GLM4_MOE | {"use_qk_norm": False, "attention_bias": False, "n_shared_experts": 2},
+}
 
 
 class FakeHost:
@@ -161,6 +214,7 @@ class FakeHost:
             {layer: family.expert_prefix(layer) for layer in family.moe_layers(self.config)},
             ExpertShape(*family.expert_shape(self.config)),
             num_threads=1,
+            rename=family.our_name,
         )
         self.weights = WeightsFingerprint(
             lambda each: hash_weights(dense_views(self.config, self._tensors), self.experts, each)
@@ -271,7 +325,18 @@ def half(table: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One tiny checkpoint for each family."""
-    return {name: save_checkpoint(tmp_path_factory.mktemp(name), config) for name, config in CONFIGS.items()}
+    return {name: save_checkpoint(tmp_path_factory.mktemp("model"), config) for name, config in CONFIGS.items()}
+
+
+@pytest.fixture(scope="session", params=sorted(FURTHER))
+def further_checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("model"), FURTHER[request.param])
+
+
+@pytest.fixture
+def further_lab(further_checkpoint: Path, attends_in_float32: bool) -> Lab:
+    """A twin, once for each family of `FURTHER` and way to attend."""
+    return Lab(FakeHost(further_checkpoint, attends_in_float32=attends_in_float32))
 
 
 def save_checkpoint(directory: Path, config: dict[str, Any]) -> Path:

@@ -14,6 +14,10 @@ PUBLISHED = {
     "DeepSeek-V2-Lite": (15.7, 2.4),
     "Kimi-K2": (1026, 32),
     "Kimi-K2-Thinking": (1026, 32),
+    "Mixtral-8x7B": (46.7, 12.9),
+    "OLMoE-1B-7B": (6.92, 1.28),
+    "GLM-4.5": (353, 32),
+    "GLM-4.5-Air": (106.9, 12),
     "Qwen3-30B-A3B": (30.5, 3.3),
     "Qwen3-235B-A22B": (235, 22),
 }

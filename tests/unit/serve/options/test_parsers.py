@@ -11,6 +11,7 @@ from kt_runtime.serve.models.presets import load_preset, preset_names
 from kt_runtime.serve.options.parsers import Parsers, chat_template, from_template, parsers_for
 
 V3, QWEN, KIMI = (load_preset(name).config for name in ("DeepSeek-V3", "Qwen3-30B-A3B", "Kimi-K2"))
+GLM, MIXTRAL = (load_preset(name).config for name in ("GLM-4.5", "Mixtral-8x7B"))
 TOOLS = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 
 
@@ -34,6 +35,10 @@ TOOLS = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
         (QWEN, "<tool_call>", Parsers("qwen", None)),
         (QWEN, "<tool_call>\n<function=x><parameter=y>", Parsers("qwen3_coder", None)),
         (KIMI, "<|tool_calls_section_begin|>", Parsers("kimi_k2", None)),
+        (GLM, "<tool_call>{name}\n<arg_key>{{ key }}</arg_key> <think></think>", Parsers("glm45", "glm45")),
+        (GLM, "{{ messages }}", Parsers()),
+        (MIXTRAL, "[TOOL_CALLS] [{{ tool_call }}]", Parsers("mistral", None)),
+        (MIXTRAL, "[INST] {{ content }} [/INST]<think>", Parsers()),
         (KIMI, "<|tool_calls_section_begin|><think>", Parsers("kimi_k2", "kimi_k2")),
     ],
 )

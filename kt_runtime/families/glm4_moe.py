@@ -1,0 +1,61 @@
+"""GLM-4.5, 4.6, 4.7 and their Air models: grouped-query attention that rotates a part of each head, DeepSeek's router.
+
+Hugging Face: `transformers.models.glm4_moe`. SGLang: `sglang.srt.models.glm4_moe`.
+
+- Leading layers are dense; the others have shared and routed experts, chosen by sigmoids with a correction bias.
+- `use_qk_norm`: norms on each head's queries and keys; the Air models have none.
+- SGLang keeps the router's matrix in float32, whatever the model's dtype is; the twin shares it.
+- The layer after the last, for multi-token prediction, is in neither model: its tensors are read past.
+"""
+
+from __future__ import annotations
+
+from kt_runtime.families.base import Config, integer, require
+from kt_runtime.families.dense_layers import first_moe_layer
+from kt_runtime.families.grouped_query import GroupedQueryFamily, require_plain_rotary
+from kt_runtime.families.stack import ExpertGroups
+
+
+class Glm4Moe(GroupedQueryFamily):
+    name = "glm4_moe"
+    model_types = ("glm4_moe",)
+    architectures = ("Glm4MoeForCausalLM",)
+    gguf_architecture = "glm4moe"
+    default_epsilon = 1e-5
+
+    def check(self, config: Config) -> None:
+        require(config, "hidden_act", "silu", "the expert kernels compute SwiGLU", default="silu")
+        require(config, "tie_word_embeddings", False, "published models have a head of their own", default=False)
+        require_plain_rotary(config, "the twin's tables were compared with SGLang's for this one only")
+        first_moe_layer(config)
+
+    def has_qkv_bias(self, config: Config) -> bool:
+        return bool(config.get("attention_bias", False))
+
+    def has_correction_bias(self, config: Config) -> bool:
+        return True
+
+    def normalises(self, config: Config) -> bool:
+        return bool(config.get("norm_topk_prob", True))
+
+    def groups(self, config: Config) -> ExpertGroups:
+        return ExpertGroups(
+            groups=config.get("n_group") or 1,
+            top_groups=config.get("topk_group") or 1,
+            is_sigmoid=True,
+            scaling=float(config.get("routed_scaling_factor", 1.0)),
+        )
+
+    def attention_norms(self, config: Config) -> dict[str, int]:
+        if not config.get("use_qk_norm", False):
+            return {}
+        return {"self_attn.q_norm": self.head_dim(config), "self_attn.k_norm": self.head_dim(config)}
+
+    def moe_layers(self, config: Config) -> list[int]:
+        return list(range(first_moe_layer(config), integer(config, "num_hidden_layers")))
+
+    def num_experts(self, config: Config) -> int:
+        return integer(config, "n_routed_experts", "num_local_experts", "num_experts")
+
+    def shared_intermediate(self, config: Config) -> int:
+        return integer(config, "moe_intermediate_size") * integer(config, "n_shared_experts")

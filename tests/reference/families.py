@@ -1,0 +1,19 @@
+"""One tiny preset for each model family, by the family's name."""
+
+from __future__ import annotations
+
+from reference.parity import tiny_deepseek_v2
+
+from kt_runtime.serve.models.presets import Preset, load_preset
+
+MADE = {
+    "deepseek_v3": "tiny-deepseek-v3",
+    "qwen3_moe": "tiny-qwen3-moe",
+    "mixtral": "tiny-mixtral",
+    "olmoe": "tiny-olmoe",
+    "glm4_moe": "tiny-glm4-moe",
+}
+PRESETS: dict[str, Preset] = {
+    "deepseek_v2": tiny_deepseek_v2(),
+    **{family: load_preset(preset) for family, preset in MADE.items()},
+}

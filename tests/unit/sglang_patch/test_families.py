@@ -1,0 +1,169 @@
+"""Every family in SGLang's own scheduler, from a checkpoint that transformers wrote: against Hugging Face in float32,
+and training against serving, bit by bit."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference import lora
+from reference.families import PRESETS
+from reference.greedy import logprobs_of
+from reference.native_step import installed, prompt
+from reference.scheduler import Engine, engine
+from reference.transformers_checkpoint import build, save
+
+from kt_runtime.adapters import AdapterTensors
+from kt_runtime.families import resolve_targets
+from kt_runtime.resident.scheduler import run_at_once
+from kt_runtime.resident.training.session import Session
+from kt_runtime.resident.twin.batches import TrainingBatch
+from kt_runtime.resident.twin.lora import LoraModules
+from kt_runtime.resident.twin.model import Twin
+from kt_runtime.sglang_patch.cache.namespace import named_tensors
+from kt_runtime.sglang_patch.cpu import moe
+from kt_runtime.sglang_patch.cpu import step as native_step
+from kt_runtime.wire.messages import STEP_RUNNING, CrossEntropy, LoraSettings
+
+LENGTHS = (2, 9, 70, 150)  # in chunks of 64 tokens
+LOGPROB_TOLERANCE = 1e-4
+RANK, ALPHA = 4, 6.0
+
+
+@dataclass(frozen=True)
+class Running:
+    """A family's engine, its twin over the engine's tensors, and Hugging Face's model of the same weights."""
+
+    engine: Engine
+    twin: Twin
+    modules: LoraModules
+    hugging_face: Any
+    keys: Iterator[int] = field(default_factory=itertools.count)
+
+    def trained(self, rows: list[list[int]], adapter: AdapterTensors | None = None) -> list[np.ndarray]:
+        """Training's log-probabilities of each row's tokens but the first."""
+        session = self._session(adapter)
+        batch = TrainingBatch(
+            [len(row) - 1 for row in rows],
+            np.concatenate([row[:-1] for row in rows]).astype(np.int32),
+            np.concatenate([row[1:] for row in rows]).astype(np.int32),
+            np.ones(sum(len(row) - 1 for row in rows), np.float32),
+        )
+        found = np.asarray(run_at_once(session.forward(batch, CrossEntropy(), 64)).logprobs)
+        return np.split(found, np.cumsum([len(row) - 1 for row in rows])[:-1])
+
+    def _session(self, adapter: AdapterTensors | None) -> Session:
+        """Of `adapter`; None: of one that changes nothing."""
+        targets = ["all"] if adapter is None else adapter.targets
+        settings = LoraSettings(rank=RANK, alpha=ALPHA, targets=targets, seed=1)
+        modules = resolve_targets(self.engine.config, targets)
+        masters = {}
+        for module in modules:
+            stack = (module.num_experts,) if module.num_experts else ()
+            a = torch.zeros(*stack, RANK, module.in_features)
+            b = torch.zeros(*stack, module.out_features, RANK)
+            if adapter is not None and module.name in adapter.modules:
+                a, b = adapter.modules[module.name]
+            masters |= {f"{module.name}.lora_A": a.clone(), f"{module.name}.lora_B": b.clone()}
+        key = f"session {next(self.keys)}"
+        placing = self.modules.create(key, modules, masters, rank=RANK, alpha=ALPHA, dropout=0.0)
+        return Session(key, key, self.twin, self.modules, modules, settings, run_at_once(placing))
+
+
+@contextlib.contextmanager
+def started(family: str, directory: Path, dtype: torch.dtype) -> Iterator[Running]:
+    """The checkpoint is in float32, its experts fused."""
+    preset = PRESETS[family]
+    save(preset, directory, torch.float32, fused=True, seed=5)
+    with engine(directory, "--dtype", str(dtype).removeprefix("torch.")) as running:
+        runner = running.scheduler.tp_worker.model_runner
+        host: Any = SimpleNamespace(
+            config=running.config,
+            device=torch.device("cpu"),
+            dtype=dtype,
+            experts=moe.expert_store(),
+            attends_in_float32=True,
+            tensors=lambda: named_tensors(runner.model),
+        )
+        twin = Twin(host)
+        assert twin.copied_bytes == 0
+        yield Running(running, twin, LoraModules(twin), build(preset, seed=5))
+
+
+@pytest.fixture(scope="module", params=PRESETS)
+def running(
+    request: pytest.FixtureRequest, patched_sglang: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    with started(request.param, tmp_path_factory.mktemp("model") / "m", torch.float32) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module", params=["mixtral", "olmoe", "glm4_moe"])
+def rounding(
+    request: pytest.FixtureRequest, patched_sglang: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    """In bfloat16; the families of the system tests are tested there."""
+    with started(request.param, tmp_path_factory.mktemp("model") / "m", torch.bfloat16) as engine:
+        yield engine
+
+
+def served(running: Running, lora_id: str | None = None) -> tuple[list[list[int]], list[np.ndarray]]:
+    """Prompts with greedy answers, and the served log-probabilities of all tokens but the first."""
+    engine = running.engine
+    engine.clear()
+    prompts = {f"r{length}": prompt(length, length) for length in LENGTHS}
+    engine.run(*(engine.request(rid, tokens, logprob_start_len=0, lora_id=lora_id) for rid, tokens in prompts.items()))
+    rows = [tokens + engine.tokens[rid] for rid, tokens in prompts.items()]
+    logprobs = [np.array(engine.prompt_logprobs[rid] + engine.logprobs[rid], np.float32) for rid in prompts]
+    return rows, logprobs
+
+
+def test_served_logprobs_equal_hugging_face_s(running: Running) -> None:
+    rows, logprobs = served(running)
+    for row, found in zip(rows, logprobs, strict=True):
+        expected = logprobs_of(running.hugging_face, row)
+        assert np.std(expected) > 0.1
+        assert np.abs(found - expected).max() <= LOGPROB_TOLERANCE
+
+
+def test_the_native_step_computes_the_family(running: Running) -> None:
+    served(running)
+    assert native_step.state() == STEP_RUNNING
+    assert native_step.exceptions() == []
+
+
+def test_training_s_logprobs_are_the_served_ones(running: Running) -> None:
+    rows, logprobs = served(running)
+    assert all(np.array_equal(a, b) for a, b in zip(running.trained(rows), logprobs, strict=True))
+
+
+@pytest.mark.parametrize("only", [(), ("experts",)])
+def test_with_an_adapter_training_s_logprobs_are_the_served_ones(running: Running, only: tuple[str, ...]) -> None:
+    """And those of Hugging Face's model with the adapter merged."""
+    base, _ = served(running)
+    adapter = lora.random_adapter(running.engine.config, rank=RANK, alpha=ALPHA, seed=2, only=only)
+    with installed(running.engine, one=adapter):
+        rows, logprobs = served(running, "one")
+    assert rows != base
+    assert all(np.array_equal(a, b) for a, b in zip(running.trained(rows, adapter), logprobs, strict=True))
+    merged = lora.merge(build(PRESETS[running.twin.family.name], seed=5), adapter)
+    for row, found in zip(rows, logprobs, strict=True):
+        assert np.abs(found - logprobs_of(merged, row)).max() <= LOGPROB_TOLERANCE
+
+
+def test_in_bfloat16_training_s_logprobs_are_the_served_ones(rounding: Running) -> None:
+    rows, logprobs = served(rounding)
+    assert all(np.array_equal(a, b) for a, b in zip(rounding.trained(rows), logprobs, strict=True))
+    adapter = lora.random_adapter(rounding.engine.config, rank=RANK, alpha=ALPHA, seed=2)
+    with installed(rounding.engine, one=adapter):
+        adapted, logprobs = served(rounding, "one")
+    assert adapted != rows and native_step.exceptions() == []
+    assert all(np.array_equal(a, b) for a, b in zip(rounding.trained(adapted, adapter), logprobs, strict=True))
