@@ -42,12 +42,16 @@ class UnknownNameError(UserError, LookupError):
     """`kind`: the kind of thing that was looked up ("preset", "loss"). `known`: the names that exist.
 
     `typed`: False for a name that a program wrote, such as a checkpoint's architecture: no spelling is suggested.
+    `note`: a sentence at the end.
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], where: str = "", *, typed: bool = True) -> None:
+    def __init__(
+        self, kind: str, name: str, known: Iterable[str], where: str = "", *, typed: bool = True, note: str = ""
+    ) -> None:
         self.kind, self.name, self.known = kind, name, sorted(known)
         near = suggestion(name, self.known, near=typed)
-        super().__init__(f"{where + ': ' if where else ''}unknown {kind} {name!r}{near}")
+        end = f"; {note}" if note else ""
+        super().__init__(f"{where + ': ' if where else ''}unknown {kind} {name!r}{near}{end}")
 
 
 class InvalidValueError(UserError, ValueError):

@@ -18,6 +18,7 @@ from kt_runtime.serve.memory.plan import expert_formats, format_bytes, layer_byt
 from kt_runtime.serve.memory.server import plan_server, with_lora_rank
 from kt_runtime.serve.models.checkpoint import BF16_BYTES, count_parameters
 from kt_runtime.serve.models.checkpoint_files import check_checkpoint, read_config
+from kt_runtime.serve.models.families import CHECKS, family_rows
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.serve.models.presets import is_preset, load_preset, preset_names
 from kt_runtime.serve.models.report import find_preset, locate, models_directory, not_found_message
@@ -55,6 +56,28 @@ def command(ctx: click.Context, as_json: bool) -> None:
             row["directory"] or ("can be made" if row["is_made"] else "no"),
         )
     Console().print(table)
+    Console().print(
+        "`kt-runtime models families` says what each family is and what has been verified.", highlight=False
+    )
+
+
+@command.command(name="families")
+@json_option
+def families_command(as_json: bool) -> None:
+    """The families of models: what each is, and what has been verified, the same for all of them."""
+    rows = family_rows()
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(Column("family", no_wrap=True), "attention", "router", "experts", "presets", title="model families")
+    for row in rows:
+        table.add_row(row["family"], row["attention"], row["router"], row["experts"], ", ".join(row["presets"]))
+    verified = Table(Column("verified", no_wrap=True), "of every family", "by")
+    for check in CHECKS:
+        verified.add_row(check.name, check.claim, check.tests)
+    console = Console()
+    console.print(table)
+    console.print(verified)
 
 
 @command.command()

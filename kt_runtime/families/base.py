@@ -21,6 +21,7 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.families import naming
 from kt_runtime.families.naming import Renaming
 from kt_runtime.families.stack import DecoderStack
+from kt_runtime.families.traits import Traits
 
 ATTENTION: Final = "attention"
 MLP: Final = "mlp"
@@ -111,6 +112,7 @@ class Family(ABC):
     name: str
     model_types: tuple[str, ...]
     architectures: tuple[str, ...]
+    traits: Traits
     gguf_architecture: str
     """`general.architecture` of llama.cpp's files of this family."""
     foreign_model_types: tuple[str, ...] = ()
@@ -274,6 +276,19 @@ def integer(config: Config, key: str, *aliases: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidValueError(f"config.json: {key!r} is {value!r}; expected a positive integer")
     return value
+
+
+def first_moe_layer(config: Config) -> int:
+    """The first layer with routed experts, behind the dense ones (`first_k_dense_replace`). Raises
+    InvalidValueError unless at least one layer has them.
+    """
+    layers, first = integer(config, "num_hidden_layers"), config.get("first_k_dense_replace")
+    if not isinstance(first, int) or isinstance(first, bool) or not 0 <= first < layers:
+        raise InvalidValueError(
+            f"config.json: 'first_k_dense_replace' is {first!r}; expected 0 to {layers - 1} "
+            f"(num_hidden_layers is {layers} and one layer at least must have routed experts)"
+        )
+    return first
 
 
 def require(config: Config, key: str, value: Any, reason: str, *, default: Any = None) -> None:

@@ -19,19 +19,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.families.base import ATTENTION, Config, Family, FusedLinear, integer, require
-from kt_runtime.families.dense_layers import first_moe_layer
+from kt_runtime.families.base import ATTENTION, Config, Family, FusedLinear, first_moe_layer, integer, require
 from kt_runtime.families.stack import DecoderStack, ExpertGroups, GatedMlp, Latent, RoutedExperts, StackLayer
+from kt_runtime.families.traits import LATENT, SIGMOID, SOFTMAX, Traits
 
 
 class DeepseekV2(Family):
     name = "deepseek_v2"
     model_types: tuple[str, ...] = ("deepseek_v2",)
     architectures = ("DeepseekV2ForCausalLM",)
+    traits = Traits(LATENT, SOFTMAX, shared_experts=True, dense_first_layers=True)
     gguf_architecture = "deepseek2"
     routing_defaults: Mapping[str, Any] = {"norm_topk_prob": False, "routed_scaling_factor": 1.0}
     """For a config without these keys, as in Hugging Face."""
-    written_anyway: Mapping[str, Any] = {"topk_method": "greedy", "scoring_func": "softmax"}
+    written_anyway: Mapping[str, Any] = {
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "n_group": 1,
+        "topk_group": 1,  # null is one group
+    }
     """What Hugging Face's router does, in the keys by which SGLang chooses its router."""
 
     def check(self, config: Config) -> None:
@@ -136,6 +142,7 @@ class DeepseekV3(DeepseekV2):
     model_types = ("deepseek_v3", "kimi_k2")
     foreign_model_types = ("kimi_k2",)
     architectures = ("DeepseekV3ForCausalLM",)
+    traits = Traits(LATENT, SIGMOID, shared_experts=True, dense_first_layers=True)
     routing_defaults: Mapping[str, Any] = {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
     written_anyway: Mapping[str, Any] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 

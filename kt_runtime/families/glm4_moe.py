@@ -10,16 +10,17 @@ Hugging Face: `transformers.models.glm4_moe`. SGLang: `sglang.srt.models.glm4_mo
 
 from __future__ import annotations
 
-from kt_runtime.families.base import Config, integer, require
-from kt_runtime.families.dense_layers import first_moe_layer
+from kt_runtime.families.base import Config, first_moe_layer, integer, require
 from kt_runtime.families.grouped_query import GroupedQueryFamily, require_plain_rotary
 from kt_runtime.families.stack import ExpertGroups
+from kt_runtime.families.traits import GROUPED_QUERY, SIGMOID, Traits
 
 
 class Glm4Moe(GroupedQueryFamily):
     name = "glm4_moe"
     model_types = ("glm4_moe",)
     architectures = ("Glm4MoeForCausalLM",)
+    traits = Traits(GROUPED_QUERY, SIGMOID, shared_experts=True, dense_first_layers=True)
     gguf_architecture = "glm4moe"
     default_epsilon = 1e-5
 

@@ -11,6 +11,7 @@ from typing import Any
 from kt_runtime.families.base import Config, integer, require
 from kt_runtime.families.grouped_query import GroupedQueryFamily, require_plain_rotary
 from kt_runtime.families.naming import Renaming
+from kt_runtime.families.traits import GROUPED_QUERY, SOFTMAX, Traits
 
 SHORT_NAMES = (
     Renaming(".experts.{}.w1.", ".experts.{}.gate_proj."),
@@ -25,6 +26,7 @@ class Mixtral(GroupedQueryFamily):
     name = "mixtral"
     model_types = ("mixtral",)
     architectures = ("MixtralForCausalLM",)
+    traits = Traits(GROUPED_QUERY, SOFTMAX, shared_experts=False, dense_first_layers=False)
     gguf_architecture = "llama"  # llama.cpp has Mixtral as a Llama with experts
     renamings = SHORT_NAMES
     default_epsilon = 1e-5

@@ -9,6 +9,7 @@ from __future__ import annotations
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.base import Config, integer, require
 from kt_runtime.families.grouped_query import GroupedQueryFamily, require_plain_rotary
+from kt_runtime.families.traits import GROUPED_QUERY, SOFTMAX, Traits
 
 EPSILON = 1e-5
 
@@ -17,6 +18,7 @@ class Olmoe(GroupedQueryFamily):
     name = "olmoe"
     model_types = ("olmoe",)
     architectures = ("OlmoeForCausalLM",)
+    traits = Traits(GROUPED_QUERY, SOFTMAX, shared_experts=False, dense_first_layers=False)
     gguf_architecture = "olmoe"
     default_epsilon = EPSILON
 

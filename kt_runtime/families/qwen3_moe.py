@@ -8,12 +8,14 @@ from __future__ import annotations
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.base import Config, integer, require
 from kt_runtime.families.grouped_query import GroupedQueryFamily
+from kt_runtime.families.traits import GROUPED_QUERY, SOFTMAX, Traits
 
 
 class Qwen3Moe(GroupedQueryFamily):
     name = "qwen3_moe"
     model_types = ("qwen3_moe",)
     architectures = ("Qwen3MoeForCausalLM",)
+    traits = Traits(GROUPED_QUERY, SOFTMAX, shared_experts=False, dense_first_layers=False)
     gguf_architecture = "qwen3moe"
 
     def check(self, config: Config) -> None:

@@ -9,6 +9,7 @@ from kt_runtime.families.glm4_moe import Glm4Moe
 from kt_runtime.families.mixtral import Mixtral
 from kt_runtime.families.olmoe import Olmoe
 from kt_runtime.families.qwen3_moe import Qwen3Moe
+from kt_runtime.families.traits import nearest
 
 FAMILIES: tuple[Family, ...] = (Qwen3Moe(), DeepseekV2(), DeepseekV3(), Mixtral(), Olmoe(), Glm4Moe())
 
@@ -16,7 +17,7 @@ FAMILIES: tuple[Family, ...] = (Qwen3Moe(), DeepseekV2(), DeepseekV3(), Mixtral(
 def family_for(config: Config) -> Family:
     """The family of a config.json: by `architectures` first, `model_type` second.
 
-    Raises UnknownNameError("model family") listing the known model types.
+    Raises UnknownNameError("model family") listing the known model types, the nearest family, and what differs.
     """
     architectures = config.get("architectures") or []
     by_architecture = {name: family for family in FAMILIES for name in family.architectures}
@@ -28,5 +29,6 @@ def family_for(config: Config) -> Family:
     if architectures or model_type not in by_type:
         unknown = architectures[0] if architectures else model_type
         known = by_architecture if architectures else by_type
-        raise UnknownNameError("model family", str(unknown), known, "config.json", typed=False)
+        note = nearest(config, FAMILIES)
+        raise UnknownNameError("model family", str(unknown), known, "config.json", typed=False, note=note)
     return by_type[model_type]

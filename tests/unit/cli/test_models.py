@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from kt_runtime.cli.models import format_count
+from kt_runtime.families import FAMILIES
+from kt_runtime.serve.models.families import CHECKS, family_rows
 from kt_runtime.serve.models.presets import preset_names
 from kt_runtime.serve.models.report import resolve_model
 
@@ -82,3 +84,13 @@ def test_show_of_a_broken_directory_says_why_it_cant_be_used(run: Run, tmp_path:
 )
 def test_counts_are_shown_with_three_digits(count: int, text: str) -> None:
     assert format_count(count) == text
+
+
+def test_the_families_are_listed_with_what_was_verified(run: Run) -> None:
+    rows = json.loads(run("models", "families", "--json").stdout)
+    assert rows == family_rows()
+    assert [row["family"] for row in rows] == [family.name for family in FAMILIES]
+    assert all(row["presets"] and row["verified"].keys() == {check.name for check in CHECKS} for row in rows)
+    shown = run("models", "families", COLUMNS="160").stdout
+    assert all(family.name in shown for family in FAMILIES)
+    assert all(check.claim[:30] in shown for check in CHECKS)

@@ -6,6 +6,7 @@ import pytest
 
 from kt_runtime.errors import UnknownNameError
 from kt_runtime.families import FAMILIES, family_for
+from kt_runtime.families.traits import SIGMOID, traits_of
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,48 @@ def test_families_do_not_claim_the_same_model() -> None:
     architectures = [name for family in FAMILIES for name in family.architectures]
     assert len(set(types)) == len(types)
     assert len(set(architectures)) == len(architectures)
+
+
+UNKNOWN = {
+    "glm4_moe_lite": (
+        {"n_routed_experts": 64, "kv_lora_rank": 512, "scoring_func": "sigmoid", "n_shared_experts": 1}
+        | {"first_k_dense_replace": 1},
+        "nearest is deepseek_v3 (DeepseekV3ForCausalLM): config.json shows no difference",
+    ),
+    "minimax_m2": (
+        {"num_local_experts": 256, "scoring_func": "sigmoid", "use_routing_bias": True},
+        "nearest is qwen3_moe (Qwen3MoeForCausalLM): its router is a sigmoid, the family's a softmax",
+    ),
+    "qwen3_next": (
+        {"num_experts": 512, "shared_expert_intermediate_size": 512}
+        | {"layer_types": ["linear_attention", "full_attention"]},
+        "it has shared experts, the family no shared; it has linear attention ('layer_types')",
+    ),
+    "gpt_oss": (
+        {"num_local_experts": 32, "sliding_window": 128, "swiglu_limit": 7.0},
+        "it has sliding windows ('sliding_window'); it has a clamp in the experts ('swiglu_limit')",
+    ),
+    "qwen3_vl_moe": (
+        {"vision_config": {"depth": 27}, "text_config": {"num_experts": 128}},
+        "nearest is qwen3_moe (Qwen3MoeForCausalLM): it has inputs other than text ('vision_config')",
+    ),
+    "llama": ({"num_hidden_layers": 32}, "it has no routed experts"),
+}
+
+
+@pytest.mark.parametrize("model_type", UNKNOWN)
+def test_of_an_unknown_family_the_nearest_is_named_with_what_differs(model_type: str) -> None:
+    config, told = UNKNOWN[model_type]
+    with pytest.raises(UnknownNameError) as caught:
+        family_for({"architectures": ["Unknown"], "model_type": model_type} | config)
+    assert told in str(caught.value)
+
+
+def test_traits_of_a_family_are_those_of_its_configs(config: dict[str, Any]) -> None:
+    read = traits_of(config)
+    traits = family_for(config).traits
+    assert read is not None and read.attention == traits.attention
+    assert (read.shared_experts, read.dense_first_layers) == (traits.shared_experts, traits.dense_first_layers)
+    stack = family_for(config).decoder_stack(config)
+    assert stack is not None
+    assert (stack.groups is not None and stack.groups.is_sigmoid) == (traits.router == SIGMOID)

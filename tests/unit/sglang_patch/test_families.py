@@ -65,7 +65,7 @@ class Running:
         targets = ["all"] if adapter is None else adapter.targets
         settings = LoraSettings(rank=RANK, alpha=ALPHA, targets=targets, seed=1)
         modules = resolve_targets(self.engine.config, targets)
-        masters = {}
+        masters: dict[str, torch.Tensor] = {}
         for module in modules:
             stack = (module.num_experts,) if module.num_experts else ()
             a = torch.zeros(*stack, RANK, module.in_features)
