@@ -42,6 +42,8 @@ _KEY = re.compile(r"(?P<base>.+)\.weight\.lora_(?P<letter>[ab])")
 
 WRITER_KEY, WRITER = "kt_runtime.writer", "kt-runtime"  # marks files from `write_gguf_adapter`
 
+COMPARED = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+"""The families whose files were compared with llama.cpp. Of others' q_proj and k_proj it may permute the rows."""
 NOT_EXPRESSIBLE = ("kv_b_proj",)
 NOT_APPLIED = {"deepseek2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")}
 """llama.cpp loads these parts, but its graph (src/models/deepseek2.cpp, seen until October 2026) does not use them."""
@@ -56,6 +58,7 @@ def read_gguf_adapter(
     """
     place = Path(path)
     where = str(place)
+    _require_compared(family, where)
     with open_directory(place.parent.resolve()) as directory:
         data = directory.read(place.name, largest_file(family, config, max_rank) + MAX_HEADER_BYTES)
     file = parse_gguf(data, where)
@@ -81,6 +84,7 @@ def write_gguf_adapter(
 
     Raises AdapterError as `check_adapter`, and for modules that GGUF can't express; ConflictError if the file exists.
     """
+    _require_compared(family, str(path))
     completed = complete_groups(adapter, family, config) if adapter.modules else adapter
     check_adapter(completed, family, config, max_rank, str(path))
     used = {name: pair for name, pair in completed.modules.items() if bool(pair.a.any()) and bool(pair.b.any())}
@@ -100,6 +104,15 @@ def write_gguf_adapter(
         for letter, tensor in zip("ab", pair, strict=True)
     }
     write_new_file(path, partial(_write, tensors, family.gguf_architecture, adapter.alpha, base_model, dtype))
+
+
+def _require_compared(family: Family, where: str) -> None:
+    if family.name not in COMPARED:
+        raise AdapterError(
+            f"{where}: GGUF adapters of {family.name} are neither read nor written: they were not compared with "
+            f"llama.cpp, as those of {', '.join(COMPARED)} were; use a PEFT directory, or export with --format merged "
+            "and convert that checkpoint"
+        )
 
 
 def is_written_here(path: Path) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from kt_runtime.adapters.gguf_lora import NOT_APPLIED, NOT_EXPRESSIBLE
+from kt_runtime.adapters.gguf_lora import COMPARED, NOT_APPLIED, NOT_EXPRESSIBLE
 from kt_runtime.adapters.peft_directory import CONFIG_FILE, PREFIX, TENSOR_FILE
 from kt_runtime.families import MLP, SHARED, Family, family_for
 
@@ -82,6 +82,9 @@ def _llama_cpp(sizes: Mapping[str, int], total: int, family: Family) -> Reader:
     refused = [projection for projection in NOT_EXPRESSIBLE if projection in by_projection]
     unused = sorted(by_projection.keys() & set(NOT_APPLIED.get(family.gguf_architecture, ())))
     remedy = "for llama.cpp export --format merged and convert that checkpoint"
+    if family.name not in COMPARED:
+        remark = f"the export refuses {family.name}, whose files were not compared with llama.cpp; {remedy}"
+        return Reader(program, 0, total, remark)
     if refused:
         return Reader(
             program, 0, total, f"the export refuses {', '.join(refused)}: llama.cpp has no LoRA for it; {remedy}"

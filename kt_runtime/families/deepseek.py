@@ -105,7 +105,7 @@ class DeepseekV2(Family):
                 is_sigmoid=self.has_correction_bias(config),
                 scaling=float(routing["routed_scaling_factor"]),
             ),
-            epsilon=float(config.get("rms_norm_eps", 1e-6)),
+            epsilon=float(config.get("rms_norm_eps", self.default_epsilon)),
             interleaved=self.rotates_adjacent(config),
             embedding="model.embed_tokens.weight",
             final_norm="model.norm.weight",
@@ -139,8 +139,8 @@ class DeepseekV2(Family):
 
 class DeepseekV3(DeepseekV2):
     name = "deepseek_v3"
-    model_types = ("deepseek_v3", "kimi_k2")
-    foreign_model_types = ("kimi_k2",)
+    model_types: tuple[str, ...] = ("deepseek_v3", "kimi_k2")
+    foreign_model_types: tuple[str, ...] = ("kimi_k2",)
     architectures = ("DeepseekV3ForCausalLM",)
     traits = Traits(LATENT, SIGMOID, shared_experts=True, dense_first_layers=True)
     routing_defaults: Mapping[str, Any] = {"norm_topk_prob": True, "routed_scaling_factor": 2.5}

@@ -1,18 +1,25 @@
 """GLM-4.5, 4.6, 4.7 and their Air models: grouped-query attention that rotates a part of each head, DeepSeek's router.
+GLM-4.7-Flash: a DeepSeek-V3 of other names.
 
-Hugging Face: `transformers.models.glm4_moe`. SGLang: `sglang.srt.models.glm4_moe`.
+Hugging Face: `transformers.models.glm4_moe`, `.glm4_moe_lite`. SGLang: `sglang.srt.models.glm4_moe`, `.glm4_moe_lite`.
 
 - Leading layers are dense; the others have shared and routed experts, chosen by sigmoids with a correction bias.
 - `use_qk_norm`: norms on each head's queries and keys; the Air models have none.
 - SGLang keeps the router's matrix in float32, whatever the model's dtype is; the twin shares it.
 - The layer after the last, for multi-token prediction, is in neither model: its tensors are read past.
+- GLM-4.7-Flash: the latents' norms have `rms_norm_eps` in SGLang, and so in the twin; Hugging Face gives them 1e-6.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.base import Config, first_moe_layer, integer, require
+from kt_runtime.families.deepseek import DeepseekV3
 from kt_runtime.families.grouped_query import GroupedQueryFamily, require_plain_rotary
-from kt_runtime.families.stack import ExpertGroups
+from kt_runtime.families.stack import DecoderStack, ExpertGroups
 from kt_runtime.families.traits import GROUPED_QUERY, SIGMOID, Traits
 
 
@@ -60,3 +67,46 @@ class Glm4Moe(GroupedQueryFamily):
 
     def shared_intermediate(self, config: Config) -> int:
         return integer(config, "moe_intermediate_size") * integer(config, "n_shared_experts")
+
+
+class Glm4MoeLite(DeepseekV3):
+    """transformers writes `mlp_layer_types` where the published config.json has `first_k_dense_replace`."""
+
+    name = "glm4_moe_lite"
+    model_types = ("glm4_moe_lite",)
+    foreign_model_types = ()
+    architectures = ("Glm4MoeLiteForCausalLM",)
+    default_epsilon = 1e-5
+    routing_defaults: Mapping[str, Any] = {"norm_topk_prob": True, "routed_scaling_factor": 1.8}
+
+    def check(self, config: Config) -> None:
+        super().check(_with_dense_layers(config))
+
+    def missing_keys(self, config: Config) -> dict[str, Any]:
+        missing = super().missing_keys(config)
+        if config.get("first_k_dense_replace") is None:
+            missing["first_k_dense_replace"] = first_moe_layer(_with_dense_layers(config))
+        return missing
+
+    def moe_layers(self, config: Config) -> list[int]:
+        return super().moe_layers(_with_dense_layers(config))
+
+    def decoder_stack(self, config: Config) -> DecoderStack:
+        return super().decoder_stack(_with_dense_layers(config))
+
+
+def _with_dense_layers(config: Config) -> Config:
+    """Raises InvalidValueError if the two keys say different things, or dense layers are not the first ones."""
+    types = config.get("mlp_layer_types")
+    if types is None:
+        types = ["dense"] + ["sparse"] * (integer(config, "num_hidden_layers") - 1)
+    first = types.count("dense") if isinstance(types, list) else 0
+    if types != ["dense"] * first + ["sparse"] * (integer(config, "num_hidden_layers") - first):
+        raise InvalidValueError(
+            f"config.json: 'mlp_layer_types' is {types!r}; expected 'dense' for the first layers and 'sparse' for all "
+            "others: SGLang 0.5.23 knows no other order"
+        )
+    if config.get("first_k_dense_replace") is None:
+        return {**config, "first_k_dense_replace": first}
+    require(config, "first_k_dense_replace", first, "Hugging Face's first layers are dense by 'mlp_layer_types'")
+    return config

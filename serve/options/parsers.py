@@ -48,7 +48,7 @@ def from_template(config: Mapping[str, Any], template: str) -> Parsers:
     family = family_for(config).name
     if family == "qwen3_moe":
         return Parsers(_qwen_tools(template), _qwen_reasoning(template))
-    if family == "glm4_moe":
+    if family in ("glm4_moe", "glm4_moe_lite"):
         return Parsers("glm45" if "<arg_key>" in template else None, "glm45" if "<think>" in template else None)
     if family in ("mixtral", "olmoe"):
         return Parsers("mistral" if "[TOOL_CALLS]" in template else None)

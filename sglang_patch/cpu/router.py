@@ -7,8 +7,8 @@ Symbols (SGLang 0.5.23), where no CUDA kernel runs:
 - `models.deepseek_v2.DeepseekV2MoE.__init__`: Hugging Face multiplies the routing weights by `routed_scaling_factor`.
   Without CUDA, SGLang multiplies the experts' rounded result. Here the routing weights are scaled too (`moe.py`), so
   the layer's own factor is set to 1.
-- `models.glm4_moe.Glm4MoeGate.forward` and `.Glm4MoeSparseMoeBlock.__init__`: the same for GLM-4.5 to 4.7, whose router
-  has a matrix in float32.
+- `models.glm4_moe.Glm4MoeGate.forward` and `.Glm4MoeSparseMoeBlock.__init__`, and those of `.glm4_moe_lite`: the same
+  for GLM-4.5 to 4.7 and GLM-4.7-Flash, whose routers have a matrix in float32.
 - `layers.moe.topk.fused_topk_native`: the softmax router of Qwen3-MoE, Mixtral and OLMoE. kt-runtime's kernel chooses
   the experts here, in the twin (`resident.twin.routed`) and in the native step (`step.py`), so that all of them get the
   same bits. The routing weights are float32, as in SGLang.
@@ -30,6 +30,8 @@ SYMBOLS = (
     "sglang.srt.layers.moe.topk.fused_topk_native",
     "sglang.srt.models.glm4_moe.Glm4MoeGate.forward",
     "sglang.srt.models.glm4_moe.Glm4MoeSparseMoeBlock.__init__",
+    "sglang.srt.models.glm4_moe_lite.Glm4MoeLiteGate.forward",
+    "sglang.srt.models.glm4_moe_lite.Glm4MoeLiteSparseMoeBlock.__init__",
 )
 
 
@@ -38,8 +40,9 @@ def install(hooks: Hooks) -> None:
         hooks.replace(SYMBOLS[0], router_logits)
         hooks.after(SYMBOLS[1], _leave_scaling_to_routing)
         hooks.around(SYMBOLS[2], softmax_router)
-        hooks.replace(SYMBOLS[3], router_logits)
-        hooks.after(SYMBOLS[4], _leave_scaling_to_routing)
+        for gate, block in (SYMBOLS[3:5], SYMBOLS[5:7]):
+            hooks.replace(gate, router_logits)
+            hooks.after(block, _leave_scaling_to_routing)
 
 
 def router_logits(gate: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -50,6 +50,7 @@ DECODERS = (
     "sglang.srt.models.mixtral.MixtralModel.forward",
     "sglang.srt.models.olmoe.OlmoeModel.forward",
     "sglang.srt.models.glm4_moe.Glm4MoeModel.forward",
+    "sglang.srt.models.glm4_moe_lite.Glm4MoeLiteModel.forward",
 )
 SYMBOLS = (
     *(BUILT_AFTER, SAMPLE, *DECODERS),

@@ -12,6 +12,7 @@ MADE = {
     "mixtral": "tiny-mixtral",
     "olmoe": "tiny-olmoe",
     "glm4_moe": "tiny-glm4-moe",
+    "glm4_moe_lite": "tiny-glm4-moe-lite",
 }
 PRESETS: dict[str, Preset] = {
     "deepseek_v2": tiny_deepseek_v2(),

@@ -29,6 +29,7 @@ WRITTEN = {
         "weights: attention and dense weights stay float32; routed expe",
     ),
     "glm4_moe": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
+    "glm4_moe_lite": ({"dtype": torch.bfloat16, "fused": True}, ""),
 }
 
 

@@ -16,6 +16,9 @@ from kt_runtime.ops.grouped_router import grouped_top_k
 from kt_runtime.ops.matmul import frozen_linear, rounded
 from kt_runtime.ops.router import float32_logits, softmax_top_k
 
+GROUPED_ROUTERS = ("DeepseekV2TopkRouter", "DeepseekV3TopkRouter", "Glm4MoeTopkRouter", "Glm4MoeLiteTopkRouter")
+"""Hugging Face's classes."""
+
 
 class RoutedExperts(nn.Module):
     """Replaces Hugging Face's fused expert module; has no parameters of its own.
@@ -99,4 +102,4 @@ class GroupedRouter(nn.Module):
 
 
 def is_grouped_router(module: nn.Module) -> bool:
-    return type(module).__name__ in ("DeepseekV2TopkRouter", "DeepseekV3TopkRouter", "Glm4MoeTopkRouter")
+    return type(module).__name__ in GROUPED_ROUTERS

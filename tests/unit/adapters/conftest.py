@@ -88,6 +88,11 @@ GLM4_MOE = _COMMON | {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+GLM4_MOE_LITE = DEEPSEEK_V3 | {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "n_group": 1,
+}
 CONFIGS: dict[str, dict[str, Any]] = {"qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3}
 MAX_RANK = 8
 
@@ -148,6 +153,11 @@ def olmoe() -> TinyModel:
 @pytest.fixture
 def glm4_moe() -> TinyModel:
     return TinyModel(dict(GLM4_MOE))
+
+
+@pytest.fixture
+def glm4_moe_lite() -> TinyModel:
+    return TinyModel(dict(GLM4_MOE_LITE))
 
 
 @pytest.fixture(params=CONFIGS)

@@ -298,3 +298,18 @@ def test_a_damaged_file_is_refused_or_read_but_never_crashes(
         read(qwen, tmp_path / "bad.gguf")
     except UserError as error:
         assert "bad.gguf" in str(error)
+
+
+@pytest.mark.parametrize("fixture", ["mixtral", "olmoe", "glm4_moe", "glm4_moe_lite"])
+def test_families_that_were_not_compared_with_llama_cpp_are_refused(
+    tmp_path: Path, request: pytest.FixtureRequest, fixture: str
+) -> None:
+    other: Any = request.getfixturevalue(fixture)
+    path = tmp_path / "a.gguf"
+    refused = rf"{path}: GGUF adapters of {fixture} are neither read nor written"
+    with pytest.raises(AdapterError, match=refused):
+        write(other, path, other.adapter("o_proj"))
+    assert not path.exists()
+    path.write_bytes(b"GGUF")
+    with pytest.raises(AdapterError, match=refused):
+        read(other, path)

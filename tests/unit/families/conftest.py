@@ -111,7 +111,16 @@ GLM4_MOE = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+GLM4_MOE_LITE = {
+    **{key: value for key, value in DEEPSEEK_V3.items() if key not in ("topk_method", "scoring_func")},
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "n_group": 1,
+    "topk_group": 1,
+    "rms_norm_eps": 1e-5,
+}
 CONFIGS = {
+    "glm4_moe_lite": GLM4_MOE_LITE,
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,
     "glm4_moe": GLM4_MOE,

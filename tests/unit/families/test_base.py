@@ -174,6 +174,8 @@ def test_configs_as_transformers_saves_them_give_the_same_tables(config: dict[st
         ("olmoe", "clip_qkv", 8.0),
         ("olmoe", "num_key_value_heads", 2),
         ("glm4_moe", "first_k_dense_replace", 3),
+        ("glm4_moe_lite", "first_k_dense_replace", 2),
+        ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense", "sparse"]),
         ("glm4_moe", "rope_parameters", {"rope_type": "yarn", "factor": 2.0}),
     ],
 )

@@ -42,11 +42,11 @@ def test_families_do_not_claim_the_same_model() -> None:
     assert len(set(architectures)) == len(architectures)
 
 
-UNKNOWN = {
-    "glm4_moe_lite": (
-        {"n_routed_experts": 64, "kv_lora_rank": 512, "scoring_func": "sigmoid", "n_shared_experts": 1}
-        | {"first_k_dense_replace": 1},
-        "nearest is deepseek_v3 (DeepseekV3ForCausalLM): config.json shows no difference",
+UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
+    "deepseek_v32": (
+        {"n_routed_experts": 256, "kv_lora_rank": 512, "scoring_func": "sigmoid", "n_shared_experts": 1}
+        | {"first_k_dense_replace": 3, "index_topk": 2048},
+        "nearest is deepseek_v3 (DeepseekV3ForCausalLM): it has an index of the keys that attention reads",
     ),
     "minimax_m2": (
         {"num_local_experts": 256, "scoring_func": "sigmoid", "use_routing_bias": True},

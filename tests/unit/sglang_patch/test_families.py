@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,21 +98,22 @@ def started(family: str, directory: Path, dtype: torch.dtype) -> Iterator[Runnin
         yield Running(running, twin, LoraModules(twin), build(preset, seed=5))
 
 
-@pytest.fixture(scope="module", params=PRESETS)
+@pytest.fixture(scope="module")
 def running(
     request: pytest.FixtureRequest, patched_sglang: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Running]:
-    with started(request.param, tmp_path_factory.mktemp("model") / "m", torch.float32) as engine:
+    family, dtype = request.param
+    with started(family, tmp_path_factory.mktemp("model") / "m", dtype) as engine:
         yield engine
 
 
-@pytest.fixture(scope="module", params=["mixtral", "olmoe", "glm4_moe"])
-def rounding(
-    request: pytest.FixtureRequest, patched_sglang: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Running]:
-    """In bfloat16; the families of the system tests are tested there."""
-    with started(request.param, tmp_path_factory.mktemp("model") / "m", torch.bfloat16) as engine:
-        yield engine
+def each(families: Iterable[str], dtype: torch.dtype) -> pytest.MarkDecorator:
+    """`running` is each of the families in `dtype`; tests share it."""
+    cases = [(family, dtype) for family in families]
+    return pytest.mark.parametrize("running", cases, indirect=True, ids=[f"{family}-{dtype}" for family in families])
+
+
+every_family = each(PRESETS, torch.float32)
 
 
 def served(running: Running, lora_id: str | None = None) -> tuple[list[list[int]], list[np.ndarray]]:
@@ -126,6 +127,7 @@ def served(running: Running, lora_id: str | None = None) -> tuple[list[list[int]
     return rows, logprobs
 
 
+@every_family
 def test_served_logprobs_equal_hugging_face_s(running: Running) -> None:
     rows, logprobs = served(running)
     for row, found in zip(rows, logprobs, strict=True):
@@ -134,18 +136,21 @@ def test_served_logprobs_equal_hugging_face_s(running: Running) -> None:
         assert np.abs(found - expected).max() <= LOGPROB_TOLERANCE
 
 
+@every_family
 def test_the_native_step_computes_the_family(running: Running) -> None:
     served(running)
     assert native_step.state() == STEP_RUNNING
     assert native_step.exceptions() == []
 
 
+@every_family
 def test_training_s_logprobs_are_the_served_ones(running: Running) -> None:
     rows, logprobs = served(running)
     assert all(np.array_equal(a, b) for a, b in zip(running.trained(rows), logprobs, strict=True))
 
 
 @pytest.mark.parametrize("only", [(), ("experts",)])
+@every_family
 def test_with_an_adapter_training_s_logprobs_are_the_served_ones(running: Running, only: tuple[str, ...]) -> None:
     """And those of Hugging Face's model with the adapter merged."""
     base, _ = served(running)
@@ -159,11 +164,13 @@ def test_with_an_adapter_training_s_logprobs_are_the_served_ones(running: Runnin
         assert np.abs(found - logprobs_of(merged, row)).max() <= LOGPROB_TOLERANCE
 
 
-def test_in_bfloat16_training_s_logprobs_are_the_served_ones(rounding: Running) -> None:
-    rows, logprobs = served(rounding)
-    assert all(np.array_equal(a, b) for a, b in zip(rounding.trained(rows), logprobs, strict=True))
-    adapter = lora.random_adapter(rounding.engine.config, rank=RANK, alpha=ALPHA, seed=2)
-    with installed(rounding.engine, one=adapter):
-        adapted, logprobs = served(rounding, "one")
+# The others' bfloat16 is tested in the system tests.
+@each(["mixtral", "olmoe", "glm4_moe", "glm4_moe_lite"], torch.bfloat16)
+def test_in_bfloat16_training_s_logprobs_are_the_served_ones(running: Running) -> None:
+    rows, logprobs = served(running)
+    assert all(np.array_equal(a, b) for a, b in zip(running.trained(rows), logprobs, strict=True))
+    adapter = lora.random_adapter(running.engine.config, rank=RANK, alpha=ALPHA, seed=2)
+    with installed(running.engine, one=adapter):
+        adapted, logprobs = served(running, "one")
     assert adapted != rows and native_step.exceptions() == []
-    assert all(np.array_equal(a, b) for a, b in zip(rounding.trained(adapted, adapter), logprobs, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(running.trained(adapted, adapter), logprobs, strict=True))

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from reference import lora
+from reference.families import PRESETS
 from reference.greedy import load_hugging_face
 from reference.quantized_checkpoint import quantize_checkpoint
+from reference.transformers_checkpoint import save
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -78,6 +80,21 @@ def test_in_bf16_every_weight_is_the_hand_merged_one_rounded_once(base: Base, tm
         exact = weight.double() + base.adapter.scaling * (b @ a)
         assert torch.allclose(found[name].double(), exact, rtol=2.0**-8, atol=1e-7), name
         assert (found[name] != exact.bfloat16()).double().mean() < 1e-3
+    check_checkpoint(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("family", "fused"), [("glm4_moe", True), ("mixtral", False), ("mixtral", True)])
+def test_what_transformers_wrote_is_merged_under_the_names_that_it_has(
+    tmp_path: Path, family: str, fused: bool
+) -> None:
+    base = save(PRESETS[family], tmp_path / "base", torch.float32, fused=fused, seed=4)
+    config = json.loads((base / "config.json").read_text())
+    adapter = lora.random_adapter(config, rank=4, alpha=8.0, seed=3)
+    write_merged(base, adapter, tmp_path / "out")
+    assert tensors(tmp_path / "out").keys() == tensors(base).keys()
+    expected = logits(merged_by_hand(base, adapter))
+    assert (expected - logits(load_hugging_face(base))).abs().max() > 0.05
+    assert (logits(load_hugging_face(tmp_path / "out")) - expected).abs().max() < 1e-4
     check_checkpoint(tmp_path / "out")
 
 
