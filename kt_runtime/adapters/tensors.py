@@ -32,7 +32,8 @@ from kt_runtime.families.base import Config
 NUM_THREADS = min(4, os.cpu_count() or 1)
 """For work on all tensors of an adapter beside the engine, which has the machine's processors to itself otherwise."""
 
-T, R = TypeVar("T"), TypeVar("R")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class LoraPair(NamedTuple):
@@ -155,7 +156,7 @@ def thread_pool(name: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(NUM_THREADS, name, without_openmp)
 
 
-def on_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+def on_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
     """The function's results, in order. Raises the first error, after the items under way."""
     if not items:
         return []

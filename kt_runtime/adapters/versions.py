@@ -66,12 +66,12 @@ def content_hash(adapter: AdapterTensors, contents: Contents | None = None) -> s
 
 
 def has_hash(adapter: AdapterTensors, expected: str) -> bool:
-    """Whether `expected` is the adapter's content hash, or the one that version 0.1 gave it."""
+    """Whether `expected` is the adapter's content hash, in its present or its first form."""
     return content_hash(adapter) == expected or _first_content_hash(adapter) == expected
 
 
 def _first_content_hash(adapter: AdapterTensors) -> str:
-    """Version 0.1's, which names versions on disk: one SHA-256 over all bytes, with a tensor for each expert."""
+    """The first form, which directories on disk may be named after: one SHA-256 over all bytes, a tensor per expert."""
     digest = hashlib.sha256(f"kt-runtime adapter 1\n{adapter.rank}\n{float(adapter.alpha)!r}\n".encode())
     for name, tensor in sorted(adapter.tensors.items()):
         stored = tensor.detach().to("cpu").contiguous()

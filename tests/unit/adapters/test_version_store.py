@@ -44,7 +44,7 @@ def test_saving_the_same_content_again_writes_nothing(tmp_path: Path, qwen: Any)
     assert store.save("x", qwen.adapter("o_proj"), created=2.0, source="second") == first
 
 
-def test_a_version_that_version_0_1_stored_is_loaded_under_its_name(tmp_path: Path, qwen: Any) -> None:
+def test_a_version_under_the_first_form_of_its_hash_is_loaded_under_that_name(tmp_path: Path, qwen: Any) -> None:
     """Its directory is named after another hash of the same content."""
     store, adapter = open_store(qwen, tmp_path), qwen.adapter("o_proj", "experts", rank=3)
     earlier = versions._first_content_hash(complete_groups(adapter, qwen.family, qwen.config))

@@ -13,7 +13,7 @@ from kt_runtime.adapters.tensors import contents_of, measured
 from kt_runtime.adapters.versions import _first_content_hash
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
 
-FIRST_HASH = "c7b6bd486cda389e0428c86649e6e2a17bce5a3a6a8a44d5c2827b0699db2c8e"  # computed with version 0.1
+FIRST_HASH = "c7b6bd486cda389e0428c86649e6e2a17bce5a3a6a8a44d5c2827b0699db2c8e"  # computed when it was the only form
 
 
 def version(letter: str) -> AdapterVersion:
@@ -60,7 +60,7 @@ def test_any_change_changes_the_hash(qwen: Any) -> None:
     assert len({content_hash(variant) for variant in variants}) == len(variants)
 
 
-def test_version_0_1s_hash_is_what_it_was() -> None:
+def test_the_first_form_of_the_hash_is_what_it_was() -> None:
     """Directories on users' disks are named after it."""
     pairs = {
         "model.layers.0.self_attn.o_proj": LoraPair(torch.arange(6.0).reshape(2, 3), torch.ones(4, 2)),

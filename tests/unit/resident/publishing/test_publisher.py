@@ -14,12 +14,12 @@ import pytest
 from reference.desk import Desk
 from reference.lora import huge_adapter, random_adapter
 
-from kt_runtime.adapters import AdapterVersion, LoraPair, as_version, content_hash
+from kt_runtime.adapters import AdapterTensors, AdapterVersion, LoraPair, as_version, content_hash
 from kt_runtime.errors import AdapterError, ConflictError, NotFoundError, UnknownNameError
 from kt_runtime.resident.publishing import persistence
 from kt_runtime.resident.publishing import publisher as publishing
 from kt_runtime.resident.publishing.publisher import MAX_WAITING_OF_NAME
-from kt_runtime.resident.scheduler import run_at_once
+from kt_runtime.resident.scheduler import Slices, run_at_once
 from kt_runtime.resident.training import checkpoint
 
 
@@ -231,9 +231,12 @@ def test_nothing_is_read_checked_or_converted_on_the_engines_thread(desk: Desk, 
 def test_only_an_adapter_that_could_overflow_is_probed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[str] = []
     slices = desk.publisher._probe.slices
-    monkeypatch.setattr(
-        desk.publisher._probe, "slices", lambda adapter, where: probed.append(where) or slices(adapter, where)
-    )
+
+    def noted(adapter: AdapterTensors, where: str) -> Slices:
+        probed.append(where)
+        return slices(adapter, where)
+
+    monkeypatch.setattr(desk.publisher._probe, "slices", noted)
     desk.publish("bob", 1)
     desk.settle()
     assert probed == []
