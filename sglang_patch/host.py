@@ -23,6 +23,7 @@ from kt_runtime.sglang_patch.cpu import moe
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.gpu import hot, streaming
 from kt_runtime.sglang_patch.lora import install as lora_install
+from kt_runtime.sglang_patch.lora import slots as lora_slots
 from kt_runtime.sglang_patch.version import PINNED
 from kt_runtime.wire.messages import CacheTier, ExpertStreaming, GpuExperts
 
@@ -98,8 +99,14 @@ class SGLangHost:
     def is_serving(self) -> bool:
         return not self._scheduler.is_fully_idle()
 
-    def prepare_adapter(self, name: str, adapter: AdapterTensors) -> object:
-        return lora_install.prepare_adapter(self._runner.lora_manager, self.config, name, adapter)
+    def reserve_slot(self) -> object | None:
+        return lora_slots.reserve(self._runner.lora_manager)
+
+    def release_slot(self, slot: Any) -> None:
+        slot.give_back()
+
+    def prepare_adapter(self, name: str, adapter: AdapterTensors, slot: Any = None) -> object:
+        return lora_install.prepare_adapter(self._runner.lora_manager, self.config, name, adapter, slot)
 
     def install_adapter(self, lora_id: str, name: str, version: str, prepared: Any) -> None:
         lora_install.install_prepared(self._runner.lora_manager, lora_id, name, version, prepared)

@@ -20,7 +20,7 @@ PATCHES = (
     *("gpu.hot", "gpu.streaming", "gpu.latent_attention"),
     *("cpu.absorbed", "cpu.activation", "cpu.grouped_router", "cpu.logprobs", "cpu.seeds"),
     *("gpu.replays", "gpu.shared_experts", "gpu.lora_buffers"),
-    *("lora.pinned_memory", "lora.linear", "lora.kv_b", "lora.pool", "lora.experts", "lora.install"),
+    *("lora.pinned_memory", "lora.linear", "lora.kv_b", "lora.pool", "lora.slots", "lora.experts", "lora.install"),
     *("cache.host_pool", "cache.host_copies", "cache.page_hash", "cache.keys", "cache.namespace"),
     *("cache.events", "cache.metrics"),
     *("faults.finite_rows", "faults.batches", "faults.intake", "faults.exact_aborts", "grammar.stop_patterns"),

@@ -15,15 +15,25 @@ members are filled in here with A = 0 and B = 0 of the right shapes, which leave
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from kt_runtime.families import Family, LoraModule
 from kt_runtime.families.base import Config
+
+NUM_THREADS = min(4, os.cpu_count() or 1)
+"""For work on all tensors of an adapter beside the engine, which has the machine's processors to itself otherwise."""
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class LoraPair(NamedTuple):
@@ -106,6 +116,66 @@ class AdapterTensors:
     @property
     def num_bytes(self) -> int:
         return sum(pair.a.nbytes + pair.b.nbytes for pair in self.modules.values())
+
+
+class TensorContent(NamedTuple):
+    """`digest`: SHA-256 of the tensor's bytes in row-major order, little-endian. `largest`: its largest absolute value,
+    NaN or infinity if an element is.
+    """
+
+    digest: bytes
+    largest: float
+
+
+Contents = Mapping[str, TensorContent]
+"""Of an adapter's tensors, by `NAME.lora_A` and `NAME.lora_B`; routed experts stacked."""
+
+
+def measured(tensor: torch.Tensor) -> TensorContent:
+    """Reads the tensor twice, and holds the GIL for microseconds only."""
+    stored = tensor.detach().to("cpu").contiguous()
+    # Without a mask of the tensor's size: the minimum and maximum of a tensor with a NaN are NaN.
+    least, most = (float(extreme) for extreme in torch.aminmax(stored)) if stored.numel() else (0.0, 0.0)
+    digest = hashlib.sha256(stored.reshape(-1).view(torch.uint8).numpy().data).digest()
+    return TensorContent(digest, max(abs(least), abs(most)))
+
+
+def contents_of(adapter: AdapterTensors, known: Contents | None = None) -> dict[str, TensorContent]:
+    """The contents of every tensor, on several threads. `known`: those that the caller has measured already."""
+    found = dict(known or {})
+    tensors = {}
+    for name, pair in adapter.modules.items():
+        tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"] = pair
+    missing = [key for key in tensors if key not in found]
+    found |= zip(missing, on_threads(measured, [tensors[key] for key in missing]), strict=True)
+    return {key: found[key] for key in tensors}
+
+
+def thread_pool(name: str) -> ThreadPoolExecutor:
+    """`NUM_THREADS` threads whose tensor operations don't start further threads."""
+    return ThreadPoolExecutor(NUM_THREADS, name, without_openmp)
+
+
+def on_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """The function's results, in order. Raises the first error, after the items under way."""
+    if not items:
+        return []
+    with thread_pool("kt-adapter") as threads:
+        return list(threads.map(function, items))
+
+
+def without_openmp() -> None:
+    """From now on, PyTorch's operations on this thread's tensors run on this thread alone.
+
+    Beside busy processors, OpenMP's threads wait for each other at the end of each operation, for as long as the system
+    lets other threads run. `torch.set_num_threads` would hold for other threads, too.
+    """
+    torch.get_num_threads()  # PyTorch sets the number itself when a thread asks first
+    try:
+        library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD)
+    except OSError:  # another OpenMP, or none
+        return
+    library.omp_set_num_threads(1)
 
 
 def zero_pair(module: LoraModule, rank: int, dtype: torch.dtype = torch.float32) -> LoraPair:

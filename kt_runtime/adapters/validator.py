@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kt_runtime.adapters.tensors import AdapterTensors, LoraPair, expected_shapes, missing_members
+from kt_runtime.adapters.tensors import AdapterTensors, Contents, LoraPair, expected_shapes, missing_members
 from kt_runtime.errors import AdapterError, suggestion
 from kt_runtime.families import Family, LoraModule
 from kt_runtime.families.targets import NEVER_ADAPTED
@@ -18,12 +18,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_adapter(
-    adapter: AdapterTensors, family: Family, config: Mapping[str, Any], max_rank: int, where: str = "adapter"
+    adapter: AdapterTensors,
+    family: Family,
+    config: Mapping[str, Any],
+    max_rank: int,
+    where: str = "adapter",
+    contents: Contents | None = None,
 ) -> None:
     """Raises AdapterError, beginning with `where`, unless the adapter can be served and trained unchanged.
 
     One rank from 1 to `max_rank`, a finite positive alpha, at least one module, only modules that the model has,
-    fused groups complete, tensors of the right shape and of a known dtype, every number finite.
+    fused groups complete, tensors of the right shape and of a known dtype, every number finite. `contents`: what is
+    known of the tensors already, so that they are not read again.
     """
     check_rank(adapter.rank, max_rank, where)
     check_alpha(adapter.alpha, where)
@@ -33,7 +39,7 @@ def check_adapter(
     for name, pair in adapter.modules.items():
         if name not in known:
             raise unknown_module(name, list(known), family, where)
-        _check_pair(known[name], pair, adapter.rank, where)
+        _check_pair(known[name], pair, adapter.rank, where, contents or {})
     missing = missing_members(adapter, family, config)
     if missing:
         raise AdapterError(
@@ -75,13 +81,14 @@ def check_shape(key: str, tensor: torch.Tensor, expected: tuple[int, ...], where
         raise AdapterError(f"{where}: {key!r} has shape {list(tensor.shape)}; expected {list(expected)}")
 
 
-def _check_pair(module: LoraModule, pair: LoraPair, rank: int, where: str) -> None:
+def _check_pair(module: LoraModule, pair: LoraPair, rank: int, where: str, contents: Contents) -> None:
     for letter, tensor, expected in zip("AB", pair, expected_shapes(module, rank), strict=True):
         key = f"{module.name}.lora_{letter}.weight"
         check_shape(key, tensor, expected, where)
         if tensor.dtype not in DTYPES:
             raise AdapterError(f"{where}: {key!r} is {tensor.dtype}; expected one of {', '.join(map(str, DTYPES))}")
-        if not _is_finite(tensor):
+        content = contents.get(f"{module.name}.lora_{letter}")
+        if not (_is_finite(tensor) if content is None else math.isfinite(content.largest)):
             raise AdapterError(f"{where}: {_non_finite_key(module, letter, tensor)!r} contains NaN or Inf")
 
 

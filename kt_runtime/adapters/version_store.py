@@ -24,7 +24,7 @@ from typing import Any
 from kt_runtime.adapters.paths import NAME_PATTERN, check_adapter_name, open_directory
 from kt_runtime.adapters.peft_directory import read_peft_directory, write_peft_directory
 from kt_runtime.adapters.tensors import AdapterTensors
-from kt_runtime.adapters.versions import AdapterVersion, as_version, content_hash
+from kt_runtime.adapters.versions import AdapterVersion, as_version, content_hash, has_hash
 from kt_runtime.errors import AdapterError, ConflictError, KtError, UnknownNameError
 from kt_runtime.families import Family
 from kt_runtime.files import fsync_directory, remove_unfinished, visible_entries, write_json
@@ -52,15 +52,24 @@ class VersionStore:
         self._family, self._config, self._max_rank, self._kept = family, config, max_rank, kept
 
     def save(
-        self, name: str, adapter: AdapterTensors, *, created: float, source: str = "", base_model: str | None = None
+        self,
+        name: str,
+        adapter: AdapterTensors,
+        *,
+        created: float,
+        source: str = "",
+        base_model: str | None = None,
+        version_hash: str | None = None,
     ) -> AdapterVersion:
         """Writes a version, unless it is stored already, and returns it. Does not change the current version of `name`.
 
-        Tensors are stored exactly: in float32 if their dtypes differ, otherwise as they are. Raises as `check_adapter`.
+        Tensors are stored exactly: in float32 if their dtypes differ, otherwise as they are. `version_hash`: the
+        content hash, if the caller knows it. Raises as `check_adapter`.
         """
         check_adapter_name(name)
         stored = as_version(adapter, self._family, self._config)
-        version = AdapterVersion(content_hash(stored), created, stored.rank, float(stored.alpha), source)
+        identity = version_hash or content_hash(stored)
+        version = AdapterVersion(identity, created, stored.rank, float(stored.alpha), source)
         path = self.root / name / version.hash
         if path.is_dir():
             return self._describe(path)
@@ -97,8 +106,8 @@ class VersionStore:
         if not _HASH.fullmatch(version_hash) or not path.is_dir():
             raise UnknownNameError("version", version_hash, self._hashes(name), f"adapter {name!r}")
         adapter = read_peft_directory(path, self._family, self._config, self._max_rank)
-        found = content_hash(adapter)
-        if found != version_hash:
+        if not has_hash(adapter, version_hash):
+            found = content_hash(adapter)
             raise AdapterError(f"{path}: its content has the hash {found}; it was changed after it was published")
         return adapter
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kt_runtime.adapters.paths import check_adapter_name
-from kt_runtime.adapters.tensors import AdapterTensors, complete_groups
+from kt_runtime.adapters.tensors import AdapterTensors, Contents, complete_groups, contents_of
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
 from kt_runtime.families import Family
 from kt_runtime.families.base import Config
@@ -50,11 +50,28 @@ def as_version(adapter: AdapterTensors, family: Family, config: Config) -> Adapt
     return complete_groups(adapter, family, config).in_one_dtype()
 
 
-def content_hash(adapter: AdapterTensors) -> str:
-    """SHA-256 over rank, alpha, and of each tensor in the order of the names: name, dtype, shape, bytes.
+def content_hash(adapter: AdapterTensors, contents: Contents | None = None) -> str:
+    """SHA-256 over rank, alpha, and of each tensor in the order of the names: name, dtype, shape, SHA-256 of its bytes.
 
     Two adapters with the same hash give the same results. The same numbers in another dtype are another version.
+    `contents`: of the tensors that are measured already; the others are read here, on several threads.
     """
+    found = contents_of(adapter, contents)
+    digest = hashlib.sha256(f"kt-runtime adapter 2\n{adapter.rank}\n{float(adapter.alpha)!r}\n".encode())
+    for name, pair in sorted(adapter.modules.items()):
+        for letter, tensor in zip("AB", pair, strict=True):
+            key = f"{name}.lora_{letter}"
+            digest.update(f"{key}\n{tensor.dtype}\n{list(tensor.shape)}\n".encode() + found[key].digest)
+    return digest.hexdigest()
+
+
+def has_hash(adapter: AdapterTensors, expected: str) -> bool:
+    """Whether `expected` is the adapter's content hash, in its present or its first form."""
+    return content_hash(adapter) == expected or _first_content_hash(adapter) == expected
+
+
+def _first_content_hash(adapter: AdapterTensors) -> str:
+    """The first form, which directories on disk may be named after: one SHA-256 over all bytes, a tensor per expert."""
     digest = hashlib.sha256(f"kt-runtime adapter 1\n{adapter.rank}\n{float(adapter.alpha)!r}\n".encode())
     for name, tensor in sorted(adapter.tensors.items()):
         stored = tensor.detach().to("cpu").contiguous()

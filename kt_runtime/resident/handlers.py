@@ -25,7 +25,7 @@ from kt_runtime.experts import free_spare_memory
 from kt_runtime.families import resolve_targets
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.memory import check_available, keep_freed_memory, return_freed_memory
-from kt_runtime.resident.publishing.publisher import Forgotten, Publisher
+from kt_runtime.resident.publishing.publisher import Forgotten, Prepared, Publisher
 from kt_runtime.resident.scheduler import Pause, Slice, Slices
 from kt_runtime.resident.training import checkpoint
 from kt_runtime.resident.training.call import CallResult
@@ -346,16 +346,27 @@ class SessionHandlers:
         self._answers.reply(messages.SessionReply(request_id=request.request_id, info=self._info(session)), None)
 
     def _publish(self, request: Publish) -> Slices:
-        """Copies the masters; the rest of the publication does not block the session's next request."""
+        """The session pauses while a worker makes a version of its masters, but not while the name moves."""
         session = self._session(request.session)
         self._publisher.check(request.name, session.id, take_over=request.take_over)
         copied_bytes = 4 * sum(parameter.numel() for parameter in session.parameters.values())
         check_available(copied_bytes, f"adapter {request.name!r}: a copy of session {session.name!r}")
         done = self._answers.when_moved(request, request.name)
-        adapter = yield from checkpoint.copied_masters(session)
-        self._publisher.publish(
-            request.name, adapter, f"session {session.name}", done, session=session.id, take_over=request.take_over
-        )
+        session.contents.keep()
+        preparation = self._publisher.preparation(request.name)
+
+        def prepare() -> Prepared:
+            adapter = checkpoint.masters_copied_at_once(session)
+            return preparation.checked(adapter, f"session {session.name}", session.contents.known())
+
+        try:
+            prepared: Prepared = yield from self._on_worker(f"adapter {request.name!r}", prepare)
+            self._publisher.publish_prepared(
+                request.name, preparation, prepared, done, session=session.id, take_over=request.take_over
+            )
+        except BaseException:
+            preparation.close()
+            raise
 
     def _close(self, request: CloseSession) -> Slices:
         session = self._session(request.session)

@@ -89,8 +89,20 @@ class Host(Protocol):
         """True while any request is running or waiting."""
         ...
 
-    def prepare_adapter(self, name: str, adapter: AdapterTensors) -> object:
-        """Converts the adapter to the engine's format, with copied tensors. Called on worker threads.
+    def reserve_slot(self) -> object | None:
+        """A place among the adapters of the engine's batches, to fill before the first request. None: none is free.
+
+        The engine may take the place back at any time. The adapter is then copied in its first batch.
+        """
+        ...
+
+    def release_slot(self, slot: object) -> None:
+        """Frees the result of `reserve_slot`, unless `install_adapter` has used it."""
+        ...
+
+    def prepare_adapter(self, name: str, adapter: AdapterTensors, slot: object | None = None) -> object:
+        """Converts the adapter to the engine's format, with copied tensors, and copies it into `slot`. Called on worker
+        threads.
 
         Raises ConflictError if memory does not suffice, AdapterError if the engine does not support such an adapter.
         """

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kt_runtime.adapters import AdapterTensors
-from kt_runtime.adapters.tensors import expected_shapes
+from kt_runtime.adapters.tensors import expected_shapes, on_threads
 from kt_runtime.errors import AdapterError, UnknownNameError
 from kt_runtime.families import LoraModule
 
@@ -95,8 +95,13 @@ def build_adapter(
     for module in by_name.values():
         if module.source in touched:
             fused.setdefault(module.source, []).append(module)
-    with torch.inference_mode(False), torch.no_grad():
-        weights = {pool_key(members[0]): _fuse(members, adapter, dtype) for members in fused.values()}
+
+    def fuse(members: list[LoraModule]) -> FusedLora:
+        with torch.inference_mode(False), torch.no_grad():
+            return _fuse(members, adapter, dtype)
+
+    groups = list(fused.values())
+    weights = {pool_key(members[0]): weight for members, weight in zip(groups, on_threads(fuse, groups), strict=True)}
     return InstalledAdapter(uid, RankAndAlpha(adapter.rank, adapter.alpha), weights)
 
 
@@ -109,8 +114,10 @@ def _fuse(members: list[LoraModule], adapter: AdapterTensors, dtype: torch.dtype
     members = sorted(members, key=lambda module: module.start)
     first, rank = members[0], adapter.rank
     stack = (first.num_experts,) if first.num_experts else ()
-    a = torch.zeros(*stack, len(members) * rank, first.in_features, dtype=dtype)
-    b = torch.zeros(*stack, members[-1].stop, rank, dtype=dtype)
+    is_whole = all(module.name in adapter.modules for module in members)
+    allocate = torch.empty if is_whole and members[0].start == 0 else torch.zeros
+    a = allocate(*stack, len(members) * rank, first.in_features, dtype=dtype)
+    b = allocate(*stack, members[-1].stop, rank, dtype=dtype)
     for part, module in enumerate(members):
         pair = adapter.modules.get(module.name)
         if pair is None:

@@ -6,7 +6,7 @@ patterns, drops unknown keys with a warning, and would not receive routed expert
 host calls `install_prepared` and `drop_adapter`. They read and write `LoRAManager.loras`, `.configs`, `.lora_refs`,
 `.num_pinned_loras` and `LoRAMemoryPool.uid_to_buffer_id`, `.buffer_id_to_uid`, `.eviction_policy`.
 
-Everything here runs in the scheduler's thread, except `prepare_adapter`, which takes long and changes nothing. A loaded
+Everything here runs in the scheduler's thread, except `prepare_adapter`, which takes long. A loaded
 id never changes its adapter. KV is keyed by the adapter's content: this module registers each id's content hash with
 `cache/keys.py`.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kt_runtime.adapters import AdapterTensors, as_version, content_hash, read_peft_directory
@@ -25,6 +25,7 @@ from kt_runtime.resident.memory import check_available
 from kt_runtime.sglang_patch.cache import keys as cache_keys
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora.adapter import POOL_NAMES, InstalledAdapter, build_adapter
+from kt_runtime.sglang_patch.lora.slots import ReservedSlot
 
 logger = logging.getLogger(__name__)
 
@@ -50,18 +51,33 @@ def install(hooks: Hooks) -> None:
     hooks.around(SYMBOLS[0], load_directory)
 
 
-def prepare_adapter(
-    manager: Any, config: Mapping[str, Any], name: str, adapter: AdapterTensors
-) -> tuple[InstalledAdapter, dict[str, Any]]:
-    """The argument of `install_prepared`: a copy of `adapter` in the pool's layout and dtype, and a config for SGLang.
+@dataclass(frozen=True)
+class PreparedAdapter:
+    """The argument of `install_prepared`. `peft_config`: for SGLang. `slot`: holds a copy, unless it was given back."""
 
-    `config`: the model's config.json. Changes nothing and may run outside the scheduler's thread. Raises ConflictError
-    if memory does not suffice, AdapterError or UnknownNameError if the server can't hold the adapter.
+    adapter: InstalledAdapter
+    peft_config: dict[str, Any]
+    slot: ReservedSlot | None = None
+
+
+def prepare_adapter(
+    manager: Any,
+    config: Mapping[str, Any],
+    name: str,
+    adapter: AdapterTensors,
+    slot: ReservedSlot | None = None,
+) -> PreparedAdapter:
+    """A copy of `adapter` in the pool's layout and dtype, and another one in `slot`.
+
+    `config`: the model's config.json. Changes nothing else and may run outside the scheduler's thread. Raises
+    ConflictError if memory does not suffice, AdapterError or UnknownNameError if the server can't hold the adapter.
     """
     _check_memory(manager, name, adapter)
     built = build_adapter("", adapter, family_for(config).lora_modules(config), manager.dtype)
     _check_fits(manager, name, built)
-    return built, _peft_config(adapter)
+    if slot is not None:
+        slot.fill(built)
+    return PreparedAdapter(built, _peft_config(adapter), slot)
 
 
 def install_adapter(
@@ -73,26 +89,27 @@ def install_adapter(
 
 
 def install_prepared(
-    manager: Any, lora_id: str, name: str, version: str, prepared: tuple[InstalledAdapter, dict[str, Any]]
+    manager: Any, lora_id: str, name: str, version: str, prepared: PreparedAdapter
 ) -> InstalledAdapter:
     """Makes the result of `prepare_adapter` servable under `lora_id`, without a copy.
 
-    `version`: hash of the adapter's content. `name` is for messages: several versions of one name may be installed. The
-    copy into the pool's memory happens in the first batch that uses it. Raises ConflictError when `lora_id` is taken or
-    `--max-loaded-loras` are loaded; then nothing has changed.
+    `version`: hash of the adapter's content. `name` is for messages: several versions of one name may be installed.
+    Without a filled slot, the copy into the pool's memory happens in the first batch that uses it. Raises ConflictError
+    when `lora_id` is taken or `--max-loaded-loras` are loaded; then nothing has changed.
     """
     from sglang.srt.lora.lora_config import LoRAConfig
     from sglang.srt.lora.lora_registry import LoRARef
 
     _check_id_and_room(manager, lora_id, name)
-    built, peft_config = prepared
-    installed = replace(built, uid=lora_id)
+    installed = replace(prepared.adapter, uid=lora_id)
     # SGLang requires unique names among the loaded adapters. The frontend maps a user's name to an id.
     reference = LoRARef(lora_id=lora_id, lora_name=f"{name}#{lora_id}", lora_path="", pinned=False)
-    manager.configs[lora_id] = LoRAConfig.from_dict(peft_config)
+    manager.configs[lora_id] = LoRAConfig.from_dict(prepared.peft_config)
     manager.loras[lora_id] = installed
     manager.lora_refs[lora_id] = reference
     cache_keys.register(lora_id, version)
+    if prepared.slot is not None:
+        prepared.slot.use(manager, lora_id)
     logger.info("installed adapter %s as %s: rank %d, %d bytes", name, lora_id, installed.config.r, installed.num_bytes)
     return installed
 

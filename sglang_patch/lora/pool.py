@@ -10,6 +10,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,17 +50,29 @@ def fill_slot(pool: Any, slot: int, adapter: InstalledAdapter) -> None:
 
     If the adapter changes no experts, expert buffers keep their old content: the expert layer skips such an adapter.
     """
-    for name in pool.A_buffer:
-        for layer, (a, b) in enumerate(zip(pool.A_buffer[name], pool.B_buffer[name], strict=True)):
-            weight = adapter.weights.get((name, layer))
-            if weight is not None:
-                _fill(a[slot], b[slot], weight, adapter.config.r, pool.max_lora_rank)
-            elif a.dim() == 3 or adapter.adapts_experts:
-                a[slot].zero_()
-                b[slot].zero_()
-    for buffers in (pool.embedding_A_buffer, pool.embedding_B_buffer, pool.lm_head_A_buffer, pool.lm_head_B_buffer):
-        for buffer in buffers.values():
-            buffer[slot].zero_()
+    for copy in copies_into(pool, slot, adapter):
+        copy()
+
+
+def copies_into(pool: Any, slot: int, adapter: InstalledAdapter) -> list[Callable[[], None]]:
+    """The parts of `fill_slot`, one for each fused linear of a layer, in any order or at once."""
+    buffers = [
+        (name, layer, a[slot], b[slot])
+        for name in pool.A_buffer
+        for layer, (a, b) in enumerate(zip(pool.A_buffer[name], pool.B_buffer[name], strict=True))
+    ]
+
+    def copy(name: str, layer: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        weight = adapter.weights.get((name, layer))
+        if weight is not None:
+            _fill(a, b, weight, adapter.config.r, pool.max_lora_rank)
+        elif a.dim() == 2 or adapter.adapts_experts:
+            a.zero_()
+            b.zero_()
+
+    others = (pool.embedding_A_buffer, pool.embedding_B_buffer, pool.lm_head_A_buffer, pool.lm_head_B_buffer)
+    zeroed = [buffer[slot].zero_ for each in others for buffer in each.values()]
+    return [*(partial(copy, *each) for each in buffers), *zeroed]
 
 
 def _fill(a: torch.Tensor, b: torch.Tensor, weight: FusedLora, rank: int, max_rank: int) -> None:

@@ -3,9 +3,10 @@
 Symbols (SGLang 0.5.23), only read: `LoRAManager.memory_pool`, `.lora_backend`, `.embed_tokens_module`,
 `.experts_shared_outer_loras`, `LoRAMemoryPool.A_buffer` and `.B_buffer`. SGLang allocates the pool's buffers when the
 server starts. For each batch it decides which adapter has which slot, and copies an adapter that has none yet into a
-slot (`pool.py`), in the scheduler's thread before the forward pass. The step therefore keeps pointers to the buffers.
-It gets the slots, ranks and factors of each batch, the same that SGLang's modules use. Reason: a batch with adapters on
-SGLang's modules takes more than twice the time of one without, most of it between the products.
+slot (`pool.py`), in the scheduler's thread before the forward pass; `slots.py` fills free ones earlier. The step
+therefore keeps pointers to the buffers. It gets the slots, ranks and factors of each batch, the same that SGLang's
+modules use. Reason: a batch with adapters on SGLang's modules takes more than twice the time of one without, most of it
+between the products.
 """
 
 from __future__ import annotations

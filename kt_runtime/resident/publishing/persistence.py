@@ -1,9 +1,10 @@
 """Writes published versions to disk on a background thread; versions that could not be written yet stay in memory.
 
 For each name, this module holds the unwritten versions and the name's current meaning (`VersionStore.point`). One
-thread writes both together. It retries a full or failing disk with growing pauses, and reports each unwritten version
-with the reason. The unwritten versions are bounded: beyond the bound only the current version of each name is kept;
-others are dropped and reported as not stored.
+thread writes both together, `DELAY_SECONDS` after the publication: until then the first requests for the version come,
+and writing would share the processors with them. It retries a full or failing disk with growing pauses, and reports
+each unwritten version with the reason. The unwritten versions are bounded: beyond the bound only the current version of
+each name is kept; others are dropped and reported as not stored.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from kt_runtime.adapters import AdapterTensors, AdapterVersion, VersionStore
+from kt_runtime.adapters.tensors import without_openmp
 from kt_runtime.errors import KtError
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,7 @@ FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1.0, 15.0
 MAX_VERSIONS, MAX_BYTES = 32, 2 << 30
 MAX_REASONS = 1024
 CLOSING_SECONDS = 8.0
+DELAY_SECONDS = 0.1
 WRITING = "it is being written"
 
 
@@ -89,6 +92,8 @@ class Persistence:
         """`name` now means `version`. `served`, `known`: as in VersionTable; only versions in `known` are written."""
         with self._changed:
             entry = self._names.setdefault(name, _Name())
+            if entry.is_done:
+                entry.not_before = time.monotonic() + DELAY_SECONDS
             entry.waiting.pop(version.hash, None)
             entry.waiting[version.hash] = _Waiting(version, adapter)
             entry.waiting = {item: waiting for item, waiting in entry.waiting.items() if item in known}
@@ -154,6 +159,7 @@ class Persistence:
     # On the background thread.
 
     def _run(self) -> None:
+        without_openmp()
         tried: set[str] = set()
         while True:
             with self._changed:
@@ -205,7 +211,12 @@ class Persistence:
     def _save(self, name: str, item: _Waiting) -> None:
         version = item.version
         self._store.save(
-            name, item.adapter, created=version.created, source=version.source, base_model=self._base_model
+            name,
+            item.adapter,
+            created=version.created,
+            source=version.source,
+            base_model=self._base_model,
+            version_hash=version.hash,
         )
         with self._changed:
             entry = self._names[name]

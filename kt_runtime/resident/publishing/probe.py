@@ -3,6 +3,7 @@
 Finite weights are not enough: an adapter full of 3e38 passes every check of the file, yet its first request computes
 infinity. The pass runs through the training twin, which computes the same as serving, in slices of one layer, so that
 streams do not stall. The probe's tokens reach only some of the experts; an overflow elsewhere is found when serving.
+Adapters whose elements are too small for an overflow need no pass (`bounds.py`), which covers every expert.
 
 Shapes: T probe tokens, H hidden, V vocabulary.
 """
@@ -14,9 +15,11 @@ from collections import defaultdict
 import torch
 
 from kt_runtime.adapters import AdapterTensors
+from kt_runtime.adapters.tensors import Contents
 from kt_runtime.errors import AdapterError, NumericsError
 from kt_runtime.families import LoraModule
 from kt_runtime.families.base import Config
+from kt_runtime.resident.publishing.bounds import Bounds
 from kt_runtime.resident.scheduler import Slice, Slices, run_at_once
 from kt_runtime.resident.training.losses import log_softmax
 from kt_runtime.resident.twin.attention import Positions
@@ -34,6 +37,11 @@ class Probe:
     def __init__(self, twin: Twin, lora: LoraModules, config: Config) -> None:
         self._twin, self._lora = twin, lora
         self._modules = {module.name: module for module in twin.family.lora_modules(config)}
+        self._bounds = Bounds(twin, config)
+
+    def is_needless(self, adapter: AdapterTensors, contents: Contents) -> bool:
+        """Whether the pass can't overflow (`bounds.py`). `contents`: of every tensor of `adapter`."""
+        return self._bounds.exclude_overflow(adapter, contents)
 
     def slices(self, adapter: AdapterTensors, where: str) -> Slices:
         """Returns None if the pass is finite, else raises AdapterError, which names `where` and the layer at fault.

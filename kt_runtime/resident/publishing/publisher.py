@@ -3,8 +3,10 @@
 Publications, loads, rollbacks and the restoring after a restart run through the same stages. Each name has at most one
 operation in progress, others of the name wait. Operations on different names are independent:
 
-1. *prepare*, on a worker thread: read the file, complete fused groups, check, hash, convert to the engine's format;
-2. *probe*, as slices between the engine's batches: one forward pass with the adapter must be finite;
+1. *prepare*, on a worker thread: read the file, complete fused groups, check, hash, convert to the engine's format, and
+   copy into a slot of the engine's memory, if one is free;
+2. *probe*, as slices between the engine's batches: one forward pass with the adapter must be finite. It is left out if
+   the largest elements show that no pass can overflow (`bounds.py`);
 3. *install*, on the engine's thread: the engine registers the prepared adapter under a fresh id;
 4. *move*: the resident asks the frontend to move the name to that id; the frontend answers in a later turn;
 5. *remember*: the version table changes and the client gets its answer. Then a background thread writes the version's
@@ -39,6 +41,7 @@ from kt_runtime.adapters import (
     content_hash,
     read_adapter,
 )
+from kt_runtime.adapters.tensors import Contents, contents_of
 from kt_runtime.errors import ConflictError, KtError, UnknownNameError
 from kt_runtime.families import Family
 from kt_runtime.files import errors_of_path
@@ -64,19 +67,59 @@ Forgotten = Callable[[str | Exception | None], None]
 
 @dataclass(frozen=True)
 class Prepared:
-    """Result of stage 1. `adapter`: complete and checked, with copied tensors. `servable`: in the engine's format.
+    """Result of stage 1. `adapter`: complete and checked; nothing changes its tensors. `contents`: of these tensors.
+    `servable`: in the engine's format.
 
     `version.lora_id` is None until installation.
     """
 
     adapter: AdapterTensors
+    contents: Contents
     version: AdapterVersion
     servable: object
 
 
+class Preparation:
+    """Stage 1 of one operation. The engine's thread makes and closes it; `checked` and `stored` run on a worker.
+
+    `slot`: reserved in the engine's memory (`Host.reserve_slot`), None if none is free.
+    """
+
+    def __init__(self, host: Host, family: Family, name: str) -> None:
+        self._host, self._family, self._name = host, family, name
+        self.slot = host.reserve_slot()
+
+    def checked(self, adapter: AdapterTensors, source: str, known: Contents | None = None) -> Prepared:
+        """`known`: contents of tensors that are measured already. Raises as `check_adapter` and the host."""
+        host, where = self._host, f"adapter {self._name!r}"
+        completed = as_version(adapter, self._family, host.config)
+        contents = contents_of(completed, known)
+        check_adapter(completed, self._family, host.config, host.max_lora_rank, where, contents)
+        content = content_hash(completed, contents)
+        version = AdapterVersion(content, time.time(), completed.rank, float(completed.alpha), source)
+        return Prepared(completed, contents, version, self._servable(completed))
+
+    def stored(self, adapter: AdapterTensors, version: AdapterVersion) -> Prepared:
+        """For a version that was checked when it was published."""
+        return Prepared(adapter, contents_of(adapter), replace(version, lora_id=None), self._servable(adapter))
+
+    def close(self) -> None:
+        """The slot is free again, unless `Host.install_adapter` has used it. On the engine's thread."""
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            self._host.release_slot(slot)
+
+    def _servable(self, adapter: AdapterTensors) -> object:
+        return self._host.prepare_adapter(self._name, adapter, self.slot)
+
+
+Begin = Callable[[Preparation], Callable[[], Prepared]]
+
+
 @dataclass
 class _Operation:
-    """`begin`: returns stage 1's function; called when the operation starts. `version`: known from stage 1 on.
+    """`begin`: returns stage 1's function; called when the operation starts. `preparation`: from then on. `version`:
+    known from stage 1 on.
 
     `session`: the publishing session, None for a load, a rollback or a restart. `claims`: the session becomes the
     name's owner (None: the name loses its owner). `restores`: after a restart, the disk is up to date. `path`: the
@@ -85,7 +128,7 @@ class _Operation:
 
     name: str
     lora_id: str
-    begin: Callable[[], Callable[[], Prepared]]
+    begin: Begin
     done: Done
     session: SessionId | None = None
     claims: bool = False
@@ -93,6 +136,7 @@ class _Operation:
     is_rollback: bool = False
     restores: bool = False
     path: str | None = None
+    preparation: Preparation | None = None
     prepared: Prepared | None = None
     is_moving: bool = False
 
@@ -104,6 +148,10 @@ class _Operation:
     def version(self) -> AdapterVersion:
         assert self.prepared is not None
         return replace(self.prepared.version, lora_id=self.lora_id)
+
+
+def _is_prepared(preparation: Preparation) -> Callable[[], Prepared]:
+    raise AssertionError("stage 1 of this operation has run already")
 
 
 class Publisher:
@@ -165,23 +213,40 @@ class Publisher:
         another adapter or another session owns the name. Raises as `check`.
         """
         self.check(name, session, take_over=take_over)
-        self._add(name, lambda: lambda: self._checked(name, adapter, source), done, session, take_over, claims=True)
+
+        def begin(preparation: Preparation) -> Callable[[], Prepared]:
+            return lambda: preparation.checked(adapter, source)
+
+        self._add(_Operation(name, self._fresh_id(), begin, done, session, claims=True, take_over=take_over))
+
+    def preparation(self, name: str) -> Preparation:
+        """For a publication whose stage 1 runs before `publish_prepared`."""
+        return Preparation(self._host, self._family, name)
+
+    def publish_prepared(
+        self,
+        name: str,
+        preparation: Preparation,
+        prepared: Prepared,
+        done: Done,
+        *,
+        session: SessionId | None = None,
+        take_over: bool = False,
+    ) -> None:
+        """As `publish`, after stage 1. `preparation` belongs to the publisher from then on, unless this raises."""
+        self.check(name, session, take_over=take_over)
+        operation = _Operation(name, self._fresh_id(), _is_prepared, done, session, claims=True, take_over=take_over)
+        operation.preparation, operation.prepared = preparation, prepared
+        self._add(operation)
 
     def load(self, name: str, path: str, done: Done, *, take_over: bool = False) -> None:
         """As `publish`, for the PEFT directory or GGUF file at `path`. `done` may get NotFoundError too."""
         self.check(name, None, take_over=take_over)
 
-        def read() -> Prepared:
-            with errors_of_path(Path(path), "read"):
-                check_is_adapter(Path(path))
-                adapter = read_adapter(
-                    path, self._family, self._host.config, self._host.max_lora_rank, self._host.model
-                )
-            for note in adapter.notes:
-                logger.info("adapter %r from %s: %s", name, path, note)
-            return self._checked(name, adapter, path)
+        def begin(preparation: Preparation) -> Callable[[], Prepared]:
+            return lambda: preparation.checked(self._read(name, path), path)
 
-        self._add(name, lambda: read, done, None, take_over, claims=True, path=path)
+        self._add(_Operation(name, self._fresh_id(), begin, done, claims=True, take_over=take_over, path=path))
 
     def rollback(self, name: str, to: str | None, done: Done) -> None:
         """Starts moving `name` to an earlier version. `done` may get UnknownNameError, ConflictError, AdapterError.
@@ -190,10 +255,10 @@ class Publisher:
         """
         check_adapter_name(name)
 
-        def begin() -> Callable[[], Prepared]:
-            return self._stored(name, self._table.rollback_target(name, to))
+        def begin(preparation: Preparation) -> Callable[[], Prepared]:
+            return self._stored(preparation, name, self._table.rollback_target(name, to))
 
-        self._add(name, begin, done, is_rollback=True)
+        self._add(_Operation(name, self._fresh_id(), begin, done, is_rollback=True))
 
     def forget(self, name: str, done: Forgotten) -> None:
         """Unloads `name`; its versions stay on disk. Operations of the name that wait or run fail.
@@ -211,6 +276,8 @@ class Publisher:
         queue.clear()
         queue.append(first)
         for operation in others:
+            if operation.preparation is not None:
+                operation.preparation.close()
             operation.done(withdrawn)
         if first.is_moving:
             self._forgetting.setdefault(name, []).append(done)
@@ -244,38 +311,27 @@ class Publisher:
 
     # The pipeline.
 
-    def _add(
-        self,
-        name: str,
-        begin: Callable[[], Callable[[], Prepared]],
-        done: Done,
-        session: SessionId | None = None,
-        take_over: bool = False,
-        *,
-        claims: bool = False,
-        is_rollback: bool = False,
-        restores: bool = False,
-        path: str | None = None,
-    ) -> None:
-        operation = _Operation(
-            name, self._fresh_id(), begin, done, session, claims, take_over, is_rollback, restores, path
-        )
-        queue = self._queues.setdefault(name, deque())
+    def _add(self, operation: _Operation) -> None:
+        queue = self._queues.setdefault(operation.name, deque())
         queue.append(operation)
         if len(queue) == 1:
             self._prepare(operation)
 
     def _prepare(self, operation: _Operation) -> None:
         self._in_progress[operation.lora_id] = operation
+        if operation.prepared is not None:
+            self._probe_or_install(operation)
+            return
         try:
-            make = operation.begin()
+            operation.preparation = self.preparation(operation.name)
+            make = operation.begin(operation.preparation)
         except Exception as error:  # noqa: BLE001 - handed on: `done` answers it
             self._end(operation, error)
             return
         self._workers.begin(operation.lora_id, operation.what, make)
 
     def probe(self, lora_id: str, error: Exception | None) -> None:
-        """Stage 1 has ended: starts the probe. The id of a withdrawn operation is ignored."""
+        """Stage 1 has ended: starts the probe, or installs. The id of a withdrawn operation is ignored."""
         operation = self._in_progress.get(lora_id)
         if operation is None:
             return
@@ -287,7 +343,15 @@ class Publisher:
         except Exception as problem:  # noqa: BLE001 - handed on: `done` answers it
             self._end(operation, problem)
             return
-        slices = self._probe.slices(operation.prepared.adapter, f"adapter {operation.name!r}")
+        self._probe_or_install(operation)
+
+    def _probe_or_install(self, operation: _Operation) -> None:
+        prepared = operation.prepared
+        assert prepared is not None
+        if self._probe.is_needless(prepared.adapter, prepared.contents):
+            self._install(operation)
+            return
+        slices = self._probe.slices(prepared.adapter, f"adapter {operation.name!r}")
         self._submit(
             Work(
                 f"adapter:{operation.name}",  # not a valid session name, so no clash
@@ -299,7 +363,7 @@ class Publisher:
         )
 
     def _install(self, operation: _Operation) -> None:
-        """The probe has succeeded: installs the adapter and asks the frontend to move the name."""
+        """No pass overflows: installs the adapter and asks the frontend to move the name."""
         if self._in_progress.get(operation.lora_id) is not operation:
             return
         name, lora_id, prepared = operation.name, operation.lora_id, operation.prepared
@@ -360,6 +424,8 @@ class Publisher:
             return
         self._workers.give_up(operation.lora_id)
         operation.prepared = None
+        if operation.preparation is not None:
+            operation.preparation.close()
         try:
             operation.done(outcome)
         except Exception:
@@ -388,18 +454,21 @@ class Publisher:
 
     # Stage 1, on a worker thread.
 
-    def _checked(self, name: str, adapter: AdapterTensors, source: str) -> Prepared:
-        completed = as_version(adapter, self._family, self._host.config)
-        check_adapter(completed, self._family, self._host.config, self._host.max_lora_rank, f"adapter {name!r}")
-        version = AdapterVersion(content_hash(completed), time.time(), completed.rank, float(completed.alpha), source)
-        return Prepared(completed, version, self._host.prepare_adapter(name, completed))
+    def _read(self, name: str, path: str) -> AdapterTensors:
+        host = self._host
+        with errors_of_path(Path(path), "read"):
+            check_is_adapter(Path(path))
+            adapter = read_adapter(path, self._family, host.config, host.max_lora_rank, host.model)
+        for note in adapter.notes:
+            logger.info("adapter %r from %s: %s", name, path, note)
+        return adapter
 
-    def _stored(self, name: str, version: AdapterVersion) -> Callable[[], Prepared]:
+    def _stored(self, preparation: Preparation, name: str, version: AdapterVersion) -> Callable[[], Prepared]:
         def read() -> Prepared:
             adapter = self._persistence.adapter(name, version.hash)
             if adapter is None:
                 adapter = self._store.load(name, version.hash)
-            return Prepared(adapter, replace(version, lora_id=None), self._host.prepare_adapter(name, adapter))
+            return preparation.stored(adapter, version)
 
         return read
 
@@ -415,7 +484,11 @@ class Publisher:
             self._restored(name, outcome)
 
         self._restoring.add(name)
-        self._add(name, lambda: self._stored(name, self._table.current(name)), done, restores=True)
+
+        def begin(preparation: Preparation) -> Callable[[], Prepared]:
+            return self._stored(preparation, name, self._table.current(name))
+
+        self._add(_Operation(name, self._fresh_id(), begin, done, restores=True))
 
     def _restored(self, name: str, outcome: AdapterVersion | Exception) -> None:
         if isinstance(outcome, Exception):

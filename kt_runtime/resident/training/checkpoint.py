@@ -35,6 +35,7 @@ from kt_runtime.adapters import (
     write_peft_directory,
 )
 from kt_runtime.adapters.peft_directory import CONFIG_FILE, TENSOR_FILE
+from kt_runtime.adapters.tensors import on_threads
 from kt_runtime.errors import AdapterError, ConflictError, InvalidValueError
 from kt_runtime.families import Family, LoraModule
 from kt_runtime.files import errors_of_path, only_files
@@ -99,9 +100,19 @@ def snapshot(session: Session, *, optimizer: bool) -> Generator[Slice, None, Sna
     return Snapshot(saved, adapter, state)
 
 
+def masters_copied_at_once(session: Session) -> AdapterTensors:
+    """As `copied_masters`, on threads beside the engine's. The session must not change meanwhile."""
+    names = list(session.parameters)
+    copies = on_threads(lambda name: session.parameters[name].detach().to("cpu", torch.float32, copy=True), names)
+    return _masters(session, dict(zip(names, copies, strict=True)))
+
+
 def copied_masters(session: Session) -> Generator[Slice, None, AdapterTensors]:
-    """A copy of the session's masters as an adapter, for publishing and saving."""
-    copied = yield from _copied(session.parameters)
+    """A copy of the session's masters as an adapter."""
+    return _masters(session, (yield from _copied(session.parameters)))
+
+
+def _masters(session: Session, copied: Mapping[str, torch.Tensor]) -> AdapterTensors:
     pairs = {
         module.name: (copied[f"{module.name}.lora_A"], copied[f"{module.name}.lora_B"]) for module in session.modules
     }

@@ -7,7 +7,7 @@ non-finite gradient before anything changes.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,10 +36,17 @@ class StepSettings:
 
 
 class AdamW:
-    """Moments for `parameters`, allocated at a parameter's first step. `steps` counts each parameter's steps."""
+    """Moments for `parameters`, allocated at a parameter's first step. `steps` counts each parameter's steps.
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self.parameters = parameters
+    `changed` is called with the names of parameters that a slice has updated.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        changed: Callable[[list[str]], None] = lambda names: None,
+    ) -> None:
+        self.parameters, self._changed = parameters, changed
         self.first: dict[str, torch.Tensor] = {}
         self.second: dict[str, torch.Tensor] = {}
         self.steps: dict[str, torch.Tensor] = {}
@@ -89,6 +96,7 @@ class AdamW:
         for upcoming, names in portions("optimizer step", gradient):
             yield upcoming
             self._update(names, gradient, settings)
+            self._changed(names)
             for name in names:
                 del gradient[name]
 

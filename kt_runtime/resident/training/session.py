@@ -19,6 +19,7 @@ from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.families import LoraModule
 from kt_runtime.resident.scheduler import Slices, run_at_once
 from kt_runtime.resident.training.call import Call, CallResult
+from kt_runtime.resident.training.contents import MasterContents
 from kt_runtime.resident.training.losses import LossFunction, WeightedCrossEntropy
 from kt_runtime.resident.training.optimizer import AdamW, StepSettings, clip
 from kt_runtime.resident.training.policy import PolicyLossFunction
@@ -75,7 +76,8 @@ class Session:
         self._twin, self._lora, self.parameters = twin, lora, parameters
         self._adapter_of: dict[Model, str | None] = {"policy": key, "base": None, "reference": None}
         self.gradient: dict[str, torch.Tensor] = {}
-        self.optimizer = AdamW(self.parameters)
+        self.contents = MasterContents(self.parameters)
+        self.optimizer = AdamW(self.parameters, self.contents.changed)
         self.step = 0
         self.num_calls = 0
         self.num_bytes = TRAINED_BYTES * num_parameters(modules, settings.rank)
@@ -167,6 +169,7 @@ class Session:
 
     def closing(self) -> Slices:
         """Frees masters, reference, gradient and moments."""
+        self.contents.close()
         for key in filter(None, self._adapter_of.values()):
             yield from self._lora.removal(key)
         optimizer, self.optimizer = self.optimizer, AdamW({})
@@ -186,6 +189,7 @@ class Session:
             with torch.no_grad():
                 for name in names:
                     self.parameters[name].copy_(masters[name])
+            self.contents.changed(names)
         yield from self.optimizer.restore(moments)
         yield from freed(self.gradient)
         self.step, self.num_calls = step, num_calls

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kt_runtime.adapters import VersionStore, VersionTable, complete_groups, content_hash, version_store
+from kt_runtime.adapters import VersionStore, VersionTable, complete_groups, content_hash, version_store, versions
 from kt_runtime.errors import AdapterError, InvalidValueError, UnknownNameError
 
 
@@ -42,6 +42,22 @@ def test_saving_the_same_content_again_writes_nothing(tmp_path: Path, qwen: Any)
     store = open_store(qwen, tmp_path)
     first = store.save("x", qwen.adapter("o_proj"), created=1.0, source="first")
     assert store.save("x", qwen.adapter("o_proj"), created=2.0, source="second") == first
+
+
+def test_a_version_under_the_first_form_of_its_hash_is_loaded_under_that_name(tmp_path: Path, qwen: Any) -> None:
+    """Its directory is named after another hash of the same content."""
+    store, adapter = open_store(qwen, tmp_path), qwen.adapter("o_proj", "experts", rank=3)
+    earlier = versions._first_content_hash(complete_groups(adapter, qwen.family, qwen.config))
+    assert store.save("x", adapter, created=5.0, version_hash=earlier).hash == earlier
+    store.point("x", [earlier])
+    assert store.served("x") == [version.hash for version in store.versions("x")] == [earlier]
+    assert content_hash(store.load("x", earlier)) == content_hash(adapter) != earlier
+    path = tmp_path / "x" / earlier / "adapter_model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-4] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(AdapterError, match="it was changed after it was published"):
+        store.load("x", earlier)
 
 
 def test_a_name_means_nothing_until_it_points_and_then_survives_a_restart(tmp_path: Path, qwen: Any) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import hashlib
+import math
 import threading
 from typing import Any
 
@@ -7,7 +9,11 @@ import pytest
 import torch
 
 from kt_runtime.adapters import AdapterTensors, AdapterVersion, LoraPair, VersionTable, content_hash
+from kt_runtime.adapters.tensors import contents_of, measured
+from kt_runtime.adapters.versions import _first_content_hash
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
+
+FIRST_HASH = "c7b6bd486cda389e0428c86649e6e2a17bce5a3a6a8a44d5c2827b0699db2c8e"  # computed when it was the only form
 
 
 def version(letter: str) -> AdapterVersion:
@@ -52,6 +58,36 @@ def test_any_change_changes_the_hash(qwen: Any) -> None:
         AdapterTensors.from_modules(4, 8.0, {name: (a, b)}),
     ]
     assert len({content_hash(variant) for variant in variants}) == len(variants)
+
+
+def test_the_first_form_of_the_hash_is_what_it_was() -> None:
+    """Directories on users' disks are named after it."""
+    pairs = {
+        "model.layers.0.self_attn.o_proj": LoraPair(torch.arange(6.0).reshape(2, 3), torch.ones(4, 2)),
+        "model.layers.0.mlp.experts.up_proj": LoraPair(torch.arange(12.0).reshape(2, 2, 3), torch.ones(2, 4, 2)),
+    }
+    adapter = AdapterTensors.from_modules(2, 4.0, pairs)
+    assert _first_content_hash(adapter) == FIRST_HASH
+
+
+def test_contents_that_are_known_are_not_measured_again(qwen: Any) -> None:
+    adapter = qwen.adapter("o_proj", "experts", seed=0)
+    contents = contents_of(adapter)
+    for name, pair in adapter.modules.items():
+        for letter, tensor in zip("AB", pair, strict=True):
+            digest = hashlib.sha256(tensor.numpy().tobytes()).digest()
+            assert contents[f"{name}.lora_{letter}"] == (digest, float(tensor.abs().max()))
+    before = content_hash(adapter)
+    for pair in adapter.modules.values():
+        pair.a.zero_()
+    assert content_hash(adapter, contents) == before != content_hash(adapter)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_single_element_that_is_not_finite_is_found(value: float) -> None:
+    tensor = torch.randn(3, 50, 70)
+    tensor[2, 49, 69] = value
+    assert not math.isfinite(measured(tensor).largest)
 
 
 def test_publishing_moves_the_name_and_returns_what_it_meant() -> None:

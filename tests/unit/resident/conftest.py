@@ -232,6 +232,8 @@ class FakeHost:
         self.max_adapters = max_adapters
         self.installed: dict[str, AdapterTensors] = {}
         self.preparing_threads: set[str] = set()
+        self.slots_reserved = 0
+        self.reserved: set[object] = set()  # and neither released nor used: a used slot is released too, without effect
         self.frontend = Wakeup()
         self.versions: dict[str, str] = {}
         self.names: dict[str, str] = {}
@@ -256,7 +258,15 @@ class FakeHost:
     def is_serving(self) -> bool:
         return self.serving
 
-    def prepare_adapter(self, name: str, adapter: AdapterTensors) -> AdapterTensors:
+    def reserve_slot(self) -> int:
+        self.slots_reserved += 1
+        self.reserved.add(self.slots_reserved)
+        return self.slots_reserved
+
+    def release_slot(self, slot: object) -> None:
+        self.reserved.discard(slot)
+
+    def prepare_adapter(self, name: str, adapter: AdapterTensors, slot: object | None = None) -> AdapterTensors:
         self.preparing_threads.add(threading.current_thread().name)
         copied = {key: (pair.a.clone(), pair.b.clone()) for key, pair in adapter.modules.items()}
         return AdapterTensors.from_modules(adapter.rank, adapter.alpha, copied)

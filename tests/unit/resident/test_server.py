@@ -17,6 +17,7 @@ import torch
 import zmq
 from reference.lora import huge_adapter, random_adapter, write_adapter
 
+from kt_runtime.adapters import content_hash
 from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.main import main
 from kt_runtime.errors import (
@@ -182,6 +183,41 @@ def test_a_served_version_keeps_its_tensors_while_training_continues(engine: Eng
     name = "model.layers.1.mlp.experts.up_proj"
     assert not one.modules[name].b.any()
     assert two.modules[name].b.any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_masters_that_are_not_finite_are_refused_and_the_version_before_stays(
+    engine: Engine, client: ResidentClient, value: float
+) -> None:
+    client.create_session("a", LORA)
+    train(client, "a", 1)
+    first = client.publish("a", "bob")
+    train(client, "a", 1)
+    session = engine.resident.handlers._sessions["a"]
+    name = "model.layers.1.mlp.experts.up_proj.lora_B"
+    session.parameters[name].data[2, 1, 0] = value
+    session.contents.changed([name])
+    with pytest.raises(AdapterError, match=r"'model\.layers\.1\.mlp\.experts\.2\.up_proj\.lora_B\.weight' contains"):
+        client.publish("a", "bob")
+    assert engine.host.names == {"bob": first.lora_id}
+    assert engine.host.reserved == set()
+    (info,) = client.list_adapters()
+    assert [version.version for version in info.versions] == [first.version] and info.current == first.version
+
+
+def test_a_version_has_the_hash_of_its_tensors_whatever_was_measured_before(
+    engine: Engine, client: ResidentClient, tmp_path: Path
+) -> None:
+    """From the second publication on, the masters are measured beside the optimizer."""
+    client.create_session("a", LORA)
+    for steps in (0, 1, 2, 0):
+        train(client, "a", steps)
+        reply = client.publish("a", "bob")
+        assert content_hash(engine.host.installed[reply.lora_id]) == reply.version
+    client.save("a", str(tmp_path / "saved"))
+    train(client, "a", 1)
+    client.load("a", str(tmp_path / "saved"))
+    assert client.publish("a", "bob").version == reply.version
 
 
 def test_a_second_session_starts_from_what_the_first_saved(client: ResidentClient, tmp_path: Path) -> None:
@@ -430,7 +466,7 @@ def test_an_idle_engine_sleeps_while_others_work_and_is_woken_when_they_are_done
         publishes = client.submit(Publish(request_id="p", session="a", name="bob"))
         with engine.client() as other:
             status = other.submit(GetStatus(request_id="s"))
-            while engine.host.weights._latest is None or engine.resident.publisher._in_progress == {}:
+            while engine.host.weights._latest is None or not engine.resident._workers._running:
                 time.sleep(0.005)
             other.status(wait_s=0)
             while engine.resident.has_work():

@@ -14,11 +14,12 @@ import pytest
 from reference.desk import Desk
 from reference.lora import huge_adapter, random_adapter
 
-from kt_runtime.adapters import AdapterVersion, LoraPair, as_version, content_hash
+from kt_runtime.adapters import AdapterTensors, AdapterVersion, LoraPair, as_version, content_hash
 from kt_runtime.errors import AdapterError, ConflictError, NotFoundError, UnknownNameError
+from kt_runtime.resident.publishing import persistence
 from kt_runtime.resident.publishing import publisher as publishing
 from kt_runtime.resident.publishing.publisher import MAX_WAITING_OF_NAME
-from kt_runtime.resident.scheduler import run_at_once
+from kt_runtime.resident.scheduler import Slices, run_at_once
 from kt_runtime.resident.training import checkpoint
 
 
@@ -227,12 +228,83 @@ def test_nothing_is_read_checked_or_converted_on_the_engines_thread(desk: Desk, 
     assert desk.host.preparing_threads and all(name.startswith("kt-prepare") for name in desk.host.preparing_threads)
 
 
+def test_only_an_adapter_that_could_overflow_is_probed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[str] = []
+    slices = desk.publisher._probe.slices
+
+    def noted(adapter: AdapterTensors, where: str) -> Slices:
+        probed.append(where)
+        return slices(adapter, where)
+
+    monkeypatch.setattr(desk.publisher._probe, "slices", noted)
+    desk.publish("bob", 1)
+    desk.settle()
+    assert probed == []
+    large = desk.adapter(1)
+    for pair in large.modules.values():
+        pair.b.mul_(1e12)
+    desk.publisher.publish("alice", large, "a test", desk.outcomes.append)
+    desk.settle()
+    assert probed == ["adapter 'alice'"]
+
+
+def test_every_slot_is_given_back_or_used(desk: Desk, tmp_path: Path) -> None:
+    """Whatever becomes of its operation. A slot that is used is given back too, which has no effect then."""
+    desk.publish("bob", 1)
+    desk.publish("bob", 2)  # waits, without a slot
+    assert len(desk.host.reserved) == 1
+    desk.settle()
+    assert desk.loaded("bob", huge_adapter(desk.host.config), tmp_path / "huge").__class__ is AdapterError
+    desk.host.move_error = ConflictError("the frontend has no room")
+    desk.publish("bob", 3)
+    desk.settle()
+    desk.host.move_error, desk.host.max_adapters = None, 1
+    desk.publish("bob", 4)
+    desk.settle()
+    for _ in range(2):
+        preparation = desk.publisher.preparation("alice")
+        prepared = preparation.checked(desk.adapter(5), "a test")
+        desk.publisher.publish_prepared("alice", preparation, prepared, desk.outcomes.append)
+    desk.forget("alice")
+    desk.publish("carol", 6)
+    desk.forget("carol")
+    desk.settle()
+    assert desk.workers.finish(60)
+    assert desk.host.slots_reserved >= 7 and desk.host.reserved == set()
+
+
+def test_a_crash_between_the_answer_and_the_disk_leaves_the_version_before(
+    make_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list says so until then: not stored."""
+    desk = make_desk("one")
+    desk.publish("bob", 1)
+    desk.settle()
+    desk.written()
+    assert desk.info("bob").versions[0].stored
+    monkeypatch.setattr(persistence, "DELAY_SECONDS", 3600.0)
+    desk.publish("bob", 2)
+    desk.settle()
+    first, second = desk.outcomes
+    assert desk.current("bob") == second.hash
+    newest, before = desk.info("bob").versions
+    assert (newest.version, newest.stored, newest.not_stored) == (second.hash, False, persistence.WRITING)
+    assert (before.version, before.stored) == (first.hash, True)
+    restarted = make_desk("after the crash")  # from what is on disk now
+    restarted.settle()
+    assert restarted.current("bob") == first.hash
+    desk.publisher.close()  # but a server that is stopped writes it
+    stopped = make_desk("after the end")
+    stopped.settle()
+    assert stopped.current("bob") == second.hash
+
+
 def test_a_name_that_is_slow_to_read_holds_up_no_other(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, prepare = threading.Event(), desk.host.prepare_adapter
 
-    def slow(name: str, adapter: Any) -> Any:
+    def slow(name: str, *arguments: Any) -> Any:
         assert name != "slow" or gate.wait(60)
-        return prepare(name, adapter)
+        return prepare(name, *arguments)
 
     monkeypatch.setattr(desk.host, "prepare_adapter", slow)
     desk.publish("slow", 1)

@@ -1,0 +1,158 @@
+"""Slots that are filled before the first request, in SGLang's real manager and pool (four slots of rank 8)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kt_runtime.adapters import AdapterTensors
+from kt_runtime.sglang_patch.lora import pool as pool_module
+from kt_runtime.sglang_patch.lora import slots
+from kt_runtime.sglang_patch.lora.install import drop_adapter, install_prepared, prepare_adapter
+
+
+@pytest.fixture
+def adapter(served: SimpleNamespace, reference: ModuleType) -> AdapterTensors:
+    return reference.random_adapter(served.config, rank=4, alpha=8.0, seed=0)
+
+
+@pytest.fixture(autouse=True)
+def no_reservation_stays(manager: Any) -> Iterator[None]:
+    yield
+    for slot in list(slots._reserved(manager.memory_pool)):
+        slot.give_back()
+
+
+def publish(served: Any, manager: Any, lora_id: str, adapter: AdapterTensors) -> slots.ReservedSlot | None:
+    slot = slots.reserve(manager)
+    prepared = prepare_adapter(manager, served.config, "name", adapter, slot)
+    install_prepared(manager, lora_id, "name", "content", prepared)
+    return slot
+
+
+def content(manager: Any, lora_id: str) -> list[torch.Tensor]:
+    pool, slot = manager.memory_pool, manager.memory_pool.get_buffer_id(lora_id)
+    return [
+        layer[slot].clone() for each in (pool.A_buffer, pool.B_buffer) for name in sorted(each) for layer in each[name]
+    ]
+
+
+def spoil(manager: Any) -> None:
+    """What other adapters may have left in the slots."""
+    pool = manager.memory_pool
+    for buffers in (pool.A_buffer, pool.B_buffer):
+        for layers in buffers.values():
+            for layer in layers:
+                layer.zero_()
+
+
+def test_a_filled_slot_has_what_sglangs_load_would_have_put_there(
+    served: SimpleNamespace, manager: Any, adapter: AdapterTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(manager)
+    publish(served, manager, "beside", adapter)
+    in_advance = content(manager, "beside")
+    install_prepared(manager, "later", "name", "content", prepare_adapter(manager, served.config, "name", adapter))
+    manager.fetch_new_loras({"later", None})
+    assert manager.memory_pool.get_buffer_id("later") != manager.memory_pool.get_buffer_id("beside")
+    for one, other in zip(in_advance, content(manager, "later"), strict=True):
+        assert torch.equal(one, other)
+    # Its first batch copies nothing, and its slot is freed as any other's.
+    monkeypatch.setattr(pool_module, "fill_slot", lambda *arguments: pytest.fail("copied again"))
+    manager.fetch_new_loras({"beside", None})
+    drop_adapter(manager, "beside")
+    assert "beside" not in manager.memory_pool.uid_to_buffer_id
+    assert slots.reserve(manager) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_is_served_is_the_masters_rounding_to_the_bit(
+    served: SimpleNamespace, manager: Any, adapter: AdapterTensors, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the copy that the slots are filled from, also halfway between two bf16 numbers (to even)."""
+    name = "model.layers.0.self_attn.o_proj"
+    a = adapter.modules[name].a
+    a[0, :4] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), 1 + 2**-8 + 2**-20])
+    monkeypatch.setattr(manager, "dtype", dtype)
+    built = prepare_adapter(manager, served.config, "name", adapter).adapter
+    weight = built.weights["o_proj", 0]
+    assert torch.equal(weight.a, a.to(dtype)) and weight.a.dtype == dtype
+    if dtype == torch.bfloat16:
+        assert weight.a[0, :4].tolist() == [1, 1 + 2**-6, -1, 1 + 2**-7]
+    gate, up = (adapter.modules[f"model.layers.1.mlp.experts.{part}_proj"] for part in ("gate", "up"))
+    experts = built.weights["gate_up_proj_moe", 1]
+    assert torch.equal(experts.a, torch.cat([gate.a, up.a], dim=1).to(dtype))
+    assert torch.equal(experts.b, torch.cat([gate.b, up.b], dim=1).to(dtype))
+
+
+def test_a_batch_that_needs_the_slot_gets_it_and_the_adapter_is_copied_later(
+    served: SimpleNamespace, manager: Any, adapter: AdapterTensors
+) -> None:
+    """Four slots: the base's, and three reserved ones, which three other adapters need."""
+    manager.fetch_new_loras({None})
+    reserved = [slot for _ in range(3) if (slot := slots.reserve(manager)) is not None]
+    assert len({slot.index for slot in reserved}) == 3
+    assert slots.reserve(manager) is None
+    prepared = prepare_adapter(manager, served.config, "name", adapter, reserved[0])
+    for lora_id in ("one", "two", "three"):
+        install_prepared(manager, lora_id, lora_id, "content", prepare_adapter(manager, served.config, "n", adapter))
+    manager.fetch_new_loras({"one", None})
+    assert sum(isinstance(uid, slots.ReservedSlot) for uid in manager.memory_pool.buffer_id_to_uid) == 2
+    manager.fetch_new_loras({"one", "two", "three", None})
+    assert not any(isinstance(uid, slots.ReservedSlot) for uid in manager.memory_pool.buffer_id_to_uid)
+    for slot in reserved:
+        slot.give_back()  # no effect any more
+    assert set(manager.memory_pool.uid_to_buffer_id) == {"one", "two", "three", None}
+    install_prepared(manager, "late", "name", "content", prepared)
+    assert "late" not in manager.memory_pool.uid_to_buffer_id
+    manager.fetch_new_loras({"late"})
+    slot_of_late = manager.memory_pool.get_buffer_id("late")
+    o_proj = adapter.modules["model.layers.0.self_attn.o_proj"]
+    assert torch.equal(manager.memory_pool.A_buffer["o_proj"][0][slot_of_late, :4], o_proj.a)
+
+
+def test_a_slot_that_is_taken_back_while_it_is_filled_is_written_no_more(
+    served: SimpleNamespace, manager: Any, adapter: AdapterTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`give_back` returns when the copies under way have ended; the others never begin."""
+    began, gate, ran = threading.Event(), threading.Event(), []
+
+    def copy() -> None:
+        began.set()
+        assert gate.wait(60)
+        ran.append(threading.current_thread().name)
+
+    slot = slots.reserve(manager)
+    assert slot is not None
+    monkeypatch.setattr(slots, "copies_into", lambda *arguments: [copy] * 100)
+    filling = threading.Thread(target=slot.fill, args=(None,))
+    filling.start()
+    assert began.wait(60)
+    giving = threading.Thread(target=slot.give_back)
+    giving.start()
+    giving.join(0.1)
+    assert giving.is_alive()
+    gate.set()
+    giving.join(60)
+    count = len(ran)
+    filling.join(60)
+    assert len(ran) == count < 100
+    assert not slot.use(manager, "one") and "one" not in manager.memory_pool.uid_to_buffer_id
+
+
+def test_a_slot_that_was_never_filled_is_not_used(served: SimpleNamespace, manager: Any) -> None:
+    slot = slots.reserve(manager)
+    assert slot is not None
+    assert not slot.use(manager, "one")
+    slot.give_back()
+    assert not slot.use(manager, "one")
+
+
+def test_a_pool_on_an_accelerator_is_filled_by_its_first_batch(manager: Any) -> None:
+    elsewhere = SimpleNamespace(memory_pool=manager.memory_pool, device="cuda")
+    assert slots.reserve(elsewhere) is None
