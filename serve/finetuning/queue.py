@@ -104,6 +104,7 @@ class JobQueue:
 
     async def cancel(self, job: JobRecord) -> None:
         """The job must not have ended. Its trainer ends beside the caller."""
+        job.status = "cancelled"  # at once: what runs beside looks at it
         await self._end(job, "cancelled", "The job has been cancelled")
         if self._trainer is not None and self._trainer[0] is job:
             self._background(self._trainer[1].stop())
@@ -248,7 +249,7 @@ class JobQueue:
                 if session.startswith(f"{job.id}-"):
                     request = messages.CloseSession(request_id=f"finetuning-{secrets.token_hex(8)}", session=session)
                     await self._resident.call(request, messages.DoneReply, CLOSE_SECONDS)
-            for name in status["adapters"]:
+            for name in list(status["adapters"]):
                 if name.startswith(f"{ROLLOUTS}{job.id}-"):
                     await self._adapters.unload(name)
 
@@ -260,9 +261,10 @@ class JobQueue:
             await self._end(job, "failed", f"The job failed: {error.message}", "error")
 
     async def _end(self, job: JobRecord, status: Status, message: str, level: Level = "info") -> None:
+        """The event comes first: a client that sees the state finds it."""
         job.finished_at = int(time.time())
-        await self._save(job, status)
         await self._note(job, message, level)
+        await self._save(job, status)
         self._logs.pop(job.id, None)
 
     async def _save(self, job: JobRecord, status: Status) -> None:

@@ -52,7 +52,7 @@ GRADER = {
     "reference": "{{item.letter}}",
     "operation": "ilike",
 }
-FAST = {"learning_rate_multiplier": 50.0}
+FAST = {"learning_rate_multiplier": 25.0}
 
 
 def connected(api: ServerAPI) -> Any:
@@ -109,7 +109,7 @@ def test_jobs_of_every_method_train_one_after_the_other_and_their_models_answer(
         suffix="my helper",
         seed=3,
         metadata={"team": "a"},
-        method={"type": "supervised", "supervised": {"hyperparameters": {**FAST, "n_epochs": 5, "batch_size": 2}}},
+        method={"type": "supervised", "supervised": {"hyperparameters": {**FAST, "n_epochs": 20, "batch_size": 4}}},
     )
     assert supervised.status == "validating_files" and supervised.fine_tuned_model is None
     dpo = jobs.create(
@@ -133,18 +133,18 @@ def test_jobs_of_every_method_train_one_after_the_other_and_their_models_answer(
 
     trained = done[0]
     assert re.fullmatch(r"ft\.model\.my-helper\.[A-Za-z0-9]{8}", trained.fine_tuned_model)
-    assert trained.hyperparameters.n_epochs == 5 and trained.hyperparameters.batch_size == 2
+    assert trained.hyperparameters.n_epochs == 20 and trained.hyperparameters.batch_size == 4
     assert trained.seed == 3 and trained.trained_tokens > 0 and trained.finished_at >= trained.created_at
     steps = steps_of(client, trained.id)
-    assert [step["step"] for step in steps] == list(range(1, 11))
+    assert [step["step"] for step in steps] == list(range(1, 21))
     assert steps[-1]["train_loss"] < steps[0]["train_loss"] / 2
     assert answer(client, trained.fine_tuned_model).choices[0].message.content == "eeee"
     assert trained.fine_tuned_model in [model.id for model in client.models.list()]
     checkpoints = list(jobs.checkpoints.list(trained.id))
-    assert [one.step_number for one in checkpoints] == [10, 9, 8]
+    assert [one.step_number for one in checkpoints] == [20, 18, 16]
     assert checkpoints[0].metrics.full_valid_loss < 1 and checkpoints[0].metrics.train_loss > 0
     last = checkpoints[0].fine_tuned_model_checkpoint
-    assert last == f"{trained.fine_tuned_model}.ckpt-step-10"
+    assert last == f"{trained.fine_tuned_model}.ckpt-step-20"
     assert answer(client, last).choices[0].message.content == "eeee"
 
     preferred = steps_of(client, dpo.id)
