@@ -219,12 +219,13 @@ class JobQueue:
             if not job.has_ended:
                 message = self._without_paths(job, reason)
                 await self._fail(job, JobError(code="training_failed", message=message))
-            return
-        if job.has_ended:
-            return
+        elif not job.has_ended:
+            await self._succeed(job, events)
+        await asyncio.to_thread(_remove_checkpoints, self._jobs.output(job.id))
+
+    async def _succeed(self, job: JobRecord, events: EventLog) -> None:
         figures = [event["data"] for event in await asyncio.to_thread(events.read) if event["data"]]
         job.trained_tokens = max((int(each.get("total_tokens", 0)) for each in figures), default=0)
-        await asyncio.to_thread(_remove_checkpoints, self._jobs.output(job.id))
         await self._note(job, f"New fine-tuned model created: {job.result}")
         await self._end(job, "succeeded", "The job has successfully completed")
 
@@ -299,7 +300,7 @@ def _checkpoints_in(output: Path) -> list[tuple[int, Path]]:
 
 
 def _remove_checkpoints(output: Path) -> None:
-    """Of a job that has succeeded: nothing resumes from its checkpoints, whose adapters the server has copied."""
+    """Of a job that has ended: nothing resumes from its checkpoints, whose adapters the server has copied."""
     for _, path in _checkpoints_in(output):
         shutil.rmtree(path, ignore_errors=True)
 
