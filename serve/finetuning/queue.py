@@ -66,7 +66,7 @@ class JobQueue:
         self._facts, self._adapter_directory, self._connection = facts, adapter_directory, connection
         self._is_ready = is_ready
         self._waiting: list[JobRecord] = []
-        self._wake = asyncio.Event()
+        self._wake, self._preparing = asyncio.Event(), asyncio.Semaphore(1)
         self._trainer: tuple[JobRecord, Trainer] | None = None
         self._logs: dict[str, EventLog] = {}  # of jobs that have not ended
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,7 +113,9 @@ class JobQueue:
 
     async def _validate(self, job: JobRecord) -> None:
         try:
-            decided = await asyncio.to_thread(self._prepared, job, await self._start_of(job))
+            start = await self._start_of(job)
+            async with self._preparing:
+                decided = await asyncio.to_thread(self._prepared, job, start)
         except WrongFile as error:
             what = "training" if error.param == "training_file" else "validation"
             await self._fail(job, JobError(code=f"invalid_{what}_file", message=str(error), param=error.param))

@@ -23,7 +23,8 @@ from kt_runtime.serve.finetuning.upload import Upload
 from kt_runtime.serve.http.route_table import FILE_BYTES
 from kt_runtime.serve.requests.checks.refusal import Refusal
 
-UPLOADS_AT_ONCE = 4
+UPLOADS_AT_ONCE = 16
+CHECKS_AT_ONCE = 1  # a thread, and seconds of Python's global lock by turns for the largest files
 
 
 class Models(Protocol):
@@ -45,7 +46,7 @@ class FineTuning:
 
     def __init__(self, files: FileStore, jobs: JobStore, queue: JobQueue, models: Models) -> None:
         self._files, self._jobs, self._queue, self._models = files, jobs, queue, models
-        self._uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
+        self._uploads, self._checks = asyncio.Semaphore(UPLOADS_AT_ONCE), asyncio.Semaphore(CHECKS_AT_ONCE)
 
     # Files.
 
@@ -56,7 +57,8 @@ class FineTuning:
             temporary = self._files.temporary()
             try:
                 filename = await self._receive(temporary, content_type, parts)
-                record = await asyncio.to_thread(self._checked, temporary, filename)
+                async with self._checks:
+                    record = await asyncio.to_thread(self._checked, temporary, filename)
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     temporary.unlink()

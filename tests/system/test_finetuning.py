@@ -55,8 +55,8 @@ GRADER = {
 FAST = {"learning_rate_multiplier": 25.0}
 
 
-def connected(api: ServerAPI) -> Any:
-    return openai.OpenAI(base_url=f"{api.url}/v1", api_key="any", max_retries=0, timeout=120)
+def connected(api: ServerAPI, key: str = "any") -> Any:
+    return openai.OpenAI(base_url=f"{api.url}/v1", api_key=key, max_retries=0, timeout=120)
 
 
 @pytest.fixture
@@ -272,18 +272,29 @@ def test_a_killed_trainer_fails_its_job_and_a_cancelled_one_ends_and_nothing_is_
     assert answer(client, BASE).choices[0].finish_reason == "length"
 
 
-def test_a_restarted_server_resumes_a_job_to_the_same_weights(tmp_path: Path, place: Place) -> None:
+def test_a_restarted_server_resumes_a_job_to_the_same_weights(
+    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a key: trainers have one of the server's own."""
+    key = "the-key-of-clients"
+    monkeypatch.setenv("KT_RUNTIME_API_KEY", key)
     make_model("tiny-qwen3-moe", tmp_path / "model", seed=2)
     options = ["--dtype", "float32", "--max-total-tokens", "2048", "--adapter-dir", str(tmp_path / "adapters")]
     arguments = place.arguments([*options, "--max-lora-rank", "16"], [])
     settings = {"model": BASE, "seed": 5, "hyperparameters": {"n_epochs": 30, "batch_size": 4}}
-    with server(str(tmp_path / "model"), arguments, tmp_path / "first.log") as api, connected(api) as client:
+    with (
+        server(str(tmp_path / "model"), arguments, tmp_path / "first.log", api_key=key) as api,
+        connected(api, key) as client,
+    ):
         talks = upload(client, TALKS)
         interrupted = client.fine_tuning.jobs.create(training_file=talks, **settings)
         wait_for(client, interrupted.id, lambda _: len(steps_of(client, interrupted.id)) > 7)
         trainer = trainer_of(interrupted.id)
     assert not trainer.is_running()
-    with server(str(tmp_path / "model"), arguments, tmp_path / "second.log") as api, connected(api) as client:
+    with (
+        server(str(tmp_path / "model"), arguments, tmp_path / "second.log", api_key=key) as api,
+        connected(api, key) as client,
+    ):
         whole = client.fine_tuning.jobs.create(training_file=talks, **settings)
         done = [ended(client, job.id) for job in (interrupted, whole)]
         assert [job.status for job in done] == ["succeeded", "succeeded"], [job.error for job in done]
