@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.serve.finetuning.files import FileRecord, FileStore, new_id
 from kt_runtime.serve.finetuning.jobs import JobRecord, JobStore
+from kt_runtime.serve.finetuning.objects import page, shown_checkpoints, shown_job
 from kt_runtime.serve.finetuning.protocol import bodies
 from kt_runtime.serve.finetuning.protocol.graders import read_grader
-from kt_runtime.serve.finetuning.protocol.objects import page, shown_checkpoints, shown_job
 from kt_runtime.serve.finetuning.protocol.rows import check_file
 from kt_runtime.serve.finetuning.queue import JobQueue
 from kt_runtime.serve.finetuning.recipe import result_name

@@ -1,1 +1,1 @@
-"""What clients send and get: bodies of requests, rows of files, graders, objects of answers."""
+"""What clients send: bodies of requests, rows of files, graders."""
