@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -31,6 +32,7 @@ from kt_runtime.serve.console.console import Console, opened_console
 from kt_runtime.serve.console.start_lines import describe_model
 from kt_runtime.serve.environment import dropped_variables
 from kt_runtime.serve.exactness import check_exact, not_exact
+from kt_runtime.serve.finetuning.directory import claimed_finetuning
 from kt_runtime.serve.http.auth import ApiKey
 from kt_runtime.serve.http.front_door import FrontDoor, check_reach
 from kt_runtime.serve.memory.cache import describe, lack_of_room, plan_cache
@@ -107,6 +109,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         held.enter_context(claimed_adapters(adapters, directory))
         for note in check_adapters(adapters):
             say(note)
+        finetuning = held.enter_context(claimed_finetuning(options.finetuning_dir, adapters, say))
         settings = _settings(options, model, directory, adapters, memory[0].ring_chunk_experts)
         os.environ.update(settings.to_environment())
         for name, value in settings_before_imports(has_gpu()).items():
@@ -119,7 +122,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         log_level = last_value(options.passed_on, "--log-level") or "info"
         console = held.enter_context(opened_console(say, directory, options.port, log_level, verbose=options.verbose))
         console.say("starting SGLang's processes, which takes half a minute")
-        _run(sglang_arguments, _Frontend(options, model, settings, key, directory, console))
+        _run(sglang_arguments, _Frontend(options, model, settings, key, directory, console, finetuning))
 
 
 def settings_before_imports(with_gpu: bool) -> dict[str, str]:
@@ -162,9 +165,13 @@ class _Frontend:
         key: ApiKey | None,
         directory: Path,
         console: Console,
+        finetuning: Path | None,
     ) -> None:
         self._options, self._model, self._settings, self._console = options, model, settings, console
-        self._door = FrontDoor(options, model.name, key, _longest_tokens(options, model.config))
+        self._finetuning = finetuning
+        self._trainers_key = None if key is None else secrets.token_urlsafe(32)
+        own_key = None if self._trainers_key is None else ApiKey(self._trainers_key)
+        self._door = FrontDoor(options, model.name, key, _longest_tokens(options, model.config), own_key)
         self._stopping = threading.Event()
         self._scratch = directory / f"sglang-{options.port}"
         shutil.rmtree(self._scratch, ignore_errors=True)  # left by a killed server; the lock proves that it ended
@@ -176,6 +183,9 @@ class _Frontend:
 
     @contextlib.asynccontextmanager
     async def session(self, app: FastAPI, engine: Engine) -> AsyncIterator[None]:
+        from kt_runtime.serve.finetuning.mount import finetuning_api
+        from kt_runtime.serve.finetuning.recipe import ServerFacts
+        from kt_runtime.serve.finetuning.trainer import Connection
         from kt_runtime.serve.http.adapters import Adapters, drop_adapter
         from kt_runtime.serve.http.cache_clearing import CacheClearing
         from kt_runtime.serve.http.names import NamesServer
@@ -195,8 +205,13 @@ class _Frontend:
                 app.include_router(cache_routes(CacheClearing(adapters.status, engine)))
                 context_tokens = _longest_tokens(self._options, self._model.config)
                 place = Path(self._settings.adapter_directory)
-                async with tinker_api(
-                    app, resident, engine, adapters, self._options, self._model, context_tokens, place
+                connection = Connection(self._options.url, self._trainers_key)
+                facts = ServerFacts(self._model.directory, self._options.max_lora_rank, context_tokens)
+                async with (
+                    tinker_api(app, resident, engine, adapters, self._options, self._model, context_tokens, place),
+                    finetuning_api(
+                        app, resident, adapters, self._door.models, facts, connection, place, self._finetuning
+                    ),
                 ):
                     yield
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -39,12 +40,25 @@ def server_url(option: str | None) -> str:
 
 def resident_client(api: ServerAPI, timeout_s: float = 600.0) -> ResidentClient:
     """A training client for a server on this machine, at the resident's address from the server's status."""
-    if urlsplit(api.url).hostname not in LOOPBACK:
+    if not _is_of_this_machine(urlsplit(api.url).hostname or ""):
         raise InvalidValueError(
             f"server URL {api.url}: training talks to the server through a socket file, so it runs on that machine; "
             f"use {DEFAULT_URL} there"
         )
     return ResidentClient(api.get("/kt/status")["wire_address"], timeout_s=timeout_s)
+
+
+def _is_of_this_machine(host: str) -> bool:
+    """Whether the host is a loopback name, or an address of this machine: only such a one can be bound."""
+    if host in LOOPBACK:
+        return True
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as opened:
+            opened.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 class ServerAPI:

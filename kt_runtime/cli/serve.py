@@ -114,6 +114,11 @@ class ServeCommand(click.Command):
     metavar="SECONDS",
     help="A Tinker client that is silent for so long has gone; its training sessions end.",
 )
+@click.option(
+    "--finetuning-dir",
+    metavar="DIR|off",
+    help="Where OpenAI's fine-tuning API keeps its files and jobs; off: no such API. [default: in --adapter-dir]",
+)
 @click.option("--cache-device", metavar="SIZE", help="What the KV cache takes, instead of --max-total-tokens.")
 @click.option("--cache-host", metavar="SIZE", help="Prefixes kept in memory beside the KV cache, which they include.")
 @click.option("--cache-disk", metavar="SIZE", help="Prefixes kept in --cache-dir, also across restarts.")

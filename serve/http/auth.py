@@ -54,10 +54,13 @@ class Denial:
 
 
 class AccessPolicy:
-    """`host`: the address that the server binds to. `origins`: other sites whose pages may call the server."""
+    """`host`: the address that the server binds to. `origins`: other sites whose pages may call the server. `own_key`:
+    a second key, which this server has made for its own trainers; without `key` it has no use."""
 
-    def __init__(self, host: str, key: ApiKey | None, origins: Collection[str] = ()) -> None:
-        self.key, self.origins = key, OriginPolicy(host, origins)
+    def __init__(
+        self, host: str, key: ApiKey | None, origins: Collection[str] = (), *, own_key: ApiKey | None = None
+    ) -> None:
+        self.key, self.own_key, self.origins = key, own_key, OriginPolicy(host, origins)
 
     def decide(
         self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], scheme: str = "http"
@@ -110,7 +113,8 @@ class AccessPolicy:
         for value in (value for name, value in headers if name == b"authorization"):
             scheme, _, token = value.partition(b" ")
             offered.append(token if scheme.lower() == b"bearer" else b"")
-        matched = [self.key.matches(token) for token in offered]
+        keys = [key for key in (self.key, self.own_key) if key is not None]
+        matched = [any(key.matches(token) for key in keys) for token in offered]
         if matched and all(matched):
             return None
         problem = "the API key is not this server's" if offered else "this server needs an API key"

@@ -29,10 +29,17 @@ if TYPE_CHECKING:
 
 
 class FrontDoor:
-    """`context_tokens`: the longest sequence; it determines the body limit."""
+    """`context_tokens`: the longest sequence; it determines the body limit. `own_key`: of the server's trainers."""
 
-    def __init__(self, options: ServeOptions, model_name: str, key: ApiKey | None, context_tokens: int) -> None:
-        self.policy = AccessPolicy(options.host, key, options.cors_origins)
+    def __init__(
+        self,
+        options: ServeOptions,
+        model_name: str,
+        key: ApiKey | None,
+        context_tokens: int,
+        own_key: ApiKey | None = None,
+    ) -> None:
+        self.policy = AccessPolicy(options.host, key, options.cors_origins, own_key=own_key)
         self.models = ServedModels(model_name, any_name=options.any_model_name)
         self._context_tokens, self._longest_tokens = context_tokens, options.max_total_tokens
         self.max_body_bytes = options.max_body_bytes or largest_body_bytes(context_tokens)

@@ -34,6 +34,8 @@ NO_AUDIO = "the models that kt-runtime serves read text only"
 TRAINING_BODY_BYTES = 32 * 1024 * 1024
 """The largest body of a Tinker client's training call or prompt, also decompressed: a sequence of a million tokens with
 its inputs, so that a too long one is answered with its length."""
+FILE_BYTES = 128 * 1024 * 1024
+"""The largest file of the fine-tuning API: about thirty million tokens, an epoch of many hours."""
 NO_EXPERT_RECORD = "routed experts are run by kt-runtime's expert store, which SGLang's recorder does not see"
 
 
@@ -51,7 +53,8 @@ class Rule:
 
     `body`: the fields that the body may have. None: the route reads no body, or is kt-runtime's and checks its own.
     `query`: the same for the query string. `max_bytes`: of a body that the route checks itself. `takes_zstd`: the body
-    may be compressed.
+    may be compressed. `streams`: the route reads a body of up to `max_bytes` as it arrives. `takes_ends`: of a larger
+    body the route gets the beginning and the end (`requests/checks/middleware.TooLarge`).
     """
 
     access: Access
@@ -62,6 +65,8 @@ class Rule:
     query: type[Body] | None = None
     max_bytes: int = SMALL_BODY_BYTES
     takes_zstd: bool = False
+    streams: bool = False
+    takes_ends: bool = False
 
 
 def _rules(access: Access, paths: str, methods: str = "", reason: str = "", **fields: Any) -> list[Rule]:
@@ -124,10 +129,28 @@ RULES: tuple[Rule, ...] = (
     *_tinker(Access.GUARDED, "create_session session_heartbeat sessions/{session}/finish", "POST"),
     *_tinker(Access.GUARDED, "create_model get_info unload_model optim_step load_weights retrieve_future", "POST"),
     *_tinker(Access.GUARDED, "save_weights save_weights_external save_weights_for_sampler", "POST"),
-    *_tinker(Access.GUARDED, "forward forward_backward", "POST", max_bytes=TRAINING_BODY_BYTES, takes_zstd=True),
+    *_tinker(
+        Access.GUARDED,
+        "forward forward_backward",
+        "POST",
+        max_bytes=TRAINING_BODY_BYTES,
+        takes_zstd=True,
+        takes_ends=True,
+    ),
     *_tinker(Access.GUARDED, "create_sampling_session", "POST"),
     *_tinker(Access.GUARDED, "asample", "POST", max_bytes=TRAINING_BODY_BYTES),
     *_tinker(Access.GUARDED, "training_runs/{run}/checkpoints/{checkpoint:path}", "DELETE"),
+    *_rules(Access.GUARDED, "/v1/files", "POST", max_bytes=FILE_BYTES + SMALL_BODY_BYTES, streams=True),
+    *_rules(Access.GUARDED, "/v1/files /v1/files/{file} /v1/files/{file}/content", "GET"),
+    *_rules(Access.GUARDED, "/v1/files/{file}", "DELETE"),
+    *_rules(Access.GUARDED, "/v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job}/cancel", "POST"),
+    *_rules(Access.READ, "/v1/fine_tuning/jobs /v1/fine_tuning/jobs/{job}", "GET"),
+    *_rules(Access.READ, "/v1/fine_tuning/jobs/{job}/events /v1/fine_tuning/jobs/{job}/checkpoints", "GET"),
+    *_refused(
+        "a job runs until it ends; cancel it",
+        "/v1/fine_tuning/jobs/{job}/pause /v1/fine_tuning/jobs/{job}/resume",
+        "POST",
+    ),
     *_refused(
         FIXED_WEIGHTS,
         "/update_weights_from_disk /update_weights_from_tensor /update_weights_from_distributed "

@@ -69,6 +69,8 @@ class ServeOptions:
     `max_sessions`: training sessions open at once; `session_memory_bytes`: their memory limit together, None: their
     part of the memory plan and half of the unplanned memory.
     `tinker_timeout_s`: after this silence a Tinker client has gone, and its session ends.
+    `finetuning_dir`: where the fine-tuning API keeps files and jobs; None: in the adapter directory, "off": there is no
+    such API.
     `allow_no_key`: listen beyond this machine without a key. `cors_origins`: sites whose pages may call the server.
     `max_body_bytes`: None: from the context length. `any_model_name`: an unknown model name means the model.
     `served_model_name`: the model's name for clients; None: its preset's, hub's or directory's name.
@@ -114,6 +116,7 @@ class ServeOptions:
     max_sessions: int = 64
     session_memory_bytes: int | None = None
     tinker_timeout_s: float = 120.0
+    finetuning_dir: str | None = None
     runtime_dir: Path | None = None
     verbose: bool = False
     passed_on: tuple[str, ...] = ()

@@ -27,9 +27,11 @@ from kt_runtime.errors import (
     UserError,
 )
 from kt_runtime.serve.http.route_table import TRAINING_BODY_BYTES
+from kt_runtime.serve.requests.checks.middleware import TOO_LARGE, TooLarge
 from kt_runtime.serve.tinker.futures import Failure, Future
 from kt_runtime.serve.tinker.protocol import bodies
 from kt_runtime.serve.tinker.protocol.batches import TrainingCall, call_from_json, call_from_protobuf
+from kt_runtime.serve.tinker.protocol.places import place_of_call
 from kt_runtime.serve.tinker.protocol.results import SampleResult
 from kt_runtime.serve.tinker.service import TinkerService
 from kt_runtime.serve.tinker.training import SMALL_BYTES
@@ -138,12 +140,12 @@ def _add_training_routes(router: APIRouter, service: TinkerService) -> None:
     @router.post("/forward_backward")
     @_answering
     async def forward_backward(request: Request) -> Response:
-        return _opened(service.forward(await _training_call(request, forward_only=False)))
+        return await _forward(service, request, forward_only=False)
 
     @router.post("/forward")
     @_answering
     async def forward(request: Request) -> Response:
-        return _opened(service.forward(await _training_call(request, forward_only=True)))
+        return await _forward(service, request, forward_only=True)
 
     @router.post("/optim_step")
     @_answering
@@ -158,7 +160,8 @@ def _add_training_routes(router: APIRouter, service: TinkerService) -> None:
     @router.post("/save_weights_external")
     @_answering
     async def export(request: Request) -> Response:
-        return _opened(service.refuse_call(await _body(request, bodies.SaveWeights), NO_DOWNLOAD))
+        body = await _body(request, bodies.SaveWeights)
+        return _opened(service.refuse_call(body.model_id, body.seq_id, NO_DOWNLOAD))
 
     @router.post("/save_weights_for_sampler")
     @_answering
@@ -262,6 +265,31 @@ async def _body(request: Request, body_type: type[_B]) -> _B:
     return bodies.decoded(await _content(request), body_type)
 
 
+async def _forward(service: TinkerService, request: Request, *, forward_only: bool) -> Response:
+    """A body that can't be read, or is too large, fails in its place in the run's order, if it says which: without
+    that, the run's later calls would wait for it."""
+    too_large: TooLarge | None = request.scope.get(TOO_LARGE)
+    try:
+        if too_large is not None:
+            raise InvalidValueError(f"{too_large.message}; send fewer or shorter data at once")
+        call = await _training_call(request, forward_only=forward_only)
+    except InvalidValueError as error:
+        content = b"" if too_large is not None else await request.body()
+        head, tail = (too_large.head, too_large.tail) if too_large is not None else (content, content)
+        place = place_of_call(
+            head,
+            tail,
+            is_protobuf=request.headers.get("content-type", "").startswith(PROTOBUF),
+            is_zstd=_is_zstd(request),
+        )
+        if place is not None:
+            return _opened(service.refuse_call(place.model_id, place.seq_id, str(error)))
+        if too_large is not None:
+            return _error(413, str(error))
+        raise
+    return _opened(service.forward(call))
+
+
 async def _training_call(request: Request, *, forward_only: bool) -> TrainingCall:
     content = await _content(request)
     if request.headers.get("content-type", "").startswith(PROTOBUF):
@@ -274,9 +302,11 @@ async def _training_call(request: Request, *, forward_only: bool) -> TrainingCal
 async def _content(request: Request) -> bytes:
     """The body, decompressed. The middleware has bounded it (`serve/requests/checks/body_reader.py`)."""
     content = await request.body()
-    if request.headers.get("content-encoding", "").strip().lower() != "zstd":
-        return content
-    return await asyncio.to_thread(decompressed, content, TRAINING_BODY_BYTES)
+    return await asyncio.to_thread(decompressed, content, TRAINING_BODY_BYTES) if _is_zstd(request) else content
+
+
+def _is_zstd(request: Request) -> bool:
+    return request.headers.get("content-encoding", "").strip().lower() == "zstd"
 
 
 def decompressed(content: bytes, most_bytes: int) -> bytes:

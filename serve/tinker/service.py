@@ -317,14 +317,14 @@ class TinkerService:
 
         return run.submit(body.seq_id, 0, save)
 
-    def refuse_call(self, body: bodies.SaveWeights, reason: str) -> Future:
+    def refuse_call(self, model_id: str, seq_id: int | None, reason: str) -> Future:
         """The call takes its place in the order and ends with `reason`."""
-        run = self.run(body.model_id)
+        run = self.run(model_id)
 
         async def refuse() -> Result:
             raise InvalidValueError(reason)
 
-        return run.submit(body.seq_id, 0, refuse)
+        return run.submit(seq_id, 0, refuse)
 
     def save_for_sampler(self, body: bodies.SaveWeightsForSampler) -> Future:
         run = self.run(body.model_id)

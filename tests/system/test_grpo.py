@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from reference.command_line import run_command
+from reference.streams import reading_streams
+from system.conftest import random_prompt
 
 from kt_runtime.cli.main import main
 
@@ -84,6 +86,18 @@ def test_rewards_rise_and_sampling_is_training_to_the_bit(
     assert names(float32_server) == before  # the rollouts' own name is gone
     for file in ("adapter_model.safetensors", "training_reward.png", "training_kl_k3.png", "checkpoint-10"):
         assert (tmp_path / "out" / file).exists()
+
+
+def test_greedy_streams_of_other_users_keep_their_tokens_during_a_run(
+    recipe: Path, float32_server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with reading_streams(float32_server.api.url, [random_prompt(seed, 9 + 20 * seed) for seed in range(3)]) as streams:
+        status = main(arguments(recipe, float32_server, "max_steps=10"))
+    said = capsys.readouterr()
+    assert status == 0, said.out + said.err
+    assert streams.failures == [] and streams.changed == []
+    assert len(streams.answers) > len(streams.expected)  # some began and ended during the run
+    assert [line["kl/k3"] for line in history(tmp_path / "out")] == [0.0] * 10
 
 
 def test_a_seed_samples_the_same_answer_alone_and_beside_others(float32_server: Any) -> None:

@@ -214,6 +214,7 @@ def test_a_mistake_reaches_the_user_and_the_run_goes_on(client: Any) -> None:
         ([datum(drawn(1, 3), logprobs=[-1.0, -1], advantages=[1.0, float("nan")])], "ppo", r"advantages\[1\] is nan"),
         ([datum(drawn(1, 3), weights=[1.0])], "cross_entropy", "1 weights for 2 tokens"),
         ([datum([5] * 1_000_001)], "cross_entropy", "1000000 tokens; allowed are 1 to"),
+        ([datum([5] * 2_200_001)], "cross_entropy", "this server takes 33554432"),  # its body is refused
         ([datum([3, 2_000_000])], "cross_entropy", "2000000"),
         (good, "stable_reinforce", "unknown loss"),
     ]

@@ -90,12 +90,21 @@ class _Turn:
         if self.kind == "user_tag" and not message["content"]:
             raise InvalidValueError(f"{self._where}: the question must not be empty")
         message |= {key: self._values[key] for key in _KEPT if isinstance(self._values.get(key), str)}
+        if self._info.formatting == "openai" and self.answers and self._values.get("weight") is not None:
+            message["weight"] = self._weight()
         calls = self._values.get("tool_calls") if self.answers else None
         if calls:
             message["tool_calls"] = read_calls(calls, f"{self._where}: tool_calls")
         elif self.kind == "function_tag":
             message |= self._function_call(message["content"])
         return message
+
+    def _weight(self) -> int:
+        """OpenAI's: an answer of weight 0 is read, and not learnt."""
+        weight = self._values["weight"]
+        if weight not in (0, 1) or isinstance(weight, bool):
+            raise InvalidValueError(f"{self._where}: weight: {shown(weight)}: must be 0, not learnt from, or 1")
+        return int(weight)
 
     def _function_call(self, text: str) -> Message:
         """Parses sharegpt's calls: JSON text, optionally preceded by a thought."""

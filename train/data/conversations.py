@@ -2,7 +2,8 @@
 
 Messages are plain mappings in the form of chat templates: {"role": "system" | "user" | "assistant" | "tool",
 "content": str}, and for an assistant that calls tools "tool_calls": [{"type": "function", "function": {"name": str,
-"arguments": {...}}}]. A row's "tool_call_id", "name" and "reasoning_content" are kept.
+"arguments": {...}}}]. A row's "tool_call_id", "name" and "reasoning_content" are kept. An answer of a conversation with
+"weight": 0 is read, and not learnt (`is_learnt`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 Message = dict[str, Any]
+
+
+def is_learnt(message: Message) -> bool:
+    return bool(message.get("weight", 1))
 
 
 @dataclass(frozen=True)

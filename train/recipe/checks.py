@@ -198,7 +198,7 @@ def trackers(value: Any) -> tuple[str, ...]:
     return listed
 
 
-BUILT_IN_REWARDS = ("exact_match", "regex", "math")
+BUILT_IN_REWARDS = ("exact_match", "contains", "contains_any_case", "regex", "math")
 
 
 def reward(value: Any) -> str:

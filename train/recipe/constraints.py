@@ -144,7 +144,8 @@ def _sampling(draft: Draft) -> None:
 def _reward(draft: Draft) -> None:
     asked, pattern = draft.get("reward"), draft.get("reward_pattern")
     if asked is None and not draft.is_written("reward"):
-        draft.problem("reward", "is missing: stage: grpo needs exact_match, regex, math, or FILE.py:FUNCTION")
+        known = ", ".join(BUILT_IN_REWARDS)
+        draft.problem("reward", f"is missing: stage: grpo needs {known}, or FILE.py:FUNCTION")
     if asked == "regex" and pattern is None and not draft.is_written("reward_pattern"):
         draft.problem("reward_pattern", "is missing: reward: regex needs it")
     if pattern is not None and asked != "regex":

@@ -76,7 +76,9 @@ class Recipe:
 
     # reinforcement
     reward: str | None = key(
-        None, optional(checks.reward), "grpo: exact_match, regex, math, or FILE.py:FUNCTION, which the trainer runs"
+        None,
+        optional(checks.reward),
+        "grpo: exact_match, contains, contains_any_case, regex, math, or FILE.py:FUNCTION, which the trainer runs",
     )
     reward_pattern: str | None = key(
         None, optional(checks.pattern), "of reward: regex; a group named answer must equal the row's answer"

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from kt_runtime.errors import InvalidValueError
+from kt_runtime.train.data.conversations import is_learnt
 from kt_runtime.train.render.answers import AnswerFinder, Render, closing_of
 from kt_runtime.train.render.pieces import Messages, Piece, Tools
 
@@ -27,10 +28,11 @@ class ChatTemplate:
 
     def conversation(self, messages: Messages, tools: Tools, where: str, *, last_only: bool) -> list[Piece]:
         text, spans = self._finder(tools, where).conversation(messages, where, last_only=last_only)
+        answers = [message for message in messages if message["role"] == "assistant"][-len(spans) :]
         starts = [start for start, _ in spans]
         pieces = [Piece(text[: starts[0]])]
-        for (start, end), following in zip(spans, [*starts[1:], len(text)], strict=True):
-            pieces.append(Piece(text[start:following], end - start))
+        for (start, end), following, answer in zip(spans, [*starts[1:], len(text)], answers, strict=True):
+            pieces.append(Piece(text[start:following], end - start if is_learnt(answer) else 0))
         return pieces
 
     def prompt(self, messages: Messages, tools: Tools, where: str) -> list[Piece]:
@@ -93,7 +95,8 @@ def _with_text_arguments(messages: Messages) -> list[dict[str, Any]]:
 
 
 def _message(message: dict[str, Any], arguments: Any) -> dict[str, Any]:
-    served = {"content": "", **{key: value for key, value in message.items() if value is not None}}
+    kept = {key: value for key, value in message.items() if value is not None and key != "weight"}
+    served = {"content": "", **kept}
     if served.get("tool_calls"):
         served["tool_calls"] = [_call(call, arguments) for call in served["tool_calls"]]
     return served

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.train.data.conversations import is_learnt
 from kt_runtime.train.render.pieces import Messages, Piece, Tools
 from kt_runtime.train.render.tool_formats import DEFAULT, LLAMA3, QWEN, ToolFormat
 
@@ -149,7 +150,8 @@ class NamedTemplate:
         turns = _turns(messages)
         for number, message in enumerate(turns, start=1):
             turn = self._turn(message, where)
-            pieces += turn if number == len(turns) or not last_only else [piece.none for piece in turn]
+            learnt = is_learnt(message) and (number == len(turns) or not last_only)
+            pieces += turn if learnt else [piece.none for piece in turn]
         return pieces
 
     def prompt(self, messages: Messages, tools: Tools, where: str) -> list[Piece]:
@@ -199,7 +201,8 @@ class NamedTemplate:
         turns: list[dict[str, Any]] = []
         for message in messages:
             if message.get("tool_calls"):
-                turns.append({"role": "assistant", "content": self._with_calls(message)})
+                weight = {"weight": message["weight"]} if "weight" in message else {}
+                turns.append({"role": "assistant", "content": self._with_calls(message), **weight})
             elif message["role"] == "tool" and turns and turns[-1]["role"] == "tool":
                 joined = _BETWEEN_OBSERVATIONS.join((turns[-1]["content"], message["content"]))
                 turns[-1] = {"role": "tool", "content": joined}

@@ -32,6 +32,8 @@ def reward_of(recipe: Recipe) -> Reward:
     assert recipe.reward is not None, "the recipe is checked"
     if recipe.reward == "exact_match":
         return ExactMatch()
+    if recipe.reward in ("contains", "contains_any_case"):
+        return Contains(any_case=recipe.reward == "contains_any_case")
     if recipe.reward == "regex":
         return Pattern(str(recipe.reward_pattern))
     if recipe.reward == "math":
@@ -63,6 +65,24 @@ class ExactMatch:
 
     def __call__(self, completion: str, prompt: Prompt) -> float:
         return float(completion.strip() == _answer(prompt, "exact_match").strip())
+
+
+class Contains:
+    """1 if the row's answer, which must not be blank, is in the completion; else 0. `any_case`: letters are compared
+    without their case, by Unicode's case folding."""
+
+    def __init__(self, *, any_case: bool) -> None:
+        self._any_case, self._name = any_case, "contains_any_case" if any_case else "contains"
+
+    def check(self, prompt: Prompt) -> None:
+        if not _answer(prompt, self._name).strip():
+            raise InvalidValueError(f"{prompt.where}: the row's answer is blank, which every completion contains")
+
+    def __call__(self, completion: str, prompt: Prompt) -> float:
+        answer = _answer(prompt, self._name)
+        if self._any_case:
+            return float(answer.casefold() in completion.casefold())
+        return float(answer in completion)
 
 
 class Pattern:

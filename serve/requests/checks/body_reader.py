@@ -31,6 +31,8 @@ SLOWEST_BYTES_PER_SECOND = 32 * 1024
 # The part of a refused body that is read and discarded: without the reading, the connection of a client that still
 # sends would be reset before the client has read the answer.
 DRAINED_BYTES, DRAIN_SECONDS = 64 * 1024 * 1024, 5.0
+# What is kept of a body that is too large, from each end, and how long its reading may take.
+END_BYTES, SKIPPED_BYTES, SKIP_SECONDS = 256 * 1024, 1024 * 1024 * 1024, 60.0
 
 
 def largest_body_bytes(context_tokens: int) -> int:
@@ -64,27 +66,59 @@ class BodyReader:
     ) -> None:
         self._headers, self._receive, self._limit, self._room = headers, receive, limit_bytes, room
         self._encodings = (b"", b"identity", b"zstd") if takes_zstd else (b"", b"identity")
+        self._received, self._num_streamed, self._until = bytearray(), 0, 0.0
         self.is_complete = False
 
     async def read(self) -> bytes:
         """The whole body. Raises ClientGone, and Refusal: 413 as soon as the body is known to be too large, 400 for a
         compressed body, 408 for a client that stops or is too slow, 503 while other bodies take the memory."""
-        for name, value in self._headers:
-            if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > self._limit):
-                raise self._too_large(f"{value[:20].decode()} bytes")
-            if name == b"content-encoding" and value.strip().lower() not in self._encodings:
-                raise Refusal(400, f"Content-Encoding {shortened(value.decode('latin-1'))}: send the body as it is")
-        received, counted = bytearray(), 0
-        until = asyncio.get_running_loop().time() + PART_SECONDS + self._limit / SLOWEST_BYTES_PER_SECOND
+        self._begin()
+        counted, received = 0, self._received
         try:
             while not self.is_complete:
-                received += await self._next_part(until)
+                received += await self._next_part(self._until)
                 if len(received) > self._limit:
                     raise self._too_large(f"more than {self._limit} bytes")
                 counted += self._take(max(len(received) - SMALL_BODY_BYTES, 0) - counted)
         finally:
             self._room.taken_bytes -= counted
         return bytes(received)
+
+    async def stream(self) -> Any:
+        """ASGI `receive` for a route that reads the body as it arrives. Raises as `read`, except for the memory."""
+        if self.is_complete:
+            return await self._receive()
+        if not self._until:
+            self._begin()
+        part = await self._next_part(self._until)
+        self._num_streamed += len(part)
+        if self._num_streamed > self._limit:
+            raise self._too_large(f"more than {self._limit} bytes")
+        return {"type": "http.request", "body": part, "more_body": not self.is_complete}
+
+    async def ends(self) -> tuple[bytes, bytes]:
+        """The first and the last END_BYTES of a body that `read` found too large; the bytes between them are read and
+        discarded. Raises as `read`, 413 for more than SKIPPED_BYTES."""
+        head, tail = bytearray(self._received[:END_BYTES]), bytearray(self._received[-END_BYTES:])
+        num_skipped, self._received = 0, bytearray()
+        until = asyncio.get_running_loop().time() + SKIP_SECONDS
+        while not self.is_complete:
+            part = await self._next_part(until)
+            head += part[: max(0, END_BYTES - len(head))]
+            tail = (tail + part)[-END_BYTES:]
+            num_skipped += len(part)
+            if num_skipped > SKIPPED_BYTES:
+                raise self._too_large(f"more than {SKIPPED_BYTES} bytes")
+        return bytes(head), bytes(tail)
+
+    def _begin(self) -> None:
+        """Checks the headers. Raises Refusal."""
+        for name, value in self._headers:
+            if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > self._limit):
+                raise self._too_large(f"{value[:20].decode()} bytes")
+            if name == b"content-encoding" and value.strip().lower() not in self._encodings:
+                raise Refusal(400, f"Content-Encoding {shortened(value.decode('latin-1'))}: send the body as it is")
+        self._until = asyncio.get_running_loop().time() + PART_SECONDS + self._limit / SLOWEST_BYTES_PER_SECOND
 
     def _take(self, num_bytes: int) -> int:
         if self._room.taken_bytes + num_bytes > self._room.limit_bytes:

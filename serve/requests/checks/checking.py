@@ -36,17 +36,18 @@ def parsed(body: bytes, body_type: type[_B]) -> tuple[_B, bytes]:
     if not isinstance(value, dict):
         raise Refusal(400, f"the body must be a JSON object, not {shortened(value)}")
     normal = normal_form(value, body_type)
-    request = _fitted(normal, body_type)
+    request = fitted(normal, body_type)
     return request, body if normal is value else orjson.dumps(normal)
 
 
 def parse_query(query: bytes, query_type: type[_B]) -> _B:
     """As `parse`, for the query string."""
     pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
-    return _fitted(_Objects().distinct(pairs), query_type, strict=False)
+    return fitted(_Objects().distinct(pairs), query_type, strict=False)
 
 
-def _fitted(value: dict[str, Any], body_type: type[_B], *, strict: bool = True) -> _B:
+def fitted(value: dict[str, Any], body_type: type[_B], *, strict: bool = True) -> _B:
+    """The struct of parsed JSON. Raises Refusal (400)."""
     try:
         return msgspec.convert(value, body_type, strict=strict, dec_hook=decode)
     except msgspec.ValidationError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 from email.message import Message
 from typing import Any, Protocol
 
@@ -38,9 +39,23 @@ RETRY_AFTER = (b"retry-after", b"5")  # seconds; a long text or a grammar takes 
 ONE_RANK_HEADERS = (b"x-data-parallel-rank", b"x-smg-routing-key")
 
 
+TOO_LARGE = "kt_runtime.too_large"
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """Under TOO_LARGE in the scope of a route that `takes_ends`, whose body then reads as empty. `head`, `tail`: the
+    body's first and last bytes."""
+
+    message: str
+    head: bytes
+    tail: bytes
+
+
 class Fields(Protocol):
     """A rule of the route table: the structs of a route's body and query, None where SGLang parses none; the largest
-    body of a route that checks its own, and whether that may be compressed with zstd."""
+    body of a route that checks its own, and whether that may be compressed with zstd, is read by the route as it
+    arrives, or comes by its ends if it is too large."""
 
     @property
     def body(self) -> type[Body] | None: ...
@@ -50,6 +65,10 @@ class Fields(Protocol):
     def max_bytes(self) -> int: ...
     @property
     def takes_zstd(self) -> bool: ...
+    @property
+    def streams(self) -> bool: ...
+    @property
+    def takes_ends(self) -> bool: ...
 
 
 class RequestMiddleware:
@@ -77,7 +96,10 @@ class RequestMiddleware:
         takes_zstd = fields is not None and fields.takes_zstd
         reader = BodyReader(scope["headers"], receive, limit_bytes, self.room, takes_zstd=takes_zstd)
         try:
-            body = await reader.read()
+            if fields is not None and fields.streams:
+                await self.app(scope, reader.stream, send)
+                return
+            body = await self._body(scope, reader, takes_ends=fields is not None and fields.takes_ends)
             if fields is not None and fields.query is not None:
                 parse_query(scope.get("query_string", b""), fields.query)
             if body_type is not None:
@@ -97,6 +119,15 @@ class RequestMiddleware:
         with noting() as overloads:
             guarded = _Guarded(send, path, overloads, may_wait=len(body) > LONG_BYTES)
             await self.app(scope, _Replay(body, receive), guarded)
+
+    async def _body(self, scope: Scope, reader: BodyReader, *, takes_ends: bool) -> bytes:
+        try:
+            return await reader.read()
+        except Refusal as refusal:
+            if refusal.status != 413 or not takes_ends:
+                raise
+            scope[TOO_LARGE] = TooLarge(refusal.message, *await reader.ends())
+            return b""
 
 
 def check_headers(headers: list[tuple[bytes, bytes]]) -> None:

@@ -10,8 +10,11 @@ import pytest
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.train.recipe import Recipe, read_recipe
+from kt_runtime.train.recipe.checks import BUILT_IN_REWARDS
 
 GOOD = "model_name_or_path: m\ndataset: identity\noutput_dir: out\n"
+
+REWARDS = ", ".join(BUILT_IN_REWARDS)
 
 
 def read(tmp_path: Path, text: str, purpose: str = "train") -> tuple[Recipe, list[str]]:
@@ -22,8 +25,14 @@ def read(tmp_path: Path, text: str, purpose: str = "train") -> tuple[Recipe, lis
 
 GRPO = "stage: grpo\nreward: exact_match\n"
 BROKEN: list[tuple[str, str]] = [
-    ("stage: grpo", " reward: is missing: stage: grpo needs exact_match, regex, math, or FILE.py:FUNCTION"),
-    ("stage: grpo\nreward: exact", "5: reward: 'exact': must be one of exact_match, regex, math, or FILE.py:FUNCTION"),
+    (
+        "stage: grpo",
+        f" reward: is missing: stage: grpo needs {REWARDS}, or FILE.py:FUNCTION",
+    ),
+    (
+        "stage: grpo\nreward: exact",
+        f"5: reward: 'exact': must be one of {REWARDS}, or FILE.py:FUNCTION",
+    ),
     ("stage: grpo\nreward: no.py:judge", "5: reward: 'no.py:judge': no.py: No such file or directory"),
     ("stage: grpo\nreward: regex", " reward_pattern: is missing: reward: regex needs it"),
     ("stage: grpo\nreward: regex\nreward_pattern: '('", "6: reward_pattern: '(': is no regular expression of Python"),

@@ -68,6 +68,14 @@ class TestWithKey:
         assert status_of(self.policy, "POST", "/api/v1/asample", (b"x-api-key", b"tml-tml-" + KEY.encode())) == 401
         assert status_of(self.policy, "POST", "/api/v1/asample", (b"x-api-key", b"tml-")) == 401
 
+    def test_the_servers_own_trainers_have_a_key_which_opens_no_server_without_keys(self) -> None:
+        policy = AccessPolicy("0.0.0.0", ApiKey(KEY), own_key=ApiKey("the-key-of-trainers"))
+        assert status_of(policy, "POST", "/generate", bearer("the-key-of-trainers")) == 200
+        assert status_of(policy, "POST", "/generate", bearer(KEY)) == 200
+        assert status_of(policy, "POST", "/generate", bearer("the-key-of-trainer")) == 401
+        without = AccessPolicy("0.0.0.0", None, own_key=ApiKey("the-key-of-trainers"))
+        assert status_of(without, *GUARDED, LOCAL_HOST, bearer("the-key-of-trainers")) == 403
+
     def test_second_credential_is_no_second_guess(self) -> None:
         assert status_of(self.policy, "POST", "/generate", bearer("wrong-key"), bearer(KEY)) == 401
         assert status_of(self.policy, "POST", "/generate", bearer(KEY), (b"x-api-key", b"wrong-key")) == 401

@@ -16,6 +16,8 @@ from fastapi import FastAPI
 
 from kt_runtime.errors import InvalidValueError, KtError
 from kt_runtime.families import family_for
+from kt_runtime.serve.http.route_table import rule_for
+from kt_runtime.serve.requests.checks.middleware import RequestMiddleware
 from kt_runtime.serve.tinker.model import ModelFacts
 from kt_runtime.serve.tinker.routes import tinker_routes
 from kt_runtime.serve.tinker.service import TinkerService
@@ -185,7 +187,7 @@ class Desk:
             )
             app = FastAPI()
             app.include_router(tinker_routes(self.service))
-            transport = httpx.ASGITransport(app=app)
+            transport = httpx.ASGITransport(app=RequestMiddleware(app, rule_for, 1 << 20, []))  # type: ignore[arg-type]
             watching = asyncio.create_task(self.service.watch())
             async with httpx.AsyncClient(transport=transport, base_url="http://here/api/v1/") as self.http:
                 try:

@@ -12,10 +12,12 @@ import pytest
 import zstandard
 
 from kt_runtime.errors import ConflictError, InvalidValueError, ServerUnreachableError
-from kt_runtime.serve.http.route_table import Access, rule_for
+from kt_runtime.serve.http.route_table import TRAINING_BODY_BYTES, Access, rule_for
 from kt_runtime.serve.tinker.protocol.schema import ForwardBackwardRequest
 from kt_runtime.serve.tinker.routes import decompressed, tinker_routes
 from kt_runtime.wire import messages as m
+
+ZSTD = {"content_type": "application/x-protobuf", "content_encoding": "zstd"}
 
 
 def test_every_route_is_in_the_route_table() -> None:
@@ -72,6 +74,47 @@ def test_calls_run_in_the_order_of_their_seq_id_and_a_resent_one_runs_once(desk:
         m.OptimStep,
     ]
     assert len(desk.resident.received(m.OptimStep)) == 1
+
+
+@pytest.mark.parametrize("form", ["protobuf", "zstd", "bomb", "json", "nonsense"])
+def test_a_call_that_is_too_large_or_unreadable_fails_in_its_place_at_once(desk: Any, form: str) -> None:
+    """The later calls of the run would wait six minutes for it."""
+    large = b"\0" * (TRAINING_BODY_BYTES + 1)
+
+    async def scenario(desk: Any) -> None:
+        model = await desk.model(await desk.session())
+        after = await desk.post("optim_step", {"model_id": model, "seq_id": 2})
+        head = ForwardBackwardRequest(model_id=model, seq_id=1).SerializeToString()
+        noise = np.random.default_rng(0).bytes(TRAINING_BODY_BYTES)
+        body, headers = {
+            "protobuf": (head + large, {"content_type": "application/x-protobuf"}),
+            "zstd": (zstandard.compress(head + noise), ZSTD),
+            "bomb": (zstandard.compress(head + large), ZSTD),
+            "json": (
+                b'{"forward_backward_input": "' + large + b'", "seq_id": 1, "model_id": "%s"}' % model.encode(),
+                {},
+            ),
+            "nonsense": (b'{"forward_backward_input": 5, "seq_id": 1, "model_id": "%s"}' % model.encode(), {}),
+        }[form]
+        opened = await desk.post("forward_backward", body, **headers)
+        failure = await desk.result(opened)
+        assert failure["category"] == "user"
+        assert ("Expected" if form == "nonsense" else str(TRAINING_BODY_BYTES)) in failure["error"], failure
+        assert "error" not in await desk.result(after)
+        assert await desk.post("forward_backward", body, **headers) == opened
+
+    desk.run(scenario)
+
+
+def test_a_large_body_that_does_not_say_its_place_is_answered_413(desk: Any) -> None:
+    async def scenario(desk: Any) -> None:
+        large = b"\0" * (TRAINING_BODY_BYTES + 1)
+        answer = await desk.post("forward_backward", large, 413, content_type="application/x-protobuf")
+        assert "send fewer or shorter data" in answer["detail"]
+        head = ForwardBackwardRequest(model_id="s:train:0", seq_id=1).SerializeToString()
+        await desk.post("forward_backward", head + large, 404, content_type="application/x-protobuf")
+
+    desk.run(scenario)
 
 
 def test_a_wrong_call_fails_in_its_place_and_the_run_goes_on(desk: Any) -> None:

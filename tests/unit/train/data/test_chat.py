@@ -146,3 +146,17 @@ def test_only_the_last_answer_counts_with_mask_history(datasets: Any) -> None:
 def test_wrong_types_are_errors_with_line_turn_and_value(datasets: Any, row: Any, expected: str) -> None:
     with pytest.raises(InvalidValueError, match=expected):
         datasets.read_rows([row], formatting="sharegpt")
+
+
+def test_openais_weight_of_an_answer_is_kept_and_checked(datasets: Any) -> None:
+    talk = messages(("user", "q"), ("assistant", "a"), ("user", "q"), ("assistant", "b"))
+    talk[1]["weight"], talk[3]["weight"] = 0, None
+    (made,) = datasets.read_rows([{"messages": talk}], formatting="openai")
+    assert [message.get("weight") for message in made.messages] == [None, 0, None, None]
+    talk[3]["weight"] = 0.5
+    with pytest.raises(InvalidValueError, match=r"turn 4: weight: 0\.5: must be 0, not learnt from, or 1"):
+        datasets.read_rows([{"messages": talk}], formatting="openai")
+    sharegpt = turns(("human", "q"), ("gpt", "a"))
+    sharegpt[1]["weight"] = 0.5
+    (made,) = datasets.read_rows([{"conversations": sharegpt}], formatting="sharegpt")
+    assert "weight" not in made.messages[1]

@@ -337,3 +337,20 @@ def test_a_tokenizer_that_needs_code_of_the_model_directory_is_refused(make: Mak
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     with pytest.raises(InvalidValueError, match=r"its tokenizer can't be used: .*custom code"):
         Renderer(tmp_path, recipe)
+
+
+@pytest.mark.parametrize("template", [None, "qwen3"])
+@pytest.mark.parametrize("weights", [(1, 1), (0, 1), (1, 0)])
+def test_an_answer_of_weight_0_is_read_and_not_learnt(
+    make: Make, template: str | None, weights: tuple[int, int]
+) -> None:
+    renderer = make("trl qwen3 2507", template=template)
+    given = iter(weights)
+    weighted = tuple({**turn, "weight": next(given)} if turn["role"] == "assistant" else turn for turn in TURNS)
+    whole, made = renderer.render(row(TURNS)), renderer.render(row(weighted))
+    assert isinstance(whole, Example) and isinstance(made, Example)
+    assert np.array_equal(whole.ids, made.ids)
+    kept = [run for run, weight in zip(trained_runs(renderer, whole), weights, strict=True) if weight]
+    assert trained_runs(renderer, made) == kept
+    nothing = tuple({**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in TURNS)
+    assert renderer.render(row(nothing)) is None

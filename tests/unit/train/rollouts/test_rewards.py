@@ -26,6 +26,26 @@ def judged(recipe: Recipe, completion: str, answer: str) -> float:
     return reward_of(recipe)(completion, prompt(answer))
 
 
+@pytest.mark.parametrize(
+    ("reward", "completion", "expected"),
+    [
+        ("contains", "it is Blue.", 1.0),
+        ("contains", "it is blue.", 0.0),
+        ("contains_any_case", "IT IS BLUE.", 1.0),
+        ("contains_any_case", "it is red", 0.0),
+    ],
+)
+def test_contains_looks_for_the_answer_anywhere(
+    make_recipe: Callable[..., Recipe], reward: str, completion: str, expected: float
+) -> None:
+    judge = reward_of(make_recipe(stage="grpo", reward=reward))
+    assert judge(completion, prompt("Blue")) == expected
+    with pytest.raises(InvalidValueError, match="blank, which every completion contains"):
+        judge.check(prompt(" "))
+    with pytest.raises(InvalidValueError, match=f"no answer, which reward: {reward} compares"):
+        judge.check(prompt(None))
+
+
 def test_exact_match_ignores_white_space_at_the_ends(make_recipe: Callable[..., Recipe]) -> None:
     recipe = make_recipe(stage="grpo", reward="exact_match")
     assert [judged(recipe, text, "42") for text in (" 42\n", "42", "4 2", "42.")] == [1.0, 1.0, 0.0, 0.0]

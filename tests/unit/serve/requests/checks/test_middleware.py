@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kt_runtime.serve.http.route_table import TRAINING_BODY_BYTES, rule_for
+from kt_runtime.serve.http.route_table import FILE_BYTES, TRAINING_BODY_BYTES, rule_for
 from kt_runtime.serve.requests.checks import body_reader
-from kt_runtime.serve.requests.checks.body_reader import SMALL_BODY_BYTES, largest_body_bytes
-from kt_runtime.serve.requests.checks.middleware import RequestMiddleware
+from kt_runtime.serve.requests.checks.body_reader import END_BYTES, SMALL_BODY_BYTES, largest_body_bytes
+from kt_runtime.serve.requests.checks.middleware import TOO_LARGE, RequestMiddleware
 from kt_runtime.serve.requests.checks.prompts import check_prompts
 from kt_runtime.serve.requests.checks.refusal import Refusal
 from kt_runtime.sglang_patch.frontend.overload import Overloaded
@@ -37,10 +37,11 @@ class Exchange:
         status: int = 200,
         overloaded: str = "",
     ) -> None:
-        self.parts, self.received, self.seen = list(parts), 0, None
+        self.parts, self.received = list(parts), 0
+        self.seen: bytes | None = None
         self.sent: list[Any] = []
         self.status, self.overloaded = status, overloaded
-        self.scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
+        self.scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
 
     def run(self) -> Exchange:
         asyncio.run(
@@ -214,11 +215,49 @@ def test_training_calls_of_tinker_clients_have_a_limit_of_their_own_and_may_be_c
     body, zstd = b"x" * (LIMIT + 1), (b"content-encoding", b"zstd")
     assert Exchange(body, path="/api/v1/forward_backward", headers=[zstd]).run().seen == body
     declared = (b"content-length", str(TRAINING_BODY_BYTES + 1).encode())
-    assert Exchange(body, path="/api/v1/forward_backward", headers=[declared]).run().sent[0]["status"] == 413
+    assert Exchange(b"{}", path="/api/v1/asample", headers=[declared]).run().sent[0]["status"] == 413
     for path, headers in (("/api/v1/forward_backward", [(b"content-encoding", b"gzip")]), ("/api/v1/asample", [zstd])):
         exchange = Exchange(b"{}", path=path, headers=headers).run()
         assert exchange.sent[0]["status"] == 400 and exchange.seen is None
         assert "Content-Encoding" in json.loads(exchange.sent[1]["body"])["detail"]
+
+
+def test_a_route_may_get_the_ends_of_a_body_that_is_too_large() -> None:
+    part = bytes(range(256)) * 4096
+    parts = [b"head", *[part] * (TRAINING_BODY_BYTES // len(part)), b"tail"]
+    exchange = Exchange(*parts, path="/api/v1/forward_backward").run()
+    assert exchange.seen == b"" and exchange.sent[0]["status"] == 200
+    found = exchange.scope[TOO_LARGE]
+    assert found.head == (b"head" + part)[:END_BYTES] and found.tail == (part + b"tail")[-END_BYTES:]
+    assert str(TRAINING_BODY_BYTES) in found.message
+    declared = (b"content-length", str(TRAINING_BODY_BYTES + 1).encode())
+    small = Exchange(b"head", b"tail", path="/api/v1/forward_backward", headers=[declared]).run()
+    assert small.scope[TOO_LARGE].head == small.scope[TOO_LARGE].tail == b"headtail"
+
+
+class Streamed(Exchange):
+    """The app reads parts as they come, as a route that streams does. `seen`: the first byte of each later part."""
+
+    async def _app(self, _scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        self.seen = message["body"]
+        while message["more_body"]:
+            message = await receive()
+            self.seen += message["body"][:1]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def test_a_route_that_streams_gets_the_parts_and_is_refused_what_is_too_large() -> None:
+    assert Streamed(b"a", b"b", path="/v1/files").run().seen == b"ab"
+    part = bytes(1 << 20)
+    exchange = Streamed(b"", *[part] * (FILE_BYTES // len(part) + 1), path="/v1/files").run()
+    assert exchange.answer[0] == 413 and exchange.answer[1]["code"] == "request_too_large"
+    assert len(exchange.seen or b"") == FILE_BYTES // len(part)  # parts
+    declared = (b"content-length", str(2 * FILE_BYTES).encode())
+    assert Streamed(b"", path="/v1/files", headers=[declared]).run().answer[0] == 413
+    gone = Streamed(path="/v1/files").run()
+    assert gone.sent == []
 
 
 @pytest.mark.parametrize("query", [b"timeout=inf", b"timeout=nan", b"timeout=-1", b"timeout=1&timeout=2", b"tmeout=1"])

@@ -1,0 +1,1 @@
+"""What clients send: bodies of requests, rows of files, graders."""
