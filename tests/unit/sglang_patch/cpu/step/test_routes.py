@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from reference.native_step import LENGTHS, adapter, installed, prompt
 from reference.scheduler import Engine
 
@@ -19,7 +20,7 @@ from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.hooks import Hooks
 
 pytestmark = pytest.mark.parametrize("served", ["bfloat16, portable", "DeepSeek-V3, float32"], indirect=True)
-SIZE = 1 << 20
+SIZE, NAN_TOKEN = 1 << 20, 700
 
 
 @pytest.fixture
@@ -148,3 +149,18 @@ def test_only_a_server_that_keeps_routes_is_hooked(
     monkeypatch.delenv(ENVIRONMENT_VARIABLE)
     routes.install(hooks)
     assert asked == hooked
+
+
+def test_a_token_that_is_not_finite_has_no_routes(served: Engine, store: RouteStore) -> None:
+    tokens = [*prompt(9), NAN_TOKEN, 5]
+    weight = served.scheduler.tp_worker.model_runner.model.model.embed_tokens.weight
+    before = weight[NAN_TOKEN].clone()
+    with torch.no_grad():
+        weight[NAN_TOKEN] = float("nan")
+    try:
+        served.run(served.request("bad", tokens))
+    finally:
+        with torch.no_grad():
+            weight[NAN_TOKEN] = before
+    known = (routes_of(store, tokens) >= 0).all(axis=(1, 2))
+    assert known[:9].all() and not known[9:].any()
