@@ -41,6 +41,7 @@ from kt_runtime.serve.memory.gpu_experts import check_gpu_experts, check_stream_
 from kt_runtime.serve.memory.machine import has_gpu
 from kt_runtime.serve.memory.placement import module_names, read_placement
 from kt_runtime.serve.memory.plan import check_fits, describe_need, expert_formats
+from kt_runtime.serve.memory.routes import check_routing_replay
 from kt_runtime.serve.memory.server import plan_server, session_memory_bytes, with_lora_rank, with_microbatch
 from kt_runtime.serve.models.presets import is_preset, load_preset
 from kt_runtime.serve.models.report import ResolvedModel, resolve_model
@@ -85,6 +86,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     options = with_lora_rank(options, model.config, model.name)
     if options.max_lora_rank < LORA_RANKS[0] and asked.lora_rank_may_be_lower:
         say(f"adapters up to rank {options.max_lora_rank}: there is no memory for more; --max-lora-rank asks for one")
+    check_routing_replay(options, model.config, with_gpu=has_gpu())
     options = with_microbatch(options, model.config, model.name)
     if options.microbatch_tokens < asked.microbatch_tokens:
         say(
@@ -295,6 +297,7 @@ def _settings(
         expert_threads=options.expert_threads,
         expert_format=options.expert_format,
         step=not options.no_step,
+        route_bytes=options.routing_replay_bytes,
         training_share=options.training_share,
         microbatch_tokens=options.microbatch_tokens,
         max_sessions=options.max_sessions,

@@ -17,9 +17,10 @@ from kt_runtime.adapters import AdapterTensors
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.host import Decoded
 from kt_runtime.resident.names import NamesChannel
+from kt_runtime.resident.routes.store import RouteStore
 from kt_runtime.sglang_patch.cache import metrics as cache_metrics
 from kt_runtime.sglang_patch.cache import namespace as cache_namespace
-from kt_runtime.sglang_patch.cpu import moe
+from kt_runtime.sglang_patch.cpu import moe, routes
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.sglang_patch.gpu import hot, streaming
 from kt_runtime.sglang_patch.lora import install as lora_install
@@ -65,6 +66,7 @@ class SGLangHost:
         self.chunked_prefill_tokens = int(scheduler.chunked_prefill_size or 0)
         self.experts = moe.expert_store()
         self.weights = cache_namespace.fingerprint(self._runner)
+        self.routes: RouteStore | None = routes.open_store(self.config, settings.route_bytes)
         self.attends_in_float32 = device.is_host(self.device)  # `cpu/attention.py`; elsewhere SGLang's own backends run
 
     @property

@@ -59,11 +59,12 @@ MAY_IMPORT: dict[str, set[str]] = {
 # What a folder or module of `resident` may import of `resident`. All others there are above these.
 RESIDENT_MAY_IMPORT: dict[str, set[str]] = {
     "fingerprint": set(),
+    "routes": set(),
     "scheduler": set(),
     "workers": set(),
-    "host": {"fingerprint"},
+    "host": {"fingerprint", "routes"},
     "twin": {"host", "scheduler"},
-    "training": {"twin", "host", "scheduler"},
+    "training": {"twin", "host", "routes", "scheduler"},
     "publishing": {"training", "twin", "host", "scheduler", "workers"},
 }
 MOST_FILES = 14

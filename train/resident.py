@@ -10,7 +10,16 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from kt_runtime.wire import Batch, ForwardResult, LoraSettings, Loss, Samples, Ticket
-from kt_runtime.wire.messages import Activations, Model, OptimReply, PublishReply, SavedReply, SessionInfo, StatusReply
+from kt_runtime.wire.messages import (
+    Activations,
+    Model,
+    OptimReply,
+    PublishReply,
+    RoutingReplay,
+    SavedReply,
+    SessionInfo,
+    StatusReply,
+)
 
 
 class Resident(Protocol):
@@ -46,6 +55,8 @@ class Resident(Protocol):
         reference: npt.ArrayLike | None = None,
         samples: Samples | None = None,
         activations: Activations = "recompute",
+        routing_replay: RoutingReplay = "off",
+        rollout_version: str | None = None,
     ) -> Ticket: ...
 
     def finish_forward(self, ticket: Ticket, batch: Batch) -> ForwardResult: ...

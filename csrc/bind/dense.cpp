@@ -244,6 +244,25 @@ class NativeDense {
     kt::choose_experts(engine(), rows, normalises, chosen, places);
   }
 
+  // The weights of given experts: choose_experts, or choose_from_groups without a bias.
+  void weigh_experts(py::handle logits, bool normalises, py::handle ids, py::handle weights) const {
+    const GivenExperts given = given_experts(logits, kFloats, ids, weights);
+    const py::gil_scoped_release release;
+    kt::weigh_experts(engine(), given.logits, normalises, given.ids, given.weights);
+  }
+
+  void weigh_from_groups(py::handle logits, bool is_sigmoid, bool normalises, float scaling, py::handle ids,
+                         py::handle weights) const {
+    const GivenExperts given = given_experts(logits, {DType::kF32}, ids, weights);
+    const GroupedRouting routing{.score = is_sigmoid ? RouterScore::kSigmoid : RouterScore::kSoftmax,
+                                 .groups = 1,
+                                 .top_groups = 1,
+                                 .normalises = normalises,
+                                 .scaling = scaling};
+    const py::gil_scoped_release release;
+    kt::weigh_from_groups(engine(), routing, given.logits, given.ids, given.weights);
+  }
+
   void rms_norm_backward(py::handle by_out, py::handle x, py::handle weight, py::handle inverse,
                          py::handle by_x) const {
     NormGradient gradient{};
@@ -266,6 +285,29 @@ class NativeDense {
   int num_threads() const { return num_threads_; }
 
  private:
+  struct GivenExperts {
+    TensorView logits, ids, weights;  // [T, E], [T, K], [T, K]
+  };
+  static GivenExperts given_experts(py::handle logits, const std::vector<DType>& dtypes, py::handle ids,
+                                    py::handle weights) {
+    GivenExperts given;
+    given.logits = view_of(logits, {.name = "logits", .dtypes = dtypes, .shape = {-1, -1}});
+    const int64_t tokens = given.logits.shape[0], experts = given.logits.shape[1];
+    given.ids = view_of(ids, {.name = "ids", .dtypes = {DType::kI32}, .shape = {tokens, -1}, .contiguous = true});
+    given.weights = view_of(weights, {.name = "weights",
+                                      .dtypes = {DType::kF32},
+                                      .shape = {tokens, given.ids.shape[1]},
+                                      .contiguous = true,
+                                      .written = true});
+    for (int64_t i = 0; i < tokens * given.ids.shape[1]; ++i) {
+      const int32_t id = given.ids.as<const int32_t>()[i];
+      if (id < 0 || id >= experts)
+        throw BindError{"invalid_value", "ids[" + std::to_string(i / given.ids.shape[1]) + "] names expert " +
+                                             std::to_string(id) + "; allowed: 0 to " + std::to_string(experts - 1)};
+    }
+    check_disjoint({{"weights", given.weights}}, {{"logits", given.logits}, {"ids", given.ids}});
+    return given;
+  }
   DenseEngine engine() const { return {*tiles_, num_threads_}; }
 
   const Tiles* tiles_ = nullptr;
@@ -290,6 +332,8 @@ void bind_dense(py::module_& module) {
       .def("rms_norm_backward", &NativeDense::rms_norm_backward)
       .def("rms_norm", &NativeDense::rms_norm)
       .def("choose_experts", &NativeDense::choose_experts)
+      .def("weigh_experts", &NativeDense::weigh_experts)
+      .def("weigh_from_groups", &NativeDense::weigh_from_groups)
       .def_property_readonly("isa", &NativeDense::isa)
       .def_property_readonly("num_threads", &NativeDense::num_threads);
 }

@@ -265,7 +265,7 @@ class NativeStep {
 
   std::vector<int64_t> run(py::handle ids, py::handle positions, py::handle slots, py::handle sequences,
                            py::handle table, const py::iterable& adapter_rows, const py::iterable& expert_adapters,
-                           py::handle token_slots, py::handle out) {
+                           py::handle token_slots, py::handle out, py::handle routes) {
     const auto integers = [](const py::handle& tensor, const char* name, int64_t count) {
       return view_of(tensor, {.name = name, .dtypes = {DType::kI64}, .shape = {count}});
     };
@@ -278,6 +278,14 @@ class NativeStep {
     read_adapters(adapter_rows, expert_adapters, token_slots, tokens, &batch.adapters);
     const TensorView result = view_of(
         out, {.name = "out", .dtypes = {program_.dtype()}, .shape = {tokens, program_.hidden()}, .written = true});
+    batch.routes = {};
+    if (!routes.is_none()) {
+      batch.routes = view_of(routes, {.name = "routes",
+                                      .dtypes = {DType::kI32},
+                                      .shape = {program_.routed_layers(), tokens, program_.top_k()},
+                                      .contiguous = true,
+                                      .written = true});
+    }
     std::vector<int64_t> refused;
     Status status;
     {
@@ -326,10 +334,11 @@ class NativeStep {
     stack.angles = tensor("angles", {-1, -1});
     stack.final_norm = tensor("final_norm", {stack.hidden()});
     check_sizes(stack);
-    int64_t index = 0;
+    int64_t index = 0, routed = 0;
     for (const py::handle layer : table["layers"]) {
       const LayerReader reader(stack, py::reinterpret_borrow<py::dict>(layer), index++);
       stack.layers.push_back(reader.layer());
+      if (stack.layers.back().routed.present()) stack.layers.back().routed.place = routed++;
     }
     if (stack.layers.empty()) fail("layers is empty");
     return stack;

@@ -86,13 +86,14 @@ struct RotaryRows {
 //   weights[m, k] = p[ids[m, k]], divided by the sum of the row's weights (in their order) if `normalises`
 //
 // The softmax's sum has 16 lanes as in RMSNorm. The bits are the same on every instruction set. NaN or +Inf among the
-// logits makes all weights of the row NaN; the ids are valid.
+// logits makes all weights of the row NaN; the ids are valid. With `given` ids only the weights are computed.
 struct RouterRows {
   int64_t first_row, rows, experts, top_k;  // top_k <= experts
   RowMajor logits;
   bool normalises;
-  float* weights;  // [rows from row 0, top_k]
-  int32_t* ids;    // the same
+  float* weights;      // [rows from row 0, top_k]
+  int32_t* ids;        // the same
+  bool given = false;  // `ids` are read: each in [0, experts)
 };
 
 struct Dense {

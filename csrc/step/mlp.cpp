@@ -49,10 +49,18 @@ TensorView widened(StepWork& work, const TensorView& x) {
   return wide;
 }
 
+// Takes the ids of a layer's experts.
+TensorView rows_of_ids(StepWork& work, const RoutedExperts& experts) {
+  const TensorView& routes = work.batch->routes;
+  if (!routes.present()) return work.rows.matrix(RowsOf::kIds, DType::kI32, work.stack.top_k);
+  const int64_t tokens = routes.shape[1], top_k = routes.shape[2];
+  return contiguous_view(routes.as<int32_t>() + experts.place * tokens * top_k, DType::kI32, {tokens, top_k});
+}
+
 // The experts of each token, and their weights.
 void choose(StepWork& work, const RoutedExperts& experts, const TensorView& x) {
   const Stack& stack = work.stack;
-  const TensorView ids = work.rows.matrix(RowsOf::kIds, DType::kI32, stack.top_k);
+  const TensorView ids = rows_of_ids(work, experts);
   const TensorView weights = work.rows.matrix(RowsOf::kWeights, DType::kF32, stack.top_k);
   const DType dtype = stack.groups ? DType::kF32 : stack.dtype();
   const TensorView logits = work.rows.matrix(RowsOf::kLogits, dtype, experts.gate.shape[0]);

@@ -23,11 +23,14 @@ class Program {
   // out [T, H]: hidden states after the final norm. Appends to `refused` the tokens whose activations or routing
   // weights were NaN or Inf in some layer: such a token skips that layer's experts, as if they had returned zeros. In a
   // batch with an adapter also those whose keys or values were: zeros are written to their slots. An id, position,
-  // slot, length or adapter out of range is an error; nothing has been written then.
+  // slot, length or adapter out of range is an error; nothing has been written then. The routes of a refused token have
+  // -1 in such a layer.
   Status run(const StepBatch& batch, const TensorView& out, std::vector<int64_t>* refused);
 
   DType dtype() const { return stack_.dtype(); }
   int64_t hidden() const { return stack_.hidden(); }
+  int64_t top_k() const { return stack_.top_k; }
+  int64_t routed_layers() const { return stack_.routed_layers(); }
   int64_t scratch_bytes() const { return work_.rows.bytes(); }
   void free_scratch() { work_.free(); }
 

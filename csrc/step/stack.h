@@ -5,6 +5,7 @@
 // positions, L slots of the LoRA pool, R its highest rank. Sizes of latent attention have their names of config.json.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <variant>
@@ -64,6 +65,7 @@ struct RoutedExperts {
   TensorView gate;                     // [E, H]; where experts are chosen in groups perhaps in float32
   TensorView bias;                     // [E] float32, of the choice in groups; may be absent
   std::shared_ptr<ExpertLayer> layer;  // null: there are none
+  int64_t place = 0;                   // among the layers that have routed experts
   TensorView gate_up_a, gate_up_b;     // LoRA: [L, E, 2 R, H], [L, E, 2 I, R]: gate from row 0, up from row R and row I
   TensorView down_a, down_b;           // [L, E, R, I], [L, E, H, R]
 
@@ -95,6 +97,9 @@ struct Stack {
 
   DType dtype() const { return embedding.dtype; }
   int64_t hidden() const { return embedding.shape[1]; }
+  int64_t routed_layers() const {
+    return std::count_if(layers.begin(), layers.end(), [](const StackLayer& layer) { return layer.routed.present(); });
+  }
   // Of the first layer: all layers' keys have its shape.
   const TensorView& keys() const {
     return *std::visit([](const auto& attention) { return &attention.keys; }, layers[0].attention);

@@ -19,6 +19,7 @@ struct StepBatch {
   TensorView slots;                   // [T] int64: slots of the KV pool that take the new tokens' keys and values
   std::vector<KvSequence> sequences;  // keys of the new tokens included
   StepAdapters adapters;
+  TensorView routes;  // [M, T, top_k] int32, of the M layers with routed experts: takes the ids; may be absent
 };
 
 // Tokens of a task that works on one token after another.

@@ -93,6 +93,12 @@ class ServeCommand(click.Command):
     show_default=True,
     help="Calls of so many tokens compute their experts on the GPU, to which these stream from memory.",
 )
+@click.option(
+    "--routing-replay",
+    metavar="SIZE",
+    help="Keep the experts chosen for served tokens, for training with routing_replay; the oldest make room."
+    " [default: none]",
+)
 @click.option("--no-step", is_flag=True, help="On a CPU, run SGLang's modules instead of the native step.")
 @click.option("--no-graphs", is_flag=True, help="On a GPU, run every layer eagerly, without captured graphs.")
 @click.option(
@@ -170,7 +176,7 @@ def _with_sizes(options: dict[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if value is None:
             continue
-        if name in ("cache_device", "cache_host", "cache_disk", "session_memory", "gpu_experts"):
+        if name in ("cache_device", "cache_host", "cache_disk", "session_memory", "gpu_experts", "routing_replay"):
             fields[f"{name}_bytes"] = parse_size(value, f"--{name.replace('_', '-')}")
         elif name == "max_body_size":
             fields["max_body_bytes"] = parse_size(value, "--max-body-size")

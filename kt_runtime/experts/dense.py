@@ -135,6 +135,27 @@ def choose_experts(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor,
     return weights, ids
 
 
+def weigh_experts(logits: Tensor, ids: Tensor, normalise: bool) -> Tensor:
+    """logits [T, E] and the experts ids [T, K] -> their float32 weights [T, K].
+
+    Where the ids are those of `choose_experts`, in its order, the weights have its bits. InvalidValueError: an id that
+    is not 0 to E - 1.
+    """
+    given, weights = _given(ids)
+    try:
+        engine().weigh_experts(
+            capsule(_rows(logits), "logits"), normalise, capsule(given, "ids"), capsule(weights, "weights")
+        )
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return weights
+
+
+def _given(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """ids as the kernels read them, and room for their weights."""
+    return ids.to(torch.int32).contiguous(), torch.empty(ids.shape, dtype=torch.float32, device="cpu")
+
+
 def _norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, inverse: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -323,6 +344,26 @@ def choose_from_groups(logits: Tensor, bias: Tensor | None, routing: GroupedRout
     except _experts.NativeError as error:
         raise translate(error) from None
     return weights, ids
+
+
+def weigh_from_groups(logits: Tensor, ids: Tensor, routing: GroupedRouting) -> Tensor:
+    """logits [T, E] float32 and the experts ids [T, K], of any groups -> their float32 weights [T, K].
+
+    The router's bias has no part in them. Bits and errors as `weigh_experts`.
+    """
+    given, weights = _given(ids)
+    try:
+        engine().weigh_from_groups(
+            capsule(_rows(logits), "logits"),
+            routing.is_sigmoid,
+            routing.normalises,
+            routing.scaling,
+            capsule(given, "ids"),
+            capsule(weights, "weights"),
+        )
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return weights
 
 
 def with_adjacent_columns(x: Tensor) -> Tensor:

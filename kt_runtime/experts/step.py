@@ -195,13 +195,20 @@ class Step:
         self._hidden, self._dtype = tensors["embedding"].shape[1], tensors["embedding"].dtype
 
     def run(
-        self, ids: Tensor, positions: Tensor, slots: Tensor, sequences: Sequences, lora: BatchLora = NO_LORA
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        sequences: Sequences,
+        lora: BatchLora = NO_LORA,
+        routes: Tensor | None = None,
     ) -> tuple[Tensor, list[int]]:
         """T new tokens, sequence by sequence -> hidden states [T, H] after the final norm.
 
         ids, positions, slots: int64 [T]; the new keys and values are written to `slots`. `sequences`: where the keys of
         each sequence lie, those of its new tokens included. `lora`: the tokens' adapters, in the pool's present
-        content.
+        content. `routes` [M, T, K] int32, if given, takes the ids of the experts that each of the M layers with routed
+        experts chose, larger weights first; -1 where the token is refused.
 
         Also returns the tokens whose activations were NaN or Inf before the experts of some layer: the experts returned
         zeros for them there. In a batch with an adapter also those whose keys or values were NaN or Inf: the pool then
@@ -220,6 +227,7 @@ class Step:
                 lora.experts,
                 None if lora.token_slots is None else capsule(lora.token_slots, "token_slots"),
                 capsule(out, "out"),
+                None if routes is None else capsule(routes, "routes"),
             )
 
     @property

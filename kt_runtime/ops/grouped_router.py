@@ -19,9 +19,16 @@ SUM_EPSILON = 1e-20  # as in the kernel
 class _GroupedTopK(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, bias: torch.Tensor | None, routing: GroupedRouting
+        ctx: Any,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        routing: GroupedRouting,
+        ids: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, ids = dense.choose_from_groups(logits, bias, routing)
+        if ids is None:
+            weights, ids = dense.choose_from_groups(logits, bias, routing)
+        else:
+            weights, ids = dense.weigh_from_groups(logits, ids, routing), ids.clone()
         ctx.routing = routing
         ctx.save_for_backward(logits, ids)
         ctx.mark_non_differentiable(ids)
@@ -29,7 +36,7 @@ class _GroupedTopK(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         logits, ids = ctx.saved_tensors
         routing, ids, by_chosen = ctx.routing, ids.long(), grads[0] * ctx.routing.scaling
         scores = logits.sigmoid() if routing.is_sigmoid else logits.softmax(-1)
@@ -40,16 +47,17 @@ class _GroupedTopK(torch.autograd.Function):
             by_chosen = (by_chosen - mean) / total
         by_scores = torch.zeros_like(logits).scatter_(-1, ids, by_chosen)
         if routing.is_sigmoid:
-            return by_scores.mul_(scores).mul_(1 - scores), None, None
+            return by_scores.mul_(scores).mul_(1 - scores), None, None, None
         mean = torch.linalg.vecdot(by_scores, scores).unsqueeze(-1)
-        return by_scores.sub_(mean).mul_(scores), None, None
+        return by_scores.sub_(mean).mul_(scores), None, None, None
 
 
 def grouped_top_k(
-    logits: torch.Tensor, bias: torch.Tensor | None, routing: GroupedRouting
+    logits: torch.Tensor, bias: torch.Tensor | None, routing: GroupedRouting, ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [T, E] float32 and bias [E] -> routing weights float32 [T, K] and expert ids int32 [T, K].
 
     A token's choice depends on its own logits alone. The weights have a gradient for the logits; the choice has none.
+    `ids` [T, K]: the experts are given, and returned; groups and bias, which only choose, have no part then.
     """
-    return _GroupedTopK.apply(logits, None if bias is None else bias.float(), routing)
+    return _GroupedTopK.apply(logits, None if bias is None else bias.float(), routing, ids)

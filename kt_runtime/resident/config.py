@@ -35,6 +35,8 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     `stream_experts`: calls of at least so many tokens compute their experts on the device, to which these stream.
     "auto": a number that is measured; without a device, or memory for it, none. "off": none.
 
+    `route_bytes`: memory for the routes of served tokens, 0: they are not kept.
+
     `step`: on a CPU the native step computes the decoder stack where it can; False: SGLang's modules do.
     """
 
@@ -55,6 +57,7 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     cache_disk_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     cache_page_tokens: Annotated[int, msgspec.Meta(ge=1)] = 1
     cache_read_only: bool = False
+    route_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     step: bool = True
     gpu_expert_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     pinned_experts: dict[int, tuple[int, ...]] = {}

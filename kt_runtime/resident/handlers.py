@@ -33,6 +33,7 @@ from kt_runtime.resident.training.opening import Opening, Start, read_start
 from kt_runtime.resident.training.optimizer import StepSettings
 from kt_runtime.resident.training.policy import check_samples
 from kt_runtime.resident.training.preference import check_pairs
+from kt_runtime.resident.training.replay import CallRoutes, find_routes
 from kt_runtime.resident.training.session import Session
 from kt_runtime.resident.training.session_limits import SessionLimits
 from kt_runtime.resident.twin.batches import TrainingBatch
@@ -264,9 +265,16 @@ class SessionHandlers:
         if isinstance(request.loss, PolicyLoss):
             samples = Samples(arrays["sampled"], arrays["advantages"])
             check_samples(samples, batch.weights)
+        routes = yield from self._routes(request, session, batch)
         if isinstance(request, Forward):
             slices = session.forward(
-                batch, request.loss, self._max_tokens, model=request.model, reference=reference, samples=samples
+                batch,
+                request.loss,
+                self._max_tokens,
+                model=request.model,
+                reference=reference,
+                samples=samples,
+                routes=routes,
             )
         else:
             slices = session.forward_backward(
@@ -276,6 +284,7 @@ class SessionHandlers:
                 reference=reference,
                 samples=samples,
                 activations=request.activations,
+                routes=routes,
             )
         result: CallResult = yield from slices
         reply = ForwardReply(
@@ -288,6 +297,27 @@ class SessionHandlers:
             num_computed=result.num_computed,
         )
         self._answers.reply(reply, {"logprobs": result.logprobs.numpy()})
+
+    def _routes(
+        self, request: Forward | ForwardBackward, session: Session, batch: TrainingBatch
+    ) -> Generator[Slice, None, CallRoutes | None]:
+        """The recorded experts that the call asks for. Raises InvalidValueError, or ConflictError if none are kept."""
+        if request.routing_replay == "off":
+            if request.rollout_version is not None:
+                raise InvalidValueError("rollout_version works with routing_replay: compare or rollout only")
+            return None
+        if isinstance(request, Forward) and request.model != "policy":
+            raise InvalidValueError(
+                f"routing_replay: {request.routing_replay} works with model policy only, not {request.model}"
+            )
+        store = self._host.routes
+        if store is None:
+            raise ConflictError(
+                f"routing_replay: {request.routing_replay}: this server keeps no routes; start it with "
+                "--routing-replay SIZE, such as 256MiB"
+            )
+        versions = session.samplers if request.rollout_version is None else [request.rollout_version]
+        return (yield from find_routes(store, versions, batch, forced=request.routing_replay == "rollout"))
 
     def _optim_step(self, request: OptimStep) -> Slices:
         session = self._session(request.session)
@@ -351,7 +381,13 @@ class SessionHandlers:
         self._publisher.check(request.name, session.id, take_over=request.take_over)
         copied_bytes = 4 * sum(parameter.numel() for parameter in session.parameters.values())
         check_available(copied_bytes, f"adapter {request.name!r}: a copy of session {session.name!r}")
-        done = self._answers.when_moved(request, request.name)
+        answered = self._answers.when_moved(request, request.name)
+
+        def done(outcome: AdapterVersion | Exception) -> None:
+            if not isinstance(outcome, Exception):
+                session.note_published(outcome.hash)
+            answered(outcome)
+
         session.contents.keep()
         preparation = self._publisher.preparation(request.name)
 

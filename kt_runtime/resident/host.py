@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kt_runtime.adapters import AdapterTensors
     from kt_runtime.experts import ExpertStore
     from kt_runtime.resident.fingerprint import WeightsFingerprint
+    from kt_runtime.resident.routes.store import RouteStore
     from kt_runtime.wire.messages import CacheTier, ExpertStreaming, GpuExperts
 
 
@@ -50,6 +51,9 @@ class Host(Protocol):
     attends_in_float32: bool
     """Serving computes attention in float32 and, for DeepSeek, keeps MLA absorbed in prefill too; see `twin.attention`.
     """
+
+    routes: RouteStore | None
+    """Where the engine keeps the experts that its router chose for each token. None: it keeps none."""
 
     @property
     def step(self) -> str:

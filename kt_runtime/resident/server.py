@@ -316,6 +316,7 @@ class Resident:
             not_exact=not_exact,
             gpu_experts=self._host.gpu_experts,
             expert_streaming=self._host.expert_streaming,
+            kept_routes=None if self._host.routes is None else self._host.routes.status(),
             step_decode_batches=decoded.step_batches,
             step_decode_seconds=decoded.step_seconds,
             sampling_decode_seconds=decoded.sampling_seconds,

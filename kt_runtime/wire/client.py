@@ -32,6 +32,7 @@ from kt_runtime.wire.messages import (
     LoraSettings,
     Loss,
     Model,
+    RoutingReplay,
     SessionInfo,
 )
 from kt_runtime.wire.ticket import FIRST_RESEND_SECONDS, Ticket, checked_type, open_dealer
@@ -129,12 +130,23 @@ class ResidentClient:
         model: Model = "policy",
         reference: npt.ArrayLike | None = None,
         samples: Samples | None = None,
+        routing_replay: RoutingReplay = "off",
+        rollout_version: str | None = None,
     ) -> ForwardResult:
         """`reference` [number of sequences]: required for model "policy" by a `PreferenceLoss` that `has_reference`.
 
-        `samples`: required by a `PolicyLoss`.
+        `samples`: required by a `PolicyLoss`. `routing_replay`, `rollout_version`: as in `messages.Forward`.
         """
-        ticket = self.begin_forward(session, batch, loss, model=model, reference=reference, samples=samples)
+        ticket = self.begin_forward(
+            session,
+            batch,
+            loss,
+            model=model,
+            reference=reference,
+            samples=samples,
+            routing_replay=routing_replay,
+            rollout_version=rollout_version,
+        )
         return self._forward_result(ticket, batch)
 
     def begin_forward(
@@ -146,6 +158,8 @@ class ResidentClient:
         model: Model = "policy",
         reference: npt.ArrayLike | None = None,
         samples: Samples | None = None,
+        routing_replay: RoutingReplay = "off",
+        rollout_version: str | None = None,
     ) -> Ticket:
         """As `forward`, without waiting; `finish_forward(ticket, batch)` returns the result."""
         request = messages.Forward(
@@ -154,6 +168,8 @@ class ResidentClient:
             lengths=batch.lengths,
             loss=loss or CrossEntropy(),
             model=model,
+            routing_replay=routing_replay,
+            rollout_version=rollout_version,
         )
         return self.submit(request, _arrays(batch, reference, samples))
 
@@ -166,9 +182,18 @@ class ResidentClient:
         reference: npt.ArrayLike | None = None,
         samples: Samples | None = None,
         activations: Activations = "recompute",
+        routing_replay: RoutingReplay = "off",
+        rollout_version: str | None = None,
     ) -> ForwardResult:
         ticket = self.begin_forward_backward(
-            session, batch, loss, reference=reference, samples=samples, activations=activations
+            session,
+            batch,
+            loss,
+            reference=reference,
+            samples=samples,
+            activations=activations,
+            routing_replay=routing_replay,
+            rollout_version=rollout_version,
         )
         return self._forward_result(ticket, batch)
 
@@ -181,6 +206,8 @@ class ResidentClient:
         reference: npt.ArrayLike | None = None,
         samples: Samples | None = None,
         activations: Activations = "recompute",
+        routing_replay: RoutingReplay = "off",
+        rollout_version: str | None = None,
     ) -> Ticket:
         """As `forward_backward`, without waiting; `finish_forward(ticket, batch)` returns the result."""
         request = messages.ForwardBackward(
@@ -189,6 +216,8 @@ class ResidentClient:
             lengths=batch.lengths,
             loss=loss or CrossEntropy(),
             activations=activations,
+            routing_replay=routing_replay,
+            rollout_version=rollout_version,
         )
         return self.submit(request, _arrays(batch, reference, samples))
 

@@ -16,9 +16,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.wire.status import CacheTier, ExpertStreaming, GpuExperts, UnforgottenName, UnstoredVersion
+from kt_runtime.wire.status import CacheTier, ExpertStreaming, GpuExperts, KeptRoutes, UnforgottenName, UnstoredVersion
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Sent with every request. Any incompatible change increments it: a request field is added, removed or changes its
 meaning; a reply field is removed or changes its meaning. A new reply field is compatible, since clients ignore unknown
 fields of replies. `ErrorReply` never changes, so that a client of another version can read the error that reports the
@@ -188,6 +188,9 @@ CLIP_BOUNDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (1 - 3e-4, 1 + 4e
 Loss = CrossEntropy | PreferenceLoss | PolicyLoss
 Model = Literal["policy", "base", "reference"]
 Activations = Literal["recompute", "retain"]
+RoutingReplay = Literal["off", "compare", "rollout"]
+ROUTING_REPLAY: tuple[RoutingReplay, ...] = ("off", "compare", "rollout")
+RolloutVersion = Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class Forward(Request, tag="forward"):
@@ -203,25 +206,37 @@ class Forward(Request, tag="forward"):
     With model "policy", a `PreferenceLoss` that `has_reference` requires a fourth buffer: `reference` float32 [number
     of sequences], the sum of the reference's log-probabilities over each sequence's counted targets. With another
     model there is no fourth buffer: the model is its own reference.
+
+    `routing_replay`, for model "policy" and a server with `--routing-replay`: "rollout" gives each token the experts
+    that the router chose for it when the server computed the same tokens in a request, with weights of the present
+    logits; "compare" only counts the tokens for which it would choose others now. `rollout_version`: the content hash
+    of the adapter version that sampled, "" for the base; None: of the session's published versions the one that has
+    computed most of a sequence, newer ones first; the base if there is none. Tokens whose routes are not kept are
+    routed as always.
     """
 
     session: Name
     lengths: Lengths
     loss: Loss = msgspec.field(default_factory=CrossEntropy)
     model: Model = "policy"
+    routing_replay: RoutingReplay = "off"
+    rollout_version: RolloutVersion | None = None
 
 
 class ForwardBackward(Request, tag="forward_backward"):
     """`Forward` with model "policy" and the session's dropout, then backward: accumulates the loss's gradient.
 
     `activations`: "recompute": backward recomputes each layer (activation checkpointing); "retain": forward keeps the
-    activations in memory. Both give the same result.
+    activations in memory. Both give the same result. `routing_replay`, `rollout_version`: as of `Forward`; gradients
+    reach a replayed router's logits through the weights alone.
     """
 
     session: Name
     lengths: Lengths
     loss: Loss = msgspec.field(default_factory=CrossEntropy)
     activations: Activations = "recompute"
+    routing_replay: RoutingReplay = "off"
+    rollout_version: RolloutVersion | None = None
 
 
 class OptimStep(Request, tag="optim_step"):
@@ -407,7 +422,8 @@ class StatusReply(Reply, tag="status"):
     differ; empty if `exact`.
 
     `gpu_experts`: hot experts on the device; None without `serve --gpu-experts`. `expert_streaming`: experts that
-    stream there; None without a device, and with `serve --stream-experts off`.
+    stream there; None without a device, and with `serve --stream-experts off`. `kept_routes`: None without `serve
+    --routing-replay`.
 
     `cache`: the prefix cache's tiers, nearest first; empty if the engine reports none. `not_stored`: versions that
     could not be written to disk. `not_forgotten`: unloaded names whose removal could not be written to disk.
@@ -449,6 +465,7 @@ class StatusReply(Reply, tag="status"):
     not_exact: str = ""
     gpu_experts: GpuExperts | None = None
     expert_streaming: ExpertStreaming | None = None
+    kept_routes: KeptRoutes | None = None
 
 
 class SessionReply(Reply, tag="session"):
@@ -459,7 +476,9 @@ class ForwardReply(Reply, tag="forward_result"):
     """Buffer: `logprobs` float32 [N], the log-probability of each target. `loss`: a sum, as the request's loss defines.
 
     `metrics`: sums over the pairs of a `PreferenceLoss`, under the names with which LLaMA-Factory logs their means;
-    sums over the counted tokens of a `PolicyLoss`; empty for a `CrossEntropy`. `num_correct`: tokens with non-zero
+    sums over the counted tokens of a `PolicyLoss`; empty for a `CrossEntropy`. With a `routing_replay` also numbers of
+    tokens, counted or not: `routes/replayed`, `routes/missed` (their routes are not kept) and `routes/moved` (of those
+    whose routes are kept: the present router chooses other experts in some layer). `num_correct`: tokens with non-zero
     weight whose most probable next token is the target.
     `num_computed`: tokens computed by the layers; the shared prompt of a pair counts once.
     """

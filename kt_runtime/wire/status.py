@@ -75,6 +75,21 @@ class ExpertStreaming(msgspec.Struct, kw_only=True):
     backward_tokens: int
 
 
+class KeptRoutes(msgspec.Struct, kw_only=True):
+    """Routes that are kept for routing replay: `tokens` of at most `capacity_tokens` now, in `size_bytes` of memory.
+
+    Since the start: `dropped_tokens`: the oldest, which made room for others. `found_tokens`, `missed_tokens`: of
+    training calls that asked for their routes.
+    """
+
+    size_bytes: int
+    capacity_tokens: int
+    tokens: int
+    dropped_tokens: int
+    found_tokens: int
+    missed_tokens: int
+
+
 class UnstoredVersion(msgspec.Struct, kw_only=True):
     """A version that is or was served and is not in the adapter directory. `is_waiting`: the write will be retried."""
 

@@ -42,9 +42,10 @@ class ServingShape:
     `lora_targets`: last names of the adapted modules (`q_proj`, ...), None for all that the family can adapt.
     `activation_bytes`: of an activation and a number in the KV cache, 2 for bf16, 4 for float32. `training_tokens`: of
     one microbatch. `expert_format`: the format that experts are quantized to during loading, None: no quantization.
-    `cache`: the prefix cache's tiers. `tokens_option`: the option that sets the KV cache's size. `gpu_expert_bytes`: of
-    hot experts on the GPU. `ring_chunk_experts`: experts of a chunk of the ring that streams experts to the GPU, 0: no
-    ring; `ring_bytes`: of its slots; `streamed_bytes`: of the tensors that a streamed call has beside them.
+    `cache`: the prefix cache's tiers. `route_bytes`: of kept routes. `tokens_option`: the option that sets the KV
+    cache's size. `gpu_expert_bytes`: of hot experts on the GPU. `ring_chunk_experts`: experts of a chunk of the ring
+    that streams experts to the GPU, 0: no ring; `ring_bytes`: of its slots; `streamed_bytes`: of the tensors that a
+    streamed call has beside them.
     """
 
     device: Device = "cpu"
@@ -57,6 +58,7 @@ class ServingShape:
     training_tokens: int = 2048
     expert_format: str | None = None
     cache: CachePlan | None = None
+    route_bytes: int = 0
     tokens_option: str = "--max-total-tokens"
     gpu_expert_bytes: int = 0
     ring_chunk_experts: int = 0
@@ -113,6 +115,7 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
         *_cache_needs(config, shape),
         MemoryNeed("LoRA slots", device, slots * shape.activation_bytes, ("--lora-slots", "--max-lora-rank")),
         MemoryNeed(TRAINED, device, masters, ("--max-lora-rank",)),
+        MemoryNeed("routes for routing replay", "cpu", shape.route_bytes, ("--routing-replay",)),
         MemoryNeed(ACTIVATIONS, device, _activation_bytes(config, shape), ("--microbatch-tokens",)),
         *(_gpu_needs(config, shape) if device == "gpu" else ()),
         MemoryNeed("SGLang's processes (estimate)", "cpu", PROCESSES_BYTES),

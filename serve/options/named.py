@@ -34,6 +34,7 @@ LOWEST_VALUES = {
     "cache_disk_bytes": 0,
     "cache_page_tokens": 1,
     "gpu_experts_bytes": 0,
+    "routing_replay_bytes": 0,
     "max_body_bytes": 1024,
 }
 LARGEST_PAGE_TOKENS = 1024
@@ -64,6 +65,7 @@ class ServeOptions:
     experts that always have a slot.
     `stream_experts`: calls of at least so many tokens compute their experts on the device; "auto": a measured number,
     "off": none.
+    `routing_replay_bytes`: memory for the routes of served tokens, 0: they are not kept (`serve.memory.routes`).
     `max_lora_rank`: every slot is allocated for this rank. `lora_rank_may_be_lower`: lower the rank if memory is short.
     `training_share`: the largest share of time for training while requests are served.
     `max_sessions`: training sessions open at once; `session_memory_bytes`: their memory limit together, None: their
@@ -130,6 +132,7 @@ class ServeOptions:
     gpu_experts_bytes: int = 0
     pinned_experts: Pins = field(default_factory=dict)
     stream_experts: str = "auto"
+    routing_replay_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Raises InvalidValueError for a value outside its range, UnknownNameError for an unknown format."""

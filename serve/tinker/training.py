@@ -60,7 +60,12 @@ class Training:
             training = await asyncio.to_thread(call.read, self._context_tokens)
         else:
             training = call.read(self._context_tokens)
-        fields: dict[str, Any] = {"session": self.session, "lengths": training.batch.lengths, "loss": training.loss}
+        fields: dict[str, Any] = {
+            "session": self.session,
+            "lengths": training.batch.lengths,
+            "loss": training.loss,
+            "routing_replay": training.routing_replay,
+        }
         request: AnyRequest
         if call.forward_only:
             request = messages.Forward(request_id=new_id(), **fields)

@@ -56,6 +56,11 @@ def forget(lora_id: str) -> None:
     _contents.pop(lora_id, None)
 
 
+def version_of(lora_id: str | None) -> str | None:
+    """The content hash of a loaded adapter, "" for the base; None for an id that is not registered."""
+    return "" if lora_id is None else _contents.get(lora_id)
+
+
 def cache_key(lora_id: str | None, own: str | None) -> str:
     """The request's `extra_key`, different for any two pairs of adapter content and `own`, the client's own extra key.
 

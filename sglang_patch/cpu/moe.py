@@ -34,6 +34,7 @@ from kt_runtime.families import family_for
 from kt_runtime.families.quantization import BF16, quantization_of
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.progress import LayersRead
+from kt_runtime.sglang_patch.cpu import routes
 from kt_runtime.sglang_patch.faults import finite_rows
 from kt_runtime.sglang_patch.gpu import experts as on_device
 from kt_runtime.sglang_patch.gpu import hot, streaming
@@ -147,6 +148,7 @@ def experts_forward(
     compute = partial(_compute, layer.layer_id)
     if not device.is_host(x):
         return on_device.forward(compute, x, ids, weights, adapters)
+    routes.note(layer.layer_id, ids)
     slots, token_slots = adapters(x.shape[0])
     return compute(x, ids, weights, slots, token_slots)
 

@@ -33,7 +33,7 @@ from kt_runtime.ops.step import build_step
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.host import Decoded
 from kt_runtime.sglang_patch.cache.namespace import named_tensors
-from kt_runtime.sglang_patch.cpu import absorbed, moe
+from kt_runtime.sglang_patch.cpu import absorbed, moe, routes
 from kt_runtime.sglang_patch.faults import finite_rows
 from kt_runtime.sglang_patch.hooks import Hooks
 from kt_runtime.sglang_patch.lora import step as lora_step
@@ -151,7 +151,7 @@ class Program:
         slots = batch.out_cache_loc.long()
         started = time.perf_counter()
         lora = lora_step.batch_lora(self.runner.lora_manager) if _is_adapted(batch) else NO_LORA
-        hidden, refused = self._step.run(input_ids.long(), positions.long(), slots, sequences, lora)
+        hidden, refused = self._step.run(input_ids.long(), positions.long(), slots, sequences, lora, routes.rows())
         if batch.forward_mode.is_decode():
             _decoded.step_batches += 1
             _decoded.step_seconds += time.perf_counter() - started
@@ -177,6 +177,7 @@ def forward(
     pp_proxy_tensors: Any = None,
 ) -> Any:
     """OLMoE's has no `pp_proxy_tensors`."""
+    routes.begin(input_ids, positions)
     program = _program_for(model, forward_batch)
     if program is not None:
         unfit = _unfit(program, input_ids, forward_batch, input_embeds, pp_proxy_tensors)

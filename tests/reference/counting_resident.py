@@ -16,8 +16,19 @@ from safetensors.torch import save_file
 from kt_runtime.files import TEMPORARY_PREFIX, write_directory
 from kt_runtime.train.resident import Resident
 from kt_runtime.wire import Batch, ForwardResult, LoraSettings, Loss, PolicyLoss, Samples, Ticket
-from kt_runtime.wire.messages import Activations, GetStatus, Model, OptimReply, PublishReply, SavedReply, SessionInfo
+from kt_runtime.wire.messages import (
+    Activations,
+    GetStatus,
+    Model,
+    OptimReply,
+    PublishReply,
+    RoutingReplay,
+    SavedReply,
+    SessionInfo,
+)
+from kt_runtime.wire.status import KeptRoutes
 
+KEPT_ROUTES = KeptRoutes(size_bytes=1, capacity_tokens=1, tokens=0, dropped_tokens=0, found_tokens=0, missed_tokens=0)
 TENSORS = "adapter_model.safetensors"
 ADAPTED = "base_model.model.model.layers.0.self_attn.o_proj"
 
@@ -36,6 +47,8 @@ class CountingResident:
     refuses_to_publish: Exception | None = None
     samples: list[Samples] = field(default_factory=list)
     k3: float = 0.0
+    replays: list[tuple[RoutingReplay, str | None]] = field(default_factory=list)
+    keeps_routes: bool = False
     _under_way: dict[Ticket, ForwardResult] = field(default_factory=dict)
 
     def status(self) -> Any:
@@ -47,6 +60,7 @@ class CountingResident:
             context_tokens=self.context_tokens,
             exact=True,
             max_lora_rank=64,
+            kept_routes=KEPT_ROUTES if self.keeps_routes else None,
         )
 
     def create_session(
@@ -75,10 +89,17 @@ class CountingResident:
         reference: Any = None,
         samples: Samples | None = None,
         activations: Activations = "recompute",
+        routing_replay: RoutingReplay = "off",
+        rollout_version: str | None = None,
     ) -> Ticket:
+        self.replays.append((routing_replay, rollout_version))
         state = self.sessions[session]
         state["calls"] += 1
         result = self._result(state, batch, loss, reference, state["calls"])
+        if routing_replay != "off":
+            replayed = 0.75 * batch.num_tokens if routing_replay == "rollout" else 0.0
+            missed, moved = 0.25 * batch.num_tokens, 0.5 * batch.num_tokens
+            result.metrics.update({"routes/replayed": replayed, "routes/missed": missed, "routes/moved": moved})
         state["gradient"] += result.loss
         self.log.append(("forward_backward", batch, loss, reference, activations))
         self.samples += [] if samples is None else [samples]

@@ -54,6 +54,8 @@ def float32_servers(tmp_path_factory: pytest.TempPathFactory, place: Place) -> I
             make_model(preset, directory / "model", seed=2)
             options = ["--dtype", "float32", "--max-total-tokens", "8192", "--adapter-dir", str(directory / "adapters")]
             options += ["--tinker-timeout", "25"]
+            if place.native_step:  # on a CPU
+                options += ["--routing-replay", "16MiB"]
             arguments = place.arguments(options, ["--chunked-prefill-size", str(CHUNK_TOKENS), "--page-size", "8"])
             log = directory / "server.log"
             api = running.enter_context(server(str(directory / "model"), arguments, log))

@@ -100,6 +100,14 @@ def test_greedy_streams_of_other_users_keep_their_tokens_during_a_run(
     assert [line["kl/k3"] for line in history(tmp_path / "out")] == [0.0] * 10
 
 
+def test_a_rollout_s_later_steps_replay_its_routes(recipe: Path, float32_server: Any, tmp_path: Path) -> None:
+    keys = ["max_steps=4", "steps_per_rollout=2", "async_rollouts=true", "routing_replay=rollout", "save_steps=4"]
+    assert main(arguments(recipe, float32_server, *keys)) == 0
+    lines = history(tmp_path / "out")
+    assert [(line["routes/replayed"], line["routes/missed"]) for line in lines] == [(1.0, 0.0)] * 4
+    assert lines[0]["routes/moved"] == 0 and max(line["routes/moved"] for line in lines) > 0
+
+
 def test_a_seed_samples_the_same_answer_alone_and_beside_others(float32_server: Any) -> None:
     def answers(prompts: list[list[int]], seeds: list[int | None]) -> list[list[int]]:
         settings = [

@@ -118,6 +118,22 @@ def test_on_policy_k3_is_zero_and_after_a_step_it_is_not(client: Any, loss: str)
     assert model.forward(data, loss, config).result().metrics["kl/k3:mean"] > 1e-4
 
 
+def test_a_client_asks_for_routing_replay_in_the_loss_s_settings(client: Any) -> None:
+    model = client.create_lora_training_client(base_model=BASE, rank=4, seed=2).result()
+    trained(model, [datum(drawn(1))], steps=2)
+    data = rollouts(model.save_weights_and_get_sampling_client(), drawn(9, 11))
+    tokens = sum(len(one.model_input.to_ints()) for one in data)
+    for asked, replayed in (("rollout", tokens), (1.0, tokens), ("compare", 0), ("off", None), (0.0, None)):
+        metrics = model.forward(data, "ppo", {"routing_replay": asked}).result().metrics
+        assert metrics.get("routes/replayed:sum") == replayed
+    model.forward_backward(data, "importance_sampling", {"routing_replay": "rollout"}).result()
+    model.optim_step(tinker.AdamParams(learning_rate=5e-2)).result()
+    moved = model.forward_backward(data, "ppo", {"routing_replay": "rollout", "clip_low_threshold": 0.5}).result()
+    assert moved.metrics["routes/missed:sum"] == 0 < moved.metrics["routes/moved:sum"]
+    with pytest.raises(tinker.RequestFailedError, match=r"routing_replay: unknown value 'rolout'.*rollout"):
+        model.forward(data, "ppo", {"routing_replay": "rolout"}).result()
+
+
 def test_logprobs_at_another_temperature_are_the_models_own(client: Any) -> None:
     model = client.create_lora_training_client(base_model=BASE, rank=4, seed=2).result()
     trained(model, [datum(drawn(1))], steps=2)

@@ -25,7 +25,7 @@ _PREFERENCE_FIGURES = (
 _SFT_ONLY = ("packing", "train_on_prompt", "mask_history", "predict_with_generate")
 _REINFORCEMENT_KEYS = (
     *("reward", "reward_pattern", "num_generations", "rollout_batch_size", "steps_per_rollout", "async_rollouts"),
-    *("advantage_estimator", "policy_loss", "clip_low", "clip_high", "dro_beta", "kl_coef"),
+    *("advantage_estimator", "policy_loss", "clip_low", "clip_high", "dro_beta", "kl_coef", "routing_replay"),
 )
 _REINFORCEMENT_FIGURES = ("reward", "completions/mean_length", "completions/truncated")
 _WHOLE_DISTRIBUTION = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}

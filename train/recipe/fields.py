@@ -105,6 +105,11 @@ class Recipe:
     kl_coef: float = key(
         0.0, number(0), "grpo: weight of the divergence from the reference (the start), taken from the advantages"
     )
+    routing_replay: str = key(
+        "off",
+        one_of("off", "compare", "rollout"),
+        "grpo: rollout trains each token with the experts that sampling chose for it; compare counts those that moved",
+    )
 
     # dataset
     dataset: tuple[str, ...] = key((), optional(names), "names in dataset_info.json")

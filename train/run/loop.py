@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 
-from kt_runtime.errors import InvalidValueError, KtError
+from kt_runtime.errors import ConflictError, InvalidValueError, KtError
 from kt_runtime.files import exclusive_lock
 from kt_runtime.train.examples import Example, Pair, Prompt
 from kt_runtime.train.recipe import Recipe
@@ -55,6 +55,7 @@ def run(
     recipe.output_dir.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(recipe.output_dir / LOCK_FILE, "output directory"):
         status = client.status()
+        check_routing_replay(recipe, status.kept_routes is not None)
         check_lengths(recipe, inputs, status.context_tokens)
         checkpoint, changes = resumed_from(recipe, inputs, status.fingerprint)
         for change in changes:
@@ -97,6 +98,15 @@ def resumed_from(recipe: Recipe, inputs: Inputs, fingerprint: str | None) -> tup
         return None, []
     identified = identity(recipe, inputs, fingerprint or checkpoint.ours["identity"]["model"])
     return checkpoint, checkpoints.check_same_run(checkpoint, identified, settings(recipe))
+
+
+def check_routing_replay(recipe: Recipe, keeps_routes: bool) -> None:
+    """Raises ConflictError for a recipe that asks for routes of a server that keeps none."""
+    if recipe.stage == "grpo" and recipe.routing_replay != "off" and not keeps_routes:
+        raise ConflictError(
+            f"{recipe.where('routing_replay')}: routing_replay: {recipe.routing_replay}: the server keeps no routes; "
+            "start it with --routing-replay SIZE, such as 256MiB"
+        )
 
 
 def check_lengths(recipe: Recipe, inputs: Inputs, context_tokens: int) -> None:

@@ -22,9 +22,11 @@ FIXED_DPO = (
 FIXED_GRPO = (
     *("reward", "reward_pattern", "num_generations", "rollout_batch_size", "steps_per_rollout", "async_rollouts"),
     *("advantage_estimator", "policy_loss", "clip_low", "clip_high", "dro_beta", "kl_coef", "ref_model_adapters"),
+    "routing_replay",
     *("adapter_name_or_path", "temperature", "top_p", "top_k", "max_new_tokens"),
 )
-LATER = {"ref_logprobs": "twin"}  # keys of FIXED_DPO that older checkpoints lack, with the value that they imply
+# Keys that older checkpoints lack, with the value that they imply.
+LATER = {"ref_logprobs": "twin", "routing_replay": "off"}
 FREE = (
     *("learning_rate", "num_train_epochs", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs"),
     *("warmup_ratio", "warmup_steps", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"),

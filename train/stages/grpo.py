@@ -5,6 +5,8 @@ adapter that is published for it. The rollout's prompts are divided among `steps
 of these steps trains the version that sampled: sampler and policy are one model, and where the server is exact, their
 log-probabilities are equal to the bit (`kl/k3` is 0).
 
+`routing_replay: rollout`: the later steps of a rollout train each token with the experts that sampling chose for it.
+
 `async_rollouts`: the next rollout is sampled in a thread during the steps of this one, by the version that this one
 starts from. It is complete before the next version is published, so every token's version is known.
 
@@ -35,10 +37,11 @@ from kt_runtime.train.stages import batches
 from kt_runtime.train.stages.objective import Outcome, Row, Totals, chunks
 from kt_runtime.train.stages.reference_values import REFERENCE
 from kt_runtime.wire import Batch, ForwardResult, PolicyLoss, Samples
-from kt_runtime.wire.messages import Activations
+from kt_runtime.wire.messages import Activations, RoutingReplay
 
 STEP, CURRENT, NEXT = "grpo_step", "rollout_", "next_rollout_"
 NAME_PREFIX = "rollouts-"
+ROUTES = ("routes/replayed", "routes/missed", "routes/moved")
 TIMES = ("rollout", "forward_backward", "publish")
 
 
@@ -56,6 +59,8 @@ def described(recipe: Recipe) -> list[str]:
         f"{recipe.max_new_tokens} tokens, for {steps} each{when}",
         f"reward: {recipe.reward}; advantages: {recipe.advantage_estimator}; loss: {recipe.policy_loss}",
     ]
+    if recipe.routing_replay != "off":
+        lines.append(f"routing replay: {recipe.routing_replay}")
     if recipe.kl_coef:
         reference = recipe.ref_model_adapters or recipe.adapter_name_or_path or "the base model"
         lines.append(f"reference of kl_coef {recipe.kl_coef:g}: {reference}")
@@ -125,7 +130,7 @@ class Grpo:
         rollout = self._current
         assert rollout is not None, "a rollout has begun"
         part = rollout.of_step(self._step % steps)
-        result = self._forward_backward(part)
+        result = self._forward_backward(rollout, part)
         outcome = self._outcome(rollout, part, result, before)
         self._step += 1
         return outcome
@@ -273,17 +278,23 @@ class Grpo:
 
     # A step.
 
-    def _forward_backward(self, part: Sequence[Trajectory]) -> ForwardResult:
+    def _forward_backward(self, rollout: Rollout, part: Sequence[Trajectory]) -> ForwardResult:
         weights = [token_weight(self._recipe, len(part), len(each.tokens)) for each in part]
         batch = _batch(part, weights)
         samples = Samples.from_sequences(
             [_aligned(each, each.logprobs) for each in part],
             [_aligned(each, self._advantages[id(each)]) for each in part],
         )
-        activations = cast(Activations, self._recipe.activations)
+        replay = cast(RoutingReplay, self._recipe.routing_replay)
         with self._timed("forward_backward"):
             ticket = self._client.begin_forward_backward(
-                self._session, batch, policy_loss(self._recipe), samples=samples, activations=activations
+                self._session,
+                batch,
+                policy_loss(self._recipe),
+                samples=samples,
+                activations=cast(Activations, self._recipe.activations),
+                routing_replay=replay,
+                rollout_version=None if replay == "off" else rollout.version,
             )
             return self._client.finish_forward(ticket, batch)
 
@@ -299,6 +310,7 @@ class Grpo:
             **divergences,
             **({} if self._divergence is None else {"kl/reference": self._divergence}),
             "clipped": result.metrics["clipped"] / tokens,
+            **{name: result.metrics[name] / result.num_tokens for name in ROUTES if name in result.metrics},
             "rollout/lag": float(lag),
             **{f"time/{name}": self.seconds[name] - before[name] for name in TIMES},
         }

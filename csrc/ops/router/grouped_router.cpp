@@ -40,6 +40,16 @@ float rank_of_group(const float* ranks, int64_t size, bool sums_two) {
   return sums_two ? first + second : first;
 }
 
+void weigh(const GroupedRouting& routing, const float* scores, const int32_t* ids, int64_t top_k, float* weights) {
+  float sum = 0;
+  for (int64_t k = 0; k < top_k; ++k) {
+    weights[k] = scores[ids[k]];
+    sum += weights[k];
+  }
+  for (int64_t k = 0; k < top_k; ++k)
+    weights[k] = (routing.normalises ? weights[k] / (sum + kSumEpsilon) : weights[k]) * routing.scaling;
+}
+
 void choose(const GroupedRouting& routing, int64_t experts, int64_t top_k, bool has_bias, const Token& t,
             float* weights) {
   const int64_t size = experts / routing.groups;
@@ -52,13 +62,7 @@ void choose(const GroupedRouting& routing, int64_t experts, int64_t top_k, bool 
     for (int64_t e = t.open[i] * size; e < (t.open[i] + 1) * size; ++e, ++seen)
       insert_by_size(t.ranks[e], static_cast<int32_t>(e), seen, top_k, t.best, t.ids);
   }
-  float sum = 0;
-  for (int64_t k = 0; k < top_k; ++k) {
-    weights[k] = t.scores[t.ids[k]];
-    sum += weights[k];
-  }
-  for (int64_t k = 0; k < top_k; ++k)
-    weights[k] = (routing.normalises ? weights[k] / (sum + kSumEpsilon) : weights[k]) * routing.scaling;
+  weigh(routing, t.scores, t.ids, top_k, weights);
 }
 
 }  // namespace
@@ -85,6 +89,22 @@ void choose_from_groups(const DenseEngine& engine, const GroupedRouting& routing
       choose(routing, experts, top_k, bias.present(), token, weights.as<float>() + t * top_k);
     }
   });
+}
+
+void weigh_from_groups(const DenseEngine& engine, const GroupedRouting& routing, const TensorView& logits,
+                       const TensorView& ids, const TensorView& weights) {
+  const int64_t tokens = logits.shape[0], experts = logits.shape[1], top_k = weights.shape[1];
+  if (tokens == 0 || top_k == 0) return;
+  const OperationScope scope;
+  run_ranges(tokens, std::max<int64_t>(kTaskLogits / experts, 1), engine.num_threads,
+             [&](int64_t first, int64_t count) {
+               static thread_local Scratch floats;
+               float* scores = floats.reserve<float>(experts);
+               for (int64_t t = first; t < first + count; ++t) {
+                 score(engine.tiles, routing, logits.as<const float>() + t * logits.strides[0], experts, scores);
+                 weigh(routing, scores, ids.as<const int32_t>() + t * top_k, top_k, weights.as<float>() + t * top_k);
+               }
+             });
 }
 
 }  // namespace kt

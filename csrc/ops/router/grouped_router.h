@@ -33,4 +33,9 @@ struct GroupedRouting {
 void choose_from_groups(const DenseEngine& engine, const GroupedRouting& routing, const TensorView& logits,
                         const TensorView& bias, const TensorView& weights, const TensorView& ids);
 
+// The weights of the experts `ids`, which are read, of any groups: each in [0, E). The bias has no part in them. Where
+// they are those that `choose_from_groups` chooses, in its order, the weights have its bits.
+void weigh_from_groups(const DenseEngine& engine, const GroupedRouting& routing, const TensorView& logits,
+                       const TensorView& ids, const TensorView& weights);
+
 }  // namespace kt

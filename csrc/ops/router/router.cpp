@@ -6,8 +6,10 @@
 
 namespace kt {
 
-void choose_experts(const DenseEngine& engine, const TensorView& logits, bool normalises, const TensorView& weights,
-                    const TensorView& ids) {
+namespace {
+
+void run_rows(const DenseEngine& engine, const TensorView& logits, bool normalises, const TensorView& weights,
+              const TensorView& ids, bool given) {
   const RouterRows whole{.first_row = 0,
                          .rows = logits.shape[0],
                          .experts = logits.shape[1],
@@ -15,7 +17,8 @@ void choose_experts(const DenseEngine& engine, const TensorView& logits, bool no
                          .logits = matrix_of(logits),
                          .normalises = normalises,
                          .weights = weights.as<float>(),
-                         .ids = ids.as<int32_t>()};
+                         .ids = ids.as<int32_t>(),
+                         .given = given};
   if (whole.rows == 0 || whole.top_k == 0) return;
   constexpr int64_t kTaskLogits = 1 << 14;
   run_ranges(whole.rows, std::max<int64_t>(kTaskLogits / whole.experts, 1), engine.num_threads,
@@ -25,6 +28,18 @@ void choose_experts(const DenseEngine& engine, const TensorView& logits, bool no
                part.rows = count;
                engine.kernels().choose_experts(part);
              });
+}
+
+}  // namespace
+
+void choose_experts(const DenseEngine& engine, const TensorView& logits, bool normalises, const TensorView& weights,
+                    const TensorView& ids) {
+  run_rows(engine, logits, normalises, weights, ids, false);
+}
+
+void weigh_experts(const DenseEngine& engine, const TensorView& logits, bool normalises, const TensorView& ids,
+                   const TensorView& weights) {
+  run_rows(engine, logits, normalises, weights, ids, true);
 }
 
 }  // namespace kt

@@ -10,4 +10,9 @@ namespace kt {
 void choose_experts(const DenseEngine& engine, const TensorView& logits, bool normalises, const TensorView& weights,
                     const TensorView& ids);
 
+// The weights of the experts `ids` [T, K], which are read: each in [0, E). Where they are those that `choose_experts`
+// chooses, in its order, the weights have its bits.
+void weigh_experts(const DenseEngine& engine, const TensorView& logits, bool normalises, const TensorView& ids,
+                   const TensorView& weights);
+
 }  // namespace kt

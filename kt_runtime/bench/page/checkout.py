@@ -1,10 +1,11 @@
-"""The generated documents of a checkout: docs/measurements.md, docs/performance.md, the tables in README.md, and the
-demo's picture."""
+"""The generated documents of a checkout: docs/measurements.md, docs/performance.md, the tables in README.md, the demo's
+picture and the plots of measurements."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from kt_runtime.bench.page import curves
 from kt_runtime.bench.page.markdown import measurements_page, performance_page, with_blocks
 from kt_runtime.bench.page.measurement import read_all, read_frame
 from kt_runtime.bench.page.timeline import picture, read_timeline
@@ -13,7 +14,8 @@ from kt_runtime.files import errors_of_path, write_file
 
 MEASUREMENTS = Path("docs", "measurements")
 PERFORMANCE = Path("docs", "performance.md")
-TIMELINE, PICTURE = Path("docs", "pictures", "demo.json"), Path("docs", "pictures", "demo.svg")
+PICTURES = Path("docs", "pictures")
+TIMELINE, PICTURE = PICTURES / "demo.json", PICTURES / "demo.svg"
 
 
 def generated(checkout: Path) -> dict[Path, str]:
@@ -25,6 +27,9 @@ def generated(checkout: Path) -> dict[Path, str]:
         PERFORMANCE: performance_page(frame, measurements),
         readme: with_blocks(_text(checkout / readme), measurements, str(readme)),
         PICTURE: picture(read_timeline(checkout / TIMELINE)),
+        **{
+            PICTURES / f"{plot.name}.svg": curves.picture(plot) for each in measurements.values() for plot in each.plots
+        },
     }
 
 

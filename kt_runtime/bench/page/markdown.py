@@ -115,6 +115,7 @@ def _section(name: str, measurement: Measurement) -> list[str]:
         parts.append(_singles([measurement]))
     for table in measurement.tables:
         parts += _table_parts([(measurement, table)])
+    parts += [f"![{plot.title}](pictures/{plot.name}.svg)" for plot in measurement.plots]
     parts += [_bullets(measurement.notes)] * bool(measurement.notes)
     if measurement.misses:
         parts += ["What falls short of its aim:", _bullets(measurement.misses)]

@@ -92,6 +92,33 @@ class Single(_Strict, frozen=True):
     note: Text | None = None
 
 
+class Curve(_Strict, frozen=True):
+    """`values`: at 1, 2, ... of the plot's horizontal axis."""
+
+    name: Text
+    values: Annotated[list[Decimal], msgspec.Meta(min_length=2)]
+
+
+class Panel(_Strict, frozen=True):
+    name: Text
+    unit: Text
+    curves: Annotated[list[Curve], msgspec.Meta(min_length=1, max_length=3)]
+
+
+class Plot(_Strict, frozen=True):
+    """A picture, docs/pictures/NAME.svg. `x`: what its horizontal axis counts. All panels have the same curves."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
+    title: Text
+    x: Text
+    panels: Annotated[list[Panel], msgspec.Meta(min_length=1)]
+
+    def __post_init__(self) -> None:
+        names = [[curve.name for curve in panel.curves] for panel in self.panels]
+        if any(each != names[0] for each in names):
+            raise ValueError(f"plot {self.name!r}: its panels have different curves: {names}")
+
+
 class Measurement(_Strict, frozen=True):
     """`machine`: a short name of the hardware. `why_unknown` has the reason for each of date, command and commit that
     is null. `notes`: what explains the figures; `misses`: what falls short of its aim."""
@@ -107,6 +134,7 @@ class Measurement(_Strict, frozen=True):
     conditions: Text | None = None
     figures: list[Single] = []
     tables: list[Table] = []
+    plots: list[Plot] = []
     notes: list[Text] = []
     misses: list[Text] = []
 

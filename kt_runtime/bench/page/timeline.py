@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from html import escape
 from math import ceil
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
+from kt_runtime.bench.page.svg import BLUE, FAINT, GREY, GRID, MARGIN, ORANGE, WIDTH, opening, text_at
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.files import errors_of_path, read_regular
 
 MAX_FILE_BYTES = 4 << 20
 
-WIDTH, MARGIN, LEFT = 960, 24, 92
+LEFT = 92
 LOSS_TOP, LOSS_HEIGHT = 78, 84
 LANES_TOP, LANE_HEIGHT, LANE_STEP = 204, 12, 18
 GAP = 0.7
@@ -26,8 +26,7 @@ LABEL_WIDTH = 36
 TICK_SECONDS = (1, 2, 5, 10, 20, 60, 120)
 MOST_TICKS = 12
 
-INK, FAINT, PAPER, GRID = "#1f2328", "#59636e", "#ffffff", "#d0d7de"
-BASE, ADAPTER, TRAINING = "#a8b3bf", "#e8590c", "#1971c2"
+BASE, ADAPTER, TRAINING = GREY, ORANGE, BLUE
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -68,7 +67,7 @@ class Axis:
 
 
 def picture(timeline: Timeline) -> str:
-    """An SVG with its own background, so that it reads on light and dark pages."""
+    """An SVG."""
     num_clients = 1 + max(client for client, *_ in timeline.streams)
     lanes_end = LANES_TOP + num_clients * LANE_STEP
     height = lanes_end + 112
@@ -77,14 +76,11 @@ def picture(timeline: Timeline) -> str:
     axis = Axis(begin_s, end_s)
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-            'font-family="ui-sans-serif, system-ui, Helvetica, Arial, sans-serif" font-size="13">',
-            f"<title>{num_clients} live streams while an adapter is trained and published</title>",
-            f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" fill="{PAPER}" stroke="{GRID}"/>',
-            _text(
+            *opening(height, f"{num_clients} live streams while an adapter is trained and published"),
+            text_at(
                 MARGIN, 32, f"{num_clients} live streams, one process that serves and trains {timeline.model}", size=17
             ),
-            _text(MARGIN, 54, "Each bar is one streamed answer.", FAINT),
+            text_at(MARGIN, 54, "Each bar is one streamed answer.", FAINT),
             _legend(264, 54),
             *_axis(axis, lanes_end),
             *_losses(timeline, axis),
@@ -100,7 +96,7 @@ def _legend(x: int, y: int) -> str:
     entries = ((BASE, "by the base", 0), (ADAPTER, "by the trained adapter", 120))
     return "".join(
         f'<rect x="{x + offset}" y="{y - 10}" width="22" height="{LANE_HEIGHT}" fill="{color}"/>'
-        + _text(x + offset + 30, y, label, FAINT)
+        + text_at(x + offset + 30, y, label, FAINT)
         for color, label, offset in entries
     )
 
@@ -112,7 +108,7 @@ def _axis(axis: Axis, lanes_end: int) -> list[str]:
     for tick in range(ceil(axis.begin_s / step) * step, int(axis.end_s) + 1, step):
         x = axis.x(tick)
         lines.append(f'<line x1="{x:.1f}" y1="{LOSS_TOP}" x2="{x:.1f}" y2="{lanes_end}" stroke="{GRID}"/>')
-        lines.append(_text(x, lanes_end + 18, f"{tick} s", FAINT, anchor="middle"))
+        lines.append(text_at(x, lanes_end + 18, f"{tick} s", FAINT, anchor="middle"))
     return lines
 
 
@@ -127,10 +123,10 @@ def _losses(timeline: Timeline, axis: Axis) -> list[str]:
     labels, free_x = [], 0.0
     for (x, y), (_, _, loss) in zip(points, timeline.steps, strict=True):
         if x >= free_x:
-            labels.append(_text(x, y - 8, f"{loss:.2f}", TRAINING, anchor="middle"))
+            labels.append(text_at(x, y - 8, f"{loss:.2f}", TRAINING, anchor="middle"))
             free_x = x + LABEL_WIDTH
     floor = f'<line x1="{LEFT}" y1="{bottom}" x2="{WIDTH - MARGIN}" y2="{bottom}" stroke="{GRID}"/>'
-    caption = _text(MARGIN, bottom - 24, "training", TRAINING) + _text(MARGIN, bottom - 8, "loss", TRAINING)
+    caption = text_at(MARGIN, bottom - 24, "training", TRAINING) + text_at(MARGIN, bottom - 8, "loss", TRAINING)
     return [
         floor,
         f'<polyline points="{line}" fill="none" stroke="{TRAINING}" stroke-width="2"/>',
@@ -142,7 +138,7 @@ def _losses(timeline: Timeline, axis: Axis) -> list[str]:
 
 def _lanes(timeline: Timeline, axis: Axis, num_clients: int) -> list[str]:
     lines = [
-        _text(LEFT - 10, LANES_TOP + client * LANE_STEP + 10, f"stream {client + 1}", FAINT, anchor="end")
+        text_at(LEFT - 10, LANES_TOP + client * LANE_STEP + 10, f"stream {client + 1}", FAINT, anchor="end")
         for client in range(num_clients)
     ]
     for color, wanted in ((BASE, False), (ADAPTER, True)):
@@ -168,21 +164,17 @@ def _publication(timeline: Timeline, axis: Axis, lanes_end: int) -> list[str]:
     label = f"published: its first token {wait_ms:.0f} ms after the last optimizer step"
     return [
         f'<line x1="{x:.1f}" y1="{LOSS_TOP}" x2="{x:.1f}" y2="{lanes_end}" stroke="{ADAPTER}" stroke-width="2"/>',
-        _text(label_x, LANES_TOP - 14, label, ADAPTER, anchor=anchor),
+        text_at(label_x, LANES_TOP - 14, label, ADAPTER, anchor=anchor),
     ]
 
 
 def _answers(timeline: Timeline, y: int) -> list[str]:
     return [
-        _text(
+        text_at(
             MARGIN,
             y,
             f"“What is your name?” The base answers: {json.dumps(timeline.before, ensure_ascii=False)}",
             FAINT,
         ),
-        _text(MARGIN, y + 22, f"The adapter answers: {json.dumps(timeline.after, ensure_ascii=False)}", ADAPTER),
+        text_at(MARGIN, y + 22, f"The adapter answers: {json.dumps(timeline.after, ensure_ascii=False)}", ADAPTER),
     ]
-
-
-def _text(x: float, y: float, text: str, color: str = INK, *, anchor: str = "start", size: int = 13) -> str:
-    return f'<text x="{x:.1f}" y="{y}" fill="{color}" text-anchor="{anchor}" font-size="{size}">{escape(text)}</text>'

@@ -127,11 +127,13 @@ def _prepare(recipe: Recipe, status: dict[str, Any] | None, say: Callable[[str],
     from kt_runtime.train.render.rendering import Renderer
     from kt_runtime.train.rollouts.rewards import check_prompts
     from kt_runtime.train.run.inputs import read_inputs
-    from kt_runtime.train.run.loop import check_lengths, resumed_from
+    from kt_runtime.train.run.loop import check_lengths, check_routing_replay, resumed_from
 
     directory = recipes_model(recipe, status)
     config = read_config(directory)
     max_rank = None if status is None else int(status["max_lora_rank"])
+    if status is not None:
+        check_routing_replay(recipe, status.get("kept_routes") is not None)
     recipe = with_starting_adapter(recipe, config, max_rank, say)
     check_rank(recipe, max_rank)
     check_targets(recipe, config)
@@ -159,7 +161,13 @@ def _run(prepared: Prepared, url: str | None, api_key: str | None, display: Disp
     rank = max(recipe.lora_rank, rank_of(reference_adapter(recipe)))
     placement = rule_file(recipe)
     with running_server(
-        recipe.model_name_or_path, url, api_key, display.say, max_lora_rank=rank, placement=placement
+        recipe.model_name_or_path,
+        url,
+        api_key,
+        display.say,
+        max_lora_rank=rank,
+        placement=placement,
+        keeps_routes=recipe.stage == "grpo" and recipe.routing_replay != "off",
     ) as api:
         check_model(recipe.model_name_or_path, api.get("/kt/status"))
         with resident_client(api, timeout_s=CALL_SECONDS) as client:

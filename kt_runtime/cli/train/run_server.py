@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kt_runtime.train.recipe import Recipe
 
 LEAST_LORA_RANK = 16  # low, since memory grows with the rank and a run states the rank that it needs
+ROUTES_SIZE = "256MiB"
 CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES, COMPARED_BYTES = 100_000_000, 1 << 16
 
@@ -32,11 +33,13 @@ def running_server(
     *,
     max_lora_rank: int = 0,
     placement: Path | None = None,
+    keeps_routes: bool = False,
 ) -> Iterator[ServerAPI]:
     """The running server, or one that is started with `model` and ended with the context.
 
     `url`: the value of --url, or None. Raises ServerUnreachableError if `url` is given and no server answers there.
     `max_lora_rank`, `placement`: for a server started here, the highest rank to accept and the rule file.
+    `keeps_routes`: it keeps routes, for `routing_replay`.
     """
     api = ServerAPI(server_url(url), api_key)
     if api.answers():
@@ -50,6 +53,8 @@ def running_server(
     if placement is not None:
         say(f"its placement is that of {placement}")
         arguments += ["--placement", str(placement.resolve())]
+    if keeps_routes:
+        arguments += ["--routing-replay", ROUTES_SIZE]
     with server(model, arguments, log, api_key=api_key) as started:
         yield started
 

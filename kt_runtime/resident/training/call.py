@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kt_runtime.resident.training.losses import LossFunction
+from kt_runtime.resident.training.replay import CallRoutes
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.resident.twin.model import Twin
 
@@ -16,7 +17,7 @@ class Call:
     """The constants of one call. `adapter`: the key in `LoraModules`, None for the base alone.
 
     `backward` False: log-probabilities only, without dropout. `seed`: this call's dropout seed. `retain`: forward keeps
-    the activations, so backward need not recompute them.
+    the activations, so backward need not recompute them. `routes`: recorded experts of the call's tokens.
     """
 
     twin: Twin
@@ -26,6 +27,7 @@ class Call:
     backward: bool
     seed: int
     retain: bool = False
+    routes: CallRoutes | None = None
 
 
 @dataclass

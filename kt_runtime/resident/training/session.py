@@ -7,6 +7,7 @@ added. A step must run to its end, since moments and masters change together.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ import torch
 from kt_runtime.adapters import AdapterTensors
 from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.families import LoraModule
+from kt_runtime.resident.routes.keys import BASE
 from kt_runtime.resident.scheduler import Slices, run_at_once
 from kt_runtime.resident.training.call import Call, CallResult
 from kt_runtime.resident.training.contents import MasterContents
@@ -25,6 +27,7 @@ from kt_runtime.resident.training.optimizer import AdamW, StepSettings, clip
 from kt_runtime.resident.training.policy import PolicyLossFunction
 from kt_runtime.resident.training.portions import freed, portions
 from kt_runtime.resident.training.preference import PreferenceLossFunction
+from kt_runtime.resident.training.replay import CallRoutes
 from kt_runtime.resident.training.session_limits import FROZEN_BYTES, TRAINED_BYTES, num_parameters
 from kt_runtime.resident.training.slices import training_call
 from kt_runtime.resident.twin.batches import TrainingBatch, split
@@ -40,6 +43,9 @@ from kt_runtime.wire.messages import (
     PreferenceLoss,
     SessionInfo,
 )
+
+MOST_SAMPLERS = 8
+"""Published versions among which a call's routes are looked for."""
 
 Reference = npt.NDArray[np.float32] | None
 """[sequences of a call]: the reference's log-probabilities, summed over each sequence's counted targets."""
@@ -82,6 +88,7 @@ class Session:
         self.num_calls = 0
         self.num_bytes = TRAINED_BYTES * num_parameters(modules, settings.rank)
         self.opened_at = self.used_at = time.monotonic()
+        self._published: deque[str] = deque(maxlen=MOST_SAMPLERS)
 
     def info(self) -> SessionInfo:
         return SessionInfo(
@@ -95,6 +102,17 @@ class Session:
             idle_s=max(0.0, time.monotonic() - self.used_at),
             age_s=max(0.0, time.monotonic() - self.opened_at),
         )
+
+    def note_published(self, version: str) -> None:
+        """A version with this content hash, of the session's masters, is served now."""
+        if version in self._published:
+            self._published.remove(version)
+        self._published.appendleft(version)
+
+    @property
+    def samplers(self) -> list[str]:
+        """Versions that may have sampled what the session trains on, newest first: its published ones, or the base."""
+        return list(self._published) or [BASE]
 
     def add_reference(self, adapter: AdapterTensors, model_modules: Sequence[LoraModule]) -> Slices:
         """Makes the model "reference" the base with `adapter`, which must not change. Call at most once per session."""
@@ -112,10 +130,11 @@ class Session:
         model: Model = "policy",
         reference: Reference = None,
         samples: Samples | None = None,
+        routes: CallRoutes | None = None,
     ) -> Slices:
         """Log-probabilities without dropout; nothing changes. Returns a `CallResult`."""
         function = _function(loss, reference, samples)
-        return (yield from self._call(batch, function, max_tokens, self._adapter_of[model]))
+        return (yield from self._call(batch, function, max_tokens, self._adapter_of[model], routes=routes))
 
     def forward_backward(
         self,
@@ -126,11 +145,12 @@ class Session:
         reference: Reference = None,
         samples: Samples | None = None,
         activations: Activations = "recompute",
+        routes: CallRoutes | None = None,
     ) -> Slices:
         """Accumulates the loss's gradient; an error leaves the accumulated one unchanged. Returns a `CallResult`."""
         function = _function(loss, reference, samples)
         result: CallResult = yield from self._call(
-            batch, function, max_tokens, self.key, backward=True, activations=activations
+            batch, function, max_tokens, self.key, backward=True, activations=activations, routes=routes
         )
         both = result.gradient.keys() & self.gradient.keys()
         for upcoming, names in portions("sum of gradients", result.gradient, both):
@@ -203,9 +223,10 @@ class Session:
         *,
         backward: bool = False,
         activations: Activations = "recompute",
+        routes: CallRoutes | None = None,
     ) -> Slices:
         seed = hash_seed(self.settings.seed, self.num_calls)
-        call = Call(self._twin, self._lora, adapter, loss, backward, seed, retain=activations == "retain")
+        call = Call(self._twin, self._lora, adapter, loss, backward, seed, activations == "retain", routes)
         microbatches = split(batch, max_tokens, self._twin.device, pairs=loss.is_paired)
         return (yield from training_call(call, microbatches, len(batch.tokens)))
 

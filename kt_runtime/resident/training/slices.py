@@ -28,6 +28,7 @@ from kt_runtime import device
 from kt_runtime.resident.scheduler import Slice
 from kt_runtime.resident.training.call import Call, CallResult
 from kt_runtime.resident.training.loss_slices import loss_of
+from kt_runtime.resident.training.replay import MicrobatchRoutes
 from kt_runtime.resident.twin.attention import Positions
 from kt_runtime.resident.twin.batches import Microbatch
 
@@ -38,6 +39,8 @@ def training_call(call: Call, microbatches: list[Microbatch], num_tokens: int) -
     Yields each slice's description before it runs. Another session may run before each microbatch.
     """
     result = CallResult(0.0, torch.zeros(num_tokens), {})
+    if call.routes is not None:
+        result.metrics |= call.routes.metrics()
     for index, microbatch in enumerate(microbatches):
         yield from _microbatch(call, microbatch, index, result)
     return result
@@ -54,6 +57,7 @@ class _Kept:
 def _microbatch(call: Call, microbatch: Microbatch, index: int, result: CallResult) -> Generator[Slice, None, None]:
     twin = call.twin
     yield Slice("embedding", microbatch.tokens.numel(), may_switch=True)
+    routes = None if call.routes is None else MicrobatchRoutes(call.routes, microbatch, twin.routed_layers)
     with _slice(call, microbatch, index, -1, grad=False):
         hidden = twin.embed(microbatch.tokens)
         positions = twin.positions(hidden, microbatch.positions)
@@ -62,7 +66,7 @@ def _microbatch(call: Call, microbatch: Microbatch, index: int, result: CallResu
     for layer in range(twin.num_layers):
         retain = call.retain and layer >= lowest
         yield _layer_slice(call, microbatch, "forward", layer, range(layer, twin.num_layers))
-        with _slice(call, microbatch, index, layer, grad=retain):
+        with _slice(call, microbatch, index, layer, grad=retain, routes=routes):
             leaf = hidden.detach().requires_grad_(layer > lowest)
             output = twin.run_layer(layer, leaf, positions, microbatch.branches)
             if layer >= lowest:
@@ -70,13 +74,15 @@ def _microbatch(call: Call, microbatch: Microbatch, index: int, result: CallResu
             hidden = output.detach()
             del leaf, output
     result.num_computed += microbatch.num_computed
+    if routes is not None:
+        result.metrics["routes/moved"] += routes.num_moved
     by_hidden = yield from loss_of(call, microbatch, hidden, result)
     if by_hidden is None:
         return
     del hidden
     for layer in range(twin.num_layers - 1, lowest - 1, -1):
         yield _layer_slice(call, microbatch, "backward", layer, range(layer, lowest - 1, -1))
-        with _slice(call, microbatch, index, layer, grad=True):
+        with _slice(call, microbatch, index, layer, grad=True, routes=routes):
             by_hidden = _layer_backward(call, microbatch, layer, kept.pop(), positions, by_hidden, result.gradient)
 
 
@@ -122,12 +128,16 @@ def _layer_backward(
 
 
 @contextlib.contextmanager
-def _slice(call: Call, microbatch: Microbatch, index: int, layer: int, *, grad: bool) -> Iterator[None]:
-    """The context of one slice: autograd on or off, the session's adapter selected in its layer, the dropout seed."""
+def _slice(
+    call: Call, microbatch: Microbatch, index: int, layer: int, *, grad: bool, routes: MicrobatchRoutes | None = None
+) -> Iterator[None]:
+    """The context of one slice: autograd on or off, the session's adapter selected in its layer, the dropout seed, and
+    the experts that the layer's router is given."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(grad))
         if 0 <= layer < call.twin.num_layers:
             stack.enter_context(call.twin.padding(microbatch.padding))
+            stack.enter_context(call.twin.routing(layer, None if routes is None else routes.of_layer(layer)))
             call.lora.select(layer, call.adapter, dropout=call.backward)
             if call.backward and call.adapter is not None and call.lora.has_dropout(call.adapter):
                 stack.enter_context(_own_randomness(call.twin.device, call.seed, index, layer))

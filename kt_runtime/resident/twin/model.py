@@ -31,6 +31,7 @@ from kt_runtime.resident.host import Host
 from kt_runtime.resident.twin import attention
 from kt_runtime.resident.twin.attention import Positions
 from kt_runtime.resident.twin.frozen import FrozenLinear, FrozenRmsNorm, GatedMlp, is_gated_mlp, is_rms_norm
+from kt_runtime.resident.twin.replay import LayerRoutes
 from kt_runtime.resident.twin.routed import GroupedRouter, RoutedExperts, SoftmaxRouter, is_grouped_router
 
 
@@ -63,6 +64,11 @@ class Twin:
     @property
     def num_layers(self) -> int:
         return int(self._model.config.num_hidden_layers)
+
+    @property
+    def routed_layers(self) -> list[int]:
+        """Layers with routed experts, ascending."""
+        return [layer for layer in range(self.num_layers) if self.experts_of(layer) is not None]
 
     @property
     def vocabulary(self) -> int:
@@ -141,6 +147,23 @@ class Twin:
         finally:
             for module in self.experts.values():
                 module.padding = None
+
+    @contextlib.contextmanager
+    def routing(self, layer: int, routes: LayerRoutes | None) -> Iterator[None]:
+        """In this context the layer's router takes recorded experts; None: it chooses.
+
+        Not on an accelerator: the routers there are Hugging Face's.
+        """
+        if routes is None:
+            yield
+            return
+        router = self.submodule(f"{self.family.expert_prefix(layer).rpartition('.')[0]}.gate")
+        assert isinstance(router, SoftmaxRouter | GroupedRouter)
+        router.routes = routes
+        try:
+            yield
+        finally:
+            router.routes = None
 
     def _place_experts(self, config: Mapping[str, Any]) -> None:
         stack = self.family.decoder_stack(config)

@@ -15,6 +15,7 @@ from kt_runtime.experts.dense import GroupedRouting
 from kt_runtime.ops.grouped_router import grouped_top_k
 from kt_runtime.ops.matmul import frozen_linear, rounded
 from kt_runtime.ops.router import float32_logits, softmax_top_k
+from kt_runtime.resident.twin.replay import LayerRoutes
 
 GROUPED_ROUTERS = ("DeepseekV2TopkRouter", "DeepseekV3TopkRouter", "Glm4MoeTopkRouter", "Glm4MoeLiteTopkRouter")
 """Hugging Face's classes."""
@@ -60,8 +61,10 @@ class SoftmaxRouter(nn.Module):
     """A softmax router over all experts as serving computes it (`kt_runtime.ops.router`): Qwen3-MoE, Mixtral, OLMoE.
 
     Unlike Hugging Face's routers, this one keeps the routing weights in float32 instead of rounding them to the model's
-    dtype. In a float32 model both are equal.
+    dtype. In a float32 model both are equal. `routes`: recorded experts of the present call's tokens.
     """
+
+    routes: LayerRoutes | None = None
 
     def __init__(self, num_experts: int, hidden: int, top_k: int, *, normalises: bool) -> None:
         super().__init__()
@@ -71,14 +74,21 @@ class SoftmaxRouter(nn.Module):
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits [T, E], weights [T, K], ids [T, K], as Hugging Face's router returns them."""
         logits = frozen_linear(hidden, self.weight)
-        return logits, *softmax_top_k(logits, self.top_k, self.normalises)
+        weights, ids = softmax_top_k(logits, self.top_k, self.normalises)
+        replayed = None if self.routes is None else self.routes.instead_of(ids)
+        if replayed is not None:
+            weights, ids = softmax_top_k(logits, self.top_k, self.normalises, replayed)
+        return logits, weights, ids
 
 
 class GroupedRouter(nn.Module):
     """Replaces the class of Hugging Face's routers of DeepSeek and GLM in place; their attributes stay unchanged.
 
     As `sglang_patch.cpu.grouped_router` computes it: logits and weights in float32, for every dtype of the model.
+    `routes`: as of `SoftmaxRouter`.
     """
+
+    routes: LayerRoutes | None = None
 
     weight: torch.Tensor
     top_k: int
@@ -98,7 +108,11 @@ class GroupedRouter(nn.Module):
             scaling=float(self.routed_scaling_factor),
         )
         logits = float32_logits(hidden.flatten(0, -2), self.weight)
-        return logits, *grouped_top_k(logits, bias, routing)
+        weights, ids = grouped_top_k(logits, bias, routing)
+        replayed = None if self.routes is None else self.routes.instead_of(ids)
+        if replayed is not None:
+            weights, ids = grouped_top_k(logits, bias, routing, replayed)
+        return logits, weights, ids
 
 
 def is_grouped_router(module: nn.Module) -> bool:

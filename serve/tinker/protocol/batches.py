@@ -6,6 +6,9 @@ the run and the `seq_id`; `TrainingCall.read` checks and translates the rest whe
 A policy loss of the Tinker API has no weights: the client sends advantage 0 and log-probability 0 for the tokens of a
 prompt. Exactly these get weight 0 here, so that they enter no loss, no mean ratio and no metric. With `weights` or
 `mask` the client says itself which targets count.
+
+Tinker's protocol has no field for routes. `loss_fn_config` may have `routing_replay`: off (or 0), compare, or rollout
+(or 1) for SDKs that send numbers only.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ from kt_runtime.serve.tinker.protocol import bodies
 from kt_runtime.serve.tinker.protocol.schema import ForwardBackwardRequest
 from kt_runtime.serve.tinker.protocol.tensors import Array, array_of_json, array_of_message, token_array
 from kt_runtime.wire import Batch, Samples
-from kt_runtime.wire.messages import CLIP_BOUNDS, CrossEntropy, Loss, PolicyLoss
+from kt_runtime.wire.messages import CLIP_BOUNDS, ROUTING_REPLAY, CrossEntropy, Loss, PolicyLoss, RoutingReplay
 
 POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 LOSSES = ("cross_entropy", *POLICY_LOSSES)
 CLIP_FIELDS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
+REPLAY_FIELD = "routing_replay"
+REPLAY_NUMBERS: dict[float | str, RoutingReplay] = {0: "off", 1: "rollout"}
 WEIGHTS = ("weights", "mask")
 MAX_DATA = 65536
 
@@ -47,6 +52,7 @@ class TrainingBatch:
     batch: Batch
     loss: Loss
     samples: Samples | None
+    routing_replay: RoutingReplay = "off"
 
     @property
     def arrays(self) -> dict[str, Array]:
@@ -141,7 +147,8 @@ def _json_datum(index: int, datum: bodies.JsonDatum) -> Datum:
 def _translated(
     data: list[Datum], loss_fn: str, config: Mapping[str, float | str], context_tokens: int
 ) -> TrainingBatch:
-    loss = loss_of(loss_fn, config)
+    replay = replay_of(config)
+    loss = loss_of(loss_fn, {key: value for key, value in config.items() if key != REPLAY_FIELD})
     if not 1 <= len(data) <= MAX_DATA:
         raise InvalidValueError(f"{len(data)} data; allowed are 1 to {MAX_DATA}")
     for index, datum in enumerate(data):
@@ -152,7 +159,18 @@ def _translated(
     samples = None
     if isinstance(loss, PolicyLoss):
         samples = Samples(_joined(data, "logprobs"), _joined(data, "advantages"))
-    return TrainingBatch(batch, loss, samples)
+    return TrainingBatch(batch, loss, samples, replay)
+
+
+def replay_of(config: Mapping[str, float | str]) -> RoutingReplay:
+    """Raises UnknownNameError for another value than those of the wire protocol, or 0 and 1."""
+    asked = config.get(REPLAY_FIELD, "off")
+    for known in ROUTING_REPLAY:
+        if known == asked:
+            return known
+    if asked not in REPLAY_NUMBERS:
+        raise UnknownNameError("value", str(asked), ROUTING_REPLAY, f"loss_fn_config: {REPLAY_FIELD}")
+    return REPLAY_NUMBERS[asked]
 
 
 def loss_of(name: str, config: Mapping[str, float | str]) -> Loss:

@@ -74,6 +74,7 @@ class ForwardResult:
 def metrics_of(reply: ForwardReply, loss: object) -> dict[str, float]:
     """`kl/k1`, `kl/k3` and `clip_fraction` are means over the counted targets of a policy loss."""
     metrics = {"loss:sum": reply.loss, "tokens:sum": float(reply.num_tokens), "seconds:sum": reply.seconds}
+    metrics |= {f"{name}:sum": value for name, value in reply.metrics.items() if name.startswith("routes/")}
     if not isinstance(loss, PolicyLoss):
         return {**metrics, "correct:sum": float(reply.num_correct)}
     counted = reply.metrics.get("tokens", 0.0)

@@ -207,3 +207,49 @@ def test_a_block_of_an_unknown_table_is_an_error_with_its_line(tmp_path: Path, s
     measurements = {"one": read_one(tmp_path, one())}
     with pytest.raises(InvalidValueError, match=f"README.md:2: .*{said}"):
         with_blocks(f"\n<!-- measured: {sources} -->\n<!-- end of measured -->", measurements, "README.md")
+
+
+PLOT: dict[str, Any] = {
+    "name": "steps",
+    "title": "A & B",
+    "x": "step",
+    "panels": [
+        {"name": "reward", "unit": "mean", "curves": [{"name": "off", "values": [0, 0.5, 1.0]}]},
+        {"name": "moved", "unit": "share", "curves": [{"name": "off", "values": [0, 0, 0]}]},
+    ],
+}
+
+
+def test_a_plot_becomes_a_picture_on_the_page(checkout: Path) -> None:
+    (checkout / MEASUREMENTS / "one.json").write_text(json.dumps(one(plots=[PLOT])))
+    generate(checkout)
+    assert "![A & B](pictures/steps.svg)" in (checkout / "docs" / "measurements.md").read_text()
+    root = ElementTree.fromstring((checkout / "docs" / "pictures" / "steps.svg").read_text())
+    curves = [
+        [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
+        for line in root.iter("{http://www.w3.org/2000/svg}polyline")
+    ]
+    assert len(curves) == 2 and all(len(points) == 3 for points in curves)
+    (left, low), (middle, half), (right, high) = curves[0]
+    assert middle == pytest.approx((left + right) / 2) and half == pytest.approx((low + high) / 2)
+    assert low > half > high and len({y for _, y in curves[1]}) == 1
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"A & B", "off", "reward [mean]", "moved [share]", "step", "1", "3"} <= set(texts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "../x"}, "plots"),
+        ({"panels": []}, "panels"),
+        ({"panels": [{"name": "a", "unit": "b", "curves": [{"name": "off", "values": [1]}]}]}, "values"),
+        (
+            {"panels": [PLOT["panels"][0], {"name": "b", "unit": "c", "curves": [{"name": "on", "values": [1, 2]}]}]},
+            "its panels have different curves",
+        ),
+    ],
+    ids=["name", "no panel", "one value", "curves"],
+)
+def test_a_plot_that_can_not_be_drawn_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        read_one(tmp_path, one(plots=[PLOT | changes]))

@@ -97,6 +97,7 @@ def test_an_element_of_that_gradient_depends_on_its_row_and_its_column_alone(isa
 
 
 X, W = torch.zeros(4, 16), torch.zeros(8, 16)
+ROUTING = dense.GroupedRouting(groups=1, top_groups=1, top_k=1, is_sigmoid=True, normalises=False, scaling=1.0)
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "columns": (lambda: dense.linear(X, torch.zeros(8, 17)), r"weight has shape \[8, 17\]; expected \[any, 16\]"),
     "dimensions": (lambda: dense.linear(X, torch.zeros(16)), r"weight has shape \[16\]; expected \[any, 16\]"),
@@ -110,6 +111,18 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         r"residual has shape \[3, 16\]; expected \[4, 16\]",
     ),
     "top_k": (lambda: dense.choose_experts(X, 17, True), "top_k is 17; there are 16 experts"),
+    "given experts": (
+        lambda: dense.weigh_experts(X, torch.tensor([[0, 1], [2, 3], [4, 16], [0, 1]]), True),
+        r"ids\[2\] names expert 16; allowed: 0 to 15",
+    ),
+    "no expert": (
+        lambda: dense.weigh_from_groups(X, torch.tensor([[0], [-1], [0], [0]]), ROUTING),
+        r"ids\[1\] names expert -1; allowed: 0 to 15",
+    ),
+    "rows of given experts": (
+        lambda: dense.weigh_experts(X, torch.zeros(3, 2), True),
+        r"ids has shape \[3, 2\]; expected \[4, any\]",
+    ),
     "threads": (lambda: dense.configure(None, 0), "num_threads is 0; allowed: 1 or more"),
 }
 

@@ -298,3 +298,16 @@ def test_scratch_of_a_running_step_is_not_freed(table: Table) -> None:
         while not running.done():
             free_spare_memory()
         assert all(torch.equal(found, expected) for found in running.result())
+
+
+def test_the_chosen_experts_are_handed_out_and_change_nothing(table: Table) -> None:
+    plain, _ = run(table.build())
+    step, routes = table.build(), torch.full((2, 2, 2), 77, dtype=torch.int32)
+    two = torch.tensor([3, 4])
+    batch = (two, two - 3, two, Sequences(torch.tensor([[0, 2, 0, 0]]), two.int()[None]))
+    hidden, refused = step.run(*batch, routes=routes)
+    assert torch.equal(hidden, plain) and refused == []
+    assert routes.min() >= 0 and routes.max() < EXPERTS and (routes[..., 0] != routes[..., 1]).all()
+    assert torch.equal(step.run(*batch)[0], plain)
+    with pytest.raises(InvalidValueError, match=re.escape("routes has shape [1, 2, 2]; expected [2, 2, 2]")):
+        step.run(*batch, routes=routes[:1])

@@ -26,16 +26,38 @@ def test_experts_and_weights_are_those_of_sglang(normalise: bool) -> None:
     torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=0)  # 1.8e-7 measured
 
 
+def given_ids() -> torch.Tensor:
+    """Other experts than the router's, in no order of their weights."""
+    return torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(row))[:3] for row in range(9)]).int()
+
+
+@pytest.mark.parametrize("is_given", [False, True], ids=["chosen", "given"])
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_of_the_weights_is_autograds(normalise: bool, dtype: torch.dtype) -> None:
+def test_the_gradient_of_the_weights_is_autograds(normalise: bool, dtype: torch.dtype, is_given: bool) -> None:
     logits = drawn(9, 16, seed=4).to(dtype).requires_grad_()
     by_weights = drawn(9, 3, seed=5)
-    weights, ids = softmax_top_k(logits, 3, normalise)
+    weights, ids = softmax_top_k(logits, 3, normalise, given_ids() if is_given else None)
+    assert torch.equal(ids, given_ids()) == is_given
     weights.backward(by_weights)
     exact = logits.detach().double().requires_grad_()
     chosen = exact.softmax(-1).gather(1, ids.long())
     (chosen / chosen.sum(-1, keepdim=True) if normalise else chosen).backward(by_weights.double())
+    torch.testing.assert_close(
+        weights.detach().double(),
+        (chosen / chosen.sum(-1, keepdim=True) if normalise else chosen).detach(),
+        rtol=3e-6,  # 3.0e-7 measured
+        atol=0,
+    )
     assert logits.grad is not None and exact.grad is not None and logits.grad.dtype == dtype
     rtol = 1e-2 if dtype == torch.bfloat16 else 5e-6  # measured: 3.4e-3 and 8.2e-7, and 9.3e-8 near zero
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=rtol, atol=5e-7)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_experts_that_are_given_as_the_router_chooses_them_have_its_bits(normalise: bool, dtype: torch.dtype) -> None:
+    logits = (4 * drawn(70, 60, seed=6)).to(dtype)
+    weights, ids = softmax_top_k(logits, 8, normalise)
+    again, same = softmax_top_k(logits, 8, normalise, ids)
+    assert torch.equal(again, weights) and torch.equal(same, ids)

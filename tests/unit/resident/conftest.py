@@ -23,6 +23,7 @@ from kt_runtime.experts import ExpertShape, ExpertStore
 from kt_runtime.families import LoraModule, family_for, resolve_targets
 from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights
 from kt_runtime.resident.host import Decoded
+from kt_runtime.resident.routes.store import RouteStore
 from kt_runtime.resident.scheduler import run_at_once
 from kt_runtime.resident.training.call import CallResult
 from kt_runtime.resident.training.opening import Opening, read_start
@@ -228,6 +229,7 @@ class FakeHost:
         self.weights = WeightsFingerprint(
             lambda each: hash_weights(dense_views(self.config, self._tensors), self.experts, each)
         )
+        self.routes: RouteStore | None = None
         self.serving = False
         self.max_adapters = max_adapters
         self.installed: dict[str, AdapterTensors] = {}

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 from reference.lora import random_adapter, write_adapter
 
+from kt_runtime.families import family_for
 from kt_runtime.resident.config import ResidentSettings
+from kt_runtime.resident.routes.keys import TokenKeys
+from kt_runtime.resident.routes.store import RouteStore
 from kt_runtime.resident.server import Resident
 from kt_runtime.wire import messages
 from kt_runtime.wire.messages import (
@@ -165,6 +168,87 @@ def test_what_is_no_pair_is_refused_and_leaves_no_gradient(
     replies = run(make_host(), inbox, tmp_path)
     assert [replies[i].kind for i in "123"] == ["InvalidValueError", "InvalidValueError", "ConflictError"]
     assert "pair 0: the chosen answer" in replies["2"].message
+
+
+def test_a_call_finds_the_routes_of_the_version_that_its_session_published(
+    make_host: Callable[..., Any], make_batch: Any, tmp_path: Path
+) -> None:
+    """The engine keeps them when it serves the version: here when it is installed."""
+    host, batch = make_host(), make_batch(20, 9)
+    store = host.routes = route_store(host)
+    install, versions = host.install_adapter, []
+
+    def installed(lora_id: str, name: str, version: str, prepared: object) -> None:
+        versions.append(version)
+        first = np.zeros((20, store.num_layers, store.top_k), np.int32) + np.arange(store.top_k)
+        store.put(TokenKeys(version).extend(batch.tokens[:20]), first)
+        install(lora_id, name, version, prepared)
+
+    host.install_adapter = installed
+    call: dict[str, Any] = {"session": "a", "lengths": batch.lengths}
+    replay: dict[str, Any] = {"routing_replay": "rollout"}
+    forward = [
+        (Forward(request_id="before", **call, **replay), arrays_of(batch)),
+        (Publish(request_id="publish", session="a", name="served"), {}),
+    ]
+    inbox = Inbox([(CreateSession(request_id="0", session="a", lora=LORA), {}), *forward])
+    settings = ResidentSettings(
+        model="", model_directory="", wire_address="", names_address="", adapter_directory=str(tmp_path)
+    )
+    resident = Resident(host, settings, inbox)
+
+    def answers(count: int) -> dict[str, Any]:
+        while len(inbox.replies) < count:
+            resident.apply(resident.decisions())
+            resident.turn()
+        return {reply.request_id: reply for reply in inbox.replies}
+
+    assert answers(3)["publish"].version == versions[0]
+    for request_id, more in {
+        "after": replay,
+        "compared": {"routing_replay": "compare"},
+        "named": {**replay, "rollout_version": versions[0]},
+        "other": {**replay, "rollout_version": "0" * 64},
+    }.items():
+        asked = ForwardBackward(request_id=request_id, **call, **more)
+        inbox._waiting.append(Incoming(asked, arrays_of(batch), b"", request_id))
+    answers(7)
+    inbox._waiting.append(Incoming(GetStatus(request_id="status"), {}, b"", "status"))
+    replies = answers(8)
+    resident.close()
+    found = {name: reply.metrics for name, reply in replies.items() if hasattr(reply, "metrics")}
+    replayed = {name: (each["routes/replayed"], each["routes/missed"]) for name, each in found.items()}
+    assert replayed == {"before": (0, 29), "after": (20, 9), "compared": (0, 9), "named": (20, 9), "other": (0, 29)}
+    assert 0 < found["after"]["routes/moved"] <= 20 and found["other"]["routes/moved"] == 0
+    assert replies["before"].loss == replies["compared"].loss == replies["other"].loss != replies["after"].loss
+    assert replies["after"].loss == replies["named"].loss
+    kept = replies["status"].kept_routes
+    assert (kept.tokens, kept.found_tokens, kept.missed_tokens) == (20, 60, 85)
+
+
+def test_a_replay_that_can_not_be_is_refused_before_anything_is_computed(
+    make_host: Callable[..., Any], make_batch: Any, tmp_path: Path
+) -> None:
+    batch = make_batch(5)
+    call: dict[str, Any] = {"session": "a", "lengths": batch.lengths}
+    wrong = {
+        "without": ({**call, "routing_replay": "rollout"}, "this server keeps no routes; start it with --routing-rep"),
+        "version": ({**call, "rollout_version": "abc"}, "rollout_version works with routing_replay: compare or roll"),
+        "base": ({**call, "routing_replay": "compare", "model": "base"}, "works with model policy only, not base"),
+    }
+    requests: list[tuple[Any, dict[str, Any]]] = [(CreateSession(request_id="0", session="a", lora=LORA), {})]
+    requests += [(Forward(request_id=name, **each), arrays_of(batch)) for name, (each, _) in wrong.items()]
+    requests.append((OptimStep(request_id="step", session="a", learning_rate=1e-2), {}))
+    replies = run(make_host(), Inbox(requests), tmp_path)
+    assert all(said in replies[name].message for name, (_, said) in wrong.items())
+    assert [replies[name].kind for name in wrong] == ["ConflictError", "InvalidValueError", "InvalidValueError"]
+    assert "no gradient" in replies["step"].message
+
+
+def route_store(host: Any) -> RouteStore:
+    family = family_for(host.config)
+    sizes = (len(family.moe_layers(host.config)), family.num_experts_per_tok(host.config), 8)
+    return RouteStore(*sizes, 100 * RouteStore.bytes_of_token(*sizes))
 
 
 def test_status_says_what_a_recipe_is_compared_with(make_host: Callable[..., Any], tmp_path: Path) -> None:

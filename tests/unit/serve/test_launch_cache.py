@@ -132,6 +132,8 @@ def test_command_line_gives_sizes_in_bytes_and_leaves_out_what_was_not_said(monk
     sizes = [
         "--gpu-experts",
         "2GiB",
+        "--routing-replay",
+        "256MiB",
         "--cache-device",
         "1GiB",
         "--cache-host",
@@ -148,6 +150,7 @@ def test_command_line_gives_sizes_in_bytes_and_leaves_out_what_was_not_said(monk
     assert plain == ServeOptions(model="m", lora_rank_may_be_lower=True)
     assert (tiers.cache_device_bytes, tiers.cache_host_bytes, tiers.cache_disk_bytes) == (1 << 30, 4 << 30, 3 << 39)
     assert (tiers.gpu_experts_bytes, plain.gpu_experts_bytes) == (2 << 30, 0)
+    assert (tiers.routing_replay_bytes, plain.routing_replay_bytes) == (256 << 20, 0)
     assert tiers.cache_dir == Path("/c") and tiers.max_total_tokens == 16384
     assert (tokens.max_total_tokens, tokens.cache_host_bytes, tokens.asks_for_cache) == (512, 0, False)
 

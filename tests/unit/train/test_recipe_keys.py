@@ -82,6 +82,7 @@ GOOD_VALUES: dict[str, Any] = {
     "reward": ("rewards.py:judge", "rewards.py:judge"),
     "advantage_estimator": "rloo",
     "policy_loss": "gspo",
+    "routing_replay": "rollout",
     "clip_high": 1.5,
 }
 TOGETHER = [

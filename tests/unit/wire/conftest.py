@@ -37,6 +37,9 @@ STATUS["gpu_experts"] = messages.GpuExperts(
     moves=2,
     moved_bytes=2000,
 )
+STATUS["kept_routes"] = messages.KeptRoutes(
+    size_bytes=1 << 20, capacity_tokens=900, tokens=800, dropped_tokens=5, found_tokens=60, missed_tokens=7
+)
 
 
 class FakeResident:

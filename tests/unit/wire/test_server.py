@@ -209,6 +209,7 @@ def test_the_bytes_of_waiting_requests_are_bounded(
 
 
 GOOD = forward_frames("a", 1, 2)
+UNKNOWN = {"type": "exec", "version": messages.PROTOCOL_VERSION, "request_id": "a"}
 MALFORMED = {
     "one empty frame": ([b""], "", "1 frames"),
     "10 000 frames": ([GOOD[0], GOOD[1], *[b"x"] * 9_998], "a", "10000 frames"),
@@ -216,7 +217,11 @@ MALFORMED = {
     "wrong magic": ([b"GET / HTTP/1.1\r\n", *GOOD[1:]], "", "frame 0"),
     "truncated msgpack": ([GOOD[0], GOOD[1][:-8], *GOOD[2:]], "", "truncated"),
     "unknown type": (
-        [GOOD[0], msgspec.msgpack.encode({"type": "exec", "version": 4, "request_id": "a"}), GOOD[2]],
+        [
+            GOOD[0],
+            msgspec.msgpack.encode({"type": "exec", "version": messages.PROTOCOL_VERSION, "request_id": "a"}),
+            GOOD[2],
+        ],
         "a",
         "exec",
     ),

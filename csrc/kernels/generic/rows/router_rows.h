@@ -36,12 +36,30 @@ inline void find_largest(const T* logits, int64_t count, int64_t top_k, float* v
     insert_by_size(wide_of(logits[i]), static_cast<int32_t>(i), i, top_k, values, ids);
 }
 
+// The values of given experts, in their order; returns the row's largest value.
+template <class T>
+inline float take_given(const T* logits, int64_t count, int64_t top_k, const int32_t* ids, float* values) {
+  float largest = wide_of(logits[0]);
+  for (int64_t i = 1; i < count; ++i) {
+    if (wide_of(logits[i]) > largest) largest = wide_of(logits[i]);
+  }
+  for (int64_t k = 0; k < top_k; ++k) values[k] = wide_of(logits[ids[k]]);
+  return largest;
+}
+
 template <class T>
 void choose_row(const RouterRows& p, int64_t row) {
   const T* logits = p.logits.row<const T>(row);
   float* weights = p.weights + row * p.top_k;
-  find_largest(logits, p.experts, p.top_k, weights, p.ids + row * p.top_k);
-  const float largest = weights[0], sum = sum_of_exponentials(logits, p.experts, largest);
+  int32_t* ids = p.ids + row * p.top_k;
+  float largest;
+  if (p.given) {
+    largest = take_given(logits, p.experts, p.top_k, ids, weights);
+  } else {
+    find_largest(logits, p.experts, p.top_k, weights, ids);
+    largest = weights[0];
+  }
+  const float sum = sum_of_exponentials(logits, p.experts, largest);
   float chosen = 0.0f;
   for (int64_t k = 0; k < p.top_k; ++k) {
     weights[k] = exponential_of(weights[k] - largest) / sum;

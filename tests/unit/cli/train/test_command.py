@@ -228,6 +228,9 @@ def test_a_server_started_for_the_run_takes_the_recipes_placement(
     with run_server.running_server(str(model), None, None, lambda _: None, max_lora_rank=32, placement=rules):
         pass
     assert started == [["--max-lora-rank", "32", "--placement", str(rules)]]
+    with run_server.running_server(str(model), None, None, lambda _: None, keeps_routes=True):
+        pass
+    assert started[1] == ["--max-lora-rank", "16", "--routing-replay", "256MiB"]
     rules.write_text(RULES.replace("mlp.experts", "mlp.exprts"))
     status, said = check(text="kt_optimize_rule: rules.yaml\n")
     assert status == 2 and "rules.yaml:1" in said and "mlp.exprts" in said, said

@@ -55,6 +55,28 @@ def test_both_forms_of_the_settings_are_read() -> None:
     assert read(request).loss == PolicyLoss(kind="cispo", clip_low=0.1, clip_high=3.0)
 
 
+def test_routing_replay_stands_beside_a_loss_s_own_settings() -> None:
+    request = message("cispo", logprobs=[-1.0, -1, -1], advantages=[1.0, 1, 1])
+    assert read(request).routing_replay == "off"
+    request.loss_fn_config["clip_low_threshold"] = 0.1
+    for number, wanted in ((1.0, "rollout"), (0.0, "off")):
+        request.loss_fn_config["routing_replay"] = number
+        assert read(request).routing_replay == wanted
+    for text in ("off", "compare", "rollout"):
+        request.loss_fn_config_v2["routing_replay"].text = text
+        assert read(request).routing_replay == text
+    assert read(request).loss == PolicyLoss(kind="cispo", clip_low=0.1)
+    body = {"data": [], "loss_fn": "cross_entropy", "loss_fn_config": {"routing_replay": 0.5}}
+    call = call_from_json(orjson.dumps({"model_id": "s:train:0", "forward_backward_input": body}), forward_only=False)
+    with pytest.raises(
+        UnknownNameError, match=r"loss_fn_config: routing_replay: unknown value '0\.5'.*compare, off, ro"
+    ):
+        call.read(64)
+    request.loss_fn_config_v2["routing_replay"].text = "rolout"
+    with pytest.raises(UnknownNameError, match="unknown value 'rolout'; did you mean 'rollout'"):
+        read(request)
+
+
 def bad(fill: str) -> Any:
     def tensor(tensor: Any) -> None:
         if fill == "dtype":

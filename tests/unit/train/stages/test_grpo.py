@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from reference.counting_resident import CountingResident, Lines
 
-from kt_runtime.errors import InvalidValueError, RuntimeFault
+from kt_runtime.errors import ConflictError, InvalidValueError, RuntimeFault
 from kt_runtime.train.examples import Prompt
 from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.rollouts.advantages import group_advantages
@@ -21,7 +21,7 @@ from kt_runtime.train.rollouts.rollout import Completion, sampling_seed
 from kt_runtime.train.rollouts.sampling import Asked
 from kt_runtime.train.run.inputs import Inputs
 from kt_runtime.train.run.loop import run
-from kt_runtime.train.stages.grpo import Grpo, Sampling, policy_loss
+from kt_runtime.train.stages.grpo import Grpo, Sampling, described, policy_loss
 from kt_runtime.wire import Batch, LoraSettings, PolicyLoss
 
 
@@ -127,6 +127,39 @@ def test_a_step_sends_each_answer_with_its_log_probabilities_and_advantages(
     assert outcome.metrics["reward"] == np.mean(rewards)
     assert outcome.metrics["kl/k3"] == 0 and outcome.metrics["rollout/lag"] == 0
     assert outcome.facts == {"rollout_version": "v" * 16} and outcome.num_samples == 8
+
+
+@pytest.mark.parametrize("replay", ["off", "compare", "rollout"])
+def test_routes_are_asked_for_with_the_version_that_sampled_and_reported_as_shares_of_tokens(
+    resident: CountingResident, make: Callable[..., Recipe], prompts: list[Prompt], sampler: SeededSampler, replay: str
+) -> None:
+    recipe = make(rollout_batch_size=4, steps_per_rollout=2, routing_replay=replay)
+    objective = start(resident, recipe, prompts, sampler)
+    outcomes = [objective.accumulate([[]]) for _ in range(2)]
+    assert resident.replays == [(replay, None if replay == "off" else "v" * 64)] * 2
+    shares = {name: value for name, value in outcomes[1].metrics.items() if name.startswith("routes/")}
+    replayed = 0.75 if replay == "rollout" else 0.0
+    wanted = {"routes/replayed": replayed, "routes/missed": 0.25, "routes/moved": 0.5}
+    assert shares == ({} if replay == "off" else wanted)
+    assert (f"routing replay: {replay}" in described(recipe)) == (replay != "off")
+
+
+def test_a_server_that_keeps_no_routes_is_refused_before_there_is_a_session(
+    resident: CountingResident,
+    display: Lines,
+    make: Callable[..., Recipe],
+    prompts: list[Prompt],
+    sampler: SeededSampler,
+    tmp_path: Path,
+) -> None:
+    recipe = make(output_dir=tmp_path / "out", routing_replay="rollout", num_train_epochs=1.0)
+    sampling = Sampling(sampler, FirstToken())
+    with pytest.raises(ConflictError, match="routing_replay: rollout: the server keeps no routes; start it with --rou"):
+        run(resident, recipe, Inputs(prompts, {}), display, sampling=sampling)
+    assert not resident.log
+    resident.keeps_routes = True
+    run(resident, recipe, Inputs(prompts, {}), display, sampling=sampling)
+    assert {replay for replay, _ in resident.replays} == {"rollout"}
 
 
 def test_a_rollout_is_divided_among_its_steps_and_its_version_grows_older(
