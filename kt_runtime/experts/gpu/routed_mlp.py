@@ -1,4 +1,4 @@
-"""Expert arithmetic on a device, forward and backward, for rows sorted by expert.
+"""The MLPs of routed experts on a device, forward and backward, for rows sorted by expert.
 
 Products are `torch.nn.functional.grouped_mm` where device and dtype have it: float32 sums, a result rounded to
 bfloat16, and no synchronisation. Elsewhere they are a loop over the experts in float32, also on CPU tensors. SwiGLU,
