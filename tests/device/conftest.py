@@ -1,7 +1,6 @@
-"""Tests on the emulated accelerator. From its first use on the device is the accelerator of the whole process, and the
-other tests assume a machine without one. So each file of this folder runs in a process of its own, which `pytest tests`
-and `make test` start and wait for. `pytest tests/device` and `pytest tests/device/test_x.py::test_y` run in the
-process.
+"""Tests on the emulated accelerator. It is the accelerator of the whole process from its first use on, and the other
+tests assume a machine without one: so each file of this folder runs in a process of its own, which `pytest tests` and
+`make test` start and wait for. `pytest tests/device` and `pytest tests/device/test_x.py::test_y` run in the process.
 """
 
 from __future__ import annotations
