@@ -114,7 +114,7 @@ class ServeCommand(click.Command):
     metavar="SECONDS",
     help="After so much silence of a Tinker client its training sessions end.",
 )
-@click.option("--cache-device", metavar="SIZE", help="Size of the KV cache, instead of --max-total-tokens.")
+@click.option("--cache-device", metavar="SIZE", help="What the KV cache takes, instead of --max-total-tokens.")
 @click.option(
     "--cache-host", metavar="SIZE", help="Memory for prefixes beside the KV cache; holds a copy of the cache too."
 )
