@@ -67,7 +67,7 @@ RESIDENT_MAY_IMPORT: dict[str, set[str]] = {
     "publishing": {"training", "twin", "host", "scheduler", "workers"},
 }
 MOST_FILES = 14
-MOST_FILES_OF_CSRC = 15  # a header and its source are two
+MOST_FILES_OF_CSRC = 16  # a header and its source are two
 NEVER_IMPORTS_TORCH = {"checkpoint_file", "documents", "errors", "files", "wire", "families"}
 
 CSRC_MAY_INCLUDE: dict[str, set[str]] = {

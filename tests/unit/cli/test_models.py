@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kt_runtime.serve.models.checkpoint import format_count
+from kt_runtime.cli.models import format_count
 from kt_runtime.serve.models.presets import preset_names
 from kt_runtime.serve.models.report import resolve_model
 
