@@ -16,8 +16,8 @@ GENERATED = {"measurements.md", "performance.md"}
 PYTHON = ("kt_runtime", "serve", "sglang_patch", "train")
 BRACES = re.compile(r"\{([^}]*)\}")
 SOURCE = re.compile(r"(?<![*\w./-])[\w./-]+\.(?:py|cpp|h)\b")
-# A user's file, a new test, and programs of llama.cpp.
-NOT_OURS = re.compile(r"path/to/file\.py|FILE\.py|tests/device/test_x\.py|convert_\w+\.py")
+# A user's file, a new file, SGLang's files and programs of llama.cpp.
+NOT_OURS = re.compile(r"path/to/file\.py|FILE\.py|(?:.*/)?NAME\.py|sglang/.*|tests/device/test_x\.py|convert_\w+\.py")
 
 
 def anchor(heading: str) -> str:
