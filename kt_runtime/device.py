@@ -58,7 +58,7 @@ def accelerator() -> torch.device | None:
 
 
 def is_host(where: Tensor | torch.device) -> bool:
-    """Is this CPU memory?"""
+    """Whether `where` is CPU memory."""
     device = where.device if isinstance(where, Tensor) else where
     return device.type == HOST.type
 
@@ -78,7 +78,8 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 @contextmanager
 def on(stream: torch.Stream) -> Iterator[None]:
-    """Work queued inside goes to `stream`, whose device is current. One stream may be entered again, by any thread."""
+    """Inside the context work is queued on `stream`, and the stream's device is the current one. A stream may be
+    entered again, by any thread."""
     with torch.accelerator.device_index(stream.device_index):
         before = torch.accelerator.current_stream()
         torch.accelerator.set_stream(stream)
@@ -128,7 +129,7 @@ class PinnedBuffer:
 
 
 def memory(device: torch.device) -> DeviceMemory:
-    """Free memory, as all processes leave it, and the whole. `device`: an accelerator's."""
+    """Free memory of an accelerator's `device`, after what all processes use, and its total memory."""
     return DeviceMemory(*torch.accelerator.get_memory_info(device))
 
 
@@ -138,7 +139,7 @@ def count() -> int:
 
 
 def facts(index: int) -> DeviceFacts:
-    """One accelerator's. On CUDA this process has a context there from now on, which takes memory."""
+    """The facts of one accelerator. On CUDA the call creates a context of this process there, which takes memory."""
     kind = accelerator()
     if kind is None:
         raise InvalidValueError(f"device {index}: this process has no accelerator")
@@ -154,13 +155,13 @@ def devices() -> list[DeviceFacts]:
 
 
 def has_cuda() -> bool:
-    """Does the accelerator run CUDA kernels (Triton's and SGLang's libraries)?"""
+    """Whether the accelerator runs CUDA kernels (Triton's and those of SGLang's libraries)."""
     kind = accelerator()
     return kind is not None and kind.type == "cuda"
 
 
 def driver_version() -> str:
-    """Version of NVIDIA's kernel driver, "" without one. Asks the kernel: answers where CUDA does not start."""
+    """Version of NVIDIA's kernel driver, "" without one. Asks the kernel, which answers where CUDA does not start."""
     try:
         text = _DRIVER_FILE.read_text()
     except OSError:
@@ -176,14 +177,14 @@ def hide_accelerators() -> None:
 
 
 def are_hidden() -> bool:
-    """Has the environment hidden all accelerators from this process?"""
+    """Whether the environment hides all accelerators from this process."""
     visible = os.environ.get(_VISIBLE)
     return os.environ.get(_CHOICE) == HOST.type or (visible is not None and visible.strip() in ("", "-1"))
 
 
 def problem() -> str:
-    """Why PyTorch can't use the GPU whose driver is loaded, with what it needs. "": it can, or there is no such GPU, or
-    the environment hides it."""
+    """Why PyTorch can't use the GPU whose driver is loaded, with what it needs. Empty if PyTorch can use it, if there
+    is no such GPU, or if the environment hides it."""
     if not CONTROL_FILE.exists() or are_hidden() or accelerator() is not None:
         return ""
     needed, version = torch.version.cuda, driver_version() or "of unknown version"
@@ -205,15 +206,15 @@ def _refusal() -> str:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Is this an error after which the device does no more work for this process: it is gone, or a kernel has failed?
+    """Whether the device does no more work for this process after `error`: the device is gone, or a kernel has failed.
 
-    Lack of memory is not.
+    Lack of memory is no such error.
     """
     return isinstance(error, torch.AcceleratorError)
 
 
 def forked_randomness(device: torch.device) -> AbstractContextManager[None]:
-    """The random generators of the host and of `device` have their states of before, once this is left."""
+    """At its end the context restores the states of the random generators of the host and of `device`."""
     if is_host(device):
         return torch.random.fork_rng(devices=[])
     index = torch.accelerator.current_device_index() if device.index is None else device.index
@@ -221,5 +222,5 @@ def forked_randomness(device: torch.device) -> AbstractContextManager[None]:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Is a graph being captured on the current stream of `device`?"""
+    """Whether a graph is being captured on the current stream of `device`."""
     return not is_host(device) and current_stream(device).is_capturing()

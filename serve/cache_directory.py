@@ -21,7 +21,7 @@ from kt_runtime.files import exclusive_lock
 from kt_runtime.serve.memory.plan import format_bytes
 
 # Entries that the disk tier (`kt_runtime.cache.directory`) or a file system creates in the directory.
-OWN_NAMES = frozenset({"lock", "index.log", "segments", "aside", "probe"})
+OWN_NAMES = frozenset({"lock", "index.log", "segments", "quarantine", "probe"})
 FILE_SYSTEMS_NAMES = frozenset({"lost+found"})
 FULL = (errno.ENOSPC, errno.EDQUOT)
 

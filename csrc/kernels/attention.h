@@ -15,7 +15,7 @@
 //   chunk   kChunkKeys keys at fixed places from key 0. A chunk's weights are 2^(score * log2(e) - the largest of the
 //           chunk); with L lanes, lane l adds those of the keys l, l + L, ... of the chunk, then halves are added
 //   output  of a chunk: one chain over its keys in ascending order: fma(weight, v, sum). AMX, all bf16:
-//           kernels/amx/attention.cpp
+//           kernels/amx/rows/attention.cpp
 //   chunks  in ascending order, each scaled to the larger of both maxima and added
 //
 // Hidden keys enter no sum and no hidden value is read. So neither the other queries, the cut of a prompt into chunks

@@ -3,7 +3,7 @@
 DIRECTORY/lock            held by the one process that writes
 DIRECTORY/index.log       see `index`
 DIRECTORY/segments/*.seg  see `format`
-DIRECTORY/aside/          quarantine: a few damaged records, for inspection
+DIRECTORY/quarantine/     a few damaged records, for inspection
 
 Opening builds the catalog from the index or, if the index is damaged, from the records.
 """
@@ -148,7 +148,7 @@ class CacheDirectory:
         self.index: IndexLog | None = None
         self.index_is_right = True
         self._has_new_names = True
-        self.quarantine = Quarantine(files, path / "aside", quarantine_bytes)
+        self.quarantine = Quarantine(files, path / "quarantine", quarantine_bytes)
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_files)
             self._prepare(stack)

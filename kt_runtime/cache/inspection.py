@@ -181,11 +181,11 @@ def _indexed(path: Path, files: FileSystem) -> tuple[set[bytes], bool]:
 
 def _quarantined(path: Path, files: FileSystem) -> dict[str, int]:
     """Contents of the quarantine: name -> bytes."""
-    if "aside" not in files.names(path):
+    if "quarantine" not in files.names(path):
         return {}
     sizes = {}
-    for name in files.names(path / "aside"):
-        file = files.open(path / "aside" / name)
+    for name in files.names(path / "quarantine"):
+        file = files.open(path / "quarantine" / name)
         sizes[name] = file.size()
         file.close()
     return sizes
@@ -193,4 +193,4 @@ def _quarantined(path: Path, files: FileSystem) -> dict[str, int]:
 
 def _kept_as(name: str, fault: str, path: Path, kept: dict[str, int]) -> str | None:
     file = name if fault == FOREIGN else f"{name}.bad"
-    return str(path / "aside" / file) if file in kept else None
+    return str(path / "quarantine" / file) if file in kept else None

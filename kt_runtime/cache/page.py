@@ -144,10 +144,6 @@ class BufferPool:
         self._kept: dict[int, list[memoryview]] = {}
         self._kept_bytes = 0
 
-    @property
-    def out_bytes(self) -> int:
-        return self._out
-
     def take(self, size: int, timeout_s: float = 0.0) -> memoryview | None:
         """A buffer of `size` bytes with arbitrary contents, or None if no memory is free within the timeout."""
         with self._changed:

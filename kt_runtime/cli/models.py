@@ -16,7 +16,7 @@ from kt_runtime.errors import ConflictError, KtError, NotFoundError
 from kt_runtime.families import family_for
 from kt_runtime.serve.memory.plan import expert_formats, format_bytes, layer_bytes
 from kt_runtime.serve.memory.server import plan_server, with_lora_rank
-from kt_runtime.serve.models.checkpoint import BF16_BYTES, count_parameters
+from kt_runtime.serve.models.checkpoint import BF16_BYTES, count_parameters, format_count
 from kt_runtime.serve.models.checkpoint_files import check_checkpoint, read_config
 from kt_runtime.serve.models.families import CHECKS, family_rows
 from kt_runtime.serve.models.make_model import make_model
@@ -178,14 +178,6 @@ def describe(name: str) -> dict[str, Any]:
         },
         "config": config,
     }
-
-
-def format_count(number: int) -> str:
-    """Three significant digits, such as `671B` or `0.93M`."""
-    for unit, size in (("T", 10**12), ("B", 10**9)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number / 10**6:.3g}M"
 
 
 def _summary(name: str) -> dict[str, Any]:

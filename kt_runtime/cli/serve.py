@@ -27,7 +27,7 @@ class ServeCommand(click.Command):
 @click.command(name="serve", cls=ServeCommand)
 @click.option("--model", required=True, help="A preset, a directory, or an entry of the Hugging Face cache.")
 @click.option("--served-model-name", help="What clients call the model. [default: what --model names]")
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--port", default=30000, show_default=True, type=int)
 @click.option(
     "--api-key",
@@ -91,7 +91,7 @@ class ServeCommand(click.Command):
     metavar="auto|off|TOKENS",
     default="auto",
     show_default=True,
-    help="Calls of so many tokens compute their experts on the GPU, to which these stream from memory.",
+    help="Calls of at least TOKENS tokens compute on the GPU; their experts stream there from memory.",
 )
 @click.option(
     "--routing-replay",
@@ -110,7 +110,7 @@ class ServeCommand(click.Command):
 @click.option(
     "--session-memory",
     metavar="SIZE",
-    help="What they may take together. [default: one at --max-lora-rank, and half of what is left free]",
+    help="Memory of all training sessions. [default: one of --max-lora-rank, and half of the memory left free]",
 )
 @click.option(
     "--tinker-timeout",
@@ -118,7 +118,7 @@ class ServeCommand(click.Command):
     default=120.0,
     show_default=True,
     metavar="SECONDS",
-    help="A Tinker client that is silent for so long has gone; its training sessions end.",
+    help="After so much silence of a Tinker client its training sessions end.",
 )
 @click.option(
     "--finetuning-dir",
@@ -126,21 +126,23 @@ class ServeCommand(click.Command):
     help="Where OpenAI's fine-tuning API keeps its files and jobs; off: no such API. [default: in --adapter-dir]",
 )
 @click.option("--cache-device", metavar="SIZE", help="What the KV cache takes, instead of --max-total-tokens.")
-@click.option("--cache-host", metavar="SIZE", help="Prefixes kept in memory beside the KV cache, which they include.")
-@click.option("--cache-disk", metavar="SIZE", help="Prefixes kept in --cache-dir, also across restarts.")
 @click.option(
-    "--cache-dir", type=click.Path(path_type=Path), help="Where. [default: this model's, in the user's cache directory]"
+    "--cache-host", metavar="SIZE", help="Memory for prefixes beside the KV cache; holds a copy of the cache too."
 )
-@click.option("--cache-read-only", is_flag=True, help="Take prefixes from --cache-dir and put none there.")
+@click.option("--cache-disk", metavar="SIZE", help="Size of the disk tier, whose prefixes survive restarts.")
+@click.option(
+    "--cache-dir",
+    type=click.Path(path_type=Path),
+    help="Directory of the disk tier. [default: this model's, in the user's cache directory]",
+)
+@click.option("--cache-read-only", is_flag=True, help="Read prefixes from --cache-dir, write none.")
 @click.option(
     "--cache-page-tokens",
     type=int,
     help="Tokens of a page, the unit of all tiers. [default: 64; 1 for a device tier alone]",
 )
-@click.option(
-    "--tool-call-parser", help="SGLang's parser of tool calls; none: text is text. [default: the model's own]"
-)
-@click.option("--reasoning-parser", help="SGLang's parser of reasoning; none as above. [default: the model's own]")
+@click.option("--tool-call-parser", help="SGLang's parser of tool calls, or none. [default: the model's own]")
+@click.option("--reasoning-parser", help="SGLang's parser of reasoning, or none. [default: the model's own]")
 @click.option(
     "--runtime-dir", type=click.Path(path_type=Path), help="Where the sockets and the log are. [default: the user's]"
 )
@@ -149,10 +151,10 @@ class ServeCommand(click.Command):
 def command(**options: Any) -> None:
     """Load a model once; serve it, and train adapters on it while it serves.
 
-    A SIZE is in bytes or has a unit: 512MiB, 20G; 0 is without. Docs: docs/cache.md.
+    A SIZE is in bytes or has a unit: 512MiB, 20G; 0 turns the part off. Docs: docs/cache.md.
 
-    Options of SGLang's may stand among these, or after `--`, except what kt-runtime decides; --model-path,
-    --context-length and --max-loras-per-batch mean ours. The server ends on Ctrl-C or SIGTERM.
+    SGLang's options are accepted among these, or after `--`, except those that kt-runtime sets. --model-path,
+    --context-length and --max-loras-per-batch are names of options below. The server ends on Ctrl-C or SIGTERM.
     """
     from kt_runtime.serve.console.console import terminal
     from kt_runtime.serve.launch import serve

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from kt_runtime.serve.memory.plan import MemoryPlan, expert_formats, format_bytes
-from kt_runtime.serve.models.checkpoint import count_parameters
+from kt_runtime.serve.models.checkpoint import count_parameters, format_count
 from kt_runtime.serve.models.report import ResolvedModel
 from kt_runtime.serve.options.named import ServeOptions
 
@@ -19,8 +19,8 @@ def describe_model(
     counts = count_parameters(model.config)
     _, held = expert_formats(model.config, options.expert_format)
     yield (
-        f"model {model.name}: {model.family.name}, {_count(counts.total)} parameters ({_count(counts.active)} active), "
-        f"experts in {held.name}, from {model.directory}"
+        f"model {model.name}: {model.family.name}, {format_count(counts.total)} parameters "
+        f"({format_count(counts.active)} active), experts in {held.name}, from {model.directory}"
     )
     yield from _conversions(options, model, held.name)
     for device in plan.devices():
@@ -48,11 +48,3 @@ def _conversions(options: ServeOptions, model: ResolvedModel, held: str) -> Iter
 
 def _named(dtypes: frozenset[str]) -> str:
     return " and ".join(TYPE_NAMES[dtype] for dtype in sorted(dtypes))
-
-
-def _count(number: int) -> str:
-    """Three significant digits, such as `671B`."""
-    for unit, size in (("T", 10**12), ("B", 10**9)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number / 10**6:.3g}M"

@@ -15,8 +15,8 @@ from kt_runtime.serve.memory.plan import TRAINED, MemoryPlan, ServingShape, plan
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions
 
 LEAST_MICROBATCH_TOKENS = 128
-"""Training is cut into microbatches of no fewer tokens, unless --microbatch-tokens says so: experts then wait for each
-other's weights instead of computing."""
+"""The smallest microbatch that planning chooses; --microbatch-tokens may name a smaller one. With fewer tokens, reading
+the experts' weights takes longer than computing with them."""
 
 
 def serving_shape(options: ServeOptions, *, with_gpu: bool) -> ServingShape:

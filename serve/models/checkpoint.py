@@ -93,3 +93,11 @@ def count_parameters(config: Mapping[str, Any]) -> ParameterCount:
     routed = num_moe_layers * num_experts * one_expert
     active = dense + num_moe_layers * family.num_experts_per_tok(config) * one_expert
     return ParameterCount(dense + routed, active, dense, routed)
+
+
+def format_count(number: int) -> str:
+    """Three significant digits, such as `671B` or `0.93M`."""
+    for unit, size in (("T", 10**12), ("B", 10**9)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number / 10**6:.3g}M"

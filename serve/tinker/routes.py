@@ -122,20 +122,19 @@ def _add_session_routes(router: APIRouter, service: TinkerService) -> None:
 
 
 def _add_training_routes(router: APIRouter, service: TinkerService) -> None:
-    @router.post("/create_model")
-    @_answering
-    async def create_model(request: Request) -> Response:
-        return _opened(service.create_model(await _body(request, bodies.CreateModel)))
+    _add_opening_route(router, "/create_model", bodies.CreateModel, service.create_model)
+    _add_opening_route(router, "/unload_model", bodies.OfModel, lambda body: service.unload_model(body.model_id))
+    _add_opening_route(router, "/optim_step", bodies.OptimStep, service.optim_step)
+    _add_opening_route(router, "/save_weights", bodies.SaveWeights, service.save_weights)
+    _add_opening_route(
+        router, "/save_weights_external", bodies.SaveWeights, lambda body: service.refuse_call(body.model_id, body.seq_id, NO_DOWNLOAD)
+    )
+    _add_opening_route(router, "/save_weights_for_sampler", bodies.SaveWeightsForSampler, service.save_for_sampler)
 
     @router.post("/get_info")
     @_answering
     async def info(request: Request) -> Response:
         return _json(service.info((await _body(request, bodies.OfModel)).model_id))
-
-    @router.post("/unload_model")
-    @_answering
-    async def unload(request: Request) -> Response:
-        return _opened(service.unload_model((await _body(request, bodies.OfModel)).model_id))
 
     @router.post("/forward_backward")
     @_answering
@@ -146,27 +145,6 @@ def _add_training_routes(router: APIRouter, service: TinkerService) -> None:
     @_answering
     async def forward(request: Request) -> Response:
         return await _forward(service, request, forward_only=True)
-
-    @router.post("/optim_step")
-    @_answering
-    async def optim_step(request: Request) -> Response:
-        return _opened(service.optim_step(await _body(request, bodies.OptimStep)))
-
-    @router.post("/save_weights")
-    @_answering
-    async def save(request: Request) -> Response:
-        return _opened(service.save_weights(await _body(request, bodies.SaveWeights)))
-
-    @router.post("/save_weights_external")
-    @_answering
-    async def export(request: Request) -> Response:
-        body = await _body(request, bodies.SaveWeights)
-        return _opened(service.refuse_call(body.model_id, body.seq_id, NO_DOWNLOAD))
-
-    @router.post("/save_weights_for_sampler")
-    @_answering
-    async def save_for_sampler(request: Request) -> Response:
-        return _opened(service.save_for_sampler(await _body(request, bodies.SaveWeightsForSampler)))
 
     @router.post("/load_weights")
     @_answering
@@ -199,10 +177,7 @@ def _add_sampling_routes(router: APIRouter, service: TinkerService) -> None:
     async def show(sampler: str) -> Response:
         return _json(service.samplers.sampler(sampler))
 
-    @router.post("/asample")
-    @_answering
-    async def sample(request: Request) -> Response:
-        return _opened(service.samplers.sample(await _body(request, bodies.Sample)))
+    _add_opening_route(router, "/asample", bodies.Sample, service.samplers.sample)
 
 
 def _add_listing_routes(router: APIRouter, service: TinkerService) -> None:
@@ -238,6 +213,15 @@ def _add_listing_routes(router: APIRouter, service: TinkerService) -> None:
     @_answering
     async def weights_info(request: Request) -> Response:
         return _json(await listing.weights_info((await _body(request, bodies.OfPath)).tinker_path))
+
+
+def _add_opening_route(router: APIRouter, path: str, body_type: type[_B], begin: Callable[[_B], Future]) -> None:
+    """The route answers the id of the future that `begin` opens. Clients fetch the result by `retrieve_future`."""
+
+    @router.post(path)
+    @_answering
+    async def opened(request: Request) -> Response:
+        return _opened(begin(await _body(request, body_type)))
 
 
 def _page(limit: int, offset: int) -> tuple[int, int]:

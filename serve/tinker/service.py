@@ -105,7 +105,7 @@ class TinkerService:
         }
 
     def finish_session(self, session: str) -> None:
-        """Frees what the session owns, beside the caller. An unknown session is ignored."""
+        """Frees what the session owns, in the background. An unknown session is ignored."""
         if self.sessions.end(session):
             self._background(self._free(session))
 
@@ -190,7 +190,7 @@ class TinkerService:
         record: Callable[[], RunRecord],
         open_run: Callable[[TrainingRun], Coroutine[Any, Any, Result]],
     ) -> Future:
-        """`record` is called at once, `open_run(run)` beside the caller. Errors of both end the future."""
+        """`record` is called at once, `open_run(run)` in the background. Errors of both end the future."""
         self.sessions.touch(session)
         key = ("run", _run_id(session, number))
         if (known := self.futures.known(key)) is not None:

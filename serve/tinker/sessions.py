@@ -1,4 +1,4 @@
-"""Clients' sessions. A client that sends no request for too long, not even a heartbeat, has gone: its session ends."""
+"""Clients' sessions. The session of a client that sends no request for too long, not even a heartbeat, ends."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 Symbols (SGLang 0.5.23):
 
 - `sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch`: reads requests' seeds only in SGLang's
-  deterministic mode (`--enable-deterministic-inference`), which kt-runtime does not serve. The seeds are carried by its
-  attribute `sampling_seed`, which SGLang filters and merges with the batch; UNSEEDED stands for a request without one.
+  deterministic mode (`--enable-deterministic-inference`), whose kernels need a GPU. The seeds are carried by its
+  attribute `sampling_seed`, which SGLang filters and merges with the batch; UNSEEDED marks a request without one.
 - `layers.sampler.Sampler._sample_from_probs`: draws a batch's tokens. Requests without a seed are drawn by SGLang as
   before; a request with a seed gets the token that its seed and position choose.
 

@@ -57,8 +57,8 @@ def attach(store: ExpertStore, dtype: torch.dtype, where: torch.device | None = 
     """Gives the store's layers their slots, and copies the pinned experts. `dtype`: the model's. `where`: None for the
     process's accelerator.
 
-    Does nothing without `--gpu-experts`, and the second time. Raises ConflictError for a process without a device, and
-    what `HotSet` raises.
+    Does nothing without `--gpu-experts`, or when it is called again. Raises ConflictError for a process without a
+    device, and the errors of `HotSet`.
     """
     global _hot
     settings = ResidentSettings.from_environment()
@@ -101,7 +101,7 @@ def turn() -> None:
 
 
 def has_work() -> bool:
-    """Whether an expert is on its way to the device: the scheduler shall go on turning."""
+    """Whether an expert is being copied to the device: the scheduler must not sleep then."""
     return _hot is not None and _hot.is_moving()
 
 

@@ -2,8 +2,7 @@
 
 SGLang 0.5.23 symbols and reasons:
 
-- `ModelRunner.forward`: one batch of requests. A batch that decodes does not stream: its tokens are few, and wait for
-  each other.
+- `ModelRunner.forward`: one batch of requests. A batch that decodes does not stream: it has few tokens.
 - `ForwardMode.is_decode`: batches with one new token of each request.
 
 The ring is allocated when the experts have been read (`cpu/moe.py`), before SGLang sizes its pools. Training uses the
@@ -101,7 +100,7 @@ def detach() -> None:
 
 
 def step(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """`ModelRunner.forward`; while it decodes nothing streams."""
+    """`ModelRunner.forward`. No call of a decode batch streams."""
     if _streaming is None:
         return original(runner, forward_batch, *args, **kwargs)
     rule = _streaming.rule

@@ -1,6 +1,6 @@
 """torch.late: the emulated device as a module of PyTorch, as torch.cuda is one, and what its tests control.
 
-`enable()` makes the device the accelerator of this process, for good: a process either has it or not.
+`enable()` makes the device the accelerator of this process until its end.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def set_schedule(name: str, seed: int = 0) -> None:
 def set_default_stream_keeps(keeps: bool) -> None:
     """Memory of the default stream that was freed keeps its values until the default stream allocates it again.
 
-    Otherwise it is NaN at once, as if there was always somebody to allocate it. CUDA overwrites nothing itself; so this
-    is for processes where nothing allocates on the default stream while tensors of it are freed on another one.
+    Otherwise freed memory is NaN at once, as if another allocation had overwritten it. CUDA itself overwrites nothing.
+    So the setting is right for processes in which nothing allocates on the default stream while another stream frees
+    that stream's tensors.
     """
     torch.ops.late.set_default_stream_keeps(keeps)
 

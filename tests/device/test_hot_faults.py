@@ -153,7 +153,7 @@ def test_a_planted_fault_is_found(late: torch.device, monkeypatch: Patch, fault:
 
 
 def test_a_decode_step_waits_for_the_inputs_of_the_store_alone(late: torch.device) -> None:
-    """Hits add no wait of the host: sorting, products and the sum are queued without looking at a number."""
+    """Hits add no wait of the host: sorting, products and the sum are queued without reading a value on the host."""
     layer, hot, call = bodies.one_layer(late)
     with backend.no_hidden_waits(), hot.step(decoded_tokens=bodies.T):
         layer.forward(**call)

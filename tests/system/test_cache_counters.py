@@ -136,7 +136,7 @@ def test_damaged_records_are_counted_and_are_misses(served: Any) -> None:
     corrupt, misses = grown(before, after, "corrupt", "misses")
     assert 1 <= corrupt <= misses
     eventually(lambda: metrics(served)["disk_corrupt_total"] == tiers(served)["disk"]["corrupt"])
-    assert list((served.cache_directory / "aside").iterdir())
+    assert list((served.cache_directory / "quarantine").iterdir())
     served.api.post("/kt/cache/clear", {})  # what is left of it is damaged, too
 
 

@@ -138,7 +138,7 @@ def test_a_damaged_record_is_a_miss_counted_quarantined_and_the_answer_is_right(
     most = 1 if damage in ONE_RECORD else PAGES - first_bad
     assert 1 <= after["corrupt"] - before["corrupt"] <= most
     assert after["misses"] > before["misses"]
-    assert records[first_bad].name_quarantined in os.listdir(directory / "aside")
+    assert records[first_bad].name_quarantined in os.listdir(directory / "quarantine")
     eventually(lambda: disk.status()["counters"]["records_written"] > before["counters"]["records_written"])
     eventually(lambda: disk.ask(seed).tiers["disk"] == CACHED_TOKENS)  # it was written anew
 

@@ -27,7 +27,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 def group_advantages(rewards: Sequence[float], estimator: str) -> Numbers:
-    """[G], of the rewards of one group, G at least 2. Equal rewards give exactly 0."""
+    """The advantages [G] of one group's rewards [G], G at least 2. Equal rewards give exactly 0."""
     values = np.asarray(rewards, np.float64)
     if (values == values[0]).all():  # a mean may be rounded
         return np.zeros(len(values))
@@ -35,7 +35,7 @@ def group_advantages(rewards: Sequence[float], estimator: str) -> Numbers:
 
 
 def token_weight(recipe: Recipe, num_answers: int, num_tokens: int) -> float:
-    """Of each token of an answer with `num_tokens` tokens, in a step of `num_answers` answers."""
+    """The weight of each token of an answer with `num_tokens` tokens, in a step of `num_answers` answers."""
     if recipe.policy_loss == "gspo" or recipe.advantage_estimator == "grpo":
         return 1.0 / (num_answers * num_tokens)
     if recipe.advantage_estimator == "rloo":

@@ -125,7 +125,7 @@ def _trajectories(found: Mapping[str, Any]) -> list[Trajectory]:
 
 
 def sampling_seed(seed: int, rollout: int, group: int, generation: int) -> int:
-    """Of one answer, from 0 to 2**63 - 1: a function of the recipe's seed and the answer's place alone, so that a
-    resumed run samples what an uninterrupted one samples."""
+    """The seed of one answer, from 0 to 2**63 - 1: a function of the recipe's seed and the answer's place alone, so
+    that a resumed run samples what an uninterrupted one samples."""
     digest = hashlib.blake2b(f"{seed}:{rollout}:{group}:{generation}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & MAX_SEED

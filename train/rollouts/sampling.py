@@ -25,7 +25,7 @@ MOST_AT_ONCE = 64
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A prompt, and the seed of each of its answers; without seeds one answer of the most likely tokens."""
+    """A prompt, and the seed of each of its answers. Without seeds the prompt gets one greedy answer."""
 
     ids: Sequence[int]
     seeds: Sequence[int]
@@ -33,7 +33,7 @@ class Asked:
 
 
 class Sampler(Protocol):
-    """What samples for a run. Called in any thread, by one thread at a time."""
+    """Samples the answers of a run. Called from any thread, by one thread at a time."""
 
     def sample(self, adapter: str, asked: Sequence[Asked]) -> list[list[Completion]]:
         """The answers to each of `asked`, in order, by the adapter's version of the time of the call."""

@@ -1,1 +1,2 @@
-"""The training objectives: batches and losses of one step of SFT or preference training."""
+"""The training objectives: SFT, preference training and reinforcement learning, each as the calls and the loss of a
+step."""

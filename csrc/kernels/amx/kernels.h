@@ -27,10 +27,10 @@ void multiply_planes(const IntegerProduct& p);
 QuantizedSize quantized_planes(const PackedShape& shape);
 void quantize_planes(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums);
 
-// attention.cpp
+// rows/attention.cpp
 extern const Attention kAttention;
 
-// row_major.cpp
+// rows/row_major.cpp
 extern const Dense kDense;
 void pair_product(const PairProduct& p);
 

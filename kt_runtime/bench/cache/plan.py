@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.bench.options import PRESET, check_dtype, check_number
+from kt_runtime.errors import InvalidValueError
 
-PRESET = "bench-qwen3-moe"
-DTYPES = ("bfloat16", "float32")
 # Sources of a first token's prefix, in the order of measurement.
 SOURCES = ("cold", "device", "host", "disk", "disk_after_restart")
 
@@ -33,8 +32,7 @@ class Plan:
     def __post_init__(self) -> None:
         """Raises InvalidValueError for a number out of range, UnknownNameError for an unknown dtype."""
         for name in ("page_tokens", "rounds", "bandwidth_bytes"):
-            if getattr(self, name) < 1:
-                raise InvalidValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; must be 1 or more")
+            check_number(name, getattr(self, name))
         if self.tokens < self.page_tokens or self.tokens % self.page_tokens:
             raise InvalidValueError(
                 f"--tokens is {self.tokens}; must be a multiple of --page-tokens, which is {self.page_tokens}: "
@@ -42,5 +40,4 @@ class Plan:
             )
         if self.directory is not None and not self.directory.is_dir():
             raise InvalidValueError(f"--directory {self.directory}: must be a directory that is there")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise UnknownNameError("dtype", self.dtype, DTYPES)
+        check_dtype(self.dtype)

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kt_runtime.bench.train.plan import DTYPES, PRESET
-from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.bench.options import PRESET, check_dtype, check_number
 from kt_runtime.train.examples import Prompt
 from kt_runtime.train.recipe import Recipe
 
@@ -38,12 +37,10 @@ class Plan:
     def __post_init__(self) -> None:
         """Raises InvalidValueError and UnknownNameError."""
         for name in COUNTS:
-            least = {"generations": 2, "prompt_tokens": 3}.get(name, 1)
-            if getattr(self, name) < least:
-                option = name.replace("_", "-")
-                raise InvalidValueError(f"--{option} is {getattr(self, name)}; must be {least} or more")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise UnknownNameError("dtype", self.dtype, DTYPES)
+            check_number(name, getattr(self, name), {"generations": 2, "prompt_tokens": 3}.get(name, 1))
+        if self.layers is not None:
+            check_number("layers", self.layers)
+        check_dtype(self.dtype)
 
     @property
     def context_tokens(self) -> int:
@@ -51,7 +48,8 @@ class Plan:
 
     @property
     def pool_tokens(self) -> int:
-        """Of the KV pool: every answer of a step or of the group at once, whole pages, prompts not shared."""
+        """The size of the KV pool: room for all answers of a step, or of the group, at once, in whole pages, without
+        shared prompts."""
         pages = -(-self.context_tokens // 64) + 1
         return 64 * pages * max(self.prompts * self.generations, GROUP)
 

@@ -121,7 +121,7 @@ def _first_tokens(
 
 
 def _group(plan: Plan, api: ServerAPI, prompt: Prompt, found: Measured, say: Callable[[str], None]) -> None:
-    """By the version that was published last. One answer, then GROUP, with other seeds in every round."""
+    """Samples one answer, then GROUP answers, with the version that was published last and new seeds in every round."""
     sampler = _sampler(api, plan)
     for round_number in range(plan.rounds + 1):
         for size, rates in ((1, found.single_tokens_per_s), (GROUP, found.group_tokens_per_s)):

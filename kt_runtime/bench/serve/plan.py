@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kt_runtime.errors import InvalidValueError, NotFoundError, UnknownNameError
+from kt_runtime.bench.options import PRESET, check_dtype, check_number
+from kt_runtime.errors import InvalidValueError, NotFoundError
 from kt_runtime.families.base import integer
 
-PRESET = "bench-qwen3-moe"
-DTYPES = ("bfloat16", "float32")
 PREFILL: Literal["prefill"] = "prefill"
 DECODE: Literal["decode"] = "decode"
 
@@ -76,14 +75,13 @@ class Plan:
         """Raises InvalidValueError for a number out of range, UnknownNameError for an unknown dtype, NotFoundError for
         a peer that is no file."""
         for name in ("prompt_tokens", "runs", "rank"):
-            _check(name, getattr(self, name), 1)
-        _check("new_tokens", self.new_tokens, 4)  # a stream's rate needs two tokens beside all other streams
+            check_number(name, getattr(self, name))
+        check_number("new_tokens", self.new_tokens, 4)  # a stream's rate needs two tokens beside all other streams
         for tokens in self.prefill or ():
-            _check("prefill", tokens, 1)
+            check_number("prefill", tokens)
         for streams in self.streams or ():
-            _check("streams", streams, 1, MOST_STREAMS)
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise UnknownNameError("dtype", self.dtype, DTYPES)
+            check_number("streams", streams, 1, MOST_STREAMS)
+        check_dtype(self.dtype)
         if self.peer is not None and not self.peer.is_file():
             raise NotFoundError(
                 f"--peer {self.peer}: no such file; expected a Python interpreter with llama-cpp-python"
@@ -123,9 +121,3 @@ class Plan:
         """The largest number of streams; `adapters`: of those with an adapter each. 0: there are none."""
         counts = (case.size for case in cases if case.kind == DECODE and (case.adapters or not adapters))
         return max(counts, default=0)
-
-
-def _check(name: str, value: int, lowest: int, highest: int | None = None) -> None:
-    if value < lowest or (highest is not None and value > highest):
-        allowed = f"{lowest} or more" if highest is None else f"{lowest} to {highest}"
-        raise InvalidValueError(f"--{name.replace('_', '-')} is {value}; must be {allowed}")

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kt_runtime.bench.options import DTYPES
 from kt_runtime.bench.peer_place import place_here
-from kt_runtime.bench.train.plan import DTYPES, LEARNING_RATE, Plan
+from kt_runtime.bench.train.plan import LEARNING_RATE, Plan
 from kt_runtime.bench.train.rows import Measured
 from kt_runtime.errors import RuntimeFault
 from kt_runtime.serve.models.checkpoint import count_parameters

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.bench.options import PRESET, check_dtype, check_number
 from kt_runtime.wire.messages import Activations
 
-PRESET = "bench-qwen3-moe"
 TARGETS = ("attention", "attention+experts")
 ACTIVATIONS: tuple[Activations, ...] = ("retain", "recompute")
-DTYPES = ("bfloat16", "float32")
 LEARNING_RATE = 1e-4
 
 
@@ -47,15 +45,12 @@ class Plan:
     def __post_init__(self) -> None:
         """Raises InvalidValueError for a number below 1, UnknownNameError for an unknown name."""
         for name in ("sequences", "micro_batch", "microbatch_tokens", "steps", "rank"):
-            if getattr(self, name) < 1:
-                raise InvalidValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; must be 1 or more")
-        if self.tokens < 2:
-            raise InvalidValueError(f"--tokens is {self.tokens}; must be 2 or more: each token is to predict the next")
-        if self.layers is not None and self.layers < 1:
-            raise InvalidValueError(f"--layers is {self.layers}; must be 1 or more")
-        for dtype in (self.dtype, self.peer_dtype):
-            if dtype is not None and dtype not in DTYPES:
-                raise UnknownNameError("dtype", dtype, DTYPES)
+            check_number(name, getattr(self, name))
+        check_number("tokens", self.tokens, 2, why="each token is to predict the next")
+        if self.layers is not None:
+            check_number("layers", self.layers)
+        check_dtype(self.dtype)
+        check_dtype(self.peer_dtype)
 
     @property
     def step_tokens(self) -> int:

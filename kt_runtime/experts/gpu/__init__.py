@@ -1,1 +1,2 @@
-"""Routed experts of tensors on a device: which of their work the device does, and how weights and rows get there."""
+"""Calls on routed experts with tensors on a device: which part the device computes, and how weights and rows get
+there."""

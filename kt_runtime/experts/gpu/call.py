@@ -17,7 +17,8 @@ INDICES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Check:
-    """A question about values, which the device answers later: `bad` [T, any] or [T], and what is then raised."""
+    """A check of values whose result the device gives later: `bad` [T, any] or [T] marks wrong values, for which
+    `error` is raised."""
 
     name: str
     values: Tensor
@@ -57,7 +58,7 @@ class DeviceCall:
                 _check_slot(slot, f"slots[{index}]", shape)
 
     def checks(self, num_experts: int, grad_out: Tensor | None = None) -> list[Check]:
-        """Of values, for `pairs.checked_ends`."""
+        """The checks of values that `pairs.checked_ends` answers."""
         ids = self.ids.detach()
         made = [
             Check(

@@ -63,7 +63,7 @@ def checked_ends(pairs: Pairs, checks: Sequence[Check]) -> list[int]:
 
 
 def sizes_of(ends: Sequence[int]) -> list[int]:
-    """Rows of each expert."""
+    """The number of rows of each expert."""
     return [end - begin for begin, end in zip((0, *ends[:-1]), ends, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Which way a call with tensors on a device goes.
+"""Chooses how a call with tensors on a device is computed.
 
 streamed   many tokens: the layer's experts stream through the ring, the device computes
 hot        experts that lie on the device compute there, the others on the CPU
@@ -116,7 +116,7 @@ def backward(
     into: Sequence[LoraSlot | None] | None,
     retained: Retained | StreamedActivations | None,
 ) -> ExpertGradients:
-    """ExpertLayer.backward for an x on a device. What forward retained says which way it went."""
+    """ExpertLayer.backward for an x on a device. The retained activations tell how forward was computed."""
     paths = layer.device_paths
     kept = retained if isinstance(retained, StreamedActivations) else None
     ring = None if paths is None else paths.ring

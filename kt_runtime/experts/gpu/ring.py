@@ -1,4 +1,5 @@
-"""Experts of a layer stream to the device: two slots there, which are filled while the other one is computed with.
+"""Streams the experts of a layer to the device through two slots: one is filled while the device computes with the
+other.
 
 A loader thread dequantizes the next chunk of experts from the store into pinned memory and queues its copy on a stream
 of its own. Three waits keep the order:
@@ -186,7 +187,7 @@ class _Pass:
         return slot
 
     def stop(self) -> None:
-        """The loader is done with this pass when this returns."""
+        """Returns when the loader has finished this pass."""
         self.stopped = True
         self.free.release()
         self.done.wait()

@@ -1,4 +1,4 @@
-"""What the ring of experts takes: memory on the device, and as much pinned memory of the host."""
+"""The memory of the ring of experts: on the device, and as much pinned memory of the host."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ LEAST_COPY_BYTES = 32 << 20
 
 
 def expert_bytes(shape: ExpertShape) -> int:
-    """Of one expert's gate, up and down in bfloat16."""
+    """Bytes of one expert's gate, up and down in bfloat16."""
     return 3 * shape.hidden * shape.intermediate * BYTES_PER_WEIGHT
 
 
 def ring_bytes(shape: ExpertShape, chunk_experts: int) -> int:
-    """Of the ring's slots on the device. Its pinned memory has the same size."""
+    """Bytes of the ring's slots on the device. The ring's pinned memory has the same size."""
     return NUM_SLOTS * chunk_experts * expert_bytes(shape)
 
 
@@ -34,7 +34,7 @@ def ring_chunk_experts(shape: ExpertShape, available_bytes: int | None = None) -
 
 
 def streaming_bytes(shape: ExpertShape, tokens: int, top_k: int, activation_bytes: int, *, trains: bool = False) -> int:
-    """Of the tensors that a streamed call has on the device beside the ring, at most.
+    """The most bytes that the tensors of a streamed call take on the device beside the ring.
 
     The pairs' outputs, the float32 sum, and the rows of the fullest chunk, which may be all pairs. `activation_bytes`:
     of an element of x. `trains`: also with the activations that backward needs, and its gradients.

@@ -19,8 +19,8 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts.gpu.adapters import AdapterRows, adapter_rows
 from kt_runtime.experts.gpu.call import ACTIVATIONS, DeviceCall
 from kt_runtime.experts.gpu.pairs import Pairs, checked_ends, sizes_of, sorted_pairs, sum_of_pairs, weighted_sum
-from kt_runtime.experts.gpu.products import ExpertWeights, expert_backward, expert_forward
 from kt_runtime.experts.gpu.ring import ExpertRing, UnpackingLayer
+from kt_runtime.experts.gpu.routed_mlp import ExpertWeights, expert_backward, expert_forward
 from kt_runtime.experts.values import ExpertGradients, LoraSlot
 
 

@@ -1,9 +1,8 @@
-"""From how many tokens on streaming a layer's experts to the device beats computing them on the CPU.
+"""Finds the number of tokens from which on streaming a layer's experts to the device is faster than the CPU.
 
 Streaming takes about the same time for any number of tokens, since the copies take it; the CPU's time grows with them.
 Both are measured with a layer of the model, for growing numbers of tokens, until streaming is no slower. Between the
-last two numbers the times are taken for straight lines. Where measuring has taken too long before, these lines are
-continued instead.
+last two numbers both times are interpolated linearly. If measuring would take too long, they are extrapolated instead.
 """
 
 from __future__ import annotations

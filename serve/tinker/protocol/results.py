@@ -48,7 +48,7 @@ class ForwardResult:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory."""
+        """The approximate memory of the result."""
         return 1024 + sum(values.nbytes for values in self.logprobs)
 
     def json(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class SampleResult:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory: Python's numbers, and pairs of them for the top."""
+        """The approximate memory of the result: Python's numbers, and pairs of them for the top tokens."""
         top = [one.top for one in self.sequences] + [self.prompt_top]
         pairs = sum(len(entries or ()) for places in top for entries in places or ())
         numbers = 2 * sum(len(one.tokens) for one in self.sequences) + len(self.prompt_logprobs or ())

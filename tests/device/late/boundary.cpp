@@ -120,7 +120,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   static void free(void* place) { Memory::get().free(place); }
 };
 
-// Page-locked host memory. Queued copies hold the storage, so that it is not given away under them.
+// Page-locked host memory. Queued copies hold the storage, so that it is not reused before they ran.
 class PinnedAllocator final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t num_bytes) override {
@@ -213,7 +213,7 @@ class Graph final : public at::GraphImplInterface {
   void capture_end() override { Device::get().end_capture(); }
   void instantiate() override {}
   void replay() override { Device::get().replay(current, program_); }
-  // Queued replays hold copies of the tasks; their memory is not given away before they ran, in the order of streams.
+  // Queued replays hold copies of the tasks; their memory is not reused before they ran, in the order of streams.
   void reset() override {
     if (program_.empty()) return;
     Device::get().await_all();

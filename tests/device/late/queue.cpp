@@ -7,7 +7,7 @@ namespace late {
 
 namespace {
 using Lock = std::lock_guard<Lockable>;
-constexpr int kFalseAnswers = 2;  // of a query, before the device gets on with its work
+constexpr int kFalseAnswers = 2;  // of a query, before the device makes progress
 }  // namespace
 
 Device& Device::get() {

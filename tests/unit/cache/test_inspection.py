@@ -64,7 +64,7 @@ def test_verifying_finds_what_is_damaged_once() -> None:
         "the header is damaged or cut off": 1,
     }
     for damage in found.damaged:
-        assert damage.kept_as == str(ROOT / "aside" / f"{damage.record}.bad")
+        assert damage.kept_as == str(ROOT / "quarantine" / f"{damage.record}.bad")
         assert Path(damage.kept_as) in files.files
     total_bytes = 7 * slot_bytes_for(4096)
     assert [done for done, _ in seen] == [total_bytes * number // 7 for number in range(1, 8)]
@@ -83,7 +83,7 @@ def test_records_that_went_with_their_segment_are_found() -> None:
     emptied = inspection.verify(ROOT, files)
     assert (emptied.records, emptied.faults) == (0, {inspection.FOREIGN: 1, inspection.LOST: 5})
     assert emptied.damaged[0] == inspection.Damage(
-        "00000001.seg", inspection.FOREIGN, str(ROOT / "aside" / "00000001.seg")
+        "00000001.seg", inspection.FOREIGN, str(ROOT / "quarantine" / "00000001.seg")
     )
     assert inspection.verify(ROOT, files).damaged == ()
 

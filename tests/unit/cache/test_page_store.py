@@ -46,7 +46,7 @@ def test_a_second_server_may_read() -> None:
     assert write(reader, range(9)) == 0
     segment_of(files)[FILE_HEADER_BYTES + 600] ^= 1
     assert present(reader, [0]) == []
-    assert not files.names(ROOT / "aside")
+    assert not files.names(ROOT / "quarantine")
 
 
 def test_a_reader_needs_a_cache() -> None:
@@ -92,7 +92,7 @@ def test_a_damaged_record_is_a_miss_counted_and_quarantined(damage: str) -> None
         del data[FILE_HEADER_BYTES + 2 * slot :]
     assert present(store, range(3)) == [0, 1]
     assert store.counters["corrupt"] == 1
-    assert len(files.names(ROOT / "aside")) == 1
+    assert len(files.names(ROOT / "quarantine")) == 1
     assert present(store, range(3)) == [0, 1]
     assert store.counters["corrupt"] == 1  # it is forgotten
     write(store, [2])

@@ -1,7 +1,7 @@
 """The native step's table: each tensor or number that does not fit is refused with its name, its value and the rule.
 
 What the step computes is compared with SGLang's modules (tests/unit/sglang_patch/cpu/step), and with double
-precision (tests/unit/csrc/step_test.cpp).
+precision (tests/unit/csrc/step/step_test.cpp).
 """
 
 from __future__ import annotations

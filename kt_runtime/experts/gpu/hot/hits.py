@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kt_runtime.experts.gpu.pairs import sorted_pairs, weighted_sum
-from kt_runtime.experts.gpu.products import ExpertWeights, expert_forward
+from kt_runtime.experts.gpu.routed_mlp import ExpertWeights, expert_forward
 
 
 class _LateEnds(Sequence[int]):
@@ -44,7 +44,7 @@ def hit_sum(x: Tensor, slot_ids: Tensor, weights: Tensor, w13: Tensor, w2: Tenso
 
     x [T, H] in the dtype of w13 [S, 2I, H] and w2 [S, H, I]; slot_ids int32 [T, K], -1: a miss, not added; weights
     [T, K] float32.
-    Products are rounded as `products.py` says. On the current stream.
+    Products are rounded as `routed_mlp.py` says. On the current stream.
     """
     pairs = sorted_pairs(slot_ids, w13.shape[0])
     experts = ExpertWeights(w13, w2, _LateEnds(pairs.ends), pairs.ends)

@@ -8,12 +8,13 @@ order of the token's expert ids, adds the sum to the cpu part in float32, and ro
 bits with equal placement; a token without hits has the store's own bits, and other placements differ by rounding.
 
 The table expert -> slot exists twice: the host's copy decides what the store leaves out, the device's what is computed
-there. It changes only between steps (`set.py`), first on the host, and on the device in the lane that computes
-hits, in order with them. The host reads the ids that it stages anyway; counting and leaving out add no synchronization.
+there. It changes only between steps (`set.py`), first on the host, and on the device in the lane that computes hits, in
+order with them. Staging copies the ids to the host anyway, so counting uses and leaving out hits add no
+synchronization.
 
 A token with an adapter on experts is computed by the store, with all of its experts: the store holds the LoRA products,
-and such a token keeps the bits that training computes. Also the store's: whatever is called outside of a serving step
-(training, the probe of a version), and calls with more than MOST_TOKENS tokens, whose routing is nearly flat and whose
+and such a token keeps the bits that training computes. The store also computes every call outside of a serving step
+(training, the probe of a version), and calls with more than MOST_TOKENS tokens: their routing is nearly flat, and their
 intermediates would need device memory.
 
 Weights are held in the model's dtype; the format of the checkpoint (int4, fp8) is not kept on the device yet.
@@ -60,7 +61,7 @@ class Step:
 
 @dataclass
 class Uses:
-    """Pairs of decode steps. `hits`, `misses`: since the start; a pair with an adapter is a miss.
+    """Counts of the pairs of decode steps. `hits`, `misses`: since the start; a pair with an adapter is a miss.
 
     `by_expert` [E]: pairs without an adapter, whose expert may hit, since `take`.
     """

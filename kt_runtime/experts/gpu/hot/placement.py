@@ -1,4 +1,4 @@
-"""Which experts are on the device: counts of uses go in, moves come out. Knows neither tensors nor devices.
+"""Decides which experts are on the device: takes counts of uses, and returns moves. Knows neither tensors nor devices.
 
 A layer has a fixed number of slots; each holds one expert or none. Uses are counted for each layer and expert, in
 decode steps only: the routing of a prompt is nearly flat, so its counts would push out what decoding needs. Counts

@@ -1,7 +1,7 @@
 """The hot experts of all layers: what a size has room for, and the moves between two steps.
 
-A move has two halves, so that nobody computes with weights that are half there. First the expert is unpacked into a
-pinned buffer, and a copy into its slot is queued in a lane of its own; if another expert had the slot, the store
+A move has two phases, so that no step computes with weights that are still being copied. First the expert is unpacked
+into a pinned buffer, and a copy into its slot is queued in a lane of its own; if another expert had the slot, the store
 computes that one from now on. In a later turn, when the copy has ended, the table shows the new expert. Serving goes on
 meanwhile.
 
@@ -123,7 +123,7 @@ class HotSet:
 
     @property
     def size_bytes(self) -> int:
-        """Of the slots and the pinned buffers."""
+        """Bytes of the slots and the pinned buffers."""
         return self._slot_bytes * (NUM_CARRIERS + sum(layer.num_slots for layer in self.layers.values()))
 
     @contextmanager
@@ -162,7 +162,7 @@ class HotSet:
             self.turn()
 
     def is_moving(self) -> bool:
-        """Whether an expert is on its way: `turn` shall be called although no request is running."""
+        """Whether an expert is being copied: `turn` has to be called although no request is running."""
         return any(carrier.load is not None for carrier in self._carriers)
 
     def use(self) -> HotUse:

@@ -78,7 +78,7 @@ def test_verify_says_what_was_quarantined_and_is_status_1_once(run: Run, cache: 
     result = run("cache", "verify", "--dir", str(cache))
     assert result.returncode == 1
     assert "the payload does not match its checksum; kept as " in result.stdout and "1 damaged" in result.stdout
-    (kept,) = (cache / "aside").iterdir()
+    (kept,) = (cache / "quarantine").iterdir()
     assert str(kept) in result.stdout
     again = answer_of(run("cache", "verify", "--dir", str(cache), "--json"))
     assert (again["records"], again["damaged"], again["index_was_right"]) == (6, [], True)

@@ -2,9 +2,9 @@
 // the model bit by bit, integer products (but for planes) against the other instruction sets bit by bit, and many rows.
 #include <string_view>
 
+#include "amx_model/tile_model.h"
 #include "kernels/registry.h"
 #include "packed_case.h"
-#include "tile_model.h"
 
 namespace kt {
 namespace amx::inline model {

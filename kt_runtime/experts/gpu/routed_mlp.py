@@ -1,4 +1,4 @@
-"""Expert arithmetic on a device, forward and backward, for rows sorted by expert.
+"""The MLPs of routed experts on a device, forward and backward, for rows sorted by expert.
 
 Products are `torch.nn.functional.grouped_mm` where device and dtype have it: float32 sums, a result rounded to
 bfloat16, and no synchronisation. Elsewhere they are a loop over the experts in float32, also on CPU tensors. SwiGLU,
@@ -44,8 +44,8 @@ def expert_forward(
 ) -> tuple[Tensor, Tensor]:
     """x [R, H] -> the experts' outputs [R, H] without routing weights, and gate and up [R, 2I] before SwiGLU.
 
-    Both are float32, or bfloat16 where a grouped product gave them and no adapter was added. The second is what
-    `expert_backward` may be given.
+    Both are float32, or bfloat16 where a grouped product gave them and no adapter was added. `expert_backward` may be
+    given the second one.
     """
     gate_up = _gate_up(weights, x, adapters)
     gate, up = gate_up.float().chunk(2, dim=1)
@@ -67,10 +67,11 @@ def expert_backward(
     into: Sequence[LoraSlot | None] = (),
     gate_up: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients for `by_y` [R, H], those of the token's sum, and `routing` [R] float32, the rows' routing weights.
+    """`by_y` [R, H]: the gradient with respect to the token's sum. `routing` [R] float32: the rows' routing weights.
 
-    -> the gradient of x [R, H], float32, and of the routing weights [R], float32. The gradients of the adapters are
-    added to `into`, a float32 slot for each adapter. gate_up: what `expert_forward` gave; None: computed again.
+    Returns the gradients with respect to x [R, H] and to the routing weights [R], both float32. The gradients of the
+    adapters are added to `into`, a float32 slot for each adapter. `gate_up`: the second result of `expert_forward`;
+    None: it is computed again.
     """
     gate_up = _gate_up(weights, x, adapters) if gate_up is None else gate_up
     gate, up = gate_up.float().chunk(2, dim=1)
@@ -123,7 +124,7 @@ def has_grouped_products(device: torch.device, dtype: torch.dtype, *columns: int
 
 @cache
 def _multiplies_groups(device: torch.device) -> bool:
-    """Tried once: backends and capabilities of a device are many, and PyTorch says so by an error."""
+    """One trial decides: there are many backends and capabilities, and PyTorch reports a missing one by an error."""
     rows, matrices = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in ((8, 16), (1, 16, 16)))
     try:
         grouped_mm(rows, matrices, offs=torch.full((1,), 8, dtype=torch.int32, device=device))
