@@ -127,7 +127,10 @@ def _add_training_routes(router: APIRouter, service: TinkerService) -> None:
     _add_opening_route(router, "/optim_step", bodies.OptimStep, service.optim_step)
     _add_opening_route(router, "/save_weights", bodies.SaveWeights, service.save_weights)
     _add_opening_route(
-        router, "/save_weights_external", bodies.SaveWeights, lambda body: service.refuse_call(body.model_id, body.seq_id, NO_DOWNLOAD)
+        router,
+        "/save_weights_external",
+        bodies.SaveWeights,
+        lambda body: service.refuse_call(body.model_id, body.seq_id, NO_DOWNLOAD),
     )
     _add_opening_route(router, "/save_weights_for_sampler", bodies.SaveWeightsForSampler, service.save_for_sampler)
 
