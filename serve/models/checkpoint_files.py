@@ -12,9 +12,10 @@ from typing import Any
 
 from kt_runtime.checkpoint_file import Entry, read_header, read_json
 from kt_runtime.errors import CheckpointError
-from kt_runtime.families.quantization import METHODS, Quantization, StoredTensor, quantization_of
+from kt_runtime.families.quantization import METHODS, GgufQuantization, Quantization, StoredTensor, quantization_of
 from kt_runtime.families.registry import family_for
 from kt_runtime.serve.models.checkpoint import CheckpointTensor, checkpoint_tensors
+from kt_runtime.serve.models.gguf_model import check_gguf
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -69,6 +70,9 @@ def check_tokenizer(directory: Path) -> None:
 
 
 def check_weights(directory: Path, config: Mapping[str, Any]) -> None:
+    if isinstance(quantization_of(config), GgufQuantization):
+        check_gguf(config)
+        return
     found: dict[str, tuple[str, Entry]] = {}
     weight_map, shards = _shards(directory)
     for shard in shards:

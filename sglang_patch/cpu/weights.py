@@ -4,6 +4,9 @@ Symbols (SGLang 0.5.23): `model_loader.weight_utils.safetensors_weights_iterator
 `.buffered_multi_thread_safetensors_weights_iterator`. Reason: SGLang's iterators read whole files, for a large MoE
 model a terabyte, which must not be read twice. And SGLang warns about every tensor without a parameter.
 
+For a GGUF model SGLang finds an empty safetensors file, in whose place these tensors are read from the model's files
+(`serve/models/gguf_model.py`).
+
 Quantized matrices are dequantized one by one while loading. `arguments.py` tells SGLang that the checkpoint is not
 quantized, so SGLang creates plain linear layers. The training twin and LoRA share these layers. Plain layers also need
 no quantized kernels, which SGLang's wheel does not have for CPUs.
@@ -13,13 +16,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kt_runtime.experts.dequantize import plain_tensors
+from kt_runtime.experts.gguf import GgufTensors, gguf_files
+from kt_runtime.families import family_for, gguf
 from kt_runtime.families.quantization import quantization_of
 from kt_runtime.resident import progress
 from kt_runtime.sglang_patch.cpu.moe import keeps_experts_in_store, model_config
@@ -47,6 +52,31 @@ def dense_tensors(
     return plain_tensors(files, dtype, _is_dense, gptq_zero_offset=gptq_zero_offset)
 
 
+def gguf_tensors(
+    files: Sequence[Path], config: Mapping[str, Any], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, tensor) of every tensor but the routed experts of a GGUF model, dequantized to `dtype`.
+
+    The router's correction bias stays float32, and a tied head is left out.
+    """
+    is_tied = bool(config.get("tie_word_embeddings"))
+    with GgufTensors(files) as tensors:
+        for source in family_for(config).twin_sources(config):
+            if is_tied and source.name == "lm_head.weight":
+                continue
+            if source.name.endswith(gguf.KV_B) and gguf.gguf_name(source.name) not in tensors:
+                yield source.name, _joined_kv_b(tensors, source.name, dtype)
+            else:
+                kept = torch.float32 if source.is_buffer else dtype
+                yield source.name, tensors.read(gguf.gguf_name(source.name), kept)
+
+
+def _joined_kv_b(tensors: GgufTensors, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """MLA's kv_b_proj [heads * (nope + value), latent] from its two tensors."""
+    keys, values = (tensors.read(part, dtype) for part in gguf.split_kv_b(name))
+    return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
+
+
 def _is_dense(name: str) -> bool:
     return ROUTED_EXPERT.search(name) is None
 
@@ -60,5 +90,7 @@ def _without_experts(original: Any, hf_weights_files: list[str], *args: Any, **k
     )
     # SGLang's own config has no quantization, because of `arguments.NOT_QUANTIZED`.
     content = json.loads((Path(config.model_path) / "config.json").read_text(encoding="utf-8"))
+    if files := gguf_files(content.get("quantization_config")):
+        return gguf_tensors(files, content, config.dtype)
     quantization = quantization_of(content)
     return dense_tensors(hf_weights_files, config.dtype, 1 if quantization is None else quantization.stored_zero_offset)
