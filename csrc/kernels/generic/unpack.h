@@ -94,8 +94,8 @@ inline typename V::Reg level(const uint8_t* unit, int col, int v, float zero) {
   const int64_t offset = v * 4 * V::kLanes;
   const typename V::Int nibble = load_ints<V>(unit + kPart * kLineBytes + offset) >> (bit + col / 4 * 4) & 15;
   if constexpr (kEncoding == Encoding::kFp4) {
-    // Twice the value: its bits where a float has them, as fp8's in decoders.h.
-    return (typename V::Reg)((nibble & 7) << 22 | (nibble & 8) << 28) * 0x1p127f;
+    // Twice the value: its bits where a float has them, as fp8's in decoders.h. The sum makes the zero of code 8 a +0.
+    return (typename V::Reg)((nibble & 7) << 22 | (nibble & 8) << 28) * 0x1p127f + V::zero();
   }
   typename V::Int code = nibble;
   if constexpr (Unit::kHighBits > 0) {
