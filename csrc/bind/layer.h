@@ -47,7 +47,11 @@ class NativeLayer {
   const std::shared_ptr<ExpertLayer>& layer() const { return layer_; }
 
   PieceBytes piece_bytes(int64_t expert, int projection, int node) const;
-  std::string format() const { return format_name(layer_->format()); }
+  // Of gate and up, joined by "+" with that of down if it is another.
+  std::string format() const {
+    const std::string in = format_name(layer_->in_shape().format), out = format_name(layer_->out_shape().format);
+    return in == out ? in : in + "+" + out;
+  }
   std::vector<int64_t> node_bytes() const;
   int num_nodes() const { return layer_->num_nodes(); }
   int64_t weight_bytes() const { return layer_->weight_bytes(); }

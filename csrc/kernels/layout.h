@@ -3,9 +3,10 @@
 // Rows in blocks of 16. A block is one run of bytes that starts on a cache line; each part is padded to whole lines:
 //
 //   row scales    16 float32                                 all formats but bf16
-//   group scales  fp8: groups float32; int: groups x 16 float16     only where the format has a group
-//   zeros         groups x 16 uint8                          only where zero points are stored
-//   lines         64 bytes each, in the order of the columns
+//   group scales  fp8: groups float32; others: groups x 16 float16, or bytes (Scales)   only where the format has a
+//   group zeros         groups x 16 uint8                          only where zero points or minima are stored supers
+//   columns / 256 x 16 float16: factors of scales as bytes; then those of the minima, where there are any lines 64
+//   bytes each, in the order of the columns
 //
 // Where W[row, col] lies in the lines of its block, with r = row % 16 (the unit is an element of the encoding):
 //
@@ -17,6 +18,14 @@
 //
 //   int4  line col / 8: byte 4 * r + col % 4, low nibble if col % 8 < 4, else the high one
 //         two int8 lines in one
+//
+//   mxfp4 as int4
+//
+//   int5  units of 32 columns: four lines of int4 with the codes' low nibbles, then a line with the high bits: byte
+//         4 * r + col % 4, bit col / 4 % 8
+//
+//   int6  units of 16 columns: two lines of int4, then a line with the two high bits of each code: byte 4 * r + col %
+//         4, bits 2 * (col / 4 % 4) and the next
 //
 //   fp8   line col / 4: byte 16 * (r / 4) + 8 * (col % 4 / 2) + 2 * (r % 4) + col % 2
 //         so that interleaving the bytes of each 128-bit lane with others gives two bf16 lines in order
@@ -38,6 +47,15 @@ constexpr int64_t kLineBytes = 64;
 
 static constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
+// The fewest columns that are whole lines, and these lines.
+constexpr int64_t unit_columns(Encoding encoding) {
+  constexpr int64_t kColumns[] = {2, 4, 4, 8, 32, 16, 8};
+  return kColumns[static_cast<int>(encoding)];
+}
+constexpr int64_t unit_lines(Encoding encoding) {
+  return encoding == Encoding::kInt5 ? 5 : encoding == Encoding::kInt6 ? 3 : 1;
+}
+
 struct PackedShape {
   int64_t rows = 0, cols = 0;
   Format format{};
@@ -55,36 +73,56 @@ struct PackedShape {
   constexpr int64_t activation_group() const { return format.group ? format.group : kActivationGroup; }
   constexpr int64_t activation_groups() const { return (padded_cols() + activation_group() - 1) / activation_group(); }
 
-  constexpr int64_t columns_per_line() const {
-    return format.encoding == Encoding::kBf16 ? 2 : format.encoding == Encoding::kInt4 ? 8 : 4;
+  // Lines of `cols` columns, whole units.
+  constexpr int64_t lines(int64_t columns) const {
+    return columns / unit_columns(format.encoding) * unit_lines(format.encoding);
   }
   constexpr int64_t row_scale_bytes() const {
     return format.encoding == Encoding::kBf16 ? 0 : kBlockRows * static_cast<int64_t>(sizeof(float));
   }
   constexpr int64_t group_scale_bytes() const {
     if (format.group == 0) return 0;
-    return round_up(groups() * (format.encoding == Encoding::kFp8 ? 4 : 2 * kBlockRows), kLineBytes);
+    const int64_t each = format.scales == Scales::kHalf ? 2 * kBlockRows : kBlockRows;
+    return round_up(groups() * (format.encoding == Encoding::kFp8 ? 4 : each), kLineBytes);
   }
-  constexpr int64_t zero_bytes() const { return format.zero_points ? round_up(groups() * kBlockRows, kLineBytes) : 0; }
-  constexpr int64_t line_offset() const { return row_scale_bytes() + group_scale_bytes() + zero_bytes(); }
-  constexpr int64_t block_bytes() const { return line_offset() + padded_cols() / columns_per_line() * kLineBytes; }
+  constexpr int64_t zero_bytes() const {
+    return format.zero_points || format.mins ? round_up(groups() * kBlockRows, kLineBytes) : 0;
+  }
+  constexpr int64_t supers() const { return (padded_cols() + kSuperGroup - 1) / kSuperGroup; }
+  // Of the supers of scales, and as many of minima.
+  constexpr int64_t super_bytes() const {
+    return format.scales == Scales::kByte ? round_up(supers() * kBlockRows * 2, kLineBytes) : 0;
+  }
+  constexpr int64_t line_offset() const {
+    return row_scale_bytes() + group_scale_bytes() + zero_bytes() + super_bytes() * (format.mins ? 2 : 1);
+  }
+  constexpr int64_t block_bytes() const { return line_offset() + lines(padded_cols()) * kLineBytes; }
   constexpr int64_t bytes() const { return blocks() * block_bytes(); }
 };
 
 // One packed block: where its parts are.
 struct Block {
   const float* row_scales;   // 16; null for bf16
-  const void* group_scales;  // float[groups] for fp8, float16 bits [groups][16] for integers; null without a group
+  const void* group_scales;  // float[groups] for fp8, else float16 bits or bytes [groups][16]; null without a group
   const uint8_t* zeros;      // [groups][16]; null where they are not stored
   const uint8_t* lines;
+  const uint8_t* mins;         // [groups][16]; null where they are not stored
+  const uint16_t* supers;      // float16 bits [supers][16] of the scales; null where these are no bytes
+  const uint16_t* min_supers;  // of the minima
 };
 
 static inline Block block_at(const PackedShape& shape, const uint8_t* packed, int64_t block) {
   const uint8_t* base = packed + block * shape.block_bytes();
   const uint8_t *groups = base + shape.row_scale_bytes(), *zeros = groups + shape.group_scale_bytes();
-  return {shape.row_scale_bytes() ? reinterpret_cast<const float*>(base) : nullptr,
-          shape.group_scale_bytes() ? groups : nullptr, shape.zero_bytes() ? zeros : nullptr,
-          base + shape.line_offset()};
+  const uint8_t* supers = zeros + shape.zero_bytes();
+  const bool by_byte = shape.format.scales == Scales::kByte, mins = shape.format.mins;
+  return {.row_scales = shape.row_scale_bytes() ? reinterpret_cast<const float*>(base) : nullptr,
+          .group_scales = shape.group_scale_bytes() ? groups : nullptr,
+          .zeros = shape.format.zero_points ? zeros : nullptr,
+          .lines = base + shape.line_offset(),
+          .mins = mins ? zeros : nullptr,
+          .supers = by_byte ? reinterpret_cast<const uint16_t*>(supers) : nullptr,
+          .min_supers = mins ? reinterpret_cast<const uint16_t*>(supers + shape.super_bytes()) : nullptr};
 }
 
 }  // namespace kt

@@ -125,7 +125,7 @@ struct Tiles {
 
   void (*multiply)(const PackedProduct<float>&);          // any encoding
   void (*multiply_bf16)(const PackedProduct<uint16_t>&);  // bf16, fp8. Null: widen the activations, use `multiply`
-  void (*multiply_int8)(const IntegerProduct&);           // int8, int4
+  void (*multiply_int8)(const IntegerProduct&);           // integers and mxfp4
   void (*multiply_transposed)(const TransposedProduct<float>&);
   void (*multiply_transposed_bf16)(const TransposedProduct<uint16_t>&);  // null where multiply_bf16 is
   void (*unpack)(const UnpackedRows&);                                   // any encoding

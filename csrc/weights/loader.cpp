@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "threads/pool.h"
+#include "weights/gguf_layer.h"
 #include "weights/quantize.h"
 #include "weights/reader.h"
 #include "weights/scheme.h"
@@ -38,7 +39,7 @@ Status load_piece(const Scheme& scheme, const MatrixSource& source, int64_t expe
   MatrixReader reader(scheme, source, shape.rows, shape.cols);
   KT_RETURN_IF_ERROR(reader.prepare());
   std::optional<StripQuantizer> quantizer;
-  if (!(scheme.format() == layer.format())) quantizer.emplace(layer.format());
+  if (!(scheme.format() == shape.format)) quantizer.emplace(shape.format);
   const int64_t row_bytes = shape.cols * (scheme.storage == Storage::kDense ? 2 : 1);
   const int64_t strip_blocks = std::max<int64_t>(1, kStripBytes / (row_bytes * kBlockRows));
   const ExpertLayer::Piece piece = layer.piece(expert, part, node);
@@ -74,6 +75,40 @@ class FirstError {
   Status error_;
 };
 
+// load(expert, part, node, layer) for every piece of the layer.
+template <class Load>
+Status load_pieces(const LoadOptions& options, std::shared_ptr<ExpertLayer> loaded, Load load,
+                   std::shared_ptr<ExpertLayer>* layer) {
+  FirstError first_error;
+  run(loading_plan(loaded->shape().num_experts, options), [&](int, const Range& range) {
+    const int64_t matrix = range.item, order = matrix * options.num_nodes + range.node;
+    if (first_error.skips(order)) return;
+    Status status =
+        load(matrix / kNumProjections, static_cast<Projection>(matrix % kNumProjections), range.node, *loaded);
+    if (!status.ok()) first_error.add(order, std::move(status));
+  });
+  KT_RETURN_IF_ERROR(first_error.error());
+  *layer = std::move(loaded);
+  return {};
+}
+
+Status load_gguf_layer(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape,
+                       const LoadOptions& options, std::shared_ptr<ExpertLayer>* layer) {
+  GgufLayer source;
+  KT_RETURN_IF_ERROR(GgufLayer::open(checkpoint, prefix, shape, &source));
+  if (!options.format.empty())
+    return invalid_value("expert format '" + options.format +
+                         "' quantizes bf16 and fp8 checkpoints, but the experts "
+                         "under '" +
+                         prefix + "' are served as the GGUF file has them: leave the expert format out");
+  return load_pieces(
+      options, std::make_shared<ExpertLayer>(shape, source.in_format(), source.out_format(), options.num_nodes),
+      [&](int64_t expert, Projection part, int node, ExpertLayer& into) {
+        return source.load_piece(expert, part, node, into);
+      },
+      layer);
+}
+
 }  // namespace
 
 Plan loading_plan(int64_t num_experts, const LoadOptions& options) {
@@ -89,6 +124,7 @@ Plan loading_plan(int64_t num_experts, const LoadOptions& options) {
 
 Status load_layer(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape,
                   const LoadOptions& options, std::shared_ptr<ExpertLayer>* layer) {
+  if (GgufLayer::is_there(checkpoint, prefix)) return load_gguf_layer(checkpoint, prefix, shape, options, layer);
   Scheme scheme;
   Format format;
   KT_RETURN_IF_ERROR(find_scheme(checkpoint, prefix, shape, &scheme));
@@ -98,18 +134,13 @@ Status load_layer(const Checkpoint& checkpoint, const std::string& prefix, Exper
     for (const Projection part : {kGate, kUp, kDown})
       KT_RETURN_IF_ERROR(locate(checkpoint, prefix, scheme, shape, expert, part, &sources.emplace_back()));
   }
-  auto loaded = std::make_shared<ExpertLayer>(shape, format, options.num_nodes);
-  FirstError first_error;
-  run(loading_plan(shape.num_experts, options), [&](int, const Range& range) {
-    const int64_t matrix = range.item, order = matrix * options.num_nodes + range.node;
-    if (first_error.skips(order)) return;
-    Status status = load_piece(scheme, sources[static_cast<size_t>(matrix)], matrix / kNumProjections,
-                               static_cast<Projection>(matrix % kNumProjections), range.node, *loaded);
-    if (!status.ok()) first_error.add(order, std::move(status));
-  });
-  KT_RETURN_IF_ERROR(first_error.error());
-  *layer = std::move(loaded);
-  return {};
+  return load_pieces(
+      options, std::make_shared<ExpertLayer>(shape, format, options.num_nodes),
+      [&](int64_t expert, Projection part, int node, ExpertLayer& into) {
+        const MatrixSource& source = sources[static_cast<size_t>(expert * kNumProjections + part)];
+        return load_piece(scheme, source, expert, part, node, into);
+      },
+      layer);
 }
 
 }  // namespace kt

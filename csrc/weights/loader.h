@@ -21,9 +21,9 @@ struct LoadOptions {
 // matrix. A thread of its node packs a piece, and therefore touches the piece's pages first.
 Plan loading_plan(int64_t num_experts, const LoadOptions& options);
 
-// `prefix` is for example "model.layers.3.mlp.experts". The checkpoint determines the format (scheme.h). Names, types
-// and shapes of all tensors are checked before one is read, values while reading. Besides the packed copy at most one
-// matrix per thread is held.
+// `prefix` is for example "model.layers.3.mlp.experts", in a GGUF file "blk.3" (gguf_layer.h). The checkpoint
+// determines the format (scheme.h). Names, types and shapes of all tensors are checked before one is read, values while
+// reading. Besides the packed copy at most one matrix per thread is held.
 Status load_layer(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape,
                   const LoadOptions& options, std::shared_ptr<ExpertLayer>* layer);
 

@@ -1,12 +1,14 @@
 // pack_blocks: rows of a matrix -> blocks of 16 rows. A block's lines are transposed 32-bit words: word i of line l
-// holds row i's codes in the columns of the line. Each row first becomes words (two bf16, four bytes or eight nibbles),
-// then 16 rows of words are transposed. For fp8 the halves of four neighbouring rows' words are exchanged in between.
+// holds row i's codes in the columns of the line. Each row first becomes words (two bf16, four bytes or eight nibbles;
+// of some encodings words of high bits), then 16 rows of words are transposed. For fp8 the halves of four neighbouring
+// rows' words are exchanged in between.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
 
 #include "base/fp16.h"
+#include "kernels/generic/nibbles.h"
 #include "weights/packed.h"
 
 namespace kt {
@@ -28,7 +30,7 @@ class BlockPacker {
       : matrix_(matrix),
         shape_(matrix.shape),
         encoding_(shape_.format.encoding),
-        num_lines_(shape_.padded_cols() / shape_.columns_per_line()),
+        num_lines_(shape_.lines(shape_.padded_cols())),
         stride_(num_lines_ + kLineBytes / 4),  // rows a power of two apart would share cache sets
         words_(static_cast<size_t>(kBlockRows * stride_)),
         padded_(static_cast<size_t>(shape_.padded_cols() * (encoding_ == Encoding::kBf16 ? 2 : 1))) {}
@@ -39,7 +41,9 @@ class BlockPacker {
       const int64_t row = block * kBlockRows + r;
       if (row < shape_.rows) {
         if (matrix_.scales) pack_scales(row, r, base);
+        if (matrix_.scale_bytes) pack_scale_bytes(row, r, base);
         if (matrix_.zeros) pack_zeros(row, r, base);
+        if (matrix_.supers) pack_supers(row, r, base);
       }
       make_words(row, words_.data() + r * stride_);
     }
@@ -52,15 +56,38 @@ class BlockPacker {
     const int64_t element = encoding_ == Encoding::kBf16 ? 2 : 1;
     const auto* codes = static_cast<const uint8_t*>(matrix_.codes) + row * shape_.cols * element;
     if (row >= shape_.rows || shape_.cols < shape_.padded_cols()) codes = pad_row(row, codes, element);
-    if (encoding_ != Encoding::kInt4) {
-      std::memcpy(words, codes, static_cast<size_t>(num_lines_) * 4);
-      return;
+    switch (encoding_) {
+      case Encoding::kInt4:
+      case Encoding::kFp4:
+        return make_nibbles<Encoding::kInt4>(codes, words);
+      case Encoding::kInt5:
+        return make_nibbles<Encoding::kInt5>(codes, words);
+      case Encoding::kInt6:
+        return make_nibbles<Encoding::kInt6>(codes, words);
+      default:
+        std::memcpy(words, codes, static_cast<size_t>(num_lines_) * 4);
     }
-    for (int64_t line = 0; line < num_lines_; ++line) {
-      uint32_t low, high;
-      std::memcpy(&low, codes + 8 * line, 4);
-      std::memcpy(&high, codes + 8 * line + 4, 4);
-      words[line] = low | high << 4;
+  }
+
+  template <Encoding kEncoding>
+  void make_nibbles(const uint8_t* codes, uint32_t* words) const {
+    using Unit = Nibbles<kEncoding>;
+    const auto word_at = [](const uint8_t* from) {
+      uint32_t word;
+      std::memcpy(&word, from, sizeof word);
+      return word;
+    };
+    const uint8_t* end = codes + shape_.padded_cols();
+    for (; codes < end; codes += Unit::kColumns, words += Unit::kAllLines) {
+      uint32_t high = 0;
+      for (int step = 0; step < 2 * Unit::kLines; ++step) {
+        const uint32_t four = word_at(codes + 4 * step);
+        if (step % 2 == 0) words[step / 2] = four & 0x0f0f0f0fu;
+        if (step % 2 == 1) words[step / 2] |= (four & 0x0f0f0f0fu) << 4;
+        if (Unit::kHighBits)
+          high |= (four >> 4 & (Unit::kHighBits == 1 ? 0x01010101u : 0x03030303u)) << (Unit::kHighBits * step);
+      }
+      if (Unit::kHighBits) words[Unit::kLines] = high;
     }
   }
 
@@ -79,6 +106,7 @@ class BlockPacker {
   }
 
   uint8_t zero_of(int64_t row, int64_t group) const {
+    if (encoding_ == Encoding::kFp4) return 0;
     if (!shape_.format.zero_points) return static_cast<uint8_t>(shape_.format.default_zero());
     return row < shape_.rows ? matrix_.zeros[row * shape_.groups() + group] : 0;
   }
@@ -104,8 +132,11 @@ class BlockPacker {
       const int64_t end = std::min(num_lines_, begin + kChunk);
       for (int64_t quarter = 0; quarter < kBlockRows / 4; ++quarter) {
         const uint32_t* rows = words_.data() + 4 * quarter * stride_;
-        for (int64_t line = begin; line < end; line += 4)
-          transpose_four(rows + line, lines + line * kBlockRows + 4 * quarter);
+        int64_t line = begin;
+        for (; line + 4 <= end; line += 4) transpose_four(rows + line, lines + line * kBlockRows + 4 * quarter);
+        for (; line < end; ++line) {
+          for (int64_t r = 0; r < 4; ++r) lines[line * kBlockRows + 4 * quarter + r] = rows[r * stride_ + line];
+        }
       }
     }
   }
@@ -118,6 +149,24 @@ class BlockPacker {
     store(to + kBlockRows, __builtin_shufflevector(ab_low, cd_low, 2, 3, 6, 7));
     store(to + 2 * kBlockRows, __builtin_shufflevector(ab_high, cd_high, 0, 1, 4, 5));
     store(to + 3 * kBlockRows, __builtin_shufflevector(ab_high, cd_high, 2, 3, 6, 7));
+  }
+
+  // Bytes as they are: W has no factor for the row.
+  void pack_scale_bytes(int64_t row, int64_t r, uint8_t* base) const {
+    const int64_t groups = shape_.groups();
+    reinterpret_cast<float*>(base)[r] = 1.0f;
+    uint8_t* to = base + shape_.row_scale_bytes();
+    for (int64_t g = 0; g < groups; ++g) to[g * kBlockRows + r] = matrix_.scale_bytes[row * groups + g];
+  }
+
+  void pack_supers(int64_t row, int64_t r, uint8_t* base) const {
+    const int64_t supers = shape_.supers();
+    uint8_t* to = base + shape_.row_scale_bytes() + shape_.group_scale_bytes() + shape_.zero_bytes();
+    for (const uint16_t* from : {matrix_.supers, matrix_.min_supers}) {
+      for (int64_t i = 0; from && i < supers; ++i)
+        reinterpret_cast<uint16_t*>(to)[i * kBlockRows + r] = from[row * supers + i];
+      to += shape_.super_bytes();
+    }
   }
 
   void pack_scales(int64_t row, int64_t r, uint8_t* base) const {
@@ -134,9 +183,14 @@ class BlockPacker {
       if (r == 0) std::memcpy(group_scales, scales, static_cast<size_t>(groups) * sizeof(float));
       return;
     }
-    row_scales[r] = row_unit(scales, groups);
+    row_scales[r] = all_halves(scales, groups) ? 1.0f : row_unit(scales, groups);
     auto* halves = reinterpret_cast<uint16_t*>(group_scales);
     for (int64_t g = 0; g < groups; ++g) halves[g * kBlockRows + r] = float_to_fp16(scales[g] / row_scales[r]);
+  }
+
+  static bool all_halves(const float* scales, int64_t count) {
+    return std::all_of(scales, scales + count,
+                       [](float scale) { return fp16_to_float(float_to_fp16(scale)) == scale; });
   }
 
   // A power of two that brings the row's largest scale to [2^14, 2^15), where float16 has most room below.

@@ -6,24 +6,49 @@
 #include "base/bf16.h"
 #include "base/fp16.h"
 #include "base/fp8.h"
+#include "kernels/generic/group_factors.h"
+#include "kernels/generic/nibbles.h"
 #include "threads/topology.h"
 
 namespace kt {
 namespace {
 
-// Byte of W[r, col] within the lines of its block; for int4 the nibble is chosen by col % 8.
+// Byte of W[r, col] within the lines of its block, for encodings of whole bytes.
 int64_t byte_in_lines(Encoding encoding, int64_t r, int64_t col) {
   switch (encoding) {
     case Encoding::kBf16:
       return col / 2 * kLineBytes + (2 * r + col % 2) * 2;
     case Encoding::kFp8:
       return col / 4 * kLineBytes + 16 * (r / 4) + 8 * (col % 4 / 2) + 2 * (r % 4) + col % 2;
-    case Encoding::kInt8:
+    default:
       return col / 4 * kLineBytes + 4 * r + col % 4;
-    case Encoding::kInt4:
-      return col / 8 * kLineBytes + 4 * r + col % 4;
   }
-  return 0;
+}
+
+// The code of W[r, col] in units of nibbles.
+template <Encoding kEncoding>
+int code_in_nibbles(const uint8_t* lines, int64_t r, int64_t col) {
+  using Unit = Nibbles<kEncoding>;
+  const uint8_t* unit = lines + col / Unit::kColumns * Unit::kAllLines * kLineBytes;
+  const int64_t step = col % Unit::kColumns / 4, byte = 4 * r + col % 4;
+  const int both = unit[step / 2 * kLineBytes + byte], low = step % 2 ? both >> 4 : both & 15;
+  if (Unit::kHighBits == 0) return low;
+  return low | ((unit[Unit::kLines * kLineBytes + byte] >> (Unit::kHighBits * step)) << 4 & Unit::kHighMask);
+}
+
+int integer_level(Encoding encoding, const uint8_t* lines, int64_t r, int64_t col) {
+  switch (encoding) {
+    case Encoding::kInt4:
+      return code_in_nibbles<Encoding::kInt4>(lines, r, col);
+    case Encoding::kInt5:
+      return code_in_nibbles<Encoding::kInt5>(lines, r, col);
+    case Encoding::kInt6:
+      return code_in_nibbles<Encoding::kInt6>(lines, r, col);
+    case Encoding::kFp4:
+      return kFp4Levels[code_in_nibbles<Encoding::kInt4>(lines, r, col)];
+    default:
+      return lines[byte_in_lines(encoding, r, col)];
+  }
 }
 
 uint64_t next_layer_id() {
@@ -37,25 +62,26 @@ double decode(const PackedShape& shape, const uint8_t* packed, int64_t row, int6
   const Block block = block_at(shape, packed, row / kBlockRows);
   const int64_t r = row % kBlockRows, g = col / shape.group();
   const Encoding encoding = shape.format.encoding;
-  const uint8_t* at = block.lines + byte_in_lines(encoding, r, col);
   if (encoding == Encoding::kBf16) {
     uint16_t bits;
-    std::memcpy(&bits, at, sizeof bits);
+    std::memcpy(&bits, block.lines + byte_in_lines(encoding, r, col), sizeof bits);
     return bf16_to_float(bits);
   }
   double scale = block.row_scales[r];
   if (encoding == Encoding::kFp8) {
     if (block.group_scales) scale *= static_cast<const float*>(block.group_scales)[g];
-    return scale * fp8_to_float(*at);
+    return scale * fp8_to_float(block.lines[byte_in_lines(encoding, r, col)]);
   }
-  if (block.group_scales) scale *= fp16_to_float(static_cast<const uint16_t*>(block.group_scales)[g * kBlockRows + r]);
-  const int code = encoding == Encoding::kInt4 ? (col % 8 < 4 ? *at & 15 : *at >> 4) : *at;
-  const auto zero = block.zeros ? block.zeros[g * kBlockRows + r] : shape.format.default_zero();
-  return scale * static_cast<double>(code - zero);
+  const int64_t zero = block.zeros ? block.zeros[g * kBlockRows + r] : shape.format.default_zero();
+  const int64_t level = integer_level(encoding, block.lines, r, col) - zero;
+  const double factor = block.group_scales ? group_scale(shape.format, block, g, r) : 1.0f;
+  const double value = factor * static_cast<double>(level);
+  if (block.mins == nullptr) return scale * value;
+  return scale * static_cast<double>(static_cast<float>(value) - group_min(shape.format, block, g, r));
 }
 
-ExpertLayer::ExpertLayer(ExpertShape shape, Format format, int num_nodes)
-    : id_(next_layer_id()), shape_(shape), format_(format), num_nodes_(num_nodes) {
+ExpertLayer::ExpertLayer(ExpertShape shape, Format in, Format out, int num_nodes)
+    : id_(next_layer_id()), shape_(shape), in_(in), out_(out), num_nodes_(num_nodes) {
   const auto& system_nodes = topology().nodes;
   for (int node = 0; node < num_nodes; ++node) {
     const bool placed = num_nodes > 1 && static_cast<size_t>(node) < system_nodes.size();
@@ -105,17 +131,22 @@ int64_t ExpertLayer::weight_bytes() const {
   for (const Projection part : {kGate, kUp, kDown}) {
     const PackedShape shape = shape_of(part);
     const int64_t elements = shape.rows * shape.cols;
-    const int64_t group = format_.group ? format_.group : shape.cols, groups = (shape.cols + group - 1) / group;
-    switch (format_.encoding) {
+    const Format& format = shape.format;
+    const int64_t group = format.group ? format.group : shape.cols, groups = (shape.cols + group - 1) / group;
+    switch (format.encoding) {
       case Encoding::kBf16:
         bits += elements * 16;
         break;
       case Encoding::kFp8:
-        bits += elements * 8 + (format_.group ? (shape.rows + 127) / 128 : shape.rows) * groups * 32;
+        bits += elements * 8 + (format.group ? (shape.rows + 127) / 128 : shape.rows) * groups * 32;
         break;
       default: {
-        const int64_t code_bits = format_.encoding == Encoding::kInt4 ? 4 : 8;
-        bits += elements * code_bits + shape.rows * groups * (16 + (format_.zero_points ? code_bits : 0));
+        static constexpr int64_t kCodeBits[] = {16, 8, 8, 4, 5, 6, 4};
+        const int64_t code_bits = kCodeBits[static_cast<int>(format.encoding)];
+        const int64_t scale_bits = format.scales == Scales::kHalf ? 16 : 8;
+        const int64_t zero_bits = format.mins ? 8 : format.zero_points ? code_bits : 0;
+        bits += elements * code_bits + shape.rows * groups * (scale_bits + zero_bits);
+        if (format.scales == Scales::kByte) bits += shape.rows * shape.supers() * (format.mins ? 32 : 16);
       }
     }
   }

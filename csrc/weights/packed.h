@@ -21,12 +21,16 @@ struct PlainMatrix {
   const void* codes;     // [rows, cols]: bf16 bits (uint16_t), else one byte an element: fp8 bits or the integer code
   const float* scales;   // [rows, groups]: W = scale * (code - zero); null for bf16. For fp8 all rows of a block agree
                          // where the format has a group
-  const uint8_t* zeros;  // [rows, groups]; null where the format stores none
+  const uint8_t* zeros;  // [rows, groups]: zeros, or minima; null where the format stores none
+  // Formats whose scales are bytes or exponents, instead of `scales`: [rows, groups], and with bytes float16 bits
+  // [rows, supers] of scales and minima (null without minima).
+  const uint8_t* scale_bytes = nullptr;
+  const uint16_t *supers = nullptr, *min_supers = nullptr;
 };
 
 // Writes blocks [block, block + count) to `packed`, the place of the first of them. Integer group scales are kept as
-// float16 times a power of two for the row: exact for scales that the checkpoint stores as float16 or bfloat16 and that
-// lie within a factor of 2^20 of the row's largest.
+// float16, where all of a row are such numbers; otherwise as float16 times a power of two for the row: exact for scales
+// that the checkpoint stores as bfloat16 and that lie within a factor of 2^20 of the row's largest.
 void pack_blocks(const PlainMatrix& matrix, int64_t block, int64_t count, uint8_t* packed);
 
 // W[row, col] with the value that the kernels multiply. For tests, exports and errors; slow.
@@ -47,15 +51,17 @@ class ExpertLayer {
     PackedBlocks blocks;
   };
 
-  ExpertLayer(ExpertShape shape, Format format, int num_nodes);
+  ExpertLayer(ExpertShape shape, Format format, int num_nodes) : ExpertLayer(shape, format, format, num_nodes) {}
+  // `in`: of gate and up; `out`: of down. Both integer, or equal.
+  ExpertLayer(ExpertShape shape, Format in, Format out, int num_nodes);
 
   // Unique in this process, also among destroyed layers.
   uint64_t id() const { return id_; }
   const ExpertShape& shape() const { return shape_; }
-  const Format& format() const { return format_; }
+  bool integer() const { return in_.integer(); }
   int num_nodes() const { return num_nodes_; }
-  PackedShape in_shape() const { return {shape_.intermediate, shape_.hidden, format_}; }   // gate and up
-  PackedShape out_shape() const { return {shape_.hidden, shape_.intermediate, format_}; }  // down
+  PackedShape in_shape() const { return {shape_.intermediate, shape_.hidden, in_}; }    // gate and up
+  PackedShape out_shape() const { return {shape_.hidden, shape_.intermediate, out_}; }  // down
   PackedShape shape_of(Projection part) const { return part == kDown ? out_shape() : in_shape(); }
 
   Span span(Projection part, int node) const {
@@ -76,7 +82,7 @@ class ExpertLayer {
 
   uint64_t id_;
   ExpertShape shape_;
-  Format format_;
+  Format in_, out_;
   int num_nodes_;
   std::vector<Pages> nodes_;
 };

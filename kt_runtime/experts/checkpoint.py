@@ -1,7 +1,8 @@
 """Opens a Hugging Face checkpoint directory for the native loader: open files, and the offsets of their tensors.
 
-The directory holds model.safetensors.index.json with its shards, or one model.safetensors. This module reads and checks
-every header; the loader reads the tensors' bytes. The quantization_config of config.json is passed on unchanged.
+The directory holds model.safetensors.index.json with its shards, or one model.safetensors; or its config.json names the
+files of a GGUF model (gguf.py). This module reads and checks every header; the loader reads the tensors' bytes. The
+quantization_config of config.json is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from kt_runtime import _experts
 from kt_runtime.checkpoint_file import Entry, open_tensors, read_json
 from kt_runtime.errors import CheckpointError, NotFoundError
+from kt_runtime.experts.gguf import gguf_files, open_gguf_checkpoint
 from kt_runtime.experts.native import translated_errors
 
 INDEX = "model.safetensors.index.json"
@@ -26,8 +28,11 @@ def open_checkpoint(directory: Path, rename: Callable[[str], str] | None = None)
 
     `rename`: the name by which the loader knows a tensor of the files; None: its own.
     """
+    quantization = _quantization(directory)
+    if files := gguf_files(quantization):
+        return open_gguf_checkpoint(directory, files)
     shards = _shards(directory)
-    checkpoint = _experts.Checkpoint(str(directory), _quantization(directory))
+    checkpoint = _experts.Checkpoint(str(directory), quantization)
     for shard, names in shards.items():
         _add_file(checkpoint, directory / shard, names, rename)
     return checkpoint

@@ -91,9 +91,9 @@ class ExpertStore:
         128 x 128 (DeepSeek), compressed-tensors (pack-quantized, int-quantized, float-quantized), GPTQ, AWQ. float16
         and float32 are rounded to bfloat16 while they are read.
 
-        layer_keys: layer index -> prefix such as "model.layers.3.mlp.experts". Under the prefix are either tensors per
-        expert (`.E.gate_proj.weight`, ...) or, unquantized and in fp8, the fused `.gate_up_proj` [E, 2I, H] and
-        `.down_proj` [E, H, I].
+        layer_keys: layer index -> prefix such as "model.layers.3.mlp.experts"; "blk.3" in a GGUF model. Under the
+        prefix are either tensors per expert (`.E.gate_proj.weight`, ...), or, unquantized and in fp8, the fused
+        `.gate_up_proj` [E, 2I, H] and `.down_proj` [E, H, I], or GGUF's three (csrc/weights/gguf_layer.h).
         isa: one of available_isas(), None for the best. num_threads: None for machine.default_threads().
         expert_format: "int8" or "int4" quantizes a bfloat16 or fp8 checkpoint while loading; None keeps its format.
         num_nodes: number of memory nodes among which each matrix is split, None for those of the machine.

@@ -12,6 +12,9 @@ G groups of columns that share a scale:
                         `gptq_v2`), g_idx [in]
     awq                 qweight [in, out / P], scales [G, out], qzeros [G, out / P], codes in the order 0 2 4 6 1 3 5 7
 
+    gguf                the tensors of llama.cpp's files, which `files` names; `experts` holds the types of each
+                        layer's experts, [gate and up, down] (gguf.py). Only kt-runtime writes such a config
+
 Which matrices are quantized follows from the checkpoint's tensors, not from the config (`ignore`,
 `modules_to_not_convert`). This module takes from the config the method, and refuses parameters that are unsupported.
 """
@@ -24,6 +27,7 @@ from math import ceil
 from typing import Any
 
 from kt_runtime.errors import CheckpointError, UnknownNameError
+from kt_runtime.families import gguf
 from kt_runtime.families.base import Config
 
 FP8_BLOCK = 128
@@ -61,6 +65,18 @@ class ExpertFormat:
         zero_bytes = _round_up(groups * BLOCK_ROWS, LINE_BYTES) if self.zero_points else 0
         bits = {"bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4}[self.encoding]
         return ceil(rows / BLOCK_ROWS) * (scale_bytes + zero_bytes + cols * BLOCK_ROWS * bits // 8)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufExperts(ExpertFormat):
+    """`types`: of each layer, (gate and up, down); `encoding`: the formats' names, joined by "+"."""
+
+    types: tuple[tuple[str, str], ...] = ()
+
+    def packed_bytes(self, rows: int, cols: int) -> int:
+        """The mean of all layers' matrices."""
+        sizes = [2 * gguf.packed_bytes(up, rows, cols) + gguf.packed_bytes(down, rows, cols) for up, down in self.types]
+        return ceil(sum(sizes) / (3 * len(sizes)))
 
 
 BF16 = ExpertFormat("bf16")
@@ -116,6 +132,22 @@ class Quantization:
         return cols // self.group if self.group else 1
 
 
+@dataclass(frozen=True, slots=True)
+class GgufQuantization(Quantization):
+    """`experts`: the types of each layer's experts, (gate and up, down)."""
+
+    experts: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def description(self) -> str:
+        return f"gguf, experts in {', '.join(sorted({kind for layer in self.experts for kind in layer}))}"
+
+    @property
+    def expert_format(self) -> ExpertFormat:
+        names = sorted({gguf.packed_name(kind) for layer in self.experts for kind in layer})
+        return GgufExperts("+".join(names), types=self.experts)
+
+
 def quantization_of(config: Config) -> Quantization | None:
     """None for a checkpoint that is not quantized.
 
@@ -129,7 +161,7 @@ def quantization_of(config: Config) -> Quantization | None:
         raise CheckpointError(f"{where} is {settings!r}; expected an object with 'quant_method'")
     method = settings.get("quant_method", "compressed-tensors" if key == "compression_config" else None)
     if not isinstance(method, str) or method not in _READERS:
-        raise UnknownNameError("quant_method", str(method), _READERS, where)
+        raise UnknownNameError("quant_method", str(method), METHODS, where)
     return _READERS[method](settings, where)
 
 
@@ -190,14 +222,26 @@ def _compressed(settings: Mapping[str, Any], where: str) -> Quantization:
     return Quantization(f"compressed-tensors {layout}", bits, columns, symmetric)
 
 
+def _gguf(settings: Mapping[str, Any], where: str) -> Quantization:
+    experts = settings.get("experts")
+    known = gguf.EXPERT_TYPES
+    if not isinstance(experts, list) or not experts:
+        raise CheckpointError(f"{where}: 'experts' is {str(experts)[:80]}; expected the types of each layer's experts")
+    for layer in experts:
+        if not isinstance(layer, list) or len(layer) != 2 or not all(kind in known for kind in layer):
+            raise CheckpointError(f"{where}: 'experts' holds {str(layer)[:80]}; expected two of {', '.join(known)}")
+    return GgufQuantization("gguf", 8, 0, experts=tuple((up, down) for up, down in experts))
+
+
 _READERS: dict[str, Callable[[Mapping[str, Any], str], Quantization]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
+    "gguf": _gguf,
 }
 
-METHODS = tuple(_READERS)
+METHODS = tuple(method for method in _READERS if method != "gguf")
 
 
 def _stored_fp8(q: Quantization, rows: int, cols: int) -> dict[str, StoredTensor]:

@@ -14,7 +14,7 @@ from typing import Any
 from kt_runtime.checkpoint_file import Entry, read_header, read_json
 from kt_runtime.errors import CheckpointError
 from kt_runtime.families.base import Family
-from kt_runtime.families.quantization import METHODS, Quantization, StoredTensor, quantization_of
+from kt_runtime.families.quantization import METHODS, GgufQuantization, Quantization, StoredTensor, quantization_of
 from kt_runtime.families.registry import family_for
 from kt_runtime.serve.models.checkpoint import (
     CheckpointTensor,
@@ -22,6 +22,7 @@ from kt_runtime.serve.models.checkpoint import (
     expert_tensors,
     fused_expert_tensors,
 )
+from kt_runtime.serve.models.gguf_model import check_gguf
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -59,8 +60,8 @@ def check_checkpoint(directory: Path) -> dict[str, Any]:
     return checked_checkpoint(directory)[0]
 
 
-def checked_checkpoint(directory: Path) -> tuple[dict[str, Any], PlainTypes]:
-    """The content of config.json, and the types of the weights.
+def checked_checkpoint(directory: Path) -> tuple[dict[str, Any], PlainTypes | None]:
+    """The content of config.json, and the types of the weights: None for a GGUF model.
 
     Raises CheckpointError for missing, truncated or foreign files, UnknownNameError for an unknown model family or
     quantization, and InvalidValueError for a config that serving and training would compute differently.
@@ -100,7 +101,11 @@ def check_tokenizer(directory: Path) -> None:
         raise CheckpointError(f"{directory}: no tokenizer; looked for {', '.join(TOKENIZER_FILES)}")
 
 
-def check_weights(directory: Path, config: Mapping[str, Any]) -> PlainTypes:
+def check_weights(directory: Path, config: Mapping[str, Any]) -> PlainTypes | None:
+    """The types of the weights; None for a GGUF model, whose files name a type for each tensor."""
+    if isinstance(quantization_of(config), GgufQuantization):
+        check_gguf(config)
+        return None
     found = _found(directory, family_for(config))
     quantization = quantization_of(config)
     if quantization is None:

@@ -1,4 +1,7 @@
-"""Resolves `--model`: a preset, a directory, or an entry of the Hugging Face cache. Nothing is downloaded."""
+"""Resolves `--model`: a preset, a directory, a GGUF file, or an entry of the Hugging Face cache.
+
+Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from kt_runtime.errors import CheckpointError, NotFoundError
 from kt_runtime.families.base import Family
 from kt_runtime.families.registry import family_for
 from kt_runtime.serve.models.checkpoint_files import PlainTypes, checked_checkpoint
+from kt_runtime.serve.models.gguf_model import gguf_directory, is_gguf
 from kt_runtime.serve.models.hub_cache import find_snapshot, is_hub_id, repository_directory, user_cache_directory
 from kt_runtime.serve.models.names import advice, download
 from kt_runtime.serve.models.presets import Preset, is_preset, load_preset
@@ -54,10 +58,15 @@ def resolve_model(name_or_path: str | Path) -> ResolvedModel:
         if preset is not None and preset.note:
             raise CheckpointError(f"{error}. Of {preset.name}: {preset.note}") from error
         raise
-    name = (
-        preset.name if preset is not None else text if is_hub_id(text) and not Path(text).is_dir() else directory.name
-    )
-    return ResolvedModel(name, directory, config, family_for(config), preset, types)
+    return ResolvedModel(_name(text, directory, preset), directory, config, family_for(config), preset, types)
+
+
+def _name(text: str, directory: Path, preset: Preset | None) -> str:
+    if preset is not None:
+        return preset.name
+    if is_gguf(Path(text).expanduser()):
+        return Path(text).stem
+    return text if is_hub_id(text) and not Path(text).is_dir() else directory.name
 
 
 def find_preset(preset: Preset) -> Path | None:
@@ -76,9 +85,12 @@ def locate(text: str, preset: Preset | None) -> tuple[Path | None, list[str]]:
     else:
         candidate = Path(text).expanduser()
         places.append(str(candidate.absolute()))
+        if is_gguf(candidate):
+            return gguf_directory(candidate), places
         if candidate.is_file():
             raise CheckpointError(
-                f"{candidate}: is a file; a model is a directory with config.json and safetensors files"
+                f"{candidate}: is a file; a model is a directory with config.json and safetensors files, or a "
+                "GGUF file with the suffix .gguf"
             )
         if candidate.is_dir():
             return candidate.resolve(), places

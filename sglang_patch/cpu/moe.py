@@ -30,7 +30,8 @@ import torch
 from kt_runtime import device
 from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError, NumericsError, UnknownNameError
 from kt_runtime.experts import ExpertShape, ExpertStore, dense
-from kt_runtime.families import family_for
+from kt_runtime.experts.gguf import gguf_files
+from kt_runtime.families import family_for, gguf
 from kt_runtime.families.quantization import BF16, quantization_of
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.progress import LayersRead
@@ -104,7 +105,8 @@ def _load_store(directory: Path) -> ExpertStore:
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     family = family_for(config)
     settings = ResidentSettings.from_environment()
-    keys = {layer: family.expert_prefix(layer) for layer in family.moe_layers(config)}
+    prefix = gguf.expert_prefix if gguf_files(config.get("quantization_config")) else family.expert_prefix
+    keys = {layer: prefix(layer) for layer in family.moe_layers(config)}
     shape = ExpertShape(*family.expert_shape(config))
     logger.info("reading the routed experts of %d layers from %s", len(keys), directory)
     return ExpertStore.load(

@@ -6,6 +6,9 @@ model a terabyte, which must not be read twice. And SGLang warns about every ten
 
 Layers after the model's last one, for multi-token prediction (MTP), are read past, and the log says so.
 
+For a GGUF model SGLang finds an empty safetensors file, in whose place these tensors are read from the model's files
+(`serve/models/gguf_model.py`).
+
 Quantized matrices are dequantized one by one while loading. `arguments.py` tells SGLang that the checkpoint is not
 quantized, so SGLang creates plain linear layers. The training twin and LoRA share these layers. Plain layers also need
 no quantized kernels, which SGLang's wheel does not have for CPUs.
@@ -15,14 +18,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kt_runtime.experts.dequantize import plain_tensors
-from kt_runtime.families import family_for
+from kt_runtime.experts.gguf import GgufTensors, gguf_files
+from kt_runtime.families import family_for, gguf
 from kt_runtime.families.base import integer
 from kt_runtime.families.quantization import quantization_of
 from kt_runtime.resident import progress
@@ -73,6 +77,31 @@ def dense_tensors(
         )
 
 
+def gguf_tensors(
+    files: Sequence[Path], config: Mapping[str, Any], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, tensor) of every tensor but the routed experts of a GGUF model, dequantized to `dtype`.
+
+    The router's correction bias stays float32, and a tied head is left out.
+    """
+    is_tied = bool(config.get("tie_word_embeddings"))
+    with GgufTensors(files) as tensors:
+        for source in family_for(config).twin_sources(config):
+            if is_tied and source.name == "lm_head.weight":
+                continue
+            if source.name.endswith(gguf.KV_B) and gguf.gguf_name(source.name) not in tensors:
+                yield source.name, _joined_kv_b(tensors, source.name, dtype)
+            else:
+                kept = torch.float32 if source.is_buffer else dtype
+                yield source.name, tensors.read(gguf.gguf_name(source.name), kept)
+
+
+def _joined_kv_b(tensors: GgufTensors, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """MLA's kv_b_proj [heads * (nope + value), latent] from its two tensors."""
+    keys, values = (tensors.read(part, dtype) for part in gguf.split_kv_b(name))
+    return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
+
+
 def _without_experts(original: Any, hf_weights_files: list[str], *args: Any, **kwargs: Any) -> Any:
     config = model_config()
     if not keeps_experts_in_store(config.hf_config):
@@ -82,4 +111,6 @@ def _without_experts(original: Any, hf_weights_files: list[str], *args: Any, **k
     )
     # SGLang's own config has no quantization, because of `arguments.NOT_QUANTIZED`.
     content = json.loads((Path(config.model_path) / "config.json").read_text(encoding="utf-8"))
+    if files := gguf_files(content.get("quantization_config")):
+        return gguf_tensors(files, content, config.dtype)
     return dense_tensors(hf_weights_files, config.dtype, content)

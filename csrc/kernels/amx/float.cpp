@@ -8,7 +8,7 @@
 // use; each such sum is scaled once: total = fma(group scale, sum, total), and the result is total * row scale. Up to
 // 16 rows unpack 32 columns of 4 blocks at a time; their sums run over the same 128.
 #include "kernels/amx/dense.h"
-#include "kernels/amx/fp8_lines.h"
+#include "kernels/amx/unpacked_lines.h"
 
 namespace kt::amx::inline KT_AMX_BUILD {
 namespace {

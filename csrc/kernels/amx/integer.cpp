@@ -1,7 +1,7 @@
-// int8 activations times int8 and int4 weights: TDPBSSD, TDPBSUD. int8 weights with one scale a row: planes.cpp.
+// int8 activations times integer weights: TDPBSSD, TDPBSUD. int8 weights with one scale a row: planes.cpp.
 //
-// Step: A = up to 16 rows x 64 columns of activations' codes as they lie (32 where a group is not a multiple of 64), B
-// = 64 columns x 16 rows of weights, C = rows x 16 int32 sums of one group. Blocking 2 x 2 (tile_registers.h).
+// Step: A = up to 16 rows x 64 columns of activations' codes as they lie (32 or 16 where a group is not a multiple of
+// 64), B = 64 columns x 16 rows of weights, C = rows x 16 int32 sums of one group. Blocking 2 x 2 (tile_registers.h).
 //
 // Up to 1024 columns of a group are unpacked to signed codes minus zero on the stack (2 blocks x 16 KiB), which all
 // rows then use. Exception in this file: int8 with stored zero points is multiplied in its packed, unsigned form, and
@@ -13,6 +13,7 @@
 // columns a tile takes 105 cycles, of which the product is 16 (measured, docs/measurements.md). Few rows are left to
 // AVX-512, which keeps sums in registers.
 #include "kernels/amx/tile_registers.h"
+#include "kernels/amx/unpacked_lines.h"
 
 namespace kt::amx::inline KT_AMX_BUILD {
 namespace {
@@ -26,7 +27,7 @@ constexpr int64_t few_rows(const PackedShape& shape) {
 struct Span {
   int64_t group, col, cols;
   bool last;
-  Floats scale[2];
+  Floats scale[2], least[2];
   Ints zero[2];
   const float* row_scales[2];
 };
@@ -76,18 +77,20 @@ template <class Unpack>
 class SignedLines {
  public:
   using Dot = DotS8S8;
-  static constexpr int64_t kPerLine = Unpack::kPerLine, kMaxCols = 1024;
+  static constexpr int64_t kColumns = Unpack::kColumns, kLines = Unpack::kLines, kMaxCols = 1024;
   static constexpr bool kZeroInSums = false;
 
   SignedLines(const PackedShape& shape, const uint8_t* lines) : ahead_(shape, lines) {}
 
   const uint8_t* at(const Block* blocks, int b, const Span& span, int64_t col, int64_t cols) {
     if (held_[b] != col) {
-      const uint8_t* lines = blocks[b].lines + col / kPerLine * kLineBytes;
-      const uint8_t* ahead = ahead_.at(b, col, cols / kPerLine);
-      for (int64_t line = 0; line < cols / kPerLine; ++line) {
-        __builtin_prefetch(ahead + line * kLineBytes);
-        Unpack::line(lines + line * kLineBytes, span.zero[b], panel_[b] + line * kPerLine / 4 * kLineBytes);
+      const int64_t units = cols / kColumns;
+      const uint8_t* lines = blocks[b].lines + col / kColumns * kLines * kLineBytes;
+      const uint8_t* ahead = ahead_.at(b, col, units * kLines);
+      for (int64_t unit = 0; unit < units; ++unit) {
+        for (int64_t line = unit * kLines; line < (unit + 1) * kLines; ++line)
+          __builtin_prefetch(ahead + line * kLineBytes);
+        Unpack::unit(lines + unit * kLines * kLineBytes, span.zero[b], panel_[b] + unit * kColumns / 4 * kLineBytes);
       }
     }
     held_[b] = col;
@@ -98,22 +101,6 @@ class SignedLines {
   PairAhead ahead_;
   alignas(64) uint8_t panel_[2][kMaxCols / 4 * kLineBytes];
   int64_t held_[2] = {-1, -1};  // the column that a panel begins with
-};
-
-// Zero 128: the top bit.
-struct UnpackInt8 {
-  static constexpr int64_t kPerLine = 4;
-  static void line(const uint8_t* from, const Ints&, uint8_t* to) { store(load<Bytes>(from) ^ 128, to); }
-};
-
-// Two int8 lines for each packed one: -15..15.
-struct UnpackInt4 {
-  static constexpr int64_t kPerLine = 8;
-  static void line(const uint8_t* from, const Ints& zeros, uint8_t* to) {
-    const auto zero = (Bytes)(zeros * 0x01010101), codes = load<Bytes>(from);  // four times each
-    store((codes & 15) - zero, to);
-    store((codes >> 4) - zero, to + kLineBytes);
-  }
 };
 
 template <class Lines>
@@ -132,6 +119,7 @@ class IntegerTiles {
 
  private:
   static int64_t step_columns(const PackedShape& shape) {
+    if (shape.activation_group() % kColumnUnit) return kColumnUnit / 2;
     return shape.activation_group() % 64 == 0 && shape.padded_cols() % 64 == 0 ? 64 : 32;
   }
 
@@ -156,8 +144,8 @@ class IntegerTiles {
 
   void set_factors(const Block& block, int b, Span& span) const {
     // Where weights have one scale a row (int4, or int8 too long for planes), the groups are the activations'.
-    const auto* halves = static_cast<const uint16_t*>(block.group_scales);
-    span.scale[b] = halves ? floats_of_halves(halves + span.group * kBlockRows) : Floats{} + 1.0f;
+    span.scale[b] = group_scales(shape_, block, span.group);
+    span.least[b] = group_minima(shape_, block, span.group);
     span.zero[b] = block.zeros ? ints_of_bytes(block.zeros + span.group * kBlockRows)
                                : Ints{} + static_cast<int32_t>(shape_.format.default_zero());
     span.row_scales[b] = block.row_scales;
@@ -184,14 +172,16 @@ class IntegerTiles {
   // Adds a group's sums of a tile of rows, a block's 16 x 16, to their totals, which lie in the result until the last
   // group.
   void finish(int64_t tile, int64_t block, const Span& span, int b, const int32_t* sums) const {
-    if (shape_.format.group == 0) {
-      add_sums(tile, block, span, b, sums, [](const Floats& scale) { return scale; });
+    if (shape_.format.mins) {
+      add_sums<true>(tile, block, span, b, sums, [own = span.scale[b]](const Floats& scale) { return own * scale; });
+    } else if (shape_.format.group == 0) {
+      add_sums<false>(tile, block, span, b, sums, [](const Floats& scale) { return scale; });
     } else {
-      add_sums(tile, block, span, b, sums, [own = span.scale[b]](const Floats& scale) { return own * scale; });
+      add_sums<false>(tile, block, span, b, sums, [own = span.scale[b]](const Floats& scale) { return own * scale; });
     }
   }
 
-  template <class Factor>
+  template <bool kMinima, class Factor>
   void add_sums(int64_t tile, int64_t block, const Span& span, int b, const int32_t* sums, Factor factor) const {
     const int64_t skipped = rows_.repeated(tile), start = rows_.start(tile) + skipped;
     const int64_t ld_groups = p_.a.scales.ld, ldc = p_.c.ld;
@@ -199,13 +189,16 @@ class IntegerTiles {
     const int32_t* a_sum = p_.a.sums.row(start) + span.group;
     float* total = p_.c.row(start) + block * kBlockRows;
     const Ints zero = span.zero[b];
+    const Floats minus_least = -span.least[b];
     sums += skipped * kBlockRows;
     const auto add = [&](auto before, auto finished) {
 #pragma GCC unroll 4
       for (int64_t left = rows_.height - skipped; left > 0; --left) {
         auto sum = load<Ints>(sums);
         if constexpr (Lines::kZeroInSums) sum -= zero * *a_sum;
-        store(finished(fused(floats_of(sum), factor(broadcast(a_scale)), before())), total);
+        Floats value = fused(floats_of(sum), factor(broadcast(a_scale)), before());
+        if constexpr (kMinima) value = fused(minus_least, Floats{} + *a_scale * static_cast<float>(*a_sum), value);
+        store(finished(value), total);
         sums += kBlockRows;
         total += ldc;
         a_scale += ld_groups;
@@ -237,13 +230,20 @@ void multiply_int8(const IntegerProduct& p) {
   if (has_planes(p.weights.shape)) return multiply_planes(p);
   if (p.rows <= few_rows(p.weights.shape)) return base::multiply_int8(p);
   const Format& format = p.weights.shape.format;
-  if (format.encoding == Encoding::kInt4) {
-    IntegerTiles<SignedLines<UnpackInt4>>(p).run();
-  } else if (format.zero_points) {
-    IntegerTiles<Int8Lines>(p).run();
-  } else {
-    IntegerTiles<SignedLines<UnpackInt8>>(p).run();
+  switch (format.encoding) {
+    case Encoding::kInt4:
+      return IntegerTiles<SignedLines<UnpackNibbles<Encoding::kInt4>>>(p).run();
+    case Encoding::kInt5:
+      return IntegerTiles<SignedLines<UnpackNibbles<Encoding::kInt5>>>(p).run();
+    case Encoding::kInt6:
+      return IntegerTiles<SignedLines<UnpackNibbles<Encoding::kInt6>>>(p).run();
+    case Encoding::kFp4:
+      return IntegerTiles<SignedLines<UnpackNibbles<Encoding::kFp4>>>(p).run();
+    default:
+      break;
   }
+  if (format.zero_points) return IntegerTiles<Int8Lines>(p).run();
+  IntegerTiles<SignedLines<UnpackInt8>>(p).run();
 }
 
 // The codes of AVX-512 lie in the order of the columns, as A wants them.

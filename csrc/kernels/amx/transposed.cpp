@@ -68,7 +68,7 @@ class TransposedTiles {
     const int64_t left = piece.blocks - place.block, cols = col < p_.cols ? panel_cols(col) : 0;
     const uint8_t* packed = piece.data + place.block * shape_.block_bytes();
     Fetch fetch{prefetch_columns(shape_, packed, left < kPanelBlocks ? left : kPanelBlocks, p_.first_col + col, cols)};
-    fetch.lines = (cols / shape_.columns_per_line() * kPanelBlocks + steps - 1) / steps;
+    fetch.lines = (shape_.lines(cols) * kPanelBlocks + steps - 1) / steps;
     return fetch;
   }
 
@@ -127,7 +127,8 @@ class TransposedTiles {
     constexpr int64_t kHalf = kLineBytes / 2;
     ColumnDecoder(shape_, first, col).decode(out[0], kLineBytes);
     if (both) {
-      ColumnDecoder(shape_, block_of(block + 1), col).decode(out[0] + kHalf, kLineBytes);
+      const Block second = block_of(block + 1);
+      ColumnDecoder(shape_, second, col).decode(out[0] + kHalf, kLineBytes);
     } else {
       for (int64_t k = 0; k < kDecodedCols; ++k) std::memset(out[k] + kHalf, 0, kHalf);
     }

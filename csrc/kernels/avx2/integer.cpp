@@ -5,6 +5,7 @@
 // 4 rows x 16, 2 x 32 or 1 x 64: 8 sums of int32, 2 registers of weights, 1 broadcast pair, the mask, 2 products.
 // int4: nibbles are small enough for vpmaddubsw with the activations' bytes: 8 steps of two products, each at most
 // 15 * 127, stay within 16 bits; that is 32 columns. Then vpmaddwd with ones adds them to the group's sums of int32.
+// int5, mxfp4 and int6 likewise, but 4 or 2 steps.
 // The float32 totals lie in c. The zero point enters as the start of a sum: -zero * (sum of the activations' codes).
 //
 // Measured on Zen 3: a line of int8 with 4 rows (256 products) takes 13 cycles: 16 vpmaddwd, 16 vpaddd, 4 to split,
@@ -15,6 +16,7 @@
 #include <immintrin.h>
 
 #include <cstring>
+#include <utility>
 
 #include "kernels/avx2/kernels.h"
 #include "kernels/generic/quantize.h"
@@ -41,7 +43,7 @@ inline __m256i codes_sum(const IntegerTile& t, int r, int64_t g) {
 
 template <int kRows, int kBlocks>
 inline void start(const IntegerTile& t, int64_t g, int32_t default_zero, Sums<kRows, kBlocks>& sum) {
-  if (t.blocks[0].zeros == nullptr) {
+  if (t.blocks[0].zeros == nullptr) {  // minima leave a zero of 0
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const __m256i from = _mm256_mullo_epi32(_mm256_set1_epi32(-default_zero), codes_sum(t, r, g));
@@ -126,43 +128,120 @@ inline void add_int8(const IntegerTile& t, const GroupSpan& span, Sums<kRows, kB
   }
 }
 
-template <int kRows, int kBlocks, bool kFew>
-inline void add_int4(const IntegerTile& t, const GroupSpan& span, Sums<kRows, kBlocks>& sum) {
-  constexpr int kAtOnce = kHalvesAtOnce<kRows>;
-  constexpr int64_t kUnitLines = kColumnUnit / 8;
-  const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+// Four columns of levels of half a block, from half a line of nibbles and half a line of high bits.
+template <Encoding kEncoding, int kStep>
+inline __m256i levels(const uint8_t* nibbles, const uint8_t* high_bits) {
+  using Unit = Nibbles<kEncoding>;
+  __m256i code = load(nibbles);
+  if constexpr (kStep % 2 == 1) code = _mm256_srli_epi16(code, 4);
+  code = _mm256_and_si256(code, _mm256_set1_epi8(15));
+  if constexpr (kEncoding == Encoding::kFp4) {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kFp4Levels));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), code);
+  }
+  if constexpr (Unit::kHighBits > 0) {
+    constexpr int kShift = Unit::high_shift(kStep);
+    __m256i high = load(high_bits);
+    if constexpr (kShift > 0) high = _mm256_srli_epi16(high, kShift);
+    if constexpr (kShift < 0) high = _mm256_slli_epi16(high, -kShift);
+    return _mm256_or_si256(code, _mm256_and_si256(high, _mm256_set1_epi8(Unit::kHighMask)));
+  }
+  return code;
+}
+
+// Steps whose products of two codes fit 16 bits together.
+template <Encoding kEncoding>
+constexpr int kStepsInWords = kEncoding == Encoding::kInt4   ? 8
+                              : kEncoding == Encoding::kInt6 ? 2
+                                                             : 4;
+
+template <Encoding kEncoding, int kRows, int kBlocks, bool kFew>
+inline void add_nibbles(const IntegerTile& t, const GroupSpan& span, Sums<kRows, kBlocks>& sum) {
+  using Unit = Nibbles<kEncoding>;
+  constexpr int kAtOnce = kHalvesAtOnce<kRows>, kLinesInWords = kStepsInWords<kEncoding> / 2;
+  const __m256i ones = _mm256_set1_epi16(1);
   const uint8_t* a = t.a + span.col;
   const uint8_t* lines[kBlocks];
   for (int b = 0; b < kBlocks; ++b) lines[b] = t.blocks[b].lines + span.line_begin;
   const int64_t ahead = stream_ahead(t, span);
-  for (int64_t i = 0; i < span.lines; i += kUnitLines) {
-    Sums<kRows, kBlocks> words;
+  Sums<kRows, kBlocks> words;
+  const auto add_line = [&]<int kLine>() __attribute__((always_inline)) {
+    if constexpr (kFew) prefetch_lines<kBlocks>(lines, kLine * kLineBytes + ahead);
+    if constexpr (kLine % kLinesInWords == 0) {
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
+      for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-      for (int h = 0; h < 2 * kBlocks; ++h) words.at[r][h] = _mm256_setzero_si256();
-    }
-#pragma GCC unroll 4
-    for (int64_t j = 0; j < kUnitLines; ++j, a += 8) {
-      if constexpr (kFew) prefetch_lines<kBlocks>(lines, (i + j) * kLineBytes + ahead);
-#pragma GCC unroll 8
-      for (int h = 0; h < 2 * kBlocks; h += kAtOnce) {
-        __m256i low[kAtOnce], high[kAtOnce];
-#pragma GCC unroll 2
-        for (int k = 0; k < kAtOnce; ++k) {
-          const __m256i w = load(lines[(h + k) / 2] + (i + j) * kLineBytes + 32 * ((h + k) % 2));
-          low[k] = _mm256_and_si256(w, nibble);
-          high[k] = _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble);
-        }
-        add_bytes<kAtOnce>(low, h, a, t.lda, words);
-        add_bytes<kAtOnce>(high, h, a + 4, t.lda, words);
+        for (int h = 0; h < 2 * kBlocks; ++h) words.at[r][h] = _mm256_setzero_si256();
       }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
+    for (int h = 0; h < 2 * kBlocks; h += kAtOnce) {
+      __m256i even[kAtOnce], odd[kAtOnce];
+#pragma GCC unroll 2
+      for (int k = 0; k < kAtOnce; ++k) {
+        const uint8_t* unit = lines[(h + k) / 2] + 32 * ((h + k) % 2);
+        even[k] = levels<kEncoding, 2 * kLine>(unit + kLine * kLineBytes, unit + Unit::kLines * kLineBytes);
+        odd[k] = levels<kEncoding, 2 * kLine + 1>(unit + kLine * kLineBytes, unit + Unit::kLines * kLineBytes);
+      }
+      add_bytes<kAtOnce>(even, h, a + kLine * 8, t.lda, words);
+      add_bytes<kAtOnce>(odd, h, a + kLine * 8 + 4, t.lda, words);
+    }
+    if constexpr (kLine % kLinesInWords == kLinesInWords - 1) {
 #pragma GCC unroll 8
-      for (int h = 0; h < 2 * kBlocks; ++h)
-        sum.at[r][h] = _mm256_add_epi32(sum.at[r][h], _mm256_madd_epi16(words.at[r][h], ones));
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+        for (int h = 0; h < 2 * kBlocks; ++h)
+          sum.at[r][h] = _mm256_add_epi32(sum.at[r][h], _mm256_madd_epi16(words.at[r][h], ones));
+      }
+    }
+  };
+  for (int64_t left = span.cols; left > 0; left -= Unit::kColumns, a += Unit::kColumns) {
+    if constexpr (kFew && Unit::kHighBits > 0) prefetch_lines<kBlocks>(lines, Unit::kLines * kLineBytes + ahead);
+    [&]<int... kLine>(std::integer_sequence<int, kLine...>) __attribute__((always_inline)) {
+      (add_line.template operator()<kLine>(), ...);
+    }(std::make_integer_sequence<int, Unit::kLines>{});
+    for (int b = 0; b < kBlocks; ++b) lines[b] += Unit::kAllLines * kLineBytes;
+  }
+}
+
+inline __m128i eight(const void* from) { return _mm_loadl_epi64(static_cast<const __m128i*>(from)); }
+inline __m256 halves(const uint16_t* from) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+
+// The scales of group g of a block, for eight rows from `row` on.
+inline __m256 group_scale(const IntegerTile& t, const Block& block, int64_t g, int64_t row) {
+  if (block.group_scales == nullptr) return _mm256_set1_ps(1.0f);
+  const int64_t at = g * kBlockRows + row;
+  const auto* bytes = static_cast<const uint8_t*>(block.group_scales) + at;
+  switch (t.shape.format.scales) {
+    case Scales::kByte:
+      return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight(bytes))),
+                           halves(block.supers + g * t.shape.format.group / kSuperGroup * kBlockRows + row));
+    case Scales::kExponent:
+      return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(eight(bytes)), 23));
+    default:
+      return halves(static_cast<const uint16_t*>(block.group_scales) + at);
+  }
+}
+
+// Takes the minima of group g from the totals in c.
+template <int kRows, int kBlocks>
+inline void subtract_minima(const IntegerTile& t, int64_t g) {
+  const int64_t super = g * t.shape.format.group / kSuperGroup * kBlockRows;
+#pragma GCC unroll 8
+  for (int h = 0; h < 2 * kBlocks; ++h) {
+    const Block& block = t.blocks[h / 2];
+    const int64_t row = 8 * (h % 2);
+    const __m256 least =
+        _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(eight(block.mins + g * kBlockRows + row))),
+                      halves(block.min_supers + super + row));
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t at = r * t.ld_groups + g;
+      const __m256 factor = _mm256_set1_ps(t.a_scales[at] * static_cast<float>(t.a_sums[at]));
+      float* c = t.c + r * t.ldc + 8 * h;
+      _mm256_storeu_ps(c, _mm256_fnmadd_ps(least, factor, _mm256_loadu_ps(c)));
     }
   }
 }
@@ -172,12 +251,7 @@ template <int kRows, int kBlocks>
 inline void finish_group(const IntegerTile& t, int64_t g, const Sums<kRows, kBlocks>& sum) {
 #pragma GCC unroll 8
   for (int h = 0; h < 2 * kBlocks; ++h) {
-    const auto* halves = static_cast<const uint16_t*>(t.blocks[h / 2].group_scales);
-    __m256 scale = _mm256_set1_ps(1.0f);
-    if (halves != nullptr) {
-      const auto* at = reinterpret_cast<const __m128i*>(halves + g * kBlockRows + 8 * (h % 2));
-      scale = _mm256_cvtph_ps(_mm_loadu_si128(at));
-    }
+    const __m256 scale = group_scale(t, t.blocks[h / 2], g, 8 * (h % 2));
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       float* c = t.c + r * t.ldc + 8 * h;
@@ -195,7 +269,7 @@ struct Avx2 {
   template <Encoding kEncoding, int kRows, int kBlocks, bool kFew>
   static void tile(const IntegerTile& in) {
     const IntegerTile t = in;  // a local copy, because stores of results might alias `in`
-    constexpr int32_t kZero = kEncoding == Encoding::kInt4 ? 8 : 128;
+    const auto zero = static_cast<int32_t>(t.shape.format.default_zero());
     for (int r = 0; t.first == 0 && r < kRows; ++r)
       std::memset(t.c + r * t.ldc, 0, kBlocks * kBlockRows * sizeof(float));
     int64_t fetch = t.fetch_first;
@@ -206,13 +280,14 @@ struct Avx2 {
         fetch += t.fetch_step;
       }
       Sums<kRows, kBlocks> sum;
-      start<kRows, kBlocks>(t, g, kZero, sum);
-      if constexpr (kEncoding == Encoding::kInt4) {
-        add_int4<kRows, kBlocks, kFew>(t, span, sum);
-      } else {
+      start<kRows, kBlocks>(t, g, zero, sum);
+      if constexpr (kEncoding == Encoding::kInt8) {
         add_int8<kRows, kBlocks, kFew>(t, span, sum);
+      } else {
+        add_nibbles<kEncoding, kRows, kBlocks, kFew>(t, span, sum);
       }
       finish_group<kRows, kBlocks>(t, g, sum);
+      if (t.blocks[0].mins != nullptr) subtract_minima<kRows, kBlocks>(t, g);
     }
     if (t.end < t.shape.activation_groups()) return;
     for (int h = 0; h < 2 * kBlocks; ++h) {

@@ -35,6 +35,9 @@ struct Vec8 {
   static Reg bytes(const uint8_t* from) {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
   }
+  static Reg signed_bytes(const uint8_t* from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+  }
   static Int high_bytes(const uint8_t* from, int half) {
     const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), none = _mm256_setzero_si256();
     return (Int)(half ? _mm256_unpackhi_epi8(none, codes) : _mm256_unpacklo_epi8(none, codes));

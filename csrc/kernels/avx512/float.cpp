@@ -3,6 +3,7 @@
 //
 // Register tile 12 x 32: 24 accumulators, two vectors of weights, one activation; 6 x 64 and flatter for few rows of
 // bf16. Per pair of columns 24 vdpbf16ps, 12 broadcasts, 2 loads: one vdpbf16ps a cycle. Layout: kernels/layout.h.
+#include "kernels/avx2/vector.h"
 #include "kernels/avx512/kernels.h"
 #include "kernels/avx512/vector.h"
 #include "kernels/generic/float_products.h"
@@ -64,7 +65,7 @@ struct Fp8PairLines {
 
 }  // namespace
 
-void avx512::multiply(const PackedProduct<float>& p) { multiply_any<FloatTile>(p); }
+void avx512::multiply(const PackedProduct<float>& p) { multiply_any<FloatTile, Vec8>(p); }
 
 void avx512::multiply_bf16(const PackedProduct<uint16_t>& p) {
   if (p.weights.shape.format.encoding == Encoding::kBf16) return multiply_source<PairTile, PairLines<PairTile>>(p);

@@ -5,7 +5,8 @@
 // memory would allow a larger tile, but each group would wait for the stores of its totals (two cycles each on Zen 4).
 // Activations: codes in the order of the columns; 4 columns are one broadcast dword. Weights: unsigned codes, a line is
 // the first operand of vpdpbusd as it lies; a line of int4 becomes two by `and` and a shift. The zero point enters as
-// the start of a sum: -zero * (sum of the activations' codes).
+// the start of a sum: -zero * (sum of the activations' codes). A minimum is taken from the total: minimum * scale of
+// the activations * (sum of their codes).
 //
 // Zen 4, one vpdpbusd a cycle: a line of 2 blocks takes 12 cycles beside 8 loads. A group of 32 columns costs one fma a
 // sum on top of 8 vpdpbusd.
@@ -17,6 +18,7 @@
 #include <immintrin.h>
 
 #include <cstring>
+#include <utility>
 
 #include "kernels/avx512/kernels.h"
 #include "kernels/generic/quantize.h"
@@ -72,15 +74,33 @@ struct CodeRows {
   int64_t ld;
 };
 
+// -zero * value for the zero that an encoding has without stored ones.
+template <Encoding kEncoding>
+inline Lanes minus_default_zero(Lanes value) {
+  if constexpr (kEncoding == Encoding::kFp4) return -((value << 3) + (value << 2));
+  constexpr int kBits = kEncoding == Encoding::kInt4   ? 3
+                        : kEncoding == Encoding::kInt5 ? 4
+                        : kEncoding == Encoding::kInt6 ? 5
+                                                       : 7;
+  return -(value << kBits);
+}
+
 // -zero * (sum of the activations' codes) for the zero that all weights share, or for those of each block's rows.
 template <Encoding kEncoding, int kRows, int kBlocks>
 inline void start(const IntegerTile& t, int64_t g, Sums<kRows, kBlocks>& sum) {
-  constexpr int kDefaultZeroBits = kEncoding == Encoding::kInt4 ? 3 : 7;
   const int32_t* codes_sum = t.a_sums + g;
+  if (t.blocks[0].mins != nullptr) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int b = 0; b < kBlocks; ++b) sum.at[r][b] = Lanes{};
+    }
+    return;
+  }
   if (t.blocks[0].zeros == nullptr) {
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r, next_row(codes_sum, t.ld_groups)) {
-      const Lanes from = -(Lanes(_mm512_set1_epi32(*codes_sum)) << kDefaultZeroBits);
+      const Lanes from = minus_default_zero<kEncoding>(Lanes(_mm512_set1_epi32(*codes_sum)));
 #pragma GCC unroll 4
       for (int b = 0; b < kBlocks; ++b) sum.at[r][b] = from;
     }
@@ -111,41 +131,130 @@ inline void add_line(const __m512i* w, const CodeRows<kRows>& a, int column, Sum
   }
 }
 
-// Adds the products of a unit of 32 columns. Few rows prefetch.
+// Four columns of levels, from a line of nibbles, and from the unit's line of high bits where there is one.
+template <Encoding kEncoding, int kStep>
+inline __m512i levels(__m512i nibbles, __m512i high) {
+  using Unit = Nibbles<kEncoding>;
+  if constexpr (kStep % 2 == 1) nibbles = _mm512_srli_epi16(nibbles, 4);
+  const __m512i low = _mm512_and_si512(nibbles, _mm512_set1_epi8(15));
+  if constexpr (kEncoding == Encoding::kFp4) {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kFp4Levels));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), low);
+  }
+  if constexpr (Unit::kHighBits > 0) {
+    constexpr int kShift = Unit::high_shift(kStep), kAndThenOr = 0xea;  // (a & b) | c
+    if constexpr (kShift > 0) high = _mm512_srli_epi16(high, kShift);
+    if constexpr (kShift < 0) high = _mm512_slli_epi16(high, -kShift);
+    return _mm512_ternarylogic_epi32(high, _mm512_set1_epi8(Unit::kHighMask), low, kAndThenOr);
+  }
+  return low;
+}
+
+// Adds the products of a unit of lines of nibbles.
 template <Encoding kEncoding, int kRows, int kBlocks, bool kFew>
-inline void add_unit(const uint8_t* const* lines, int64_t ahead, const CodeRows<kRows>& a, Sums<kRows, kBlocks>& sum) {
-  constexpr int kColumns = kEncoding == Encoding::kInt4 ? 8 : 4, kLines = kQuantizeUnit / kColumns;
-  const __m512i low = _mm512_set1_epi8(15);
+inline void add_nibbles(const uint8_t* const* lines, int64_t ahead, const CodeRows<kRows>& a,
+                        Sums<kRows, kBlocks>& sum) {
+  using Unit = Nibbles<kEncoding>;
+  __m512i high[kBlocks];
+#pragma GCC unroll 4
+  for (int b = 0; b < kBlocks; ++b)
+    high[b] = Unit::kHighBits ? _mm512_load_si512(lines[b] + Unit::kLines * kLineBytes) : _mm512_setzero_si512();
+  if constexpr (kFew && Unit::kHighBits > 0) prefetch_lines<kBlocks>(lines, Unit::kLines * kLineBytes + ahead);
+  const auto add = [&]<int kLine> {
+    if constexpr (kFew) prefetch_lines<kBlocks>(lines, kLine * kLineBytes + ahead);
+    __m512i even[kBlocks], odd[kBlocks];
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) {
+      const __m512i nibbles = _mm512_load_si512(lines[b] + kLine * kLineBytes);
+      even[b] = levels<kEncoding, 2 * kLine>(nibbles, high[b]);
+      odd[b] = levels<kEncoding, 2 * kLine + 1>(nibbles, high[b]);
+    }
+    add_line<kRows, kBlocks>(even, a, kLine * 8, sum);
+    add_line<kRows, kBlocks>(odd, a, kLine * 8 + 4, sum);
+  };
+  [&]<int... kLine>(std::integer_sequence<int, kLine...>) {
+    (add.template operator()<kLine>(), ...);
+  }(std::make_integer_sequence<int, Unit::kLines>{});
+}
+
+// Adds the products of a unit of 32 columns of bytes. Few rows prefetch.
+template <int kRows, int kBlocks, bool kFew>
+inline void add_bytes(const uint8_t* const* lines, int64_t ahead, const CodeRows<kRows>& a, Sums<kRows, kBlocks>& sum) {
+  constexpr int kColumns = 4, kLines = kQuantizeUnit / kColumns;
 #pragma GCC unroll 8
   for (int i = 0; i < kLines; ++i) {
     if constexpr (kFew) prefetch_lines<kBlocks>(lines, i * kLineBytes + ahead);
-    __m512i w[kBlocks], high[kBlocks];
+    __m512i w[kBlocks];
 #pragma GCC unroll 4
-    for (int b = 0; b < kBlocks; ++b) {
-      w[b] = _mm512_load_si512(lines[b] + i * kLineBytes);
-      if constexpr (kEncoding == Encoding::kInt4) {
-        high[b] = _mm512_and_si512(_mm512_srli_epi16(w[b], 4), low);
-        w[b] = _mm512_and_si512(w[b], low);
-      }
-    }
+    for (int b = 0; b < kBlocks; ++b) w[b] = _mm512_load_si512(lines[b] + i * kLineBytes);
     add_line<kRows, kBlocks>(w, a, i * kColumns, sum);
-    if constexpr (kEncoding == Encoding::kInt4) add_line<kRows, kBlocks>(high, a, i * kColumns + 4, sum);
   }
 }
 
 template <Encoding kEncoding, int kRows, int kBlocks, bool kFew>
 inline void add_group(const IntegerTile& t, const GroupSpan& span, Sums<kRows, kBlocks>& sum) {
-  constexpr int64_t kUnitBytes = kBlockRows * kQuantizeUnit / (kEncoding == Encoding::kInt4 ? 2 : 1);
+  constexpr bool kBytes = kEncoding == Encoding::kInt8;
+  constexpr int64_t kColumns = kBytes ? kQuantizeUnit : Nibbles<kEncoding>::kColumns;
+  constexpr int64_t kUnitBytes = kBytes ? kBlockRows * kQuantizeUnit : Nibbles<kEncoding>::kAllLines * kLineBytes;
   CodeRows<kRows> a(t.a + span.col, t.lda);
   const uint8_t* lines[kBlocks];
   for (int b = 0; b < kBlocks; ++b) lines[b] = t.blocks[b].lines + span.line_begin;
   const int64_t ahead = stream_ahead(t, span);
   int64_t left = span.cols;
   do {
-    add_unit<kEncoding, kRows, kBlocks, kFew>(lines, ahead, a, sum);
-    a.advance(kQuantizeUnit);
+    if constexpr (kBytes) {
+      add_bytes<kRows, kBlocks, kFew>(lines, ahead, a, sum);
+    } else {
+      add_nibbles<kEncoding, kRows, kBlocks, kFew>(lines, ahead, a, sum);
+    }
+    a.advance(kColumns);
     for (int b = 0; b < kBlocks; ++b) lines[b] += kUnitBytes;
-  } while ((left -= kQuantizeUnit) > 0);
+  } while ((left -= kColumns) > 0);
+}
+
+// Sixteen float16, and as many signed bytes or exponents.
+inline __m512 halves(const uint16_t* from) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+inline __m128i sixteen(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+
+// The scales of group g of a block, for its rows.
+inline __m512 group_scale(const IntegerTile& t, const Block& block, int64_t g) {
+  switch (t.shape.format.scales) {
+    case Scales::kByte: {
+      const auto* bytes = static_cast<const uint8_t*>(block.group_scales) + g * kBlockRows;
+      const int64_t super = g * t.shape.format.group / kSuperGroup;
+      return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(sixteen(bytes))),
+                           halves(block.supers + super * kBlockRows));
+    }
+    case Scales::kExponent: {
+      const auto* bytes = static_cast<const uint8_t*>(block.group_scales) + g * kBlockRows;
+      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(sixteen(bytes)), 23));
+    }
+    default:
+      return halves(static_cast<const uint16_t*>(block.group_scales) + g * kBlockRows);
+  }
+}
+
+// Takes the minima of group g from the totals.
+template <int kRows, int kBlocks>
+inline void subtract_minima(const IntegerTile& t, int64_t g, Totals<kRows, kBlocks>& total) {
+  const int64_t super = g * t.shape.format.group / kSuperGroup;
+  __m512 least[kBlocks];
+#pragma GCC unroll 4
+  for (int b = 0; b < kBlocks; ++b) {
+    const Block& block = t.blocks[b];
+    least[b] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sixteen(block.mins + g * kBlockRows))),
+                             halves(block.min_supers + super * kBlockRows));
+  }
+  const float* a_scale = t.a_scales + g;
+  const int32_t* a_sum = t.a_sums + g;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r, next_row(a_scale, t.ld_groups), next_row(a_sum, t.ld_groups)) {
+    const __m512 row = _mm512_set1_ps(*a_scale * static_cast<float>(*a_sum));
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) total.at[r][b] = _mm512_fnmadd_ps(least[b], row, total.at[r][b]);
+  }
 }
 
 // Adds the sums of group g, with its scales, to the totals.
@@ -155,10 +264,7 @@ inline void finish_group(const IntegerTile& t, int64_t g, const Sums<kRows, kBlo
   const float* a_scale = t.a_scales + g;
   const bool grouped = t.blocks[0].group_scales != nullptr;
   __m512 scale[kBlocks];
-  for (int b = 0; grouped && b < kBlocks; ++b) {
-    const auto* halves = static_cast<const uint16_t*>(t.blocks[b].group_scales) + g * kBlockRows;
-    scale[b] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
-  }
+  for (int b = 0; grouped && b < kBlocks; ++b) scale[b] = group_scale(t, t.blocks[b], g);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r, next_row(a_scale, t.ld_groups)) {
     const __m512 row = _mm512_set1_ps(*a_scale);
@@ -196,6 +302,9 @@ struct Avx512 {
       start<kEncoding, kRows, kBlocks>(t, g, sum);
       add_group<kEncoding, kRows, kBlocks, kFew>(t, span, sum);
       finish_group<kRows, kBlocks>(t, g, sum, total);
+      if constexpr (kEncoding == Encoding::kInt4 || kEncoding == Encoding::kInt5) {
+        if (t.blocks[0].mins != nullptr) subtract_minima<kRows, kBlocks>(t, g, total);
+      }
     }
     const bool last = t.end == t.shape.activation_groups();
     c = t.c;

@@ -23,20 +23,24 @@ namespace {
 // Offsets of the parts of every block of a matrix, in bytes from the block's beginning; computed once a call.
 struct Parts {
   explicit Parts(const PackedShape& shape)
-      : encoding(shape.format.encoding),
+      : format(shape.format),
+        encoding(shape.format.encoding),
         group(shape.format.group),
         cols(shape.padded_cols()),
         block_bytes(shape.block_bytes()),
         group_scales(shape.row_scale_bytes()),
         zeros(group_scales + shape.group_scale_bytes()),
+        supers(zeros + shape.zero_bytes()),
+        min_supers(supers + shape.super_bytes()),
         lines(shape.line_offset()),
         row_scaled(shape.row_scale_bytes() > 0),
         stored_zeros(shape.format.zero_points),
         zero(static_cast<float>(shape.format.default_zero())) {}
 
+  Format format;
   Encoding encoding;
   int64_t group;  // 0: none
-  int64_t cols, block_bytes, group_scales, zeros, lines;
+  int64_t cols, block_bytes, group_scales, zeros, supers, min_supers, lines;
   bool row_scaled, stored_zeros;
   float zero;  // where zeros are not stored
 };

@@ -9,6 +9,9 @@
 // Many rows: a panel (some blocks x some columns) is unpacked to the stack once, then a register tile iterates over all
 // rows; partial sums lie in c between panels. Meanwhile the packed bytes of the next panel are prefetched.
 //
+// Units of nibbles (nibbles.h), which bf16 activations never meet here, are unpacked with their scales, and multiplied
+// as they are: one chain in the order of k.
+//
 // V is an ISA's vector of floats (portable/vector.h) and in addition
 //   Element, kDepth      type of the activations, columns per dot (1, or 2: a pair of bf16)
 //   Unpacked             the source (decoders.h) of an unpacked panel
@@ -28,6 +31,7 @@
 
 #include "kernels/generic/decoders.h"
 #include "kernels/generic/prefetch.h"
+#include "kernels/generic/unpack.h"
 #include "kernels/layout.h"
 #include "kernels/tiles.h"
 
@@ -341,8 +345,39 @@ void multiply_source(const PackedProduct<typename V::Element>& p) {
   }
 }
 
-template <class V>
+// `U`: the vectors that unpack.
+template <class V, class U>
+void multiply_unpacked(const PackedProduct<float>& p) {
+  constexpr int64_t kStrip = 256;
+  constexpr int kVectors = kBlockRows / V::kLanes;
+  const Parts parts(p.weights.shape);
+  alignas(64) float rows[kBlockRows * kStrip], turned[kStrip * kBlockRows];
+  for (int64_t b = 0; b < p.weights.blocks; ++b) {
+    for (int64_t col = 0; col < parts.cols; col += kStrip) {
+      const int64_t cols = std::min(kStrip, parts.cols - col);
+      unpack_rows<U>(parts, p.weights.data + b * parts.block_bytes, {col, cols}, {rows, kStrip});
+      for (int64_t k = 0; k < cols; ++k) {
+        for (int64_t r = 0; r < kBlockRows; ++r) turned[k * kBlockRows + r] = rows[r * kStrip + k];
+      }
+      for (int64_t m = 0; m < p.rows; ++m) {
+        const float* a = p.a.row(m) + col;
+        float* c = p.c.row(m) + b * kBlockRows;
+        typename V::Reg sum[kVectors];
+        for (int v = 0; v < kVectors; ++v) sum[v] = col ? V::load(c + v * V::kLanes) : V::zero();
+        for (int64_t k = 0; k < cols; ++k) {
+          const auto x = V::broadcast(a + k);
+          for (int v = 0; v < kVectors; ++v)
+            sum[v] = V::dot(x, V::load(turned + k * kBlockRows + v * V::kLanes), sum[v]);
+        }
+        for (int v = 0; v < kVectors; ++v) V::store(c + v * V::kLanes, sum[v]);
+      }
+    }
+  }
+}
+
+template <class V, class U = V>
 void multiply_any(const PackedProduct<float>& p) {
+  if (decoded_by_unit(p.weights.shape.format)) return multiply_unpacked<V, U>(p);
   switch (p.weights.shape.format.encoding) {
     case Encoding::kBf16:
       return multiply_source<V, Bf16Lines<V>>(p);
@@ -350,7 +385,7 @@ void multiply_any(const PackedProduct<float>& p) {
       return multiply_source<V, Fp8Lines<V>>(p);
     case Encoding::kInt8:
       return multiply_source<V, Int8Lines<V>>(p);
-    case Encoding::kInt4:
+    default:
       return multiply_source<V, Int4Lines<V>>(p);
   }
 }

@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "kernels/generic/nibbles.h"
 #include "kernels/layout.h"
 #include "kernels/tiles.h"
 
@@ -57,10 +58,10 @@ struct GroupSpan {
 
 template <Encoding kEncoding>
 inline GroupSpan group_span(const PackedShape& shape, int64_t g) {
-  constexpr int64_t kPerLine = kEncoding == Encoding::kInt4 ? 8 : 4;
+  constexpr int64_t kColumns = unit_columns(kEncoding), kLines = unit_lines(kEncoding);
   const int64_t group = shape.activation_group(), col = g * group, left = shape.padded_cols() - col;
   const int64_t cols = group < left ? group : left;
-  return {col, cols, col / kPerLine * kLineBytes, cols / kPerLine};
+  return {col, cols, col / kColumns * kLines * kLineBytes, cols / kColumns * kLines};
 }
 
 // Few rows: how far ahead of its lines a group prefetches, into the L1 cache. A group prefetches one line for each line
@@ -120,7 +121,7 @@ inline void multiply_blocks(const IntegerProduct& p, int64_t block, int blocks, 
   const PackedShape& shape = p.weights.shape;
   const int64_t groups = shape.activation_groups();
   const int64_t tiles = (p.rows + Isa::kMaxRows - 1) / Isa::kMaxRows;
-  const int64_t group_bytes = shape.activation_group() / shape.columns_per_line() * kLineBytes;
+  const int64_t group_bytes = shape.lines(shape.activation_group()) * kLineBytes;
   const int64_t chunk_bytes = Isa::kChunkBytes / blocks;
   const int64_t at_once = chunk_bytes > group_bytes ? chunk_bytes / group_bytes : 1;
   for (t.first = 0; t.first < groups; t.first = t.end) {
@@ -168,10 +169,17 @@ inline void multiply_encoded(const IntegerProduct& p) {
 template <class Isa>
 inline void multiply_integer(const IntegerProduct& p) {
   if (p.rows == 0) return;
-  if (p.weights.shape.format.encoding == Encoding::kInt4) {
-    multiply_encoded<Isa, Encoding::kInt4>(p);
-  } else {
-    multiply_encoded<Isa, Encoding::kInt8>(p);
+  switch (p.weights.shape.format.encoding) {
+    case Encoding::kInt4:
+      return multiply_encoded<Isa, Encoding::kInt4>(p);
+    case Encoding::kInt5:
+      return multiply_encoded<Isa, Encoding::kInt5>(p);
+    case Encoding::kInt6:
+      return multiply_encoded<Isa, Encoding::kInt6>(p);
+    case Encoding::kFp4:
+      return multiply_encoded<Isa, Encoding::kFp4>(p);
+    default:
+      return multiply_encoded<Isa, Encoding::kInt8>(p);
   }
 }
 

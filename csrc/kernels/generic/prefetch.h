@@ -50,7 +50,7 @@ struct PrefetchCursor {
 // `lines`: the first line of the first block.
 inline PrefetchCursor prefetch_ahead(const PackedShape& shape, const uint8_t* lines, int64_t blocks, int64_t ahead,
                                      int64_t skipped) {
-  const int64_t run = shape.padded_cols() / shape.columns_per_line();
+  const int64_t run = shape.lines(shape.padded_cols());
   ahead = ahead < run ? ahead : run - 1;
   return {.at = lines + ahead * kLineBytes,
           .stride = shape.block_bytes(),
@@ -63,8 +63,8 @@ inline PrefetchCursor prefetch_ahead(const PackedShape& shape, const uint8_t* li
 // Lines of columns [first_col, first_col + cols) of `blocks` blocks, block after block; `packed`: the first of them.
 inline PrefetchCursor prefetch_columns(const PackedShape& shape, const uint8_t* packed, int64_t blocks,
                                        int64_t first_col, int64_t cols) {
-  const int64_t per_line = shape.columns_per_line(), run = cols / per_line;
-  return {.at = packed + shape.line_offset() + first_col / per_line * kLineBytes,
+  const int64_t run = shape.lines(cols);
+  return {.at = packed + shape.line_offset() + shape.lines(first_col) * kLineBytes,
           .left = blocks * run,
           .until_turn = run,
           .turn_bytes = shape.block_bytes() - run * kLineBytes,

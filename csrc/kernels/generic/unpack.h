@@ -1,15 +1,18 @@
 // Packed weights to rows of float32: out[r, c] = W(16 * block + r, columns.first + c), r < 16, for c < columns.count,
 // with the scales. Columns are given in multiples of 32. Columns are decoded as in decoders.h, a vector holding some
-// rows of a column, and transposed in registers.
+// rows of a column, and transposed in registers. Units of nibbles (nibbles.h) are decoded with scale and minimum of
+// their group: (level - zero) * scale - minimum, each step in float32.
 //
 // V: as in decoders.h, and transpose(block), block[i] lane j <-> block[j] lane i.
 // Include only in a kernel's own translation unit.
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "base/rows.h"
 #include "kernels/generic/decoders.h"
+#include "kernels/generic/nibbles.h"
 
 namespace kt {
 namespace {
@@ -59,6 +62,81 @@ void unpack_groups(const Parts& parts, const uint8_t* block, ColumnRange columns
   }
 }
 
+// What eight columns of a unit share for one vector of a block's rows.
+template <class V>
+struct GroupFactors {
+  typename V::Reg scale, least, row_scale;
+
+  GroupFactors(const Parts& parts, const uint8_t* block, int64_t g, int v) {
+    const int64_t at = g * kBlockRows + v * V::kLanes;
+    const int64_t super = (g * parts.group / kSuperGroup * kBlockRows + v * V::kLanes) * 2;
+    row_scale = V::load(reinterpret_cast<const float*>(block) + v * V::kLanes);
+    scale = V::set(1.0f);
+    least = V::zero();
+    const uint8_t* scales = block + parts.group_scales;
+    const auto halves = [&](int64_t offset) { return V::halves(reinterpret_cast<const uint16_t*>(block + offset)); };
+    if (parts.format.scales == Scales::kByte) {
+      scale = V::signed_bytes(scales + at) * halves(parts.supers + super);
+    } else if (parts.format.scales == Scales::kExponent) {
+      scale = (typename V::Reg)(__builtin_convertvector(V::bytes(scales + at), typename V::Int) << 23);
+    } else if (parts.group) {
+      scale = halves(parts.group_scales + 2 * at);
+    }
+    if (parts.format.mins) least = V::bytes(block + parts.zeros + at) * halves(parts.min_supers + super);
+  }
+};
+
+// Level minus zero of column 8 * kPart + col of a unit, for vector v.
+template <class V, Encoding kEncoding, int kPart>
+inline typename V::Reg level(const uint8_t* unit, int col, int v, float zero) {
+  using Unit = Nibbles<kEncoding>;
+  const int bit = col % 4 * 8, step = 2 * kPart + col / 4;
+  const int64_t offset = v * 4 * V::kLanes;
+  const typename V::Int nibble = load_ints<V>(unit + kPart * kLineBytes + offset) >> (bit + col / 4 * 4) & 15;
+  if constexpr (kEncoding == Encoding::kFp4) {
+    // Twice the value: its bits where a float has them, as fp8's in decoders.h. The sum makes the zero of code 8 a +0.
+    return (typename V::Reg)((nibble & 7) << 22 | (nibble & 8) << 28) * 0x1p127f + V::zero();
+  }
+  typename V::Int code = nibble;
+  if constexpr (Unit::kHighBits > 0) {
+    const typename V::Int high = load_ints<V>(unit + Unit::kLines * kLineBytes + offset);
+    code |= (high >> (bit + Unit::kHighBits * step) & ((1 << Unit::kHighBits) - 1)) << 4;
+  }
+  return code_on_power<V>(code, 63, 0) - (0x1p23f + zero);
+}
+
+// Eight columns of a unit, all rows.
+template <class V, Encoding kEncoding, int kPart>
+inline void unpack_part(const Parts& parts, const uint8_t* unit, const GroupFactors<V>& group, int v, Rows<float> out) {
+#pragma GCC unroll 2
+  for (int half = 0; half < 8; half += V::kLanes) {
+    typename V::Reg values[V::kLanes];
+#pragma GCC unroll 8
+    for (int i = 0; i < V::kLanes; ++i) {
+      values[i] = level<V, kEncoding, kPart>(unit, half + i, v, parts.zero) * group.scale - group.least;
+      values[i] = values[i] * group.row_scale;
+    }
+    V::transpose(values);
+#pragma GCC unroll 8
+    for (int i = 0; i < V::kLanes; ++i) V::store(out.row(i) + 8 * kPart + half, values[i]);
+  }
+}
+
+template <class V, Encoding kEncoding>
+void unpack_nibbles(const Parts& parts, const uint8_t* block, ColumnRange columns, Rows<float> out) {
+  using Unit = Nibbles<kEncoding>;
+  for (int64_t c = 0; c < columns.count; c += Unit::kColumns) {
+    const int64_t col = columns.first + c;
+    const uint8_t* unit = block + parts.lines + col / Unit::kColumns * Unit::kAllLines * kLineBytes;
+    for (int v = 0; v < kBlockRows / V::kLanes; ++v) {
+      const GroupFactors<V> group(parts, block, parts.group ? col / parts.group : 0, v);
+      [&]<int... kPart>(std::integer_sequence<int, kPart...>) {
+        (unpack_part<V, kEncoding, kPart>(parts, unit, group, v, out.from(v * V::kLanes, c)), ...);
+      }(std::make_integer_sequence<int, Unit::kLines>{});
+    }
+  }
+}
+
 template <class V>
 void unpack_rows(const Parts& parts, const uint8_t* block, ColumnRange columns, Rows<float> out) {
   switch (parts.encoding) {
@@ -69,7 +147,14 @@ void unpack_rows(const Parts& parts, const uint8_t* block, ColumnRange columns, 
     case Encoding::kInt8:
       return unpack_groups<V, Int8Lines<V>>(parts, block, columns, out);
     case Encoding::kInt4:
+      if (decoded_by_unit(parts.format)) return unpack_nibbles<V, Encoding::kInt4>(parts, block, columns, out);
       return unpack_groups<V, Int4Lines<V>>(parts, block, columns, out);
+    case Encoding::kInt5:
+      return unpack_nibbles<V, Encoding::kInt5>(parts, block, columns, out);
+    case Encoding::kInt6:
+      return unpack_nibbles<V, Encoding::kInt6>(parts, block, columns, out);
+    case Encoding::kFp4:
+      return unpack_nibbles<V, Encoding::kFp4>(parts, block, columns, out);
   }
 }
 

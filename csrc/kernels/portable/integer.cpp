@@ -1,5 +1,6 @@
 // Integer products for any processor: plain loops, 16 sums of one row at a time. Codes lie in the order of the columns.
-#include "base/fp16.h"
+#include "kernels/generic/group_factors.h"
+#include "kernels/generic/nibbles.h"
 #include "kernels/generic/quantize.h"
 #include "kernels/portable/kernels.h"
 
@@ -24,21 +25,48 @@ void add_int8(const uint8_t* lines, const int8_t* a, int64_t cols, int32_t* sum)
   }
 }
 
-void add_int4(const uint8_t* lines, const int8_t* a, int64_t cols, int32_t* sum) {
-  for (int64_t col = 0; col < cols; col += 8) {
-    const uint8_t* line = lines + col / 8 * kLineBytes;
+// The level of row r in column `col` of a unit of nibbles.
+template <Encoding kEncoding>
+int32_t level(const uint8_t* unit, int64_t r, int64_t col) {
+  using Unit = Nibbles<kEncoding>;
+  const int64_t step = col / 4, byte = 4 * r + col % 4;
+  const int32_t both = unit[step / 2 * kLineBytes + byte], nibble = step % 2 ? both >> 4 : both & 15;
+  if (kEncoding == Encoding::kFp4) return kFp4Levels[nibble];
+  if (Unit::kHighBits == 0) return nibble;
+  const int32_t high = unit[Unit::kLines * kLineBytes + byte] >> (Unit::kHighBits * step);
+  return nibble | (high << 4 & Unit::kHighMask);
+}
+
+template <Encoding kEncoding>
+void add_nibbles(const uint8_t* lines, const int8_t* a, int64_t cols, int32_t* sum) {
+  using Unit = Nibbles<kEncoding>;
+  for (; cols > 0; cols -= Unit::kColumns, a += Unit::kColumns, lines += Unit::kAllLines * kLineBytes) {
     for (int64_t r = 0; r < kBlockRows; ++r) {
-      for (int64_t j = 0; j < 4; ++j) {
-        const int32_t both = line[4 * r + j];
-        sum[r] += (both & 15) * a[col + j] + (both >> 4) * a[col + 4 + j];
-      }
+      for (int64_t col = 0; col < Unit::kColumns; ++col) sum[r] += level<kEncoding>(lines, r, col) * a[col];
     }
+  }
+}
+
+using AddGroup = void (*)(const uint8_t* lines, const int8_t* a, int64_t cols, int32_t* sum);
+
+AddGroup add_group(Encoding encoding) {
+  switch (encoding) {
+    case Encoding::kInt4:
+      return add_nibbles<Encoding::kInt4>;
+    case Encoding::kInt5:
+      return add_nibbles<Encoding::kInt5>;
+    case Encoding::kInt6:
+      return add_nibbles<Encoding::kInt6>;
+    case Encoding::kFp4:
+      return add_nibbles<Encoding::kFp4>;
+    default:
+      return add_int8;
   }
 }
 
 void multiply_row(const PackedShape& shape, const Block& block, const int8_t* a, const float* scales,
                   const int32_t* sums, float* c) {
-  const auto* group_scales = static_cast<const uint16_t*>(block.group_scales);
+  const AddGroup add = add_group(shape.format.encoding);
   float total[kBlockRows] = {};
   for (int64_t g = 0; g < shape.activation_groups(); ++g) {
     const Group group = group_at(shape, g);
@@ -47,11 +75,12 @@ void multiply_row(const PackedShape& shape, const Block& block, const int8_t* a,
       const int64_t zero = block.zeros ? block.zeros[g * kBlockRows + r] : shape.format.default_zero();
       sum[r] = -static_cast<int32_t>(zero) * sums[g];
     }
-    const uint8_t* lines = block.lines + group.col / shape.columns_per_line() * kLineBytes;
-    (shape.format.encoding == Encoding::kInt4 ? add_int4 : add_int8)(lines, a + group.col, group.cols, sum);
+    const uint8_t* lines = block.lines + shape.lines(group.col) * kLineBytes;
+    add(lines, a + group.col, group.cols, sum);
     for (int64_t r = 0; r < kBlockRows; ++r) {
-      const float factor = group_scales ? fp16_to_float(group_scales[g * kBlockRows + r]) * scales[g] : scales[g];
+      const float factor = block.group_scales ? group_scale(shape.format, block, g, r) * scales[g] : scales[g];
       total[r] += static_cast<float>(sum[r]) * factor;
+      if (block.mins) total[r] -= group_min(shape.format, block, g, r) * (scales[g] * static_cast<float>(sums[g]));
     }
   }
   for (int64_t r = 0; r < kBlockRows; ++r) c[r] = total[r] * block.row_scales[r];

@@ -4,7 +4,7 @@
 //   Reg, Int, Short: vectors of float, int32_t, int16_t; kLanes floats
 //   zero, set, load, store, broadcast(address), fma(a, b, c) = a * b + c
 //   load_partial, store_partial: the first `count` lanes, the others read as zero and not written
-//   widen, widen_partial: kLanes bf16 to floats; halves, bytes: kLanes float16 or uint8
+//   widen, widen_partial: kLanes bf16 to floats; halves, bytes, signed_bytes: kLanes float16, uint8 or int8
 //   high_bytes(from, h): of each 16 bytes the lower (h = 0) or upper 8, each the high byte of 16 bits
 //   transpose(block): block[i] lane j <-> block[j] lane i
 //   sum: all lanes, always in the same order
@@ -56,6 +56,10 @@ struct Vec4 {
   static Reg bytes(const uint8_t* from) {
     return Reg{static_cast<float>(from[0]), static_cast<float>(from[1]), static_cast<float>(from[2]),
                static_cast<float>(from[3])};
+  }
+  static Reg signed_bytes(const uint8_t* from) {
+    return Reg{static_cast<float>(static_cast<int8_t>(from[0])), static_cast<float>(static_cast<int8_t>(from[1])),
+               static_cast<float>(static_cast<int8_t>(from[2])), static_cast<float>(static_cast<int8_t>(from[3]))};
   }
   static Int high_bytes(const uint8_t* from, int half) {
     Short value;

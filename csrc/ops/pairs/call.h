@@ -55,7 +55,7 @@ enum class Arithmetic { kFloat, kBf16, kInt8 };
 // multiplied as bf16 where the instruction set can; otherwise widened to float32.
 inline Arithmetic arithmetic_of(const Engine& engine, const RoutedCall& call) {
   if (call.x.dtype != DType::kBf16) return Arithmetic::kFloat;
-  if (engine.layer.format().integer()) return Arithmetic::kInt8;
+  if (engine.layer.integer()) return Arithmetic::kInt8;
   return engine.tiles.multiply_bf16 ? Arithmetic::kBf16 : Arithmetic::kFloat;
 }
 

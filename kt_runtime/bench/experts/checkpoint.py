@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kt_runtime.bench.experts.gguf_blocks import write_layer
 from kt_runtime.bench.experts.layer_case import Weights
 from kt_runtime.bench.experts.plan import ENCODINGS, Encoding
 from kt_runtime.errors import InvalidValueError
@@ -34,8 +35,14 @@ Named = dict[str, Tensor]
 
 
 def write_checkpoint(directory: Path, encoding: str, weights: Weights) -> None:
-    """`encoding`: one of ENCODINGS. The directory must exist."""
+    """`encoding`: one of ENCODINGS. The directory must exist. The experts' prefix is `prefix(encoding)`."""
     how = ENCODINGS[encoding]
+    if how.gguf:
+        write_layer(directory / "model.gguf", how.gguf, weights)
+        files = [str(directory / "model.gguf")]
+        stated = {"quantization_config": {"quant_method": "gguf", "files": files}}
+        (directory / "config.json").write_text(json.dumps(stated))
+        return
     config = _quantization_config(encoding, how)
     (directory / "config.json").write_text(json.dumps({"quantization_config": config} if config else {}))
     encode = _encoder(encoding, how)
@@ -46,6 +53,10 @@ def write_checkpoint(directory: Path, encoding: str, weights: Weights) -> None:
         for expert in range(num_experts):
             for tensor in _expert_tensors(weights, expert, encode).values():
                 file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def prefix(encoding: str) -> str:
+    return "blk.0" if ENCODINGS[encoding].gguf else PREFIX
 
 
 def _expert_tensors(weights: Weights, expert: int, encode: Callable[[Tensor], Named]) -> Named:

@@ -88,11 +88,15 @@ def parse_shape(text: str) -> BenchShape:
 
 @dataclass(frozen=True)
 class Encoding:
-    """A checkpoint's weight storage: `bits` per weight, one scale per `group` columns (0: fp8 blocks, or bf16)."""
+    """A checkpoint's weight storage: `bits` per weight, one scale per `group` columns (0: fp8 blocks, or bf16).
+
+    `gguf`: the type of a GGUF file's tensors; empty for safetensors.
+    """
 
     bits: int
     group: int = 0
     zero_points: bool = False
+    gguf: str = ""
 
 
 # Checkpoint encodings by name.
@@ -103,6 +107,14 @@ ENCODINGS = {
     "int4_g128": Encoding(4, 128),
     "int4_g128_zp": Encoding(4, 128, zero_points=True),
     "int8_g128": Encoding(8, 128),
+    # llama.cpp's files
+    "q8_0": Encoding(8, 32, gguf="Q8_0"),
+    "q4_0": Encoding(4, 32, gguf="Q4_0"),
+    "q5_0": Encoding(5, 32, gguf="Q5_0"),
+    "mxfp4": Encoding(4, 32, gguf="MXFP4"),
+    "q4_k": Encoding(4, 32, gguf="Q4_K"),
+    "q5_k": Encoding(5, 32, gguf="Q5_K"),
+    "q6_k": Encoding(6, 16, gguf="Q6_K"),
 }
 
 
@@ -127,6 +139,7 @@ FORMATS = {
         BenchFormat("int4_g128", "int4_g128", None, "int8"),
         BenchFormat("int4_g128_zp", "int4_g128_zp", None, "int8"),
         BenchFormat("int8_g128", "int8_g128", None, "int8"),
+        *(BenchFormat(name, name, None, "int8") for name, encoding in ENCODINGS.items() if encoding.gguf),
     )
 }
 DEFAULT_FORMATS = ("bf16", "fp8", "int8", "int4")

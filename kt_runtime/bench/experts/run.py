@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_runtime import __version__
-from kt_runtime.bench.experts.checkpoint import PREFIX, write_checkpoint
+from kt_runtime.bench.experts.checkpoint import prefix, write_checkpoint
 from kt_runtime.bench.experts.layer_case import LayerCase, Weights
 from kt_runtime.bench.experts.limits import Limits, last_level_cache_bytes, measure_limits
 from kt_runtime.bench.experts.measurement import Row
@@ -129,7 +129,7 @@ class Run:
         start = time.perf_counter()
         with PeakMemory() as peak:
             store = ExpertStore.load(
-                directory, {0: PREFIX}, sizes, isa=isa, num_threads=threads, expert_format=form.quantize
+                directory, {0: prefix(form.encoding)}, sizes, isa=isa, num_threads=threads, expert_format=form.quantize
             )
         extra = peak.extra_bytes
         self._loads.append(

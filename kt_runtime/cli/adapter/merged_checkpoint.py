@@ -26,7 +26,7 @@ from kt_runtime.cli.adapter.export_record import RECORD_FILE, record_of
 from kt_runtime.errors import CheckpointError, ConflictError, InvalidValueError
 from kt_runtime.experts.dequantize import CODES, PARTS, plain_tensors
 from kt_runtime.families import family_for
-from kt_runtime.families.quantization import CONFIG_KEYS, quantization_of
+from kt_runtime.families.quantization import CONFIG_KEYS, GgufQuantization, quantization_of
 from kt_runtime.files import write_directory
 from kt_runtime.serve.memory.plan import format_bytes
 from kt_runtime.serve.models.checkpoint_files import (
@@ -75,6 +75,11 @@ def write_merged(
     """
     config = check_checkpoint(base)
     quantization = quantization_of(config)
+    if isinstance(quantization, GgufQuantization):
+        raise CheckpointError(
+            f"{base}: is a GGUF model, into which no adapter is merged; export the adapter as --format gguf, which "
+            "llama.cpp loads beside the model, or as peft"
+        )
     if dtype is None and quantization is not None:
         dtype = torch.bfloat16
     files = weight_files(base)

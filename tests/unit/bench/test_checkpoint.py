@@ -9,23 +9,27 @@ import torch
 from reference.drawn import drawn
 from torch import Tensor
 
-from kt_runtime.bench.experts.checkpoint import PREFIX, pack_words, to_fp8_blocks, to_integers, write_checkpoint
+from kt_runtime.bench.experts.checkpoint import pack_words, prefix, to_fp8_blocks, to_integers, write_checkpoint
 from kt_runtime.bench.experts.layer_case import LayerCase
-from kt_runtime.bench.experts.plan import FORMATS
+from kt_runtime.bench.experts.plan import FORMATS, BenchShape
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import ExpertShape, ExpertStore
 
 # Largest relative error of a weight matrix (Frobenius) that rounding to the format explains.
 TOLERANCES = {"bf16": 0.0, "fp8": 0.03, "int8": 0.012}
 TOLERANCES |= {"int4": 0.12, "int4_g32": 0.12, "int4_g128": 0.15, "int4_g128_zp": 0.15, "int8_g128": 0.012}
+TOLERANCES |= {"q8_0": 0.008, "q4_0": 0.11, "q5_0": 0.06, "mxfp4": 0.15, "q4_k": 0.1, "q5_k": 0.05, "q6_k": 0.025}
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_store_reads_what_was_written(case: LayerCase, name: str, tmp_path: Path) -> None:
-    form, shape = FORMATS[name], case.shape
+    form = FORMATS[name]
+    if name.endswith("_k"):
+        case = LayerCase(BenchShape("whole blocks", 3, 2, 256, 512))
+    shape = case.shape
     write_checkpoint(tmp_path, form.encoding, case.weights)
     sizes = ExpertShape(shape.num_experts, shape.hidden, shape.intermediate)
-    store = ExpertStore.load(tmp_path, {0: PREFIX}, sizes, expert_format=form.quantize, num_threads=2)
+    store = ExpertStore.load(tmp_path, {0: prefix(form.encoding)}, sizes, expert_format=form.quantize, num_threads=2)
     for expert in (0, shape.num_experts - 1):
         for got, wanted in zip(store.layers[0].unpacked(expert), case.weights.expert(expert).values(), strict=True):
             error = (got.double() - wanted.double()).norm() / wanted.double().norm()

@@ -1,6 +1,7 @@
 // A random matrix in any format, packed, with the values that it decodes to.
 #pragma once
 
+#include "base/fp16.h"
 #include "base/fp8.h"
 #include "checks.h"
 #include "weights/packed.h"
@@ -10,9 +11,63 @@ namespace kt_test {
 // Formats that kernels are tested with: every encoding, with and without groups and stored zeros.
 inline std::vector<kt::Format> all_formats() {
   using enum kt::Encoding;
-  return {{kBf16, 0, false},  {kFp8, 128, false}, {kFp8, 0, false},   {kInt8, 0, false},   {kInt8, 32, false},
-          {kInt8, 128, true}, {kInt4, 0, false},  {kInt4, 32, false}, {kInt4, 128, false}, {kInt4, 128, true}};
+  return {{kBf16, 0, false},
+          {kFp8, 128, false},
+          {kFp8, 0, false},
+          {kInt8, 0, false},
+          {kInt8, 32, false},
+          {kInt8, 128, true},
+          {kInt4, 0, false},
+          {kInt4, 32, false},
+          {kInt4, 128, false},
+          {kInt4, 128, true},
+          {kInt5, 32, false},
+          {kFp4, 32, false, kt::Scales::kExponent},
+          {kInt4, 32, false, kt::Scales::kByte, true},
+          {kInt5, 32, false, kt::Scales::kByte, true},
+          {kInt6, 16, false, kt::Scales::kByte}};
 }
+
+// The codes with the highest and the lowest level, and the level of a code.
+inline uint8_t top_code(const kt::Format& format) {
+  static constexpr uint8_t kTop[] = {255, 255, 255, 15, 31, 63, 7};
+  return kTop[static_cast<int>(format.encoding)];
+}
+inline uint8_t bottom_code(const kt::Format& format) { return format.encoding == kt::Encoding::kFp4 ? 15 : 0; }
+inline int level_of(const kt::Format& format, uint8_t code) {
+  return format.encoding == kt::Encoding::kFp4 ? kt::kFp4Levels[code] : code;
+}
+
+// What a matrix has beside its codes.
+struct Factors {
+  std::vector<float> scales;
+  std::vector<uint8_t> zeros, scale_bytes;
+  std::vector<uint16_t> supers, min_supers;
+
+  // Scales of 1, no minima.
+  static Factors units(const kt::PackedShape& shape) {
+    const auto groups = static_cast<size_t>(shape.rows * shape.groups());
+    const auto supers = static_cast<size_t>(shape.rows * shape.supers());
+    const kt::Format& format = shape.format;
+    Factors made;
+    if (format.scales == kt::Scales::kHalf) made.scales.assign(groups, 1.0f);
+    if (format.scales == kt::Scales::kExponent) made.scale_bytes.assign(groups, 127);
+    if (format.scales == kt::Scales::kByte) {
+      made.scale_bytes.assign(groups, 1);
+      made.supers.assign(supers, kt::float_to_fp16(1.0f));
+    }
+    if (format.mins) {
+      made.zeros.assign(groups, 0);
+      made.min_supers.assign(supers, kt::float_to_fp16(1.0f));
+    }
+    return made;
+  }
+
+  kt::PlainMatrix plain(const kt::PackedShape& shape, const uint8_t* codes) const {
+    const auto at = [](const auto& values) { return values.empty() ? nullptr : values.data(); };
+    return {shape, codes, at(scales), at(zeros), at(scale_bytes), at(supers), at(min_supers)};
+  }
+};
 
 class PackedCase {
  public:
@@ -22,7 +77,10 @@ class PackedCase {
     using enum kt::Encoding;
     const bool wide = format.encoding == kBf16;
     codes.resize(static_cast<size_t>(rows * cols * (wide ? 2 : 1)));
-    const float unit = size / (format.encoding == kFp8 ? 110.0f : format.encoding == kInt8 ? 74.0f : 4.6f);
+    const float unit = size / (format.encoding == kFp8    ? 110.0f
+                               : format.encoding == kInt8 ? 74.0f
+                               : format.encoding == kInt5 ? 9.0f
+                                                          : 4.6f);
     for (int64_t i = 0; i < rows * cols; ++i) {
       if (wide) {
         const uint16_t bits = kt::float_to_bf16(size * random.normal());
@@ -31,17 +89,20 @@ class PackedCase {
         codes[static_cast<size_t>(i)] = random_code(format, random);
       }
     }
-    if (!wide) {
+    if (format.scales != kt::Scales::kHalf) {
+      draw_bytes(size, random);
+    } else if (!wide) {
       for (int64_t i = 0; i < rows * shape.groups(); ++i)
-        scales.push_back(kt::bf16_to_float(kt::float_to_bf16(unit * (0.5f + 0.6f * std::fabs(random.normal())))));
+        factors_.scales.push_back(
+            kt::bf16_to_float(kt::float_to_bf16(unit * (0.5f + 0.6f * std::fabs(random.normal())))));
     }
     if (format.encoding == kt::Encoding::kFp8 && format.group) {
       for (int64_t i = 0; i < rows * shape.groups(); ++i)
-        scales[static_cast<size_t>(i)] =
-            scales[static_cast<size_t>(i % shape.groups() + i / shape.groups() / 16 * 16 * shape.groups())];
+        factors_.scales[static_cast<size_t>(i)] =
+            factors_.scales[static_cast<size_t>(i % shape.groups() + i / shape.groups() / 16 * 16 * shape.groups())];
     }
     for (int64_t i = 0; format.zero_points && i < rows * shape.groups(); ++i)
-      zeros.push_back(random_code(format, random));
+      factors_.zeros.push_back(random_code(format, random));
     data_.resize(static_cast<size_t>(shape.bytes() + 64));
     kt::pack_blocks(plain(), 0, shape.blocks(), data());
     for (int64_t row = 0; row < rows; ++row) {
@@ -52,21 +113,42 @@ class PackedCase {
   double at(int64_t row, int64_t col) const {
     return row < shape.rows && col < shape.cols ? values_[static_cast<size_t>(row * shape.cols + col)] : 0.0;
   }
-  kt::PlainMatrix plain() const {
-    return {shape, codes.data(), scales.empty() ? nullptr : scales.data(), zeros.empty() ? nullptr : zeros.data()};
-  }
+  kt::PlainMatrix plain() const { return factors_.plain(shape, codes.data()); }
   kt::PackedBlocks blocks() const { return {shape, data(), shape.blocks()}; }
   const uint8_t* data() const { return aligned(const_cast<uint8_t*>(data_.data())); }
   uint8_t* data() { return aligned(data_.data()); }
 
   const kt::PackedShape shape;
-  std::vector<uint8_t> codes, zeros;
-  std::vector<float> scales;
+  std::vector<uint8_t> codes;
 
  private:
+  // Bytes with their factors, or exponents.
+  void draw_bytes(float size, Random& random) {
+    const kt::Format& format = shape.format;
+    for (int64_t i = 0; i < shape.rows * shape.groups(); ++i) {
+      const auto drawn = random.below(64);
+      if (format.scales == kt::Scales::kExponent) {
+        factors_.scale_bytes.push_back(static_cast<uint8_t>(124 + std::ilogb(size) + drawn % 3 - 1));
+        continue;
+      }
+      factors_.scale_bytes.push_back(static_cast<uint8_t>(format.mins ? drawn : 2 * drawn - 64));
+      // Columns beyond the matrix decode to minus the minimum of their group.
+      const bool whole = (i % shape.groups() + 1) * format.group <= shape.cols;
+      if (format.mins) factors_.zeros.push_back(whole ? static_cast<uint8_t>(random.below(64)) : uint8_t{0});
+    }
+    if (format.scales != kt::Scales::kByte) return;
+    const float unit = size / (format.mins ? 40.0f * static_cast<float>(top_code(format)) / 4 : 37.0f * 18.0f);
+    for (int64_t i = 0; i < shape.rows * shape.supers(); ++i) {
+      const auto factor = [&] { return kt::float_to_fp16(unit * (0.5f + 0.6f * std::fabs(random.normal()))); };
+      factors_.supers.push_back(factor());
+      if (format.mins) factors_.min_supers.push_back(kt::float_to_fp16(size / 40.0f * static_cast<float>(i % 3 + 1)));
+    }
+  }
+
   static uint8_t random_code(const kt::Format& format, Random& random) {
     const auto code = static_cast<uint8_t>(random.below(256));
-    if (format.encoding == kt::Encoding::kInt4) return code & 15;
+    if (format.encoding == kt::Encoding::kFp4) return code & 15;
+    if (format.integer()) return code & top_code(format);
     if (format.encoding == kt::Encoding::kFp8) return kt::fp8_is_nan(code) ? code & 0x80 : code;
     return code;
   }
@@ -74,6 +156,7 @@ class PackedCase {
     return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(from) + 63) & ~uintptr_t{63});
   }
 
+  Factors factors_;
   std::vector<uint8_t> data_;
   std::vector<double> values_;
 };

@@ -104,21 +104,22 @@ class FloatTest {
 
   // Activations that are one in one column and zero elsewhere give back the decoded weights, every code among them.
   void every_code(kt::Format format) {
-    const int64_t rows = 16, cols = format.encoding == kt::Encoding::kInt4 ? 32 : 256;
+    const int64_t rows = 16, cols = std::max<int64_t>(32, top_code(format) + 1);
     const int64_t tokens = cols;
     std::vector<uint8_t> codes(static_cast<size_t>(rows * cols));
     for (int64_t i = 0; i < rows * cols; ++i) {
-      const int64_t all_bits = format.encoding == kt::Encoding::kInt4 ? 15 : 255;
+      const int64_t all_bits = format.encoding == kt::Encoding::kFp4 ? 15 : top_code(format);
       const auto code = static_cast<uint8_t>((i % cols + i / cols) & all_bits);
       const bool nan = format.encoding == kt::Encoding::kFp8 && kt::fp8_is_nan(code);
       codes[static_cast<size_t>(i)] = nan ? 0 : code;
     }
     const kt::PackedShape shape{rows, cols, format};
-    const std::vector<float> scales(static_cast<size_t>(rows * shape.groups()), 0.5f);
-    const std::vector<uint8_t> zeros(static_cast<size_t>(rows * shape.groups()), 3);
+    Factors factors = Factors::units(shape);
+    for (float& scale : factors.scales) scale = 0.5f;
+    if (format.zero_points || format.mins) factors.zeros.assign(static_cast<size_t>(rows * shape.groups()), 3);
     std::vector<uint8_t> data(static_cast<size_t>(shape.bytes() + kt::kLineBytes));
     uint8_t* packed = data.data() + (-reinterpret_cast<uintptr_t>(data.data()) & (kt::kLineBytes - 1));
-    kt::pack_blocks({shape, codes.data(), scales.data(), format.zero_points ? zeros.data() : nullptr}, 0, 1, packed);
+    kt::pack_blocks(factors.plain(shape, codes.data()), 0, 1, packed);
     std::vector<T> a(static_cast<size_t>(tokens * cols));
     for (int64_t m = 0; m < tokens; ++m) make(1.0f, &a[static_cast<size_t>(m * cols + m)]);
     std::vector<float> c(static_cast<size_t>(tokens * rows));

@@ -191,17 +191,17 @@ bool at_top(int64_t row, int64_t col) { return row == 0 || (row > 1 && (col >> (
 // Weights' codes at the ends of their range; activations 127 and `low`.
 void check_extremes(const kt::Tiles& tiles, const Format& format, int64_t cols, float low, Report& report) {
   const PackedShape shape{16, cols, format};
-  const int top = format.encoding == Encoding::kInt4 ? 15 : 255;
-  const std::vector<float> scales(static_cast<size_t>(16 * shape.groups()), 1.0f);
-  std::vector<uint8_t> codes, zeros;
+  const uint8_t top = top_code(format), bottom = bottom_code(format);
+  Factors factors = Factors::units(shape);
+  std::vector<uint8_t> codes;
   for (int64_t row = 0; row < 16; ++row) {
-    for (int64_t k = 0; k < cols; ++k) codes.push_back(static_cast<uint8_t>(at_top(row, k) ? top : 0));
+    for (int64_t k = 0; k < cols; ++k) codes.push_back(at_top(row, k) ? top : bottom);
     for (int64_t g = 0; format.zero_points && g < shape.groups(); ++g)
-      zeros.push_back(static_cast<uint8_t>(row % 2 ? top : 0));
+      factors.zeros.push_back(row % 2 ? top : uint8_t{0});
   }
   std::vector<uint8_t> packed(static_cast<size_t>(shape.bytes() + 64));
   uint8_t* data = packed.data() + (64 - reinterpret_cast<uintptr_t>(packed.data()) % 64) % 64;
-  kt::pack_blocks({shape, codes.data(), scales.data(), zeros.empty() ? nullptr : zeros.data()}, 0, 1, data);
+  kt::pack_blocks(factors.plain(shape, codes.data()), 0, 1, data);
   constexpr int64_t kRows = 7;
   std::vector<float> in;
   for (int64_t m = 0; m < kRows; ++m) {
@@ -220,7 +220,7 @@ void check_extremes(const kt::Tiles& tiles, const Format& format, int64_t cols, 
     for (int64_t n = 0; n < 16; ++n) {
       const double zero = format.zero_points ? (n % 2 ? top : 0) : static_cast<double>(format.default_zero());
       const Sum sum = dot(
-          cols, [&](int64_t k) { return (at_top(n, k) ? top : 0) - zero; },
+          cols, [&](int64_t k) { return level_of(format, at_top(n, k) ? top : bottom) - zero; },
           [&](int64_t k) { return in[static_cast<size_t>(m * cols + k)]; });
       report.close(what, static_cast<double>(c[static_cast<size_t>(m * 16 + n)]), sum.value, tolerance, sum.scale);
     }

@@ -79,9 +79,9 @@ def test_a_misspelt_name_gets_the_nearest_preset(places: Path, text: str) -> Non
 
 
 def test_a_file_is_refused(places: Path) -> None:
-    (places / "model.gguf").touch()
-    with pytest.raises(CheckpointError, match=r"model\.gguf: is a file; a model is a directory"):
-        resolve_model("model.gguf")
+    (places / "model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"model\.bin: is a file; a model is a directory"):
+        resolve_model("model.bin")
 
 
 def test_a_preset_that_cannot_be_used_is_refused_with_its_note(places: Path) -> None:

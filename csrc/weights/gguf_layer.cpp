@@ -1,0 +1,142 @@
+#include "weights/gguf_layer.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "base/memory.h"
+#include "weights/checkpoint/unpack.h"
+
+namespace kt {
+namespace {
+
+// Blocks of the file that are read and packed at a time: they stay in the L2 cache.
+constexpr int64_t kStripBytes = 256 << 10;
+
+std::string name_of(const std::string& prefix, Projection part) {
+  return prefix + ".ffn_" + kProjectionNames[part] + "_exps.weight";
+}
+
+std::string text_of(const std::vector<int64_t>& sizes) {
+  std::string text = "[";
+  for (size_t i = 0; i < sizes.size(); ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
+  return text + "]";
+}
+
+// A strip of rows as plain parts.
+class Strip {
+ public:
+  Strip(const GgufType& type, int64_t rows, int64_t cols) : shape_{rows, cols, type.format} {
+    const Format& format = type.format;
+    const auto groups = static_cast<size_t>(rows * shape_.groups());
+    const auto supers = static_cast<size_t>(rows * shape_.supers());
+    codes_.resize(static_cast<size_t>(rows * cols));
+    if (format.scales == Scales::kHalf) scales_.resize(groups);
+    if (format.scales != Scales::kHalf) scale_bytes_.resize(groups);
+    if (format.mins) mins_.resize(groups);
+    if (format.scales == Scales::kByte) supers_.resize(supers);
+    if (format.mins) min_supers_.resize(supers);
+  }
+
+  GgufParts parts() {
+    return {codes_.data(), scales_.data(), scale_bytes_.data(), mins_.data(), supers_.data(), min_supers_.data()};
+  }
+  PlainMatrix plain(int64_t rows) const {
+    return {.shape = {rows, shape_.cols, shape_.format},
+            .codes = codes_.data(),
+            .scales = at(scales_),
+            .zeros = at(mins_),
+            .scale_bytes = at(scale_bytes_),
+            .supers = at(supers_),
+            .min_supers = at(min_supers_)};
+  }
+
+ private:
+  template <class T>
+  static const T* at(const std::vector<T>& values) {
+    return values.empty() ? nullptr : values.data();
+  }
+
+  PackedShape shape_;
+  std::vector<uint8_t> codes_, scale_bytes_, mins_;
+  std::vector<float> scales_;
+  std::vector<uint16_t> supers_, min_supers_;
+};
+
+}  // namespace
+
+bool GgufLayer::is_there(const Checkpoint& checkpoint, const std::string& prefix) {
+  return checkpoint.contains(name_of(prefix, kGate)) || checkpoint.contains(name_of(prefix, kDown));
+}
+
+std::string GgufLayer::where(Projection part) const {
+  return matrices_[part].tensor.file->path() + ": tensor '" + matrices_[part].name + "'";
+}
+
+Status GgufLayer::find(const Checkpoint& checkpoint, ExpertShape shape, Projection part) {
+  const bool down = part == kDown;
+  const int64_t rows = down ? shape.hidden : shape.intermediate, cols = down ? shape.intermediate : shape.hidden;
+  Matrices& found = matrices_[part];
+  KT_RETURN_IF_ERROR(checkpoint.find(found.name, &found.tensor));
+  const TensorEntry& entry = *found.tensor.entry;
+  found.type = find_gguf_type(entry.dtype);
+  if (found.type == nullptr)
+    return bad_checkpoint(where(part) + " has type " + entry.dtype + "; experts are served in " + known_gguf_types());
+  const std::vector<int64_t> wanted = {shape.num_experts, rows, cols};
+  if (entry.shape != wanted)
+    return bad_checkpoint(where(part) + " has shape " + text_of(entry.shape) + ", expected " + text_of(wanted));
+  if (cols % found.type->columns)
+    return bad_checkpoint(where(part) + " has rows of " + std::to_string(cols) + " weights, expected a multiple of " +
+                          std::to_string(found.type->columns) + " (blocks of " + entry.dtype + ")");
+  const int64_t bytes = shape.num_experts * rows * (cols / found.type->columns) * found.type->bytes;
+  if (entry.bytes != bytes)
+    return bad_checkpoint(where(part) + " has " + std::to_string(entry.bytes) + " bytes, expected " +
+                          std::to_string(bytes));
+  return {};
+}
+
+Status GgufLayer::open(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape, GgufLayer* layer) {
+  for (const Projection part : {kGate, kUp, kDown}) {
+    layer->matrices_[part].name = name_of(prefix, part);
+    KT_RETURN_IF_ERROR(layer->find(checkpoint, shape, part));
+  }
+  const GgufType *gate = layer->type_of(kGate), *up = layer->type_of(kUp), *down = layer->type_of(kDown);
+  if (gate != up)
+    return bad_checkpoint(layer->where(kUp) + " has type " + up->name + ", expected " + gate->name + " as '" +
+                          layer->matrices_[kGate].name + "'");
+  if (gate->format.integer() != down->format.integer())
+    return bad_checkpoint(layer->where(kDown) + " has type " + down->name + ", and '" + layer->matrices_[kGate].name +
+                          "' " + gate->name + "; expected all of a layer in BF16, or none");
+  return {};
+}
+
+Status GgufLayer::load_piece(int64_t expert, Projection part, int node, ExpertLayer& into) const {
+  const GgufType& type = *type_of(part);
+  const Matrices& matrices = matrices_[part];
+  const PackedShape shape = into.shape_of(part);
+  const ExpertLayer::Piece piece = into.piece(expert, part, node);
+  const int64_t blocks_of_row = shape.cols / type.columns, row_bytes = blocks_of_row * type.bytes;
+  const int64_t strip_blocks = std::max<int64_t>(1, kStripBytes / (row_bytes * kBlockRows));
+  const bool bf16 = !type.format.integer();
+  AlignedBuffer raw;
+  Strip strip(type, bf16 ? 0 : strip_blocks * kBlockRows, shape.cols);
+  for (int64_t block = 0; block < piece.blocks.blocks; block += strip_blocks) {
+    const int64_t count = std::min(strip_blocks, piece.blocks.blocks - block);
+    const int64_t first_row = (piece.first + block) * kBlockRows;
+    const int64_t rows = std::min(count * kBlockRows, shape.rows - first_row);
+    const int64_t stored = expert * shape.rows + first_row;  // a row of the tensor
+    auto* bytes = raw.reserve<uint8_t>(rows * row_bytes);
+    KT_RETURN_IF_ERROR(matrices.tensor.file->read(*matrices.tensor.entry, stored * row_bytes, rows * row_bytes, bytes));
+    const int64_t bad = bf16 ? first_not_finite(reinterpret_cast<const uint16_t*>(bytes), rows * shape.cols)
+                             : unpack_gguf(type, bytes, rows * blocks_of_row, strip.parts());
+    if (bad >= 0)
+      return bad_checkpoint(where(part) + " holds a " + (bf16 ? "weight" : "scale") +
+                            " that is NaN, infinite or above 1e30 in block " +
+                            std::to_string(stored * blocks_of_row + bad) + " of " + type.name);
+    PlainMatrix plain =
+        bf16 ? PlainMatrix{{rows, shape.cols, type.format}, bytes, nullptr, nullptr} : strip.plain(rows);
+    pack_blocks(plain, 0, count, into.piece_data(expert, part, node) + block * shape.block_bytes());
+  }
+  return {};
+}
+
+}  // namespace kt

@@ -1,0 +1,132 @@
+"""Matrices in GGUF's block types, and a GGUF file of one layer's experts.
+
+The `gguf` package quantizes to Q8_0, Q4_0, Q5_0 and MXFP4. The K types are quantized here, by rounding to nearest with
+scales from the extremes of each group; llama.cpp searches for better ones. Layouts:
+csrc/weights/checkpoint/gguf_blocks.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kt_runtime.bench.experts.layer_case import Weights
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.gguf_file import BLOCKS
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+TENSORS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+
+
+def to_blocks(values: Floats, kind: str) -> Bytes:
+    """float32 [..., columns] -> bytes of the blocks [..., bytes of a row].
+
+    Raises InvalidValueError for columns that are no whole blocks.
+    """
+    import gguf
+
+    per_block, block_bytes = BLOCKS[kind]
+    columns = values.shape[-1]
+    if columns % per_block:
+        raise InvalidValueError(f"{kind} has blocks of {per_block} weights; rows of {columns} are no whole blocks")
+    if kind not in _K_TYPES:
+        return np.asarray(gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]), np.uint8)
+    blocks = _K_TYPES[kind](values.reshape(-1, 256))
+    assert blocks.shape[1] == block_bytes
+    return blocks.reshape(*values.shape[:-1], columns // per_block * block_bytes)
+
+
+def write_layer(path: Path, kind: str, weights: Weights) -> None:
+    """Writes the experts of a layer as those of `blk.0`."""
+    num_experts = weights.down.shape[0]
+    tensors = {}
+    for projection, tensor in TENSORS.items():
+        matrices = (weights.expert(expert)[projection] for expert in range(num_experts))
+        stacked = np.stack([to_blocks(matrix.to(torch.float32).numpy(), kind) for matrix in matrices])
+        tensors[f"blk.0.{tensor}.weight"] = kind, stacked
+    write_tensors(path, tensors)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, tuple[str, Bytes]]) -> None:
+    """Writes a GGUF file without a model's keys. `tensors`: type and blocks [..., bytes of a row] by name."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "experts")
+    for name, (kind, blocks) in tensors.items():
+        quantized = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor_info(name, blocks.shape, blocks.dtype, blocks.nbytes, quantized)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for _, blocks in tensors.values():
+            writer.write_tensor_data(blocks)
+    finally:
+        writer.close()
+
+
+def _halves(values: Floats) -> Bytes:
+    """float16 [n, k] as bytes [n, 2 k]."""
+    return values.astype("<f2").view(np.uint8)
+
+
+def _pairs(blocks: Floats, highest: int) -> tuple[Bytes, Bytes]:
+    """(the 16 bytes of factors, scales and minima; codes [n, 256]) of Q4_K and Q5_K."""
+    groups = blocks.reshape(-1, 8, 32)
+    least = np.maximum(-groups.min(2), 0)
+    scale = np.maximum(groups.max(2) + least, 1e-20) / highest
+    factor, least_factor = (_half(values.max(1, keepdims=True) / 63) for values in (scale, least))
+    scales = np.clip(np.rint(scale / factor), 0, 63).astype(np.uint8)
+    minima = np.clip(np.rint(least / least_factor), 0, 63).astype(np.uint8)
+    step = np.maximum((factor * scales)[:, :, None], 1e-20)
+    codes = np.clip(np.rint((groups + (least_factor * minima)[:, :, None]) / step), 0, highest)
+    packed = np.empty((len(blocks), 12), np.uint8)
+    packed[:, 0:4] = scales[:, :4] | (scales[:, 4:] >> 4) << 6
+    packed[:, 4:8] = minima[:, :4] | (minima[:, 4:] >> 4) << 6
+    packed[:, 8:12] = (scales[:, 4:] & 15) | (minima[:, 4:] & 15) << 4
+    return np.hstack([_halves(factor), _halves(least_factor), packed]), codes.astype(np.uint8).reshape(-1, 256)
+
+
+def _half(values: Floats) -> Floats:
+    """Rounded to float16, and not zero."""
+    return np.maximum(values, 1e-7).astype(np.float16).astype(np.float32)
+
+
+def _nibbles(codes: Bytes) -> Bytes:
+    """Low nibbles of 64 codes in 32 bytes: the first 32 low, the others high."""
+    chunks = (codes & 15).reshape(-1, 4, 2, 32)
+    return np.asarray(chunks[:, :, 0] | chunks[:, :, 1] << 4, np.uint8).reshape(-1, 128)
+
+
+def _q4_k(blocks: Floats) -> Bytes:
+    factors, codes = _pairs(blocks, 15)
+    return np.hstack([factors, _nibbles(codes)])
+
+
+def _q5_k(blocks: Floats) -> Bytes:
+    factors, codes = _pairs(blocks, 31)
+    bits = (codes >> 4).reshape(-1, 8, 32)
+    high = np.bitwise_or.reduce(bits << np.arange(8, dtype=np.uint8)[None, :, None], 1)
+    return np.hstack([factors, high, _nibbles(codes)])
+
+
+def _q6_k(blocks: Floats) -> Bytes:
+    groups = blocks.reshape(-1, 16, 16)
+    scale = np.maximum(np.abs(groups).max(2), 1e-20) / 31
+    factor = _half(scale.max(1, keepdims=True) / 127)
+    scales = np.clip(np.rint(scale / factor), 1, 127)
+    codes = np.clip(np.rint(groups / (factor * scales)[:, :, None]), -32, 31) + 32
+    codes = codes.astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = np.stack([codes[:, :, 0] & 15 | (codes[:, :, 2] & 15) << 4, codes[:, :, 1] & 15 | (codes[:, :, 3] & 15) << 4])
+    high = np.bitwise_or.reduce((codes >> 4) << (2 * np.arange(4, dtype=np.uint8))[None, None, :, None], 2)
+    count = len(blocks)
+    low_bytes = low.transpose(1, 2, 0, 3).reshape(count, 128)
+    return np.hstack([low_bytes, high.reshape(count, 64), scales.astype(np.int8).view(np.uint8), _halves(factor)])
+
+
+_K_TYPES = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}

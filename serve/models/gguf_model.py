@@ -1,0 +1,141 @@
+"""A GGUF file as `--model`: a small directory that stands for it, with everything that SGLang reads beside weights.
+
+The directory lies in the user's cache and holds config.json, made from the file's keys; the tokenizer; and an empty
+safetensors file, which SGLang asks for. Weights stay where they are: config.json names the model's files, from which
+the expert store and SGLang's loader (`sglang_patch/cpu/weights.py`) read. The directory is made anew when a file, or a
+tokenizer beside it, has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kt_runtime.checkpoint_file import Entry
+from kt_runtime.errors import CheckpointError, UnknownNameError
+from kt_runtime.families import family_for, gguf
+from kt_runtime.files import only_files, write_directory
+from kt_runtime.gguf_file import SUFFIX, GgufFile, read_gguf_model
+from kt_runtime.serve.models.gguf_tokenizer import tokenizer_files
+from kt_runtime.serve.models.hub_cache import user_cache_directory
+
+NO_WEIGHTS = b"\x02\x00\x00\x00\x00\x00\x00\x00{}"
+"""A safetensors file without tensors."""
+_OURS = only_files(re.compile(r"[\w.-]+"), ["config.json"], "a directory that stands for a GGUF model")
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix == SUFFIX and path.is_file()
+
+
+def gguf_directory(path: Path) -> Path:
+    """The directory that stands for the model of `path`, made or found.
+
+    Raises NotFoundError for a missing part of a split model, UnknownNameError for an architecture without a family,
+    and CheckpointError for a broken file, a missing tensor, and types that experts are not served in.
+    """
+    path = path.resolve()
+    files = read_gguf_model(path)
+    config = _config(files)
+    place = _place(files[0].path)
+    others = tokenizer_files(files[0])
+    contents = {"config.json": json.dumps(config, indent=2).encode(), "model.safetensors": NO_WEIGHTS, **others}
+    if not _holds(place, contents):
+        write_directory(place, lambda temporary: _fill(temporary, contents), replace=_OURS)
+    return place
+
+
+def check_gguf(config: Mapping[str, Any]) -> None:
+    """Compares the files that a directory's config names with the config. Raises as `gguf_directory`."""
+    recorded = config["quantization_config"]["files"]
+    fresh = _config(read_gguf_model(Path(recorded[0])))
+    if json.loads(json.dumps(fresh)) != config:
+        raise CheckpointError(
+            f"{recorded[0]}: the file has changed since its config was made; start with the file itself"
+        )
+
+
+def _config(files: Sequence[GgufFile]) -> dict[str, Any]:
+    where = str(files[0].path)
+    tensors = {name: entry for file in files for name, entry in file.tensors.items()}
+    shapes = {name: entry.shape for name, entry in tensors.items()}
+    try:
+        config = gguf.config_of(files[0].keys, shapes, where)
+    except UnknownNameError as error:
+        raise CheckpointError(str(error)) from None
+    family = family_for(config)
+    family.check(config)
+    paths = {name: file.path for file in files for name in file.tensors}
+    _check_dense(config, tensors, paths, where)
+    types = {name: entry.dtype for name, entry in tensors.items()}
+    experts = gguf.expert_types(types, family.moe_layers(config), where)
+    _check_experts(config, tensors, paths)
+    listed = [str(file.path) for file in files]
+    stats = [os.stat(path) for path in listed]
+    config["quantization_config"] = {
+        "quant_method": "gguf",
+        "files": listed,
+        "versions": [f"{stat.st_size} bytes, {stat.st_mtime_ns}" for stat in stats],
+        "experts": [list(pair) for pair in experts],
+    }
+    return config
+
+
+def _check_dense(
+    config: Mapping[str, Any], tensors: Mapping[str, Entry], paths: Mapping[str, Path], where: str
+) -> None:
+    is_tied = bool(config.get("tie_word_embeddings"))
+    for source in family_for(config).twin_sources(config):
+        if is_tied and source.name == "lm_head.weight":
+            continue
+        expected = {gguf.gguf_name(source.name): source.shape}
+        if source.name.endswith(gguf.KV_B) and gguf.gguf_name(source.name) not in tensors:
+            expected = dict(zip(gguf.split_kv_b(source.name), _kv_b_shapes(config), strict=True))
+        for name, shape in expected.items():
+            if name not in tensors:
+                raise CheckpointError(f"{where}: tensor {name!r} is missing")
+            if tensors[name].shape != shape:
+                raise CheckpointError(
+                    f"{paths[name]}: tensor {name!r} has shape {list(tensors[name].shape)}, expected {list(shape)}"
+                )
+
+
+def _kv_b_shapes(config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    heads, latent = config["num_attention_heads"], config["kv_lora_rank"]
+    return (heads, latent, config["qk_nope_head_dim"]), (heads, config["v_head_dim"], latent)
+
+
+def _check_experts(config: Mapping[str, Any], tensors: Mapping[str, Entry], paths: Mapping[str, Path]) -> None:
+    family = family_for(config)
+    num_experts, hidden, intermediate = family.expert_shape(config)
+    for layer in family.moe_layers(config):
+        for tensor in gguf.EXPERT_TENSORS:
+            name = f"{gguf.expert_prefix(layer)}.{tensor}.weight"
+            is_down = tensor == "ffn_down_exps"
+            shape = (num_experts, hidden, intermediate) if is_down else (num_experts, intermediate, hidden)
+            if tensors[name].shape != shape:
+                raise CheckpointError(
+                    f"{paths[name]}: tensor {name!r} has shape {list(tensors[name].shape)}, expected {list(shape)}"
+                )
+
+
+def _place(path: Path) -> Path:
+    stem = re.sub(r"[^\w.-]", "_", path.stem)[:80]
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+    return user_cache_directory() / "kt-runtime" / "gguf" / f"{stem}-{digest}"
+
+
+def _holds(place: Path, contents: Mapping[str, bytes]) -> bool:
+    if not place.is_dir() or {entry.name for entry in place.iterdir()} != set(contents):
+        return False
+    return all((place / name).read_bytes() == content for name, content in contents.items())
+
+
+def _fill(directory: Path, contents: Mapping[str, bytes]) -> None:
+    for name, content in contents.items():
+        (directory / name).write_bytes(content)

@@ -1,0 +1,170 @@
+"""A GGUF file as a model: its config, tensors and tokenizer are those of the checkpoint it was written from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from reference.gguf_models import requantize
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from kt_runtime.bench.serve.gguf_model import write_gguf_model
+from kt_runtime.errors import CheckpointError, InvalidValueError, NotFoundError
+from kt_runtime.families import family_for
+from kt_runtime.families.quantization import quantization_of
+from kt_runtime.serve.models.checkpoint_files import check_checkpoint
+from kt_runtime.serve.models.gguf_model import gguf_directory
+from kt_runtime.serve.models.make_model import make_model
+from kt_runtime.serve.models.presets import load_preset
+from kt_runtime.serve.models.report import resolve_model
+from kt_runtime.sglang_patch.cpu.weights import gguf_tensors
+
+PRESETS = ("tiny-qwen3-moe", "tiny-deepseek-v3")
+# What a GGUF file does not hold, and neither serving nor training reads.
+NOT_KEPT = (
+    {"attention_dropout", "initializer_range", "max_window_layers", "output_router_logits", "router_aux_loss_coef"}
+    | {"sliding_window", "use_cache", "use_sliding_window", "aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"}
+    | {"pad_token_id"}
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module", params=PRESETS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(the checkpoint, its GGUF file with experts in Q8_0)."""
+    place = tmp_path_factory.mktemp("gguf")
+    model = make_model(request.param, place / "model", seed=3)
+    write_gguf_model(model, place / "bf16.gguf")
+    requantize(place / "bf16.gguf", place / "tiny.Q8_0.gguf", {"_exps": "Q8_0"})
+    return model, place / "tiny.Q8_0.gguf"
+
+
+def config_of(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return config
+
+
+def test_the_config_is_the_checkpoint_s(made: tuple[Path, Path]) -> None:
+    model, path = made
+    found = resolve_model(str(path))
+    assert found.name == "tiny.Q8_0"
+    wanted = {key: value for key, value in config_of(model).items() if key not in NOT_KEPT}
+    assert {key: found.config.get(key) for key in wanted} == wanted
+    layers = found.family.moe_layers(found.config)
+    assert found.config["quantization_config"]["experts"] == [["Q8_0", "Q8_0"]] * len(layers)
+    quantization = quantization_of(found.config)
+    assert quantization is not None and quantization.expert_format.name == "int8_g32"
+
+
+def test_dense_tensors_are_the_checkpoint_s_under_its_names(made: tuple[Path, Path]) -> None:
+    model, path = made
+    config = config_of(gguf_directory(path))
+    wanted = {
+        name: tensor for name, tensor in load_file(model / "model.safetensors").items() if ".experts." not in name
+    }
+    found = dict(gguf_tensors([path], config, torch.bfloat16))
+    assert set(found) == set(wanted)
+    for name, tensor in found.items():
+        assert tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name]), name
+
+
+def test_the_tokenizer_is_made_from_the_file_s_keys(made: tuple[Path, Path]) -> None:
+    model, path = made
+    ours, theirs = (AutoTokenizer.from_pretrained(place) for place in (gguf_directory(path), model))
+    for text in ("Where is Saltmere?", "äöü  \n\tx1234", "".join(theirs.all_special_tokens) + "a"):
+        assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+    assert ours.decode(list(range(700))) == theirs.decode(list(range(700)))
+    assert ours.eos_token == theirs.eos_token
+
+
+def test_a_first_token_is_added_where_the_file_says_so(made: tuple[Path, Path], tmp_path: Path) -> None:
+    requantize(made[1], tmp_path / "m.gguf", {}, keys={"tokenizer.ggml.add_bos_token": True})
+    with_first = AutoTokenizer.from_pretrained(gguf_directory(tmp_path / "m.gguf"))
+    plain = AutoTokenizer.from_pretrained(gguf_directory(made[1]))
+    assert with_first("a b")["input_ids"] == [with_first.bos_token_id, *plain("a b")["input_ids"]]
+
+
+def test_a_tokenizer_beside_the_file_is_taken(made: tuple[Path, Path], tmp_path: Path) -> None:
+    model, path = made
+    shutil.copy(path, tmp_path / "m.gguf")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, tmp_path / name)
+    directory = gguf_directory(tmp_path / "m.gguf")
+    assert (directory / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+
+
+def test_the_directory_is_made_once_and_anew_for_a_changed_file(made: tuple[Path, Path], tmp_path: Path) -> None:
+    shutil.copy(made[1], tmp_path / "m.gguf")
+    directory = gguf_directory(tmp_path / "m.gguf")
+    made_at = (directory / "config.json").stat().st_mtime_ns
+    assert gguf_directory(tmp_path / "m.gguf") == directory
+    assert (directory / "config.json").stat().st_mtime_ns == made_at
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(CheckpointError, match="has changed since its config was made"):
+        check_checkpoint(directory)
+    assert gguf_directory(tmp_path / "m.gguf") == directory
+    check_checkpoint(directory)
+
+
+def test_a_split_model_is_served_from_its_first_file(made: tuple[Path, Path], tmp_path: Path) -> None:
+    requantize(made[1], tmp_path / "m.gguf", {}, split=9)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(parts) > 2
+    found = resolve_model(str(parts[0]))
+    assert found.config["quantization_config"]["files"] == [str(part) for part in parts]
+    whole = dict(gguf_tensors([made[1]], config_of(gguf_directory(made[1])), torch.bfloat16))
+    for name, tensor in gguf_tensors(parts, found.config, torch.bfloat16):
+        assert torch.equal(tensor, whole[name])
+    parts[-1].unlink()
+    with pytest.raises(NotFoundError, match="are missing"):
+        resolve_model(str(parts[0]))
+
+
+def test_experts_of_mixed_types_are_planned_for_by_their_bytes(tmp_path: Path) -> None:
+    preset = load_preset("tiny-qwen3-moe")
+    config = {**preset.config, "hidden_size": 256, "moe_intermediate_size": 256}
+    config["quantization_config"] = {"quant_method": "gguf", "files": ["x"], "experts": [["Q4_K", "Q6_K"]] * 2}
+    quantization = quantization_of(config)
+    assert quantization is not None
+    held = quantization.expert_format
+    assert held.name == "int4k_g32+int6k_g16"
+    block = 64 + 256 * 8 + 2 * (8 * 16) + 2 * 64, 64 + 256 * 12 + 16 * 16 + 64
+    assert held.packed_bytes(256, 256) == -(-16 * (2 * block[0] + block[1]) // 3)
+
+
+def test_what_can_not_be_served_is_refused_by_name(made: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    layer = family_for(config_of(made[0])).moe_layers(config_of(made[0]))[0]
+    requantize(made[1], path, {}, leave_out=f"blk.{layer}.ffn_up_exps.weight")
+    with pytest.raises(CheckpointError, match=rf"m.gguf: tensor 'blk.{layer}.ffn_up_exps.weight' is missing"):
+        resolve_model(str(path))
+    requantize(made[1], path, {}, leave_out="output_norm.weight")
+    with pytest.raises(CheckpointError, match=r"tensor 'output_norm.weight' is missing"):
+        resolve_model(str(path))
+    requantize(made[1], path, {"ffn_down_exps": "Q5_1"})
+    with pytest.raises(CheckpointError, match="has type Q5_1; experts are served in BF16, Q8_0"):
+        resolve_model(str(path))
+    requantize(made[1], path, {}, keys={"general.architecture": "mamba"})
+    with pytest.raises(CheckpointError, match="architecture of a GGUF file 'mamba'"):
+        resolve_model(str(path))
+    requantize(made[1], path, {}, keys={"tokenizer.ggml.pre": "klingon"})
+    with pytest.raises(CheckpointError, match=r"pre-tokenizer 'klingon'.*beside the file"):
+        resolve_model(str(path))
+    architecture = gguf.GGUFReader(made[1]).fields["general.architecture"].contents()
+    requantize(made[1], path, {}, keys={f"{architecture}.expert_count": 9})
+    with pytest.raises(CheckpointError, match=r"has shape .*, expected"):
+        resolve_model(str(path))
+    requantize(made[1], path, {}, keys={f"{architecture}.block_count": 0})
+    with pytest.raises((CheckpointError, InvalidValueError), match=r"num_hidden_layers|block_count"):
+        resolve_model(str(path))
