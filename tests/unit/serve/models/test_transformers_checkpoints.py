@@ -56,19 +56,28 @@ def names(directory: Path) -> set[str]:
     return {name for path in directory.glob("*.safetensors") for name in read_header(path)}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_layout_and_type_is_the_same_model(tmp_path: Path, preset: Preset, dtype: str) -> None:
-    hub = save(preset, tmp_path / "hub", DTYPES[dtype])
-    fused = save(preset, tmp_path / "fused", DTYPES[dtype], fused=True)
-    shards = save(preset, tmp_path / "shards", DTYPES[dtype], shard_bytes=300_000)
-    assert any(name.endswith("experts.gate_up_proj") for name in names(fused))
-    assert not any(name.endswith("experts.gate_up_proj") for name in names(hub) | names(shards))
-    assert (shards / "model.safetensors.index.json").is_file()
-    for directory in (hub, fused, shards):
+# How it was written: dtype, and what `save` takes.
+WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16": ("BF16", {}),
+    "bf16, fused": ("BF16", {"fused": True}),
+    "float16, fused": ("F16", {"fused": True}),
+    "float16, shards": ("F16", {"shard_bytes": 300_000}),
+    "float32": ("F32", {}),
+    "float32, fused, shards": ("F32", {"fused": True, "shard_bytes": 300_000}),
+}
+
+
+def test_every_layout_and_type_is_the_same_model(tmp_path: Path, preset: Preset) -> None:
+    found = {}
+    for name, (dtype, settings) in WRITTEN.items():
+        directory = save(preset, tmp_path / name, DTYPES[dtype], **settings)
+        is_fused = any(tensor.endswith("experts.gate_up_proj") for tensor in names(directory))
+        assert is_fused == bool(settings.get("fused"))
+        assert (directory / "model.safetensors.index.json").is_file() == ("shard_bytes" in settings)
         _, types = checked_checkpoint(directory)
         assert (types.dense, types.experts) == ({dtype}, {dtype})
-    plain = save(preset, tmp_path / "plain", torch.bfloat16)
-    assert {fingerprint(directory) for directory in (hub, fused, shards)} == {fingerprint(plain)}
+        found[name] = fingerprint(directory)
+    assert set(found.values()) == {found["bf16"]}
 
 
 def test_values_between_those_of_bfloat16_are_rounded_to_the_nearest(tmp_path: Path) -> None:
