@@ -1,7 +1,12 @@
-"""SGLang's own scheduler with a tiny model, and its native step compared with SGLang's modules."""
+"""SGLang's own scheduler with a tiny model, and its native step compared with SGLang's modules.
+
+What the step computes is compared in every case. What does not depend on dtype, instruction set or format of the
+experts is tested once a family, or in every case with `ALL_CASES=1` (docs/testing.md).
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import msgspec
@@ -11,6 +16,25 @@ from reference.scheduler import Engine, engine
 
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.wire.messages import STEP_RUNNING
+
+
+ONE_OF_A_FAMILY = ("float32", "DeepSeek-V3, float32", "DeepSeek-V2, bfloat16")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "once_a_family: of the cases of `served`, one a family is enough")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left = {item for item in items if _is_another_case_of_a_family(item)}
+    if left and not os.environ.get("ALL_CASES"):
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
+
+
+def _is_another_case_of_a_family(item: pytest.Item) -> bool:
+    case = getattr(item, "callspec", None)
+    return bool(item.get_closest_marker("once_a_family") and case and case.params["served"] not in ONE_OF_A_FAMILY)
 
 
 @pytest.fixture(scope="module", params=CASES)
