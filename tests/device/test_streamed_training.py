@@ -11,6 +11,7 @@ import torch
 from device import backend
 from device.conftest import SCHEDULES
 from device.test_training import FAMILIES, Make, checkpoints, make, trained  # noqa: F401
+from reference.cases import choose
 from unit.resident.conftest import Lab, make_batch  # noqa: F401
 
 from kt_runtime.experts.gpu.paths import StreamedTokens, StreamingRule, attach_ring
@@ -36,8 +37,10 @@ def streaming(lab: Lab, where: torch.device, rings: list[ExpertRing]) -> Streame
     return attach_ring([store.layers[index] for index in sorted(store.layers)], rings[-1], StreamingRule(1))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+EACH = [(family, dropout) for dropout in (0.2, 0.0) for family in FAMILIES]
+
+
+@pytest.mark.parametrize(("family", "dropout"), choose(few=EACH[:4], usual=EACH[:4], every=EACH))
 def test_streamed_training_gives_the_numbers_of_staged_training(
     late_device: torch.device, make: Make, make_batch: Any, rings: list[ExpertRing], family: str, dropout: float
 ) -> None:
