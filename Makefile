@@ -64,6 +64,8 @@ demo: $(VENV)/installed
 # Two processes, each with whole files of tests: a server waits as often as it computes. WORKERS=0: all in this process.
 # In the order of their names, tests/system before tests/unit: the files at the end are short, and no process waits long.
 WORKERS ?= 2
+# Without compiled modules on disk, each process of these tests compiles them again: that is a tenth of the time.
+unexport PYTHONDONTWRITEBYTECODE
 IN_PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/installed
 	$(BIN)/pytest $(IN_PARALLEL) $(PYTEST_ARGS)
@@ -104,11 +106,12 @@ test-threads: $(CMAKE_INSTALLED)
 
 check-native: test-threads test-sanitize
 
-# Whole folders, so that no test is forgotten: those that start servers, compile, or run for minutes.
+# Whole folders, so that no test is forgotten: those that start servers, compile, or run for minutes. Of cases that show
+# the same, few (docs/testing.md).
 SLOW := unit/csrc system device gpu
 test-quick: $(VENV)/installed
 	@echo "left out: $(SLOW:%=tests/%) (make test runs them)"
-	$(BIN)/pytest $(IN_PARALLEL) $(SLOW:%=--ignore=tests/%) $(PYTEST_ARGS)
+	TEST_CASES=$${TEST_CASES:-few} $(BIN)/pytest $(IN_PARALLEL) $(SLOW:%=--ignore=tests/%) $(PYTEST_ARGS)
 
 check: $(VENV)/check-installed
 	$(BIN)/ruff check .

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,17 +35,30 @@ CPU_ONLY = {"test_training_with_other_roundings_would_be_noticed_on_a_gpu"}
 TEST = re.compile(r"^def (test_\w+)", re.MULTILINE)
 
 
-def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+def run_pytest(output: Path, *arguments: str) -> tuple[int, str]:
+    """Its status and what it printed. Runs in a fork of this process, which has imported PyTorch and SGLang already."""
+    process = multiprocessing.get_context("fork").Process(target=_run_pytest, args=(output, arguments))
+    process.start()
+    process.join(300)
+    assert process.exitcode is not None, "it did not end"
+    return process.exitcode, output.read_text()
+
+
+def _run_pytest(output: Path, arguments: Sequence[str]) -> None:
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        del os.environ[name]
+    os.chdir(ROOT)
+    sys.stdout = sys.stderr = output.open("w", buffering=1)
+    apart = ["-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist"]
+    sys.exit(pytest.main(["-q", "--capture=no", *apart, "tests/gpu", *arguments]))
 
 
 @pytest.fixture(scope="module")
-def collected() -> list[str]:
+def collected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The ids of all tests in tests/gpu. A file that does not import fails the run."""
-    done = run_pytest("--collect-only", "--gpu=collect")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [line for line in done.stdout.splitlines() if "::" in line]
+    status, printed = run_pytest(tmp_path_factory.mktemp("gpu") / "printed", "--collect-only", "--gpu=collect")
+    assert status == 0, printed
+    return [line for line in printed.splitlines() if "::" in line]
 
 
 def test_every_file_is_collected_and_has_tests(collected: list[str]) -> None:
@@ -64,12 +80,12 @@ def test_parity_is_tested_in_each_variant_for_each_family(collected: list[str], 
     assert {family for line in rows for family in ("v2", "v3", "qwen3") if family in line} == {"v2", "v3", "qwen3"}
 
 
-def test_without_a_gpu_a_run_that_asks_for_one_ends_with_2_and_the_reason() -> None:
+def test_without_a_gpu_a_run_that_asks_for_one_ends_with_2_and_the_reason(tmp_path: Path) -> None:
     if accelerator() is not None:
         pytest.skip("torch sees a GPU")
-    done = run_pytest("--gpu=require")
-    assert done.returncode == 2
-    assert "tests/gpu: no test ran, torch sees no GPU: " in done.stdout + done.stderr
+    status, printed = run_pytest(tmp_path / "printed", "--gpu=require")
+    assert status == 2
+    assert "tests/gpu: no test ran, torch sees no GPU: " in printed
 
 
 def test_make_test_gpu_asks_for_a_gpu() -> None:

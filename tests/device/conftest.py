@@ -1,6 +1,8 @@
 """Tests on the emulated accelerator. It is the accelerator of the whole process from its first use on, and the other
 tests assume a machine without one: so each file of this folder runs in a process of its own, which `pytest tests` and
 `make test` start and wait for. `pytest tests/device` and `pytest tests/device/test_x.py::test_y` run in the process.
+
+`TEST_CASES=all` (docs/testing.md): under 20 random schedules.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 from device import backend
+from reference.cases import choose
 
 HERE = Path(__file__).resolve().parent
-SEEDS = 20
+SEEDS = choose(few=3, usual=3, every=20)
 SCHEDULES = ["late", "eager", *(f"random-{seed}" for seed in range(SEEDS))]
 
 

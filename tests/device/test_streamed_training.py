@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from device import backend
+from device.conftest import SCHEDULES
 from device.test_training import FAMILIES, Make, checkpoints, make, trained  # noqa: F401
+from reference.cases import choose
 from unit.resident.conftest import Lab, make_batch  # noqa: F401
 
 from kt_runtime.experts.gpu.paths import StreamedTokens, StreamingRule, attach_ring
@@ -35,8 +37,10 @@ def streaming(lab: Lab, where: torch.device, rings: list[ExpertRing]) -> Streame
     return attach_ring([store.layers[index] for index in sorted(store.layers)], rings[-1], StreamingRule(1))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+EACH = [(family, dropout) for dropout in (0.2, 0.0) for family in FAMILIES]
+
+
+@pytest.mark.parametrize(("family", "dropout"), choose(few=EACH[:4], usual=EACH[:4], every=EACH))
 def test_streamed_training_gives_the_numbers_of_staged_training(
     late_device: torch.device, make: Make, make_batch: Any, rings: list[ExpertRing], family: str, dropout: float
 ) -> None:
@@ -53,17 +57,20 @@ def test_streamed_training_gives_the_numbers_of_staged_training(
     assert relative[0] <= LOSS and relative[1] <= NORM and worst <= PARAMETER
 
 
-@pytest.mark.parametrize("schedule", ["eager", "random-1", "random-2", "random-3"])
 def test_no_order_of_work_changes_a_bit(
-    late_device: torch.device, make: Make, make_batch: Any, rings: list[ExpertRing], schedule: str
+    late_device: torch.device, make: Make, make_batch: Any, rings: list[ExpertRing], subtests: pytest.Subtests
 ) -> None:
-    found = []
-    for name in ("late", schedule):
-        kind, _, seed = name.partition("-")
-        backend.set_schedule(kind, int(seed or 0))
+    def found() -> tuple[list[float], dict[str, torch.Tensor]]:
         lab = make("qwen3_moe", late_device)
         streaming(lab, late_device, rings)
         numbers, session = trained(lab, [make_batch(12, 9, seed=4)], dropout=0.2)
-        found.append((numbers, {name: parameter.detach().cpu() for name, parameter in session.parameters.items()}))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+        return numbers, {name: parameter.detach().cpu() for name, parameter in session.parameters.items()}
+
+    numbers, values = found()
+    for schedule in SCHEDULES[1:]:
+        with subtests.test(schedule):
+            kind, _, seed = schedule.partition("-")
+            backend.set_schedule(kind, int(seed or 0))
+            others, changed = found()
+            assert others == numbers
+            assert all(torch.equal(value, changed[name]) for name, value in values.items())

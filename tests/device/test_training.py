@@ -87,17 +87,20 @@ def test_training_gives_the_cpus_numbers(late_device: torch.device, make: Make, 
     assert worst <= PARAMETER
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_order_of_work_changes_a_bit(late_device: torch.device, make: Make, make_batch: Any, schedule: str) -> None:
+def test_no_order_of_work_changes_a_bit(
+    late_device: torch.device, make: Make, make_batch: Any, subtests: pytest.Subtests
+) -> None:
     """With dropout, whose masks are drawn again when activations are recomputed."""
     batches = [make_batch(12, 9, seed=4)]
     wanted, reference = trained(make("qwen3_moe", late_device), batches, dropout=0.2)
     values = {name: parameter.cpu() for name, parameter in reference.parameters.items()}
-    name, _, seed = schedule.partition("-")
-    backend.set_schedule(name, int(seed or 0))
-    got, session = trained(make("qwen3_moe", late_device), batches, dropout=0.2)
-    assert got == wanted
-    assert all(torch.equal(parameter.cpu(), values[name]) for name, parameter in session.parameters.items())
+    for schedule in SCHEDULES:
+        with subtests.test(schedule):
+            name, _, seed = schedule.partition("-")
+            backend.set_schedule(name, int(seed or 0))
+            got, session = trained(make("qwen3_moe", late_device), batches, dropout=0.2)
+            assert got == wanted
+            assert all(torch.equal(parameter.cpu(), values[name]) for name, parameter in session.parameters.items())
 
 
 def test_a_saved_session_goes_on_with_the_same_bits(

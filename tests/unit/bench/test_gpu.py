@@ -7,6 +7,7 @@ import os
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from kt_runtime.bench.gpu.settings import (
     resident_counts,
     sglang_settings,
 )
-from kt_runtime.bench.gpu.stock import NO_PLUGIN, stock_arguments, stock_environment
+from kt_runtime.bench.gpu.stock import GROUPS, NO_PLUGIN, stock_arguments, stock_environment
 from kt_runtime.bench.page.measurement import Measurement, Range, read_all
 from kt_runtime.bench.page.report import record_report
 from kt_runtime.bench.peer_place import BESIDES_BYTES, ON_CPU, PeerPlace, peer_place
@@ -206,23 +207,13 @@ def test_stock_sglang_loads_every_plugin_but_ours(monkeypatch: pytest.MonkeyPatc
     assert stock_environment({})["SGLANG_PLUGINS"] == "other"
 
 
-def test_sglang_s_own_loader_finds_no_plugin_of_ours_in_that_environment() -> None:
-    """In a process of its own: SGLang reads the variable once."""
-    import subprocess
-    import sys
+@pytest.mark.parametrize("group", GROUPS)
+def test_sglang_s_own_loader_finds_no_plugin_of_ours_in_that_environment(group: str) -> None:
+    from sglang.srt.plugins import load_plugins_by_group
 
-    program = "from sglang.srt.plugins import load_plugins_by_group as load\n"
-    program += "print([sorted(load(group)) for group in ('sglang.srt.platforms', 'sglang.srt.plugins')])"
-    with_ours = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
-    without = subprocess.run(
-        [sys.executable, "-P", "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=stock_environment(os.environ),
-    )
-    assert "kt_runtime" in with_ours.stdout.splitlines()[-1]
-    assert "kt_runtime" not in without.stdout.splitlines()[-1]
+    assert "kt_runtime" in load_plugins_by_group(group)
+    with patch.dict(os.environ, stock_environment(os.environ), clear=True):
+        assert "kt_runtime" not in load_plugins_by_group(group)
 
 
 def test_stock_sglang_gets_the_same_sizes_and_none_of_our_options() -> None:

@@ -1,7 +1,8 @@
-"""The C++ test program, built once for all tests of a session."""
+"""The C++ test program in build/test: what was compiled stays, and the next run compiles what has changed."""
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -13,14 +14,21 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="session")
-def build_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build_directory() -> Path:
     cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
     assert cmake is not None, "cmake is needed to build the C++ tests: pip install 'kt-runtime[test]' brings it"
-    build = tmp_path_factory.mktemp("csrc") / "build"
+    build = ROOT / "build" / "test"
+    build.mkdir(parents=True, exist_ok=True)
     options = ["-DKT_BUILD_PYTHON=OFF", "-DKT_BUILD_TESTS=ON", "-DCMAKE_BUILD_TYPE=Release"]
-    subprocess.run([cmake, "-S", ROOT, "-B", build, *options], check=True, capture_output=True, text=True)
-    built = subprocess.run([cmake, "--build", build, "--parallel", "2"], capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
+    with (build / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        configure, compile_all = (
+            ["-S", str(ROOT), "-B", str(build), *options],
+            ["--build", str(build), "--parallel", "2"],
+        )
+        for arguments in (configure, compile_all):
+            done = subprocess.run([cmake, *arguments], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
     return build
 
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import moe
+from reference.cases import choose
 from reference.expert_problems import Lora, Problem, assert_close, build_layer, present, random_problem, tensors_of
 from torch import Tensor
 
@@ -178,9 +179,9 @@ def test_an_adapter_may_cover_some_projections_only() -> None:
 
 
 # bfloat16 activations of integer weights are quantized to int8 for a whole round at once.
-LARGE_BATCHES = pytest.mark.parametrize(
-    ("dtype", "expert_format"), [(torch.float32, None), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")]
-)
+LARGE: list[tuple[torch.dtype, str | None]]
+LARGE = [(torch.float32, None), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")]
+LARGE_BATCHES = pytest.mark.parametrize(("dtype", "expert_format"), choose(few=LARGE[:2], usual=LARGE, every=LARGE))
 
 
 @LARGE_BATCHES

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reference.cases import choose
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kt_runtime.adapters import AdapterTensors
@@ -383,10 +384,16 @@ def attends_in_float32(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.fixture(params=sorted(CONFIGS))
-def host(request: pytest.FixtureRequest, checkpoints: dict[str, Path], attends_in_float32: bool) -> FakeHost:
+WAYS = {f"{family}-{name}": (family, name) for family in sorted(CONFIGS) for name in ("float32_attention", "sdpa")}
+"""Families, and how they attend. DeepSeek-V2 and V3 have the same attention."""
+FEW_WAYS = ["deepseek_v2-sdpa", "deepseek_v3-float32_attention", "qwen3_moe-float32_attention", "qwen3_moe-sdpa"]
+
+
+@pytest.fixture(params=choose(few=FEW_WAYS, usual=list(WAYS), every=list(WAYS)))
+def host(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> FakeHost:
     """A fake engine, once for each family and way to attend."""
-    return FakeHost(checkpoints[request.param], attends_in_float32=attends_in_float32)
+    family, attention = WAYS[request.param]
+    return FakeHost(checkpoints[family], attends_in_float32=attention == "float32_attention")
 
 
 @pytest.fixture

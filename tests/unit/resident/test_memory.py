@@ -12,12 +12,12 @@ from kt_runtime.resident.memory import resident_set_bytes, return_freed_memory
 SIZE = 24 << 20  # above the C library's default threshold for mapping, below the raised one
 
 PROGRAM = f"""
-import torch
+import numpy
 from kt_runtime.resident.memory import return_freed_memory, keep_freed_memory, resident_set_bytes
 print(keep_freed_memory())
 before = resident_set_bytes()
-tensors = [torch.ones({SIZE}, dtype=torch.uint8) for _ in range(8)]
-del tensors
+arrays = [numpy.ones({SIZE}, numpy.uint8) for _ in range(8)]
+del arrays
 kept = resident_set_bytes()
 return_freed_memory()
 print(kept - before, resident_set_bytes() - before)

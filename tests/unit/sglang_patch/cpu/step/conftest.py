@@ -1,16 +1,44 @@
-"""SGLang's own scheduler with a tiny model, and its native step compared with SGLang's modules."""
+"""SGLang's own scheduler with a tiny model, and its native step compared with SGLang's modules.
+
+What the step computes is compared in every case. What does not depend on dtype, instruction set or format of the
+experts is tested once a family. With `TEST_CASES=all` every test runs in every case, with `few` once a family.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
+from reference.cases import choose
 from reference.native_step import CASES, SINGLE_CASES, Both
 from reference.scheduler import Engine, engine
 
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.wire.messages import STEP_RUNNING
+
+HERE = Path(__file__).parent
+OTHERS = CASES.keys() - {"float32", "DeepSeek-V3, float32", "DeepSeek-V2, bfloat16"}
+"""Than one of each family."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "once_a_family: of the cases of `served`, one a family is enough")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left = {item for item in items if _is_left_out(item)}
+    if left:
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    case = getattr(item, "callspec", None)
+    if not item.path.is_relative_to(HERE) or case is None or case.params.get("served") not in OTHERS:
+        return False
+    return choose(few=True, usual=item.get_closest_marker("once_a_family") is not None, every=False)
 
 
 @pytest.fixture(scope="module", params=CASES)

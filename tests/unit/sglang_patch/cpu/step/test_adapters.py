@@ -53,6 +53,7 @@ def test_adapters_of_several_ranks_and_the_base_in_one_batch(served: Engine, bot
     assert native_step.exceptions() == exceptions
 
 
+@pytest.mark.once_a_family
 def test_slots_take_other_adapters_after_an_eviction(served: Engine, both: Both) -> None:
     five = {f"a{rank}": adapter(served, rank, rank) for rank in (1, 3, 4, 6, 8)}
     owners: dict[int, set[str]] = {}
@@ -67,6 +68,7 @@ def test_slots_take_other_adapters_after_an_eviction(served: Engine, both: Both)
     assert any(len(names) > 1 for names in owners.values())
 
 
+@pytest.mark.once_a_family
 def test_cached_prefixes_of_an_adapter(served: Engine, both: Both) -> None:
     with installed(served, one=adapter(served, 4, 1)):
         served.run(served.request("cold", prompt(150), lora_id="one"))
@@ -104,6 +106,7 @@ def test_a_token_s_bits_do_not_depend_on_the_run_of_its_adapter(served: Engine) 
     assert (found[0] != base).any(-1).all()
 
 
+@pytest.mark.once_a_family
 def test_an_adapter_whose_activations_are_not_finite_ends_its_request_alone(served: Engine, both: Both) -> None:
     with installed(served, bad=lora.huge_adapter(served.config), good=adapter(served, 4, 1)):
         served.run(
@@ -119,6 +122,7 @@ def test_an_adapter_whose_activations_are_not_finite_ends_its_request_alone(serv
     assert answers(served) == {rid: together[rid] for rid in ("good", "base")}
 
 
+@pytest.mark.once_a_family
 def test_requests_of_the_base_have_the_same_bits_beside_an_adapter_s(served: Engine) -> None:
     alone = answers_to_all(served)
     with installed(served, id=adapter(served, 4, 1)):
@@ -129,6 +133,7 @@ def test_requests_of_the_base_have_the_same_bits_beside_an_adapter_s(served: Eng
     assert {rid: answer for rid, answer in answers(served).items() if rid != "adapted"} == alone
 
 
+@pytest.mark.once_a_family
 def test_the_step_is_built_again_over_a_lora_pool_that_moved(served: Engine) -> None:
     def ask() -> dict[str, tuple[list[int], list[float]]]:
         served.clear()
@@ -149,6 +154,7 @@ def test_the_step_is_built_again_over_a_lora_pool_that_moved(served: Engine) -> 
         assert native_step.state() == STEP_RUNNING
 
 
+@pytest.mark.once_a_family
 def test_what_lora_can_t_do_on_the_step_goes_to_sglang_s_modules(
     served: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +182,7 @@ def without_a_factor(pool: LoraPool) -> LoraPool:
     return replace(pool, layers=[replace(pool.layers[0], out_b=None), *pool.layers[1:]])
 
 
+@pytest.mark.once_a_family
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -224,6 +231,7 @@ WRONG_LORA: dict[str, tuple[BatchLora, str]] = {
 }
 
 
+@pytest.mark.once_a_family
 @pytest.mark.parametrize("name", WRONG_LORA)
 def test_adapters_that_do_not_fit_are_refused_before_anything_is_written(served: Engine, name: str) -> None:
     served.clear()

@@ -68,6 +68,7 @@ def test_cached_prefixes(served: Engine, both: Both) -> None:
     assert served.cached_tokens() > 200
 
 
+@pytest.mark.once_a_family
 @pytest.mark.parametrize("fault", ["scaling", "position", "epsilon"])
 def test_the_comparison_sees_a_step_with_a_fault(served: Engine, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     served.clear()
@@ -91,6 +92,7 @@ def test_the_comparison_sees_a_step_with_a_fault(served: Engine, fault: str, mon
     assert {text.rsplit(",")[0] for text in checked.different} >= {"EXTEND of 33 tokens", "DECODE of 1 tokens"}
 
 
+@pytest.mark.once_a_family
 def test_a_token_that_is_not_finite_ends_its_request_alone(served: Engine, both: Both) -> None:
     weight = both.model.embed_tokens.weight
     before = weight[NAN_TOKEN].clone()
@@ -109,6 +111,7 @@ def test_a_token_that_is_not_finite_ends_its_request_alone(served: Engine, both:
     assert answers(served)["good"] == together
 
 
+@pytest.mark.once_a_family
 def test_the_step_reports_the_tokens_that_the_experts_refuse(served: Engine) -> None:
     program = native_step._program
     assert program is not None
@@ -124,6 +127,7 @@ def test_the_step_reports_the_tokens_that_the_experts_refuse(served: Engine) -> 
     assert refused == [1] and hidden[0].isfinite().all() and hidden[1].isnan().all()
 
 
+@pytest.mark.once_a_family
 def test_a_token_with_finite_activations_and_routing_weights_that_are_not_ends_its_request(served: Engine) -> None:
     served.clear()
     program = native_step._program
@@ -145,6 +149,7 @@ def test_a_token_with_finite_activations_and_routing_weights_that_are_not_ends_i
     assert served.ended["bad"]["status_code"] == 422
 
 
+@pytest.mark.once_a_family
 def test_an_id_outside_the_vocabulary_ends_its_request_alone(served: Engine) -> None:
     served.clear()
     served.run(served.request("good", prompt(20)))
@@ -155,12 +160,14 @@ def test_an_id_outside_the_vocabulary_ends_its_request_alone(served: Engine) -> 
     assert answers(served)["good"] == alone
 
 
+@pytest.mark.once_a_family
 def test_greedy_answers_are_the_same_with_and_without_the_step(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with_step = answers_to_all(served)
     monkeypatch.setattr(native_step, "_program", None)
     assert answers_to_all(served) == with_step
 
 
+@pytest.mark.once_a_family
 def test_the_step_and_sampling_are_timed_for_decoding_requests(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     served.clear()
     before = native_step.decoded()
@@ -178,6 +185,7 @@ def test_the_step_and_sampling_are_timed_for_decoding_requests(served: Engine, m
     assert native_step.decoded() == with_modules, "a prompt is not decoded"
 
 
+@pytest.mark.once_a_family
 def test_the_step_is_built_again_over_parameters_and_a_pool_that_moved(
     served: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +205,7 @@ def test_the_step_is_built_again_over_parameters_and_a_pool_that_moved(
     assert native_step.state() == STEP_RUNNING and native_step.exceptions() == ["it is padded"]
 
 
+@pytest.mark.once_a_family
 def test_the_model_of_speculative_decoding_leaves_the_step_alone(served: Engine) -> None:
     program = native_step._program
     native_step._build(None, SimpleNamespace(is_draft_worker=True))
@@ -215,6 +224,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.once_a_family
 @pytest.mark.parametrize("name", WRONG)
 def test_a_batch_that_does_not_fit_is_refused_before_anything_is_written(served: Engine, name: str) -> None:
     served.clear()
@@ -238,6 +248,7 @@ def test_a_row_that_pads_the_embedding_is_no_token(served: Engine) -> None:
         program._step.run(*small_batch(ids=[3, size]))
 
 
+@pytest.mark.once_a_family
 def test_a_batch_without_tokens_gives_no_rows(served: Engine) -> None:
     program, none = native_step._program, torch.zeros(0, dtype=torch.int64)
     assert program is not None
@@ -245,6 +256,7 @@ def test_a_batch_without_tokens_gives_no_rows(served: Engine) -> None:
     assert hidden.shape == (0, served.config["hidden_size"]) and refused == []
 
 
+@pytest.mark.once_a_family
 def test_memory_of_a_large_batch_is_given_back_after_many_small_ones(served: Engine) -> None:
     served.clear()
     step = native_step._program_of(served.scheduler.tp_worker.model_runner)._step
@@ -294,6 +306,7 @@ NO_DEEPSEEK_STEP: dict[str, tuple[str, Any, str]] = {
 }
 
 
+@pytest.mark.once_a_family
 @pytest.mark.parametrize("name", NO_STEP)
 def test_a_model_that_the_step_does_not_fit_is_left_to_sglang(
     served: Engine, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -325,6 +338,7 @@ def test_a_model_that_the_step_does_not_fit_is_left_to_sglang(
     assert native_step.state() == STEP_RUNNING
 
 
+@pytest.mark.once_a_family
 def test_a_rotary_embedding_with_a_forward_of_its_own_is_left_to_sglang(
     served: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,6 +355,7 @@ def test_a_rotary_embedding_with_a_forward_of_its_own_is_left_to_sglang(
     assert native_step.state() == STEP_RUNNING
 
 
+@pytest.mark.once_a_family
 def test_training_is_exact_while_the_step_computes_everything(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     program, runner = native_step._program, served.scheduler.tp_worker.model_runner
     monkeypatch.setattr(native_step, "_exceptions", [])
@@ -362,6 +377,7 @@ def test_training_is_exact_while_the_step_computes_everything(served: Engine, mo
         assert native_step.not_exact() == "the native step does not compute the model: --no-step"
 
 
+@pytest.mark.once_a_family
 def test_a_step_that_could_not_be_built_is_no_step(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(runner: Any) -> str:
         raise RuntimeError("unexpected")
@@ -382,6 +398,7 @@ def owner(runner: Any, path: str) -> tuple[Any, str]:
     return runner, name
 
 
+@pytest.mark.once_a_family
 def test_other_models_and_options_are_left_to_sglang(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.runtime_context import get_exec, get_observability, get_parallel
 

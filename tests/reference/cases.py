@@ -1,0 +1,17 @@
+"""How many cases run of those that show the same: `TEST_CASES` is few (`make test-quick`), usual, or all."""
+
+from __future__ import annotations
+
+import os
+from typing import TypeVar
+
+T = TypeVar("T")
+CHOICES = ("few", "usual", "all")
+CHOICE = os.environ.get("TEST_CASES", "usual")
+if CHOICE not in CHOICES:
+    raise ValueError(f"TEST_CASES is {CHOICE!r}; allowed: {', '.join(CHOICES)}")
+
+
+def choose(*, few: T, usual: T, every: T) -> T:
+    """The one that the environment asks for."""
+    return dict(zip(CHOICES, (few, usual, every), strict=True))[CHOICE]
