@@ -99,7 +99,9 @@ class Stream(torch.Stream):
 class Event(torch.Event):
     """An event of the device, as torch.cuda.Event is one of CUDA. A plain torch.Event: PyTorch measures no other's."""
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+    def __new__(  # type: ignore[misc]
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> torch.Event:
         return torch.Event(NAME, enable_timing=enable_timing)
 
 

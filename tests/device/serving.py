@@ -26,7 +26,7 @@ from reference.place import Place
 from system.conftest import CachedAnswer, CachedServer
 from system.test_parity_of_training_and_serving import CHUNK_TOKENS, PAGE_TOKENS, PRESETS, Served
 
-from kt_runtime.cli.connection import ServerAPI, resident_client
+from kt_runtime.cli.connection import resident_client
 from kt_runtime.cli.server_process import server
 from kt_runtime.serve.memory.plan import cached_numbers_per_token
 from kt_runtime.serve.models.make_model import make_model

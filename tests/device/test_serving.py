@@ -2,8 +2,8 @@
 
 Dense layers, KV pool and LoRA pool are on the device, experts in the CPU's store, and some of them, or all in turn, on
 the device. PyTorch's operators stand for SGLang's kernels. What is sampled has training's log-probabilities (bodies of
-tests/system, as on a CPU); a stream's answer is one version's; what was cached on the device, the host or the disk, also
-before a restart, answers as what is computed.
+tests/system, as on a CPU); a stream's answer is one version's; what was cached on the device, the host or the disk,
+also before a restart, answers as what is computed.
 
 `LATE_SEEDS=20` runs a server for each of 20 seeds, `LATE_SERVERS="qwen3:hot:random-7 deepseek:off:late"` those that it
 names: family, experts, schedule. `make test-device` runs the former.
@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 from device.backend import NAME
 from device.serving import CACHED_TOKENS, EXPERTS, FAMILIES, PROMPT, Case, Running, package, seeded, train

@@ -88,6 +88,7 @@ class Call {
   Stack run() {
     require_one_device();
     if (!depends_on_values() && !selects_by_mask()) {
+      if (std::optional<Stack> written = known_to_write_in_place()) return queued_in_place(std::move(*written));
       if (std::optional<Stack> sized = on_meta()) return queued(*sized);
     }
     return at_once();
@@ -135,11 +136,49 @@ class Call {
   // nullopt: the meta device cannot tell the result, or the arguments are wrong, which running them will tell.
   std::optional<Stack> on_meta() {
     metas_.clear();
-    const std::string key = writes() || returns_aliases() ? "" : signature(op_, arguments_);
-    if (const Stack* known = Sizes::get().find(key)) return *known;
+    if (!writes() && returns_aliases()) return asked_on_meta();
+    const std::string key = signature(op_, arguments_);
+    if (const Stack* known = writes() ? nullptr : Sizes::get().find(key)) return *known;
     std::optional<Stack> found = asked_on_meta();
-    if (found) Sizes::get().add(key, *found);
+    if (found && !writes()) Sizes::get().add(key, *found);
+    if (found && writes() && is_written_in_place()) Sizes::get().add(key, Stack());
     return found;
+  }
+
+  // The written arguments, which are the results: if such a call was seen to change no size.
+  std::optional<Stack> known_to_write_in_place() const {
+    if (!writes() || Sizes::get().find(signature(op_, arguments_)) == nullptr) return std::nullopt;
+    return written_arguments();
+  }
+
+  // After the meta device was asked.
+  bool is_written_in_place() const {
+    const bool same = std::all_of(metas_.begin(), metas_.end(), [](const auto& of) {
+      return of.first.sizes() == of.second.sizes() && of.first.strides() == of.second.strides();
+    });
+    return same && written_arguments().has_value();
+  }
+
+  // By the schema; nullopt: a result is none of them.
+  std::optional<Stack> written_arguments() const {
+    Stack written;
+    for (const c10::Argument& result : schema().returns()) {
+      const auto& given = schema().arguments();
+      const auto found = std::find_if(given.begin(), given.end(), [&result](const c10::Argument& argument) {
+        return is_written(result) && is_written(argument) &&
+               result.alias_info()->beforeSets() == argument.alias_info()->beforeSets();
+      });
+      if (found == given.end()) return std::nullopt;
+      written.push_back(arguments_[found - given.begin()]);
+    }
+    return written;
+  }
+
+  Stack queued_in_place(Stack written) {
+    Stack places;
+    for (const IValue& result : written) places.push_back(with_tensors(result, for_kernels_if_ours));
+    queue(std::move(places));
+    return written;
   }
 
   std::optional<Stack> asked_on_meta() {

@@ -14,14 +14,15 @@
 namespace late {
 
 // Operator and arguments: numbers, and of tensors dtype, sizes and strides. Empty: it has an argument of another kind,
-// so nothing is known of the call. For operators that write no argument and return none.
+// so nothing is known of the call. For operators that return no view.
 std::string signature(const c10::OperatorHandle& op, const torch::jit::Stack& arguments);
 
 class Sizes {
  public:
   static Sizes& get();
 
-  // Results as tensors of the meta device, or nullptr. Valid for ever: nothing is taken out.
+  // Results as tensors of the meta device; none for a call that writes its results in place. nullptr: the call is new.
+  // Valid for ever: nothing is taken out.
   const torch::jit::Stack* find(const std::string& signature);
   void add(const std::string& signature, const torch::jit::Stack& results);
 
