@@ -1,4 +1,4 @@
-"""Memory of the graphs that SGLang captures on a GPU: an estimate, namely what SGLang 0.5.23 itself leaves free for them.
+"""Memory of the graphs that SGLang captures on a GPU: an estimate, what SGLang 0.5.23 itself leaves free for them.
 
 SGLang's `reserve_for_graph_mb` (arg_groups/memory_hook.py) reserves 2 MiB for each request of the largest decode graph.
 For prefills with grouped-query attention it reserves 8 MiB for each captured length, which is memory outside of
