@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test test-quick test-gpu fuzz test-amx test-sanitize test-threads check check-native format clean help
+.PHONY: demo test test-quick test-gpu test-device fuzz test-amx test-sanitize test-threads check check-native format clean help
 
 # The C++ test program needs a compiler and cmake only; cmake comes with the environment where the system has none.
 CMAKE ?= $(or $(shell command -v cmake),$(BIN)/cmake)
@@ -18,6 +18,7 @@ help:
 	@echo "make test    install, then run every test"
 	@echo "make test-quick     install, then run the tests that start no server: the folders left out are printed"
 	@echo "make test-gpu       install, then run tests/gpu on this machine's NVIDIA GPU; without one it ends with status 2"
+	@echo "make test-device    install, then run whole servers on the emulated accelerator, for DEVICE_SEEDS=20 orders of its work"
 	@echo "make fuzz    attack a real server for an hour, or for FUZZ_SECONDS (docs/testing.md)"
 	@echo "make test-amx       run the AMX kernels' tests on AMX instructions: here, else through the command in AMX_RUNNER"
 	@echo "make test-sanitize  run the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
@@ -73,6 +74,11 @@ test: $(VENV)/installed
 # One process: the servers of two would share the GPU's memory (docs/gpu.md).
 test-gpu: $(VENV)/installed
 	$(BIN)/pytest --gpu=require tests/gpu $(PYTEST_ARGS)
+
+# Whole servers on the emulated accelerator, one for each seed of an order of its work (docs/testing.md).
+DEVICE_SEEDS ?= 20
+test-device: $(VENV)/installed
+	LATE_SEEDS=$(DEVICE_SEEDS) $(BIN)/pytest -s tests/device/test_serving.py $(PYTEST_ARGS)
 
 # An attack on a real server, for an hour unless told otherwise (docs/testing.md). No seed: one is drawn and printed.
 FUZZ_SECONDS ?= 3600

@@ -14,6 +14,7 @@ from torch import Tensor
 from kt_runtime import _experts, device
 from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.experts.gpu import paths
+from kt_runtime.experts.gpu.call import ExpertCall
 from kt_runtime.experts.gpu.paths import DevicePaths
 from kt_runtime.experts.gpu.streamed import StreamedActivations
 from kt_runtime.experts.native import capsule, require_tensor, translate
@@ -51,7 +52,7 @@ class ExpertLayer:
         token_slots [T] int32: index into `slots`, -1 for the base alone. Sums are float32; the result is rounded once
         to the dtype of x and written to `out` if given. Not differentiable; `routed_experts` is.
         """
-        return self._forward(x, ids, weights, slots, token_slots, out, retain=False)[0]
+        return self._forward(ExpertCall(x, ids, weights, slots, token_slots), out, retain=False)[0]
 
     def forward_retaining(
         self,
@@ -64,37 +65,21 @@ class ExpertLayer:
         out: Tensor | None = None,
     ) -> tuple[Tensor, Retained | StreamedActivations]:
         """`forward`, which also returns the activations that `backward` needs: 8 * I + 12 * R bytes per routed pair."""
-        result, retained = self._forward(x, ids, weights, slots, token_slots, out, retain=True)
+        result, retained = self._forward(ExpertCall(x, ids, weights, slots, token_slots), out, retain=True)
         assert retained is not None
         return result, retained
 
     def _forward(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        slots: Sequence[LoraSlot | None],
-        token_slots: Tensor | None,
-        out: Tensor | None,
-        *,
-        retain: bool,
+        self, call: ExpertCall, out: Tensor | None, *, retain: bool
     ) -> tuple[Tensor, Retained | StreamedActivations | None]:
-        require_tensor(x, "x")
-        if not device.is_host(x):
-            return paths.forward(self, x, ids, weights, slots, token_slots, out, retain=retain)
+        require_tensor(call.x, "x")
+        if not device.is_host(call.x):
+            return paths.forward(self, call, out, retain=retain)
         if out is None:
-            out = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
+            out = torch.empty_like(call.x, memory_format=torch.contiguous_format, requires_grad=False)
         native = self.native()
         try:
-            retained = native.forward(
-                capsule(x, "x"),
-                capsule(ids, "ids"),
-                capsule(weights, "weights"),
-                _slot_capsules(slots),
-                None if token_slots is None else capsule(token_slots, "token_slots"),
-                capsule(out, "out"),
-                retain,
-            )
+            retained = native.forward(*_capsules(call), capsule(out, "out"), retain)
         except _experts.NativeError as error:
             raise translate(error) from None
         return out, retained
@@ -119,8 +104,9 @@ class ExpertLayer:
         """
         require_tensor(x, "x")
         require_tensor(weights, "weights")
+        call = ExpertCall(x, ids, weights, slots, token_slots)
         if not device.is_host(x):
-            return paths.backward(self, grad_out, x, ids, weights, slots, token_slots, into, retained)
+            return paths.backward(self, grad_out, call, into, retained)
         if isinstance(retained, StreamedActivations):
             raise InvalidValueError("retained is of a call that streamed to a device; x is in CPU memory")
         native = self.native()
@@ -136,11 +122,7 @@ class ExpertLayer:
         try:
             native.backward(
                 capsule(grad_out, "grad_out"),
-                capsule(x, "x"),
-                capsule(ids, "ids"),
-                capsule(weights, "weights"),
-                _slot_capsules(slots),
-                None if token_slots is None else capsule(token_slots, "token_slots"),
+                *_capsules(call),
                 capsule(result.x, "gradient of x"),
                 capsule(result.weights, "gradient of weights"),
                 _slot_capsules(grads),
@@ -192,6 +174,17 @@ class ExpertLayer:
     def close(self) -> None:
         """Releases the weights. Running calls finish first: they hold their own reference."""
         self._native = None
+
+
+def _capsules(call: ExpertCall) -> tuple[Any, ...]:
+    """The call's five arguments for the native side."""
+    return (
+        capsule(call.x, "x"),
+        capsule(call.ids, "ids"),
+        capsule(call.weights, "weights"),
+        _slot_capsules(call.slots),
+        None if call.token_slots is None else capsule(call.token_slots, "token_slots"),
+    )
 
 
 def _slot_capsules(slots: Sequence[LoraSlot | None]) -> list[tuple[Any, ...] | None]:

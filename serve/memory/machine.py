@@ -25,6 +25,13 @@ def has_gpu() -> bool:
     return device.accelerator() is not None
 
 
+def has_graphs() -> bool:
+    """Whether SGLang captures graphs on the accelerator: its graphs are CUDA's."""
+    from kt_runtime import device
+
+    return device.has_cuda()
+
+
 def gpu_problem() -> str:
     """Why torch can't use this machine's NVIDIA GPU; "" if it can, or if there is none (`device.problem`)."""
     if not _has_driver():

@@ -17,6 +17,7 @@ from kt_runtime.families.base import EXPERTS, LoraModule, integer
 from kt_runtime.families.quantization import BF16, QUANTIZED_WHILE_LOADING, ExpertFormat, quantization_of
 from kt_runtime.families.registry import family_for
 from kt_runtime.serve.memory.cache_plan import CachePlan
+from kt_runtime.serve.memory.graphs import graph_bytes
 from kt_runtime.serve.models.checkpoint import count_parameters, dense_tensors
 
 Device = Literal["cpu", "gpu"]
@@ -31,6 +32,7 @@ STAGED_PAGES = 64
 CONTEXT_BYTES = 5 * GIB // 4
 # Rows that pinned buffers hold for experts on the CPU: SGLang's chunk of a prefill on a large GPU.
 STAGED_TOKENS = 8192
+NO_GRAPHS = "--no-graphs"
 # fp32 master weight, gradient and both moments of AdamW.
 TRAINED_PARAMETER_BYTES = 4 * 4
 
@@ -45,7 +47,8 @@ class ServingShape:
     `cache`: the prefix cache's tiers. `route_bytes`: of kept routes. `tokens_option`: the option that sets the KV
     cache's size. `gpu_expert_bytes`: of hot experts on the GPU. `ring_chunk_experts`: experts of a chunk of the ring
     that streams experts to the GPU, 0: no ring; `ring_bytes`: of its slots; `streamed_bytes`: of the tensors that a
-    streamed call has beside them.
+    streamed call has beside them. `graph_requests`, `graph_prefill_tokens`: of the largest graphs that SGLang captures;
+    0: none.
     """
 
     device: Device = "cpu"
@@ -64,11 +67,13 @@ class ServingShape:
     ring_chunk_experts: int = 0
     ring_bytes: int = 0
     streamed_bytes: int = 0
+    graph_requests: int = 0
+    graph_prefill_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """`lower`: the options to lower if memory is short; empty if only a smaller model helps."""
+    """`lower`: the options to lower (NO_GRAPHS: to give) if memory is short; empty if only a smaller model helps."""
 
     what: str
     device: Device
@@ -128,11 +133,13 @@ def _gpu_needs(config: Mapping[str, Any], shape: ServingShape) -> list[MemoryNee
 
     A staged call has pinned rows of hidden states, result and gradient, expert ids (int64) and routing weights.
     """
+    graphs = graph_bytes(config, shape.graph_requests, shape.graph_prefill_tokens)
     of_row = 3 * integer(config, "hidden_size") * shape.activation_bytes + 12 * integer(config, "num_experts_per_tok")
     return [
         MemoryNeed("hot experts", "gpu", shape.gpu_expert_bytes, ("--gpu-experts",)),
         MemoryNeed("ring of streamed experts", "gpu", shape.ring_bytes, ("--stream-experts",)),
         MemoryNeed("tensors of streamed calls (estimate)", "gpu", shape.streamed_bytes, ("--microbatch-tokens",)),
+        MemoryNeed("captured graphs (SGLang's estimate)", "gpu", graphs, (NO_GRAPHS,)),
         MemoryNeed("context and workspaces (estimate)", "gpu", CONTEXT_BYTES),
         MemoryNeed("pinned buffers of the ring", "cpu", shape.ring_bytes),
         MemoryNeed("pinned rows for the experts", "cpu", max(STAGED_TOKENS, shape.training_tokens) * of_row),
@@ -233,7 +240,9 @@ def _problem(plan: MemoryPlan, device: Device, need: int, there: int) -> str:
     if fixed > there:
         advice = f"{format_bytes(fixed)} of it can't be lowered: choose a smaller model or a larger machine"
     else:
-        advice = "lower " + " or ".join(dict.fromkeys(option for row in adjustable for option in row.lower))
+        options = dict.fromkeys(option for row in adjustable for option in row.lower)
+        advice = "lower " + " or ".join(option for option in options if option != NO_GRAPHS)
+        advice += f", or give {NO_GRAPHS}" if NO_GRAPHS in options else ""
     return (
         f"it needs {format_bytes(need)} on the {device.upper()} and {format_bytes(there)} are free ({parts}); {advice}"
     )

@@ -10,9 +10,11 @@ from typing import Any
 from kt_runtime.families.base import integer
 from kt_runtime.families.registry import family_for
 from kt_runtime.serve.devices import HOST, gpu_index
-from kt_runtime.serve.memory.machine import available_memory, has_gpu
+from kt_runtime.serve.memory.machine import available_memory, has_gpu, has_graphs
 from kt_runtime.serve.memory.plan import TRAINED, MemoryPlan, ServingShape, plan_memory
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions
+from kt_runtime.serve.options.parsers import last_value
+from kt_runtime.sglang_patch.arguments import GRAPH_PREFILL_TOKENS
 
 LEAST_MICROBATCH_TOKENS = 128
 """The smallest microbatch that planning chooses; --microbatch-tokens may name a smaller one. With fewer tokens, reading
@@ -21,6 +23,7 @@ the experts' weights takes longer than computing with them."""
 
 def serving_shape(options: ServeOptions, *, with_gpu: bool) -> ServingShape:
     """`with_gpu`: attention and dense layers are on a GPU."""
+    graph_requests, graph_prefill_tokens = _graphs(options) if with_gpu and has_graphs() else (0, 0)
     return ServingShape(
         device="gpu" if with_gpu else "cpu",
         max_total_tokens=options.max_total_tokens,
@@ -33,7 +36,21 @@ def serving_shape(options: ServeOptions, *, with_gpu: bool) -> ServingShape:
         route_bytes=options.routing_replay_bytes,
         gpu_expert_bytes=options.gpu_experts_bytes if with_gpu else 0,
         tokens_option="--max-total-tokens" if options.cache_device_bytes is None else "--cache-device",
+        graph_requests=graph_requests,
+        graph_prefill_tokens=graph_prefill_tokens,
     )
+
+
+def _graphs(options: ServeOptions) -> tuple[int, int]:
+    """(requests of the largest decode graph, tokens of the longest prefill graph), as SGLang is asked to capture."""
+    most_tokens = min(GRAPH_PREFILL_TOKENS, options.max_total_tokens)
+    largest = {"decode": options.max_running_requests, "prefill": most_tokens}
+    for phase in largest:
+        if options.no_graphs or last_value(options.passed_on, f"--cuda-graph-backend-{phase}") == "disabled":
+            largest[phase] = 0
+        elif (given := last_value(options.passed_on, f"--cuda-graph-max-bs-{phase}") or "").isdigit():
+            largest[phase] = int(given)
+    return largest["decode"], largest["prefill"]
 
 
 def with_lora_rank(options: ServeOptions, config: Mapping[str, Any], name: str) -> ServeOptions:

@@ -1,4 +1,4 @@
-"""Without a GPU, SGLang's processes are forks of the frontend instead of new Python interpreters.
+"""Without CUDA, SGLang's processes are forks of the frontend instead of new Python interpreters.
 
 Symbol: `sglang.srt.entrypoints.engine.mp` (SGLang 0.5.23), the module that starts the scheduler and the detokenizer.
 Reason: each new interpreter imports torch, transformers and SGLang again. These imports take 13 s of processor time and
@@ -24,8 +24,8 @@ ENGINE_PROCESSES = "sglang.srt.entrypoints.engine.mp"
 
 
 def install(hooks: Hooks, server_args: Any) -> None:
-    """Does nothing with a GPU, nor with `--numa-node`, which SGLang applies to a new interpreter only."""
-    if hooks.on_cpu and server_args.numa_node is None:
+    """Does nothing with CUDA, nor with `--numa-node`, which SGLang applies to a new interpreter only."""
+    if not hooks.has_cuda_kernels and server_args.numa_node is None:
         hooks.set(ENGINE_PROCESSES, ForkingMultiprocessing())
 
 

@@ -21,20 +21,22 @@ _Device = torch.device | str | int | None
 
 
 def enable() -> torch.device:
-    """Registers the device in this process, at the first call. Returns it.
-
-    For processes that no test controls, the environment says when work runs, `LATE_SCHEDULE` ("late", "random-7"), and
-    whether there is a `LATE_DEFAULT_STREAM_KEEPS`.
-    """
+    """Registers the device in this process, at the first call. Returns it."""
     if not hasattr(torch, NAME):
         torch.utils.rename_privateuse1_backend(NAME)
         torch.ops.load_library(str(built_library()))
         torch._register_device_module(NAME, _module())
         torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
-        name, _, seed = os.environ.get("LATE_SCHEDULE", "late").partition("-")
-        set_schedule(name, int(seed or 0))
-        set_default_stream_keeps("LATE_DEFAULT_STREAM_KEEPS" in os.environ)
+        follow_environment()
     return torch.device(NAME, 0)
+
+
+def follow_environment() -> None:
+    """For processes that no test controls: the environment says when work runs, `LATE_SCHEDULE` ("late", "random-7"),
+    and whether there is a `LATE_DEFAULT_STREAM_KEEPS`."""
+    name, _, seed = os.environ.get("LATE_SCHEDULE", "late").partition("-")
+    set_schedule(name, int(seed or 0))
+    set_default_stream_keeps("LATE_DEFAULT_STREAM_KEEPS" in os.environ)
 
 
 def default_stream() -> torch.Stream:
@@ -96,10 +98,12 @@ class Stream(torch.Stream):
 
 
 class Event(torch.Event):
-    """An event of the device, as torch.cuda.Event is one of CUDA."""
+    """An event of the device, as torch.cuda.Event is one of CUDA. A plain torch.Event: PyTorch measures no other's."""
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-        return super().__new__(cls, NAME, enable_timing=enable_timing)
+    def __new__(  # type: ignore[misc]
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> torch.Event:
+        return torch.Event(NAME, enable_timing=enable_timing)
 
 
 class StreamContext:

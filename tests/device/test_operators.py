@@ -201,3 +201,40 @@ def test_the_state_of_random_numbers_is_saved_and_restored(late_device: torch.de
     generators = [torch.Generator(device=late_device).manual_seed(1) for _ in range(2)]
     first, second = (torch.rand(4, generator=generator, device=late_device) for generator in generators)
     assert torch.equal(first, second)
+
+
+# The sizes of a result are asked for once for each signature of a call (late/sizes.h).
+CALLS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.sum(0),
+    lambda x: x.sum(1),
+    lambda x: x.sum(0, keepdim=True),
+    lambda x: x.sum(0, dtype=torch.float64),
+    lambda x: x[:2].sum(0),
+    lambda x: x * 2,
+    lambda x: x.double() * 2,
+    lambda x: x.t() * 2,
+    lambda x: (x > 0) * 2,
+    lambda x: (x > 0) * 2.0,
+    lambda x: torch.cat([x, x]),
+    lambda x: torch.cat([x, x[:1]]),
+    lambda x: torch.cat([x, x], 1),
+    lambda x: torch.where(x > 0, x, torch.tensor(1.0, dtype=torch.float64)),
+    lambda x: torch.where(x > 0, x, x.double()),
+    lambda x: x[torch.tensor([0, 1])],
+    lambda x: x[torch.tensor([0, 1]), torch.tensor([1, 2])],
+    lambda x: x[:, torch.tensor([1])],
+]
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_sizes_are_those_of_a_call_s_own_arguments(late_device: torch.device, default: torch.dtype) -> None:
+    before, given = torch.get_default_dtype(), torch.linspace(-1, 1, 12).view(3, 4)
+    torch.set_default_dtype(default)
+    try:
+        for _ in range(2):
+            for call in [*CALLS, lambda x: (x > 0) / 2]:
+                found, wanted = call(given.to(late_device)), call(given)
+                assert (found.shape, found.stride(), found.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+                assert torch.equal(found.cpu(), wanted)
+    finally:
+        torch.set_default_dtype(before)

@@ -27,7 +27,7 @@ IMPORTED = ["torch", "kt_runtime.serve.launch", "sglang.srt.entrypoints.http_ser
 # What the interpreter, the loader and OpenMP read when a process starts: a fork can't have other values.
 READ_AT_START = ("PYTHONPATH", "LD_PRELOAD", "OMP_NUM_THREADS")
 context = multiprocessing.get_context("forkserver")
-_at_start = {name: os.environ.get(name) for name in READ_AT_START}
+_at_start: dict[str, str | None] = {}
 _start_command = server_process._start
 
 
@@ -61,7 +61,7 @@ class ForkedServer:
 
 
 def start(command: list[str], log_path: Path) -> subprocess.Popen[bytes] | ForkedServer:
-    """In place of `server_process._start`. With a GPU SGLang is imported with other settings."""
+    """In place of `server_process._start`, after `import_all`. With a GPU SGLang is imported with other settings."""
     if has_gpu() or any(os.environ.get(name) != value for name, value in _at_start.items()):
         return _start_command(command, log_path)
     return ForkedServer(command, log_path)
@@ -80,6 +80,7 @@ def import_all() -> None:
     """Starts the process that the servers are forks of. It ends with this process."""
     from multiprocessing import forkserver
 
+    _at_start.update({name: os.environ.get(name) for name in READ_AT_START})
     before = dict(os.environ)
     os.environ.update(settings_before_imports(with_gpu=False))
     try:
@@ -106,4 +107,6 @@ def _serve(arguments: list[str], environment: dict[str, str], log_path: str) -> 
         faulty_disk.install()
     if environment.get(lost_device.CONTROL):
         lost_device.install()
+    if emulated := sys.modules.get("device.backend"):  # torch has loaded it (tests/device)
+        emulated.follow_environment()
     sys.exit(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -80,6 +80,7 @@ class Stream:
     api: ServerAPI
     prompt: list[int]
     adapter: str
+    num_tokens: int = NEW_TOKENS
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     error: str | None = None
@@ -88,7 +89,7 @@ class Stream:
     def run(self) -> None:
         body = {
             "input_ids": self.prompt,
-            "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+            "sampling_params": {"temperature": 0, "max_new_tokens": self.num_tokens, "ignore_eos": True},
             "lora_path": self.adapter,
             "stream": True,
         }
@@ -109,10 +110,12 @@ class Stream:
 
 
 class KeepAsking:
-    """Sixteen clients that ask `adapter` one thing after the other; each begins one more stream after `finish`."""
+    """Clients that each ask `adapter` one thing, again and again, and begin one more stream after `finish`."""
 
-    def __init__(self, api: ServerAPI, adapter: str) -> None:
-        self.streams = [Stream(api, prompt, adapter) for prompt in PROMPTS]
+    def __init__(
+        self, api: ServerAPI, adapter: str, prompts: Sequence[list[int]] = PROMPTS, num_tokens: int = NEW_TOKENS
+    ) -> None:
+        self.streams = [Stream(api, prompt, adapter, num_tokens) for prompt in prompts]
         self._finish = threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(stream,)) for stream in list(self.streams)]
         for thread in self._threads:
@@ -129,7 +132,7 @@ class KeepAsking:
         is_last = False
         while not is_last:
             is_last = self._finish.is_set()
-            stream = Stream(stream.api, stream.prompt, stream.adapter)
+            stream = Stream(stream.api, stream.prompt, stream.adapter, stream.num_tokens)
             self.streams.append(stream)
             stream.run()
 

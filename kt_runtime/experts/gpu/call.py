@@ -1,4 +1,4 @@
-"""The arguments of a call on a layer of experts with tensors on a device, checked before anything is computed."""
+"""The arguments of a call on a layer of experts, and their checks where the tensors are on a device."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ class Check:
 
 
 @dataclass(frozen=True)
-class DeviceCall:
-    """The arguments of `ExpertLayer.forward`. All are on the device of x; the tensors of slots may be anywhere."""
+class ExpertCall:
+    """The arguments of `ExpertLayer.forward`, with its shapes. All are on the device of x; a slot's tensors anywhere.
+
+    Nothing is checked when it is made: the native layer checks tensors in CPU memory, the methods those of a device.
+    """
 
     x: Tensor
     ids: Tensor

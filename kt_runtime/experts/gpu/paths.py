@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from kt_runtime.experts.gpu import staging, streamed
-from kt_runtime.experts.gpu.call import DeviceCall
+from kt_runtime.experts.gpu.call import ExpertCall
 from kt_runtime.experts.gpu.ring import ExpertRing
 from kt_runtime.experts.gpu.streamed import StreamedActivations
 from kt_runtime.experts.values import ExpertGradients, LoraSlot, Retained
@@ -23,20 +23,9 @@ from kt_runtime.experts.values import ExpertGradients, LoraSlot, Retained
 class HotLayer(Protocol):
     """Experts of one layer that lie on the device. `takes`: whether `forward` computes this call."""
 
-    def takes(
-        self, x: Tensor, ids: Tensor, weights: Tensor, slots: Sequence[object], token_slots: Tensor | None
-    ) -> bool: ...
+    def takes(self, call: ExpertCall) -> bool: ...
 
-    def forward(
-        self,
-        layer: Any,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        slots: Sequence[LoraSlot | None],
-        token_slots: Tensor | None,
-        out: Tensor | None,
-    ) -> Tensor: ...
+    def forward(self, layer: Any, call: ExpertCall, out: Tensor | None) -> Tensor: ...
 
 
 @dataclass
@@ -82,37 +71,25 @@ class PathedLayer(staging.HostLayer, Protocol):
 
 
 def forward(
-    layer: PathedLayer,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    slots: Sequence[LoraSlot | None],
-    token_slots: Tensor | None,
-    out: Tensor | None,
-    *,
-    retain: bool,
+    layer: PathedLayer, call: ExpertCall, out: Tensor | None, *, retain: bool
 ) -> tuple[Tensor, Retained | StreamedActivations | None]:
     """ExpertLayer.forward for an x on a device; the result is there, ready in the order of the current stream."""
     paths = layer.device_paths
-    if paths is not None and paths.ring is not None and paths.streams(x.shape[0]):
-        done = streamed.forward(paths.ring, layer, DeviceCall(x, ids, weights, slots, token_slots), out, retain=retain)
+    if paths is not None and paths.ring is not None and paths.streams(call.x.shape[0]):
+        done = streamed.forward(paths.ring, layer, call, out, retain=retain)
         if paths.counts is not None:
-            paths.counts.forward += x.shape[0]
+            paths.counts.forward += call.x.shape[0]
         return done
     hot = None if paths is None or retain else paths.hot
-    if hot is not None and hot.takes(x, ids, weights, slots, token_slots):
-        return hot.forward(layer, x, ids, weights, slots, token_slots, out), None
-    return staging.forward(layer, x, ids, weights, slots, token_slots, out, retain=retain)
+    if hot is not None and hot.takes(call):
+        return hot.forward(layer, call, out), None
+    return staging.forward(layer, call, out, retain=retain)
 
 
 def backward(
     layer: PathedLayer,
     grad_out: Tensor,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    slots: Sequence[LoraSlot | None],
-    token_slots: Tensor | None,
+    call: ExpertCall,
     into: Sequence[LoraSlot | None] | None,
     retained: Retained | StreamedActivations | None,
 ) -> ExpertGradients:
@@ -120,14 +97,13 @@ def backward(
     paths = layer.device_paths
     kept = retained if isinstance(retained, StreamedActivations) else None
     ring = None if paths is None else paths.ring
-    if ring is not None and paths is not None and (kept or (retained is None and paths.streams(x.shape[0]))):
-        call = DeviceCall(x, ids, weights, slots, token_slots)
+    if ring is not None and paths is not None and (kept or (retained is None and paths.streams(call.x.shape[0]))):
         gradients = streamed.backward(ring, layer, grad_out, call, into, kept)
         if paths.counts is not None:
-            paths.counts.backward += x.shape[0]
+            paths.counts.backward += call.x.shape[0]
         return gradients
     of_host = None if isinstance(retained, StreamedActivations) else retained
-    return staging.backward(layer, grad_out, x, ids, weights, slots, token_slots, into, of_host)
+    return staging.backward(layer, grad_out, call, into, of_host)
 
 
 def attach_ring(layers: Sequence[PathedLayer], ring: ExpertRing, rule: StreamingRule) -> StreamedTokens:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kt_runtime import device
 from kt_runtime.errors import InvalidValueError
+from kt_runtime.experts.gpu.call import ExpertCall
 from kt_runtime.experts.values import ExpertGradients, LoraSlot, Retained
 
 
@@ -70,20 +71,10 @@ def staged_in(buffers: StagingBuffers) -> Iterator[None]:
         _buffers.current = before
 
 
-def forward(
-    layer: HostLayer,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    slots: Sequence[LoraSlot | None],
-    token_slots: Tensor | None,
-    out: Tensor | None,
-    *,
-    retain: bool,
-) -> tuple[Tensor, Retained | None]:
+def forward(layer: HostLayer, call: ExpertCall, out: Tensor | None, *, retain: bool) -> tuple[Tensor, Retained | None]:
     """ExpertLayer.forward for a device's x; the result is on x's device, ready in the order of the current stream."""
-    with device.guard(x.device):
-        inputs = _to_host({"x": x, "ids": ids, "weights": weights, "token_slots": token_slots}, x.device)
+    with device.guard(call.x.device):
+        inputs = _to_host(_tensors(call), call.x.device)
         buffer = _buffers.get("out")
         host_out = buffer.like(inputs["x"])
         run = layer.forward_retaining if retain else layer.forward
@@ -91,43 +82,43 @@ def forward(
             inputs["x"],
             inputs["ids"],
             inputs["weights"],
-            slots=[_host_slot(slot) for slot in slots],
+            slots=[_host_slot(slot) for slot in call.slots],
             token_slots=inputs.get("token_slots"),
             out=host_out,
         )
-        result = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False) if out is None else out
-        _to_device(host_out, result, buffer)
-        return result, done[1] if isinstance(done, tuple) else None
+        if out is None:
+            out = torch.empty_like(call.x, memory_format=torch.contiguous_format, requires_grad=False)
+        _to_device(host_out, out, buffer)
+        return out, done[1] if isinstance(done, tuple) else None
 
 
 def backward(
     layer: HostLayer,
     grad_out: Tensor,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    slots: Sequence[LoraSlot | None],
-    token_slots: Tensor | None,
+    call: ExpertCall,
     into: Sequence[LoraSlot | None] | None,
     retained: Retained | None,
 ) -> ExpertGradients:
     """ExpertLayer.backward for a device's x. Gradients of a slot are on the device of that slot's tensors."""
-    with device.guard(x.device):
-        named = {"grad_out": grad_out, "x": x, "ids": ids, "weights": weights, "token_slots": token_slots}
-        inputs = _to_host(named, x.device)
+    with device.guard(call.x.device):
+        inputs = _to_host({"grad_out": grad_out, **_tensors(call)}, call.x.device)
         host = layer.backward(
             inputs["grad_out"],
             inputs["x"],
             inputs["ids"],
             inputs["weights"],
-            slots=[_host_slot(slot) for slot in slots],
+            slots=[_host_slot(slot) for slot in call.slots],
             token_slots=inputs.get("token_slots"),
             retained=retained,
         )
-        grads = [_like_slot(g, s) for g, s in zip(host.slots, slots, strict=True)]
+        grads = [_like_slot(g, s) for g, s in zip(host.slots, call.slots, strict=True)]
         if into is not None:
             grads = [_added(target, g) for target, g in zip(into, grads, strict=True)]
-        return ExpertGradients(host.x.to(x.device), host.weights.to(x.device), grads)
+        return ExpertGradients(host.x.to(call.x.device), host.weights.to(call.x.device), grads)
+
+
+def _tensors(call: ExpertCall) -> dict[str, Tensor | None]:
+    return {"x": call.x, "ids": call.ids, "weights": call.weights, "token_slots": call.token_slots}
 
 
 def _to_host(tensors: dict[str, Tensor | None], where: torch.device) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts.gpu.adapters import AdapterRows, adapter_rows
-from kt_runtime.experts.gpu.call import ACTIVATIONS, DeviceCall
+from kt_runtime.experts.gpu.call import ACTIVATIONS, ExpertCall
 from kt_runtime.experts.gpu.pairs import Pairs, checked_ends, sizes_of, sorted_pairs, sum_of_pairs, weighted_sum
 from kt_runtime.experts.gpu.ring import ExpertRing, UnpackingLayer
 from kt_runtime.experts.gpu.routed_mlp import ExpertWeights, expert_backward, expert_forward
@@ -48,7 +48,7 @@ class _Rows:
 
 @torch.no_grad()
 def forward(
-    ring: ExpertRing, layer: UnpackingLayer, call: DeviceCall, out: Tensor | None, *, retain: bool
+    ring: ExpertRing, layer: UnpackingLayer, call: ExpertCall, out: Tensor | None, *, retain: bool
 ) -> tuple[Tensor, StreamedActivations | None]:
     """ExpertLayer.forward; the result is ready in the order of the current stream."""
     call.check(ring.shape)
@@ -73,7 +73,7 @@ def backward(
     ring: ExpertRing,
     layer: UnpackingLayer,
     grad_out: Tensor,
-    call: DeviceCall,
+    call: ExpertCall,
     into: Sequence[LoraSlot | None] | None,
     kept: StreamedActivations | None,
 ) -> ExpertGradients:
@@ -105,7 +105,7 @@ def backward(
 
 
 def _chunks(
-    ring: ExpertRing, layer: UnpackingLayer, call: DeviceCall, pairs: Pairs, ends: Sequence[int]
+    ring: ExpertRing, layer: UnpackingLayer, call: ExpertCall, pairs: Pairs, ends: Sequence[int]
 ) -> Generator[_Rows, None, None]:
     live = [expert for expert, size in enumerate(sizes_of(ends)) if size]
     if not live:

@@ -16,7 +16,7 @@ import torch
 
 from kt_runtime import device as devices
 from kt_runtime.experts.gpu import staging, streamed
-from kt_runtime.experts.gpu.call import DeviceCall
+from kt_runtime.experts.gpu.call import ExpertCall
 from kt_runtime.experts.gpu.paths import PathedLayer
 from kt_runtime.experts.gpu.ring import ExpertRing
 
@@ -67,17 +67,17 @@ def measured(ring: ExpertRing, layer: PathedLayer, top_k: int, dtype: torch.dtyp
     """`crossover` of a layer with random tokens of `dtype`, each with `top_k` experts. Takes about
     `MOST_SECONDS` at most."""
 
-    def seconds(run: Callable[[DeviceCall], object]) -> Callable[[int], float]:
+    def seconds(run: Callable[[ExpertCall], object]) -> Callable[[int], float]:
         return lambda tokens: _best(lambda call: run(call), _drawn(ring, tokens, top_k, dtype), ring.device)
 
-    def on_device(call: DeviceCall) -> None:
+    def on_device(call: ExpertCall) -> None:
         streamed.forward(ring, layer, call, None, retain=False)
 
-    def on_cpu(call: DeviceCall) -> None:
+    def on_cpu(call: ExpertCall) -> None:
         if devices.is_host(call.x):
             layer.forward(call.x, call.ids, call.weights)
         else:
-            staging.forward(layer, call.x, call.ids, call.weights, [], None, None, retain=False)
+            staging.forward(layer, call, None, retain=False)
 
     end = time.perf_counter() + MOST_SECONDS
     return crossover(seconds(on_device), seconds(on_cpu), most_tokens, lambda: time.perf_counter() > end)
@@ -111,17 +111,17 @@ def _beyond(timed: list[Timed], most_tokens: int) -> int | None:
     return last.tokens + math.ceil(more) if last.tokens + more <= most_tokens else None
 
 
-def _drawn(ring: ExpertRing, tokens: int, top_k: int, dtype: torch.dtype) -> DeviceCall:
+def _drawn(ring: ExpertRing, tokens: int, top_k: int, dtype: torch.dtype) -> ExpertCall:
     """Random tokens; each one's experts are distinct. Made while a model is loaded, when defaults are the model's."""
     generator = torch.Generator("cpu").manual_seed(tokens)
     x = torch.randn(tokens, ring.shape.hidden, generator=generator, device="cpu").to(dtype)
     scores = torch.rand(tokens, ring.shape.num_experts, generator=generator, device="cpu")
     ids = scores.topk(top_k, dim=1).indices.to(torch.int32)
     weights = torch.full((tokens, top_k), 1.0 / top_k, dtype=torch.float32, device="cpu")
-    return DeviceCall(x.to(ring.device), ids.to(ring.device), weights.to(ring.device), [], None)
+    return ExpertCall(x.to(ring.device), ids.to(ring.device), weights.to(ring.device), [], None)
 
 
-def _best(run: Callable[[DeviceCall], object], call: DeviceCall, device: torch.device) -> float:
+def _best(run: Callable[[ExpertCall], object], call: ExpertCall, device: torch.device) -> float:
     """Seconds of the fastest of `RUNS` runs, after one that allocates."""
     times = []
     for _ in range(RUNS + 1):

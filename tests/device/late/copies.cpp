@@ -4,6 +4,8 @@
 #include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cstring>
 #include <list>
 
 #include "boundary.h"
@@ -35,9 +37,13 @@ void run_reads_of(const std::byte* begin, const std::byte* end) {
   for (const Mark& mark : needed) Device::get().await(mark);
 }
 
-uint64_t checksum(const std::byte* bytes, size_t num_bytes) {  // FNV-1a
+uint64_t checksum(const std::byte* bytes, size_t num_bytes) {  // FNV-1a of words
   uint64_t sum = 0xCBF29CE484222325;
-  for (size_t i = 0; i < num_bytes; ++i) sum = (sum ^ static_cast<uint64_t>(bytes[i])) * 0x100000001B3;
+  for (size_t i = 0; i < num_bytes; i += sizeof sum) {
+    uint64_t word = 0;
+    std::memcpy(&word, bytes + i, std::min(sizeof word, num_bytes - i));
+    sum = (sum ^ word) * 0x100000001B3;
+  }
   return sum;
 }
 

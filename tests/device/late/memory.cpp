@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <iterator>
 #include <mutex>
 #include <new>
 #include <string>
@@ -42,7 +41,7 @@ Memory::Memory() : total_bytes_(configured_bytes()) {
   if (place == MAP_FAILED) throw std::bad_alloc();
   begin_ = reinterpret_cast<uintptr_t>(place);
   if (mprotect(for_kernels(place), total_bytes_, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
-  free_[begin_] = Free{total_bytes_, std::nullopt, {}};
+  put(begin_, Free{total_bytes_, std::nullopt, {}});
 }
 
 bool Memory::holds(const void* place) const {
@@ -54,16 +53,50 @@ void* Memory::for_kernels(const void* place) const {
   return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(place) + total_bytes_);
 }
 
-std::map<uintptr_t, Memory::Free>::iterator Memory::find(size_t num_bytes, const std::optional<Owner>& owner) {
-  auto best = free_.end();
-  for (auto it = free_.begin(); it != free_.end(); ++it) {
-    const Free& block = it->second;
-    const bool is_free = std::all_of(block.after.begin(), block.after.end(),
-                                     [](const Mark& mark) { return Device::get().is_done(mark); });
-    if (block.owner != owner || block.num_bytes < num_bytes || !is_free) continue;
-    if (best == free_.end() || block.num_bytes < best->second.num_bytes) best = it;
+Memory::FreeBlocks::iterator Memory::find(size_t num_bytes, const std::optional<Owner>& owner) {
+  const auto& sizes = by_size_[owner];
+  for (auto it = sizes.lower_bound({num_bytes, 0}); it != sizes.end(); ++it) {
+    const auto block = free_.find(it->second);
+    const std::vector<Mark>& after = block->second.after;
+    if (std::all_of(after.begin(), after.end(), [](const Mark& mark) { return Device::get().is_done(mark); })) {
+      return block;
+    }
   }
-  return best;
+  return free_.end();
+}
+
+void Memory::put(uintptr_t place, Free block) {
+  const auto is_like = [&block](const Free& other) {
+    return other.owner == block.owner && other.keeps_values == block.keeps_values && other.after.empty() &&
+           block.after.empty();
+  };
+  const auto next = free_.find(place + block.num_bytes);
+  if (next != free_.end() && is_like(next->second)) block.num_bytes += take(next).num_bytes;
+  auto last = free_.lower_bound(place);
+  if (last != free_.begin() && (--last)->first + last->second.num_bytes == place && is_like(last->second)) {
+    place = last->first;
+    block.num_bytes += take(last).num_bytes;
+  }
+  by_size_[block.owner].insert({block.num_bytes, place});
+  free_.emplace(place, std::move(block));
+}
+
+Memory::Free Memory::take(FreeBlocks::iterator block) {
+  Free taken = std::move(block->second);
+  by_size_[taken.owner].erase({taken.num_bytes, block->first});
+  free_.erase(block);
+  return taken;
+}
+
+template <typename F>
+void Memory::change_all(F&& change) {
+  FreeBlocks all;
+  all.swap(free_);
+  by_size_.clear();
+  for (auto& [place, block] : all) {
+    change(block);
+    put(place, std::move(block));
+  }
 }
 
 void Memory::queue_poison(uintptr_t place, size_t num_bytes, int64_t stream, bool beside) {
@@ -86,12 +119,11 @@ void* Memory::allocate(size_t num_bytes, int64_t stream) {
   }
   if (found == free_.end()) return nullptr;
   const uintptr_t place = found->first;
-  Free rest = found->second;
-  free_.erase(found);
-  const bool is_poisoned = rest.owner.has_value() && rest.after.empty();
+  Free rest = take(found);
+  const bool is_poisoned = rest.owner.has_value() && rest.after.empty() && !rest.keeps_values;
   if (rest.num_bytes > rounded) {
     rest.num_bytes -= rounded;
-    free_[place + rounded] = rest;
+    put(place + rounded, std::move(rest));
   }
   blocks_[place] = Block{rounded, owner, {}};
   used_bytes_ += rounded;
@@ -110,32 +142,17 @@ void Memory::free(void* place) {
   used_bytes_ -= block.num_bytes;
   Free freed{block.num_bytes, block.owner, {}};
   for (const int64_t stream : block.other_streams) freed.after.push_back(Device::get().mark(stream));
-  if (block.owner.stream == 0 && default_stream_keeps_) freed.after.push_back(Mark{});  // long passed
-  const bool is_of_graph = block.owner.graph != nullptr;                                // whose replays go on using it
-  if (!is_of_graph && freed.after.empty()) queue_poison(address, block.num_bytes, block.owner.stream, true);
-  join_neighbours(free_.insert_or_assign(address, std::move(freed)).first);
+  freed.keeps_values = block.owner.stream == 0 && default_stream_keeps_;
+  const bool is_of_graph = block.owner.graph != nullptr;  // whose replays go on using it
+  if (!is_of_graph && freed.after.empty() && !freed.keeps_values) {
+    queue_poison(address, block.num_bytes, block.owner.stream, true);
+  }
+  put(address, std::move(freed));
 }
 
 void Memory::set_default_stream_keeps(bool keeps) {
   std::lock_guard lock(Device::get().mutex);
   default_stream_keeps_ = keeps;
-}
-
-std::map<uintptr_t, Memory::Free>::iterator Memory::join_neighbours(std::map<uintptr_t, Free>::iterator middle) {
-  const auto fits = [](const auto& left, const auto& right) {
-    return left->first + left->second.num_bytes == right->first && left->second.owner == right->second.owner &&
-           left->second.after.empty() && right->second.after.empty();
-  };
-  const auto next = std::next(middle);
-  if (next != free_.end() && fits(middle, next)) {
-    middle->second.num_bytes += next->second.num_bytes;
-    free_.erase(next);
-  }
-  if (middle == free_.begin() || !fits(std::prev(middle), middle)) return middle;
-  const auto last = std::prev(middle);
-  last->second.num_bytes += middle->second.num_bytes;
-  free_.erase(middle);
-  return last;
 }
 
 void Memory::used_on(void* place, int64_t stream) {
@@ -151,18 +168,17 @@ void Memory::release(const Program* graph) {
   for (auto& [place, block] : blocks_) {
     if (block.owner.graph == graph) block.owner = Owner{0, nullptr};
   }
-  for (auto& [place, block] : free_) {
+  change_all([graph](Free& block) {
     if (block.owner && block.owner->graph == graph) block.owner = std::nullopt;
-  }
+  });
 }
 
 // As a caching allocator that found no memory: everything is awaited, then any stream may have any free block.
 void Memory::give_up_owners() {
   Device::get().await_all();
-  for (auto& [place, block] : free_) {
+  change_all([](Free& block) {
     if (!block.owner || block.owner->graph == nullptr) block = Free{block.num_bytes, std::nullopt, {}};
-  }
-  for (auto it = free_.begin(); it != free_.end(); ++it) it = join_neighbours(it);
+  });
 }
 
 }  // namespace late

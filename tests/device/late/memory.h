@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -43,7 +44,7 @@ class Memory {
   struct Owner {  // whose order a block's reuse follows
     int64_t stream = -1;
     const Program* graph = nullptr;
-    bool operator==(const Owner&) const = default;
+    auto operator<=>(const Owner&) const = default;
   };
   struct Block {
     size_t num_bytes = 0;
@@ -54,12 +55,18 @@ class Memory {
     size_t num_bytes = 0;
     std::optional<Owner> owner;  // none: fresh memory, or memory that no queued work uses
     std::vector<Mark> after;
+    bool keeps_values = false;  // until it is allocated again
   };
+  using FreeBlocks = std::map<uintptr_t, Free>;  // by address, so that neighbours can be joined
 
   Memory();
-  std::map<uintptr_t, Free>::iterator find(size_t num_bytes, const std::optional<Owner>& owner);
-  // The block that `middle` became part of.
-  std::map<uintptr_t, Free>::iterator join_neighbours(std::map<uintptr_t, Free>::iterator middle);
+  // The smallest that is large enough and that no marked work uses.
+  FreeBlocks::iterator find(size_t num_bytes, const std::optional<Owner>& owner);
+  // Adds a free block, which becomes one with neighbours like it.
+  void put(uintptr_t place, Free block);
+  Free take(FreeBlocks::iterator block);
+  template <typename F>
+  void change_all(F&& change);
   void give_up_owners();
   void queue_poison(uintptr_t place, size_t num_bytes, int64_t stream, bool beside);
 
@@ -68,7 +75,8 @@ class Memory {
   size_t used_bytes_ = 0;
   bool default_stream_keeps_ = false;
   std::unordered_map<uintptr_t, Block> blocks_;
-  std::map<uintptr_t, Free> free_;  // by address, so that neighbours can be joined
+  FreeBlocks free_;
+  std::map<std::optional<Owner>, std::set<std::pair<size_t, uintptr_t>>> by_size_;  // the same blocks
 };
 
 }  // namespace late

@@ -15,6 +15,7 @@
 #include "boundary.h"
 #include "generator.h"
 #include "guarded.h"
+#include "sizes.h"
 
 namespace late {
 
@@ -86,7 +87,8 @@ class Call {
 
   Stack run() {
     require_one_device();
-    if (!selects_by_mask()) {
+    if (!depends_on_values() && !selects_by_mask()) {
+      if (std::optional<Stack> written = known_to_write_in_place()) return queued_in_place(std::move(*written));
       if (std::optional<Stack> sized = on_meta()) return queued(*sized);
     }
     return at_once();
@@ -109,6 +111,13 @@ class Call {
     }
   }
 
+  // Of the sizes that a result has, or of a number for the host: the meta device would refuse, which takes long.
+  bool depends_on_values() const {
+    if (op_.hasTag(at::Tag::data_dependent_output)) return true;
+    const bool is_index = op_.operator_name().name == "aten::index";  // which `selects_by_mask` is for
+    return op_.hasTag(at::Tag::dynamic_output_shape) && !is_index;
+  }
+
   // A mask among indices is a nonzero on the device, unless one number is put where the mask says.
   bool selects_by_mask() const {
     bool has_mask = false;
@@ -127,6 +136,52 @@ class Call {
   // nullopt: the meta device cannot tell the result, or the arguments are wrong, which running them will tell.
   std::optional<Stack> on_meta() {
     metas_.clear();
+    if (!writes() && returns_aliases()) return asked_on_meta();
+    const std::string key = signature(op_, arguments_);
+    if (const Stack* known = writes() ? nullptr : Sizes::get().find(key)) return *known;
+    std::optional<Stack> found = asked_on_meta();
+    if (found && !writes()) Sizes::get().add(key, *found);
+    if (found && writes() && is_written_in_place()) Sizes::get().add(key, Stack());
+    return found;
+  }
+
+  // The written arguments, which are the results: if such a call was seen to change no size.
+  std::optional<Stack> known_to_write_in_place() const {
+    if (!writes() || Sizes::get().find(signature(op_, arguments_)) == nullptr) return std::nullopt;
+    return written_arguments();
+  }
+
+  // After the meta device was asked.
+  bool is_written_in_place() const {
+    const bool same = std::all_of(metas_.begin(), metas_.end(), [](const auto& of) {
+      return of.first.sizes() == of.second.sizes() && of.first.strides() == of.second.strides();
+    });
+    return same && written_arguments().has_value();
+  }
+
+  // By the schema; nullopt: a result is none of them.
+  std::optional<Stack> written_arguments() const {
+    Stack written;
+    for (const c10::Argument& result : schema().returns()) {
+      const auto& given = schema().arguments();
+      const auto found = std::find_if(given.begin(), given.end(), [&result](const c10::Argument& argument) {
+        return is_written(result) && is_written(argument) &&
+               result.alias_info()->beforeSets() == argument.alias_info()->beforeSets();
+      });
+      if (found == given.end()) return std::nullopt;
+      written.push_back(arguments_[found - given.begin()]);
+    }
+    return written;
+  }
+
+  Stack queued_in_place(Stack written) {
+    Stack places;
+    for (const IValue& result : written) places.push_back(with_tensors(result, for_kernels_if_ours));
+    queue(std::move(places));
+    return written;
+  }
+
+  std::optional<Stack> asked_on_meta() {
     Stack stack = with_tensors(arguments_, [this](const at::Tensor& tensor) {
       if (!is_ours(tensor)) return tensor;
       metas_.push_back({tensor, as_meta(tensor)});
@@ -173,6 +228,11 @@ class Call {
     return results;
   }
 
+  bool returns_aliases() const {
+    const auto& returns = schema().returns();
+    return std::any_of(returns.begin(), returns.end(), [](const c10::Argument& result) { return result.alias_info(); });
+  }
+
   bool writes() const { return std::any_of(schema().arguments().begin(), schema().arguments().end(), is_written); }
 
   at::Tensor same_or_view(const at::Tensor& source, const at::Tensor& meta, size_t result) const {
@@ -205,7 +265,7 @@ class Call {
     return stack;
   }
 
-  // Gives the call, which `stack` is for, random numbers of the device.
+  // Gives the call, which `stack` is for, random numbers of the device. Empty: it draws none.
   std::function<void(Stack&)> seeded(Stack& stack) const {
     for (size_t i = 0; i < stack.size(); ++i) {
       static const auto optional_generator = c10::getTypePtr<std::optional<at::Generator>>();
@@ -214,18 +274,20 @@ class Call {
       const uint64_t seed = of_device(given).draw_seed();
       return [i, seed](Stack& run) { run[i] = at::make_generator<at::CPUGeneratorImpl>(seed); };
     }
-    if (!op_.hasTag(at::Tag::nondeterministic_seeded)) return [](Stack&) {};
+    if (!op_.hasTag(at::Tag::nondeterministic_seeded)) return {};
     const uint64_t seed = of_device(std::nullopt).draw_seed();
     return [seed](Stack&) { host_generator().set_current_seed(seed); };
   }
 
   std::function<void(Stack&)> kernel(Stack& stack) const {
-    return [op = op_, seed = seeded(stack)](Stack& run) {
-      at::Generator& host = host_generator();
-      const at::Tensor state = host.get_state();
+    const auto call = [op = op_](Stack& run) { without_autograd([&] { return op.callBoxed(run), 0; }); };
+    auto seed = seeded(stack);
+    if (!seed) return call;
+    return [call, seed = std::move(seed)](Stack& run) {  // the host's random numbers stay what they were
+      const at::Tensor state = host_generator().get_state();
       seed(run);
-      without_autograd([&] { return op.callBoxed(run), 0; });
-      host.set_state(state);
+      call(run);
+      host_generator().set_state(state);
     };
   }
 

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from kt_runtime import device as devices
 from kt_runtime.experts.gpu import staging
+from kt_runtime.experts.gpu.call import ExpertCall
 from kt_runtime.experts.gpu.hot.hits import hit_sum
 from kt_runtime.experts.gpu.hot.lanes import Lane, Mark
 from kt_runtime.experts.gpu.hot.placement import NONE
@@ -118,12 +119,11 @@ class HotExperts:
         for lane in lanes:
             lane.follows_current()
 
-    def takes(
-        self, x: Tensor, ids: Tensor, weights: Tensor, slots: Sequence[object], token_slots: Tensor | None
-    ) -> bool:
+    def takes(self, call: ExpertCall) -> bool:
         """Whether `forward` may compute and count this call; if not, the store computes, or refuses, all of it."""
         if not self.step.is_serving:
             return False
+        x, ids, weights, token_slots = call.x, call.ids, call.weights, call.token_slots
         tokens = x.shape[0] if x.dim() == 2 else 0
         return (
             0 < tokens <= MOST_TOKENS
@@ -135,53 +135,36 @@ class HotExperts:
             and ids.dtype in (torch.int32, torch.int64)
             and all(tensor.device == x.device for tensor in (ids, weights, self.w13))
             and (token_slots is None or (token_slots.shape == (tokens,) and token_slots.device == x.device))
-            and (token_slots is not None or not slots)
+            and (token_slots is not None or not call.slots)
         )
 
     @torch.no_grad()
-    def forward(
-        self,
-        layer: Any,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        slots: Sequence[LoraSlot | None] = (),
-        token_slots: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, layer: Any, call: ExpertCall, out: Tensor | None = None) -> Tensor:
         """`ExpertLayer.forward`, for the layer of these experts and tensors of the device: [T, H] with x's dtype.
 
         Raises what the store's forward raises. A call that `takes` does not accept is staged for the store.
         """
-        if not self.takes(x, ids, weights, slots, token_slots):
-            return staging.forward(layer, x, ids, weights, slots, token_slots, out, retain=False)[0]
+        if not self.takes(call):
+            return staging.forward(layer, call, out, retain=False)[0]
         if not (self.table != NONE).any():
-            return self._compute_misses(layer, x, ids, weights, slots, token_slots, out)  # they are counted
-        on_device = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+            return self._compute_misses(layer, call, out)  # they are counted
+        on_device = torch.empty(call.x.shape, dtype=torch.float32, device=call.x.device)
         self._compute.follows_current()
         try:
             with self._compute.on():
-                hit_sum(x, self._slots_of(ids, token_slots), weights, self.w13, self.w2, on_device)
-            result = self._compute_misses(layer, x, ids, weights, slots, token_slots, out)
+                slots = self._slots_of(call.ids, call.token_slots)
+                hit_sum(call.x, slots, call.weights, self.w13, self.w2, on_device)
+            result = self._compute_misses(layer, call, out)
         finally:  # the caller's tensors, and ours, are free to be used again after this
             self._compute.precedes_current()
         result.copy_(on_device.add_(result))
         return result
 
-    def _compute_misses(
-        self,
-        layer: StoreLayer,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        slots: Sequence[LoraSlot | None],
-        token_slots: Tensor | None,
-        out: Tensor | None,
-    ) -> Tensor:
+    def _compute_misses(self, layer: StoreLayer, call: ExpertCall, out: Tensor | None) -> Tensor:
         part: Any = _StorePart(self, layer)  # staging asks for backward too, which is never called here
-        if devices.is_host(x):
-            return part.forward(x, ids, weights, slots=slots, token_slots=token_slots, out=out)
-        return staging.forward(part, x, ids, weights, slots, token_slots, out, retain=False)[0]
+        if devices.is_host(call.x):
+            return part.forward(call.x, call.ids, call.weights, slots=call.slots, token_slots=call.token_slots, out=out)
+        return staging.forward(part, call, out, retain=False)[0]
 
     def _slots_of(self, ids: Tensor, token_slots: Tensor | None) -> Tensor:
         """int32 [T, K] on the device: the slot of each pair that is a hit, else -1."""

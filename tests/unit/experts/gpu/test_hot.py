@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kt_runtime.errors import InvalidValueError, NumericsError
 from kt_runtime.experts import ExpertLayer
+from kt_runtime.experts.gpu.call import ExpertCall
 from kt_runtime.experts.gpu.hot import layer as hot_module
 from kt_runtime.experts.gpu.hot import set as hot_set
 from kt_runtime.experts.gpu.hot.layer import MOST_TOKENS, HotExperts, expert_bytes
@@ -23,7 +24,6 @@ from kt_runtime.experts.gpu.hot.set import NUM_CARRIERS, HotSet
 
 E, H, INNER, T, K = 8, 96, 48, 24, 3
 LAYER = 2
-TAKEN = ("x", "ids", "weights", "slots", "token_slots")
 
 
 @dataclass
@@ -36,13 +36,12 @@ class Case:
     def hot(self) -> HotExperts:
         return self.set.layers[LAYER]
 
-    def computed(self, *, decoded_tokens: int = T, **changed: Any) -> Tensor:
+    def computed(self, *, decoded_tokens: int = T, out: Tensor | None = None, **changed: Any) -> Tensor:
         """One call within a serving step."""
-        problem = self.problem
-        call = {"x": problem.x, "ids": problem.ids, "weights": problem.weights, **problem.lora, **changed}
+        call = call_of(self.problem, **{**self.problem.lora, **changed})
         with self.set.step(decoded_tokens=decoded_tokens):
-            assert self.hot.takes(*(call[name] for name in TAKEN))
-            return self.hot.forward(self.layer, *call.values())
+            assert self.hot.takes(call)
+            return self.hot.forward(self.layer, call, out)
 
     def of_store(self, **changed: Any) -> Tensor:
         problem = self.problem
@@ -55,6 +54,12 @@ class Case:
         return moe.routed_experts(
             problem.experts, problem.x, problem.ids, problem.weights, slots=slots, token_slots=problem.token_slots
         )
+
+
+def call_of(problem: Problem, **changed: Any) -> ExpertCall:
+    """For the base unless `changed` has slots."""
+    given = {"x": problem.x, "ids": problem.ids, "weights": problem.weights, "slots": (), "token_slots": None}
+    return ExpertCall(**{**given, **changed})
 
 
 def case(
@@ -142,7 +147,7 @@ def test_outside_of_a_serving_step_the_store_computes_everything() -> None:
     """Training runs between two steps: it never touches the slots."""
     made = case([0, 1, 2])
     problem = made.problem
-    assert not made.hot.takes(problem.x, problem.ids, problem.weights, (), None)
+    assert not made.hot.takes(call_of(problem))
     made.hot.w13.fill_(torch.nan)
     assert torch.equal(made.of_store(), made.layer.forward(problem.x, problem.ids, problem.weights))
 
@@ -162,18 +167,16 @@ def test_outside_of_a_serving_step_the_store_computes_everything() -> None:
 )
 def test_a_call_that_is_not_of_these_slots_goes_to_the_store(changed: dict[str, Any]) -> None:
     made = case([0])
-    problem = made.problem
-    call = {"x": problem.x, "ids": problem.ids, "weights": problem.weights, "slots": (), "token_slots": None, **changed}
     with made.set.step(decoded_tokens=T):
-        assert not made.hot.takes(*call.values())
+        assert not made.hot.takes(call_of(made.problem, **changed))
 
 
 def test_long_batches_go_to_the_store() -> None:
     made, long = case([0]), torch.zeros(MOST_TOKENS + 1, H, dtype=torch.bfloat16)
     ids, weights = torch.zeros(MOST_TOKENS + 1, K, dtype=torch.int32), torch.zeros(MOST_TOKENS + 1, K)
     with made.set.step(decoded_tokens=T):
-        assert not made.hot.takes(long, ids, weights, (), None)
-        assert made.hot.takes(long[1:], ids[1:], weights[1:], (), None)
+        assert not made.hot.takes(ExpertCall(long, ids, weights, (), None))
+        assert made.hot.takes(ExpertCall(long[1:], ids[1:], weights[1:], (), None))
 
 
 def test_with_empty_slots_the_store_computes_and_the_uses_are_counted() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kt_runtime.errors import InvalidValueError, NumericsError
 from kt_runtime.experts import ExpertGradients, ExpertLayer, LoraSlot
 from kt_runtime.experts.gpu import routed_mlp, streamed
-from kt_runtime.experts.gpu.call import DeviceCall
+from kt_runtime.experts.gpu.call import ExpertCall
 from kt_runtime.experts.gpu.dropout import dropout_mask
 from kt_runtime.experts.gpu.ring import ExpertRing
 
@@ -41,8 +41,8 @@ def ring_of() -> Iterator[Callable[[ExpertLayer, int], ExpertRing]]:
 RingOf = Callable[[ExpertLayer, int], ExpertRing]
 
 
-def call_of(p: Problem) -> DeviceCall:
-    return DeviceCall(p.x, p.ids, p.weights, p.slots, p.token_slots)
+def call_of(p: Problem) -> ExpertCall:
+    return ExpertCall(p.x, p.ids, p.weights, p.slots, p.token_slots)
 
 
 def with_dropout(p: Problem) -> Problem:
@@ -151,10 +151,10 @@ def test_a_call_without_tokens_or_without_experts_is_zeros(ring_of: RingOf) -> N
     p = random_problem(4, 32, 16, 6, 2, ranks=(2,))
     layer = build_layer(p.experts)
     ring = ring_of(layer, 2)
-    nothing = DeviceCall(p.x, torch.full_like(p.ids, -1), p.weights, p.slots, p.token_slots)
+    nothing = ExpertCall(p.x, torch.full_like(p.ids, -1), p.weights, p.slots, p.token_slots)
     assert not streamed.forward(ring, layer, nothing, None, retain=False)[0].any()
     assert not any(t.any() for t in tensors(streamed.backward(ring, layer, p.grad_out, nothing, None, None)))
-    empty = DeviceCall(p.x[:0], p.ids[:0], p.weights[:0], [], None)
+    empty = ExpertCall(p.x[:0], p.ids[:0], p.weights[:0], [], None)
     assert streamed.forward(ring, layer, empty, None, retain=False)[0].shape == (0, 32)
 
 
@@ -237,7 +237,7 @@ def test_bad_input_is_named_as_the_store_names_it(
     ring = ring_of(layer, 2)
     out = torch.full_like(p.x, 7.0)
     with pytest.raises(error, match=message):
-        streamed.forward(ring, layer, DeviceCall(**arguments), out, retain=False)
+        streamed.forward(ring, layer, ExpertCall(**arguments), out, retain=False)
     assert (out == 7).all(), "nothing is written before a call is refused"
     assert forward(ring, layer, p).isfinite().all()
 

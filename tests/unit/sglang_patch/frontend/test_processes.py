@@ -25,14 +25,15 @@ def thawed() -> Iterator[None]:
     HELD.clear()
 
 
-def attributes(on_cpu: bool, numa_node: list[int] | None) -> list[str]:
-    hooks = Hooks(on_cpu)
+def attributes(on_cpu: bool, numa_node: list[int] | None, has_cuda_kernels: bool | None = None) -> list[str]:
+    hooks = Hooks(on_cpu, has_cuda_kernels)
     processes.install(hooks, SimpleNamespace(numa_node=numa_node))
     return [target for target, *_ in hooks._attributes]
 
 
-def test_only_where_no_gpu_and_no_binding_needs_a_new_interpreter() -> None:
+def test_only_where_no_cuda_and_no_binding_needs_a_new_interpreter() -> None:
     assert attributes(on_cpu=True, numa_node=None) == [processes.ENGINE_PROCESSES]
+    assert attributes(on_cpu=False, numa_node=None, has_cuda_kernels=False) == [processes.ENGINE_PROCESSES]
     assert attributes(on_cpu=False, numa_node=None) == attributes(on_cpu=True, numa_node=[0]) == []
 
 

@@ -14,6 +14,7 @@ from reference.expert_problems import build_layer
 
 from kt_runtime.errors import ConflictError
 from kt_runtime.experts import ExpertStore
+from kt_runtime.experts.gpu.call import ExpertCall
 from kt_runtime.experts.gpu.hot.layer import expert_bytes
 from kt_runtime.experts.gpu.hot.set import NUM_CARRIERS, HotSet, HotUse, LayerUse
 from kt_runtime.resident.config import ENVIRONMENT_VARIABLE, ResidentSettings
@@ -111,17 +112,18 @@ def test_a_batch_of_requests_may_hit_and_training_may_not(store: ExpertStore, mo
     layer, use = store.layers[1], made.layers[1]
     x = torch.randn(4, H, generator=torch.Generator().manual_seed(0)).bfloat16()
     ids, weights = torch.tensor([[0, 1], [3, 2], [0, 3], [5, -1]], dtype=torch.int32), torch.ones(4, 2)
+    call = ExpertCall(x, ids, weights, (), None)
 
     def forward(runner: str, forward_batch: Any, keyword: int) -> tuple[str, int, bool]:
-        if use.takes(x, ids, weights, (), None):
-            use.forward(layer, x, ids, weights)
-        return runner, keyword, use.takes(x, ids, weights, (), None)
+        if use.takes(call):
+            use.forward(layer, call)
+        return runner, keyword, use.takes(call)
 
     assert hot.step(forward, "runner", batch(4, decodes=False), keyword=3) == ("runner", 3, True)
     assert (use.uses.hits, use.uses.misses) == (0, 0)
     assert hot.step(forward, "runner", batch(3, decodes=True), keyword=3) == ("runner", 3, True)
     assert (use.uses.hits, use.uses.misses) == (4, 2)  # the fourth row is padding
-    assert not use.takes(x, ids, weights, (), None)
+    assert not use.takes(call)
     status = hot.status()
     assert status is not None
     assert (status.hits, status.misses, status.decode_steps) == (4, 2, 1)
