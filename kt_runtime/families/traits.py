@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from kt_runtime.families.base import Family
+from typing import Any, Protocol
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size", "moe_num_shared_experts")
@@ -25,6 +22,14 @@ class Traits:
     router: str
     shared_experts: bool
     dense_first_layers: bool
+
+
+class Known(Protocol):
+    """What is read of a `Family`."""
+
+    name: str
+    architectures: tuple[str, ...]
+    traits: Traits
 
 
 WORDS = {
@@ -71,7 +76,7 @@ def foreign_parts(config: Mapping[str, Any]) -> list[str]:
     return [what for what, is_there in found.items() if is_there]
 
 
-def nearest(config: Mapping[str, Any], families: Iterable[Family]) -> str:
+def nearest(config: Mapping[str, Any], families: Iterable[Known]) -> str:
     """A sentence about the nearest family and what differs from it; for a model without experts, that it has none."""
     inner = config.get("text_config")
     whole = {**config, **inner} if isinstance(inner, Mapping) else dict(config)
