@@ -15,6 +15,8 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from reference.cases import choose
 from reference.place import CPU, Place
 
 from kt_runtime.serve.launch import settings_before_imports
@@ -22,6 +24,10 @@ from kt_runtime.serve.memory.machine import has_gpu
 
 for _name, _value in settings_before_imports(has_gpu()).items():
     os.environ.setdefault(_name, _value)
+
+# Of tests that do not say how many themselves. 100 are Hypothesis' own.
+settings.register_profile("cases", settings.default, max_examples=choose(few=25, usual=100, every=1000))
+settings.load_profile("cases")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from reference import lora
+from reference.cases import choose
 from reference.families import PRESETS
 from reference.greedy import load_hugging_face
 from reference.quantized_checkpoint import quantize_checkpoint
@@ -112,16 +113,18 @@ def test_shards_keep_to_their_size_and_are_what_the_index_says(base: Base, tmp_p
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("hello").input_ids
 
 
+QUANTIZED = [
+    ("tiny-deepseek-v3", "fp8", False),
+    ("tiny-deepseek-v3", "int4_g32", True),
+    ("tiny-qwen3-moe", "gptq_int4_g32", False),
+    ("tiny-qwen3-moe", "awq_g32", False),
+    ("tiny-qwen3-moe", "int8", False),
+    ("tiny-qwen3-moe", "int8_packed_g32_zp", False),
+]
+
+
 @pytest.mark.parametrize(
-    ("preset", "scheme", "experts_only"),
-    [
-        ("tiny-deepseek-v3", "fp8", False),
-        ("tiny-deepseek-v3", "int4_g32", True),
-        ("tiny-qwen3-moe", "gptq_int4_g32", False),
-        ("tiny-qwen3-moe", "awq_g32", False),
-        ("tiny-qwen3-moe", "int8", False),
-        ("tiny-qwen3-moe", "int8_packed_g32_zp", False),
-    ],
+    ("preset", "scheme", "experts_only"), choose(few=QUANTIZED[:3], usual=QUANTIZED, every=QUANTIZED)
 )
 def test_a_quantized_base_becomes_a_plain_one_with_the_adapter_in_it(
     tmp_path: Path, preset: str, scheme: str, experts_only: bool
