@@ -176,7 +176,7 @@ class ExpertLayer:
         self._native = None
 
 
-def _capsules(call: ExpertCall) -> tuple[Any, ...]:
+def _capsules(call: ExpertCall) -> tuple[Any, Any, Any, list[tuple[Any, ...] | None], Any]:
     """The call's five arguments for the native side."""
     return (
         capsule(call.x, "x"),
