@@ -75,7 +75,7 @@ def test_every_layout_and_type_is_the_same_model(tmp_path: Path, preset: Preset)
         assert is_fused == bool(settings.get("fused"))
         assert (directory / "model.safetensors.index.json").is_file() == ("shard_bytes" in settings)
         _, types = checked_checkpoint(directory)
-        assert (types.dense, types.experts) == ({dtype}, {dtype})
+        assert types is not None and (types.dense, types.experts) == ({dtype}, {dtype})
         found[name] = fingerprint(directory)
     assert set(found.values()) == {found["bf16"]}
 
