@@ -63,8 +63,10 @@ def started(
         requantize(whole, place / "split.gguf", {}, split=split)
         served = min(place.glob("split-*.gguf"))
     options = at.arguments(["--adapter-dir", str(place / "adapters"), "--dtype", dtype])
-    with server(str(served), options, place / "server.log") as api:
-        yield Served(api, plain, at)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(place / "cache"))  # for the directory that stands for the file
+        with server(str(served), options, place / "server.log") as api:
+            yield Served(api, plain, at)
 
 
 @pytest.fixture(scope="module")
