@@ -45,12 +45,21 @@ VALID: dict[str, dict[str, Any]] = {
         "publishes": None,
         "take_over": False,
     },
-    "forward": {"session": "s", "lengths": [3], "loss": {"name": "cross_entropy"}, "model": "policy"},
+    "forward": {
+        "session": "s",
+        "lengths": [3],
+        "loss": {"name": "cross_entropy"},
+        "model": "policy",
+        "routing_replay": "off",
+        "rollout_version": None,
+    },
     "forward_backward": {
         "session": "s",
         "lengths": [3],
         "loss": {"name": "preference", "kind": "orpo", "beta": 0.1, "scale": 1.0, "ftx": 0.0, "gamma": 0.0},
         "activations": "recompute",
+        "routing_replay": "off",
+        "rollout_version": None,
     },
     "optim_step": {
         "session": "stepped",

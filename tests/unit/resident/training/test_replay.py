@@ -28,10 +28,10 @@ TOP_K = 2
 Ids = npt.NDArray[np.int32]
 
 
-@pytest.fixture
-def attends_in_float32() -> bool:
-    """As on a CPU, where alone routes are replayed."""
-    return True
+@pytest.fixture(params=["deepseek_v2", "deepseek_v3", "qwen3_moe"])
+def host(request: pytest.FixtureRequest, make_host: Callable[..., Any]) -> Any:
+    """Of each family, on a CPU: only there are routes replayed."""
+    return make_host(request.param, attends_in_float32=True)
 
 
 @contextmanager
