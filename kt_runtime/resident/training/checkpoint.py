@@ -25,6 +25,7 @@ import msgspec
 import safetensors.torch
 import torch
 
+from kt_runtime import device
 from kt_runtime.adapters import (
     AdapterTensors,
     complete_groups,
@@ -101,9 +102,18 @@ def snapshot(session: Session, *, optimizer: bool) -> Generator[Slice, None, Sna
 
 
 def masters_copied_at_once(session: Session) -> AdapterTensors:
-    """As `copied_masters`, on threads beside the engine's. The session must not change meanwhile."""
+    """As `copied_masters`, on threads beside the engine's. The session must not change meanwhile.
+
+    Masters on an accelerator are copied by the calling thread, whose stream follows the engine's: the streams of other
+    threads would not wait for the optimizer.
+    """
+
+    def copied(name: str) -> torch.Tensor:
+        return session.parameters[name].detach().to("cpu", torch.float32, copy=True)
+
     names = list(session.parameters)
-    copies = on_threads(lambda name: session.parameters[name].detach().to("cpu", torch.float32, copy=True), names)
+    on_host = all(device.is_host(parameter) for parameter in session.parameters.values())
+    copies = on_threads(copied, names) if on_host else [copied(name) for name in names]
     return _masters(session, dict(zip(names, copies, strict=True)))
 
 
