@@ -62,8 +62,8 @@ def defined_symbols(path: Path) -> list[tuple[str, str]]:
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the kernels are those of x86-64")
 @pytest.mark.parametrize("isa", ISAS)
-def test_objects_of_an_instruction_set_share_nothing(build_directory: Path, isa: str) -> None:
-    objects = sorted(build_directory.glob(f"CMakeFiles/kt_experts_core.dir/csrc/kernels/{isa}/**/*.o"))
+def test_objects_of_an_instruction_set_share_nothing(library_directory: Path, isa: str) -> None:
+    objects = sorted(library_directory.glob(f"CMakeFiles/kt_experts_core.dir/csrc/kernels/{isa}/**/*.o"))
     assert len(objects) >= 5
     own = re.compile(rf"(typeinfo (name )?for )?kt::({isa}::|k{ISAS[isa]}(Tiles|Peaks)$)")
     shared, kept = [], 0
