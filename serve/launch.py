@@ -199,6 +199,7 @@ class _Frontend:
         try:
             drop = partial(drop_adapter, resident)
             self._door.serves(engine.registry.names)
+            self._door.stalled = engine.stalled
             reserved = self._door.models.reserved
             async with NamesServer(self._settings.names_address, engine.registry, drop, reserved) as names:
                 adapters = Adapters(resident, names, engine.num_requests, self._settings.adapter_directory)

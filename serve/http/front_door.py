@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 
 class FrontDoor:
-    """`context_tokens`: the longest sequence; it determines the body limit. `own_key`: of the server's trainers."""
+    """`context_tokens`: the longest sequence; it determines the body limit. `own_key`: of the server's trainers.
+
+    `stalled()`: why the engine can't answer; empty while it works.
+    """
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class FrontDoor:
         self.policy = AccessPolicy(options.host, key, options.cors_origins, own_key=own_key)
         self.models = ServedModels(model_name, any_name=options.any_model_name)
         self._context_tokens, self._longest_tokens = context_tokens, options.max_total_tokens
+        self.stalled: Callable[[], str] = lambda: ""
         self.max_body_bytes = options.max_body_bytes or largest_body_bytes(context_tokens)
 
     def serves(self, adapters: Callable[[], Collection[str]]) -> None:
@@ -62,7 +66,7 @@ class FrontDoor:
         volume = VolumeLimit(self._context_tokens, self._longest_tokens)
         checks = [check_prompts, check_tools, volume.check, self.models.check, parsers.check]
         app.add_middleware(RequestMiddleware, fields_of=rule_for, max_body_bytes=self.max_body_bytes, checks=checks)
-        app.add_middleware(SharedHealth)
+        app.add_middleware(SharedHealth, stalled=lambda: self.stalled())
         if self.policy.origins.allowed:
             app.add_middleware(
                 CORSMiddleware,

@@ -1,7 +1,8 @@
 """`/health` with a shared answer: for each request, SGLang has the model generate a token and waits a second.
 
 The route needs no key, so that load balancers and orchestrators can poll it. Concurrent requests share one answer, and
-a good answer is reused for `SECONDS`.
+a good answer is reused for `SECONDS`. While the engine is stalled (`sglang_patch/frontend/stalls.py`), `/health` and
+`/ready` answer 503 at once: SGLang's `/health` waits for 20 s, and its `/ready` asks nobody.
 """
 
 from __future__ import annotations
@@ -13,23 +14,35 @@ from typing import Any
 
 from kt_runtime.serve.requests.checks.middleware import App, Receive, Scope, Send, route_path
 
-PATH = "/health"
-SECONDS = 5.0  # orchestrators poll every 10 s
+PATH, READY = "/health", "/ready"
+SECONDS = 1.0  # a hung engine is to be seen within 5 s
+LOOK_SECONDS = 0.25
 
 
 class SharedHealth:
-    """ASGI middleware. An answer other than 200 is shared by the requests that wait for it, and is not reused."""
+    """ASGI middleware. An answer other than 200 is shared by the requests that wait for it, and is not reused.
 
-    def __init__(self, app: App, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
-        self._app, self._seconds, self._clock = app, seconds, clock
+    `stalled()`: why the engine can't answer; empty while it works.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        seconds: float = SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        stalled: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._app, self._seconds, self._clock, self._stalled = app, seconds, clock, stalled
         self._good_until = float("-inf")
         self._asking: asyncio.Task[int] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or route_path(scope) != PATH or scope["method"] != "GET":
+        path = route_path(scope) if scope["type"] == "http" else ""
+        red = path in (PATH, READY) and bool(self._stalled())
+        if not red and (path != PATH or scope["method"] != "GET"):
             await self._app(scope, receive, send)
             return
-        status = 200 if self._clock() < self._good_until else await self._ask(scope)
+        status = 503 if red else 200 if self._clock() < self._good_until else await self._ask(scope)
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 
@@ -37,7 +50,12 @@ class SharedHealth:
         """The status code. One client's disconnect does not cancel the shared request."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._status({**scope, "query_string": b""}))
-        return await asyncio.shield(self._asking)
+        asking = self._asking
+        while not self._stalled():
+            done, _ = await asyncio.wait({asking}, timeout=LOOK_SECONDS)
+            if done:
+                return asking.result()
+        return 503
 
     async def _status(self, scope: Scope) -> int:
         found = 500

@@ -11,15 +11,19 @@ If one request is known to be at fault, only this request ends (`convert_logprob
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import uuid
 from http import HTTPStatus
 from typing import Any
 
 import zmq
-from sglang.srt.managers.io_struct import BatchEmbeddingOutput, BatchStrOutput, BatchTokenIDOutput
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.io_struct import BatchEmbeddingOutput, BatchStrOutput, BatchTokenIDOutput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager, async_sock_recv, real_time
 
 from kt_runtime.sglang_patch.frontend.logprob_limits import TooManyLogprobs, check_answer_logprobs, too_many_reason
+from kt_runtime.sglang_patch.frontend.stalls import EngineStalled
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +78,28 @@ class FaultContainment(TokenizerManager):
         if state.out_list:
             state.event.set()
 
+    def num_waiting(self) -> int:
+        return len(self.rid_to_state)
+
+    def end_waiting(self, error: Exception) -> None:
+        for rid, state in list(self.rid_to_state.items()):
+            self._end_request(rid, state, error)
+
+    def ask_for_a_token(self) -> asyncio.Future[None]:
+        """SGLang's own health check, whose scheduler leaves it out while it has other work."""
+
+        async def ask() -> None:
+            request = GenerateReqInput(
+                rid=f"{HEALTH_CHECK_RID_PREFIX}_{uuid.uuid4().hex}",
+                input_ids=[0],
+                sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+                log_metrics=False,
+            )
+            async for _ in TokenizerManager.generate_request(self, request, None):
+                return
+
+        return asyncio.create_task(ask())
+
     def collect_metrics(self, state: Any, recv_obj: Any, i: int) -> None:
         try:
             super().collect_metrics(state, recv_obj, i)
@@ -100,9 +126,13 @@ class FaultContainment(TokenizerManager):
 
 def fault_reason(error: Exception) -> dict[str, Any]:
     """SGLang's `finish_reason` for a request that a server-side exception has ended."""
-    return {
-        "type": "abort",
-        "message": f"the server failed at this request ({type(error).__name__}); its log says why",
-        "status_code": int(HTTPStatus.INTERNAL_SERVER_ERROR),
-        "err_type": "InternalServerError",
-    }
+    if isinstance(error, EngineStalled):
+        message, status, kind = (
+            f"the server can't answer now: {error}",
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "ServiceUnavailable",
+        )
+    else:
+        message = f"the server failed at this request ({type(error).__name__}); its log says why"
+        status, kind = HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
+    return {"type": "abort", "message": message, "status_code": int(status), "err_type": kind}

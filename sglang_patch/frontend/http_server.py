@@ -64,6 +64,7 @@ SYMBOLS = (
     "sglang.srt.function_call.function_call_parser.FunctionCallParser.ToolCallParserEnum",
     "sglang.srt.parser.reasoning_parser.ReasoningParser.DetectorMap",
     "sglang.srt.managers.io_struct.GenerateReqInput",
+    "sglang.srt.constants.HEALTH_CHECK_RID_PREFIX",
     "sglang.srt.managers.io_struct.LoRAUpdateOutput",
     "sglang.srt.managers.io_struct.ShutdownReq",
     "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.clear_hicache_storage",
@@ -102,6 +103,10 @@ class Engine:
 
     def num_requests(self) -> int:
         return len(self.manager.rid_to_state)
+
+    def stalled(self) -> str:
+        """Why the engine can't answer although its processes live; empty while it works."""
+        return self.manager.stalled()
 
     def set_adapters(self, adapters: AdapterService) -> None:
         self.manager.adapters = adapters
@@ -342,6 +347,8 @@ class _Server:
             self.frontend.refused(why)
             self._end_now(REFUSED)
         self.manager.server_status = ServerStatus.Up
+        assert self.manager.event_loop is not None
+        self.manager.event_loop.call_soon_threadsafe(self.manager.watch_for_stalls)
         return True
 
     def _stop(self) -> None:

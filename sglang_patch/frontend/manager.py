@@ -11,6 +11,7 @@ Symbols: `sglang.srt.managers.tokenizer_manager.TokenizerManager` and `.SignalHa
 - `_validate_and_resolve_lora`: a `lora_path` list longer than the batch would count requests that never end.
 - `_validate_one_request`: refuses values that would end the scheduler and the training in it (`checks.py`,
   `sampling.py`), and excessive grammars and log-probabilities (`grammar/limits.py`, `logprob_limits.py`).
+- `generate_request` also refuses requests while the engine is stalled (`stalls.py`).
 - `handle_loop`: an exception in the loop would end the whole server (`faults.py`).
 - `_tokenize_texts`, `auto_create_handle_loop`: tokenization runs in threads (`tokenizing.py`).
 - the signal handlers: SGLang waits for the last request without a timeout. After the death of a child process, SGLang
@@ -35,8 +36,10 @@ from kt_runtime.sglang_patch.frontend.checks import (
 )
 from kt_runtime.sglang_patch.frontend.faults import FaultContainment
 from kt_runtime.sglang_patch.frontend.logprob_limits import check_prompt_logprobs, most_entries
+from kt_runtime.sglang_patch.frontend.overload import Overloaded
 from kt_runtime.sglang_patch.frontend.registry import VersionedRegistry
 from kt_runtime.sglang_patch.frontend.sampling import check_choices, check_sampling
+from kt_runtime.sglang_patch.frontend.stalls import Stalls
 from kt_runtime.sglang_patch.frontend.tokenizing import Tokenizing, current_request
 from kt_runtime.sglang_patch.grammar.limits import check_grammars
 
@@ -61,6 +64,7 @@ class FrontendManager(FaultContainment):
     """`adapters`, `on_stop` and `on_failure` are set before the first request."""
 
     adapters: AdapterService | None = None
+    stalls: Stalls | None = None
     on_stop: Callable[[], None]
     on_failure: Callable[[], None]
 
@@ -73,7 +77,20 @@ class FrontendManager(FaultContainment):
         super().init_lora()
         self.lora_registry = VersionedRegistry()
 
+    def watch_for_stalls(self) -> None:
+        """Called in the event loop, once the engine answers."""
+        watchdog = self._subprocess_watchdog
+        processes = [(name, process.pid) for name, process in zip(watchdog._names, watchdog._processes, strict=True)]
+        self.stalls = Stalls(self, processes)
+        self.asyncio_tasks.add(asyncio.create_task(self.stalls.watch()))
+
+    def stalled(self) -> str:
+        """Why the engine can't answer; empty while it works."""
+        return "" if self.stalls is None else self.stalls.reason
+
     def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        if why := self.stalled():
+            raise Overloaded(f"the server can't answer now: {why}")
         obj.lora_id = None
         check_choices(obj.sampling_params)
         current_request.set(request)

@@ -83,3 +83,19 @@ def test_other_routes_and_methods_are_handed_on() -> None:
         assert model.asked == 3
 
     run(test)
+
+
+def test_a_stalled_engine_is_red_at_once_also_for_those_who_ask_already() -> None:
+    async def test(model: Model, _health: SharedHealth, now: list[float]) -> None:
+        why = [""]
+        health = SharedHealth(model, seconds=5.0, clock=lambda: now[0], stalled=lambda: why[0])
+        asking = asyncio.create_task(ask(health))
+        await asyncio.sleep(0)
+        why[0] = "the scheduler is stopped"
+        assert await asking == (503, b"") and model.asked == 1
+        assert await ask(health) == await ask(health, "/ready") == (503, b"") and model.asked == 1
+        why[0] = ""
+        model.answers.set()
+        assert await ask(health) == (200, b"")
+
+    run(test)

@@ -1,0 +1,147 @@
+"""Finds, from the frontend, that the scheduler or the detokenizer works no more although its process lives.
+
+Symbols (SGLang 0.5.23): `TokenizerManager.last_receive_tstamp`, `.rid_to_state`, `.generate_request`;
+`SubprocessWatchdog._processes` and `._names`. Reason: SGLang notices a process that has ended. A process that is
+stopped (SIGSTOP, a frozen control group) or hangs (a deadlock, a disk that answers no more) leaves clients waiting
+without an answer, and SGLang's `/health` stays green for 20 s.
+
+    stopped: the kernel says so of the process, twice.
+    hangs:   requests wait, the engine has answered nothing for `SILENT_SECONDS`, then not even a request for one token,
+             and no process's main thread has used the processor meanwhile.
+
+A long batch and a training slice use the processor, so neither is a stall; nor is a process that computes for ever,
+which SGLang's own watchdog ends after 300 s.
+
+While the engine is stalled, `/health` and `/ready` answer 503 and new requests are refused with 503. After
+`GRACE_SECONDS` the requests that wait end with the same error. The first message from the engine ends the stall.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+SILENT_SECONDS = 2.0  # without any message while requests wait; then one token is asked for
+HUNG_SECONDS = 4.0  # without any message, also not about that token
+GRACE_SECONDS = 10.0
+# Of a main thread's processor time in `HUNG_SECONDS`. A thread that polls uses less; one that computes beside fifty
+# busy programs on two processors uses more.
+BUSY_SHARE = 0.01
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+
+class EngineStalled(Exception):
+    """Why requests end while the engine does not work."""
+
+
+class Watched(Protocol):
+    """The part of `FrontendManager` that is watched. Times are of the clock `time.time`."""
+
+    last_receive_tstamp: float
+
+    def num_waiting(self) -> int:
+        """Requests without their last token."""
+        ...
+
+    def ask_for_a_token(self) -> asyncio.Future[None]:
+        """Sends a request that an idle scheduler answers at once."""
+        ...
+
+    def end_waiting(self, error: Exception) -> None:
+        """Ends all requests that wait, with status 503."""
+        ...
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the kernel says of one process. `main_seconds`: processor time of its main thread."""
+
+    stopped: bool
+    main_seconds: float
+
+
+def look_at(pid: int) -> Look | None:
+    """None for a process that has ended: SGLang's watchdog takes care of it."""
+    try:
+        process = psutil.Process(pid)
+        main = next((thread for thread in process.threads() if thread.id == pid), None)
+        if main is None:
+            return None
+        return Look(process.status() in STOPPED, main.user_time + main.system_time)
+    except psutil.Error:
+        return None
+
+
+class Stalls:
+    """`processes`: name and process id of each. `reason`: why the engine is taken as stalled; empty while it works."""
+
+    def __init__(
+        self,
+        manager: Watched,
+        processes: Sequence[tuple[str, int]],
+        look: Callable[[int], Look | None] = look_at,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.reason = ""
+        self._manager, self._processes, self._look, self._clock = manager, processes, look, clock
+        self._stalled_since = 0.0
+        self._ended_requests = False
+        self._stopped_before: set[int] = set()
+        self._silent_since = 0.0
+        self._main_seconds: dict[int, float] = {}
+        self._probe: asyncio.Future[None] | None = None
+
+    async def watch(self) -> None:
+        """Runs until it is cancelled, in the frontend's event loop."""
+        try:
+            while True:
+                await asyncio.sleep(POLL_SECONDS)
+                self.check()
+        finally:
+            if self._probe is not None:
+                self._probe.cancel()
+
+    def check(self) -> None:
+        """One look at everything. Sets or clears `reason`, and ends requests that have waited for too long."""
+        now = self._clock()
+        looks = {pid: look for _, pid in self._processes if (look := self._look(pid)) is not None}
+        why = self._stopped(looks) or self._hung(looks, now)
+        if why and not self.reason:
+            logger.error("the server can't answer: %s", why)
+            self._stalled_since, self._ended_requests = now, False
+        elif self.reason and not why:
+            logger.warning("the server answers again after %.0f s", now - self._stalled_since)
+        self.reason = why
+        if why and not self._ended_requests and now - self._stalled_since >= GRACE_SECONDS:
+            self._ended_requests = True
+            self._manager.end_waiting(EngineStalled(why))
+
+    def _stopped(self, looks: dict[int, Look]) -> str:
+        """A debugger that reads a process's memory stops it for a moment only, so two looks must agree."""
+        now_stopped = {pid for pid, look in looks.items() if look.stopped}
+        agreed, self._stopped_before = now_stopped & self._stopped_before, now_stopped
+        names = [f"the {name} (process {pid})" for name, pid in self._processes if pid in agreed]
+        return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} stopped by a signal" if names else ""
+
+    def _hung(self, looks: dict[int, Look], now: float) -> str:
+        heard = self._manager.last_receive_tstamp > self._silent_since
+        nobody_waits = not self._manager.num_waiting() and not self.reason
+        silent = now - self._silent_since
+        used = max((look.main_seconds - self._main_seconds.get(pid, 0.0) for pid, look in looks.items()), default=0.0)
+        if heard or nobody_waits or used > BUSY_SHARE * max(silent, HUNG_SECONDS):
+            self._silent_since = now
+            self._main_seconds = {pid: look.main_seconds for pid, look in looks.items()}
+            return ""
+        if silent >= SILENT_SECONDS and (self._probe is None or self._probe.done()):
+            self._probe = self._manager.ask_for_a_token()
+        names = " and ".join(f"the {name} (process {pid})" for name, pid in self._processes)
+        return f"{names} compute nothing and have answered nothing for {silent:.0f} s" if silent >= HUNG_SECONDS else ""

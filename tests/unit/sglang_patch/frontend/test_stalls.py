@@ -1,0 +1,149 @@
+"""When the engine is taken as stalled, by a clock and looks of the test's own. Real processes: system/faults."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from kt_runtime.sglang_patch.frontend.stalls import (
+    BUSY_SHARE,
+    GRACE_SECONDS,
+    HUNG_SECONDS,
+    POLL_SECONDS,
+    SILENT_SECONDS,
+    EngineStalled,
+    Look,
+    Stalls,
+    look_at,
+)
+
+SCHEDULER, DETOKENIZER = 11, 12
+
+
+class Engine:
+    """A manager with `waiting` requests, whose processes are as `looks` says; a clock that the test moves."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.now, self.last_receive_tstamp, self.waiting = 1000.0, 990.0, 0
+        self.looks: dict[int, Look | None] = {pid: Look(False, 5.0) for pid in (SCHEDULER, DETOKENIZER)}
+        self.probes: list[asyncio.Future[None]] = []
+        self.ended: list[Exception] = []
+        processes = [("scheduler", SCHEDULER), ("detokenizer", DETOKENIZER)]
+        self.stalls = Stalls(self, processes, look=self.looks.__getitem__, clock=lambda: self.now)
+
+    def num_waiting(self) -> int:
+        return self.waiting
+
+    def ask_for_a_token(self) -> asyncio.Future[None]:
+        self.probes.append(self.loop.create_future())
+        return self.probes[-1]
+
+    def end_waiting(self, error: Exception) -> None:
+        self.ended.append(error)
+
+    def after(self, seconds: float, main_share: float = 0.0) -> str:
+        """Checks as `watch` does while time passes; the scheduler's main thread computes that share of it."""
+        for _ in range(round(seconds / POLL_SECONDS)):
+            self.now += POLL_SECONDS
+            look = self.looks[SCHEDULER]
+            if look is not None:
+                self.looks[SCHEDULER] = Look(look.stopped, look.main_seconds + main_share * POLL_SECONDS)
+            self.stalls.check()
+        return self.stalls.reason
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with asyncio.Runner() as runner:
+        yield Engine(runner.get_loop())
+
+
+def test_an_idle_engine_is_left_alone(engine: Engine) -> None:
+    assert engine.after(3600) == "" and not engine.probes
+
+
+def test_a_long_batch_is_no_stall(engine: Engine) -> None:
+    engine.waiting = 3
+    assert engine.after(600, main_share=0.04) == "" and not engine.ended
+
+
+def test_silence_without_work_is_a_stall_after_a_token_was_asked_for_too(engine: Engine) -> None:
+    engine.after(1)
+    engine.waiting = 1
+    assert engine.after(SILENT_SECONDS) == "" and len(engine.probes) == 1
+    why = engine.after(HUNG_SECONDS - SILENT_SECONDS)
+    assert why.startswith(
+        "the scheduler (process 11) and the detokenizer (process 12) compute nothing and have answered"
+    )
+    assert len(engine.probes) == 1
+
+
+def test_any_message_shows_that_the_engine_works(engine: Engine) -> None:
+    """As that about the token, while a request waits for a grammar that another process compiles."""
+    engine.waiting = 1
+    for _ in range(10):
+        assert engine.after(HUNG_SECONDS - 1) == ""
+        engine.last_receive_tstamp = engine.now + 0.1
+    assert not engine.ended
+
+
+def test_a_thread_that_only_polls_does_not_count_as_one_that_computes(engine: Engine) -> None:
+    engine.waiting = 1
+    assert engine.after(2 * HUNG_SECONDS, main_share=BUSY_SHARE / 2) != ""
+
+
+def test_requests_end_once_with_the_reason_and_a_message_ends_the_stall(engine: Engine) -> None:
+    engine.after(1)
+    engine.waiting = 2
+    why = engine.after(HUNG_SECONDS)
+    assert why and not engine.ended
+    engine.after(GRACE_SECONDS)
+    (error,) = engine.ended
+    assert isinstance(error, EngineStalled) and "compute nothing" in str(error)
+    engine.waiting = 0
+    assert engine.after(30) != "" and len(engine.ended) == 1
+    engine.last_receive_tstamp = engine.now + 0.1
+    assert engine.after(POLL_SECONDS) == ""
+    engine.waiting = 1
+    assert engine.after(HUNG_SECONDS + GRACE_SECONDS) != "" and len(engine.ended) == 2
+
+
+@pytest.mark.parametrize("pid", [SCHEDULER, DETOKENIZER])
+def test_a_stopped_process_is_a_stall_also_while_nobody_waits_and_another_computes(engine: Engine, pid: int) -> None:
+    engine.looks[pid] = Look(True, 5.0)
+    assert engine.after(POLL_SECONDS) == ""  # as under a debugger's short look
+    why = engine.after(POLL_SECONDS, main_share=1.0 if pid == DETOKENIZER else 0.0)
+    assert why == f"the {'scheduler' if pid == SCHEDULER else 'detokenizer'} (process {pid}) is stopped by a signal"
+    engine.looks[pid] = Look(False, 5.0)
+    engine.last_receive_tstamp = engine.now + 0.1
+    assert engine.after(POLL_SECONDS) == ""
+
+
+def test_a_process_that_ended_is_not_judged(engine: Engine) -> None:
+    engine.looks[SCHEDULER] = None
+    assert engine.after(10) == ""
+
+
+def test_the_kernel_says_who_is_stopped_and_who_computes() -> None:
+    code = "import sys\nprint('begun', flush=True)\nx = 0\nwhile True: x += 1"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"begun\n"
+            process.send_signal(19)
+            stopped = look_at(process.pid)
+            while stopped is None or not stopped.stopped:
+                stopped = look_at(process.pid)
+            again = look_at(process.pid)
+            assert again is not None and again.main_seconds == stopped.main_seconds
+            process.send_signal(18)
+            while (now := look_at(process.pid)) is not None and now.main_seconds < stopped.main_seconds + 0.1:
+                pass
+            assert now is not None and not now.stopped
+        finally:
+            process.kill()
+    assert look_at(process.pid) is None
