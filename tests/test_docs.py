@@ -96,3 +96,20 @@ def test_the_map_of_folders_is_the_tree() -> None:
     folders = {path.relative_to(ROOT).as_posix() for path in tops if not path.is_symlink()}
     missing = {name for name in folders if not any(each == name or each.startswith(f"{name}/") for each in mapped)}
     assert not missing, "in the checkout, not in the map of docs/architecture.md"
+
+
+def test_each_fault_s_tests_exist() -> None:
+    """docs/faults.md names them as `file: name`."""
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:system|unit)/[\w/]+\.py): (\w+)`", page)
+    assert len(named) > 50
+    missing = [f"{file}: {name}" for file, name in named if f"def test_{name}(" not in _test_file(file)]
+    assert not missing
+    rows = re.findall(r"^\| (\d+)\. .*\| (.*) \|$", page, re.MULTILINE)
+    assert {int(number) for number, _ in rows} == set(range(1, 30))
+
+
+@cache
+def _test_file(name: str) -> str:
+    path = ROOT / "tests" / name
+    return path.read_text(encoding="utf-8") if path.exists() else ""
