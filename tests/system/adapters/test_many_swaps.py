@@ -14,7 +14,7 @@ from system.conftest import Served
 
 WARM_UP = 100  # caches of the allocator and of Python fill
 CYCLES = choose(few=100, usual=100, every=900)
-# Of all processes together. Between -5 and 17 MiB were seen up to 1,250 cycles after the first hundred, without a trend:
+# Of all processes together. Between 5 and 17 MiB were seen up to 2,000 cycles after the first hundred, without a trend:
 # the allocator's. One version of this adapter, kept by each cycle, would be more.
 GROWTH_BYTES = 32 << 20
 
