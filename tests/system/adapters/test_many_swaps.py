@@ -15,7 +15,7 @@ from system.conftest import Served
 WARM_UP = 100  # caches of the allocator and of Python fill
 CYCLES = choose(few=100, usual=100, every=900)
 # Of all processes together. Between 5 and 17 MiB were seen up to 2,000 cycles after the first hundred, without a trend:
-# the allocator's. One version of this adapter, kept by each cycle, would be more.
+# the allocator's. Both versions of each cycle, if they were kept, would be 50 MiB.
 GROWTH_BYTES = 32 << 20
 
 
