@@ -26,6 +26,7 @@ from kt_runtime.experts.gpu.hot.layer import HotExperts
 from kt_runtime.experts.gpu.hot.placement import Policy
 from kt_runtime.experts.gpu.hot.set import NUM_CARRIERS, HotSet
 from kt_runtime.experts.gpu.hot.slots import Form, PackedSlots, PlainSlots, Scratch, slot_bytes
+from kt_runtime.experts.gpu.routed_mlp import has_grouped_products
 
 E, H, INNER, T, K = 8, 96, 48, 6, 3
 LAYER, SLOTS = 2, 3
@@ -256,7 +257,8 @@ def check_dequantized(device: torch.device, kind: str, hidden: int, inner: int) 
 
 
 def test_experts_in_turn_through_a_scratch_are_those_at_once(device: torch.device) -> None:
-    """A scratch of one expert: the device computes the hits expert by expert, with the same bits."""
+    """A scratch of one expert: the device computes the hits expert by expert. The bits are the same, but where the
+    device multiplies groups, which may have another order of sums for another number of them."""
     served = Served(device, [1, 4, 6], form="published")
     problem = served.problem(seed=9)
     wanted = served.computed(problem).cpu()
@@ -264,7 +266,9 @@ def test_experts_in_turn_through_a_scratch_are_those_at_once(device: torch.devic
         patch.setattr(slots, "MOST_SCRATCH_BYTES", 1)
         small = Served(device, [1, 4, 6], form="published")
     assert isinstance(small.hot.slots, PackedSlots) and small.hot.slots.at_once == 1
-    assert torch.equal(small.computed(problem).cpu(), wanted)
+    got = small.computed(problem).cpu()
+    assert_close(got, _reference(problem), H + INNER, "in turn")
+    assert has_grouped_products(device, small.dtype, H, INNER) or torch.equal(got, wanted)
 
 
 def run_all(where: torch.device, form: Form) -> None:
