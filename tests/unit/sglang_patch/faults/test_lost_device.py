@@ -26,8 +26,8 @@ def run(error: Exception, directory: Path) -> tuple[int | None, str, str]:
 def _fail(error: Exception, directory: Path) -> None:
     sys.stdout, sys.stderr = ((directory / name).open("w", buffering=1) for name in ("stdout", "stderr"))
     logging.basicConfig(force=True)  # to stderr, as without pytest
-    # A process that `multiprocessing` starts, as SGLang starts the scheduler's, runs these at its end, and no handlers of
-    # `atexit`.
+    # A process that `multiprocessing` starts, as SGLang starts the scheduler's, runs these at its end, and none of
+    # `atexit`'s.
     Finalize(None, print, args=("ran its exit handlers",), exitpriority=0)
     try:
         with lost_device.ends_process():
