@@ -97,7 +97,7 @@ class Case:
         """Of `kt-runtime serve`. Published experts are int4, whose products with float32 are exact on the CPU too."""
         if self.experts == "streamed":
             return ("--dtype", self.dtype, "--stream-experts", "16")
-        options = ("--dtype", self.dtype, "--stream-experts", "off")
+        options: tuple[str, ...] = ("--dtype", self.dtype, "--stream-experts", "off")
         if self.experts != "off":
             options += ("--gpu-experts", SLOTS_AND_BUFFERS[self.experts, self.dtype])
         return (*options, "--expert-format", "int4") if self.experts == "published" else options
