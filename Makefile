@@ -78,7 +78,7 @@ test-gpu: $(VENV)/installed
 # Whole servers on the emulated accelerator, one for each seed of an order of its work (docs/testing.md).
 DEVICE_SEEDS ?= 20
 test-device: $(VENV)/installed
-	LATE_SEEDS=$(DEVICE_SEEDS) $(BIN)/pytest -s tests/device/test_serving.py $(PYTEST_ARGS)
+	LATE_SEEDS=$(DEVICE_SEEDS) $(BIN)/pytest -s tests/device/test_serving.py tests/device/test_serving_in_bf16.py $(PYTEST_ARGS)
 
 # An attack on a real server, for an hour unless told otherwise (docs/testing.md). No seed: one is drawn and printed.
 FUZZ_SECONDS ?= 3600

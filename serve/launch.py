@@ -304,6 +304,7 @@ def _settings(
         max_sessions=options.max_sessions,
         session_memory_bytes=options.session_memory_bytes,
         gpu_expert_bytes=options.gpu_experts_bytes,
+        gpu_expert_format=options.gpu_experts_format,
         pinned_experts=dict(options.pinned_experts),
         ring_chunk_experts=ring_chunk_experts,
         stream_experts=options.streaming,

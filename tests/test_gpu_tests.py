@@ -103,6 +103,10 @@ def test_a_place_lets_through_what_it_promises_and_no_more() -> None:
                 place.check(beyond)
         with pytest.raises(AssertionError):
             place.check_same([1.0], [1.0 + largest + 1e-6])
+    rounded = dataclasses.replace(near, median=0.005)
+    rounded.check(Agreement(1e-6, 0.01, 0.005))
+    with pytest.raises(AssertionError):
+        rounded.check(Agreement(1e-6, 0.01, 0.006))
     assert near.arguments(["--dtype", "float32"], ["--page-size", "8"]) == [
         *("--dtype", "float32", "--", "--page-size", "8"),
     ]

@@ -87,6 +87,14 @@ class ServeCommand(click.Command):
     "--gpu-experts", metavar="SIZE", help="The most used experts of each layer are kept on the GPU too. [default: none]"
 )
 @click.option(
+    "--gpu-experts-format",
+    metavar="auto|published|model",
+    default="auto",
+    show_default=True,
+    help="How the GPU keeps them: codes and scales as published, dequantized when they are used, or in the model's"
+    " dtype. auto: published where experts are quantized.",
+)
+@click.option(
     "--stream-experts",
     metavar="auto|off|TOKENS",
     default="auto",

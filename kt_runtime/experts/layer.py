@@ -6,8 +6,10 @@ Shapes: T tokens, K experts per token, H hidden, I intermediate, E experts, R Lo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,8 @@ from kt_runtime.experts.gpu.paths import DevicePaths
 from kt_runtime.experts.gpu.streamed import StreamedActivations
 from kt_runtime.experts.native import capsule, require_tensor, translate
 from kt_runtime.experts.values import LORA_TENSORS, ExpertGradients, ExpertShape, LoraSlot, Retained
+
+NUM_PROJECTIONS = 3
 
 
 class ExpertLayer:
@@ -160,6 +164,21 @@ class ExpertLayer:
             self.native().unpack_range(first, count, capsule(w13, "w13"), capsule(w2, "w2"))
         except _experts.NativeError as error:
             raise translate(error) from None
+
+    def copy_packed(self, expert: int, out: Tensor) -> None:
+        """Writes the packed matrices of gate, up and down (csrc/kernels/layout.h) to `out`, uint8 of their bytes in CPU
+        memory. InvalidValueError: an expert out of range, or another number of bytes."""
+        native, target, at = self.native(), out.numpy(), 0
+        try:
+            for part, node in product(range(NUM_PROJECTIONS), range(native.num_nodes)):
+                piece = np.frombuffer(memoryview(native.piece_bytes(expert, part, node)), np.uint8)
+                if at + len(piece) <= len(target):
+                    target[at : at + len(piece)] = piece
+                at += len(piece)
+        except _experts.NativeError as error:
+            raise translate(error) from None
+        if at != len(target):
+            raise InvalidValueError(f"out has {len(target)} bytes; expert {expert} has {at}")
 
     @property
     def format(self) -> str:

@@ -28,9 +28,10 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     The prefix cache's disk tier: off if `cache_directory` is None or `cache_disk_bytes` is 0. `cache_page_tokens`:
     tokens of a page in all tiers. `cache_read_only`: nothing is written to the directory.
 
-    `gpu_expert_bytes`: size of the hot experts' slots and buffers on the device, 0: none. `pinned_experts`: layer ->
-    experts that always have a slot there. `ring_chunk_experts`: experts of a chunk of the ring that streams experts to
-    the device, as the memory plan has room for; 0: no ring.
+    `gpu_expert_bytes`: size of the hot experts' slots and buffers on the device, 0: none. `gpu_expert_format`: how
+    slots hold them: as the store does ("published"), in the model's dtype ("model"), or the former where experts are
+    quantized ("auto"). `pinned_experts`: layer -> experts that always have a slot there. `ring_chunk_experts`: experts
+    of a chunk of the ring that streams experts to the device, as the memory plan has room for; 0: no ring.
 
     `stream_experts`: calls of at least so many tokens compute their experts on the device, to which these stream.
     "auto": a number that is measured; without a device, or memory for it, none. "off": none.
@@ -60,6 +61,7 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     route_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     step: bool = True
     gpu_expert_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    gpu_expert_format: Literal["auto", "published", "model"] = "auto"
     pinned_experts: dict[int, tuple[int, ...]] = {}
     ring_chunk_experts: Annotated[int, msgspec.Meta(ge=0)] = 0
     stream_experts: Literal["auto", "off"] | Annotated[int, msgspec.Meta(ge=1)] = "auto"

@@ -38,8 +38,13 @@ class CacheTier(msgspec.Struct, kw_only=True):
 
 
 class GpuExperts(msgspec.Struct, kw_only=True):
-    """Hot experts, which the device computes. `size_bytes`: all slots, of `slot_bytes` each, and the buffers that carry
-    experts there. `resident`: layer -> experts on the device now; `pinned`: how many of them never leave.
+    """Hot experts, which the device computes. `size_bytes`: all slots, of `slot_bytes` each (the largest, if layers
+    differ), and the buffers that carry experts there. `resident`: layer -> experts on the device now; `pinned`: how
+    many of them never leave.
+
+    `form`: "model", slots hold weights in the model's dtype, or "published", the store's codes and scales, which are
+    dequantized into `scratch_bytes` beside the size. `formats`, `slots_by_layer`: layer -> the format of its slots
+    ("bfloat16", "int4_g32"), and their number.
 
     Since the start: `hits`, `misses`: pairs (token, expert) of `decode_steps` that the device and the CPU computed;
     `hit_rate`: hits / (hits + misses), 0 before the first. `moves`, `moved_bytes`: copies of experts to the device.
@@ -56,6 +61,10 @@ class GpuExperts(msgspec.Struct, kw_only=True):
     hit_rate: float
     moves: int
     moved_bytes: int
+    form: str = "model"
+    scratch_bytes: int = 0
+    formats: dict[int, str] = msgspec.field(default_factory=dict)
+    slots_by_layer: dict[int, int] = msgspec.field(default_factory=dict)
 
 
 class ExpertStreaming(msgspec.Struct, kw_only=True):

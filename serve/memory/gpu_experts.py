@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.families import family_for
-from kt_runtime.serve.memory.plan import format_bytes
+from kt_runtime.families import family_for, gguf
+from kt_runtime.families.quantization import GgufExperts
+from kt_runtime.serve.memory.plan import expert_formats, format_bytes
 from kt_runtime.serve.options.named import STREAMING, ServeOptions
+
+if TYPE_CHECKING:
+    from kt_runtime.experts.gpu.hot.slots import Form
 
 
 def check_stream_experts(options: ServeOptions, *, with_gpu: bool) -> None:
@@ -22,7 +26,8 @@ def check_stream_experts(options: ServeOptions, *, with_gpu: bool) -> None:
 
 def check_gpu_experts(options: ServeOptions, config: Mapping[str, Any], *, with_gpu: bool) -> None:
     """Raises InvalidValueError for a machine without a GPU, a size without room for one expert, or for the pinned
-    experts, and for pinned experts without a size. `config`: the model's config.json."""
+    experts, for pinned experts without a size, and for a published format that the GPU can't dequantize. `config`: the
+    model's config.json."""
     pinned, size_bytes = options.pinned_experts, options.gpu_experts_bytes
     if not size_bytes:
         if any(pinned.values()):
@@ -37,15 +42,42 @@ def check_gpu_experts(options: ServeOptions, config: Mapping[str, Any], *, with_
     import torch
 
     from kt_runtime.experts import ExpertShape
-    from kt_runtime.experts.gpu.hot.placement import slots_by_layer
     from kt_runtime.experts.gpu.hot.set import slots_within
+    from kt_runtime.experts.gpu.hot.slots import slot_bytes
 
-    family = family_for(config)
-    shape = ExpertShape(*family.expert_shape(config))
-    slots = slots_within(size_bytes, shape, getattr(torch, options.dtype))
+    shape = ExpertShape(*family_for(config).expert_shape(config))
+    sizes = slot_bytes(shape, getattr(torch, options.dtype), _form(options, config), _held_formats(options, config))
+    slots_within(size_bytes, sizes, shape.num_experts, {})
     try:
-        slots_by_layer(family.moe_layers(config), shape.num_experts, slots, pinned)
+        slots_within(size_bytes, sizes, shape.num_experts, pinned)
     except InvalidValueError as error:
         raise InvalidValueError(
             f"{options.placement}: {error}: raise --gpu-experts {format_bytes(size_bytes)}"
         ) from None
+
+
+def hot_scratch_bytes(options: ServeOptions, config: Mapping[str, Any]) -> int:
+    """Of the GPU's memory, for dequantized weights of hot experts that are held as published."""
+    import torch
+
+    from kt_runtime.experts import ExpertShape
+    from kt_runtime.experts.gpu.hot.slots import scratch_bytes
+
+    if _form(options, config) == "model":
+        return 0
+    return scratch_bytes(ExpertShape(*family_for(config).expert_shape(config)), getattr(torch, options.dtype))
+
+
+def _form(options: ServeOptions, config: Mapping[str, Any]) -> Form:
+    from kt_runtime.experts.gpu.hot.slots import chosen_form
+
+    return chosen_form(options.gpu_experts_format, _held_formats(options, config))
+
+
+def _held_formats(options: ServeOptions, config: Mapping[str, Any]) -> dict[int, str]:
+    """Layer -> the format in which the store will hold its experts (`ExpertLayer.format`)."""
+    layers, held = family_for(config).moe_layers(config), expert_formats(config, options.expert_format)[1]
+    if not isinstance(held, GgufExperts):
+        return dict.fromkeys(layers, held.name)
+    names = [(gguf.packed_name(up), gguf.packed_name(down)) for up, down in held.types]
+    return {layer: up if up == down else f"{up}+{down}" for layer, (up, down) in zip(layers, names, strict=True)}

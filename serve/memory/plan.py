@@ -45,10 +45,10 @@ class ServingShape:
     `activation_bytes`: of an activation and a number in the KV cache, 2 for bf16, 4 for float32. `training_tokens`: of
     one microbatch. `expert_format`: the format that experts are quantized to during loading, None: no quantization.
     `cache`: the prefix cache's tiers. `route_bytes`: of kept routes. `tokens_option`: the option that sets the KV
-    cache's size. `gpu_expert_bytes`: of hot experts on the GPU. `ring_chunk_experts`: experts of a chunk of the ring
-    that streams experts to the GPU, 0: no ring; `ring_bytes`: of its slots; `streamed_bytes`: of the tensors that a
-    streamed call has beside them. `graph_requests`, `graph_prefill_tokens`: of the largest graphs that SGLang captures;
-    0: none.
+    cache's size. `gpu_expert_bytes`: of hot experts on the GPU; `gpu_scratch_bytes`: of their dequantized weights.
+    `ring_chunk_experts`: experts of a chunk of the ring that streams experts to the GPU, 0: no ring; `ring_bytes`: of
+    its slots; `streamed_bytes`: of the tensors that a streamed call has beside them. `graph_requests`,
+    `graph_prefill_tokens`: of the largest graphs that SGLang captures; 0: none.
     """
 
     device: Device = "cpu"
@@ -64,6 +64,7 @@ class ServingShape:
     route_bytes: int = 0
     tokens_option: str = "--max-total-tokens"
     gpu_expert_bytes: int = 0
+    gpu_scratch_bytes: int = 0
     ring_chunk_experts: int = 0
     ring_bytes: int = 0
     streamed_bytes: int = 0
@@ -137,6 +138,7 @@ def _gpu_needs(config: Mapping[str, Any], shape: ServingShape) -> list[MemoryNee
     of_row = 3 * integer(config, "hidden_size") * shape.activation_bytes + 12 * integer(config, "num_experts_per_tok")
     return [
         MemoryNeed("hot experts", "gpu", shape.gpu_expert_bytes, ("--gpu-experts",)),
+        MemoryNeed("dequantized hot experts", "gpu", shape.gpu_scratch_bytes, ("--gpu-experts-format",)),
         MemoryNeed("ring of streamed experts", "gpu", shape.ring_bytes, ("--stream-experts",)),
         MemoryNeed("tensors of streamed calls (estimate)", "gpu", shape.streamed_bytes, ("--microbatch-tokens",)),
         MemoryNeed("captured graphs (SGLang's estimate)", "gpu", graphs, (NO_GRAPHS,)),

@@ -10,6 +10,7 @@ from typing import Any
 from kt_runtime.families.base import integer
 from kt_runtime.families.registry import family_for
 from kt_runtime.serve.devices import HOST, gpu_index
+from kt_runtime.serve.memory.gpu_experts import hot_scratch_bytes
 from kt_runtime.serve.memory.machine import available_memory, has_gpu, has_graphs
 from kt_runtime.serve.memory.plan import TRAINED, MemoryPlan, ServingShape, plan_memory
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions
@@ -99,6 +100,8 @@ def plan_server(options: ServeOptions, config: Mapping[str, Any], name: str) -> 
     """
     with_gpu = has_gpu() and options.device != HOST
     shape = serving_shape(options, with_gpu=with_gpu)
+    if shape.gpu_expert_bytes:
+        shape = replace(shape, gpu_scratch_bytes=hot_scratch_bytes(options, config))
     free_bytes = available_memory(with_gpu, gpu_index(options.device or HOST))
     if with_gpu and options.streaming != "off":
         shape = _with_ring(shape, config, free_bytes.get("gpu", 0), name, is_needed=options.streaming != "auto")

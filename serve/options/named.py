@@ -7,7 +7,7 @@ import re
 import socket
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError, suggestion
 from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING
@@ -40,6 +40,8 @@ LOWEST_VALUES = {
 LARGEST_PAGE_TOKENS = 1024
 STREAMING = ("auto", "off")
 """Values of `--stream-experts` beside a number of tokens."""
+GpuExpertsFormat = Literal["auto", "published", "model"]
+GPU_EXPERTS_FORMATS = get_args(GpuExpertsFormat)
 NOT_OPTIONS = ("passed_on", "cache", "lora_rank_may_be_lower", "pinned_experts")
 OPTION_NAMES = {
     "max_body_bytes": "max-body-size",
@@ -61,8 +63,8 @@ class ServeOptions:
     `no_graphs`: an accelerator captures no graphs; for debugging.
     `exact`: the server ends with status 2 if training's log-probabilities may differ from served ones.
     `placement`: a KTransformers rule file, which may set `expert_format` and `pinned_experts`.
-    `gpu_experts_bytes`: size of the hot experts' slots and buffers on the device, 0: none. `pinned_experts`: layer ->
-    experts that always have a slot.
+    `gpu_experts_bytes`: size of the hot experts' slots and buffers on the device, 0: none. `gpu_experts_format`: how
+    slots hold them: one of GPU_EXPERTS_FORMATS. `pinned_experts`: layer -> experts that always have a slot.
     `stream_experts`: calls of at least so many tokens compute their experts on the device; "auto": a measured number,
     "off": none.
     `routing_replay_bytes`: memory for the routes of served tokens, 0: they are not kept (`serve.memory.routes`).
@@ -130,6 +132,7 @@ class ServeOptions:
     cache_page_tokens: int | None = None
     cache: CachePlan | None = None
     gpu_experts_bytes: int = 0
+    gpu_experts_format: GpuExpertsFormat = "auto"
     pinned_experts: Pins = field(default_factory=dict)
     stream_experts: str = "auto"
     routing_replay_bytes: int = 0
@@ -147,6 +150,13 @@ class ServeOptions:
         if self.stream_experts not in STREAMING and not re.fullmatch(r"[1-9][0-9]{0,8}", self.stream_experts):
             raise InvalidValueError(
                 f"--stream-experts {self.stream_experts!r}: allowed are auto, off, or a number of tokens, 1 or more"
+            )
+        if self.gpu_experts_format not in GPU_EXPERTS_FORMATS:
+            raise UnknownNameError("format", self.gpu_experts_format, GPU_EXPERTS_FORMATS, "--gpu-experts-format")
+        if self.gpu_experts_format != "auto" and not self.gpu_experts_bytes:
+            raise InvalidValueError(
+                f"--gpu-experts-format {self.gpu_experts_format}: no experts are kept on the GPU; "
+                "--gpu-experts SIZE keeps some"
             )
         for name, lowest in LOWEST_VALUES.items():
             value = getattr(self, name)

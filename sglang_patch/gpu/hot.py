@@ -25,6 +25,7 @@ from kt_runtime import device
 from kt_runtime.errors import ConflictError
 from kt_runtime.experts import ExpertStore
 from kt_runtime.experts.gpu.hot.set import HotSet
+from kt_runtime.experts.gpu.hot.slots import chosen_form
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.gpu.hot_metrics import PublishedHot
 from kt_runtime.sglang_patch.hooks import Hooks
@@ -65,11 +66,14 @@ def attach(store: ExpertStore, dtype: torch.dtype, where: torch.device | None = 
     if settings is None or not settings.gpu_expert_bytes or _hot is not None:
         return
     where = where or _accelerator()
-    _hot = HotSet(store.layers, store.shape, dtype, where, settings.gpu_expert_bytes, settings.pinned_experts)
+    form = chosen_form(settings.gpu_expert_format, {index: layer.format for index, layer in store.layers.items()})
+    size_bytes, pins = settings.gpu_expert_bytes, settings.pinned_experts
+    _hot = HotSet(store.layers, store.shape, dtype, where, size_bytes, pins, form=form)
     _hot.settle()
     _hot.attach()
-    use = _hot.use()
-    logger.info("hot experts: %d slots of %d bytes on %s", sum(one.slots for one in use.layers), use.slot_bytes, where)
+    for one in _hot.use().layers:
+        text = "hot experts: layer %d has %d slots of %d bytes on %s, in %s"
+        logger.info(text, one.layer, one.slots, one.slot_bytes, where, one.format)
 
 
 def _accelerator() -> torch.device:
@@ -118,7 +122,7 @@ def status() -> GpuExperts | None:
     hits, misses = (sum(getattr(layer, name) for layer in use.layers) for name in ("hits", "misses"))
     return GpuExperts(
         size_bytes=use.size_bytes,
-        slot_bytes=use.slot_bytes,
+        slot_bytes=max(layer.slot_bytes for layer in use.layers),
         slots=sum(layer.slots for layer in use.layers),
         pinned=use.pinned,
         resident={layer.layer: layer.resident for layer in use.layers},
@@ -128,6 +132,10 @@ def status() -> GpuExperts | None:
         hit_rate=hits / max(1, hits + misses),
         moves=use.moves,
         moved_bytes=use.moved_bytes,
+        form=use.form,
+        scratch_bytes=use.scratch_bytes,
+        formats={layer.layer: layer.format for layer in use.layers},
+        slots_by_layer={layer.layer: layer.slots for layer in use.layers},
     )
 
 

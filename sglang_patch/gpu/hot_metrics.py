@@ -22,11 +22,15 @@ LEVELS_BY_LAYER = {
     "resident": "experts on the device now",
     "slots": "experts that the device has room for",
 }
+OF_SLOTS = {"slot_bytes": "bytes of one slot; the label `format` has the format in which it holds an expert"}
 COUNTED = {
     "moves": "copies of experts to the device",
     "moved_bytes": "bytes of these copies",
 }
-LEVELS = {"size_bytes": "bytes of all slots and of the pinned buffers"}
+LEVELS = {
+    "size_bytes": "bytes of all slots and of the pinned buffers",
+    "scratch_bytes": "bytes of the device's memory for dequantized experts, beside them",
+}
 
 
 class PublishedHot:
@@ -45,7 +49,7 @@ class PublishedHot:
             name: Gauge(
                 f"{PREFIX}_{name}", f"Hot experts: {meaning}", labels, registry=place, multiprocess_mode="mostrecent"
             )
-            for table, labels in ((LEVELS, ()), (LEVELS_BY_LAYER, ("layer",)))
+            for table, labels in ((LEVELS, ()), (LEVELS_BY_LAYER, ("layer",)), (OF_SLOTS, ("layer", "format")))
             for name, meaning in table.items()
         }
         self._values: dict[tuple[str, ...], int] = {}
@@ -53,7 +57,8 @@ class PublishedHot:
     def publish(self, use: HotUse) -> None:
         for name in COUNTED:
             self._count(name, getattr(use, name))
-        self._gauges["size_bytes"].set(use.size_bytes)
+        for name in LEVELS:
+            self._gauges[name].set(getattr(use, name))
         for layer in use.layers:
             index = str(layer.layer)
             self._count("hits", layer.hits, index)
@@ -65,6 +70,7 @@ class PublishedHot:
             }
             for name, value in levels.items():
                 self._gauges[name].labels(index).set(value)
+            self._gauges["slot_bytes"].labels(index, layer.format).set(layer.slot_bytes)
 
     def _count(self, name: str, value: int, *labels: str) -> None:
         counter = self._counters[name].labels(*labels) if labels else self._counters[name]

@@ -3,7 +3,7 @@
 PyTorch loads backends of other packages that name themselves in the entry point `torch.backends`. A folder with the
 metadata of such a package, on the path of Python, is enough.
 
-    running = Running("tiny-qwen3-moe", place, directory)
+    running = Running("tiny-qwen3-moe", "float32", place, directory)
     with running.started():
         running.api, running.client   # serving and training
         running.cached.ask(...)       # says which tier of the prefix cache a prompt's prefix came from
@@ -14,18 +14,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
+from unittest.mock import patch
 
 import numpy as np
+import pytest
 from device.backend import NAME
+from reference import parity
 from reference.place import Place
+from system import forked_server
 from system.conftest import CachedAnswer, CachedServer
 from system.training.test_parity_of_training_and_serving import CHUNK_TOKENS, PAGE_TOKENS, PRESETS, Served
 
+from kt_runtime.cli import server_process
 from kt_runtime.cli.connection import resident_client
 from kt_runtime.cli.server_process import server
 from kt_runtime.serve.memory.plan import cached_numbers_per_token
@@ -41,15 +46,15 @@ _METADATA = {
 # Bytes of memory. The KV pool, the tiers' copies and the weights of a tiny model are a few MB.
 MEMORY_BYTES = 4 << 30
 FAMILIES = {"qwen3": "tiny-qwen3-moe", "deepseek": "tiny-deepseek-v3"}
-EXPERTS = {  # options of `kt-runtime serve`
-    "off": ("--stream-experts", "off"),
-    "hot": ("--stream-experts", "off", "--gpu-experts", "2MiB"),
-    "streamed": ("--stream-experts", "16"),
-}
+EXPERTS = ("off", "hot", "streamed", "published")
+# Hot experts have room for two thirds of a Qwen3's.
+SLOTS_AND_BUFFERS = {("hot", "float32"): "2MiB", ("hot", "bfloat16"): "1MiB", ("published", "float32"): "288KiB"}
 # Of the tiers, in tokens: a few prompts fill the device's.
 DEVICE_TOKENS, HOST_TOKENS = 768, 2048
 PROMPT = np.random.default_rng(1).integers(3, 700, 150).tolist()
 CACHED_TOKENS = 144  # whole pages; the last token is always computed
+# Fewer than on a CPU: an operator here is a hundred times as slow as on a GPU.
+SAMPLED_PROMPTS, SAMPLED_TOKENS = 6, 12
 
 
 def package(directory: Path) -> dict[str, str]:
@@ -73,32 +78,59 @@ def package(directory: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Case:
-    """`family`, `experts`: keys of FAMILIES and EXPERTS; `schedule`: "late", "eager" or "random-" and a seed."""
+    """`family`, `experts`: of FAMILIES and EXPERTS; `schedule`: "late", "eager" or "random-" and a seed. Then a dtype,
+    if it is not float32."""
 
     family: str
     experts: str
     schedule: str
+    dtype: str = "float32"
 
     @classmethod
     def parsed(cls, text: str) -> Self:
-        family, experts, schedule = text.split(":")
-        return cls(family, experts, schedule)
+        return cls(*text.split(":"))
 
     def __str__(self) -> str:
-        return f"{self.family}:{self.experts}:{self.schedule}"
+        return ":".join((self.family, self.experts, self.schedule, *([self.dtype] if self.dtype != "float32" else [])))
+
+    def options(self) -> tuple[str, ...]:
+        """Of `kt-runtime serve`. Published experts are int4, whose products with float32 are exact on the CPU too."""
+        if self.experts == "streamed":
+            return ("--dtype", self.dtype, "--stream-experts", "16")
+        options: tuple[str, ...] = ("--dtype", self.dtype, "--stream-experts", "off")
+        if self.experts != "off":
+            options += ("--gpu-experts", SLOTS_AND_BUFFERS[self.experts, self.dtype])
+        return (*options, "--expert-format", "int4") if self.experts == "published" else options
 
 
-def seeded(num_seeds: int) -> list[str]:
-    """A case for each seed: families take turns, and so do the ways of the experts within a family."""
-    ways, families = list(EXPERTS), list(FAMILIES)
-    return [f"{families[seed % 2]}:{ways[seed // 2 % 3]}:random-{seed}" for seed in range(num_seeds)]
+def cases(dtype: str, default: str, ways: Sequence[str], per_seed: int = 1) -> list[str]:
+    """Of a file's tests: those that LATE_SERVERS names, of this dtype; with LATE_SEEDS one for every `per_seed` seeds:
+    families take turns, and so do the `ways` of the experts within a family. Else `default`."""
+    if "LATE_SEEDS" in os.environ:
+        families, seeds = list(FAMILIES), range(0, int(os.environ["LATE_SEEDS"]), per_seed)
+        made = [(families[at % 2], ways[at // 2 % len(ways)], seed) for at, seed in enumerate(seeds)]
+        return [str(Case(family, way, f"random-{seed}", dtype)) for family, way, seed in made]
+    named = os.environ.get("LATE_SERVERS", default).split()
+    return [text for text in named if Case.parsed(text).dtype == dtype]
+
+
+@pytest.fixture(scope="module", name="forked_servers")
+def with_forked_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every server is a fork of a process that has the device."""
+    with patch.dict(os.environ, package(tmp_path_factory.mktemp("package"))), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(server_process, "_start", forked_server.start)
+        patched.setattr(parity, "NUM_PROMPTS", SAMPLED_PROMPTS)
+        patched.setattr(parity, "NEW_TOKENS", SAMPLED_TOKENS)
+        forked_server.import_all()
+        yield
 
 
 @dataclass
 class Running:
-    """A server in float32 with all tiers of the prefix cache, in `directory`. `place`: its device and options."""
+    """A server with all tiers of the prefix cache, in `directory`. `place`: its device and options."""
 
     preset: str
+    dtype: str
     place: Place
     directory: Path
     _cold: dict[str | None, CachedAnswer] = field(default_factory=dict)
@@ -125,8 +157,8 @@ class Running:
     def _start(self) -> None:
         model = self.directory / "model"
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        token_bytes = 4 * cached_numbers_per_token(config)
-        options = ["--adapter-dir", str(self.directory / "adapters"), "--dtype", "float32", "--max-lora-rank", "8"]
+        token_bytes = (4 if self.dtype == "float32" else 2) * cached_numbers_per_token(config)
+        options = ["--adapter-dir", str(self.directory / "adapters"), "--max-lora-rank", "8"]
         options += ["--cache-page-tokens", str(PAGE_TOKENS), "--cache-device", str(DEVICE_TOKENS * token_bytes)]
         options += ["--cache-host", str(HOST_TOKENS * token_bytes)]
         options += ["--cache-disk", "64MiB", "--cache-dir", str(self.directory / "cache")]
@@ -138,7 +170,7 @@ class Running:
     @property
     def served(self) -> Served:
         """For the bodies of test_parity_of_training_and_serving.py."""
-        return Served(self.api, self.directory / "model", self.client, "float32", self.place)
+        return Served(self.api, self.directory / "model", self.client, self.dtype, self.place)
 
     def ask(self, adapter: str | None) -> CachedAnswer:
         """The greedy answer to `PROMPT`, and where its prefix came from."""

@@ -17,11 +17,19 @@ from unittest.mock import patch
 
 import pytest
 from device.backend import NAME
-from device.serving import CACHED_TOKENS, EXPERTS, FAMILIES, PROMPT, Case, Running, package, seeded, train
-from reference import parity
+from device.serving import (  # noqa: F401
+    CACHED_TOKENS,
+    EXPERTS,
+    FAMILIES,
+    PROMPT,
+    Case,
+    Running,
+    cases,
+    train,
+    with_forked_servers,
+)
 from reference.parity import sampled
 from reference.place import Place
-from system import forked_server
 from system.adapters.test_publish_under_streams import PROMPTS, KeepAsking, generate
 from system.training.test_parity_of_training_and_serving import (  # noqa: F401
     MODELS,
@@ -31,38 +39,22 @@ from system.training.test_parity_of_training_and_serving import (  # noqa: F401
     test_sampled_tokens_have_training_s_logprobs,
 )
 
-from kt_runtime.cli import server_process
 from kt_runtime.wire.messages import LoraSettings
 
-CASES = os.environ.get("LATE_SERVERS", "qwen3:hot:random-1 deepseek:streamed:late").split()
-if "LATE_SEEDS" in os.environ:
-    CASES = seeded(int(os.environ["LATE_SEEDS"]))
-# In float32: in bf16 the orders of sums change what is chosen.
+CASES = cases("float32", "qwen3:published:random-1 deepseek:streamed:late", EXPERTS)
+# In float32: in bf16 (test_serving_in_bf16.py) the orders of sums change what is chosen.
 K3, LARGEST = 1e-11, 6e-5  # 1.4e-12 and 7.2e-6 measured, in the servers of docs/gpu.md
-# Fewer than on a CPU: an operator here is a hundred times as slow as on a GPU.
-SAMPLED_PROMPTS, SAMPLED_TOKENS = 6, 12
 STREAMS, STREAMED_TOKENS = PROMPTS[:4], 8
 BEGIN_SECONDS = 240.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def device_of_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Every server of this module is a fork of a process that has the device."""
-    with patch.dict(os.environ, package(tmp_path_factory.mktemp("package"))), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(server_process, "_start", forked_server.start)
-        patched.setattr(parity, "NUM_PROMPTS", SAMPLED_PROMPTS)
-        patched.setattr(parity, "NEW_TOKENS", SAMPLED_TOKENS)
-        forked_server.import_all()
-        yield
-
-
 @pytest.fixture(scope="module", params=CASES)
 def running(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device_of_servers: None
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forked_servers: None
 ) -> Iterator[Running]:
     case = Case.parsed(request.param)
-    place = Place(str(case), NAME, EXPERTS[case.experts], k3=K3, largest=LARGEST)
-    started = Running(FAMILIES[case.family], place, tmp_path_factory.mktemp("server"))
+    place = Place(str(case), NAME, case.options(), k3=K3, largest=LARGEST)
+    started = Running(FAMILIES[case.family], case.dtype, place, tmp_path_factory.mktemp("server"))
     with patch.dict(os.environ, {"LATE_SCHEDULE": case.schedule}), started.started():
         yield started
 
@@ -78,7 +70,8 @@ def test_experts_compute_where_the_server_was_told(running: Running) -> None:
     status, name = running.client.status(), str(running.place)
     hot, streaming = status.gpu_experts, status.expert_streaming
     print(f"{name}: {hot} {streaming}")
-    assert (hot is not None, streaming is not None) == (":hot:" in name, ":streamed:" in name)
+    assert hot is None or hot.form == ("published" if ":published:" in name else "model")
+    assert (hot is not None, streaming is not None) == (":hot:" in name or ":published:" in name, ":streamed:" in name)
     assert hot is None or (hot.moves > 0 and hot.hits > 0 and hot.misses > 0)
     assert streaming is None or (streaming.forward_tokens > 0 and streaming.backward_tokens > 0)
 

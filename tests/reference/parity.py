@@ -46,13 +46,16 @@ class Agreement:
     """k3 KL (http://joschu.net/blog/kl-approx.html): the mean of e^d - 1 - d over the differences d."""
     largest: float
     """The largest absolute difference."""
+    median: float = 0.0
+    """The absolute difference that half of them have at most. A token whose routing has two nearly equal experts, and
+    gets the other one, hardly moves it."""
 
     @classmethod
     def of(cls, trained: Sequence[np.ndarray], served: np.ndarray) -> Agreement:
         """`served` [B, N]: of the last N tokens of each row; `trained`: of all tokens of each row but the first."""
         last = np.stack([row[-served.shape[1] :] for row in trained]).astype(np.float64)
         difference = last - served
-        return cls(mean_k3(difference), float(np.abs(difference).max()))
+        return cls(mean_k3(difference), float(np.abs(difference).max()), float(np.median(np.abs(difference))))
 
 
 def cost_of_bf16(model: torch.nn.Module, rows: list[list[int]], served: np.ndarray) -> float:

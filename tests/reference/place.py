@@ -6,6 +6,7 @@ another: tests/gpu has a GPU's, in several variants. So one test body holds for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,10 +23,10 @@ class Place:
     """`device`: how the status's `device` begins. `options`: of `kt-runtime serve`, `passed_on`: of SGLang, for every
     server. `native_step`: kt-runtime's own step computes the decoder stack.
 
-    `k3`, `largest`: the most that log-probabilities of training and of serving may differ, as in `Agreement`; 0: they
-    are equal to the bit. Serving twice (in another batch, after a cached prefix) differs as little. `float32_factor`: a
-    log-probability in float32 may differ from Hugging Face's by so many times the tolerance of a CPU.
-    `same_training`: training the same again gives the same bits.
+    `k3`, `largest`, `median`: the most that log-probabilities of training and of serving may differ, as in `Agreement`;
+    0: they are equal to the bit. Serving twice (in another batch, after a cached prefix) differs as little.
+    `float32_factor`: a log-probability in float32 may differ from Hugging Face's by so many times the tolerance of a
+    CPU. `same_training`: training the same again gives the same bits.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Place:
     largest: float = 0.0
     float32_factor: float = 1.0
     same_training: bool = True
+    median: float = math.inf
 
     def __str__(self) -> str:
         return self.name
@@ -49,6 +51,7 @@ class Place:
     def check(self, found: Agreement) -> None:
         """Training agrees with serving."""
         assert 0 <= found.k3 <= self.k3 and found.largest <= self.largest, f"{self}: {found}"
+        assert found.median <= self.median, f"{self}: {found}"
 
     def check_same(self, found: npt.ArrayLike, expected: npt.ArrayLike) -> None:
         """Log-probabilities of the same tokens, computed another way."""

@@ -20,6 +20,7 @@ from kt_runtime.experts.gpu.hot import layer as hot_layer
 from kt_runtime.experts.gpu.hot.lanes import Lane
 from kt_runtime.experts.gpu.hot.layer import HotExperts
 from kt_runtime.experts.gpu.hot.set import HotSet
+from kt_runtime.experts.gpu.hot.slots import Form, PackedSlots
 
 Patch = pytest.MonkeyPatch
 
@@ -114,6 +115,27 @@ def training_hits(patch: Patch) -> None:
     patch.setattr(HotExperts, "takes", always)
 
 
+def weights_are_dequantized_beside_the_lane(patch: Patch) -> None:
+    weights = PackedSlots.weights
+
+    def beside(self: PackedSlots, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with device.on(device.new_stream(chosen.device)):
+            return weights(self, chosen)
+
+    patch.setattr(PackedSlots, "weights", beside)
+
+
+def the_scratch_of_the_last_call_is_used(patch: Patch) -> None:
+    original = PackedSlots.weights
+
+    def stale(self: PackedSlots, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        w13, w2 = self._scratch.w13[: len(chosen)].clone(), self._scratch.w2[: len(chosen)].clone()
+        original(self, chosen)
+        return w13, w2
+
+    patch.setattr(PackedSlots, "weights", stale)
+
+
 FAULTS = [
     the_table_shows_an_expert_before_its_weights_are_there,
     a_slot_is_filled_while_a_step_still_reads_it,
@@ -126,6 +148,8 @@ FAULTS = [
     adapters_hit_on_the_device_only,
     training_hits,
 ]
+OF_PUBLISHED = [weights_are_dequantized_beside_the_lane, the_scratch_of_the_last_call_is_used]
+CASES = [(fault, form) for form in bodies.FORMS for fault in FAULTS] + [(fault, "published") for fault in OF_PUBLISHED]
 
 
 @pytest.fixture
@@ -139,29 +163,34 @@ def late(late_device: torch.device) -> Iterator[torch.device]:
         break
 
 
-def test_without_a_fault_the_bodies_pass(late: torch.device) -> None:
-    bodies.run_all(late)
+@bodies.each_form
+def test_without_a_fault_the_bodies_pass(late: torch.device, form: Form) -> None:
+    bodies.run_all(late, form)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_is_found(late: torch.device, monkeypatch: Patch, fault: Callable[[Patch], None]) -> None:
+@pytest.mark.parametrize(("fault", "form"), CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_planted_fault_is_found(
+    late: torch.device, monkeypatch: Patch, fault: Callable[[Patch], None], form: Form
+) -> None:
     fault(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, KtError)) as found:
-        bodies.run_all(late)
+        bodies.run_all(late, form)
         torch.accelerator.synchronize()
     print(f"{fault.__name__}: {str(found.value)[:200]}")
 
 
-def test_a_decode_step_waits_for_the_inputs_of_the_store_alone(late: torch.device) -> None:
+@bodies.each_form
+def test_a_decode_step_waits_for_the_inputs_of_the_store_alone(late: torch.device, form: Form) -> None:
     """Hits add no wait of the host: sorting, products and the sum are queued without reading a value on the host."""
-    layer, hot, call = bodies.one_layer(late)
+    layer, hot, call = bodies.one_layer(late, form)
     with backend.no_hidden_waits(), hot.step(decoded_tokens=bodies.T):
         layer.forward(**call)
     assert hot.use().layers[0].hits > 0
 
 
-def test_a_turn_waits_for_nothing(late: torch.device) -> None:
-    layer, hot, call = bodies.one_layer(late)
+@bodies.each_form
+def test_a_turn_waits_for_nothing(late: torch.device, form: Form) -> None:
+    layer, hot, call = bodies.one_layer(late, form)
     with backend.no_hidden_waits():
         for _ in range(3):
             with hot.step(decoded_tokens=bodies.T):

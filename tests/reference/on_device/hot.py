@@ -5,35 +5,59 @@ Bodies of tests: a folder for a device imports them. Its conftest has the fixtur
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from reference import moe
-from reference.expert_problems import Problem, assert_close, build_layer, present, random_problem
+from reference.expert_problems import Problem, assert_close, present, random_problem
+from reference.quantized import SCHEMES, write_checkpoint
 from torch import Tensor
+from unit.experts.quantized import test_gguf_layers
 
 from kt_runtime import device as devices
 from kt_runtime.errors import InvalidValueError, NumericsError
-from kt_runtime.experts import ExpertLayer, LoraSlot
-from kt_runtime.experts.gpu.hot.layer import HotExperts, expert_bytes
+from kt_runtime.experts import ExpertLayer, ExpertShape, ExpertStore, LoraSlot
+from kt_runtime.experts.gpu.hot import packed, slots
+from kt_runtime.experts.gpu.hot.layer import HotExperts
 from kt_runtime.experts.gpu.hot.placement import Policy
 from kt_runtime.experts.gpu.hot.set import NUM_CARRIERS, HotSet
+from kt_runtime.experts.gpu.hot.slots import Form, PackedSlots, PlainSlots, Scratch, slot_bytes
+from kt_runtime.experts.gpu.routed_mlp import has_grouped_products
 
 E, H, INNER, T, K = 8, 96, 48, 6, 3
 LAYER, SLOTS = 2, 3
 
 
-class Served:
-    """A layer in the store, and slots on a device for some of its experts."""
+GGUF = ("MXFP4", "Q5_0", "Q4_K_M", "Q5_K")
+FLOAT32 = 4e-7  # of a row's largest weight; 5.8e-8 measured
+FORMS: tuple[Form, ...] = ("model", "published")
+each_form = pytest.mark.parametrize("form", FORMS)
 
-    def __init__(self, where: torch.device, pinned: list[int], dtype: torch.dtype = torch.bfloat16) -> None:
+
+class Served:
+    """A layer in the store, and slots on a device for some of its experts. In fp8 where slots hold what is published:
+    the store multiplies bf16 activations with it, as the device does."""
+
+    def __init__(
+        self, where: torch.device, pinned: list[int], dtype: torch.dtype = torch.bfloat16, form: Form = "model"
+    ) -> None:
         self.where, self.dtype = where, dtype
-        self.experts = moe.random_experts(E, H, INNER, seed=7)
-        self.layer = build_layer(self.experts)
-        size = (SLOTS + NUM_CARRIERS) * expert_bytes(self.layer.shape, dtype)
-        self.set = HotSet({LAYER: self.layer}, self.layer.shape, dtype, where, size, {LAYER: pinned}, Policy(4, 1.2, 1))
+        self.layer, self.experts = built("fp8" if form == "published" else "bf16")
+        each = slot_bytes(self.layer.shape, dtype, form, {LAYER: self.layer.format})[LAYER]
+        self.set = HotSet(
+            {LAYER: self.layer},
+            self.layer.shape,
+            dtype,
+            where,
+            (SLOTS + NUM_CARRIERS) * each,
+            {LAYER: pinned},
+            Policy(4, 1.2, 1),
+            form,
+        )
         self.set.settle()
         self.set.attach()
 
@@ -54,6 +78,21 @@ class Served:
 
     def of_store(self, problem: Problem) -> Tensor:
         return self.layer.forward(problem.x, problem.ids, problem.weights, **problem.lora)
+
+
+def built(
+    kind: str, num_experts: int = E, hidden: int = H, inner: int = INNER
+) -> tuple[ExpertLayer, moe.ReferenceExperts]:
+    """A layer from a checkpoint of a scheme of `reference.quantized`, or from a GGUF file, and its exact weights."""
+    experts, shape = moe.random_experts(num_experts, hidden, inner, seed=7), ExpertShape(num_experts, hidden, inner)
+    with tempfile.TemporaryDirectory(prefix="kt-experts-") as name:
+        directory = Path(name)
+        if kind in SCHEMES:
+            prefix, exact = "m", write_checkpoint(directory, {"m": experts}, kind)["m"]
+        else:
+            prefix, exact = "blk.0", test_gguf_layers.write(directory, experts, test_gguf_layers.KINDS[kind])
+        store = ExpertStore.load(directory, {0: prefix}, shape, num_threads=2, num_nodes=2)
+    return store.layers[0], exact
 
 
 def _moved(where: torch.device, problem: Problem) -> dict[str, Any]:
@@ -77,24 +116,27 @@ def _reference(problem: Problem) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_hits_and_misses_together_are_the_layer(device: torch.device, dtype: torch.dtype) -> None:
-    served = Served(device, [1, 4, 6], dtype)
+@each_form
+def test_hits_and_misses_together_are_the_layer(device: torch.device, dtype: torch.dtype, form: Form) -> None:
+    served = Served(device, [1, 4, 6], dtype, form)
     problem = served.problem(seed=1)
     got = served.computed(problem)
     assert served.hot.uses.hits > 0 and served.hot.uses.misses > 0
     assert_close(got.cpu(), _reference(problem), H + INNER, f"{dtype} on {device}")
 
 
-def test_equal_placement_gives_equal_bits(device: torch.device) -> None:
-    first, second = Served(device, [1, 4]), Served(device, [4, 1])
+@each_form
+def test_equal_placement_gives_equal_bits(device: torch.device, form: Form) -> None:
+    first, second = Served(device, [1, 4], form=form), Served(device, [4, 1], form=form)
     problem = first.problem(seed=2)
     wanted = first.computed(problem).cpu()
     assert first.hot.table[1] != second.hot.table[1]  # in other slots
     assert torch.equal(second.computed(problem).cpu(), wanted) and torch.equal(first.computed(problem).cpu(), wanted)
 
 
-def test_tokens_without_hits_or_with_adapters_have_the_bits_of_the_store(device: torch.device) -> None:
-    served = Served(device, [1, 4, 6])
+@each_form
+def test_tokens_without_hits_or_with_adapters_have_the_bits_of_the_store(device: torch.device, form: Form) -> None:
+    served = Served(device, [1, 4, 6], form=form)
     problem = served.problem(seed=3, ranks=(4, 8))
     adapted = present(problem.token_slots) >= 0
     hits = torch.isin(problem.ids, torch.tensor([1, 4, 6])).any(1) & ~adapted
@@ -108,14 +150,16 @@ def test_outside_of_a_step_the_store_computes_everything(device: torch.device) -
     """As training does. What the slots hold does not matter."""
     served = Served(device, [1, 4, 6])
     problem = served.problem(seed=4)
-    served.hot.w13.fill_(torch.nan)
+    assert isinstance(served.hot.slots, PlainSlots)
+    served.hot.slots.w13.fill_(torch.nan)
     got = served.layer.forward(**_moved(device, problem))
     assert torch.equal(got.cpu(), served.of_store(problem))
 
 
-def test_experts_that_move_change_no_step_before_or_after(device: torch.device) -> None:
+@each_form
+def test_experts_that_move_change_no_step_before_or_after(device: torch.device, form: Form) -> None:
     """Steps and moves are queued one after the other, and nobody waits for a result before the end."""
-    served = Served(device, [])
+    served = Served(device, [], form=form)
     got, wanted, residents = [], [], set()
     for step in range(24):
         problem = served.problem(seed=100 + step)
@@ -131,9 +175,10 @@ def test_experts_that_move_change_no_step_before_or_after(device: torch.device) 
     assert use.moves > SLOTS and len(residents) > 2 and use.layers[0].hits > T
 
 
-def test_a_slot_is_filled_after_the_steps_that_read_it(device: torch.device) -> None:
+@each_form
+def test_a_slot_is_filled_after_the_steps_that_read_it(device: torch.device, form: Form) -> None:
     """All three experts of a step that nobody has waited for leave at once, and the copies of others are awaited."""
-    served = Served(device, [])
+    served = Served(device, [], form=form)
     for residents, used in (([1, 4, 6], 50), ([0, 2, 3], 5000), ([5, 6, 7], 500000)):
         served.set.placement.count(LAYER, np.isin(np.arange(E), residents) * used)
         served.set.settle()
@@ -147,9 +192,10 @@ def test_a_slot_is_filled_after_the_steps_that_read_it(device: torch.device) -> 
         assert_close(got.cpu(), _reference(problem), H + INNER, f"after {residents} have left")
 
 
-def test_streams_that_alternate_see_each_other_s_tables(device: torch.device) -> None:
+@each_form
+def test_streams_that_alternate_see_each_other_s_tables(device: torch.device, form: Form) -> None:
     """SGLang's passes come on one stream with graphs, and on another without."""
-    served = Served(device, [1, 4])
+    served = Served(device, [1, 4], form=form)
     streams = [devices.new_stream(device), devices.new_stream(device)]
     problems = [served.problem(seed=200 + step) for step in range(8)]
     calls = [_moved(device, problem) for problem in problems]
@@ -166,8 +212,9 @@ def test_streams_that_alternate_see_each_other_s_tables(device: torch.device) ->
         assert_close(one.cpu(), _reference(problem), H + INNER, "on a stream of its own")
 
 
-def test_a_call_that_fails_leaves_the_next_one_right(device: torch.device) -> None:
-    served = Served(device, [1, 4])
+@each_form
+def test_a_call_that_fails_leaves_the_next_one_right(device: torch.device, form: Form) -> None:
+    served = Served(device, [1, 4], form=form)
     good, bad, wrong = served.problem(seed=5), served.problem(seed=6), served.problem(seed=7)
     bad.x[2, 3] = torch.nan
     wrong.ids[1, 1] = E
@@ -179,20 +226,66 @@ def test_a_call_that_fails_leaves_the_next_one_right(device: torch.device) -> No
     assert_close(served.computed(good).cpu(), _reference(good), H + INNER, "after failures")
 
 
-def run_all(where: torch.device) -> None:
+@pytest.mark.parametrize("kind", ["fp8", "fp8_channel", "int8", "int4_g32", "int4_g32_zp", "int8_g128_zp", *GGUF])
+def test_what_is_published_is_dequantized_to_the_store_s_bits(device: torch.device, kind: str) -> None:
+    check_dequantized(device, kind, hidden=256, inner=256)
+
+
+def check_dequantized(device: torch.device, kind: str, hidden: int, inner: int) -> None:
+    """Of slots in any order, some of a matrix's blocks at once. In float32 within roundings of the exact weights, which
+    are `kind`'s: a name of `reference.quantized`, or of GGUF."""
+    layer, exact = built(kind, 3, hidden, inner)
+    bits = torch.empty(3, 2 * inner, hidden).bfloat16(), torch.empty(3, hidden, inner).bfloat16()
+    layer.unpack_range(0, 3, *bits)
+    values = torch.cat([exact.gate, exact.up], dim=1), exact.down
+    experts = torch.tensor([2, 0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "MOST_WEIGHTS_AT_ONCE", 3 * 2 * 16 * hidden)
+        for dtype in (torch.bfloat16, torch.float32):
+            made = PackedSlots(layer.shape, 3, layer.format, Scratch(layer.shape, dtype, device))
+            for slot in range(3):
+                buffer = devices.pinned(made.expert_bytes)
+                made.carry(layer, 2 - slot, buffer)
+                made.fill(slot, buffer)
+            got = [tensor.cpu() for tensor in made.weights((2 - experts).to(device))]
+            for found, rounded, value in zip(got, bits, values, strict=True):
+                assert torch.equal(found.bfloat16(), rounded[experts])
+                largest = value[experts].abs().amax(-1, keepdim=True)
+                error = ((found.double() - value[experts]).abs() / largest).max().item()
+                print(f"{kind} {dtype}: {error:.3g}")
+                assert error <= (2**-8 if dtype == torch.bfloat16 else FLOAT32), f"{kind} {dtype}: {error:.3g}"
+
+
+def test_experts_in_turn_through_a_scratch_are_those_at_once(device: torch.device) -> None:
+    """A scratch of one expert: the device computes the hits expert by expert. The bits are the same, but where the
+    device multiplies groups, which may have another order of sums for another number of them."""
+    served = Served(device, [1, 4, 6], form="published")
+    problem = served.problem(seed=9)
+    wanted = served.computed(problem).cpu()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots, "MOST_SCRATCH_BYTES", 1)
+        small = Served(device, [1, 4, 6], form="published")
+    assert isinstance(small.hot.slots, PackedSlots) and small.hot.slots.at_once == 1
+    got = small.computed(problem).cpu()
+    assert_close(got, _reference(problem), H + INNER, "in turn")
+    assert has_grouped_products(device, small.dtype, H, INNER) or torch.equal(got, wanted)
+
+
+def run_all(where: torch.device, form: Form) -> None:
     """Every body; for tests that plant a fault."""
     for dtype in (torch.float32, torch.bfloat16):
-        test_hits_and_misses_together_are_the_layer(where, dtype)
-    test_equal_placement_gives_equal_bits(where)
-    test_tokens_without_hits_or_with_adapters_have_the_bits_of_the_store(where)
+        test_hits_and_misses_together_are_the_layer(where, dtype, form)
+    test_equal_placement_gives_equal_bits(where, form)
+    test_tokens_without_hits_or_with_adapters_have_the_bits_of_the_store(where, form)
     test_outside_of_a_step_the_store_computes_everything(where)
-    test_experts_that_move_change_no_step_before_or_after(where)
-    test_a_slot_is_filled_after_the_steps_that_read_it(where)
-    test_streams_that_alternate_see_each_other_s_tables(where)
-    test_a_call_that_fails_leaves_the_next_one_right(where)
+    test_experts_that_move_change_no_step_before_or_after(where, form)
+    test_a_slot_is_filled_after_the_steps_that_read_it(where, form)
+    test_streams_that_alternate_see_each_other_s_tables(where, form)
+    test_a_call_that_fails_leaves_the_next_one_right(where, form)
+    test_experts_in_turn_through_a_scratch_are_those_at_once(where)
 
 
-def one_layer(where: torch.device) -> tuple[ExpertLayer, HotSet, dict[str, Any]]:
+def one_layer(where: torch.device, form: Form) -> tuple[ExpertLayer, HotSet, dict[str, Any]]:
     """A layer with hot experts and a call on the device, for tests of what a call waits for."""
-    served = Served(where, [1, 4])
+    served = Served(where, [1, 4], form=form)
     return served.layer, served.set, _moved(where, served.problem(seed=8))

@@ -17,7 +17,7 @@ and such a token keeps the bits that training computes. The store also computes 
 (training, the probe of a version), and calls with more than MOST_TOKENS tokens: their routing is nearly flat, and their
 intermediates would need device memory.
 
-Weights are held in the model's dtype; the format of the checkpoint (int4, fp8) is not kept on the device yet.
+Weights are held in the model's dtype, or packed as in the store (`slots.py`).
 
 Shapes: T tokens, K experts per token, E experts, H hidden, I intermediate, S slots.
 """
@@ -39,14 +39,10 @@ from kt_runtime.experts.gpu.call import ExpertCall
 from kt_runtime.experts.gpu.hot.hits import hit_sum
 from kt_runtime.experts.gpu.hot.lanes import Lane, Mark
 from kt_runtime.experts.gpu.hot.placement import NONE
+from kt_runtime.experts.gpu.hot.slots import PackedSlots, PlainSlots
 from kt_runtime.experts.values import ExpertShape, LoraSlot
 
 MOST_TOKENS = 256
-
-
-def expert_bytes(shape: ExpertShape, dtype: torch.dtype) -> int:
-    """Bytes of one slot: gate, up and down."""
-    return 3 * shape.hidden * shape.intermediate * dtype.itemsize
 
 
 @dataclass
@@ -92,32 +88,32 @@ class StoreLayer(Protocol):
 
 
 class HotExperts:
-    """S slots of one layer. `compute`: the lane that computes hits; `copies`: the lane that fills slots.
+    """S slots of one layer. `lanes`: the one that computes hits, and the one that fills slots.
 
-    `w13` [S, 2I, H], `w2` [S, H, I]: memory of the slots, in `dtype` on `where`. `table` int32 [E]: expert -> slot or
-    -1. The engine's thread makes all calls. `evict`, `fill` and `admit` are for between two steps.
+    `table` int32 [E]: expert -> slot or -1. The engine's thread makes all calls. `evict`, `fill` and `admit` are for
+    between two steps.
     """
 
     def __init__(
         self,
         shape: ExpertShape,
-        num_slots: int,
-        dtype: torch.dtype,
-        where: torch.device,
+        slots: PlainSlots | PackedSlots,
         lanes: tuple[Lane, Lane],
         step: Step,
     ) -> None:
-        self.shape, self.num_slots, self.step, self.where = shape, num_slots, step, where
+        self.shape, self.slots, self.step = shape, slots, step
         self._compute, self._copies = lanes
         self.table = np.full(shape.num_experts, NONE, np.int32)
         self.uses = Uses(np.zeros(shape.num_experts, np.int64))
         with torch.inference_mode(False):  # a tensor made in inference mode could not be changed outside of it
-            self.w13 = torch.empty(num_slots, 2 * shape.intermediate, shape.hidden, dtype=dtype, device=where)
-            self.w2 = torch.empty(num_slots, shape.hidden, shape.intermediate, dtype=dtype, device=where)
             # The last entry is for ids without an expert: -1, and those that the store refuses.
-            self._device_table = torch.full((shape.num_experts + 1,), NONE, dtype=torch.int32, device=where)
+            self._device_table = torch.full((shape.num_experts + 1,), NONE, dtype=torch.int32, device=slots.device)
         for lane in lanes:
             lane.follows_current()
+
+    @property
+    def num_slots(self) -> int:
+        return self.slots.num_slots
 
     def takes(self, call: ExpertCall) -> bool:
         """Whether `forward` may compute and count this call; if not, the store computes, or refuses, all of it."""
@@ -128,12 +124,12 @@ class HotExperts:
         return (
             0 < tokens <= MOST_TOKENS
             and x.shape[1] == self.shape.hidden
-            and x.dtype == self.w13.dtype
+            and x.dtype == self.slots.dtype
             and ids.dim() == 2
             and ids.shape == weights.shape
             and ids.shape[0] == tokens
             and ids.dtype in (torch.int32, torch.int64)
-            and all(tensor.device == x.device for tensor in (ids, weights, self.w13))
+            and ids.device == weights.device == self.slots.device == x.device
             and (token_slots is None or (token_slots.shape == (tokens,) and token_slots.device == x.device))
             and (token_slots is not None or not call.slots)
         )
@@ -153,7 +149,7 @@ class HotExperts:
         try:
             with self._compute.on():
                 slots = self._slots_of(call.ids, call.token_slots)
-                hit_sum(call.x, slots, call.weights, self.w13, self.w2, on_device)
+                hit_sum(call.x, slots, call.weights, self.slots, on_device)
             result = self._compute_misses(layer, call, out)
         finally:  # the caller's tensors, and ours, are free to be used again after this
             self._compute.precedes_current()
@@ -195,17 +191,16 @@ class HotExperts:
         """From the next step on the store computes `expert`."""
         self._set(expert, NONE)
 
-    def fill(self, slot: int, w13: Tensor, w2: Tensor) -> Mark:
-        """Copies weights [2I, H] and [H, I] from pinned host memory into a slot that no expert has.
+    def fill(self, slot: int, buffer: Tensor) -> Mark:
+        """Copies an expert from pinned memory of the host (`Slots.carry`) into a slot that no expert has.
 
-        Returns the mark after which the weights are there and the host memory may be written again. The copy begins
+        Returns the mark after which the weights are there and the buffer may be written again. The copy begins
         when the steps that were queued before have read the slot.
         """
         assert slot not in self.table, f"slot {slot} is in use"
         self._copies.follows(self._compute.mark())
         with self._copies.on():
-            self.w13[slot].copy_(w13, non_blocking=True)
-            self.w2[slot].copy_(w2, non_blocking=True)
+            self.slots.fill(slot, buffer)
         return self._copies.mark()
 
     def admit(self, expert: int, slot: int, filled: Mark) -> None:

@@ -55,26 +55,41 @@ class Move:
 
 
 def slots_by_layer(
-    layers: Sequence[int], num_experts: int, num_slots: int, pins: Mapping[int, Sequence[int]]
+    slot_bytes: Mapping[int, int], num_experts: int, room_bytes: int, pins: Mapping[int, Sequence[int]]
 ) -> dict[int, int]:
-    """Slots of each layer: first its pinned experts', then one by one for the layer with the fewest slots.
+    """Slots of each layer: first its pinned experts', then one by one for the layer with the fewest slots, as long as
+    the next one fits.
 
-    The sum is `num_slots`, or less if all experts have one. Raises InvalidValueError if the pinned experts need more.
+    `slot_bytes`: layer -> bytes of a slot. All slots together have at most `room_bytes`. Raises InvalidValueError if
+    the pinned experts need more.
     """
-    slots = {layer: len(pins.get(layer, ())) for layer in layers}
-    pinned = sum(slots.values())
-    if pinned > num_slots:
-        raise InvalidValueError(f"{pinned} experts are pinned to the device, which has room for {num_slots}")
+    slots = {layer: len(pins.get(layer, ())) for layer in slot_bytes}
+    left = room_bytes - sum(count * slot_bytes[layer] for layer, count in slots.items())
+    if left < 0:
+        raise InvalidValueError(
+            f"{sum(slots.values())} experts are pinned to the device, which has room for "
+            f"{_fitting(slots, slot_bytes, room_bytes)}"
+        )
     fewest = [(count, layer) for layer, count in slots.items() if count < num_experts]
     heapq.heapify(fewest)
-    for _ in range(num_slots - pinned):
-        if not fewest:
-            break
+    while fewest:
         count, layer = heapq.heappop(fewest)
-        slots[layer] = count + 1
+        if slot_bytes[layer] > left:
+            continue  # layers of smaller slots may have room
+        slots[layer], left = count + 1, left - slot_bytes[layer]
         if count + 1 < num_experts:
             heapq.heappush(fewest, (count + 1, layer))
     return slots
+
+
+def _fitting(wanted: Mapping[int, int], slot_bytes: Mapping[int, int], room_bytes: int) -> int:
+    """How many of the wanted slots fit, the smallest first."""
+    number = 0
+    for each in sorted(slot_bytes[layer] for layer, count in wanted.items() for _ in range(count)):
+        if each > room_bytes:
+            break
+        number, room_bytes = number + 1, room_bytes - each
+    return number
 
 
 class Placement:

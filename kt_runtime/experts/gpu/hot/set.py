@@ -5,7 +5,7 @@ into a pinned buffer, and a copy into its slot is queued in a lane of its own; i
 computes that one from now on. In a later turn, when the copy has ended, the table shows the new expert. Serving goes on
 meanwhile.
 
-A turn unpacks at most MOST_BYTES_PER_TURN, and one expert at least: unpacking takes the engine's time.
+A turn carries at most MOST_BYTES_PER_TURN, and one expert at least: unpacking takes the engine's time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import torch
 from kt_runtime import device as devices
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts.gpu.hot.lanes import Lane, Mark
-from kt_runtime.experts.gpu.hot.layer import HotExperts, Step, expert_bytes
+from kt_runtime.experts.gpu.hot.layer import HotExperts, Step
 from kt_runtime.experts.gpu.hot.placement import Move, Placement, Policy, slots_by_layer
+from kt_runtime.experts.gpu.hot.slots import Form, PackedSlots, PlainSlots, Scratch, scratch_bytes, slot_bytes
 from kt_runtime.experts.gpu.paths import DevicePaths
 from kt_runtime.experts.layer import ExpertLayer
 from kt_runtime.experts.values import ExpertShape
@@ -33,7 +34,8 @@ MOST_BYTES_PER_TURN = 32 << 20
 class LayerUse:
     """`hits`, `misses`: pairs (token, expert) of decode steps that the device and the store computed, since the start.
 
-    `resident`: experts whose weights are on the device, ascending.
+    `resident`: experts whose weights are on the device, ascending. `format`: in which they are held: "int4_g32", or the
+    model's dtype. `slot_bytes`: of one slot.
     """
 
     layer: int
@@ -41,15 +43,18 @@ class LayerUse:
     resident: list[int]
     hits: int
     misses: int
+    format: str
+    slot_bytes: int
 
 
 @dataclass(frozen=True)
 class HotUse:
-    """`size_bytes`: slots and pinned buffers. `pinned`: experts that never leave. `moves`, `moved_bytes`: copies begun
-    since the start."""
+    """`size_bytes`: slots and pinned buffers. `scratch_bytes`: of dequantized weights, beside them. `pinned`: experts
+    that never leave. `moves`, `moved_bytes`: copies begun since the start."""
 
+    form: Form
     size_bytes: int
-    slot_bytes: int
+    scratch_bytes: int
     pinned: int
     moves: int
     moved_bytes: int
@@ -57,26 +62,29 @@ class HotUse:
     layers: list[LayerUse]
 
 
-def slots_within(size_bytes: int, shape: ExpertShape, dtype: torch.dtype) -> int:
-    """How many slots fit into `size_bytes` beside the pinned buffers. Raises InvalidValueError if not one does."""
-    each = expert_bytes(shape, dtype)
-    slots = size_bytes // each - NUM_CARRIERS
-    if slots < 1:
+def slots_within(
+    size_bytes: int, slot_sizes: Mapping[int, int], num_experts: int, pins: Mapping[int, Sequence[int]]
+) -> dict[int, int]:
+    """Layer -> slots that fit into `size_bytes` beside the pinned buffers, which hold the largest expert each.
+
+    `slot_sizes`: layer -> bytes of a slot. Raises InvalidValueError if not one slot fits, or too few for the pinned
+    experts.
+    """
+    largest, smallest = max(slot_sizes.values()), min(slot_sizes.values())
+    least = NUM_CARRIERS * largest + smallest
+    if size_bytes < least:
         raise InvalidValueError(
-            f"--gpu-experts {size_bytes}: has no room for one expert; allowed: {(NUM_CARRIERS + 1) * each} bytes or "
-            f"more (an expert has {each}, and {NUM_CARRIERS} buffers carry experts to the device)"
+            f"--gpu-experts {size_bytes}: has no room for one expert; allowed: {least} bytes or more (an expert has "
+            f"{smallest}, and {NUM_CARRIERS} buffers of {largest} carry experts to the device)"
         )
-    return slots
+    return slots_by_layer(slot_sizes, num_experts, size_bytes - NUM_CARRIERS * largest, pins)
 
 
 class _Carrier:
     """A pinned buffer of one expert's weights and what it carries now."""
 
-    def __init__(self, shape: ExpertShape, dtype: torch.dtype) -> None:
-        inner, hidden = shape.intermediate, shape.hidden
-        buffer = devices.pinned(expert_bytes(shape, dtype)).view(dtype)
-        self.w13 = buffer[: 2 * inner * hidden].view(1, 2 * inner, hidden)
-        self.w2 = buffer[2 * inner * hidden :].view(1, hidden, inner)
+    def __init__(self, num_bytes: int) -> None:
+        self.buffer = devices.pinned(num_bytes)
         self.load: tuple[Move, Mark] | None = None
 
 
@@ -84,7 +92,9 @@ class HotSet:
     """`layers`: the store's, by the model's index. `dtype`: the model's. `where`: the device of attention.
 
     `size_bytes`: of all slots and pinned buffers together, never exceeded. `pins`: layer -> experts that never leave.
-    Raises InvalidValueError if the size has no room for one expert, or none for the pinned ones.
+    `form`: how slots hold an expert. Published ones need a scratch beside the size (`slots.scratch_bytes`).
+    Raises InvalidValueError if the size has no room for one expert, or none for the pinned ones, and for a published
+    format that can't be dequantized on the device.
     The engine's thread makes all calls.
     """
 
@@ -97,23 +107,24 @@ class HotSet:
         size_bytes: int,
         pins: Mapping[int, Sequence[int]] | None = None,
         policy: Policy | None = None,
+        form: Form = "model",
     ) -> None:
         pins = pins or {}
-        slots = slots_by_layer(list(layers), shape.num_experts, slots_within(size_bytes, shape, dtype), pins)
-        self.step_state = Step()
-        self._store = dict(layers)
-        self._pinned = sum(map(len, pins.values()))
-        self._slot_bytes = expert_bytes(shape, dtype)
-        lanes = Lane(where), Lane(where)
-        self.layers = {
-            layer: HotExperts(shape, count, dtype, where, lanes, self.step_state)
-            for layer, count in slots.items()
-            if count
+        sizes = slot_bytes(shape, dtype, form, {index: layer.format for index, layer in layers.items()})
+        counts = {
+            index: count for index, count in slots_within(size_bytes, sizes, shape.num_experts, pins).items() if count
         }
-        used = {layer: slots[layer] for layer in self.layers}
-        self.placement = Placement(shape.num_experts, used, pins, policy)
-        self._carriers = [_Carrier(shape, dtype) for _ in range(NUM_CARRIERS)]
-        self._steps = self._all_steps = self._moves = 0
+        self.step_state = Step()
+        self._store, self._form = dict(layers), form
+        self._pinned = sum(map(len, pins.values()))
+        self._carriers = [_Carrier(max(sizes.values())) for _ in range(NUM_CARRIERS)]
+        self._scratch_bytes = scratch_bytes(shape, dtype) if form == "published" else 0
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be changed outside of it
+            slots = _made_slots(counts, layers, shape, dtype, where, form)
+        lanes = Lane(where), Lane(where)
+        self.layers = {index: HotExperts(shape, slots[index], lanes, self.step_state) for index in counts}
+        self.placement = Placement(shape.num_experts, counts, pins, policy)
+        self._steps = self._all_steps = self._moves = self._moved_bytes = 0
 
     def attach(self) -> None:
         """From now on calls of the store's layers with tensors of the device come here."""
@@ -124,7 +135,8 @@ class HotSet:
     @property
     def size_bytes(self) -> int:
         """Bytes of the slots and the pinned buffers."""
-        return self._slot_bytes * (NUM_CARRIERS + sum(layer.num_slots for layer in self.layers.values()))
+        of_slots = sum(hot.num_slots * hot.slots.expert_bytes for hot in self.layers.values())
+        return of_slots + sum(carrier.buffer.numel() for carrier in self._carriers)
 
     @contextmanager
     def step(self, *, decoded_tokens: int) -> Iterator[None]:
@@ -148,7 +160,7 @@ class HotSet:
         for carrier in self._carriers:
             self._admit(carrier)
         idle = [carrier for carrier in self._carriers if carrier.load is None]
-        most = max(1, MOST_BYTES_PER_TURN // self._slot_bytes)
+        most = max(1, MOST_BYTES_PER_TURN // self._carriers[0].buffer.numel())
         for carrier, move in zip(idle, self.placement.moves(min(most, len(idle))), strict=False):
             self._send(carrier, move)
 
@@ -167,12 +179,27 @@ class HotSet:
 
     def use(self) -> HotUse:
         layers = [
-            LayerUse(layer, hot.num_slots, sorted(self.placement.resident(layer)), hot.uses.hits, hot.uses.misses)
+            LayerUse(
+                layer,
+                hot.num_slots,
+                sorted(self.placement.resident(layer)),
+                hot.uses.hits,
+                hot.uses.misses,
+                hot.slots.format,
+                hot.slots.expert_bytes,
+            )
             for layer, hot in self.layers.items()
         ]
-        steps = self._all_steps + self._steps
-        moved_bytes = self._moves * self._slot_bytes
-        return HotUse(self.size_bytes, self._slot_bytes, self._pinned, self._moves, moved_bytes, steps, layers)
+        return HotUse(
+            form=self._form,
+            size_bytes=self.size_bytes,
+            scratch_bytes=self._scratch_bytes,
+            pinned=self._pinned,
+            moves=self._moves,
+            moved_bytes=self._moved_bytes,
+            decode_steps=self._all_steps + self._steps,
+            layers=layers,
+        )
 
     def _check_between_steps(self) -> None:
         assert not self.step_state.is_serving, "experts move between two steps only"
@@ -198,18 +225,23 @@ class HotSet:
         hot = self.layers[move.layer]
         if move.evicted is not None:
             hot.evict(move.evicted)
-        _unpack(self._store[move.layer], move.expert, carrier)
-        carrier.load = move, hot.fill(move.slot, carrier.w13[0], carrier.w2[0])
+        buffer = carrier.buffer[: hot.slots.expert_bytes]
+        hot.slots.carry(self._store[move.layer], move.expert, buffer)
+        carrier.load = move, hot.fill(move.slot, buffer)
         self._moves += 1
+        self._moved_bytes += buffer.numel()
 
 
-def _unpack(layer: ExpertLayer, expert: int, carrier: _Carrier) -> None:
-    """Each weight is rounded once to the carrier's dtype."""
-    if carrier.w13.dtype == torch.bfloat16:
-        layer.unpack_range(expert, 1, carrier.w13, carrier.w2)
-        return
-    gate, up, down = layer.unpacked(expert)
-    inner = gate.shape[0]
-    carrier.w13[0, :inner].copy_(gate)
-    carrier.w13[0, inner:].copy_(up)
-    carrier.w2[0].copy_(down)
+def _made_slots(
+    counts: Mapping[int, int],
+    layers: Mapping[int, ExpertLayer],
+    shape: ExpertShape,
+    dtype: torch.dtype,
+    where: torch.device,
+    form: Form,
+) -> dict[int, PlainSlots | PackedSlots]:
+    """Layer -> its slots; all packed ones share a scratch."""
+    if form == "model":
+        return {index: PlainSlots(shape, count, dtype, where) for index, count in counts.items()}
+    scratch = Scratch(shape, dtype, where)
+    return {index: PackedSlots(shape, count, layers[index].format, scratch) for index, count in counts.items()}

@@ -18,9 +18,11 @@ from kt_runtime.experts import ExpertLayer
 from kt_runtime.experts.gpu.call import ExpertCall
 from kt_runtime.experts.gpu.hot import layer as hot_module
 from kt_runtime.experts.gpu.hot import set as hot_set
-from kt_runtime.experts.gpu.hot.layer import MOST_TOKENS, HotExperts, expert_bytes
+from kt_runtime.experts.gpu.hot import slots as slots_module
+from kt_runtime.experts.gpu.hot.layer import MOST_TOKENS, HotExperts
 from kt_runtime.experts.gpu.hot.placement import Policy
 from kt_runtime.experts.gpu.hot.set import NUM_CARRIERS, HotSet
+from kt_runtime.experts.gpu.hot.slots import Form, PackedSlots, PlainSlots, expert_bytes, slot_bytes
 
 E, H, INNER, T, K = 8, 96, 48, 24, 3
 LAYER = 2
@@ -35,6 +37,11 @@ class Case:
     @property
     def hot(self) -> HotExperts:
         return self.set.layers[LAYER]
+
+    @property
+    def slots(self) -> PlainSlots:
+        assert isinstance(self.hot.slots, PlainSlots)
+        return self.hot.slots
 
     def computed(self, *, decoded_tokens: int = T, out: Tensor | None = None, **changed: Any) -> Tensor:
         """One call within a serving step."""
@@ -68,12 +75,14 @@ def case(
     *,
     slots: int = 4,
     expert_format: str | None = None,
+    form: Form = "model",
     **kwargs: Any,
 ) -> Case:
     problem = random_problem(E, H, INNER, T, K, dtype=dtype, **kwargs)
     layer = build_layer(problem.experts, expert_format=expert_format)
-    size = (slots + NUM_CARRIERS) * expert_bytes(layer.shape, dtype)
-    made = HotSet({LAYER: layer}, layer.shape, dtype, torch.device("cpu"), size, {LAYER: pinned}, Policy(100, 1.5, 1))
+    size = (slots + NUM_CARRIERS) * slot_bytes(layer.shape, dtype, form, {LAYER: layer.format})[LAYER]
+    policy = Policy(100, 1.5, 1)
+    made = HotSet({LAYER: layer}, layer.shape, dtype, torch.device("cpu"), size, {LAYER: pinned}, policy, form)
     made.settle()
     assert sorted(made.placement.resident(LAYER)) == sorted(pinned)
     return Case(problem, layer, made)
@@ -92,6 +101,43 @@ def test_quantized_experts_are_the_same_function_on_the_device(expert_format: st
     """In float32, where the store multiplies with the dequantized weights too."""
     made = case([0, 2, 5], torch.float32, expert_format=expert_format)
     assert_close(made.computed(), made.of_store().double(), H + INNER, expert_format)
+
+
+@pytest.mark.parametrize("expert_format", [None, "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("at_once", [1, 2, E])
+def test_what_is_held_as_published_gives_the_bits_of_the_model_s_dtype(
+    expert_format: str | None, dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the experts of a call are dequantized one after the other."""
+    monkeypatch.setattr(slots_module, "MOST_SCRATCH_BYTES", at_once * 3 * H * INNER * dtype.itemsize)
+    pinned = [7, 0, 2, 5]
+    made = case(pinned, dtype, expert_format=expert_format, form="published")
+    plain = case(pinned, dtype, expert_format=expert_format)
+    assert made.set.use().form == "published" and plain.set.use().form == "model"
+    assert torch.equal(made.computed(), plain.computed())
+    few = torch.tensor([[5, -1, 3]], dtype=torch.int32).expand(T, K).contiguous()
+    assert torch.equal(made.computed(ids=few), plain.computed(ids=few))
+    one: dict[str, Any] = {"x": made.problem.x[:1], "ids": made.problem.ids[:1], "weights": made.problem.weights[:1]}
+    assert torch.equal(made.computed(**one, decoded_tokens=1), plain.computed(**one, decoded_tokens=1))
+
+
+def test_layers_of_other_formats_share_the_size_and_the_scratch() -> None:
+    experts = random_problem(E, H, INNER, T, K).experts
+    layers = {1: build_layer(experts, expert_format="int8"), 2: build_layer(experts, expert_format="int4")}
+    sizes = slot_bytes(layers[1].shape, torch.bfloat16, "published", {1: "int8", 2: "int4_g32"})
+    size = NUM_CARRIERS * sizes[1] + 2 * sizes[1] + 3 * sizes[2] + 5
+    where = torch.device("cpu")
+    made = HotSet(layers, layers[1].shape, torch.bfloat16, where, size, {1: [3], 2: [3, 4]}, form="published")
+    made.settle()
+    use = made.use()
+    assert [(one.slots, one.format, one.slot_bytes) for one in use.layers] == [
+        (2, "int8", sizes[1]),
+        (3, "int4_g32", sizes[2]),
+    ]
+    assert use.size_bytes == size - 5 and use.moved_bytes == sizes[1] + 2 * sizes[2]
+    held = [hot.slots.held.nbytes for hot in made.layers.values() if isinstance(hot.slots, PackedSlots)]
+    assert sum(held) + NUM_CARRIERS * sizes[1] == use.size_bytes
 
 
 def test_equal_placement_gives_equal_bits_in_any_batch_order() -> None:
@@ -136,7 +182,7 @@ def test_both_parts_are_added_in_float32_and_rounded_once_more() -> None:
     misses = made.of_store(ids=ids.masked_fill(torch.isin(ids, torch.tensor([1, 4])), -1))
     slot_ids = torch.from_numpy(made.hot.table[ids.clamp(0).numpy()]).masked_fill(ids < 0, -1)
     hits = torch.empty(T, H)
-    hot_module.hit_sum(made.problem.x, slot_ids, made.problem.weights, made.hot.w13, made.hot.w2, hits)
+    hot_module.hit_sum(made.problem.x, slot_ids, made.problem.weights, made.slots, hits)
     assert torch.equal(made.computed(), (misses.float() + hits).bfloat16())
 
 
@@ -148,7 +194,7 @@ def test_outside_of_a_serving_step_the_store_computes_everything() -> None:
     made = case([0, 1, 2])
     problem = made.problem
     assert not made.hot.takes(call_of(problem))
-    made.hot.w13.fill_(torch.nan)
+    made.slots.w13.fill_(torch.nan)
     assert torch.equal(made.of_store(), made.layer.forward(problem.x, problem.ids, problem.weights))
 
 
@@ -293,7 +339,7 @@ def test_an_expert_is_used_only_when_its_weights_are_there(monkeypatch: pytest.M
 def test_a_slot_that_is_in_use_is_not_filled() -> None:
     made = case([1])
     with pytest.raises(AssertionError, match="is in use"):
-        made.hot.fill(int(made.hot.table[1]), made.hot.w13[0], made.hot.w2[0])
+        made.hot.fill(int(made.hot.table[1]), torch.zeros(made.slots.expert_bytes, dtype=torch.uint8))
 
 
 def test_a_turn_moves_as_many_bytes_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,8 +360,9 @@ def test_the_size_holds_slots_and_buffers() -> None:
     each = 3 * H * INNER * 2
     for size in (3 * each, 7 * each + 5, 40 * each):
         made = HotSet({0: layer, 1: layer}, layer.shape, torch.bfloat16, torch.device("cpu"), size)
-        held = [t.nbytes for hot in made.layers.values() for t in (hot.w13, hot.w2)]
-        held += [t.nbytes for carrier in made._carriers for t in (carrier.w13, carrier.w2)]
+        slots = [hot.slots for hot in made.layers.values()]
+        held = [t.nbytes for one in slots if isinstance(one, PlainSlots) for t in (one.w13, one.w2)]
+        held += [carrier.buffer.nbytes for carrier in made._carriers]
         assert sum(held) == made.size_bytes <= size
     with pytest.raises(InvalidValueError, match=f"--gpu-experts {3 * each - 1}: has no room.*allowed: {3 * each}"):
         HotSet({0: layer}, layer.shape, torch.bfloat16, torch.device("cpu"), 3 * each - 1)
@@ -349,7 +396,7 @@ def _wrong_slot(made: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _half_copied(made: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    made.hot.w2.view(-1)[: made.hot.w2.numel() // 2] = 0
+    made.slots.w2.view(-1)[: made.slots.w2.numel() // 2] = 0
 
 
 def _adapters_left_out(made: Case, monkeypatch: pytest.MonkeyPatch) -> None:

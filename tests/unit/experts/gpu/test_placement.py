@@ -101,12 +101,24 @@ def test_rare_experts_are_not_worth_a_copy() -> None:
 
 
 def test_slots_go_to_pinned_experts_and_then_evenly() -> None:
-    assert slots_by_layer([1, 2, 3], E, 7, {}) == {1: 3, 2: 2, 3: 2}
-    assert slots_by_layer([1, 2, 3], E, 7, {3: [0, 1, 2, 4]}) == {1: 2, 2: 1, 3: 4}
-    assert slots_by_layer([1, 2], E, 1, {}) == {1: 1, 2: 0}
-    assert slots_by_layer([1, 2], E, 100, {}) == {1: E, 2: E}
+    assert slots_by_layer(of_size(10, 3), E, 79, {}) == {0: 3, 1: 2, 2: 2}
+    assert slots_by_layer(of_size(10, 3), E, 70, {2: [0, 1, 2, 4]}) == {0: 2, 1: 1, 2: 4}
+    assert slots_by_layer(of_size(10, 2), E, 10, {}) == {0: 1, 1: 0}
+    assert slots_by_layer(of_size(10, 2), E, 1000, {}) == {0: E, 1: E}
     with pytest.raises(InvalidValueError, match="3 experts are pinned to the device, which has room for 2"):
-        slots_by_layer([1, 2], E, 2, {1: [0, 1], 2: [3]})
+        slots_by_layer(of_size(10, 2), E, 29, {0: [0, 1], 1: [3]})
+
+
+def test_what_is_left_goes_to_layers_whose_slots_fit() -> None:
+    """Layers of a GGUF file may have formats of their own."""
+    assert slots_by_layer({1: 10, 2: 4}, E, 37, {}) == {1: 2, 2: 4}
+    assert slots_by_layer({1: 10, 2: 4}, E, 9, {}) == {1: 0, 2: 2}
+    with pytest.raises(InvalidValueError, match="3 experts are pinned to the device, which has room for 2"):
+        slots_by_layer({1: 10, 2: 4}, E, 17, {1: [0], 2: [1, 2]})
+
+
+def of_size(num_bytes: int, layers: int) -> dict[int, int]:
+    return dict.fromkeys(range(layers), num_bytes)
 
 
 @pytest.mark.parametrize(
@@ -176,13 +188,13 @@ def test_slots_and_table_agree_whatever_is_counted(
     at=st.integers(0, 5),
 )
 def test_layers_never_get_more_slots_than_there_are(counts: list[int], num_slots: int, pinned: int, at: int) -> None:
-    layers = list(range(len(counts)))
+    layers = of_size(7, len(counts))
     pins = {at: list(range(pinned))} if at in layers else {}
     if sum(map(len, pins.values())) > num_slots:
         with pytest.raises(InvalidValueError):
-            slots_by_layer(layers, E, num_slots, pins)
+            slots_by_layer(layers, E, 7 * num_slots, pins)
         return
-    slots = slots_by_layer(layers, E, num_slots, pins)
+    slots = slots_by_layer(layers, E, 7 * num_slots, pins)
     assert sum(slots.values()) == min(num_slots, E * len(layers))
     assert all(len(pins.get(layer, ())) <= count <= E for layer, count in slots.items())
     unpinned = [count for layer, count in slots.items() if layer not in pins]

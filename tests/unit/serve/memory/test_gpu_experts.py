@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
-from kt_runtime.errors import InvalidValueError
+from kt_runtime.errors import InvalidValueError, UnknownNameError
+from kt_runtime.experts import ExpertShape
+from kt_runtime.experts.gpu.hot.slots import slot_bytes
 from kt_runtime.families import family_for
 from kt_runtime.serve.exactness import check_exact
 from kt_runtime.serve.memory.gpu_experts import check_gpu_experts, check_stream_experts
@@ -30,6 +34,37 @@ def test_sizes_that_fit_are_accepted() -> None:
     check(gpu_experts_bytes=6 * EXPERT, dtype="float32")
     check(gpu_experts_bytes=5 * EXPERT, pinned_experts={1: (0, 2), 2: (7,)})
     check(gpu_experts_bytes=1 << 50)
+
+
+def test_published_experts_are_counted_in_their_own_bytes() -> None:
+    """Of a bf16 checkpoint that is quantized while it is read, and of each layer of a GGUF file."""
+    shape = ExpertShape(*family_for(CONFIG).expert_shape(CONFIG))
+    of_int4 = slot_bytes(shape, torch.bfloat16, "published", {1: "int4_g32"})[1]
+    assert of_int4 < EXPERT / 3
+    for asked in ("auto", "published"):
+        check(gpu_experts_bytes=3 * of_int4, expert_format="int4", gpu_experts_format=asked)
+        with pytest.raises(InvalidValueError, match=f"allowed: {3 * of_int4} bytes or more"):
+            check(gpu_experts_bytes=3 * of_int4 - 1, expert_format="int4", gpu_experts_format=asked)
+    with pytest.raises(InvalidValueError, match=f"allowed: {3 * EXPERT} bytes or more"):
+        check(gpu_experts_bytes=3 * of_int4, expert_format="int4", gpu_experts_format="model")
+
+    types = [["Q4_K", "Q6_K"], ["Q4_K", "Q4_K"]]
+    config = {**CONFIG, "quantization_config": {"quant_method": "gguf", "files": ["m.gguf"], "experts": types}}
+    layers = family_for(CONFIG).moe_layers(CONFIG)
+    assert len(layers) == 2
+    formats = {layers[0]: "int4k_g32+int6k_g16", layers[1]: "int4k_g32"}
+    sizes = slot_bytes(shape, torch.bfloat16, "published", formats)
+    options = ServeOptions(model="m", gpu_experts_bytes=3 * sizes[layers[0]] - 1)
+    with pytest.raises(InvalidValueError, match=f"an expert has {sizes[layers[1]]}, and 2 buffers of"):
+        check_gpu_experts(dataclasses.replace(options, gpu_experts_bytes=9), config, with_gpu=True)
+    check_gpu_experts(options, config, with_gpu=True)
+
+
+def test_a_form_needs_experts_on_the_gpu_and_a_known_name() -> None:
+    with pytest.raises(InvalidValueError, match="--gpu-experts-format published: no experts are kept on the GPU"):
+        ServeOptions(model="m", gpu_experts_format="published")
+    with pytest.raises(UnknownNameError, match=r"--gpu-experts-format.*modle.*model"):
+        ServeOptions(model="m", gpu_experts_bytes=1, gpu_experts_format=cast("Any", "modle"))
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,10 @@ def test_a_gpu_also_holds_hot_experts_a_ring_and_its_tensors(monkeypatch: pytest
     invented(monkeypatch, 80)
     options = ServeOptions(model="m", max_lora_rank=8, gpu_experts_bytes=3 * GIB)
     plan, gpu = plan_server(options, QWEN, "qwen")[0], needs(options)
-    assert gpu["hot experts"] == 3 * GIB
+    assert gpu["hot experts"] == 3 * GIB and "dequantized hot experts" not in gpu
+    quantized = needs(replace(options, expert_format="int4"))
+    assert 2**27 < quantized["dequantized hot experts"] < 2**28
+    assert "dequantized hot experts" not in needs(replace(options, expert_format="int4", gpu_experts_format="model"))
     assert 1 <= plan.ring_chunk_experts <= 16
     assert gpu["ring of streamed experts"] == 2 * plan.ring_chunk_experts * QWEN_EXPERT_BYTES
     assert gpu["tensors of streamed calls (estimate)"] > 2048 * 8 * (2 * 2 * 2048)

@@ -15,8 +15,8 @@ from reference.expert_problems import build_layer
 from kt_runtime.errors import ConflictError
 from kt_runtime.experts import ExpertStore
 from kt_runtime.experts.gpu.call import ExpertCall
-from kt_runtime.experts.gpu.hot.layer import expert_bytes
 from kt_runtime.experts.gpu.hot.set import NUM_CARRIERS, HotSet, HotUse, LayerUse
+from kt_runtime.experts.gpu.hot.slots import expert_bytes
 from kt_runtime.resident.config import ENVIRONMENT_VARIABLE, ResidentSettings
 from kt_runtime.sglang_patch import turns
 from kt_runtime.sglang_patch.gpu import hot
@@ -177,15 +177,18 @@ def samples(registry: CollectorRegistry) -> dict[str, float]:
 def test_metrics_count_by_layer() -> None:
     registry = CollectorRegistry()
     published = PublishedHot(registry)
-    layers = [LayerUse(1, 2, [0, 3], 30, 10), LayerUse(2, 2, [], 0, 0)]
-    published.publish(HotUse(6000, 1000, 1, 2, 2000, 9, layers))
-    layers[0] = LayerUse(1, 2, [3], 60, 20)
-    published.publish(HotUse(6000, 1000, 1, 3, 3000, 18, layers))
+    layers = [LayerUse(1, 2, [0, 3], 30, 10, "int4_g32", 1000), LayerUse(2, 2, [], 0, 0, "int8", 900)]
+    published.publish(HotUse("published", 6000, 500, 1, 2, 2000, 9, layers))
+    layers[0] = LayerUse(1, 2, [3], 60, 20, "int4_g32", 1000)
+    published.publish(HotUse("published", 6000, 500, 1, 3, 3000, 18, layers))
     found = samples(registry)
     assert found == {
         "kt_runtime:gpu_experts_moves_total": 3,
         "kt_runtime:gpu_experts_moved_bytes_total": 3000,
         "kt_runtime:gpu_experts_size_bytes": 6000,
+        "kt_runtime:gpu_experts_scratch_bytes": 500,
+        'kt_runtime:gpu_experts_slot_bytes{format="int4_g32",layer="1"}': 1000,
+        'kt_runtime:gpu_experts_slot_bytes{format="int8",layer="2"}': 900,
         'kt_runtime:gpu_experts_hits_total{layer="1"}': 60,
         'kt_runtime:gpu_experts_hits_total{layer="2"}': 0,
         'kt_runtime:gpu_experts_misses_total{layer="1"}': 20,
