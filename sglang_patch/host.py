@@ -17,7 +17,10 @@ from kt_runtime.adapters import AdapterTensors
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.host import Decoded
 from kt_runtime.resident.names import NamesChannel
+from kt_runtime.resident.pacing.budget import Load
+from kt_runtime.resident.pacing.latencies import Latencies
 from kt_runtime.resident.routes.store import RouteStore
+from kt_runtime.sglang_patch import latencies
 from kt_runtime.sglang_patch.cache import metrics as cache_metrics
 from kt_runtime.sglang_patch.cache import namespace as cache_namespace
 from kt_runtime.sglang_patch.cpu import moe, routes
@@ -34,6 +37,11 @@ SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.collect_inflight_reqs",
     "sglang.srt.managers.scheduler.Scheduler.is_fully_idle",
     "sglang.srt.managers.scheduler.Scheduler.waiting_queue",
+    "sglang.srt.managers.scheduler.Scheduler.running_batch",
+    "sglang.srt.managers.scheduler.Scheduler.last_batch",
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.batch_is_full",
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.batch_size",
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.forward_mode",
     "sglang.srt.managers.scheduler.Scheduler.tp_worker",
     "sglang.srt.managers.tp_worker.TpModelWorker.model_runner",
     "sglang.srt.model_executor.model_runner.ModelRunner.device",
@@ -98,8 +106,20 @@ class SGLangHost:
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return cache_namespace.named_tensors(self._runner.model)
 
-    def is_serving(self) -> bool:
-        return not self._scheduler.is_fully_idle()
+    def load(self) -> Load:
+        """A request that waits for a place among the running ones is not counted as waiting: no prefill can begin."""
+        scheduler = self._scheduler
+        running, last = scheduler.running_batch, scheduler.last_batch
+        decoding = running.batch_size()
+        if last is not None and last is not running and last.forward_mode.is_extend():
+            decoding += last.batch_size() - (scheduler.chunked_req is not None)
+        in_chunks = scheduler.chunked_req is not None
+        queued = 0 if running.batch_is_full else len(scheduler.waiting_queue)
+        return Load(max(0, decoding), queued + in_chunks, not scheduler.is_fully_idle())
+
+    @property
+    def latencies(self) -> Latencies:
+        return latencies.measured
 
     def reserve_slot(self) -> object | None:
         return lora_slots.reserve(self._runner.lora_manager)

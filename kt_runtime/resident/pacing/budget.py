@@ -69,6 +69,7 @@ class Budget:
         self.settings, self._clock = settings, clock
         self._balance, self._began = 0.0, clock()
         self._was_decoding = False
+        self.latest = NOTHING
 
     @property
     def balance_seconds(self) -> float:
@@ -79,6 +80,10 @@ class Budget:
         now = self._clock()
         elapsed, self._began = now - self._began, now
         self._account(elapsed, load)
+        self.latest = self._budget(load)
+        return self.latest
+
+    def _budget(self, load: Load) -> TurnBudget:
         if self.settings.schedule == "whole_calls":
             return TurnBudget(math.inf, whole_call=True)
         if not load.is_serving:

@@ -9,7 +9,6 @@ import pytest
 from kt_runtime.errors import NumericsError
 from kt_runtime.resident.scheduler import (
     MAX_CREDIT_SECONDS,
-    Estimates,
     Pause,
     Plan,
     Slice,
@@ -110,8 +109,8 @@ def test_an_error_ends_its_work_and_nothing_else() -> None:
 
 def test_nothing_is_planned_without_work() -> None:
     scheduler = Recorder().scheduler
-    assert scheduler.plan(is_serving=False, budget_seconds=1.0) == Plan()
-    assert scheduler.plan(is_serving=False, budget_seconds=1.0, arrives=True).num_slices > 0
+    assert scheduler.plan(is_serving=False, budget=1.0) == Plan()
+    assert scheduler.plan(is_serving=False, budget=1.0, arrives=True).num_slices > 0
 
 
 def test_idle_time_is_filled_up_to_the_budget() -> None:
@@ -179,23 +178,6 @@ def test_several_ranks_do_not_count_on_a_slice_that_another_session_may_overtake
     assert recorder.scheduler.plan(False, 1.0).num_slices == 4
     recorder.submit("b", "y", [])
     assert recorder.scheduler.plan(False, 1.0).num_slices == 1
-
-
-def test_estimates_are_of_one_kind_and_size() -> None:
-    estimate = Estimates()
-    estimate.learn(Slice("layer", 1000), 0.1)
-    assert estimate(Slice("layer", 900)) == pytest.approx(0.09, rel=1e-15, abs=0)
-    assert estimate(Slice("layer", 100_000)) == float("inf")
-    assert estimate(Slice("loss", 1000)) == float("inf")
-
-
-def test_an_estimate_rises_at_once_and_falls_slowly() -> None:
-    estimate, layer = Estimates(), Slice("layer")
-    estimate.learn(layer, 0.1)
-    estimate.learn(layer, 0.5)
-    assert estimate(layer) == 0.5
-    estimate.learn(layer, 0.1)
-    assert estimate(layer) == 0.4
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
