@@ -14,14 +14,15 @@ from typing import Any
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.pacing.latencies import Latencies
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.warm_up import RID_PREFIX
 
 SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
     "sglang.srt.managers.schedule_batch.Req.finished",
     "sglang.srt.observability.req_time_stats.SchedulerReqTimeStats.wait_queue_entry_time",
 )
-HEALTH_CHECK = "HEALTH_CHECK"
-"""Beginning of the ids of SGLang's own requests."""
+NOT_COUNTED = ("HEALTH_CHECK", RID_PREFIX)
+"""Beginnings of the ids of SGLang's own requests, and of those that warm it up."""
 
 measured = Latencies()
 
@@ -35,7 +36,7 @@ def install(hooks: Hooks) -> None:
 def _note(_result: Any, _scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
     now = time.perf_counter()
     for request in batch.reqs:
-        if not request.output_ids or request.rid.startswith(HEALTH_CHECK):
+        if not request.output_ids or request.rid.startswith(NOT_COUNTED):
             continue
         first = getattr(request, "kt_first_token_time", None)
         if first is None:

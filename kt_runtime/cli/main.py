@@ -32,7 +32,7 @@ COMMANDS = {
     "chat": "Talk with the resident model or one of its adapters.",
     "adapter": "Load, unload, list, show, roll back and export adapters.",
     "session": "List and close the training sessions of a server.",
-    "settings": "Show and change a running server's targets and training's part of the time.",
+    "settings": "Show and change a server's targets for latency.",
     "cache": "Look at, verify and empty the prefix cache.",
     "export": "Merge an adapter into its model, as a recipe says.",
     "bench": "Time kernels, serving and training against limits and peers.",

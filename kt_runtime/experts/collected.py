@@ -80,13 +80,13 @@ class CollectedGradients:
         for number, of_parts in self._operands.items():
             (master,) = self._masters[number]
             assert master is not None
-            parts = [of_parts[part] for part in sorted(of_parts)]
-            x, by_out = (torch.cat([operands[i] for operands in parts], dim=-2) for i in (0, 1))
-            found.append((master, self._product(x, by_out, parts[0][2]).to(master.dtype)))
+            xs, by_outs, alphas = zip(*(of_parts[part] for part in sorted(of_parts)), strict=True)
+            total = self._product(torch.cat(xs, dim=-2), torch.cat(by_outs, dim=-2), alphas[0])
+            found.append((master, total.to(master.dtype)))
         for number, (_, sums) in self._slots.items():
-            for master, total in zip(self._masters[number], sums.tensors(), strict=True):
-                if master is not None and master.requires_grad and total is not None:
-                    found.append((master, total.to(master.dtype)))
+            for each, of_each in zip(self._masters[number], sums.tensors(), strict=True):
+                if each is not None and each.requires_grad and of_each is not None:
+                    found.append((each, of_each.to(each.dtype)))
         if not found or not parameters:
             return [None] * len(parameters)
         masters, totals = zip(*found, strict=True)
@@ -98,5 +98,7 @@ _current: CollectedGradients | None = None  # training runs on one thread
 
 def place_of(*masters: Tensor | None) -> Place | None:
     """The place of an operation with these masters, if the gradients of a module's parts are collected."""
-    wanted = _current is not None and torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in masters)
+    wanted = (
+        _current is not None and torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in masters)
+    )
     return _current.place(*masters) if wanted and _current is not None else None

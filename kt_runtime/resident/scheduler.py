@@ -83,7 +83,7 @@ Slices = Generator[Slice | Pause, int | None, Any]
 work's result."""
 
 
-def run_at_once(slices: Slices) -> Any:
+def run_at_once(slices: Generator[Slice | Pause, None, Any]) -> Any:
     """Runs all slices, without a scheduler and without a pause; returns the work's result."""
     while True:
         try:

@@ -27,7 +27,7 @@ from kt_runtime.wire.status import (
     UnstoredVersion,
 )
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Sent with every request. Any incompatible change increments it: a request field is added, removed or changes its
 meaning; a reply field is removed or changes its meaning. A new reply field is compatible, since clients ignore unknown
 fields of replies. `ErrorReply` never changes, so that a client of another version can read the error that reports the

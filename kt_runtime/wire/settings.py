@@ -17,7 +17,7 @@ TARGET_RANGE_MS = (0.1, 3.6e6)
 WEIGHT_RANGE = (0.01, 100.0)
 SCHEDULES = ("slices", "whole_calls")
 KEYS = ("tpot_target_ms", "ttft_target_ms", "train_share", "schedule", "weights")
-MOST_WEIGHTS = 256
+MOST_WEIGHTS, LONGEST_NAME = 256, 128
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +51,7 @@ def changed(settings: Settings, changes: Mapping[str, Any]) -> Settings:
     values: dict[str, Any] = {}
     for key, value in changes.items():
         if key not in KEYS:
-            raise UnknownNameError("setting", key, KEYS)
+            raise UnknownNameError("setting", key[:LONGEST_NAME], KEYS)
         values[key] = _weights(settings, value) if key == "weights" else checked(key, value)
     return msgspec.structs.replace(settings, **values)
 
@@ -60,8 +60,8 @@ def checked(key: str, value: Any, called: str | None = None) -> Any:
     """The value of a setting other than `weights`. `called`: its name in the error, the key by default."""
     called = called or key
     if key == "schedule":
-        if value not in SCHEDULES:
-            raise InvalidValueError(f"{called} {value!r}: allowed are {', '.join(SCHEDULES)}")
+        if not isinstance(value, str) or value not in SCHEDULES:
+            raise InvalidValueError(f"{called} {_short(value)}: allowed are {', '.join(SCHEDULES)}")
         return value
     if key == "train_share":
         number = _number(called, value, "a number above 0 and at most 1")
@@ -79,10 +79,12 @@ def checked(key: str, value: Any, called: str | None = None) -> Any:
 
 def _weights(settings: Settings, value: Any) -> dict[str, float]:
     if not isinstance(value, Mapping):
-        raise InvalidValueError(f"weights {value!r}: expected a weight for each session, as {{SESSION: NUMBER}}")
+        raise InvalidValueError(f"weights {_short(value)}: expected a weight for each session, as {{SESSION: NUMBER}}")
     weights = dict(settings.weights)
     lowest, highest = WEIGHT_RANGE
     for session, weight in value.items():
+        if not isinstance(session, str) or not 0 < len(session) <= LONGEST_NAME:
+            raise InvalidValueError(f"weights: {_short(session)}: expected the name of a session")
         number = 1.0 if weight is None else _number(f"weight of session {session!r}", weight, "a number")
         if not lowest <= number <= highest:
             raise InvalidValueError(f"weight of session {session!r} {number:g}: allowed are {lowest:g} to {highest:g}")
@@ -96,5 +98,9 @@ def _weights(settings: Settings, value: Any) -> dict[str, float]:
 
 def _number(called: str, value: Any, expected: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidValueError(f"{called} {value!r}: expected {expected}")
+        raise InvalidValueError(f"{called} {_short(value)}: expected {expected}")
     return float(value)
+
+
+def _short(value: Any) -> str:
+    return f"{value!r}"[:100]

@@ -111,20 +111,22 @@ class Twin:
         self, layer: int, hidden: torch.Tensor, positions: Positions, branches: attention.Branches = None
     ) -> torch.Tensor:
         """The first half of `run_layer` for some rows: [B, S, H] -> [B, S, H]. Needs `computes_tokens_alone`."""
-        module = self.layer(layer)
+        module: Any = self.layer(layer)
         found, _ = module.self_attn(
             hidden_states=module.input_layernorm(hidden),
             attention_mask=None,
             position_embeddings=positions,
             branches=branches,
         )
-        return hidden + found
+        out: torch.Tensor = hidden + found
+        return out
 
     def feed_forward(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """The second half of `run_layer` for some tokens: [1, T, H] -> [1, T, H]."""
-        module = self.layer(layer)
+        module: Any = self.layer(layer)
         found = module.mlp(module.post_attention_layernorm(hidden))
-        return hidden + (found[0] if isinstance(found, tuple) else found)
+        out: torch.Tensor = hidden + (found[0] if isinstance(found, tuple) else found)
+        return out
 
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.model.norm(hidden)

@@ -154,8 +154,6 @@ def _tokens_of(hidden: torch.Tensor, rows: slice) -> Tokens:
     return rows.start * hidden.shape[1], (rows.stop - rows.start) * hidden.shape[1]
 
 
-def _either(
-    one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
+def _either(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Gradients of parameters each of which belongs to one of two modules."""
     return [b if a is None else a for a, b in zip(one, other, strict=True)]

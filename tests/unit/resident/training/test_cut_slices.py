@@ -44,7 +44,9 @@ def anyhow(seed: int) -> Callable[[Slice], int | None]:
     return choose
 
 
-def computed(lab: Any, batch: Any, choose: Callable[[Slice], int | None], **options: Any) -> tuple[CallResult, Any, int]:
+def computed(
+    lab: Any, batch: Any, choose: Callable[[Slice], int | None], **options: Any
+) -> tuple[CallResult, Any, int]:
     """The result, the parameters after a step, and the number of slices."""
     session = lab.session(options.pop("targets", ("all",)))
     loss = options.pop("loss", CrossEntropy())
@@ -126,7 +128,8 @@ def test_the_schedulers_own_cuts_change_no_bit(make_lab: Any, make_batch: Any) -
     lab, batch = make_lab("qwen3_moe"), make_batch(70, 33, 66, 1, 70)
     expected = computed(lab, batch, whole)
     for seconds in (1e-5, 1e-3, 1.0):
-        session, results = lab.session(), []
+        session = lab.session()
+        results: list[CallResult] = []
         scheduler = TrainingScheduler(1.0)
         work = session.forward_backward(batch, CrossEntropy(), TOKENS)
         scheduler.submit(Work("s", work, results.append, results.append, Slice("opening")))
