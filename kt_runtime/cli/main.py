@@ -36,7 +36,7 @@ COMMANDS = {
     "cache": "Look at, verify and empty the prefix cache.",
     "export": "Merge an adapter into its model, as a recipe says.",
     "bench": "Time kernels, serving and training against limits and peers.",
-    "demo": "Train an adapter inside a running server and see its answer change.",
+    "demo": "Train an adapter in a running server and see its answer change.",
 }
 MODULES = {
     "train": "cli.train.command",

@@ -129,7 +129,7 @@ def test_the_schedulers_own_cuts_change_no_bit(make_lab: Any, make_batch: Any) -
     expected = computed(lab, batch, whole)
     for seconds in (1e-5, 1e-3, 1.0):
         session = lab.session()
-        results: list[CallResult] = []
+        results: list[Any] = []
         scheduler = TrainingScheduler(1.0)
         work = session.forward_backward(batch, CrossEntropy(), TOKENS)
         scheduler.submit(Work("s", work, results.append, results.append, Slice("opening")))
