@@ -6,6 +6,7 @@ Symbols (SGLang 0.5.23): attributes of `Scheduler` and of its `ModelRunner`, whi
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.running_batch",
     "sglang.srt.managers.scheduler.Scheduler.last_batch",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.batch_is_full",
-    "sglang.srt.managers.schedule_batch.ScheduleBatch.batch_size",
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.reqs",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.forward_mode",
     "sglang.srt.managers.scheduler.Scheduler.tp_worker",
     "sglang.srt.managers.tp_worker.TpModelWorker.model_runner",
@@ -109,13 +110,15 @@ class SGLangHost:
     def load(self) -> Load:
         """A request that waits for a place among the running ones is not counted as waiting: no prefill can begin."""
         scheduler = self._scheduler
-        running, last = scheduler.running_batch, scheduler.last_batch
-        decoding = running.batch_size()
+        running, last, in_chunks = scheduler.running_batch, scheduler.last_batch, scheduler.chunked_req
+        requests = list(running.reqs)
         if last is not None and last is not running and last.forward_mode.is_extend():
-            decoding += last.batch_size() - (scheduler.chunked_req is not None)
-        in_chunks = scheduler.chunked_req is not None
+            requests += last.reqs  # they join the running ones before the next step
+        now = time.perf_counter()
+        streams = [latencies.stream(each, now) for each in requests if each is not in_chunks and not each.finished()]
         queued = 0 if running.batch_is_full else len(scheduler.waiting_queue)
-        return Load(max(0, decoding), queued + in_chunks, not scheduler.is_fully_idle())
+        decoding = tuple(stream for stream in streams if stream is not None)
+        return Load(decoding, queued + (in_chunks is not None), not scheduler.is_fully_idle())
 
     @property
     def latencies(self) -> Latencies:

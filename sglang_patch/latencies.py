@@ -36,11 +36,19 @@ def install(hooks: Hooks) -> None:
 def _note(_result: Any, _scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
     now = time.perf_counter()
     for request in batch.reqs:
-        if not request.output_ids or request.rid.startswith(NOT_COUNTED):
+        if not request.output_ids:
             continue
         first = getattr(request, "kt_first_token_time", None)
         if first is None:
             request.kt_first_token_time = first = now
+        if request.rid.startswith(NOT_COUNTED):
+            continue
         if request.finished() and not getattr(request, "kt_is_measured", False):
             request.kt_is_measured = True
             measured.add(request.time_stats.wait_queue_entry_time, first, now, len(request.output_ids))
+
+
+def stream(request: Any, now: float) -> tuple[float, int] | None:
+    """Seconds since the request's first token, and its tokens so far; None without one."""
+    first = getattr(request, "kt_first_token_time", None)
+    return None if first is None else (now - first, len(request.output_ids))

@@ -24,6 +24,8 @@ GAUGES = {
     "ttft_p95_ms": "95th percentile of the time to the first token of the latest requests",
     "train_share": "largest share of time for training while requests are served",
     "share_used": "training's share of the latest half a minute",
+    "serving_s": "seconds of the engine's work for requests since the start",
+    "training_s": "seconds of slices since the start",
     "budget_ms": "what the present turn may spend on training, -1: no limit",
     "slices": "slices run since the start",
     "parts": "slices that were cut since the start",

@@ -220,7 +220,9 @@ class Resident:
         (plan, is_serving), self._plan = self._plan, (Plan(), False)
         if plan.num_slices and not (self.budget.settings.has_target and self._host.load().waiting):
             with _training_mode():  # with targets, a request that has just arrived goes first
+                before = self.scheduler.share_of_time.total_seconds
                 self.scheduler.run(plan, is_serving)
+                self.budget.ran(self.scheduler.share_of_time.total_seconds - before)
 
     def close(self) -> None:
         """Ends training, finishes pending writes, stops listening. Unfinished training calls leave no effects."""
@@ -317,6 +319,8 @@ class Resident:
             ttft_p95_ms=1000 * quantile(measured.first_token, 0.95),
             num_requests=len(measured.first_token),
             share_used=self.scheduler.share_of_time(),
+            serving_s=self.budget.serving_seconds,
+            training_s=self.scheduler.share_of_time.total_seconds,
             budget_ms=None if budget.whole_call else 1000 * budget.seconds,
             slices=self.scheduler.slices_run,
             parts=self.scheduler.parts_run,

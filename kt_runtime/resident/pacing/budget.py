@@ -1,13 +1,12 @@
 """What the targets leave for training: the time of the turn between two of the engine's batches.
 
-**Between decode steps.** Every turn in which requests decode gives one token to each of them. The target for the time
-per output token (TPOT) is therefore the time that a turn may take, training included. `Budget` keeps the balance: each
-such turn adds the target and takes the time that the turn took. A positive balance is what training may use. So the
-mean over a request's tokens meets the target, whatever single turns did: a slice that took longer than expected, or a
-prompt between two steps, is paid back before training goes on.
+**Between decode steps.** A request's time per output token (TPOT) is the mean over its tokens. After n tokens, the next
+one is in time until n targets after the first. What remains of that when the decode step is done is the request's
+slack; training gets the least slack of all decoding requests. So each keeps the target by itself, whatever single turns
+took: a slice that was longer than expected, or a prompt between two steps, is paid back before training goes on.
 
-The balance never exceeds `MOST_STEPS` targets: a request would see the rest in one long pause. A slice that can't be
-cut and needs longer runs when the balance is full; then it is paid back.
+A turn gets at most `MOST_STEPS` targets: a request would see the rest in one long pause. A slice that can't be cut and
+needs longer runs when all requests have that much slack.
 
 **Prefill goes first.** While a request waits for its first token, there is no training.
 
@@ -22,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kt_runtime.resident.pacing.estimates import Estimates
 from kt_runtime.wire.settings import Settings
 
 SERVING_SECONDS = 0.01
@@ -32,20 +32,22 @@ SHARE_OF_FIRST_TOKEN = 0.25
 """Of the target for the first token, at most this share is an idle turn's."""
 MARGIN = 0.95
 """The budgets are for this share of the target, since the time between engine and client belongs to it too."""
-MOST_STEPS = 4
+MOST_STEPS = 2
+STEP = "decode step"
 
 
 @dataclass(frozen=True)
 class Load:
-    """The engine's requests. `decoding`: those that get a token from the next decode step. `waiting`: those without a
-    first token, queued or with a part of their prompt computed. `is_serving`: there is any request."""
+    """The engine's requests. `decoding`: of each that gets a token from the next decode step, the seconds since its
+    first token, and its tokens so far. `waiting`: the number of those without a first token, queued or with a part of
+    their prompt computed. `is_serving`: there is any request."""
 
-    decoding: int
+    decoding: tuple[tuple[float, int], ...]
     waiting: int
     is_serving: bool
 
 
-IDLE = Load(0, 0, False)
+IDLE = Load((), 0, False)
 
 
 @dataclass(frozen=True)
@@ -67,21 +69,31 @@ class Budget:
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings, self._clock = settings, clock
-        self._balance, self._began = 0.0, clock()
-        self._was_decoding = False
+        self._before, self._began, self._trained = IDLE, clock(), 0.0
+        self._steps = Estimates()
         self.latest = NOTHING
+        self.serving_seconds = 0.0
+        """Of the engine's work for requests, since the start: turns with any, without what training took of them."""
 
-    @property
-    def balance_seconds(self) -> float:
-        return self._balance
+    def ran(self, seconds: float) -> None:
+        """Slices of the present turn have taken so long."""
+        self._trained += seconds
 
     def turn(self, load: Load) -> TurnBudget:
-        """The budget of the turn that begins now. Call once per turn: it accounts for the turn before."""
+        """The budget of the turn that begins now. Call once per turn: it learns from the turn before."""
         now = self._clock()
-        elapsed, self._began = now - self._began, now
-        self._account(elapsed, load)
+        self._learn(max(0.0, now - self._began - self._trained), load)
+        self._before, self._began, self._trained = load, now, 0.0
         self.latest = self._budget(load)
         return self.latest
+
+    def _learn(self, served: float, load: Load) -> None:
+        """`served`: seconds of the turn before, without training."""
+        before = self._before
+        if before.is_serving:
+            self.serving_seconds += served
+        if before.decoding and load.decoding and not before.waiting:  # no prompt was computed
+            self._steps.learn(STEP, len(before.decoding), served)
 
     def _budget(self, load: Load) -> TurnBudget:
         if self.settings.schedule == "whole_calls":
@@ -90,28 +102,19 @@ class Budget:
             return self._idle()
         if load.waiting and self.settings.has_target:
             return NOTHING
-        if self.settings.tpot_target_ms is None:
+        if self.settings.tpot_target_ms is None or not load.decoding:
             return TurnBudget(SERVING_SECONDS, cuts=self.settings.has_target)
-        if not load.decoding:
-            return TurnBudget(SERVING_SECONDS, cuts=True)
-        if self._balance <= 0:
+        target = MARGIN * self.settings.tpot_target_ms / 1000
+        slack = min(target * tokens - age for age, tokens in load.decoding) - self._step(len(load.decoding))
+        if slack <= 0:
             return NOTHING
-        return TurnBudget(self._balance, cuts=True, at_least_one=self._balance >= self._most)
+        most = MOST_STEPS * target
+        return TurnBudget(min(slack, most), cuts=True, at_least_one=slack >= most)
 
-    @property
-    def _target(self) -> float:
-        return MARGIN * (self.settings.tpot_target_ms or 0.0) / 1000
-
-    @property
-    def _most(self) -> float:
-        return MOST_STEPS * self._target
-
-    def _account(self, elapsed: float, load: Load) -> None:
-        was_decoding, self._was_decoding = self._was_decoding, load.decoding > 0
-        if not load.decoding or self.settings.tpot_target_ms is None:
-            self._balance = 0.0  # no request is owed anything
-        elif was_decoding:
-            self._balance = min(self._most, max(-self._most, self._balance + self._target - elapsed))
+    def _step(self, num_requests: int) -> float:
+        """Seconds of the next decode step; 0 before the first one."""
+        expected = self._steps(STEP, num_requests)
+        return 0.0 if math.isinf(expected) else expected
 
     def _idle(self) -> TurnBudget:
         if self.settings.ttft_target_ms is None:

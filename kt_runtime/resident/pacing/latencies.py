@@ -40,11 +40,13 @@ class ShareOfTime:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since, self._seconds = clock(), 0.0
+        self.total_seconds = 0.0
         self._last = 0.0
 
     def add(self, seconds: float) -> None:
         self._roll()
         self._seconds += seconds
+        self.total_seconds += seconds
 
     def __call__(self) -> float:
         self._roll()

@@ -263,7 +263,7 @@ class FakeHost:
 
     def load(self) -> Load:
         """While it serves, one request decodes."""
-        return Load(1, self.waiting, True) if self.serving or self.waiting else IDLE
+        return Load(((0.0, 1),), self.waiting, True) if self.serving or self.waiting else IDLE
 
     def reserve_slot(self) -> int:
         self.slots_reserved += 1

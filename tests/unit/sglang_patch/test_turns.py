@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kt_runtime.resident.pacing.budget import Load
+from kt_runtime.resident.pacing.budget import IDLE, Load
 from kt_runtime.resident.pacing.latencies import Latencies
 from kt_runtime.sglang_patch import latencies
 from kt_runtime.sglang_patch.host import SGLangHost
@@ -17,36 +17,6 @@ from kt_runtime.sglang_patch.turn_metrics import TurnMetrics
 from kt_runtime.sglang_patch.warm_up import RID_PREFIX
 from kt_runtime.wire.settings import Settings
 from kt_runtime.wire.status import TrainingTurns
-
-
-class Batch(SimpleNamespace):
-    def batch_size(self) -> int:
-        return int(self.size)
-
-
-def batch(size: int, *, is_extend: bool = False, is_full: bool = False) -> Batch:
-    return Batch(size=size, batch_is_full=is_full, forward_mode=SimpleNamespace(is_extend=lambda: is_extend))
-
-
-def load(**scheduler: Any) -> Load:
-    host = object.__new__(SGLangHost)
-    fields: dict[str, Any] = {"waiting_queue": [], "chunked_req": None, "last_batch": None, "is_fully_idle": lambda: False}
-    host._scheduler = SimpleNamespace(**(fields | scheduler))
-    return host.load()
-
-
-def test_what_has_its_first_token_decodes_and_what_has_none_waits() -> None:
-    running = batch(3)
-    assert load(running_batch=running, last_batch=running) == Load(3, 0, True)
-    assert load(running_batch=running, last_batch=batch(2, is_extend=True)) == Load(5, 0, True)
-    assert load(running_batch=running, waiting_queue=[1, 2]) == Load(3, 2, True)
-    in_chunks = load(running_batch=running, last_batch=batch(1, is_extend=True), chunked_req=object())
-    assert in_chunks == Load(3, 1, True)
-    assert load(running_batch=batch(0), is_fully_idle=lambda: True) == Load(0, 0, False)
-
-
-def test_what_finds_no_place_among_the_running_requests_does_not_hold_training_up() -> None:
-    assert load(running_batch=batch(8, is_full=True), waiting_queue=[1, 2]) == Load(8, 0, True)
 
 
 class Request(SimpleNamespace):
@@ -57,6 +27,42 @@ class Request(SimpleNamespace):
 def request(rid: str = "r") -> Request:
     arrived = time.perf_counter() - 0.5
     return Request(rid=rid, output_ids=[], is_finished=False, time_stats=SimpleNamespace(wait_queue_entry_time=arrived))
+
+
+def batch(*requests: Request, is_extend: bool = False, is_full: bool = False) -> SimpleNamespace:
+    forward_mode = SimpleNamespace(is_extend=lambda: is_extend)
+    return SimpleNamespace(reqs=list(requests), batch_is_full=is_full, forward_mode=forward_mode)
+
+
+def decoding(num_tokens: int = 3, *, is_finished: bool = False) -> Request:
+    made = request()
+    made.output_ids, made.is_finished = [5] * num_tokens, is_finished
+    made.kt_first_token_time = time.perf_counter() - 0.25
+    return made
+
+
+def load(**scheduler: Any) -> Load:
+    host = object.__new__(SGLangHost)
+    fields: dict[str, Any] = {"waiting_queue": [], "chunked_req": None, "last_batch": None}
+    host._scheduler = SimpleNamespace(**({"is_fully_idle": lambda: False} | fields | scheduler))
+    return host.load()
+
+
+def test_what_has_its_first_token_decodes_and_what_has_none_waits() -> None:
+    running = batch(decoding(3), decoding(9), decoding(is_finished=True))
+    found = load(running_batch=running, last_batch=running)
+    assert [tokens for _, tokens in found.decoding] == [3, 9] and found.waiting == 0 and found.is_serving
+    assert all(0.25 <= age < 60 for age, _ in found.decoding)
+    assert len(load(running_batch=running, last_batch=batch(decoding(1), is_extend=True)).decoding) == 3
+    assert load(running_batch=running, waiting_queue=[1, 2]).waiting == 2
+    in_chunks = request()
+    found = load(running_batch=running, last_batch=batch(in_chunks, is_extend=True), chunked_req=in_chunks)
+    assert (len(found.decoding), found.waiting) == (2, 1)
+    assert load(running_batch=batch(), is_fully_idle=lambda: True) == IDLE
+
+
+def test_what_finds_no_place_among_the_running_requests_does_not_hold_training_up() -> None:
+    assert load(running_batch=batch(decoding(), is_full=True), waiting_queue=[1, 2]).waiting == 0
 
 
 def test_a_request_is_measured_once_when_it_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +94,8 @@ def test_metrics_show_targets_times_and_the_budget() -> None:
             ttft_p95_ms=200.0,
             num_requests=7,
             share_used=0.25,
+            serving_s=3.0,
+            training_s=4.0,
             budget_ms=None,
             slices=100,
             parts=50,
