@@ -48,6 +48,10 @@ UNBOUNDED_SLICES = 1 << 30
 MAX_CREDIT_SECONDS = 0.05
 """Upper bound on unused training time that is carried over, so that no long burst follows an idle phase of training."""
 
+WHOLE_OF_PARTS = 6
+"""A whole slice takes at most about so many times as long as its parts of the first kind: a layer backward takes three
+and a half times its attention forward."""
+
 MOST_REMEMBERED = 1024
 """Sessions without work whose time is remembered."""
 
@@ -109,8 +113,8 @@ class Work:
 class Plan(msgspec.Struct, frozen=True, array_like=True):
     """The bounds of one turn. `seconds`: the turn's time budget; None: only `num_slices` ends the turn.
 
-    `cuts`, `at_least_one`, `whole_call`: as of `TurnBudget`. `granted`: how much of the first slice runs, in units of
-    its size; None: all of it.
+    `cuts`, `at_least_one`, `whole_call`, `longest`: as of `TurnBudget`. `granted`: how much of the first slice runs, in
+    units of its size; None: all of it.
     """
 
     num_slices: int = 0
@@ -119,6 +123,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     at_least_one: bool = True
     whole_call: bool = False
     granted: int | None = None
+    longest: float = 0.0
 
 
 class _Queue:
@@ -245,7 +250,14 @@ class TrainingScheduler:
             return Plan()
         if self._num_ranks == 1:
             limit = None if budget.whole_call else seconds
-            return Plan(UNBOUNDED_SLICES, limit, budget.cuts, budget.at_least_one, budget.whole_call)
+            return Plan(
+                UNBOUNDED_SLICES,
+                limit,
+                budget.cuts,
+                budget.at_least_one,
+                budget.whole_call,
+                longest=budget.longest,
+            )
         return self._counted(seconds, budget)
 
     def _counted(self, seconds: float, budget: TurnBudget) -> Plan:
@@ -255,7 +267,8 @@ class TrainingScheduler:
         if not self._queues:
             return Plan(1)
         upcoming = next(iter(self._queues.values())).next_slice
-        granted = self._granted(upcoming, seconds, budget.cuts, budget.at_least_one, is_first=True)
+        longest = max(seconds, budget.longest)
+        granted = self._granted(upcoming, longest, budget.cuts, budget.at_least_one, is_first=True)
         if granted == 0:
             return Plan()
         if granted is not None:
@@ -273,7 +286,7 @@ class TrainingScheduler:
             granted = plan.granted
             if not math.isinf(ends):
                 upcoming = next(iter(self._queues.values())).next_slice
-                left = ends - self._clock()
+                left = max(ends - self._clock(), 0.0 if count else plan.longest)
                 granted = self._granted(upcoming, left, plan.cuts, plan.at_least_one, is_first=not count)
             if granted == 0:
                 break
@@ -292,7 +305,7 @@ class TrainingScheduler:
         if self._estimate.knows(upcoming.kind, upcoming.size):
             if self._estimate(upcoming.kind, upcoming.size) <= seconds:
                 return None
-        elif is_first and not upcoming.least:
+        elif is_first and (not upcoming.least or self._may_be_tried(upcoming, seconds)):
             return None
         largest = self._largest_part(upcoming, seconds)
         if largest:
@@ -301,6 +314,10 @@ class TrainingScheduler:
         if is_first and (at_least_one or unknown):
             return min(upcoming.least, upcoming.size) or None
         return 0
+
+    def _may_be_tried(self, upcoming: Slice, seconds: float) -> bool:
+        """Whether a slice that has never run whole is likely to fit."""
+        return WHOLE_OF_PARTS * self._estimate(upcoming.part, upcoming.size) <= seconds
 
     def _largest_part(self, upcoming: Slice, seconds: float) -> int:
         """The largest part that fits: `least` times a power of two, or all; 0 if none does."""

@@ -19,7 +19,7 @@ TPOT_FACTOR, TTFT_FACTOR = 1.2, 2.0
 
 @dataclass(frozen=True)
 class Answered:
-    """Seconds on one clock: when the request was to be sent; when each event arrived, and with how many tokens so far."""
+    """Seconds on one clock. `sent`: when the request was to be sent. `events`: when each arrived, the tokens so far."""
 
     sent: float
     events: Sequence[tuple[float, int]]
@@ -117,7 +117,8 @@ def ratios(rows: Sequence[dict[str, Any]], seconds: float, alone: float, alone_w
     without and with stated targets. None where a window has too few steps.
 
     `left_over`: the load leaves the rest of the server's capacity. `training_kept`: training's speed beside serving, of
-    its speed alone times that. A goodput of plain time-sharing below one request counts as one request in the window of `seconds`.
+    its speed alone times that. A goodput of plain time-sharing below one request counts as one request in the window of
+    `seconds`.
     """
     half = {row["mode"]: row for row in rows if row["load"] == HALF}
     left_over = 1.0 - HALF

@@ -29,7 +29,8 @@ SERVING_SECONDS = 0.01
 IDLE_SECONDS = 0.05
 """Budget of a turn while nothing is served: how long training may delay a request."""
 SHARE_OF_FIRST_TOKEN = 0.25
-"""Of the target for the first token, at most this share is an idle turn's."""
+"""Of the target for the first token, at most this share is an idle turn's, and that of a slice without requests: a cut
+costs training time."""
 MARGIN = 0.95
 """The budgets are for this share of the target, since the time between engine and client belongs to it too."""
 MOST_STEPS = 2
@@ -52,13 +53,15 @@ IDLE = Load((), 0, False)
 
 @dataclass(frozen=True)
 class TurnBudget:
-    """`seconds`: of slices in this turn. `cuts`: slices are cut to fit. `at_least_one`: one runs even if it does not
-    fit. `whole_call`: slices run until a call has ended, however long it takes."""
+    """`seconds`: of slices in this turn. `cuts`: slices are cut to fit. `longest`: seconds that the turn's first slice
+    may take before it is cut, if more than `seconds`. `at_least_one`: one runs even if it does not fit. `whole_call`:
+    slices run until a call has ended, however long it takes."""
 
     seconds: float
     cuts: bool = False
     at_least_one: bool = True
     whole_call: bool = False
+    longest: float = 0.0
 
 
 NOTHING = TurnBudget(0.0, cuts=True, at_least_one=False)
@@ -119,4 +122,5 @@ class Budget:
     def _idle(self) -> TurnBudget:
         if self.settings.ttft_target_ms is None:
             return TurnBudget(IDLE_SECONDS)
-        return TurnBudget(min(IDLE_SECONDS, SHARE_OF_FIRST_TOKEN * self.settings.ttft_target_ms / 1000), cuts=True)
+        longest = SHARE_OF_FIRST_TOKEN * self.settings.ttft_target_ms / 1000
+        return TurnBudget(min(IDLE_SECONDS, longest), cuts=True, longest=longest)

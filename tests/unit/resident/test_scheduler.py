@@ -354,6 +354,17 @@ def test_nothing_runs_in_a_turn_whose_budget_the_least_part_exceeds() -> None:
     assert run_turn(recorder, cutting(0.01, at_least_one=True)) == pytest.approx(0.032)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_first_slice_of_a_turn_may_be_longer_than_the_turn(num_ranks: int) -> None:
+    """Parts teach what a whole slice takes at most; then each turn runs one."""
+    recorder = Recorder(num_ranks=num_ranks)
+    work = Divisible(recorder, 1e-4, count=30)
+    budget = TurnBudget(0.01, cuts=True, longest=1.0)
+    while not recorder.scheduler.is_idle:
+        assert run_turn(recorder, budget) <= 0.1024 + 0.01
+    assert work.sizes[-15:] == [1024] * 15
+
+
 def test_without_cuts_a_slice_runs_whole() -> None:
     recorder = Recorder()
     work = Divisible(recorder, 1e-4)

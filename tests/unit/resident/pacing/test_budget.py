@@ -106,7 +106,9 @@ def test_an_idle_turn_is_short_beside_the_target_for_the_first_token() -> None:
     assert not Turns().budget.turn(IDLE).cuts
     stated = Turns(ttft_target_ms=100).budget.turn(IDLE)
     assert stated.seconds == pytest.approx(SHARE_OF_FIRST_TOKEN * 0.1) and stated.cuts and stated.at_least_one
-    assert Turns(ttft_target_ms=10_000).budget.turn(IDLE).seconds == IDLE_SECONDS
+    patient = Turns(ttft_target_ms=10_000).budget.turn(IDLE)
+    assert patient.seconds == IDLE_SECONDS
+    assert patient.longest == pytest.approx(SHARE_OF_FIRST_TOKEN * 10), "a slice is cut no smaller than necessary"
 
 
 def test_without_targets_turns_are_as_long_as_ever() -> None:
