@@ -101,7 +101,8 @@ def poisson(plan: Plan, rate_per_s: float, seconds: float, vocabulary: int) -> l
     One seed gives the same requests in the same order at every rate: only the gaps scale.
     """
     chance = np.random.default_rng(plan.seed)
-    requests, at = [], 0.0
+    requests: list[Request] = []
+    at = 0.0
     while True:
         at += float(chance.exponential()) / rate_per_s
         if at > seconds and requests:

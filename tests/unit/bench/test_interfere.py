@@ -154,7 +154,7 @@ def test_an_unknown_dtype_is_refused_and_half_load_is_always_measured_first() ->
 
 
 def test_a_report_becomes_a_measurement_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    report = {"machine": {"cpu": "a CPU", "processors": 2, "kt_runtime": "0"}}
+    report: dict[str, Any] = {"machine": {"cpu": "a CPU", "processors": 2, "kt_runtime": "0"}}
     report |= {"interfere": Plan().facts() | {"dtype": "bfloat16"}, "rows": rows()}
     report |= ratios(rows(), SECONDS, 500.0, 480.0) | {"training_alone_tokens_per_s": 500.0}
     report |= {"capacity_requests_per_s": 4.0, "tpot_target_ms": 25.0, "ttft_target_ms": 600.0}
