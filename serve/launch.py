@@ -191,7 +191,8 @@ class _Frontend:
         from kt_runtime.serve.http.adapters import Adapters, drop_adapter
         from kt_runtime.serve.http.cache_clearing import CacheClearing
         from kt_runtime.serve.http.names import NamesServer
-        from kt_runtime.serve.http.routes import adapter_routes, cache_routes
+        from kt_runtime.serve.http.routes import adapter_routes, cache_routes, settings_routes
+        from kt_runtime.serve.http.settings import RunningSettings
         from kt_runtime.serve.tinker.mount import tinker_api
         from kt_runtime.wire.async_client import AsyncResidentClient
 
@@ -206,6 +207,7 @@ class _Frontend:
                 engine.set_adapters(adapters)
                 app.include_router(adapter_routes(adapters))
                 app.include_router(cache_routes(CacheClearing(adapters.status, engine)))
+                app.include_router(settings_routes(RunningSettings(resident)))
                 context_tokens = _longest_tokens(self._options, self._model.config)
                 place = Path(self._settings.adapter_directory)
                 connection = Connection(self._options.url, self._trainers_key)
@@ -299,7 +301,9 @@ def _settings(
         expert_format=options.expert_format,
         step=not options.no_step,
         route_bytes=options.routing_replay_bytes,
-        training_share=options.training_share,
+        train_share=options.train_share,
+        tpot_target_ms=options.tpot_target_ms,
+        ttft_target_ms=options.ttft_target_ms,
         microbatch_tokens=options.microbatch_tokens,
         max_sessions=options.max_sessions,
         session_memory_bytes=options.session_memory_bytes,

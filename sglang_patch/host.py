@@ -6,6 +6,7 @@ Symbols (SGLang 0.5.23): attributes of `Scheduler` and of its `ModelRunner`, whi
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from kt_runtime.adapters import AdapterTensors
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.host import Decoded
 from kt_runtime.resident.names import NamesChannel
+from kt_runtime.resident.pacing.budget import Load
+from kt_runtime.resident.pacing.latencies import Latencies
 from kt_runtime.resident.routes.store import RouteStore
+from kt_runtime.sglang_patch import latencies
 from kt_runtime.sglang_patch.cache import metrics as cache_metrics
 from kt_runtime.sglang_patch.cache import namespace as cache_namespace
 from kt_runtime.sglang_patch.cpu import moe, routes
@@ -34,6 +38,11 @@ SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.collect_inflight_reqs",
     "sglang.srt.managers.scheduler.Scheduler.is_fully_idle",
     "sglang.srt.managers.scheduler.Scheduler.waiting_queue",
+    "sglang.srt.managers.scheduler.Scheduler.running_batch",
+    "sglang.srt.managers.scheduler.Scheduler.last_batch",
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.batch_is_full",
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.reqs",
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.forward_mode",
     "sglang.srt.managers.scheduler.Scheduler.tp_worker",
     "sglang.srt.managers.tp_worker.TpModelWorker.model_runner",
     "sglang.srt.model_executor.model_runner.ModelRunner.device",
@@ -98,8 +107,22 @@ class SGLangHost:
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return cache_namespace.named_tensors(self._runner.model)
 
-    def is_serving(self) -> bool:
-        return not self._scheduler.is_fully_idle()
+    def load(self) -> Load:
+        """A request that waits for a place among the running ones is not counted as waiting: no prefill can begin."""
+        scheduler = self._scheduler
+        running, last, in_chunks = scheduler.running_batch, scheduler.last_batch, scheduler.chunked_req
+        requests = list(running.reqs)
+        if last is not None and last is not running and last.forward_mode.is_extend():
+            requests += last.reqs  # they join the running ones before the next step
+        now = time.perf_counter()
+        streams = [latencies.stream(each, now) for each in requests if each is not in_chunks and not each.finished()]
+        queued = 0 if running.batch_is_full else len(scheduler.waiting_queue)
+        decoding = tuple(stream for stream in streams if stream is not None)
+        return Load(decoding, queued + (in_chunks is not None), not scheduler.is_fully_idle())
+
+    @property
+    def latencies(self) -> Latencies:
+        return latencies.measured
 
     def reserve_slot(self) -> object | None:
         return lora_slots.reserve(self._runner.lora_manager)

@@ -24,7 +24,7 @@ PATCHES = (
     *("cache.host_pool", "cache.host_copies", "cache.page_hash", "cache.keys", "cache.namespace"),
     *("cache.events", "cache.metrics"),
     *("faults.finite_rows", "faults.batches", "faults.intake", "faults.exact_aborts", "grammar.stop_patterns"),
-    *("grammar.backend", "turns", "warm_up"),
+    *("grammar.backend", "latencies", "turns", "warm_up"),
 )
 TOUCHED_OTHERWISE = (
     "host",
@@ -36,6 +36,7 @@ TOUCHED_OTHERWISE = (
     "arguments",
     "faults.answers",
     "grammar.log",
+    "turn_metrics",
 )
 """Modules that read or call SGLang without patching it in every process. `frontend.http_server` also lists the symbols
 of the other modules in its folder, and `cache.events` lists those of `cache.backend`."""

@@ -23,6 +23,7 @@ from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.faults import lost_device
 from kt_runtime.sglang_patch.gpu import hot
 from kt_runtime.sglang_patch.hooks import Hooks
+from kt_runtime.sglang_patch.turn_metrics import TurnMetrics
 
 SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.run_event_loop",
@@ -31,6 +32,7 @@ SYMBOLS = (
     "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep",
 )
 
+_metrics = TurnMetrics()
 _resident: Any = None  # kt_runtime.resident.server.Resident of this process, once the event loop starts
 
 
@@ -89,6 +91,8 @@ def _turn(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
     hot.turn()
     if _resident is not None:
         _resident.turn()
+        if _metrics.is_due:
+            _metrics.publish(_resident.training_turns())
     return received
 
 

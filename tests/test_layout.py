@@ -62,9 +62,10 @@ MAY_IMPORT: dict[str, set[str]] = {
 RESIDENT_MAY_IMPORT: dict[str, set[str]] = {
     "fingerprint": set(),
     "routes": set(),
-    "scheduler": set(),
+    "pacing": set(),
+    "scheduler": {"pacing"},
     "workers": set(),
-    "host": {"fingerprint", "routes"},
+    "host": {"fingerprint", "pacing", "routes"},
     "twin": {"host", "scheduler"},
     "training": {"twin", "host", "routes", "scheduler"},
     "publishing": {"training", "twin", "host", "scheduler", "workers"},

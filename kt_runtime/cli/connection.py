@@ -75,6 +75,9 @@ class ServerAPI:
     def post(self, path: str, body: Any) -> Any:
         return self._request("POST", path, body)
 
+    def patch(self, path: str, body: Any) -> Any:
+        return self._request("PATCH", path, body)
+
     def delete(self, path: str) -> Any:
         return self._request("DELETE", path)
 

@@ -32,10 +32,11 @@ COMMANDS = {
     "chat": "Talk with the resident model or one of its adapters.",
     "adapter": "Load, unload, list, show, roll back and export adapters.",
     "session": "List and close the training sessions of a server.",
+    "settings": "Show and change a server's targets for latency.",
     "cache": "Look at, verify and empty the prefix cache.",
     "export": "Merge an adapter into its model, as a recipe says.",
     "bench": "Time kernels, serving and training against limits and peers.",
-    "demo": "Train an adapter inside a running server and see its answer change.",
+    "demo": "Train an adapter in a running server and see its answer change.",
 }
 MODULES = {
     "train": "cli.train.command",

@@ -112,7 +112,19 @@ class ServeCommand(click.Command):
 @click.option(
     "--exact", is_flag=True, help="Refuse to start unless training's log-probabilities equal served ones to the bit."
 )
-@click.option("--training-share", default=0.5, show_default=True, help="Most of the time that training may take.")
+@click.option(
+    "--tpot-target-ms",
+    type=float,
+    help="Time per output token that is kept while training runs, which gets what it leaves. [default: none]",
+)
+@click.option(
+    "--ttft-target-ms",
+    type=float,
+    help="Time to the first token; while requests wait for it, there is no training. [default: none]",
+)
+@click.option(
+    "--train-share", default=0.5, show_default=True, help="Most of the time that training may take beside requests."
+)
 @click.option("--microbatch-tokens", default=2048, show_default=True, help="Tokens that training computes at once.")
 @click.option("--max-sessions", default=64, show_default=True, help="Training sessions that may be open at once.")
 @click.option(

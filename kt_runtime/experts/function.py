@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kt_runtime.experts.collected import Place, place_of
 from kt_runtime.experts.layer import ExpertLayer
 from kt_runtime.experts.values import LoraSlot
 
@@ -22,6 +23,7 @@ class _RoutedExperts(torch.autograd.Function):
         lora: LoraSlot | None,
         compute: bool,
         retain: bool,
+        place: Place | None,
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
@@ -29,7 +31,7 @@ class _RoutedExperts(torch.autograd.Function):
     ) -> Tensor:
         ctx.layer, ctx.lora = layer, None if lora is None else lora.with_tensors([None] * len(lora_tensors))
         ctx.save_for_backward(x, ids, weights, *lora_tensors)
-        ctx.retained = None
+        ctx.retained, ctx.place = None, place
         if not compute:
             return torch.zeros_like(x, memory_format=torch.contiguous_format)
         slots = _slot_arguments(lora, lora_tensors, x)
@@ -46,11 +48,13 @@ class _RoutedExperts(torch.autograd.Function):
         if grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
         slots = _slot_arguments(ctx.lora, tuple(lora_tensors), x)
-        grads = ctx.layer.backward(grad_out, x, ids, weights, **slots, retained=ctx.retained)
+        into = None if ctx.place is None else [ctx.place.collected.slot(ctx.place, slots["slots"][0])]
+        grads = ctx.layer.backward(grad_out, x, ids, weights, **slots, into=into, retained=ctx.retained)
         ctx.retained = None  # a second backward recomputes the activations
-        slot = grads.slots[0] if grads.slots else None
+        slot = grads.slots[0] if grads.slots and ctx.place is None else None
         lora_grads = [None] * len(lora_tensors) if slot is None else slot.tensors()
         return (
+            None,
             None,
             None,
             None,
@@ -72,7 +76,7 @@ def routed_experts(
     """
     tensors = () if lora is None else lora.tensors()
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weights, *tensors))
-    return _RoutedExperts.apply(layer, lora, True, retain and wanted, x, ids, weights, *tensors)
+    return _RoutedExperts.apply(layer, lora, True, retain and wanted, place_of(*tensors), x, ids, weights, *tensors)
 
 
 def routed_experts_for_backward(
@@ -84,7 +88,7 @@ def routed_experts_for_backward(
     projection is a third of forward's work.
     """
     tensors = () if lora is None else lora.tensors()
-    return _RoutedExperts.apply(layer, lora, False, False, x, ids, weights, *tensors)
+    return _RoutedExperts.apply(layer, lora, False, False, place_of(*tensors), x, ids, weights, *tensors)
 
 
 def _slot_arguments(lora: LoraSlot | None, tensors: tuple[Tensor | None, ...], x: Tensor) -> dict[str, Any]:

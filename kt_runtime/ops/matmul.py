@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from kt_runtime import device
 from kt_runtime.experts import dense
+from kt_runtime.experts.collected import CollectedGradients, Place, place_of
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -48,29 +49,29 @@ def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class _ServedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, master: torch.Tensor, alpha: float, base: torch.Tensor | None
+        ctx: Any,
+        x: torch.Tensor,
+        master: torch.Tensor,
+        alpha: float,
+        base: torch.Tensor | None,
+        place: Place | None,
     ) -> torch.Tensor:
         served = master.to(x.dtype)
         ctx.save_for_backward(x, served)
-        ctx.alpha, ctx.master_dtype = alpha, master.dtype
+        ctx.alpha, ctx.master_dtype, ctx.place = alpha, master.dtype, place
         return lora_product(x, served, alpha, base)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, served = ctx.saved_tensors
-        by_x = _scaled_product(grads[0], served.mT, ctx.alpha) if ctx.needs_input_grad[0] else None
+        by_x = lora_product(grads[0], served.mT, ctx.alpha) if ctx.needs_input_grad[0] else None
         by_master = None
-        if ctx.needs_input_grad[1]:
+        if ctx.place is not None:
+            ctx.place.collected.keep(ctx.place, x, grads[0], ctx.alpha)
+        elif ctx.needs_input_grad[1]:
             by_master = _inner_product(x, grads[0], ctx.alpha).to(ctx.master_dtype)
-        return by_x, by_master, None, grads[0] if ctx.needs_input_grad[3] else None
-
-
-def _scaled_product(a: torch.Tensor, b: torch.Tensor, alpha: float) -> torch.Tensor:
-    """alpha * a @ b, rounded once to their dtype: a [..., M, K], b [..., K, N]. For gradients only."""
-    if _in_software(a):
-        return (a.float() @ b.float()).mul_(alpha).to(a.dtype)
-    return _torch_product(a, b, alpha, None)
+        return by_x, by_master, None, grads[0] if ctx.needs_input_grad[3] else None, None
 
 
 def _inner_product(a: torch.Tensor, b: torch.Tensor, alpha: float) -> torch.Tensor:
@@ -128,7 +129,12 @@ def served_product(
     `master` is first rounded to x's dtype; gradients ignore that rounding (straight-through, Bengio et al. 2013,
     arXiv:1308.3432). The master's gradient is summed in float32 and has the master's dtype.
     """
-    return _ServedProduct.apply(x, master, alpha, base)
+    return _ServedProduct.apply(x, master, alpha, base, place_of(master))
+
+
+def collected_gradients() -> CollectedGradients:
+    """Collects the gradients of masters over parts of a module's tokens, with the bits of `served_product`'s."""
+    return CollectedGradients(_inner_product)
 
 
 @cache

@@ -20,8 +20,8 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     `adapter_directory`: stores published versions, for rollback and restarts. `expert_isa`, `expert_threads`: None lets
     the expert store choose. `expert_format`: format to which the experts are quantized at load time, None: the
-    checkpoint's own. `training_share`: training's largest share of the time while requests are being served, in (0, 1];
-    an idle server gives training all of the time. `microbatch_tokens`: padded tokens that training sends through a
+    checkpoint's own. `train_share`, `tpot_target_ms`, `ttft_target_ms`: as of `wire.settings.Settings`, until they are
+    changed. `microbatch_tokens`: padded tokens that training sends through a
     layer at once; a smaller value shortens serving's pauses. `max_sessions`, `session_memory_bytes` (None: no limit):
     limits of training sessions (`session_limits`).
 
@@ -49,7 +49,9 @@ class ResidentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     expert_isa: str | None = None
     expert_threads: int | None = None
     expert_format: str | None = None
-    training_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
+    train_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
+    tpot_target_ms: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    ttft_target_ms: Annotated[float, msgspec.Meta(gt=0)] | None = None
     kept_versions: Annotated[int, msgspec.Meta(ge=1)] = 8
     microbatch_tokens: Annotated[int, msgspec.Meta(ge=1)] = 2048
     max_sessions: Annotated[int, msgspec.Meta(ge=1)] = 64

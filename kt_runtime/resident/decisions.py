@@ -33,7 +33,7 @@ class Moved(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Decisions(msgspec.Struct, frozen=True, array_like=True):
-    """`plan`: the bounds of this turn's slices. `is_serving`: the slices count against `training_share`.
+    """`plan`: the bounds of this turn's slices. `is_serving`: the slices count against the setting `train_share`.
 
     `salt`: set in rank 0's first decisions only; makes the adapter ids of this process unique.
     """

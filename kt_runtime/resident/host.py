@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from kt_runtime.adapters import AdapterTensors
     from kt_runtime.experts import ExpertStore
     from kt_runtime.resident.fingerprint import WeightsFingerprint
+    from kt_runtime.resident.pacing.budget import Load
+    from kt_runtime.resident.pacing.latencies import Latencies
     from kt_runtime.resident.routes.store import RouteStore
     from kt_runtime.wire.messages import CacheTier, ExpertStreaming, GpuExperts
 
@@ -89,8 +91,13 @@ class Host(Protocol):
         """The engine's parameters and buffers, by the engine's names. The twin's parameters are views of them."""
         ...
 
-    def is_serving(self) -> bool:
-        """True while any request is running or waiting."""
+    def load(self) -> Load:
+        """The engine's requests now. The same on every rank."""
+        ...
+
+    @property
+    def latencies(self) -> Latencies:
+        """Of the latest finished requests."""
         ...
 
     def reserve_slot(self) -> object | None:

@@ -5,8 +5,8 @@ that was announced last. The code up to the first yield is the slice `opening`. 
 submission. Sessions alternate only before a slice with `may_switch`: in the middle of a microbatch, a session holds
 activations.
 
-**End of a turn.** A turn has a budget of seconds and runs at least one slice. The scheduler estimates a slice's
-duration per kind and size, from earlier slices of that kind.
+**End of a turn.** A turn has a budget of seconds (`pacing/budget.py`). The scheduler estimates a slice's duration per
+kind and size, from earlier slices of that kind.
 
 - One rank: the scheduler reads the clock after each slice. The turn ends if the next slice is not expected to fit into
   the rest of the budget, or if it has no estimate yet: such a slice starts a new turn. So a turn takes at most the
@@ -14,6 +14,13 @@ duration per kind and size, from earlier slices of that kind.
 - Several ranks: all ranks must run the same slices, so no rank may stop by its own clock. Rank 0 decides the number of
   slices before the turn and broadcasts it. It counts announced slices only: of the run of alike slices at the head of
   the queue, as many as fit by their estimate, or one without an estimate.
+
+**Cuts.** Where the budget says so, a slice that does not fit is cut, if it can be: it announces the `least` part that
+it can run, and gets as many units of its size as fit. The part's result does not depend on where it was cut. A part
+without an estimate is the least one.
+
+**Several sessions** share training's time by weight: where the session may change, the next is the one that has had
+the least time for its weight. With several ranks, whose clocks differ, the changes are counted instead of the time.
 
 **Pauses.** A work that waits for a worker thread (such as a file read) yields a `Pause`. Its session's works then stop,
 while other sessions continue, until `resume` is called with the pause's key.
@@ -33,12 +40,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from kt_runtime.resident.pacing.budget import TurnBudget
+from kt_runtime.resident.pacing.estimates import Estimates
+from kt_runtime.resident.pacing.latencies import ShareOfTime
+
 UNBOUNDED_SLICES = 1 << 30
 MAX_CREDIT_SECONDS = 0.05
 """Upper bound on unused training time that is carried over, so that no long burst follows an idle phase of training."""
 
-FORGETTING = 4
-"""With each slice, a too high estimate falls by a quarter of the difference. A too low estimate rises immediately."""
+WHOLE_OF_PARTS = 6
+"""A whole slice takes at most about so many times as long as its parts of the first kind: a layer backward takes three
+and a half times its attention forward."""
+
+MOST_REMEMBERED = 1024
+"""Sessions without work whose time is remembered."""
 
 
 class Slice(NamedTuple):
@@ -47,12 +62,17 @@ class Slice(NamedTuple):
     `size`: the slice's time grows with this number, in the kind's own unit (tokens of a layer, elements of an optimizer
     step). `alike`: the known number of consecutive slices of this kind and size, this one included. `may_switch`:
     another session may run before this slice.
+
+    `least`: a part of the slice may run in its place, of so many units of `size` or a multiple; 0: no part may. The
+    part is of kind `part`. The work is sent the number of units, None for the whole slice.
     """
 
     kind: str
     size: int = 1
     alike: int = 1
     may_switch: bool = False
+    least: int = 0
+    part: str = ""
 
 
 class Pause(NamedTuple):
@@ -62,11 +82,12 @@ class Pause(NamedTuple):
     then: Slice
 
 
-Slices = Generator[Slice | Pause, None, Any]
-"""Yields the description of each slice but the first, before it runs. Returns the work's result."""
+Slices = Generator[Slice | Pause, int | None, Any]
+"""Yields the description of each slice but the first, before it runs, and is sent how much of it to run. Returns the
+work's result."""
 
 
-def run_at_once(slices: Slices) -> Any:
+def run_at_once(slices: Generator[Slice | Pause, None, Any]) -> Any:
     """Runs all slices, without a scheduler and without a pause; returns the work's result."""
     while True:
         try:
@@ -90,30 +111,19 @@ class Work:
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
-    """The bounds of one turn. `seconds`: the turn's time budget; None: only `num_slices` ends the turn."""
+    """The bounds of one turn. `seconds`: the turn's time budget; None: only `num_slices` ends the turn.
+
+    `cuts`, `at_least_one`, `whole_call`, `longest`: as of `TurnBudget`. `granted`: how much of the first slice runs, in
+    units of its size; None: all of it.
+    """
 
     num_slices: int = 0
     seconds: float | None = None
-
-
-class Estimates:
-    """Learned seconds per unit of size, for each kind. Sizes between two powers of two share an estimate."""
-
-    def __init__(self) -> None:
-        self._seconds_per_unit: dict[tuple[str, int], float] = {}
-
-    def __call__(self, upcoming: Slice) -> float:
-        """Expected seconds; infinite if no slice of this kind and about this size has run yet."""
-        return self._seconds_per_unit.get(_bucket(upcoming), math.inf) * max(upcoming.size, 1)
-
-    def learn(self, ran: Slice, seconds: float) -> None:
-        bucket, found = _bucket(ran), seconds / max(ran.size, 1)
-        known = self._seconds_per_unit.get(bucket, 0.0)
-        self._seconds_per_unit[bucket] = max(found, known + (found - known) / FORGETTING)
-
-
-def _bucket(of: Slice) -> tuple[str, int]:
-    return of.kind, max(of.size, 1).bit_length()
+    cuts: bool = False
+    at_least_one: bool = True
+    whole_call: bool = False
+    granted: int | None = None
+    longest: float = 0.0
 
 
 class _Queue:
@@ -132,34 +142,65 @@ class _Queue:
     def next_slice(self) -> Slice:
         return self.upcoming or self.works[0].opening
 
-    def advance(self) -> None:
-        """Runs the next slice. Raises StopIteration at the work's end."""
+    def advance(self, granted: int | None) -> None:
+        """Runs the next slice, or `granted` units of it. Raises StopIteration at the work's end."""
         slices = self.works[0].slices
         error, self.error = self.error, None
-        announced = next(slices) if error is None else slices.throw(error)
+        announced = slices.send(granted) if error is None else slices.throw(error)
         if isinstance(announced, Pause):
             self.waits_for, self.upcoming = announced
         else:
             self.upcoming = announced
 
 
+class Turns:
+    """Sessions' time divided by their weights, since they first had work. `weight`: of a session."""
+
+    def __init__(self, weight: Callable[[str], float]) -> None:
+        self._weight = weight
+        self._used: OrderedDict[str, float] = OrderedDict()
+        self._now = 0.0
+
+    def begin(self, name: str) -> None:
+        """The session has work again. It gets no time for what it did not ask for."""
+        self._used[name] = max(self._used.pop(name, 0.0), self._now)
+        while len(self._used) > MOST_REMEMBERED:
+            self._used.popitem(last=False)
+
+    def add(self, name: str, amount: float) -> None:
+        self._used[name] = self._used.get(name, self._now) + amount / self._weight(name)
+
+    def next_of(self, names: OrderedDict[str, _Queue]) -> str:
+        """The session with the least, of several the first."""
+        chosen = min(names, key=lambda name: self._used.get(name, self._now))
+        self._now = max(self._now, self._used.get(chosen, 0.0))
+        return chosen
+
+
 class TrainingScheduler:
     """`training_share`: the largest share of the time, in (0, 1], that slices may take while requests are served.
 
     While serving, a slice of d seconds is followed by d * (1 / share - 1) seconds for serving before the next slice.
-    `clock`: monotonic seconds. `num_ranks`: number of processes that run the same slices.
+    `clock`: monotonic seconds. `num_ranks`: number of processes that run the same slices. `weight`: of a session.
     """
 
     def __init__(
-        self, training_share: float, clock: Callable[[], float] = time.monotonic, *, num_ranks: int = 1
+        self,
+        training_share: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        num_ranks: int = 1,
+        weight: Callable[[str], float] = lambda session: 1.0,
     ) -> None:
         self.training_share = training_share
         self._clock, self._num_ranks = clock, num_ranks
         self._queues: OrderedDict[str, _Queue] = OrderedDict()
         self._paused: dict[str, _Queue] = {}
+        self._turns = Turns(weight)
         self._not_before = clock()
         self._estimate = Estimates()
-        self.slices_run = 0
+        self.share_of_time = ShareOfTime(clock)
+        self.slices_run = self.parts_run = self.calls_ended = 0
 
     @property
     def is_idle(self) -> bool:
@@ -167,7 +208,10 @@ class TrainingScheduler:
         return not self._queues
 
     def submit(self, work: Work) -> None:
-        queue = self._paused.get(work.queue) or self._queues.setdefault(work.queue, _Queue())
+        queue = self._paused.get(work.queue) or self._queues.get(work.queue)
+        if queue is None:
+            queue = self._queues[work.queue] = _Queue()
+            self._turns.begin(work.queue)
         queue.works.append(work)
 
     def num_works(self, name: str) -> int:
@@ -184,55 +228,117 @@ class TrainingScheduler:
                 return True
         return False
 
-    def plan(self, is_serving: bool, budget_seconds: float, *, arrives: bool = False) -> Plan:
-        """The plan of the turn that begins now: the slices that fit into `budget_seconds` and the share.
+    def plan(self, is_serving: bool, budget: float | TurnBudget, *, arrives: bool = False) -> Plan:
+        """The plan of the turn that begins now: the slices that fit into the budget and the share.
 
-        The plan is empty without work, or while training owes time to serving. Otherwise it has at least one slice,
-        however long. `arrives`: work will be submitted before the turn. The plan can be broadcast to other ranks.
+        The plan is empty without work, or while training owes time to serving. `budget`: seconds, of which at least one
+        slice gets some, however long it is. `arrives`: work will be submitted before the turn. The plan can be
+        broadcast to other ranks.
         """
+        if not isinstance(budget, TurnBudget):
+            budget = TurnBudget(budget)
         if not self._queues and not (arrives and not is_serving):
             return Plan()
-        seconds = budget_seconds
+        seconds = budget.seconds
         if is_serving:
             free = (self._clock() - self._not_before) * self.training_share
             if free < 0:
                 return Plan()
-            seconds = min(seconds, free)
+            if self.training_share < 1 and not budget.whole_call:
+                seconds = min(seconds, free / (1 - self.training_share))  # slices earn their own share
+        if seconds <= 0 and not budget.at_least_one:
+            return Plan()
         if self._num_ranks == 1:
-            return Plan(UNBOUNDED_SLICES, seconds)
-        return Plan(self._num_fitting(seconds))
+            limit = None if budget.whole_call else seconds
+            return Plan(
+                UNBOUNDED_SLICES,
+                limit,
+                budget.cuts,
+                budget.at_least_one,
+                budget.whole_call,
+                longest=budget.longest,
+            )
+        return self._counted(seconds, budget)
 
-    def _num_fitting(self, seconds: float) -> int:
+    def _counted(self, seconds: float, budget: TurnBudget) -> Plan:
+        """A plan without a clock, for several ranks."""
+        if budget.whole_call:
+            return Plan(UNBOUNDED_SLICES, whole_call=True)
         if not self._queues:
-            return 1
+            return Plan(1)
         upcoming = next(iter(self._queues.values())).next_slice
-        each = self._estimate(upcoming)
+        longest = max(seconds, budget.longest)
+        granted = self._granted(upcoming, longest, budget.cuts, budget.at_least_one, is_first=True)
+        if granted == 0:
+            return Plan()
+        if granted is not None:
+            return Plan(1, granted=granted)
+        each = self._estimate(upcoming.kind, upcoming.size)
         if math.isinf(each) or (upcoming.may_switch and len(self._queues) > 1):
-            return 1
-        return max(1, min(upcoming.alike, int(seconds / each) if each > 0 else upcoming.alike))
+            return Plan(1)
+        return Plan(max(1, min(upcoming.alike, int(seconds / each) if each > 0 else upcoming.alike)))
 
     def run(self, plan: Plan, is_serving: bool) -> int:
         """Runs the slices of one turn; returns their number, which is smaller if the work ends early."""
         ends = math.inf if plan.seconds is None else self._clock() + plan.seconds
-        count = 0
-        while count < plan.num_slices and self._queues and not (count and self._is_over(ends)):
-            self.run_slice(is_serving)
+        count, calls = 0, self.calls_ended
+        while count < plan.num_slices and self._queues and not (plan.whole_call and self.calls_ended > calls):
+            granted = plan.granted
+            if not math.isinf(ends):
+                upcoming = next(iter(self._queues.values())).next_slice
+                left = max(ends - self._clock(), 0.0 if count else plan.longest)
+                granted = self._granted(upcoming, left, plan.cuts, plan.at_least_one, is_first=not count)
+            if granted == 0:
+                break
+            self.run_slice(is_serving, granted)
             count += 1
         return count
 
-    def _is_over(self, ends: float) -> bool:
-        if math.isinf(ends):
-            return False
-        return self._clock() + self._estimate(next(iter(self._queues.values())).next_slice) > ends
+    def _granted(
+        self, upcoming: Slice, seconds: float, cuts: bool, at_least_one: bool, *, is_first: bool
+    ) -> int | None:
+        """How many units of the slice's size run now: None: all of them, 0: none."""
+        if not cuts:
+            expected = self._estimate(upcoming.kind, upcoming.size)
+            known = self._estimate.knows(upcoming.kind, upcoming.size)
+            return None if is_first or (known and expected <= seconds) else 0
+        if self._estimate.knows(upcoming.kind, upcoming.size):
+            if self._estimate(upcoming.kind, upcoming.size) <= seconds:
+                return None
+        elif is_first and (not upcoming.least or self._may_be_tried(upcoming, seconds)):
+            return None
+        largest = self._largest_part(upcoming, seconds)
+        if largest:
+            return largest
+        unknown = bool(upcoming.least) and math.isinf(self._estimate(upcoming.part, upcoming.least))
+        if is_first and (at_least_one or unknown):
+            return min(upcoming.least, upcoming.size) or None
+        return 0
 
-    def run_slice(self, is_serving: bool) -> None:
-        """Runs one slice of the next session. A work's error ends only this work."""
+    def _may_be_tried(self, upcoming: Slice, seconds: float) -> bool:
+        """Whether a slice that has never run whole is likely to fit."""
+        return WHOLE_OF_PARTS * self._estimate(upcoming.part, upcoming.size) <= seconds
+
+    def _largest_part(self, upcoming: Slice, seconds: float) -> int:
+        """The largest part that fits: `least` times a power of two, or all; 0 if none does."""
+        largest, size = 0, upcoming.least
+        while 0 < size < upcoming.size and self._estimate(upcoming.part, size) <= seconds:
+            largest, size = size, 2 * size
+        if upcoming.least and self._estimate(upcoming.part, upcoming.size) <= seconds:
+            return upcoming.size
+        return largest
+
+    def run_slice(self, is_serving: bool, granted: int | None = None) -> None:
+        """Runs one slice of the next session, or a part of it. A work's error ends only this work."""
         started = self._clock()
         name, queue = next(iter(self._queues.items()))
         work, ran = queue.works[0], queue.next_slice
+        if granted is not None:
+            ran = Slice(ran.part, granted)
+            self.parts_run += 1
         finish: Callable[[], None] | None = None
         try:
-            queue.advance()
+            queue.advance(granted)
         except StopIteration as stop:
             finish = partial(work.done, stop.value)
         except Exception as error:  # noqa: BLE001 - handed on: `failed` answers it
@@ -240,23 +346,36 @@ class TrainingScheduler:
         if finish is not None:
             queue.works.popleft()
             queue.upcoming = None
+            self.calls_ended += 1
+        self._turns.add(name, self._clock() - started if self._num_ranks == 1 else 0.0)
         if not queue.works:
             del self._queues[name]
         elif queue.waits_for is not None:
             self._paused[name] = self._queues.pop(name)
         elif finish is not None or (queue.upcoming is not None and queue.upcoming.may_switch):
             self._queues.move_to_end(name)
+        else:
+            name = ""  # this session goes on
+        if name:
+            self._switch(name)
         try:
             if finish is not None:
                 finish()
         finally:
             self._account(ran, started, is_serving)
 
+    def _switch(self, ran: str) -> None:
+        if self._num_ranks > 1:
+            self._turns.add(ran, 1.0)
+        if self._queues:
+            self._queues.move_to_end(self._turns.next_of(self._queues), last=False)
+
     def _account(self, ran: Slice, started: float, is_serving: bool) -> None:
         self.slices_run += 1
         now = self._clock()
         seconds = now - started
-        self._estimate.learn(ran, seconds)
+        self._estimate.learn(ran.kind, ran.size, seconds)
+        self.share_of_time.add(seconds)
         if is_serving:
             self._not_before = max(self._not_before, started - MAX_CREDIT_SECONDS) + seconds / self.training_share
         else:

@@ -31,6 +31,8 @@ from kt_runtime.resident.decisions import Arrived, Decisions, Ended, Moved, deco
 from kt_runtime.resident.handlers import Answers, Arrays, SessionHandlers, SessionRequest
 from kt_runtime.resident.host import Host
 from kt_runtime.resident.memory import resident_set_bytes
+from kt_runtime.resident.pacing.budget import Budget
+from kt_runtime.resident.pacing.latencies import quantile
 from kt_runtime.resident.publishing.probe import Probe
 from kt_runtime.resident.publishing.publisher import Publisher
 from kt_runtime.resident.scheduler import Plan, TrainingScheduler, Work
@@ -44,12 +46,10 @@ from kt_runtime.wire import messages
 from kt_runtime.wire.failures import error_from, error_reply
 from kt_runtime.wire.messages import AnyRequest, ErrorReply, Reply
 from kt_runtime.wire.server import Incoming, WireServer
+from kt_runtime.wire.settings import Settings, changed
+from kt_runtime.wire.status import TrainingTurns
 
 logger = logging.getLogger(__name__)
-
-SERVING_BUDGET_SECONDS = 0.01
-IDLE_BUDGET_SECONDS = 0.05
-"""Time budget of one turn's slices: how long training may delay a request."""
 
 WRITING_THREADS = 4
 WRITING_PATIENCE_SECONDS = 900.0
@@ -103,7 +103,18 @@ class Resident:
     ) -> None:
         self._host, self._settings, self._server = host, settings, server
         self.twin = Twin(host)
-        self.scheduler = TrainingScheduler(settings.training_share, clock, num_ranks=host.num_ranks)
+        stated = Settings(
+            tpot_target_ms=settings.tpot_target_ms,
+            ttft_target_ms=settings.ttft_target_ms,
+            train_share=settings.train_share,
+        )
+        self.budget = Budget(stated, clock)
+        self.scheduler = TrainingScheduler(
+            settings.train_share,
+            clock,
+            num_ranks=host.num_ranks,
+            weight=lambda session: self.budget.settings.weight(session),
+        )
         self._workers = Workers("kt-prepare", self._on_ended)
         self._writers = Workers(
             "kt-write", self._on_ended, num_threads=1, max_threads=WRITING_THREADS, patience_s=WRITING_PATIENCE_SECONDS
@@ -182,9 +193,9 @@ class Resident:
             arrived.append(Arrived(incoming.request, arrays))
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
         moved = [self._moved.popleft() for _ in range(len(self._moved))]
-        is_serving = self._host.is_serving()
-        budget = SERVING_BUDGET_SECONDS if is_serving else IDLE_BUDGET_SECONDS
-        plan = self.scheduler.plan(is_serving, budget, arrives=bool(arrived))
+        load = self._host.load()
+        is_serving = load.is_serving
+        plan = self.scheduler.plan(is_serving, self.budget.turn(load), arrives=bool(arrived))
         decided, self._salt = Decisions(arrived, ended, moved, plan, is_serving, self._salt), ""
         return [] if decided.is_empty else [encode(decided)]
 
@@ -207,9 +218,11 @@ class Resident:
     def turn(self) -> None:
         """Every rank: runs the slices that the last `apply` planned."""
         (plan, is_serving), self._plan = self._plan, (Plan(), False)
-        if plan.num_slices:
-            with _training_mode():
+        if plan.num_slices and not (self.budget.settings.has_target and self._host.load().waiting):
+            with _training_mode():  # with targets, a request that has just arrived goes first
+                before = self.scheduler.share_of_time.total_seconds
                 self.scheduler.run(plan, is_serving)
+                self.budget.ran(self.scheduler.share_of_time.total_seconds - before)
 
     def close(self) -> None:
         """Ends training, finishes pending writes, stops listening. Unfinished training calls leave no effects."""
@@ -286,7 +299,32 @@ class Resident:
                 return None
             case messages.DropAdapter():
                 self.publisher.drop(request.lora_id)
+            case messages.ChangeSettings():
+                return messages.SettingsReply(request_id=request.request_id, settings=self._changed(request.changes))
         return messages.DoneReply(request_id=request.request_id)
+
+    def _changed(self, changes: Mapping[str, Any]) -> Settings:
+        self.budget.settings = changed(self.budget.settings, changes)
+        self.scheduler.training_share = self.budget.settings.train_share
+        return self.budget.settings
+
+    def training_turns(self) -> TrainingTurns:
+        """How training shares the time with serving, now."""
+        measured, budget = self._host.latencies, self.budget.latest
+        return TrainingTurns(
+            settings=self.budget.settings,
+            tpot_p50_ms=1000 * quantile(measured.per_token, 0.5),
+            tpot_p95_ms=1000 * quantile(measured.per_token, 0.95),
+            ttft_p50_ms=1000 * quantile(measured.first_token, 0.5),
+            ttft_p95_ms=1000 * quantile(measured.first_token, 0.95),
+            num_requests=len(measured.first_token),
+            share_used=self.scheduler.share_of_time(),
+            serving_s=self.budget.serving_seconds,
+            training_s=self.scheduler.share_of_time.total_seconds,
+            budget_ms=None if budget.whole_call else 1000 * budget.seconds,
+            slices=self.scheduler.slices_run,
+            parts=self.scheduler.parts_run,
+        )
 
     def _status(self, request_id: str, fingerprint: str) -> Reply:
         decoded, not_exact = self._host.decoded, self._host.not_exact
@@ -317,6 +355,7 @@ class Resident:
             gpu_experts=self._host.gpu_experts,
             expert_streaming=self._host.expert_streaming,
             kept_routes=None if self._host.routes is None else self._host.routes.status(),
+            training_turns=self.training_turns(),
             step_decode_batches=decoded.step_batches,
             step_decode_seconds=decoded.step_seconds,
             sampling_decode_seconds=decoded.sampling_seconds,

@@ -35,6 +35,7 @@ from kt_runtime.wire.messages import (
     RoutingReplay,
     SessionInfo,
 )
+from kt_runtime.wire.settings import Settings
 from kt_runtime.wire.ticket import FIRST_RESEND_SECONDS, Ticket, checked_type, open_dealer
 
 # The effects of these requests commute, so several may be in flight. Any other request waits for all before it.
@@ -98,6 +99,11 @@ class ResidentClient:
         """`wait_s`: how long to wait for the weights' hash, as in `messages.GetStatus`."""
         request = messages.GetStatus(request_id=self._next_id(), verify_weights=verify_weights, wait_s=wait_s)
         return self._call(request, messages.StatusReply)
+
+    def change_settings(self, **changes: Any) -> Settings:
+        """The settings after the changes, as `wire.settings.changed` makes them; without changes the present ones."""
+        request = messages.ChangeSettings(request_id=self._next_id(), changes=changes)
+        return self._call(request, messages.SettingsReply).settings
 
     def create_session(
         self,

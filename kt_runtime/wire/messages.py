@@ -11,14 +11,23 @@ server replies with the first answer.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.wire.status import CacheTier, ExpertStreaming, GpuExperts, KeptRoutes, UnforgottenName, UnstoredVersion
+from kt_runtime.wire.settings import Settings
+from kt_runtime.wire.status import (
+    CacheTier,
+    ExpertStreaming,
+    GpuExperts,
+    KeptRoutes,
+    TrainingTurns,
+    UnforgottenName,
+    UnstoredVersion,
+)
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Sent with every request. Any incompatible change increments it: a request field is added, removed or changes its
 meaning; a reply field is removed or changes its meaning. A new reply field is compatible, since clients ignore unknown
 fields of replies. `ErrorReply` never changes, so that a client of another version can read the error that reports the
@@ -333,6 +342,12 @@ class DropAdapter(Request, tag="drop_adapter"):
     lora_id: Annotated[str, msgspec.Meta(max_length=128)]
 
 
+class ChangeSettings(Request, tag="change_settings"):
+    """Changes settings of the running server, or replies with them if `changes` is empty (`wire.settings.changed`)."""
+
+    changes: Annotated[dict[str, Any], msgspec.Meta(max_length=64)] = msgspec.field(default_factory=dict)
+
+
 class MoveName(Request, tag="move_name"):
     """Resident to frontend: from now on adapter `name` means `lora_id`. The reply is `DoneReply`.
 
@@ -361,6 +376,7 @@ AnyRequest = (
     | ListAdapters
     | ForgetAdapter
     | DropAdapter
+    | ChangeSettings
 )
 
 
@@ -425,6 +441,8 @@ class StatusReply(Reply, tag="status"):
     stream there; None without a device, and with `serve --stream-experts off`. `kept_routes`: None without `serve
     --routing-replay`.
 
+    `training_turns`: how training shares the time with serving.
+
     `cache`: the prefix cache's tiers, nearest first; empty if the engine reports none. `not_stored`: versions that
     could not be written to disk. `not_forgotten`: unloaded names whose removal could not be written to disk.
     `restoring`: names of an earlier run that are still being restored.
@@ -466,6 +484,7 @@ class StatusReply(Reply, tag="status"):
     gpu_experts: GpuExperts | None = None
     expert_streaming: ExpertStreaming | None = None
     kept_routes: KeptRoutes | None = None
+    training_turns: TrainingTurns | None = None
 
 
 class SessionReply(Reply, tag="session"):
@@ -556,6 +575,10 @@ class ForgottenReply(Reply, tag="forgotten"):
     lora_id: str | None
 
 
+class SettingsReply(Reply, tag="settings"):
+    settings: Settings
+
+
 class DoneReply(Reply, tag="done"):
     pass
 
@@ -570,5 +593,6 @@ AnyReply = (
     | PublishReply
     | AdaptersReply
     | ForgottenReply
+    | SettingsReply
     | DoneReply
 )

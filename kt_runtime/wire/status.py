@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kt_runtime.wire.settings import Settings
+
 
 class CacheTier(msgspec.Struct, kw_only=True):
     """One tier of the prefix cache: "device", "host" or "disk". Counters start at the server's start.
@@ -97,6 +99,29 @@ class KeptRoutes(msgspec.Struct, kw_only=True):
     dropped_tokens: int
     found_tokens: int
     missed_tokens: int
+
+
+class TrainingTurns(msgspec.Struct, kw_only=True):
+    """`tpot_p50_ms` to `ttft_p95_ms`: times per output token and to the first token of the latest finished requests,
+    measured in the engine from a request's arrival there; 0 without requests. `num_requests`: how many these are.
+
+    `serving_s`, `training_s`: seconds since the start of the engine's work for requests, and of training's slices.
+    `share_used`: training's share of the latest half a minute. `budget_ms`: what the present turn may spend on
+    training; None: no limit. `slices`: run since the start, `parts`: of them, those that were cut.
+    """
+
+    settings: Settings
+    tpot_p50_ms: float
+    tpot_p95_ms: float
+    ttft_p50_ms: float
+    ttft_p95_ms: float
+    num_requests: int
+    share_used: float
+    serving_s: float
+    training_s: float
+    budget_ms: float | None
+    slices: int
+    parts: int
 
 
 class UnstoredVersion(msgspec.Struct, kw_only=True):

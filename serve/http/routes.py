@@ -23,6 +23,7 @@ from kt_runtime.errors import (
 )
 from kt_runtime.serve.http.adapters import Adapters
 from kt_runtime.serve.http.cache_clearing import CacheClearing
+from kt_runtime.serve.http.settings import RunningSettings
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class RollbackBody(msgspec.Struct, forbid_unknown_fields=True):
     version: str | None = None
 
 
-_B = TypeVar("_B", LoadBody, RollbackBody)
+_B = TypeVar("_B", LoadBody, RollbackBody, dict[str, Any])
 
 
 def adapter_routes(adapters: Adapters) -> APIRouter:
@@ -91,6 +92,23 @@ def adapter_routes(adapters: Adapters) -> APIRouter:
     @router.delete("/adapters/{name}")
     async def unload(name: str) -> JSONResponse:
         return await _answer(lambda: adapters.unload(name))
+
+    return router
+
+
+def settings_routes(settings: RunningSettings) -> APIRouter:
+    router = APIRouter(prefix="/kt/settings", tags=["kt-runtime"])
+
+    @router.get("")
+    async def show() -> JSONResponse:
+        return await _answer(lambda: settings.change({}))
+
+    @router.patch("")
+    async def change(request: Request) -> JSONResponse:
+        async def changed() -> dict[str, Any]:
+            return await settings.change(await _body(request, dict[str, Any]))
+
+        return await _answer(changed)
 
     return router
 

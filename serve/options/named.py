@@ -13,6 +13,7 @@ from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
 from kt_runtime.families.quantization import QUANTIZED_WHILE_LOADING
 from kt_runtime.serve.memory.cache_plan import CachePlan
 from kt_runtime.serve.memory.expert_pins import Pins
+from kt_runtime.wire.settings import checked
 
 DTYPES = ("bfloat16", "float32")
 LORA_RANKS = (64, 32, 16, 8)
@@ -69,7 +70,8 @@ class ServeOptions:
     "off": none.
     `routing_replay_bytes`: memory for the routes of served tokens, 0: they are not kept (`serve.memory.routes`).
     `max_lora_rank`: every slot is allocated for this rank. `lora_rank_may_be_lower`: lower the rank if memory is short.
-    `training_share`: the largest share of time for training while requests are served.
+    `tpot_target_ms`, `ttft_target_ms`: times per output token and to the first token that serving keeps while training
+    runs; None: no target. `train_share`: the largest share of time for training while requests are served.
     `max_sessions`: training sessions open at once; `session_memory_bytes`: their memory limit together, None: their
     part of the memory plan and half of the unplanned memory.
     `tinker_timeout_s`: after this silence a Tinker client has gone, and its session ends.
@@ -112,7 +114,9 @@ class ServeOptions:
     no_graphs: bool = False
     exact: bool = False
     device: str | None = None
-    training_share: float = 0.5
+    tpot_target_ms: float | None = None
+    ttft_target_ms: float | None = None
+    train_share: float = 0.5
     microbatch_tokens: int = 2048
     served_model_name: str | None = None
     tool_call_parser: str | None = None
@@ -143,8 +147,8 @@ class ServeOptions:
             raise InvalidValueError(f"--dtype {self.dtype!r}{suggestion(self.dtype, DTYPES)}")
         if not 0 < self.port < 65536:
             raise InvalidValueError(f"--port {self.port}: allowed are 1 to 65535")
-        if not 0 < self.training_share <= 1:
-            raise InvalidValueError(f"--training-share {self.training_share:g}: must be above 0 and at most 1")
+        for name in ("tpot_target_ms", "ttft_target_ms", "train_share"):
+            checked(name, getattr(self, name), f"--{name.replace('_', '-')}")
         if self.expert_format is not None and self.expert_format not in QUANTIZED_WHILE_LOADING:
             raise UnknownNameError("expert format", self.expert_format, QUANTIZED_WHILE_LOADING, "--expert-format")
         if self.stream_experts not in STREAMING and not re.fullmatch(r"[1-9][0-9]{0,8}", self.stream_experts):

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kt_runtime.errors import InvalidValueError
 
-# Option names of SGLang, vLLM and KTransformers -> kt-runtime's names.
+# Option names of SGLang, vLLM, KTransformers and of earlier versions -> kt-runtime's names.
 ALIASES = {
     "--model-path": "--model",
     "--context-length": "--context-tokens",
@@ -21,6 +21,7 @@ ALIASES = {
     "--kt-cpuinfer": "--expert-threads",
     "--cpu-infer": "--expert-threads",
     "--cache-lens": "--max-total-tokens",
+    "--training-share": "--train-share",
     "--optimize-config-path": "--placement",
     "--optimize-rule-path": "--placement",
 }

@@ -202,6 +202,40 @@ def _rl(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     return figures, []
 
 
+def _interfere(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
+    settings, targets = report["interfere"], ("tpot_target_ms", "ttft_target_ms")
+    kept = report["training_kept"]
+    figures = [
+        Single("arrivals at half load", _rounded(settings["seconds"]), "s"),
+        Single("capacity", _rounded(report["capacity_requests_per_s"]), "requests/s"),
+        Single("target for the time per output token", _rounded(report[targets[0]]), "ms"),
+        Single("target for the time to the first token", _rounded(report[targets[1]]), "ms"),
+        Single("time per output token at half load, p99, training / idle", _rounded(report["p99_tpot_ratio"]), "ratio"),
+        Single("training at half load, of what is left over", _rounded(kept), "ratio"),
+        Single(
+            "training with targets without requests / without targets",
+            _rounded(report["training_alone_share"]),
+            "ratio",
+        ),
+        Single("goodput at half load / that of whole calls", _rounded(report["goodput_ratio"]), "ratio"),
+        Single("training alone", _rounded(report["training_alone_tokens_per_s"]), "tokens/s"),
+    ]
+    columns = [Column(f"{name} {share}", "ms") for name in ("TTFT", "TPOT") for share in ("p50", "p95", "p99")]
+    columns += [Column("in time", "requests/s"), Column("training", "tokens/s")]
+    rows = [
+        Row(
+            [settings["model"], f"{row['load']:g}", row["mode"].replace("_", " ")],
+            [
+                *(_rounded(row[name][share]) for name in ("ttft_ms", "tpot_ms") for share in ("p50", "p95", "p99")),
+                _rounded(row["goodput_per_s"]),
+                _rounded(row["training_tokens_per_s"]),
+            ],
+        )
+        for row in report["rows"]
+    ]
+    return figures, [Table("loads", ["model", "load", "beside requests"], columns, rows)]
+
+
 def _serving(report: Mapping[str, Any]) -> tuple[list[Single], list[Table]]:
     settings, limits, rows = report["serving"], report["machine"]["limits"], report["rows"]
     figures = [
@@ -370,6 +404,7 @@ _KINDS: dict[str, tuple[Kind, Callable[[Mapping[str, Any]], tuple[list[Single], 
     "loads": ("experts", _experts),
     "training": ("training", _training),
     "rl": ("rl", _rl),
+    "interfere": ("interfere", _interfere),
     "serving": ("serving", _serving),
     "cache": ("cache", _cache),
     "gpu": ("gpu", _gpu),

@@ -48,14 +48,15 @@ async def _decode(
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=timeout_s, limits=limits, trust_env=False) as client:
         pairs = zip(prompts, adapters, strict=True)
-        streams = await asyncio.gather(*(_stream(client, prompt, new_tokens, adapter) for prompt, adapter in pairs))
+        streams = await asyncio.gather(*(stream_one(client, prompt, new_tokens, adapter) for prompt, adapter in pairs))
     for stream in streams:
         if len(stream.answer) != new_tokens:
             raise RuntimeFault(f"/generate: an answer has {len(stream.answer)} tokens, {new_tokens} were asked for")
     return streams
 
 
-async def _stream(client: httpx.AsyncClient, prompt: list[int], new_tokens: int, adapter: str | None) -> Stream:
+async def stream_one(client: httpx.AsyncClient, prompt: list[int], new_tokens: int, adapter: str | None) -> Stream:
+    """One greedy request. Raises RuntimeFault for an answer that is an error."""
     body = generate_body(prompt, new_tokens) | {"stream": True}
     if adapter is not None:
         body["lora_path"] = adapter

@@ -3,7 +3,8 @@
 Forward has two modes with equal gradients. "recompute" keeps only each layer's input (activation checkpointing, Chen et
 al. 2016); backward recomputes and differentiates one layer at a time, last to first. "retain" keeps all that autograd
 needs of each layer, including its experts' activations; backward frees it layer by layer. Microbatches run one after
-the other, so only one microbatch holds activations. Between any two slices the engine may serve.
+the other, so only one microbatch holds activations. Between any two slices the engine may serve. A layer whose slice
+would take too long is cut (`twin.parts`), with the same bits; what forward has retained of it is given up then.
 
 The call's gradient lives in the generator until the end: a failed call leaves no gradient. Dropout uses one seed per
 (session, call, microbatch, layer), so a recomputed layer drops the same elements. The process's random generators stay
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,9 +32,12 @@ from kt_runtime.resident.training.loss_slices import loss_of
 from kt_runtime.resident.training.replay import MicrobatchRoutes
 from kt_runtime.resident.twin.attention import Positions
 from kt_runtime.resident.twin.batches import Microbatch
+from kt_runtime.resident.twin.parts import LayerParts, Tokens, attention_kind
 
 
-def training_call(call: Call, microbatches: list[Microbatch], num_tokens: int) -> Generator[Slice, None, CallResult]:
+def training_call(
+    call: Call, microbatches: list[Microbatch], num_tokens: int
+) -> Generator[Slice, int | None, CallResult]:
     """Runs the call. Raises NumericsError if the loss is not finite, without side effects.
 
     Yields each slice's description before it runs. Another session may run before each microbatch.
@@ -54,7 +58,9 @@ class _Kept:
     output: torch.Tensor | None
 
 
-def _microbatch(call: Call, microbatch: Microbatch, index: int, result: CallResult) -> Generator[Slice, None, None]:
+def _microbatch(
+    call: Call, microbatch: Microbatch, index: int, result: CallResult
+) -> Generator[Slice, int | None, None]:
     twin = call.twin
     yield Slice("embedding", microbatch.tokens.numel(), may_switch=True)
     routes = None if call.routes is None else MicrobatchRoutes(call.routes, microbatch, twin.routed_layers)
@@ -65,14 +71,19 @@ def _microbatch(call: Call, microbatch: Microbatch, index: int, result: CallResu
     lowest = call.lora.lowest_layer(call.adapter) if call.backward and call.adapter else twin.num_layers
     for layer in range(twin.num_layers):
         retain = call.retain and layer >= lowest
-        yield _layer_slice(call, microbatch, "forward", layer, range(layer, twin.num_layers))
-        with _slice(call, microbatch, index, layer, grad=retain, routes=routes):
-            leaf = hidden.detach().requires_grad_(layer > lowest)
-            output = twin.run_layer(layer, leaf, positions, microbatch.branches)
-            if layer >= lowest:
-                kept.append(_Kept(leaf, output if retain else None))
-            hidden = output.detach()
-            del leaf, output
+        granted = yield _layer_slice(call, microbatch, "forward", layer, range(layer, twin.num_layers))
+        leaf = hidden.detach().requires_grad_(layer > lowest)
+        if granted is None:
+            with _slice(call, microbatch, index, layer, grad=retain, routes=routes):
+                output = twin.run_layer(layer, leaf, positions, microbatch.branches)
+        else:
+            retain = False
+            parts = _parts(call, microbatch, index, layer, positions, routes)
+            output = yield from parts.forward(hidden, granted)
+        if layer >= lowest:
+            kept.append(_Kept(leaf, output if retain else None))
+        hidden = output.detach()
+        del leaf, output
     result.num_computed += microbatch.num_computed
     if routes is not None:
         result.metrics["routes/moved"] += routes.num_moved
@@ -81,9 +92,17 @@ def _microbatch(call: Call, microbatch: Microbatch, index: int, result: CallResu
         return
     del hidden
     for layer in range(twin.num_layers - 1, lowest - 1, -1):
-        yield _layer_slice(call, microbatch, "backward", layer, range(layer, lowest - 1, -1))
-        with _slice(call, microbatch, index, layer, grad=True, routes=routes):
-            by_hidden = _layer_backward(call, microbatch, layer, kept.pop(), positions, by_hidden, result.gradient)
+        granted = yield _layer_slice(call, microbatch, "backward", layer, range(layer, lowest - 1, -1))
+        of_layer = kept.pop()
+        if granted is None:
+            with _slice(call, microbatch, index, layer, grad=True, routes=routes):
+                by_hidden = _layer_backward(call, microbatch, layer, of_layer, positions, by_hidden, result.gradient)
+        else:
+            parameters = call.lora.parameters(call.adapter, layer) if call.adapter is not None else {}
+            parts = _parts(call, microbatch, index, layer, positions, routes)
+            leaf, of_layer = of_layer.leaf, _Kept(of_layer.leaf, None)
+            by_hidden, found = yield from parts.backward(leaf, by_hidden, list(parameters.values()), granted)
+            _add_gradients(result.gradient, zip(parameters, found, strict=True))
 
 
 def _layer_slice(call: Call, microbatch: Microbatch, direction: str, layer: int, coming: range) -> Slice:
@@ -93,7 +112,29 @@ def _layer_slice(call: Call, microbatch: Microbatch, direction: str, layer: int,
     while alike < len(coming) and (call.twin.experts_of(coming[alike]) is not None) == has_experts:
         alike += 1
     kind = f"{direction} {'experts' if has_experts else 'dense'}{' retained' if call.retain else ''}"
-    return Slice(kind, microbatch.tokens.numel(), alike)
+    tokens, row = microbatch.tokens.numel(), microbatch.tokens.shape[1]
+    if not _may_be_cut(call):
+        return Slice(kind, tokens, alike)
+    return Slice(kind, tokens, alike, least=row, part=attention_kind(direction))
+
+
+def _may_be_cut(call: Call) -> bool:
+    drops_out = call.backward and call.adapter is not None and call.lora.has_dropout(call.adapter)
+    return call.twin.computes_tokens_alone and not drops_out
+
+
+def _parts(
+    call: Call,
+    microbatch: Microbatch,
+    index: int,
+    layer: int,
+    positions: Positions,
+    routes: MicrobatchRoutes | None,
+) -> LayerParts:
+    def context(tokens: Tokens, grad: bool) -> contextlib.AbstractContextManager[None]:
+        return _slice(call, microbatch, index, layer, grad=grad, routes=routes, tokens=tokens)
+
+    return LayerParts(call.twin, layer, positions, microbatch.branches, context)
 
 
 def _layer_backward(
@@ -118,26 +159,44 @@ def _layer_backward(
     needs_input = kept.leaf.requires_grad
     wanted = list(parameters.values()) + ([kept.leaf] if needs_input else [])
     found = torch.autograd.grad(output, wanted, by_output, allow_unused=True)
-    for name, value in zip(parameters, found, strict=False):
-        if value is not None:
-            if name in gradient:
-                gradient[name] += value
-            else:
-                gradient[name] = value.detach()
+    _add_gradients(gradient, zip(parameters, found, strict=False))
     return found[-1] if needs_input else by_output
+
+
+def _add_gradients(gradient: dict[str, torch.Tensor], found: Iterable[tuple[str, torch.Tensor | None]]) -> None:
+    for name, value in found:
+        if value is None:
+            continue
+        if name in gradient:
+            gradient[name] += value
+        else:
+            gradient[name] = value.detach()
 
 
 @contextlib.contextmanager
 def _slice(
-    call: Call, microbatch: Microbatch, index: int, layer: int, *, grad: bool, routes: MicrobatchRoutes | None = None
+    call: Call,
+    microbatch: Microbatch,
+    index: int,
+    layer: int,
+    *,
+    grad: bool,
+    routes: MicrobatchRoutes | None = None,
+    tokens: Tokens | None = None,
 ) -> Iterator[None]:
     """The context of one slice: autograd on or off, the session's adapter selected in its layer, the dropout seed, and
-    the experts that the layer's router is given."""
+    the experts that the layer's router is given. `tokens`: those of the microbatch that the slice computes; None: all.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(grad))
         if 0 <= layer < call.twin.num_layers:
-            stack.enter_context(call.twin.padding(microbatch.padding))
-            stack.enter_context(call.twin.routing(layer, None if routes is None else routes.of_layer(layer)))
+            padding, of_layer = microbatch.padding, None if routes is None else routes.of_layer(layer)
+            if tokens is not None:
+                first, count = tokens
+                padding = None if padding is None else padding[first : first + count]
+                of_layer = None if of_layer is None else of_layer.part(first, count)
+            stack.enter_context(call.twin.padding(padding))
+            stack.enter_context(call.twin.routing(layer, of_layer))
             call.lora.select(layer, call.adapter, dropout=call.backward)
             if call.backward and call.adapter is not None and call.lora.has_dropout(call.adapter):
                 stack.enter_context(_own_randomness(call.twin.device, call.seed, index, layer))

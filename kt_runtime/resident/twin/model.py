@@ -102,6 +102,32 @@ class Twin:
             hidden, attention_mask=mask, position_embeddings=positions, use_cache=False, branches=branches
         )
 
+    @property
+    def computes_tokens_alone(self) -> bool:
+        """Whether a token's result, and its gradient, do not depend on which tokens are computed with it."""
+        return self._attends_in_float32
+
+    def attention(
+        self, layer: int, hidden: torch.Tensor, positions: Positions, branches: attention.Branches = None
+    ) -> torch.Tensor:
+        """The first half of `run_layer` for some rows: [B, S, H] -> [B, S, H]. Needs `computes_tokens_alone`."""
+        module: Any = self.layer(layer)
+        found, _ = module.self_attn(
+            hidden_states=module.input_layernorm(hidden),
+            attention_mask=None,
+            position_embeddings=positions,
+            branches=branches,
+        )
+        out: torch.Tensor = hidden + found
+        return out
+
+    def feed_forward(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """The second half of `run_layer` for some tokens: [1, T, H] -> [1, T, H]."""
+        module: Any = self.layer(layer)
+        found = module.mlp(module.post_attention_layernorm(hidden))
+        out: torch.Tensor = hidden + (found[0] if isinstance(found, tuple) else found)
+        return out
+
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.model.norm(hidden)
 

@@ -23,6 +23,11 @@ class LayerRoutes:
     forced: bool
     moved: torch.Tensor
 
+    def part(self, first: int, count: int) -> LayerRoutes:
+        """Those of `count` tokens from `first` on."""
+        tokens = slice(first, first + count)
+        return LayerRoutes(self.ids[tokens], self.known[tokens], self.forced, self.moved[tokens])
+
     def instead_of(self, chosen: torch.Tensor) -> torch.Tensor | None:
         """The ids [T, K] to compute with instead of the present router's `chosen`; None: those. Updates `moved`."""
         recorded = self.ids.to(chosen.dtype)

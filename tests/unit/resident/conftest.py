@@ -24,6 +24,8 @@ from kt_runtime.experts import ExpertShape, ExpertStore
 from kt_runtime.families import LoraModule, family_for, resolve_targets
 from kt_runtime.resident.fingerprint import WeightsFingerprint, hash_weights
 from kt_runtime.resident.host import Decoded
+from kt_runtime.resident.pacing.budget import IDLE, Load
+from kt_runtime.resident.pacing.latencies import Latencies
 from kt_runtime.resident.routes.store import RouteStore
 from kt_runtime.resident.scheduler import run_at_once
 from kt_runtime.resident.training.call import CallResult
@@ -231,7 +233,8 @@ class FakeHost:
             lambda each: hash_weights(dense_views(self.config, self._tensors), self.experts, each)
         )
         self.routes: RouteStore | None = None
-        self.serving = False
+        self.serving, self.waiting = False, 0
+        self.latencies = Latencies()
         self.max_adapters = max_adapters
         self.installed: dict[str, AdapterTensors] = {}
         self.preparing_threads: set[str] = set()
@@ -258,8 +261,9 @@ class FakeHost:
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self._tensors
 
-    def is_serving(self) -> bool:
-        return self.serving
+    def load(self) -> Load:
+        """While it serves, one request decodes."""
+        return Load(((0.0, 1),), self.waiting, True) if self.serving or self.waiting else IDLE
 
     def reserve_slot(self) -> int:
         self.slots_reserved += 1

@@ -79,6 +79,7 @@ VALID: dict[str, dict[str, Any]] = {
     "rollback_adapter": {"name": "bob", "adapter_version": None},
     "list_adapters": {},
     "forget_adapter": {"name": "nobody"},
+    "change_settings": {"changes": {"tpot_target_ms": 40.0, "train_share": 0.5, "weights": {"s": 2.0}}},
     "drop_adapter": {"lora_id": "none"},
 }
 NUMBERS = [-1, 0, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, True, -1.0, -0.0, 5e-324, 1e-40, 1e38, 1e39, 1e300]

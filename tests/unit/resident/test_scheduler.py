@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kt_runtime.errors import NumericsError
+from kt_runtime.resident.pacing.budget import TurnBudget
 from kt_runtime.resident.scheduler import (
     MAX_CREDIT_SECONDS,
-    Estimates,
     Pause,
     Plan,
     Slice,
@@ -110,8 +110,8 @@ def test_an_error_ends_its_work_and_nothing_else() -> None:
 
 def test_nothing_is_planned_without_work() -> None:
     scheduler = Recorder().scheduler
-    assert scheduler.plan(is_serving=False, budget_seconds=1.0) == Plan()
-    assert scheduler.plan(is_serving=False, budget_seconds=1.0, arrives=True).num_slices > 0
+    assert scheduler.plan(is_serving=False, budget=1.0) == Plan()
+    assert scheduler.plan(is_serving=False, budget=1.0, arrives=True).num_slices > 0
 
 
 def test_idle_time_is_filled_up_to_the_budget() -> None:
@@ -179,23 +179,6 @@ def test_several_ranks_do_not_count_on_a_slice_that_another_session_may_overtake
     assert recorder.scheduler.plan(False, 1.0).num_slices == 4
     recorder.submit("b", "y", [])
     assert recorder.scheduler.plan(False, 1.0).num_slices == 1
-
-
-def test_estimates_are_of_one_kind_and_size() -> None:
-    estimate = Estimates()
-    estimate.learn(Slice("layer", 1000), 0.1)
-    assert estimate(Slice("layer", 900)) == pytest.approx(0.09, rel=1e-15, abs=0)
-    assert estimate(Slice("layer", 100_000)) == float("inf")
-    assert estimate(Slice("loss", 1000)) == float("inf")
-
-
-def test_an_estimate_rises_at_once_and_falls_slowly() -> None:
-    estimate, layer = Estimates(), Slice("layer")
-    estimate.learn(layer, 0.1)
-    estimate.learn(layer, 0.5)
-    assert estimate(layer) == 0.5
-    estimate.learn(layer, 0.1)
-    assert estimate(layer) == 0.4
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
@@ -290,3 +273,134 @@ def test_closing_ends_what_is_paused_too() -> None:
     recorder.scheduler.run(ALL, is_serving=False)
     recorder.scheduler.close()
     assert not recorder.scheduler.resume("job", None) and recorder.answers == []
+
+
+# Cuts.
+
+
+class Divisible:
+    """A work of one kind whose slices of 1024 units can be cut; each unit takes `each` seconds. `sizes`: what ran."""
+
+    def __init__(
+        self, recorder: Recorder, each: float, count: int = 10, least: int = 32, overhead: float = 0.0
+    ) -> None:
+        self.sizes: list[int] = []
+
+        def slices() -> Slices:
+            for _ in range(count):
+                left = 1024
+                while left:
+                    granted = yield Slice("whole", left, least=min(left, least), part="part")
+                    ran = left if granted is None else granted
+                    recorder.clock.now += overhead + each * ran
+                    self.sizes.append(ran)
+                    left -= ran
+
+        recorder.scheduler.submit(
+            Work("a", slices(), recorder.answers.append, recorder.answers.append, Slice("opening"))
+        )
+
+
+def cutting(seconds: float, *, at_least_one: bool = False) -> TurnBudget:
+    return TurnBudget(seconds, cuts=True, at_least_one=at_least_one)
+
+
+def run_turn(recorder: Recorder, budget: TurnBudget) -> float:
+    started = recorder.clock.now
+    recorder.scheduler.run(recorder.scheduler.plan(False, budget), is_serving=False)
+    return recorder.clock.now - started
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("overhead", [0.0, 0.001])
+def test_slices_are_cut_to_the_turns_budget(num_ranks: int, overhead: float) -> None:
+    recorder = Recorder(num_ranks=num_ranks)
+    work = Divisible(recorder, 1e-4, overhead=overhead)
+    while not recorder.scheduler.is_idle:
+        assert run_turn(recorder, cutting(0.01)) <= 0.01 + 1e-9
+    assert set(work.sizes) <= {32, 64} | set(range(32, 101)) and 64 in work.sizes
+    assert sum(work.sizes) == 10 * 1024
+
+
+def test_the_first_part_without_an_estimate_is_the_least() -> None:
+    recorder = Recorder()
+    work = Divisible(recorder, 1e-4)
+    run_turn(recorder, cutting(1.0))
+    run_turn(recorder, cutting(1.0))
+    assert work.sizes[0] == 32 and work.sizes[1] > 32
+
+
+def test_a_larger_budget_makes_larger_parts_and_a_large_one_none() -> None:
+    counts = []
+    for seconds in (0.005, 0.02, 0.5):
+        recorder = Recorder()
+        work = Divisible(recorder, 1e-4)
+        while not recorder.scheduler.is_idle:
+            run_turn(recorder, cutting(seconds))
+        counts.append(len(work.sizes))
+    assert counts[0] > 2 * counts[1] > 4 * counts[2]
+
+
+def test_nothing_runs_in_a_turn_whose_budget_the_least_part_exceeds() -> None:
+    recorder = Recorder()
+    work = Divisible(recorder, 1e-3)
+    for _ in range(2):  # the opening and the first part have no estimate: each begins a turn
+        run_turn(recorder, cutting(0.01))
+    before = len(work.sizes)
+    assert before == 1
+    for _ in range(10):
+        assert run_turn(recorder, cutting(0.01)) == 0.0
+    assert len(work.sizes) == before
+    assert run_turn(recorder, cutting(0.01, at_least_one=True)) == pytest.approx(0.032)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_first_slice_of_a_turn_may_be_longer_than_the_turn(num_ranks: int) -> None:
+    """Parts teach what a whole slice takes at most; then each turn runs one."""
+    recorder = Recorder(num_ranks=num_ranks)
+    work = Divisible(recorder, 1e-4, count=30)
+    budget = TurnBudget(0.01, cuts=True, longest=1.0)
+    while not recorder.scheduler.is_idle:
+        assert run_turn(recorder, budget) <= 0.1024 + 0.01
+    assert work.sizes[-15:] == [1024] * 15
+
+
+def test_without_cuts_a_slice_runs_whole() -> None:
+    recorder = Recorder()
+    work = Divisible(recorder, 1e-4)
+    while not recorder.scheduler.is_idle:
+        recorder.turn(False, 0.001)
+    assert work.sizes == [1024] * 10
+
+
+def test_a_whole_call_runs_to_its_end_and_no_further() -> None:
+    recorder = Recorder()
+    recorder.submit("a", "x", stays(50), seconds=1.0)
+    recorder.submit("a", "y", stays(50), seconds=1.0)
+    recorder.scheduler.run(recorder.scheduler.plan(True, TurnBudget(float("inf"), whole_call=True)), is_serving=True)
+    assert recorder.answers == ["x done"] and len(recorder.log) == 51
+    assert recorder.scheduler.plan(True, TurnBudget(float("inf"), whole_call=True)) == Plan()  # it is paid back first
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_sessions_share_by_weight(num_ranks: int) -> None:
+    weights = {"a": 3.0, "b": 1.0}
+    recorder = Recorder(num_ranks=num_ranks)
+    recorder.scheduler = TrainingScheduler(0.5, recorder.clock, num_ranks=num_ranks, weight=lambda name: weights[name])
+    for queue in "ab":
+        recorder.submit(queue, queue, [SWITCHES] * 200, seconds=0.01)
+    recorder.scheduler.run(ALL, is_serving=False)
+    assert sum(entry.startswith("a") for entry in recorder.log) == pytest.approx(75, abs=2)
+
+
+def test_a_session_that_comes_late_does_not_get_the_time_that_it_missed() -> None:
+    recorder = Recorder()
+    recorder.submit("a", "a", [SWITCHES] * 200, seconds=0.01)
+    recorder.scheduler.run(ALL, is_serving=False)
+    recorder.submit("b", "b", [SWITCHES] * 200, seconds=0.01)
+    recorder.log.clear()
+    recorder.scheduler.run(Plan(20), is_serving=False)
+    assert sum(entry.startswith("b") for entry in recorder.log) == pytest.approx(10, abs=1)

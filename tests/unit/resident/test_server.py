@@ -338,7 +338,7 @@ def test_a_lost_device_is_not_answered_but_raised(engine: Engine, monkeypatch: p
         scheduler.run_slice(is_serving=False)
 
 
-def failing_slices() -> Generator[Slice, None, None]:
+def failing_slices() -> Generator[Slice, int | None, None]:
     yield Slice("forward")
     raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 

@@ -19,6 +19,7 @@ from kt_runtime.resident.config import ENVIRONMENT_VARIABLE, ResidentSettings
 from kt_runtime.serve.models.make_model import make_model
 from kt_runtime.wire import Incoming, WireServer, error_reply
 from kt_runtime.wire import messages as m
+from kt_runtime.wire.settings import Settings, changed
 
 
 class FakeResident:
@@ -33,6 +34,7 @@ class FakeResident:
         self.requests: list[Any] = []
         self.adapters: dict[str, tuple[str, str]] = {}
         self.errors: dict[type, KtError] = {}
+        self.settings = Settings()
         self.move: Callable[[str, str, str], None] = lambda name, version, lora_id: None
         self.is_silent = self._ended = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -87,6 +89,9 @@ class FakeResident:
             if request.name not in self.adapters:
                 raise UnknownNameError("adapter", request.name, self.adapters)
             return m.ForgottenReply(request_id=request.request_id, lora_id=self.adapters.pop(request.name)[1])
+        if isinstance(request, m.ChangeSettings):
+            self.settings = changed(self.settings, request.changes)
+            return m.SettingsReply(request_id=request.request_id, settings=self.settings)
         return m.DoneReply(request_id=request.request_id)
 
 

@@ -34,10 +34,10 @@ KEY = "correct-horse-battery"
 def test_server_is_started_with_settings_that_the_resident_can_read(
     started: list[Any], model: Path, port: int, private_directory: Path
 ) -> None:
-    asked = options(model, port, private_directory, training_share=0.25, passed_on=("--log-level", "error"))
+    asked = options(model, port, private_directory, train_share=0.25, passed_on=("--log-level", "error"))
     launch.serve(asked, print)
     (call,) = started
-    assert call.settings.model_directory == str(model) and call.settings.training_share == 0.25
+    assert call.settings.model_directory == str(model) and call.settings.train_share == 0.25
     assert call.settings.wire_address == f"ipc://{private_directory}/resident-{port}.sock"
     assert call.settings.names_address == f"ipc://{private_directory}/names-{port}.sock"
     assert Path(call.settings.adapter_directory).is_dir()
@@ -294,8 +294,10 @@ def test_runtime_directory_that_others_may_enter_is_refused(
     [
         ({"dtype": "bfloat"}, "did you mean 'bfloat16'"),
         ({"port": 0}, "--port 0"),
-        ({"training_share": 0.0}, "--training-share"),
-        ({"training_share": float("nan")}, "--training-share"),
+        ({"train_share": 0.0}, "--train-share"),
+        ({"train_share": float("nan")}, "--train-share"),
+        ({"tpot_target_ms": 0.0}, "--tpot-target-ms 0: allowed are"),
+        ({"ttft_target_ms": 1e9}, "--ttft-target-ms"),
         ({"max_lora_rank": 0}, "--max-lora-rank 0"),
         ({"lora_slots": 1}, "--lora-slots 1: must be at least 2"),
         ({"expert_threads": -1}, "--expert-threads"),

@@ -16,6 +16,7 @@ import zmq
 
 from kt_runtime.wire import Incoming, ResidentClient, WireServer, messages
 from kt_runtime.wire.failures import error_reply
+from kt_runtime.wire.settings import Settings, changed
 
 SESSION_INFO = messages.SessionInfo(session="s", rank=8, alpha=16.0, step=3, modules=["q_proj"], num_parameters=64)
 SAMPLES: dict[Any, Any] = {str: "tiny", int: 2**40, float: 0.5, bool: True}
@@ -39,6 +40,21 @@ STATUS["gpu_experts"] = messages.GpuExperts(
 )
 STATUS["kept_routes"] = messages.KeptRoutes(
     size_bytes=1 << 20, capacity_tokens=900, tokens=800, dropped_tokens=5, found_tokens=60, missed_tokens=7
+)
+SETTINGS = Settings(tpot_target_ms=40.0, weights={"s": 2.0})
+STATUS["training_turns"] = messages.TrainingTurns(
+    settings=SETTINGS,
+    tpot_p50_ms=20.0,
+    tpot_p95_ms=30.0,
+    ttft_p50_ms=100.0,
+    ttft_p95_ms=200.0,
+    num_requests=7,
+    share_used=0.25,
+    serving_s=3.0,
+    training_s=4.0,
+    budget_ms=None,
+    slices=100,
+    parts=50,
 )
 
 
@@ -96,6 +112,8 @@ class FakeResident:
                 )
                 adapter = messages.AdapterInfo(name="a", current="v", versions=[version])
                 return messages.AdaptersReply(request_id=request_id, adapters=[adapter]), {}
+            case messages.ChangeSettings(changes=changes):
+                return messages.SettingsReply(request_id=request_id, settings=changed(SETTINGS, changes)), {}
             case messages.ForgetAdapter():
                 return messages.ForgottenReply(request_id=request_id, lora_id="i"), {}
             case _:

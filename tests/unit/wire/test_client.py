@@ -50,6 +50,7 @@ def test_every_call_returns_what_the_resident_answered(resident: Any, make_clien
     assert client.load_adapter("support", "/a").version == "v"
     assert client.rollback_adapter("support", "ab").name == "support"
     assert client.list_adapters()[0].versions[0].lora_id == "i"
+    assert client.change_settings(train_share=0.25).train_share == 0.25
     client.close_session("s")
     sent = {type(request) for request in resident.executed}
     assert sent == set(messages.AnyRequest.__args__) - {messages.ForgetAdapter, messages.DropAdapter}  # the frontend's

@@ -15,6 +15,7 @@ from kt_runtime.errors import InvalidValueError, ProtocolError
 from kt_runtime.wire import codec, messages
 from kt_runtime.wire.codec import FrameError, Limits
 from kt_runtime.wire.messages import Forward, ForwardBackward, ForwardReply, GetStatus, OptimStep, PreferenceLoss
+from kt_runtime.wire.settings import Settings
 
 LORA = messages.LoraSettings(rank=8, alpha=16.0, dropout=0.1, targets=["attention", "experts"], seed=7)
 INFO = messages.SessionInfo(session="s", rank=8, alpha=16.0, step=3, modules=["q_proj"], num_parameters=64)
@@ -45,6 +46,7 @@ REQUESTS = [
     messages.ListAdapters(request_id="c-1"),
     messages.ForgetAdapter(request_id="c-1", name="a"),
     messages.DropAdapter(request_id="c-1", lora_id="i"),
+    messages.ChangeSettings(request_id="c-1", changes={"train_share": 0.5, "weights": {"s": 2.0}}),
 ]
 REPLIES = [
     messages.ErrorReply(request_id="c-1", category="user", kind="ConflictError", message="no"),
@@ -58,6 +60,7 @@ REPLIES = [
     messages.PublishReply(request_id="c-1", name="a", version="v", lora_id="i", publish_ms=1.0),
     messages.AdaptersReply(request_id="c-1", adapters=[messages.AdapterInfo(name="a", current=None, versions=[])]),
     messages.ForgottenReply(request_id="c-1", lora_id=None),
+    messages.SettingsReply(request_id="c-1", settings=Settings(tpot_target_ms=40.0, weights={"s": 2.0})),
     messages.DoneReply(request_id="c-1"),
 ]
 
@@ -216,7 +219,7 @@ MALFORMED = {
     "no type": ([GOOD[0], header(type=...), *GOOD[2:]], "type"),
     "unknown field": ([GOOD[0], header(adaptor_off=True), *GOOD[2:]], "adaptor_off"),
     "missing field": ([GOOD[0], header(session=...), *GOOD[2:]], "session"),
-    "wrong version": ([GOOD[0], header(version=1), *GOOD[2:]], "protocol version 1; this side speaks 5"),
+    "wrong version": ([GOOD[0], header(version=1), *GOOD[2:]], "protocol version 1; this side speaks 6"),
     "no version": ([GOOD[0], header(version=...), *GOOD[2:]], "protocol version None"),
     "empty request id": ([GOOD[0], header(request_id=""), *GOOD[2:]], "request_id"),
     "long request id": ([GOOD[0], header(request_id="x" * 129), *GOOD[2:]], "request_id"),

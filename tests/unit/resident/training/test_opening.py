@@ -15,7 +15,8 @@ from reference.lora import random_adapter, write_adapter
 
 from kt_runtime.errors import ConflictError
 from kt_runtime.resident.config import ResidentSettings
-from kt_runtime.resident.server import IDLE_BUDGET_SECONDS, Resident
+from kt_runtime.resident.pacing.budget import IDLE_SECONDS
+from kt_runtime.resident.server import Resident
 from kt_runtime.resident.training import checkpoint, opening
 from kt_runtime.resident.twin.lora import LoraModules
 from kt_runtime.wire.messages import (
@@ -189,7 +190,7 @@ def test_no_turn_is_longer_than_its_budget_and_one_layer_s_slice(
     )
     desk.longest = 0.0
     desk.ask(CloseSession, session="a")
-    assert IDLE_BUDGET_SECONDS < desk.longest <= 0.2 * of_layer + 1e-6
+    assert IDLE_SECONDS < desk.longest <= 0.2 * of_layer + 1e-6
 
 
 def test_while_one_is_read_others_are_served_and_its_own_requests_wait(

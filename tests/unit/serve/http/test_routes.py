@@ -22,7 +22,8 @@ from kt_runtime.resident.names import NamesChannel
 from kt_runtime.serve.http import adapters as adapters_module
 from kt_runtime.serve.http.adapters import Adapters, drop_adapter
 from kt_runtime.serve.http.names import NamesServer
-from kt_runtime.serve.http.routes import adapter_routes
+from kt_runtime.serve.http.routes import adapter_routes, settings_routes
+from kt_runtime.serve.http.settings import RunningSettings
 from kt_runtime.sglang_patch.frontend.registry import VersionedRegistry
 from kt_runtime.wire import codec, error_reply
 from kt_runtime.wire import messages as m
@@ -44,6 +45,7 @@ async def frontend(resident: Any, directory: Path) -> AsyncIterator[Frontend]:
         adapters = Adapters(calls, names, lambda: 3, "/the/adapters")
         app = FastAPI()
         app.include_router(adapter_routes(adapters))
+        app.include_router(settings_routes(RunningSettings(calls)))
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             yield Frontend(http=http, registry=registry, adapters=adapters)
@@ -267,5 +269,31 @@ def test_unloading_continues_although_the_resident_no_longer_knows_the_name(
             await front.adapters.load("a", str(private_directory))
             resident.adapters.clear()
             assert (await front.adapters.unload("a"))["name"] == "a" and front.registry.names() == {}
+
+    asyncio.run(scenario())
+
+
+def test_settings_are_shown_and_changed_and_a_bad_one_changes_nothing(resident: Any, private_directory: Path) -> None:
+    async def scenario() -> None:
+        async with frontend(resident, private_directory) as front:
+            stated = (await front.http.get("/kt/settings")).json()
+            assert stated == {
+                "tpot_target_ms": None,
+                "ttft_target_ms": None,
+                "train_share": 0.5,
+                "schedule": "slices",
+                "weights": {},
+            }
+            changes = {"tpot_target_ms": 40, "weights": {"s": 2}}
+            answer = await front.http.patch("/kt/settings", json=changes)
+            assert answer.json() == stated | {"tpot_target_ms": 40.0, "weights": {"s": 2.0}}
+            for body, status, message in [
+                ({"tpot_target": 1}, 404, "tpot_target_ms"),
+                ({"train_share": 0}, 400, "train_share 0"),
+                ([1], 400, "body"),
+            ]:
+                refused = await front.http.patch("/kt/settings", json=body)
+                assert refused.status_code == status and message in refused.json()["error"]["message"]
+            assert (await front.http.get("/kt/settings")).json() == answer.json()
 
     asyncio.run(scenario())

@@ -1,0 +1,133 @@
+"""The arithmetic of `bench interfere`: percentiles of requests' times, goodput, and the ratios that have a bar.
+
+Seconds in, milliseconds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kt_runtime.bench.interfere.plan import HALF
+from kt_runtime.resident.pacing.latencies import quantile
+
+IDLE, TRAINING, WHOLE_CALLS = "idle", "training", "whole_calls"
+PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+TPOT_FACTOR, TTFT_FACTOR = 1.2, 2.0
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Seconds on one clock. `sent`: when the request was to be sent. `events`: when each arrived, the tokens so far."""
+
+    sent: float
+    events: Sequence[tuple[float, int]]
+
+    @property
+    def first_token(self) -> float:
+        return self.events[0][0] - self.sent
+
+    @property
+    def per_token(self) -> float | None:
+        """Of the tokens after the first event; None if there are none."""
+        (first, before), (last, after) = self.events[0], self.events[-1]
+        return (last - first) / (after - before) if after > before else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Between events."""
+        return [later[0] - earlier[0] for earlier, later in zip(self.events, self.events[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Window:
+    """One load in one mode. `seconds`: of arrivals. `step_ends`: of training steps, on any clock. `busy_share`: of the
+    time until the last answer that the engine worked for requests."""
+
+    load: float
+    mode: str
+    rate_per_s: float
+    seconds: float
+    answers: Sequence[Answered]
+    busy_share: float
+    step_ends: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Targets:
+    tpot_ms: float
+    ttft_ms: float
+
+    def are_met(self, answer: Answered) -> bool:
+        per_token = answer.per_token
+        return 1e3 * answer.first_token <= self.ttft_ms and (per_token is None or 1e3 * per_token <= self.tpot_ms)
+
+
+def targets_of(idle: Window, tpot_ms: float | None, ttft_ms: float | None) -> Targets:
+    """The stated ones, or those that the server without training keeps with room: see `TPOT_FACTOR`, `TTFT_FACTOR`."""
+    return Targets(
+        tpot_ms if tpot_ms is not None else TPOT_FACTOR * percentiles(_per_token(idle))["p99"],
+        ttft_ms if ttft_ms is not None else TTFT_FACTOR * percentiles(_first_token(idle))["p99"],
+    )
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """In milliseconds, nearest rank."""
+    return {name: 1e3 * quantile(seconds, share) for name, share in PERCENTILES.items()}
+
+
+def _per_token(window: Window) -> list[float]:
+    return [each for answer in window.answers if (each := answer.per_token) is not None]
+
+
+def _first_token(window: Window) -> list[float]:
+    return [answer.first_token for answer in window.answers]
+
+
+def tokens_per_s(step_ends: Sequence[float], step_tokens: int) -> float | None:
+    """Between the first and the last end of a step; None with fewer than two."""
+    if len(step_ends) < 2:
+        return None
+    return step_tokens * (len(step_ends) - 1) / (step_ends[-1] - step_ends[0])
+
+
+def row_of(window: Window, targets: Targets, step_tokens: int, alone_tokens_per_s: float) -> dict[str, Any]:
+    trained = tokens_per_s(window.step_ends, step_tokens)
+    met = sum(targets.are_met(answer) for answer in window.answers)
+    gaps = [gap for answer in window.answers for gap in answer.gaps]
+    return {
+        "load": window.load,
+        "mode": window.mode,
+        "requests_per_s": window.rate_per_s,
+        "requests": len(window.answers),
+        "ttft_ms": percentiles(_first_token(window)),
+        "tpot_ms": percentiles(_per_token(window)),
+        "gap_ms": percentiles(gaps),
+        "busy_share": window.busy_share,
+        "goodput_per_s": met / window.seconds,
+        "met_share": met / len(window.answers),
+        "training_tokens_per_s": trained,
+        "training_share_of_alone": None if trained is None else trained / alone_tokens_per_s,
+    }
+
+
+def ratios(rows: Sequence[dict[str, Any]], seconds: float, alone: float, alone_with_targets: float) -> dict[str, Any]:
+    """The figures that have a bar, at half load. `alone`, `alone_with_targets`: tokens/s of training without requests,
+    without and with stated targets. None where a window has too few steps.
+
+    `left_over`: the load leaves the rest of the server's capacity. `training_kept`: training's speed beside serving, of
+    its speed alone times that. A goodput of plain time-sharing below one request counts as one request in the window of
+    `seconds`.
+    """
+    half = {row["mode"]: row for row in rows if row["load"] == HALF}
+    left_over = 1.0 - HALF
+    trained = half[TRAINING]["training_tokens_per_s"]
+    plain = max(half[WHOLE_CALLS]["goodput_per_s"], 1.0 / seconds)
+    return {
+        "p99_tpot_ratio": half[TRAINING]["tpot_ms"]["p99"] / half[IDLE]["tpot_ms"]["p99"],
+        "training_kept": None if trained is None else trained / (alone * left_over),
+        "training_alone_share": alone_with_targets / alone,
+        "goodput_ratio": half[TRAINING]["goodput_per_s"] / plain,
+        "left_over": left_over,
+    }

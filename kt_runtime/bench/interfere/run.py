@@ -1,0 +1,136 @@
+"""The whole run, and the JSON that docs/bench.md describes."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kt_runtime import __version__
+from kt_runtime.bench.interfere import load
+from kt_runtime.bench.interfere.figures import (
+    IDLE,
+    TRAINING,
+    WHOLE_CALLS,
+    Targets,
+    Window,
+    ratios,
+    row_of,
+    targets_of,
+    tokens_per_s,
+)
+from kt_runtime.bench.interfere.plan import ANSWER_RANGE, HALF, PROMPT_RANGE, Plan, burst, poisson
+from kt_runtime.bench.interfere.trainer import training
+from kt_runtime.bench.train.model import checkpoint, faster_dtype, vocabulary
+from kt_runtime.bench.train.plan import Plan as TrainPlan
+from kt_runtime.cli.connection import ServerAPI
+from kt_runtime.cli.interrupts import uninterrupted
+from kt_runtime.cli.machine import cpu_facts
+from kt_runtime.cli.server_process import server
+
+TIMEOUT_S = 900.0
+LEAST_STEPS = 3
+NO_TARGETS = {"tpot_target_ms": None, "ttft_target_ms": None, "schedule": "slices"}
+
+
+def run(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+    with uninterrupted() as acting, tempfile.TemporaryDirectory(prefix="kt-runtime-bench-") as root, acting():
+        directory = Path(root)
+        say(f"the checkpoint of {plan.model}")
+        model = checkpoint(TrainPlan(model=plan.model, layers=plan.layers), directory)
+        dtype = plan.dtype or faster_dtype()
+        say(f"starting a server in {dtype}")
+        with server(str(model), _options(plan, dtype, directory), directory / "server.log") as api:
+            found = _Bench(plan, api, vocabulary(model), say).result()
+    cpu = cpu_facts()
+    machine = {"cpu": cpu["model"], "processors": cpu["usable_processors"], "kt_runtime": __version__}
+    return {"machine": machine, "interfere": plan.facts() | {"dtype": dtype}} | found
+
+
+def _options(plan: Plan, dtype: str, directory: Path) -> list[str]:
+    longest = PROMPT_RANGE[1] + ANSWER_RANGE[1] + 64
+    options = ["--dtype", dtype, "--context-tokens", str(plan.context_tokens), "--max-lora-rank", str(plan.rank)]
+    options += ["--max-total-tokens", str(plan.concurrency * longest), "--lora-slots", "2"]
+    options += ["--max-running-requests", str(plan.concurrency), "--train-share", str(plan.train_share)]
+    return [*options, "--adapter-dir", str(directory / "adapters")]
+
+
+class _Bench:
+    """The measurements on a running server, in an order in which each has what it needs of those before."""
+
+    def __init__(self, plan: Plan, api: ServerAPI, vocabulary: int, say: Callable[[str], None]) -> None:
+        self._plan, self._api, self._vocabulary, self._say = plan, api, vocabulary, say
+        self._step_tokens = plan.sequences * plan.tokens
+
+    def result(self) -> dict[str, Any]:
+        plan = self._plan
+        capacity = self._capacity()
+        self._settings(NO_TARGETS)
+        windows = [self._window(load_, IDLE, capacity) for load_ in plan.all_loads]
+        targets = targets_of(windows[0], plan.tpot_target_ms, plan.ttft_target_ms)
+        self._say(f"targets: {targets.tpot_ms:.1f} ms per output token, {targets.ttft_ms:.0f} ms to the first")
+        alone = self._alone("without targets")
+        self._settings({"tpot_target_ms": targets.tpot_ms, "ttft_target_ms": targets.ttft_ms})
+        with_targets = self._alone("with targets")
+        windows += [self._window(load_, TRAINING, capacity) for load_ in plan.all_loads]
+        self._settings(NO_TARGETS | {"schedule": "whole_calls", "train_share": 0.5})
+        windows.append(self._window(HALF, WHOLE_CALLS, capacity))
+        return self._figures(windows, targets, capacity, alone, with_targets)
+
+    def _figures(
+        self, windows: list[Window], targets: Targets, capacity: float, alone: float, with_targets: float
+    ) -> dict[str, Any]:
+        rows = [row_of(window, targets, self._step_tokens, alone) for window in windows]
+        return ratios(rows, self._plan.seconds, alone, with_targets) | {
+            "capacity_requests_per_s": capacity,
+            "tpot_target_ms": targets.tpot_ms,
+            "ttft_target_ms": targets.ttft_ms,
+            "training_alone_tokens_per_s": alone,
+            "rows": rows,
+        }
+
+    def _settings(self, changes: dict[str, Any]) -> None:
+        self._api.patch("/kt/settings", changes)
+
+    def _capacity(self) -> float:
+        """Requests a second where there are always some waiting: the first burst warms up."""
+        requests = burst(self._plan, self._vocabulary)
+        load.answers(self._api.url, requests[: max(1, len(requests) // 6)], TIMEOUT_S)
+        began = time.perf_counter()
+        load.answers(self._api.url, requests, TIMEOUT_S)
+        rate = len(requests) / (time.perf_counter() - began)
+        self._say(f"capacity: {rate:.2f} requests/s")
+        return rate
+
+    def _alone(self, how: str) -> float:
+        with training(self._api, self._plan, self._vocabulary) as trainer:
+            time.sleep(self._plan.alone_seconds)
+            trainer.wait_for_steps(LEAST_STEPS)
+            rate = tokens_per_s(trainer.ends, self._step_tokens)
+        assert rate is not None
+        self._say(f"training alone, {how}: {rate:.0f} tokens/s")
+        return rate
+
+    def _window(self, load_: float, mode: str, capacity: float) -> Window:
+        seconds, rate = self._plan.seconds_of(load_), load_ * capacity
+        requests = poisson(self._plan, rate, seconds, self._vocabulary)
+        before, began = self._serving_seconds(), time.perf_counter()
+        ends: list[float] = []
+        if mode == IDLE:
+            found = load.answers(self._api.url, requests, TIMEOUT_S)
+        else:
+            with training(self._api, self._plan, self._vocabulary) as trainer:
+                before, began = self._serving_seconds(), time.perf_counter()
+                found = load.answers(self._api.url, requests, TIMEOUT_S)
+                last = time.perf_counter()
+                ends = [end for end in trainer.ends if began <= end <= last]
+        last = max(answer.events[-1][0] for answer in found)
+        busy = (self._serving_seconds() - before) / (last - began)
+        window = Window(load_, mode, rate, seconds, found, min(1.0, busy), ends)
+        self._say(f"load {load_:g}, {mode}: {len(found)} requests, engine busy with them {100 * busy:.0f} %")
+        return window
+
+    def _serving_seconds(self) -> float:
+        return float(self._api.get("/kt/status")["training_turns"]["serving_s"])

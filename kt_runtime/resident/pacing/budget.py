@@ -1,0 +1,126 @@
+"""What the targets leave for training: the time of the turn between two of the engine's batches.
+
+**Between decode steps.** A request's time per output token (TPOT) is the mean over its tokens. After n tokens, the next
+one is in time until n targets after the first. What remains of that when the decode step is done is the request's
+slack; training gets the least slack of all decoding requests. So each keeps the target by itself, whatever single turns
+took: a slice that was longer than expected, or a prompt between two steps, is paid back before training goes on.
+
+A turn gets at most `MOST_STEPS` targets: a request would see the rest in one long pause. A slice that can't be cut and
+needs longer runs when all requests have that much slack.
+
+**Prefill goes first.** While a request waits for its first token, there is no training.
+
+**Idle.** Without requests, training has all of the time, in turns that are short beside the target for the first token
+(TTFT): a request that arrives waits for the rest of a turn.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kt_runtime.resident.pacing.estimates import Estimates
+from kt_runtime.wire.settings import Settings
+
+SERVING_SECONDS = 0.01
+"""Budget of a turn between batches if no target is stated."""
+IDLE_SECONDS = 0.05
+"""Budget of a turn while nothing is served: how long training may delay a request."""
+SHARE_OF_FIRST_TOKEN = 0.25
+"""Of the target for the first token, at most this share is an idle turn's, and that of a slice without requests: a cut
+costs training time."""
+MARGIN = 0.95
+"""The budgets are for this share of the target, since the time between engine and client belongs to it too."""
+MOST_STEPS = 2
+STEP = "decode step"
+
+
+@dataclass(frozen=True)
+class Load:
+    """The engine's requests. `decoding`: of each that gets a token from the next decode step, the seconds since its
+    first token, and its tokens so far. `waiting`: the number of those without a first token, queued or with a part of
+    their prompt computed. `is_serving`: there is any request."""
+
+    decoding: tuple[tuple[float, int], ...]
+    waiting: int
+    is_serving: bool
+
+
+IDLE = Load((), 0, False)
+
+
+@dataclass(frozen=True)
+class TurnBudget:
+    """`seconds`: of slices in this turn. `cuts`: slices are cut to fit. `longest`: seconds that the turn's first slice
+    may take before it is cut, if more than `seconds`. `at_least_one`: one runs even if it does not fit. `whole_call`:
+    slices run until a call has ended, however long it takes."""
+
+    seconds: float
+    cuts: bool = False
+    at_least_one: bool = True
+    whole_call: bool = False
+    longest: float = 0.0
+
+
+NOTHING = TurnBudget(0.0, cuts=True, at_least_one=False)
+
+
+class Budget:
+    """`clock`: monotonic seconds. `settings` may change at any time, for the next turn."""
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        self.settings, self._clock = settings, clock
+        self._before, self._began, self._trained = IDLE, clock(), 0.0
+        self._steps = Estimates()
+        self.latest = NOTHING
+        self.serving_seconds = 0.0
+        """Of the engine's work for requests, since the start: turns with any, without what training took of them."""
+
+    def ran(self, seconds: float) -> None:
+        """Slices of the present turn have taken so long."""
+        self._trained += seconds
+
+    def turn(self, load: Load) -> TurnBudget:
+        """The budget of the turn that begins now. Call once per turn: it learns from the turn before."""
+        now = self._clock()
+        self._learn(max(0.0, now - self._began - self._trained), load)
+        self._before, self._began, self._trained = load, now, 0.0
+        self.latest = self._budget(load)
+        return self.latest
+
+    def _learn(self, served: float, load: Load) -> None:
+        """`served`: seconds of the turn before, without training."""
+        before = self._before
+        if before.is_serving:
+            self.serving_seconds += served
+        if before.decoding and load.decoding and not before.waiting:  # no prompt was computed
+            self._steps.learn(STEP, len(before.decoding), served)
+
+    def _budget(self, load: Load) -> TurnBudget:
+        if self.settings.schedule == "whole_calls":
+            return TurnBudget(math.inf, whole_call=True)
+        if not load.is_serving:
+            return self._idle()
+        if load.waiting and self.settings.has_target:
+            return NOTHING
+        if self.settings.tpot_target_ms is None or not load.decoding:
+            return TurnBudget(SERVING_SECONDS, cuts=self.settings.has_target)
+        target = MARGIN * self.settings.tpot_target_ms / 1000
+        slack = min(target * tokens - age for age, tokens in load.decoding) - self._step(len(load.decoding))
+        if slack <= 0:
+            return NOTHING
+        most = MOST_STEPS * target
+        return TurnBudget(min(slack, most), cuts=True, at_least_one=slack >= most)
+
+    def _step(self, num_requests: int) -> float:
+        """Seconds of the next decode step; 0 before the first one."""
+        expected = self._steps(STEP, num_requests)
+        return 0.0 if math.isinf(expected) else expected
+
+    def _idle(self) -> TurnBudget:
+        if self.settings.ttft_target_ms is None:
+            return TurnBudget(IDLE_SECONDS)
+        longest = SHARE_OF_FIRST_TOKEN * self.settings.ttft_target_ms / 1000
+        return TurnBudget(min(IDLE_SECONDS, longest), cuts=True, longest=longest)

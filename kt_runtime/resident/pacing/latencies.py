@@ -1,0 +1,61 @@
+"""The times to first token and per output token that the engine has measured lately, and training's share of time."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+KEPT = 1024
+"""The latest requests whose times count."""
+WINDOW_SECONDS = 30.0
+"""Training's share of time is of about so many seconds."""
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed (nearest rank); 0 without values."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-int(share * 1e6) * len(ordered) // 10**6) - 1)] if ordered else 0.0
+
+
+class Latencies:
+    """Seconds from a request's arrival at the engine to its first token (TTFT), and between its later tokens on average
+    (TPOT). Of finished requests only."""
+
+    def __init__(self) -> None:
+        self.first_token: deque[float] = deque(maxlen=KEPT)
+        self.per_token: deque[float] = deque(maxlen=KEPT)
+
+    def add(self, arrived: float, first: float, last: float, num_tokens: int) -> None:
+        """Times of one clock. Ignores a request without a token, or without a known arrival (0)."""
+        if num_tokens >= 1 and 0 < arrived <= first <= last:
+            self.first_token.append(first - arrived)
+            if num_tokens >= 2:
+                self.per_token.append((last - first) / (num_tokens - 1))
+
+
+class ShareOfTime:
+    """Which share of the latest seconds training's slices took."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since, self._seconds = clock(), 0.0
+        self.total_seconds = 0.0
+        self._last = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._roll()
+        self._seconds += seconds
+        self.total_seconds += seconds
+
+    def __call__(self) -> float:
+        self._roll()
+        length = self._clock() - self._since
+        weight = min(1.0, length / WINDOW_SECONDS)
+        current = self._seconds / length if length > 0 else 0.0
+        return min(1.0, weight * current + (1 - weight) * self._last if self._last else current)
+
+    def _roll(self) -> None:
+        length = self._clock() - self._since
+        if length >= WINDOW_SECONDS:
+            self._last, self._seconds, self._since = self._seconds / length, 0.0, self._clock()

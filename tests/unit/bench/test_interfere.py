@@ -1,0 +1,168 @@
+"""The load of `bench interfere`, and its figures."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kt_runtime.bench.interfere.figures import (
+    IDLE,
+    TPOT_FACTOR,
+    TRAINING,
+    TTFT_FACTOR,
+    WHOLE_CALLS,
+    Answered,
+    Targets,
+    Window,
+    percentiles,
+    ratios,
+    row_of,
+    targets_of,
+    tokens_per_s,
+)
+from kt_runtime.bench.interfere.plan import (
+    ANSWER_MEDIAN,
+    ANSWER_RANGE,
+    HALF,
+    PROMPT_MEDIAN,
+    PROMPT_RANGE,
+    Plan,
+    burst,
+    poisson,
+)
+from kt_runtime.bench.interfere.report import print_report
+from kt_runtime.bench.page.report import measurement_of, parse_report
+from kt_runtime.errors import InvalidValueError, UnknownNameError
+
+SECONDS = 40.0
+
+
+def answered(first: float, per_token: float, tokens: int = 11, sent: float = 5.0) -> Answered:
+    return Answered(sent, [(sent + first + index * per_token, 1 + index) for index in range(tokens)])
+
+
+def window(mode: str, times: list[tuple[float, float]], load: float = HALF, ends: tuple[float, ...] = ()) -> Window:
+    return Window(load, mode, 2.0, SECONDS, [answered(*each) for each in times], 0.8, ends)
+
+
+def test_arrivals_are_poisson_and_only_their_gaps_depend_on_the_rate() -> None:
+    slow, fast = (poisson(Plan(), rate, 2000 / rate, 700) for rate in (1.0, 10.0))
+    gaps = np.diff([request.at_s for request in slow])
+    assert len(slow) == pytest.approx(2000, rel=0.1)
+    assert gaps.mean() == pytest.approx(1.0, rel=0.1) and gaps.std() == pytest.approx(gaps.mean(), rel=0.15)
+    assert [(one.prompt, one.new_tokens) for one in slow] == [(one.prompt, one.new_tokens) for one in fast]
+    assert [one.at_s for one in slow[:9]] == pytest.approx([10 * one.at_s for one in fast[:9]])
+    assert [one.prompt for one in poisson(Plan(seed=1), 1.0, 5.0, 700)] != [one.prompt for one in slow[:5]]
+
+
+def test_there_is_at_least_one_request_and_a_burst_comes_at_once() -> None:
+    assert len(poisson(Plan(), 1e-6, 2.0, 700)) == 1
+    assert {request.at_s for request in burst(Plan(burst=7), 700)} == {0.0} and len(burst(Plan(burst=7), 700)) == 7
+
+
+def test_lengths_are_log_normal_and_cut_off() -> None:
+    requests = poisson(Plan(), 1.0, 3000.0, 700)
+    prompts, answers = [len(each.prompt) for each in requests], [each.new_tokens for each in requests]
+    for lengths, median, allowed in ((prompts, PROMPT_MEDIAN, PROMPT_RANGE), (answers, ANSWER_MEDIAN, ANSWER_RANGE)):
+        assert np.median(lengths) == pytest.approx(median, rel=0.1)
+        assert min(lengths) >= allowed[0] and max(lengths) == allowed[1]
+    assert all(3 <= token < 700 for each in requests for token in each.prompt)
+
+
+def test_a_request_s_times_are_to_its_first_token_and_per_later_token() -> None:
+    answer = Answered(5.0, [(5.5, 1), (5.7, 3), (6.5, 11)])
+    assert answer.first_token == 0.5 and answer.per_token == pytest.approx(0.1)
+    assert answer.gaps == [pytest.approx(0.2), pytest.approx(0.8)]
+    assert Answered(5.0, [(5.5, 1)]).per_token is None
+
+
+def test_percentiles_are_measured_values_in_milliseconds() -> None:
+    assert percentiles([each / 1000 for each in range(1, 101)]) == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
+
+
+def test_training_s_rate_is_between_ends_of_steps() -> None:
+    assert tokens_per_s([10.0, 12.0, 14.0, 18.0], 100) == pytest.approx(37.5)
+    assert tokens_per_s([10.0], 100) is None
+
+
+def test_targets_are_stated_or_follow_from_the_server_without_training() -> None:
+    idle = window(IDLE, [(0.1, 0.010), (0.3, 0.020)])
+    assert targets_of(idle, 7.0, 8.0) == Targets(7.0, 8.0)
+    found = targets_of(idle, None, None)
+    assert found.tpot_ms == pytest.approx(TPOT_FACTOR * 20) and found.ttft_ms == pytest.approx(TTFT_FACTOR * 300)
+
+
+def rows() -> list[dict[str, Any]]:
+    """Targets: 25 ms and 600 ms; steps of 1000 tokens; 500 tokens/s alone."""
+    windows = [
+        window(IDLE, [(0.1, 0.010), (0.3, 0.020)]),
+        window(TRAINING, [(0.2, 0.020), (0.4, 0.024), (0.4, 0.024), (0.7, 0.010)], ends=(1.0, 6.0, 11.0)),
+        window(WHOLE_CALLS, [(2.0, 0.010), (0.3, 0.5), (0.5, 0.024)]),
+    ]
+    return [row_of(each, Targets(25.0, 600.0), 1000, 500.0) for each in windows]
+
+
+def test_a_row_counts_the_requests_within_both_targets() -> None:
+    idle, training, whole = rows()
+    assert (idle["met_share"], training["met_share"], whole["met_share"]) == (1.0, 0.75, pytest.approx(1 / 3))
+    assert training["goodput_per_s"] == pytest.approx(3 / SECONDS)
+    assert training["training_tokens_per_s"] == pytest.approx(200) and idle["training_tokens_per_s"] is None
+    assert training["training_share_of_alone"] == pytest.approx(0.4)
+
+
+def test_ratios_are_those_at_half_load() -> None:
+    other = row_of(window(TRAINING, [(9.0, 9.0)], load=0.25), Targets(25.0, 600.0), 1000, 500.0)
+    found = ratios([*rows(), other], SECONDS, 500.0, 480.0)
+    assert found["p99_tpot_ratio"] == pytest.approx(24 / 20)
+    assert found["training_kept"] == pytest.approx(200 / (500 * 0.5)) and found["left_over"] == 0.5
+    assert found["training_alone_share"] == pytest.approx(0.96)
+    assert found["goodput_ratio"] == pytest.approx(3.0)
+
+
+def test_a_plain_goodput_of_nothing_counts_as_one_request() -> None:
+    made = rows()
+    made[2]["goodput_per_s"] = 0.0
+    made[1]["training_tokens_per_s"] = None
+    found = ratios(made, SECONDS, 500.0, 480.0)
+    assert found["goodput_ratio"] == pytest.approx(3.0) and found["training_kept"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"burst": 0}, "--burst is 0"),
+        ({"seconds": 0.5}, "--seconds is 0.5"),
+        ({"loads": (0.5, 3.0)}, "--load is 3"),
+        ({"tpot_target_ms": -1.0}, "--tpot-target-ms -1"),
+        ({"train_share": 0.0}, "--train-share 0"),
+        ({"tokens": 1}, "each token is to predict the next"),
+    ],
+)
+def test_a_senseless_size_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        Plan(**fields)
+
+
+def test_an_unknown_dtype_is_refused_and_half_load_is_always_measured_first() -> None:
+    with pytest.raises(UnknownNameError, match="int8"):
+        Plan(dtype="int8")
+    assert Plan(loads=(0.75, 0.25)).all_loads == [0.5, 0.25, 0.75]
+    assert Plan(seconds=30).seconds_of(0.25) == 15
+
+
+def test_a_report_becomes_a_measurement_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    report: dict[str, Any] = {"machine": {"cpu": "a CPU", "processors": 2, "kt_runtime": "0"}}
+    report |= {"interfere": Plan().facts() | {"dtype": "bfloat16"}, "rows": rows()}
+    report |= ratios(rows(), SECONDS, 500.0, 480.0) | {"training_alone_tokens_per_s": 500.0}
+    report |= {"capacity_requests_per_s": 4.0, "tpot_target_ms": 25.0, "ttft_target_ms": 600.0}
+    origin = {"title": "t", "date": "2026-11-24", "machine": "m", "hardware": "h", "command": "c", "commit": "abc"}
+    made = measurement_of(parse_report(json.dumps(report).encode(), "report"), **origin)
+    found = {single.what: single.value for single in made.figures}
+    assert made.kind == "interfere" and str(found["training at half load, of what is left over"]) == "0.8000"
+    assert len(made.tables[0].rows) == 3
+    print_report(report)
+    shown = capsys.readouterr().out
+    assert "1.20 times" in shown and "80 %" in shown and "96 %" in shown

@@ -1,0 +1,112 @@
+"""What training's turns read of SGLang's scheduler; that SGLang calls us at all is in tests/system."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kt_runtime.resident.pacing.budget import IDLE, Load
+from kt_runtime.resident.pacing.latencies import Latencies
+from kt_runtime.sglang_patch import latencies
+from kt_runtime.sglang_patch.host import SGLangHost
+from kt_runtime.sglang_patch.turn_metrics import TurnMetrics
+from kt_runtime.sglang_patch.warm_up import RID_PREFIX
+from kt_runtime.wire.settings import Settings
+from kt_runtime.wire.status import TrainingTurns
+
+
+class Request(SimpleNamespace):
+    def finished(self) -> bool:
+        return bool(self.is_finished)
+
+
+def request(rid: str = "r") -> Request:
+    arrived = time.perf_counter() - 0.5
+    return Request(rid=rid, output_ids=[], is_finished=False, time_stats=SimpleNamespace(wait_queue_entry_time=arrived))
+
+
+def batch(*requests: Request, is_extend: bool = False, is_full: bool = False) -> SimpleNamespace:
+    forward_mode = SimpleNamespace(is_extend=lambda: is_extend)
+    return SimpleNamespace(reqs=list(requests), batch_is_full=is_full, forward_mode=forward_mode)
+
+
+def decoding(num_tokens: int = 3, *, is_finished: bool = False) -> Request:
+    made = request()
+    made.output_ids, made.is_finished = [5] * num_tokens, is_finished
+    made.kt_first_token_time = time.perf_counter() - 0.25
+    return made
+
+
+def load(**scheduler: Any) -> Load:
+    host = object.__new__(SGLangHost)
+    fields: dict[str, Any] = {"waiting_queue": [], "chunked_req": None, "last_batch": None}
+    host._scheduler = SimpleNamespace(**({"is_fully_idle": lambda: False} | fields | scheduler))
+    return host.load()
+
+
+def test_what_has_its_first_token_decodes_and_what_has_none_waits() -> None:
+    running = batch(decoding(3), decoding(9), decoding(is_finished=True))
+    found = load(running_batch=running, last_batch=running)
+    assert [tokens for _, tokens in found.decoding] == [3, 9] and found.waiting == 0 and found.is_serving
+    assert all(0.25 <= age < 60 for age, _ in found.decoding)
+    assert len(load(running_batch=running, last_batch=batch(decoding(1), is_extend=True)).decoding) == 3
+    assert load(running_batch=running, waiting_queue=[1, 2]).waiting == 2
+    in_chunks = request()
+    found = load(running_batch=running, last_batch=batch(in_chunks, is_extend=True), chunked_req=in_chunks)
+    assert (len(found.decoding), found.waiting) == (2, 1)
+    assert load(running_batch=batch(), is_fully_idle=lambda: True) == IDLE
+
+
+def test_what_finds_no_place_among_the_running_requests_does_not_hold_training_up() -> None:
+    assert load(running_batch=batch(decoding(), is_full=True), waiting_queue=[1, 2]).waiting == 0
+
+
+def test_a_request_is_measured_once_when_it_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Latencies()
+    monkeypatch.setattr(latencies, "measured", measured)
+    ours, warming, checking = request(), request(f"{RID_PREFIX}1"), request("HEALTH_CHECK_1")
+    of_all = SimpleNamespace(reqs=[ours, warming, checking])
+    latencies._note(None, None, of_all)  # a chunk of the prompt: no token yet
+    for count in (1, 2, 3):
+        for each in of_all.reqs:
+            each.output_ids.append(count)
+            each.is_finished = count == 3
+        latencies._note(None, None, of_all)
+        assert len(measured.first_token) == (count == 3)
+    latencies._note(None, None, of_all)
+    (first,), (per_token,) = measured.first_token, measured.per_token
+    assert 0.5 <= first < 60 and 0 <= per_token < 60
+
+
+def test_metrics_show_targets_times_and_the_budget() -> None:
+    registry = CollectorRegistry()
+    metrics, turns = (
+        TurnMetrics(registry),
+        TrainingTurns(
+            settings=Settings(tpot_target_ms=40.0),
+            tpot_p50_ms=20.0,
+            tpot_p95_ms=30.0,
+            ttft_p50_ms=100.0,
+            ttft_p95_ms=200.0,
+            num_requests=7,
+            share_used=0.25,
+            serving_s=3.0,
+            training_s=4.0,
+            budget_ms=None,
+            slices=100,
+            parts=50,
+        ),
+    )
+    metrics.publish(turns)
+    metrics.publish(turns)
+    found = {sample.name: sample.value for metric in registry.collect() for sample in metric.samples}
+    assert found["kt_runtime:training_tpot_target_ms"] == 40.0
+    assert found["kt_runtime:training_ttft_target_ms"] == 0.0
+    assert found["kt_runtime:training_tpot_p95_ms"] == 30.0
+    assert found["kt_runtime:training_budget_ms"] == -1.0
+    assert found["kt_runtime:training_parts"] == 50.0
+    assert metrics.is_due and not metrics.is_due
