@@ -115,7 +115,7 @@ check-native: test-threads test-sanitize
 # Whole folders, so that no test is forgotten: those that start servers, compile, or run for minutes. Of cases that show
 # the same, few (docs/testing.md).
 SLOW := unit/csrc system device gpu
-# The tests' files, 0.8 GiB, lie in memory where there is room for many times that: thousands of fsync wait for no disk.
+# The files that tests write, over 1 GiB, lie in memory where there is room for them: thousands of fsync wait for no disk.
 FILES_KIB := 4194304
 test-quick: $(VENV)/installed
 	@echo "left out: $(SLOW:%=tests/%) (make test runs them)"
