@@ -115,9 +115,16 @@ check-native: test-threads test-sanitize
 # Whole folders, so that no test is forgotten: those that start servers, compile, or run for minutes. Of cases that show
 # the same, few (docs/testing.md).
 SLOW := unit/csrc system device gpu
+# The files that tests write, over 1 GiB, lie in memory where there is room for them: thousands of fsync wait for no disk.
+FILES_KIB := 4194304
 test-quick: $(VENV)/installed
 	@echo "left out: $(SLOW:%=tests/%) (make test runs them)"
-	TEST_CASES=$${TEST_CASES:-few} $(BIN)/pytest $(IN_PARALLEL) $(SLOW:%=--ignore=tests/%) $(PYTEST_ARGS)
+	@free=$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 { print $$4 }'); \
+	if [ -w /dev/shm ] && [ "$${free:-0}" -ge $(FILES_KIB) ]; then in=/dev/shm; else in=$${TMPDIR:-/tmp}; fi; \
+	files=$$(mktemp -d "$$in/kt-runtime-tests-XXXXXX") || exit 2; \
+	trap 'rm -rf "$$files"' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM; \
+	echo "files of the tests: in $$in"; \
+	TEST_CASES=$${TEST_CASES:-few} $(BIN)/pytest $(IN_PARALLEL) --basetemp="$$files/tests" $(SLOW:%=--ignore=tests/%) $(PYTEST_ARGS)
 
 check: $(VENV)/check-installed
 	$(BIN)/ruff check .

@@ -15,3 +15,8 @@ if CHOICE not in CHOICES:
 def choose(*, few: T, usual: T, every: T) -> T:
     """The one that the environment asks for."""
     return dict(zip(CHOICES, (few, usual, every), strict=True))[CHOICE]
+
+
+def examples(usual: int) -> int:
+    """Of a property that names its number: `few` is a quarter of it, at least ten; `all` is ten times as many."""
+    return choose(few=max(usual // 4, min(usual, 10)), usual=usual, every=10 * usual)

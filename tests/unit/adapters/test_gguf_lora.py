@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference.cases import examples
 
 from kt_runtime.adapters import (
     AdapterTensors,
@@ -75,7 +76,7 @@ def make(tmp_path: Path) -> Callable[..., Path]:
     return make_file
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_peft_to_gguf_to_peft_is_exact(
     data: st.DataObject, model: Any, tmp_path_factory: pytest.TempPathFactory
@@ -279,7 +280,7 @@ def test_the_ending_of_the_name_decides_what_is_read(tmp_path: Path, qwen: Any) 
         assert content_hash(read_adapter(path, qwen.family, qwen.config, 8)) == content_hash(adapter)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_file_is_refused_or_read_but_never_crashes(
     data: st.DataObject, make: Any, tmp_path: Path, qwen: Any

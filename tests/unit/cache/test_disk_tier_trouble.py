@@ -25,6 +25,7 @@ from reference.cache.files import (
     payload_of,
 )
 from reference.cache.tiers import ROOT, SIZE, eventually, keys, present, settings, stopped_lines, write
+from reference.cases import examples
 
 from kt_runtime.cache.disk_tier import DiskTier, DiskTierSettings
 from kt_runtime.cache.health import Counters, Health, Use
@@ -397,7 +398,7 @@ def test_a_disk_that_fails_again_and_again_is_tried_less_and_less(
 OPERATIONS = ["write", "read", "look_up", "flush", "fail", "hang", "remove", "heal", "reopen", "cut"]
 
 
-@settings_of_hypothesis(max_examples=30, deadline=None)
+@settings_of_hypothesis(max_examples=examples(30), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 9)), max_size=40))
 def test_whatever_happens_nothing_is_raised_and_no_page_is_wrong(operations: list[tuple[str, int]]) -> None:
     files = FaultyFiles()

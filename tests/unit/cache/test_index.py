@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.cache.files import FaultyFiles
+from reference.cases import examples
 
 from kt_runtime.cache.format import FILE_HEADER_BYTES
 from kt_runtime.cache.index import DROP, PUT, USE, Catalog, Change, IndexLog, parts
@@ -36,7 +37,7 @@ def put(catalog: Catalog, record: bytes, slot_bytes: int = SLOT) -> bool:
     return True
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["put", "touch", "drop"]), st.integers(0, 14)), max_size=120))
 def test_what_goes_is_what_was_used_least_recently(operations: list[tuple[str, int]]) -> None:
     catalog, model = Catalog(QUOTA), list[bytes]()

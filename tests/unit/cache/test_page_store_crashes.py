@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.cache.files import Crash, Fail, FaultyFiles
 from reference.cache.stores import QUOTA, ROOT, open_store, present, write
+from reference.cases import examples
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.integers(0, 60), st.booleans(), st.booleans())
 def test_a_kill_at_any_write_loses_at_most_what_was_in_flight(write_number: int, power: bool, torn: bool) -> None:
     files = FaultyFiles()
@@ -52,7 +53,7 @@ def test_a_kill_at_any_write_loses_at_most_what_was_in_flight(write_number: int,
     assert files.used_bytes(ROOT) <= QUOTA
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 200))
 def test_a_kill_while_slots_are_used_again_never_gives_a_wrong_page(write_number: int) -> None:
     files = FaultyFiles()

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import moe
-from reference.cases import choose
+from reference.cases import choose, examples
 from reference.expert_problems import Lora, Problem, assert_close, build_layer, present, random_problem, tensors_of
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from kt_runtime.experts import ExpertLayer, LoraSlot, available_isas
 
 EDGES = st.sampled_from([1, 2, 15, 16, 17, 31, 32, 33, 47, 65])
 Change = Callable[[dict[str, Any]], None]
-SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=examples(40), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @st.composite

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference.cases import examples
 
 from kt_runtime.errors import InvalidValueError, NotFoundError, UserError
 from kt_runtime.train.recipe import Recipe, read_recipe
@@ -370,7 +371,7 @@ _VALUES = st.recursive(
     _SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
 )
 _KEYS = st.sampled_from(sorted(KNOWN)) | st.text(max_size=12)
-_FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_FUZZ = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @_FUZZ

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.cases import examples
 
 from kt_runtime.errors import InvalidValueError, ProtocolError
 from kt_runtime.wire import codec, messages
@@ -151,7 +152,7 @@ def test_random_frames_are_a_protocol_error(frames: list[bytes]) -> None:
         codec.decode_reply(frames)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.data())
 def test_damaged_frames_are_a_protocol_error_or_a_valid_message(data: st.DataObject) -> None:
     message = data.draw(st.sampled_from(REQUESTS))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from reference.cases import examples
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts.gpu.hot.placement import Move, Placement, Policy, slots_by_layer
@@ -146,7 +147,7 @@ class Device:
 LAYERS = st.dictionaries(st.integers(0, 9), st.integers(0, E), min_size=1, max_size=4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data(), slots=LAYERS, margin=st.floats(1, 4), least=st.floats(0, 5))
 def test_slots_and_table_agree_whatever_is_counted(
     data: st.DataObject, slots: dict[int, int], margin: float, least: float

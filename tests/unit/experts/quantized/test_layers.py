@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import moe
+from reference.cases import examples
 from reference.drawn import drawn
 from reference.expert_problems import random_problem, tensors_of
 from reference.moe import ReferenceExperts
@@ -28,7 +29,7 @@ INTEGER_ACTIVATIONS = 0.02  # of the layer's output, for large layers; a few row
 SMALL_LAYER = 2.5
 BF16_ACTIVATIONS = 2.0**-7
 OpenLayer = Callable[..., tuple[ExpertLayer, ReferenceExperts]]
-SETTINGS = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 DISTINCT = [
     "bf16",
     "fp8",

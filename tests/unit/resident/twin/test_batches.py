@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.cases import examples
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.resident.twin.batches import Branch, TrainingBatch, split
@@ -70,7 +71,7 @@ def joined(*batches: TrainingBatch) -> TrainingBatch:
     return TrainingBatch(lengths, *(np.concatenate([getattr(batch, name) for batch in batches]) for name in names))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5),
     max_tokens=st.integers(1, 60),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference.cases import examples
 
 from kt_runtime.errors import InvalidValueError, NotFoundError, UserError
 from kt_runtime.serve.memory import placement_names as known
@@ -244,7 +245,7 @@ _TREES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rules=st.lists(st.fixed_dictionaries({"match": _TREES, "replace": _TREES}) | _TREES, max_size=3) | st.binary())
 def test_any_file_ends_in_a_placement_or_a_user_error(tmp_path: Path, modules: list[str], rules: object) -> None:
     import yaml

@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference.cases import examples
 
 from kt_runtime.errors import InvalidValueError, UserError
 from kt_runtime.train.data import read_datasets
@@ -99,7 +100,7 @@ def test_tables_are_read_by_row(datasets: Any, name: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["d.parquet", "d.arrow"])
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(changes=st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=3))
 def test_a_damaged_table_gives_rows_or_a_users_error(tmp_path: Path, name: str, changes: Any) -> None:
     write_table(tmp_path / name, [{"instruction": "q", "output": "a", "history": [["x", "y"]]}] * 3)
@@ -158,7 +159,7 @@ JSON_LIKE = st.recursive(
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     data=st.binary(max_size=60) | st.text(max_size=60).map(str.encode) | JSON_LIKE.map(lambda v: json.dumps(v).encode())
 )
@@ -173,7 +174,7 @@ def test_any_bytes_give_rows_or_a_users_error(tmp_path: Path, suffix: str, data:
 
 
 @pytest.mark.parametrize("formatting", ["alpaca", "sharegpt"])
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(row=JSON_LIKE)
 def test_any_json_gives_rows_or_a_users_error(tmp_path: Path, formatting: str, row: Any) -> None:
     (tmp_path / "d.jsonl").write_text(json.dumps(row))
@@ -184,7 +185,7 @@ def test_any_json_gives_rows_or_a_users_error(tmp_path: Path, formatting: str, r
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(dialogues=st.lists(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3), min_size=1, max_size=4), system=TEXT)
 def test_conversations_survive_every_format_and_file(
     tmp_path: Path, make_bytes: Callable[[list[Any], str], bytes], suffix: str, dialogues: Any, system: str

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.cases import examples
 
 from kt_runtime.errors import NotFoundError
 from kt_runtime.train.predict.metrics import Scorer, check_packages, means
@@ -53,7 +54,7 @@ def test_an_empty_side_scores_zero(scorer: Scorer, prediction: str, label: str) 
     assert all(figures[name] == 0 for name in PERCENTAGES)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(prediction=st.text(max_size=40), label=st.text(max_size=40))
 def test_any_text_has_figures_within_bounds(scorer: Scorer, prediction: str, label: str) -> None:
     figures = scorer.score(prediction, label)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.cases import examples
 from reference.chat_templates import TEMPLATES, assistant, system, user
 
 from kt_runtime.errors import InvalidValueError, NotFoundError
@@ -147,7 +148,7 @@ def expected_answers(name: str, turns: tuple[Turn, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(turns=conversations())
 def test_masks_cover_exactly_the_answers(make: Make, name: str, turns: tuple[Turn, ...]) -> None:
     renderer = make(name)
@@ -155,7 +156,7 @@ def test_masks_cover_exactly_the_answers(make: Make, name: str, turns: tuple[Tur
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, *PUBLISHED])
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 @given(turns=conversations())
 def test_the_last_answer_follows_the_tokens_that_the_server_would_send(
     make: Make, name: str, turns: tuple[Turn, ...]
