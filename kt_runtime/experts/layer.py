@@ -22,8 +22,6 @@ from kt_runtime.experts.gpu.streamed import StreamedActivations
 from kt_runtime.experts.native import capsule, require_tensor, translate
 from kt_runtime.experts.values import LORA_TENSORS, ExpertGradients, ExpertShape, LoraSlot, Retained
 
-NUM_PROJECTIONS = 3
-
 
 class ExpertLayer:
     """The routed experts of one layer: sum over k of weights[t, k] * expert(ids[t, k], x[t]).
@@ -170,7 +168,7 @@ class ExpertLayer:
         memory. InvalidValueError: an expert out of range, or another number of bytes."""
         native, target, at = self.native(), out.numpy(), 0
         try:
-            for part, node in product(range(NUM_PROJECTIONS), range(native.num_nodes)):
+            for part, node in product(range(3), range(native.num_nodes)):  # gate, up, down
                 piece = np.frombuffer(memoryview(native.piece_bytes(expert, part, node)), np.uint8)
                 if at + len(piece) <= len(target):
                     target[at : at + len(piece)] = piece
