@@ -219,7 +219,7 @@ def rl(say: Say, as_json: bool, **options: Any) -> None:
 @click.option("--alone-seconds", default=12.0, show_default=True, help="Of training without requests, twice.")
 @click.option("--burst", default=24, show_default=True, help="Requests whose rate is the capacity.")
 @click.option("--concurrency", default=16, show_default=True, help="Requests that the server computes at once.")
-@click.option("--sequences", default=4, show_default=True, help="In a training step.")
+@click.option("--sequences", default=2, show_default=True, help="In a training step.")
 @click.option("--tokens", default=256, show_default=True, help="In a sequence.")
 @click.option("--rank", default=8, show_default=True, help="Of LoRA on attention.")
 @click.option("--seed", default=0, show_default=True, help="Of arrivals and lengths.")

@@ -46,7 +46,7 @@ class Plan:
     alone_seconds: float = 12.0
     burst: int = 24
     concurrency: int = 16
-    sequences: int = 4
+    sequences: int = 2
     tokens: int = 256
     rank: int = 8
     seed: int = 0
