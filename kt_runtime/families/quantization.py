@@ -166,7 +166,8 @@ def quantization_of(config: Config) -> Quantization | None:
 
 
 def _fp8(settings: Mapping[str, Any], where: str) -> Quantization:
-    _require(settings, where, "fmt", "e4m3", default="e4m3")
+    if settings.get("fmt") is not None:
+        _choice(settings, where, "fmt", ("e4m3", "float8_e4m3fn"))  # DeepSeek's and MiniMax's word for the same
     _require(settings, where, "weight_block_size", [FP8_BLOCK, FP8_BLOCK])
     _require(settings, where, "activation_scheme", "dynamic", default="dynamic")
     return Quantization("fp8", 8, FP8_BLOCK)

@@ -19,12 +19,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.families.base import ATTENTION, Config, Family, FusedLinear, first_moe_layer, integer, require
+from kt_runtime.families.base import ATTENTION, Config, FusedLinear, first_moe_layer, integer, require
+from kt_runtime.families.models.dense_first import DenseFirstFamily
 from kt_runtime.families.stack import DecoderStack, ExpertGroups, GatedMlp, Latent, RoutedExperts, StackLayer
 from kt_runtime.families.traits import LATENT, SIGMOID, SOFTMAX, Traits
 
 
-class DeepseekV2(Family):
+class DeepseekV2(DenseFirstFamily):
     name = "deepseek_v2"
     model_types: tuple[str, ...] = ("deepseek_v2",)
     architectures = ("DeepseekV2ForCausalLM",)
@@ -114,15 +115,6 @@ class DeepseekV2(Family):
 
     def rotates_adjacent(self, config: Config) -> bool:
         return bool(config.get("rope_interleave", True))
-
-    def moe_layers(self, config: Config) -> list[int]:
-        return list(range(first_moe_layer(config), integer(config, "num_hidden_layers")))
-
-    def num_experts(self, config: Config) -> int:
-        return integer(config, "n_routed_experts", "num_local_experts", "num_experts")
-
-    def shared_intermediate(self, config: Config) -> int:
-        return integer(config, "moe_intermediate_size") * integer(config, "n_shared_experts")
 
     def _stack_layer(self, config: Config, layer: int) -> StackLayer:
         prefix, is_routed = f"model.layers.{layer}", layer >= first_moe_layer(config)
