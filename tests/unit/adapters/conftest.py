@@ -93,6 +93,16 @@ GLM4_MOE_LITE = DEEPSEEK_V3 | {
     "model_type": "glm4_moe_lite",
     "n_group": 1,
 }
+MINIMAX_M2 = _COMMON | {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "model_type": "minimax_m2",
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "rotary_dim": 6,
+    "num_local_experts": 4,
+}
 CONFIGS: dict[str, dict[str, Any]] = {"qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3}
 MAX_RANK = 8
 
@@ -158,6 +168,11 @@ def glm4_moe() -> TinyModel:
 @pytest.fixture
 def glm4_moe_lite() -> TinyModel:
     return TinyModel(dict(GLM4_MOE_LITE))
+
+
+@pytest.fixture
+def minimax_m2() -> TinyModel:
+    return TinyModel(dict(MINIMAX_M2))
 
 
 @pytest.fixture(params=CONFIGS)

@@ -147,6 +147,7 @@ def test_dora_of_peft_is_refused_by_key(tmp_path: Path, qwen: Any) -> None:
         ("olmoe", ["all"]),
         ("glm4_moe", ["all"]),
         ("glm4_moe_lite", ["all"]),
+        ("minimax_m2", ["all"]),
     ],
 )
 def test_peft_loads_all_that_we_write_and_gives_the_same_logits(

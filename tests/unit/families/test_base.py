@@ -177,6 +177,14 @@ def test_configs_as_transformers_saves_them_give_the_same_tables(config: dict[st
         ("glm4_moe_lite", "first_k_dense_replace", 2),
         ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense", "sparse"]),
         ("glm4_moe", "rope_parameters", {"rope_type": "yarn", "factor": 2.0}),
+        ("minimax_m2", "scoring_func", "softmax"),
+        ("minimax_m2", "use_routing_bias", False),
+        ("minimax_m2", "use_qk_norm", False),
+        ("minimax_m2", "qk_norm_type", "per_head"),
+        ("minimax_m2", "attn_type_list", [0, 1]),
+        ("minimax_m2", "shared_intermediate_size", 16),
+        ("minimax_m2", "partial_rotary_factor", 0.25),
+        ("minimax_m2", "rotary_dim", 0),
     ],
 )
 def test_what_sglang_and_the_twin_would_compute_differently_is_refused(

@@ -16,6 +16,7 @@ PUBLISHED = {
     "Kimi-K2-Thinking": (1026, 32),
     "Mixtral-8x7B": (46.7, 12.9),
     "OLMoE-1B-7B": (6.92, 1.28),
+    "MiniMax-M2": (229, 10),
     "GLM-4.5": (353, 32),
     "GLM-4.5-Air": (106.9, 12),
     "Qwen3-30B-A3B": (30.5, 3.3),
