@@ -167,7 +167,7 @@ class Family(ABC):
 
     def our_name(self, stored: str) -> str:
         """transformers' name of a checkpoint's tensor."""
-        return naming.to_ours(self.renamings, stored)
+        return naming.to_ours(self.renamings, naming.without_wrapper(stored))
 
     def stored_name(self, ours: str) -> str:
         """The name that published checkpoints have for transformers' tensor `ours`; SGLang's loader expects it."""

@@ -4,7 +4,8 @@ Symbols (SGLang 0.5.23): `model_loader.weight_utils.safetensors_weights_iterator
 `.buffered_multi_thread_safetensors_weights_iterator`. Reason: SGLang's iterators read whole files, for a large MoE
 model a terabyte, which must not be read twice. And SGLang warns about every tensor without a parameter.
 
-Layers after the model's last one, for multi-token prediction (MTP), are read past, and the log says so.
+Layers after the model's last one, for multi-token prediction (MTP), are read past, and so are the vision towers of
+models that read images (`families/wrapped.py`). The log says so.
 
 For a GGUF model SGLang finds an empty safetensors file, in whose place these tensors are read from the model's files
 (`serve/models/gguf_model.py`).
@@ -29,6 +30,7 @@ from kt_runtime.experts.gguf import GgufTensors, gguf_files
 from kt_runtime.families import family_for, gguf
 from kt_runtime.families.base import integer
 from kt_runtime.families.quantization import quantization_of
+from kt_runtime.families.wrapped import is_left_out
 from kt_runtime.resident import progress
 from kt_runtime.sglang_patch.cpu.moe import keeps_experts_in_store, model_config
 from kt_runtime.sglang_patch.hooks import Hooks
@@ -58,9 +60,13 @@ def dense_tensors(
     quantization = quantization_of(config)
     zero_offset = 1 if quantization is None else quantization.stored_zero_offset
     past: set[str] = set()
+    of_images: set[str] = set()
 
     def is_read(name: str) -> bool:
         ours = family.our_name(name)
+        if is_left_out(name):
+            of_images.add(name)
+            return False
         layer = LAYER.match(ours)
         if layer is not None and int(layer[1]) >= num_layers:
             past.add(name)
@@ -69,6 +75,12 @@ def dense_tensors(
 
     for name, tensor in plain_tensors(files, dtype, is_read, gptq_zero_offset=zero_offset):
         yield family.stored_name(family.our_name(name)), tensor
+    if of_images:
+        progress.logger.info(
+            "read past %d tensors of the vision tower, such as %s: images and videos are not served",
+            len(of_images),
+            min(of_images),
+        )
     if past:
         progress.logger.info(
             "read past %d tensors behind the last layer, such as %s: multi-token prediction (MTP) is not served",

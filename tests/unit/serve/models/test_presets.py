@@ -14,6 +14,7 @@ PUBLISHED = {
     "DeepSeek-V2-Lite": (15.7, 2.4),
     "Kimi-K2": (1026, 32),
     "Kimi-K2-Thinking": (1026, 32),
+    "Kimi-K2.5": (1026, 32),
     "Mixtral-8x7B": (46.7, 12.9),
     "OLMoE-1B-7B": (6.92, 1.28),
     "MiniMax-M2": (229, 10),
