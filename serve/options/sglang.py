@@ -49,8 +49,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "--enable-single-batch-overlap --enable-pdmux --dllm-*",
     ),
     (
-        "kt-runtime decodes without drafts: a model's heads for multi-token prediction (EAGLE, NEXTN) are read past, and "
-        "no draft model is loaded",
+        "kt-runtime decodes without drafts: a model's heads for multi-token prediction (EAGLE, NEXTN) are read past, "
+        "and no draft model is loaded",
         "--speculative-* --no-speculative-* --enable-multi-layer-eagle",
     ),
     (

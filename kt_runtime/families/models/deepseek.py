@@ -3,8 +3,8 @@
 Hugging Face: `transformers.models.deepseek_v2`, `.deepseek_v3`. SGLang: `sglang.srt.models.deepseek_v2`, all of them.
 
 - With `q_lora_rank`, SGLang fuses q_a_proj and kv_a_proj_with_mqa into `fused_qkv_a_proj_with_mqa`. Without it
-  (DeepSeek-V2-Lite), SGLang has q_proj and kv_a_proj_with_mqa as they are. SGLang's LoRA code knows only the fused
-  module and `qkv_proj`, so it can't serve LoRA on these two: the family's LoRA modules do not include them then.
+  (DeepSeek-V2-Lite), SGLang has q_proj and kv_a_proj_with_mqa as they are; `sglang_patch/lora/whole_queries.py` tells
+  SGLang's LoRA code, which knows the fused ones only.
 - After loading, SGLang keeps `kv_b_proj.weight` unchanged and derives copies from it, w_kc and w_vc, for the absorbed
   form. The twin shares `kv_b_proj.weight`.
 - SGLang may fuse the shared experts into the routed ones; the server must be started with
@@ -72,8 +72,8 @@ class DeepseekV2(DenseFirstFamily):
         kv_a = ("kv_a_proj_with_mqa", latent + rope)
         if config.get("q_lora_rank") is None:
             front = [
-                _attention("q_proj", hidden, ("q_proj", query), is_adaptable=False),
-                _attention("kv_a_proj_with_mqa", hidden, kv_a, is_adaptable=False),
+                _attention("q_proj", hidden, ("q_proj", query)),
+                _attention("kv_a_proj_with_mqa", hidden, kv_a),
             ]
         else:
             rank = integer(config, "q_lora_rank")
@@ -149,8 +149,8 @@ class DeepseekV3(DeepseekV2):
         return True
 
 
-def _attention(source: str, in_features: int, *parts: tuple[str, int], is_adaptable: bool = True) -> FusedLinear:
-    return FusedLinear("self_attn", source, in_features, parts, ATTENTION, is_adaptable=is_adaptable)
+def _attention(source: str, in_features: int, *parts: tuple[str, int]) -> FusedLinear:
+    return FusedLinear("self_attn", source, in_features, parts, ATTENTION)
 
 
 def _latent(prefix: str, compresses_queries: bool) -> Latent:

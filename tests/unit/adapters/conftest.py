@@ -56,6 +56,7 @@ DEEPSEEK_V2 = DEEPSEEK_V3 | {
     "topk_method": "group_limited_greedy",
     "norm_topk_prob": False,
 }
+DEEPSEEK_V2_LITE = DEEPSEEK_V2 | {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1}
 MIXTRAL = _COMMON | {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
@@ -148,6 +149,11 @@ def deepseek() -> TinyModel:
 @pytest.fixture
 def deepseek_v2() -> TinyModel:
     return TinyModel(dict(DEEPSEEK_V2))
+
+
+@pytest.fixture
+def deepseek_v2_lite() -> TinyModel:
+    return TinyModel(dict(DEEPSEEK_V2_LITE))
 
 
 @pytest.fixture

@@ -69,9 +69,6 @@ def test_lora_modules_are_exactly_the_linears_but_lm_head(config: dict[str, Any]
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name != "lm_head"
     }
-    if config.get("q_lora_rank", 0) is None:
-        # SGLang can't serve adapters on these two (families/deepseek.py).
-        linears = {name: size for name, size in linears.items() if not name.endswith((".q_proj", "_with_mqa"))}
     dense = [module for module in family_for(config).lora_modules(config) if not module.num_experts]
     assert {module.name: (module.in_features, module.out_features) for module in dense} == linears
 
