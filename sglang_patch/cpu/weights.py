@@ -92,20 +92,28 @@ def dense_tensors(
 def gguf_tensors(
     files: Sequence[Path], config: Mapping[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, tensor) of every tensor but the routed experts of a GGUF model, dequantized to `dtype`.
+    """(published name, tensor) of every tensor but the routed experts of a GGUF model, dequantized to `dtype`.
 
     The router's correction bias stays float32, and a tied head is left out.
     """
+    family = family_for(config)
     is_tied = bool(config.get("tie_word_embeddings"))
     with GgufTensors(files) as tensors:
-        for source in family_for(config).twin_sources(config):
-            if is_tied and source.name == "lm_head.weight":
+        for source in family.twin_sources(config):
+            name = source.name
+            if is_tied and name == "lm_head.weight":
                 continue
-            if source.name.endswith(gguf.KV_B) and gguf.gguf_name(source.name) not in tensors:
-                yield source.name, _joined_kv_b(tensors, source.name, dtype)
-            else:
-                kept = torch.float32 if source.is_buffer else dtype
-                yield source.name, tensors.read(gguf.gguf_name(source.name), kept)
+            if name.endswith(gguf.KV_B) and gguf.gguf_name(name) not in tensors:
+                yield family.stored_name(name), _joined_kv_b(tensors, name, dtype)
+                continue
+            tensor = tensors.read(gguf.gguf_name(name), torch.float32 if source.is_buffer else dtype)
+            heads = gguf.interleaved_heads(config, name)
+            yield family.stored_name(name), _with_halves(tensor, heads) if heads else tensor
+
+
+def _with_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """[heads * size, in]: in each head the rows 0, 2, 4, ... and then 1, 3, 5, ..."""
+    return rows.reshape(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape).contiguous()
 
 
 def _joined_kv_b(tensors: GgufTensors, name: str, dtype: torch.dtype) -> torch.Tensor:
