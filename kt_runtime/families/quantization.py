@@ -307,6 +307,13 @@ _STORED: dict[str, Callable[[Quantization, int, int], dict[str, StoredTensor]]] 
 }
 
 
+STORED_PARTS = (
+    *("weight", "weight_scale_inv", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
+    *("weight_g_idx", "qweight", "scales", "qzeros", "g_idx"),
+)
+"""The last parts of the names of a matrix's tensors, of all methods."""
+
+
 def _require(settings: Mapping[str, Any], where: str, key: str, value: Any, *, default: Any = None) -> None:
     found = settings.get(key)
     if (default if found is None else found) != value:

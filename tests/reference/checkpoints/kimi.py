@@ -80,7 +80,7 @@ def published(source: Path, target: Path) -> Path:
         "vision_tower.encoder.blocks.0.wqkv.weight": torch.ones(96, 32).bfloat16(),
         "mm_projector.proj.0.weight": torch.ones(128, 128).bfloat16(),
     }
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for path in sorted(target.glob("*.safetensors")):
         tensors = {f"language_model.{name}": tensor for name, tensor in load_file(path).items()}
         tensors |= tower
