@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from reference import lora
 from reference.checkpoints import kimi
 from reference.checkpoints.quantized_checkpoint import quantize_checkpoint
 from safetensors.torch import load_file, save_file
 
+from kt_runtime.cli.adapter.merged_checkpoint import write_merged
 from kt_runtime.errors import CheckpointError
 from kt_runtime.experts import ExpertShape, ExpertStore
 from kt_runtime.families import FAMILIES, family_for, naming
@@ -72,6 +74,16 @@ def test_the_language_model_is_the_one_without_the_wrapper(
     assert equal(found, dense) and found_experts == experts
     said = "read past 3 tensors of the vision tower, such as mm_projector.proj.0.weight: images and videos are not"
     assert said in caplog.text
+
+
+def test_a_merged_checkpoint_is_that_of_the_language_model(tmp_path: Path, text: Path) -> None:
+    base = resolve_model(str(kimi.published(text, tmp_path / "wrapped")))
+    adapter = lora.random_adapter(base.config, rank=4, alpha=8.0, seed=1)
+    write_merged(base.directory, adapter, tmp_path / "merged")
+    write_merged(text, adapter, tmp_path / "expected")
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "expected"))
+    assert equal(found, expected)
+    assert resolve_model(str(tmp_path / "merged")).config["architectures"] == ["DeepseekV3ForCausalLM"]
 
 
 def test_nvidia_s_names_are_the_same_model(tmp_path: Path, text: Path) -> None:
