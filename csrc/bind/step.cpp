@@ -138,7 +138,8 @@ class LayerReader {
     attention.value_heads = tensor("value_heads", {heads, -1, size});
     attention.query_norm = tensor.optional("query_norm", {-1});
     const int64_t rank = attention.rank(), kept = rank + size + rope, nope = attention.nope();
-    attention.compress = linear(tensor, "compress", hidden, {rank, kept});
+    attention.compress =
+        rank > 0 ? linear(tensor, "compress", hidden, {rank, kept}) : linear(tensor, "compress", hidden, {kept});
     attention.query = linear(tensor, "query", rank > 0 ? rank : hidden, {heads * (nope + rope)});
     attention.heads_lora = pool("kv_b", size, {heads * (nope + attention.value())});
     attention.out = linear(tensor, "out", heads * attention.value(), {hidden});

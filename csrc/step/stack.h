@@ -37,7 +37,7 @@ struct GroupedQuery {
 // kv_b_proj multiply queries and outputs, heads share one key and one value. Below: rank is q_lora_rank, or 0 where
 // queries are not compressed; latent kv_lora_rank; nope, rope and value qk_nope_, qk_rope_ and v_head_dim.
 struct Latent {
-  StackLinear compress;    // [rank + latent + rope, H]: queries; keys and values, rotary key. Two parts for LoRA
+  StackLinear compress;    // [rank + latent + rope, H]: queries; keys and values, rotary key. LoRA: a part for each
   TensorView query_norm;   // [rank]; absent without rank
   StackLinear query;       // [N (nope + rope), rank]; without rank [N (nope + rope), H]
   TensorView latent_norm;  // [latent]

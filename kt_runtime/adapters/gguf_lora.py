@@ -45,7 +45,7 @@ WRITER_KEY, WRITER = "kt_runtime.writer", "kt-runtime"  # marks files from `writ
 COMPARED = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
 """The families whose files were compared with llama.cpp. Of others' q_proj and k_proj it may permute the rows."""
 NOT_EXPRESSIBLE = ("kv_b_proj",)
-NOT_APPLIED = {"deepseek2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")}
+NOT_APPLIED = {"deepseek2": ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")}
 """llama.cpp loads these parts, but its graph (src/models/deepseek2.cpp, seen until October 2026) does not use them."""
 
 

@@ -21,6 +21,7 @@ from kt_runtime.errors import CheckpointError
 
 FP8_BLOCK = 128
 ROWS_AT_ONCE = 256
+ELEMENTS_AT_ONCE = 1 << 22
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Order of nibbles in an AWQ word: column i of eight is in nibble AWQ_ORDER[i]."""
 
@@ -45,7 +46,7 @@ def plain_tensors(
 
     A quantized matrix is yielded as `NAME.weight` [out, in] of `dtype`; other tensors as stored. Tensors whose name is
     not `is_wanted` are skipped. `gptq_zero_offset`: GPTQ's true zeros minus the stored ones, 0 in GPTQ's second
-    version. Raises CheckpointError for a quantized matrix of no known method.
+    version. Raises CheckpointError for a quantized matrix of no known method, and for NaN or infinity.
     """
     files = list(files)
     places: dict[str, str] = {}
@@ -60,15 +61,30 @@ def plain_tensors(
                 parts = _parts(name, places)
                 codes = opened.get_tensor(name)
                 if not parts and (codes.dtype in PLAIN or not name.endswith(CODES)):
+                    _check_finite(codes, file, name)
                     yield name, codes
                     continue
                 module = name.rpartition(".")[0]
                 tensors = {part: _read(f"{module}.{part}", places[f"{module}.{part}"], opened, file) for part in parts}
+                for part, tensor in tensors.items():
+                    _check_finite(tensor, places[f"{module}.{part}"], f"{module}.{part}")
                 try:
                     weight = dequantized(codes, tensors, dtype, gptq_zero_offset)
                 except (ValueError, RuntimeError) as error:
                     raise CheckpointError(f"{file}: {name!r} can't be dequantized: {error}") from error
+                _check_finite(weight, file, name)
                 yield f"{module}.weight", weight
+
+
+def _check_finite(tensor: Tensor, file: str, name: str) -> None:
+    """Some elements at a time: the mask takes memory too."""
+    if not tensor.is_floating_point():
+        return
+    for index, some in enumerate(tensor.reshape(-1).split(ELEMENTS_AT_ONCE)):
+        bad = ~torch.isfinite(some)
+        if bad.any():
+            element = index * ELEMENTS_AT_ONCE + int(bad.nonzero()[0])
+            raise CheckpointError(f"{file}: {name!r} holds NaN or Inf at element {element}")
 
 
 def dequantized(codes: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype, gptq_zero_offset: int = 1) -> Tensor:

@@ -92,7 +92,6 @@ class FusedLinear:
     parts: tuple[tuple[str, int], ...]
     group: str
     has_bias: bool = False
-    is_adaptable: bool = True
 
     def rows(self) -> Iterator[tuple[str, int, int]]:
         stops = [0]
@@ -167,7 +166,7 @@ class Family(ABC):
 
     def our_name(self, stored: str) -> str:
         """transformers' name of a checkpoint's tensor."""
-        return naming.to_ours(self.renamings, stored)
+        return naming.to_ours(self.renamings, naming.without_wrapper(stored))
 
     def stored_name(self, ours: str) -> str:
         """The name that published checkpoints have for transformers' tensor `ours`; SGLang's loader expects it."""
@@ -212,8 +211,7 @@ class Family(ABC):
         for layer in range(integer(config, "num_hidden_layers")):
             prefix = f"model.layers.{layer}."
             for linear in self._linears(config, layer):
-                if linear.is_adaptable:
-                    modules += _adaptable(prefix, linear)
+                modules += _adaptable(prefix, linear)
             if layer in moe_layers:
                 modules += self._expert_modules(config, layer)
         return modules

@@ -1,8 +1,9 @@
 """A GGUF file of llama.cpp as a checkpoint: the Hugging Face config of its keys, and the names of its tensors.
 
 Keys: https://github.com/ggml-org/llama.cpp, gguf-py/gguf/constants.py; their meaning: src/llama-hparams.cpp and the
-models' files in src/models. Names: gguf-py/gguf/tensor_mapping.py. The converter of neither architecture permutes rows
-of the query and key matrices, as it does for Llama.
+models' files in src/models. Names: gguf-py/gguf/tensor_mapping.py. Mixtral is a `llama` with experts. Its rotary
+embedding turns adjacent elements in llama.cpp, so that the converter interleaves the halves of each head of the query
+and key matrices (`LlamaModel.permute` in convert_hf_to_gguf.py); the other architectures' rows stay as they are.
 
 MLA's `kv_b_proj` is one tensor, or split by head: attn_k_b [heads, latent, nope], which is transposed, and attn_v_b
 [heads, value, latent].
@@ -57,6 +58,14 @@ def gguf_name(name: str) -> str:
         return f"{_OF_MODEL[module]}.{kind}"
     layer, _, inner = module.removeprefix("model.layers.").partition(".")
     return f"blk.{layer}.{_OF_LAYER[inner]}.{kind}"
+
+
+def interleaved_heads(config: Mapping[str, Any], name: str) -> int:
+    """Heads of the Hugging Face tensor `name` whose halves are interleaved in the file; 0: its rows are as they are."""
+    if config["model_type"] != "mixtral":
+        return 0
+    keys = {".self_attn.q_proj.weight": "num_attention_heads", ".self_attn.k_proj.weight": "num_key_value_heads"}
+    return next((int(config[key]) for end, key in keys.items() if name.endswith(end)), 0)
 
 
 def split_kv_b(name: str) -> tuple[str, str]:
@@ -121,6 +130,7 @@ class _Reader:
         return CheckpointError(f"{self.where}: key '{self.architecture}.{key}' is {shown}; expected {expected}")
 
     def common(self) -> dict[str, Any]:
+        """What the architectures share; `moe_intermediate_size` only where a file has a size of the experts alone."""
         embedding = self.shapes.get("token_embd.weight")
         if embedding is None or len(embedding) != 2:
             raise CheckpointError(f"{self.where}: tensor 'token_embd.weight' is missing, or no matrix")
@@ -130,7 +140,6 @@ class _Reader:
             "hidden_size": self.number("embedding_length"),
             "intermediate_size": self.number("feed_forward_length"),
             "max_position_embeddings": self.number("context_length"),
-            "moe_intermediate_size": self.number("expert_feed_forward_length"),
             "num_attention_heads": self.number("attention.head_count"),
             "num_experts_per_tok": self.number("expert_used_count"),
             "num_hidden_layers": self.number("block_count") - self.number("nextn_predict_layers", 0),
@@ -171,6 +180,7 @@ class _Reader:
 def _qwen3_moe(file: _Reader) -> dict[str, Any]:
     return {
         **file.common(),
+        "moe_intermediate_size": file.number("expert_feed_forward_length"),
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "decoder_sparse_step": 1,
@@ -193,6 +203,7 @@ def _deepseek(file: _Reader) -> dict[str, Any]:
     return {
         **file.common(),
         **version,
+        "moe_intermediate_size": file.number("expert_feed_forward_length"),
         "first_k_dense_replace": file.number("leading_dense_block_count"),
         "kv_lora_rank": file.number("attention.kv_lora_rank"),
         "moe_layer_freq": 1,
@@ -230,7 +241,42 @@ def _deepseek_v2(groups: int) -> dict[str, Any]:
     }
 
 
-_ARCHITECTURES: dict[str, Callable[[_Reader], dict[str, Any]]] = {"qwen3moe": _qwen3_moe, "deepseek2": _deepseek}
+def _mixtral(file: _Reader) -> dict[str, Any]:
+    if file.number("expert_count", 0) < 2:
+        raise CheckpointError(f"{file.where}: is a llama without experts; of this architecture Mixtral is served")
+    foreign = next((name for name in file.shapes if name == "rope_freqs.weight" or name.endswith(".bias")), None)
+    if foreign is not None:
+        raise CheckpointError(f"{file.where}: has a tensor {foreign!r}, which a Mixtral has not")
+    config = file.common()
+    return {
+        **config,
+        "architectures": ["MixtralForCausalLM"],
+        "head_dim": file.number("rope.dimension_count", config["hidden_size"] // max(1, config["num_attention_heads"])),
+        "model_type": "mixtral",
+        "num_key_value_heads": file.number("attention.head_count_kv"),
+        "num_local_experts": file.number("expert_count"),
+        "sliding_window": None,
+    }
+
+
+def _olmoe(file: _Reader) -> dict[str, Any]:
+    return {
+        **file.common(),
+        "architectures": ["OlmoeForCausalLM"],
+        "clip_qkv": None,
+        "model_type": "olmoe",
+        "norm_topk_prob": False,
+        "num_experts": file.number("expert_count"),
+        "num_key_value_heads": file.number("attention.head_count_kv"),
+    }
+
+
+_ARCHITECTURES: dict[str, Callable[[_Reader], dict[str, Any]]] = {
+    "qwen3moe": _qwen3_moe,
+    "deepseek2": _deepseek,
+    "llama": _mixtral,
+    "olmoe": _olmoe,
+}
 
 _PACKED: Mapping[str, tuple[str, int, int, int, int]] = {
     "BF16": ("bf16", 16, 0, 0, 0),

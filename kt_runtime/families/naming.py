@@ -2,6 +2,10 @@
 
 Both are the same for most families. Mixtral's `block_sparse_moe.experts.3.w1.weight` is one whose names differ:
 transformers 5 calls it `mlp.experts.3.gate_proj.weight` (and fuses it). A checkpoint may have either.
+
+The language model inside a model of several inputs (`wrapped.py`) has `language_model.` before its names: in published
+checkpoints `language_model.model.layers`, in NVIDIA's `language_model.layers`, in what transformers 5 writes
+`model.language_model.layers`.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NUMBER = "{}"
+WRAPPER = "language_model."
+_PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,16 @@ class Renaming:
 
     def to_stored(self, name: str) -> str:
         return _replaced(name, self.ours, self.stored)
+
+
+def without_wrapper(name: str) -> str:
+    """The name without `language_model.`, as the language model alone has it; PEFT's prefix stays."""
+    before, wrapper, inside = name.partition(WRAPPER)
+    if not wrapper or before.removeprefix(_PEFT_PREFIX) not in ("", "model."):
+        return name
+    inside = inside.removeprefix("model.")
+    prefix = _PEFT_PREFIX if before.startswith(_PEFT_PREFIX) else ""
+    return f"{prefix}{inside}" if inside.startswith("lm_head.") else f"{prefix}model.{inside}"
 
 
 def to_ours(renamings: Sequence[Renaming], name: str) -> str:

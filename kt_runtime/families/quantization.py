@@ -166,7 +166,8 @@ def quantization_of(config: Config) -> Quantization | None:
 
 
 def _fp8(settings: Mapping[str, Any], where: str) -> Quantization:
-    _require(settings, where, "fmt", "e4m3", default="e4m3")
+    if settings.get("fmt") is not None:
+        _choice(settings, where, "fmt", ("e4m3", "float8_e4m3fn"))  # DeepSeek's and MiniMax's word for the same
     _require(settings, where, "weight_block_size", [FP8_BLOCK, FP8_BLOCK])
     _require(settings, where, "activation_scheme", "dynamic", default="dynamic")
     return Quantization("fp8", 8, FP8_BLOCK)
@@ -304,6 +305,13 @@ _STORED: dict[str, Callable[[Quantization, int, int], dict[str, StoredTensor]]] 
     "gptq": _stored_gptq,
     "awq": _stored_awq,
 }
+
+
+STORED_PARTS = (
+    *("weight", "weight_scale_inv", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
+    *("weight_g_idx", "qweight", "scales", "qzeros", "g_idx"),
+)
+"""The last parts of the names of a matrix's tensors, of all methods."""
 
 
 def _require(settings: Mapping[str, Any], where: str, key: str, value: Any, *, default: Any = None) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from kt_runtime.errors import UnknownNameError
 from kt_runtime.families.base import Config, Family
-from kt_runtime.families.deepseek import DeepseekV2, DeepseekV3
-from kt_runtime.families.glm4_moe import Glm4Moe, Glm4MoeLite
-from kt_runtime.families.mixtral import Mixtral
-from kt_runtime.families.olmoe import Olmoe
-from kt_runtime.families.qwen3_moe import Qwen3Moe
+from kt_runtime.families.models.deepseek import DeepseekV2, DeepseekV3
+from kt_runtime.families.models.glm4_moe import Glm4Moe, Glm4MoeLite
+from kt_runtime.families.models.minimax_m2 import MinimaxM2
+from kt_runtime.families.models.mixtral import Mixtral
+from kt_runtime.families.models.olmoe import Olmoe
+from kt_runtime.families.models.qwen3_moe import Qwen3Moe
 from kt_runtime.families.traits import nearest
 
 FAMILIES: tuple[Family, ...] = (
     *(Qwen3Moe(), DeepseekV2(), DeepseekV3()),
-    *(Mixtral(), Olmoe(), Glm4Moe(), Glm4MoeLite()),
+    *(Mixtral(), Olmoe(), Glm4Moe(), Glm4MoeLite(), MinimaxM2()),
 )
 
 

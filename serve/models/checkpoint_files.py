@@ -14,7 +14,14 @@ from typing import Any
 from kt_runtime.checkpoint_file import Entry, read_header, read_json
 from kt_runtime.errors import CheckpointError
 from kt_runtime.families.base import Family
-from kt_runtime.families.quantization import METHODS, GgufQuantization, Quantization, StoredTensor, quantization_of
+from kt_runtime.families.quantization import (
+    METHODS,
+    STORED_PARTS,
+    GgufQuantization,
+    Quantization,
+    StoredTensor,
+    quantization_of,
+)
 from kt_runtime.families.registry import family_for
 from kt_runtime.serve.models.checkpoint import (
     CheckpointTensor,
@@ -111,6 +118,7 @@ def check_weights(directory: Path, config: Mapping[str, Any]) -> PlainTypes | No
     if quantization is None:
         _check_dtypes(directory, found)
     missing: list[str] = []
+    any_quantized = False
     plain: dict[bool, set[str]] = {False: set(), True: set()}
     for tensor in _expected(config, found):
         is_quantized = quantization is not None and _is_quantized(tensor, quantization, found)
@@ -120,11 +128,19 @@ def check_weights(directory: Path, config: Mapping[str, Any]) -> PlainTypes | No
                 _check_tensor(directory, found[name], stored)
             elif not stored.is_optional:
                 missing.append(family_for(config).stored_name(name))
+        if quantization is not None:
+            any_quantized = any_quantized or is_quantized
+            _check_no_other_parts(directory, tensor.name, expected, found)
         if not is_quantized and tensor.dtype != "F32" and tensor.name in found:
             plain[tensor.is_routed_expert].add(found[tensor.name].entry.dtype)
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"{directory}: the weights lack {', '.join(missing[:3])}{more}")
+    if quantization is not None and not any_quantized:
+        raise CheckpointError(
+            f"{directory}: by config.json the weights are quantized ({quantization.description}), but all matrices are "
+            f"{', '.join(sorted(plain[False] | plain[True]))}; if that is right, take 'quantization_config' out of it"
+        )
     return PlainTypes(dense=frozenset(plain[False]), experts=frozenset(plain[True]))
 
 
@@ -139,6 +155,10 @@ def _found(directory: Path, family: Family) -> dict[str, StoredAt]:
             other = found.setdefault(family.our_name(name), StoredAt(shard, name, entry))
             if other.name != name:
                 raise CheckpointError(f"{directory / shard}: {name!r} and {other.name!r} are one tensor of the model")
+            if other.shard != shard:
+                raise CheckpointError(
+                    f"{directory / shard}: {name!r} is in {other.shard} too; files of two checkpoints are mixed"
+                )
     for name, shard in left.items():
         raise CheckpointError(f"{directory / INDEX}: says that {name!r} is in {shard}, but it is not there")
     return found
@@ -195,6 +215,19 @@ def _check_tensor(directory: Path, found: StoredAt, expected: StoredTensor) -> N
         )
     if entry.dtype not in expected.dtypes:
         raise CheckpointError(f"{path}: {name!r} is {entry.dtype}; allowed: {', '.join(expected.dtypes)}")
+
+
+def _check_no_other_parts(directory: Path, name: str, expected: Mapping[str, StoredTensor], found: Found) -> None:
+    """Refuses codes, scales or zero points of a matrix that `quantization_config` says nothing of: SGLang and the
+    store would read the matrix without them, or with them alone."""
+    module = name.removesuffix(".weight")
+    for other in (f"{module}.{part}" for part in STORED_PARTS):
+        if other in found and other not in expected:
+            at = found[other]
+            raise CheckpointError(
+                f"{directory / at.shard}: {at.name!r} is there; by config.json the matrix is stored as "
+                f"{', '.join(part.rpartition('.')[2] for part in expected)}"
+            )
 
 
 def _check_dtypes(directory: Path, found: Found) -> None:

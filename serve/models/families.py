@@ -11,6 +11,7 @@ from typing import Any
 
 from kt_runtime.families.base import Family
 from kt_runtime.families.registry import FAMILIES
+from kt_runtime.families.wrapped import WRAPPERS
 from kt_runtime.serve.models.presets import load_preset, preset_names
 
 
@@ -58,6 +59,7 @@ def family_rows() -> list[dict[str, Any]]:
 
 def _row(family: Family, presets: list[str]) -> dict[str, Any]:
     traits = family.traits
+    wrappers = [wrapper.architecture for wrapper in WRAPPERS if wrapper.inner in family.architectures]
     kinds = [
         name
         for name, has in (("dense first layers", traits.dense_first_layers), ("shared", traits.shared_experts))
@@ -65,7 +67,7 @@ def _row(family: Family, presets: list[str]) -> dict[str, Any]:
     ]
     return {
         "family": family.name,
-        "architectures": list(family.architectures),
+        "architectures": [*family.architectures, *wrappers],
         "model_types": list(family.model_types),
         "attention": traits.attention,
         "router": traits.router,

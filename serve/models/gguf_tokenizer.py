@@ -44,6 +44,7 @@ _DEEPSEEK_V3 = (
 PATTERNS: Mapping[str, tuple[str, ...]] = {
     "gpt-2": (),
     "default": (),
+    "olmo": (),
     "qwen2": (_QWEN,),
     "llama-bpe": (_LLAMA,),
     "deepseek-v3": _DEEPSEEK_V3,

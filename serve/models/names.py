@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from kt_runtime.families.registry import FAMILIES
+from kt_runtime.families.wrapped import WRAPPERS
 from kt_runtime.serve.models.hub_cache import is_hub_id, repository_directory
 from kt_runtime.serve.models.presets import preset_names
 
@@ -31,8 +32,10 @@ SERVED = (
     Served(r"glm-4\.5-air(-base)?", "zai-org", "GLM-4.5-Air"),
     Served(r"glm-4\.7-flash", "zai-org", "GLM-4.7-Flash"),
     Served(r"glm-4\.[567](-base)?", "zai-org", "GLM-4.5"),
+    Served(r"kimi-k2\.[567](-code)?", "moonshotai", "Kimi-K2.5"),
     Served(r"kimi-k2-thinking", "moonshotai", "Kimi-K2-Thinking"),
     Served(r"kimi-k2-(base|instruct)(-0905)?", "moonshotai", "Kimi-K2"),
+    Served(r"minimax-m2(\.[157])?", "MiniMaxAI", "MiniMax-M2"),
     Served(r"mixtral-8x(7|22)b(-instruct)?-v0\.1", "mistralai", "Mixtral-8x7B"),
     Served(r"olmoe-1b-7b-.*", "allenai", "OLMoE-1B-7B"),
     Served(r"qwen3-(coder-)?\d+b-a\d+b(-.*)?", "Qwen", "Qwen3-30B-A3B"),
@@ -46,7 +49,7 @@ NOT_SERVED = (
     (r"glm-4\.[5-7]v.*", "Glm4vMoeForConditionalGeneration"),
     (r"gpt-oss.*", "GptOssForCausalLM"),
     (r"llama-4.*", "Llama4ForConditionalGeneration"),
-    (r"minimax-m.*", "MiniMaxM2ForCausalLM"),
+    (r"minimax-m3.*", "MiniMaxM3SparseForConditionalGeneration"),
     (r"qwen3-next.*", "Qwen3NextForCausalLM"),
     (r"qwen3-vl.*", "Qwen3VLMoeForConditionalGeneration"),
     (r"qwen(1\.5|2)-.*a\d+(\.\d+)?b.*", "Qwen2MoeForCausalLM"),
@@ -88,4 +91,6 @@ def _described(architecture: str) -> str:
 
 
 def _served_families() -> str:
-    return f"served are {', '.join(name for family in FAMILIES for name in family.architectures)}"
+    wrappers = (wrapper.architecture for wrapper in WRAPPERS)
+    names = (name for family in FAMILIES for name in family.architectures)
+    return f"served are {', '.join([*names, *wrappers])}"

@@ -3,7 +3,7 @@
 A file holds `description`, `hub_ids` (Hugging Face repositories to search in the local cache, the first found is used;
 empty for presets that `kt-runtime models make` writes), an optional `note` for people, `tool_call_parser` and
 `reasoning_parser` (SGLang's names, omitted if the model needs none), and `config`: the content of the checkpoint's
-config.json.
+config.json. Of a model that reads images too, `Preset.config` is the language model's (`families/wrapped.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from kt_runtime.errors import UnknownNameError
+from kt_runtime.families.wrapped import text_config
 
 
 class _PresetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,4 +67,5 @@ def load_preset(name: str) -> Preset:
     known = by_folded_name[name.casefold()]
     data = configs().joinpath("models", f"{known}.json").read_bytes()
     parsed = msgspec.json.decode(data, type=_PresetFile)
-    return Preset(name=known, **msgspec.structs.asdict(parsed))
+    fields = msgspec.structs.asdict(parsed)
+    return Preset(**{**fields, "name": known, "config": text_config(parsed.config)})

@@ -18,6 +18,7 @@ from kt_runtime.serve.models.gguf_model import gguf_directory, is_gguf
 from kt_runtime.serve.models.hub_cache import find_snapshot, is_hub_id, repository_directory, user_cache_directory
 from kt_runtime.serve.models.names import advice, download
 from kt_runtime.serve.models.presets import Preset, is_preset, load_preset
+from kt_runtime.serve.models.text_model import text_directory
 
 MODELS_VARIABLE = "KT_RUNTIME_MODELS"
 
@@ -66,7 +67,10 @@ def _name(text: str, directory: Path, preset: Preset | None) -> str:
         return preset.name
     if is_gguf(Path(text).expanduser()):
         return Path(text).stem
-    return text if is_hub_id(text) and not Path(text).is_dir() else directory.name
+    given = Path(text).expanduser()
+    if given.is_dir():
+        return given.resolve().name
+    return text if is_hub_id(text) else directory.name
 
 
 def find_preset(preset: Preset) -> Path | None:
@@ -81,7 +85,7 @@ def locate(text: str, preset: Preset | None) -> tuple[Path | None, list[str]]:
         candidate = models_directory() / preset.name
         places.append(str(candidate))
         if candidate.is_dir():
-            return candidate, places
+            return text_directory(candidate), places
     else:
         candidate = Path(text).expanduser()
         places.append(str(candidate.absolute()))
@@ -93,12 +97,12 @@ def locate(text: str, preset: Preset | None) -> tuple[Path | None, list[str]]:
                 "GGUF file with the suffix .gguf"
             )
         if candidate.is_dir():
-            return candidate.resolve(), places
+            return text_directory(candidate.resolve()), places
     hub_ids = preset.hub_ids if preset is not None else (text,) if is_hub_id(text) else ()
     for hub_id in hub_ids:
         places.append(str(repository_directory(hub_id)))
         if (snapshot := find_snapshot(hub_id)) is not None:
-            return snapshot, places
+            return text_directory(snapshot), places
     return None, places
 
 

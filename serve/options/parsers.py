@@ -50,6 +50,9 @@ def from_template(config: Mapping[str, Any], template: str) -> Parsers:
         return Parsers(_qwen_tools(template), _qwen_reasoning(template))
     if family in ("glm4_moe", "glm4_moe_lite"):
         return Parsers("glm45" if "<arg_key>" in template else None, "glm45" if "<think>" in template else None)
+    if family == "minimax_m2":
+        has_tools, thinks = "<minimax:tool_call>" in template, "<think>" in template
+        return Parsers("minimax-m2" if has_tools else None, "minimax-append-think" if thinks else None)
     if family in ("mixtral", "olmoe"):
         return Parsers("mistral" if "[TOOL_CALLS]" in template else None)
     if "<|tool_calls_section_begin|>" in template or config.get("model_type") == "kimi_k2":

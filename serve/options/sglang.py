@@ -45,8 +45,19 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "training runs between SGLang's batches, which this would hide",
-        "--enable-torch-compile --enable-mixed-chunk --speculative-* --enable-two-batch-overlap "
+        "--enable-torch-compile --enable-mixed-chunk --enable-two-batch-overlap "
         "--enable-single-batch-overlap --enable-pdmux --dllm-*",
+    ),
+    (
+        "kt-runtime decodes without drafts: a model's heads for multi-token prediction (EAGLE, NEXTN) are read past, "
+        "and no draft model is loaded",
+        "--speculative-* --no-speculative-* --enable-multi-layer-eagle",
+    ),
+    (
+        "the models are served as text models: a vision tower is read past",
+        "--enable-multimodal --language-only --limit-mm-data-per-request --mm-* --no-mm-* --enable-mm-global-cache "
+        "--enable-prefix-mm-cache --enable-broadcast-mm-inputs-process --image-processor-backend "
+        "--disable-fast-image-processor --trust-mm-content-hashes",
     ),
     (
         "the host computes the routed experts between captured segments: allowed are breakable and disabled",

@@ -1,10 +1,13 @@
 """RMSNorm with Hugging Face's rounding, where no CUDA kernel runs.
 
-Symbol: `sglang.srt.layers.layernorm.RMSNorm.forward_native` (SGLang 0.5.23). Reason: SGLang normalises the float32 sum
-of hidden state and residual and rounds once, after multiplying by the weight. Hugging Face, and therefore the training
-twin, rounds the sum to the model's dtype first and rounds the normalised state again before the weight. In bf16 this
-difference alone occasionally routes a token to other experts. Training would then use probabilities that serving never
-computed.
+Symbols (SGLang 0.5.23):
+
+- `layers.layernorm.RMSNorm.forward_native`: SGLang normalises the float32 sum of hidden state and residual and rounds
+  once, after multiplying by the weight. Hugging Face, and therefore the training twin, rounds the sum to the model's
+  dtype first and rounds the normalised state again before the weight. In bf16 this difference alone occasionally routes
+  a token to other experts. Training would then use probabilities that serving never computed.
+- `models.minimax_m2.MiniMaxM2QKRMSNorm.forward`: MiniMax-M2's norms of all of a token's queries and of its keys.
+  SGLang has kernels of Triton for them, and one for CPUs with AMX, which is not in its wheel.
 """
 
 from __future__ import annotations
@@ -16,12 +19,16 @@ import torch
 from kt_runtime.ops.norms import add_rms_norm, rms_norm
 from kt_runtime.sglang_patch.hooks import Hooks
 
-SYMBOLS = ("sglang.srt.layers.layernorm.RMSNorm.forward_native",)
+SYMBOLS = (
+    "sglang.srt.layers.layernorm.RMSNorm.forward_native",
+    "sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm.forward",
+)
 
 
 def install(hooks: Hooks) -> None:
     if not hooks.has_cuda_kernels:
         hooks.around(SYMBOLS[0], _forward)
+        hooks.replace(SYMBOLS[1], _normalise_queries_and_keys)
 
 
 def _forward(
@@ -38,3 +45,10 @@ def _forward(
     if residual is None:
         return rms_norm(x, norm.weight, norm.variance_epsilon)
     return add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
+
+
+def _normalise_queries_and_keys(norms: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, N D] and [T, K D], parts of one tensor, each with its norm."""
+    pairs = ((norms._q_norm, q), (norms._k_norm, k))
+    query, key = (rms_norm(x.contiguous(), norm.weight, norm.variance_epsilon) for norm, x in pairs)
+    return query, key

@@ -4,7 +4,8 @@ Symbols (SGLang 0.5.23): `model_loader.weight_utils.safetensors_weights_iterator
 `.buffered_multi_thread_safetensors_weights_iterator`. Reason: SGLang's iterators read whole files, for a large MoE
 model a terabyte, which must not be read twice. And SGLang warns about every tensor without a parameter.
 
-Layers after the model's last one, for multi-token prediction (MTP), are read past, and the log says so.
+Layers after the model's last one, for multi-token prediction (MTP), are read past, and so are the vision towers of
+models that read images (`families/wrapped.py`). The log says so.
 
 For a GGUF model SGLang finds an empty safetensors file, in whose place these tensors are read from the model's files
 (`serve/models/gguf_model.py`).
@@ -29,6 +30,7 @@ from kt_runtime.experts.gguf import GgufTensors, gguf_files
 from kt_runtime.families import family_for, gguf
 from kt_runtime.families.base import integer
 from kt_runtime.families.quantization import quantization_of
+from kt_runtime.families.wrapped import is_left_out
 from kt_runtime.resident import progress
 from kt_runtime.sglang_patch.cpu.moe import keeps_experts_in_store, model_config
 from kt_runtime.sglang_patch.hooks import Hooks
@@ -58,9 +60,13 @@ def dense_tensors(
     quantization = quantization_of(config)
     zero_offset = 1 if quantization is None else quantization.stored_zero_offset
     past: set[str] = set()
+    of_images: set[str] = set()
 
     def is_read(name: str) -> bool:
         ours = family.our_name(name)
+        if is_left_out(name):
+            of_images.add(name)
+            return False
         layer = LAYER.match(ours)
         if layer is not None and int(layer[1]) >= num_layers:
             past.add(name)
@@ -69,6 +75,12 @@ def dense_tensors(
 
     for name, tensor in plain_tensors(files, dtype, is_read, gptq_zero_offset=zero_offset):
         yield family.stored_name(family.our_name(name)), tensor
+    if of_images:
+        progress.logger.info(
+            "read past %d tensors of the vision tower, such as %s: images and videos are not served",
+            len(of_images),
+            min(of_images),
+        )
     if past:
         progress.logger.info(
             "read past %d tensors behind the last layer, such as %s: multi-token prediction (MTP) is not served",
@@ -80,20 +92,28 @@ def dense_tensors(
 def gguf_tensors(
     files: Sequence[Path], config: Mapping[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, tensor) of every tensor but the routed experts of a GGUF model, dequantized to `dtype`.
+    """(published name, tensor) of every tensor but the routed experts of a GGUF model, dequantized to `dtype`.
 
     The router's correction bias stays float32, and a tied head is left out.
     """
+    family = family_for(config)
     is_tied = bool(config.get("tie_word_embeddings"))
     with GgufTensors(files) as tensors:
-        for source in family_for(config).twin_sources(config):
-            if is_tied and source.name == "lm_head.weight":
+        for source in family.twin_sources(config):
+            name = source.name
+            if is_tied and name == "lm_head.weight":
                 continue
-            if source.name.endswith(gguf.KV_B) and gguf.gguf_name(source.name) not in tensors:
-                yield source.name, _joined_kv_b(tensors, source.name, dtype)
-            else:
-                kept = torch.float32 if source.is_buffer else dtype
-                yield source.name, tensors.read(gguf.gguf_name(source.name), kept)
+            if name.endswith(gguf.KV_B) and gguf.gguf_name(name) not in tensors:
+                yield family.stored_name(name), _joined_kv_b(tensors, name, dtype)
+                continue
+            tensor = tensors.read(gguf.gguf_name(name), torch.float32 if source.is_buffer else dtype)
+            heads = gguf.interleaved_heads(config, name)
+            yield family.stored_name(name), _with_halves(tensor, heads) if heads else tensor
+
+
+def _with_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """[heads * size, in]: in each head the rows 0, 2, 4, ... and then 1, 3, 5, ..."""
+    return rows.reshape(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape).contiguous()
 
 
 def _joined_kv_b(tensors: GgufTensors, name: str, dtype: torch.dtype) -> torch.Tensor:

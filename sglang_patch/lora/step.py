@@ -30,14 +30,16 @@ SYMBOLS = (
 DENSE = {
     "qkv_proj": "qkv",
     "fused_qkv_a_proj_with_mqa": "compress",
+    "kv_a_proj_with_mqa": "compress",
     "q_b_proj": "query",
+    "q_proj": "query",
     "kv_b_proj": "kv_b",
     "o_proj": "out",
     "gate_up_proj": "mlp_gate_up",
     "down_proj": "mlp_down",
 }
 EXPERTS = {"gate_up_proj_moe": "gate_up", "down_proj_moe": "down"}
-"""The pool's names, and those of `LayerLora`."""
+"""The pool's names, and those of `LayerLora`. A model's pool has one name of each pair (`whole_queries.py`)."""
 
 
 def why_not(manager: Any) -> str:

@@ -2,7 +2,8 @@
 
 Names are those of the `gguf` package's map. As in llama.cpp's own files, vectors and the router are float32, the
 experts of a layer are stacked, and MLA's kv_b_proj is split by head: attn_k_b is transposed, [heads, latent, nope], and
-attn_v_b is [heads, value, latent]. Keys: llama.cpp, src/models/qwen3moe.cpp and deepseek2.cpp.
+attn_v_b is [heads, value, latent]. A `llama` (Mixtral) has the halves of each head of queries and keys interleaved.
+Keys: llama.cpp, src/models/qwen3moe.cpp, deepseek2.cpp, llama.cpp and olmoe.cpp.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from safetensors import safe_open
 from kt_runtime.checkpoint_file import read_header
 from kt_runtime.errors import CheckpointError
 from kt_runtime.families import family_for
+from kt_runtime.families import gguf as names_of_gguf
 from kt_runtime.families.base import integer
 from kt_runtime.families.quantization import quantization_of
 from kt_runtime.files import write_new_file
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 ROUTER = ".mlp.gate.weight"
 CORRECTION_BIAS = ".e_score_correction_bias"
 KV_B = ".kv_b_proj.weight"
+WITHOUT_EXPERT_SIZE = ("llama", "olmoe")  # feed_forward_length is the experts' there
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,15 @@ def write_gguf_model(model: Path, path: Path) -> None:
 
 def _tensors(model: Path, config: Mapping[str, Any]) -> Iterator[Tensor]:
     opened = {file: safe_open(str(file), framework="pt", device="cpu") for file in weight_files(model)}
-    file_of = {name: file for file in opened for name in read_header(file)}
+    family = family_for(config)
+    places = {family.our_name(name): (file, name) for file in opened for name in read_header(file)}
     name_of = _names(config)
 
     def load(name: str) -> torch.Tensor:
-        values: torch.Tensor = opened[file_of[name]].get_tensor(name)
-        return values
+        file, stored = places[name]
+        values: torch.Tensor = opened[file].get_tensor(stored)
+        heads = names_of_gguf.interleaved_heads(config, name)
+        return _interleaved(values, heads) if heads else values
 
     def load_stacked(*names: str) -> torch.Tensor:
         return torch.stack([load(name) for name in names])
@@ -80,7 +86,6 @@ def _tensors(model: Path, config: Mapping[str, Any]) -> Iterator[Tensor]:
             is_float32 = len(tensor.shape) == 1 or tensor.name.endswith(ROUTER)
             dtype = torch.float32 if is_float32 else torch.bfloat16
             yield Tensor(name_of(tensor.name), tensor.shape, dtype, partial(load, tensor.name))
-    family = family_for(config)
     num_experts, hidden, intermediate = family.expert_shape(config)
     shapes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
     for layer in family.moe_layers(config):
@@ -89,6 +94,11 @@ def _tensors(model: Path, config: Mapping[str, Any]) -> Iterator[Tensor]:
             names = [f"{prefix}.{expert}.{projection}_proj.weight" for expert in range(num_experts)]
             stacked = name_of(f"{prefix}.{projection}_proj.weight")
             yield Tensor(stacked, (num_experts, *shape), torch.bfloat16, partial(load_stacked, *names))
+
+
+def _interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """[heads * size, in]: in each head a row of the first half, then the one of the second half, and so on."""
+    return rows.reshape(heads, 2, -1, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
 def _kv_b(
@@ -198,7 +208,8 @@ def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(float(config["rms_norm_eps"]))
     writer.add_expert_count(family.num_experts(config))
     writer.add_expert_used_count(family.num_experts_per_tok(config))
-    writer.add_expert_feed_forward_length(integer(config, "moe_intermediate_size"))
+    if family.gguf_architecture not in WITHOUT_EXPERT_SIZE:
+        writer.add_expert_feed_forward_length(family.expert_intermediate(config))
     if config.get("kv_lora_rank"):
         _add_deepseek_keys(writer, config)
     else:
@@ -206,6 +217,8 @@ def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
+        if family.gguf_architecture == "llama":
+            writer.add_rope_dimension_count(head_dim)
 
 
 def _add_deepseek_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:

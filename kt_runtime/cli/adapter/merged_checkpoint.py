@@ -1,6 +1,7 @@
 """A Hugging Face checkpoint with an adapter merged into it, written tensor by tensor.
 
-Every tensor of the base keeps its name: adapted matrices are merged, all others are copied. A quantized base is
+Every tensor of the base keeps its name: adapted matrices are merged, all others are copied. Of a model that reads
+images too, the language model alone is written, with a text model's names (`families/wrapped.py`). A quantized base is
 dequantized, and the whole checkpoint becomes plain (bf16, no quantization_config). The headers alone determine each
 tensor's place before the first tensor is read, so one matrix is in memory at a time, and a lack of disk space is
 reported at once. The directory appears only when it is complete.
@@ -26,7 +27,9 @@ from kt_runtime.cli.adapter.export_record import RECORD_FILE, record_of
 from kt_runtime.errors import CheckpointError, ConflictError, InvalidValueError
 from kt_runtime.experts.dequantize import CODES, PARTS, plain_tensors
 from kt_runtime.families import family_for
+from kt_runtime.families.naming import without_wrapper
 from kt_runtime.families.quantization import CONFIG_KEYS, GgufQuantization, quantization_of
+from kt_runtime.families.wrapped import is_left_out
 from kt_runtime.files import write_directory
 from kt_runtime.serve.memory.plan import format_bytes
 from kt_runtime.serve.models.checkpoint_files import (
@@ -88,11 +91,16 @@ def write_merged(
     _check_disk(path, total_bytes + _RESERVE_BYTES)
     merger, family = Merger(adapter), family_for(config)
     zero_offset = quantization.stored_zero_offset if quantization is not None else 1
-    tensors = plain_tensors([str(file) for file in files], torch.float32, gptq_zero_offset=zero_offset)
+    tensors = plain_tensors(
+        [str(file) for file in files],
+        torch.float32,
+        lambda name: not is_left_out(name),
+        gptq_zero_offset=zero_offset,
+    )
 
     def fill(directory: Path) -> None:
         _copy_others(base, directory, config, dtype)
-        named = ((name, family.our_name(name), tensor) for name, tensor in tensors)
+        named = ((without_wrapper(name), family.our_name(name), tensor) for name, tensor in tensors)
         _write_tensors(directory, places, named, merger, progress)
         if merger.left:
             raise CheckpointError(f"{base}: has no {min(merger.left)!r}, which the adapter changes")
@@ -108,7 +116,10 @@ def plan(files: list[Path], dtype: torch.dtype | None, shard_bytes: int) -> dict
         raise InvalidValueError(f"shard size is {shard_bytes} bytes; expected a positive number")
     places: dict[str, Place] = {}
     shard = offset = 0
-    for name, entry in _plain_entries(files):
+    for stored, entry in _plain_entries(files):
+        if is_left_out(stored):
+            continue
+        name = without_wrapper(stored)
         if dtype == torch.float32 and entry.dtype in PLAIN:
             entry = replace(entry, dtype="F32", num_bytes=math.prod(entry.shape) * 4)
         elif dtype == torch.bfloat16 and entry.dtype == "F16":

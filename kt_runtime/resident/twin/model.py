@@ -32,7 +32,7 @@ from kt_runtime.resident.twin import attention
 from kt_runtime.resident.twin.attention import Positions
 from kt_runtime.resident.twin.frozen import FrozenLinear, FrozenRmsNorm, GatedMlp, is_gated_mlp, is_rms_norm
 from kt_runtime.resident.twin.replay import LayerRoutes
-from kt_runtime.resident.twin.routed import GroupedRouter, RoutedExperts, SoftmaxRouter, is_grouped_router
+from kt_runtime.resident.twin.routed import GroupedRouter, RoutedExperts, SoftmaxRouter, grouped_router
 
 
 class Twin:
@@ -234,8 +234,8 @@ def _on_meta(family: Family, host: Host) -> Any:
             module.variance_epsilon = hf_config.rms_norm_eps  # for the norms of latents Hugging Face ignores it
         elif is_gated_mlp(module):
             module.__class__ = GatedMlp
-        elif host.attends_in_float32 and is_grouped_router(module):
-            module.__class__ = GroupedRouter
+        elif host.attends_in_float32 and (router := grouped_router(module)) is not None:
+            module.__class__ = router
     return model
 
 

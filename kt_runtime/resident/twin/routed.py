@@ -17,9 +17,6 @@ from kt_runtime.ops.matmul import frozen_linear, rounded
 from kt_runtime.ops.router import float32_logits, softmax_top_k
 from kt_runtime.resident.twin.replay import LayerRoutes
 
-GROUPED_ROUTERS = ("DeepseekV2TopkRouter", "DeepseekV3TopkRouter", "Glm4MoeTopkRouter", "Glm4MoeLiteTopkRouter")
-"""Hugging Face's classes."""
-
 
 class RoutedExperts(nn.Module):
     """Replaces Hugging Face's fused expert module; has no parameters of its own.
@@ -98,7 +95,9 @@ class GroupedRouter(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits [T, E], weights [T, K], ids [T, K], as Hugging Face's routers return them."""
-        bias = getattr(self, "e_score_correction_bias", None)  # DeepSeek-V3's and GLM's
+        return self.route(hidden, getattr(self, "e_score_correction_bias", None))  # DeepSeek-V3's and GLM's
+
+    def route(self, hidden: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         routing = GroupedRouting(
             groups=self.num_group or 1,
             top_groups=self.topk_group or 1,
@@ -115,5 +114,28 @@ class GroupedRouter(nn.Module):
         return logits, weights, ids
 
 
-def is_grouped_router(module: nn.Module) -> bool:
-    return type(module).__name__ in GROUPED_ROUTERS
+class BiasedRouter(GroupedRouter):
+    """As `GroupedRouter`, for MiniMax-M2's router: one group, weights that sum to 1, and the MLP has the bias."""
+
+    num_group = topk_group = 1
+    norm_topk_prob = True
+    routed_scaling_factor = 1.0
+
+    def forward(  # type: ignore[override]
+        self, hidden: torch.Tensor, bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.route(hidden, bias)
+
+
+GROUPED_ROUTERS: dict[str, type[GroupedRouter]] = {
+    "DeepseekV2TopkRouter": GroupedRouter,
+    "DeepseekV3TopkRouter": GroupedRouter,
+    "Glm4MoeTopkRouter": GroupedRouter,
+    "Glm4MoeLiteTopkRouter": GroupedRouter,
+    "MiniMaxM2TopKRouter": BiasedRouter,
+}
+"""What replaces Hugging Face's classes, by their names."""
+
+
+def grouped_router(module: nn.Module) -> type[GroupedRouter] | None:
+    return GROUPED_ROUTERS.get(type(module).__name__)

@@ -29,7 +29,7 @@ from kt_runtime.serve.requests.bodies.bounds import (
 )
 from kt_runtime.serve.requests.bodies.sampling import INTERNAL, NO_PROCESSORS, NO_WATERMARK, SamplingParams
 
-NO_MEDIA = "the models that kt-runtime serves read text only"
+NO_MEDIA = "the models that kt-runtime serves read text only: a vision tower is left out"
 NO_EMBEDDINGS = "prompts are text or token ids; embeddings in a request are not offered"
 ONE_RANK = "kt-runtime runs one model on one rank, and no other server takes part"
 NOT_OFFERED = "kt-runtime does not offer it"

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kt_runtime.bench.experts.gguf_blocks import to_blocks
+from kt_runtime.families import family_for
 
 EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -67,13 +68,13 @@ def dequantized(checkpoint: Path, path: Path, place: Path) -> Path:
         if "_exps." in tensor.name
     }
     shutil.copytree(checkpoint, place, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((place / "config.json").read_text())
+    family = family_for(config)
     tensors = {}
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         tensors[name] = tensor.float().contiguous()
-        if found := EXPERT.fullmatch(name):
+        if found := EXPERT.fullmatch(family.our_name(name)):
             layer, expert, part = found.groups()
             tensors[name] = torch.from_numpy(stacked[f"blk.{layer}.ffn_{part}_exps.weight"][int(expert)].copy())
     save_file(tensors, place / "model.safetensors", {"format": "pt"})
-    config = json.loads((place / "config.json").read_text())
-    (place / "config.json").write_text(json.dumps(config))
     return place

@@ -56,6 +56,7 @@ DEEPSEEK_V2 = DEEPSEEK_V3 | {
     "topk_method": "group_limited_greedy",
     "norm_topk_prob": False,
 }
+DEEPSEEK_V2_LITE = DEEPSEEK_V2 | {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1}
 MIXTRAL = _COMMON | {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
@@ -92,6 +93,16 @@ GLM4_MOE_LITE = DEEPSEEK_V3 | {
     "architectures": ["Glm4MoeLiteForCausalLM"],
     "model_type": "glm4_moe_lite",
     "n_group": 1,
+}
+MINIMAX_M2 = _COMMON | {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "model_type": "minimax_m2",
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "rotary_dim": 6,
+    "num_local_experts": 4,
 }
 CONFIGS: dict[str, dict[str, Any]] = {"qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3}
 MAX_RANK = 8
@@ -141,6 +152,11 @@ def deepseek_v2() -> TinyModel:
 
 
 @pytest.fixture
+def deepseek_v2_lite() -> TinyModel:
+    return TinyModel(dict(DEEPSEEK_V2_LITE))
+
+
+@pytest.fixture
 def mixtral() -> TinyModel:
     return TinyModel(dict(MIXTRAL))
 
@@ -158,6 +174,11 @@ def glm4_moe() -> TinyModel:
 @pytest.fixture
 def glm4_moe_lite() -> TinyModel:
     return TinyModel(dict(GLM4_MOE_LITE))
+
+
+@pytest.fixture
+def minimax_m2() -> TinyModel:
+    return TinyModel(dict(MINIMAX_M2))
 
 
 @pytest.fixture(params=CONFIGS)

@@ -142,11 +142,15 @@ def test_dora_of_peft_is_refused_by_key(tmp_path: Path, qwen: Any) -> None:
         ("deepseek", ["attention", "experts"]),
         ("deepseek", ["mlp", "shared"]),
         ("deepseek_v2", ["all"]),
+        ("deepseek_v2_lite", ["all"]),
+        ("deepseek_v2_lite", ["q_proj"]),
+        ("deepseek_v2_lite", ["kv_a_proj_with_mqa"]),
         ("mixtral", ["all"]),
         ("mixtral", ["experts"]),
         ("olmoe", ["all"]),
         ("glm4_moe", ["all"]),
         ("glm4_moe_lite", ["all"]),
+        ("minimax_m2", ["all"]),
     ],
 )
 def test_peft_loads_all_that_we_write_and_gives_the_same_logits(

@@ -119,7 +119,28 @@ GLM4_MOE_LITE = {
     "topk_group": 1,
     "rms_norm_eps": 1e-5,
 }
+MINIMAX_M2 = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "model_type": "minimax_m2",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "rotary_dim": 6,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "attn_type_list": [1, 1],
+    "tie_word_embeddings": False,
+}
 CONFIGS = {
+    "minimax_m2": MINIMAX_M2,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,

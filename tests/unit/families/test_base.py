@@ -69,9 +69,6 @@ def test_lora_modules_are_exactly_the_linears_but_lm_head(config: dict[str, Any]
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name != "lm_head"
     }
-    if config.get("q_lora_rank", 0) is None:
-        # SGLang can't serve adapters on these two (families/deepseek.py).
-        linears = {name: size for name, size in linears.items() if not name.endswith((".q_proj", "_with_mqa"))}
     dense = [module for module in family_for(config).lora_modules(config) if not module.num_experts]
     assert {module.name: (module.in_features, module.out_features) for module in dense} == linears
 
@@ -177,6 +174,14 @@ def test_configs_as_transformers_saves_them_give_the_same_tables(config: dict[st
         ("glm4_moe_lite", "first_k_dense_replace", 2),
         ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense", "sparse"]),
         ("glm4_moe", "rope_parameters", {"rope_type": "yarn", "factor": 2.0}),
+        ("minimax_m2", "scoring_func", "softmax"),
+        ("minimax_m2", "use_routing_bias", False),
+        ("minimax_m2", "use_qk_norm", False),
+        ("minimax_m2", "qk_norm_type", "per_head"),
+        ("minimax_m2", "attn_type_list", [0, 1]),
+        ("minimax_m2", "shared_intermediate_size", 16),
+        ("minimax_m2", "partial_rotary_factor", 0.25),
+        ("minimax_m2", "rotary_dim", 0),
     ],
 )
 def test_what_sglang_and_the_twin_would_compute_differently_is_refused(

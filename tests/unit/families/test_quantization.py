@@ -67,7 +67,7 @@ def test_an_unknown_method_is_refused_by_name_with_the_known_ones(method: str | 
     [
         ("fp8", {"weight_block_size": [64, 128]}, r"'weight_block_size' is \[64, 128\]; only \[128, 128\]"),
         ("fp8", {"weight_block_size": None}, "'weight_block_size' is None"),
-        ("fp8", {"fmt": "e5m2"}, "'fmt' is 'e5m2'; only 'e4m3'"),
+        ("fp8", {"fmt": "e5m2"}, "'fmt' is 'e5m2'; allowed: e4m3, float8_e4m3fn"),
         ("fp8", {"activation_scheme": "static"}, "'activation_scheme' is 'static'"),
         ("gptq_int4_g128", {"bits": 3}, "'bits' is 3; allowed: 4, 8"),
         ("gptq_int4_g128", {"group_size": 48}, "'group_size' is 48; allowed: -1, or a multiple of 32"),

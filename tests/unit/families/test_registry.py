@@ -48,9 +48,9 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
         | {"first_k_dense_replace": 3, "index_topk": 2048},
         "nearest is deepseek_v3 (DeepseekV3ForCausalLM): it has an index of the keys that attention reads",
     ),
-    "minimax_m2": (
-        {"num_local_experts": 256, "scoring_func": "sigmoid", "use_routing_bias": True},
-        "nearest is qwen3_moe (Qwen3MoeForCausalLM): its router is a sigmoid, the family's a softmax",
+    "minimax_m3": (
+        {"num_local_experts": 256, "scoring_func": "sigmoid", "use_routing_bias": True, "swiglu_limit": 7.0},
+        "nearest is minimax_m2 (MiniMaxM2ForCausalLM): it has a clamp in the experts ('swiglu_limit')",
     ),
     "qwen3_next": (
         {"num_experts": 512, "shared_expert_intermediate_size": 512}

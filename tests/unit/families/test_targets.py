@@ -53,7 +53,7 @@ def test_an_unknown_target_is_refused_with_the_nearest_name(config_of: ConfigOf)
         ("qwen3_moe", "mlp"),
         ("qwen3_moe", "kv_b_proj"),
         ("deepseek_v3", "k_proj"),
-        ("deepseek_v2 without q_lora_rank", "q_proj"),
+        ("deepseek_v2 without q_lora_rank", "q_b_proj"),
     ],
 )
 def test_a_target_that_matches_nothing_is_refused_with_what_the_model_has(

@@ -16,7 +16,7 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import available_isas, dense
 from kt_runtime.experts.dense import GroupedRouting
 from kt_runtime.ops.grouped_router import grouped_top_k
-from kt_runtime.resident.twin.routed import GroupedRouter, is_grouped_router
+from kt_runtime.resident.twin.routed import GroupedRouter, grouped_router
 
 HIDDEN, EXPERTS, CHOSEN = 48, 32, 5
 SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "n_routed_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
@@ -57,7 +57,7 @@ def test_experts_weights_and_gradients_are_hugging_faces(make: Callable[[], torc
     expected = by_expert(weights, ids)
     wanted = torch.autograd.grad(expected, hidden, by_weight)[0]
     router.weight.requires_grad_(False)
-    assert is_grouped_router(router)
+    assert grouped_router(router) is GroupedRouter
     router.__class__ = GroupedRouter
     logits, weights, ids = router(hidden)
     assert logits.shape == (40, EXPERTS) and weights.dtype == torch.float32

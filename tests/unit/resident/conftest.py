@@ -166,7 +166,18 @@ GLM4_MOE_LITE = {
     "topk_group": 1,
     "rms_norm_eps": 1e-6,
 }
+MINIMAX_M2 = GROUPED_QUERY | {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "model_type": "minimax_m2",
+    "intermediate_size": 32,
+    "head_dim": 24,
+    "rotary_dim": 12,
+    "num_local_experts": 8,
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+}
 FURTHER = {
+    "minimax_m2": MINIMAX_M2,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from reference.checkpoints.published import PUBLISHED
 from reference.families import PRESETS
 from reference.resident.native_step import CASES
 
@@ -47,6 +48,10 @@ def has_a_preset_of_the_hub(family: Family) -> bool:
     return any(family_for(load_preset(name).config) is family for name in presets)
 
 
+def has_published_names(family: Family) -> bool:
+    return any(family_for(load_preset(name).config) is family for name in PUBLISHED)
+
+
 def has_names_of_models(family: Family) -> bool:
     return any(family_for(load_preset(served.preset).config) is family for served in SERVED)
 
@@ -65,6 +70,7 @@ CHECKLIST: dict[str, Callable[[Family], bool]] = {
     "server": has_a_server,
     "names and shapes": names_type("tests/unit/families/conftest.py"),
     "preset of the hub": has_a_preset_of_the_hub,
+    "published names": has_published_names,
     "names of its models": has_names_of_models,
     "documentation": has_rows_in_the_documentation,
 }

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from kt_runtime.bench.serve.gguf_model import write_gguf_model
 from kt_runtime.errors import CheckpointError, InvalidValueError, NotFoundError
 from kt_runtime.families import family_for
+from kt_runtime.families.gguf import config_of as config_from_keys
 from kt_runtime.families.quantization import quantization_of
 from kt_runtime.serve.models.checkpoint_files import check_checkpoint
 from kt_runtime.serve.models.gguf_model import gguf_directory
@@ -25,7 +26,7 @@ from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.serve.models.report import resolve_model
 from kt_runtime.sglang_patch.cpu.weights import gguf_tensors
 
-PRESETS = ("tiny-qwen3-moe", "tiny-deepseek-v3")
+PRESETS = ("tiny-qwen3-moe", "tiny-deepseek-v3", "tiny-mixtral", "tiny-olmoe")
 # What a GGUF file does not hold, and neither serving nor training reads.
 NOT_KEPT = (
     {"attention_dropout", "initializer_range", "max_window_layers", "output_router_logits", "router_aux_loss_coef"}
@@ -141,6 +142,45 @@ def test_experts_of_mixed_types_are_planned_for_by_their_bytes(tmp_path: Path) -
     assert held.name == "int4k_g32+int6k_g16"
     block = 64 + 256 * 8 + 2 * (8 * 16) + 2 * 64, 64 + 256 * 12 + 16 * 16 + 64
     assert held.packed_bytes(256, 256) == -(-16 * (2 * block[0] + block[1]) // 3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "leave_out", "said"),
+    [
+        ({"llama.expert_count": 0}, "", "is a llama without experts; of this architecture Mixtral is served"),
+        ({}, "blk.1.ffn_gate_exps.weight", "tensor 'blk.1.ffn_gate_exps.weight' is missing"),
+        ({"llama.rope.dimension_count": 16}, "", "'head_dim' is 16; only 32 can be used"),
+    ],
+)
+def test_a_llama_that_is_no_mixtral_is_refused(tmp_path: Path, keys: dict[str, Any], leave_out: str, said: str) -> None:
+    model = make_model("tiny-mixtral", tmp_path / "model", seed=3)
+    write_gguf_model(model, tmp_path / "bf16.gguf")
+    requantize(tmp_path / "bf16.gguf", tmp_path / "m.gguf", {}, keys=keys, leave_out=leave_out)
+    with pytest.raises((CheckpointError, InvalidValueError), match=said):
+        resolve_model(str(tmp_path / "m.gguf"))
+
+
+def test_a_llama_with_tensors_of_others_is_refused() -> None:
+    keys = {"general.architecture": "llama", "llama.expert_count": 8}
+    for name in ("rope_freqs.weight", "blk.0.attn_q.bias"):
+        with pytest.raises(CheckpointError, match=f"m.gguf: has a tensor '{name}', which a Mixtral has not"):
+            config_from_keys(keys, {name: (4,)}, "m.gguf")
+
+
+def test_rows_of_mixtral_s_queries_and_keys_have_llama_cpp_s_order(tmp_path: Path) -> None:
+    """Its rotary embedding turns adjacent elements: a head's rows are 0, size / 2, 1, size / 2 + 1, ..."""
+    model = make_model("tiny-mixtral", tmp_path / "model", seed=3)
+    write_gguf_model(model, tmp_path / "m.gguf")
+    wanted = load_file(model / "model.safetensors")["model.layers.1.self_attn.k_proj.weight"].float()
+    stored = next(
+        tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors if tensor.name == "blk.1.attn_k.weight"
+    )
+    found = torch.from_numpy(gguf.quants.dequantize(stored.data, stored.tensor_type).copy())
+    heads, size = 2, wanted.shape[0] // 2
+    for head in range(heads):
+        for row in range(size):
+            place = head * size + (2 * row if row < size // 2 else 2 * (row - size // 2) + 1)
+            assert torch.equal(found[place], wanted[head * size + row])
 
 
 def test_what_can_not_be_served_is_refused_by_name(made: tuple[Path, Path], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from kt_runtime.serve.models.presets import load_preset, preset_names
 from kt_runtime.serve.options.parsers import Parsers, chat_template, from_template, parsers_for
 
 V3, QWEN, KIMI = (load_preset(name).config for name in ("DeepSeek-V3", "Qwen3-30B-A3B", "Kimi-K2"))
-GLM, MIXTRAL = (load_preset(name).config for name in ("GLM-4.5", "Mixtral-8x7B"))
+GLM, MIXTRAL, MINIMAX = (load_preset(name).config for name in ("GLM-4.5", "Mixtral-8x7B", "MiniMax-M2"))
 TOOLS = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 
 
@@ -39,6 +39,8 @@ TOOLS = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
         (GLM, "{{ messages }}", Parsers()),
         (MIXTRAL, "[TOOL_CALLS] [{{ tool_call }}]", Parsers("mistral", None)),
         (MIXTRAL, "[INST] {{ content }} [/INST]<think>", Parsers()),
+        (MINIMAX, "<minimax:tool_call> ]~b]ai<think>", Parsers("minimax-m2", "minimax-append-think")),
+        (MINIMAX, "{{ messages }}", Parsers()),
         (KIMI, "<|tool_calls_section_begin|><think>", Parsers("kimi_k2", "kimi_k2")),
     ],
 )

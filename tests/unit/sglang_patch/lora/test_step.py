@@ -43,10 +43,11 @@ def test_the_step_reads_the_pool_s_own_buffers() -> None:
         assert layer.down_b is pool.B_buffer["down_proj_moe"][index]
 
 
-def test_the_step_reads_the_pool_of_latent_attention_and_of_dense_mlps() -> None:
+@pytest.mark.parametrize("front", [("fused_qkv_a_proj_with_mqa", "q_b_proj"), ("kv_a_proj_with_mqa", "q_proj")])
+def test_the_step_reads_the_pool_of_latent_attention_and_of_dense_mlps(front: tuple[str, str]) -> None:
     names = {
-        "fused_qkv_a_proj_with_mqa": "compress",
-        "q_b_proj": "query",
+        front[0]: "compress",
+        front[1]: "query",
         "kv_b_proj": "kv_b",
         "gate_up_proj": "mlp_gate_up",
         "down_proj": "mlp_down",

@@ -27,7 +27,7 @@ from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts.attention import Sequences
 from kt_runtime.families import family_for
 from kt_runtime.families.base import Family
-from kt_runtime.families.qwen3_moe import Qwen3Moe
+from kt_runtime.families.models.qwen3_moe import Qwen3Moe
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.wire.messages import STEP_RUNNING

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.base import Config, integer, require
-from kt_runtime.families.grouped_query import GroupedQueryFamily
+from kt_runtime.families.models.grouped_query import GroupedQueryFamily
 from kt_runtime.families.traits import GROUPED_QUERY, SOFTMAX, Traits
 
 

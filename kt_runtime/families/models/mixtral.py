@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kt_runtime.families.base import Config, integer, require
-from kt_runtime.families.grouped_query import GroupedQueryFamily, require_plain_rotary
+from kt_runtime.families.models.grouped_query import GroupedQueryFamily, require_plain_rotary
 from kt_runtime.families.naming import Renaming
 from kt_runtime.families.traits import GROUPED_QUERY, SOFTMAX, Traits
 

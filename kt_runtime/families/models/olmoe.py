@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.base import Config, integer, require
-from kt_runtime.families.grouped_query import GroupedQueryFamily, require_plain_rotary
+from kt_runtime.families.models.grouped_query import GroupedQueryFamily, require_plain_rotary
 from kt_runtime.families.traits import GROUPED_QUERY, SOFTMAX, Traits
 
 EPSILON = 1e-5

@@ -17,13 +17,14 @@ from typing import Any
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families.base import Config, first_moe_layer, integer, require
-from kt_runtime.families.deepseek import DeepseekV3
-from kt_runtime.families.grouped_query import GroupedQueryFamily, require_plain_rotary
+from kt_runtime.families.models.deepseek import DeepseekV3
+from kt_runtime.families.models.dense_first import DenseFirstFamily
+from kt_runtime.families.models.grouped_query import GroupedQueryFamily, require_plain_rotary
 from kt_runtime.families.stack import DecoderStack, ExpertGroups
 from kt_runtime.families.traits import GROUPED_QUERY, SIGMOID, Traits
 
 
-class Glm4Moe(GroupedQueryFamily):
+class Glm4Moe(DenseFirstFamily, GroupedQueryFamily):
     name = "glm4_moe"
     model_types = ("glm4_moe",)
     architectures = ("Glm4MoeForCausalLM",)
@@ -58,15 +59,6 @@ class Glm4Moe(GroupedQueryFamily):
         if not config.get("use_qk_norm", False):
             return {}
         return {"self_attn.q_norm": self.head_dim(config), "self_attn.k_norm": self.head_dim(config)}
-
-    def moe_layers(self, config: Config) -> list[int]:
-        return list(range(first_moe_layer(config), integer(config, "num_hidden_layers")))
-
-    def num_experts(self, config: Config) -> int:
-        return integer(config, "n_routed_experts", "num_local_experts", "num_experts")
-
-    def shared_intermediate(self, config: Config) -> int:
-        return integer(config, "moe_intermediate_size") * integer(config, "n_shared_experts")
 
 
 class Glm4MoeLite(DeepseekV3):

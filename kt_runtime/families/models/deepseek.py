@@ -3,8 +3,8 @@
 Hugging Face: `transformers.models.deepseek_v2`, `.deepseek_v3`. SGLang: `sglang.srt.models.deepseek_v2`, all of them.
 
 - With `q_lora_rank`, SGLang fuses q_a_proj and kv_a_proj_with_mqa into `fused_qkv_a_proj_with_mqa`. Without it
-  (DeepSeek-V2-Lite), SGLang has q_proj and kv_a_proj_with_mqa as they are. SGLang's LoRA code knows only the fused
-  module and `qkv_proj`, so it can't serve LoRA on these two: the family's LoRA modules do not include them then.
+  (DeepSeek-V2-Lite), SGLang has q_proj and kv_a_proj_with_mqa as they are; `sglang_patch/lora/whole_queries.py` tells
+  SGLang's LoRA code, which knows the fused ones only.
 - After loading, SGLang keeps `kv_b_proj.weight` unchanged and derives copies from it, w_kc and w_vc, for the absorbed
   form. The twin shares `kv_b_proj.weight`.
 - SGLang may fuse the shared experts into the routed ones; the server must be started with
@@ -19,12 +19,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.families.base import ATTENTION, Config, Family, FusedLinear, first_moe_layer, integer, require
+from kt_runtime.families.base import ATTENTION, Config, FusedLinear, first_moe_layer, integer, require
+from kt_runtime.families.models.dense_first import DenseFirstFamily
 from kt_runtime.families.stack import DecoderStack, ExpertGroups, GatedMlp, Latent, RoutedExperts, StackLayer
 from kt_runtime.families.traits import LATENT, SIGMOID, SOFTMAX, Traits
 
 
-class DeepseekV2(Family):
+class DeepseekV2(DenseFirstFamily):
     name = "deepseek_v2"
     model_types: tuple[str, ...] = ("deepseek_v2",)
     architectures = ("DeepseekV2ForCausalLM",)
@@ -71,8 +72,8 @@ class DeepseekV2(Family):
         kv_a = ("kv_a_proj_with_mqa", latent + rope)
         if config.get("q_lora_rank") is None:
             front = [
-                _attention("q_proj", hidden, ("q_proj", query), is_adaptable=False),
-                _attention("kv_a_proj_with_mqa", hidden, kv_a, is_adaptable=False),
+                _attention("q_proj", hidden, ("q_proj", query)),
+                _attention("kv_a_proj_with_mqa", hidden, kv_a),
             ]
         else:
             rank = integer(config, "q_lora_rank")
@@ -115,15 +116,6 @@ class DeepseekV2(Family):
     def rotates_adjacent(self, config: Config) -> bool:
         return bool(config.get("rope_interleave", True))
 
-    def moe_layers(self, config: Config) -> list[int]:
-        return list(range(first_moe_layer(config), integer(config, "num_hidden_layers")))
-
-    def num_experts(self, config: Config) -> int:
-        return integer(config, "n_routed_experts", "num_local_experts", "num_experts")
-
-    def shared_intermediate(self, config: Config) -> int:
-        return integer(config, "moe_intermediate_size") * integer(config, "n_shared_experts")
-
     def _stack_layer(self, config: Config, layer: int) -> StackLayer:
         prefix, is_routed = f"model.layers.{layer}", layer >= first_moe_layer(config)
         mlp = f"{prefix}.mlp.shared_experts" if is_routed else f"{prefix}.mlp"
@@ -157,8 +149,8 @@ class DeepseekV3(DeepseekV2):
         return True
 
 
-def _attention(source: str, in_features: int, *parts: tuple[str, int], is_adaptable: bool = True) -> FusedLinear:
-    return FusedLinear("self_attn", source, in_features, parts, ATTENTION, is_adaptable=is_adaptable)
+def _attention(source: str, in_features: int, *parts: tuple[str, int]) -> FusedLinear:
+    return FusedLinear("self_attn", source, in_features, parts, ATTENTION)
 
 
 def _latent(prefix: str, compresses_queries: bool) -> Latent:

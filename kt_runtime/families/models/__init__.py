@@ -1,0 +1,1 @@
+"""The tables of the model families, one file each, and what several of them share."""

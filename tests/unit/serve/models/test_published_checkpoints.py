@@ -1,0 +1,85 @@
+"""Checkpoints with the published ones' tensor names and shards, in small: what is loaded is what the files hold."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from reference.checkpoints.published import PUBLISHED, Written, write
+from torch.nn import functional
+
+from kt_runtime.experts import ExpertShape, ExpertStore
+from kt_runtime.families import FAMILIES
+from kt_runtime.serve.models.presets import load_preset, preset_names
+from kt_runtime.serve.models.report import ResolvedModel, resolve_model
+from kt_runtime.sglang_patch.cpu.weights import dense_tensors
+
+TOLERANCE = 2e-6  # of the expert's largest output, in float32
+
+
+@pytest.fixture(params=PUBLISHED)
+def written(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Written]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield write(request.param, tmp_path / "model")
+
+
+def test_every_family_has_a_published_checkpoint_here() -> None:
+    on_the_hub = {name for name in preset_names() if load_preset(name).hub_ids}
+    assert PUBLISHED.keys() <= on_the_hub
+    named = {load_preset(name).config["architectures"][0] for name in PUBLISHED}
+    assert named == {architecture for family in FAMILIES for architecture in family.architectures}
+    assert all(layout["source"] for layout in PUBLISHED.values())
+
+
+def expert_of(written: Written, layer: int, expert: int) -> tuple[torch.Tensor, ...]:
+    """gate, up and down, by any of the published names."""
+    found = {}
+    for name, tensor in written.values.items():
+        if name.startswith(f"model.layers.{layer}.") and f".experts.{expert}." in name:
+            found[name.split(".")[-2]] = tensor
+    names = ("gate_proj", "up_proj", "down_proj") if "gate_proj" in found else ("w1", "w3", "w2")
+    return tuple(found[name] for name in names)
+
+
+def check_experts(written: Written, model: ResolvedModel) -> None:
+    family, config = model.family, model.config
+    keys = {layer: family.expert_prefix(layer) for layer in family.moe_layers(config)}
+    shape = ExpertShape(*family.expert_shape(config))
+    store = ExpertStore.load(model.directory, keys, shape, num_threads=1, rename=family.our_name)
+    try:
+        x = torch.randn(1, shape.hidden, generator=torch.Generator().manual_seed(1))
+        for layer in keys:
+            for expert in range(shape.num_experts):
+                gate, up, down = expert_of(written, layer, expert)
+                expected = (functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+                found = store.layers[layer].forward(x, torch.tensor([[expert]]), torch.ones(1, 1))
+                assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max(), (layer, expert)
+    finally:
+        store.close()
+
+
+def test_what_is_loaded_is_what_the_files_hold(written: Written, caplog: pytest.LogCaptureFixture) -> None:
+    model = resolve_model(str(written.directory))
+    files = sorted(str(path) for path in model.directory.glob("*.safetensors"))
+    with caplog.at_level(logging.INFO):
+        found = dict(dense_tensors(files, torch.float32, model.config))
+    dense = {name: tensor for name, tensor in written.values.items() if ".experts." not in name}
+    computed = {name for name in found if name.endswith("rotary_emb.inv_freq")}  # SGLang computes them itself
+    assert found.keys() - computed == dense.keys()
+    assert all(torch.equal(found[name].float(), tensor) for name, tensor in dense.items())
+    assert ("(MTP) is not served" in caplog.text) == any("eh_proj" in name for name in written.left_out)
+    assert ("images and videos are not served" in caplog.text) == any("vision" in name for name in written.left_out)
+    check_experts(written, model)
+
+
+def test_layers_lie_across_files(written: Written) -> None:
+    layer_of = re.compile(r"layers\.(\d+)\.")
+    files: dict[str, set[str]] = {}
+    for shard, names in written.shards.items():
+        for found in filter(None, map(layer_of.search, names)):
+            files.setdefault(found[1], set()).add(shard)
+    assert any(len(shards) > 1 for shards in files.values())

@@ -1,0 +1,42 @@
+"""GGUF files of Mixtral and OLMoE in SGLang's own scheduler, against Hugging Face in float32: llama.cpp's order of
+Mixtral's query and key rows, and its names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reference.checkpoints.gguf_models import dequantized, requantize
+from reference.resident.native_step import prompt
+from reference.resident.scheduler import engine
+from reference.server.greedy import load_hugging_face, logprobs_of
+
+from kt_runtime.bench.serve.gguf_model import write_gguf_model
+from kt_runtime.serve.models.make_model import make_model
+from kt_runtime.serve.models.report import resolve_model
+from kt_runtime.sglang_patch.cpu import step as native_step
+from kt_runtime.wire.messages import STEP_RUNNING
+
+LENGTHS = (2, 9, 70)
+LOGPROB_TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize("preset", ["tiny-mixtral", "tiny-olmoe"])
+def test_served_logprobs_are_those_of_the_weights_that_the_file_stands_for(
+    patched_sglang: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = make_model(preset, tmp_path / "model", seed=5)
+    write_gguf_model(model, tmp_path / "bf16.gguf")
+    requantize(tmp_path / "bf16.gguf", tmp_path / "whole.gguf", {"_exps": "Q8_0"})
+    plain = load_hugging_face(dequantized(model, tmp_path / "whole.gguf", tmp_path / "plain"))
+    with engine(resolve_model(str(tmp_path / "whole.gguf")).directory) as running:
+        prompts = {f"r{length}": prompt(length, length) for length in LENGTHS}
+        running.run(*(running.request(rid, tokens, logprob_start_len=0) for rid, tokens in prompts.items()))
+        assert native_step.state() == STEP_RUNNING
+        for rid, tokens in prompts.items():
+            expected = logprobs_of(plain, tokens + running.tokens[rid])
+            found = np.array(running.prompt_logprobs[rid] + running.logprobs[rid])
+            assert np.std(expected) > 0.1
+            assert np.abs(found - expected).max() <= LOGPROB_TOLERANCE

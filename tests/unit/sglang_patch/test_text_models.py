@@ -1,0 +1,36 @@
+"""The language model of Kimi-K2.5 in SGLang's own scheduler, from a checkpoint that transformers wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reference.checkpoints import kimi
+from reference.resident.native_step import prompt
+from reference.resident.scheduler import engine
+from reference.server.greedy import logprobs_of
+
+from kt_runtime.serve.models.report import resolve_model
+from kt_runtime.sglang_patch.cpu import step as native_step
+from kt_runtime.wire.messages import STEP_RUNNING
+
+LENGTHS = (2, 9, 70)
+LOGPROB_TOLERANCE = 1e-4
+
+
+def test_served_logprobs_equal_those_of_the_whole_model_in_hugging_face(
+    patched_sglang: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    whole = kimi.save(tmp_path / "Kimi-tiny", seed=5)
+    with engine(resolve_model(str(whole)).directory) as running:
+        prompts = {f"r{length}": prompt(length, length) for length in LENGTHS}
+        running.run(*(running.request(rid, tokens, logprob_start_len=0) for rid, tokens in prompts.items()))
+        assert native_step.state() == STEP_RUNNING
+        plain = kimi.build(seed=5)
+        for rid, tokens in prompts.items():
+            expected = logprobs_of(plain, tokens + running.tokens[rid])
+            found = np.array(running.prompt_logprobs[rid] + running.logprobs[rid])
+            assert np.std(expected) > 0.1
+            assert np.abs(found - expected).max() <= LOGPROB_TOLERANCE
