@@ -164,15 +164,15 @@ def contents_of(adapter: AdapterTensors, known: Contents | None = None) -> dict[
 def allocated(shapes: Mapping[_Item, torch.Size], dtype: torch.dtype) -> dict[_Item, torch.Tensor]:
     """Tensors of these shapes with arbitrary contents, in one piece of memory, which is free with the last of them.
 
-    The kernel clears each page at its first use, which takes longer than copying an adapter into it. So the memory lies
-    in huge pages where the system has some, and between `keep_spare` and `free_spare` up to `MOST_SPARE_BYTES` of freed
-    memory are kept for adapters of the same size.
+    The kernel clears each page at its first use, which takes longer than copying an adapter into it. So between
+    `keep_spare` and `free_spare` up to `MOST_SPARE_BYTES` of freed memory are kept for adapters of the same size. Huge
+    pages are no help: where memory is fragmented, the kernel takes a second to find them.
     """
     units = {name: -(-shape.numel() * dtype.itemsize // _ALIGNMENT) for name, shape in shapes.items()}
     num_bytes = _ALIGNMENT * sum(units.values())
     if not num_bytes:
         return {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-    memory = _spare_of(num_bytes) or _mapped(num_bytes)
+    memory = _spare_of(num_bytes) or mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     array = np.frombuffer(memory, np.uint8)
     weakref.finalize(array, _keep, memory).atexit = False
     pieces = torch.from_numpy(array).split([_ALIGNMENT * each for each in units.values()])
@@ -191,13 +191,6 @@ def free_spare() -> None:
     """Gives back what was kept, and keeps nothing from now on."""
     _KEEPS_SPARE.clear()
     _SPARE.clear()
-
-
-def _mapped(num_bytes: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # a system without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _spare_of(num_bytes: int) -> mmap.mmap | None:

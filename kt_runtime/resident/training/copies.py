@@ -1,7 +1,6 @@
 """Copies of a session's masters for the next published version, made beside the optimizer step instead of after it.
 
-Copying and hashing take longer than everything else about publishing: SHA-256 reads one or two GB a second on one core,
-and the pages of a fresh copy cost as much again. In a session that publishes, threads therefore copy and measure each
+Copying and hashing take longer than everything else about publishing: SHA-256 reads one or two GB a second on one core. In a session that publishes, threads therefore copy and measure each
 master as soon as the optimizer has changed it, while the optimizer goes on with the others and while the client prepares
 its next request.
 
