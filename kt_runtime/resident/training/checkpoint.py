@@ -25,7 +25,6 @@ import msgspec
 import safetensors.torch
 import torch
 
-from kt_runtime import device
 from kt_runtime.adapters import (
     AdapterTensors,
     complete_groups,
@@ -102,8 +101,10 @@ def snapshot(session: Session, *, optimizer: bool) -> Generator[Slice, None, Sna
 
 
 def taken_masters(session: Session) -> tuple[AdapterTensors, Contents]:
-    """As `copied_masters`, and what is known of the copy (`MasterCopies.take`), on another thread than the engine's. The
-    session must not change meanwhile."""
+    """As `copied_masters`, and what is known of the copy (`MasterCopies.take`), on another thread than the engine's.
+
+    The session must not change meanwhile.
+    """
     copies, contents = session.copies.take()
     return _masters(session, copies), contents
 

@@ -1,8 +1,8 @@
 """Copies of a session's masters for the next published version, made beside the optimizer step instead of after it.
 
-Copying and hashing take longer than everything else about publishing: SHA-256 reads one or two GB a second on one core. In a session that publishes, threads therefore copy and measure each
-master as soon as the optimizer has changed it, while the optimizer goes on with the others and while the client prepares
-its next request.
+Copying and hashing take longer than everything else about publishing: SHA-256 reads one or two GB a second on one core.
+In a session that publishes, threads therefore copy and measure each master as soon as the optimizer has changed it,
+while the optimizer goes on with the others and while the client prepares its next request.
 
 That is done in the steps after which a publication is expected: where n steps lay between the last two, in every n-th.
 Other steps, and sessions that never publish, pay nothing. A publication that was not expected makes its own copies.
@@ -20,8 +20,8 @@ from kt_runtime.adapters.tensors import TensorContent, allocated, measured
 
 
 class MasterCopies:
-    """Of `parameters`, which are named as in `kt_runtime.adapters.tensors.Contents`. `threads`: run the copies; None: on
-    an accelerator, where only publications copy.
+    """Of `parameters`, which are named as in `kt_runtime.adapters.tensors.Contents`. `threads` run the copies; None: the
+    masters are on an accelerator, where only publications copy.
 
     Only `take` may be called by another thread than the engine's, and only while no master changes.
     """
@@ -62,14 +62,17 @@ class MasterCopies:
             self._contents.pop(name, None)
 
     def take(self) -> tuple[dict[str, torch.Tensor], dict[str, TensorContent]]:
-        """Copies of all masters in float32 on the CPU, which belong to the caller, and what is known of them: everything
-        where the masters are in host memory, nothing on an accelerator. Waits for the copies under way.
+        """Copies of all masters in float32 on the CPU, which belong to the caller, and what is known of them.
+
+        That is everything where the masters are in host memory, nothing on an accelerator. Waits for copies under way.
 
         On an accelerator the calling thread copies: its stream follows the engine's, those of other threads would not
         wait for the optimizer.
         """
         if self._threads is None:
-            return {name: each.detach().to("cpu", torch.float32, copy=True) for name, each in self._parameters.items()}, {}
+            return {
+                name: each.detach().to("cpu", torch.float32, copy=True) for name, each in self._parameters.items()
+            }, {}
         self._contents |= {name: future.result() for name, future in self._ahead.items()}
         copies = {name: self._buffers[name] for name in self._ahead}
         missing = [name for name in self._parameters if name not in copies]

@@ -155,8 +155,8 @@ class AdamW:
         is_b, step = name.endswith(".lora_B"), self.steps[name]
         if self._threads is None or not all(tensor.is_contiguous() for tensor in tensors):
             return [_Piece(*tensors, step.clone(), is_b)]
-        parts = zip(*(tensor.view(-1).split(PIECE_ELEMENTS) for tensor in tensors), strict=True)
-        return [_Piece(*part, step.clone(), is_b) for part in parts]
+        p, g, m, v = (tensor.view(-1).split(PIECE_ELEMENTS) for tensor in tensors)
+        return [_Piece(*part, step.clone(), is_b) for part in zip(p, g, m, v, strict=True)]
 
     def _prepare(self, name: str) -> None:
         if name not in self.first:
