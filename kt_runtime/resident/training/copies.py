@@ -20,9 +20,9 @@ from kt_runtime.adapters.tensors import TensorContent, allocated, measured
 
 
 class MasterCopies:
-    """Of `parameters`, which are named as in `kt_runtime.adapters.tensors.Contents`. `threads` run the copies; None: the
-    masters are on an accelerator, where only publications copy.
+    """Of `parameters`, which are named as in `kt_runtime.adapters.tensors.Contents`.
 
+    `threads` run the copies; None: the masters are on an accelerator, where only publications copy.
     Only `take` may be called by another thread than the engine's, and only while no master changes.
     """
 
