@@ -15,15 +15,20 @@ members are filled in here with A = 0 and B = 0 of the right shapes, which leave
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+import mmap
 import os
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from kt_runtime.families import Family, LoraModule
@@ -31,6 +36,11 @@ from kt_runtime.families.base import Config
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
 """For work on all tensors of an adapter beside the engine, which has the machine's processors to itself otherwise."""
+
+_ALIGNMENT = 64  # a cache line
+MOST_SPARE_BYTES = 512 << 20
+_SPARE: list[mmap.mmap] = []
+_KEEPS_SPARE = threading.Event()
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -149,6 +159,57 @@ def contents_of(adapter: AdapterTensors, known: Contents | None = None) -> dict[
     missing = [key for key in tensors if key not in found]
     found |= zip(missing, on_threads(measured, [tensors[key] for key in missing]), strict=True)
     return {key: found[key] for key in tensors}
+
+
+def allocated(shapes: Mapping[_Item, torch.Size], dtype: torch.dtype) -> dict[_Item, torch.Tensor]:
+    """Tensors of these shapes with arbitrary contents, in one piece of memory, which is free with the last of them.
+
+    The kernel clears each page at its first use, which takes longer than copying an adapter into it. So between
+    `keep_spare` and `free_spare` up to `MOST_SPARE_BYTES` of freed memory are kept for adapters of the same size. Huge
+    pages are no help: where memory is fragmented, the kernel takes a second to find them.
+    """
+    units = {name: -(-shape.numel() * dtype.itemsize // _ALIGNMENT) for name, shape in shapes.items()}
+    num_bytes = _ALIGNMENT * sum(units.values())
+    if not num_bytes:
+        return {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    memory = _spare_of(num_bytes) or mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    array = np.frombuffer(memory, np.uint8)
+    weakref.finalize(array, _keep, memory).atexit = False
+    pieces = torch.from_numpy(array).split([_ALIGNMENT * each for each in units.values()])
+    return {
+        name: piece[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        for (name, shape), piece in zip(shapes.items(), pieces, strict=True)
+    }
+
+
+def keep_spare() -> None:
+    """From now on, freed memory of `allocated` is kept for reuse."""
+    _KEEPS_SPARE.set()
+
+
+def free_spare() -> None:
+    """Gives back what was kept, and keeps nothing from now on."""
+    _KEEPS_SPARE.clear()
+    _SPARE.clear()
+
+
+def _spare_of(num_bytes: int) -> mmap.mmap | None:
+    for memory in list(_SPARE):
+        if len(memory) == num_bytes:
+            with contextlib.suppress(ValueError):  # another thread was faster
+                _SPARE.remove(memory)
+                return memory
+    return None
+
+
+def _keep(memory: mmap.mmap) -> None:
+    """On any thread, at any moment: nothing here takes a lock. The oldest make room."""
+    if not _KEEPS_SPARE.is_set():
+        return
+    _SPARE.append(memory)
+    with contextlib.suppress(IndexError):
+        while sum(map(len, list(_SPARE))) > MOST_SPARE_BYTES:
+            _SPARE.pop(0)
 
 
 def thread_pool(name: str) -> ThreadPoolExecutor:

@@ -20,6 +20,7 @@ import numpy as np
 
 from kt_runtime import device
 from kt_runtime.adapters import AdapterVersion
+from kt_runtime.adapters.tensors import free_spare, keep_spare
 from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
 from kt_runtime.experts import free_spare_memory
 from kt_runtime.families import resolve_targets
@@ -221,6 +222,7 @@ class SessionHandlers:
             self._publisher.owners.check(request.publishes, None, take_over=request.take_over)
         if device.is_host(self._host.device):
             keep_freed_memory()
+            keep_spare()
         self._sessions_made += 1
         return opening
 
@@ -388,12 +390,12 @@ class SessionHandlers:
                 session.note_published(outcome.hash)
             answered(outcome)
 
-        session.contents.keep()
+        session.copies.publishing()
         preparation = self._publisher.preparation(request.name)
 
         def prepare() -> Prepared:
-            adapter = checkpoint.masters_copied_at_once(session)
-            return preparation.checked(adapter, f"session {session.name}", session.contents.known())
+            adapter, contents = checkpoint.taken_masters(session)
+            return preparation.checked(adapter, f"session {session.name}", contents)
 
         try:
             prepared: Prepared = yield from self._on_worker(f"adapter {request.name!r}", prepare)
@@ -411,6 +413,7 @@ class SessionHandlers:
         self._publisher.owners.end(session.id)
         if not self._sessions:
             free_spare_memory()
+            free_spare()
             return_freed_memory()
         self._answers.reply(messages.DoneReply(request_id=request.request_id), None)
 

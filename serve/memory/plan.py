@@ -26,6 +26,8 @@ GIB = 2**30
 # Three Python processes with torch and SGLang imported. Measured with a tiny model on CPUs: 0.75 to 0.9 GiB each, with
 # shared memory divided among the processes.
 PROCESSES_BYTES = 5 * GIB // 2
+# `kt-runtime train` for a job of the fine-tuning API, with tokenizer and datasets; jobs run one after the other.
+TRAINER_BYTES = 4 * GIB // 5
 # The most pages that SGLang's `prepare_mha_write_back_staging` keeps on the GPU.
 STAGED_PAGES = 64
 # CUDA's context, and the workspaces of cuBLAS and of the attention kernels, in SGLang's scheduler process.
@@ -33,6 +35,8 @@ CONTEXT_BYTES = 5 * GIB // 4
 # Rows that pinned buffers hold for experts on the CPU: SGLang's chunk of a prefill on a large GPU.
 STAGED_TOKENS = 8192
 NO_GRAPHS = "--no-graphs"
+NO_JOBS = "--finetuning-dir off"
+TO_GIVE = (NO_GRAPHS, NO_JOBS)
 # fp32 master weight, gradient and both moments of AdamW.
 TRAINED_PARAMETER_BYTES = 4 * 4
 
@@ -47,8 +51,8 @@ class ServingShape:
     `cache`: the prefix cache's tiers. `route_bytes`: of kept routes. `tokens_option`: the option that sets the KV
     cache's size. `gpu_expert_bytes`: of hot experts on the GPU; `gpu_scratch_bytes`: of their dequantized weights.
     `ring_chunk_experts`: experts of a chunk of the ring that streams experts to the GPU, 0: no ring; `ring_bytes`: of
-    its slots; `streamed_bytes`: of the tensors that a streamed call has beside them. `graph_requests`,
-    `graph_prefill_tokens`: of the largest graphs that SGLang captures; 0: none.
+    its slots; `streamed_bytes`: of the tensors that a streamed call has beside them. `runs_jobs`: the fine-tuning API
+    is on. `graph_requests`, `graph_prefill_tokens`: of the largest graphs that SGLang captures; 0: none.
     """
 
     device: Device = "cpu"
@@ -68,13 +72,15 @@ class ServingShape:
     ring_chunk_experts: int = 0
     ring_bytes: int = 0
     streamed_bytes: int = 0
+    runs_jobs: bool = False
     graph_requests: int = 0
     graph_prefill_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """`lower`: the options to lower (NO_GRAPHS: to give) if memory is short; empty if only a smaller model helps."""
+    """`lower`: the options to lower (those of `TO_GIVE`: to give) if memory is short; empty if only a smaller model
+    helps."""
 
     what: str
     device: Device
@@ -125,6 +131,9 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
         MemoryNeed(ACTIVATIONS, device, _activation_bytes(config, shape), ("--microbatch-tokens",)),
         *(_gpu_needs(config, shape) if device == "gpu" else ()),
         MemoryNeed("SGLang's processes (estimate)", "cpu", PROCESSES_BYTES),
+        MemoryNeed(
+            "a fine-tuning job's trainer (estimate)", "cpu", TRAINER_BYTES if shape.runs_jobs else 0, (NO_JOBS,)
+        ),
     ]
     return MemoryPlan(model, tuple(need for need in needs if need.size_bytes > 0), shape.ring_chunk_experts)
 
@@ -243,8 +252,8 @@ def _problem(plan: MemoryPlan, device: Device, need: int, there: int) -> str:
         advice = f"{format_bytes(fixed)} of it can't be lowered: choose a smaller model or a larger machine"
     else:
         options = dict.fromkeys(option for row in adjustable for option in row.lower)
-        advice = "lower " + " or ".join(option for option in options if option != NO_GRAPHS)
-        advice += f", or give {NO_GRAPHS}" if NO_GRAPHS in options else ""
+        lower, give = (" or ".join(o for o in options if (o in TO_GIVE) == given) for given in (False, True))
+        advice = ", or ".join(part for part in (lower and f"lower {lower}", give and f"give {give}") if part)
     return (
         f"it needs {format_bytes(need)} on the {device.upper()} and {format_bytes(there)} are free ({parts}); {advice}"
     )

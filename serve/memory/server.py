@@ -35,6 +35,7 @@ def serving_shape(options: ServeOptions, *, with_gpu: bool) -> ServingShape:
         expert_format=options.expert_format,
         cache=options.cache,
         route_bytes=options.routing_replay_bytes,
+        runs_jobs=options.finetuning_dir != "off",
         gpu_expert_bytes=options.gpu_experts_bytes if with_gpu else 0,
         tokens_option="--max-total-tokens" if options.cache_device_bytes is None else "--cache-device",
         graph_requests=graph_requests,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kt_runtime.adapters import AdapterTensors
-from kt_runtime.adapters.tensors import expected_shapes, on_threads
+from kt_runtime.adapters.tensors import allocated, expected_shapes, on_threads
 from kt_runtime.errors import AdapterError, UnknownNameError
 from kt_runtime.families import LoraModule
 
@@ -91,17 +91,20 @@ def build_adapter(
         if name not in by_name:
             raise UnknownNameError("module", name, by_name, where=f"adapter {uid}")
     touched = {by_name[name].source for name in adapter.modules}
-    fused: dict[str, list[LoraModule]] = {}
+    groups: dict[PoolKey, list[LoraModule]] = {}
     for module in by_name.values():
         if module.source in touched:
-            fused.setdefault(module.source, []).append(module)
+            groups.setdefault(pool_key(module), []).append(module)
+    members = {key: sorted(group, key=lambda module: module.start) for key, group in groups.items()}
+    with torch.inference_mode(False):
+        as_ = allocated({key: _shapes(group, adapter.rank)[0] for key, group in members.items()}, dtype)
+        bs = allocated({key: _shapes(group, adapter.rank)[1] for key, group in members.items()}, dtype)
 
-    def fuse(members: list[LoraModule]) -> FusedLora:
+    def fuse(key: PoolKey) -> FusedLora:
         with torch.inference_mode(False), torch.no_grad():
-            return _fuse(members, adapter, dtype)
+            return _fuse(members[key], adapter, as_[key], bs[key])
 
-    groups = list(fused.values())
-    weights = {pool_key(members[0]): weight for members, weight in zip(groups, on_threads(fuse, groups), strict=True)}
+    weights = dict(zip(members, on_threads(fuse, list(members)), strict=True))
     return InstalledAdapter(uid, RankAndAlpha(adapter.rank, adapter.alpha), weights)
 
 
@@ -110,14 +113,20 @@ def pool_key(module: LoraModule) -> PoolKey:
     return (POOL_NAMES.get(last, last) if module.num_experts else last), module.layer
 
 
-def _fuse(members: list[LoraModule], adapter: AdapterTensors, dtype: torch.dtype) -> FusedLora:
-    members = sorted(members, key=lambda module: module.start)
-    first, rank = members[0], adapter.rank
+def _shapes(members: list[LoraModule], rank: int) -> tuple[torch.Size, torch.Size]:
+    """Of A and B. `members`: of one fused linear, in order."""
+    first = members[0]
     stack = (first.num_experts,) if first.num_experts else ()
-    is_whole = all(module.name in adapter.modules for module in members)
-    allocate = torch.empty if is_whole and members[0].start == 0 else torch.zeros
-    a = allocate(*stack, len(members) * rank, first.in_features, dtype=dtype)
-    b = allocate(*stack, members[-1].stop, rank, dtype=dtype)
+    a, b = (*stack, len(members) * rank, first.in_features), (*stack, members[-1].stop, rank)
+    return torch.Size(a), torch.Size(b)
+
+
+def _fuse(members: list[LoraModule], adapter: AdapterTensors, a: torch.Tensor, b: torch.Tensor) -> FusedLora:
+    """Fills `a` and `b`, whose contents are arbitrary."""
+    rank = adapter.rank
+    if members[0].start != 0 or any(module.name not in adapter.modules for module in members):
+        a.zero_()
+        b.zero_()
     for part, module in enumerate(members):
         pair = adapter.modules.get(module.name)
         if pair is None:

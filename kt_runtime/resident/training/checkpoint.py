@@ -25,7 +25,6 @@ import msgspec
 import safetensors.torch
 import torch
 
-from kt_runtime import device
 from kt_runtime.adapters import (
     AdapterTensors,
     complete_groups,
@@ -36,7 +35,7 @@ from kt_runtime.adapters import (
     write_peft_directory,
 )
 from kt_runtime.adapters.peft_directory import CONFIG_FILE, TENSOR_FILE
-from kt_runtime.adapters.tensors import on_threads
+from kt_runtime.adapters.tensors import Contents
 from kt_runtime.errors import AdapterError, ConflictError, InvalidValueError
 from kt_runtime.families import Family, LoraModule
 from kt_runtime.files import errors_of_path, only_files
@@ -101,20 +100,13 @@ def snapshot(session: Session, *, optimizer: bool) -> Generator[Slice, None, Sna
     return Snapshot(saved, adapter, state)
 
 
-def masters_copied_at_once(session: Session) -> AdapterTensors:
-    """As `copied_masters`, on threads beside the engine's. The session must not change meanwhile.
+def taken_masters(session: Session) -> tuple[AdapterTensors, Contents]:
+    """As `copied_masters`, and what is known of the copy (`MasterCopies.take`), on another thread than the engine's.
 
-    Masters on an accelerator are copied by the calling thread, whose stream follows the engine's: the streams of other
-    threads would not wait for the optimizer.
+    The session must not change meanwhile.
     """
-
-    def copied(name: str) -> torch.Tensor:
-        return session.parameters[name].detach().to("cpu", torch.float32, copy=True)
-
-    names = list(session.parameters)
-    on_host = all(device.is_host(parameter) for parameter in session.parameters.values())
-    copies = on_threads(copied, names) if on_host else [copied(name) for name in names]
-    return _masters(session, dict(zip(names, copies, strict=True)))
+    copies, contents = session.copies.take()
+    return _masters(session, copies), contents
 
 
 def copied_masters(session: Session) -> Generator[Slice, None, AdapterTensors]:

@@ -8,7 +8,9 @@ non-finite gradient before anything changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
@@ -19,6 +21,8 @@ from kt_runtime.resident.training.portions import freed, portions
 
 LARGEST_NORM = 1e18  # its square is a second moment
 LARGEST = 1e37  # float32 ends at 3.4e38
+PIECE_ELEMENTS = 1 << 20
+"""Of a parameter, for one thread at a time."""
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 
@@ -35,18 +39,52 @@ class StepSettings:
     lora_plus_ratio: float = 1.0
 
 
+class _Piece(NamedTuple):
+    """A parameter or a part of one. `step`: the steps before this one, float32, which `update` counts on."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    first: torch.Tensor
+    second: torch.Tensor
+    step: torch.Tensor
+    is_b: bool
+
+    @torch.no_grad()
+    def update(self, settings: StepSettings) -> None:
+        adamw(
+            [self.parameter],
+            [self.gradient],
+            [self.first],
+            [self.second],
+            [],
+            [self.step],
+            foreach=False,
+            fused=False,
+            amsgrad=False,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            lr=settings.learning_rate * (settings.lora_plus_ratio if self.is_b else 1.0),
+            weight_decay=settings.weight_decay,
+            eps=settings.epsilon,
+            maximize=False,
+        )
+
+
 class AdamW:
     """Moments for `parameters`, allocated at a parameter's first step. `steps` counts each parameter's steps.
 
-    `changed` is called with the names of parameters that a slice has updated.
+    `changed` is called with the names of parameters that a slice has updated. `threads`: for parameters in host memory.
+    They share a slice by pieces, each computed by one thread: OpenMP's threads would wait for each other after each of
+    the dozen operations, and at a few GB/s per processor there is nothing to win from them.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
         changed: Callable[[list[str]], None] = lambda names: None,
+        threads: ThreadPoolExecutor | None = None,
     ) -> None:
-        self.parameters, self._changed = parameters, changed
+        self.parameters, self._changed, self._threads = parameters, changed, threads
         self.first: dict[str, torch.Tensor] = {}
         self.second: dict[str, torch.Tensor] = {}
         self.steps: dict[str, torch.Tensor] = {}
@@ -102,29 +140,23 @@ class AdamW:
 
     @torch.no_grad()
     def _update(self, names: list[str], gradient: Mapping[str, torch.Tensor], settings: StepSettings) -> None:
-        for is_b in (False, True):
-            chosen = [name for name in names if name.endswith(".lora_B") == is_b]
-            if not chosen:
-                continue
-            for name in chosen:
-                self._prepare(name)
-            adamw(
-                [self.parameters[name] for name in chosen],
-                [gradient[name] for name in chosen],
-                [self.first[name] for name in chosen],
-                [self.second[name] for name in chosen],
-                [],
-                [self.steps[name] for name in chosen],
-                foreach=False,
-                fused=False,
-                amsgrad=False,
-                beta1=settings.beta1,
-                beta2=settings.beta2,
-                lr=settings.learning_rate * (settings.lora_plus_ratio if is_b else 1.0),
-                weight_decay=settings.weight_decay,
-                eps=settings.epsilon,
-                maximize=False,
-            )
+        pieces = [piece for name in names for piece in self._pieces(name, gradient[name])]
+        if self._threads is None:
+            for piece in pieces:
+                piece.update(settings)
+        else:
+            list(self._threads.map(lambda piece: piece.update(settings), pieces))
+        for name in names:
+            self.steps[name] += 1
+
+    def _pieces(self, name: str, gradient: torch.Tensor) -> list[_Piece]:
+        self._prepare(name)
+        tensors = self.parameters[name].detach(), gradient, self.first[name], self.second[name]
+        is_b, step = name.endswith(".lora_B"), self.steps[name]
+        if self._threads is None or not all(tensor.is_contiguous() for tensor in tensors):
+            return [_Piece(*tensors, step.clone(), is_b)]
+        p, g, m, v = (tensor.view(-1).split(PIECE_ELEMENTS) for tensor in tensors)
+        return [_Piece(*part, step.clone(), is_b) for part in zip(p, g, m, v, strict=True)]
 
     def _prepare(self, name: str) -> None:
         if name not in self.first:

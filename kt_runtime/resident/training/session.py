@@ -15,13 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kt_runtime import device
 from kt_runtime.adapters import AdapterTensors
+from kt_runtime.adapters.tensors import thread_pool
 from kt_runtime.errors import ConflictError, InvalidValueError
 from kt_runtime.families import LoraModule
 from kt_runtime.resident.routes.keys import BASE
 from kt_runtime.resident.scheduler import Slices, run_at_once
 from kt_runtime.resident.training.call import Call, CallResult
-from kt_runtime.resident.training.contents import MasterContents
+from kt_runtime.resident.training.copies import MasterCopies
 from kt_runtime.resident.training.losses import LossFunction, WeightedCrossEntropy
 from kt_runtime.resident.training.optimizer import AdamW, StepSettings, clip
 from kt_runtime.resident.training.policy import PolicyLossFunction
@@ -82,8 +84,10 @@ class Session:
         self._twin, self._lora, self.parameters = twin, lora, parameters
         self._adapter_of: dict[Model, str | None] = {"policy": key, "base": None, "reference": None}
         self.gradient: dict[str, torch.Tensor] = {}
-        self.contents = MasterContents(self.parameters)
-        self.optimizer = AdamW(self.parameters, self.contents.changed)
+        on_host = all(device.is_host(each.device) for each in parameters.values())
+        self._threads = thread_pool("kt-masters") if on_host else None
+        self.copies = MasterCopies(self.parameters, self._threads)
+        self.optimizer = AdamW(self.parameters, self.copies.stepped, self._threads)
         self.step = 0
         self.num_calls = 0
         self.num_bytes = TRAINED_BYTES * num_parameters(modules, settings.rank)
@@ -179,6 +183,7 @@ class Session:
             yield from self.optimizer.check_range(clipped, settings)
         except InvalidValueError as error:
             raise InvalidValueError(f"session {self.name!r}, optim_step {self.step + 1}: {error}") from None
+        self.copies.step_begins()
         yield from self.optimizer.apply(gradient, settings)
         self.step += 1
         return norm
@@ -189,7 +194,9 @@ class Session:
 
     def closing(self) -> Slices:
         """Frees masters, reference, gradient and moments."""
-        self.contents.close()
+        self.copies.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
         for key in filter(None, self._adapter_of.values()):
             yield from self._lora.removal(key)
         optimizer, self.optimizer = self.optimizer, AdamW({})
@@ -209,7 +216,7 @@ class Session:
             with torch.no_grad():
                 for name in names:
                     self.parameters[name].copy_(masters[name])
-            self.contents.changed(names)
+            self.copies.replaced(names)
         yield from self.optimizer.restore(moments)
         yield from freed(self.gradient)
         self.step, self.num_calls = step, num_calls

@@ -196,7 +196,7 @@ def test_masters_that_are_not_finite_are_refused_and_the_version_before_stays(
     session = engine.resident.handlers._sessions["a"]
     name = "model.layers.1.mlp.experts.up_proj.lora_B"
     session.parameters[name].data[2, 1, 0] = value
-    session.contents.changed([name])
+    session.copies.replaced([name])
     with pytest.raises(AdapterError, match=r"'model\.layers\.1\.mlp\.experts\.2\.up_proj\.lora_B\.weight' contains"):
         client.publish("a", "bob")
     assert engine.host.names == {"bob": first.lora_id}

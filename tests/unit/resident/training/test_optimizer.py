@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kt_runtime.adapters.tensors import thread_pool
 from kt_runtime.errors import InvalidValueError, NumericsError
 from kt_runtime.resident.scheduler import run_at_once
-from kt_runtime.resident.training import portions
+from kt_runtime.resident.training import optimizer, portions
 from kt_runtime.resident.training.optimizer import AdamW, StepSettings, clip
 
 
@@ -21,17 +22,20 @@ def gradients(step: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("ratio", [1.0, 16.0])
 @pytest.mark.parametrize("slice_elements", [1, 1 << 22], ids=["one parameter a slice", "one slice"])
+@pytest.mark.parametrize("piece_elements", [None, 7, 1 << 20], ids=["no threads", "in pieces", "whole"])
 def test_steps_equal_torch_s_adamw_bit_for_bit(
-    monkeypatch: pytest.MonkeyPatch, ratio: float, slice_elements: int
+    monkeypatch: pytest.MonkeyPatch, ratio: float, slice_elements: int, piece_elements: int | None
 ) -> None:
     monkeypatch.setattr(portions, "SLICE_ELEMENTS", slice_elements)
+    monkeypatch.setattr(optimizer, "PIECE_ELEMENTS", piece_elements or 1)
     ours, theirs = parameters(), parameters()
     groups = [
         {"params": [value for name, value in theirs.items() if name.endswith("A")], "lr": 1e-3},
         {"params": [value for name, value in theirs.items() if name.endswith("B")], "lr": 1e-3 * ratio},
     ]
     reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
-    adamw = AdamW(ours)
+    threads = thread_pool("kt-test") if piece_elements else None
+    adamw = AdamW(ours, threads=threads)
     for step in range(10):
         for name, value in gradients(step).items():
             theirs[name].grad = value
@@ -41,6 +45,9 @@ def test_steps_equal_torch_s_adamw_bit_for_bit(
         assert slices == (4 if slice_elements == 1 else 1)
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
+    assert all(float(each) == 10 for each in adamw.steps.values())
+    if threads is not None:
+        threads.shutdown()
 
 
 def test_clipping_equals_torch_s() -> None:

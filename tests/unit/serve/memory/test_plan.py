@@ -8,6 +8,7 @@ from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.families import family_for
 from kt_runtime.serve.memory.plan import (
     GIB,
+    TRAINER_BYTES,
     MemoryPlan,
     ServingShape,
     cached_numbers_per_token,
@@ -124,6 +125,19 @@ def test_what_could_fit_says_what_to_lower_on_that_device_only() -> None:
     assert "on the GPU" in str(caught.value) and "on the CPU" not in str(caught.value)
     advice = str(caught.value).partition("; lower ")[2].split(" or ")
     assert advice == ["--max-total-tokens", "--microbatch-tokens", "--max-lora-rank", "--lora-slots"]
+
+
+def test_a_job_s_trainer_is_counted_where_the_fine_tuning_api_is_on_and_can_be_switched_off() -> None:
+    shape = ServingShape(device="gpu", runs_jobs=True)
+    plan, without = plan_memory(TINY, shape), plan_memory(TINY, ServingShape(device="gpu"))
+    assert plan.total_bytes("cpu") - without.total_bytes("cpu") == TRAINER_BYTES
+    there = {"cpu": without.total_bytes("cpu"), "gpu": 80 * GIB}
+    with pytest.raises(InvalidValueError, match=r"trainer .*; give --finetuning-dir off$"):
+        check_fits(plan, there)
+    with_routes = plan_memory(TINY, replace(shape, route_bytes=1))
+    with pytest.raises(InvalidValueError, match=r"; lower --routing-replay, or give --finetuning-dir off$"):
+        check_fits(with_routes, there)
+    check_fits(without, there)
 
 
 def test_a_device_that_is_missing_counts_as_empty() -> None:

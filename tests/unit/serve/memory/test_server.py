@@ -62,6 +62,7 @@ def test_the_plan_follows_the_options() -> None:
     shape = serving_shape(options, with_gpu=True)
     assert (shape.device, shape.max_total_tokens, shape.lora_slots, shape.lora_rank) == ("gpu", 4096, 3, 5)
     assert (shape.training_tokens, shape.activation_bytes, shape.tokens_option) == (100, 4, "--max-total-tokens")
+    assert shape.runs_jobs and not serving_shape(replace(options, finetuning_dir="off"), with_gpu=True).runs_jobs
     name = "tiny-qwen3-moe"
     plans = [plan_server(asked, load_preset(name).config, name)[0] for asked in (options, ServeOptions(model="m"))]
     assert plans[0].needs != plans[1].needs
