@@ -3,7 +3,7 @@
 //
 // A kind with a gate is a product, h = of_gate(gate) * of_up(up); without one h = of_up(up). As in elementwise.h there
 // are no branches, infinities give limits, and NaN stays NaN. The derivative of a clamp is that of PyTorch's autograd:
-// 1 from border to border, both included, and 0 beyond.
+// 1 between the borders, 0 at a border and beyond.
 //
 // Include only in a kernel's own translation unit.
 #pragma once
@@ -23,7 +23,7 @@ struct Factor {
 inline uint32_t mask_of(bool condition) { return 0u - static_cast<uint32_t>(condition); }
 
 inline Factor clamped(float x, float limit) {
-  const uint32_t above = mask_of(x > limit), below = mask_of(x < -limit);
+  const uint32_t above = mask_of(x >= limit), below = mask_of(x <= -limit);
   return {select(above, limit, select(below, -limit, x)), select(above | below, 0.0f, 1.0f)};
 }
 
@@ -40,7 +40,7 @@ struct SiluClamped {
   static constexpr bool kHasGate = true;
   float limit;
   Factor of_gate(float g) const {
-    const uint32_t above = mask_of(g > limit);
+    const uint32_t above = mask_of(g >= limit);
     const Gate s = gate_of(select(above, limit, g));
     return {s.silu, select(above, 0.0f, s.derivative)};
   }
@@ -52,7 +52,7 @@ struct SwigluOai {
   static constexpr bool kHasGate = true;
   float limit, alpha;
   Factor of_gate(float g) const {
-    const uint32_t above = mask_of(g > limit);
+    const uint32_t above = mask_of(g >= limit);
     const Gate s = gate_of(alpha * select(above, limit, g));
     return {s.silu / alpha, select(above, 0.0f, s.derivative)};
   }

@@ -332,17 +332,19 @@ void test_activation(const kt::Tiles& tiles, const kt::Activation& activation, R
   report.close(name + ": <h, dh>", dot, static_cast<double>(sum), 4e-7, static_cast<double>(scale));
 }
 
-// PyTorch's clamp has the derivative 1 at its border, and 0 beyond.
+// PyTorch's clamp has the derivative 1 inside, and 0 at its borders and beyond.
 void test_clamp_borders(const kt::Tiles& tiles, Report& report) {
   for (const kt::Activation& activation : all_activations()) {
-    const float limit = activation.limit, beyond = std::nextafter(limit, 100.0f), inside = 0.5f * limit;
+    const float limit = activation.limit, below = std::nextafter(limit, 0.0f), inside = 0.5f * limit;
     if (limit == 0) continue;
     const auto at = [&](float gate, float up) { return ActivatedElement(tiles, activation, gate, up); };
-    report.equal("a gate at the limit has a gradient", at(limit, inside).by_gate > 0);
-    report.equal("a gate above the limit has none", at(beyond, inside).by_gate == 0);
+    report.equal("a gate just below the limit has a gradient", at(below, inside).by_gate > 0);
+    report.equal("a gate at the limit or above has none",
+                 at(limit, inside).by_gate == 0 && at(2 * limit, inside).by_gate == 0);
     report.equal("a gate far below has one", at(-2 * limit, inside).by_gate != 0);
-    report.equal("up at the limit has a gradient", at(inside, limit).by_up > 0 && at(inside, -limit).by_up > 0);
-    report.equal("up beyond the limit has none", at(inside, beyond).by_up == 0 && at(inside, -beyond).by_up == 0);
+    report.equal("up within the limits has a gradient", at(inside, below).by_up > 0 && at(inside, -below).by_up > 0);
+    report.equal("up at the limits or beyond has none",
+                 at(inside, limit).by_up == 0 && at(inside, -limit).by_up == 0 && at(inside, 2 * limit).by_up == 0);
   }
 }
 
