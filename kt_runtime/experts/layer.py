@@ -171,9 +171,9 @@ class ExpertLayer:
     def unpack_range(self, first: int, count: int, w13: Tensor, w2: Tensor) -> None:
         """Writes experts first to first + count - 1, dequantized, to w13 [count, 2I, H] and w2 [count, H, I].
 
-        Both are contiguous bfloat16 tensors in CPU memory. w13 has the rows of gate, then those of up; without a gate it
-        is [count, I, H]. bf16 weights are
-        copied, others rounded once from float32. All threads of the store's pool take part, without Python's lock.
+        Both are contiguous bfloat16 tensors in CPU memory. w13 has the rows of gate, then those of up; without a gate
+        it is [count, I, H]. bf16 weights are copied, others rounded once from float32. All threads of the store's pool
+        take part, without Python's lock.
         InvalidValueError: experts out of range, another shape, dtype or device, or tensors that share memory.
         """
         try:

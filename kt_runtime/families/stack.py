@@ -70,7 +70,7 @@ class ExpertMlp:
         gelu               gelu(gate) * up, by the error function
         gelu_pytorch_tanh  gelu(gate) * up, by the approximation with tanh
         relu2              max(up, 0)^2, without a gate, as Nemotron-H
-    `has_bias`: each matrix has one, added before the activation, and before the routing weight multiplies down's output.
+    `has_bias`: each matrix has one; gate's and up's are added before f, down's before the routing weight multiplies.
     `is_interleaved`: the rows of `gate_up_proj` alternate, gate's first; else all of gate's come first.
     `is_transposed`: fused tensors are [E, in, out], else [E, out, in]. The last two do not concern tensors per expert.
     """

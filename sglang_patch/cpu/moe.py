@@ -32,8 +32,8 @@ from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError, N
 from kt_runtime.experts import ExpertShape, ExpertStore, dense
 from kt_runtime.experts.gguf import gguf_files
 from kt_runtime.families import family_for, gguf
-from kt_runtime.families.stack import ExpertMlp
 from kt_runtime.families.quantization import BF16, quantization_of
+from kt_runtime.families.stack import ExpertMlp
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.progress import LayersRead
 from kt_runtime.sglang_patch.cpu import routes

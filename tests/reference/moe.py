@@ -15,6 +15,8 @@ from torch.nn.functional import gelu, relu, silu
 
 from kt_runtime.families.stack import ExpertMlp
 
+PLAIN = ExpertMlp()
+
 Lora = tuple[Sequence[Tensor | None], float]
 """(gate_a, gate_b, up_a, up_b, down_a, down_b), each [E, R, in] or [E, out, R] or None in pairs; then the scaling."""
 
@@ -29,7 +31,7 @@ class ReferenceExperts:
     up: Tensor  # [E, I, H]
     down: Tensor  # [E, H, I]
     biases: tuple[Tensor, Tensor, Tensor] | None = None  # [E, I], [E, I], [E, H]
-    mlp: ExpertMlp = ExpertMlp()
+    mlp: ExpertMlp = PLAIN
 
     def double(self) -> ReferenceExperts:
         gate, up, down = self.gate.double(), self.up.double(), self.down.double()

@@ -34,8 +34,8 @@ def of_mlp(p: Problem, mlp: ExpertMlp) -> Problem:
     """The problem with these experts, and adapters without a gate where they have none."""
     num_experts, inner, hidden = p.experts.gate.shape
     generator = torch.Generator().manual_seed(99)
-    biases = tuple(torch.randn(num_experts, n, generator=generator) for n in (inner, inner, hidden))
-    p.experts = replace(p.experts, biases=biases if mlp.has_bias else None, mlp=mlp)
+    biases = [torch.randn(num_experts, n, generator=generator) for n in (inner, inner, hidden)]
+    p.experts = replace(p.experts, biases=(biases[0], biases[1], biases[2]) if mlp.has_bias else None, mlp=mlp)
     if not mlp.has_gate:
         p.slots = [s and replace(s, gate_a=None, gate_b=None) for s in p.slots]
     return p
