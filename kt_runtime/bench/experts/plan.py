@@ -42,7 +42,7 @@ class BenchShape:
     hidden: int
     intermediate: int
     rank: int = LORA_RANK
-    mlp: ExpertMlp = PLAIN
+    mlp: ExpertMlp = dataclasses.field(default=PLAIN, kw_only=True)
 
     def __post_init__(self) -> None:
         for field in ("num_experts", "top_k", "hidden", "intermediate", "rank"):
