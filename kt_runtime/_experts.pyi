@@ -41,6 +41,7 @@ class Layer:
     @property
     def resident_bytes(self) -> int: ...
     def piece_bytes(self, expert: int, projection: int, node: int, /) -> PieceBytes: ...
+    def bias_bytes(self, expert: int, /) -> PieceBytes: ...
     def forward(
         self,
         x: Any,
@@ -194,13 +195,17 @@ def load_layer(
     num_experts: int,
     hidden: int,
     intermediate: int,
+    mlp: tuple[str, float, float, bool, bool, bool],
     isa: str,
     num_threads: int,
     expert_format: str,
     num_nodes: int,
     /,
 ) -> Layer:
-    """expert_format "": as the checkpoint stores it. num_nodes 0: the memory nodes of this machine."""
+    """mlp: activation, limit, alpha (0 where it has none), whether there are biases, whether fused tensors are
+    interleaved and transposed. expert_format "": as the checkpoint stores it. num_nodes 0: the memory nodes of this
+    machine.
+    """
 
 def measure_peak(isa: str, operation: str, num_threads: int, passes: int = 60) -> float: ...
 def measure_read(isa: str, num_threads: int, bytes: int, passes: int = 24) -> float: ...

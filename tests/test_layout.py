@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint_file": {"errors", "files"},
     "gguf_file": {"checkpoint_file", "errors", "files"},
     "wire": {"errors", "files"},
-    "experts": {"_experts", "checkpoint_file", "device", "errors", "files", "gguf_file"},
+    "experts": {"_experts", "checkpoint_file", "device", "errors", "families", "files", "gguf_file"},
     "families": {"errors"},
     "ops": {"device", "experts", "families", "errors"},
     "adapters": {"checkpoint_file", "families", "files", "errors"},

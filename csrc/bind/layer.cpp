@@ -194,7 +194,7 @@ void NativeLayer::check_expert(int64_t expert) const {
 
 void NativeLayer::unpack(int64_t expert, py::handle gate, py::handle up, py::handle down) const {
   check_expert(expert);
-  unpack_matrix(*layer_, expert, kGate, gate);
+  if (layer_->mlp().has_gate()) unpack_matrix(*layer_, expert, kGate, gate);
   unpack_matrix(*layer_, expert, kUp, up);
   unpack_matrix(*layer_, expert, kDown, down);
 }
@@ -206,7 +206,7 @@ void NativeLayer::unpack_range(int64_t first, int64_t count, py::handle w13, py:
                                          " on are not a range; there are " + std::to_string(experts)};
   TensorRule rule{.name = "w13",
                   .dtypes = {DType::kBf16},
-                  .shape = {count, 2 * inner, hidden},
+                  .shape = {count, static_cast<int64_t>(layer_->mlp().inputs().size()) * inner, hidden},
                   .contiguous = true,
                   .written = true};
   UnpackedExperts out;
@@ -229,6 +229,16 @@ PieceBytes NativeLayer::piece_bytes(int64_t expert, int projection, int node) co
   return {layer_, piece.blocks.data, piece.blocks.blocks * piece.blocks.shape.block_bytes()};
 }
 
+PieceBytes NativeLayer::bias_bytes(int64_t expert) const {
+  check_expert(expert);
+  const Projection first = layer_->mlp().projections().front();
+  const float* bias = layer_->bias(expert, first);
+  const int64_t bytes =
+      bias ? reinterpret_cast<const uint8_t*>(layer_->bias(expert + 1, first)) - reinterpret_cast<const uint8_t*>(bias)
+           : 0;
+  return {layer_, reinterpret_cast<const uint8_t*>(bias), bytes};
+}
+
 std::vector<int64_t> NativeLayer::node_bytes() const {
   std::vector<int64_t> bytes;
   for (int node = 0; node < num_nodes(); ++node) bytes.push_back(layer_->node_bytes(node));
@@ -246,6 +256,7 @@ void bind_layer(py::module_& module) {
       .def("unpack", &NativeLayer::unpack)
       .def("unpack_range", &NativeLayer::unpack_range)
       .def("piece_bytes", &NativeLayer::piece_bytes)
+      .def("bias_bytes", &NativeLayer::bias_bytes)
       .def_property_readonly("format", &NativeLayer::format)
       .def_property_readonly("num_nodes", &NativeLayer::num_nodes)
       .def_property_readonly("node_bytes", &NativeLayer::node_bytes)

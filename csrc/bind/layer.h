@@ -38,15 +38,19 @@ class NativeLayer {
                 pybind11::handle weights_grad, const pybind11::sequence& slot_grads,
                 const std::shared_ptr<Retained>& retained) const;
 
-  // Writes to bfloat16 tensors for a bf16 layer, else to float32 tensors.
+  // Writes to bfloat16 tensors for a bf16 layer, else to float32 tensors. Experts without a gate do not write to
+  // `gate`.
   void unpack(int64_t expert, pybind11::handle gate, pybind11::handle up, pybind11::handle down) const;
 
-  // Writes experts [first, first + count) to bfloat16 tensors w13 [count, 2I, H] and w2 [count, H, I].
+  // Writes experts [first, first + count) to bfloat16 tensors w13 [count, 2I, H] (without a gate [count, I, H]) and w2
+  // [count, H, I].
   void unpack_range(int64_t first, int64_t count, pybind11::handle w13, pybind11::handle w2) const;
 
   const std::shared_ptr<ExpertLayer>& layer() const { return layer_; }
 
   PieceBytes piece_bytes(int64_t expert, int projection, int node) const;
+  // All biases of an expert; no bytes where it has none.
+  PieceBytes bias_bytes(int64_t expert) const;
   // Of gate and up, joined by "+" with that of down if it is another.
   std::string format() const {
     const std::string in = format_name(layer_->in_shape().format), out = format_name(layer_->out_shape().format);

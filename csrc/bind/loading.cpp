@@ -72,10 +72,20 @@ int default_num_nodes() {
   return static_cast<int>(std::min<size_t>(topology().nodes.size(), static_cast<size_t>(kMaxNodes)));
 }
 
+// What an expert computes, and where fused tensors hold it: (activation, limit, alpha, bias, interleaved, transposed).
+ExpertTable table_of(ExpertShape shape, const py::tuple& fields) {
+  ExpertTable table{.shape = shape};
+  check(parse_activation(fields[0].cast<std::string>(), fields[1].cast<float>(), fields[2].cast<float>(),
+                         &table.mlp.activation));
+  table.mlp.has_bias = fields[3].cast<bool>();
+  table.layout = {.interleaved = fields[4].cast<bool>(), .transposed = fields[5].cast<bool>()};
+  return table;
+}
+
 // `format` "": the checkpoint's format. `num_nodes` 0: the nodes of this machine.
 NativeLayer load(const Checkpoint& checkpoint, const std::string& prefix, int64_t num_experts, int64_t hidden,
-                 int64_t intermediate, const std::string& isa, int num_threads, const std::string& format,
-                 int num_nodes) {
+                 int64_t intermediate, const py::tuple& fields, const std::string& isa, int num_threads,
+                 const std::string& format, int num_nodes) {
   constexpr int64_t kMostSize = int64_t{1} << 24;
   constexpr int kMostThreads = 1 << 16;
   check_range("num_experts", num_experts, kMostSize);
@@ -86,12 +96,12 @@ NativeLayer load(const Checkpoint& checkpoint, const std::string& prefix, int64_
   check_range("num_nodes", num_nodes, kMaxNodes);
   const Tiles* tiles = nullptr;
   check(find_tiles(isa, &tiles));
+  const ExpertTable table = table_of({num_experts, hidden, intermediate}, fields);
   std::shared_ptr<ExpertLayer> layer;
   Status status;
   {
     py::gil_scoped_release release;
-    status =
-        load_layer(checkpoint, prefix, {num_experts, hidden, intermediate}, {num_threads, num_nodes, format}, &layer);
+    status = load_layer(checkpoint, prefix, table, {num_threads, num_nodes, format}, &layer);
   }
   check(status);
   return {std::move(layer), tiles, num_threads};

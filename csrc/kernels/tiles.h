@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "base/rows.h"
+#include "kernels/activation.h"
 #include "kernels/layout.h"
 
 namespace kt {
@@ -144,12 +145,13 @@ struct Tiles {
   void (*transpose_rows_bf16)(Rows<const float> in, int64_t rows, int64_t cols, uint16_t* out, int64_t ld);
 
   // Elementwise. An element's arithmetic does not depend on its place in the array.
-  void (*widen)(const uint16_t* from, int64_t count, float* to);                // bf16 -> float32
-  void (*narrow)(const float* from, int64_t count, uint16_t* to);               // float32 -> bf16, nearest even
-  void (*swiglu)(const float* gate, const float* up, int64_t count, float* h);  // silu(gate) * up
+  void (*widen)(const uint16_t* from, int64_t count, float* to);   // bf16 -> float32
+  void (*narrow)(const float* from, int64_t count, uint16_t* to);  // float32 -> bf16, nearest even
+  // h = f(gate, up); of an activation without a gate `gate` is not read, and may be null.
+  void (*activate)(const Activation&, const float* gate, const float* up, int64_t count, float* h);
   // `dh` is the gradient of h without the routing weight. Returns <h, dh>; overwrites gate and up with their gradients
   // times `weight`.
-  double (*swiglu_backward)(float* gate, float* up, const float* dh, float weight, int64_t count);
+  double (*activate_backward)(const Activation&, float* gate, float* up, const float* dh, float weight, int64_t count);
   void (*add_scaled)(const float* from, float factor, int64_t count, float* to);    // to += factor * from
   void (*sigmoid)(const float* from, int64_t count, float* to);                     // 1 / (1 + e^-from)
   void (*exponential)(const float* from, float largest, int64_t count, float* to);  // e^(from - largest), at most 1

@@ -5,6 +5,7 @@
 
 #include "base/memory.h"
 #include "weights/checkpoint/unpack.h"
+#include "weights/reader.h"
 
 namespace kt {
 namespace {
@@ -12,8 +13,8 @@ namespace {
 // Blocks of the file that are read and packed at a time: they stay in the L2 cache.
 constexpr int64_t kStripBytes = 256 << 10;
 
-std::string name_of(const std::string& prefix, Projection part) {
-  return prefix + ".ffn_" + kProjectionNames[part] + "_exps.weight";
+std::string name_of(const std::string& prefix, Projection part, const char* kind = ".weight") {
+  return prefix + ".ffn_" + kProjectionNames[part] + "_exps" + kind;
 }
 
 std::string text_of(const std::vector<int64_t>& sizes) {
@@ -72,10 +73,21 @@ std::string GgufLayer::where(Projection part) const {
   return matrices_[part].tensor.file->path() + ": tensor '" + matrices_[part].name + "'";
 }
 
-Status GgufLayer::find(const Checkpoint& checkpoint, ExpertShape shape, Projection part) {
+Status GgufLayer::find_bias(const Checkpoint& checkpoint, const std::string& name, const ExpertTable& table,
+                            int64_t rows, Projection part) {
+  if (table.mlp.has_bias) return locate_bias(checkpoint, name, {table.shape.num_experts, rows}, &matrices_[part].bias);
+  if (!checkpoint.contains(name)) return {};
+  return bad_checkpoint(checkpoint.directory() + ": tensor '" + name +
+                        "' is a bias, but the experts of this family have none");
+}
+
+Status GgufLayer::find(const Checkpoint& checkpoint, const std::string& prefix, const ExpertTable& table,
+                       Projection part) {
   const bool down = part == kDown;
+  const ExpertShape& shape = table.shape;
   const int64_t rows = down ? shape.hidden : shape.intermediate, cols = down ? shape.intermediate : shape.hidden;
   Matrices& found = matrices_[part];
+  found.name = name_of(prefix, part);
   KT_RETURN_IF_ERROR(checkpoint.find(found.name, &found.tensor));
   const TensorEntry& entry = *found.tensor.entry;
   found.type = find_gguf_type(entry.dtype);
@@ -91,21 +103,25 @@ Status GgufLayer::find(const Checkpoint& checkpoint, ExpertShape shape, Projecti
   if (entry.bytes != bytes)
     return bad_checkpoint(where(part) + " has " + std::to_string(entry.bytes) + " bytes, expected " +
                           std::to_string(bytes));
-  return {};
+  return find_bias(checkpoint, name_of(prefix, part, ".bias"), table, rows, part);
 }
 
-Status GgufLayer::open(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape, GgufLayer* layer) {
-  for (const Projection part : {kGate, kUp, kDown}) {
-    layer->matrices_[part].name = name_of(prefix, part);
-    KT_RETURN_IF_ERROR(layer->find(checkpoint, shape, part));
-  }
-  const GgufType *gate = layer->type_of(kGate), *up = layer->type_of(kUp), *down = layer->type_of(kDown);
+Status GgufLayer::open(const Checkpoint& checkpoint, const std::string& prefix, const ExpertTable& table,
+                       GgufLayer* layer) {
+  for (const Projection part : table.mlp.projections())
+    KT_RETURN_IF_ERROR(layer->find(checkpoint, prefix, table, part));
+  const bool has_gate = table.mlp.has_gate();
+  if (!has_gate && checkpoint.contains(name_of(prefix, kGate)))
+    return bad_checkpoint(checkpoint.directory() + ": tensor '" + name_of(prefix, kGate) +
+                          "' is a gate, but the activation of these experts has none");
+  const GgufType *up = layer->type_of(kUp), *gate = has_gate ? layer->type_of(kGate) : up,
+                 *down = layer->type_of(kDown);
   if (gate != up)
     return bad_checkpoint(layer->where(kUp) + " has type " + up->name + ", expected " + gate->name + " as '" +
                           layer->matrices_[kGate].name + "'");
-  if (gate->format.integer() != down->format.integer())
-    return bad_checkpoint(layer->where(kDown) + " has type " + down->name + ", and '" + layer->matrices_[kGate].name +
-                          "' " + gate->name + "; expected all of a layer in BF16, or none");
+  if (up->format.integer() != down->format.integer())
+    return bad_checkpoint(layer->where(kDown) + " has type " + down->name + ", and '" + layer->matrices_[kUp].name +
+                          "' " + up->name + "; expected all of a layer in BF16, or none");
   return {};
 }
 
@@ -117,6 +133,11 @@ Status GgufLayer::load_piece(int64_t expert, Projection part, int node, ExpertLa
   const int64_t blocks_of_row = shape.cols / type.columns, row_bytes = blocks_of_row * type.bytes;
   const int64_t strip_blocks = std::max<int64_t>(1, kStripBytes / (row_bytes * kBlockRows));
   const bool bf16 = !type.format.integer();
+  if (node == 0 && into.mlp().has_bias) {
+    TensorPart bias = matrices.bias;
+    bias.first = expert * shape.rows;
+    KT_RETURN_IF_ERROR(read_bias(bias, shape.rows, 1, into.bias_data(expert, part)));
+  }
   AlignedBuffer raw;
   Strip strip(type, bf16 ? 0 : strip_blocks * kBlockRows, shape.cols);
   for (int64_t block = 0; block < piece.blocks.blocks; block += strip_blocks) {

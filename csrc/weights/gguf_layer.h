@@ -1,5 +1,6 @@
 // The routed experts of a layer in a GGUF file: three tensors `PREFIX.ffn_gate_exps.weight`, `..up_exps`, `..down_exps`
-// [experts, rows, cols] of quantized blocks, which are packed as they are. gate and up have the same type.
+// [experts, rows, cols] of quantized blocks, which are packed as they are. gate and up have the same type. Biases are
+// `PREFIX.ffn_gate_exps.bias` [experts, rows] and so on.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +10,7 @@
 #include "weights/checkpoint/checkpoint.h"
 #include "weights/checkpoint/gguf_blocks.h"
 #include "weights/packed.h"
+#include "weights/source.h"
 
 namespace kt {
 
@@ -16,10 +18,11 @@ class GgufLayer {
  public:
   // Whether the checkpoint has such tensors under this prefix.
   static bool is_there(const Checkpoint& checkpoint, const std::string& prefix);
-  // Checks types, shapes and sizes; reads nothing. `shape` is the layer's.
-  static Status open(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape, GgufLayer* layer);
+  // Checks types, shapes and sizes; reads nothing.
+  static Status open(const Checkpoint& checkpoint, const std::string& prefix, const ExpertTable& table,
+                     GgufLayer* layer);
 
-  Format in_format() const { return type_of(kGate)->format; }
+  Format in_format() const { return type_of(kUp)->format; }
   Format out_format() const { return type_of(kDown)->format; }
 
   // Packs the part of an expert's matrix that lies on a node, strip by strip. Checks every scale (BF16: every weight).
@@ -32,9 +35,12 @@ class GgufLayer {
     std::string name;
     Checkpoint::Tensor tensor{};
     const GgufType* type = nullptr;
+    TensorPart bias{};
   };
 
-  Status find(const Checkpoint& checkpoint, ExpertShape shape, Projection part);
+  Status find(const Checkpoint& checkpoint, const std::string& prefix, const ExpertTable& table, Projection part);
+  Status find_bias(const Checkpoint& checkpoint, const std::string& name, const ExpertTable& table, int64_t rows,
+                   Projection part);
   std::string where(Projection part) const;
 
   Matrices matrices_[kNumProjections];

@@ -42,6 +42,8 @@ Status load_piece(const Scheme& scheme, const MatrixSource& source, int64_t expe
   if (!(scheme.format() == shape.format)) quantizer.emplace(shape.format);
   const int64_t row_bytes = shape.cols * (scheme.storage == Storage::kDense ? 2 : 1);
   const int64_t strip_blocks = std::max<int64_t>(1, kStripBytes / (row_bytes * kBlockRows));
+  if (node == 0 && layer.mlp().has_bias)
+    KT_RETURN_IF_ERROR(read_bias(source.bias, shape.rows, source.row_step, layer.bias_data(expert, part)));
   const ExpertLayer::Piece piece = layer.piece(expert, part, node);
   for (int64_t block = 0; block < piece.blocks.blocks; block += strip_blocks) {
     const int64_t count = std::min(strip_blocks, piece.blocks.blocks - block);
@@ -83,8 +85,9 @@ Status load_pieces(const LoadOptions& options, std::shared_ptr<ExpertLayer> load
   run(loading_plan(loaded->shape().num_experts, options), [&](int, const Range& range) {
     const int64_t matrix = range.item, order = matrix * options.num_nodes + range.node;
     if (first_error.skips(order)) return;
-    Status status =
-        load(matrix / kNumProjections, static_cast<Projection>(matrix % kNumProjections), range.node, *loaded);
+    const auto part = static_cast<Projection>(matrix % kNumProjections);
+    if (part == kGate && !loaded->mlp().has_gate()) return;
+    Status status = load(matrix / kNumProjections, part, range.node, *loaded);
     if (!status.ok()) first_error.add(order, std::move(status));
   });
   KT_RETURN_IF_ERROR(first_error.error());
@@ -92,17 +95,18 @@ Status load_pieces(const LoadOptions& options, std::shared_ptr<ExpertLayer> load
   return {};
 }
 
-Status load_gguf_layer(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape,
+Status load_gguf_layer(const Checkpoint& checkpoint, const std::string& prefix, const ExpertTable& table,
                        const LoadOptions& options, std::shared_ptr<ExpertLayer>* layer) {
   GgufLayer source;
-  KT_RETURN_IF_ERROR(GgufLayer::open(checkpoint, prefix, shape, &source));
+  KT_RETURN_IF_ERROR(GgufLayer::open(checkpoint, prefix, table, &source));
   if (!options.format.empty())
     return invalid_value("expert format '" + options.format +
                          "' quantizes bf16 and fp8 checkpoints, but the experts "
                          "under '" +
                          prefix + "' are served as the GGUF file has them: leave the expert format out");
   return load_pieces(
-      options, std::make_shared<ExpertLayer>(shape, source.in_format(), source.out_format(), options.num_nodes),
+      options,
+      std::make_shared<ExpertLayer>(table.shape, source.in_format(), source.out_format(), options.num_nodes, table.mlp),
       [&](int64_t expert, Projection part, int node, ExpertLayer& into) {
         return source.load_piece(expert, part, node, into);
       },
@@ -122,23 +126,25 @@ Plan loading_plan(int64_t num_experts, const LoadOptions& options) {
   return plan;
 }
 
-Status load_layer(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape,
+Status load_layer(const Checkpoint& checkpoint, const std::string& prefix, const ExpertTable& table,
                   const LoadOptions& options, std::shared_ptr<ExpertLayer>* layer) {
-  if (GgufLayer::is_there(checkpoint, prefix)) return load_gguf_layer(checkpoint, prefix, shape, options, layer);
+  if (GgufLayer::is_there(checkpoint, prefix)) return load_gguf_layer(checkpoint, prefix, table, options, layer);
   Scheme scheme;
   Format format;
-  KT_RETURN_IF_ERROR(find_scheme(checkpoint, prefix, shape, &scheme));
+  KT_RETURN_IF_ERROR(find_scheme(checkpoint, prefix, table, &scheme));
   KT_RETURN_IF_ERROR(choose_format(scheme, prefix, options.format, &format));
-  std::vector<MatrixSource> sources;
-  for (int64_t expert = 0; expert < shape.num_experts; ++expert) {
-    for (const Projection part : {kGate, kUp, kDown})
-      KT_RETURN_IF_ERROR(locate(checkpoint, prefix, scheme, shape, expert, part, &sources.emplace_back()));
+  std::vector<MatrixSource> sources(static_cast<size_t>(table.shape.num_experts * kNumProjections));
+  const auto source_of = [&](int64_t expert, Projection part) -> MatrixSource& {
+    return sources[static_cast<size_t>(expert * kNumProjections + part)];
+  };
+  for (int64_t expert = 0; expert < table.shape.num_experts; ++expert) {
+    for (const Projection part : table.mlp.projections())
+      KT_RETURN_IF_ERROR(locate(checkpoint, prefix, scheme, table, expert, part, &source_of(expert, part)));
   }
   return load_pieces(
-      options, std::make_shared<ExpertLayer>(shape, format, options.num_nodes),
+      options, std::make_shared<ExpertLayer>(table.shape, format, options.num_nodes, table.mlp),
       [&](int64_t expert, Projection part, int node, ExpertLayer& into) {
-        const MatrixSource& source = sources[static_cast<size_t>(expert * kNumProjections + part)];
-        return load_piece(scheme, source, expert, part, node, into);
+        return load_piece(scheme, source_of(expert, part), expert, part, node, into);
       },
       layer);
 }

@@ -8,6 +8,7 @@
 #include "threads/plan.h"
 #include "weights/checkpoint/checkpoint.h"
 #include "weights/packed.h"
+#include "weights/scheme.h"
 
 namespace kt {
 
@@ -22,9 +23,9 @@ struct LoadOptions {
 Plan loading_plan(int64_t num_experts, const LoadOptions& options);
 
 // `prefix` is for example "model.layers.3.mlp.experts", in a GGUF file "blk.3" (gguf_layer.h). The checkpoint
-// determines the format (scheme.h). Names, types and shapes of all tensors are checked before one is read, values while
-// reading. Besides the packed copy at most one matrix per thread is held.
-Status load_layer(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape,
+// determines the format, the table what the experts compute (scheme.h). Names, types and shapes of all tensors are
+// checked before one is read, values while reading. Besides the packed copy at most one matrix per thread is held.
+Status load_layer(const Checkpoint& checkpoint, const std::string& prefix, const ExpertTable& table,
                   const LoadOptions& options, std::shared_ptr<ExpertLayer>* layer);
 
 }  // namespace kt

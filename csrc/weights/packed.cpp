@@ -1,5 +1,6 @@
 #include "weights/packed.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -80,8 +81,9 @@ double decode(const PackedShape& shape, const uint8_t* packed, int64_t row, int6
   return scale * static_cast<double>(static_cast<float>(value) - group_min(shape.format, block, g, r));
 }
 
-ExpertLayer::ExpertLayer(ExpertShape shape, Format in, Format out, int num_nodes)
-    : id_(next_layer_id()), shape_(shape), in_(in), out_(out), num_nodes_(num_nodes) {
+ExpertLayer::ExpertLayer(ExpertShape shape, Format in, Format out, int num_nodes, ExpertMlp mlp)
+    : id_(next_layer_id()), shape_(shape), mlp_(mlp), in_(in), out_(out), num_nodes_(num_nodes) {
+  if (mlp.has_bias) biases_.resize(static_cast<size_t>(bias_offset(shape.num_experts, mlp.projections().front())));
   const auto& system_nodes = topology().nodes;
   for (int node = 0; node < num_nodes; ++node) {
     const bool placed = num_nodes > 1 && static_cast<size_t>(node) < system_nodes.size();
@@ -91,7 +93,9 @@ ExpertLayer::ExpertLayer(ExpertShape shape, Format in, Format out, int num_nodes
 }
 
 int64_t ExpertLayer::first_block(Projection part, int node) const {
-  return shape_of(part).blocks() * node / num_nodes_;
+  if (part == kGate && !mlp_.has_gate()) return 0;
+  const int64_t blocks = shape_of(part).blocks();
+  return std::min(blocks, (blocks + 1) / 2 * node / num_nodes_ * 2);
 }
 
 int64_t ExpertLayer::node_expert_bytes(int node) const {
@@ -120,16 +124,33 @@ uint8_t* ExpertLayer::piece_data(int64_t expert, Projection part, int node) {
   return static_cast<uint8_t*>(nodes_[static_cast<size_t>(node)].data()) + offset(expert, part, node);
 }
 
+// Floats before the bias of a matrix.
+int64_t ExpertLayer::bias_offset(int64_t expert, Projection part) const {
+  int64_t of_expert = 0, before = 0;
+  for (const Projection each : mlp_.projections()) {
+    if (each == part) before = of_expert;
+    of_expert += shape_of(each).padded_rows();
+  }
+  return expert * of_expert + before;
+}
+
+const float* ExpertLayer::bias(int64_t expert, Projection part) const {
+  return mlp_.has_bias ? biases_.data() + bias_offset(expert, part) : nullptr;
+}
+
+float* ExpertLayer::bias_data(int64_t expert, Projection part) { return biases_.data() + bias_offset(expert, part); }
+
 int64_t ExpertLayer::resident_bytes() const {
-  int64_t bytes = 0;
+  auto bytes = static_cast<int64_t>(biases_.size() * sizeof(float));
   for (int node = 0; node < num_nodes(); ++node) bytes += node_bytes(node);
   return bytes;
 }
 
 int64_t ExpertLayer::weight_bytes() const {
   int64_t bits = 0;
-  for (const Projection part : {kGate, kUp, kDown}) {
+  for (const Projection part : mlp_.projections()) {
     const PackedShape shape = shape_of(part);
+    if (mlp_.has_bias) bits += shape.rows * 32;
     const int64_t elements = shape.rows * shape.cols;
     const Format& format = shape.format;
     const int64_t group = format.group ? format.group : shape.cols, groups = (shape.cols + group - 1) / group;

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "base/memory.h"
+#include "kernels/activation.h"
 #include "kernels/layout.h"
 #include "kernels/tiles.h"
 #include "threads/plan.h"
@@ -14,6 +16,7 @@ namespace kt {
 enum Projection { kGate = 0, kUp = 1, kDown = 2 };
 inline constexpr int kNumProjections = 3;
 inline constexpr const char* kProjectionNames[] = {"gate", "up", "down"};
+inline constexpr Projection kProjections[] = {kGate, kUp, kDown};
 
 // A matrix before it is packed, row by row without padding.
 struct PlainMatrix {
@@ -40,9 +43,21 @@ struct ExpertShape {
   int64_t num_experts = 0, hidden = 0, intermediate = 0;
 };
 
+// What an expert computes beside its products: down(f(gate(x), up(x))), where each matrix may have a bias. Without a
+// gate (activation.h) there is no such matrix.
+struct ExpertMlp {
+  Activation activation{};
+  bool has_bias = false;  // of every matrix
+
+  bool has_gate() const { return activation.has_gate(); }
+  // The matrices that multiply x, and all.
+  std::span<const Projection> inputs() const { return {kProjections + (has_gate() ? 0 : 1), kProjections + 2}; }
+  std::span<const Projection> projections() const { return {kProjections + (has_gate() ? 0 : 1), kProjections + 3}; }
+};
+
 // The routed experts of one layer, packed. With several memory nodes each holds a range of every matrix's blocks, so
-// that a thread of that node reads from its own memory. Never changes after loading: calls from several threads need no
-// lock.
+// that a thread of that node reads from its own memory. Ranges begin at even blocks, because AMX adds up the rows of
+// two blocks before they join a sum. Never changes after loading: calls from several threads need no lock.
 class ExpertLayer {
  public:
   // Blocks [first, first + blocks.blocks) of a matrix.
@@ -51,13 +66,15 @@ class ExpertLayer {
     PackedBlocks blocks;
   };
 
-  ExpertLayer(ExpertShape shape, Format format, int num_nodes) : ExpertLayer(shape, format, format, num_nodes) {}
+  ExpertLayer(ExpertShape shape, Format format, int num_nodes, ExpertMlp mlp = {})
+      : ExpertLayer(shape, format, format, num_nodes, mlp) {}
   // `in`: of gate and up; `out`: of down. Both integer, or equal.
-  ExpertLayer(ExpertShape shape, Format in, Format out, int num_nodes);
+  ExpertLayer(ExpertShape shape, Format in, Format out, int num_nodes, ExpertMlp mlp = {});
 
   // Unique in this process, also among destroyed layers.
   uint64_t id() const { return id_; }
   const ExpertShape& shape() const { return shape_; }
+  const ExpertMlp& mlp() const { return mlp_; }
   bool integer() const { return in_.integer(); }
   int num_nodes() const { return num_nodes_; }
   PackedShape in_shape() const { return {shape_.intermediate, shape_.hidden, in_}; }    // gate and up
@@ -69,22 +86,31 @@ class ExpertLayer {
   }
   Piece piece(int64_t expert, Projection part, int node) const;
   uint8_t* piece_data(int64_t expert, Projection part, int node);  // while loading
+  // The bias of an expert's matrix: float32, with zeros from the last output to shape_of(part).padded_rows(). Null
+  // where the experts have none.
+  const float* bias(int64_t expert, Projection part) const;
+  float* bias_data(int64_t expert, Projection part);  // while loading
 
   int64_t resident_bytes() const;
+  // Packed matrices; biases are of no node.
   int64_t node_bytes(int node) const { return shape_.num_experts * node_expert_bytes(node); }
-  // Bytes of the weights in this format without padding: codes, scales and zeros as a checkpoint stores them.
+  // Bytes of the weights in this format without padding: codes, scales, zeros and biases as a checkpoint stores them
+  // (biases: four bytes each).
   int64_t weight_bytes() const;
 
  private:
   int64_t first_block(Projection part, int node) const;
   int64_t node_expert_bytes(int node) const;
   int64_t offset(int64_t expert, Projection part, int node) const;
+  int64_t bias_offset(int64_t expert, Projection part) const;
 
   uint64_t id_;
   ExpertShape shape_;
+  ExpertMlp mlp_;
   Format in_, out_;
   int num_nodes_;
   std::vector<Pages> nodes_;
+  std::vector<float> biases_;  // expert by expert, matrix by matrix
 };
 
 }  // namespace kt

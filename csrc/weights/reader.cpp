@@ -1,6 +1,8 @@
 #include "weights/reader.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <string>
 
 #include "base/bf16.h"
@@ -20,6 +22,16 @@ int64_t element_bytes(const TensorPart& part) {
 
 Status bad_element(const TensorPart& part, const std::string& what, int64_t element) {
   return bad_checkpoint(part.where() + " holds " + what + " at element " + std::to_string(part.first + element));
+}
+
+// Stored rows from the first to the last of `count`, `step` apart.
+int64_t rows_between(int64_t count, int64_t step) { return (count - 1) * step + 1; }
+
+// Every `step`-th row.
+template <class T>
+void take_rows(const T* stored, int64_t count, int64_t cols, int64_t step, T* rows) {
+  for (int64_t row = 0; step > 1 && row < count; ++row)
+    std::memcpy(rows + row * cols, stored + row * step * cols, static_cast<size_t>(cols) * sizeof(T));
 }
 
 // The position, in codes, of row `row` of eight (or, with 8 bits, four) in its word.
@@ -48,6 +60,7 @@ Status MatrixReader::prepare() {
   if (source_.group_index.present()) KT_RETURN_IF_ERROR(check_group_index());
   if (source_.scales.present()) KT_RETURN_IF_ERROR(read_scales());
   if (source_.zeros.present()) KT_RETURN_IF_ERROR(read_zeros());
+  if (scheme_.layout.transposed) return read_transposed();
   if (scheme_.storage != Storage::kGptq && scheme_.storage != Storage::kAwq) return {};
   const int64_t words = shape_.rows * shape_.cols / scheme_.codes_per_word();
   return read_part(source_.codes, 0, words, raw_.reserve<uint32_t>(words));
@@ -84,7 +97,8 @@ Status MatrixReader::check_group_index() const {
 Status MatrixReader::read_scales() {
   const bool blocks = scheme_.storage == Storage::kFp8Blocks;
   const bool transposed = scheme_.storage == Storage::kGptq || scheme_.storage == Storage::kAwq;
-  const int64_t stored_rows = blocks ? (source_.first_row + shape_.rows + kFp8Block - 1) / kFp8Block : shape_.rows;
+  const int64_t last_row = source_.first_row + (shape_.rows - 1) * source_.row_step;
+  const int64_t stored_rows = blocks ? last_row / kFp8Block + 1 : shape_.rows;
   const int64_t count = stored_rows * stored_groups_;
   std::vector<float> stored(static_cast<size_t>(count));
   if (element_bytes(source_.scales) == 4) {
@@ -103,7 +117,7 @@ Status MatrixReader::read_scales() {
   const int64_t groups = shape_.groups();
   scales_.resize(static_cast<size_t>(shape_.rows * groups));
   for (int64_t row = 0; row < shape_.rows; ++row) {
-    const int64_t stored_row = blocks ? (source_.first_row + row) / kFp8Block : row;
+    const int64_t stored_row = blocks ? (source_.first_row + row * source_.row_step) / kFp8Block : row;
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t from = std::min(g, stored_groups_ - 1);
       scales_[static_cast<size_t>(row * groups + g)] =
@@ -150,10 +164,11 @@ Status MatrixReader::read_zeros() {
 }
 
 Status MatrixReader::read(int64_t first, int64_t count, PlainMatrix* strip) {
-  KT_RETURN_IF_ERROR(read_codes(first, count));
+  const bool transposed = scheme_.layout.transposed;  // then `prepare` has read all
+  if (!transposed) KT_RETURN_IF_ERROR(read_codes(first, count));
   const int64_t at = first * shape_.groups();
   *strip = {.shape = {count, shape_.cols, shape_.format},
-            .codes = codes_.data(),
+            .codes = transposed ? static_cast<uint16_t*>(stored_.data()) + first * shape_.cols : codes_.data(),
             .scales = scales_.empty() ? nullptr : scales_.data() + at,
             .zeros = scheme_.zero_points ? zeros_.data() + at : nullptr};
   return {};
@@ -171,11 +186,47 @@ Status MatrixReader::read_plain(int64_t first, int64_t count, uint16_t* values) 
   return bad < 0 ? Status() : bad_element(source_.codes, what, first + bad);
 }
 
+Status MatrixReader::read_dense(int64_t first, int64_t count) {
+  const int64_t cols = shape_.cols, step = source_.row_step, span = rows_between(count, step);
+  auto* values = codes_.reserve<uint16_t>(count * cols);
+  auto* stored = step == 1 ? values : stored_.reserve<uint16_t>(span * cols);
+  KT_RETURN_IF_ERROR(read_plain(first * step * cols, span * cols, stored));
+  take_rows(stored, count, cols, step, values);
+  return {};
+}
+
+Status MatrixReader::read_fp8(int64_t first, int64_t count) {
+  const int64_t cols = shape_.cols, step = source_.row_step, span = rows_between(count, step);
+  auto* codes = codes_.reserve<uint8_t>(count * cols);
+  auto* stored = step == 1 ? codes : stored_.reserve<uint8_t>(span * cols);
+  KT_RETURN_IF_ERROR(read_part(source_.codes, first * step * cols, span * cols, stored));
+  const int64_t bad = first_fp8_nan(stored, span * cols);
+  if (bad >= 0) return bad_element(source_.codes, "NaN", first * step * cols + bad);
+  take_rows(stored, count, cols, step, codes);
+  return {};
+}
+
+// The whole matrix, some columns at a time. A column is part of a stored row.
+Status MatrixReader::read_transposed() {
+  constexpr int64_t kColumns = 64;
+  const int64_t rows = shape_.rows, cols = shape_.cols, step = source_.row_step, span = rows_between(rows, step);
+  auto* matrix = stored_.reserve<uint16_t>(rows * cols);
+  auto* columns = codes_.reserve<uint16_t>(kColumns * span);
+  for (int64_t first = 0; first < cols; first += kColumns) {
+    const int64_t count = std::min(kColumns, cols - first);
+    for (int64_t c = 0; c < count; ++c)
+      KT_RETURN_IF_ERROR(read_plain((first + c) * source_.stored_rows, span, columns + c * span));
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t c = 0; c < count; ++c) matrix[row * cols + first + c] = columns[c * span + row * step];
+    }
+  }
+  return {};
+}
+
 Status MatrixReader::read_codes(int64_t first, int64_t count) {
   const int64_t cols = shape_.cols, elements = count * cols;
-  if (scheme_.storage == Storage::kDense) {
-    return read_plain(first * cols, elements, codes_.reserve<uint16_t>(elements));
-  }
+  if (scheme_.storage == Storage::kDense) return read_dense(first, count);
+  if (scheme_.storage == Storage::kFp8Blocks || scheme_.storage == Storage::kFp8Rows) return read_fp8(first, count);
   auto* codes = codes_.reserve<uint8_t>(elements);
   const WordColumns all{.words = static_cast<const uint32_t*>(raw_.data()), .rows = shape_.rows, .cols = cols};
   if (scheme_.storage == Storage::kGptq) {
@@ -200,13 +251,25 @@ Status MatrixReader::read_codes(int64_t first, int64_t count) {
     }
     return {};
   }
-  KT_RETURN_IF_ERROR(read_part(source_.codes, first * cols, elements, codes));
-  if (scheme_.storage == Storage::kInt8) {
-    unpack_signed(codes, elements, codes);
-    return {};
+  KT_RETURN_IF_ERROR(read_part(source_.codes, first * cols, elements, codes));  // int8
+  unpack_signed(codes, elements, codes);
+  return {};
+}
+
+Status read_bias(const TensorPart& part, int64_t rows, int64_t step, float* bias) {
+  const int64_t span = rows_between(rows, step), wide = element_bytes(part);
+  const std::string& dtype = part.tensor.entry->dtype;
+  std::vector<uint8_t> stored(static_cast<size_t>(span * wide));
+  KT_RETURN_IF_ERROR(part.tensor.file->read(*part.tensor.entry, part.first * wide, span * wide, stored.data()));
+  for (int64_t row = 0; row < rows; ++row) {
+    const uint8_t* from = stored.data() + row * step * wide;
+    uint16_t half;
+    std::memcpy(&half, from, sizeof half);
+    if (dtype == "F32") std::memcpy(bias + row, from, sizeof(float));
+    if (dtype != "F32") bias[row] = dtype == "BF16" ? bf16_to_float(half) : fp16_to_float(half);
+    if (!std::isfinite(bias[row])) return bad_element(part, "NaN or Inf", row * step);
   }
-  const int64_t bad = first_fp8_nan(codes, elements);
-  return bad < 0 ? Status() : bad_element(source_.codes, "NaN", first * cols + bad);
+  return {};
 }
 
 }  // namespace kt

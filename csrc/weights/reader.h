@@ -16,7 +16,8 @@ class MatrixReader {
   // The source must outlive the reader.
   MatrixReader(const Scheme& scheme, const MatrixSource& source, int64_t rows, int64_t cols);
 
-  // Reads what belongs to the whole matrix: scales, zeros, and the codes where rows are not contiguous (GPTQ, AWQ).
+  // Reads what belongs to the whole matrix: scales, zeros, and the codes where rows are not contiguous (GPTQ, AWQ, and
+  // fused tensors stored transposed).
   Status prepare();
   // Rows [first, first + count) in the scheme's format, first and count multiples of 16 (count up to the last row).
   // `strip` is valid until the next call.
@@ -30,6 +31,9 @@ class MatrixReader {
   Status read_zeros();
   Status read_codes(int64_t first, int64_t count);
   Status read_plain(int64_t first, int64_t count, uint16_t* values);
+  Status read_dense(int64_t first, int64_t count);
+  Status read_fp8(int64_t first, int64_t count);
+  Status read_transposed();
 
   const Scheme& scheme_;
   const MatrixSource& source_;
@@ -38,6 +42,10 @@ class MatrixReader {
   std::vector<float> scales_;    // [rows, shape_.groups()]
   std::vector<uint8_t> zeros_;   // the same; empty without zero points
   AlignedBuffer raw_, codes_;
+  AlignedBuffer stored_;  // rows of which others lie between; or the whole matrix, where the tensor is transposed
 };
+
+// `rows` biases, `step` elements apart, as float32. Refuses NaN and Inf.
+Status read_bias(const TensorPart& part, int64_t rows, int64_t step, float* bias);
 
 }  // namespace kt

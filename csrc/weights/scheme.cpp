@@ -49,15 +49,28 @@ bool is_fp8_block(const Setting* value) {
 
 class SchemeFinder {
  public:
-  SchemeFinder(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape)
-      : checkpoint_(checkpoint), prefix_(prefix), shape_(shape), config_(checkpoint.quantization()) {
+  SchemeFinder(const Checkpoint& checkpoint, const std::string& prefix, const ExpertTable& table)
+      : checkpoint_(checkpoint),
+        prefix_(prefix),
+        shape_(table.shape),
+        layout_(table.layout),
+        has_gate_(table.mlp.has_gate()),
+        config_(checkpoint.quantization()) {
     if (config_ && config_->find("quant_method") && config_->find("quant_method")->kind == Setting::Kind::kText)
       method_ = config_->find("quant_method")->text;
   }
 
   Status find(Scheme* scheme) {
-    if (has(prefix_ + ".gate_up_proj")) return find_fused(scheme);
-    base_ = prefix_ + ".0.gate_proj";
+    const std::string fused = prefix_ + ".gate_up_proj", gate = prefix_ + ".0.gate_proj";
+    for (const std::string& name : {fused, gate + ".weight", gate + ".weight_packed", gate + ".qweight"}) {
+      if (!has_gate_ && has(name))
+        return bad_checkpoint(checkpoint_.directory() + ": tensor '" + name +
+                              "' is a gate, but the activation of these experts has none");
+    }
+    base_ = has_gate_ ? fused : prefix_ + ".up_proj";
+    if (has(base_)) return find_fused(scheme);
+    const std::string whole = base_;
+    base_ = has_gate_ ? gate : prefix_ + ".0.up_proj";
     if (has(base_ + ".weight_packed")) {
       scheme->storage = Storage::kPacked;
       return from_compressed(scheme);
@@ -65,7 +78,7 @@ class SchemeFinder {
     if (has(base_ + ".qweight")) return find_transposed(scheme);
     if (has(base_ + ".weight")) return find_plain(scheme);
     return bad_checkpoint(checkpoint_.directory() + ": no experts under '" + prefix_ + "': tensor '" + base_ +
-                          ".weight' is missing (nor .weight_packed, nor .qweight, nor '" + prefix_ + ".gate_up_proj')");
+                          ".weight' is missing (nor .weight_packed, nor .qweight, nor '" + whole + "')");
   }
 
  private:
@@ -95,8 +108,10 @@ class SchemeFinder {
   }
 
   Status find_fused(Scheme* scheme) {
-    base_ = prefix_ + ".gate_up_proj";
     scheme->fused = true;
+    scheme->layout = layout_;
+    if (layout_.transposed && !is_plain(dtype(base_)))
+      return dtype_error(base_, "BF16, F16 or F32, because it is stored transposed");
     if (dtype(base_) == "F8_E4M3") return find_fp8_blocks("_scale_inv", scheme);
     if (!is_plain(dtype(base_))) return dtype_error(base_, "BF16, F16, F32 or F8_E4M3");
     return dense("_scale_inv", scheme);
@@ -124,7 +139,7 @@ class SchemeFinder {
         return bad_checkpoint(checkpoint_.directory() + ": tensor '" + base_ + suffix + "' is a scale, but '" + base_ +
                               "' is not quantized and has none");
     }
-    *scheme = {.storage = Storage::kDense, .fused = scheme->fused};
+    *scheme = {.storage = Storage::kDense, .fused = scheme->fused, .layout = scheme->layout};
     return {};
   }
 
@@ -134,8 +149,12 @@ class SchemeFinder {
       const Setting* block = config_->find("weight_block_size");
       if (!is_fp8_block(block)) return config_error("weight_block_size", block, "[128, 128]");
     }
-    *scheme = {
-        .storage = Storage::kFp8Blocks, .fused = scheme->fused, .bits = 8, .group = kFp8Block, .scale_suffix = suffix};
+    *scheme = {.storage = Storage::kFp8Blocks,
+               .fused = scheme->fused,
+               .layout = scheme->layout,
+               .bits = 8,
+               .group = kFp8Block,
+               .scale_suffix = suffix};
     return {};
   }
 
@@ -255,6 +274,8 @@ class SchemeFinder {
   const Checkpoint& checkpoint_;
   const std::string& prefix_;
   const ExpertShape shape_;
+  const FusedLayout layout_;
+  const bool has_gate_;
   const Setting* config_;
   std::string method_, base_;
 };
@@ -276,8 +297,8 @@ Format Scheme::format() const {
   }
 }
 
-Status find_scheme(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape, Scheme* scheme) {
-  return SchemeFinder(checkpoint, prefix, shape).find(scheme);
+Status find_scheme(const Checkpoint& checkpoint, const std::string& prefix, const ExpertTable& table, Scheme* scheme) {
+  return SchemeFinder(checkpoint, prefix, table).find(scheme);
 }
 
 }  // namespace kt

@@ -17,7 +17,8 @@
 //                 word holds row 0, 2, 4, 6, 1, 3, 5, 7 of its eight ("gemm" version)
 //
 // dense and fp8_blocks may be fused: prefix.gate_up_proj [E, 2I, H] and prefix.down_proj [E, H, I], the scales under
-// ..._scale_inv.
+// ..._scale_inv; FusedLayout says which rows are whose. Biases are prefix.E.gate_proj.bias [rows], or fused
+// prefix.gate_up_proj_bias [E, 2I], prefix.down_proj_bias [E, H]. Experts without a gate have up_proj in place of both.
 #pragma once
 
 #include <string>
@@ -33,11 +34,25 @@ enum class Storage { kDense, kFp8Blocks, kFp8Rows, kInt8, kPacked, kGptq, kAwq }
 
 inline constexpr int64_t kFp8Block = 128;
 
+// Of fused tensors. A family's table has it: shapes alone do not tell where hidden and intermediate sizes are equal.
+struct FusedLayout {
+  bool interleaved = false;  // gate's row i is row 2 i of gate_up_proj, up's row 2 i + 1; else gate's rows come first
+  bool transposed = false;   // gate_up_proj [E, H, 2I], down_proj [E, I, H]; dense only
+};
+
+// The experts of a layer, as their family's table describes them.
+struct ExpertTable {
+  ExpertShape shape;
+  ExpertMlp mlp{};
+  FusedLayout layout{};
+};
+
 struct Scheme {
   Storage storage = Storage::kDense;
   bool fused = false;
-  int bits = 16;      // of a code
-  int64_t group = 0;  // columns that share a scale; 0: a row has one
+  FusedLayout layout{};  // where it is fused
+  int bits = 16;         // of a code
+  int64_t group = 0;     // columns that share a scale; 0: a row has one
   bool zero_points = false;
   int zero_added = 0;  // added to the stored zero: 1 for the first version of GPTQ
   std::string scale_suffix = {};
@@ -48,6 +63,6 @@ struct Scheme {
   Format format() const;
 };
 
-Status find_scheme(const Checkpoint& checkpoint, const std::string& prefix, ExpertShape shape, Scheme* scheme);
+Status find_scheme(const Checkpoint& checkpoint, const std::string& prefix, const ExpertTable& table, Scheme* scheme);
 
 }  // namespace kt

@@ -24,18 +24,31 @@ std::string text_of(const std::vector<std::string>& names) {
 const std::vector<std::string> kScaleTypes = {"F32", "BF16", "F16"};
 const std::vector<std::string> kPlainTypes = {"BF16", "F16", "F32"};
 
+Status find_tensor(const Checkpoint& checkpoint, const std::string& name, const std::vector<std::string>& dtypes,
+                   const Sizes& wanted, TensorPart* part) {
+  part->name = name;
+  KT_RETURN_IF_ERROR(checkpoint.find(name, &part->tensor));
+  const TensorEntry& entry = *part->tensor.entry;
+  if (std::find(dtypes.begin(), dtypes.end(), entry.dtype) == dtypes.end())
+    return bad_checkpoint(part->where() + " has dtype " + entry.dtype + ", expected " + text_of(dtypes));
+  if (entry.shape != wanted)
+    return bad_checkpoint(part->where() + " has shape " + text_of(entry.shape) + ", expected " + text_of(wanted));
+  return {};
+}
+
 class Locator {
  public:
-  Locator(const Checkpoint& checkpoint, const std::string& prefix, const Scheme& scheme, ExpertShape shape,
+  Locator(const Checkpoint& checkpoint, const std::string& prefix, const Scheme& scheme, const ExpertTable& table,
           int64_t expert, Projection part)
       : checkpoint_(checkpoint),
         prefix_(prefix),
         scheme_(scheme),
-        shape_(shape),
+        shape_(table.shape),
+        mlp_(table.mlp),
         expert_(expert),
         part_(part),
-        rows_(part == kDown ? shape.hidden : shape.intermediate),
-        cols_(part == kDown ? shape.intermediate : shape.hidden),
+        rows_(part == kDown ? shape_.hidden : shape_.intermediate),
+        cols_(part == kDown ? shape_.intermediate : shape_.hidden),
         groups_(scheme.group ? cols_ / scheme.group : 1) {
     static const char* const kNames[] = {".gate_proj", ".up_proj", ".down_proj"};
     base_ = prefix + "." + std::to_string(expert) + kNames[part];
@@ -44,6 +57,7 @@ class Locator {
   Status locate(MatrixSource* source) const {
     KT_RETURN_IF_ERROR(check_sizes());
     if (scheme_.fused) return locate_fused(source);
+    KT_RETURN_IF_ERROR(locate_single_bias(source));
     switch (scheme_.storage) {
       case Storage::kDense:
         return find(".weight", kPlainTypes, {rows_, cols_}, &source->codes);
@@ -87,14 +101,7 @@ class Locator {
 
   Status find_named(const std::string& name, const std::vector<std::string>& dtypes, const Sizes& wanted,
                     TensorPart* part) const {
-    part->name = name;
-    KT_RETURN_IF_ERROR(checkpoint_.find(name, &part->tensor));
-    const TensorEntry& entry = *part->tensor.entry;
-    if (std::find(dtypes.begin(), dtypes.end(), entry.dtype) == dtypes.end())
-      return bad_checkpoint(part->where() + " has dtype " + entry.dtype + ", expected " + text_of(dtypes));
-    if (entry.shape != wanted)
-      return bad_checkpoint(part->where() + " has shape " + text_of(entry.shape) + ", expected " + text_of(wanted));
-    return {};
+    return find_tensor(checkpoint_, name, dtypes, wanted, part);
   }
   Status find(const std::string& suffix, const std::vector<std::string>& dtypes, const Sizes& wanted,
               TensorPart* part) const {
@@ -102,20 +109,39 @@ class Locator {
   }
 
   Status locate_fused(MatrixSource* source) const {
-    const bool down = part_ == kDown;
-    const int64_t all_rows = down ? rows_ : 2 * rows_;
-    const std::string name = prefix_ + (down ? ".down_proj" : ".gate_up_proj");
-    const bool fp8 = scheme_.storage == Storage::kFp8Blocks;
+    const bool both = part_ != kDown && mlp_.has_gate(), interleaved = both && scheme_.layout.interleaved;
+    const int64_t all_rows = both ? 2 * rows_ : rows_;
+    const std::string name = prefix_ + (part_ == kDown ? ".down_proj" : both ? ".gate_up_proj" : ".up_proj");
+    const bool fp8 = scheme_.storage == Storage::kFp8Blocks, transposed = scheme_.layout.transposed;
     const std::vector<std::string> types = fp8 ? std::vector<std::string>{"F8_E4M3"} : kPlainTypes;
-    KT_RETURN_IF_ERROR(find_named(name, types, {shape_.num_experts, all_rows, cols_}, &source->codes));
-    source->first_row = part_ == kUp ? rows_ : 0;
-    source->codes.first = (expert_ * all_rows + source->first_row) * cols_;
+    const int64_t stored_rows = transposed ? cols_ : all_rows, stored_cols = transposed ? all_rows : cols_;
+    KT_RETURN_IF_ERROR(find_named(name, types, {shape_.num_experts, stored_rows, stored_cols}, &source->codes));
+    source->first_row = !both || part_ == kGate ? 0 : interleaved ? 1 : rows_;
+    source->row_step = interleaved ? 2 : 1;
+    source->stored_rows = all_rows;
+    source->codes.first = expert_ * all_rows * cols_ + source->first_row * (transposed ? 1 : cols_);
+    KT_RETURN_IF_ERROR(locate_fused_bias(name + "_bias", source));
     if (!fp8) return {};
     const int64_t scale_rows = divide_up(all_rows, kFp8Block), scale_cols = divide_up(cols_, kFp8Block);
     KT_RETURN_IF_ERROR(find_named(name + scheme_.scale_suffix, kScaleTypes,
                                   {shape_.num_experts, scale_rows, scale_cols}, &source->scales));
     source->scales.first = expert_ * scale_rows * scale_cols;
     return {};
+  }
+
+  Status locate_fused_bias(const std::string& name, MatrixSource* source) const {
+    if (!mlp_.has_bias) return refuse_bias(name);
+    source->bias.first = expert_ * source->stored_rows + source->first_row;
+    return locate_bias(checkpoint_, name, {shape_.num_experts, source->stored_rows}, &source->bias);
+  }
+  Status locate_single_bias(MatrixSource* source) const {
+    if (!mlp_.has_bias) return refuse_bias(base_ + ".bias");
+    return locate_bias(checkpoint_, base_ + ".bias", {rows_}, &source->bias);
+  }
+  Status refuse_bias(const std::string& name) const {
+    if (!checkpoint_.contains(name)) return {};
+    return bad_checkpoint(checkpoint_.directory() + ": tensor '" + name +
+                          "' is a bias, but the experts of this family have none");
   }
 
   Status locate_compressed(const std::vector<std::string>& zero_types, const Sizes& zero_sizes,
@@ -141,6 +167,7 @@ class Locator {
   const std::string& prefix_;
   const Scheme& scheme_;
   const ExpertShape shape_;
+  const ExpertMlp mlp_;
   const int64_t expert_;
   const Projection part_;
   const int64_t rows_, cols_, groups_;
@@ -149,9 +176,13 @@ class Locator {
 
 }  // namespace
 
-Status locate(const Checkpoint& checkpoint, const std::string& prefix, const Scheme& scheme, ExpertShape shape,
+Status locate(const Checkpoint& checkpoint, const std::string& prefix, const Scheme& scheme, const ExpertTable& table,
               int64_t expert, Projection part, MatrixSource* source) {
-  return Locator(checkpoint, prefix, scheme, shape, expert, part).locate(source);
+  return Locator(checkpoint, prefix, scheme, table, expert, part).locate(source);
+}
+
+Status locate_bias(const Checkpoint& checkpoint, const std::string& name, const Sizes& wanted, TensorPart* bias) {
+  return find_tensor(checkpoint, name, kPlainTypes, wanted, bias);
 }
 
 }  // namespace kt

@@ -23,11 +23,18 @@ struct TensorPart {
 
 struct MatrixSource {
   TensorPart codes, scales, zeros, group_index, shape;  // the last three not in every scheme
-  int64_t first_row = 0;  // of a fused matrix, within its expert: where its blocks of scales begin to count
+  TensorPart bias;                                      // absent where the experts have none
+  // Of a fused matrix, within its expert: row r is the stored row first_row + r * row_step of stored_rows. The parts
+  // `codes` and `bias` begin at first_row.
+  int64_t first_row = 0, row_step = 1, stored_rows = 0;
 };
 
-// `expert`'s matrix `part`, rows x cols of `shape`.
-Status locate(const Checkpoint& checkpoint, const std::string& prefix, const Scheme& scheme, ExpertShape shape,
+// `expert`'s matrix `part` of the table.
+Status locate(const Checkpoint& checkpoint, const std::string& prefix, const Scheme& scheme, const ExpertTable& table,
               int64_t expert, Projection part, MatrixSource* source);
+
+// The biases of a matrix, of one or of all experts. `wanted`: their shape.
+Status locate_bias(const Checkpoint& checkpoint, const std::string& name, const std::vector<int64_t>& wanted,
+                   TensorPart* bias);
 
 }  // namespace kt

@@ -76,6 +76,13 @@ def command() -> None:
 )
 @click.option("--experts", "num_experts", type=int, help="Fewer experts than the shape has, so that it fits.")
 @click.option(
+    "--activation",
+    default="silu",
+    show_default=True,
+    help="silu, silu_clamped, swigluoai (with biases), gelu, gelu_pytorch_tanh, relu2 (without a gate)."
+    " Peers compute silu only.",
+)
+@click.option(
     "--peer",
     type=click.Path(path_type=Path),
     metavar="PYTHON",
@@ -95,6 +102,7 @@ def experts(
     tokens: tuple[int, ...],
     ops: tuple[str, ...],
     num_experts: int | None,
+    activation: str,
     peer: Path | None,
     with_torch: bool,
     runs: int,
@@ -120,6 +128,7 @@ def experts(
         tokens=tokens,
         ops=ops,
         num_experts=num_experts,
+        activation=activation,
         peer=peer,
         with_torch=with_torch,
         patience=Patience(runs, seconds),

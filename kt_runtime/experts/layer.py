@@ -21,10 +21,13 @@ from kt_runtime.experts.gpu.paths import DevicePaths
 from kt_runtime.experts.gpu.streamed import StreamedActivations
 from kt_runtime.experts.native import capsule, require_tensor, translate
 from kt_runtime.experts.values import LORA_TENSORS, ExpertGradients, ExpertShape, LoraSlot, Retained
+from kt_runtime.families.stack import SILU, ExpertMlp
 
 
 class ExpertLayer:
     """The routed experts of one layer: sum over k of weights[t, k] * expert(ids[t, k], x[t]).
+
+    `mlp`: what an expert computes. Adapters of experts without a gate have no `gate_a` and `gate_b`.
 
     A token's result depends on this token alone (with LoRA dropout also on the token's position in the batch): not on
     the other tokens, their order, their adapters or the number of threads. float32 activations are multiplied exactly
@@ -34,10 +37,26 @@ class ExpertLayer:
     input; NumericsError for NaN or Inf in x, weights or grad_out; ConflictError once the store is closed.
     """
 
-    def __init__(self, native: _experts.Layer, shape: ExpertShape) -> None:
+    def __init__(self, native: _experts.Layer, shape: ExpertShape, mlp: ExpertMlp) -> None:
         self._native: _experts.Layer | None = native
         self.shape = shape
-        self.device_paths: DevicePaths | None = None
+        self.mlp = mlp
+        self._device_paths: DevicePaths | None = None
+
+    @property
+    def device_paths(self) -> DevicePaths | None:
+        return self._device_paths
+
+    @device_paths.setter
+    def device_paths(self, paths: DevicePaths | None) -> None:
+        """Raises InvalidValueError for experts that `gpu.routed_mlp` does not compute: other than plain SwiGLU."""
+        if paths is not None and not self.mlp.is_plain:
+            biases = " with biases" if self.mlp.has_bias else ""
+            raise InvalidValueError(
+                f"experts with activation {self.mlp.activation!r}{biases} are computed by the CPU only; a GPU computes "
+                f"{SILU!r} without biases: serve this model without experts on the GPU"
+            )
+        self._device_paths = paths
 
     def forward(
         self,
@@ -135,7 +154,7 @@ class ExpertLayer:
         return result
 
     def unpacked(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Dequantized copies of one expert's weights: gate [I, H], up [I, H], down [H, I].
+        """Dequantized copies of one expert's weights: gate [I, H] (without a gate [0, H]), up [I, H], down [H, I].
 
         bfloat16 for bf16 weights; float32 for other formats, whose scales are no bfloat16 numbers.
         """
@@ -143,7 +162,7 @@ class ExpertLayer:
         dtype = torch.bfloat16 if self.format == "bf16" else torch.float32
         gate, up, down = (
             torch.empty(rows, cols, dtype=dtype, device="cpu")
-            for rows, cols in ((inner, hidden), (inner, hidden), (hidden, inner))
+            for rows, cols in ((inner if self.mlp.has_gate else 0, hidden), (inner, hidden), (hidden, inner))
         )
         try:
             self.native().unpack(expert, capsule(gate, "gate"), capsule(up, "up"), capsule(down, "down"))
@@ -154,8 +173,9 @@ class ExpertLayer:
     def unpack_range(self, first: int, count: int, w13: Tensor, w2: Tensor) -> None:
         """Writes experts first to first + count - 1, dequantized, to w13 [count, 2I, H] and w2 [count, H, I].
 
-        Both are contiguous bfloat16 tensors in CPU memory. w13 has the rows of gate, then those of up. bf16 weights are
-        copied, others rounded once from float32. All threads of the store's pool take part, without Python's lock.
+        Both are contiguous bfloat16 tensors in CPU memory. w13 has the rows of gate, then those of up; without a gate
+        it is [count, I, H]. bf16 weights are copied, others rounded once from float32. All threads of the store's pool
+        take part, without Python's lock.
         InvalidValueError: experts out of range, another shape, dtype or device, or tensors that share memory.
         """
         try:

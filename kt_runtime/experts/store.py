@@ -10,17 +10,19 @@ from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from kt_runtime import _experts
-from kt_runtime.errors import ConflictError, InvalidValueError
+from kt_runtime.errors import ConflictError, InvalidValueError, UnknownNameError
 from kt_runtime.experts.checkpoint import open_checkpoint
 from kt_runtime.experts.formats import joined_format, requested_format
 from kt_runtime.experts.layer import ExpertLayer
 from kt_runtime.experts.machine import placement_refusal
 from kt_runtime.experts.native import resolve_isa, translated_errors
 from kt_runtime.experts.values import ExpertShape
+from kt_runtime.families.stack import ACTIVATIONS, ExpertMlp
 
 logger = logging.getLogger(__name__)
 
 NUM_PROJECTIONS = 3  # gate, up, down
+PLAIN = ExpertMlp()
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -84,6 +86,7 @@ class ExpertStore:
         num_nodes: int | None = None,
         progress: Callable[[int, int], None] | None = None,
         rename: Callable[[str], str] | None = None,
+        mlp: ExpertMlp = PLAIN,
     ) -> ExpertStore:
         """Reads the experts from a Hugging Face checkpoint directory, one layer at a time.
 
@@ -93,20 +96,27 @@ class ExpertStore:
 
         layer_keys: layer index -> prefix such as "model.layers.3.mlp.experts"; "blk.3" in a GGUF model. Under the
         prefix are either tensors per expert (`.E.gate_proj.weight`, ...), or, unquantized and in fp8, the fused
-        `.gate_up_proj` [E, 2I, H] and `.down_proj` [E, H, I], or GGUF's three (csrc/weights/gguf_layer.h).
+        `.gate_up_proj` [E, 2I, H] and `.down_proj` [E, H, I], or GGUF's three (csrc/weights/gguf_layer.h); biases are
+        `.E.gate_proj.bias`, ... or `.gate_up_proj_bias` [E, 2I] and `.down_proj_bias` [E, H]. Experts without a gate
+        have `.up_proj` in place of `.gate_up_proj`.
         isa: one of available_isas(), None for the best. num_threads: None for machine.default_threads().
         expert_format: "int8" or "int4" quantizes a bfloat16 or fp8 checkpoint while loading; None keeps its format.
         num_nodes: number of memory nodes among which each matrix is split, None for those of the machine.
         progress: called with (layers loaded, total layers) after each layer.
         rename: the name under which `layer_keys` finds a tensor of the files, None for its own (`Family.our_name`).
+        mlp: what the experts compute, and which rows of fused tensors are whose (`Family.expert_mlp`).
 
         NotFoundError: no checkpoint there. CheckpointError: broken file, missing tensor, wrong shape or dtype, an
         unknown or contradictory format, NaN or Inf. UnknownNameError: an instruction set that is not available, an
-        unknown expert_format. InvalidValueError: a shape, thread or node count; an expert_format for a checkpoint
-        that is integer already.
+        unknown expert_format or activation. InvalidValueError: a shape, thread or node count, an activation's limit
+        or alpha; an expert_format for a checkpoint that is integer already.
         """
         isa = resolve_isa(isa)
         wanted = requested_format(expert_format)
+        if mlp.activation not in ACTIVATIONS:
+            raise UnknownNameError("activation of experts", mlp.activation, ACTIVATIONS)
+        fields = (mlp.activation, mlp.limit or 0.0, mlp.alpha or 0.0, mlp.has_bias)
+        described = (*fields, mlp.is_interleaved, mlp.is_transposed)
         if num_threads is None:
             num_threads = _experts.default_num_threads()
         for name, value in (("num_threads", num_threads), ("num_nodes", num_nodes)):
@@ -117,15 +127,18 @@ class ExpertStore:
         with translated_errors():
             for index, prefix in layer_keys.items():
                 sizes = (shape.num_experts, shape.hidden, shape.intermediate)
-                native = _experts.load_layer(checkpoint, prefix, *sizes, isa, num_threads, wanted, num_nodes or 0)
-                layers[index] = ExpertLayer(native, shape)
+                native = _experts.load_layer(
+                    checkpoint, prefix, *sizes, described, isa, num_threads, wanted, num_nodes or 0
+                )
+                layers[index] = ExpertLayer(native, shape, mlp)
                 if progress is not None:
                     progress(len(layers), len(layer_keys))
         _warn_of_refused_placement()
         return cls(layers, shape, isa, num_threads)
 
     def fingerprint(self, *, fresh: bool = False, each: Each = map) -> str:
-        """sha256, in hex, of format, shape and packed weights of all layers. Cached; `fresh` recomputes the hash.
+        """sha256, in hex, of format, shape, activation, packed weights and biases of all layers. Cached; `fresh`
+        recomputes the hash.
 
         Independent of instruction set and number of memory nodes. `each` maps the hash function over the experts.
         """
@@ -141,11 +154,15 @@ class ExpertStore:
 
     def _digest(self, place: tuple[int, int]) -> bytes:
         index, expert = place
-        native = self._layers[index].native()
+        layer = self._layers[index]
+        native, mlp = layer.native(), layer.mlp
         digest = hashlib.sha256(f"layer {index} expert {expert} {native.format};".encode())
         for projection in range(NUM_PROJECTIONS):
             for node in range(native.num_nodes):
                 digest.update(native.piece_bytes(expert, projection, node))
+        if not mlp.is_plain:
+            digest.update(f"{mlp.activation} {mlp.limit} {mlp.alpha};".encode())
+            digest.update(native.bias_bytes(expert))
         return digest.digest()
 
     def close(self) -> None:

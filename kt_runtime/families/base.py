@@ -20,7 +20,7 @@ from typing import Any, Final
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families import naming
 from kt_runtime.families.naming import Renaming
-from kt_runtime.families.stack import DecoderStack
+from kt_runtime.families.stack import DecoderStack, ExpertMlp
 from kt_runtime.families.traits import Traits
 
 ATTENTION: Final = "attention"
@@ -186,6 +186,10 @@ class Family(ABC):
     def expert_shape(self, config: Config) -> tuple[int, int, int]:
         """(experts, hidden size, intermediate size) of a layer's routed experts."""
         return self.num_experts(config), integer(config, "hidden_size"), self.expert_intermediate(config)
+
+    def expert_mlp(self, config: Config) -> ExpertMlp:
+        """What its routed experts compute, and how fused tensors hold their matrices."""
+        return ExpertMlp()
 
     def expert_intermediate(self, config: Config) -> int:
         return integer(config, "moe_intermediate_size")

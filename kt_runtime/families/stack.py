@@ -1,11 +1,23 @@
-"""A family's decoder stack as a table, from which the native step (csrc/step) is built.
+"""A family's decoder stack as a table, from which the native step (csrc/step) is built, and what its experts compute.
 
 Tensors are named as SGLang 0.5.23 names them (`model.named_parameters()`). A bias is None where there is none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Final
+
+from kt_runtime.errors import InvalidValueError, UnknownNameError
+
+SILU: Final = "silu"
+SILU_CLAMPED: Final = "silu_clamped"
+SWIGLU_OAI: Final = "swigluoai"
+RELU_SQUARED: Final = "relu2"
+ACTIVATIONS: Final = (SILU, SILU_CLAMPED, SWIGLU_OAI, "gelu", "gelu_pytorch_tanh", RELU_SQUARED)
+"""Of routed experts (csrc/kernels/activation.h), by the names that configs have for them."""
+OF_CONFIG: Final = {"swish": SILU, "gelu_tanh": "gelu_pytorch_tanh"} | {name: name for name in ACTIVATIONS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +57,67 @@ class GatedMlp:
 
     gate_up: str
     down: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMlp:
+    """What a routed expert computes: down(f(gate(x), up(x))). And which rows of fused tensors are whose.
+
+    `activation`: f, one of ACTIVATIONS.
+        silu               silu(gate) * up
+        silu_clamped       silu(min(gate, limit)) * clamp(up, -limit, limit), as DeepSeek-V4
+        swigluoai          g * sigmoid(alpha * g) * (clamp(up, -limit, limit) + 1), g = min(gate, limit), as gpt-oss
+        gelu               gelu(gate) * up, by the error function
+        gelu_pytorch_tanh  gelu(gate) * up, by the approximation with tanh
+        relu2              max(up, 0)^2, without a gate, as Nemotron-H
+    `has_bias`: each matrix has one; gate's and up's are added before f, down's before the routing weight multiplies.
+    `is_interleaved`: the rows of `gate_up_proj` alternate, gate's first; else all of gate's come first.
+    `is_transposed`: fused tensors are [E, in, out], else [E, out, in]. The last two do not concern tensors per expert.
+    """
+
+    activation: str = SILU
+    limit: float | None = None
+    alpha: float | None = None
+    has_bias: bool = False
+    is_interleaved: bool = False
+    is_transposed: bool = False
+
+    @property
+    def has_gate(self) -> bool:
+        return self.activation != RELU_SQUARED
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is SwiGLU without limits and biases."""
+        return self.activation == SILU and not self.has_bias
+
+
+def activation_of(config: Mapping[str, Any], key: str = "hidden_act") -> ExpertMlp:
+    """What config.json says under `key`, "hidden_act" or "mlp_hidden_act", `swiglu_limit` and `swiglu_alpha`.
+
+    A limit makes silu the clamped one; swigluoai's are those of gpt-oss if the config has none. gpt-oss itself says
+    "silu": its table names the activation. Raises UnknownNameError for an activation that the experts can't compute,
+    InvalidValueError for a limit or alpha that is no positive number.
+    """
+    name = config.get(key, SILU)
+    if name not in OF_CONFIG:
+        raise UnknownNameError("activation of experts", str(name), OF_CONFIG, f"config.json: {key!r}", typed=False)
+    limit, alpha = _positive(config, "swiglu_limit"), _positive(config, "swiglu_alpha")
+    activation = OF_CONFIG[name]
+    if activation == SWIGLU_OAI:
+        return ExpertMlp(activation, limit or 7.0, alpha or 1.702)
+    if activation == SILU and limit is not None:
+        return ExpertMlp(SILU_CLAMPED, limit)
+    return ExpertMlp(activation, limit if activation == SILU_CLAMPED else None)
+
+
+def _positive(config: Mapping[str, Any], key: str) -> float | None:
+    value = config.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise InvalidValueError(f"config.json: {key!r} is {value!r}; expected a number above 0")
+    return float(value)
 
 
 @dataclass(frozen=True, slots=True)

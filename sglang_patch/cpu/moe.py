@@ -33,6 +33,7 @@ from kt_runtime.experts import ExpertShape, ExpertStore, dense
 from kt_runtime.experts.gguf import gguf_files
 from kt_runtime.families import family_for, gguf
 from kt_runtime.families.quantization import BF16, quantization_of
+from kt_runtime.families.stack import ExpertMlp
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.progress import LayersRead
 from kt_runtime.sglang_patch.cpu import routes
@@ -107,7 +108,7 @@ def _load_store(directory: Path) -> ExpertStore:
     settings = ResidentSettings.from_environment()
     prefix = gguf.expert_prefix if gguf_files(config.get("quantization_config")) else family.expert_prefix
     keys = {layer: prefix(layer) for layer in family.moe_layers(config)}
-    shape = ExpertShape(*family.expert_shape(config))
+    shape, mlp = ExpertShape(*family.expert_shape(config)), family.expert_mlp(config)
     logger.info("reading the routed experts of %d layers from %s", len(keys), directory)
     return ExpertStore.load(
         directory,
@@ -116,12 +117,13 @@ def _load_store(directory: Path) -> ExpertStore:
         isa=settings.expert_isa if settings else None,
         num_threads=settings.expert_threads if settings else None,
         expert_format=settings.expert_format if settings else None,
-        progress=LayersRead(_checkpoint_bytes(config, shape)),
+        progress=LayersRead(_checkpoint_bytes(config, shape, mlp)),
         rename=family.our_name,
+        mlp=mlp,
     )
 
 
-def _checkpoint_bytes(config: dict[str, Any], shape: ExpertShape) -> int:
+def _checkpoint_bytes(config: dict[str, Any], shape: ExpertShape, mlp: ExpertMlp) -> int:
     """Bytes of one layer's routed experts in the checkpoint, up to padding."""
     quantization = quantization_of(config)
     stored = BF16 if quantization is None else quantization.expert_format
@@ -129,7 +131,7 @@ def _checkpoint_bytes(config: dict[str, Any], shape: ExpertShape) -> int:
         stored.packed_bytes(shape.intermediate, shape.hidden),
         stored.packed_bytes(shape.hidden, shape.intermediate),
     )
-    return shape.num_experts * (2 * up + down)
+    return shape.num_experts * ((2 if mlp.has_gate else 1) * up + down)
 
 
 def _with_store_method(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:

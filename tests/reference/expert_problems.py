@@ -29,11 +29,14 @@ def tensors_of(slot: LoraSlot | None) -> list[Tensor]:
 
 
 def per_expert_tensors(experts: moe.ReferenceExperts, prefix: str) -> dict[str, Tensor]:
-    parts = {"gate_proj": experts.gate, "up_proj": experts.up, "down_proj": experts.down}
+    parts = {"gate_proj.weight": experts.gate, "up_proj.weight": experts.up, "down_proj.weight": experts.down}
+    if experts.biases is not None:
+        parts |= dict(zip(("gate_proj.bias", "up_proj.bias", "down_proj.bias"), experts.biases, strict=True))
     return {
-        f"{prefix}.{e}.{name}.weight": stacked[e].clone()
+        f"{prefix}.{e}.{name}": stacked[e].clone()
         for name, stacked in parts.items()
         for e in range(stacked.shape[0])
+        if experts.mlp.has_gate or not name.startswith("gate_proj")
     }
 
 
@@ -46,7 +49,13 @@ def build_layer(
     with tempfile.TemporaryDirectory(prefix="kt-experts-") as directory:
         save_file(per_expert_tensors(experts, "mlp.experts"), Path(directory) / "model.safetensors")
         store = ExpertStore.load(
-            Path(directory), {0: "mlp.experts"}, shape, isa=isa, num_threads=num_threads, expert_format=expert_format
+            Path(directory),
+            {0: "mlp.experts"},
+            shape,
+            isa=isa,
+            num_threads=num_threads,
+            expert_format=expert_format,
+            mlp=experts.mlp,
         )
     return store.layers[0]
 

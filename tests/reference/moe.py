@@ -11,7 +11,11 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, relu, silu
+
+from kt_runtime.families.stack import ExpertMlp
+
+PLAIN = ExpertMlp()
 
 Lora = tuple[Sequence[Tensor | None], float]
 """(gate_a, gate_b, up_a, up_b, down_a, down_b), each [E, R, in] or [E, out, R] or None in pairs; then the scaling."""
@@ -23,12 +27,18 @@ Mask = Callable[[int, int, int, int], Tensor | float]
 
 @dataclass(frozen=True)
 class ReferenceExperts:
-    gate: Tensor  # [E, I, H]
+    gate: Tensor  # [E, I, H]; not used without a gate
     up: Tensor  # [E, I, H]
     down: Tensor  # [E, H, I]
+    biases: tuple[Tensor, Tensor, Tensor] | None = None  # [E, I], [E, I], [E, H]
+    mlp: ExpertMlp = PLAIN
 
     def double(self) -> ReferenceExperts:
-        return ReferenceExperts(self.gate.double(), self.up.double(), self.down.double())
+        gate, up, down = self.gate.double(), self.up.double(), self.down.double()
+        biases = (
+            None if self.biases is None else (self.biases[0].double(), self.biases[1].double(), self.biases[2].double())
+        )
+        return ReferenceExperts(gate, up, down, biases, self.mlp)
 
 
 def random_experts(num_experts: int, hidden: int, intermediate: int, seed: int = 0) -> ReferenceExperts:
@@ -74,9 +84,33 @@ def routed_experts(
 def one_expert(
     experts: ReferenceExperts, expert: int, x: Tensor, lora: Lora | None, mask: Callable[..., Tensor | float]
 ) -> Tensor:
-    gate = projection(experts.gate[expert], x, lora, 0, expert, mask)
-    up = projection(experts.up[expert], x, lora, 1, expert, mask)
-    return projection(experts.down[expert], silu(gate) * up, lora, 2, expert, mask)
+    def project(part: int, rows: Tensor) -> Tensor:
+        y = projection((experts.gate, experts.up, experts.down)[part][expert], rows, lora, part, expert, mask)
+        return y if experts.biases is None else y + experts.biases[part][expert]
+
+    up = project(1, x)
+    gate = project(0, x) if experts.mlp.has_gate else up
+    return project(2, activated(experts.mlp, gate, up))
+
+
+def activated(mlp: ExpertMlp, gate: Tensor, up: Tensor) -> Tensor:
+    """By PyTorch's own functions, whose autograd is the reference at the borders of clamps too."""
+    limit, alpha = mlp.limit or 0.0, mlp.alpha or 0.0
+    match mlp.activation:
+        case "silu":
+            return silu(gate) * up
+        case "silu_clamped":
+            return silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+        case "swigluoai":
+            cut = gate.clamp(max=limit)
+            return cut * torch.sigmoid(alpha * cut) * (up.clamp(-limit, limit) + 1)
+        case "gelu":
+            return gelu(gate) * up
+        case "gelu_pytorch_tanh":
+            return gelu(gate, approximate="tanh") * up
+        case "relu2":
+            return relu(up).square()
+    raise AssertionError(mlp.activation)
 
 
 def projection(

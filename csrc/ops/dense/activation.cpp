@@ -7,6 +7,7 @@
 namespace kt {
 namespace {
 
+constexpr Activation kSilu{};
 constexpr int64_t kPart = 512;              // elements widened at a time
 constexpr int64_t kTaskElements = 1 << 15;  // of a task, about
 constexpr int64_t kAloneBelow = 1 << 15;    // elements: waking other threads takes longer than the work
@@ -17,7 +18,7 @@ void row_of_bf16(const Tiles& tiles, const uint16_t* gate, const uint16_t* up, i
     const int64_t part = std::min(kPart, count - first);
     tiles.widen(gate + first, part, gates);
     tiles.widen(up + first, part, ups);
-    tiles.swiglu(gates, ups, part, h);
+    tiles.activate(kSilu, gates, ups, part, h);
     tiles.narrow(h, part, out + first);
   }
 }
@@ -67,7 +68,7 @@ void silu_and_multiply(const DenseEngine& engine, const TensorView& gate, const 
     if (gate.dtype == DType::kBf16) {
       row_of_bf16(engine.tiles, row<const uint16_t>(gate, m), row<const uint16_t>(up, m), cols, row<uint16_t>(out, m));
     } else {
-      engine.tiles.swiglu(row<const float>(gate, m), row<const float>(up, m), cols, row<float>(out, m));
+      engine.tiles.activate(kSilu, row<const float>(gate, m), row<const float>(up, m), cols, row<float>(out, m));
     }
   });
 }
@@ -82,7 +83,7 @@ void silu_and_multiply_backward(const DenseEngine& engine, const SwigluGradient&
       load(engine.tiles, gradient.gate, m, first, part, gates);
       load(engine.tiles, gradient.up, m, first, part, ups);
       load(engine.tiles, gradient.by_out, m, first, part, by_out);
-      engine.tiles.swiglu_backward(gates, ups, by_out, 1.0f, part);
+      engine.tiles.activate_backward(kSilu, gates, ups, by_out, 1.0f, part);
       store(engine.tiles, gates, gradient.by_gate, m, first, part);
       store(engine.tiles, ups, gradient.by_up, m, first, part);
     }

@@ -1,8 +1,9 @@
 // With g the gradient of the output at a token, and p one of its pairs (expert e, routing weight w):
 //
-//   d h     = W_down^T g (+ LoRA)        computed without w, so that the gradient of w is <h, d h>
-//   d up    = w * d h * silu(gate)
-//   d gate  = w * d h * up * silu'(gate)
+//   d h     = W_down^T g (+ LoRA)        computed without w
+//   d w     = <h, d h> + <b_down, g>     <y, g> of the pair's output y, whose bias b_down may be
+//   d up    = w * d h * df/dup           h = f(gate, up), kernels/activation.h; of SwiGLU silu(gate)
+//   d gate  = w * d h * df/dgate         of SwiGLU up * silu'(gate)
 //   d x     = W_gate^T d gate + W_up^T d up (+ LoRA), summed over the token's pairs in their order
 //   d A, B  = products over the pairs of an (expert, slot) group, in token order
 //
@@ -49,6 +50,15 @@ struct ExpertRows {
   Transposed grad_transposed, gate_transposed, up_transposed;
 };
 
+// Lane l takes the elements l, l + 8, l + 16, ...; then the lanes in order.
+double dot(const float* a, const float* b, int64_t count) {
+  constexpr int64_t kLanes = 8;
+  double sums[kLanes] = {}, sum = 0;
+  for (int64_t i = 0; i < count; ++i) sums[i % kLanes] += static_cast<double>(a[i]) * static_cast<double>(b[i]);
+  for (const double lane : sums) sum += lane;
+  return sum;
+}
+
 class BackwardPass {
  public:
   BackwardPass(const Engine& engine, const RoutedCall& call, const TensorView& grad_out, const RetainedChunk& chunk,
@@ -63,6 +73,8 @@ class BackwardPass {
         inner_(engine.layer.shape().intermediate),
         ld_hidden_(activation_stride(hidden_)),
         ld_inner_(activation_stride(inner_)),
+        activation_(engine.layer.mlp().activation),
+        has_gate_(activation_.has_gate()),
         bf16_(call.x.dtype == DType::kBf16 && engine.tiles.multiply_transposed_bf16 != nullptr),
         lora_in_(max_rank(call.slots, kGate) > 0 || max_rank(call.slots, kUp) > 0),
         lora_down_(max_rank(call.slots, kDown) > 0) {}
@@ -114,11 +126,11 @@ class BackwardPass {
     };
     if (lora_in_) rows.x = floats(b->x, ld_hidden_);
     rows.grad = floats(b->grad, ld_hidden_);
-    rows.gate = floats(b->gate, ld_inner_);
+    if (has_gate_) rows.gate = floats(b->gate, ld_inner_);
     rows.up = floats(b->up, ld_inner_);
     if (lora_down_) rows.h = floats(b->h, ld_inner_);
     rows.dh = floats(b->dh, ld_inner_);
-    if (engine_.layer.num_nodes() > 1) rows.by_up = floats(b->by_up, ld_hidden_);
+    if (has_gate_ && engine_.layer.num_nodes() > 1) rows.by_up = floats(b->by_up, ld_hidden_);
     rows.low_down = floats(b->low_down, chunk_.rank);
     for (int part = 0; part < kNumProjections; ++part) rows.dlow[part] = floats(b->dlow[part], chunk_.rank);
     const auto transpose = [&](Scratch& buffer, int64_t cols) {
@@ -128,7 +140,7 @@ class BackwardPass {
       return made;
     };
     rows.grad_transposed = transpose(b->transposed[0], hidden_);
-    rows.gate_transposed = transpose(b->transposed[1], inner_);
+    if (has_gate_) rows.gate_transposed = transpose(b->transposed[1], inner_);
     rows.up_transposed = transpose(b->transposed[2], inner_);
     return rows;
   }
@@ -229,21 +241,23 @@ class BackwardPass {
     const PairRange& run = run_of(index);
     const int64_t rank = chunk_.rank;
     const auto bytes = static_cast<size_t>(inner_) * sizeof(float);
+    const float* bias = engine_.layer.bias(run.expert, kDown);
     for (int64_t m = 0; m < run.size(); ++m) {
       const int64_t pair = run.begin + m;
       const float weight = routing_.weight[static_cast<size_t>(pair)];
-      float *gate = rows.gate.row(m), *up = rows.up.row(m);
-      std::memcpy(gate, chunk_.gate_rows().row(pair), bytes);
+      float *gate = has_gate_ ? rows.gate.row(m) : nullptr, *up = rows.up.row(m);
+      if (has_gate_) std::memcpy(gate, chunk_.gate_rows().row(pair), bytes);
       std::memcpy(up, chunk_.up_rows().row(pair), bytes);
-      if (rows.h.data) engine_.tiles.swiglu(gate, up, inner_, rows.h.row(m));
-      const double weight_grad = engine_.tiles.swiglu_backward(gate, up, rows.dh.row(m), weight, inner_);
+      if (rows.h.data) engine_.tiles.activate(activation_, gate, up, inner_, rows.h.row(m));
+      double weight_grad = engine_.tiles.activate_backward(activation_, gate, up, rows.dh.row(m), weight, inner_);
+      if (bias) weight_grad += dot(bias, rows.grad.row(m), hidden_);
       set_weight_gradient(pair, static_cast<float>(weight_grad));
       for (int64_t r = 0; lora_down_ && r < rank; ++r) {
         rows.low_down.row(m)[r] = weight * chunk_.low_rows(kDown).row(pair)[r];
         rows.dlow[kDown].row(m)[r] *= weight;
       }
     }
-    transpose(rows.gate, run.size(), inner_, &rows.gate_transposed);
+    if (has_gate_) transpose(rows.gate, run.size(), inner_, &rows.gate_transposed);
     transpose(rows.up, run.size(), inner_, &rows.up_transposed);
     for_each_group(routing_, index, [&](const PairRange& group, int64_t m) { adapter_gradients(group, m, rows); });
   }
@@ -289,14 +303,14 @@ class BackwardPass {
     const PairRange& run = run_of(index);
     columns.count = std::min(columns.count, round_up(hidden_, kColumnUnit) - columns.first);
     const Rows<float> out = y_.from(run.begin, columns.first);
-    multiply_transposed(run, kGate, rows.gate_transposed, nodes, columns, out, false);
-    if (nodes.count == engine_.layer.num_nodes()) {
-      multiply_transposed(run, kUp, rows.up_transposed, nodes, columns, out, true);
+    if (has_gate_) multiply_transposed(run, kGate, rows.gate_transposed, nodes, columns, out, false);
+    if (!has_gate_ || nodes.count == engine_.layer.num_nodes()) {
+      multiply_transposed(run, kUp, rows.up_transposed, nodes, columns, out, has_gate_);
     } else {  // separate sums until the last node has added its part
       multiply_transposed(run, kUp, rows.up_transposed, nodes, columns, rows.by_up.from(0, columns.first), false);
     }
     if (!is_last(nodes)) return;
-    for (int64_t m = 0; nodes.first > 0 && m < run.size(); ++m)
+    for (int64_t m = 0; has_gate_ && nodes.first > 0 && m < run.size(); ++m)
       engine_.tiles.add_scaled(rows.by_up.row(m) + columns.first, 1.0f, columns.count, out.row(m));
     columns.count = std::min(columns.count, hidden_ - columns.first);
     for (const Projection part : {kGate, kUp}) {
@@ -339,6 +353,8 @@ class BackwardPass {
   const Routing& routing_;
   const RoutedGradients& gradients_;
   const int64_t hidden_, inner_, ld_hidden_, ld_inner_;
+  const Activation activation_;
+  const bool has_gate_;
   const bool bf16_, lora_in_, lora_down_;
   std::vector<int64_t> transposed_begin_;  // first column of each expert's tokens among all transposed ones
   ExpertRows all_{};
@@ -372,6 +388,7 @@ Status backward(const Engine& engine, const RoutedCall& call, const TensorView& 
                 const RoutedGradients& gradients, const Retained* retained) {
   const CallScope scope;
   KT_RETURN_IF_ERROR(check_call(engine.layer.shape(), call));
+  KT_RETURN_IF_ERROR(check_adapters(engine.layer.mlp(), call.slots));
   if (retained) KT_RETURN_IF_ERROR(check_retained(engine.layer, call, *retained));
   return with_check({{&call.x, "x"}, {&grad_out, "grad_out"}}, engine.num_threads, [&](const FiniteCheck* finite) {
     run_backward(engine, call, grad_out, gradients, retained, finite);

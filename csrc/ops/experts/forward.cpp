@@ -96,7 +96,7 @@ void ForwardPass::load(const PairRange& run, const Activations& arrays) const {
 
 void ForwardPass::load_expert(int64_t index, const Activations& arrays) const {
   load(run_of(index), arrays);
-  for (const Projection part : {kGate, kUp}) low(index, part, arrays.x, arrays);
+  for (const Projection part : engine_.layer.mlp().inputs()) low(index, part, arrays.x, arrays);
 }
 
 void ForwardPass::low(int64_t index, Projection part, const Operand& input, const Activations& arrays) const {
@@ -124,6 +124,13 @@ void ForwardPass::multiply(const PairRange& run, Projection part, const Operand&
   }
 }
 
+void ForwardPass::add_bias(const PairRange& run, Projection part, const Span& blocks, Rows<float> to) const {
+  const float* bias = engine_.layer.bias(run.expert, part);
+  if (bias == nullptr) return;
+  for (int64_t m = 0; m < run.size(); ++m)
+    engine_.tiles.add_scaled(bias + blocks.first * kBlockRows, 1.0f, blocks.size * kBlockRows, to.row(m));
+}
+
 // The adapters' part of the same.
 void ForwardPass::add_lora(int64_t index, Projection part, const Span& blocks, const Activations& arrays,
                            Rows<float> to) const {
@@ -137,27 +144,30 @@ void ForwardPass::add_lora(int64_t index, Projection part, const Span& blocks, c
   });
 }
 
-// h = silu(gate) * up for columns of some blocks of one expert.
+// h = f(gate, up) for columns of some blocks of one expert.
 void ForwardPass::gate_up(int64_t index, const Span& blocks, const Activations& arrays) const {
   const PairRange& run = run_of(index);
   const Rows<float> h = arrays.h.f32;
   const int64_t first = blocks.first * kBlockRows, width = blocks.size * kBlockRows;
-  Rows<float> sums[2];
+  const ExpertMlp& mlp = engine_.layer.mlp();
+  Rows<float> sums[2];  // of gate, where there is one, and up
   if (keep_) {
-    sums[0] = keep_->gate_rows().from(run.begin, first);
-    sums[1] = keep_->up_rows().from(run.begin, first);
+    if (mlp.has_gate()) sums[kGate] = keep_->gate_rows().from(run.begin, first);
+    sums[kUp] = keep_->up_rows().from(run.begin, first);
   } else {
-    sums[0] = {Buffers::own().sums.reserve<float>(2 * run.size() * width), width};
-    sums[1] = sums[0].from(run.size());
+    sums[kGate] = {Buffers::own().sums.reserve<float>(2 * run.size() * width), width};
+    sums[kUp] = sums[kGate].from(run.size());
   }
-  for (const Projection part : {kGate, kUp}) {
+  for (const Projection part : mlp.inputs()) {
     multiply(run, part, arrays.x, blocks, sums[part]);
+    add_bias(run, part, blocks, sums[part]);
     add_lora(index, part, blocks, arrays, sums[part]);
   }
-  // Rows beyond the matrix decode to zero, so h is zero there; only columns beyond the last block are left to clear.
+  // Rows beyond the matrix decode to zero, and every activation of zeros is zero, so h is zero there; only columns
+  // beyond the last block are left to clear.
   const int64_t end = blocks.first + blocks.size == engine_.layer.in_shape().blocks() ? h.ld : first + width;
   for (int64_t m = 0; m < run.size(); ++m) {
-    engine_.tiles.swiglu(sums[0].row(m), sums[1].row(m), width, h.row(m) + first);
+    engine_.tiles.activate(mlp.activation, sums[kGate].row(m), sums[kUp].row(m), width, h.row(m) + first);
     std::fill(h.row(m) + first + width, h.row(m) + end, 0.0f);
   }
 }
@@ -174,6 +184,7 @@ void ForwardPass::down(int64_t index, const Span& blocks, const Activations& arr
   const PairRange& run = run_of(index);
   const Rows<float> y = y_.from(run.begin, blocks.first * kBlockRows);
   multiply(run, kDown, arrays.h, blocks, y);
+  add_bias(run, kDown, blocks, y);
   add_lora(index, kDown, blocks, arrays, y);
 }
 
@@ -262,6 +273,7 @@ void run_forward(const Engine& engine, const RoutedCall& call, const TensorView&
 Status forward(const Engine& engine, const RoutedCall& call, const TensorView& out, Retained* retained) {
   const CallScope scope;
   KT_RETURN_IF_ERROR(check_call(engine.layer.shape(), call));
+  KT_RETURN_IF_ERROR(check_adapters(engine.layer.mlp(), call.slots));
   if (retained) retained->clear();
   KT_RETURN_IF_ERROR(with_check({{&call.x, "x"}}, engine.num_threads,
                                 [&](const FiniteCheck* finite) { run_forward(engine, call, out, retained, finite); }));

@@ -42,6 +42,7 @@ class ForwardPass {
   void load_expert(int64_t index, const Activations& arrays) const;
   void low(int64_t index, Projection part, const Operand& input, const Activations& arrays) const;
   void multiply(const PairRange& run, Projection part, const Operand& input, const Span& blocks, Rows<float> to) const;
+  void add_bias(const PairRange& run, Projection part, const Span& blocks, Rows<float> to) const;
   void add_lora(int64_t index, Projection part, const Span& blocks, const Activations& arrays, Rows<float> to) const;
   void gate_up(int64_t index, const Span& blocks, const Activations& arrays) const;
   void finish_h(int64_t index, const Activations& arrays, bool for_down) const;

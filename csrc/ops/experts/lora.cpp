@@ -157,6 +157,14 @@ void lora_weight_gradients(const LoraFactors& into, const LoraOperands& operands
                       .accumulate = true});
 }
 
+Status check_adapters(const ExpertMlp& mlp, const std::vector<LoraSlot>& slots) {
+  for (size_t i = 0; i < slots.size() && !mlp.has_gate(); ++i) {
+    if (slots[i].pairs[kGate].a.present())
+      return invalid_value("slots[" + std::to_string(i) + "] adapts gate, but the experts of this layer have no gate");
+  }
+  return {};
+}
+
 int64_t max_rank(const std::vector<LoraSlot>& slots, Projection projection) {
   int64_t rank = 0;
   for (const LoraSlot& slot : slots) rank = std::max(rank, slot.pairs[projection].rank());

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "base/rows.h"
+#include "base/status.h"
 #include "ops/pairs/call.h"
 #include "ops/pairs/routing.h"
 
@@ -43,6 +44,9 @@ struct LoraOperands {
 
 // Adds the gradients of A (low_grad^T x) and B (grad^T low) to `into`, whose slot holds gradients.
 void lora_weight_gradients(const LoraFactors& into, const LoraOperands& operands);
+
+// Refuses an adapter of a gate for experts without one.
+Status check_adapters(const ExpertMlp& mlp, const std::vector<LoraSlot>& slots);
 
 // Largest rank among the slots for one projection.
 int64_t max_rank(const std::vector<LoraSlot>& slots, Projection projection);

@@ -92,12 +92,13 @@ void RetainedChunk::reserve(const ExpertLayer& layer, const RoutedCall& call) {
   const int64_t pairs = routing.num_pairs();
   ld = activation_stride(layer.shape().intermediate);
   rank = max_rank_of_all(call.slots);
-  gate.reserve<float>(pairs * ld);
+  const bool has_gate = layer.mlp().has_gate();
+  if (has_gate) gate.reserve<float>(pairs * ld);
   up.reserve<float>(pairs * ld);
   for (AlignedBuffer& rows : low) rows.reserve<float>(pairs * rank);
   SpareChunks& spare = SpareChunks::instance();
   std::lock_guard lock(spare.mutex);
-  spare.need.add(static_cast<size_t>(pairs * (2 * ld + kNumProjections * rank)) * sizeof(float));
+  spare.need.add(static_cast<size_t>(pairs * ((has_gate ? 2 : 1) * ld + kNumProjections * rank)) * sizeof(float));
 }
 
 int64_t RetainedChunk::bytes() const {

@@ -9,7 +9,8 @@
 
 namespace kt {
 
-// One run of tokens of a call. Per pair: gate and up before the activation function [pairs, ld], and scaling * A x of
+// One run of tokens of a call. Per pair: gate (where the experts have one) and up before the activation function, with
+// biases and adapters [pairs, ld], and scaling * A x of
 // each projection [pairs, rank] (rank: the largest of all slots and projections).
 struct RetainedChunk {
   Routing routing;

@@ -55,7 +55,7 @@ Plan forward_plan(const ExpertLayer& layer, const Routing& routing, int num_thre
     plan.stages.push_back(stage_of(kWholeExpert, experts));
   } else {
     plan.stages.push_back(stage_of(kLoad, experts));
-    plan.stages.push_back(block_stage(kGateUp, layer, kGate, routing, threads));
+    plan.stages.push_back(block_stage(kGateUp, layer, kUp, routing, threads));
     plan.stages.push_back(stage_of(kFinish, experts));
     if (work.with_out) plan.stages.push_back(block_stage(kDownForward, layer, kDown, routing, threads));
   }

@@ -10,6 +10,8 @@ enum UnpackStep { kUnpackGateUp, kUnpackDown };
 // Packed bytes of a task: long enough to read at full speed, and short enough that all threads end together.
 constexpr int64_t kTaskBytes = 128 << 10;
 
+int64_t num_inputs(const ExpertLayer& layer) { return static_cast<int64_t>(layer.mlp().inputs().size()); }
+
 Stage stage_of_matrices(const ExpertLayer& layer, UnpackStep step, Projection part, int64_t matrices) {
   Stage stage = stage_of(step, matrices);
   stage.num_nodes = layer.num_nodes();
@@ -34,7 +36,7 @@ void unpack_range(const Engine& engine, int64_t expert, Projection part, const R
 Plan unpacking_plan(const ExpertLayer& layer, ExpertRange experts, int num_threads) {
   Plan plan;
   plan.num_threads = num_threads;
-  plan.stages.push_back(stage_of_matrices(layer, kUnpackGateUp, kGate, 2 * experts.count));
+  plan.stages.push_back(stage_of_matrices(layer, kUnpackGateUp, kUp, num_inputs(layer) * experts.count));
   plan.stages.push_back(stage_of_matrices(layer, kUnpackDown, kDown, experts.count));
   return plan;
 }
@@ -42,8 +44,9 @@ Plan unpacking_plan(const ExpertLayer& layer, ExpertRange experts, int num_threa
 void unpack(const Engine& engine, ExpertRange experts, const UnpackedExperts& out) {
   const int64_t matrix = engine.layer.shape().intermediate * engine.layer.shape().hidden;
   run(unpacking_plan(engine.layer, experts, engine.num_threads), [&](int step, const Range& range) {
-    const int64_t per_expert = step == kUnpackGateUp ? 2 : 1;
-    const Projection part = step == kUnpackDown ? kDown : range.item % 2 == 0 ? kGate : kUp;
+    const int64_t per_expert = step == kUnpackGateUp ? num_inputs(engine.layer) : 1;
+    const auto input = static_cast<size_t>(range.item % per_expert);
+    const Projection part = step == kUnpackDown ? kDown : engine.layer.mlp().inputs()[input];
     const TensorView& target = step == kUnpackDown ? out.down : out.gate_up;
     unpack_range(engine, experts.first + range.item / per_expert, part, range,
                  target.as<uint16_t>() + range.item * matrix);

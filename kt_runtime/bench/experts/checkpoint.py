@@ -61,11 +61,12 @@ def prefix(encoding: str) -> str:
 
 def _expert_tensors(weights: Weights, expert: int, encode: Callable[[Tensor], Named]) -> Named:
     """One expert's tensors, named without the expert: "gate_proj.weight"."""
-    return {
+    matrices = {
         f"{projection}.{suffix}": tensor
         for projection, matrix in weights.expert(expert).items()
         for suffix, tensor in encode(matrix).items()
     }
+    return matrices | {f"{projection}.bias": bias for projection, bias in weights.biases(expert).items()}
 
 
 def _encoder(encoding: str, how: Encoding) -> Callable[[Tensor], Named]:

@@ -44,15 +44,18 @@ def to_blocks(values: Floats, kind: str) -> Bytes:
 def write_layer(path: Path, kind: str, weights: Weights) -> None:
     """Writes the experts of a layer as those of `blk.0`."""
     num_experts = weights.down.shape[0]
-    tensors = {}
-    for projection, tensor in TENSORS.items():
+    tensors: dict[str, tuple[str, Bytes | Floats]] = {}
+    for projection in weights.expert(0):
         matrices = (weights.expert(expert)[projection] for expert in range(num_experts))
         stacked = np.stack([to_blocks(matrix.to(torch.float32).numpy(), kind) for matrix in matrices])
-        tensors[f"blk.0.{tensor}.weight"] = kind, stacked
+        tensors[f"blk.0.{TENSORS[projection]}.weight"] = kind, stacked
+    for projection in weights.biases(0):
+        biases = np.stack([weights.biases(expert)[projection].numpy() for expert in range(num_experts)])
+        tensors[f"blk.0.{TENSORS[projection]}.bias"] = "F32", biases
     write_tensors(path, tensors)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, tuple[str, Bytes]]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, tuple[str, Bytes | Floats]]) -> None:
     """Writes a GGUF file without a model's keys. `tensors`: type and blocks [..., bytes of a row] by name."""
     import gguf
 

@@ -10,16 +10,17 @@ The reference for errors is the layer in float64 with the original weights, on a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, relu, silu
 
-from kt_runtime.bench.experts.plan import BenchShape
+from kt_runtime.bench.experts.plan import PLAIN, BenchShape
 from kt_runtime.experts import LoraSlot
+from kt_runtime.families.stack import ExpertMlp
 
 DEVIATION = 0.02
 QUANTILES = 1 << 16
@@ -32,25 +33,34 @@ REFERENCE_TOKENS = 4  # for computing errors; fewer if the batch has fewer
 class Weights:
     """Random weights of one layer."""
 
-    gate_up: Tensor  # [E, 2I, H] bfloat16: gate, then up
+    gate_up: Tensor  # [E, 2I, H] bfloat16: gate, then up; without a gate [E, I, H]
     down: Tensor  # [E, H, I] bfloat16
+    mlp: ExpertMlp = PLAIN
 
     def expert(self, index: int) -> dict[str, Tensor]:
         """Views: gate_proj [I, H], up_proj [I, H], down_proj [H, I]."""
-        gate, up = self.gate_up[index].chunk(2)
-        return {"gate_proj": gate, "up_proj": up, "down_proj": self.down[index]}
+        parts = ("gate_proj", "up_proj") if self.mlp.has_gate else ("up_proj",)
+        made = dict(zip(parts, self.gate_up[index].chunk(len(parts)), strict=True))
+        return {**made, "down_proj": self.down[index]}
+
+    def biases(self, index: int) -> dict[str, Tensor]:
+        """Of each matrix of an expert, float32; empty without biases. The same for every expert."""
+        if not self.mlp.has_bias:
+            return {}
+        return {name: torch.linspace(-1, 1, len(matrix)) for name, matrix in self.expert(index).items()}
 
 
 def random_weights(shape: BenchShape, seed: int = 0) -> Weights:
     """Normal(0, 0.02) in bfloat16."""
     generator = np.random.PCG64(seed)
     table = _quantiles()
-    gate_up = torch.empty(shape.num_experts, 2 * shape.intermediate, shape.hidden, dtype=torch.bfloat16)
+    inputs = 2 if shape.mlp.has_gate else 1
+    gate_up = torch.empty(shape.num_experts, inputs * shape.intermediate, shape.hidden, dtype=torch.bfloat16)
     down = torch.empty(shape.num_experts, shape.hidden, shape.intermediate, dtype=torch.bfloat16)
     for expert in range(shape.num_experts):
         for matrix in (gate_up[expert], down[expert]):
             _fill(matrix, generator, table)
-    return Weights(gate_up, down)
+    return Weights(gate_up, down, shape.mlp)
 
 
 def _fill(matrix: Tensor, generator: np.random.PCG64, table: np.ndarray) -> None:
@@ -113,7 +123,7 @@ def _routings(shape: BenchShape, num_tokens: int, generator: torch.Generator) ->
 
 
 def make_lora(shape: BenchShape) -> LoraSlot:
-    """bfloat16, all three projections of every expert; neither A nor B is zero."""
+    """bfloat16, all projections of every expert; neither A nor B is zero."""
     generator = torch.Generator().manual_seed(1)
     experts, rank, hidden, inner = shape.num_experts, shape.rank, shape.hidden, shape.intermediate
 
@@ -122,7 +132,9 @@ def make_lora(shape: BenchShape) -> LoraSlot:
         b = torch.randn(experts, rows, rank, generator=generator) * 0.02
         return a.bfloat16(), b.bfloat16()
 
-    return LoraSlot(*pair(hidden, inner), *pair(hidden, inner), *pair(inner, hidden), scaling=LORA_SCALING)
+    gate = pair(hidden, inner)
+    slot = LoraSlot(*gate, *pair(hidden, inner), *pair(inner, hidden), scaling=LORA_SCALING)
+    return slot if shape.mlp.has_gate else replace(slot, gate_a=None, gate_b=None)
 
 
 @dataclass(frozen=True)
@@ -165,19 +177,45 @@ def _layer(
     rows = torch.zeros_like(x)
     for expert in ids.unique().tolist():
         token, choice = (ids == expert).nonzero(as_tuple=True)
-        matrices = [matrix.double() for matrix in weights.expert(expert).values()]
+        matrices, biases = weights.expert(expert), weights.biases(expert)
         pairs = lora[expert] if lora is not None else None
 
         def project(
-            part: int, inputs: Tensor, matrices: list[Tensor] = matrices, pairs: list[Tensor] | None = pairs
+            name: str,
+            inputs: Tensor,
+            matrices: dict[str, Tensor] = matrices,
+            biases: dict[str, Tensor] = biases,
+            pairs: list[Tensor] | None = pairs,
         ) -> Tensor:
-            y = inputs @ matrices[part].t()
+            y = inputs @ matrices[name].double().t()
+            if biases:
+                y = y + biases[name].double()
+            part = list(matrices).index(name)
             return y if pairs is None else y + scaling * (inputs @ pairs[2 * part].t() @ pairs[2 * part + 1].t())
 
         inputs = x[token]
-        y = project(2, silu(project(0, inputs)) * project(1, inputs))
+        up = project("up_proj", inputs)
+        gate = project("gate_proj", inputs) if weights.mlp.has_gate else up
+        y = project("down_proj", _activated(weights.mlp, gate, up))
         rows = rows.index_add(0, token, routing[token, choice, None] * y)
     return rows
+
+
+def _activated(mlp: ExpertMlp, gate: Tensor, up: Tensor) -> Tensor:
+    limit, alpha = mlp.limit or 0.0, mlp.alpha or 0.0
+    if mlp.limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    match mlp.activation:
+        case "swigluoai":
+            return gate * torch.sigmoid(alpha * gate) * (up + 1)
+        case "gelu":
+            return gelu(gate) * up
+        case "gelu_pytorch_tanh":
+            return gelu(gate, approximate="tanh") * up
+        case "relu2":
+            return relu(up).square()
+        case _:
+            return silu(gate) * up
 
 
 class LayerCase:

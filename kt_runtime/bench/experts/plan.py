@@ -14,9 +14,14 @@ from kt_runtime.bench.experts.measurement import Patience
 from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.experts.machine import default_threads, usable_processors
 from kt_runtime.experts.native import resolve_isa
+from kt_runtime.families.stack import ACTIVATIONS, SILU, SILU_CLAMPED, SWIGLU_OAI, ExpertMlp
 
 BF16_BYTES = 2
-MATRICES = 3  # gate, up, down
+PLAIN = ExpertMlp()
+MLPS = {name: ExpertMlp(name) for name in ACTIVATIONS} | {
+    SILU_CLAMPED: ExpertMlp(SILU_CLAMPED, 10.0),  # DeepSeek-V4's limit
+    SWIGLU_OAI: ExpertMlp(SWIGLU_OAI, 7.0, 1.702, has_bias=True),  # gpt-oss
+}
 LORA_RANK = 8
 LARGEST = 1 << 24
 FORWARD, TRAINING = "forward", "forward_backward"
@@ -29,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BenchShape:
-    """The shape of a measured layer."""
+    """The shape of a measured layer, and what its experts compute."""
 
     name: str
     num_experts: int
@@ -37,6 +42,7 @@ class BenchShape:
     hidden: int
     intermediate: int
     rank: int = LORA_RANK
+    mlp: ExpertMlp = dataclasses.field(default=PLAIN, kw_only=True)
 
     def __post_init__(self) -> None:
         for field in ("num_experts", "top_k", "hidden", "intermediate", "rank"):
@@ -49,12 +55,16 @@ class BenchShape:
 
     @property
     def weights_per_expert(self) -> int:
-        return MATRICES * self.hidden * self.intermediate
+        return (3 if self.mlp.has_gate else 2) * self.hidden * self.intermediate
 
     @property
     def bf16_bytes(self) -> int:
         """The layer's size in plain bfloat16."""
         return BF16_BYTES * self.num_experts * self.weights_per_expert
+
+    def with_activation(self, mlp: ExpertMlp) -> BenchShape:
+        """The shape's name says so, if it is another than SiLU."""
+        return self if mlp == self.mlp else dataclasses.replace(self, mlp=mlp, name=f"{self.name} {mlp.activation}")
 
     def with_experts(self, num_experts: int) -> BenchShape:
         return dataclasses.replace(self, num_experts=num_experts)
@@ -183,6 +193,7 @@ def make_plan(
     num_experts: int | None = None,
     peer: Path | None = None,
     with_torch: bool = True,
+    activation: str = SILU,
     patience: Patience,
 ) -> Plan:
     """A plan; an empty sequence means the default. Raises UnknownNameError, InvalidValueError."""
@@ -195,7 +206,13 @@ def make_plan(
             raise InvalidValueError(f"--tokens is {count}; allowed: 1 to {MOST_TOKENS}")
     if patience.runs < 1 or not patience.seconds > 0:
         raise InvalidValueError(f"--runs is {patience.runs} and --seconds {patience.seconds}; both must be positive")
-    made = [parse_shape(text) for text in shapes or DEFAULT_SHAPES]
+    if activation not in MLPS:
+        raise UnknownNameError("activation", activation, MLPS)
+    if activation != SILU and peer is not None:
+        raise InvalidValueError(
+            f"--activation is {activation!r}, and --peer is given: kt-kernel is measured with {SILU!r}"
+        )
+    made = [parse_shape(text).with_activation(MLPS[activation]) for text in shapes or DEFAULT_SHAPES]
     chosen = [parse_format(name) for name in formats or DEFAULT_FORMATS]
     for shape, form in itertools.product(made, chosen):
         _check_groups(shape, form)
@@ -207,7 +224,7 @@ def make_plan(
         tuple(sorted(set(tokens or DEFAULT_TOKENS))),
         tuple(ops),
         peer,
-        with_torch,
+        with_torch and activation == SILU,
         patience,
     )
 

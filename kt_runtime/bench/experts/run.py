@@ -129,7 +129,13 @@ class Run:
         start = time.perf_counter()
         with PeakMemory() as peak:
             store = ExpertStore.load(
-                directory, {0: prefix(form.encoding)}, sizes, isa=isa, num_threads=threads, expert_format=form.quantize
+                directory,
+                {0: prefix(form.encoding)},
+                sizes,
+                isa=isa,
+                num_threads=threads,
+                expert_format=form.quantize,
+                mlp=case.shape.mlp,
             )
         extra = peak.extra_bytes
         self._loads.append(

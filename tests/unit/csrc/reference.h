@@ -116,6 +116,33 @@ template <class T>
 T silu(T x) {
   return x * sigmoid(x);
 }
+// kernels/activation.h.
+template <class T>
+T activated(const kt::Activation& activation, T gate, T up) {
+  using enum kt::ActivationKind;
+  const T limit = activation.limit, alpha = activation.alpha, root = std::sqrt(T(2));
+  switch (activation.kind) {
+    case kSilu:
+      return silu(gate) * up;
+    case kSiluClamped:
+      return silu(std::min(gate, limit)) * std::clamp(up, -limit, limit);
+    case kSwigluOai:
+      return std::min(gate, limit) * sigmoid(alpha * std::min(gate, limit)) * (std::clamp(up, -limit, limit) + 1);
+    case kGelu:
+      return gate * (std::erfc(-gate / root) / 2) * up;
+    case kGeluTanh: {
+      const T inner = std::sqrt(2 / std::acos(T(-1))) * (gate + T(0.044715L) * gate * gate * gate);
+      return gate / 2 * (1 + std::tanh(inner)) * up;
+    }
+    case kReluSquared:
+      return std::max(up, T(0)) * std::max(up, T(0));
+  }
+  return NAN;
+}
+inline std::vector<kt::Activation> all_activations() {
+  using enum kt::ActivationKind;
+  return {{kSilu}, {kSiluClamped, 1.1f}, {kSwigluOai, 0.9f, 1.702f}, {kGelu}, {kGeluTanh}, {kReluSquared}};
+}
 // silu(gate) * up.
 inline Row swiglu(const Row& gate, const Row& up) {
   Row h(gate.size());

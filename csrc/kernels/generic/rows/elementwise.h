@@ -71,6 +71,7 @@ struct Gate {
   float silu;        // g / (1 + e^-g)
   float sigmoid;     // 1 / (1 + e^-g)
   float derivative;  // sigmoid * (1 + g * (1 - sigmoid))
+  float complement;  // 1 - sigmoid
 };
 
 inline Gate gate_of(float g) {
@@ -86,7 +87,7 @@ inline Gate gate_of(float g) {
                      select(negative, e.scale_b, 1.0f);
   const float near = 1.0f / denominator, far = small * near;
   const float sigmoid = select(negative, far, near), complement = select(negative, near, far);
-  return {silu, sigmoid, sigmoid * (1.0f + select(negative, -cut, cut) * complement)};
+  return {silu, sigmoid, sigmoid * (1.0f + select(negative, -cut, cut) * complement), complement};
 }
 
 inline void sigmoid_all(const float* from, int64_t count, float* to) {
@@ -95,37 +96,6 @@ inline void sigmoid_all(const float* from, int64_t count, float* to) {
 
 inline void exponential_all(const float* from, float largest, int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = exponential_of(from[i] - largest);
-}
-
-inline void swiglu_all(const float* gate, const float* up, int64_t count, float* h) {
-  for (int64_t i = 0; i < count; ++i) h[i] = gate_of(gate[i]).silu * up[i];
-}
-
-// tiles.h, swiglu_backward. The sum: lane l takes the elements l, l + 8, l + 16, ...; then the lanes in order.
-inline double swiglu_backward_all(float* gate, float* up, const float* dh, float weight, int64_t count) {
-  constexpr int64_t kLanes = 8, kPart = 512;
-  double sums[kLanes] = {};
-  for (int64_t first = 0; first < count; first += kPart) {
-    const int64_t part = count - first < kPart ? count - first : kPart;
-    float h[kPart];
-    float *gates = gate + first, *ups = up + first;
-    const float* grads = dh + first;
-    for (int64_t i = 0; i < part; ++i) {
-      const Gate g = gate_of(gates[i]);
-      const float scaled = weight * grads[i], value = ups[i];
-      h[i] = g.silu * value;
-      ups[i] = scaled * g.silu;
-      gates[i] = scaled * value * g.derivative;
-    }
-    int64_t i = 0;
-    for (; i + kLanes <= part; i += kLanes) {
-      for (int64_t l = 0; l < kLanes; ++l) sums[l] += static_cast<double>(h[i + l]) * static_cast<double>(grads[i + l]);
-    }
-    for (int64_t l = 0; i + l < part; ++l) sums[l] += static_cast<double>(h[i + l]) * static_cast<double>(grads[i + l]);
-  }
-  double sum = 0;
-  for (const double lane : sums) sum += lane;
-  return sum;
 }
 
 }  // namespace

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from reference import moe
 
+from kt_runtime.bench.experts.checkpoint import prefix, write_checkpoint
 from kt_runtime.bench.experts.layer_case import LayerCase, make_batches, make_lora, relative_error
-from kt_runtime.bench.experts.plan import SHAPES, BenchShape
+from kt_runtime.bench.experts.measurement import Patience
+from kt_runtime.bench.experts.plan import FORMATS, MLPS, SHAPES, BenchShape, make_plan
+from kt_runtime.bench.experts.store_bench import StoreBench
+from kt_runtime.errors import UnknownNameError
+from kt_runtime.experts import ExpertShape, ExpertStore
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 16, 64])
@@ -66,3 +73,23 @@ def test_gradients_are_those_of_the_tests_own_reference(case: LayerCase) -> None
 
 def test_errors_are_taken_over_four_tokens_at_most(case: LayerCase) -> None:
     assert [case.few(tokens).num_tokens for tokens in (1, 4, 64)] == [1, 4, 4]
+
+
+@pytest.mark.parametrize("activation", MLPS)
+@pytest.mark.parametrize("form", ["bf16", "q8_0"])
+def test_every_activation_is_measured_and_its_error_is_that_of_rounding(
+    shape: BenchShape, activation: str, form: str, tmp_path: Path
+) -> None:
+    case = LayerCase(shape.with_activation(MLPS[activation]))
+    encoding = FORMATS[form].encoding
+    write_checkpoint(tmp_path, encoding, case.weights)
+    sizes = ExpertShape(shape.num_experts, shape.hidden, shape.intermediate)
+    store = ExpertStore.load(tmp_path, {0: prefix(encoding)}, sizes, num_threads=1, mlp=case.shape.mlp)
+    bench = StoreBench(case, FORMATS[form], store, Patience(1, 1e-9))
+    tolerance = 0.02 if form == "bf16" else 0.06
+    assert all(row.rel_error < tolerance for op in ("forward", "forward_backward") for row in bench.rows(4, op))
+
+
+def test_an_unknown_activation_gets_the_known_ones() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown activation 'gelo'.*gelu"):
+        make_plan(activation="gelo", patience=Patience(1, 0.1))

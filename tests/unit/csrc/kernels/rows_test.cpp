@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "checks.h"
+#include "kernels/registry.h"
 #include "reference.h"
 
 namespace kt_test {
@@ -165,8 +166,8 @@ void test_swiglu(const kt::Tiles& tiles, Random& random, Report& report) {
   const auto count = static_cast<int64_t>(gate.size());
   const std::vector<float> one(gate.size(), 1.0f), up = random.floats(count);
   std::vector<float> silu(gate.size()), h(gate.size() + 1, kPoison);
-  tiles.swiglu(gate.data(), one.data(), count, silu.data());
-  tiles.swiglu(gate.data(), up.data(), count, h.data());
+  tiles.activate({}, gate.data(), one.data(), count, silu.data());
+  tiles.activate({}, gate.data(), up.data(), count, h.data());
   report.equal("swiglu writes beyond", std::isnan(h.back()));
   for (size_t i = 0; i < gate.size(); ++i) {
     const long double wanted = gate[i] < -1000 ? 0.0L : kt_test::silu<long double>(gate[i]);
@@ -176,7 +177,7 @@ void test_swiglu(const kt::Tiles& tiles, Random& random, Report& report) {
     volatile float product = silu[i] * up[i];
     report.equal("swiglu is silu times up", h[i] == product);
     float alone = kPoison;
-    tiles.swiglu(&gate[i], &up[i], 1, &alone);
+    tiles.activate({}, &gate[i], &up[i], 1, &alone);
     report.equal("swiglu depends on the place", same_bits(alone, h[i]));
   }
 }
@@ -190,7 +191,7 @@ void test_swiglu_at_infinity(const kt::Tiles& tiles, Report& report) {
       g.push_back(edge[i % 6]);
       u.push_back(edge_up[i % 6]);
     }
-    tiles.swiglu(g.data(), u.data(), 6 * repeat, out.data());
+    tiles.activate({}, g.data(), u.data(), 6 * repeat, out.data());
     for (size_t i = 0; i < out.size(); ++i) report.equal("swiglu at infinity", same_bits(out[i], wanted[i % 6]));
   }
 }
@@ -232,7 +233,7 @@ void test_swiglu_backward(const kt::Tiles& tiles, int64_t count, const std::vect
   for (float& value : up) value = std::clamp(value, -1.0f, 1.0f);  // h is finite for the largest gate
   const std::vector<float> dh = random.floats(count + 2);
   std::vector<float> dgate = gate, dup = up;
-  const double dot = tiles.swiglu_backward(dgate.data() + 1, dup.data() + 1, dh.data() + 1, weight, count);
+  const double dot = tiles.activate_backward({}, dgate.data() + 1, dup.data() + 1, dh.data() + 1, weight, count);
   long double wanted = 0, scale = 0;
   for (int64_t i = 1; i <= count; ++i) {
     const auto at = static_cast<size_t>(i);
@@ -248,7 +249,7 @@ void test_swiglu_backward(const kt::Tiles& tiles, int64_t count, const std::vect
                    static_cast<double>(std::fabs(outer * g * s)) + 1e-36);
     }
     float g1 = gate[at], u1 = up[at];
-    tiles.swiglu_backward(&g1, &u1, &dh[at], weight, 1);
+    tiles.activate_backward({}, &g1, &u1, &dh[at], weight, 1);
     report.equal("swiglu_backward depends on the place", same_bits(g1, dgate[at]) && same_bits(u1, dup[at]));
   }
   report.close("<h, dh>", dot, static_cast<double>(wanted), 3e-7, static_cast<double>(scale));
@@ -256,10 +257,132 @@ void test_swiglu_backward(const kt::Tiles& tiles, int64_t count, const std::vect
                                                     dup.front() == up.front() && dup.back() == up.back());
 }
 
+// Values from -40 to 40, most near 0, and the clamps' borders with their neighbours.
+std::vector<float> arguments(const kt::Activation& activation, Random& random) {
+  std::vector<float> values = random.floats(600);
+  for (float& value : values) value *= 2;
+  for (int i = -80; i <= 80; ++i) values.push_back(0.5f * static_cast<float>(i));
+  for (const float border : {activation.limit, -activation.limit, 0.0f}) {
+    for (const float value : {border, std::nextafter(border, 100.0f), std::nextafter(border, -100.0f)})
+      values.push_back(value);
+  }
+  return values;
+}
+
+// An element's h, and with dh = 1 and a weight of 1 its derivatives.
+struct ActivatedElement {
+  float h, by_gate, by_up;
+  ActivatedElement(const kt::Tiles& tiles, const kt::Activation& activation, float gate, float up) {
+    const float one = 1;
+    tiles.activate(activation, &gate, &up, 1, &h);
+    tiles.activate_backward(activation, &gate, &up, &one, 1.0f, 1);
+    by_gate = gate, by_up = up;
+  }
+};
+
+void test_activation(const kt::Tiles& tiles, const kt::Activation& activation, Random& random, Report& report) {
+  const std::string name = "activation " + std::to_string(static_cast<int>(activation.kind));
+  const kt::Tiles* portable = nullptr;
+  report.equal("there is always a portable set", kt::find_tiles("portable", &portable).ok());
+  std::vector<float> gate = arguments(activation, random), up = arguments(activation, random);
+  for (size_t i = up.size() - 1; i > 0; --i)
+    std::swap(up[i], up[static_cast<size_t>(random.below(static_cast<int64_t>(i + 1)))]);
+  const auto count = static_cast<int64_t>(gate.size());
+  const bool has_gate = activation.has_gate();
+  const std::vector<float> dh = random.floats(count);
+  std::vector<float> h(gate.size() + 1, kPoison), dgate = gate, dup = up;
+  tiles.activate(activation, has_gate ? gate.data() : nullptr, up.data(), count, h.data());
+  report.equal(name + " writes beyond", std::isnan(h.back()));
+  const float weight = 0.37f;
+  const double dot =
+      tiles.activate_backward(activation, has_gate ? dgate.data() : nullptr, dup.data(), dh.data(), weight, count);
+  long double sum = 0, scale = 0;
+  for (size_t i = 0; i < gate.size(); ++i) {
+    const long double g = gate[i], u = up[i], size = 1 + std::fabs(u);
+    const auto of = [&](long double a, long double b) { return activated<long double>(activation, a, b); };
+    // Rounding of gelu's distribution function, which is at most 1, is the largest error.
+    report.close(name, h[i], static_cast<double>(of(g, u)), 4e-7,
+                 static_cast<double>(1e-30L + std::fabs(of(g, u))) +
+                     (has_gate ? 0.5 * static_cast<double>(std::fabs(g) * std::fmin(size, 2.5L)) : 0));
+    sum += of(g, u) * dh[i];
+    scale += std::fabs(of(g, u) * dh[i]);
+    const ActivatedElement alone(tiles, activation, gate[i], up[i]);
+    report.equal(name + " depends on the place", same_bits(alone.h, h[i]));
+    const ActivatedElement again(*portable, activation, gate[i], up[i]);
+    report.equal(name + " depends on the instruction set", same_bits(alone.h, again.h) &&
+                                                               same_bits(alone.by_gate, again.by_gate) &&
+                                                               same_bits(alone.by_up, again.by_up));
+    const auto slope = [&](auto&& at) {  // of the side on which the clamp passes, at its border
+      constexpr long double kStep = 1e-7L;
+      return (at(kStep) - at(-kStep)) / (2 * kStep);
+    };
+    const long double outer = static_cast<long double>(weight) * dh[i];
+    const auto is_border = [&](long double x) { return std::fabs(std::fabs(x) - activation.limit) < 1e-5L; };
+    if (has_gate && !is_border(g)) {
+      const long double wanted = outer * slope([&](long double step) { return of(g + step, u); });
+      report.close(name + ": gradient of gate", dgate[i], static_cast<double>(wanted), 1e-6,
+                   static_cast<double>(std::fabs(outer) * size));
+    }
+    if (!is_border(u)) {
+      const long double wanted = outer * slope([&](long double step) { return of(g, u + step); });
+      report.close(name + ": gradient of up", dup[i], static_cast<double>(wanted), 1e-6,
+                   static_cast<double>(std::fabs(outer) * (1 + std::fabs(has_gate ? g : u))));
+    }
+  }
+  report.close(name + ": <h, dh>", dot, static_cast<double>(sum), 4e-7, static_cast<double>(scale));
+}
+
+// PyTorch's clamp has the derivative 1 inside, and 0 at its borders and beyond.
+void test_clamp_borders(const kt::Tiles& tiles, Report& report) {
+  for (const kt::Activation& activation : all_activations()) {
+    const float limit = activation.limit, below = std::nextafter(limit, 0.0f), inside = 0.5f * limit;
+    if (limit == 0) continue;
+    const auto at = [&](float gate, float up) { return ActivatedElement(tiles, activation, gate, up); };
+    report.equal("a gate just below the limit has a gradient", at(below, inside).by_gate > 0);
+    report.equal("a gate at the limit or above has none",
+                 at(limit, inside).by_gate == 0 && at(2 * limit, inside).by_gate == 0);
+    report.equal("a gate far below has one", at(-2 * limit, inside).by_gate != 0);
+    report.equal("up within the limits has a gradient", at(inside, below).by_up > 0 && at(inside, -below).by_up > 0);
+    report.equal("up at the limits or beyond has none",
+                 at(inside, limit).by_up == 0 && at(inside, -limit).by_up == 0 && at(inside, 2 * limit).by_up == 0);
+  }
+}
+
+void test_activation_limits(const kt::Tiles& tiles, Report& report) {
+  for (const kt::Activation& activation : all_activations()) {
+    const auto at = [&](float gate, float up) { return ActivatedElement(tiles, activation, gate, up); };
+    report.equal("NaN of up stays", std::isnan(at(0.5f, kPoison).h));
+    if (!activation.has_gate()) {
+      report.equal("relu2 at its limits", at(0, -kInf).h == 0 && at(0, -kInf).by_up == 0 && at(0, kInf).h == kInf);
+      continue;
+    }
+    report.equal("NaN of gate stays", std::isnan(at(kPoison, 0.5f).h) && std::isnan(at(kPoison, 0.5f).by_gate));
+    report.equal("a gate of -infinity", at(-kInf, 0.5f).h == 0 && at(-kInf, 0.5f).by_gate == 0);
+    const float top = activation.limit == 0 ? kInf : at(activation.limit, 0.5f).h;
+    report.equal("a gate of infinity", at(kInf, 0.5f).h == top);
+    report.equal("zeros give zero", at(0, 0).h == 0);
+  }
+}
+
+void test_activation_names(Report& report) {
+  kt::Activation found;
+  const kt::Status unknown = kt::parse_activation("swish", 0, 0, &found);
+  report.equal(
+      "an unknown activation is told the known ones",
+      unknown.code() == kt::StatusCode::kUnknownName && unknown.message().find("'swish'") != std::string::npos &&
+          unknown.message().find("silu, silu_clamped, swigluoai, gelu, gelu_pytorch_tanh, relu2") != std::string::npos);
+  report.equal("limit and alpha", kt::parse_activation("swigluoai", 7.0f, 1.702f, &found).ok() &&
+                                      found.kind == kt::ActivationKind::kSwigluOai && found.limit == 7.0f &&
+                                      found.alpha == 1.702f);
+  for (const float bad : {0.0f, -1.0f, kInf, kPoison})
+    report.equal("a limit that is none", !kt::parse_activation("silu_clamped", bad, 0, &found).ok());
+  report.equal("a limit too many", !kt::parse_activation("silu", 7.0f, 0, &found).ok());
+}
+
 void test_gradient_limits(const kt::Tiles& tiles, Report& report) {
   float gate[] = {-kInf, kInf, -3e38f, 3e38f, kPoison}, up[] = {2, 2, 2, 2, 2};
   const float dh[] = {1, 1, 1, 1, 1}, wanted[] = {0, 1, 0, 1, kPoison};
-  tiles.swiglu_backward(gate, up, dh, 0.5f, 5);
+  tiles.activate_backward({}, gate, up, dh, 0.5f, 5);
   for (int i = 0; i < 5; ++i)
     report.equal("gradient of gate at its limits", gate[i] == wanted[i] || same_bits(gate[i], wanted[i]));
 }
@@ -291,6 +414,10 @@ void test_rows(const kt::Tiles& tiles, Report& report) {
   const std::vector<float> wide = gates(random);
   test_swiglu_backward(tiles, static_cast<int64_t>(wide.size()) - 2, wide, random, report);
   test_gradient_limits(tiles, report);
+  for (const kt::Activation& activation : all_activations()) test_activation(tiles, activation, random, report);
+  test_clamp_borders(tiles, report);
+  test_activation_limits(tiles, report);
+  test_activation_names(report);
   test_router_functions(tiles, random, report);
 }
 

@@ -21,6 +21,7 @@ struct Case {
   int64_t rank;
   bool bf16;
   kt::Format format{};
+  kt::ExpertMlp mlp{};
   // Relative to the norm. int8 activations are as wide as a step of 1/127 of their group's largest; all else is
   // rounding of bf16 or float32. Measured forward: 4.8e-7, 1.8e-2, 2.4e-3.
   double forward_tolerance() const { return !bf16 ? 2e-6 : format.integer() ? 4e-2 : 6e-3; }
@@ -35,15 +36,17 @@ constexpr double kScaling = 0.5;
 // Everything one call needs; x and the adapter are held in float and rounded to bf16 where the case says so.
 struct Problem {
   Problem(const Case& c, Random& random)
-      : config(c), layer(c.shape, c.format, 1), two_nodes(c.shape, c.format, 2), four_nodes(c.shape, c.format, 4) {
+      : config(c),
+        layer(c.shape, c.format, 1, c.mlp),
+        two_nodes(c.shape, c.format, 2, c.mlp),
+        four_nodes(c.shape, c.format, 4, c.mlp) {
     const auto [experts, hidden, inner] = c.shape;
     for (int part = 0; part < 3; ++part) {
       const kt::PackedShape shape = layer.shape_of(static_cast<kt::Projection>(part));
       for (int64_t e = 0; e < experts; ++e) {
         const PackedCase matrix(shape.rows, shape.cols, c.format, random,
                                 1 / std::sqrt(static_cast<float>(shape.cols)));
-        for (kt::ExpertLayer* each : {&layer, &two_nodes, &four_nodes})
-          pack_into(each, matrix, e, static_cast<kt::Projection>(part));
+        if (part > 0 || c.mlp.has_gate()) add_matrix(matrix, e, static_cast<kt::Projection>(part), random);
         for (int64_t row = 0; row < shape.rows; ++row) {
           for (int64_t col = 0; col < shape.cols; ++col) plain[part].push_back(matrix.at(row, col));
         }
@@ -65,11 +68,21 @@ struct Problem {
     for (int64_t t = 0; t < c.tokens; ++t) token_slots.push_back(static_cast<int32_t>(random.below(2) - 1));
   }
 
+  void add_matrix(const PackedCase& matrix, int64_t expert, kt::Projection part, Random& random) {
+    std::vector<float> drawn;
+    if (config.mlp.has_bias) drawn = random.floats(matrix.shape.rows);
+    bias[part].insert(bias[part].end(), drawn.begin(), drawn.end());
+    for (kt::ExpertLayer* each : {&layer, &two_nodes, &four_nodes}) {
+      pack_into(each, matrix, expert, part);
+      if (config.mlp.has_bias) std::copy(drawn.begin(), drawn.end(), each->bias_data(expert, part));
+    }
+  }
+
   kt::LoraSlot slot(std::vector<float> (&tensors)[6]) {
     const auto [experts, hidden, inner] = config.shape;
     kt::LoraSlot made;
     made.scaling = static_cast<float>(kScaling);
-    for (int part = 0; part < 3; ++part) {
+    for (const kt::Projection part : config.mlp.projections()) {
       const int64_t in = part < 2 ? hidden : inner, out = part < 2 ? inner : hidden;
       made.pairs[part].a = view(tensors[2 * part], kt::DType::kF32, {experts, config.rank, in});
       made.pairs[part].b = view(tensors[2 * part + 1], kt::DType::kF32, {experts, out, config.rank});
@@ -91,6 +104,7 @@ struct Problem {
   Case config;
   kt::ExpertLayer layer, two_nodes, four_nodes;
   std::vector<double> plain[3];
+  std::vector<float> bias[3];
   std::vector<uint16_t> x_bf16;
   std::vector<float> lora[6], x, weights;
   std::vector<int32_t> ids, token_slots;
@@ -108,6 +122,8 @@ Row project(const Problem& p, const Point& at, int part, int64_t expert, bool ad
   const auto cols = static_cast<int64_t>(in.size());
   const int64_t rows = part < 2 ? p.config.shape.intermediate : p.config.shape.hidden, rank = p.config.rank;
   Row out = times(p.plain[part], expert * rows * cols, cols, rows, in);
+  for (size_t i = 0; p.config.mlp.has_bias && i < out.size(); ++i)
+    out[i] += p.bias[part][static_cast<size_t>(expert * rows) + i];
   if (!adapted) return out;
   const Row low = times(at.lora[2 * part], expert * rank * cols, cols, rank, in);
   add(out, times(at.lora[2 * part + 1], expert * rows * rank, rank, rows, low), kScaling);
@@ -125,7 +141,10 @@ Row reference(const Problem& p, const Point& at) {
       if (expert < 0) continue;
       const bool adapted = p.token_slots[static_cast<size_t>(t)] >= 0;
       const auto product = [&](int part, const Row& in) { return project(p, at, part, expert, adapted, in); };
-      add(sum, gated_mlp(x, product), at.weights[static_cast<size_t>(k)]);
+      const Row up = product(kt::kUp, x), gate = p.config.mlp.has_gate() ? product(kt::kGate, x) : up;
+      Row h(up.size());
+      for (size_t i = 0; i < h.size(); ++i) h[i] = activated(p.config.mlp.activation, gate[i], up[i]);
+      add(sum, product(kt::kDown, h), at.weights[static_cast<size_t>(k)]);
     }
     out.insert(out.end(), sum.begin(), sum.end());
   }
@@ -152,7 +171,7 @@ void test_forward(Problem& p, const kt::Tiles& tiles, Report& report) {
 void test_direction(const Problem& p, const std::vector<float>& grad_out, const std::vector<float>& gradient,
                     std::vector<double> Point::* x, int lora_index, const char* name, bool rounds, Random& random,
                     Report& report) {
-  constexpr double kStep = 1e-5;
+  constexpr double kStep = 1e-7;  // short: of a clamp only one side
   std::vector<double> direction(gradient.size());
   double got = 0, slope = 0;
   for (size_t i = 0; i < direction.size(); ++i) {
@@ -167,7 +186,9 @@ void test_direction(const Problem& p, const std::vector<float>& grad_out, const 
     for (size_t i = 0; i < out.size(); ++i) slope += sign * out[i] * grad_out[i] / (2 * kStep);
   }
   const std::vector<double> wide(gradient.begin(), gradient.end());
-  report.close(std::string("gradient of ") + name, got, slope, p.config.backward_tolerance(rounds), norm(wide) + 1e-3);
+  const std::string of = ", activation " + std::to_string(static_cast<int>(p.config.mlp.activation.kind));
+  report.close(std::string("gradient of ") + name + of, got, slope, p.config.backward_tolerance(rounds),
+               norm(wide) + 1e-3);
 }
 
 // All results of one forward and backward, as bits.
@@ -229,7 +250,38 @@ void test_backward(Problem& p, const kt::Tiles& tiles, Random& random, Report& r
   test_direction(p, grad_out, got.x, &Point::x, 0, "x", true, random, report);
   test_direction(p, grad_out, got.weights, &Point::weights, 0, "weights", rounds, random, report);
   static const char* const kNames[] = {"gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b"};
-  for (int i = 0; i < 6; ++i) test_direction(p, grad_out, got.lora[i], nullptr, i, kNames[i], rounds, random, report);
+  for (int i = p.config.mlp.has_gate() ? 0 : 2; i < 6; ++i)
+    test_direction(p, grad_out, got.lora[i], nullptr, i, kNames[i], rounds, random, report);
+}
+
+void test_mlps(const kt::Tiles& tiles, Random& random, Report& report) {
+  const kt::Format int4{kt::Encoding::kInt4, 32};
+  for (const kt::Activation& activation : all_activations()) {
+    for (const bool has_bias : {false, true}) {
+      const kt::ExpertMlp mlp{activation, has_bias};
+      // Rounded activations fall on another side of a clamp's border than exact ones, where gradients jump.
+      const bool bf16 = has_bias && activation.limit == 0;
+      const Case cases[] = {
+          {32, 2, {3, 96, 90}, 4, false, {}, mlp},  // the last rows of a block are beyond the matrix
+          {32, 2, {3, 96, 96}, 4, bf16, int4, mlp},
+      };
+      for (const Case& c : cases) {
+        Problem problem(c, random);
+        test_forward(problem, tiles, report);
+        test_backward(problem, tiles, random, report);
+      }
+    }
+  }
+}
+
+void test_adapter_without_gate(const kt::Tiles& tiles, Random& random, Report& report) {
+  Problem problem({3, 1, {2, 16, 16}, 2, false, {}, {{kt::ActivationKind::kReluSquared}}}, random);
+  kt::RoutedCall call = problem.call();
+  call.slots[0].pairs[kt::kGate] = call.slots[0].pairs[kt::kUp];
+  std::vector<float> out(problem.x.size());
+  const kt::Status status = kt::forward({problem.layer, tiles, 1}, call, view(out, kt::DType::kF32, {3, 16}));
+  report.equal("an adapter of a gate that is not there is refused",
+               status.message() == "slots[0] adapts gate, but the experts of this layer have no gate");
 }
 
 }  // namespace
@@ -245,11 +297,13 @@ void test_layer(const kt::Tiles& tiles, Report& report) {
     test_forward(problem, tiles, report);
     test_backward(problem, tiles, random, report);
   }
+  test_mlps(tiles, random, report);
+  test_adapter_without_gate(tiles, random, report);
   // Large enough for several threads (schedule.h), with every format.
   for (const kt::Format& format : all_formats()) {
     for (const bool bf16 : {false, true}) {
       const int64_t cols = format.group ? 2 * format.group : 96;
-      Problem problem({24, 2, {3, cols, cols}, 4, bf16, format}, random);
+      Problem problem({32, 2, {3, cols, cols}, 4, bf16, format}, random);
       test_forward(problem, tiles, report);
       test_backward(problem, tiles, random, report);
     }
