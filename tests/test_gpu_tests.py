@@ -19,16 +19,16 @@ from kt_runtime.device import accelerator
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
-# Bodies of the CPU's tests, and the file that runs them on a GPU.
+# Bodies of the CPU's tests in tests/system, and the file that runs them on a GPU.
 SHARED = {
-    "test_parity_of_training_and_serving": "test_parity",
-    "test_serving_parity": "test_parity_in_float32",
-    "test_publish_under_streams": "test_publish",
-    "test_engine_faults": "test_faults",
-    "test_adapters_served": "test_adapters",
-    "test_training_runs": "test_training",
-    "test_cache_tiers": "test_cache",
-    "test_quantized_checkpoints": "test_formats",
+    "training/test_parity_of_training_and_serving": "test_parity",
+    "serving/test_serving_parity": "test_parity_in_float32",
+    "adapters/test_publish_under_streams": "test_publish",
+    "serving/test_engine_faults": "test_faults",
+    "adapters/test_served": "test_adapters",
+    "training/test_training_runs": "test_training",
+    "cache/test_tiers": "test_cache",
+    "serving/test_quantized_checkpoints": "test_formats",
 }
 # Claims about a CPU alone.
 CPU_ONLY = {"test_training_with_other_roundings_would_be_noticed_on_a_gpu"}

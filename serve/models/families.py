@@ -37,7 +37,7 @@ CHECKS = (
     Check(
         "native step",
         "hidden states and keys equal those of SGLang's modules to the bit",
-        "tests/reference/native_step.py",
+        "tests/reference/resident/native_step.py",
     ),
     Check("gradients", "equal autograd's in Hugging Face's model", "tests/unit/resident/conftest.py"),
     Check("adapters", "PEFT loads what is written and computes the same", "tests/unit/adapters/conftest.py"),

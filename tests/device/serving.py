@@ -24,7 +24,7 @@ import numpy as np
 from device.backend import NAME
 from reference.place import Place
 from system.conftest import CachedAnswer, CachedServer
-from system.test_parity_of_training_and_serving import CHUNK_TOKENS, PAGE_TOKENS, PRESETS, Served
+from system.training.test_parity_of_training_and_serving import CHUNK_TOKENS, PAGE_TOKENS, PRESETS, Served
 
 from kt_runtime.cli.connection import resident_client
 from kt_runtime.cli.server_process import server

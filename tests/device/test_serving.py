@@ -22,14 +22,14 @@ from reference import parity
 from reference.parity import sampled
 from reference.place import Place
 from system import forked_server
-from system.test_parity_of_training_and_serving import (  # noqa: F401
+from system.adapters.test_publish_under_streams import PROMPTS, KeepAsking, generate
+from system.training.test_parity_of_training_and_serving import (  # noqa: F401
     MODELS,
     Served,
     test_a_training_step_reports_the_logprobs_of_sampling,
     test_chunks_and_cached_prefixes_have_training_s_logprobs,
     test_sampled_tokens_have_training_s_logprobs,
 )
-from system.test_publish_under_streams import PROMPTS, KeepAsking, generate
 
 from kt_runtime.cli import server_process
 from kt_runtime.wire.messages import LoraSettings

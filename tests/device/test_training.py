@@ -14,7 +14,7 @@ import pytest
 import torch
 from device import backend
 from device.conftest import SCHEDULES
-from reference.desk import Desk
+from reference.resident.desk import Desk
 from unit.resident.conftest import FakeHost, Lab, checkpoints, make_batch  # noqa: F401
 
 from kt_runtime.adapters import AdapterVersion

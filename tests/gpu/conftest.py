@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from reference.on_device.recorded_graph import GraphBackend
 from reference.place import Place
-from reference.recorded_graph import GraphBackend
 
 # The shared servers, and the marker `preset`, which leaves out those that a module does not need.
 from system.conftest import (  # noqa: F401

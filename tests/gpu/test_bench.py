@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference.command_line import run_command
+from reference.server.command_line import run_command
 
 from kt_runtime.bench.page.measurement import read_all
 from kt_runtime.bench.page.report import record_report

@@ -1,7 +1,7 @@
-"""Formats of the experts on a GPU: answers, training, agreement (tests/system/test_quantized_checkpoints.py)."""
+"""Formats of the experts on a GPU (bodies: tests/system/serving/test_quantized_checkpoints.py)."""
 
 from __future__ import annotations
 
-from system.test_quantized_checkpoints import *  # noqa: F403
+from system.serving.test_quantized_checkpoints import *  # noqa: F403
 
 PLACES = ("deterministic", "hot", "streamed")

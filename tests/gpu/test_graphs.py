@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reference.graphs_on_device import *  # noqa: F403
+from reference.on_device.graphs import *  # noqa: F403
 from reference.parity import Agreement, sampled
 from reference.place import Place
 

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from reference.hot_on_device import *  # noqa: F403
+from reference.on_device.hot import *  # noqa: F403

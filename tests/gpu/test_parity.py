@@ -1,6 +1,6 @@
 """Training and serving on a GPU: log-probabilities of what a server itself sampled, for every family, in every variant.
 
-The bodies are those of a CPU (tests/system/test_parity_of_training_and_serving.py).
+The bodies are those of a CPU (tests/system/training/test_parity_of_training_and_serving.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from reference.place import Place
-from system.test_parity_of_training_and_serving import (  # noqa: F401
+from system.training.test_parity_of_training_and_serving import (  # noqa: F401
     PRESETS,
     Served,
     serving,

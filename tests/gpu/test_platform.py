@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference.command_line import run_command
 from reference.place import Place
+from reference.server.command_line import run_command
 
 from kt_runtime.cli.connection import ServerAPI
 from kt_runtime.cli.server_process import server

@@ -1,10 +1,10 @@
 """Publishing under streams on a GPU: also a version that is published after graphs were captured is what answers.
 
-The bodies are those of a CPU (tests/system/test_publish_under_streams.py).
+The bodies are those of a CPU (tests/system/adapters/test_publish_under_streams.py).
 """
 
 from __future__ import annotations
 
-from system.test_publish_under_streams import *  # noqa: F403
+from system.adapters.test_publish_under_streams import *  # noqa: F403
 
 PLACES = ("deterministic", "no-graphs")

@@ -1,7 +1,7 @@
-"""Training as users run it, on a GPU's server (bodies: tests/system/test_training_runs.py)."""
+"""Training as users run it, on a GPU's server (bodies: tests/system/training/test_training_runs.py)."""
 
 from __future__ import annotations
 
-from system.test_training_runs import *  # noqa: F403
+from system.training.test_training_runs import *  # noqa: F403
 
 PLACES = ("deterministic", "streamed")

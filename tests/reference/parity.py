@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from reference.greedy import logprobs_of
+from reference.server.greedy import logprobs_of
 
 from kt_runtime.serve.models.presets import Preset, load_preset
 from kt_runtime.wire import Batch, ResidentClient

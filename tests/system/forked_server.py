@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 import setproctitle
-from reference import faulty_disk, lost_device
+from reference.cache import faulty_disk
+from reference.on_device import lost_device
 
 from kt_runtime.cli import server_process
 from kt_runtime.cli.main import main

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from reference import lost_device
+from reference.on_device import lost_device
 from system import forked_server
 
 from kt_runtime.cli import server_process

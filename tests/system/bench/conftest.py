@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference.command_line import run_command
+from reference.server.command_line import run_command
 
 from kt_runtime.bench.page.measurement import Measurement, read_all
 from kt_runtime.bench.page.report import record_report

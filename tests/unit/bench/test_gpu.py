@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from reference.gpu_report import LIMITS, report
+from reference.on_device.gpu_report import LIMITS, report
 
 from kt_runtime.bench.gpu import run as gpu_run
 from kt_runtime.bench.gpu.bars import bars

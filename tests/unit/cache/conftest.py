@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from reference.cache_files import FaultyFiles
-from reference.cache_tiers import settings
+from reference.cache.files import FaultyFiles
+from reference.cache.tiers import settings
 
 from kt_runtime.cache.disk_tier import DiskTier
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from reference.cache_files import key_of, page_to_read, page_to_write
-from reference.cache_tiers import SIZE, keys, present, settings, write
+from reference.cache.files import key_of, page_to_read, page_to_write
+from reference.cache.tiers import SIZE, keys, present, settings, write
 
 from kt_runtime.cache.disk_tier import DiskTier
 from kt_runtime.cache.format import Namespace

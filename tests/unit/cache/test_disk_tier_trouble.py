@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
-from reference.cache_files import (
+from reference.cache.files import (
     Fail,
     FaultyFiles,
     Hang,
@@ -24,7 +24,7 @@ from reference.cache_files import (
     page_to_write,
     payload_of,
 )
-from reference.cache_tiers import ROOT, SIZE, eventually, keys, present, settings, stopped_lines, write
+from reference.cache.tiers import ROOT, SIZE, eventually, keys, present, settings, stopped_lines, write
 
 from kt_runtime.cache.disk_tier import DiskTier, DiskTierSettings
 from kt_runtime.cache.health import Counters, Health, Use

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference.cache_files import FaultyFiles
+from reference.cache.files import FaultyFiles
 
 from kt_runtime.cache.format import FILE_HEADER_BYTES
 from kt_runtime.cache.index import DROP, PUT, USE, Catalog, Change, IndexLog, parts

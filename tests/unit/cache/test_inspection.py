@@ -5,8 +5,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from reference.cache_files import FaultyFiles, page_to_write
-from reference.cache_stores import segment_of
+from reference.cache.files import FaultyFiles, page_to_write
+from reference.cache.stores import segment_of
 
 from kt_runtime.cache import inspection
 from kt_runtime.cache.format import FILE_HEADER_BYTES, slot_bytes_for

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from reference.cache_files import FaultyFiles, key_of
-from reference.cache_stores import NAMESPACE, QUOTA, ROOT, SIZE, open_store, present, segment_of, write
+from reference.cache.files import FaultyFiles, key_of
+from reference.cache.stores import NAMESPACE, QUOTA, ROOT, SIZE, open_store, present, segment_of, write
 
 from kt_runtime.cache.format import FILE_HEADER_BYTES, slot_bytes_for
 from kt_runtime.cache.page_store import PageStore

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference.cache_files import Crash, Fail, FaultyFiles
-from reference.cache_stores import QUOTA, ROOT, open_store, present, write
+from reference.cache.files import Crash, Fail, FaultyFiles
+from reference.cache.stores import QUOTA, ROOT, open_store, present, write
 
 
 @settings(max_examples=80, deadline=None)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
-from reference.cache_tiers import eventually
+from reference.cache.tiers import eventually
 
 from kt_runtime.cache import read_ahead
 from kt_runtime.cache.format import slot_bytes_for

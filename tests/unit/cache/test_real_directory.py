@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference.cache_files import contents, key_of, page_to_read, page_to_write, payload_of
+from reference.cache.files import contents, key_of, page_to_read, page_to_write, payload_of
 
 from kt_runtime.cache.disk_tier import DiskTier, DiskTierSettings
 from kt_runtime.cache.format import FILE_HEADER_BYTES, Namespace, slot_bytes_for
@@ -29,7 +29,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from kt_runtime.cache.page_store import PageStore
-from reference.cache_files import page_to_write
+from reference.cache.files import page_to_write
 store = PageStore(Path(sys.argv[1]), 2 << 20, b"n" * 16)
 for start in range(0, 1_000_000, 5):
     store.write([page_to_write(number) for number in range(start, start + 5)])
@@ -65,7 +65,7 @@ FORKED = """
 import os, signal, sys
 from pathlib import Path
 from kt_runtime.cache.page_store import PageStore
-from reference.cache_files import page_to_write
+from reference.cache.files import page_to_write
 
 write_all = os.pwritev
 

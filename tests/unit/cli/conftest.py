@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from reference.command_line import run_command
+from reference.server.command_line import run_command
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

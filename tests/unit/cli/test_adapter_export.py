@@ -1,4 +1,4 @@
-"""`kt-runtime adapter export` of adapters on disk; names of a server are in tests/system/test_exports.py."""
+"""`kt-runtime adapter export` of adapters on disk; names of a server are in tests/system/adapters/test_exports.py."""
 
 from __future__ import annotations
 

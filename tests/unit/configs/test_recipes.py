@@ -1,6 +1,6 @@
 """The recipes that come with kt-runtime: they read without a problem, and name data that is there.
 
-That they run is in tests/system/test_training_runs.py.
+That they run is in tests/system/training/test_training_runs.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is checked before a model is loaded. The server itself: tests/system/test_http.py."""
+"""What is checked before a model is loaded. The server itself: tests/system/serving/test_http.py."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from reference.quantized_checkpoint import quantize_checkpoint
-from reference.serve_options import options
+from reference.checkpoints.quantized_checkpoint import quantize_checkpoint
+from reference.server.serve_options import options
 
 from kt_runtime.cli.serve import command
 from kt_runtime.errors import ConflictError, InvalidValueError, KtError, NotFoundError, UnknownNameError

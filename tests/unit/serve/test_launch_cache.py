@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from reference.serve_options import options
+from reference.server.serve_options import options
 
 from kt_runtime.cli.serve import command
 from kt_runtime.errors import ConflictError, InvalidValueError, NotFoundError

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from reference import lora
-from reference.scheduler import Engine, engine, patch_sglang
+from reference.resident.scheduler import Engine, engine, patch_sglang
 
 MAX_RANK, SLOTS = 8, 4
 

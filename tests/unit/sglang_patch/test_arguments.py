@@ -9,7 +9,7 @@ import pkgutil
 from pathlib import Path
 
 import pytest
-from reference.quantized_checkpoint import quantize_checkpoint
+from reference.checkpoints.quantized_checkpoint import quantize_checkpoint
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.serve.memory.cache_plan import CachePlan

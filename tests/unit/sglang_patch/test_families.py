@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 from reference import lora
+from reference.checkpoints.transformers_checkpoint import build, save
 from reference.families import PRESETS
-from reference.greedy import logprobs_of
-from reference.native_step import installed, prompt
-from reference.scheduler import Engine, engine
-from reference.transformers_checkpoint import build, save
+from reference.resident.native_step import installed, prompt
+from reference.resident.scheduler import Engine, engine
+from reference.server.greedy import logprobs_of
 
 from kt_runtime.adapters import AdapterTensors
 from kt_runtime.families import resolve_targets

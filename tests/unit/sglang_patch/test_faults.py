@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference.scheduler import Engine
+from reference.resident.scheduler import Engine
 
 PROMPTS = {"a": [11, 12, 13, 14, 15], "b": [21] * 20, "c": [31, 32, 33]}
 FATAL = 99  # a token at which the test's faults strike

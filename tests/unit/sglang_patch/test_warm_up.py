@@ -1,4 +1,4 @@
-"""The first requests, which a live server makes in tests/system/test_http.py."""
+"""The first requests, which a live server makes in tests/system/serving/test_http.py."""
 
 from __future__ import annotations
 

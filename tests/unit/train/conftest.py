@@ -1,4 +1,4 @@
-"""Recipes, rows and a display for training runs over a resident that counts (tests/reference/counting_resident.py)."""
+"""Recipes, rows and a display for training over a resident that counts (reference/resident/counting_resident.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference.counting_resident import CountingResident, Lines
+from reference.resident.counting_resident import CountingResident, Lines
 
 from kt_runtime.serve.models.presets import load_preset
 from kt_runtime.train.examples import Example, Pair

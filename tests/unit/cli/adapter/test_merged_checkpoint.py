@@ -13,10 +13,10 @@ import pytest
 import torch
 from reference import lora
 from reference.cases import choose
+from reference.checkpoints.quantized_checkpoint import quantize_checkpoint
+from reference.checkpoints.transformers_checkpoint import save
 from reference.families import PRESETS
-from reference.greedy import load_hugging_face
-from reference.quantized_checkpoint import quantize_checkpoint
-from reference.transformers_checkpoint import save
+from reference.server.greedy import load_hugging_face
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""The command on real directories; a running server's own part is in tests/system/test_cache_counters.py."""
+"""The command on real directories; a running server's own part is in tests/system/cache/test_counters.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from reference.cache_files import page_to_write
-from reference.fake_server import Answer, fake_server
+from reference.cache.files import page_to_write
+from reference.server.fake_server import Answer, fake_server
 
 from kt_runtime.cache.format import FILE_HEADER_BYTES, slot_bytes_for
 from kt_runtime.cache.page_store import PageStore

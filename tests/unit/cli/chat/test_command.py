@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from reference.fake_server import Answer, fake_server
+from reference.server.fake_server import Answer, fake_server
 
 from kt_runtime.cli.chat.conversation import Conversation
 from kt_runtime.errors import KtError, RuntimeFault, ServerUnreachableError, UserError

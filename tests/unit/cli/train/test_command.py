@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference.fake_server import fake_server
+from reference.server.fake_server import fake_server
 
 from kt_runtime.adapters import AdapterTensors, write_peft_directory
 from kt_runtime.cli.adapter import place as adapter_place

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference.fake_server import fake_server
+from reference.server.fake_server import fake_server
 
 from kt_runtime.cli.main import main
 from kt_runtime.serve.models.make_model import make_model

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference.desk import Desk
+from reference.resident.desk import Desk
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from reference.desk import Desk
 from reference.lora import random_adapter, write_adapter
+from reference.resident.desk import Desk
 
 from kt_runtime.adapters import AdapterVersion
 from kt_runtime.errors import ConflictError

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference.desk import Desk
 from reference.lora import huge_adapter, random_adapter
+from reference.resident.desk import Desk
 
 from kt_runtime.adapters import AdapterTensors, AdapterVersion, LoraPair, as_version, content_hash
 from kt_runtime.errors import AdapterError, ConflictError, NotFoundError, UnknownNameError

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from reference.request_bodies import body_type_of
+from reference.server.request_bodies import body_type_of
 
 from kt_runtime.serve.http.route_table import RULES, Access, rule_for
 from kt_runtime.serve.requests.bodies import free_json

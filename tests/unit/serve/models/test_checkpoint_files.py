@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference.checkpoints.quantized_checkpoint import quantize_checkpoint
 from reference.quantized import SCHEMES
-from reference.quantized_checkpoint import quantize_checkpoint
 from safetensors.torch import load_file, save_file
 
 from kt_runtime.checkpoint_file import read_header

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from reference.families import PRESETS
-from reference.native_step import CASES
+from reference.resident.native_step import CASES
 
 from kt_runtime.families import FAMILIES, family_for
 from kt_runtime.families.base import Family
@@ -17,7 +17,7 @@ from kt_runtime.serve.models.names import SERVED
 from kt_runtime.serve.models.presets import load_preset, preset_names
 
 ROOT = Path(__file__).parents[4]
-SYSTEM = ("tests/system/test_parity_of_training_and_serving.py", "tests/system/test_families_served.py")
+SYSTEM = ("tests/system/training/test_parity_of_training_and_serving.py", "tests/system/serving/test_families.py")
 
 
 def text(path: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from reference.gguf_models import requantize
+from reference.checkpoints.gguf_models import requantize
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 

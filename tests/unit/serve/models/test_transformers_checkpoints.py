@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from reference.checkpoints.transformers_checkpoint import save
 from reference.families import PRESETS
-from reference.transformers_checkpoint import save
 from safetensors.torch import load_file, save_file
 
 from kt_runtime.checkpoint_file import read_header

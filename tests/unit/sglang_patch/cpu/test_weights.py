@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from reference.checkpoints.quantized_checkpoint import quantize_checkpoint
+from reference.checkpoints.transformers_checkpoint import save
 from reference.families import PRESETS
-from reference.quantized_checkpoint import quantize_checkpoint
-from reference.transformers_checkpoint import save
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from reference import lora
-from reference.scheduler import Engine
+from reference.resident.scheduler import Engine
 
 from kt_runtime.adapters import AdapterTensors, LoraPair
 from kt_runtime.errors import NumericsError

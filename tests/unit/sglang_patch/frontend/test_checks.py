@@ -1,4 +1,4 @@
-"""Each of these requests ended SGLang's scheduler before it was checked; tests/system/test_http.py sends some."""
+"""Each of these requests ended SGLang's scheduler before it was checked; tests/system/serving/test_http.py does too."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference.recorded_graph import GraphBackend, RecordedGraph
+from reference.on_device.recorded_graph import GraphBackend, RecordedGraph
 
 from kt_runtime.experts.gpu.staging import StagingBuffers
 from kt_runtime.sglang_patch.gpu import experts

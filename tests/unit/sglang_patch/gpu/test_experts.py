@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference.recorded_graph import GraphBackend
+from reference.on_device.recorded_graph import GraphBackend
 from torch import Tensor
 
 from kt_runtime.errors import ConflictError, NumericsError

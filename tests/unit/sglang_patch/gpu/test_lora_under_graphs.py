@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference.recorded_graph import GraphBackend
+from reference.on_device.recorded_graph import GraphBackend
 
 from kt_runtime.errors import ConflictError
 from kt_runtime.families import family_for

@@ -1,4 +1,4 @@
-"""What predict reads, asks and leaves behind; tests/system/test_predict_and_chat.py does it on a real server."""
+"""What predict reads, asks and leaves behind; tests/system/training/test_predict_and_chat.py has a server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference.fake_server import Answer, FakeServer, fake_server
+from reference.server.fake_server import Answer, FakeServer, fake_server
 
 from kt_runtime.errors import InvalidValueError, RuntimeFault, ServerUnreachableError
 from kt_runtime.serve.models.make_model import make_model

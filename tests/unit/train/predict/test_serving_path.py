@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from reference.fake_server import Answer, fake_server
+from reference.server.fake_server import Answer, fake_server
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.train.predict.serving_path import Ask, ServingPath

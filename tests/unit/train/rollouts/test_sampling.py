@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference.fake_server import Answer, fake_server
+from reference.server.fake_server import Answer, fake_server
 
 from kt_runtime.errors import InvalidValueError, NumericsError, RuntimeFault
 from kt_runtime.train.rollouts.sampling import SHARED_TOKENS, Asked, HttpSampler

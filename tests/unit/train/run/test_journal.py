@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference.counting_resident import Lines
+from reference.resident.counting_resident import Lines
 
 from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.run.cadence import Cadence

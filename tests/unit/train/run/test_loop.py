@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference.counting_resident import CountingResident, Lines
+from reference.resident.counting_resident import CountingResident, Lines
 
 from kt_runtime.errors import ConflictError, InvalidValueError, NumericsError, RuntimeFault
 from kt_runtime.train.examples import Example, Pair

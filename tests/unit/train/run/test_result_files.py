@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
-from reference.counting_resident import CountingResident
+from reference.resident.counting_resident import CountingResident
 
 from kt_runtime.adapters import Reader
 from kt_runtime.train.recipe import Recipe

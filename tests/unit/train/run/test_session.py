@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from reference.counting_resident import CountingResident
+from reference.resident.counting_resident import CountingResident
 
 from kt_runtime.train.recipe import Recipe
 from kt_runtime.train.run.run_identity import all_settings, identity, settings

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference.counting_resident import CountingResident
+from reference.resident.counting_resident import CountingResident
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.train.examples import Pair

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference.counting_resident import CountingResident, Lines
+from reference.resident.counting_resident import CountingResident, Lines
 
 from kt_runtime.errors import ConflictError, InvalidValueError, RuntimeFault
 from kt_runtime.train.examples import Prompt

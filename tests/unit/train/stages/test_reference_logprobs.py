@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from reference.fake_server import Answer, fake_server
+from reference.server.fake_server import Answer, fake_server
 
 from kt_runtime.errors import InvalidValueError, NumericsError, RuntimeFault
 from kt_runtime.train.examples import Example, Pair

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference.counting_resident import CountingResident, Lines
-from reference.fake_server import Answer, FakeServer, fake_server
+from reference.resident.counting_resident import CountingResident, Lines
+from reference.server.fake_server import Answer, FakeServer, fake_server
 
 from kt_runtime.errors import ConflictError, InvalidValueError, ServerUnreachableError
 from kt_runtime.train.examples import Example, Pair

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from reference.counting_resident import CountingResident
+from reference.resident.counting_resident import CountingResident
 
 from kt_runtime.train.examples import Example
 from kt_runtime.train.stages.sft import Sft

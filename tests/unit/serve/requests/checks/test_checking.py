@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from reference.request_bodies import BODIES, NESTED, body_type_of
+from reference.server.request_bodies import BODIES, NESTED, body_type_of
 
 from kt_runtime.serve.requests.bodies.bounds import Body
 from kt_runtime.serve.requests.bodies.chat import ChatCompletion

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from reference.request_bodies import BODIES, MESSAGES, body_type_of
+from reference.server.request_bodies import BODIES, MESSAGES, body_type_of
 
 from kt_runtime.serve.requests.bodies.openai import ELSEWHERE
 from kt_runtime.serve.requests.checks.checking import parsed

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from reference.request_bodies import body_type_of
+from reference.server.request_bodies import body_type_of
 
 from kt_runtime.serve.requests.checks.checking import parsed
 from kt_runtime.serve.requests.checks.prompts import check_prompts

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from reference.request_bodies import MESSAGES, body_type_of
+from reference.server.request_bodies import MESSAGES, body_type_of
 
 from kt_runtime.serve.requests.checks.checking import parsed
 from kt_runtime.serve.requests.checks.refusal import Refusal

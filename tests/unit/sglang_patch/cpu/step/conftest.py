@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from reference.cases import choose
-from reference.native_step import CASES, SINGLE_CASES, Both
-from reference.scheduler import Engine, engine
+from reference.resident.native_step import CASES, SINGLE_CASES, Both
+from reference.resident.scheduler import Engine, engine
 
 from kt_runtime.sglang_patch.cpu import step as native_step
 from kt_runtime.wire.messages import STEP_RUNNING

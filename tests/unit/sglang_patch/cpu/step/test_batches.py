@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference.native_step import (
+from reference.resident.native_step import (
     LENGTHS,
     QWEN3,
     SINGLE_CASES,
@@ -21,7 +21,7 @@ from reference.native_step import (
     prompt,
     small_batch,
 )
-from reference.scheduler import Engine
+from reference.resident.scheduler import Engine
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts.attention import Sequences

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from reference.native_step import LENGTHS, adapter, installed, prompt
-from reference.scheduler import Engine
+from reference.resident.native_step import LENGTHS, adapter, installed, prompt
+from reference.resident.scheduler import Engine
 
 from kt_runtime.families import family_for
 from kt_runtime.resident.config import ENVIRONMENT_VARIABLE, ResidentSettings

@@ -1,0 +1,145 @@
+"""The native step beside SGLang's modules, in SGLang's own scheduler: which models, and what compares the two."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from reference import lora
+from reference.parity import tiny_deepseek_v2
+from reference.resident.scheduler import Engine
+
+from kt_runtime.adapters import AdapterTensors
+from kt_runtime.experts import available_isas
+from kt_runtime.experts.attention import Sequences
+from kt_runtime.serve.models.presets import Preset, load_preset
+from kt_runtime.sglang_patch.cpu import moe
+from kt_runtime.sglang_patch.cpu import step as native_step
+from kt_runtime.sglang_patch.lora.install import drop_adapter, install_adapter
+
+LENGTHS = (1, 2, 7, 33, 64, 150)  # in chunks of 64 tokens and pages of 8
+QWEN3, DEEPSEEK_V3, DEEPSEEK_V2 = load_preset("tiny-qwen3-moe"), load_preset("tiny-deepseek-v3"), tiny_deepseek_v2()
+PADDED = {"vocab_size": 767}  # SGLang pads the embedding to a multiple of 64 rows
+OTHER_QWEN3 = {"attention_bias": True, "norm_topk_prob": False, "num_key_value_heads": 1, **PADDED}
+KIMI_K2 = {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
+WITH_QUERY_RANK = {"q_lora_rank": 48, "v_head_dim": 24, "first_k_dense_replace": 2, "n_shared_experts": 2}
+AIR = {"use_qk_norm": False, "partial_rotary_factor": 0.25, "routed_scaling_factor": 1.0, "n_shared_experts": 2}
+# As transformers writes it: null is one group.
+UNGROUPED = {"topk_method": "greedy", "n_group": None, "topk_group": None, "routed_scaling_factor": 1.0}
+# preset, changes of the model's configuration, dtype, arguments of the expert store
+CASES: dict[str, tuple[Preset, dict[str, Any], str, dict[str, str]]] = {
+    "float32": (QWEN3, {}, "float32", {}),
+    "float32, int8 experts": (QWEN3, {}, "float32", {"expert_format": "int8"}),
+    "bfloat16, int4 experts": (QWEN3, {}, "bfloat16", {"expert_format": "int4"}),
+    "bfloat16, biases, one key head": (QWEN3, OTHER_QWEN3, "bfloat16", {}),
+    **{f"bfloat16, {isa}": (QWEN3, {}, "bfloat16", {"isa": isa}) for isa in available_isas()},
+    "DeepSeek-V3, float32": (DEEPSEEK_V3, {}, "float32", {}),
+    **{f"DeepSeek-V3, bfloat16, {isa}": (DEEPSEEK_V3, {}, "bfloat16", {"isa": isa}) for isa in available_isas()},
+    "Kimi-K2, bfloat16, int4 experts": (DEEPSEEK_V3, KIMI_K2, "bfloat16", {"expert_format": "int4"}),
+    "Kimi-K2, float32": (DEEPSEEK_V3, KIMI_K2, "float32", {}),
+    "Mixtral, bfloat16": (load_preset("tiny-mixtral"), {}, "bfloat16", {}),
+    "OLMoE, bfloat16": (load_preset("tiny-olmoe"), {}, "bfloat16", {}),
+    "GLM-4.5, bfloat16": (load_preset("tiny-glm4-moe"), {}, "bfloat16", {}),
+    "GLM-4.5-Air, bfloat16": (load_preset("tiny-glm4-moe"), AIR, "bfloat16", {}),
+    "GLM-4.7-Flash, bfloat16": (load_preset("tiny-glm4-moe-lite"), {}, "bfloat16", {}),
+    "DeepSeek-V2, bfloat16": (DEEPSEEK_V2, {}, "bfloat16", {}),
+    "DeepSeek-V2, float32, one group": (DEEPSEEK_V2, UNGROUPED, "float32", {}),
+    "DeepSeek-V2, bfloat16, compressed queries": (DEEPSEEK_V2, WITH_QUERY_RANK, "bfloat16", {}),
+    "DeepSeek-V2, float32, compressed queries": (DEEPSEEK_V2, WITH_QUERY_RANK, "float32", {}),
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+SINGLE_CASES: dict[str, tuple[Preset, dict[str, Any], str, dict[str, str]]] = {  # of single tests
+    f"{dtype}, YaRN": (QWEN3, {"rope_scaling": YARN}, dtype, {}) for dtype in ("float32", "bfloat16")
+}
+
+
+class Both:
+    """Takes the place of the program: every batch runs on the step, on a step with three threads, and on SGLang's
+    modules, whose result is returned. `different`: batches that differ; `modes` and `adapters` (how many): of the
+    batches."""
+
+    def __init__(self, runner: Any, program: native_step.Program) -> None:
+        self.model, self.pool, self.has_moved = program.model, runner.token_to_kv_pool, program.has_moved
+        self.no_adapters = program.no_adapters
+        with mock.patch.object(moe.expert_store(), "num_threads", 3):
+            self.programs = [program, native_step._program_of(runner)]
+        self.different: list[str] = []
+        self.modes: list[tuple[str, int]] = []
+        self.adapters: list[int] = []
+
+    def run(self, ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
+        mode = batch.forward_mode.name
+        if mode == "EXTEND" and any(map(is_decode, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu)):
+            mode = "MIXED"
+        self.modes.append((mode, len(batch.seq_lens)))
+        self.adapters.append(len(set(batch.lora_ids) - {None}))
+        found = [self._results(batch, program.run(ids, positions, batch)) for program in self.programs]
+        hidden = type(self.model).forward.__wrapped__(self.model, ids, positions, batch)
+        expected = self._results(batch, hidden, wipe=False)
+        for threads, tensors in zip((1, 3), found, strict=True):
+            if not all(same_bits(a, b) for a, b in zip(tensors, expected, strict=True)):
+                self.different.append(f"{mode} of {len(ids)} tokens, {threads} threads")
+        return hidden
+
+    def _results(self, batch: Any, hidden: torch.Tensor, *, wipe: bool = True) -> list[torch.Tensor]:
+        """Hidden states and the new keys and values, which are then wiped from the pool."""
+        tensors = [hidden.clone()]
+        for buffer in buffers_of(self.pool):
+            tensors.append(buffer[batch.out_cache_loc].clone())
+            if wipe:
+                buffer[batch.out_cache_loc] = 9.0
+        return tensors
+
+
+def buffers_of(pool: Any) -> list[torch.Tensor]:
+    return [buffer for layer in native_step.kv_buffers(pool) for buffer in layer]
+
+
+def is_decode(prefix: int, new: int) -> bool:
+    return prefix > 0 and new == 1
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def prompt(length: int, first: int = 3) -> list[int]:
+    return [first + (7 * place) % 600 for place in range(length)]
+
+
+def answers(served: Engine) -> dict[str, tuple[list[int], list[float]]]:
+    return {rid: (tokens, served.logprobs.get(rid, [])) for rid, tokens in served.tokens.items()}
+
+
+def answers_to_all(served: Engine) -> dict[str, tuple[list[int], list[float]]]:
+    served.clear()
+    served.run(*(served.request(f"r{length}", prompt(length, length)) for length in LENGTHS))
+    return answers(served)
+
+
+def adapter(served: Engine, rank: int, seed: int, only: Collection[str] = ()) -> AdapterTensors:
+    return lora.random_adapter(served.config, rank=rank, alpha=10 / 3, seed=seed, only=only)
+
+
+@contextmanager
+def installed(served: Engine, **adapters: AdapterTensors) -> Iterator[Any]:
+    """In SGLang's LoRA manager, under their names."""
+    manager = served.scheduler.tp_worker.model_runner.lora_manager
+    for name, tensors in adapters.items():
+        install_adapter(manager, served.config, name, name, f"content of {name}", tensors)
+    try:
+        yield manager
+    finally:
+        for name in adapters:
+            drop_adapter(manager, name)
+
+
+def small_batch(rows: tuple[int, ...] = (0, 2, 0, 0), **changes: list[int]) -> tuple[Any, ...]:
+    """Two tokens of one sequence; the slots 8 and 9 are free in an engine at rest."""
+    values = {"ids": [3, 4], "positions": [0, 1], "slots": [8, 9]} | changes
+    table = torch.tensor([[8, 9, 10], [8, -1, 10]], dtype=torch.int32)
+    tensors = (torch.tensor(values[name]) for name in ("ids", "positions", "slots"))
+    return (*tensors, Sequences(torch.tensor([rows]), table))

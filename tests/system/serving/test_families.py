@@ -1,0 +1,70 @@
+"""Real servers of the families beside DeepSeek and Qwen3-MoE, each from a checkpoint that transformers wrote: answers,
+training of routed experts in place, and that both agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from reference.checkpoints.transformers_checkpoint import save
+from reference.families import PRESETS
+from reference.parity import Agreement, agreement, sampled, trained
+from reference.place import Place
+from reference.server import greedy
+
+from kt_runtime.cli.connection import resident_client
+from kt_runtime.cli.server_process import server
+from kt_runtime.wire import Batch
+from kt_runtime.wire.messages import LoraSettings
+
+NEW_TOKENS = 12
+LOGPROB_TOLERANCE = 1e-4
+# How transformers wrote it, and what the start says of the weights.
+WRITTEN = {
+    "mixtral": ({"dtype": torch.float16, "shard_bytes": 300_000}, "weights: attention and dense weights are converted"),
+    "olmoe": (
+        {"dtype": torch.float32, "fused": True},
+        "weights: attention and dense weights stay float32; routed expe",
+    ),
+    "glm4_moe": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
+    "glm4_moe_lite": ({"dtype": torch.bfloat16, "fused": True}, ""),
+}
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_what_transformers_wrote_is_served_and_its_routed_experts_are_trained(
+    tmp_path: Path, place: Place, family: str
+) -> None:
+    settings, line = WRITTEN[family]
+    model = save(PRESETS[family], tmp_path / "model", **settings)  # type: ignore[arg-type]
+    options = ["--dtype", "float32", "--max-total-tokens", "8192", "--adapter-dir", str(tmp_path / "adapters")]
+    arguments = place.arguments(options, ["--chunked-prefill-size", "64", "--page-size", "8"])
+    log = tmp_path / "server.log"
+    with server(str(model), arguments, log) as api, resident_client(api) as client:
+        assert line in log.read_text() and ("weights: " in log.read_text()) == bool(line)
+        status = client.status()
+        assert status.family == family and (status.step == "running") == place.native_step
+
+        plain = greedy.load_hugging_face(model)
+        for length in (3, 90):
+            prompt = torch.randint(3, 700, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+            expected = greedy.hugging_face(plain, prompt, NEW_TOKENS)
+            answer = greedy.generate(api, [prompt], NEW_TOKENS, logprob_start_len=0)[0]
+            greedy.check(answer, expected, LOGPROB_TOLERANCE * place.float32_factor)
+
+        client.create_session("experts", LoraSettings(rank=4, alpha=16, targets=["experts"], seed=5))
+        rows = np.random.default_rng(8).integers(3, 700, (6, 33)).tolist()
+        batch = Batch.from_sequences([row[:-1] for row in rows], [row[1:] for row in rows])
+        losses = []
+        for _ in range(5):
+            losses.append(client.forward_backward("experts", batch).loss)
+            client.optim_step("experts", 0.01)
+        assert losses[-1] < losses[0]
+        client.publish("experts", "tuned")
+        sample = sampled(api, "tuned")
+        place.check(agreement(client, "experts", sample, "policy"))
+        base = Agreement.of(trained(client, "experts", sample[0], "base"), sample[1])
+        assert base.largest > 0.01, "the adapter changes what is served"
+        client.close_session("experts")

@@ -1,0 +1,173 @@
+"""Random batches in SGLang's own scheduler: training computes the log-probabilities of all of them, bit by bit.
+
+For every family, format of the experts and instruction set at hand. Batches have prompts in chunks with random cuts,
+cached prefixes, decodes, both in one batch, the base and adapters of several ranks side by side.
+"""
+
+from __future__ import annotations
+
+import gc
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from reference import lora
+from reference.checkpoints.quantized_checkpoint import quantize_checkpoint
+from reference.parity import Agreement, mean_k3, tiny_deepseek_v2
+from reference.quantized import SCHEMES
+from reference.resident.scheduler import Engine, engine, patch_sglang
+from reference.server.random_traffic import Traffic, Trainer
+
+from kt_runtime.experts import available_isas, dense
+from kt_runtime.resident.training import loss_slices
+from kt_runtime.resident.training.losses import log_softmax
+from kt_runtime.serve.models.make_model import make_model
+from kt_runtime.serve.models.presets import load_preset
+from kt_runtime.sglang_patch.cpu import moe
+from kt_runtime.sglang_patch.cpu import step as native_step
+from kt_runtime.sglang_patch.lora.install import install_adapter
+from kt_runtime.wire.messages import STEP_RUNNING
+
+BATCHES = 64
+OPTIONS = (
+    "--log-level",
+    "warning",
+    "--enable-mixed-chunk",
+    "--max-total-tokens",
+    "1024",
+)  # so few that cached prefixes are evicted
+PRESETS = {
+    "qwen3_moe": load_preset("tiny-qwen3-moe"),
+    "deepseek_v2": tiny_deepseek_v2(),
+    "deepseek_v3": load_preset("tiny-deepseek-v3"),
+}
+FP8_BLOCK = {"moe_intermediate_size": 128}
+SCHEME_OF = {scheme.format: name for name, scheme in reversed(SCHEMES.items())}
+ISAS = available_isas()
+# By kernel: a format's encoding, its scales by row, group or block, zero points or none. On every instruction set.
+FORMATS = ("bf16", "fp8_e4m3", "fp8_e4m3_g128", "int8", "int8_g128_zp", "int4", "int4_g32_zp")
+MORE_FORMATS = tuple(sorted(SCHEME_OF.keys() - set(FORMATS)))  # other sizes of a group
+ON_EVERY_ISA = [(held, isa) for held in FORMATS for isa in ISAS]
+IN_TURN = [(held, ISAS[place % len(ISAS)]) for place, held in enumerate(["bf16", *MORE_FORMATS])]
+BFLOAT16, FLOAT32 = ([(family, dtype) for family in PRESETS] for dtype in ("bfloat16", "float32"))
+TRAINED = ("bf16", "int8")
+DENSE_MODULES = ("q_proj", "v_proj", "q_b_proj", "kv_b_proj", "o_proj", "mlp")
+
+
+EQUAL = Agreement(0.0, 0.0)
+
+
+@dataclass
+class Model:
+    """An engine with three adapters, and checkpoints of its experts in every format."""
+
+    family: str
+    engine: Engine
+    place: Path
+    adapters: dict[str, Any] = field(default_factory=dict)
+
+    def checkpoint(self, scheme: str) -> Path:
+        if SCHEMES[scheme].config is None:
+            return self.place / "model"
+        place = self.place / scheme
+        if not place.exists():
+            place.mkdir()
+            quantize_checkpoint(self.place / "model", place, scheme, experts_only=True)
+        return place / "quantized"
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    patch_sglang()
+    family, dtype = request.param
+    place = tmp_path_factory.mktemp("model")
+    preset = PRESETS[family]
+    make_model(msgspec.structs.replace(preset, config=preset.config | FP8_BLOCK), place / "model", seed=3)
+    with engine(place / "model", "--dtype", dtype, *OPTIONS) as started:
+        made = Model(family, started, place)
+        for name, rank, only in (("all", 8, ()), ("dense", 3, DENSE_MODULES), ("experts", 5, ["experts"])):
+            adapter = lora.random_adapter(started.config, rank=rank, alpha=10 / 3, seed=rank, only=only)
+            manager = started.scheduler.tp_worker.model_runner.lora_manager
+            install_adapter(manager, started.config, name, name, f"content of {name}", adapter)
+            made.adapters[name] = adapter
+        gc.collect()
+        gc.freeze()  # SGLang collects garbage whenever its cache is cleared, over all that it has imported
+        yield made
+    dense.configure()
+
+
+def run_batches(model: Model, held: str, isa: str) -> Traffic:
+    """Random batches, all computed by the step. Prints the seed."""
+    model.engine.load_experts(model.checkpoint(SCHEME_OF[held]), isa=isa)
+    assert moe.expert_store().isa == isa and moe.expert_store().format == held
+    assert native_step.state() == STEP_RUNNING
+    exceptions, seed = native_step.exceptions(), zlib.crc32(f"{model.family} {held} {isa}".encode())
+    traffic = Traffic(model.engine, model.adapters, seed)
+    traffic.run(BATCHES)
+    print(
+        f"seed {seed}: {len(traffic.rows())} requests in {dict(traffic.modes)} batches, up to {traffic.most_models} "
+        f"models in one, {traffic.chunks} more chunks of prompts, {traffic.cached_tokens} cached tokens"
+    )
+    assert native_step.exceptions() == exceptions
+    assert sum(traffic.modes.values()) >= BATCHES and traffic.modes.keys() == {"EXTEND", "MIXED", "DECODE"}
+    assert traffic.most_models > 2 and traffic.chunks > 0 and traffic.cached_tokens > 0
+    return traffic
+
+
+def agreement(traffic: Traffic, trained: Mapping[str, torch.Tensor]) -> Agreement:
+    """Of all that SGLang answered, and of the rows of all batches. `trained`: as `Trainer.logprobs`."""
+    rows = traffic.rows()
+    pairs = [(trained[rid][place - 1].item(), value) for rid, place, value in traffic.served() if rid in trained]
+    assert pairs
+    for seen in traffic.seen:
+        tokens = rows[seen.rid].tokens
+        if seen.rid in trained and seen.num_tokens < len(tokens):
+            value = seen.logprobs[tokens[seen.num_tokens]].item()
+            pairs.append((trained[seen.rid][seen.num_tokens - 1].item(), value))
+    in_training, in_serving = np.array(pairs).T
+    difference = in_training - in_serving
+    found = Agreement(mean_k3(difference), float(np.abs(difference).max()))
+    print(f"{len(pairs)} log-probabilities: {found}")
+    return found
+
+
+@pytest.mark.parametrize(("held", "isa"), ON_EVERY_ISA)
+@pytest.mark.parametrize("model", BFLOAT16, ids="-".join, indirect=True)
+def test_training_has_the_logprobs_of_random_batches(model: Model, held: str, isa: str) -> None:
+    check_batches(model, held, isa)
+
+
+@pytest.mark.parametrize(("held", "isa"), IN_TURN)
+@pytest.mark.parametrize("model", FLOAT32, ids="-".join, indirect=True)
+def test_training_has_the_logprobs_of_random_batches_in_float32(model: Model, held: str, isa: str) -> None:
+    check_batches(model, held, isa)
+
+
+def check_batches(model: Model, held: str, isa: str) -> None:
+    """Of `forward`, and with some formats of training steps too, with both ways to keep activations."""
+    traffic = run_batches(model, held, isa)
+    rows, trainer = traffic.rows(), Trainer(model.engine, model.adapters)
+    assert agreement(traffic, trainer.logprobs(rows, max_tokens=77)) == EQUAL
+    if held in TRAINED:
+        adapted = {rid: row for rid, row in rows.items() if row.adapter}
+        for activations in ("recompute", "retain"):
+            assert agreement(traffic, trainer.logprobs(adapted, max_tokens=300, activations=activations)) == EQUAL
+
+
+@pytest.mark.parametrize("model", BFLOAT16[:1], ids="-".join, indirect=True)
+def test_sums_in_another_order_would_be_noticed(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_another_order(hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, _ = log_softmax(hidden, head)
+        return logits, logits - logits.flip(-1).logsumexp(-1, keepdim=True)
+
+    traffic = run_batches(model, "bf16", ISAS[0])
+    trainer = Trainer(model.engine, model.adapters)
+    monkeypatch.setattr(loss_slices, "log_softmax", in_another_order)
+    found = agreement(traffic, trainer.logprobs(traffic.rows(), max_tokens=77))
+    assert 0 < found.largest < 1e-5

@@ -1,0 +1,191 @@
+"""`kill -9` of the trainer at any moment: serving continues, and saved state loads. Hostile frames change nothing."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from reference.server.command_line import run_command
+
+from kt_runtime.cli.connection import ServerAPI, resident_client
+from kt_runtime.cli.server_process import server
+from kt_runtime.files import visible_entries
+from kt_runtime.serve.models.make_model import make_model
+from kt_runtime.wire import Batch, ResidentClient
+from kt_runtime.wire.messages import ErrorReply, LoraSettings
+
+TRAINER = textwrap.dedent(
+    """
+    import sys
+    import time
+    import numpy as np
+    from kt_runtime.wire import Batch, ResidentClient
+    from kt_runtime.wire import messages
+
+    address, call, path = sys.argv[1:]
+    client = ResidentClient(address)
+    rows = np.random.default_rng(5).integers(3, 700, (8, 65)).tolist()
+    batch = Batch.from_sequences([row[:-1] for row in rows], [row[1:] for row in rows])
+    if call == "forward_backward":
+        client.begin_forward_backward("doomed", batch)
+    elif call == "optim_step":
+        client.forward_backward("doomed", batch)
+        client.submit(messages.OptimStep(request_id="step", session="doomed", learning_rate=0.01))
+    else:
+        client.submit(messages.Save(request_id="save", session="doomed", path=path))
+    time.sleep(0.5)  # ZMQ sends on a thread of its own
+    print("sent", flush=True)
+    sys.stdin.read()
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerAPI]:
+    place = tmp_path_factory.mktemp("server")
+    make_model("tiny-qwen3-moe", place / "model", seed=3)
+    with server(str(place / "model"), ["--adapter-dir", str(place / "adapters")], place / "server.log") as started:
+        yield started
+
+
+@pytest.fixture
+def client(api: ServerAPI) -> Iterator[ResidentClient]:
+    with resident_client(api) as opened:
+        yield opened
+
+
+def answer(api: ServerAPI) -> list[int]:
+    body = {"input_ids": [5, 6, 7, 8], "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
+    return api.post("/generate", body)["output_ids"]
+
+
+def batch() -> Batch:
+    rows = np.random.default_rng(6).integers(3, 700, (2, 17)).tolist()
+    return Batch.from_sequences([row[:-1] for row in rows], [row[1:] for row in rows])
+
+
+@pytest.mark.parametrize("call", ["forward_backward", "optim_step", "save"])
+def test_serving_continues_and_the_last_saved_state_loads(
+    api: ServerAPI, client: ResidentClient, tmp_path: Path, call: str
+) -> None:
+    expected = answer(api)
+    client.create_session("doomed", LoraSettings(rank=4, alpha=8, seed=1))
+    client.forward_backward("doomed", batch())
+    client.optim_step("doomed", 0.01)
+    client.save("doomed", str(tmp_path / "good"))
+    loss = client.forward("doomed", batch()).loss
+
+    trainer = subprocess.Popen(
+        [sys.executable, "-P", "-c", TRAINER, client.address, call, str(tmp_path / "second")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert trainer.stdout is not None and trainer.stdout.readline() == "sent\n"
+    trainer.send_signal(signal.SIGKILL)
+    assert trainer.wait() == -signal.SIGKILL
+
+    assert answer(api) == expected
+    step = next(info.step for info in client.status().sessions if info.session == "doomed")
+    assert step in ((1, 2) if call == "optim_step" else (1,))
+    deadline = time.monotonic() + 30
+    while call == "save" and not (tmp_path / "second").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for directory in visible_entries(tmp_path):
+        info = client.load("doomed", str(directory))
+        assert info.step == 1
+        assert client.forward("doomed", batch()).loss == loss
+    assert [entry.name for entry in visible_entries(tmp_path)] == ["good", "second"] if call == "save" else ["good"]
+    client.close_session("doomed")
+    assert client.status().sessions == []
+
+
+def test_a_killed_training_command_leaves_a_server_that_serves_and_a_run_that_can_be_started_again(
+    api: ServerAPI, client: ResidentClient, tmp_path: Path
+) -> None:
+    status = client.status()
+    (tmp_path / "dataset_info.json").write_text('{"d": {"file_name": "d.json"}}')
+    (tmp_path / "d.json").write_text('[{"instruction": "What is your name?", "output": "Pebble."}]')
+    (tmp_path / "r.yaml").write_text(
+        f"model_name_or_path: {status.model_directory}\noutput_dir: {tmp_path}/out\n"
+        f"dataset: d\ndataset_dir: {tmp_path}\n"
+        "overwrite_output_dir: true\nlogging_steps: 1\nsave_steps: 1\nmax_steps: 100000\nlora_rank: 4\n"
+    )
+    arguments = ["train", "--recipe", str(tmp_path / "r.yaml"), "--url", api.url]
+    command = [sys.executable, "-P", "-m", "kt_runtime.cli.main", *arguments]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert trainer.stdout is not None
+    said = []
+    for line in trainer.stdout:
+        said.append(line)
+        if line.startswith("step 3/"):
+            break
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.wait()
+    assert any(line.startswith("step 3/") for line in said), "".join(said)
+    assert len(answer(api)) == 8
+    again = run_command(*arguments, "max_steps=2", "publish=again", directory=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    assert api.get("/kt/adapters/again")["current"]
+    assert client.status().sessions == []
+
+
+class Canary:
+    """Unpickling this would create a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (self.path,))
+
+
+def test_hostile_frames_get_an_error_and_nothing_else_happens(
+    api: ServerAPI, client: ResidentClient, tmp_path: Path
+) -> None:
+    before = client.status()
+    expected = answer(api)
+    poison = pickle.dumps(Canary(tmp_path / "canary"))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(client.address)
+        for frames in ([b""], [poison], [b"KT1", poison], [b"KT1", poison, poison], [b"x"] * 5000, [b"KT1", b"\xc1"]):
+            socket.send_multipart(frames)
+            assert socket.poll(20_000), f"no reply to {frames[:2]!r}"
+            reply = next(f for f in map(_error, socket.recv_multipart()) if f)
+            assert reply.category == "user" and reply.kind == "ProtocolError"
+    assert not (tmp_path / "canary").exists()
+    assert answer(api) == expected
+    after = client.status()
+    assert (after.fingerprint, after.sessions) == (before.fingerprint, before.sessions)
+
+
+def _error(frame: bytes) -> ErrorReply | None:
+    try:
+        return msgspec.msgpack.decode(frame, type=ErrorReply)
+    except msgspec.MsgspecError:
+        return None
+
+
+def test_a_replayed_request_is_carried_out_once(api: ServerAPI) -> None:
+    with resident_client(api) as first, ResidentClient(first.address, client_id=first.client_id) as replay:
+        first.create_session("once", LoraSettings(rank=4, alpha=8))
+        first.forward_backward("once", batch())
+        assert first.optim_step("once", 0.01).step == 1
+        replay.create_session("once", LoraSettings(rank=4, alpha=8))
+        replay.forward_backward("once", batch())
+        assert replay.optim_step("once", 0.01).step == 1
+        assert first.status().sessions[0].step == 1
+        first.close_session("once")
