@@ -100,6 +100,9 @@ extern const Attention kAttention;
 namespace avx2 {
 extern const Attention kAttention;
 }
+namespace avx512_base {
+extern const Attention kAttention;
+}
 namespace avx512 {
 extern const Attention kAttention;
 }

@@ -114,6 +114,9 @@ extern const Dense kDense;
 namespace avx2 {
 extern const Dense kDense;
 }
+namespace avx512_base {
+extern const Dense kDense;
+}
 namespace avx512 {
 extern const Dense kDense;
 }

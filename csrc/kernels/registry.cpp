@@ -7,6 +7,7 @@ namespace kt {
 extern const Tiles kPortableTiles;
 #if defined(KT_HAVE_X86_KERNELS)
 extern const Tiles kAvx2Tiles;
+extern const Tiles kAvx512BaseTiles, kAvx512VnniTiles;
 extern const Tiles kAvx512Tiles;
 namespace amx::inline hardware {
 extern const Tiles kTiles;
@@ -17,9 +18,7 @@ namespace {
 
 const Tiles* const kBuiltIn[] = {
 #if defined(KT_HAVE_X86_KERNELS)
-    &amx::kTiles,
-    &kAvx512Tiles,
-    &kAvx2Tiles,
+    &amx::kTiles,    &kAvx512Tiles, &kAvx512VnniTiles, &kAvx512BaseTiles, &kAvx2Tiles,
 #endif
     &kPortableTiles,
 };

@@ -55,6 +55,7 @@ struct PackedBlocks {
   PackedShape shape;    // of the whole matrix
   const uint8_t* data;  // the first of these blocks
   int64_t blocks;
+  const uint8_t* next = nullptr;  // blocks of this shape that are read next, if known: only prefetched
 };
 
 // c[m, 16 * b + i] = sum over k of a[m, k] * W(16 * b + i, k) for m < rows, b < blocks. a has shape.padded_cols()

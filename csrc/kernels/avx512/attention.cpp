@@ -10,10 +10,6 @@
 namespace kt {
 namespace {
 
-struct TransposingVec16 : Vec16 {
-  static void transpose(__m512 (&block)[16]) { transpose_block(block); }
-};
-
 struct PairScores : WideScores<TransposingVec16, uint16_t> {
   static constexpr int kUnitCols = 2;
 

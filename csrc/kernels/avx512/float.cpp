@@ -5,21 +5,11 @@
 // bf16. Per pair of columns 24 vdpbf16ps, 12 broadcasts, 2 loads: one vdpbf16ps a cycle. Layout: kernels/layout.h.
 #include "kernels/avx2/vector.h"
 #include "kernels/avx512/kernels.h"
-#include "kernels/avx512/vector.h"
-#include "kernels/generic/float_products.h"
+#include "kernels/avx512/products/float_tile.h"
 #include "kernels/generic/fp8_bytes.h"
 
 namespace kt {
 namespace {
-
-struct FloatTile : Vec16 {
-  using Element = float;
-  using Unpacked = FloatLines<FloatTile>;
-  static constexpr int kDepth = 1, kTileRows = 12, kFewRows = 6, kDecodeRows = 6, kSums = 24, kDecodeSums = 12;
-  static constexpr int64_t kPanelBlocks = 2, kPanelColumns = 128, kAheadBytes = 4096;
-
-  static Reg dot(Reg a, Reg b, Reg sum) { return fma(a, b, sum); }
-};
 
 // Lines unchanged: 16 rows x a pair of bf16.
 template <class V>

@@ -2,7 +2,7 @@
 // plain intrinsics.
 #pragma once
 
-#include <immintrin.h>
+#include "kernels/avx512/vector.h"
 
 namespace kt {
 namespace {
@@ -40,6 +40,10 @@ inline void transpose_block(__m512 (&block)[16]) {
     block[12 + j] = blocks_of<0xdd>(low_odd, high_odd);
   }
 }
+
+struct TransposingVec16 : Vec16 {
+  static void transpose(__m512 (&block)[16]) { transpose_block(block); }
+};
 
 }  // namespace
 }  // namespace kt

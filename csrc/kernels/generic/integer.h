@@ -9,7 +9,9 @@
 //   };
 //
 // Few rows: blocks side by side, all groups in one pass. Each block is a forward stream with prefetch, because a single
-// stream does not keep enough lines in flight to reach the memory bandwidth. Many rows: kMaxBlocks blocks, one chunk of
+// stream does not keep enough lines in flight to reach the memory bandwidth. Lines are prefetched into the L2 cache,
+// which takes about twice as many at a time as the L1 cache. While a group's lines are read, lines some way ahead are
+// prefetched, and a part of the scales of the next blocks. Many rows: kMaxBlocks blocks, one chunk of
 // groups at a time. All row tiles use a chunk while it lies in the L1 cache, and each prefetches its part of the next
 // chunk into the L2 cache; float totals lie in c between chunks. In either case the order of additions is the order of
 // groups.
@@ -29,8 +31,10 @@
 namespace kt {
 namespace {
 
-// Bytes to prefetch ahead, over all forward streams: a multiple of memory latency times bandwidth.
-constexpr int64_t kStreamAhead = 8192;
+// Bytes to prefetch ahead, over all forward streams: a multiple of memory latency times bandwidth. On Zen 4 lines of
+// bytes are read fastest at a shorter distance, where the processor's own prefetcher fetches ahead of it; a line of
+// nibbles takes longer to compute with.
+constexpr int64_t stream_bytes(Encoding encoding) { return encoding == Encoding::kInt8 ? 4096 : 16384; }
 constexpr int kMostBlocks = 4;  // of any register tile
 
 // The work of a register tile: groups [first, end) of some rows times one block or more. c holds the totals of the
@@ -48,7 +52,12 @@ struct IntegerTile {
   int64_t first, end;
   int64_t ahead;                    // how many bytes ahead of a group's own lines to prefetch
   int64_t fetch_first, fetch_step;  // many rows: groups in which to do so
-  int64_t block_end, turn;          // few: bytes from a block's lines to its end; from there to the stream's next block
+  int64_t block_bytes;
+  // Few rows: bytes from a block's first line to its end, and from there to the first line of the stream's next block;
+  // that block (of the first stream), and how many bytes of its scales each group prefetches.
+  int64_t block_end, turn;
+  const uint8_t* next;
+  int64_t next_step;
 };
 
 // The columns of a group, and its lines in a block.
@@ -64,8 +73,8 @@ inline GroupSpan group_span(const PackedShape& shape, int64_t g) {
   return {col, cols, col / kColumns * kLines * kLineBytes, cols / kColumns * kLines};
 }
 
-// Few rows: how far ahead of its lines a group prefetches, into the L1 cache. A group prefetches one line for each line
-// that it reads: a burst of prefetches would queue, and the group's own loads would wait behind the burst.
+// Few rows: how far ahead of its lines a group prefetches. A group prefetches one line for each line that it reads: a
+// burst of prefetches would queue, and the group's own loads would wait behind the burst.
 inline int64_t stream_ahead(const IntegerTile& t, const GroupSpan& span) {
   return span.line_begin + t.ahead < t.block_end ? t.ahead : t.ahead + t.turn;
 }
@@ -73,7 +82,23 @@ inline int64_t stream_ahead(const IntegerTile& t, const GroupSpan& span) {
 template <int kBlocks>
 inline void prefetch_lines(const uint8_t* const* lines, int64_t offset) {
 #pragma GCC unroll 4
-  for (int b = 0; b < kBlocks; ++b) _mm_prefetch(reinterpret_cast<const char*>(lines[b]) + offset, _MM_HINT_T0);
+  for (int b = 0; b < kBlocks; ++b) _mm_prefetch(reinterpret_cast<const char*>(lines[b]) + offset, _MM_HINT_T1);
+}
+
+// Few rows: group g's part of the scales of the next blocks.
+template <int kBlocks>
+inline void prefetch_next(const IntegerTile& t, int64_t g) {
+  const auto* from = reinterpret_cast<const char*>(t.next) + g * t.next_step;
+#pragma GCC unroll 4
+  for (int b = 0; b < kBlocks; ++b) _mm_prefetch(from + b * t.block_bytes, _MM_HINT_T1);
+}
+
+// Few rows, at the beginning of a call: what no earlier group has prefetched.
+inline void prefetch_first(const PackedShape& shape, const uint8_t* block, int blocks) {
+  const int64_t all = shape.block_bytes(), first = shape.line_offset() + stream_bytes(shape.format.encoding) / blocks;
+  for (int64_t at = 0; at < first && at < all; at += kLineBytes) {
+    for (int b = 0; b < blocks; ++b) _mm_prefetch(reinterpret_cast<const char*>(block) + b * all + at, _MM_HINT_T1);
+  }
 }
 
 // Many rows: prefetches the group's part of a later chunk into the L2 cache.
@@ -146,7 +171,9 @@ inline void multiply_encoded(const IntegerProduct& p) {
   t.lda = p.a.values.ld;
   t.ld_groups = p.a.scales.ld;
   t.ldc = p.c.ld;
-  t.block_end = shape.block_bytes() - shape.line_offset();
+  t.block_bytes = shape.block_bytes();
+  t.block_end = t.block_bytes - shape.line_offset();
+  t.next_step = (shape.line_offset() + shape.activation_groups() - 1) / shape.activation_groups();
   const bool few = p.rows <= Isa::kFewRows;
   const int at_once = few ? Isa::few_blocks(static_cast<int>(p.rows)) : Isa::kMaxBlocks;
   for (int64_t block = 0; block < p.weights.blocks;) {
@@ -156,8 +183,11 @@ inline void multiply_encoded(const IntegerProduct& p) {
     if (few) {
       t.first = 0;
       t.end = shape.activation_groups();
-      t.ahead = kStreamAhead / blocks;
-      t.turn = (blocks - 1) * shape.block_bytes();
+      t.ahead = stream_bytes(kEncoding) / blocks;
+      if (block == 0) prefetch_first(shape, p.weights.data, blocks);
+      const uint8_t* end = p.weights.data + (block + blocks) * t.block_bytes;
+      t.next = blocks == left && p.weights.next ? p.weights.next : end;
+      t.turn = t.next - (end - (blocks - 1) * t.block_bytes) + shape.line_offset();
       run_tile(p, 0, block, tile_function<Isa, kEncoding, true>(p.rows, blocks), t);
     } else {
       multiply_blocks<Isa, kEncoding>(p, block, blocks, left - blocks, t);

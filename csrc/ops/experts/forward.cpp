@@ -119,7 +119,9 @@ void ForwardPass::multiply(const PairRange& run, Projection part, const Operand&
     const int64_t begin = std::max(blocks.first, piece.first),
                   end = std::min(blocks.first + blocks.size, piece.first + piece.blocks.blocks);
     if (begin >= end) continue;
-    const PackedBlocks weights{shape, piece.blocks.data + (begin - piece.first) * shape.block_bytes(), end - begin};
+    const int64_t offset = (begin - piece.first) * shape.block_bytes();
+    PackedBlocks weights{shape, piece.blocks.data + offset, end - begin};
+    if (part == kGate) weights.next = engine_.layer.piece(run.expert, kUp, node).blocks.data + offset;
     multiply_rows(engine_.tiles, input, run.size(), weights, to.from(0, (begin - blocks.first) * kBlockRows));
   }
 }

@@ -19,7 +19,7 @@ from kt_runtime.experts import available_isas
 
 CHECKS = (Path(__file__).parent / "checks.h").read_text(encoding="utf-8")
 TESTS = set(re.findall(r"^void test_(\w+)\(const kt::Tiles&", CHECKS, re.MULTILINE))
-ISAS = {"avx2": "Avx2", "avx512": "Avx512", "amx": "Amx"}
+ISAS = {"avx2": "Avx2", "avx512_base": "Avx512(Base|Vnni)", "avx512": "Avx512", "amx": "Amx"}
 # Data of the standard library that is the same in every object (the pointer to its routine for exceptions, objects
 # without members such as std::ranges::copy); there are no instructions in it.
 HARMLESS = re.compile(r"[VC] (DW\.ref\.__gxx_personality_v0|std::.*)")

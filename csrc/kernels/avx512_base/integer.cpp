@@ -1,0 +1,21 @@
+// Integer products with AVX-512 without VNNI: vpmaddubsw and vpmaddwd, with the same exact sums. Register tiles:
+// avx512/products.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own header starts undefined vectors with themselves
+#endif
+#include "kernels/avx512/products/integer_few.h"
+#include "kernels/avx512_base/kernels.h"
+
+namespace kt::avx512_base {
+
+QuantizedSize quantized_size(const PackedShape& shape) { return grouped_size(shape, 1); }
+
+void quantize(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums) {
+  quantize_row(shape, row, scales, sums, [&](int64_t unit, const int8_t* codes) {
+    std::memcpy(values + unit * kQuantizeUnit, codes, kQuantizeUnit);
+  });
+}
+
+void multiply_int8(const IntegerProduct& p) { multiply_integer<IntegerTiles<DotMadd>>(p); }
+
+}  // namespace kt::avx512_base

@@ -1,0 +1,49 @@
+// Two instruction sets that differ in their integer products alone: with VNNI (Cascade Lake, Ice Lake) and without
+// (Skylake-X). Both give the same bits.
+#include "base/cpu.h"
+#include "kernels/attention.h"
+#include "kernels/avx512_base/kernels.h"
+#include "kernels/dense.h"
+
+namespace kt {
+namespace {
+
+constexpr uint32_t kBase = kAvx2 | kFma | kF16c | kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq;
+
+constexpr Tiles tiles_of(const char* name, uint32_t required, void (*multiply_int8)(const IntegerProduct&)) {
+  return {
+      .name = name,
+      .required = required,
+      .dense = &avx512_base::kDense,
+      .attention = &avx512_base::kAttention,
+      .multiply = avx512_base::multiply,
+      .multiply_bf16 = nullptr,
+      .multiply_int8 = multiply_int8,
+      .multiply_transposed = avx512_base::multiply_transposed,
+      .multiply_transposed_bf16 = nullptr,
+      .unpack = avx512_base::unpack,
+      .product = avx512_base::product,
+      .row_product = avx512_base::row_product,
+      .pair_product = nullptr,
+      .quantized_size = avx512_base::quantized_size,
+      .quantize = avx512_base::quantize,
+      .transpose_rows = avx512_base::transpose_rows,
+      .transpose_rows_bf16 = nullptr,
+      .widen = avx512_base::widen,
+      .narrow = avx512_base::narrow,
+      .swiglu = avx512_base::swiglu,
+      .swiglu_backward = avx512_base::swiglu_backward,
+      .add_scaled = avx512_base::add_scaled,
+      .sigmoid = avx512_base::sigmoid,
+      .exponential = avx512_base::exponential,
+  };
+}
+
+}  // namespace
+
+extern const Tiles kAvx512BaseTiles;
+const Tiles kAvx512BaseTiles = tiles_of("avx512_base", kBase, avx512_base::multiply_int8);
+extern const Tiles kAvx512VnniTiles;
+const Tiles kAvx512VnniTiles = tiles_of("avx512_vnni", kBase | kAvx512vnni, avx512_base::multiply_int8_vnni);
+
+}  // namespace kt
