@@ -26,8 +26,9 @@ void product(const PlainProduct& p);
 void row_product(const RowProduct& p);
 void widen(const uint16_t* from, int64_t count, float* to);
 void narrow(const float* from, int64_t count, uint16_t* to);
-void swiglu(const float* gate, const float* up, int64_t count, float* h);
-double swiglu_backward(float* gate, float* up, const float* dh, float weight, int64_t count);
+void activate(const Activation& activation, const float* gate, const float* up, int64_t count, float* h);
+double activate_backward(const Activation& activation, float* gate, float* up, const float* dh, float weight,
+                         int64_t count);
 void add_scaled(const float* from, float factor, int64_t count, float* to);
 void sigmoid(const float* from, int64_t count, float* to);
 void exponential(const float* from, float largest, int64_t count, float* to);
