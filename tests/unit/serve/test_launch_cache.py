@@ -118,7 +118,7 @@ def test_preset_that_is_not_here_is_refused_with_the_memory_that_its_tiers_would
     given = options(tmp_path, port, private_directory)
     asked = dataclasses.replace(given, model="Qwen3-30B-A3B", max_lora_rank=16)
     for host_bytes, need in (
-        (None, r"it needs 88\.8 GiB on the CPU"),
+        (None, r"it needs 89\.6 GiB on the CPU"),
         (1 << 42, r"it needs 4\.09 TiB on the CPU"),
     ):
         with pytest.raises(NotFoundError, match=need):

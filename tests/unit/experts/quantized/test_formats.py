@@ -41,7 +41,8 @@ def load(directory: Path, shape: ExpertShape = SHAPE, **options: Any) -> ExpertS
 
 def held(store: ExpertStore) -> ReferenceExperts:
     parts = zip(*(store.layers[1].unpacked(e) for e in range(store.shape.num_experts)), strict=True)
-    return ReferenceExperts(*(torch.stack(part).float() for part in parts))
+    gate, up, down = (torch.stack(part).float() for part in parts)
+    return ReferenceExperts(gate, up, down)
 
 
 def assert_holds(store: ExpertStore, values: ReferenceExperts) -> None:

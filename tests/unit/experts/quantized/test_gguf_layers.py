@@ -62,7 +62,8 @@ def write(directory: Path, experts: ReferenceExperts, kinds: tuple[str, str]) ->
     write_tensors(directory / "m.gguf", {f"blk.0.ffn_{name}_exps.weight": found for name, found in stored.items()})
     config = {"quantization_config": {"quant_method": "gguf", "files": [str(directory / "m.gguf")]}}
     (directory / "config.json").write_text(json.dumps(config))
-    return ReferenceExperts(**{name: values_of(blocks, kind) for name, (kind, blocks) in stored.items()})
+    gate, up, down = (values_of(blocks, kind) for kind, blocks in stored.values())
+    return ReferenceExperts(gate, up, down)
 
 
 def opened(directory: Path, experts: ReferenceExperts, isa: str | None = None, **options: Any) -> ExpertLayer:

@@ -148,6 +148,7 @@ def test_experts_move_once_a_turn_before_training_runs(store: ExpertStore, monke
     order: list[str] = []
     resident = SimpleNamespace(turn=lambda: order.append("training"), has_work=lambda: False)
     monkeypatch.setattr(turns, "_resident", resident)
+    monkeypatch.setattr(turns, "_metrics", SimpleNamespace(is_due=False))
     original = HotSet.turn
 
     def turn(self: HotSet) -> None:
