@@ -270,7 +270,8 @@ def checkpoint_tensors(
             stored, exact = made.store(weight)
             tensors |= {f"{prefix}.{e}.{name}{suffix}": tensor for suffix, tensor in stored.items()}
             values[part].append(exact)
-    return tensors, ReferenceExperts(*(torch.stack(values[part]) for part in ("gate", "up", "down")))
+    gate, up, down = (torch.stack(values[part]) for part in ("gate", "up", "down"))
+    return tensors, ReferenceExperts(gate, up, down)
 
 
 def _fused_tensors(experts: ReferenceExperts, made: Scheme, prefix: str) -> tuple[dict[str, Tensor], ReferenceExperts]:

@@ -169,6 +169,6 @@ def host_work_on_device_memory() -> None:
 
 
 def test_host_work_on_device_memory_ends_the_process() -> None:
-    code = "from device import test_staging_faults; test_staging_faults.host_work_on_device_memory()"
+    code = "from device.experts import test_staging_faults; test_staging_faults.host_work_on_device_memory()"
     run = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert (run.stdout, run.returncode) == ("here\n", -signal.SIGSEGV), run.stderr

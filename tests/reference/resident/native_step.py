@@ -9,11 +9,11 @@ from unittest import mock
 
 import torch
 from reference import lora
+from reference.instruction_sets import instruction_sets
 from reference.parity import tiny_deepseek_v2
 from reference.resident.scheduler import Engine
 
 from kt_runtime.adapters import AdapterTensors
-from kt_runtime.experts import available_isas
 from kt_runtime.experts.attention import Sequences
 from kt_runtime.serve.models.presets import Preset, load_preset
 from kt_runtime.sglang_patch.cpu import moe
@@ -35,9 +35,9 @@ CASES: dict[str, tuple[Preset, dict[str, Any], str, dict[str, str]]] = {
     "float32, int8 experts": (QWEN3, {}, "float32", {"expert_format": "int8"}),
     "bfloat16, int4 experts": (QWEN3, {}, "bfloat16", {"expert_format": "int4"}),
     "bfloat16, biases, one key head": (QWEN3, OTHER_QWEN3, "bfloat16", {}),
-    **{f"bfloat16, {isa}": (QWEN3, {}, "bfloat16", {"isa": isa}) for isa in available_isas()},
+    **{f"bfloat16, {isa}": (QWEN3, {}, "bfloat16", {"isa": isa}) for isa in instruction_sets()},
     "DeepSeek-V3, float32": (DEEPSEEK_V3, {}, "float32", {}),
-    **{f"DeepSeek-V3, bfloat16, {isa}": (DEEPSEEK_V3, {}, "bfloat16", {"isa": isa}) for isa in available_isas()},
+    **{f"DeepSeek-V3, bfloat16, {isa}": (DEEPSEEK_V3, {}, "bfloat16", {"isa": isa}) for isa in instruction_sets()},
     "Kimi-K2, bfloat16, int4 experts": (DEEPSEEK_V3, KIMI_K2, "bfloat16", {"expert_format": "int4"}),
     "Kimi-K2, float32": (DEEPSEEK_V3, KIMI_K2, "float32", {}),
     "Mixtral, bfloat16": (load_preset("tiny-mixtral"), {}, "bfloat16", {}),

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from reference.decoder import attention
+from reference.instruction_sets import instruction_sets
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.experts import available_isas, dense
+from kt_runtime.experts import dense
 from kt_runtime.experts.attention import Sequences, attend, contiguous, paged
 from kt_runtime.ops.attention import attend_batch
 
@@ -72,7 +73,7 @@ def drawn_pool(shape: tuple[int, ...], dtype: torch.dtype, lengths: list[tuple[i
     return Pool(q, keys, values, slots, lengths)
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_batch_is_float64s_softmax_rounded_once(isa: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -87,7 +88,7 @@ def test_a_batch_is_float64s_softmax_rounded_once(isa: str, dtype: torch.dtype, 
     assert torch.equal(pool.attended(), wide.to(dtype))
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decoding_extending_and_training_give_the_same_bits(

@@ -8,15 +8,16 @@ import pytest
 import torch
 from reference.decoder import inverse_rms
 from reference.drawn import drawn
+from reference.instruction_sets import instruction_sets
 
 from kt_runtime.errors import InvalidValueError, UnknownNameError
-from kt_runtime.experts import available_isas, dense
+from kt_runtime.experts import dense
 
 DTYPES = (torch.float32, torch.bfloat16)
 pytestmark = pytest.mark.usefixtures("the_best_of_this_machine_afterwards")
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_linear_layer_is_float64s_rounded_once(isa: str, dtype: torch.dtype, with_bias: bool) -> None:
@@ -32,7 +33,7 @@ def test_a_linear_layer_is_float64s_rounded_once(isa: str, dtype: torch.dtype, w
     assert torch.equal(found, wide.to(dtype))
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_depends_neither_on_the_batch_nor_on_threads(isa: str, dtype: torch.dtype) -> None:
     x, weight = drawn(70, 96, seed=3, dtype=dtype), drawn(331, 96, seed=4, dtype=dtype)
@@ -66,7 +67,7 @@ def test_nan_stays_in_its_row() -> None:
 
 
 # Float32 sums of 519 products with random signs: 1.4e-4 measured with 40 seeds. bf16: the result is rounded once.
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.0), (torch.bfloat16, 2.0**-8)])
 @pytest.mark.parametrize(("rows", "outer", "inner"), [(1, 7, 5), (9, 256, 48), (250, 519, 130), (17, 0, 20)])
 def test_the_gradient_of_a_linear_layer_is_float64s(
@@ -83,7 +84,7 @@ def test_the_gradient_of_a_linear_layer_is_float64s(
     assert torch.equal(dense.linear_backward(by_out[rows // 2 :], weight), found[rows // 2 :])
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_element_of_that_gradient_depends_on_its_row_and_its_column_alone(isa: str, dtype: torch.dtype) -> None:
     """Register tiles of every size; sums of an odd number of products, of more than a panel holds."""
@@ -165,7 +166,7 @@ def test_a_norm_rounds_as_hugging_faces_and_adds_the_residual_first(dtype: torch
 def test_norms_have_the_same_bits_on_every_instruction_set() -> None:
     x, weight = drawn(33, 130, seed=12), drawn(130, seed=13)
     found = []
-    for isa in available_isas():
+    for isa in instruction_sets():
         dense.configure(isa, 1)
         found.append(dense.rms_norm(x, weight, 1e-6))
     assert all(torch.equal(one, found[0]) for one in found)
@@ -176,7 +177,7 @@ def test_the_chosen_experts_have_the_same_bits_on_every_instruction_set_and_in_a
     logits = drawn(33, 60, seed=14, dtype=dtype)
     dense.configure(None, 3)
     weights, ids = dense.choose_experts(logits, 8, True)
-    for isa in available_isas():
+    for isa in instruction_sets():
         dense.configure(isa, 1)
         parts = [dense.choose_experts(part, 8, True) for part in logits.split(2)]
         assert torch.equal(torch.cat([part[0] for part in parts]), weights)

@@ -11,10 +11,11 @@ import pytest
 import torch
 from reference import moe
 from reference.expert_problems import Problem, assert_close, build_layer, present, random_problem, tensors_of
+from reference.instruction_sets import instruction_sets
 from torch import Tensor
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.experts import LoraSlot, available_isas
+from kt_runtime.experts import LoraSlot
 
 STEP = np.uint64(0x9E3779B97F4A7C15)
 
@@ -47,7 +48,7 @@ def reference_mask(p: Problem) -> moe.Mask:
     return lambda slot, t, expert, part: mask_of(p.adapters[slot], t, expert, part, inner if part == 2 else hidden)
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [(4, 33, 17, 12, 2), (5, 160, 96, 70, 3)], ids=["small", "cut between threads"])
 def test_forward_and_backward_are_those_of_the_reference(

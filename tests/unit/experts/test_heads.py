@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from reference.drawn import drawn
+from reference.instruction_sets import instruction_sets
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.experts import available_isas, dense
+from kt_runtime.experts import dense
 
 DTYPES = (torch.float32, torch.bfloat16)
 pytestmark = pytest.mark.usefixtures("the_best_of_this_machine_afterwards")
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 3, 16, 70, 300])
 def test_a_head_has_the_bits_of_a_linear_layer(isa: str, dtype: torch.dtype, tokens: int) -> None:
@@ -30,7 +31,7 @@ def test_a_head_has_the_bits_of_a_linear_layer(isa: str, dtype: torch.dtype, tok
     assert torch.equal(dense.linear_heads(x, weight), found)
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 16, 300])
 def test_a_head_s_gradient_has_the_bits_of_a_linear_layer_s(isa: str, dtype: torch.dtype, tokens: int) -> None:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from reference import moe
 from reference.cases import choose, examples
 from reference.expert_problems import Lora, Problem, assert_close, build_layer, present, random_problem, tensors_of
+from reference.instruction_sets import instruction_sets
 from torch import Tensor
 
 from kt_runtime.errors import InvalidValueError, NumericsError
-from kt_runtime.experts import ExpertLayer, LoraSlot, available_isas
+from kt_runtime.experts import ExpertLayer, LoraSlot
 
 EDGES = st.sampled_from([1, 2, 15, 16, 17, 31, 32, 33, 47, 65])
 Change = Callable[[dict[str, Any]], None]
@@ -58,7 +59,7 @@ def forward(layer: ExpertLayer, p: Problem, rows: slice | Tensor = slice(None)) 
     return layer.forward(p.x[rows], p.ids[rows], p.weights[rows], slots=p.slots, token_slots=token_slots)
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @SETTINGS
 @given(case=cases())
 def test_forward_is_the_reference(isa: str, case: dict[str, Any]) -> None:
@@ -71,7 +72,7 @@ def test_forward_is_the_reference(isa: str, case: dict[str, Any]) -> None:
     assert_close(out, wanted, p.length, isa)
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @SETTINGS
 @given(case=cases())
 def test_backward_is_autograd_of_the_reference(isa: str, case: dict[str, Any]) -> None:
@@ -94,7 +95,7 @@ def test_backward_is_autograd_of_the_reference(isa: str, case: dict[str, Any]) -
         assert_close(g, w, 4 * p.length, isa, of_weight if w is wanted[1] else 0.0)
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_alone_gives_the_same_bits_as_in_any_batch(isa: str, dtype: torch.dtype) -> None:
     p = random_problem(6, 96, 80, 61, 3, dtype=dtype, ranks=(4, 9))
@@ -106,7 +107,7 @@ def test_a_token_alone_gives_the_same_bits_as_in_any_batch(isa: str, dtype: torc
     assert torch.equal(forward(layer, p, order), whole[order])
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 def test_a_tokens_bits_do_not_depend_on_other_tokens_adapters(isa: str) -> None:
     p = random_problem(4, 64, 48, 20, 2, ranks=(4, 16))
     layer = build_layer(p.experts, isa)
@@ -118,7 +119,7 @@ def test_a_tokens_bits_do_not_depend_on_other_tokens_adapters(isa: str) -> None:
     assert torch.equal(layer.forward(p.x, p.ids, p.weights)[token_slots == -1], mixed[token_slots == -1])
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 def test_results_do_not_depend_on_the_number_of_threads(isa: str) -> None:
     p = random_problem(5, 160, 96, 150, 3, dtype=torch.bfloat16, ranks=(8,))
     outputs, gradients = [], []
@@ -132,7 +133,7 @@ def test_results_do_not_depend_on_the_number_of_threads(isa: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(grads, gradients[0], strict=True))
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 def test_bfloat16_and_float32_input_agree_on_the_same_numbers(isa: str) -> None:
     p = random_problem(3, 70, 40, 9, 2, dtype=torch.bfloat16)
     layer = build_layer(p.experts, isa)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from reference.drawn import drawn
+from reference.instruction_sets import instruction_sets
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.experts import available_isas, dense
+from kt_runtime.experts import dense
 
 DTYPES = (torch.float32, torch.bfloat16)
 pytestmark = pytest.mark.usefixtures("the_best_of_this_machine_afterwards")
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "cols", "inner"), [(1, 24, 200), (7, 1030, 6), (150, 48, 200), (300, 600, 16)])
 def test_a_product_is_added_to_the_base_and_rounded_once(
@@ -34,7 +35,7 @@ def test_a_product_is_added_to_the_base_and_rounded_once(
     assert torch.equal(place, expected) and whole[:, :5].isnan().all() and whole[:, cols + 5 :].isnan().all()
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "rank", "cols"), [(1, 4, 7), (63, 1, 129), (300, 8, 260), (700, 33, 128), (0, 3, 5)])
 def test_an_inner_product_is_float64s_whatever_the_threads(

@@ -10,11 +10,12 @@ import pytest
 import torch
 from reference import moe
 from reference.expert_problems import Problem, assert_close, build_layer, present, random_problem
+from reference.instruction_sets import instruction_sets
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kt_runtime.errors import InvalidValueError, UnknownNameError
-from kt_runtime.experts import ExpertShape, ExpertStore, LoraSlot, available_isas, routed_experts
+from kt_runtime.experts import ExpertShape, ExpertStore, LoraSlot, routed_experts
 from kt_runtime.experts.gpu.paths import DevicePaths
 from kt_runtime.families.stack import ACTIVATIONS, ExpertMlp, activation_of
 
@@ -45,7 +46,7 @@ def there(slot: LoraSlot | None) -> list[Tensor]:
     return [t for t in present(slot).tensors() if t is not None]
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("name", MLPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward_and_backward_are_those_of_the_reference(isa: str, name: str, dtype: torch.dtype) -> None:

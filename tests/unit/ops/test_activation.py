@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference.instruction_sets import instruction_sets
 from torch.nn import functional
 
-from kt_runtime.experts import available_isas, dense
+from kt_runtime.experts import dense
 from kt_runtime.ops.activation import silu_and_multiply
 
 # Relative, beside atol for roots. Measured: float32 2e-7; bf16 3.9e-3, a rounding of the result.
@@ -38,7 +39,7 @@ def test_a_row_depends_neither_on_the_batch_nor_on_threads_nor_on_the_instructio
     gate, up = both.chunk(2, dim=-1)
     whole = silu_and_multiply(gate, up)
     try:
-        for isa in available_isas():
+        for isa in instruction_sets():
             for threads in (1, 3):
                 dense.configure(isa, threads)
                 assert torch.equal(silu_and_multiply(gate, up), whole)
@@ -55,7 +56,7 @@ def test_a_row_s_gradients_depend_neither_on_the_batch_nor_on_threads(dtype: tor
     gate, up = drawn(700, 2 * 133, seed=3, dtype=dtype).chunk(2, dim=-1)
     by_out = drawn(700, 133, seed=6, dtype=dtype)
     try:
-        for isa in available_isas():
+        for isa in instruction_sets():
             dense.configure(isa, 3)
             whole = torch.cat(dense.silu_and_multiply_backward(by_out, gate, up), dim=-1)
             for rows in (1, 64):

@@ -6,9 +6,10 @@ import pytest
 import torch
 from reference.decoder import attention as attention_of
 from reference.drawn import drawn
+from reference.instruction_sets import instruction_sets
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.experts import attention, available_isas, dense
+from kt_runtime.experts import attention, dense
 from kt_runtime.experts.attention import attend, paged
 from kt_runtime.ops.attention import attend_batch, attend_batch_backward
 
@@ -112,7 +113,7 @@ def test_gradients_are_those_of_the_definition(
             torch.testing.assert_close(by_x[index].double(), wanted, atol=5e-5, rtol=tolerance)
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("shape", [(8, 8, 16, 16), (12, 3, 32, 32), (20, 1, 40, 24)])
 def test_gradients_depend_neither_on_threads_nor_on_other_sequences(shape: tuple[int, ...], isa: str) -> None:
     q, k, v = (torch.stack(part) for part in zip(*(tensors(shape, 70, 80, seed) for seed in range(3)), strict=True))

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from reference.drawn import drawn
+from reference.instruction_sets import instruction_sets
 from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.experts import available_isas, dense
+from kt_runtime.experts import dense
 from kt_runtime.experts.dense import GroupedRouting
 from kt_runtime.ops.grouped_router import grouped_top_k
 from kt_runtime.resident.twin.routed import GroupedRouter, grouped_router
@@ -80,7 +81,7 @@ def test_a_token_s_choice_depends_neither_on_the_batch_nor_on_threads_nor_on_the
     logits, bias = 3 * drawn(1100, EXPERTS, seed=4), drawn(EXPERTS, seed=5) if routing.is_sigmoid else None
     weights, ids = grouped_top_k(logits, bias, routing)
     try:
-        for isa in available_isas():
+        for isa in instruction_sets():
             for threads in (1, 3):
                 dense.configure(isa, threads)
                 again = grouped_top_k(logits, bias, routing)
@@ -106,7 +107,7 @@ def test_experts_that_are_given_as_the_router_chooses_them_have_its_bits(routing
     logits, bias = 3 * drawn(70, EXPERTS, seed=4), drawn(EXPERTS, seed=5) if routing.is_sigmoid else None
     weights, ids = grouped_top_k(logits, bias, routing)
     try:
-        for isa in available_isas():
+        for isa in instruction_sets():
             dense.configure(isa, 2)
             again, same = grouped_top_k(logits, bias, routing, ids)
             assert torch.equal(again, weights) and torch.equal(same, ids)

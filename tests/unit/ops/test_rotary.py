@@ -6,17 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from reference.instruction_sets import instruction_sets
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.experts import available_isas, dense
+from kt_runtime.experts import dense
 from kt_runtime.ops.rotary import Rotary
 
 SEQUENCES, TOKENS, HEADS, ROTATED, SIZE = 2, 33, 5, 24, 40
 
 
-@pytest.fixture(params=available_isas())
+@pytest.fixture(params=instruction_sets())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     dense.configure(request.param, 3)
     yield request.param

@@ -18,12 +18,13 @@ import pytest
 import torch
 from reference import moe
 from reference.expert_problems import Problem, random_problem, tensors_of
+from reference.instruction_sets import instruction_sets
 from reference.moe import ReferenceExperts
 from torch import Tensor
 
 from kt_runtime.bench.experts.gguf_blocks import to_blocks, write_tensors
 from kt_runtime.errors import CheckpointError, InvalidValueError
-from kt_runtime.experts import ExpertLayer, ExpertShape, ExpertStore, available_isas
+from kt_runtime.experts import ExpertLayer, ExpertShape, ExpertStore
 from kt_runtime.gguf_file import BLOCKS
 
 FLOAT32 = 2e-6
@@ -100,7 +101,7 @@ def reference_of(values: ReferenceExperts, dtype: torch.dtype, tokens: int) -> t
     return p, wanted.detach(), list(grads)
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("name", KINDS)
 def test_forward_and_backward_are_the_reference_on_the_files_weights(
     name: str, isa: str, layer_of: Callable[[str], tuple[Path, ReferenceExperts]]
@@ -129,7 +130,7 @@ def test_the_packed_weights_are_the_files_to_the_bit(name: str, tmp_path: Path) 
         assert all(map(torch.equal, layer.unpacked(expert), wanted))
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in ("BF16", "Q8_0", "Q4_0")])
 def test_a_tokens_bits_do_not_depend_on_batch_threads_or_memory_nodes(name: str, isa: str, tmp_path: Path) -> None:
     p = random_problem(2, 256, 256, 50, 2, dtype=torch.bfloat16)

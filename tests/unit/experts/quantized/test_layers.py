@@ -18,12 +18,13 @@ from reference import moe
 from reference.cases import examples
 from reference.drawn import drawn
 from reference.expert_problems import random_problem, tensors_of
+from reference.instruction_sets import instruction_sets
 from reference.moe import ReferenceExperts
 from reference.quantized import SCHEMES, write_checkpoint
 from torch import Tensor
 
 from kt_runtime.errors import InvalidValueError, NumericsError
-from kt_runtime.experts import ExpertLayer, ExpertShape, ExpertStore, LoraSlot, available_isas, routed_experts
+from kt_runtime.experts import ExpertLayer, ExpertShape, ExpertStore, LoraSlot, routed_experts
 
 INTEGER_ACTIVATIONS = 0.02  # of the layer's output, for large layers; a few rows of a small one vary about it
 SMALL_LAYER = 2.5
@@ -106,7 +107,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @SETTINGS
 @given(case=cases())
 def test_forward_and_backward_are_the_reference_on_the_checkpoints_weights(
@@ -137,7 +138,7 @@ def test_forward_and_backward_are_the_reference_on_the_checkpoints_weights(
         assert (got.double() - grad).norm() <= 3 * limit * max(scale, grad.norm().item())
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("scheme", DISTINCT)
 def test_a_tokens_bits_do_not_depend_on_batch_threads_or_memory_nodes(
     isa: str, scheme: str, open_layer: OpenLayer
@@ -154,7 +155,7 @@ def test_a_tokens_bits_do_not_depend_on_batch_threads_or_memory_nodes(
         assert other.unpacked(1)[2].equal(layer.unpacked(1)[2])
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("scheme", DISTINCT)
 def test_few_tokens_of_many_experts_have_the_same_bits_on_any_threads_and_nodes(
     isa: str, scheme: str, open_layer: OpenLayer
@@ -176,7 +177,7 @@ def test_integer_products_are_the_same_on_every_vector_instruction_set(scheme: s
     activations more digits where the weights have one scale a row.
     """
     p = random_problem(3, 256, 128, 20, 2, dtype=torch.bfloat16)
-    outputs = {isa: open_layer(p.experts, scheme, isa)[0].forward(p.x, p.ids, p.weights) for isa in available_isas()}
+    outputs = {isa: open_layer(p.experts, scheme, isa)[0].forward(p.x, p.ids, p.weights) for isa in instruction_sets()}
     reference = outputs.pop("portable")
     if scheme == "int8":
         outputs.pop("amx", None)
@@ -186,7 +187,7 @@ def test_integer_products_are_the_same_on_every_vector_instruction_set(scheme: s
     assert len({tuple(out.flatten().tolist()) for out in outputs.values()}) <= 1
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", instruction_sets())
 def test_int8_activations_cost_what_the_documents_say(isa: str, open_layer: OpenLayer) -> None:
     p = random_problem(2, 1024, 512, 16, 2, dtype=torch.bfloat16)
     layer, values = open_layer(p.experts, "int8", isa)

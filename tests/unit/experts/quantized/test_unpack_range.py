@@ -9,11 +9,12 @@ import pytest
 import torch
 from reference import moe
 from reference.expert_problems import build_layer
+from reference.instruction_sets import instruction_sets
 from reference.quantized import SCHEMES, write_checkpoint
 from torch import Tensor
 
 from kt_runtime.errors import ConflictError, InvalidValueError
-from kt_runtime.experts import ExpertLayer, ExpertShape, ExpertStore, available_isas
+from kt_runtime.experts import ExpertLayer, ExpertShape, ExpertStore
 
 HIDDEN, INNER, EXPERTS = 256, 128, 3
 
@@ -33,7 +34,7 @@ def wanted(layer: ExpertLayer, first: int, count: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
 def test_values_are_those_of_unpacked(scheme: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {"m": moe.random_experts(EXPERTS, HIDDEN, INNER)}, scheme)
-    for isa in available_isas():
+    for isa in instruction_sets():
         for nodes in (1, 2):
             shape = ExpertShape(EXPERTS, HIDDEN, INNER)
             store = ExpertStore.load(tmp_path, {0: "m"}, shape, isa=isa, num_threads=2, num_nodes=nodes)
