@@ -55,3 +55,13 @@ def check(answer: dict[str, Any], expected: Expected, tolerance: float) -> float
     largest = max(abs(a - b) for a, b in zip(found, expected.logprobs[-len(found) :], strict=True))
     assert largest <= tolerance
     return largest
+
+
+def largest_difference(api: Any, directory: Path, new_tokens: int, tolerance: float) -> float:
+    """Of a logprob, in prompts of up to 150 tokens and their answers, between server and model in `directory`."""
+    model = load_hugging_face(directory)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 700, (length,), generator=generator).tolist() for length in (1, 7, 33, 150)]
+    expected = [hugging_face(model, prompt, new_tokens) for prompt in prompts]
+    answers = generate(api, prompts, new_tokens, logprob_start_len=0)
+    return max(check(answer, case, tolerance) for answer, case in zip(answers, expected, strict=True))
