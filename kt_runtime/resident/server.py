@@ -218,8 +218,9 @@ class Resident:
     def turn(self) -> None:
         """Every rank: runs the slices that the last `apply` planned."""
         (plan, is_serving), self._plan = self._plan, (Plan(), False)
+        # The plan was made before this turn's requests arrived. With targets, their prefill has priority over training.
         if plan.num_slices and not (self.budget.settings.has_target and self._host.load().waiting):
-            with _training_mode():  # with targets, a request that has just arrived goes first
+            with _training_mode():
                 before = self.scheduler.share_of_time.total_seconds
                 self.scheduler.run(plan, is_serving)
                 self.budget.ran(self.scheduler.share_of_time.total_seconds - before)

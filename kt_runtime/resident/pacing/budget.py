@@ -8,7 +8,7 @@ took: a slice that was longer than expected, or a prompt between two steps, is p
 A turn gets at most `MOST_STEPS` targets: a request would see the rest in one long pause. A slice that can't be cut and
 needs longer runs when all requests have that much slack.
 
-**Prefill goes first.** While a request waits for its first token, there is no training.
+**Prefill has priority over training.** While a request waits for its first token, there is no training.
 
 **Idle.** Without requests, training has all of the time, in turns that are short beside the target for the first token
 (TTFT): a request that arrives waits for the rest of a turn.

@@ -81,10 +81,6 @@ class PackedMatrix:
     def num_bytes(self) -> int:
         return self._blocks * self._block_bytes
 
-    @property
-    def padded_weights(self) -> int:
-        return self._blocks * BLOCK_ROWS * self._padded_cols
-
     def dequantize(self, held: Tensor, chosen: Tensor, out: Tensor) -> None:
         """out[i] = the matrix `held[chosen[i]]`.
 
