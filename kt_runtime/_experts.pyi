@@ -82,6 +82,8 @@ def attend(
     slots: Any,
     scaling: float,
     logit_cap: float,
+    sinks: Any,
+    window: int,
     /,
 ) -> None:
     """Attention over a KV pool (csrc/ops/attention.h). sequences: int64 [B, 4], as experts.attention.Sequences.rows."""
@@ -97,6 +99,7 @@ def attend_backward(
     log_sums: Any,
     sequences: Any,
     scaling: float,
+    window: int,
     by_q: Any,
     by_keys: Any,
     by_values: Any,

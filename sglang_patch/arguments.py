@@ -26,6 +26,10 @@ is written in the forward stream's order. Four things on the host do not:
   earlier batch is outstanding: a request would be put back to the queue with a token in flight.
 - `faults/finite_rows.py` reads each step's logits on the host before sampling, which waits for the device.
 
+Sliding windows (`ONE_POOL`): SGLang would give their layers a KV pool of their own, with a radix tree that frees what
+has left the window. The cache's tiers, its pages and their versions know one pool for all layers (SGLang refuses the
+tiers for two), so the layers share it, and a window is a mask.
+
 Reasons for the cache's options: the host pool's "page first" layout keeps a page contiguous, as the disk tier needs it.
 `cache/host_copies.py` implements `direct` copies without CUDA; `kernel` copies are SGLang's for a GPU. Every page is
 written through as soon as it is computed. A request waits for the disk, because recomputing takes longer. If the disk
@@ -54,6 +58,7 @@ GRAPH_OPTIONS = "--cuda-graph-"
 GRAPH_PREFILL_TOKENS = 512
 NO_GRAPHS = ("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled")
 NOT_QUANTIZED = ("--quantization", "unquant")
+ONE_POOL = "--disable-hybrid-swa-memory"
 CACHE_TIERS = (
     *("--enable-hierarchical-cache", "--hicache-write-policy", "write_through"),
     *("--hicache-storage-prefetch-policy", "timeout"),
@@ -181,8 +186,10 @@ def server_arguments(options: Options, model: Model, *, on_cpu: bool | None = No
 def config_options(config: Mapping[str, Any]) -> list[str]:
     """Where SGLang must see another config.json than the checkpoint's: unquantized, and with the keys that it reads
     and transformers 5 does not write."""
-    changed = family_for(config).missing_keys(config)
-    options: list[str] = []
+    family = family_for(config)
+    changed = family.missing_keys(config)
+    has_windows = any(family.window(config, layer) for layer in range(int(config["num_hidden_layers"])))
+    options = [ONE_POOL] if has_windows else []
     if quantization_of(config) is not None:
         options += NOT_QUANTIZED
         changed |= dict.fromkeys(CONFIG_KEYS)

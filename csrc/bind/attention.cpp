@@ -59,9 +59,15 @@ AttentionCall call_of(py::handle q, py::handle keys, py::handle values) {
   return call;
 }
 
+// Keys that a query sees at most; 0: all.
+int64_t checked_window(int64_t window) {
+  if (window < 0) throw BindError{"invalid_value", "window is " + std::to_string(window) + "; allowed: 0 or more"};
+  return window;
+}
+
 void attend_batch(const std::string& isa, int num_threads, py::handle q, py::handle keys, py::handle values,
                   py::handle out, py::handle log_sums, py::handle sequences, py::handle slots, float scaling,
-                  float logit_cap) {
+                  float logit_cap, py::handle sinks, int64_t window) {
   const Tiles* tiles = nullptr;
   check(find_tiles(isa, &tiles));
   AttentionCall call = call_of(q, keys, values);
@@ -81,6 +87,9 @@ void attend_batch(const std::string& isa, int num_threads, py::handle q, py::han
   call.num_sequences = static_cast<int64_t>(batch.size());
   call.scaling = scaling;
   call.logit_cap = logit_cap;
+  call.window = checked_window(window);
+  if (!sinks.is_none())
+    call.sinks = view_of(sinks, {.name = "sinks", .dtypes = {DType::kF32}, .shape = {heads}, .contiguous = true});
   const py::gil_scoped_release release;
   check(check_sequences(call.sequences, call.num_sequences, tokens, key_rows));
   attend({*tiles->attention, num_threads}, call);
@@ -110,7 +119,7 @@ void check_covers(const std::vector<KvSequence>& sequences, int64_t tokens, int6
 
 void attend_batch_backward(const std::string& isa, int num_threads, py::handle by_out, py::handle q, py::handle keys,
                            py::handle values, py::handle out, py::handle log_sums, py::handle sequences, float scaling,
-                           py::handle by_q, py::handle by_keys, py::handle by_values) {
+                           int64_t window, py::handle by_q, py::handle by_keys, py::handle by_values) {
   const Tiles* tiles = nullptr;
   check(find_tiles(isa, &tiles));
   AttentionGradients g{};
@@ -122,6 +131,7 @@ void attend_batch_backward(const std::string& isa, int num_threads, py::handle b
   call.log_sums =
       view_of(log_sums, {.name = "log_sums", .dtypes = {DType::kF32}, .shape = {tokens, heads}, .contiguous = true});
   call.scaling = scaling;
+  call.window = checked_window(window);
   g.by_out = view_of(by_out, {.name = "by_out", .dtypes = kFloats, .shape = result});
   g.by_q =
       view_of(by_q, {.name = "by_q", .dtypes = {call.q.dtype}, .shape = {tokens, heads, key_size}, .written = true});

@@ -115,6 +115,10 @@ class LayerReader {
     attention.key_norm = norm(tensor, "key_norm", size, keys);
     attention.qkv = linear(tensor, "qkv", hidden, {queries, queries + keys, queries + 2 * keys});
     attention.out = linear(tensor, "out", queries, {hidden});
+    if (tensor.has("sinks")) attention.sinks = tensor.read("sinks", {heads}, DType::kF32);
+    attention.window = tensor.value("window").cast<int64_t>();
+    if (attention.window < 0)
+      fail(tensor.prefix() + "window is " + std::to_string(attention.window) + "; allowed: 0 or more");
     return attention;
   }
 
@@ -168,6 +172,8 @@ class LayerReader {
     }
     if (stack_.groups) check_groups(tensor.prefix(), *stack_.groups, shape.num_experts);
     routed.gate = tensor.read("gate", {shape.num_experts, hidden}, gate_types(stack_));
+    routed.gate_bias = tensor.optional("gate_bias", {shape.num_experts});
+    if (routed.gate_bias.present() && stack_.groups) fail(tensor.prefix() + "gate_bias: experts are chosen in groups");
     if (tensor.has("bias")) routed.bias = tensor.read("bias", {shape.num_experts}, DType::kF32);
     std::tie(routed.gate_up_a, routed.gate_up_b) =
         pair("gate_up", {shape.num_experts, 2 * rank, hidden}, {shape.num_experts, 2 * shape.intermediate, rank});

@@ -3,9 +3,12 @@
 //   score(key) = scaling * <q, k[key]>, or cap * tanh(score / cap) where cap > 0
 //   out        = sum over the visible keys of softmax(score)[key] * v[key]
 //
-// Query t of a sequence sees the keys 0 to prefix + t. N query heads share K key heads, G = N / K to each. Absorbed MLA
-// is K = 1 with values that are the first columns of the keys' rows. All arithmetic is float32; a result is rounded
-// once.
+// Query t of a sequence sees the keys 0 to prefix + t, with a sliding window only the last `window` of these. N query
+// heads share K key heads, G = N / K to each. Absorbed MLA is K = 1 with values that are the first columns of the keys'
+// rows. All arithmetic is float32; a result is rounded once.
+//
+// A head may have a sink (gpt-oss): a score without a key or a value, which takes part in the softmax alone. It is
+// added to the sums of all chunks, last.
 //
 // A query's result depends on its q, its keys and values in order, scaling, cap, dtypes and the instruction set only.
 // The order of every sum:
@@ -64,6 +67,8 @@ struct AttentionTensors {
   int64_t heads, key_heads;
   int64_t key_size, value_size;
   float scaling, logit_cap;
+  const float* sinks = nullptr;  // [heads] or null: a score of each head that has no value
+  int64_t window = 0;            // keys that a query sees at most, its own included; 0: all
 
   int64_t group() const { return heads / key_heads; }
 };
@@ -78,6 +83,11 @@ struct AttentionBlock {
   int64_t rows() const { return queries * heads; }
   int64_t keys() const { return sequence.prefix + first_query + queries; }  // visible to the last query
   int64_t chunks() const { return (keys() + kChunkKeys - 1) / kChunkKeys; }
+  // The first chunk that a query sees keys of.
+  int64_t first_chunk(int64_t window) const {
+    const int64_t first = sequence.prefix + first_query + 1 - window;
+    return window == 0 || first < 0 ? 0 : first / kChunkKeys;
+  }
 };
 
 // What an instruction set provides.
@@ -87,7 +97,7 @@ struct Attention {
   // The results of a block, written to `out` and `log_sums`.
   void (*attend)(const AttentionTensors&, const AttentionBlock&, void* workspace);
   // The same in two steps: the chunks [first, first + count), each to `parts` + chunk * part_floats(); then the results
-  // from all chunks' parts, which are overwritten.
+  // from all chunks' parts, which are overwritten. Chunks before the block's first one have no parts.
   int64_t (*part_floats)(const AttentionTensors&, int64_t rows);
   void (*attend_part)(const AttentionTensors&, const AttentionBlock&, int64_t first, int64_t count, float* parts,
                       void* workspace);

@@ -67,6 +67,8 @@ AttentionTensors attention_tensors(StepWork& work, const GroupedQuery& layer) {
   call.values = layer.values;
   call.out = heads_of(attended_by(work, layer), 0, heads, size, size);
   call.scaling = work.stack.scaling;
+  call.sinks = layer.sinks;
+  call.window = layer.window;
   return tensors_of(call);
 }
 

@@ -64,7 +64,7 @@ void choose(StepWork& work, const RoutedExperts& experts, const TensorView& x) {
   const TensorView weights = work.rows.matrix(RowsOf::kWeights, DType::kF32, stack.top_k);
   const DType dtype = stack.groups ? DType::kF32 : stack.dtype();
   const TensorView logits = work.rows.matrix(RowsOf::kLogits, dtype, experts.gate.shape[0]);
-  linear(work.engine, stack.groups ? widened(work, x) : x, experts.gate, {}, logits);
+  linear(work.engine, stack.groups ? widened(work, x) : x, experts.gate, experts.gate_bias, logits);
   if (stack.groups) {
     choose_from_groups(work.engine, *stack.groups, logits, experts.bias, weights, ids);
   } else {

@@ -14,6 +14,7 @@ namespace {
 
 // Beyond it a weight would overflow float32 in the arithmetic.
 constexpr float kScaleLimit = 1e30f;
+constexpr int kMostExponent = 226;  // 2^(226 - 127) is below it
 
 int64_t element_bytes(const TensorPart& part) {
   const std::string& dtype = part.tensor.entry->dtype;
@@ -58,7 +59,7 @@ Status MatrixReader::read_part(const TensorPart& part, int64_t first, int64_t co
 Status MatrixReader::prepare() {
   if (source_.shape.present()) KT_RETURN_IF_ERROR(check_shape());
   if (source_.group_index.present()) KT_RETURN_IF_ERROR(check_group_index());
-  if (source_.scales.present()) KT_RETURN_IF_ERROR(read_scales());
+  if (source_.scales.present() && scheme_.storage != Storage::kMxfp4) KT_RETURN_IF_ERROR(read_scales());
   if (source_.zeros.present()) KT_RETURN_IF_ERROR(read_zeros());
   if (scheme_.layout.transposed) return read_transposed();
   if (scheme_.storage != Storage::kGptq && scheme_.storage != Storage::kAwq) return {};
@@ -170,7 +171,8 @@ Status MatrixReader::read(int64_t first, int64_t count, PlainMatrix* strip) {
   *strip = {.shape = {count, shape_.cols, shape_.format},
             .codes = transposed ? static_cast<uint16_t*>(stored_.data()) + first * shape_.cols : codes_.data(),
             .scales = scales_.empty() ? nullptr : scales_.data() + at,
-            .zeros = scheme_.zero_points ? zeros_.data() + at : nullptr};
+            .zeros = scheme_.zero_points ? zeros_.data() + at : nullptr,
+            .scale_bytes = exponents_.empty() ? nullptr : exponents_.data()};
   return {};
 }
 
@@ -206,6 +208,30 @@ Status MatrixReader::read_fp8(int64_t first, int64_t count) {
   return {};
 }
 
+// A level is twice an e2m1 value (kernels/format.h), so the exponents are one less than the stored ones.
+Status MatrixReader::read_mxfp4(int64_t first, int64_t count) {
+  const int64_t groups = shape_.groups(), bytes = shape_.cols / 2, step = source_.row_step;
+  const int64_t span = rows_between(count, step);
+  auto* raw = raw_.reserve<uint8_t>(span * bytes);
+  KT_RETURN_IF_ERROR(read_part(source_.codes, first * step * bytes, span * bytes, raw));
+  std::vector<uint8_t> stored(static_cast<size_t>(span * groups));
+  KT_RETURN_IF_ERROR(read_part(source_.scales, first * step * groups, span * groups, stored.data()));
+  auto* codes = codes_.reserve<uint8_t>(count * shape_.cols);
+  exponents_.resize(static_cast<size_t>(count * groups));
+  for (int64_t row = 0; row < count; ++row) {
+    unpack_nibbles(raw + row * step * bytes, shape_.cols, codes + row * shape_.cols);
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t at = row * step * groups + g;
+      const int exponent = stored[static_cast<size_t>(at)];
+      if (exponent > kMostExponent)
+        return bad_element(source_.scales, "exponent " + std::to_string(exponent) + " (allowed: 0 to 226, below 1e30)",
+                           first * step * groups + at);
+      exponents_[static_cast<size_t>(row * groups + g)] = static_cast<uint8_t>(exponent > 0 ? exponent - 1 : 0);
+    }
+  }
+  return {};
+}
+
 // The whole matrix, some columns at a time. A column is part of a stored row.
 Status MatrixReader::read_transposed() {
   constexpr int64_t kColumns = 64;
@@ -227,6 +253,7 @@ Status MatrixReader::read_codes(int64_t first, int64_t count) {
   const int64_t cols = shape_.cols, elements = count * cols;
   if (scheme_.storage == Storage::kDense) return read_dense(first, count);
   if (scheme_.storage == Storage::kFp8Blocks || scheme_.storage == Storage::kFp8Rows) return read_fp8(first, count);
+  if (scheme_.storage == Storage::kMxfp4) return read_mxfp4(first, count);
   auto* codes = codes_.reserve<uint8_t>(elements);
   const WordColumns all{.words = static_cast<const uint32_t*>(raw_.data()), .rows = shape_.rows, .cols = cols};
   if (scheme_.storage == Storage::kGptq) {

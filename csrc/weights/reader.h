@@ -33,14 +33,16 @@ class MatrixReader {
   Status read_plain(int64_t first, int64_t count, uint16_t* values);
   Status read_dense(int64_t first, int64_t count);
   Status read_fp8(int64_t first, int64_t count);
+  Status read_mxfp4(int64_t first, int64_t count);
   Status read_transposed();
 
   const Scheme& scheme_;
   const MatrixSource& source_;
   const PackedShape shape_;
-  const int64_t stored_groups_;  // in a row of the checkpoint
-  std::vector<float> scales_;    // [rows, shape_.groups()]
-  std::vector<uint8_t> zeros_;   // the same; empty without zero points
+  const int64_t stored_groups_;     // in a row of the checkpoint
+  std::vector<float> scales_;       // [rows, shape_.groups()]
+  std::vector<uint8_t> zeros_;      // the same; empty without zero points
+  std::vector<uint8_t> exponents_;  // mxfp4: of the present strip, [count, shape_.groups()]
   AlignedBuffer raw_, codes_;
   AlignedBuffer stored_;  // rows of which others lie between; or the whole matrix, where the tensor is transposed
 };

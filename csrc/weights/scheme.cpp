@@ -9,7 +9,7 @@ namespace {
 constexpr const char* kSupported =
     "; supported: bfloat16, float16, float32, fp8 (e4m3, blocks of 128 x 128), compressed-tensors (pack-quantized, "
     "int-quantized, "
-    "float-quantized), gptq, awq";
+    "float-quantized), gptq, awq, mxfp4";
 
 std::string text_of(const Setting* value) {
   if (value == nullptr) return "missing";
@@ -69,6 +69,7 @@ class SchemeFinder {
     }
     base_ = has_gate_ ? fused : prefix_ + ".up_proj";
     if (has(base_)) return find_fused(scheme);
+    if (has(base_ + "_blocks")) return find_mxfp4(scheme);
     const std::string whole = base_;
     base_ = has_gate_ ? gate : prefix_ + ".0.up_proj";
     if (has(base_ + ".weight_packed")) {
@@ -115,6 +116,18 @@ class SchemeFinder {
     if (dtype(base_) == "F8_E4M3") return find_fp8_blocks("_scale_inv", scheme);
     if (!is_plain(dtype(base_))) return dtype_error(base_, "BF16, F16, F32 or F8_E4M3");
     return dense("_scale_inv", scheme);
+  }
+
+  // Rows of codes are whole, also where the family's dense tensors are transposed.
+  Status find_mxfp4(Scheme* scheme) const {
+    if (config_ == nullptr || method_ != "mxfp4") return method_error("'mxfp4'");
+    *scheme = {.storage = Storage::kMxfp4,
+               .fused = true,
+               .layout = {.interleaved = layout_.interleaved, .transposed = false},
+               .bits = 4,
+               .group = kMxfp4Group,
+               .scale_suffix = "_scales"};
+    return {};
   }
 
   Status find_plain(Scheme* scheme) {
@@ -290,6 +303,8 @@ Format Scheme::format() const {
       return {.encoding = Encoding::kFp8, .group = kFp8Block};
     case Storage::kFp8Rows:
       return {.encoding = Encoding::kFp8};
+    case Storage::kMxfp4:
+      return {.encoding = Encoding::kFp4, .group = kMxfp4Group, .scales = Scales::kExponent};
     default:
       return {.encoding = bits == 4 ? Encoding::kInt4 : Encoding::kInt8,
               .group = group == 0 && zero_points ? 128 : group,

@@ -13,6 +13,10 @@
 //                                                                        compressed-tensors "pack-quantized", Kimi-K2
 //   gptq          .qweight I32 [words of cols, rows], .qzeros I32 [groups, words of rows], .scales [groups, rows],
 //                 .g_idx I32 [cols]; zeros are stored less one (modulo 2^bits), unless checkpoint_format is gptq_v2
+//   mxfp4         fused only: prefix.gate_up_proj_blocks U8 [E, 2I, H / 32, 16], .gate_up_proj_scales U8 [E, 2I, H /
+//   32]
+//                 and those of down_proj: e2m1 codes, low nibble first, and the exponents of their powers of two, with
+//                 127 added                                               gpt-oss
 //   awq           .qweight I32 [cols, rows / 8], .qzeros I32 [groups, rows / 8], .scales [groups, rows]; nibble i of a
 //                 word holds row 0, 2, 4, 6, 1, 3, 5, 7 of its eight ("gemm" version)
 //
@@ -30,14 +34,14 @@
 
 namespace kt {
 
-enum class Storage { kDense, kFp8Blocks, kFp8Rows, kInt8, kPacked, kGptq, kAwq };
+enum class Storage { kDense, kFp8Blocks, kFp8Rows, kInt8, kPacked, kGptq, kAwq, kMxfp4 };
 
-inline constexpr int64_t kFp8Block = 128;
+inline constexpr int64_t kFp8Block = 128, kMxfp4Group = 32;
 
 // Of fused tensors. A family's table has it: shapes alone do not tell where hidden and intermediate sizes are equal.
 struct FusedLayout {
   bool interleaved = false;  // gate's row i is row 2 i of gate_up_proj, up's row 2 i + 1; else gate's rows come first
-  bool transposed = false;   // gate_up_proj [E, H, 2I], down_proj [E, I, H]; dense only
+  bool transposed = false;   // gate_up_proj [E, H, 2I], down_proj [E, I, H]; of dense tensors, others never are
 };
 
 // The experts of a layer, as their family's table describes them.

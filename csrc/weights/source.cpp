@@ -109,16 +109,15 @@ class Locator {
   }
 
   Status locate_fused(MatrixSource* source) const {
-    const bool both = part_ != kDown && mlp_.has_gate(), interleaved = both && scheme_.layout.interleaved;
+    const bool both = is_half();
     const int64_t all_rows = both ? 2 * rows_ : rows_;
     const std::string name = prefix_ + (part_ == kDown ? ".down_proj" : both ? ".gate_up_proj" : ".up_proj");
+    if (scheme_.storage == Storage::kMxfp4) return locate_mxfp4(name, both ? 2 * rows_ : rows_, source);
     const bool fp8 = scheme_.storage == Storage::kFp8Blocks, transposed = scheme_.layout.transposed;
     const std::vector<std::string> types = fp8 ? std::vector<std::string>{"F8_E4M3"} : kPlainTypes;
     const int64_t stored_rows = transposed ? cols_ : all_rows, stored_cols = transposed ? all_rows : cols_;
     KT_RETURN_IF_ERROR(find_named(name, types, {shape_.num_experts, stored_rows, stored_cols}, &source->codes));
-    source->first_row = !both || part_ == kGate ? 0 : interleaved ? 1 : rows_;
-    source->row_step = interleaved ? 2 : 1;
-    source->stored_rows = all_rows;
+    place_rows(source);
     source->codes.first = expert_ * all_rows * cols_ + source->first_row * (transposed ? 1 : cols_);
     KT_RETURN_IF_ERROR(locate_fused_bias(name + "_bias", source));
     if (!fp8) return {};
@@ -127,6 +126,29 @@ class Locator {
                                   {shape_.num_experts, scale_rows, scale_cols}, &source->scales));
     source->scales.first = expert_ * scale_rows * scale_cols;
     return {};
+  }
+
+  // Whether the fused tensor holds another matrix too.
+  bool is_half() const { return part_ != kDown && mlp_.has_gate(); }
+
+  void place_rows(MatrixSource* source) const {
+    const bool interleaved = is_half() && scheme_.layout.interleaved;
+    source->first_row = !is_half() || part_ == kGate ? 0 : interleaved ? 1 : rows_;
+    source->row_step = interleaved ? 2 : 1;
+    source->stored_rows = is_half() ? 2 * rows_ : rows_;
+  }
+
+  Status locate_mxfp4(const std::string& name, int64_t all_rows, MatrixSource* source) const {
+    constexpr int64_t kGroupBytes = kMxfp4Group / 2;
+    place_rows(source);
+    KT_RETURN_IF_ERROR(
+        find_named(name + "_blocks", {"U8"}, {shape_.num_experts, all_rows, groups_, kGroupBytes}, &source->codes));
+    KT_RETURN_IF_ERROR(
+        find_named(name + scheme_.scale_suffix, {"U8"}, {shape_.num_experts, all_rows, groups_}, &source->scales));
+    const int64_t first_group = (expert_ * all_rows + source->first_row) * groups_;
+    source->codes.first = first_group * kGroupBytes;
+    source->scales.first = first_group;
+    return locate_fused_bias(name + "_bias", source);
   }
 
   Status locate_fused_bias(const std::string& name, MatrixSource* source) const {

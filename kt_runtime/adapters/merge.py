@@ -6,6 +6,7 @@ import torch
 
 from kt_runtime.adapters.tensors import AdapterTensors, LoraPair
 from kt_runtime.errors import NumericsError
+from kt_runtime.families.stack import ExpertMlp
 
 ROWS_AT_ONCE = 1024
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -14,13 +15,14 @@ FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 class Merger:
     """Merges the tensors of a checkpoint one by one, by their Hugging Face names; each routed expert separately, or a
-    layer's experts in transformers' fused tensors `NAME.gate_up_proj` [E, 2 I, H] and `NAME.down_proj` [E, H, I].
+    layer's experts in transformers' fused tensors `NAME.gate_up_proj` [E, 2 I, H] and `NAME.down_proj` [E, H, I],
+    interleaved or transposed as `mlp` says.
 
     `left`: names of adapted matrices that have not been merged yet.
     """
 
-    def __init__(self, adapter: AdapterTensors) -> None:
-        self._scaling = adapter.scaling
+    def __init__(self, adapter: AdapterTensors, mlp: ExpertMlp | None = None) -> None:
+        self._scaling, self._mlp = adapter.scaling, mlp or ExpertMlp()
         flat = adapter.tensors
         modules = [name.removesuffix(".lora_A.weight") for name in flat if name.endswith(".lora_A.weight")]
         self._pairs = {
@@ -47,12 +49,18 @@ class Merger:
         parent, _, last = name.rpartition(".")
         projections = FUSED.get(last, ())
         result = weight.to(dtype, copy=True)
-        for expert, matrix in enumerate(weight):
-            parts = zip(projections, matrix.chunk(len(projections)), strict=True) if projections else ()
-            for part, (projection, rows) in enumerate(parts):
-                merged = self.merged(f"{parent}.{expert}.{projection}.weight", rows, dtype)
-                result[expert, part * len(rows) : (part + 1) * len(rows)] = merged
+        matrices, merged = (whole.mT if self._mlp.is_transposed else whole for whole in (weight, result))
+        for expert, matrix in enumerate(matrices):
+            for part, projection in enumerate(projections):
+                rows = self._rows(part, len(projections), len(matrix))
+                name = f"{parent}.{expert}.{projection}.weight"
+                merged[expert, rows] = self.merged(name, matrix[rows], dtype)
         return result
+
+    def _rows(self, part: int, parts: int, rows: int) -> slice:
+        if self._mlp.is_interleaved:
+            return slice(part, None, parts)
+        return slice(part * rows // parts, (part + 1) * rows // parts)
 
 
 def _check_finite(name: str, merged: torch.Tensor) -> None:

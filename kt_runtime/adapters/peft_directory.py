@@ -10,7 +10,10 @@ to transformers 5's fused experts only (`peft.utils.transformers_weight_conversi
 of dense MLPs and shared experts. So `target_parameters` names those again by their weights, as
 `mlp.shared_experts.gate_proj.weight`. PEFT then adapts the parameter instead of the module, with the same two tensors.
 
-A directory is opened once, and validated whole before any of it is used. Sharded files and PEFT's fused experts
+transformers' gpt-oss has fused experts that PEFT does not convert: there `target_parameters` adapt the fused parameters
+(`fused/parameters.py`), and files of the family are written so, unless a pair for each expert is asked for.
+
+A directory is opened once, and validated whole before any of it is used. Sharded files and other fused experts of PEFT
 (`target_parameters` other than linears' weights) are refused by name.
 
 KTransformers writes the routed experts that kt-kernel trained as `fused_expert_lora.safetensors` beside the two files;
@@ -24,13 +27,21 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
 from kt_runtime.adapters.folding import Part, fold
+from kt_runtime.adapters.fused.parameters import (
+    BOTH,
+    PARAMETERS,
+    adapted_parameters,
+    fused_tensors,
+    is_fused,
+    parts_of,
+)
 from kt_runtime.adapters.paths import OpenDirectory, open_directory
 from kt_runtime.adapters.peft_config import MAX_CONFIG_BYTES, PeftSettings, make_config, parse_config
 from kt_runtime.adapters.safetensors_file import MAX_HEADER_BYTES, read_tensors, write_tensors
@@ -72,7 +83,10 @@ def read_peft_directory(
     with open_directory(path) as directory:
         _check_file_names(directory)
         settings = parse_config(
-            directory.read(CONFIG_FILE, MAX_CONFIG_BYTES), max_rank, str(directory.path / CONFIG_FILE)
+            directory.read(CONFIG_FILE, MAX_CONFIG_BYTES),
+            max_rank,
+            str(directory.path / CONFIG_FILE),
+            PARAMETERS if family.fuses_experts else (),
         )
         where = str(directory.path / TENSOR_FILE)
         largest = largest_file(family, config, max_rank)
@@ -83,11 +97,27 @@ def read_peft_directory(
             where = str(directory.path)
     if not tensors:
         raise AdapterError(f"{where}: has no LoRA tensors")
-    parts = _parts(tensors, settings, family, config, where)
-    adapter, filled = folded_whole(
-        parts, settings.alpha if settings.is_plain else None, family, config, max_rank, where
-    )
+    fused = _fused_of(tensors, family)
+    others = {key: tensor for key, tensor in tensors.items() if key.removeprefix(PREFIX) not in fused}
+    parts = _parts(others, settings, family, config, where)
+    parts += parts_of(fused, settings.scaling_of, family, config, where)
+    adapter, filled = folded_whole(parts, _one_alpha(parts, settings), family, config, max_rank, where)
     return dataclasses.replace(adapter, notes=(*adapter.notes, *_notes(filled, settings, base_model)))
+
+
+def _fused_of(tensors: Mapping[str, torch.Tensor], family: Family) -> dict[str, torch.Tensor]:
+    """Those of PEFT's fused form, without prefix, where the family's files have it."""
+    names = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
+    return {key: tensor for key, tensor in names.items() if family.fuses_experts and is_fused(key)}
+
+
+def _one_alpha(parts: list[Part], settings: PeftSettings) -> float | None:
+    """lora_alpha, if all parts have the scaling and none more than the rank that go with it."""
+    if settings.use_rslora or not parts:
+        return None
+    rank, scaling = max(part.pair.a.shape[-2] for part in parts), settings.alpha / settings.rank
+    is_one = rank == settings.rank and all(part.scaling == scaling for part in parts)
+    return settings.alpha if settings.is_plain or is_one else None
 
 
 def folded_whole(
@@ -113,9 +143,11 @@ def write_peft_directory(
     extra: Mapping[str, bytes] | None = None,
     replace: MayReplace | None = None,
     private: bool = False,
+    fuses_experts: bool = True,
 ) -> None:
     """Writes the directory `path` atomically: after a crash at any moment it is there whole, or not at all.
 
+    `fuses_experts`: as PEFT has them, in a family whose experts it knows fused only; else a pair for each expert.
     Incomplete groups are completed with zeros. `private`: only the owner may read it. `extra`: files (an optimizer's
     state, a version's description) written and replaced together with the directory. Raises AdapterError as
     `check_adapter`; ConflictError if `path` exists, unless `replace` allows it (`files.write_directory`).
@@ -128,12 +160,17 @@ def write_peft_directory(
             )
     completed = complete_groups(adapter, family, config) if adapter.modules else adapter
     check_adapter(completed, family, config, max_rank, str(path))
-    parameters = _dense_parameters(completed, family, config)
-    targets = _stored_targets(completed, family)
-    settings = make_config(completed.rank, completed.alpha, targets, base_model, parameters)
+    flat, parameters = dict(completed.tensors), _dense_parameters(completed, family, config)
+    doubled: list[str] = []
+    if fuses_experts and family.fuses_experts:
+        flat = fused_tensors(completed, family, config)
+        parameters += adapted_parameters(completed)
+        doubled = [name for name in parameters if name.endswith(BOTH)]
+    targets = _stored_targets(flat, family)
+    settings = make_config(completed.rank, completed.alpha, targets, base_model, parameters, doubled)
 
     def fill(directory: Path) -> None:
-        tensors = {PREFIX + family.stored_name(key): tensor for key, tensor in completed.tensors.items()}
+        tensors = {PREFIX + family.stored_name(key): tensor for key, tensor in flat.items()}
         write_tensors(directory / TENSOR_FILE, tensors, dtype)
         (directory / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
         for name, data in extra.items():
@@ -142,9 +179,9 @@ def write_peft_directory(
     write_directory(path, fill, replace=replace, private=private)
 
 
-def _stored_targets(adapter: AdapterTensors, family: Family) -> list[str]:
-    """PEFT's `target_modules`: the last parts of the names in the file."""
-    keys = (family.stored_name(key) for key in adapter.tensors)
+def _stored_targets(tensors: Iterable[str], family: Family) -> list[str]:
+    """PEFT's `target_modules`: the last parts of the names in the file. Fused experts are no modules."""
+    keys = (family.stored_name(key) for key in tensors if not is_fused(key))
     return sorted({key.rsplit(".", 3)[1] for key in keys})
 
 

@@ -58,14 +58,18 @@ def attend(
     scaling: float,
     logit_cap: float = 0.0,
     *,
+    sinks: Tensor | None = None,
+    window: int = 0,
     out_dtype: torch.dtype | None = None,
     log_sums: Tensor | None = None,
 ) -> Tensor:
     """q [T, N, D], keys [rows, K, D], values [rows, K, V] -> [T, N, V] in q's dtype or `out_dtype`, rounded once.
 
     q is float32 or bfloat16; keys and values have one of both. Scores, softmax and sums are float32. A `logit_cap`
-    above 0 caps scores softly: cap * tanh(score / cap). `log_sums` [T, N], float32, is an optional output: log of the
-    sum over keys of exp(score). Rows of q that belong to no sequence give zeros.
+    above 0 caps scores softly: cap * tanh(score / cap). `sinks` [N], float32: of each head a score that takes part in
+    the softmax, without a value. `window` above 0: a query sees at most so many keys, its own and those before it.
+    `log_sums` [T, N], float32, is an optional output: log of the sum over keys and sink of exp(score). Rows of q that
+    belong to no sequence give zeros.
 
     InvalidValueError: a shape, dtype, device or stride that is not supported, or a key outside of the pool, named with
     its value. Then nothing has been read.
@@ -87,6 +91,8 @@ def attend(
             None if sequences.slots is None else capsule(sequences.slots, "slots"),
             float(scaling),
             float(logit_cap),
+            None if sinks is None else capsule(sinks, "sinks"),
+            window,
         )
     except _experts.NativeError as error:
         raise translate(error) from None
@@ -102,10 +108,12 @@ def attend_backward(
     log_sums: Tensor,
     sequences: Sequences,
     scaling: float,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attend` for q [T, N, D], keys [rows, K, D] and values [rows, K, V], in their dtypes.
 
-    `by_out` [T, N, V]: the gradient of its result. `out` [T, N, V] and `log_sums` [T, N]: what `attend` gave, float32.
+    `by_out` [T, N, V]: the gradient of its result. `out` [T, N, V] and `log_sums` [T, N]: what `attend` gave, float32;
+    sinks are part of the latter, and are frozen.
     The sequences have no slots, and their queries and keys adjoin and cover all rows; else InvalidValueError. Sums are
     float32 and rounded once; the bits do not depend on the number of threads. Keys and values that share memory have
     two separate gradients.
@@ -125,6 +133,7 @@ def attend_backward(
             capsule(log_sums, "log_sums"),
             capsule(sequences.rows, "sequences"),
             float(scaling),
+            window,
             by_q,
             by_keys,
             by_values,

@@ -26,7 +26,8 @@ from kt_runtime.experts.native import capsule, resolve_isa, steps, translated_er
 class GroupedQuery:
     """`qkv` [(N + 2 K) D, H], `out` [H, N D] and their biases; `keys` and `values` [S, K, D].
 
-    Norms: [D] for each head, [N D] and [K D] for all heads at once, or None.
+    Norms: [D] for each head, [N D] and [K D] for all heads at once, or None. `sinks` [N] float32: of each head a score
+    without a value. `window`: keys that a query sees at most, its own included; 0: all.
     """
 
     qkv: Tensor
@@ -37,6 +38,8 @@ class GroupedQuery:
     values: Tensor
     out: Tensor
     out_bias: Tensor | None
+    sinks: Tensor | None = None
+    window: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +70,13 @@ class GatedMlp:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedExperts:
-    """`gate` [E, H], perhaps in float32 where experts are chosen in groups; `bias` [E] float32, of that choice."""
+    """`gate` [E, H], perhaps in float32 where experts are chosen in groups; `bias` [E] float32, of that choice.
+    `gate_bias` [E]: of the logits where they are not."""
 
     gate: Tensor
     bias: Tensor | None
     experts: ExpertLayer
+    gate_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +255,8 @@ def _named(values: Any, where: str) -> dict[str, object]:
             named[field.name] = capsule(value, name)
         elif isinstance(value, ExpertLayer):
             named[field.name] = value.native()
+        elif isinstance(value, int):
+            named[field.name] = value
         else:
             named[field.name] = None if value is None else _named(value, name)
     return named

@@ -120,6 +120,8 @@ class Family(ABC):
     """Of the norms, for a config without `rms_norm_eps`, as in Hugging Face."""
     renamings: tuple[Renaming, ...] = ()
     """Where the family's checkpoints name tensors otherwise than transformers 5."""
+    fuses_experts: bool = False
+    """Whether its published checkpoints hold a layer's experts in one tensor for each projection, as transformers."""
     rotary_table: str = "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
     """SGLang's buffer of rotary tables, one for all layers: by position, cosines and then sines."""
 
@@ -149,6 +151,22 @@ class Family(ABC):
     def has_correction_bias(self, config: Config) -> bool:
         """True if the router selects experts with a bias per expert, which does not enter their weights."""
         return False
+
+    def router_name(self, layer: int) -> str:
+        """The module with the router's matrix."""
+        return f"model.layers.{layer}.mlp.gate"
+
+    def has_router_bias(self, config: Config) -> bool:
+        """True if the router's logits have a bias."""
+        return False
+
+    def window(self, config: Config, layer: int) -> int:
+        """Keys that a query of this layer sees at most, its own included; 0: all before it."""
+        return 0
+
+    def attention_vectors(self, config: Config) -> dict[str, int]:
+        """Sizes of the parameters of `self_attn` that are neither linears nor norms, by name relative to the layer."""
+        return {}
 
     def num_experts_per_tok(self, config: Config) -> int:
         return integer(config, "num_experts_per_tok")
@@ -244,12 +262,15 @@ class Family(ABC):
         prefix, hidden = f"model.layers.{layer}.", integer(config, "hidden_size")
         sources = [source for linear in self._linears(config, layer) for source in _linear_sources(prefix, linear)]
         sources += [_whole(f"{prefix}{name}.weight", size) for name, size in self.attention_norms(config).items()]
+        sources += [_whole(f"{prefix}{name}", size) for name, size in self.attention_vectors(config).items()]
         sources += [
             _whole(f"{prefix}{name}.weight", hidden) for name in ("input_layernorm", "post_attention_layernorm")
         ]
         if layer in set(self.moe_layers(config)):
             experts = self.num_experts(config)
-            sources.append(self._own(f"{prefix}mlp.gate.weight", experts, hidden))
+            sources.append(self._own(f"{self.router_name(layer)}.weight", experts, hidden))
+            if self.has_router_bias(config):
+                sources.append(self._own(f"{self.router_name(layer)}.bias", experts))
             if self.has_correction_bias(config):
                 sources.append(self._own(self.correction_bias_name(layer), experts, is_buffer=True))
         return sources

@@ -12,6 +12,9 @@ G groups of columns that share a scale:
                         `gptq_v2`), g_idx [in]
     awq                 qweight [in, out / P], scales [G, out], qzeros [G, out / P], codes in the order 0 2 4 6 1 3 5 7
 
+    mxfp4               fused experts only: NAME_blocks U8 [E, out, in / 32, 16], two e2m1 codes a byte, NAME_scales U8
+                        [E, out, in / 32], exponents (gpt-oss)
+
     gguf                the tensors of llama.cpp's files, which `files` names; `experts` holds the types of each
                         layer's experts, [gate and up, down] (gguf.py). Only kt-runtime writes such a config
 
@@ -35,6 +38,7 @@ ZERO_POINT_GROUP = 128  # the store's group size where a checkpoint has one zero
 FLOAT_QUANTIZED = "compressed-tensors float-quantized"
 CODE_BITS = (4, 8)
 BLOCK_ROWS, COLUMN_UNIT, LINE_BYTES = 16, 32, 64  # csrc/kernels/layout.h
+MXFP4, MXFP4_GROUP = "mxfp4", 32
 CONFIG_KEYS = ("quantization_config", "compression_config")
 SCALES = ("F32", "BF16", "F16")
 INT32 = ("I32",)
@@ -44,7 +48,7 @@ INT32 = ("I32",)
 class ExpertFormat:
     """The expert store's format of a matrix. `group`: columns that share a scale; 0: one scale per row.
 
-    `encoding`: "bf16", "fp8_e4m3", "int8" or "int4".
+    `encoding`: "bf16", "fp8_e4m3", "int8", "int4" or "mxfp4".
     """
 
     encoding: str
@@ -61,9 +65,10 @@ class ExpertFormat:
         cols = _round_up(cols, COLUMN_UNIT)
         groups = ceil(cols / self.group) if self.group else 0
         scale_bytes = 0 if self.encoding == "bf16" else BLOCK_ROWS * 4
-        scale_bytes += _round_up(groups * (4 if self.encoding == "fp8_e4m3" else 2 * BLOCK_ROWS), LINE_BYTES)
+        each = {"fp8_e4m3": 4, MXFP4: BLOCK_ROWS}.get(self.encoding, 2 * BLOCK_ROWS)
+        scale_bytes += _round_up(groups * each, LINE_BYTES)
         zero_bytes = _round_up(groups * BLOCK_ROWS, LINE_BYTES) if self.zero_points else 0
-        bits = {"bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4}[self.encoding]
+        bits = {"bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4, MXFP4: 4}[self.encoding]
         return ceil(rows / BLOCK_ROWS) * (scale_bytes + zero_bytes + cols * BLOCK_ROWS * bits // 8)
 
 
@@ -115,6 +120,8 @@ class Quantization:
 
     @property
     def expert_format(self) -> ExpertFormat:
+        if self.method == MXFP4:
+            return ExpertFormat(MXFP4, self.group)
         encoding = "fp8_e4m3" if self.method in ("fp8", FLOAT_QUANTIZED) else f"int{self.bits}"
         group = self.group or (0 if self.symmetric else ZERO_POINT_GROUP)
         return ExpertFormat(encoding, group, not self.symmetric)
@@ -125,6 +132,23 @@ class Quantization:
         Raises CheckpointError if the columns of the matrix are not whole groups.
         """
         return _STORED[self.method](self, *shape)
+
+    def stored_fused(self, experts: int, rows: int, cols: int) -> dict[str, StoredTensor] | None:
+        """The tensors of a layer's fused experts [E, out, in] by what follows their name; None: they can't be fused.
+
+        Raises CheckpointError as `stored`.
+        """
+        if self.method == MXFP4:
+            groups = self.num_groups(cols)
+            codes = StoredTensor(("U8",), (experts, rows, groups, MXFP4_GROUP // 2))
+            return {"_blocks": codes, "_scales": StoredTensor(("U8",), (experts, rows, groups))}
+        if self.method != "fp8":
+            return None
+        codes, scales = self.stored((rows, cols)).values()
+        return {
+            "": StoredTensor(codes.dtypes, (experts, rows, cols)),
+            "_scale_inv": StoredTensor(scales.dtypes, (experts, *scales.shape)),
+        }
 
     def num_groups(self, cols: int) -> int:
         if self.group and cols % self.group:
@@ -223,6 +247,10 @@ def _compressed(settings: Mapping[str, Any], where: str) -> Quantization:
     return Quantization(f"compressed-tensors {layout}", bits, columns, symmetric)
 
 
+def _mxfp4(settings: Mapping[str, Any], where: str) -> Quantization:
+    return Quantization(MXFP4, 4, MXFP4_GROUP)
+
+
 def _gguf(settings: Mapping[str, Any], where: str) -> Quantization:
     experts = settings.get("experts")
     known = gguf.EXPERT_TYPES
@@ -239,6 +267,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any], str], Quantization]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
+    MXFP4: _mxfp4,
     "gguf": _gguf,
 }
 
@@ -288,6 +317,13 @@ def _stored_gptq(q: Quantization, rows: int, cols: int) -> dict[str, StoredTenso
     }
 
 
+def _stored_mxfp4(q: Quantization, rows: int, cols: int) -> dict[str, StoredTensor]:
+    """No checkpoint has single matrices so; the names say what would be missing."""
+    groups = ceil(cols / MXFP4_GROUP)
+    codes = StoredTensor(("U8",), (rows, groups, MXFP4_GROUP // 2))
+    return {"blocks": codes, "scales": StoredTensor(("U8",), (rows, groups))}
+
+
 def _stored_awq(q: Quantization, rows: int, cols: int) -> dict[str, StoredTensor]:
     per_word, groups = 32 // q.bits, q.num_groups(cols)
     return {
@@ -304,6 +340,7 @@ _STORED: dict[str, Callable[[Quantization, int, int], dict[str, StoredTensor]]] 
     FLOAT_QUANTIZED: _stored_float,
     "gptq": _stored_gptq,
     "awq": _stored_awq,
+    MXFP4: _stored_mxfp4,
 }
 
 

@@ -23,7 +23,8 @@ OF_CONFIG: Final = {"swish": SILU, "gelu_tanh": "gelu_pytorch_tanh"} | {name: na
 @dataclass(frozen=True, slots=True)
 class GroupedQuery:
     """Grouped-query attention. `qkv`: queries, keys and values, fused. The norms are of each head's queries and keys,
-    or, if they are as wide as all heads together, of all that a token has."""
+    or, if they are as wide as all heads together, of all that a token has. `sinks`: of each head a score without a
+    value. `window`: keys that a query sees at most, its own included; 0: all."""
 
     qkv: str
     qkv_bias: str | None
@@ -31,6 +32,8 @@ class GroupedQuery:
     key_norm: str | None
     out: str
     out_bias: str | None
+    sinks: str | None = None
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +125,13 @@ def _positive(config: Mapping[str, Any], key: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """`bias`: of the choice of experts, in float32. `experts`: the layer's number in the expert store."""
+    """`bias`: of the choice of experts, in float32. `experts`: the layer's number in the expert store. `gate_bias`: of
+    the logits of a softmax router."""
 
     gate: str
     bias: str | None
     experts: int
+    gate_bias: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,14 @@ def attend_batch(
     scaling: float,
     logit_cap: float = 0.0,
     log_sums: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    window: int = 0,
 ) -> torch.Tensor:
     """q [B, T, N, D], k [B, L, K, D], v [B, L, K, V] -> float32 [B, T, N, V], on a CPU.
 
     Query t sees keys 0 to L - T + t. A `logit_cap` above 0 caps scores softly: cap * tanh(score / cap). `log_sums`
-    [B, T, N], float32, is an optional output: log of the sum over keys of exp(score).
+    [B, T, N], float32, is an optional output: log of the sum over keys of exp(score). `sinks` [N] float32 and `window`
+    as in `kt_runtime.experts.attention.attend`.
     """
     batch, tokens = q.shape[:2]
     if k.shape[1] < tokens:
@@ -38,6 +41,8 @@ def attend_batch(
         attention.contiguous(batch, tokens, k.shape[1]),
         scaling,
         logit_cap,
+        sinks=sinks,
+        window=window,
         out_dtype=torch.float32,
         log_sums=rows,
     )
@@ -52,6 +57,7 @@ def attend_batch_backward(
     out: torch.Tensor,
     log_sums: torch.Tensor,
     scaling: float,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `attend_batch` for q, k and v, in their dtypes; grad_out [B, T, N, V].
 
@@ -61,5 +67,5 @@ def attend_batch_backward(
     sequences = attention.contiguous(batch, tokens, k.shape[1])
     grad_out, out, log_sums = (x.flatten(0, 1) for x in (grad_out, out, log_sums))
     rows = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
-    by_q, by_k, by_v = attention.attend_backward(grad_out, *rows, out, log_sums, sequences, scaling)
+    by_q, by_k, by_v = attention.attend_backward(grad_out, *rows, out, log_sums, sequences, scaling, window)
     return by_q.view(q.shape), by_k.view(k.shape), by_v.view(v.shape)

@@ -86,6 +86,8 @@ class _Tensors:
             values=values,
             out=self[names.out],
             out_bias=self.optional(names.out_bias),
+            sinks=None if names.sinks is None else self[names.sinks].float(),
+            window=names.window,
         )
 
     def latent(self, names: table.Latent, keys: torch.Tensor) -> Latent:
@@ -102,5 +104,8 @@ class _Tensors:
 
     def routed(self, names: table.RoutedExperts, experts: ExpertStore) -> RoutedExperts:
         return RoutedExperts(
-            gate=self[names.gate], bias=self.optional(names.bias), experts=experts.layers[names.experts]
+            gate=self[names.gate],
+            bias=self.optional(names.bias),
+            experts=experts.layers[names.experts],
+            gate_bias=self.optional(names.gate_bias),
         )

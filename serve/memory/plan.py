@@ -14,7 +14,13 @@ from typing import Any, Literal
 
 from kt_runtime.errors import InvalidValueError, UnknownNameError
 from kt_runtime.families.base import EXPERTS, LoraModule, integer
-from kt_runtime.families.quantization import BF16, QUANTIZED_WHILE_LOADING, ExpertFormat, quantization_of
+from kt_runtime.families.quantization import (
+    BF16,
+    BLOCK_ROWS,
+    QUANTIZED_WHILE_LOADING,
+    ExpertFormat,
+    quantization_of,
+)
 from kt_runtime.families.registry import family_for
 from kt_runtime.serve.memory.cache_plan import CachePlan
 from kt_runtime.serve.memory.graphs import graph_bytes
@@ -193,8 +199,12 @@ def expert_formats(config: Mapping[str, Any], quantized_to: str | None) -> tuple
 
 def layer_bytes(config: Mapping[str, Any], held: ExpertFormat) -> int:
     """Memory of one layer's routed experts, with padding."""
-    num_experts, hidden, intermediate = family_for(config).expert_shape(config)
-    return num_experts * (2 * held.packed_bytes(intermediate, hidden) + held.packed_bytes(hidden, intermediate))
+    family = family_for(config)
+    num_experts, hidden, intermediate = family.expert_shape(config)
+    of_expert = 2 * held.packed_bytes(intermediate, hidden) + held.packed_bytes(hidden, intermediate)
+    if family.expert_mlp(config).has_bias:  # in float32
+        of_expert += 4 * sum(-(-rows // BLOCK_ROWS) * BLOCK_ROWS for rows in (intermediate, intermediate, hidden))
+    return num_experts * of_expert
 
 
 def cached_numbers_per_token(config: Mapping[str, Any]) -> int:

@@ -19,12 +19,20 @@ BF16_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """`dtype`: BF16, or F32 for the router's correction bias, as safetensors spells them. Matrices are [out, in]."""
+    """`dtype`: BF16, or F32 for the router's correction bias, as safetensors spells them. Matrices are [out, in], or,
+    `is_transposed`, [in, out]."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "BF16"
     is_routed_expert: bool = False
+    is_transposed: bool = False
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(out, in)."""
+        rows, cols = self.shape[-2:]
+        return (cols, rows) if self.is_transposed else (rows, cols)
 
     @property
     def num_parameters(self) -> int:
@@ -46,10 +54,14 @@ class ParameterCount:
 
 
 def checkpoint_tensors(config: Mapping[str, Any]) -> Iterator[CheckpointTensor]:
-    """Every tensor of the checkpoint, with a matrix per expert. Raises UnknownNameError for an unknown family."""
+    """Every tensor of the checkpoint, with a matrix per expert, or fused where the family's published ones are.
+
+    Raises UnknownNameError for an unknown family.
+    """
+    family = family_for(config)
     yield from dense_tensors(config)
-    for layer in family_for(config).moe_layers(config):
-        yield from expert_tensors(config, layer)
+    for layer in family.moe_layers(config):
+        yield from fused_expert_tensors(config, layer) if family.fuses_experts else expert_tensors(config, layer)
 
 
 def expert_tensors(config: Mapping[str, Any], layer: int) -> Iterator[CheckpointTensor]:
@@ -63,16 +75,22 @@ def expert_tensors(config: Mapping[str, Any], layer: int) -> Iterator[Checkpoint
         yield CheckpointTensor(f"{prefix}.down_proj.weight", (hidden, intermediate), is_routed_expert=True)
 
 
-def fused_expert_tensors(config: Mapping[str, Any], layer: int) -> tuple[CheckpointTensor, CheckpointTensor]:
-    """The routed experts of a layer as transformers 5 holds them: gate and up [E, 2 I, H], down [E, H, I]."""
+def fused_expert_tensors(config: Mapping[str, Any], layer: int) -> tuple[CheckpointTensor, ...]:
+    """The routed experts of a layer as transformers 5 holds them: gate and up [E, 2 I, H], down [E, H, I], perhaps
+    transposed; and their biases [E, 2 I] and [E, H], if they have any.
+    """
     family = family_for(config)
-    prefix = family.expert_prefix(layer)
+    mlp = family.expert_mlp(config)
     num_experts, hidden, intermediate = family.expert_shape(config)
-    both, down = (num_experts, 2 * intermediate, hidden), (num_experts, hidden, intermediate)
-    return (
-        CheckpointTensor(f"{prefix}.gate_up_proj", both, is_routed_expert=True),
-        CheckpointTensor(f"{prefix}.down_proj", down, is_routed_expert=True),
-    )
+    matrices = {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
+    tensors = []
+    for projection, (rows, cols) in matrices.items():
+        name = f"{family.expert_prefix(layer)}.{projection}"
+        shape = (num_experts, cols, rows) if mlp.is_transposed else (num_experts, rows, cols)
+        tensors.append(CheckpointTensor(name, shape, is_routed_expert=True, is_transposed=mlp.is_transposed))
+        if mlp.has_bias:
+            tensors.append(CheckpointTensor(f"{name}_bias", (num_experts, rows), is_routed_expert=True))
+    return tuple(tensors)
 
 
 def dense_tensors(config: Mapping[str, Any]) -> Iterator[CheckpointTensor]:
@@ -89,6 +107,8 @@ def count_parameters(config: Mapping[str, Any]) -> ParameterCount:
     dense = sum(tensor.num_parameters for tensor in dense_tensors(config))
     num_experts, hidden, intermediate = family.expert_shape(config)
     one_expert = 3 * hidden * intermediate
+    if family.expert_mlp(config).has_bias:
+        one_expert += 2 * intermediate + hidden
     num_moe_layers = len(family.moe_layers(config))
     routed = num_moe_layers * num_experts * one_expert
     active = dense + num_moe_layers * family.num_experts_per_tok(config) * one_expert

@@ -37,7 +37,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".msgpack", ".h5", ".onnx")
 FOREIGN_SETTINGS = ("hf_quant_config.json", "quant_model_description.json")
 PLAIN = ("BF16", "F16", "F32")
-FUSED_SCALES = "_scale_inv"  # after the name of fused experts in fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +165,11 @@ def _found(directory: Path, family: Family) -> dict[str, StoredAt]:
 
 def _expected(config: Mapping[str, Any], found: Found) -> Iterator[CheckpointTensor]:
     yield from dense_tensors(config)
-    for layer in family_for(config).moe_layers(config):
+    family = family_for(config)
+    for layer in family.moe_layers(config):
         fused = fused_expert_tensors(config, layer)
-        yield from fused if any(tensor.name in found for tensor in fused) else expert_tensors(config, layer)
+        is_fused = family.fuses_experts or any(tensor.name in found for tensor in fused)
+        yield from fused if is_fused else expert_tensors(config, layer)
 
 
 def _is_quantized(tensor: CheckpointTensor, quantization: Quantization, found: Found) -> bool:
@@ -190,17 +191,17 @@ def _quantized(tensor: CheckpointTensor, quantization: Quantization) -> dict[str
 
 
 def _quantized_fused(tensor: CheckpointTensor, quantization: Quantization) -> dict[str, StoredTensor]:
-    """transformers' fused experts can be in fp8 only, each expert's blocks of 128 x 128 apart."""
-    experts, *shape = tensor.shape
-    if quantization.method != "fp8":
+    """Fused experts can be in fp8, each expert's blocks of 128 x 128 apart, and in MXFP4."""
+    try:
+        stored = quantization.stored_fused(tensor.shape[0], *tensor.matrix)
+    except CheckpointError as error:
+        raise CheckpointError(f"{tensor.name!r}: {error}") from None
+    if stored is None:
         raise CheckpointError(
-            f"{tensor.name!r}: fused experts are read in {', '.join(PLAIN)} and fp8, not in {quantization.method}"
+            f"{tensor.name!r}: fused experts are read in {', '.join(PLAIN)}, fp8 and mxfp4, not in "
+            f"{quantization.method}"
         )
-    codes, scales = quantization.stored(tuple(shape)).values()
-    return {
-        tensor.name: StoredTensor(codes.dtypes, tensor.shape),
-        tensor.name + FUSED_SCALES: StoredTensor(scales.dtypes, (experts, *scales.shape)),
-    }
+    return {tensor.name + part: entry for part, entry in stored.items()}
 
 
 def _plain(tensor: CheckpointTensor) -> dict[str, StoredTensor]:

@@ -4,7 +4,8 @@ Files are as on the hub: config.json, generation_config.json, safetensors in bf1
 tokenizer. One tensor is in memory at a time. Preset and seed determine each tensor's bytes, in any order of writing.
 
 Scales are chosen so that every part of the model matters to the logits: matrices have standard deviation
-1/sqrt(fan-in), twice that in the router and the head; norms vary around 1; the router's correction bias is not zero.
+1/sqrt(fan-in), twice that in the router and the head; norms vary around 1; the router's correction bias is not zero,
+and attention's sinks are as large as its scores.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ SHARD_BYTES = 2 * 10**9
 EMBEDDING_STD = 1.0
 NORM_STD = 0.1
 CORRECTION_BIAS_STD = 0.1
-SHARPENED = {"gate", "lm_head"}
+SINK_STD = 1.0
+SHARPENED = {"gate", "router", "lm_head"}
 
 CHECKPOINT_FILES = only_files(
     re.compile(
@@ -155,8 +157,11 @@ def standard_deviation(tensor: CheckpointTensor) -> float:
         return EMBEDDING_STD
     if _is_norm(tensor):
         return NORM_STD
+    if tensor.name.endswith(".sinks"):
+        return SINK_STD
     module = tensor.name.removesuffix(".weight").rpartition(".")[2]
-    return (2 if module in SHARPENED else 1) / math.sqrt(tensor.shape[-1])
+    inputs = tensor.shape[-2] if tensor.is_transposed else tensor.shape[-1]
+    return (2 if module in SHARPENED else 1) / math.sqrt(inputs)
 
 
 def to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

@@ -10,7 +10,10 @@ and values are read in SGLang's KV pool through `req_to_token` (`kt_runtime.expe
 not depend on the other sequences, on how its prompt was cut, or on what was cached. Scores and softmax are float32.
 A cache in fp8 (`--kv-cache-dtype fp8_e4m3`) is copied in the model's dtype, as much of it as the batch reads.
 
-Not supported: sliding windows, cross attention and bidirectional attention. No served model family has them.
+A sliding window hides a layer's older keys, which stay in the pool: the pool is one for all layers, as SGLang has it
+with `--disable-hybrid-swa-memory` (`arguments.py`). Sinks (gpt-oss) take part in the softmax.
+
+Not supported: cross attention and bidirectional attention. No served model family has them.
 """
 
 from __future__ import annotations
@@ -55,11 +58,12 @@ def _register_backend(*args: Any, **kwargs: Any) -> None:
 
 
 def create_backend(runner: Any) -> Any:
-    """The backend for SGLang's model runner. Raises InvalidValueError for a model with a sliding window."""
-    if getattr(runner, "sliding_window_size", None):
+    """The backend for SGLang's model runner. Raises InvalidValueError for a model whose sliding windows have a pool of
+    their own."""
+    if getattr(runner, "is_hybrid_swa", False):
         raise InvalidValueError(
-            f"attention backend {ATTENTION_BACKEND!r}: the model has a sliding window of {runner.sliding_window_size}; "
-            "only full causal attention is supported"
+            f"attention backend {ATTENTION_BACKEND!r}: the model's layers with a sliding window of "
+            f"{runner.sliding_window_size} have a KV pool of their own; start SGLang with --disable-hybrid-swa-memory"
         )
     return _backend_class()(runner)
 
@@ -73,6 +77,12 @@ def extend_sequences(
     req_to_token: torch.Tensor, requests: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]
 ) -> Sequences:
     return paged(req_to_token, requests, torch.tensor(prefix_lens), torch.tensor(extend_lens))
+
+
+def window_of(layer: Any) -> int:
+    """Keys that a query of a `RadixAttention` sees at most; 0: all. SGLang's size leaves out the query's own key."""
+    size = layer.sliding_window_size
+    return 0 if size is None or size < 0 else int(size) + 1
 
 
 def widened(
@@ -111,14 +121,25 @@ def _backend_class() -> type:
                 self.forward_metadata = extend_sequences(table, requests, list(map(int, prefix)), list(map(int, new)))
 
         def forward_extend(
-            self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+            self,
+            q: Any,
+            k: Any,
+            v: Any,
+            layer: Any,
+            forward_batch: Any,
+            save_kv_cache: bool = True,
+            sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
             keys, values = self._store(k, v, layer, forward_batch, save_kv_cache)
             heads, sequences = layer.tp_q_head_num, self.forward_metadata
             if keys.dtype not in DTYPES:
                 keys, values, sequences = widened(keys, values, sequences, q.dtype)
             queries = q.reshape(-1, heads, layer.qk_head_dim)
-            out = attend(queries, keys, values, sequences, layer.scaling, layer.logit_cap)
+            sinks = None if sinks is None else sinks.detach().float()
+            window = window_of(layer)
+            out = attend(
+                queries, keys, values, sequences, layer.scaling, layer.logit_cap, sinks=sinks, window=window
+            )
             return out.view(-1, heads * layer.v_head_dim)
 
         forward_decode = forward_extend

@@ -21,6 +21,7 @@ import logging
 import threading
 import types
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from kt_runtime.experts import ExpertShape, ExpertStore, dense
 from kt_runtime.experts.gguf import gguf_files
 from kt_runtime.families import family_for, gguf
 from kt_runtime.families.quantization import BF16, quantization_of
-from kt_runtime.families.stack import ExpertMlp
+from kt_runtime.families.stack import SILU, SWIGLU_OAI, ExpertMlp, activation_of
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.progress import LayersRead
 from kt_runtime.sglang_patch.cpu import routes
@@ -212,9 +213,27 @@ def _method_class() -> type:
     return StoreMethod
 
 
+def described_mlp(config: Any, has_bias: bool) -> ExpertMlp:
+    """What SGLang's `MoeRunnerConfig` says that an expert computes. Raises UnknownNameError for an activation that the
+    expert store has not."""
+    if config.gemm1_alpha is not None and config.gemm1_clamp_limit is not None and config.activation == SILU:
+        return ExpertMlp(SWIGLU_OAI, config.gemm1_clamp_limit, config.gemm1_alpha, has_bias)
+    found = activation_of({"hidden_act": config.activation, "swiglu_limit": config.swiglu_limit})
+    return replace(found, has_bias=has_bias)
+
+
 def _check_layer(layer: Any, num_experts: int) -> None:
-    config = layer.moe_runner_config
-    expected = {"activation": "silu", "apply_router_weight_on_input": False, "is_gated": True, "no_combine": False}
+    """Raises InvalidValueError unless SGLang's layer computes what the family's table says, in one process."""
+    config, values = layer.moe_runner_config, model_config().hf_config.to_dict()
+    table = family_for(values).expert_mlp(values)
+    found = described_mlp(config, bool(layer.with_bias))
+    for name in ("activation", "limit", "alpha", "has_bias"):
+        if getattr(found, name) != getattr(table, name):
+            raise InvalidValueError(
+                f"{layer.layer_name}: {name} is {getattr(found, name)!r} in SGLang; the expert store's experts have "
+                f"{getattr(table, name)!r}"
+            )
+    expected = {"apply_router_weight_on_input": False, "is_gated": table.has_gate, "no_combine": False}
     for name, value in expected.items():
         if getattr(config, name) != value:
             raise InvalidValueError(

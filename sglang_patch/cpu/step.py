@@ -52,6 +52,7 @@ DECODERS = (
     "sglang.srt.models.glm4_moe.Glm4MoeModel.forward",
     "sglang.srt.models.glm4_moe_lite.Glm4MoeLiteModel.forward",
     "sglang.srt.models.minimax_m2.MiniMaxM2Model.forward",
+    "sglang.srt.models.gpt_oss.GptOssModel.forward",
 )
 SYMBOLS = (
     *(BUILT_AFTER, SAMPLE, *DECODERS),

@@ -73,11 +73,15 @@ def delta(pair: LoraPair, scaling: float) -> torch.Tensor:
 
 
 def rows(parameters: Mapping[str, torch.Tensor], module: str) -> torch.Tensor:
-    """The weight of `module`: for routed experts, its rows of the fused parameter [E, out, in]."""
+    """The weight of `module`, a view: for routed experts, its rows of the fused parameter, as [E, out, in]. Only
+    gpt-oss has biases of experts, and with them interleaved and transposed parameters."""
     parent, _, projection = module.rpartition(".")
     if not parent.endswith(".experts"):
         return parameters[f"{module}.weight"]
+    is_gpt_oss = f"{parent}.down_proj_bias" in parameters
     if projection == "down_proj":
-        return parameters[f"{parent}.down_proj"]
-    gate, up = parameters[f"{parent}.gate_up_proj"].chunk(2, dim=1)
+        down = parameters[f"{parent}.down_proj"]
+        return down.mT if is_gpt_oss else down
+    both = parameters[f"{parent}.gate_up_proj"]
+    gate, up = (both.mT[:, 0::2], both.mT[:, 1::2]) if is_gpt_oss else both.chunk(2, dim=1)
     return gate if projection == "gate_proj" else up

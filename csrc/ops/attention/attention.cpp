@@ -85,7 +85,9 @@ AttentionTensors tensors_of(const AttentionCall& call) {
           .key_size = call.q.shape[2],
           .value_size = call.values.shape[2],
           .scaling = call.scaling,
-          .logit_cap = call.logit_cap};
+          .logit_cap = call.logit_cap,
+          .sinks = call.sinks.present() ? call.sinks.as<const float>() : nullptr,
+          .window = call.window};
 }
 
 void AttentionWork::prepare(const AttentionEngine& engine, const AttentionTensors& tensors, const KvSequence* sequences,

@@ -29,6 +29,8 @@ struct AttentionCall {
   const KvSequence* sequences = nullptr;
   int64_t num_sequences = 0;
   float scaling = 1, logit_cap = 0;  // a cap of 0 or less: none
+  TensorView sinks;                  // [N] float32, contiguous; or absent
+  int64_t window = 0;                // keys that a query sees at most; 0: all
 };
 
 // An error that names the sequence and the value, if a sequence has queries outside of [0, tokens), queries of another
@@ -39,7 +41,8 @@ Status check_sequences(const KvSequence* sequences, int64_t num_sequences, int64
 AttentionTensors tensors_of(const AttentionCall& call);
 
 // A batch cut into tasks. The cut depends on the sequences, on the sizes of heads and on the number of threads: all
-// layers of a step can share one. Kept and prepared again for each batch, it allocates only while batches grow.
+// layers of a step can share one, those with a sliding window too, whose tasks skip the chunks that nobody sees. Kept
+// and prepared again for each batch, it allocates only while batches grow.
 class AttentionWork {
  public:
   // `sequences` and their slots must stay valid until the last stage has ended.

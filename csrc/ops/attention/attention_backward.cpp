@@ -107,7 +107,8 @@ class HeadBackward {
     for (int64_t key = 0; key < sequence_.keys(); key += kBlock) {
       read_keys(key);
       const int64_t first = std::max<int64_t>(key - sequence_.prefix, 0) / kBlock * kBlock;
-      for (int64_t query = first; query < sequence_.queries; query += kBlock) add_block(query, key);
+      for (int64_t query = first; query < sequence_.queries && hidden(query, 0, key) < num_keys_; query += kBlock)
+        add_block(query, key);
     }
     for (int64_t t = 0; t < sequence_.queries; ++t) {
       float* row = by_q_ + t * key_size_;
@@ -153,6 +154,11 @@ class HeadBackward {
   int64_t visible(int64_t query, int64_t m, int64_t key) const {
     return std::clamp<int64_t>(sequence_.prefix + query + m - key + 1, 0, num_keys_);
   }
+  // Of these, those that its window hides: the first ones.
+  int64_t hidden(int64_t query, int64_t m, int64_t key) const {
+    if (g_.call.window == 0) return 0;
+    return std::clamp<int64_t>(sequence_.prefix + query + m - key + 1 - g_.call.window, 0, num_keys_);
+  }
 
   void add_block(int64_t query, int64_t key) {
     read_queries(query);
@@ -162,24 +168,29 @@ class HeadBackward {
     const int64_t heads = g_.call.q.shape[1];
     for (int64_t m = 0; m < num_queries_; ++m) {
       float* row = weights_ + m * kBlock;
-      const int64_t count = visible(query, m, key);
-      tiles_.exponential(row, log_sums[(sequence_.first_query + query + m) * heads], count, row);
-      std::fill(row + count, row + num_keys_, 0.0f);
+      const int64_t first = hidden(query, m, key), end = visible(query, m, key);
+      tiles_.exponential(row + first, log_sums[(sequence_.first_query + query + m) * heads], end - first, row + first);
+      clear_unseen(row, first, end);
     }
     multiply(num_keys_, value_size_, num_queries_, weights_, 1, kBlock, {by_out_, value_size_}, by_values_.from(key),
              true);
     multiply(num_queries_, num_keys_, value_size_, by_out_, value_size_, 1, {transposed_values_, kBlock},
              {by_scores_, kBlock}, false);
     for (int64_t m = 0; m < num_queries_; ++m) {
-      const int64_t count = visible(query, m, key);
+      const int64_t first = hidden(query, m, key), end = visible(query, m, key);
       float* row = by_scores_ + m * kBlock;
       const float *weights = weights_ + m * kBlock, delta = delta_[query + m];
-      for (int64_t n = 0; n < count; ++n) row[n] = weights[n] * (row[n] - delta);
-      std::fill(row + count, row + num_keys_, 0.0f);
+      for (int64_t n = first; n < end; ++n) row[n] = weights[n] * (row[n] - delta);
+      clear_unseen(row, first, end);
     }
     multiply(num_keys_, key_size_, num_queries_, by_scores_, 1, kBlock, {q_, key_size_}, by_keys_.from(key), true);
     multiply(num_queries_, key_size_, num_keys_, by_scores_, kBlock, 1, {keys_, key_size_},
              {by_q_ + query * key_size_, key_size_}, true);
+  }
+
+  void clear_unseen(float* row, int64_t first, int64_t end) const {
+    std::fill(row, row + first, 0.0f);
+    std::fill(row + end, row + num_keys_, 0.0f);
   }
 
   void multiply(int64_t rows, int64_t cols, int64_t inner, const float* a, int64_t a_row, int64_t a_col,

@@ -7,6 +7,8 @@
 //   by_value += p * grad        ds = p * (<grad, value> - delta)
 //   by_key += ds * scaling * q  by_q += scaling * ds * key
 //
+// A head's sink is part of its log_sum, and has no gradient of its own: it is frozen.
+//
 // All arithmetic is float32; a result is rounded once. Keys and queries are taken in blocks of fixed size, in ascending
 // order. The query heads of a key head are shared among a number of tasks that depends on the shapes only; their sums
 // for keys and values are added in order. So the bits do not depend on the number of threads, nor on other sequences.

@@ -81,14 +81,19 @@ class GroupedQueryFamily(Family):
         bias = self.engine_name(self.correction_bias_name(layer)) if self.has_correction_bias(config) else None
         return StackLayer(
             input_norm=f"{prefix}.input_layernorm.weight",
-            attention=self._stack_attention(config, f"{prefix}.self_attn"),
+            attention=self._stack_attention(config, layer),
             post_norm=f"{prefix}.post_attention_layernorm.weight",
             mlp=mlp,
-            routed=RoutedExperts(self.engine_name(f"{prefix}.mlp.gate.weight"), bias, layer) if is_routed else None,
+            routed=self._stack_experts(config, layer, bias) if is_routed else None,
         )
 
-    def _stack_attention(self, config: Config, prefix: str) -> GroupedQuery:
-        has_norms = bool(self.attention_norms(config))
+    def _stack_experts(self, config: Config, layer: int, bias: str | None) -> RoutedExperts:
+        router = self.router_name(layer)
+        gate_bias = self.engine_name(f"{router}.bias") if self.has_router_bias(config) else None
+        return RoutedExperts(self.engine_name(f"{router}.weight"), bias, layer, gate_bias)
+
+    def _stack_attention(self, config: Config, layer: int) -> GroupedQuery:
+        prefix, has_norms = f"model.layers.{layer}.self_attn", bool(self.attention_norms(config))
         return GroupedQuery(
             qkv=f"{prefix}.qkv_proj.weight",
             qkv_bias=f"{prefix}.qkv_proj.bias" if self.has_qkv_bias(config) else None,
@@ -96,6 +101,8 @@ class GroupedQueryFamily(Family):
             key_norm=f"{prefix}.k_norm.weight" if has_norms else None,
             out=f"{prefix}.o_proj.weight",
             out_bias=f"{prefix}.o_proj.bias" if self.has_out_bias(config) else None,
+            sinks=f"{prefix}.sinks" if "self_attn.sinks" in self.attention_vectors(config) else None,
+            window=self.window(config, layer),
         )
 
 

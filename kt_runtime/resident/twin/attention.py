@@ -16,6 +16,7 @@ head's key without the rotary part and of its value, R LoRA rank.
 from __future__ import annotations
 
 import types
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,53 +41,79 @@ Branches = tuple[Branch, ...] | None
 """Where each row forks; None: no row does."""
 
 
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What beside the causal keys decides what a query sees. `window`: keys at most, its own included; 0: all. `sinks`
+    [N]: of each head a frozen score without a value, which takes part in the softmax."""
+
+    window: int = 0
+    sinks: torch.Tensor | None = None
+
+
+EVERYTHING = Seen()
+
+
 class _Attention(torch.autograd.Function):
     """Causal attention of the last queries over all keys; backward recomputes the scores."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, seen: Seen = EVERYTHING
+    ) -> torch.Tensor:
         # Saved in float32: backward subtracts <grad, out> from each score's gradient, which may be equally small.
         log_sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        out = attend_batch(q, k, v, scaling, log_sums=log_sums)
+        sinks = None if seen.sinks is None else seen.sinks.detach().float()
+        out = attend_batch(q, k, v, scaling, log_sums=log_sums, sinks=sinks, window=seen.window)
         ctx.save_for_backward(q, k, v, out, log_sums)
-        ctx.scaling = scaling
+        ctx.scaling, ctx.window = scaling, seen.window
         return out.to(q.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, log_sums = ctx.saved_tensors
-        return (*attend_batch_backward(grads[0], q, k, v, out, log_sums, ctx.scaling), None)
+        return (*attend_batch_backward(grads[0], q, k, v, out, log_sums, ctx.scaling, ctx.window), None, None)
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, branches: Branches = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    branches: Branches = None,
+    seen: Seen = EVERYTHING,
 ) -> torch.Tensor:
     """Causal attention in float32, rounded once: q [B, S, N, .], k and v [B, S, key heads, .] -> [B, S, N, .]."""
     if branches is None:
-        return _Attention.apply(q, k, v, scaling)
+        return _Attention.apply(q, k, v, scaling, seen)
     rows = zip(q.split(1), k.split(1), v.split(1), branches, strict=True)
-    return torch.cat([_forked(*row, scaling) for row in rows])
+    return torch.cat([_forked(*row, scaling, seen) for row in rows])
 
 
-def _forked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, branch: Branch, scaling: float) -> torch.Tensor:
+def _forked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, branch: Branch, scaling: float, seen: Seen
+) -> torch.Tensor:
     """One row: q [1, S, N, .], k and v [1, S, key heads, .] -> [1, S, N, .]."""
     first, second = slice(0, branch.second), slice(branch.second, None)
-    parts = [_Attention.apply(q[:, first], k[:, first], v[:, first], scaling)]
+    parts = [_Attention.apply(q[:, first], k[:, first], v[:, first], scaling, seen)]
     if branch.second < q.shape[1]:
         keys, values = (torch.cat([x[:, : branch.prefix], x[:, second]], dim=1) for x in (k, v))
-        parts.append(_Attention.apply(q[:, second], keys, values, scaling))
+        parts.append(_Attention.apply(q[:, second], keys, values, scaling, seen))
     return torch.cat(parts, dim=1)
 
 
-def visible_keys(branches: tuple[Branch, ...], length: int, device: torch.device) -> torch.Tensor:
-    """[B, 1, S, S] attention mask: True where a query may see a key, for attention that needs a mask."""
+def visible_keys(branches: Branches, length: int, device: torch.device, window: int = 0) -> torch.Tensor:
+    """[B, 1, S, S] attention mask: True where a query may see a key, for attention that needs a mask. B is 1 without
+    branches."""
     place = torch.arange(length, device=device)
-    causal = place[:, None] >= place
-    ends = torch.tensor([[branch.prefix, branch.second] for branch in branches], device=device)
-    prefix, second = ends[:, 0, None, None], ends[:, 1, None, None]
+    ends = [[branch.prefix, branch.second] for branch in branches or (Branch(length, length),)]
+    prefix, second = torch.tensor(ends, device=device)[:, :, None, None].unbind(1)
     hidden = (place[:, None] >= second) & (place >= prefix) & (place < second)
-    return (causal & ~hidden)[:, None]
+    seen = (place[:, None] >= place) & ~hidden
+    if window:
+        position = torch.where(place >= second, place - second + prefix, place)  # [B, 1, S], in the sequence
+        seen &= position.mT - position < window
+    return seen[:, None]
 
 
 def float32_attention(
@@ -108,8 +135,11 @@ def float32_attention(
 AttentionInterface.register(NAME, float32_attention)
 
 
-def rotate_natively(attention: nn.Module) -> None:
-    """Patches a grouped-query attention module of Hugging Face to rotate and attend with kt-runtime's kernels."""
+def rotate_natively(attention: nn.Module, window: int = 0) -> None:
+    """Patches a grouped-query attention module of Hugging Face to rotate and attend with kt-runtime's kernels.
+
+    `window`: as of `Seen`. The sinks are the module's `sinks`, if it has any.
+    """
 
     def forward(
         self: Any,
@@ -121,7 +151,8 @@ def rotate_natively(attention: nn.Module) -> None:
     ) -> tuple[torch.Tensor, None]:
         query = position_embeddings(_heads(self, self.q_proj(hidden_states), "q_norm"))
         key = position_embeddings(_heads(self, self.k_proj(hidden_states), "k_norm"))
-        out = attend(query, key, _heads(self, self.v_proj(hidden_states)), self.scaling, branches)
+        seen = Seen(window, getattr(self, "sinks", None))
+        out = attend(query, key, _heads(self, self.v_proj(hidden_states)), self.scaling, branches, seen)
         return self.o_proj(out.flatten(2)), None
 
     attention.forward = types.MethodType(forward, attention)

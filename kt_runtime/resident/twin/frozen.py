@@ -12,6 +12,7 @@ from kt_runtime.ops.norms import frozen_rms_norm
 RMS_NORMS = (
     *("Qwen3MoeRMSNorm", "DeepseekV2RMSNorm", "DeepseekV3RMSNorm"),
     *("MixtralRMSNorm", "OlmoeRMSNorm", "Glm4MoeRMSNorm", "Glm4MoeLiteRMSNorm", "MiniMaxM2RMSNorm"),
+    "GptOssRMSNorm",
 )
 GATED_MLPS = ("Qwen3MoeMLP", "DeepseekV2MLP", "DeepseekV3MLP", "Glm4MoeMLP", "Glm4MoeLiteMLP")
 """Hugging Face's classes."""

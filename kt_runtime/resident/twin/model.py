@@ -55,6 +55,7 @@ class Twin:
                 else None
             )
             self._interleaved = self.family.rotates_adjacent(host.config)
+            self._windows = [self.family.window(host.config, layer) for layer in range(self.num_layers)]
             self._model.model.rotary_emb = type(self._model.model.rotary_emb)(self._model.config).to(host.device)
         self._refuse_leftovers()
         self._model.eval()
@@ -96,11 +97,22 @@ class Twin:
     ) -> torch.Tensor:
         """One decoder layer, causal within each row; rows may fork (`branches`): [B, S, H] -> [B, S, H]."""
         mask = None
-        if branches is not None and not self._attends_in_float32:
-            mask, branches = attention.visible_keys(branches, hidden.shape[1], hidden.device), None
+        if not self._attends_in_float32:
+            mask, branches = self._mask(layer, hidden, branches), None
         return self.layer(layer)(
             hidden, attention_mask=mask, position_embeddings=positions, use_cache=False, branches=branches
         )
+
+    def _mask(self, layer: int, hidden: torch.Tensor, branches: attention.Branches) -> torch.Tensor | None:
+        """For Hugging Face's attention [B, 1, S, S]; None: it is causal by itself. With sinks, what is added to the
+        scores; else True where a query may see a key."""
+        is_eager, window = self._model.config._attn_implementation == "eager", self._windows[layer]
+        if branches is None and not is_eager and not window:
+            return None
+        seen = attention.visible_keys(branches, hidden.shape[1], hidden.device, window)
+        if not is_eager:
+            return seen
+        return hidden.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(hidden.dtype).min)
 
     @property
     def computes_tokens_alone(self) -> bool:
@@ -183,7 +195,7 @@ class Twin:
         if routes is None:
             yield
             return
-        router = self.submodule(f"{self.family.expert_prefix(layer).rpartition('.')[0]}.gate")
+        router = self.submodule(self.family.router_name(layer))
         assert isinstance(router, SoftmaxRouter | GroupedRouter)
         router.routes = routes
         try:
@@ -200,8 +212,14 @@ class Twin:
             if stack is not None and stack.groups is None:
                 num_experts, hidden, _ = self.family.expert_shape(config)
                 with torch.device("meta"):
-                    router = SoftmaxRouter(num_experts, hidden, stack.top_k, normalises=stack.normalises)
-                self.replace(f"{prefix.rpartition('.')[0]}.gate", router)
+                    router = SoftmaxRouter(
+                        num_experts,
+                        hidden,
+                        stack.top_k,
+                        normalises=stack.normalises,
+                        has_bias=self.family.has_router_bias(config),
+                    )
+                self.replace(self.family.router_name(layer), router)
 
     def _refuse_leftovers(self) -> None:
         tensors = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
@@ -218,14 +236,16 @@ def _on_meta(family: Family, host: Host) -> Any:
     ours = {key: value for key, value in host.config.items() if key not in left_out}
     hf_config: PretrainedConfig = AutoConfig.for_model(family.name, **ours)
     implementation = attention.NAME if host.attends_in_float32 else "sdpa"
+    if not host.attends_in_float32 and family.attention_vectors(host.config):
+        implementation = "eager"  # PyTorch's function has no sinks
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config, dtype=host.dtype, attn_implementation=implementation)
     if host.attends_in_float32:
-        for layer in model.model.layers:
+        for index, layer in enumerate(model.model.layers):
             if hasattr(hf_config, "kv_lora_rank"):
                 attention.absorb(layer.self_attn, family.name)
             else:
-                attention.rotate_natively(layer.self_attn)
+                attention.rotate_natively(layer.self_attn, family.window(host.config, index))
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FrozenLinear

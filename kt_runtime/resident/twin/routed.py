@@ -55,7 +55,8 @@ def _drawn_seed() -> int:
 
 
 class SoftmaxRouter(nn.Module):
-    """A softmax router over all experts as serving computes it (`kt_runtime.ops.router`): Qwen3-MoE, Mixtral, OLMoE.
+    """A softmax router over all experts as serving computes it (`kt_runtime.ops.router`): Qwen3-MoE, Mixtral, OLMoE,
+    gpt-oss, whose logits have a bias.
 
     Unlike Hugging Face's routers, this one keeps the routing weights in float32 instead of rounding them to the model's
     dtype. In a float32 model both are equal. `routes`: recorded experts of the present call's tokens.
@@ -63,14 +64,17 @@ class SoftmaxRouter(nn.Module):
 
     routes: LayerRoutes | None = None
 
-    def __init__(self, num_experts: int, hidden: int, top_k: int, *, normalises: bool) -> None:
+    def __init__(
+        self, num_experts: int, hidden: int, top_k: int, *, normalises: bool, has_bias: bool = False
+    ) -> None:
         super().__init__()
         self.top_k, self.normalises = top_k, normalises
         self.weight = nn.Parameter(torch.empty(num_experts, hidden))
+        self.bias = nn.Parameter(torch.empty(num_experts)) if has_bias else None
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits [T, E], weights [T, K], ids [T, K], as Hugging Face's router returns them."""
-        logits = frozen_linear(hidden, self.weight)
+        logits = frozen_linear(hidden, self.weight, self.bias)
         weights, ids = softmax_top_k(logits, self.top_k, self.normalises)
         replayed = None if self.routes is None else self.routes.instead_of(ids)
         if replayed is not None:

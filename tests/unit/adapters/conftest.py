@@ -104,6 +104,17 @@ MINIMAX_M2 = _COMMON | {
     "rotary_dim": 6,
     "num_local_experts": 4,
 }
+GPT_OSS = _COMMON | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "num_local_experts": 4,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 CONFIGS: dict[str, dict[str, Any]] = {"qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3}
 MAX_RANK = 8
 
@@ -179,6 +190,11 @@ def glm4_moe_lite() -> TinyModel:
 @pytest.fixture
 def minimax_m2() -> TinyModel:
     return TinyModel(dict(MINIMAX_M2))
+
+
+@pytest.fixture
+def gpt_oss() -> TinyModel:
+    return TinyModel(dict(GPT_OSS))
 
 
 @pytest.fixture(params=CONFIGS)

@@ -62,7 +62,11 @@ def merge(model: nn.Module, adapter: AdapterTensors) -> None:
             cast(nn.Linear, model.get_submodule(name)).weight.data += delta
             continue
         experts: Any = model.get_submodule(name.rpartition(".")[0])
-        if name.endswith("down_proj"):
+        if hasattr(experts, "down_proj_bias"):  # gpt-oss: interleaved and transposed
+            place = slice(int(name.endswith("up_proj")), None, 2)
+            is_down = name.endswith("down_proj")
+            (experts.down_proj.data if is_down else experts.gate_up_proj.data[..., place]).add_(delta.mT)
+        elif name.endswith("down_proj"):
             experts.down_proj.data += delta
         else:
             half = experts.gate_up_proj.shape[1] // 2
@@ -151,6 +155,11 @@ def test_dora_of_peft_is_refused_by_key(tmp_path: Path, qwen: Any) -> None:
         ("glm4_moe", ["all"]),
         ("glm4_moe_lite", ["all"]),
         ("minimax_m2", ["all"]),
+        ("gpt_oss", ["all"]),
+        ("gpt_oss", ["experts"]),
+        ("gpt_oss", ["attention"]),
+        ("gpt_oss", ["down_proj"]),
+        ("gpt_oss", ["up_proj"]),
     ],
 )
 def test_peft_loads_all_that_we_write_and_gives_the_same_logits(

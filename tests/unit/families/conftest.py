@@ -139,7 +139,28 @@ MINIMAX_M2 = {
     "attn_type_list": [1, 1],
     "tie_word_embeddings": False,
 }
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "attention_bias": True,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "swiglu_limit": 7.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
 CONFIGS = {
+    "gpt_oss": GPT_OSS,
+    "gpt_oss without biases of attention": GPT_OSS | {"attention_bias": False},
     "minimax_m2": MINIMAX_M2,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "mixtral": MIXTRAL,

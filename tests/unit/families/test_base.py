@@ -82,8 +82,12 @@ def test_expert_modules_match_the_shapes_of_the_fused_experts(config: dict[str, 
     for layer in layers:
         experts = model.get_submodule(family.expert_prefix(layer))
         count, hidden, intermediate = family.expert_shape(config)
-        assert experts.gate_up_proj.shape == (count, 2 * intermediate, hidden)
-        assert experts.down_proj.shape == (count, hidden, intermediate)
+        mlp = family.expert_mlp(config)
+        fused = (experts.gate_up_proj, experts.down_proj)
+        both, down_proj = (tensor.mT if mlp.is_transposed else tensor for tensor in fused)
+        assert both.shape == (count, 2 * intermediate, hidden)
+        assert down_proj.shape == (count, hidden, intermediate)
+        assert hasattr(experts, "down_proj_bias") == mlp.has_bias
         for projection in ("gate_proj", "up_proj"):
             module = routed[f"{family.expert_prefix(layer)}.{projection}"]
             assert (module.num_experts, module.out_features, module.in_features) == (count, intermediate, hidden)

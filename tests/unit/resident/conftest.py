@@ -176,7 +176,21 @@ MINIMAX_M2 = GROUPED_QUERY | {
     "scoring_func": "sigmoid",
     "use_routing_bias": True,
 }
+GPT_OSS = GROUPED_QUERY | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 3,
+    "intermediate_size": 32,
+    "head_dim": 24,
+    "num_local_experts": 8,
+    "attention_bias": True,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "swiglu_limit": 0.7,
+    "rope_scaling": {**YARN, "rope_type": "yarn", "truncate": False},
+}
 FURTHER = {
+    "gpt_oss": GPT_OSS,
     "minimax_m2": MINIMAX_M2,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "mixtral": MIXTRAL,
@@ -239,6 +253,7 @@ class FakeHost:
             ExpertShape(*family.expert_shape(self.config)),
             num_threads=1,
             rename=family.our_name,
+            mlp=family.expert_mlp(self.config),
         )
         self.weights = WeightsFingerprint(
             lambda each: hash_weights(dense_views(self.config, self._tensors), self.experts, each)
@@ -351,12 +366,10 @@ def rotary_table(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.Ten
     """[positions, D]: D / 2 cosines, then D / 2 sines, of Hugging Face's module."""
     places = torch.arange(config["max_position_embeddings"])[None]
     tables = model.get_submodule("model.rotary_emb")(torch.zeros(1), places)
-    cos, sin = (tables.real, tables.imag) if isinstance(tables, torch.Tensor) else (half(table) for table in tables)
+    half = model.get_submodule("model.rotary_emb").inv_freq.numel()
+    both = (tables.real, tables.imag) if isinstance(tables, torch.Tensor) else tables
+    cos, sin = (table[..., :half] for table in both)
     return torch.cat([cos[0], sin[0]], dim=-1)
-
-
-def half(table: torch.Tensor) -> torch.Tensor:
-    return table[..., : table.shape[-1] // 2]
 
 
 @pytest.fixture(scope="session")
@@ -507,10 +520,12 @@ def merged_weights(
         parent, _, projection = module.name.rpartition(".")
         name = f"{parent}.{'down_proj' if projection == 'down_proj' else 'gate_up_proj'}"
         whole = weights.get(name, parameters[name])
+        is_gpt_oss = f"{parent}.down_proj_bias" in parameters  # interleaved and transposed
         if projection != "down_proj":
             other = torch.zeros_like(delta)
-            delta = torch.cat([delta, other] if projection == "gate_proj" else [other, delta], dim=1)
-        weights[name] = whole + delta
+            pair = [delta, other] if projection == "gate_proj" else [other, delta]
+            delta = torch.stack(pair, dim=2).flatten(1, 2) if is_gpt_oss else torch.cat(pair, dim=1)
+        weights[name] = whole + (delta.mT if is_gpt_oss else delta)
     return weights
 
 

@@ -170,7 +170,8 @@ class TileAttention : public BlockAttention<PairLanes, PairScores, PairValues, 1
         const uint16_t value = values_[i][col + j];
         if ((value & 0x7f80) != 0x7f80) continue;
         for (int64_t r = 0; r < sizes_.rows; ++r) {
-          if (visible(r, c) > i) part.row(r)[col + j] += scores_[r * kScoresLd + i] * bf16_to_float(value);
+          if (visible(r, c) > i && hidden(r, c) <= i)
+            part.row(r)[col + j] += scores_[r * kScoresLd + i] * bf16_to_float(value);
         }
       }
     }

@@ -106,8 +106,9 @@ class BlockAttention {
 
   void attend(void* workspace) {
     begin(workspace);
-    chunk(0, state_);
-    for (int64_t c = 1; c < block_.chunks(); ++c) {
+    const int64_t first = block_.first_chunk(t_.window);
+    chunk(first, state_);
+    for (int64_t c = first + 1; c < block_.chunks(); ++c) {
       chunk(c, part_);
       add_part(c, part_, state_);
     }
@@ -115,13 +116,17 @@ class BlockAttention {
   }
 
   void attend_part(int64_t first, int64_t count, float* parts, void* workspace) {
+    const int64_t end = first + count, seen = block_.first_chunk(t_.window);
+    if (end <= seen) return;
     begin(workspace);
-    for (int64_t c = first; c < first + count; ++c) chunk(c, parts + c * sizes_.part_floats());
+    for (int64_t c = first > seen ? first : seen; c < end; ++c) chunk(c, parts + c * sizes_.part_floats());
   }
 
   void merge(float* parts) {
-    for (int64_t c = 1; c < block_.chunks(); ++c) add_part(c, parts + c * sizes_.part_floats(), parts);
-    finish(parts);
+    const int64_t first = block_.first_chunk(t_.window);
+    float* all = parts + first * sizes_.part_floats();
+    for (int64_t c = first + 1; c < block_.chunks(); ++c) add_part(c, parts + c * sizes_.part_floats(), all);
+    finish(all);
   }
 
  protected:
@@ -130,11 +135,18 @@ class BlockAttention {
   Part part_of(float* at) const { return {at, sizes_.rows, sizes_.cols}; }
   int64_t query_of(int64_t row) const { return block_.first_query + row / block_.heads; }
   int64_t head_of(int64_t row) const { return block_.key_head * t_.group() + block_.first_head + row % block_.heads; }
-  // Keys of chunk c that a row sees.
-  int64_t visible(int64_t row, int64_t c) const {
-    const int64_t keys = block_.sequence.prefix + query_of(row) + 1 - c * kChunkKeys;
+  // Keys of chunk c up to the last one that a row sees.
+  int64_t visible(int64_t row, int64_t c) const { return in_chunk(block_.sequence.prefix + query_of(row) + 1, c); }
+  // Those of them that its window hides.
+  int64_t hidden(int64_t row, int64_t c) const {
+    return t_.window == 0 ? 0 : in_chunk(block_.sequence.prefix + query_of(row) + 1 - t_.window, c);
+  }
+  // Of the first `keys` keys those in chunk c.
+  static int64_t in_chunk(int64_t keys, int64_t c) {
+    keys -= c * kChunkKeys;
     return keys < 0 ? 0 : keys < kChunkKeys ? keys : kChunkKeys;
   }
+  bool sees_nothing(int64_t row, int64_t c) const { return visible(row, c) <= hidden(row, c); }
   const Key* key(int64_t index) const {
     return t_.keys.template at<const Key>(block_.sequence.row_of(index), block_.key_head);
   }
@@ -184,7 +196,7 @@ class BlockAttention {
         own().make_scores(c, i);
       } else {
         for_tiles<kMostRows>(sizes_.rows, [&]<int kRows>(int64_t row) {
-          if (visible(row + kRows - 1, c) > i) score_tile<kRows>(row, i);
+          if (visible(row + kRows - 1, c) > i && hidden(row, c) < i + kPanelKeys) score_tile<kRows>(row, i);
         });
       }
     }
@@ -193,6 +205,7 @@ class BlockAttention {
       float* scores = scores_ + r * kScoresLd;
       if constexpr (kHasOwn) own().scale(scores, keys);
       if (t_.logit_cap > 0) cap(scores, keys);
+      for (int64_t i = 0; i < hidden(r, c); ++i) scores[i] = kLowest;
       const RowSums sums = weigh<V>(scores, keys, rounded_up(keys, kLanes));
       part.most[r] = sums.most;
       part.sum[r] = sums.sum;
@@ -309,15 +322,33 @@ class BlockAttention {
     }
   }
 
+  // Adds the value of key i, which some of kRows rows see.
+  template <int kRows>
+  void some_rows(int64_t row, int64_t c, int64_t i, const Value* const* rows, int64_t col, Reg (&sum)[kRows][2]) {
+    const float* weights = scores_ + row * kScoresLd;
+    Reg value[2];
+    Values::load(rows[i] + col, value);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      if (visible(row + r, c) <= i || hidden(row + r, c) > i) continue;
+      const Reg weight = V::broadcast(weights + r * kScoresLd + i);
+      sum[r][0] = V::fma(weight, value[0], sum[r][0]);
+      sum[r][1] = V::fma(weight, value[1], sum[r][1]);
+    }
+  }
+
   // kTileCols columns of the output of kRows rows, from their weights. kFetch: with column `fetched` of the next keys.
   template <int kRows, bool kFetch>
   void value_tile(int64_t row, int64_t c, const Value* const* rows, int64_t col, int64_t fetched, float* to) {
     const float* weights = scores_ + row * kScoresLd;
-    const int64_t common = visible(row, c), most = visible(row + kRows - 1, c);  // a later row sees no fewer keys
+    // A later row sees no fewer keys at the end, and no more at the beginning.
+    const int64_t common = visible(row, c), most = visible(row + kRows - 1, c);
+    const int64_t least_hidden = hidden(row, c), most_hidden = hidden(row + kRows - 1, c);
     Reg sum[kRows][2];
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = V::zero();
-    for (int64_t i = 0; i < common; ++i) {
+    for (int64_t i = least_hidden; i < most_hidden && i < most; ++i) some_rows<kRows>(row, c, i, rows, col, sum);
+    for (int64_t i = most_hidden; i < common; ++i) {
       Reg value[2];
       Values::load(rows[i] + col, value);
       if constexpr (kFetch) __builtin_prefetch(next_keys_[i] + fetched, 0, 2);
@@ -328,17 +359,8 @@ class BlockAttention {
         sum[r][1] = V::fma(weight, value[1], sum[r][1]);
       }
     }
-    for (int64_t i = common; i < most; ++i) {
-      Reg value[2];
-      Values::load(rows[i] + col, value);
-#pragma GCC unroll 16
-      for (int r = 1; r < kRows; ++r) {
-        if (visible(row + r, c) <= i) continue;
-        const Reg weight = V::broadcast(weights + r * kScoresLd + i);
-        sum[r][0] = V::fma(weight, value[0], sum[r][0]);
-        sum[r][1] = V::fma(weight, value[1], sum[r][1]);
-      }
-    }
+    for (int64_t i = common > most_hidden ? common : most_hidden; i < most; ++i)
+      some_rows<kRows>(row, c, i, rows, col, sum);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       V::store(to + r * sizes_.cols, sum[r][0]);
@@ -350,7 +372,7 @@ class BlockAttention {
   void add_part(int64_t c, float* from, float* to) const {
     const Part part = part_of(from), all = part_of(to);
     for (int64_t r = 0; r < sizes_.rows; ++r) {
-      if (visible(r, c) == 0) continue;
+      if (sees_nothing(r, c)) continue;
       const float most = part.most[r] > all.most[r] ? part.most[r] : all.most[r], shift = shift_of(most);
       const float by_all = exp2_of_one<V>(all.most[r] - shift), by_part = exp2_of_one<V>(part.most[r] - shift);
       all.most[r] = most;
@@ -362,15 +384,25 @@ class BlockAttention {
     }
   }
 
+  // A sink, in units of log(2), joins a row's largest score and sum of weights. What the outputs are scaled by.
+  static float add_sink(float sink, float* most, float* sum) {
+    const float larger = sink > *most ? sink : *most, by_keys = exp2_of_one<V>(*most - larger);
+    *sum = *sum * by_keys + exp2_of_one<V>(sink - larger);
+    *most = larger;
+    return by_keys;
+  }
+
   void finish(float* sums) const {
     const Part all = part_of(sums);
     for (int64_t r = 0; r < sizes_.rows; ++r) {
       const int64_t row = block_.sequence.first_query + query_of(r), head = head_of(r);
+      float most = all.most[r], sum = all.sum[r], factor = 1.0f;  // the result is factor / sum of all.row(r)
+      if (t_.sinks) factor = add_sink(t_.sinks[head] * kLog2E, &most, &sum);
       if (t_.log_sums) {
-        const double log2_sum = static_cast<double>(all.most[r]) + std::log2(static_cast<double>(all.sum[r]));
+        const double log2_sum = static_cast<double>(most) + std::log2(static_cast<double>(sum));
         t_.log_sums[row * t_.heads + head] = static_cast<float>(log2_sum * 0.693147180559945309);
       }
-      const float inverse = 1.0f / all.sum[r];
+      const float inverse = factor / sum;
       for (int64_t col = 0; col < t_.value_size; col += kTileCols) {
         float result[kTileCols];
         Values::place(all.row(r) + col, result);

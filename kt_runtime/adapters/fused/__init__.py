@@ -1,0 +1,1 @@
+"""Routed experts in one tensor for a whole layer."""

@@ -1,0 +1,1 @@
+"""What single models of SGLang need, a file for each."""
