@@ -4,7 +4,7 @@ The file holds, for each preset of the hub: `source`, where names, shapes and fi
 name, the first number, how many are written here, and in which of them single tensors lie (the others follow in the
 order of the layers, so that a layer lies in several files); `shrunk`: the keys of config.json that are smaller here.
 A tensor is [type, size, ...]. Sizes are names of what `sizes` computes from config.json. `fp8` and `int4` are the
-tensors that a matrix becomes: codes, scales, and for `int4` the shape.
+tensors that a matrix becomes: codes, scales, and for `int4` the shape; `mxfp4` the blocks and scales of fused experts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from reference import mxfp4
 from reference.quantized import SCHEMES
 from safetensors.torch import save_file
 
@@ -54,7 +55,7 @@ def write(preset: str, directory: Path) -> Written:
         tensors, exact = _drawn(kind, shape, generator)
         prefix = "" if name.startswith(("vision_tower.", "mm_projector.")) else layout.get("prefix", "")
         for part, tensor in tensors.items():
-            stored_name = prefix + (name.removesuffix(".weight") + part if kind in QUANTIZED else name)
+            stored_name = prefix + (name.removesuffix(".weight") if kind in QUANTIZED else name) + part
             stored[stored_name] = tensor
             file.append(stored_name)
             if not is_of_model:
@@ -93,7 +94,7 @@ def _rows(layout: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tupl
             is_computed = name.endswith("inv_freq")
             yield row(f"model.layers.{layer}.{name}", entry, is_of_model and not is_computed)
         for expert in range(known["experts"] if layer >= dense else 0):
-            for name, entry in layout["experts"].items():
+            for name, entry in layout.get("experts", {}).items():
                 yield row(f"model.layers.{layer}.{name.format(expert=expert)}", entry, is_of_model)
     for name, entry in layout.get("beside", {}).items():
         yield row(name, entry, False)
@@ -112,6 +113,8 @@ def sizes(config: Mapping[str, Any]) -> dict[str, int]:
         "vocabulary": config["vocab_size"],
         "dense": config["intermediate_size"],
         "expert": expert,
+        "two_expert": 2 * expert,
+        "heads": heads,
         "experts": experts,
         "shared": expert * (config.get("n_shared_experts") or 0),
         "head": min(head, 8) if "kv_lora_rank" in config else head,
@@ -140,6 +143,9 @@ def _drawn(
     if kind in QUANTIZED:
         tensors, exact = SCHEMES[QUANTIZED[kind]].store(drawn)
         return {part: tensor.contiguous() for part, tensor in tensors.items()}, exact.float()
+    if kind == "mxfp4":
+        blocks, scales, exact = mxfp4.packed(drawn)
+        return {"_blocks": blocks.contiguous(), "_scales": scales.contiguous()}, exact
     return {"": drawn.to(TYPES[kind])}, drawn.float()
 
 

@@ -82,21 +82,24 @@ struct Attended {
   Row out, scale;  // scale: the sum of magnitudes
   double log_sum, largest_score;
 
+  // Keys [first, keys) are seen. `sink`: a score without a value; null: there is none.
   template <class Score, class Value>
-  Attended(int64_t keys, int64_t size, double scaling, double cap, Score&& score, Value&& value)
+  Attended(int64_t keys, int64_t size, double scaling, double cap, Score&& score, Value&& value, int64_t first = 0,
+           const float* sink = nullptr)
       : out(static_cast<size_t>(size), 0.0), log_sum(0), largest_score(0) {
     Row scores;
-    for (int64_t i = 0; i < keys; ++i) {
+    for (int64_t i = first; i < keys; ++i) {
       const Sum sum = score(i);
       const double scaled = scaling * sum.value;
       scores.push_back(cap > 0 ? cap * std::tanh(scaled / cap) : scaled);
       largest_score = std::fmax(largest_score, scaling * sum.scale);
     }
-    const double most = *std::max_element(scores.begin(), scores.end());
+    double most = *std::max_element(scores.begin(), scores.end());
+    if (sink) most = std::fmax(most, *sink);
     std::vector<Sum> sums(out.size());
-    double total = 0;
-    for (int64_t i = 0; i < keys; ++i) {
-      const double weight = std::exp(scores[static_cast<size_t>(i)] - most);
+    double total = sink ? std::exp(*sink - most) : 0;
+    for (int64_t i = first; i < keys; ++i) {
+      const double weight = std::exp(scores[static_cast<size_t>(i - first)] - most);
       total += weight;
       for (size_t c = 0; c < sums.size(); ++c) sums[c].add(weight * value(i, static_cast<int64_t>(c)));
     }

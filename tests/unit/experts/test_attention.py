@@ -114,6 +114,59 @@ def test_decoding_extending_and_training_give_the_same_bits(
         assert torch.equal(pool.attended()[pool.rows(1)], whole)
 
 
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "has_sinks"), [(1, False), (9, True), (128, True), (0, True), (700, False)])
+def test_windows_and_sinks(isa: str, dtype: torch.dtype, window: int, has_sinks: bool) -> None:
+    """As in float64, and the same bits in chunks, by threads and in training."""
+    dense.configure(isa, 1)
+    pool = drawn_pool(SHAPES[0], dtype, [(0, 40), (0, 600), (1900, 2)])
+    sinks = torch.linspace(-3, 4, SHAPES[0][0]) if has_sinks else None
+    options = {"sinks": sinks, "window": window}
+    wide = attend(pool.q, pool.keys, pool.values, pool.sequences(), 0.2, out_dtype=torch.float32, **options)
+    for index in range(3):
+        q, k, v = (rows.double() for rows in pool.alone(index))
+        expected = attention(q, k, v, 0.2, window=window, sinks=sinks)
+        torch.testing.assert_close(wide[pool.rows(index)].double(), expected, atol=TOLERANCE, rtol=0)
+    q, keys, values = pool.alone(1)
+    whole = wide[pool.rows(1)].to(dtype)
+    for chunk in (1, 50, 300):
+        parts = [
+            attend(
+                q[at : at + chunk],
+                pool.keys,
+                pool.values,
+                one_sequence(pool.slots[1:2], at, len(q[at : at + chunk])),
+                0.2,
+                **options,
+            )
+            for at in range(0, 600, chunk)
+        ]
+        assert torch.equal(torch.cat(parts), whole), chunk
+    assert torch.equal(attend_batch(q[None], keys[None], values[None], 0.2, **options)[0].to(dtype), whole)
+    dense.configure(isa, 5)
+    again = attend(pool.q, pool.keys, pool.values, pool.sequences(), 0.2, out_dtype=torch.float32, **options)
+    assert torch.equal(again, wide)
+
+
+def test_a_key_before_the_window_is_not_read() -> None:
+    pool = drawn_pool(SHAPES[0], torch.bfloat16, [(600, 3)])
+    clean = attend(pool.q, pool.keys, pool.values, pool.sequences(), 0.2, window=20)
+    for place in (3, 100, 520, 581 - 1):
+        pool.keys[pool.slots[0, place].long()] = float("inf")
+        pool.values[pool.slots[0, place].long()] = float("nan")
+    assert torch.equal(attend(pool.q, pool.keys, pool.values, pool.sequences(), 0.2, window=20), clean)
+    pool.values[pool.slots[0, 581].long()] = float("nan")
+    spoiled = attend(pool.q, pool.keys, pool.values, pool.sequences(), 0.2, window=20)
+    assert spoiled[0].isnan().all() and torch.equal(spoiled[1:], clean[1:])
+
+
+def test_a_negative_window_is_refused() -> None:
+    pool = drawn_pool(SHAPES[0], torch.float32)
+    with pytest.raises(InvalidValueError, match="window is -1; allowed: 0 or more"):
+        attend(pool.q, pool.keys, pool.values, pool.sequences(), 0.2, window=-1)
+
+
 def one_sequence(table: torch.Tensor, prefix: int, queries: int) -> Sequences:
     return paged(table, torch.tensor([0]), torch.tensor([prefix]), torch.tensor([queries]))
 

@@ -11,10 +11,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from reference import moe
+from reference import moe, mxfp4
 from reference.expert_problems import per_expert_tensors, present
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kt_runtime.bench.experts.checkpoint import to_fp8_blocks
 from kt_runtime.bench.experts.gguf_blocks import to_blocks
@@ -25,12 +26,13 @@ from kt_runtime.families.stack import ExpertMlp
 
 EXPERTS = 3
 BIASED = ExpertMlp("swigluoai", 7.0, 1.702, has_bias=True)
+GPT_OSS = replace(BIASED, is_interleaved=True, is_transposed=True)
 RELU = ExpertMlp("relu2", has_bias=True)
 LAYOUTS = {
     "concatenated": BIASED,
     "interleaved": replace(BIASED, is_interleaved=True),
     "transposed": replace(BIASED, is_transposed=True),  # Llama 4, which has no biases
-    "interleaved and transposed": replace(BIASED, is_interleaved=True, is_transposed=True),  # gpt-oss
+    "interleaved and transposed": GPT_OSS,
 }
 
 
@@ -111,6 +113,74 @@ def test_experts_without_a_gate_have_up_alone_fused_or_not(tmp_path: Path) -> No
     w13, w2 = (torch.empty(EXPERTS, *sizes, dtype=torch.bfloat16) for sizes in ((56, 40), (40, 56)))
     layers[0].unpack_range(0, EXPERTS, w13, w2)
     assert torch.equal(w13, experts.up) and torch.equal(w2, experts.down)
+
+
+def mxfp4_tensors(experts: moe.ReferenceExperts) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """gpt-oss's tensors, and what they mean: rows are [out, in], gate's and up's in turn."""
+    tensors, exact = {}, {}
+    for name, matrix in (("m.gate_up_proj", joined(experts.gate, experts.up, GPT_OSS)), ("m.down_proj", experts.down)):
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"], exact[name] = mxfp4.packed(matrix)
+    gate_bias, up_bias, down_bias = present(experts.biases)
+    biases = {"m.gate_up_proj_bias": joined(gate_bias, up_bias, GPT_OSS), "m.down_proj_bias": down_bias}
+    return {name: tensor.contiguous() for name, tensor in (tensors | biases).items()}, exact
+
+
+def mxfp4_directory(directory: Path) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"quantization_config": mxfp4.CONFIG}))
+    return directory
+
+
+@pytest.mark.parametrize("size", [(64, 96), (160, 160)], ids=["rectangular", "square"])
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_mxfp4_experts_are_what_transformers_dequantizes(size: tuple[int, int], num_nodes: int, tmp_path: Path) -> None:
+    experts = drawn(*size, GPT_OSS)
+    tensors, exact = mxfp4_tensors(experts)
+    layer = load(mxfp4_directory(tmp_path / "mxfp4"), tensors, GPT_OSS, *size, num_nodes=num_nodes)
+    assert layer.native().format == "mxfp4_g32"
+    for name, values in exact.items():
+        theirs = convert_moe_packed_tensors(tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
+        assert torch.equal(theirs.mT.float(), values)
+    for expert in range(EXPERTS):
+        gate, up, down = layer.unpacked(expert)
+        both = exact["m.gate_up_proj"][expert]
+        assert torch.equal(gate, both[0::2]) and torch.equal(up, both[1::2])
+        assert torch.equal(down, exact["m.down_proj"][expert])
+    meant = replace(
+        experts,
+        gate=exact["m.gate_up_proj"][:, 0::2].bfloat16(),
+        up=exact["m.gate_up_proj"][:, 1::2].bfloat16(),
+        down=exact["m.down_proj"].bfloat16(),
+    )
+    plain = load(tmp_path / "plain", fused(meant, GPT_OSS), GPT_OSS, *size)
+    torch.testing.assert_close(out_of(layer), out_of(plain), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("scale", r"exponent 255 \(allowed: 0 to 226, below 1e30\)"),
+        ("shape", r"down_proj_blocks' has shape \[3, 64, 3, 8\], expected \[3, 64, 3, 16\]"),
+        ("dtype", r"gate_up_proj_scales' has dtype I8, expected U8"),
+        ("missing", r"gate_up_proj_bias"),
+        ("method", r"quant_method is 'fp8', but experts under 'm' need 'mxfp4'"),
+    ],
+)
+def test_mxfp4_that_does_not_fit_is_refused_by_name(change: str, message: str, tmp_path: Path) -> None:
+    tensors, _ = mxfp4_tensors(drawn(64, 96, GPT_OSS))
+    directory = mxfp4_directory(tmp_path / "m")
+    if change == "scale":
+        tensors["m.gate_up_proj_scales"][1, 5, 1] = 255
+    elif change == "shape":
+        tensors["m.down_proj_blocks"] = tensors["m.down_proj_blocks"][..., :8].contiguous()
+    elif change == "dtype":
+        tensors["m.gate_up_proj_scales"] = tensors["m.gate_up_proj_scales"].view(torch.int8)
+    elif change == "missing":
+        del tensors["m.gate_up_proj_bias"]
+    else:
+        (directory / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(CheckpointError, match=message):
+        load(directory, tensors, GPT_OSS, 64, 96)
 
 
 def test_interleaved_fp8_has_the_scales_of_the_stored_rows(tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ def test_a_matrix_that_is_not_whole_groups_is_refused() -> None:
         (ExpertFormat("fp8_e4m3", 128), 64, 128, 64 * 128 + 4 * (64 + 64)),
         (ExpertFormat("int8"), 64, 128, 64 * 128 + 4 * 64),
         (ExpertFormat("int4", 32), 64, 128, 64 * 64 + 4 * (64 + 4 * 32)),
+        (ExpertFormat("mxfp4", 32), 64, 128, 64 * 64 + 4 * (64 + 4 * 16)),
         (ExpertFormat("int4", 128, True), 64, 256, 64 * 128 + 4 * (64 + 2 * 32 + 64)),
     ],
 )

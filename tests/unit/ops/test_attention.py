@@ -113,6 +113,25 @@ def test_gradients_are_those_of_the_definition(
             torch.testing.assert_close(by_x[index].double(), wanted, atol=5e-5, rtol=tolerance)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("tokens", "prefix", "window"), [(19, 0, 4), (97, 6, 48), (150, 100, 1), (150, 100, 0)])
+def test_gradients_with_a_window_and_sinks_are_those_of_the_definition(
+    shape: tuple[int, ...], tokens: int, prefix: int, window: int
+) -> None:
+    inputs, sinks = tensors(shape, tokens, tokens + prefix), torch.linspace(-2, 3, shape[0])
+    q, k, v = (x[None] for x in inputs)
+    log_sums = torch.empty(q.shape[:-1])
+    out = attend_batch(q, k, v, 0.3, log_sums=log_sums, sinks=sinks, window=window)
+    grad_out = drawn(1, tokens, shape[0], shape[3], seed=4)
+    found = attend_batch_backward(grad_out, q, k, v, out, log_sums, 0.3, window)
+    wide = [x.double().requires_grad_() for x in inputs]
+    expected_out = attention_of(*wide, 0.3, window=window, sinks=sinks)
+    torch.testing.assert_close(out[0].double(), expected_out, atol=3 * TOLERANCE, rtol=0)  # 2.1e-6 measured
+    expected = torch.autograd.grad(expected_out, wide, grad_out[0].double())
+    for by_x, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(by_x[0].double(), wanted, atol=5e-5, rtol=0)
+
+
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("shape", [(8, 8, 16, 16), (12, 3, 32, 32), (20, 1, 40, 24)])
 def test_gradients_depend_neither_on_threads_nor_on_other_sequences(shape: tuple[int, ...], isa: str) -> None:

@@ -342,7 +342,11 @@ class FakeHost:
 @cache
 def hugging_face(directory: Path, dtype: torch.dtype) -> torch.nn.Module:
     """Hugging Face's model of a checkpoint, which all hosts share: tests must not change it."""
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa")
+    has_sinks = AutoConfig.from_pretrained(directory).model_type == "gpt_oss"
+    implementation = "eager" if has_sinks else "sdpa"  # PyTorch's function has no sinks
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation=implementation
+    )
     return model.eval().requires_grad_(False)
 
 

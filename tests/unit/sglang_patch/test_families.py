@@ -4,6 +4,7 @@ and training against serving, bit by bit."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference import lora
+from reference import lora, mxfp4
 from reference.checkpoints.transformers_checkpoint import build, save
 from reference.families import PRESETS
 from reference.resident.native_step import installed, prompt
@@ -36,6 +37,7 @@ from kt_runtime.wire.messages import STEP_RUNNING, CrossEntropy, LoraSettings
 LENGTHS = (2, 9, 70, 150)  # in chunks of 64 tokens
 LOGPROB_TOLERANCE = 1e-4
 RANK, ALPHA = 4, 6.0
+QUANTIZED = "gpt_oss, MXFP4"  # experts as its published checkpoints have them; Hugging Face's have what they mean
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,11 @@ class Running:
 @contextlib.contextmanager
 def started(family: str, directory: Path, dtype: torch.dtype) -> Iterator[Running]:
     """The checkpoint is in float32, its experts fused."""
-    preset = PRESETS[family]
+    preset = PRESETS[family.partition(",")[0]]
     save(preset, directory, torch.float32, fused=True, seed=5)
+    hugging_face = build(preset, seed=5)
+    if family == QUANTIZED:
+        hugging_face.load_state_dict(mxfp4.quantize_experts(directory), strict=False)
     with engine(directory, "--dtype", str(dtype).removeprefix("torch.")) as running:
         runner = running.scheduler.tp_worker.model_runner
         host: Any = SimpleNamespace(
@@ -95,7 +100,7 @@ def started(family: str, directory: Path, dtype: torch.dtype) -> Iterator[Runnin
         )
         twin = Twin(host)
         assert twin.copied_bytes == 0
-        yield Running(running, twin, LoraModules(twin), build(preset, seed=5))
+        yield Running(running, twin, LoraModules(twin), hugging_face)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +118,7 @@ def each(families: Iterable[str], dtype: torch.dtype) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("running", cases, indirect=True, ids=[f"{family}-{dtype}" for family in families])
 
 
-every_family = each(PRESETS, torch.float32)
+every_family = each([*PRESETS, QUANTIZED], torch.float32)
 
 
 def served(running: Running, lora_id: str | None = None) -> tuple[list[list[int]], list[np.ndarray]]:
@@ -159,13 +164,13 @@ def test_with_an_adapter_training_s_logprobs_are_the_served_ones(running: Runnin
         rows, logprobs = served(running, "one")
     assert rows != base
     assert all(np.array_equal(a, b) for a, b in zip(running.trained(rows, adapter), logprobs, strict=True))
-    merged = lora.merge(build(PRESETS[running.twin.family.name], seed=5), adapter)
+    merged = lora.merge(copy.deepcopy(running.hugging_face), adapter)
     for row, found in zip(rows, logprobs, strict=True):
         assert np.abs(found - logprobs_of(merged, row)).max() <= LOGPROB_TOLERANCE
 
 
 # The others' bfloat16 is tested in the system tests.
-@each(["mixtral", "olmoe", "glm4_moe", "glm4_moe_lite", "minimax_m2"], torch.bfloat16)
+@each(["mixtral", "olmoe", "glm4_moe", "glm4_moe_lite", "minimax_m2", QUANTIZED], torch.bfloat16)
 def test_in_bfloat16_training_s_logprobs_are_the_served_ones(running: Running) -> None:
     rows, logprobs = served(running)
     assert all(np.array_equal(a, b) for a, b in zip(running.trained(rows), logprobs, strict=True))

@@ -156,6 +156,11 @@ struct Batch {
     call.num_sequences = static_cast<int64_t>(sequences.size());
     call.scaling = scaling;
     call.logit_cap = cap;
+    call.window = window;
+    if (!sinks.empty()) {
+      call.sinks.data = const_cast<float*>(sinks.data());
+      call.sinks.ndim = 1;
+    }
     return call;
   }
   Heads result(const kt::AttentionEngine& engine, bool out_bf16, std::vector<float>* log_sums = nullptr) const {
@@ -181,6 +186,8 @@ struct Batch {
   Dtypes bf16;
   int64_t tokens;
   float scaling = 0.3f, cap = 0;
+  int64_t window = 0;
+  std::vector<float> sinks = {};
   Heads q, keys, values;
   std::vector<std::vector<int32_t>> slots;
   std::vector<kt::KvSequence> sequences;
@@ -195,7 +202,10 @@ Attended exact(const Batch& batch, const kt::KvSequence& sequence, int64_t query
         [&](int64_t c) { return batch.keys.at(sequence.slots[i], key_head, c); });
   };
   const auto value = [&](int64_t i, int64_t c) { return batch.value_rows().at(sequence.slots[i], key_head, c); };
-  return {sequence.prefix + query + 1, batch.sizes.value, batch.scaling, batch.cap, score, value};
+  const int64_t keys = sequence.prefix + query + 1;
+  const int64_t first = batch.window > 0 ? std::max<int64_t>(keys - batch.window, 0) : 0;
+  const float* sink = batch.sinks.empty() ? nullptr : &batch.sinks[static_cast<size_t>(head)];
+  return {keys, batch.sizes.value, batch.scaling, batch.cap, score, value, first, sink};
 }
 
 // An error of a score changes its weight by as much, relatively; the scores' errors are roundings of sums whose
@@ -295,7 +305,8 @@ void test_not_finite(const kt::AttentionEngine& engine, Batch& batch, Report& re
       place.tensor->set(place.row, 0, place.col, before);
       for (int64_t t = 0; t < batch.tokens; ++t) {
         const int64_t own = t - hit.first_query;
-        const bool sees = own < hit.queries && (place.is_query ? own == query : own >= query);
+        const bool is_near = batch.window == 0 || own < query + batch.window;
+        const bool sees = own < hit.queries && (place.is_query ? own == query : own >= query && is_near);
         if (!sees) report.equal(batch.name() + ": NaN or Inf in other queries", out.same_row(t, clean, t));
         if (sees && std::isnan(value))
           report.equal(batch.name() + ": NaN is lost", std::isnan(out.at(t, 0, last_value)));
@@ -314,6 +325,19 @@ void test_infinite_scores(const kt::AttentionEngine& engine, Random& random, Rep
   report.equal("attention: keys of -Inf have weight", one.same_row(0, batch.values, slots[555]));
   batch.keys.set(slots[555], 0, 0, -kInf);
   report.equal("attention: a result from no key", std::isnan(batch.result(engine, false).at(0, 0, 0)));
+}
+
+// Sliding windows and sinks: of a key, of less than a chunk, of several; sinks far below and above the scores.
+void test_windows(const kt::AttentionEngine& engine, const Dtypes& bf16, Random& random, Report& report) {
+  Batch batch({6, 2, 24, 40}, bf16, {{530, 1}, {505, 20}, {0, 0}, {1020, 9}, {0, 70}, {2100, 2}}, random);
+  batch.sinks = {-100, -1, 0, 1, 5, 60};
+  for (const int64_t window : {0, 1, 7, 513, 1600}) {
+    batch.window = window;
+    test_values(engine, batch, report);
+    test_cuts(engine, batch, report);
+    test_threads(engine, batch, report);
+    batch.sinks.clear();
+  }
 }
 
 void test_memory(const kt::Tiles& tiles, Random& random, Report& report) {
@@ -372,6 +396,9 @@ void test_attention(const kt::Tiles& tiles, Report& report) {
     test_threads(engine, many, report);
     Batch spoiled({6, 3, 34, 35}, bf16, {{30, 5}, {510, 7}, {0, 3}}, random);
     test_not_finite(engine, spoiled, report);
+    spoiled.window = 2;
+    test_not_finite(engine, spoiled, report);
+    test_windows(engine, bf16, random, report);
   }
   test_infinite_scores(engine, random, report);
   test_memory(tiles, random, report);

@@ -45,17 +45,36 @@ def expert_of(written: Written, layer: int, expert: int) -> tuple[torch.Tensor, 
     return tuple(found[name] for name in names)
 
 
+def gpt_oss_output(written: Written, layer: int, expert: int, x: torch.Tensor) -> torch.Tensor:
+    """[1, H] -> [1, H], from fused tensors whose rows are gate's and up's in turn."""
+    prefix = f"model.layers.{layer}.mlp.experts"
+    both, down, both_bias, down_bias = (
+        written.values[f"{prefix}.{name}"][expert]
+        for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+    )
+    made = x @ both.T + both_bias
+    gate, up = made[:, 0::2].clamp(max=7.0), made[:, 1::2].clamp(-7.0, 7.0)
+    return (gate * torch.sigmoid(1.702 * gate) * (up + 1)) @ down.T + down_bias
+
+
+def output_of(written: Written, layer: int, expert: int, x: torch.Tensor) -> torch.Tensor:
+    if any(name.endswith("experts.down_proj_bias") for name in written.values):
+        return gpt_oss_output(written, layer, expert, x)
+    gate, up, down = expert_of(written, layer, expert)
+    return (functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
 def check_experts(written: Written, model: ResolvedModel) -> None:
     family, config = model.family, model.config
     keys = {layer: family.expert_prefix(layer) for layer in family.moe_layers(config)}
     shape = ExpertShape(*family.expert_shape(config))
-    store = ExpertStore.load(model.directory, keys, shape, num_threads=1, rename=family.our_name)
+    mlp = family.expert_mlp(config)
+    store = ExpertStore.load(model.directory, keys, shape, num_threads=1, rename=family.our_name, mlp=mlp)
     try:
         x = torch.randn(1, shape.hidden, generator=torch.Generator().manual_seed(1))
         for layer in keys:
             for expert in range(shape.num_experts):
-                gate, up, down = expert_of(written, layer, expert)
-                expected = (functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+                expected = output_of(written, layer, expert, x)
                 found = store.layers[layer].forward(x, torch.tensor([[expert]]), torch.ones(1, 1))
                 assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max(), (layer, expert)
     finally:
