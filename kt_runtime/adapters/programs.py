@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,10 @@ from safetensors import safe_open
 from kt_runtime.adapters.gguf_lora import COMPARED, NOT_APPLIED, NOT_EXPRESSIBLE
 from kt_runtime.adapters.peft_directory import CONFIG_FILE, PREFIX, TENSOR_FILE
 from kt_runtime.families import MLP, SHARED, Family, family_for
+
+
+_FUSED = (".experts", ".experts.base_layer")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -49,10 +54,18 @@ def readers(directory: Path, config: Mapping[str, Any]) -> list[Reader]:
     total = sum(sizes.values())
     settings = json.loads((directory / CONFIG_FILE).read_bytes())
     return [
-        Reader("kt-runtime and SGLang 0.5.23", total, total),
+        *_servers(sizes, total, family),
         _peft(sizes, total, settings, family, config),
         _llama_cpp(sizes, total, family),
     ]
+
+
+def _servers(sizes: Mapping[str, int], total: int, family: Family) -> list[Reader]:
+    fused = sum(size for name, size in sizes.items() if family.fuses_experts and name.endswith(_FUSED))
+    if not fused:
+        return [Reader("kt-runtime and SGLang 0.5.23", total, total)]
+    remark = "SGLang alone knows a pair for each expert only, which `adapter export --format sglang` writes"
+    return [Reader("kt-runtime", total, total, remark)]
 
 
 def _peft(
@@ -61,6 +74,9 @@ def _peft(
     program = "PEFT 0.21 with transformers 5 (PeftModel.from_pretrained)"
     if config.get("model_type") in family.foreign_model_types:
         return Reader("PEFT 0.21 with the checkpoint's own modules (trust_remote_code=True)", total, total)
+    if family.fuses_experts and (single := {name for name in sizes if _EXPERT.search(name)}):
+        remark = "it has the family's experts fused, and drops a pair for each; `--format peft` writes them fused"
+        return Reader(program, total - sum(sizes[name] for name in single), total, remark)
     named = tuple(f".{name}" for name in settings.get("target_parameters") or ())
     dense = {module.name for module in family.lora_modules(config) if module.group in (MLP, SHARED)}
     dropped = {name for name in sizes.keys() & dense if not f".{name}.weight".endswith(named)}

@@ -131,10 +131,11 @@ def show(name: str, url: str | None, api_key: str | None, as_json: bool) -> None
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["peft", "merged", "gguf"]),
+    type=click.Choice(["peft", "sglang", "merged", "gguf"]),
     default="peft",
     show_default=True,
-    help="A PEFT directory, a whole checkpoint with the adapter merged in, or llama.cpp's LoRA file, which can't have "
+    help="A PEFT directory (sglang: with a pair for each expert where PEFT has them fused, in gpt-oss), a whole "
+    "checkpoint with the adapter merged in, or llama.cpp's LoRA file, which can't have "
     "kv_b_proj (of DeepSeek and Kimi-K2): llama.cpp has no LoRA for it.",
 )
 @click.option("--version", help="Of a served NAME: its hash, or the first digits of it. [default: current]")

@@ -74,7 +74,9 @@ def check_place(path: Path, *, overwrite: bool) -> None:
     check_replaced(path)
 
 
-def _peft(chosen: ChosenAdapter, path: Path, say: Say, dtype: torch.dtype | None, _: float) -> None:
+def _peft(
+    chosen: ChosenAdapter, path: Path, say: Say, dtype: torch.dtype | None, _: float, *, fuses_experts: bool = True
+) -> None:
     adapter = without_fillers(chosen.adapter)
     found = {tensor.dtype for pair in adapter.modules.values() for tensor in pair}
     own = found.pop() if len(found) == 1 else torch.float32
@@ -87,9 +89,15 @@ def _peft(chosen: ChosenAdapter, path: Path, say: Say, dtype: torch.dtype | None
         base_model=chosen.base_name,
         dtype=dtype or own,
         extra={RECORD_FILE: record_of((CONFIG_FILE, TENSOR_FILE))},
+        fuses_experts=fuses_experts,
     )
     for reader in readers(path, chosen.config):
         say(str(reader))
+
+
+def _sglang(chosen: ChosenAdapter, path: Path, say: Say, dtype: torch.dtype | None, shard_gigabytes: float) -> None:
+    """A pair for each expert, also in a family whose experts PEFT has fused."""
+    _peft(chosen, path, say, dtype, shard_gigabytes, fuses_experts=False)
 
 
 def _gguf(chosen: ChosenAdapter, path: Path, say: Say, dtype: torch.dtype | None, _: float) -> None:
@@ -134,4 +142,4 @@ def _name(dtype: torch.dtype | None) -> str:
     return str(dtype or torch.bfloat16).removeprefix("torch.")
 
 
-_WRITERS = {"peft": _peft, "merged": _merged, "gguf": _gguf}
+_WRITERS = {"peft": _peft, "sglang": _sglang, "merged": _merged, "gguf": _gguf}

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import lora
 
 from kt_runtime.adapters.merge import Merger, add_pair
 from kt_runtime.adapters.tensors import LoraPair
@@ -58,3 +59,15 @@ def test_pairs_that_change_nothing_are_not_waited_for(qwen: Any) -> None:
     adapter = qwen.adapter("o_proj")
     adapter.modules["model.layers.1.self_attn.o_proj"].b.zero_()
     assert Merger(adapter).left == {"model.layers.0.self_attn.o_proj.weight"}
+
+
+def test_interleaved_and_transposed_experts_are_merged_as_by_hand(gpt_oss: Any) -> None:
+    adapter = gpt_oss.adapter("experts")
+    model = gpt_oss.build()
+    merger = Merger(adapter, gpt_oss.family.expert_mlp(gpt_oss.config))
+    parameters = dict(model.named_parameters())
+    found = {name: merger.merged(name, tensor.detach(), torch.float32) for name, tensor in parameters.items()}
+    assert not merger.left
+    expected = dict(lora.merge(model, adapter).named_parameters())
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name].detach(), rtol=1e-6, atol=1e-6)

@@ -95,7 +95,7 @@ struct Attended {
       largest_score = std::fmax(largest_score, scaling * sum.scale);
     }
     double most = *std::max_element(scores.begin(), scores.end());
-    if (sink) most = std::fmax(most, *sink);
+    if (sink) most = std::fmax(most, *sink), largest_score = std::fmax(largest_score, *sink);
     std::vector<Sum> sums(out.size());
     double total = sink ? std::exp(*sink - most) : 0;
     for (int64_t i = first; i < keys; ++i) {

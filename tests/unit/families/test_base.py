@@ -186,6 +186,15 @@ def test_configs_as_transformers_saves_them_give_the_same_tables(config: dict[st
         ("minimax_m2", "shared_intermediate_size", 16),
         ("minimax_m2", "partial_rotary_factor", 0.25),
         ("minimax_m2", "rotary_dim", 0),
+        ("gpt_oss", "hidden_act", "gelu"),
+        ("gpt_oss", "tie_word_embeddings", True),
+        ("gpt_oss", "sliding_window", None),
+        ("gpt_oss", "head_dim", None),
+        ("gpt_oss", "layer_types", ["sliding_attention", "full_attention"]),
+        ("gpt_oss", "layer_types", ["chunked_attention"] * 3),
+        ("gpt_oss", "swiglu_limit", 0),
+        ("gpt_oss", "swiglu_alpha", "large"),
+        ("gpt_oss", "hidden_act_alpha", 1.5),
     ],
 )
 def test_what_sglang_and_the_twin_would_compute_differently_is_refused(
@@ -194,3 +203,26 @@ def test_what_sglang_and_the_twin_would_compute_differently_is_refused(
     config = config_of(base) | {key: value}
     with pytest.raises(InvalidValueError, match=f"'{key}'"):
         family_for(config).twin_sources(config)
+
+
+@pytest.mark.parametrize(("kind", "allowed"), [("yarn", True), ("default", True), ("llama3", False)])
+def test_gpt_oss_has_yarn_or_the_default_rotary_embedding(config_of: ConfigOf, kind: str, allowed: bool) -> None:
+    config = config_of("gpt_oss") | {"rope_scaling": {"rope_type": kind, "factor": 2.0}}
+    if allowed:
+        return family_for(config).check(config)
+    with pytest.raises(InvalidValueError, match="the rotary embedding is 'llama3'"):
+        family_for(config).check(config)
+
+
+def test_layers_of_gpt_oss_alternate_where_the_config_does_not_say(config_of: ConfigOf) -> None:
+    config = config_of("gpt_oss")
+    del config["layer_types"]
+    family = family_for(config)
+    assert [family.window(config, layer) for layer in range(3)] == [8, 0, 8]
+    assert AutoConfig.for_model(**config).layer_types == family.layer_types(config)  # type: ignore[attr-defined]
+
+
+def test_sglang_s_name_of_gpt_oss_s_alpha_is_given_where_the_config_has_hugging_face_s(config_of: ConfigOf) -> None:
+    config = config_of("gpt_oss")
+    assert family_for(config).missing_keys(config) == {}
+    assert family_for(config).missing_keys(config | {"swiglu_alpha": 1.5}) == {"hidden_act_alpha": 1.5}

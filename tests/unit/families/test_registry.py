@@ -57,7 +57,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
         | {"layer_types": ["linear_attention", "full_attention"]},
         "it has shared experts, the family no shared; it has linear attention ('layer_types')",
     ),
-    "gpt_oss": (
+    "windowed": (
         {"num_local_experts": 32, "sliding_window": 128, "swiglu_limit": 7.0},
         "it has sliding windows ('sliding_window'); it has a clamp in the experts ('swiglu_limit')",
     ),

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from reference.decoder import attention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.sglang_patch.cpu.attention import create_backend, decode_sequences, extend_sequences
+from kt_runtime.sglang_patch.cpu.attention import create_backend, window_of, decode_sequences, extend_sequences
 
 TABLE = torch.arange(100, 160, dtype=torch.int32).view(3, 20)  # request, position -> slot
 
@@ -73,6 +74,8 @@ def run_backend(
     v: torch.Tensor,
     steps: list[tuple[int, int]],
     kv_dtype: torch.dtype = torch.bfloat16,
+    window_size: int = -1,
+    **options: torch.Tensor,
 ) -> torch.Tensor:
     """Runs request 1 in steps of its positions: the last ones, of one token each, as decode steps."""
     runner = SimpleNamespace(
@@ -83,7 +86,13 @@ def run_backend(
     backend = create_backend(runner)
     heads = q.shape[1]
     layer = SimpleNamespace(
-        layer_id=0, tp_q_head_num=heads, qk_head_dim=q.shape[2], v_head_dim=v.shape[2], scaling=0.3, logit_cap=0.0
+        layer_id=0,
+        tp_q_head_num=heads,
+        qk_head_dim=q.shape[2],
+        v_head_dim=v.shape[2],
+        scaling=0.3,
+        logit_cap=0.0,
+        sliding_window_size=window_size,
     )
     found = []
     for start, stop in steps:
@@ -98,10 +107,24 @@ def run_backend(
         )
         backend.init_forward_metadata(batch)
         own = slice(start, stop)
-        found.append(backend.forward(q[own].reshape(stop - start, -1), k[own], v[own], layer, batch))
+        found.append(backend.forward(q[own].reshape(stop - start, -1), k[own], v[own], layer, batch, **options))
     return torch.cat(found)
 
 
-def test_a_sliding_window_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="sliding window of 512"):
-        create_backend(SimpleNamespace(sliding_window_size=512))
+def test_windows_with_a_pool_of_their_own_are_refused() -> None:
+    with pytest.raises(InvalidValueError, match=r"sliding window of 127 have a KV pool of their own; .*hybrid-swa"):
+        create_backend(SimpleNamespace(sliding_window_size=127, is_hybrid_swa=True))
+
+
+@pytest.mark.parametrize(("size", "window"), [(None, 0), (-1, 0), (0, 1), (127, 128)])
+def test_sglang_s_window_leaves_out_the_query_s_own_key(size: int | None, window: int) -> None:
+    assert window_of(SimpleNamespace(sliding_window_size=size)) == window
+
+
+def test_windows_and_sinks_reach_the_kernel() -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(20, heads, 16, generator=generator) for heads in (4, 2, 2))
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    found = run_backend(q, k, v, [(0, 12), (12, 19), (19, 20)], torch.float32, window_size=6, sinks=sinks)
+    expected = attention(q.double(), k.double(), v.double(), 0.3, window=7, sinks=sinks).flatten(1)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=0)
