@@ -43,6 +43,33 @@ def paged(slots: Tensor, places: Tensor, prefixes: Tensor, queries: Tensor) -> S
     return Sequences(torch.stack([counts.cumsum(0) - counts, counts, prefixes, places], dim=1), slots)
 
 
+def in_chunks(sequences: Sequences, chunk: int) -> Sequences:
+    """The sequences of chunked attention, in which a query sees the keys of its own chunk of `chunk` positions only.
+
+    Each sequence is cut into one for each chunk that has queries, whose first key is the chunk's first
+    (csrc/ops/attention/chunked.h). Where none is longer than a chunk, the result is `sequences`. For slots, a row of the
+    result begins at any element of theirs, which must be contiguous.
+    """
+    rows = sequences.rows.tolist()
+    if all(prefix + queries <= chunk for _, queries, prefix, _ in rows):
+        return sequences
+    slots = sequences.slots
+    parts, longest = [], 0
+    for first_query, queries, prefix, place in rows:
+        start = place if slots is None else place * slots.shape[1]
+        at = 0
+        while at < queries:
+            inside = (prefix + at) % chunk
+            count = min(queries - at, chunk - inside)
+            parts.append([first_query + at, count, inside, start + prefix + at - inside])
+            longest = max(longest, inside + count)
+            at += count
+    if slots is not None:
+        flat = slots.view(-1)
+        slots = flat.as_strided((len(flat) - longest + 1, longest), (1, 1))
+    return Sequences(torch.tensor(parts), slots)
+
+
 def contiguous(batch: int, queries: int, keys: int) -> Sequences:
     """`batch` sequences with the last `queries` of `keys` tokens each; their keys lie one after another."""
     place = torch.arange(batch)

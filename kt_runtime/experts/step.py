@@ -26,7 +26,9 @@ from kt_runtime.experts.native import capsule, resolve_isa, steps, translated_er
 class GroupedQuery:
     """`qkv` [(N + 2 K) D, H], `out` [H, N D] and their biases; `keys` and `values` [S, K, D].
 
-    Norms: [D] for each head, [N D] and [K D] for all heads at once, or None.
+    Norms: [D] for each head, [N D] and [K D] for all heads at once, or None. `rotates`: queries and keys are rotated;
+    `norms_last`: normed after that. `is_chunked`: a query sees the keys of its own chunk. `temperatures` float32
+    [P / `temperature_every` + 1] multiply the queries, at (position + 1) / `temperature_every`.
     """
 
     qkv: Tensor
@@ -37,6 +39,11 @@ class GroupedQuery:
     values: Tensor
     out: Tensor
     out_bias: Tensor | None
+    rotates: bool = True
+    norms_last: bool = False
+    is_chunked: bool = False
+    temperatures: Tensor | None = None
+    temperature_every: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +165,8 @@ NO_LORA = BatchLora()
 class Step:
     """Built once for a model; `run` computes a batch. Not thread-safe. Keeps the tensors alive.
 
-    `scalars`: heads, top_k, normalises, epsilon, scaling, interleaved, and groups, the router's (groups, top_groups,
-    is_sigmoid, scaling) or None (`families.stack`). `tensors`: embedding [V, H], final_norm [H], angles [P, D] or
+    `scalars`: heads, top_k, normalises, epsilon, scaling, interleaved, weighs_input, chunk, and groups, the router's
+    (groups, top_groups, is_sigmoid, scaling) or None (`families.stack`). `tensors`: embedding [V, H], final_norm [H], angles [P, D] or
     [P, rope] (of each position the cosines, then the sines). `lora`: of as many layers; None: batches have no adapters.
     InvalidValueError: a tensor that does not fit.
     """
@@ -250,6 +257,8 @@ def _named(values: Any, where: str) -> dict[str, object]:
             named[field.name] = capsule(value, name)
         elif isinstance(value, ExpertLayer):
             named[field.name] = value.native()
+        elif isinstance(value, bool | int):
+            named[field.name] = value
         else:
             named[field.name] = None if value is None else _named(value, name)
     return named

@@ -120,6 +120,12 @@ class Family(ABC):
     """Of the norms, for a config without `rms_norm_eps`, as in Hugging Face."""
     renamings: tuple[Renaming, ...] = ()
     """Where the family's checkpoints name tensors otherwise than transformers 5."""
+    fuses_experts: bool = False
+    """Whether published checkpoints hold a layer's experts in two tensors, `gate_up_proj` and `down_proj`."""
+    mlp_name: str = "mlp"
+    """A layer's module that is a dense MLP or has experts; in it `shared_name` and `router_name`."""
+    shared_name: str = "shared_experts"
+    router_name: str = "gate"
     rotary_table: str = "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
     """SGLang's buffer of rotary tables, one for all layers: by position, cosines and then sines."""
 
@@ -162,7 +168,10 @@ class Family(ABC):
         return False
 
     def expert_prefix(self, layer: int) -> str:
-        return f"model.layers.{layer}.mlp.experts"
+        return f"model.layers.{layer}.{self.mlp_name}.experts"
+
+    def router_module(self, layer: int) -> str:
+        return f"model.layers.{layer}.{self.mlp_name}.{self.router_name}"
 
     def our_name(self, stored: str) -> str:
         """transformers' name of a checkpoint's tensor."""
@@ -177,7 +186,7 @@ class Family(ABC):
         return self.stored_name(ours)
 
     def correction_bias_name(self, layer: int) -> str:
-        return f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        return f"{self.router_module(layer)}.e_score_correction_bias"
 
     def missing_keys(self, config: Config) -> dict[str, Any]:
         """Keys that SGLang reads and transformers 5 does not write, with the values that its model has anyway."""
@@ -190,6 +199,9 @@ class Family(ABC):
     def expert_mlp(self, config: Config) -> ExpertMlp:
         """What its routed experts compute, and how fused tensors hold their matrices."""
         return ExpertMlp()
+
+    def dense_intermediate(self, config: Config) -> int:
+        return integer(config, "intermediate_size")
 
     def expert_intermediate(self, config: Config) -> int:
         return integer(config, "moe_intermediate_size")
@@ -235,9 +247,9 @@ class Family(ABC):
         linears = self.attention(config)
         hidden = integer(config, "hidden_size")
         if layer not in set(self.moe_layers(config)):
-            linears += _gated_mlp("mlp", hidden, integer(config, "intermediate_size"), MLP)
+            linears += _gated_mlp(self.mlp_name, hidden, self.dense_intermediate(config), MLP)
         elif shared := self.shared_intermediate(config):
-            linears += _gated_mlp("mlp.shared_experts", hidden, shared, SHARED)
+            linears += _gated_mlp(f"{self.mlp_name}.{self.shared_name}", hidden, shared, SHARED)
         return linears
 
     def _layer_sources(self, config: Config, layer: int) -> list[TensorSource]:
@@ -249,7 +261,7 @@ class Family(ABC):
         ]
         if layer in set(self.moe_layers(config)):
             experts = self.num_experts(config)
-            sources.append(self._own(f"{prefix}mlp.gate.weight", experts, hidden))
+            sources.append(self._own(f"{self.router_module(layer)}.weight", experts, hidden))
             if self.has_correction_bias(config):
                 sources.append(self._own(self.correction_bias_name(layer), experts, is_buffer=True))
         return sources

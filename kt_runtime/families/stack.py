@@ -23,7 +23,12 @@ OF_CONFIG: Final = {"swish": SILU, "gelu_tanh": "gelu_pytorch_tanh"} | {name: na
 @dataclass(frozen=True, slots=True)
 class GroupedQuery:
     """Grouped-query attention. `qkv`: queries, keys and values, fused. The norms are of each head's queries and keys,
-    or, if they are as wide as all heads together, of all that a token has."""
+    or, if they are as wide as all heads together, of all that a token has.
+
+    Of Llama 4: `rotates`: the layer has a rotary embedding. `unit_norms`: each head's queries and keys have norms
+    without a weight, after the rotary embedding. `is_chunked`: a query sees the keys of its own chunk
+    (`DecoderStack.chunk`). `temperature`: what multiplies a token's queries; None: nothing does.
+    """
 
     qkv: str
     qkv_bias: str | None
@@ -31,6 +36,18 @@ class GroupedQuery:
     key_norm: str | None
     out: str
     out_bias: str | None
+    rotates: bool = True
+    unit_norms: bool = False
+    is_chunked: bool = False
+    temperature: Temperature | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Of the queries at position p: 1 + `strength` * ln(1 + floor((p + 1) / `every`)) (arXiv:2501.19399)."""
+
+    every: int
+    strength: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +174,9 @@ class ExpertGroups:
 class DecoderStack:
     """`groups`: None: the router is a softmax of all logits, which have the model's dtype. `normalises`: the routing
     weights of a token sum to 1. `epsilon`: of every norm. `interleaved`: the rotary embedding turns adjacent elements,
-    else those half a head apart."""
+    else those half a head apart. `weighs_input`: the routing weight multiplies the expert's input instead of its
+    result; a token then has one expert. `chunk`: most keys that a query of a chunked layer sees; 0: no layer is
+    chunked."""
 
     heads: int
     top_k: int
@@ -168,3 +187,5 @@ class DecoderStack:
     embedding: str
     final_norm: str
     layers: tuple[StackLayer, ...]
+    weighs_input: bool = False
+    chunk: int = 0

@@ -9,7 +9,7 @@ from kt_runtime.families.base import GROUPS, Config, LoraModule
 from kt_runtime.families.registry import family_for
 
 ALL = "all"
-NEVER_ADAPTED = ("lm_head", "embed_tokens", "gate", "e_score_correction_bias")
+NEVER_ADAPTED = ("lm_head", "embed_tokens", "gate", "router", "e_score_correction_bias")
 PROJECTIONS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),

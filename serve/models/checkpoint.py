@@ -19,12 +19,19 @@ BF16_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """`dtype`: BF16, or F32 for the router's correction bias, as safetensors spells them. Matrices are [out, in]."""
+    """`dtype`: BF16, or F32 for the router's correction bias, as safetensors spells them. Matrices are [out, in], or
+    [in, out] if `is_transposed`."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "BF16"
     is_routed_expert: bool = False
+    is_transposed: bool = False
+
+    @property
+    def inputs(self) -> int:
+        """Of a matrix, or of each matrix of a stack."""
+        return self.shape[-2 if self.is_transposed else -1]
 
     @property
     def num_parameters(self) -> int:
@@ -46,14 +53,16 @@ class ParameterCount:
 
 
 def checkpoint_tensors(config: Mapping[str, Any]) -> Iterator[CheckpointTensor]:
-    """Every tensor of the checkpoint, with a matrix per expert. Raises UnknownNameError for an unknown family."""
+    """Every tensor of the checkpoint, as published. Raises UnknownNameError for an unknown family."""
+    family = family_for(config)
     yield from dense_tensors(config)
-    for layer in family_for(config).moe_layers(config):
-        yield from expert_tensors(config, layer)
+    for layer in family.moe_layers(config):
+        yield from (fused_expert_tensors if family.fuses_experts else expert_tensors)(config, layer)
 
 
 def expert_tensors(config: Mapping[str, Any], layer: int) -> Iterator[CheckpointTensor]:
-    """The routed experts of a layer as published checkpoints store them."""
+    """The routed experts of a layer with a matrix for each expert and projection, as most published checkpoints have
+    them."""
     family = family_for(config)
     num_experts, hidden, intermediate = family.expert_shape(config)
     for expert in range(num_experts):
@@ -64,15 +73,22 @@ def expert_tensors(config: Mapping[str, Any], layer: int) -> Iterator[Checkpoint
 
 
 def fused_expert_tensors(config: Mapping[str, Any], layer: int) -> tuple[CheckpointTensor, CheckpointTensor]:
-    """The routed experts of a layer as transformers 5 holds them: gate and up [E, 2 I, H], down [E, H, I]."""
+    """The routed experts of a layer as transformers 5 holds them: gate and up [E, 2 I, H], down [E, H, I]; Llama 4's
+    matrices are transposed."""
     family = family_for(config)
-    prefix = family.expert_prefix(layer)
+    prefix, transposed = family.expert_prefix(layer), family.expert_mlp(config).is_transposed
     num_experts, hidden, intermediate = family.expert_shape(config)
-    both, down = (num_experts, 2 * intermediate, hidden), (num_experts, hidden, intermediate)
-    return (
-        CheckpointTensor(f"{prefix}.gate_up_proj", both, is_routed_expert=True),
-        CheckpointTensor(f"{prefix}.down_proj", down, is_routed_expert=True),
+    shapes = {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
+    both, down = (
+        CheckpointTensor(
+            f"{prefix}.{name}",
+            (num_experts, *(reversed(shape) if transposed else shape)),
+            is_routed_expert=True,
+            is_transposed=transposed,
+        )
+        for name, shape in shapes.items()
     )
+    return both, down
 
 
 def dense_tensors(config: Mapping[str, Any]) -> Iterator[CheckpointTensor]:

@@ -34,7 +34,7 @@ SHARD_BYTES = 2 * 10**9
 EMBEDDING_STD = 1.0
 NORM_STD = 0.1
 CORRECTION_BIAS_STD = 0.1
-SHARPENED = {"gate", "lm_head"}
+SHARPENED = {"gate", "router", "lm_head"}
 
 CHECKPOINT_FILES = only_files(
     re.compile(
@@ -156,7 +156,7 @@ def standard_deviation(tensor: CheckpointTensor) -> float:
     if _is_norm(tensor):
         return NORM_STD
     module = tensor.name.removesuffix(".weight").rpartition(".")[2]
-    return (2 if module in SHARPENED else 1) / math.sqrt(tensor.shape[-1])
+    return (2 if module in SHARPENED else 1) / math.sqrt(tensor.inputs)
 
 
 def to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

@@ -34,6 +34,7 @@ from kt_runtime.experts.gguf import gguf_files
 from kt_runtime.families import family_for, gguf
 from kt_runtime.families.quantization import BF16, quantization_of
 from kt_runtime.families.stack import ExpertMlp
+from kt_runtime.ops.row_factors import scale_rows
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.progress import LayersRead
 from kt_runtime.sglang_patch.cpu import routes
@@ -149,6 +150,8 @@ def experts_forward(
     (`finite_rows`); otherwise such a row raises NumericsError.
     """
     ids, weights = topk_output.topk_ids, topk_output.topk_weights
+    if layer.moe_runner_config.apply_router_weight_on_input:
+        x, weights = scale_rows(x, weights[:, 0].float()), torch.ones_like(weights)
     compute = partial(_compute, layer.layer_id)
     if not device.is_host(x):
         return on_device.forward(compute, x, ids, weights, adapters)
@@ -214,7 +217,12 @@ def _method_class() -> type:
 
 def _check_layer(layer: Any, num_experts: int) -> None:
     config = layer.moe_runner_config
-    expected = {"activation": "silu", "apply_router_weight_on_input": False, "is_gated": True, "no_combine": False}
+    expected = {"activation": "silu", "is_gated": True, "no_combine": False}
+    if config.apply_router_weight_on_input and config.top_k not in (None, 1):
+        raise InvalidValueError(
+            f"{layer.layer_name}: apply_router_weight_on_input with {config.top_k} experts per token; an expert's input "
+            "has one weight"
+        )
     for name, value in expected.items():
         if getattr(config, name) != value:
             raise InvalidValueError(

@@ -64,7 +64,9 @@ def merge(model: torch.nn.Module, adapter: AdapterTensors) -> torch.nn.Module:
     """Adds the adapter to the weights of a Hugging Face model (transformers 5), in place."""
     parameters = dict(model.named_parameters())
     for name, pair in adapter.modules.items():
-        rows(parameters, name).add_(delta(pair, adapter.scaling))
+        change = delta(pair, adapter.scaling)
+        weight = rows(parameters, name, is_transposed=_is_transposed(model, name))
+        weight.add_(change)
     return model
 
 
@@ -72,12 +74,21 @@ def delta(pair: LoraPair, scaling: float) -> torch.Tensor:
     return scaling * (pair.b @ pair.a)
 
 
-def rows(parameters: Mapping[str, torch.Tensor], module: str) -> torch.Tensor:
-    """The weight of `module`: for routed experts, its rows of the fused parameter [E, out, in]."""
+def _is_transposed(model: Any, module: str) -> bool:
+    config = model.config.to_dict()
+    return ".experts." in module and family_for(config).expert_mlp(config).is_transposed
+
+
+def rows(parameters: Mapping[str, torch.Tensor], module: str, *, is_transposed: bool = False) -> torch.Tensor:
+    """The weight of `module`: for routed experts, its rows of the fused parameter [E, out, in]; or, `is_transposed`, of
+    a view of the parameter [E, in, out]."""
     parent, _, projection = module.rpartition(".")
     if not parent.endswith(".experts"):
         return parameters[f"{module}.weight"]
+    both, down = (parameters[f"{parent}.{name}"] for name in ("gate_up_proj", "down_proj"))
+    if is_transposed:
+        both, down = both.mT, down.mT
     if projection == "down_proj":
-        return parameters[f"{parent}.down_proj"]
-    gate, up = parameters[f"{parent}.gate_up_proj"].chunk(2, dim=1)
+        return down
+    gate, up = both.chunk(2, dim=1)
     return gate if projection == "gate_proj" else up

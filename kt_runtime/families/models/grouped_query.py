@@ -19,6 +19,9 @@ from kt_runtime.families.stack import (
 
 
 class GroupedQueryFamily(Family):
+    weighs_input = False
+    """Of `DecoderStack`."""
+
     def has_qkv_bias(self, config: Config) -> bool:
         return False
 
@@ -32,6 +35,10 @@ class GroupedQueryFamily(Family):
     def groups(self, config: Config) -> ExpertGroups | None:
         """How the router chooses among groups; None: it is a softmax over all experts."""
         return None
+
+    def chunk(self, config: Config) -> int:
+        """Of `DecoderStack`."""
+        return 0
 
     def head_dim(self, config: Config) -> int:
         if config.get("head_dim") is not None:
@@ -70,25 +77,30 @@ class GroupedQueryFamily(Family):
             embedding="model.embed_tokens.weight",
             final_norm="model.norm.weight",
             layers=tuple(self._stack_layer(config, layer) for layer in range(integer(config, "num_hidden_layers"))),
+            weighs_input=self.weighs_input,
+            chunk=self.chunk(config),
         )
 
     def _stack_layer(self, config: Config, layer: int) -> StackLayer:
         prefix, is_routed = f"model.layers.{layer}", layer in set(self.moe_layers(config))
         mlp = None
         if not is_routed or self.shared_intermediate(config):
-            parent = f"{prefix}.mlp.shared_experts" if is_routed else f"{prefix}.mlp"
+            parent = f"{prefix}.{self.mlp_name}" + (f".{self.shared_name}" if is_routed else "")
             mlp = GatedMlp(f"{parent}.gate_up_proj.weight", f"{parent}.down_proj.weight")
         bias = self.engine_name(self.correction_bias_name(layer)) if self.has_correction_bias(config) else None
         return StackLayer(
             input_norm=f"{prefix}.input_layernorm.weight",
-            attention=self._stack_attention(config, f"{prefix}.self_attn"),
+            attention=self._stack_attention(config, layer),
             post_norm=f"{prefix}.post_attention_layernorm.weight",
             mlp=mlp,
-            routed=RoutedExperts(self.engine_name(f"{prefix}.mlp.gate.weight"), bias, layer) if is_routed else None,
+            routed=RoutedExperts(self._gate(layer), bias, layer) if is_routed else None,
         )
 
-    def _stack_attention(self, config: Config, prefix: str) -> GroupedQuery:
-        has_norms = bool(self.attention_norms(config))
+    def _gate(self, layer: int) -> str:
+        return self.engine_name(f"{self.router_module(layer)}.weight")
+
+    def _stack_attention(self, config: Config, layer: int) -> GroupedQuery:
+        prefix, has_norms = f"model.layers.{layer}.self_attn", bool(self.attention_norms(config))
         return GroupedQuery(
             qkv=f"{prefix}.qkv_proj.weight",
             qkv_bias=f"{prefix}.qkv_proj.bias" if self.has_qkv_bias(config) else None,

@@ -60,29 +60,62 @@ class _Attention(torch.autograd.Function):
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, branches: Branches = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, branches: Branches = None, chunk: int = 0
 ) -> torch.Tensor:
-    """Causal attention in float32, rounded once: q [B, S, N, .], k and v [B, S, key heads, .] -> [B, S, N, .]."""
+    """Causal attention in float32, rounded once: q [B, S, N, .], k and v [B, S, key heads, .] -> [B, S, N, .].
+
+    `chunk`: a query sees the keys of its own chunk of so many positions only; 0: all keys.
+    """
     if branches is None:
-        return _Attention.apply(q, k, v, scaling)
+        return _causal(q, k, v, scaling, chunk)
     rows = zip(q.split(1), k.split(1), v.split(1), branches, strict=True)
-    return torch.cat([_forked(*row, scaling) for row in rows])
+    return torch.cat([_forked(*row, scaling, chunk) for row in rows])
 
 
-def _forked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, branch: Branch, scaling: float) -> torch.Tensor:
-    """One row: q [1, S, N, .], k and v [1, S, key heads, .] -> [1, S, N, .]."""
-    first, second = slice(0, branch.second), slice(branch.second, None)
-    parts = [_Attention.apply(q[:, first], k[:, first], v[:, first], scaling)]
-    if branch.second < q.shape[1]:
-        keys, values = (torch.cat([x[:, : branch.prefix], x[:, second]], dim=1) for x in (k, v))
-        parts.append(_Attention.apply(q[:, second], keys, values, scaling))
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, chunk: int) -> torch.Tensor:
+    """Of the last queries. Each chunk that has some is a sequence of its own."""
+    length, tokens = k.shape[1], q.shape[1]
+    if not chunk or length <= chunk:
+        return _Attention.apply(q, k, v, scaling)
+    before, parts = length - tokens, []
+    for start in range(before // chunk * chunk, length, chunk):
+        keys, queries = slice(start, start + chunk), slice(max(start - before, 0), start + chunk - before)
+        parts.append(_Attention.apply(*(x.contiguous() for x in (q[:, queries], k[:, keys], v[:, keys])), scaling))
     return torch.cat(parts, dim=1)
 
 
-def visible_keys(branches: tuple[Branch, ...], length: int, device: torch.device) -> torch.Tensor:
-    """[B, 1, S, S] attention mask: True where a query may see a key, for attention that needs a mask."""
+def _forked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, branch: Branch, scaling: float, chunk: int
+) -> torch.Tensor:
+    """One row: q [1, S, N, .], k and v [1, S, key heads, .] -> [1, S, N, .]."""
+    first, second = slice(0, branch.second), slice(branch.second, None)
+    parts = [_causal(q[:, first], k[:, first], v[:, first], scaling, chunk)]
+    if branch.second < q.shape[1]:
+        keys, values = (torch.cat([x[:, : branch.prefix], x[:, second]], dim=1) for x in (k, v))
+        parts.append(_causal(q[:, second], keys, values, scaling, chunk))
+    return torch.cat(parts, dim=1)
+
+
+def places_of(branches: Branches, length: int, device: torch.device) -> torch.Tensor:
+    """[B, S], or [1, S] without branches: each token's position in its sequence."""
+    place = torch.arange(length, device=device)[None]
+    if branches is None:
+        return place
+    ends = torch.tensor([[branch.prefix, branch.second] for branch in branches], device=device)
+    prefix, second = ends[:, :1], ends[:, 1:]
+    return torch.where(place < second, place, place - second + prefix)
+
+
+def visible_keys(branches: Branches, length: int, device: torch.device, chunk: int = 0) -> torch.Tensor:
+    """[B, 1, S, S] attention mask: True where a query may see a key, for attention that needs a mask. `chunk`: as of
+    `attend`."""
     place = torch.arange(length, device=device)
     causal = place[:, None] >= place
+    if chunk:
+        chunks = places_of(branches, length, device) // chunk
+        causal = causal & (chunks[:, :, None] == chunks[:, None])
+    if branches is None:
+        return causal[:, None] if causal.dim() == 3 else causal[None, None]
     ends = torch.tensor([[branch.prefix, branch.second] for branch in branches], device=device)
     prefix, second = ends[:, 0, None, None], ends[:, 1, None, None]
     hidden = (place[:, None] >= second) & (place >= prefix) & (place < second)

@@ -12,8 +12,9 @@ from kt_runtime.ops.norms import frozen_rms_norm
 RMS_NORMS = (
     *("Qwen3MoeRMSNorm", "DeepseekV2RMSNorm", "DeepseekV3RMSNorm"),
     *("MixtralRMSNorm", "OlmoeRMSNorm", "Glm4MoeRMSNorm", "Glm4MoeLiteRMSNorm", "MiniMaxM2RMSNorm"),
+    "Llama4TextRMSNorm",
 )
-GATED_MLPS = ("Qwen3MoeMLP", "DeepseekV2MLP", "DeepseekV3MLP", "Glm4MoeMLP", "Glm4MoeLiteMLP")
+GATED_MLPS = ("Qwen3MoeMLP", "DeepseekV2MLP", "DeepseekV3MLP", "Glm4MoeMLP", "Glm4MoeLiteMLP", "Llama4TextMLP")
 """Hugging Face's classes."""
 
 

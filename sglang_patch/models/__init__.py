@@ -1,0 +1,1 @@
+"""What single models of SGLang compute otherwise, one file each."""
