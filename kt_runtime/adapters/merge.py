@@ -14,13 +14,14 @@ FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 class Merger:
     """Merges the tensors of a checkpoint one by one, by their Hugging Face names; each routed expert separately, or a
-    layer's experts in transformers' fused tensors `NAME.gate_up_proj` [E, 2 I, H] and `NAME.down_proj` [E, H, I].
+    layer's experts in transformers' fused tensors `NAME.gate_up_proj` [E, 2 I, H] and `NAME.down_proj` [E, H, I]; or, if
+    `is_transposed`, [E, H, 2 I] and [E, I, H].
 
     `left`: names of adapted matrices that have not been merged yet.
     """
 
-    def __init__(self, adapter: AdapterTensors) -> None:
-        self._scaling = adapter.scaling
+    def __init__(self, adapter: AdapterTensors, *, is_transposed: bool = False) -> None:
+        self._scaling, self._is_transposed = adapter.scaling, is_transposed
         flat = adapter.tensors
         modules = [name.removesuffix(".lora_A.weight") for name in flat if name.endswith(".lora_A.weight")]
         self._pairs = {
@@ -47,12 +48,14 @@ class Merger:
         parent, _, last = name.rpartition(".")
         projections = FUSED.get(last, ())
         result = weight.to(dtype, copy=True)
+        if self._is_transposed:
+            weight, result = weight.mT, result.mT
         for expert, matrix in enumerate(weight):
             parts = zip(projections, matrix.chunk(len(projections)), strict=True) if projections else ()
             for part, (projection, rows) in enumerate(parts):
                 merged = self.merged(f"{parent}.{expert}.{projection}.weight", rows, dtype)
                 result[expert, part * len(rows) : (part + 1) * len(rows)] = merged
-        return result
+        return result.mT if self._is_transposed else result
 
 
 def _check_finite(name: str, merged: torch.Tensor) -> None:

@@ -151,9 +151,10 @@ def _stored_targets(adapter: AdapterTensors, family: Family) -> list[str]:
 def _dense_parameters(adapter: AdapterTensors, family: Family, config: Mapping[str, Any]) -> list[str]:
     """PEFT's `target_parameters`: the modules that PEFT would not find by `target_modules`, without layer numbers.
 
-    Empty for a checkpoint with modules of its own: each expert is a linear there, and PEFT finds all of them.
+    Empty for a checkpoint with modules of its own: each expert is a linear there, and PEFT finds all of them. Empty too
+    where PEFT does not fuse experts: it then finds all linears by `target_modules`.
     """
-    if config.get("model_type") in family.foreign_model_types:
+    if config.get("model_type") in family.foreign_model_types or not family.peft_fuses_experts:
         return []
     dense = [module.name for module in family.lora_modules(config) if module.group in (MLP, SHARED)]
     return sorted({f"{_LAYER.sub('', name)}.weight" for name in dense if name in adapter.modules})

@@ -47,26 +47,24 @@ def in_chunks(sequences: Sequences, chunk: int) -> Sequences:
     """The sequences of chunked attention, in which a query sees the keys of its own chunk of `chunk` positions only.
 
     Each sequence is cut into one for each chunk that has queries, whose first key is the chunk's first
-    (csrc/ops/attention/chunked.h). Where none is longer than a chunk, the result is `sequences`. For slots, a row of the
-    result begins at any element of theirs, which must be contiguous.
+    (csrc/ops/attention/chunked.h); their slots are copied. Where none is longer than a chunk, the result is `sequences`.
     """
     rows = sequences.rows.tolist()
     if all(prefix + queries <= chunk for _, queries, prefix, _ in rows):
         return sequences
-    slots = sequences.slots
-    parts, longest = [], 0
+    parts, own = [], []
     for first_query, queries, prefix, place in rows:
-        start = place if slots is None else place * slots.shape[1]
         at = 0
         while at < queries:
             inside = (prefix + at) % chunk
-            count = min(queries - at, chunk - inside)
-            parts.append([first_query + at, count, inside, start + prefix + at - inside])
-            longest = max(longest, inside + count)
+            first_key, count = prefix + at - inside, min(queries - at, chunk - inside)
+            if sequences.slots is None:
+                parts.append([first_query + at, count, inside, place + first_key])
+            else:
+                parts.append([first_query + at, count, inside, len(own)])
+                own.append(sequences.slots[place, first_key : first_key + inside + count])
             at += count
-    if slots is not None:
-        flat = slots.view(-1)
-        slots = flat.as_strided((len(flat) - longest + 1, longest), (1, 1))
+    slots = None if sequences.slots is None else torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
     return Sequences(torch.tensor(parts), slots)
 
 

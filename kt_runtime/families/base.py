@@ -122,6 +122,8 @@ class Family(ABC):
     """Where the family's checkpoints name tensors otherwise than transformers 5."""
     fuses_experts: bool = False
     """Whether published checkpoints hold a layer's experts in two tensors, `gate_up_proj` and `down_proj`."""
+    peft_fuses_experts: bool = True
+    """Whether PEFT 0.21 fuses a file's pairs of single experts for transformers' fused experts of this family."""
     mlp_name: str = "mlp"
     """A layer's module that is a dense MLP or has experts; in it `shared_name` and `router_name`."""
     shared_name: str = "shared_experts"

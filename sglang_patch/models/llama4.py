@@ -11,6 +11,8 @@ Symbols (SGLang 0.5.23), of `models.llama4` unless said otherwise:
   place, as on a CPU, and rounds them to bf16 before their norm, whatever the model's dtype is. Its temperature is
   compiled by torch.compile. Here each operation is kt-runtime's, as in the twin (`resident/twin/llama4.py`).
 - `Llama4MoE._forward_core`: SGLang compiles its router, and computes its logits in the model's dtype.
+- `model_executor.model_runner.ModelRunner.init_attention_backends`: on CUDA only SGLang's FlashAttention attends within
+  chunks. With another backend, a context longer than a chunk is refused: its answers would be wrong.
 - `lora.utils.get_default_hidden_dim`: SGLang's table of sizes takes the experts' intermediate size for the dense layers
   too.
 
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 
 from kt_runtime import device
+from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts.dense import GroupedRouting
 from kt_runtime.ops.grouped_router import grouped_top_k
 from kt_runtime.ops.norms import rms_norm
@@ -37,18 +40,36 @@ SYMBOLS = (
     "sglang.srt.models.llama4.Llama4Attention.forward",
     "sglang.srt.models.llama4.Llama4MoE._forward_core",
     "sglang.srt.lora.utils.get_default_hidden_dim",
+    "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
     "sglang.srt.layers.moe.topk.StandardTopKOutput",
 )
 MODEL_TYPE = "llama4_text"
+CHUNKED_BACKENDS = {"fa3", "fa4"}
 TOP_1 = GroupedRouting(groups=1, top_groups=1, top_k=1, is_sigmoid=True, normalises=False, scaling=1.0)
 
 
 def install(hooks: Hooks) -> None:
     hooks.around(SYMBOLS[0], adjacent_rope)
     hooks.around(SYMBOLS[3], lora_sizes)
-    if not hooks.has_cuda_kernels:
+    if hooks.has_cuda_kernels:
+        hooks.after(SYMBOLS[4], check_backend)
+    else:
         hooks.replace(SYMBOLS[1], attention)
         hooks.replace(SYMBOLS[2], experts)
+
+
+def check_backend(_result: None, runner: Any, *_: Any, **__: Any) -> None:
+    """Raises InvalidValueError if the attention backend does not attend within chunks, and the context is longer."""
+    chunk, context = runner.attention_chunk_size, runner.model_config.context_len
+    if runner.model_config.hf_config.model_type != MODEL_TYPE or context <= chunk:
+        return
+    for backend in (runner.prefill_attention_backend_str, runner.decode_attention_backend_str):
+        if backend not in CHUNKED_BACKENDS:
+            raise InvalidValueError(
+                f"the attention backend is {backend!r}, which does not attend within Llama 4's chunks of {chunk} tokens, "
+                f"and the context has {context}; allowed: {' or '.join(sorted(CHUNKED_BACKENDS))}, or --context-length "
+                f"{chunk} at most"
+            )
 
 
 def adjacent_rope(original: Any, head_size: int, *, max_position: int, **kwargs: Any) -> Any:

@@ -89,7 +89,8 @@ def write_merged(
     places = plan(files, dtype, shard_bytes)
     total_bytes = sum(place.num_bytes for place in places.values())
     _check_disk(path, total_bytes + _RESERVE_BYTES)
-    merger, family = Merger(adapter), family_for(config)
+    family = family_for(config)
+    merger = Merger(adapter, is_transposed=family.expert_mlp(config).is_transposed)
     zero_offset = quantization.stored_zero_offset if quantization is not None else 1
     tensors = plain_tensors(
         [str(file) for file in files],

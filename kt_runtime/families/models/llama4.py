@@ -42,6 +42,7 @@ class Llama4(GroupedQueryFamily):
     router_name = "router"
     weighs_input = True
     fuses_experts = True
+    peft_fuses_experts = False
 
     def check(self, config: Config) -> None:
         require(config, "hidden_act", "silu", "the expert kernels compute SwiGLU", default="silu")
@@ -52,6 +53,7 @@ class Llama4(GroupedQueryFamily):
         self._check_layers(config)
         self._check_rotary(config)
         self.chunk(config)
+        self.temperature(config)
 
     def _check_layers(self, config: Config) -> None:
         layers = integer(config, "num_hidden_layers")
@@ -63,21 +65,28 @@ class Llama4(GroupedQueryFamily):
             )
         expected = {
             "moe_layers": (routed, "SGLang 0.5.23 knows 'interleave_moe_layer_step' only"),
-            "no_rope_layers": (self.rotates(config), f"in SGLang 0.5.23 layer {NO_ROPE_EVERY} of {NO_ROPE_EVERY} has no rope"),
+            "no_rope_layers": (
+                self.rotates(config),
+                f"in SGLang 0.5.23 layer {NO_ROPE_EVERY} of {NO_ROPE_EVERY} has no rope",
+            ),
             "layer_types": (self._layer_types(config), "layers with a rotary embedding are chunked in SGLang 0.5.23"),
         }
         for key, (value, reason) in expected.items():
             if config.get(key):
                 require(config, key, value, reason)
         if not config.get("no_rope_layers"):
-            require(config, "no_rope_layer_interval", NO_ROPE_EVERY, "SGLang 0.5.23 knows no other", default=NO_ROPE_EVERY)
+            require(
+                config, "no_rope_layer_interval", NO_ROPE_EVERY, "SGLang 0.5.23 knows no other", default=NO_ROPE_EVERY
+            )
 
     def _check_rotary(self, config: Config) -> None:
         for key in ("rope_scaling", "rope_parameters"):
             found = config.get(key)
             kind = (found.get("rope_type") or found.get("type") or "default") if isinstance(found, dict) else "default"
             if kind not in ("default", "llama3"):
-                raise InvalidValueError(f"config.json: {key!r} is {found!r}; Llama 4's rope types are default and llama3")
+                raise InvalidValueError(
+                    f"config.json: {key!r} is {found!r}; Llama 4's rope types are default and llama3"
+                )
 
     def _layer_types(self, config: Config) -> list[str]:
         return ["chunked_attention" if rotates else "full_attention" for rotates in self.rotates(config)]
@@ -98,7 +107,10 @@ class Llama4(GroupedQueryFamily):
         if not config.get("attn_temperature_tuning", True):
             return None
         every = integer({"floor_scale": FLOOR_SCALE, **config}, "floor_scale")
-        return Temperature(every, float(config.get("attn_scale", ATTENTION_SCALE)))
+        strength = config.get("attn_scale", ATTENTION_SCALE)
+        if isinstance(strength, bool) or not isinstance(strength, int | float):
+            raise InvalidValueError(f"config.json: 'attn_scale' is {strength!r}; expected a number")
+        return Temperature(every, float(strength))
 
     def moe_layers(self, config: Config) -> list[int]:
         step = 1 if config.get("interleave_moe_layer_step") is None else integer(config, "interleave_moe_layer_step")

@@ -65,7 +65,9 @@ def attend_in_turns(attention: nn.Module, table: GroupedQuery | Latent, chunk: i
         places: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        heads = [one(hidden_states).unflatten(-1, (-1, self.head_dim)) for one in (self.q_proj, self.k_proj, self.v_proj)]
+        heads = [
+            one(hidden_states).unflatten(-1, (-1, self.head_dim)) for one in (self.q_proj, self.k_proj, self.v_proj)
+        ]
         query, key, value = heads
         if table.rotates:
             query, key = _rotated(query, key, position_embeddings)

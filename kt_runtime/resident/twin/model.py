@@ -103,7 +103,12 @@ class Twin:
                 mask = attention.visible_keys(branches, hidden.shape[1], hidden.device, chunk)
             places, branches = attention.places_of(branches, hidden.shape[1], hidden.device), None
         return self.layer(layer)(
-            hidden, attention_mask=mask, position_embeddings=positions, use_cache=False, branches=branches, places=places
+            hidden,
+            attention_mask=mask,
+            position_embeddings=positions,
+            use_cache=False,
+            branches=branches,
+            places=places,
         )
 
     @property

@@ -139,7 +139,28 @@ MINIMAX_M2 = {
     "attn_type_list": [1, 1],
     "tie_word_embeddings": False,
 }
+LLAMA4 = {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 16,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 8,
+    "floor_scale": 4,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
 CONFIGS = {
+    "llama4": LLAMA4,
+    "llama4 with experts in every layer": LLAMA4 | {"interleave_moe_layer_step": 1, "use_qk_norm": False},
     "minimax_m2": MINIMAX_M2,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "mixtral": MIXTRAL,

@@ -176,7 +176,25 @@ MINIMAX_M2 = GROUPED_QUERY | {
     "scoring_func": "sigmoid",
     "use_routing_bias": True,
 }
+LLAMA4 = GROUPED_QUERY | {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 8,
+    "floor_scale": 4,
+    "rms_norm_eps": 1e-5,
+}
 FURTHER = {
+    "llama4": LLAMA4,
+    "llama4 without norms": LLAMA4 | {"use_qk_norm": False, "interleave_moe_layer_step": 1, "num_local_experts": 4},
     "minimax_m2": MINIMAX_M2,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "mixtral": MIXTRAL,
@@ -239,6 +257,7 @@ class FakeHost:
             ExpertShape(*family.expert_shape(self.config)),
             num_threads=1,
             rename=family.our_name,
+            mlp=family.expert_mlp(self.config),
         )
         self.weights = WeightsFingerprint(
             lambda each: hash_weights(dense_views(self.config, self._tensors), self.experts, each)
@@ -499,6 +518,8 @@ def merged_weights(
 ) -> dict[str, torch.Tensor]:
     """The model's weights that LoRA changes, as W + scaling * B A."""
     parameters, weights = dict(model.named_parameters()), {}
+    config: Any = model.config
+    is_transposed = family_for(config.to_dict()).expert_mlp(config.to_dict()).is_transposed
     for module in modules:
         delta = scaling * values[f"{module.name}.lora_B"] @ values[f"{module.name}.lora_A"]
         if not module.num_experts:
@@ -510,7 +531,7 @@ def merged_weights(
         if projection != "down_proj":
             other = torch.zeros_like(delta)
             delta = torch.cat([delta, other] if projection == "gate_proj" else [other, delta], dim=1)
-        weights[name] = whole + delta
+        weights[name] = whole + (delta.mT if is_transposed else delta)
     return weights
 
 

@@ -36,8 +36,14 @@ def test_every_family_has_a_published_checkpoint_here() -> None:
 
 
 def expert_of(written: Written, layer: int, expert: int) -> tuple[torch.Tensor, ...]:
-    """gate, up and down, by any of the published names."""
+    """gate, up and down, by any of the published names. Fused ones are transposed: only Llama 4 has them."""
     found = {}
+    parent = next(
+        iter(name.rpartition(".")[0] for name in written.values if f"layers.{layer}." in name and ".experts." in name)
+    )
+    if f"{parent}.gate_up_proj" in written.values:
+        both, down = (written.values[f"{parent}.{name}"][expert].T for name in ("gate_up_proj", "down_proj"))
+        return (*both.chunk(2), down)
     for name, tensor in written.values.items():
         if name.startswith(f"model.layers.{layer}.") and f".experts.{expert}." in name:
             found[name.split(".")[-2]] = tensor
@@ -49,7 +55,9 @@ def check_experts(written: Written, model: ResolvedModel) -> None:
     family, config = model.family, model.config
     keys = {layer: family.expert_prefix(layer) for layer in family.moe_layers(config)}
     shape = ExpertShape(*family.expert_shape(config))
-    store = ExpertStore.load(model.directory, keys, shape, num_threads=1, rename=family.our_name)
+    store = ExpertStore.load(
+        model.directory, keys, shape, num_threads=1, rename=family.our_name, mlp=family.expert_mlp(config)
+    )
     try:
         x = torch.randn(1, shape.hidden, generator=torch.Generator().manual_seed(1))
         for layer in keys:
