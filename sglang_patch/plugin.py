@@ -18,7 +18,7 @@ PATCHES = (
     *("signals", "freezing", "platform", "cpu.attention", "cache.paging", "cpu.router"),
     *("cpu.linear", "cpu.norms", "cpu.moe", "cpu.weights", "cpu.step", "cpu.routes"),
     *("gpu.hot", "gpu.streaming", "gpu.latent_attention"),
-    *("models.gpt_oss",),
+    *("models.gpt_oss", "models.llama4"),
     *("cpu.absorbed", "cpu.activation", "cpu.grouped_router", "cpu.logprobs", "cpu.seeds"),
     *("gpu.replays", "gpu.shared_experts", "gpu.lora_buffers"),
     *("lora.pinned_memory", "lora.linear", "lora.kv_b", "lora.whole_queries", "lora.pool", "lora.slots"),

@@ -49,6 +49,9 @@ class Tensors {
   Tensors part(const std::string& name) const {
     return {has(name) ? named_[name.c_str()].cast<py::dict>() : py::dict(), prefix_ + name + ".", dtype_};
   }
+  bool flag(const std::string& name, bool otherwise) const {
+    return has(name) ? named_[name.c_str()].cast<bool>() : otherwise;
+  }
   py::object value(const std::string& name) const { return named_[name.c_str()]; }
   const std::string& prefix() const { return prefix_; }
 
@@ -119,7 +122,19 @@ class LayerReader {
     attention.window = tensor.value("window").cast<int64_t>();
     if (attention.window < 0)
       fail(tensor.prefix() + "window is " + std::to_string(attention.window) + "; allowed: 0 or more");
+    attention.rotates = tensor.flag("rotates", true);
+    attention.norms_last = tensor.flag("norms_last", false);
+    attention.is_chunked = tensor.flag("is_chunked", false);
+    if (tensor.has("temperatures")) read_temperatures(tensor, &attention);
     return attention;
+  }
+
+  // One for each position, at the least.
+  void read_temperatures(const Tensors& tensor, GroupedQuery* attention) const {
+    const int64_t every = tensor.value("temperature_every").cast<int64_t>();
+    if (every < 1) fail(tensor.prefix() + "temperature_every is " + std::to_string(every) + "; must be at least 1");
+    attention->temperature_every = every;
+    attention->temperatures = tensor.read("temperatures", {stack_.angles.shape[0] / every + 1}, DType::kF32);
   }
 
   // Of each head, or of `all` elements together; absent if it is None.
@@ -228,6 +243,10 @@ class LayerReader {
 void check_sizes(const Stack& stack) {
   if (stack.heads < 1) fail("heads is " + std::to_string(stack.heads) + "; must be at least 1");
   if (stack.top_k < 1) fail("top_k is " + std::to_string(stack.top_k) + "; must be at least 1");
+  if (stack.weighs_input && stack.top_k != 1)
+    fail("top_k is " + std::to_string(stack.top_k) +
+         "; with weighs_input it must be 1: an expert's input has one weight");
+  if (stack.chunk < 0) fail("chunk is " + std::to_string(stack.chunk) + "; must be at least 1, or 0 for none");
   const int64_t rotated = stack.angles.shape[1];
   if (rotated < 2 || rotated % 2 != 0) fail("angles has " + std::to_string(rotated) + " columns; must be even");
   if (stack.lora_slots < 0 || stack.lora_rank < 0 || (stack.lora_slots > 0) != (stack.lora_rank > 0)) {
@@ -330,6 +349,8 @@ class NativeStep {
                 .epsilon = table["epsilon"].cast<float>(),
                 .scaling = table["scaling"].cast<float>(),
                 .interleaved = table["interleaved"].cast<bool>(),
+                .weighs_input = table["weighs_input"].cast<bool>(),
+                .chunk = table["chunk"].cast<int64_t>(),
                 .lora_slots = table["lora_slots"].cast<int64_t>(),
                 .lora_rank = table["lora_rank"].cast<int64_t>(),
                 .embedding = view_of(table["embedding"],

@@ -25,7 +25,7 @@ void place_heads(StepWork& work, const GroupedQuery& layer, const TensorView& qk
   run_ranges(qkv.shape[0], kTokensAtOnce, work.engine.num_threads, [&](int64_t first, int64_t count) {
     for (int64_t t = first; t < first + count; ++t) {
       void* keys = element_of(qkv, t, heads * size);
-      const auto turn = [&](void* rows, int64_t num_heads, const TensorView& weight) {
+      const auto normalise = [&](void* rows, int64_t num_heads, const TensorView& weight) {
         if (weight.present()) {
           const int64_t cols = weight.shape[0];
           const RowMajor x{rows, cols, bf16};
@@ -40,14 +40,25 @@ void place_heads(StepWork& work, const GroupedQuery& layer, const TensorView& qk
                              .epsilon = work.stack.epsilon,
                              .inverse = nullptr});
         }
-        kernels.rotate({.heads = num_heads,
-                        .half = rotated / 2,
-                        .x = {rows, size, bf16},
-                        .angles = work.angles_of(t),
-                        .interleaved = work.stack.interleaved});
+      };
+      const auto turn = [&](void* rows, int64_t num_heads, const TensorView& weight) {
+        if (!layer.norms_last) normalise(rows, num_heads, weight);
+        if (layer.rotates) {
+          kernels.rotate({.heads = num_heads,
+                          .half = rotated / 2,
+                          .x = {rows, size, bf16},
+                          .angles = work.angles_of(t),
+                          .interleaved = work.stack.interleaved});
+        }
+        if (layer.norms_last) normalise(rows, num_heads, weight);
       };
       turn(element_of(qkv, t), heads, layer.query_norm);
       turn(keys, key_heads, layer.key_norm);
+      if (layer.temperatures.present()) {
+        const int64_t place = (integer_at(work.batch->positions, t) + 1) / layer.temperature_every;
+        const TensorView queries = columns_of(qkv, 0, heads * size);
+        work.scale_row(queries, t, layer.temperatures.as<const float>()[place], queries);
+      }
       void* values = element_of(qkv, t, (heads + key_heads) * size);
       work.refuse_unless_finite(keys, key_heads * size, t);
       work.refuse_unless_finite(values, key_heads * size, t);
@@ -76,7 +87,7 @@ void attend(StepWork& work, const GroupedQuery& layer, const TensorView& x, cons
   const TensorView qkv = queries_keys_values(work, layer);
   work.multiply(layer.qkv, x, qkv);
   place_heads(work, layer, qkv);
-  work.attend(attention_tensors(work, layer));
+  work.attend(attention_tensors(work, layer), layer.is_chunked);
   work.multiply(layer.out, attended_by(work, layer), out);
 }
 

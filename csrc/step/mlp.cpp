@@ -11,8 +11,6 @@
 namespace kt {
 namespace {
 
-constexpr int64_t kPart = 512;  // elements widened at a time
-
 bool is_finite(const TensorView& matrix, int64_t row) {
   return are_finite(element_of(matrix, row), matrix.dtype, matrix.shape[1]);
 }
@@ -86,9 +84,20 @@ void mask_rows(StepWork& work) {
   }
 }
 
+// x times the routing weight of each token's one expert, in rows of their own; the weights become 1.
+TensorView weighed(StepWork& work, const TensorView& x) {
+  const TensorView rows = work.rows.matrix(RowsOf::kWeighed, x.dtype, x.shape[1]);
+  for_each_row(work, [&](int64_t t) {
+    auto* weight = static_cast<float*>(element_of(work.routed.weights, t));
+    work.scale_row(x, t, *weight, rows);
+    *weight = 1.0f;
+  });
+  return rows;
+}
+
 Status run_experts(StepWork& work, const RoutedExperts& experts, const TensorView& x, const TensorView& out) {
   choose(work, experts, x);
-  work.routed.x = x;
+  work.routed.x = work.stack.weighs_input ? weighed(work, x) : x;
   work.adapters.set_slots(experts, &work.routed);
   const Engine engine{*experts.layer, work.engine.tiles, work.engine.num_threads};
   const Status status = forward(engine, work.routed, out);
@@ -108,9 +117,9 @@ void add_rows(const StepWork& work, const TensorView& x, const TensorView& out) 
       for (int64_t i = 0; i < cols; ++i) to[i] += from[i];
       return;
     }
-    float total[kPart], added[kPart];
-    for (int64_t first = 0; first < cols; first += kPart) {
-      const int64_t count = std::min(kPart, cols - first);
+    float total[kWidenedAtOnce], added[kWidenedAtOnce];
+    for (int64_t first = 0; first < cols; first += kWidenedAtOnce) {
+      const int64_t count = std::min(kWidenedAtOnce, cols - first);
       auto* to = static_cast<uint16_t*>(element_of(out, t, first));
       tiles.widen(to, count, total);
       tiles.widen(static_cast<const uint16_t*>(element_of(x, t, first)), count, added);

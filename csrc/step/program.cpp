@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "ops/attention/chunked.h"
 #include "step/attention.h"
 #include "step/mlp.h"
 #include "threads/pool.h"
@@ -55,6 +56,9 @@ void Program::prepare(const StepBatch& batch) {
       [&](const auto& attention) { return attention_tensors(work_, attention); }, stack_.layers[0].attention);
   work_.attention.prepare(attention_engine_, tensors, batch.sequences.data(),
                           static_cast<int64_t>(batch.sequences.size()));
+  work_.chunks.clear();
+  if (stack_.chunk == 0 || !cut_at_chunks(batch.sequences, stack_.chunk, &work_.chunks)) return;
+  work_.in_chunks.prepare(attention_engine_, tensors, work_.chunks.data(), static_cast<int64_t>(work_.chunks.size()));
 }
 
 void Program::embed(const TensorView& to) const {

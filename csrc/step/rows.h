@@ -50,6 +50,7 @@ enum class RowsOf {
   kWeights,
   kIds,
   kLowRank,
+  kWeighed,
   kCount
 };
 

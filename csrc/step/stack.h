@@ -26,13 +26,19 @@ struct StackLinear {
 };
 
 // Grouped-query attention. The rotary embedding turns the first elements of each head, as many as `angles` has columns.
+// Llama 4: some layers rotate nothing and multiply a token's queries by a temperature instead, the others see the keys
+// of their own chunk of the sequence only (`Stack::chunk`).
 struct GroupedQuery {
   StackLinear qkv;                  // [(N + 2 K) D, H]: queries, keys, values; three parts for LoRA
   TensorView query_norm, key_norm;  // [D], of each head, or [N D] and [K D], of all together; may be absent
   TensorView keys, values;          // [S, K, D]
-  StackLinear out;                  // [H, N D]
-  TensorView sinks;                 // [N] float32: of each head a score without a value; may be absent
-  int64_t window = 0;               // keys that a query sees at most; 0: all
+  StackLinear out;                          // [H, N D]
+  bool rotates = true, norms_last = false;  // the norms come before the rotary embedding, or after it
+  bool is_chunked = false;
+  TensorView temperatures;  // [P / every + 1] float32, taken at (position + 1) / every; may be absent
+  int64_t temperature_every = 1;
+  TensorView sinks;    // [N] float32: of each head a score without a value; may be absent
+  int64_t window = 0;  // keys that a query sees at most; 0: all
 };
 
 // Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1) in absorbed order: the halves of
@@ -92,6 +98,8 @@ struct Stack {
   float epsilon;                         // of every norm
   float scaling;                         // of the queries
   bool interleaved;                      // the rotary embedding turns adjacent elements
+  bool weighs_input;                     // a token's routing weights, one expert's, multiply the experts' input
+  int64_t chunk;                         // of chunked layers: keys that one query sees at most; 0: there are none
   int64_t lora_slots, lora_rank;         // L, R; 0 without a pool
   TensorView embedding;                  // [V, H]
   TensorView angles;                     // [P, rope], rope <= D: of each position the cosines, then the sines

@@ -1,5 +1,6 @@
 #include "step/work.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "base/scratch.h"
@@ -15,6 +16,8 @@ void StepWork::free() {
 void StepWork::free_lists() {
   adapters = AdapterWork();
   attention = AttentionWork();
+  in_chunks = AttentionWork();
+  chunks = std::vector<KvSequence>();
   routed = RoutedCall();
   is_refused = std::vector<uint8_t>();
 }
@@ -35,13 +38,31 @@ void StepWork::normalise(const TensorView& x, const TensorView& weight, const Te
   rms_norm(engine, views);
 }
 
-void StepWork::attend(const AttentionTensors& tensors) {
-  float* parts = rows.reserve<float>(RowsOf::kAttentionParts, attention.parts_floats());
+void StepWork::attend(const AttentionTensors& tensors, bool is_chunked) {
+  const AttentionWork& work = is_chunked && !chunks.empty() ? in_chunks : attention;
+  float* parts = rows.reserve<float>(RowsOf::kAttentionParts, work.parts_floats());
   const OperationScope scope;
   Plan plan;
-  plan.num_threads = attention.num_threads();
-  attention.add_stages(&plan, 0);
-  run(plan, [&](int step, const Range& range) { attention.run(tensors, parts, step, range); });
+  plan.num_threads = work.num_threads();
+  work.add_stages(&plan, 0);
+  run(plan, [&](int step, const Range& range) { work.run(tensors, parts, step, range); });
+}
+
+void StepWork::scale_row(const TensorView& x, int64_t row, float factor, const TensorView& out) const {
+  const int64_t cols = x.shape[1];
+  if (x.dtype == DType::kF32) {
+    const auto* from = static_cast<const float*>(element_of(x, row));
+    auto* to = static_cast<float*>(element_of(out, row));
+    for (int64_t i = 0; i < cols; ++i) to[i] = from[i] * factor;
+    return;
+  }
+  float wide[kWidenedAtOnce];
+  for (int64_t first = 0; first < cols; first += kWidenedAtOnce) {
+    const int64_t count = std::min(kWidenedAtOnce, cols - first);
+    engine.tiles.widen(static_cast<const uint16_t*>(element_of(x, row, first)), count, wide);
+    for (int64_t i = 0; i < count; ++i) wide[i] *= factor;
+    engine.tiles.narrow(wide, count, static_cast<uint16_t*>(element_of(out, row, first)));
+  }
 }
 
 void StepWork::refuse_unless_finite(void* keys, int64_t count, int64_t token) {

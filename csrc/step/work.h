@@ -25,6 +25,8 @@ struct StepBatch {
 // Tokens of a task that works on one token after another.
 inline constexpr int64_t kTokensAtOnce = 8;
 
+inline constexpr int64_t kWidenedAtOnce = 512;  // elements of a row
+
 // Kept from step to step, so that it allocates only while batches grow.
 struct StepWork {
   const Stack& stack;
@@ -32,8 +34,10 @@ struct StepWork {
   const StepBatch* batch = nullptr;
   StepRows rows{};
   AdapterWork adapters{};
-  AttentionWork attention{};          // all layers share its tasks
-  RoutedCall routed{};                // of a layer; its slots keep their memory
+  AttentionWork attention{};         // all layers share its tasks,
+  AttentionWork in_chunks{};         // and all chunked layers these
+  std::vector<KvSequence> chunks{};  // the batch's sequences, cut at the ends of chunks; empty: none is longer than one
+  RoutedCall routed{};               // of a layer; its slots keep their memory
   std::vector<uint8_t> is_refused{};  // by token of the batch
 
   // Frees what is kept, and of it all but the rows.
@@ -46,8 +50,10 @@ struct StepWork {
   // x.
   void normalise(const TensorView& x, const TensorView& weight, const TensorView& out,
                  const TensorView& residual = {}) const;
-  // Queries against the pool, into `tensors.out`.
-  void attend(const AttentionTensors& tensors);
+  // Queries against the pool, into `tensors.out`; `is_chunked`: against the keys of their own chunks.
+  void attend(const AttentionTensors& tensors, bool is_chunked = false);
+  // out[row] = factor * x[row] in float32, rounded once; out may be x.
+  void scale_row(const TensorView& x, int64_t row, float factor, const TensorView& out) const;
 
   // In a batch with an adapter zeros take the place of new keys or values with NaN or Inf, and the token is refused
   // (sglang_patch/faults/finite_rows.py).

@@ -188,9 +188,10 @@ def _stored_targets(tensors: Iterable[str], family: Family) -> list[str]:
 def _dense_parameters(adapter: AdapterTensors, family: Family, config: Mapping[str, Any]) -> list[str]:
     """PEFT's `target_parameters`: the modules that PEFT would not find by `target_modules`, without layer numbers.
 
-    Empty for a checkpoint with modules of its own: each expert is a linear there, and PEFT finds all of them.
+    Empty for a checkpoint with modules of its own: each expert is a linear there, and PEFT finds all of them. Empty too
+    where transformers holds experts fused as the checkpoint does: PEFT then finds all linears by `target_modules`.
     """
-    if config.get("model_type") in family.foreign_model_types:
+    if config.get("model_type") in family.foreign_model_types or family.fuses_experts:
         return []
     dense = [module.name for module in family.lora_modules(config) if module.group in (MLP, SHARED)]
     return sorted({f"{_LAYER.sub('', name)}.weight" for name in dense if name in adapter.modules})
@@ -223,7 +224,7 @@ def _with_kt_experts(
     known = {module.name: module for module in family.lora_modules(config)}
     header = largest_header(family, config)
     fused = read_tensors(directory.read(_FUSED_FILE, largest), where, max_header_bytes=header)
-    experts = _per_expert_tensors(fused, known, where)
+    experts = _per_expert_tensors(fused, known, family, where)
     others = {name.replace(_WRAPPER, ""): tensor for name, tensor in tensors.items()}
     if len(others) < len(tensors):
         raise AdapterError(f"{directory.path / TENSOR_FILE}: has modules with and without {_WRAPPER!r} in their names")
@@ -234,7 +235,7 @@ def _with_kt_experts(
 
 
 def _per_expert_tensors(
-    tensors: Mapping[str, torch.Tensor], known: Mapping[str, LoraModule], where: str
+    tensors: Mapping[str, torch.Tensor], known: Mapping[str, LoraModule], family: Family, where: str
 ) -> dict[str, torch.Tensor]:
     """The same tensors as `model.layers.L.mlp.experts.E.gate_proj.lora_A.weight` and so on: views, no copies.
 
@@ -245,7 +246,7 @@ def _per_expert_tensors(
         match = _FUSED_KEY.fullmatch(key)
         if match is None:
             raise AdapterError(f"{where}: unknown key {key!r}; expected layers.L.experts.gate_lora_a and the like")
-        name = f"model.layers.{match['layer']}.mlp.experts.{match['projection']}_proj"
+        name = f"{family.expert_prefix(int(match['layer']))}.{match['projection']}_proj"
         if name not in known:
             raise AdapterError(f"{where}: {key!r}: layer {match['layer']} of this model has no routed experts")
         module = known[name]

@@ -43,6 +43,31 @@ def paged(slots: Tensor, places: Tensor, prefixes: Tensor, queries: Tensor) -> S
     return Sequences(torch.stack([counts.cumsum(0) - counts, counts, prefixes, places], dim=1), slots)
 
 
+def in_chunks(sequences: Sequences, chunk: int) -> Sequences:
+    """The sequences of chunked attention, in which a query sees the keys of its own chunk of `chunk` positions only.
+
+    Each sequence is cut into one for each chunk that has queries, whose first key is the chunk's first
+    (csrc/ops/attention/chunked.h); their slots are copied. Where none is longer than a chunk, the result is `sequences`.
+    """
+    rows = sequences.rows.tolist()
+    if all(prefix + queries <= chunk for _, queries, prefix, _ in rows):
+        return sequences
+    parts, own = [], []
+    for first_query, queries, prefix, place in rows:
+        at = 0
+        while at < queries:
+            inside = (prefix + at) % chunk
+            first_key, count = prefix + at - inside, min(queries - at, chunk - inside)
+            if sequences.slots is None:
+                parts.append([first_query + at, count, inside, place + first_key])
+            else:
+                parts.append([first_query + at, count, inside, len(own)])
+                own.append(sequences.slots[place, first_key : first_key + inside + count])
+            at += count
+    slots = None if sequences.slots is None else torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
+    return Sequences(torch.tensor(parts), slots)
+
+
 def contiguous(batch: int, queries: int, keys: int) -> Sequences:
     """`batch` sequences with the last `queries` of `keys` tokens each; their keys lie one after another."""
     place = torch.arange(batch)

@@ -28,6 +28,9 @@ class GroupedQuery:
 
     Norms: [D] for each head, [N D] and [K D] for all heads at once, or None. `sinks` [N] float32: of each head a score
     without a value. `window`: keys that a query sees at most, its own included; 0: all.
+    Norms: [D] for each head, [N D] and [K D] for all heads at once, or None. `rotates`: queries and keys are rotated;
+    `norms_last`: normed after that. `is_chunked`: a query sees the keys of its own chunk. `temperatures` float32
+    [P / `temperature_every` + 1] multiply the queries, at (position + 1) / `temperature_every`.
     """
 
     qkv: Tensor
@@ -40,6 +43,11 @@ class GroupedQuery:
     out_bias: Tensor | None
     sinks: Tensor | None = None
     window: int = 0
+    rotates: bool = True
+    norms_last: bool = False
+    is_chunked: bool = False
+    temperatures: Tensor | None = None
+    temperature_every: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +171,8 @@ NO_LORA = BatchLora()
 class Step:
     """Built once for a model; `run` computes a batch. Not thread-safe. Keeps the tensors alive.
 
-    `scalars`: heads, top_k, normalises, epsilon, scaling, interleaved, and groups, the router's (groups, top_groups,
-    is_sigmoid, scaling) or None (`families.stack`). `tensors`: embedding [V, H], final_norm [H], angles [P, D] or
+    `scalars`: heads, top_k, normalises, epsilon, scaling, interleaved, weighs_input, chunk, and groups, the router's
+    (groups, top_groups, is_sigmoid, scaling) or None (`families.stack`). `tensors`: embedding [V, H], final_norm [H], angles [P, D] or
     [P, rope] (of each position the cosines, then the sines). `lora`: of as many layers; None: batches have no adapters.
     InvalidValueError: a tensor that does not fit.
     """
@@ -255,7 +263,7 @@ def _named(values: Any, where: str) -> dict[str, object]:
             named[field.name] = capsule(value, name)
         elif isinstance(value, ExpertLayer):
             named[field.name] = value.native()
-        elif isinstance(value, int):
+        elif isinstance(value, bool | int):
             named[field.name] = value
         else:
             named[field.name] = None if value is None else _named(value, name)

@@ -121,7 +121,14 @@ class Family(ABC):
     renamings: tuple[Renaming, ...] = ()
     """Where the family's checkpoints name tensors otherwise than transformers 5."""
     fuses_experts: bool = False
-    """Whether its published checkpoints hold a layer's experts in one tensor for each projection, as transformers."""
+    """Whether its published checkpoints hold a layer's experts in one tensor for each projection, as transformers: in
+    `gate_up_proj` and `down_proj`."""
+    mlp_name: str = "mlp"
+    """A layer's module that is a dense MLP or has experts; in it `shared_name` and `router_name`."""
+    shared_name: str = "shared_experts"
+    router_name: str = "gate"
+    weighs_input: bool = False
+    """Whether the routing weight multiplies the expert's input, not its result."""
     rotary_table: str = "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
     """SGLang's buffer of rotary tables, one for all layers: by position, cosines and then sines."""
 
@@ -152,10 +159,6 @@ class Family(ABC):
         """True if the router selects experts with a bias per expert, which does not enter their weights."""
         return False
 
-    def router_name(self, layer: int) -> str:
-        """The module with the router's matrix."""
-        return f"model.layers.{layer}.mlp.gate"
-
     def has_router_bias(self, config: Config) -> bool:
         """True if the router's logits have a bias."""
         return False
@@ -180,7 +183,11 @@ class Family(ABC):
         return False
 
     def expert_prefix(self, layer: int) -> str:
-        return f"model.layers.{layer}.mlp.experts"
+        return f"model.layers.{layer}.{self.mlp_name}.experts"
+
+    def router_module(self, layer: int) -> str:
+        """The module with the router's matrix."""
+        return f"model.layers.{layer}.{self.mlp_name}.{self.router_name}"
 
     def our_name(self, stored: str) -> str:
         """transformers' name of a checkpoint's tensor."""
@@ -195,7 +202,7 @@ class Family(ABC):
         return self.stored_name(ours)
 
     def correction_bias_name(self, layer: int) -> str:
-        return f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        return f"{self.router_module(layer)}.e_score_correction_bias"
 
     def missing_keys(self, config: Config) -> dict[str, Any]:
         """Keys that SGLang reads and transformers 5 does not write, with the values that its model has anyway."""
@@ -208,6 +215,9 @@ class Family(ABC):
     def expert_mlp(self, config: Config) -> ExpertMlp:
         """What its routed experts compute, and how fused tensors hold their matrices."""
         return ExpertMlp()
+
+    def dense_intermediate(self, config: Config) -> int:
+        return integer(config, "intermediate_size")
 
     def expert_intermediate(self, config: Config) -> int:
         return integer(config, "moe_intermediate_size")
@@ -253,9 +263,9 @@ class Family(ABC):
         linears = self.attention(config)
         hidden = integer(config, "hidden_size")
         if layer not in set(self.moe_layers(config)):
-            linears += _gated_mlp("mlp", hidden, integer(config, "intermediate_size"), MLP)
+            linears += _gated_mlp(self.mlp_name, hidden, self.dense_intermediate(config), MLP)
         elif shared := self.shared_intermediate(config):
-            linears += _gated_mlp("mlp.shared_experts", hidden, shared, SHARED)
+            linears += _gated_mlp(f"{self.mlp_name}.{self.shared_name}", hidden, shared, SHARED)
         return linears
 
     def _layer_sources(self, config: Config, layer: int) -> list[TensorSource]:
@@ -268,9 +278,9 @@ class Family(ABC):
         ]
         if layer in set(self.moe_layers(config)):
             experts = self.num_experts(config)
-            sources.append(self._own(f"{self.router_name(layer)}.weight", experts, hidden))
+            sources.append(self._own(f"{self.router_module(layer)}.weight", experts, hidden))
             if self.has_router_bias(config):
-                sources.append(self._own(f"{self.router_name(layer)}.bias", experts))
+                sources.append(self._own(f"{self.router_module(layer)}.bias", experts))
             if self.has_correction_bias(config):
                 sources.append(self._own(self.correction_bias_name(layer), experts, is_buffer=True))
         return sources

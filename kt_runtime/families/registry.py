@@ -7,6 +7,7 @@ from kt_runtime.families.base import Config, Family
 from kt_runtime.families.models.deepseek import DeepseekV2, DeepseekV3
 from kt_runtime.families.models.glm4_moe import Glm4Moe, Glm4MoeLite
 from kt_runtime.families.models.gpt_oss import GptOss
+from kt_runtime.families.models.llama4 import Llama4
 from kt_runtime.families.models.minimax_m2 import MinimaxM2
 from kt_runtime.families.models.mixtral import Mixtral
 from kt_runtime.families.models.olmoe import Olmoe
@@ -16,7 +17,7 @@ from kt_runtime.families.traits import nearest
 FAMILIES: tuple[Family, ...] = (
     *(Qwen3Moe(), DeepseekV2(), DeepseekV3()),
     *(Mixtral(), Olmoe(), Glm4Moe(), Glm4MoeLite(), MinimaxM2()),
-    GptOss(),
+    *(GptOss(), Llama4()),
 )
 
 

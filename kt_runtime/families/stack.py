@@ -24,7 +24,12 @@ OF_CONFIG: Final = {"swish": SILU, "gelu_tanh": "gelu_pytorch_tanh"} | {name: na
 class GroupedQuery:
     """Grouped-query attention. `qkv`: queries, keys and values, fused. The norms are of each head's queries and keys,
     or, if they are as wide as all heads together, of all that a token has. `sinks`: of each head a score without a
-    value. `window`: keys that a query sees at most, its own included; 0: all."""
+    value. `window`: keys that a query sees at most, its own included; 0: all.
+
+    Of Llama 4: `rotates`: the layer has a rotary embedding. `unit_norms`: each head's queries and keys have norms
+    without a weight, after the rotary embedding. `is_chunked`: a query sees the keys of its own chunk
+    (`DecoderStack.chunk`). `temperature`: what multiplies a token's queries; None: nothing does.
+    """
 
     qkv: str
     qkv_bias: str | None
@@ -34,6 +39,18 @@ class GroupedQuery:
     out_bias: str | None
     sinks: str | None = None
     window: int = 0
+    rotates: bool = True
+    unit_norms: bool = False
+    is_chunked: bool = False
+    temperature: Temperature | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Of the queries at position p: 1 + `strength` * ln(1 + floor((p + 1) / `every`)) (arXiv:2501.19399)."""
+
+    every: int
+    strength: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +179,9 @@ class ExpertGroups:
 class DecoderStack:
     """`groups`: None: the router is a softmax of all logits, which have the model's dtype. `normalises`: the routing
     weights of a token sum to 1. `epsilon`: of every norm. `interleaved`: the rotary embedding turns adjacent elements,
-    else those half a head apart."""
+    else those half a head apart. `weighs_input`: the routing weight multiplies the expert's input instead of its
+    result; a token then has one expert. `chunk`: most keys that a query of a chunked layer sees; 0: no layer is
+    chunked."""
 
     heads: int
     top_k: int
@@ -173,3 +192,5 @@ class DecoderStack:
     embedding: str
     final_norm: str
     layers: tuple[StackLayer, ...]
+    weighs_input: bool = False
+    chunk: int = 0

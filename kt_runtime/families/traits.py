@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size", "moe_num_shared_experts")
+LLAMA4 = "interleave_moe_layer_step"
+"""A key of Llama 4's configs, in which no other says that its router is a sigmoid and that it has shared experts."""
 LATENT, GROUPED_QUERY = "latent (MLA)", "grouped-query"
 SIGMOID, SOFTMAX = "sigmoid", "softmax"
 
@@ -50,11 +52,12 @@ def traits_of(config: Mapping[str, Any]) -> Traits | None:
     """None for a model without routed experts."""
     if not any(_number(config, key) > 1 for key in EXPERT_COUNTS):
         return None
-    is_sigmoid = config.get("scoring_func") == "sigmoid" or config.get("topk_method") == "noaux_tc"
+    is_llama4 = _number(config, LLAMA4) > 0
+    is_sigmoid = is_llama4 or config.get("scoring_func") == "sigmoid" or config.get("topk_method") == "noaux_tc"
     return Traits(
         attention=LATENT if config.get("kv_lora_rank") else GROUPED_QUERY,
         router=SIGMOID if is_sigmoid or config.get("use_routing_bias") else SOFTMAX,
-        shared_experts=any(_number(config, key) > 0 for key in SHARED_EXPERTS),
+        shared_experts=is_llama4 or any(_number(config, key) > 0 for key in SHARED_EXPERTS),
         dense_first_layers=_number(config, "first_k_dense_replace") > 0,
     )
 

@@ -1,4 +1,4 @@
-"""Models that read images beside text, whose language model is of a known family: Kimi-K2.5, K2.6 and K2.7.
+"""Models that read images beside text, whose language model is of a known family: Kimi-K2.5, K2.6 and K2.7, Llama 4.
 
 Their config.json has the language model's under `text_config`, and their checkpoints the language model's tensors
 behind `language_model.` (`naming.without_wrapper`) beside those of a vision tower. Only the language model is served
@@ -39,6 +39,13 @@ WRAPPERS = (
         inner="DeepseekV3ForCausalLM",
         what="the vision tower",
         left_out=("vision_tower.", "mm_projector."),
+    ),
+    Wrapper(
+        architecture="Llama4ForConditionalGeneration",
+        model_type="llama4",
+        inner="Llama4ForCausalLM",
+        what="the vision tower",
+        left_out=("vision_model.", "multi_modal_projector."),
     ),
 )
 

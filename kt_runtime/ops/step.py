@@ -12,6 +12,11 @@ from kt_runtime.experts import ExpertStore
 from kt_runtime.experts.dense import DTYPES
 from kt_runtime.experts.step import GatedMlp, GroupedQuery, Latent, LoraPool, RoutedExperts, Step, StepLayer
 from kt_runtime.families import stack as table
+from kt_runtime.ops.row_factors import temperatures
+
+
+SCALARS = ("heads", "top_k", "normalises", "epsilon", "interleaved", "weighs_input", "chunk")
+"""Of `DecoderStack`, which the step takes as they are."""
 
 
 def build_step(
@@ -33,11 +38,11 @@ def build_step(
     """
     groups = stack.groups
     scalars = {
-        **{name: getattr(stack, name) for name in ("heads", "top_k", "normalises", "epsilon", "interleaved")},
+        **{name: getattr(stack, name) for name in SCALARS},
         "groups": None if groups is None else astuple(groups),
         "scaling": scaling,
     }
-    named = _Tensors(tensors)
+    named = _Tensors(tensors, len(angles))
     layers = [named.layer(layer, kv, experts) for layer, kv in zip(stack.layers, pool, strict=True)]
     embedding = named[stack.embedding]
     if not 1 <= vocab_size <= len(embedding):
@@ -47,10 +52,10 @@ def build_step(
 
 
 class _Tensors:
-    """The engine's tensors, and the step's layers made of them."""
+    """The engine's tensors, and the step's layers made of them. `positions`: how many there are."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Mapping[str, torch.Tensor], positions: int) -> None:
+        self._tensors, self._positions = tensors, positions
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._tensors:
@@ -77,17 +82,24 @@ class _Tensors:
         if isinstance(names, table.Latent):
             return self.latent(names, *kv)
         keys, values = kv
+        ones = torch.ones(keys.shape[-1], dtype=keys.dtype, device=keys.device) if names.unit_norms else None
+        heat = names.temperature
         return GroupedQuery(
             qkv=self[names.qkv],
             qkv_bias=self.optional(names.qkv_bias),
-            query_norm=self.optional(names.query_norm),
-            key_norm=self.optional(names.key_norm),
+            query_norm=self.optional(names.query_norm) if ones is None else ones,
+            key_norm=self.optional(names.key_norm) if ones is None else ones,
             keys=keys,
             values=values,
             out=self[names.out],
             out_bias=self.optional(names.out_bias),
             sinks=None if names.sinks is None else self[names.sinks].float(),
             window=names.window,
+            rotates=names.rotates,
+            norms_last=names.unit_norms,
+            is_chunked=names.is_chunked,
+            temperatures=None if heat is None else temperatures(heat.every, heat.strength, self._positions),
+            temperature_every=1 if heat is None else heat.every,
         )
 
     def latent(self, names: table.Latent, keys: torch.Tensor) -> Latent:

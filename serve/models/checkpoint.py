@@ -65,7 +65,8 @@ def checkpoint_tensors(config: Mapping[str, Any]) -> Iterator[CheckpointTensor]:
 
 
 def expert_tensors(config: Mapping[str, Any], layer: int) -> Iterator[CheckpointTensor]:
-    """The routed experts of a layer as published checkpoints store them."""
+    """The routed experts of a layer with a matrix for each expert and projection, as most published checkpoints have
+    them."""
     family = family_for(config)
     num_experts, hidden, intermediate = family.expert_shape(config)
     for expert in range(num_experts):

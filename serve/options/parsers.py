@@ -53,6 +53,8 @@ def from_template(config: Mapping[str, Any], template: str) -> Parsers:
     if family == "minimax_m2":
         has_tools, thinks = "<minimax:tool_call>" in template, "<think>" in template
         return Parsers("minimax-m2" if has_tools else None, "minimax-append-think" if thinks else None)
+    if family == "llama4_text":
+        return Parsers("pythonic" if "<|python_start|>" in template else None)
     if family in ("mixtral", "olmoe"):
         return Parsers("mistral" if "[TOOL_CALLS]" in template else None)
     if "<|tool_calls_section_begin|>" in template or config.get("model_type") == "kimi_k2":

@@ -11,7 +11,9 @@ not depend on the other sequences, on how its prompt was cut, or on what was cac
 A cache in fp8 (`--kv-cache-dtype fp8_e4m3`) is copied in the model's dtype, as much of it as the batch reads.
 
 A sliding window hides a layer's older keys, which stay in the pool: the pool is one for all layers, as SGLang has it
-with `--disable-hybrid-swa-memory` (`arguments.py`). Sinks (gpt-oss) take part in the softmax.
+with `--disable-hybrid-swa-memory` (`arguments.py`). Sinks (gpt-oss) take part in the softmax. Layers with `use_irope`
+(Llama 4) attend within chunks of `attention_chunk_size` positions (`kt_runtime.experts.attention.in_chunks`); SGLang
+has no such backend for CPUs.
 
 Not supported: cross attention and bidirectional attention. No served model family has them.
 """
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.experts.attention import Sequences, attend, paged
+from kt_runtime.experts.attention import Sequences, attend, in_chunks, paged
 from kt_runtime.experts.dense import DTYPES
 from kt_runtime.sglang_patch.faults import finite_rows
 from kt_runtime.sglang_patch.hooks import Hooks
@@ -60,12 +62,17 @@ def _register_backend(*args: Any, **kwargs: Any) -> None:
 def create_backend(runner: Any) -> Any:
     """The backend for SGLang's model runner. Raises InvalidValueError for a model whose sliding windows have a pool of
     their own."""
-    if getattr(runner, "is_hybrid_swa", False):
+    # SGLang takes Llama 4's chunks for a window here; none of its layers has one.
+    if getattr(runner, "is_hybrid_swa", False) and not _has_chunks(runner):
         raise InvalidValueError(
             f"attention backend {ATTENTION_BACKEND!r}: the model's layers with a sliding window of "
             f"{runner.sliding_window_size} have a KV pool of their own; start SGLang with --disable-hybrid-swa-memory"
         )
     return _backend_class()(runner)
+
+
+def _has_chunks(runner: Any) -> bool:
+    return bool(runner.attention_chunk_size) and runner.sliding_window_size == runner.attention_chunk_size
 
 
 def decode_sequences(req_to_token: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor) -> Sequences:
@@ -107,7 +114,9 @@ def _backend_class() -> type:
             super().__init__()
             self.req_to_token_pool = runner.req_to_token_pool
             self.token_to_kv_pool = runner.token_to_kv_pool
+            self.chunk = runner.attention_chunk_size or 0
             self.forward_metadata: Any = None
+            self._in_chunks: tuple[Sequences, Sequences] | None = None
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             mode, table = forward_batch.forward_mode, self.req_to_token_pool.req_to_token
@@ -131,7 +140,7 @@ def _backend_class() -> type:
             sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
             keys, values = self._store(k, v, layer, forward_batch, save_kv_cache)
-            heads, sequences = layer.tp_q_head_num, self.forward_metadata
+            heads, sequences = layer.tp_q_head_num, self._sequences(layer)
             if keys.dtype not in DTYPES:
                 keys, values, sequences = widened(keys, values, sequences, q.dtype)
             queries = q.reshape(-1, heads, layer.qk_head_dim)
@@ -143,6 +152,14 @@ def _backend_class() -> type:
             return out.view(-1, heads * layer.v_head_dim)
 
         forward_decode = forward_extend
+
+        def _sequences(self, layer: Any) -> Sequences:
+            whole: Sequences = self.forward_metadata
+            if not self.chunk or not layer.use_irope:
+                return whole
+            if self._in_chunks is None or self._in_chunks[0] is not whole:
+                self._in_chunks = whole, in_chunks(whole, self.chunk)
+            return self._in_chunks[1]
 
         def support_triton(self) -> bool:
             return False

@@ -35,6 +35,7 @@ from kt_runtime.experts.gguf import gguf_files
 from kt_runtime.families import family_for, gguf
 from kt_runtime.families.quantization import BF16, quantization_of
 from kt_runtime.families.stack import SILU, SWIGLU_OAI, ExpertMlp, activation_of
+from kt_runtime.ops.row_factors import scale_rows
 from kt_runtime.resident.config import ResidentSettings
 from kt_runtime.resident.progress import LayersRead
 from kt_runtime.sglang_patch.cpu import routes
@@ -150,6 +151,8 @@ def experts_forward(
     (`finite_rows`); otherwise such a row raises NumericsError.
     """
     ids, weights = topk_output.topk_ids, topk_output.topk_weights
+    if layer.moe_runner_config.apply_router_weight_on_input:
+        x, weights = scale_rows(x, weights[:, 0].float()), torch.ones_like(weights)
     compute = partial(_compute, layer.layer_id)
     if not device.is_host(x):
         return on_device.forward(compute, x, ids, weights, adapters)
@@ -225,7 +228,8 @@ def described_mlp(config: Any, has_bias: bool) -> ExpertMlp:
 def _check_layer(layer: Any, num_experts: int) -> None:
     """Raises InvalidValueError unless SGLang's layer computes what the family's table says, in one process."""
     config, values = layer.moe_runner_config, model_config().hf_config.to_dict()
-    table = family_for(values).expert_mlp(values)
+    family = family_for(values)
+    table = family.expert_mlp(values)
     found = described_mlp(config, bool(layer.with_bias))
     for name in ("activation", "limit", "alpha", "has_bias"):
         if getattr(found, name) != getattr(table, name):
@@ -233,7 +237,7 @@ def _check_layer(layer: Any, num_experts: int) -> None:
                 f"{layer.layer_name}: {name} is {getattr(found, name)!r} in SGLang; the expert store's experts have "
                 f"{getattr(table, name)!r}"
             )
-    expected = {"apply_router_weight_on_input": False, "is_gated": table.has_gate, "no_combine": False}
+    expected = {"apply_router_weight_on_input": family.weighs_input, "is_gated": table.has_gate, "no_combine": False}
     for name, value in expected.items():
         if getattr(config, name) != value:
             raise InvalidValueError(

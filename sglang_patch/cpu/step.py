@@ -53,6 +53,7 @@ DECODERS = (
     "sglang.srt.models.glm4_moe_lite.Glm4MoeLiteModel.forward",
     "sglang.srt.models.minimax_m2.MiniMaxM2Model.forward",
     "sglang.srt.models.gpt_oss.GptOssModel.forward",
+    "sglang.srt.models.llama4.Llama4Model.forward",
 )
 SYMBOLS = (
     *(BUILT_AFTER, SAMPLE, *DECODERS),
@@ -308,7 +309,7 @@ def _why_not_pool(runner: Any) -> str:
 
 
 def _why_not_modules(model: Any, is_interleaved: bool, dtype: torch.dtype) -> str:
-    rotaries = {layer.self_attn.rotary_emb for layer in model.model.layers}
+    rotaries = {layer.self_attn.rotary_emb for layer in model.model.layers} - {None}
     for rotary in rotaries:
         if not _is_plain(rotary, dtype) or rotary.is_neox_style == is_interleaved:
             return f"the rotary embedding is {type(rotary).__name__}"

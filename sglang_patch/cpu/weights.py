@@ -39,7 +39,7 @@ SYMBOLS = (
     "sglang.srt.model_loader.weight_utils.safetensors_weights_iterator",
     "sglang.srt.model_loader.weight_utils.buffered_multi_thread_safetensors_weights_iterator",
 )
-ROUTED_EXPERT = re.compile(r"\.mlp\.experts\.")
+ROUTED_EXPERT = re.compile(r"\.(?:mlp|feed_forward)\.experts\.")
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 

@@ -15,6 +15,7 @@ MADE = {
     "glm4_moe_lite": "tiny-glm4-moe-lite",
     "minimax_m2": "tiny-minimax-m2",
     "gpt_oss": "tiny-gpt-oss",
+    "llama4_text": "tiny-llama4",
 }
 PRESETS: dict[str, Preset] = {
     "deepseek_v2": tiny_deepseek_v2(),

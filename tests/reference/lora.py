@@ -64,7 +64,9 @@ def merge(model: torch.nn.Module, adapter: AdapterTensors) -> torch.nn.Module:
     """Adds the adapter to the weights of a Hugging Face model (transformers 5), in place."""
     parameters = dict(model.named_parameters())
     for name, pair in adapter.modules.items():
-        rows(parameters, name).add_(delta(pair, adapter.scaling))
+        change = delta(pair, adapter.scaling)
+        weight = rows(parameters, name, is_transposed=_is_transposed(model, name))
+        weight.add_(change)
     return model
 
 

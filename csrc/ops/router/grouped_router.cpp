@@ -83,9 +83,12 @@ void choose_from_groups(const DenseEngine& engine, const GroupedRouting& routing
     token.open = integers.reserve<int32_t>(routing.top_groups);
     for (int64_t t = first; t < first + count; ++t) {
       token.ids = ids.as<int32_t>() + t * top_k;
-      score(engine.tiles, routing, logits.as<const float>() + t * logits.strides[0], experts, token.scores);
+      const float* given = logits.as<const float>() + t * logits.strides[0];
+      score(engine.tiles, routing, given, experts, token.scores);
+      // Sigmoids of large logits are all 1: without a bias the logits themselves rank the experts.
+      const float* unbiased = routing.score == RouterScore::kSigmoid ? given : token.scores;
       for (int64_t e = 0; e < experts; ++e)
-        token.ranks[e] = bias.present() ? token.scores[e] + bias.as<const float>()[e] : token.scores[e];
+        token.ranks[e] = bias.present() ? token.scores[e] + bias.as<const float>()[e] : unbiased[e];
       choose(routing, experts, top_k, bias.present(), token, weights.as<float>() + t * top_k);
     }
   });

@@ -13,7 +13,7 @@ enum class RouterScore { kSigmoid, kSoftmax };
 // Of a row of logits, E experts in G groups of adjacent ones:
 //
 //   score[e]   = sigmoid(logits[e]), or the softmax of the row
-//   rank[e]    = score[e] + bias[e], or score[e] without a bias
+//   rank[e]    = score[e] + bias[e]; without a bias score[e], or, of sigmoids, the logit, which ranks alike
 //   of a group = the sum of its two largest ranks with a bias, else its largest rank
 //
 // The `top_groups` largest groups are open. Of their experts the `top_k` with the largest rank are chosen, larger ones

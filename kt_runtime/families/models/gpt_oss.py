@@ -35,6 +35,7 @@ class GptOss(GroupedQueryFamily):
     gguf_architecture = "gpt-oss"
     default_epsilon = 1e-5
     fuses_experts = True
+    router_name = "router"
 
     def check(self, config: Config) -> None:
         for key in NEEDED:
@@ -74,9 +75,6 @@ class GptOss(GroupedQueryFamily):
 
     def has_out_bias(self, config: Config) -> bool:
         return self.has_qkv_bias(config)
-
-    def router_name(self, layer: int) -> str:
-        return f"model.layers.{layer}.mlp.router"
 
     def has_router_bias(self, config: Config) -> bool:
         return True

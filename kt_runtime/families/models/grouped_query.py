@@ -19,6 +19,8 @@ from kt_runtime.families.stack import (
 
 
 class GroupedQueryFamily(Family):
+    """Of `DecoderStack`."""
+
     def has_qkv_bias(self, config: Config) -> bool:
         return False
 
@@ -32,6 +34,10 @@ class GroupedQueryFamily(Family):
     def groups(self, config: Config) -> ExpertGroups | None:
         """How the router chooses among groups; None: it is a softmax over all experts."""
         return None
+
+    def chunk(self, config: Config) -> int:
+        """Of `DecoderStack`."""
+        return 0
 
     def head_dim(self, config: Config) -> int:
         if config.get("head_dim") is not None:
@@ -70,13 +76,15 @@ class GroupedQueryFamily(Family):
             embedding="model.embed_tokens.weight",
             final_norm="model.norm.weight",
             layers=tuple(self._stack_layer(config, layer) for layer in range(integer(config, "num_hidden_layers"))),
+            weighs_input=self.weighs_input,
+            chunk=self.chunk(config),
         )
 
     def _stack_layer(self, config: Config, layer: int) -> StackLayer:
         prefix, is_routed = f"model.layers.{layer}", layer in set(self.moe_layers(config))
         mlp = None
         if not is_routed or self.shared_intermediate(config):
-            parent = f"{prefix}.mlp.shared_experts" if is_routed else f"{prefix}.mlp"
+            parent = f"{prefix}.{self.mlp_name}" + (f".{self.shared_name}" if is_routed else "")
             mlp = GatedMlp(f"{parent}.gate_up_proj.weight", f"{parent}.down_proj.weight")
         bias = self.engine_name(self.correction_bias_name(layer)) if self.has_correction_bias(config) else None
         return StackLayer(
@@ -88,7 +96,7 @@ class GroupedQueryFamily(Family):
         )
 
     def _stack_experts(self, config: Config, layer: int, bias: str | None) -> RoutedExperts:
-        router = self.router_name(layer)
+        router = self.router_module(layer)
         gate_bias = self.engine_name(f"{router}.bias") if self.has_router_bias(config) else None
         return RoutedExperts(self.engine_name(f"{router}.weight"), bias, layer, gate_bias)
 

@@ -43,10 +43,12 @@ Branches = tuple[Branch, ...] | None
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What beside the causal keys decides what a query sees. `window`: keys at most, its own included; 0: all. `sinks`
-    [N]: of each head a frozen score without a value, which takes part in the softmax."""
+    """What beside the causal keys decides what a query sees. `window`: keys at most, its own included; 0: all. `chunk`:
+    only keys of its own chunk of so many positions; 0: all. `sinks` [N]: of each head a frozen score without a value,
+    which takes part in the softmax."""
 
     window: int = 0
+    chunk: int = 0
     sinks: torch.Tensor | None = None
 
 
@@ -85,9 +87,22 @@ def attend(
 ) -> torch.Tensor:
     """Causal attention in float32, rounded once: q [B, S, N, .], k and v [B, S, key heads, .] -> [B, S, N, .]."""
     if branches is None:
-        return _Attention.apply(q, k, v, scaling, seen)
+        return _causal(q, k, v, scaling, seen)
     rows = zip(q.split(1), k.split(1), v.split(1), branches, strict=True)
     return torch.cat([_forked(*row, scaling, seen) for row in rows])
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, seen: Seen) -> torch.Tensor:
+    """Of the last queries. Each chunk that has some is a sequence of its own."""
+    length, tokens, chunk = k.shape[1], q.shape[1], seen.chunk
+    if not chunk or length <= chunk:
+        return _Attention.apply(q, k, v, scaling, seen)
+    before, parts = length - tokens, []
+    for start in range(before // chunk * chunk, length, chunk):
+        keys, queries = slice(start, start + chunk), slice(max(start - before, 0), start + chunk - before)
+        part = (x.contiguous() for x in (q[:, queries], k[:, keys], v[:, keys]))
+        parts.append(_Attention.apply(*part, scaling, seen))
+    return torch.cat(parts, dim=1)
 
 
 def _forked(
@@ -95,24 +110,36 @@ def _forked(
 ) -> torch.Tensor:
     """One row: q [1, S, N, .], k and v [1, S, key heads, .] -> [1, S, N, .]."""
     first, second = slice(0, branch.second), slice(branch.second, None)
-    parts = [_Attention.apply(q[:, first], k[:, first], v[:, first], scaling, seen)]
+    parts = [_causal(q[:, first], k[:, first], v[:, first], scaling, seen)]
     if branch.second < q.shape[1]:
         keys, values = (torch.cat([x[:, : branch.prefix], x[:, second]], dim=1) for x in (k, v))
-        parts.append(_Attention.apply(q[:, second], keys, values, scaling, seen))
+        parts.append(_causal(q[:, second], keys, values, scaling, seen))
     return torch.cat(parts, dim=1)
 
 
-def visible_keys(branches: Branches, length: int, device: torch.device, window: int = 0) -> torch.Tensor:
-    """[B, 1, S, S] attention mask: True where a query may see a key, for attention that needs a mask. B is 1 without
-    branches."""
+def places_of(branches: Branches, length: int, device: torch.device) -> torch.Tensor:
+    """[B, S], or [1, S] without branches: each token's position in its sequence."""
+    place = torch.arange(length, device=device)[None]
+    if branches is None:
+        return place
+    ends = torch.tensor([[branch.prefix, branch.second] for branch in branches], device=device)
+    prefix, second = ends[:, :1], ends[:, 1:]
+    return torch.where(place < second, place, place - second + prefix)
+
+
+def visible_keys(branches: Branches, length: int, device: torch.device, window: int = 0, chunk: int = 0) -> torch.Tensor:
+    """[B, 1, S, S] attention mask: True where a query may see a key, for attention that needs a mask. `window` and
+    `chunk`: as of `Seen`. B is 1 without branches."""
     place = torch.arange(length, device=device)
     ends = [[branch.prefix, branch.second] for branch in branches or (Branch(length, length),)]
     prefix, second = torch.tensor(ends, device=device)[:, :, None, None].unbind(1)
     hidden = (place[:, None] >= second) & (place >= prefix) & (place < second)
     seen = (place[:, None] >= place) & ~hidden
+    position = places_of(branches, length, device)[:, None]  # [B, 1, S]
     if window:
-        position = torch.where(place >= second, place - second + prefix, place)  # [B, 1, S], in the sequence
         seen &= position.mT - position < window
+    if chunk:
+        seen &= position.mT // chunk == position // chunk
     return seen[:, None]
 
 

@@ -13,8 +13,9 @@ RMS_NORMS = (
     *("Qwen3MoeRMSNorm", "DeepseekV2RMSNorm", "DeepseekV3RMSNorm"),
     *("MixtralRMSNorm", "OlmoeRMSNorm", "Glm4MoeRMSNorm", "Glm4MoeLiteRMSNorm", "MiniMaxM2RMSNorm"),
     "GptOssRMSNorm",
+    "Llama4TextRMSNorm",
 )
-GATED_MLPS = ("Qwen3MoeMLP", "DeepseekV2MLP", "DeepseekV3MLP", "Glm4MoeMLP", "Glm4MoeLiteMLP")
+GATED_MLPS = ("Qwen3MoeMLP", "DeepseekV2MLP", "DeepseekV3MLP", "Glm4MoeMLP", "Glm4MoeLiteMLP", "Llama4TextMLP")
 """Hugging Face's classes."""
 
 

@@ -28,7 +28,7 @@ from kt_runtime.errors import CheckpointError, suggestion
 from kt_runtime.families import Family, TensorSource, family_for
 from kt_runtime.ops.rotary import Rotary
 from kt_runtime.resident.host import Host
-from kt_runtime.resident.twin import attention
+from kt_runtime.resident.twin import attention, llama4
 from kt_runtime.resident.twin.attention import Positions
 from kt_runtime.resident.twin.frozen import FrozenLinear, FrozenRmsNorm, GatedMlp, is_gated_mlp, is_rms_norm
 from kt_runtime.resident.twin.replay import LayerRoutes
@@ -46,6 +46,7 @@ class Twin:
         self.experts: dict[str, RoutedExperts] = {}
         with torch.inference_mode(False), torch.no_grad():
             self._model = _on_meta(self.family, host)
+            self._chunks = _chunks(self.family, host.config)
             self._place_experts(host.config)
             sources, tensors = self.family.twin_sources(host.config), host.tensors()
             self._views = _share(self._model, sources, tensors)
@@ -96,20 +97,27 @@ class Twin:
         self, layer: int, hidden: torch.Tensor, positions: Positions, branches: attention.Branches = None
     ) -> torch.Tensor:
         """One decoder layer, causal within each row; rows may fork (`branches`): [B, S, H] -> [B, S, H]."""
-        mask = None
+        mask = places = None
         if not self._attends_in_float32:
-            mask, branches = self._mask(layer, hidden, branches), None
+            mask = self._mask(layer, hidden, branches)
+            places, branches = attention.places_of(branches, hidden.shape[1], hidden.device), None
         return self.layer(layer)(
-            hidden, attention_mask=mask, position_embeddings=positions, use_cache=False, branches=branches
+            hidden,
+            attention_mask=mask,
+            position_embeddings=positions,
+            use_cache=False,
+            branches=branches,
+            places=places,
         )
 
     def _mask(self, layer: int, hidden: torch.Tensor, branches: attention.Branches) -> torch.Tensor | None:
         """For Hugging Face's attention [B, 1, S, S]; None: it is causal by itself. With sinks, what is added to the
         scores; else True where a query may see a key."""
-        is_eager, window = self._model.config._attn_implementation == "eager", self._windows[layer]
-        if branches is None and not is_eager and not window:
+        is_eager, length = self._model.config._attn_implementation == "eager", hidden.shape[1]
+        window, chunk = self._windows[layer], self._chunks[layer]
+        if branches is None and not is_eager and not window and not 0 < chunk < length:
             return None
-        seen = attention.visible_keys(branches, hidden.shape[1], hidden.device, window)
+        seen = attention.visible_keys(branches, length, hidden.device, window, chunk)
         if not is_eager:
             return seen
         return hidden.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(hidden.dtype).min)
@@ -136,8 +144,8 @@ class Twin:
     def feed_forward(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """The second half of `run_layer` for some tokens: [1, T, H] -> [1, T, H]."""
         module: Any = self.layer(layer)
-        found = module.mlp(module.post_attention_layernorm(hidden))
-        out: torch.Tensor = hidden + (found[0] if isinstance(found, tuple) else found)
+        found = getattr(module, self.family.mlp_name)(module.post_attention_layernorm(hidden))
+        out: torch.Tensor = hidden + (found[0].view_as(hidden) if isinstance(found, tuple) else found)
         return out
 
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -195,7 +203,7 @@ class Twin:
         if routes is None:
             yield
             return
-        router = self.submodule(self.family.router_name(layer))
+        router = self.submodule(self.family.router_module(layer))
         assert isinstance(router, SoftmaxRouter | GroupedRouter)
         router.routes = routes
         try:
@@ -219,7 +227,7 @@ class Twin:
                         normalises=stack.normalises,
                         has_bias=self.family.has_router_bias(config),
                     )
-                self.replace(self.family.router_name(layer), router)
+                self.replace(self.family.router_module(layer), router)
 
     def _refuse_leftovers(self) -> None:
         tensors = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
@@ -240,12 +248,15 @@ def _on_meta(family: Family, host: Host) -> Any:
         implementation = "eager"  # PyTorch's function has no sinks
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config, dtype=host.dtype, attn_implementation=implementation)
-    if host.attends_in_float32:
-        for index, layer in enumerate(model.model.layers):
-            if hasattr(hf_config, "kv_lora_rank"):
-                attention.absorb(layer.self_attn, family.name)
-            else:
-                attention.rotate_natively(layer.self_attn, family.window(host.config, index))
+    stack = family.decoder_stack(host.config)
+    for index, layer in enumerate(model.model.layers):
+        if type(layer.self_attn).__name__ == llama4.ATTENTION:
+            assert stack is not None
+            llama4.attend_in_turns(layer.self_attn, stack.layers[index].attention, stack.chunk)
+        elif host.attends_in_float32 and hasattr(hf_config, "kv_lora_rank"):
+            attention.absorb(layer.self_attn, family.name)
+        elif host.attends_in_float32:
+            attention.rotate_natively(layer.self_attn, family.window(host.config, index))
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FrozenLinear
@@ -254,9 +265,19 @@ def _on_meta(family: Family, host: Host) -> Any:
             module.variance_epsilon = hf_config.rms_norm_eps  # for the norms of latents Hugging Face ignores it
         elif is_gated_mlp(module):
             module.__class__ = GatedMlp
+        elif type(module).__name__ == llama4.MOE:
+            module.__class__ = llama4.WeighedInputMoe
         elif host.attends_in_float32 and (router := grouped_router(module)) is not None:
             module.__class__ = router
     return model
+
+
+def _chunks(family: Family, config: Mapping[str, Any]) -> list[int]:
+    """Of each layer the positions of a chunk; 0: its attention is not chunked."""
+    stack = family.decoder_stack(config)
+    if stack is None:
+        return [0] * int(config["num_hidden_layers"])
+    return [stack.chunk if getattr(layer.attention, "is_chunked", False) else 0 for layer in stack.layers]
 
 
 def _share(

@@ -96,6 +96,8 @@ class GroupedRouter(nn.Module):
     topk_group: int | None
     num_group: int | None
     routed_scaling_factor: float
+    is_sigmoid: bool | None = None
+    """None: if there is a bias."""
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits [T, E], weights [T, K], ids [T, K], as Hugging Face's routers return them."""
@@ -106,7 +108,7 @@ class GroupedRouter(nn.Module):
             groups=self.num_group or 1,
             top_groups=self.topk_group or 1,
             top_k=self.top_k,
-            is_sigmoid=bias is not None,
+            is_sigmoid=bias is not None if self.is_sigmoid is None else self.is_sigmoid,
             normalises=bool(getattr(self, "norm_topk_prob", False)),
             scaling=float(self.routed_scaling_factor),
         )
@@ -131,12 +133,22 @@ class BiasedRouter(GroupedRouter):
         return self.route(hidden, bias)
 
 
+class SigmoidRouter(GroupedRouter):
+    """As `GroupedRouter`, for Llama 4's router: the sigmoids of the largest logits, without a bias."""
+
+    num_group = topk_group = 1
+    norm_topk_prob = False
+    routed_scaling_factor = 1.0
+    is_sigmoid = True
+
+
 GROUPED_ROUTERS: dict[str, type[GroupedRouter]] = {
     "DeepseekV2TopkRouter": GroupedRouter,
     "DeepseekV3TopkRouter": GroupedRouter,
     "Glm4MoeTopkRouter": GroupedRouter,
     "Glm4MoeLiteTopkRouter": GroupedRouter,
     "MiniMaxM2TopKRouter": BiasedRouter,
+    "Llama4Router": SigmoidRouter,
 }
 """What replaces Hugging Face's classes, by their names."""
 

@@ -20,11 +20,12 @@ from reference import mxfp4
 from reference.quantized import SCHEMES
 from safetensors.torch import save_file
 
-from kt_runtime.families.wrapped import TEXT
+from kt_runtime.families.wrapped import TEXT, is_left_out
 from kt_runtime.serve.models.presets import configs
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 QUANTIZED = {"fp8": "fp8", "int4": "int4_g32"}
+LAYERS = {"num_hidden_layers": 0, "first_k_dense_replace": 0, "interleave_moe_layer_step": 1}
 TYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
@@ -53,7 +54,7 @@ def write(preset: str, directory: Path) -> Written:
     for index, (name, kind, shape, is_of_model) in enumerate(rows):
         file = files[_file(layout["shards"], name, index, len(rows))]
         tensors, exact = _drawn(kind, shape, generator)
-        prefix = "" if name.startswith(("vision_tower.", "mm_projector.")) else layout.get("prefix", "")
+        prefix = "" if is_left_out(name) else layout.get("prefix", "")
         for part, tensor in tensors.items():
             stored_name = prefix + (name.removesuffix(".weight") if kind in QUANTIZED else name) + part
             stored[stored_name] = tensor
@@ -82,18 +83,18 @@ def _rows(layout: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tupl
     def row(name: str, entry: list[str], is_of_model: bool = True) -> tuple[str, str, tuple[int, ...], bool]:
         return name, entry[0], tuple(known[size] for size in entry[1:]), is_of_model
 
-    layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace", 0)
+    layers, first, step = (config.get(key, otherwise) for key, otherwise in LAYERS.items())
     behind = layout.get("behind the last layer", {})
     for name, entry in layout["once"].items():
         yield row(name, entry)
     for layer in range(layers + bool(behind)):
-        is_of_model = layer < layers
-        groups = [layout["every layer"], layout.get("dense layers", {}) if layer < dense else layout["routed layers"]]
+        is_of_model, is_dense = layer < layers, layer < first or (layer + 1) % step > 0
+        groups = [layout["every layer"], layout.get("dense layers", {}) if is_dense else layout["routed layers"]]
         groups += [] if is_of_model else [behind]
         for name, entry in (item for group in groups for item in group.items()):
             is_computed = name.endswith("inv_freq")
             yield row(f"model.layers.{layer}.{name}", entry, is_of_model and not is_computed)
-        for expert in range(known["experts"] if layer >= dense else 0):
+        for expert in range(0 if is_dense else known["experts"]):
             for name, entry in layout.get("experts", {}).items():
                 yield row(f"model.layers.{layer}.{name.format(expert=expert)}", entry, is_of_model)
     for name, entry in layout.get("beside", {}).items():
@@ -115,6 +116,7 @@ def sizes(config: Mapping[str, Any]) -> dict[str, int]:
         "expert": expert,
         "two_expert": 2 * expert,
         "heads": heads,
+        "between": config.get("intermediate_size_mlp", 0),
         "experts": experts,
         "shared": expert * (config.get("n_shared_experts") or 0),
         "head": min(head, 8) if "kv_lora_rank" in config else head,

@@ -27,6 +27,7 @@ OTHER_QWEN3 = {"attention_bias": True, "norm_topk_prob": False, "num_key_value_h
 KIMI_K2 = {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
 WITH_QUERY_RANK = {"q_lora_rank": 48, "v_head_dim": 24, "first_k_dense_replace": 2, "n_shared_experts": 2}
 AIR = {"use_qk_norm": False, "partial_rotary_factor": 0.25, "routed_scaling_factor": 1.0, "n_shared_experts": 2}
+MAVERICK = {"use_qk_norm": False, "rope_scaling": None, "attn_temperature_tuning": False, "attention_chunk_size": 64}
 # As transformers writes it: null is one group.
 UNGROUPED = {"topk_method": "greedy", "n_group": None, "topk_group": None, "routed_scaling_factor": 1.0}
 # preset, changes of the model's configuration, dtype, arguments of the expert store
@@ -47,6 +48,8 @@ CASES: dict[str, tuple[Preset, dict[str, Any], str, dict[str, str]]] = {
     "MiniMax-M2, bfloat16": (load_preset("tiny-minimax-m2"), {}, "bfloat16", {}),
     "gpt-oss, float32": (load_preset("tiny-gpt-oss"), {}, "float32", {}),
     **{f"gpt-oss, bfloat16, {isa}": (load_preset("tiny-gpt-oss"), {}, "bfloat16", {"isa": isa}) for isa in instruction_sets()},
+    "Llama 4, bfloat16": (load_preset("tiny-llama4"), {}, "bfloat16", {}),
+    "Llama 4 as Maverick, bfloat16": (load_preset("tiny-llama4"), MAVERICK, "bfloat16", {}),
     "GLM-4.7-Flash, bfloat16": (load_preset("tiny-glm4-moe-lite"), {}, "bfloat16", {}),
     "DeepSeek-V2, bfloat16": (DEEPSEEK_V2, {}, "bfloat16", {}),
     "DeepSeek-V2, float32, one group": (DEEPSEEK_V2, UNGROUPED, "float32", {}),

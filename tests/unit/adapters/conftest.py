@@ -114,6 +114,17 @@ GPT_OSS = _COMMON | {
     "num_local_experts": 4,
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention"],
+LLAMA4 = _COMMON | {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "intermediate_size": 16,
+    "intermediate_size_mlp": 48,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
 }
 CONFIGS: dict[str, dict[str, Any]] = {"qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3}
 MAX_RANK = 8
@@ -195,6 +206,8 @@ def minimax_m2() -> TinyModel:
 @pytest.fixture
 def gpt_oss() -> TinyModel:
     return TinyModel(dict(GPT_OSS))
+def llama4() -> TinyModel:
+    return TinyModel(dict(LLAMA4))
 
 
 @pytest.fixture(params=CONFIGS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from kt_runtime.adapters import AdapterTensors, content_hash, read_peft_directory, write_peft_directory
+from kt_runtime.adapters import AdapterTensors, content_hash, read_peft_directory, readers, write_peft_directory
 from kt_runtime.errors import AdapterError
 
 DENSE = {
@@ -183,6 +183,62 @@ def test_peft_loads_all_that_we_write_and_gives_the_same_logits(
     assert torch.equal(folded, expected)
     again = read(model, tmp_path / "a")
     assert content_hash(again) == content_hash(adapter) and again.notes == ()
+
+
+class LinearExperts(nn.Module):
+    """Llama 4's experts with a linear for each matrix, as programs that train it with PEFT replace them."""
+
+    def __init__(self, fused: Any) -> None:
+        super().__init__()
+        for expert, (both, down) in enumerate(zip(fused.gate_up_proj.data.mT, fused.down_proj.data.mT, strict=True)):
+            matrices = {"gate_proj": both.chunk(2)[0], "up_proj": both.chunk(2)[1], "down_proj": down}
+            self.add_module(str(expert), nn.ModuleDict({name: _linear(matrix) for name, matrix in matrices.items()}))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for expert, rows in enumerate(hidden.chunk(len(self._modules))):
+            one: Any = self.get_submodule(str(expert))
+            parts.append(one["down_proj"](nn.functional.silu(one["gate_proj"](rows)) * one["up_proj"](rows)))
+        return torch.cat(parts)
+
+
+def _linear(matrix: torch.Tensor) -> nn.Linear:
+    linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False)
+    linear.weight.data.copy_(matrix)
+    return linear
+
+
+def with_linear_experts(model: Any) -> Any:
+    for layer in model.model.layers:
+        if layer.is_moe_layer:
+            layer.feed_forward.experts = LinearExperts(layer.feed_forward.experts)
+    return model
+
+
+def test_peft_loads_llama_4_s_adapters_whole_where_each_expert_has_linears(tmp_path: Path, llama4: Any) -> None:
+    """transformers' fused experts have none, and PEFT has no rule that fuses the pairs: `readers` says so."""
+    adapter = llama4.adapter("all", rank=4, alpha=8.0)
+    write_peft_directory(tmp_path / "a", adapter, llama4.family, llama4.config, max_rank=8)
+    tokens = torch.arange(2 * 12).reshape(2, 12) * 3 % llama4.config["vocab_size"]
+    merged, plain = with_linear_experts(llama4.build()), with_linear_experts(llama4.build())
+    with torch.no_grad():
+        base = plain(tokens).logits
+        for name, pair in adapter.tensors.items():
+            if name.endswith(".lora_A.weight"):
+                module = name.removesuffix(".lora_A.weight")
+                b = adapter.tensors[f"{module}.lora_B.weight"]
+                merged.get_submodule(module).weight += adapter.scaling * b @ pair
+        expected = merged(tokens).logits
+        found = peft.PeftModel.from_pretrained(plain, str(tmp_path / "a"))(tokens).logits
+    assert (expected - base).abs().max() > 0.1
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    again = read(llama4, tmp_path / "a")
+    assert content_hash(again) == content_hash(adapter) and again.notes == ()
+
+    of_fused: Any = peft.PeftModel.from_pretrained(llama4.build(), str(tmp_path / "a"))
+    loaded = sum(value.numel() for name, value in of_fused.named_parameters() if ".lora_" in name)
+    said = readers(tmp_path / "a", llama4.config)[1]
+    assert loaded == said.num_loaded < said.num_parameters and "it drops routed experts" in said.remark
 
 
 def test_mixtral_s_files_have_the_names_of_its_checkpoints_and_patterns_match_them(

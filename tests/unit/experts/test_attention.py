@@ -12,7 +12,7 @@ from reference.instruction_sets import instruction_sets
 
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.experts import dense
-from kt_runtime.experts.attention import Sequences, attend, contiguous, paged
+from kt_runtime.experts.attention import Sequences, attend, contiguous, in_chunks, paged
 from kt_runtime.ops.attention import attend_batch
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -86,6 +86,44 @@ def test_a_batch_is_float64s_softmax_rounded_once(isa: str, dtype: torch.dtype, 
         torch.testing.assert_close(wide[pool.rows(index)].double(), expected, atol=TOLERANCE, rtol=0)
     assert pool.attended().dtype == dtype
     assert torch.equal(pool.attended(), wide.to(dtype))
+
+
+@pytest.mark.parametrize("chunk", [16, 100, 512, 604])
+def test_in_chunks_a_query_sees_the_keys_of_its_own_chunk_only(chunk: int) -> None:
+    """Against a softmax over the visible keys in float64; 604: no sequence is longer."""
+    dense.configure(None, 2)
+    pool = drawn_pool(SHAPES[0], torch.float32)
+    whole = pool.sequences()
+    cut = in_chunks(whole, chunk)
+    assert (cut is whole) == (chunk == 604)
+    found = attend(pool.q, pool.keys, pool.values, cut, 0.2)
+    for index, (prefix, queries) in enumerate(pool.lengths):
+        q, k, v = (rows.double() for rows in pool.alone(index))
+        for query in range(queries):
+            place = prefix + query
+            seen = slice(place // chunk * chunk, place + 1)
+            expected = attention(q[query : query + 1], k[seen], v[seen], 0.2)
+            row = found[pool.first(index) + query]
+            torch.testing.assert_close(row.double(), expected[0], atol=TOLERANCE, rtol=0)
+
+
+def test_in_chunks_bits_depend_neither_on_how_a_prompt_is_cut_nor_on_where_its_keys_lie() -> None:
+    pool = drawn_pool(SHAPES[0], torch.bfloat16, [(0, 40), (0, 300), (33, 1)])
+    whole = attend(pool.q, pool.keys, pool.values, in_chunks(pool.sequences(), 48), 0.2)[pool.rows(1)]
+    q, keys, values = pool.alone(1)
+    for count in (1, 7, 48, 64):
+        parts = [
+            attend(
+                q[at : at + count],
+                pool.keys,
+                pool.values,
+                in_chunks(one_sequence(pool.slots[1:2], at, len(q[at : at + count])), 48),
+                0.2,
+            )
+            for at in range(0, 300, count)
+        ]
+        assert torch.equal(torch.cat(parts), whole), count
+    assert torch.equal(attend(q, keys, values, in_chunks(contiguous(1, 300, 300), 48), 0.2), whole)
 
 
 @pytest.mark.parametrize("isa", instruction_sets())

@@ -26,7 +26,7 @@ def build(config: Mapping[str, Any]) -> Any:
 
 
 def is_expert(name: str) -> bool:
-    return ".mlp.experts." in name
+    return ".experts." in name
 
 
 def test_twin_sources_are_exactly_the_parameters_of_the_hugging_face_model(config: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ def test_lora_modules_are_exactly_the_linears_but_lm_head(config: dict[str, Any]
     linears = {
         name: (module.in_features, module.out_features)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name != "lm_head"
+        if type(module) is nn.Linear and name != "lm_head"
     }
     dense = [module for module in family_for(config).lora_modules(config) if not module.num_experts]
     assert {module.name: (module.in_features, module.out_features) for module in dense} == linears
@@ -76,7 +76,8 @@ def test_lora_modules_are_exactly_the_linears_but_lm_head(config: dict[str, Any]
 def test_expert_modules_match_the_shapes_of_the_fused_experts(config: dict[str, Any]) -> None:
     model, family = build(config), family_for(config)
     routed = {module.name: module for module in family.lora_modules(config) if module.num_experts}
-    layers = [layer for layer, block in enumerate(model.model.layers) if hasattr(block.mlp, "experts")]
+    mlps = [getattr(block, family.mlp_name) for block in model.model.layers]
+    layers = [layer for layer, mlp in enumerate(mlps) if hasattr(mlp, "experts")]
     assert family.moe_layers(config) == layers
     assert len(routed) == 3 * len(layers)
     for layer in layers:
@@ -94,7 +95,7 @@ def test_expert_modules_match_the_shapes_of_the_fused_experts(config: dict[str, 
             assert module.layer == layer
         down = routed[f"{family.expert_prefix(layer)}.down_proj"]
         assert (down.num_experts, down.out_features, down.in_features) == (count, hidden, intermediate)
-    assert family.num_experts_per_tok(config) == 2
+    assert family.num_experts_per_tok(config) == config["num_experts_per_tok"]
 
 
 def test_fused_groups_name_sglang_modules(config_of: ConfigOf) -> None:
@@ -195,6 +196,20 @@ def test_configs_as_transformers_saves_them_give_the_same_tables(config: dict[st
         ("gpt_oss", "swiglu_limit", 0),
         ("gpt_oss", "swiglu_alpha", "large"),
         ("gpt_oss", "hidden_act_alpha", 1.5),
+        ("llama4", "num_experts_per_tok", 2),
+        ("llama4", "attention_bias", True),
+        ("llama4", "tie_word_embeddings", True),
+        ("llama4", "interleave_moe_layer_step", 0),
+        ("llama4", "interleave_moe_layer_step", 5),
+        ("llama4", "moe_layers", [0, 1]),
+        ("llama4", "no_rope_layers", [1, 0, 1, 0]),
+        ("llama4", "no_rope_layer_interval", 2),
+        ("llama4", "layer_types", ["full_attention"] * 4),
+        ("llama4", "attention_chunk_size", None),
+        ("llama4", "attention_chunk_size", 0),
+        ("llama4", "floor_scale", 0),
+        ("llama4", "attn_scale", "0.1"),
+        ("llama4", "rope_parameters", {"rope_type": "yarn", "factor": 2.0}),
     ],
 )
 def test_what_sglang_and_the_twin_would_compute_differently_is_refused(

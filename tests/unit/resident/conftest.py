@@ -191,6 +191,25 @@ GPT_OSS = GROUPED_QUERY | {
 }
 FURTHER = {
     "gpt_oss": GPT_OSS,
+LLAMA4 = GROUPED_QUERY | {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 8,
+    "floor_scale": 4,
+    "rms_norm_eps": 1e-5,
+}
+FURTHER = {
+    "llama4": LLAMA4,
+    "llama4 without norms": LLAMA4 | {"use_qk_norm": False, "interleave_moe_layer_step": 1, "num_local_experts": 4},
     "minimax_m2": MINIMAX_M2,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "mixtral": MIXTRAL,
@@ -516,6 +535,8 @@ def merged_weights(
 ) -> dict[str, torch.Tensor]:
     """The model's weights that LoRA changes, as W + scaling * B A."""
     parameters, weights = dict(model.named_parameters()), {}
+    config: Any = model.config
+    is_transposed = family_for(config.to_dict()).expert_mlp(config.to_dict()).is_transposed
     for module in modules:
         delta = scaling * values[f"{module.name}.lora_B"] @ values[f"{module.name}.lora_A"]
         if not module.num_experts:

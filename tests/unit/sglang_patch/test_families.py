@@ -170,7 +170,7 @@ def test_with_an_adapter_training_s_logprobs_are_the_served_ones(running: Runnin
 
 
 # The others' bfloat16 is tested in the system tests.
-@each(["mixtral", "olmoe", "glm4_moe", "glm4_moe_lite", "minimax_m2", QUANTIZED], torch.bfloat16)
+@each(["mixtral", "olmoe", "glm4_moe", "glm4_moe_lite", "minimax_m2", "llama4_text", QUANTIZED], torch.bfloat16)
 def test_in_bfloat16_training_s_logprobs_are_the_served_ones(running: Running) -> None:
     rows, logprobs = served(running)
     assert all(np.array_equal(a, b) for a, b in zip(running.trained(rows), logprobs, strict=True))

@@ -1,12 +1,13 @@
-"""The language model of Kimi-K2.5 in SGLang's own scheduler, from a checkpoint that transformers wrote."""
+"""The language models of Kimi-K2.5 and Llama 4 in SGLang's own scheduler, from a checkpoint that transformers wrote."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from reference.checkpoints import kimi
+from reference.checkpoints import kimi, llama4
 from reference.resident.native_step import prompt
 from reference.resident.scheduler import engine
 from reference.server.greedy import logprobs_of
@@ -19,16 +20,17 @@ LENGTHS = (2, 9, 70)
 LOGPROB_TOLERANCE = 1e-4
 
 
+@pytest.mark.parametrize("whole_model", [kimi, llama4], ids=["Kimi-K2.5", "Llama 4"])
 def test_served_logprobs_equal_those_of_the_whole_model_in_hugging_face(
-    patched_sglang: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    patched_sglang: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_model: Any
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    whole = kimi.save(tmp_path / "Kimi-tiny", seed=5)
+    whole = whole_model.save(tmp_path / "whole", seed=5)
     with engine(resolve_model(str(whole)).directory) as running:
         prompts = {f"r{length}": prompt(length, length) for length in LENGTHS}
         running.run(*(running.request(rid, tokens, logprob_start_len=0) for rid, tokens in prompts.items()))
         assert native_step.state() == STEP_RUNNING
-        plain = kimi.build(seed=5)
+        plain = whole_model.build(seed=5)
         for rid, tokens in prompts.items():
             expected = logprobs_of(plain, tokens + running.tokens[rid])
             found = np.array(running.prompt_logprobs[rid] + running.logprobs[rid])

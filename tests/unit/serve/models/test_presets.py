@@ -7,7 +7,7 @@ from kt_runtime.families import family_for
 from kt_runtime.serve.models.checkpoint import checkpoint_tensors, count_parameters
 from kt_runtime.serve.models.presets import is_preset, load_preset, preset_names
 
-# Billions of parameters as the models' own pages give them, without the layer of multi-token prediction.
+# Billions of parameters as the models' own pages give them, without multi-token prediction and vision towers.
 PUBLISHED = {
     "DeepSeek-V3-bf16": (671, 37),
     "DeepSeek-V3": (671, 37),
@@ -20,6 +20,8 @@ PUBLISHED = {
     "MiniMax-M2": (229, 10),
     "gpt-oss-20b": (20.9, 3.6),
     "gpt-oss-120b": (116.8, 5.1),
+    "Llama-4-Scout": (107.8, 17),
+    "Llama-4-Maverick": (400.7, 17),
     "GLM-4.5": (353, 32),
     "GLM-4.5-Air": (106.9, 12),
     "Qwen3-30B-A3B": (30.5, 3.3),

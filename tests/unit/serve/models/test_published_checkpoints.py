@@ -36,8 +36,14 @@ def test_every_family_has_a_published_checkpoint_here() -> None:
 
 
 def expert_of(written: Written, layer: int, expert: int) -> tuple[torch.Tensor, ...]:
-    """gate, up and down, by any of the published names."""
+    """gate, up and down, by any of the published names. Fused ones are transposed: only Llama 4 has them."""
     found = {}
+    parent = next(
+        iter(name.rpartition(".")[0] for name in written.values if f"layers.{layer}." in name and ".experts." in name)
+    )
+    if f"{parent}.gate_up_proj" in written.values:
+        both, down = (written.values[f"{parent}.{name}"][expert].T for name in ("gate_up_proj", "down_proj"))
+        return (*both.chunk(2), down)
     for name, tensor in written.values.items():
         if name.startswith(f"model.layers.{layer}.") and f".experts.{expert}." in name:
             found[name.split(".")[-2]] = tensor
