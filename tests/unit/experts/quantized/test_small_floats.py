@@ -19,8 +19,10 @@ from compressed_tensors.compressors.mx_utils import decompress_mx_scale
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize
-from reference import quantized
+from reference import moe, quantized
 from reference.drawn import drawn
+from reference.expert_problems import random_problem, tensors_of
+from reference.instruction_sets import instruction_sets
 from reference.moe import random_experts
 from safetensors.torch import save_file
 from torch import Tensor
@@ -33,6 +35,7 @@ KEY = "model.layers.0.mlp.experts"
 HIDDEN, INNER = 96, 64
 SHAPE = ExpertShape(2, HIDDEN, INNER)
 FLOAT32 = 1.2e-7  # of a weight: the package divides by a scale that others multiply with
+INTEGER_ACTIVATIONS = 0.03  # of a small layer, where activations are quantized to int8
 PRESETS = {
     "W8A8": ("int-quantized", "int8"),
     "FP8_DYNAMIC": ("float-quantized", "fp8_e4m3"),
@@ -129,6 +132,30 @@ def test_every_code_and_scale_of_the_small_floats_has_its_value(tmp_path: Path) 
     dense = plain_of(tmp_path, {"weight": every, "weight_scale": exponents})
     powers = (exponents.double() - 127).exp2() * (exponents > 0)
     assert torch.equal(dense.double(), every.double() * powers)
+
+
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "mxfp8"])
+def test_forward_and_backward_are_the_reference_on_every_instruction_set(scheme: str, isa: str, tmp_path: Path) -> None:
+    hidden, inner = (112, 80) if scheme == "nvfp4" else (96, 160)  # of nvfp4 the last unit is half a unit
+    for dtype, tokens, nodes in ((torch.float32, 5, 1), (torch.bfloat16, 3, 2), (torch.bfloat16, 40, 1)):
+        p = random_problem(3, hidden, inner, tokens, 2, dtype=dtype, ranks=(4,))
+        values = quantized.write_checkpoint(tmp_path, {"m": p.experts}, scheme)["m"]
+        shape = ExpertShape(3, hidden, inner)
+        layer = ExpertStore.load(tmp_path, {0: "m"}, shape, isa=isa, num_threads=2, num_nodes=nodes).layers[0]
+        leaves = [t.double().requires_grad_() for t in tensors_of(p.adapters[0])]
+        x, weights = p.x.double().requires_grad_(), p.weights.double()
+        slots = [(leaves, p.adapters[0].scaling)]
+        wanted = moe.routed_experts(values, x, p.ids, weights, slots=slots, token_slots=p.token_slots)
+        grads = torch.autograd.grad(wanted, [x, *leaves], p.grad_out.double(), materialize_grads=True)
+        limit = 2e-6 if dtype == torch.float32 else 2.0**-7 if scheme == "mxfp8" else INTEGER_ACTIVATIONS
+        found = layer.backward(p.grad_out, p.x, p.ids, p.weights, **p.lora)
+        pairs = [(layer.forward(p.x, p.ids, p.weights, **p.lora), wanted, limit)]
+        pairs += [
+            (got, grad, 3 * limit) for got, grad in zip([found.x, *tensors_of(found.slots[0])], grads, strict=True)
+        ]
+        for got, exact, bound in pairs:
+            assert (got.double() - exact).norm() <= bound * exact.norm()
 
 
 NEGATIVE = tuple(-value for value in quantized.FP4_VALUES)
