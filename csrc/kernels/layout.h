@@ -19,7 +19,7 @@
 //   int4  line col / 8: byte 4 * r + col % 4, low nibble if col % 8 < 4, else the high one
 //         two int8 lines in one
 //
-//   mxfp4 as int4
+//   mxfp4, nvfp4, iq4 as int4
 //
 //   int5  units of 32 columns: four lines of int4 with the codes' low nibbles, then a line with the high bits: byte
 //         4 * r + col % 4, bit col / 4 % 8
@@ -31,7 +31,7 @@
 //         so that interleaving the bytes of each 128-bit lane with others gives two bf16 lines in order
 //
 // Columns are padded to a multiple of 32, rows to 16. Padding decodes to zero: in added rows the row scale
-// is 0, in added columns the code is the zero.
+// is 0, in added columns the code is the zero (iq4 has none: its matrices are whole groups of columns).
 // Reading a block's lines in order is one forward stream.
 #pragma once
 
@@ -49,7 +49,7 @@ static constexpr int64_t round_up(int64_t value, int64_t unit) { return (value +
 
 // The fewest columns that are whole lines, and these lines.
 constexpr int64_t unit_columns(Encoding encoding) {
-  constexpr int64_t kColumns[] = {2, 4, 4, 8, 32, 16, 8};
+  constexpr int64_t kColumns[] = {2, 4, 4, 8, 32, 16, 8, 8, 8};
   return kColumns[static_cast<int>(encoding)];
 }
 constexpr int64_t unit_lines(Encoding encoding) {
@@ -83,7 +83,7 @@ struct PackedShape {
   constexpr int64_t group_scale_bytes() const {
     if (format.group == 0) return 0;
     const int64_t each = format.scales == Scales::kHalf ? 2 * kBlockRows : kBlockRows;
-    return round_up(groups() * (format.encoding == Encoding::kFp8 ? 4 : each), kLineBytes);
+    return round_up(groups() * (format.block_scales() ? 4 : each), kLineBytes);
   }
   constexpr int64_t zero_bytes() const {
     return format.zero_points || format.mins ? round_up(groups() * kBlockRows, kLineBytes) : 0;
@@ -102,9 +102,10 @@ struct PackedShape {
 
 // One packed block: where its parts are.
 struct Block {
-  const float* row_scales;   // 16; null for bf16
-  const void* group_scales;  // float[groups] for fp8, else float16 bits or bytes [groups][16]; null without a group
-  const uint8_t* zeros;      // [groups][16]; null where they are not stored
+  const float* row_scales;  // 16; null for bf16
+  const void*
+      group_scales;  // float[groups] for fp8 but mxfp8, else float16 bits or bytes [groups][16]; null without a group
+  const uint8_t* zeros;  // [groups][16]; null where they are not stored
   const uint8_t* lines;
   const uint8_t* mins;         // [groups][16]; null where they are not stored
   const uint16_t* supers;      // float16 bits [supers][16] of the scales; null where these are no bytes

@@ -59,6 +59,8 @@ class BlockPacker {
     switch (encoding_) {
       case Encoding::kInt4:
       case Encoding::kFp4:
+      case Encoding::kFp4By16:
+      case Encoding::kIq4:
         return make_nibbles<Encoding::kInt4>(codes, words);
       case Encoding::kInt5:
         return make_nibbles<Encoding::kInt5>(codes, words);
@@ -106,7 +108,8 @@ class BlockPacker {
   }
 
   uint8_t zero_of(int64_t row, int64_t group) const {
-    if (encoding_ == Encoding::kFp4) return 0;
+    if (is_fp4(encoding_)) return 0;
+    if (encoding_ == Encoding::kIq4) return 8;  // the value 1: there is no 0
     if (!shape_.format.zero_points) return static_cast<uint8_t>(shape_.format.default_zero());
     return row < shape_.rows ? matrix_.zeros[row * shape_.groups() + group] : 0;
   }
@@ -151,10 +154,10 @@ class BlockPacker {
     store(to + 3 * kBlockRows, __builtin_shufflevector(ab_high, cd_high, 2, 3, 6, 7));
   }
 
-  // Bytes as they are: W has no factor for the row.
+  // Bytes as they are.
   void pack_scale_bytes(int64_t row, int64_t r, uint8_t* base) const {
     const int64_t groups = shape_.groups();
-    reinterpret_cast<float*>(base)[r] = 1.0f;
+    reinterpret_cast<float*>(base)[r] = matrix_.factor;
     uint8_t* to = base + shape_.row_scale_bytes();
     for (int64_t g = 0; g < groups; ++g) to[g * kBlockRows + r] = matrix_.scale_bytes[row * groups + g];
   }

@@ -46,7 +46,9 @@ int integer_level(Encoding encoding, const uint8_t* lines, int64_t r, int64_t co
     case Encoding::kInt6:
       return code_in_nibbles<Encoding::kInt6>(lines, r, col);
     case Encoding::kFp4:
-      return kFp4Levels[code_in_nibbles<Encoding::kInt4>(lines, r, col)];
+    case Encoding::kFp4By16:
+    case Encoding::kIq4:
+      return levels_of_nibbles(encoding)[code_in_nibbles<Encoding::kInt4>(lines, r, col)];
     default:
       return lines[byte_in_lines(encoding, r, col)];
   }
@@ -70,7 +72,8 @@ double decode(const PackedShape& shape, const uint8_t* packed, int64_t row, int6
   }
   double scale = block.row_scales[r];
   if (encoding == Encoding::kFp8) {
-    if (block.group_scales) scale *= static_cast<const float*>(block.group_scales)[g];
+    if (shape.format.block_scales() && block.group_scales) scale *= static_cast<const float*>(block.group_scales)[g];
+    if (!shape.format.block_scales()) scale *= group_scale(shape.format, block, g, r);
     return scale * fp8_to_float(block.lines[byte_in_lines(encoding, r, col)]);
   }
   const int64_t zero = block.zeros ? block.zeros[g * kBlockRows + r] : shape.format.default_zero();
@@ -159,10 +162,12 @@ int64_t ExpertLayer::weight_bytes() const {
         bits += elements * 16;
         break;
       case Encoding::kFp8:
-        bits += elements * 8 + (format.group ? (shape.rows + 127) / 128 : shape.rows) * groups * 32;
+        bits += elements * 8;
+        if (format.block_scales()) bits += (format.group ? (shape.rows + 127) / 128 : shape.rows) * groups * 32;
+        if (!format.block_scales()) bits += shape.rows * groups * 8;
         break;
       default: {
-        static constexpr int64_t kCodeBits[] = {16, 8, 8, 4, 5, 6, 4};
+        static constexpr int64_t kCodeBits[] = {16, 8, 8, 4, 5, 6, 4, 4, 4};
         const int64_t code_bits = kCodeBits[static_cast<int>(format.encoding)];
         const int64_t scale_bits = format.scales == Scales::kHalf ? 16 : 8;
         const int64_t zero_bits = format.mins ? 8 : format.zero_points ? code_bits : 0;

@@ -25,10 +25,11 @@ struct PlainMatrix {
   const float* scales;   // [rows, groups]: W = scale * (code - zero); null for bf16. For fp8 all rows of a block agree
                          // where the format has a group
   const uint8_t* zeros;  // [rows, groups]: zeros, or minima; null where the format stores none
-  // Formats whose scales are bytes or exponents, instead of `scales`: [rows, groups], and with bytes float16 bits
-  // [rows, supers] of scales and minima (null without minima).
+  // Formats whose scales are bytes, exponents or fp8, instead of `scales`: [rows, groups], and with bytes float16 bits
+  // [rows, supers] of scales and minima (null without minima). `factor`: of the whole matrix.
   const uint8_t* scale_bytes = nullptr;
   const uint16_t *supers = nullptr, *min_supers = nullptr;
+  float factor = 1.0f;
 };
 
 // Writes blocks [block, block + count) to `packed`, the place of the first of them. Integer group scales are kept as

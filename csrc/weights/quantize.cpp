@@ -90,6 +90,14 @@ struct Fp8Values {
   }
 };
 
+// 2^(exponent - 127); 0 for 0.
+float power_of_two(uint8_t exponent) {
+  const uint32_t bits = static_cast<uint32_t>(exponent) << 23;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 // Row `row` of a bf16 or fp8 matrix as floats.
 void widen_row(const PlainMatrix& matrix, int64_t row, float* values) {
   static const Fp8Values fp8;
@@ -101,7 +109,8 @@ void widen_row(const PlainMatrix& matrix, int64_t row, float* values) {
   }
   const uint8_t* from = static_cast<const uint8_t*>(matrix.codes) + row * shape.cols;
   for (int64_t g = 0; g < shape.groups(); ++g) {
-    const float scale = matrix.scales[row * shape.groups() + g];
+    const int64_t at = row * shape.groups() + g;
+    const float scale = matrix.scales ? matrix.scales[at] : power_of_two(matrix.scale_bytes[at]);
     const int64_t end = std::min(shape.cols, (g + 1) * shape.group());
     for (int64_t col = g * shape.group(); col < end; ++col) values[col] = scale * fp8.of[from[col]];
   }

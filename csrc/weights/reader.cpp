@@ -7,6 +7,7 @@
 
 #include "base/bf16.h"
 #include "base/fp16.h"
+#include "base/fp8.h"
 #include "weights/checkpoint/unpack.h"
 
 namespace kt {
@@ -14,7 +15,7 @@ namespace {
 
 // Beyond it a weight would overflow float32 in the arithmetic.
 constexpr float kScaleLimit = 1e30f;
-constexpr int kMostExponent = 226;  // 2^(226 - 127) is below it
+constexpr int kMostExponent = 226;  // the largest of a power of two below it
 
 int64_t element_bytes(const TensorPart& part) {
   const std::string& dtype = part.tensor.entry->dtype;
@@ -59,7 +60,11 @@ Status MatrixReader::read_part(const TensorPart& part, int64_t first, int64_t co
 Status MatrixReader::prepare() {
   if (source_.shape.present()) KT_RETURN_IF_ERROR(check_shape());
   if (source_.group_index.present()) KT_RETURN_IF_ERROR(check_group_index());
-  if (source_.scales.present() && scheme_.storage != Storage::kMxfp4) KT_RETURN_IF_ERROR(read_scales());
+  if (source_.scales.present()) {
+    const bool bytes = shape_.format.scales != Scales::kHalf;
+    KT_RETURN_IF_ERROR(bytes ? read_scale_bytes() : read_scales());
+  }
+  if (source_.global.present()) KT_RETURN_IF_ERROR(read_factor());
   if (source_.zeros.present()) KT_RETURN_IF_ERROR(read_zeros());
   if (scheme_.layout.transposed) return read_transposed();
   if (scheme_.storage != Storage::kGptq && scheme_.storage != Storage::kAwq) return {};
@@ -128,6 +133,44 @@ Status MatrixReader::read_scales() {
   return {};
 }
 
+// Exponents, or e4m3. A level of e2m1 is twice its value: the exponent is one less, and of the others `factor_` is
+// half.
+Status MatrixReader::read_scale_bytes() {
+  const int64_t step = source_.row_step, groups = shape_.groups();
+  const int64_t count = rows_between(shape_.rows, step) * stored_groups_;
+  std::vector<uint8_t> stored(static_cast<size_t>(count));
+  KT_RETURN_IF_ERROR(read_part(source_.scales, 0, count, stored.data()));
+  const bool exponents = shape_.format.scales == Scales::kExponent;
+  const uint8_t less = exponents && scheme_.fp4() ? 1 : 0;
+  scale_bytes_.resize(static_cast<size_t>(shape_.rows * groups));
+  for (int64_t i = 0; i < count; ++i) {
+    if (i / stored_groups_ % step != 0) continue;
+    uint8_t& byte = stored[static_cast<size_t>(i)];
+    if (exponents && byte > kMostExponent)
+      return bad_element(
+          source_.scales,
+          byte == 255 ? "a scale that is NaN" : "scale 2^" + std::to_string(byte - 127) + " (allowed: below 1e30)", i);
+    if (!exponents && (fp8_is_nan(byte) || byte > 0x80))
+      return bad_element(source_.scales,
+                         "scale " + std::to_string(fp8_to_float(byte)) + " (allowed: numbers that are not negative)",
+                         i);
+    byte = static_cast<uint8_t>(byte > less ? byte - less : 0);
+    if (!exponents) byte &= 0x7f;
+    scale_bytes_[static_cast<size_t>(i / stored_groups_ / step * groups + i % stored_groups_)] = byte;
+  }
+  return {};
+}
+
+Status MatrixReader::read_factor() {
+  float stored;
+  KT_RETURN_IF_ERROR(read_part(source_.global, 0, 1, &stored));
+  const bool divides = scheme_.global_suffix == ".weight_global_scale";
+  if (!(stored > 1.0f / kScaleLimit && stored < kScaleLimit))
+    return bad_element(source_.global, "scale " + std::to_string(stored) + " (allowed: above 1e-30, below 1e30)", 0);
+  factor_ = (divides ? 1.0f / stored : stored) * 0.5f;
+  return {};
+}
+
 Status MatrixReader::read_zeros() {
   const int64_t count = source_.zeros.tensor.entry->bytes / element_bytes(source_.zeros);
   const int64_t per_word = scheme_.codes_per_word(), groups = shape_.groups(), words_of_rows = shape_.rows / per_word;
@@ -172,7 +215,8 @@ Status MatrixReader::read(int64_t first, int64_t count, PlainMatrix* strip) {
             .codes = transposed ? static_cast<uint16_t*>(stored_.data()) + first * shape_.cols : codes_.data(),
             .scales = scales_.empty() ? nullptr : scales_.data() + at,
             .zeros = scheme_.zero_points ? zeros_.data() + at : nullptr,
-            .scale_bytes = exponents_.empty() ? nullptr : exponents_.data()};
+            .scale_bytes = scale_bytes_.empty() ? nullptr : scale_bytes_.data() + at,
+            .factor = factor_};
   return {};
 }
 
@@ -208,26 +252,14 @@ Status MatrixReader::read_fp8(int64_t first, int64_t count) {
   return {};
 }
 
-// A level is twice an e2m1 value (kernels/format.h), so the exponents are one less than the stored ones.
-Status MatrixReader::read_mxfp4(int64_t first, int64_t count) {
-  const int64_t groups = shape_.groups(), bytes = shape_.cols / 2, step = source_.row_step;
-  const int64_t span = rows_between(count, step);
+// Codes of e2m1, two in a byte.
+Status MatrixReader::read_fp4(int64_t first, int64_t count) {
+  const int64_t bytes = shape_.cols / 2, step = source_.row_step, span = rows_between(count, step);
+  auto* codes = codes_.reserve<uint8_t>(count * shape_.cols);
   auto* raw = raw_.reserve<uint8_t>(span * bytes);
   KT_RETURN_IF_ERROR(read_part(source_.codes, first * step * bytes, span * bytes, raw));
-  std::vector<uint8_t> stored(static_cast<size_t>(span * groups));
-  KT_RETURN_IF_ERROR(read_part(source_.scales, first * step * groups, span * groups, stored.data()));
-  auto* codes = codes_.reserve<uint8_t>(count * shape_.cols);
-  exponents_.resize(static_cast<size_t>(count * groups));
   for (int64_t row = 0; row < count; ++row) {
     unpack_nibbles(raw + row * step * bytes, shape_.cols, codes + row * shape_.cols);
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t at = row * step * groups + g;
-      const int exponent = stored[static_cast<size_t>(at)];
-      if (exponent > kMostExponent)
-        return bad_element(source_.scales, "exponent " + std::to_string(exponent) + " (allowed: 0 to 226, below 1e30)",
-                           first * step * groups + at);
-      exponents_[static_cast<size_t>(row * groups + g)] = static_cast<uint8_t>(exponent > 0 ? exponent - 1 : 0);
-    }
   }
   return {};
 }
@@ -252,8 +284,8 @@ Status MatrixReader::read_transposed() {
 Status MatrixReader::read_codes(int64_t first, int64_t count) {
   const int64_t cols = shape_.cols, elements = count * cols;
   if (scheme_.storage == Storage::kDense) return read_dense(first, count);
-  if (scheme_.storage == Storage::kFp8Blocks || scheme_.storage == Storage::kFp8Rows) return read_fp8(first, count);
-  if (scheme_.storage == Storage::kMxfp4) return read_mxfp4(first, count);
+  if (scheme_.fp4()) return read_fp4(first, count);
+  if (!scheme_.integer()) return read_fp8(first, count);
   auto* codes = codes_.reserve<uint8_t>(elements);
   const WordColumns all{.words = static_cast<const uint32_t*>(raw_.data()), .rows = shape_.rows, .cols = cols};
   if (scheme_.storage == Storage::kGptq) {

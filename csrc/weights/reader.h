@@ -28,21 +28,24 @@ class MatrixReader {
   Status check_shape() const;
   Status check_group_index() const;
   Status read_scales();
+  Status read_scale_bytes();
+  Status read_factor();
   Status read_zeros();
   Status read_codes(int64_t first, int64_t count);
   Status read_plain(int64_t first, int64_t count, uint16_t* values);
   Status read_dense(int64_t first, int64_t count);
   Status read_fp8(int64_t first, int64_t count);
-  Status read_mxfp4(int64_t first, int64_t count);
+  Status read_fp4(int64_t first, int64_t count);
   Status read_transposed();
 
   const Scheme& scheme_;
   const MatrixSource& source_;
   const PackedShape shape_;
-  const int64_t stored_groups_;     // in a row of the checkpoint
-  std::vector<float> scales_;       // [rows, shape_.groups()]
-  std::vector<uint8_t> zeros_;      // the same; empty without zero points
-  std::vector<uint8_t> exponents_;  // mxfp4: of the present strip, [count, shape_.groups()]
+  const int64_t stored_groups_;       // in a row of the checkpoint
+  std::vector<float> scales_;         // [rows, shape_.groups()]
+  std::vector<uint8_t> zeros_;        // the same; empty without zero points
+  std::vector<uint8_t> scale_bytes_;  // the same, of formats whose scales are bytes; then `scales_` is empty
+  float factor_ = 1.0f;               // of the whole matrix
   AlignedBuffer raw_, codes_;
   AlignedBuffer stored_;  // rows of which others lie between; or the whole matrix, where the tensor is transposed
 };

@@ -8,8 +8,8 @@ namespace {
 
 constexpr const char* kSupported =
     "; supported: bfloat16, float16, float32, fp8 (e4m3, blocks of 128 x 128), compressed-tensors (pack-quantized, "
-    "int-quantized, "
-    "float-quantized), gptq, awq, mxfp4";
+    "int-quantized, float-quantized, naive-quantized, nvfp4-pack-quantized, mxfp4-pack-quantized, mxfp8-quantized), "
+    "modelopt (NVFP4), mxfp4, mxfp8, gptq, awq";
 
 std::string text_of(const Setting* value) {
   if (value == nullptr) return "missing";
@@ -38,6 +38,7 @@ bool is_text(const Setting* value, const char* wanted) {
 }
 bool is_absent(const Setting* value) { return value == nullptr || value->kind == Setting::Kind::kNull; }
 
+bool is_exponent(const std::string& dtype) { return dtype == "U8" || dtype == "F8_E8M0"; }
 bool is_plain(const std::string& dtype) { return dtype == "BF16" || dtype == "F16" || dtype == "F32"; }
 
 // [128, 128]
@@ -72,10 +73,7 @@ class SchemeFinder {
     if (has(base_ + "_blocks")) return find_mxfp4(scheme);
     const std::string whole = base_;
     base_ = has_gate_ ? gate : prefix_ + ".0.up_proj";
-    if (has(base_ + ".weight_packed")) {
-      scheme->storage = Storage::kPacked;
-      return from_compressed(scheme);
-    }
+    if (has(base_ + ".weight_packed")) return find_packed(scheme);
     if (has(base_ + ".qweight")) return find_transposed(scheme);
     if (has(base_ + ".weight")) return find_plain(scheme);
     return bad_checkpoint(checkpoint_.directory() + ": no experts under '" + prefix_ + "': tensor '" + base_ +
@@ -125,7 +123,7 @@ class SchemeFinder {
                .fused = true,
                .layout = {.interleaved = layout_.interleaved, .transposed = false},
                .bits = 4,
-               .group = kMxfp4Group,
+               .group = kMxGroup,
                .scale_suffix = "_scales"};
     return {};
   }
@@ -134,15 +132,47 @@ class SchemeFinder {
     const std::string name = base_ + ".weight", type = dtype(name);
     if (is_plain(type)) return dense(".weight_scale", scheme);
     if (type == "F8_E4M3") {
+      if (is_exponent(dtype(base_ + ".weight_scale_inv"))) return find_mxfp8(scheme);
       if (has(base_ + ".weight_scale_inv")) return find_fp8_blocks(".weight_scale_inv", scheme);
-      scheme->storage = Storage::kFp8Rows;
+      scheme->storage = is_exponent(dtype(base_ + ".weight_scale")) ? Storage::kMxfp8 : Storage::kFp8Rows;
       return from_compressed(scheme);
     }
+    if (type == "U8") return find_modelopt(scheme);
     if (type == "I8") {
       scheme->storage = Storage::kInt8;
       return from_compressed(scheme);
     }
-    return dtype_error(name, "BF16, F16, F32, F8_E4M3 or I8");
+    return dtype_error(name, "BF16, F16, F32, F8_E4M3, I8 or U8");
+  }
+
+  // Codes of integers, or of e2m1 in bytes.
+  Status find_packed(Scheme* scheme) const {
+    scheme->storage = Storage::kPacked;
+    if (dtype(base_ + ".weight_packed") == "U8") {
+      scheme->storage = Storage::kFp4;
+      scheme->code_suffix = ".weight_packed";
+      if (!is_exponent(dtype(base_ + ".weight_scale"))) scheme->global_suffix = ".weight_global_scale";
+    }
+    return from_compressed(scheme);
+  }
+
+  Status find_modelopt(Scheme* scheme) const {
+    if (method_ != "modelopt" && method_ != "modelopt_fp4") return method_error("'modelopt'");
+    const Setting* algorithm = config_->find("quant_algo");
+    if (!is_text(algorithm, "NVFP4")) return config_error("quant_algo", algorithm, "'NVFP4'");
+    *scheme = {.storage = Storage::kFp4,
+               .bits = 4,
+               .group = kNvfp4Group,
+               .scale_suffix = ".weight_scale",
+               .code_suffix = ".weight",
+               .global_suffix = ".weight_scale_2"};
+    return {};
+  }
+
+  Status find_mxfp8(Scheme* scheme) const {
+    if (method_ != "mxfp8") return method_error("'mxfp8'");
+    *scheme = {.storage = Storage::kMxfp8, .bits = 8, .group = kMxGroup, .scale_suffix = ".weight_scale_inv"};
+    return {};
   }
 
   // A quantized checkpoint may leave its experts unquantized, so quantization_config does not describe dense experts.
@@ -242,8 +272,30 @@ class SchemeFinder {
     return config_error("config_groups", groups, "one that fits tensor '" + base_ + ".weight_scale'");
   }
 
+  // Floats with a scale for 16 or 32 columns.
+  Status from_float_group(const std::string& where, const Setting* weights, Scheme* scheme) const {
+    const bool nvfp4 = !scheme->global_suffix.empty();
+    scheme->bits = scheme->storage == Storage::kFp4 ? 4 : 8;
+    scheme->group = nvfp4 ? kNvfp4Group : kMxGroup;
+    scheme->scale_suffix = ".weight_scale";
+    const auto is_number = [](const Setting* value, int64_t wanted) {
+      return value && value->integral && value->integer == wanted;
+    };
+    const Setting *type = weights->find("type"), *bits = weights->find("num_bits"),
+                  *strategy = weights->find("strategy"), *group = weights->find("group_size");
+    const char* wanted = nvfp4 ? "tensor_group" : "group";
+    if (!is_text(type, "float")) return config_error(where + ".type", type, "'float'");
+    if (!is_number(bits, scheme->bits)) return config_error(where + ".num_bits", bits, std::to_string(scheme->bits));
+    if (!is_text(strategy, wanted)) return config_error(where + ".strategy", strategy, "'" + std::string(wanted) + "'");
+    if (!is_number(group, scheme->group))
+      return config_error(where + ".group_size", group, std::to_string(scheme->group));
+    return {};
+  }
+
   Status from_group(const std::string& where, const Setting* weights, Scheme* scheme) const {
     if (weights == nullptr || weights->kind != Setting::Kind::kObject) return config_error(where, weights, "an object");
+    if (scheme->storage == Storage::kFp4 || scheme->storage == Storage::kMxfp8)
+      return from_float_group(where, weights, scheme);
     const bool fp8 = scheme->storage == Storage::kFp8Rows;
     const Setting *type = weights->find("type"), *bits = weights->find("num_bits"),
                   *strategy = weights->find("strategy");
@@ -274,12 +326,12 @@ class SchemeFinder {
 
   bool fits(const Scheme& candidate) const {
     Checkpoint::Tensor codes{}, scales{};
-    const std::string name = base_ + (candidate.storage == Storage::kPacked ? ".weight_packed" : ".weight");
+    const bool fp4 = candidate.storage == Storage::kFp4, packed = fp4 || candidate.storage == Storage::kPacked;
+    const std::string name = base_ + (packed ? ".weight_packed" : ".weight");
     if (!checkpoint_.find(name, &codes).ok() || !checkpoint_.find(base_ + ".weight_scale", &scales).ok()) return false;
     if (codes.entry->shape.size() != 2 || scales.entry->shape.size() != 2) return false;
-    const int64_t words = candidate.storage == Storage::kPacked
-                              ? round_up(shape_.hidden, candidate.codes_per_word()) / candidate.codes_per_word()
-                              : shape_.hidden;
+    const int64_t per_word = fp4 ? 2 : packed ? candidate.codes_per_word() : 1;
+    const int64_t words = round_up(shape_.hidden, per_word) / per_word;
     const int64_t groups = candidate.group ? (shape_.hidden + candidate.group - 1) / candidate.group : 1;
     return codes.entry->shape[1] == words && scales.entry->shape[1] == groups;
   }
@@ -304,7 +356,12 @@ Format Scheme::format() const {
     case Storage::kFp8Rows:
       return {.encoding = Encoding::kFp8};
     case Storage::kMxfp4:
-      return {.encoding = Encoding::kFp4, .group = kMxfp4Group, .scales = Scales::kExponent};
+      return {.encoding = Encoding::kFp4, .group = kMxGroup, .scales = Scales::kExponent};
+    case Storage::kMxfp8:
+      return {.encoding = Encoding::kFp8, .group = group, .scales = Scales::kExponent};
+    case Storage::kFp4:
+      if (global_suffix.empty()) return {.encoding = Encoding::kFp4, .group = group, .scales = Scales::kExponent};
+      return {.encoding = Encoding::kFp4By16, .group = group, .scales = Scales::kFp8};
     default:
       return {.encoding = bits == 4 ? Encoding::kInt4 : Encoding::kInt8,
               .group = group == 0 && zero_points ? 128 : group,

@@ -19,6 +19,14 @@
 //                 127 added                                               gpt-oss
 //   awq           .qweight I32 [cols, rows / 8], .qzeros I32 [groups, rows / 8], .scales [groups, rows]; nibble i of a
 //                 word holds row 0, 2, 4, 6, 1, 3, 5, 7 of its eight ("gemm" version)
+//   fp4           two codes of e2m1 a byte, the first one low: .weight_packed or .weight U8 [rows, cols / 2]
+//     nvfp4       .weight_scale F8_E4M3 [rows, cols / 16], and one F32 for the matrix:
+//                 .weight_global_scale [1], a divisor                    compressed-tensors "nvfp4-pack-quantized"
+//                 .weight_scale_2, a factor; codes in .weight            NVIDIA ModelOpt, quant_algo NVFP4
+//     mxfp4       .weight_scale, exponents [rows, cols / 32]             compressed-tensors "mxfp4-pack-quantized"
+//   mxfp8         .weight F8_E4M3 [rows, cols], exponents (U8 or F8_E8M0) [rows, cols / 32] under
+//                 .weight_scale                                          compressed-tensors "mxfp8-quantized"
+//                 .weight_scale_inv                                      quant_method "mxfp8"
 //
 // dense and fp8_blocks may be fused: prefix.gate_up_proj [E, 2I, H] and prefix.down_proj [E, H, I], the scales under
 // ..._scale_inv; FusedLayout says which rows are whose. Biases are prefix.E.gate_proj.bias [rows], or fused
@@ -34,9 +42,10 @@
 
 namespace kt {
 
-enum class Storage { kDense, kFp8Blocks, kFp8Rows, kInt8, kPacked, kGptq, kAwq, kMxfp4 };
+enum class Storage { kDense, kFp8Blocks, kFp8Rows, kMxfp8, kInt8, kPacked, kGptq, kAwq, kFp4, kMxfp4 };
 
-inline constexpr int64_t kFp8Block = 128, kMxfp4Group = 32;
+inline constexpr int64_t kFp8Block = 128;
+inline constexpr int64_t kMxGroup = 32, kNvfp4Group = 16;
 
 // Of fused tensors. A family's table has it: shapes alone do not tell where hidden and intermediate sizes are equal.
 struct FusedLayout {
@@ -60,8 +69,11 @@ struct Scheme {
   bool zero_points = false;
   int zero_added = 0;  // added to the stored zero: 1 for the first version of GPTQ
   std::string scale_suffix = {};
+  // kFp4: where the codes are, and the scale of the whole matrix; the latter empty for mxfp4.
+  std::string code_suffix = {}, global_suffix = {};
 
   bool integer() const { return storage >= Storage::kInt8; }
+  bool fp4() const { return storage == Storage::kFp4 || storage == Storage::kMxfp4; }
   int64_t codes_per_word() const { return 32 / bits; }
   // One scale and zero a row becomes groups of 128 columns with equal values, because zeros are stored by group.
   Format format() const;

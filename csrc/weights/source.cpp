@@ -22,6 +22,7 @@ std::string text_of(const std::vector<std::string>& names) {
 }
 
 const std::vector<std::string> kScaleTypes = {"F32", "BF16", "F16"};
+const std::vector<std::string> kExponentTypes = {"U8", "F8_E8M0"};
 const std::vector<std::string> kPlainTypes = {"BF16", "F16", "F32"};
 
 Status find_tensor(const Checkpoint& checkpoint, const std::string& name, const std::vector<std::string>& dtypes,
@@ -75,6 +76,11 @@ class Locator {
         KT_RETURN_IF_ERROR(find(".weight_packed", {"I32"}, {rows_, words(cols_)}, &source->codes));
         KT_RETURN_IF_ERROR(find(".weight_shape", {"I32", "I64"}, {2}, &source->shape));
         return locate_compressed({"I32"}, {words(rows_), groups_}, source);
+      case Storage::kMxfp8:
+        KT_RETURN_IF_ERROR(find(".weight", {"F8_E4M3"}, {rows_, cols_}, &source->codes));
+        return find(scheme_.scale_suffix, kExponentTypes, {rows_, groups_}, &source->scales);
+      case Storage::kFp4:
+        return locate_fp4(source);
       default:
         return locate_transposed(source);
     }
@@ -88,7 +94,7 @@ class Locator {
                           ", not a multiple of " + std::to_string(unit) + " as its format needs");
   }
   Status check_sizes() const {
-    if (scheme_.integer() && scheme_.group && cols_ % scheme_.group)
+    if (scheme_.storage != Storage::kFp8Blocks && scheme_.group && cols_ % scheme_.group)
       return size_error("inputs, in groups", cols_, scheme_.group);
     const bool transposed = scheme_.storage == Storage::kGptq || scheme_.storage == Storage::kAwq;
     if (transposed && rows_ % scheme_.codes_per_word()) return size_error("outputs", rows_, scheme_.codes_per_word());
@@ -139,7 +145,7 @@ class Locator {
   }
 
   Status locate_mxfp4(const std::string& name, int64_t all_rows, MatrixSource* source) const {
-    constexpr int64_t kGroupBytes = kMxfp4Group / 2;
+    constexpr int64_t kGroupBytes = kMxGroup / 2;
     place_rows(source);
     KT_RETURN_IF_ERROR(
         find_named(name + "_blocks", {"U8"}, {shape_.num_experts, all_rows, groups_, kGroupBytes}, &source->codes));
@@ -173,6 +179,18 @@ class Locator {
     if (!checkpoint_.contains(base_ + ".weight_zero_point")) return {};
     return bad_checkpoint(checkpoint_.directory() + ": tensor '" + base_ +
                           ".weight_zero_point' is there, but quantization_config says symmetric");
+  }
+
+  Status locate_fp4(MatrixSource* source) const {
+    const bool nvfp4 = !scheme_.global_suffix.empty();
+    KT_RETURN_IF_ERROR(find(scheme_.code_suffix, {"U8"}, {rows_, cols_ / 2}, &source->codes));
+    const std::vector<std::string> types = nvfp4 ? std::vector<std::string>{"F8_E4M3"} : kExponentTypes;
+    KT_RETURN_IF_ERROR(find(scheme_.scale_suffix, types, {rows_, groups_}, &source->scales));
+    if (!nvfp4) return {};
+    source->global.name = base_ + scheme_.global_suffix;
+    KT_RETURN_IF_ERROR(checkpoint_.find(source->global.name, &source->global.tensor));
+    const Sizes& sizes = source->global.tensor.entry->shape;  // [] or [1]
+    return find(scheme_.global_suffix, {"F32"}, sizes.empty() ? sizes : Sizes{1}, &source->global);
   }
 
   Status locate_transposed(MatrixSource* source) const {

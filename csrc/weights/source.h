@@ -22,8 +22,8 @@ struct TensorPart {
 };
 
 struct MatrixSource {
-  TensorPart codes, scales, zeros, group_index, shape;  // the last three not in every scheme
-  TensorPart bias;                                      // absent where the experts have none
+  TensorPart codes, scales, zeros, group_index, shape, global;  // the last four not in every scheme
+  TensorPart bias;                                              // absent where the experts have none
   // Of a fused matrix, within its expert: row r is the stored row first_row + r * row_step of stored_rows. The parts
   // `codes` and `bias` begin at first_row.
   int64_t first_row = 0, row_step = 1, stored_rows = 0;

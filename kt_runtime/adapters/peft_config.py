@@ -92,7 +92,7 @@ def parse_config(
 ) -> PeftSettings:
     """Raises AdapterError, beginning with `where`, naming the key that can't be honoured.
 
-    `fused`: fused parameters that may be adapted (`fused.parameters.PARAMETERS`). The rank of gate and up in one may be
+    `fused`: fused parameters that may be adapted (`fused.parameters.parameters_of`). The rank of gate and up in one may be
     twice `max_rank`.
     """
     config = _decode(bytes(data), where)

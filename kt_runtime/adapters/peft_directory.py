@@ -36,7 +36,6 @@ import torch
 from kt_runtime.adapters.folding import Part, fold
 from kt_runtime.adapters.fused.parameters import (
     BOTH,
-    PARAMETERS,
     adapted_parameters,
     fused_tensors,
     is_fused,
@@ -86,7 +85,7 @@ def read_peft_directory(
             directory.read(CONFIG_FILE, MAX_CONFIG_BYTES),
             max_rank,
             str(directory.path / CONFIG_FILE),
-            PARAMETERS if family.fuses_experts else (),
+            parameters_of(family) if family.fuses_experts else (),
         )
         where = str(directory.path / TENSOR_FILE)
         largest = largest_file(family, config, max_rank)
@@ -164,7 +163,7 @@ def write_peft_directory(
     doubled: list[str] = []
     if fuses_experts and family.fuses_experts:
         flat = fused_tensors(completed, family, config)
-        parameters += adapted_parameters(completed)
+        parameters += adapted_parameters(completed, family)
         doubled = [name for name in parameters if name.endswith(BOTH)]
     targets = _stored_targets(flat, family)
     settings = make_config(completed.rank, completed.alpha, targets, base_model, parameters, doubled)

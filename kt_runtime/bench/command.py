@@ -61,8 +61,8 @@ def command() -> None:
     "--format",
     "formats",
     multiple=True,
-    help="bf16, fp8, int8, int4, int4_g32, int4_g128, int4_g128_zp, int8_g128; GGUF's q8_0, q4_0, q5_0, mxfp4, q4_k, "
-    "q5_k, q6_k. [default: bf16, fp8, int8, int4]",
+    help="bf16, fp8, int8, int4, int4_g32, int4_g128, int4_g128_zp, int8_g128, fp8_channel, nvfp4, mxfp8; "
+    "GGUF's q8_0, q4_0, q5_0, mxfp4, q4_k, q5_k, q6_k, iq4_nl, iq4_xs. [default: bf16, fp8, int8, int4]",
 )
 @click.option(
     "--isa",

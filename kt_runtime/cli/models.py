@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from kt_runtime.errors import ConflictError, KtError, NotFoundError
+from kt_runtime.experts.formats import CHECKPOINT_FORMATS
 from kt_runtime.families import family_for
 from kt_runtime.serve.memory.plan import expert_formats, format_bytes, layer_bytes
 from kt_runtime.serve.memory.server import plan_server, with_lora_rank
@@ -57,7 +59,9 @@ def command(ctx: click.Context, as_json: bool) -> None:
         )
     Console().print(table)
     Console().print(
-        "`kt-runtime models families` says what each family is and what has been verified.", highlight=False
+        "`kt-runtime models families` says what each family is and what has been verified, `models formats` in which "
+        "formats weights may be.",
+        highlight=False,
     )
 
 
@@ -78,6 +82,19 @@ def families_command(as_json: bool) -> None:
     console = Console()
     console.print(table)
     console.print(verified)
+
+
+@command.command(name="formats")
+@json_option
+def formats_command(as_json: bool) -> None:
+    """The formats of routed experts: each is served and trained on as it is stored (docs/formats.md)."""
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(row) for row in CHECKPOINT_FORMATS], indent=2))
+        return
+    table = Table(Column("quant_method", no_wrap=True), "weights", "experts in memory", title="weight formats")
+    for row in CHECKPOINT_FORMATS:
+        table.add_row(row.method, row.weights, row.experts)
+    Console().print(table)
 
 
 @command.command()

@@ -27,11 +27,18 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 PARTS = {
-    "weight_packed": ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
+    "weight_packed": (
+        *("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
+        *("weight_global_scale", "input_global_scale"),
+    ),
     "qweight": ("scales", "qzeros", "g_idx"),
-    "weight": ("weight_scale_inv", "weight_scale", "weight_zero_point", "input_scale"),
+    "weight": ("weight_scale_inv", "weight_scale", "weight_scale_2", "weight_zero_point", "input_scale"),
 }
 """Last part of the codes' name → last parts of the names of the matrix's other tensors; not all need exist."""
+EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+MX_GROUP, NVFP4_GROUP, MOST_EXPONENT = 32, 16, 226  # 2^99: below 1e30, as for the experts' scales
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of e2m1 by the code without its sign, the highest bit (OCP Microscaling formats, 1.0)."""
 CODES = tuple(f".{name}" for name in PARTS)
 
 
@@ -81,7 +88,7 @@ def _check_finite(tensor: Tensor, file: str, name: str) -> None:
     if not tensor.is_floating_point():
         return
     for index, some in enumerate(tensor.reshape(-1).split(ELEMENTS_AT_ONCE)):
-        bad = ~torch.isfinite(some)
+        bad = ~torch.isfinite(some.float() if some.dtype.itemsize == 1 else some)
         if bad.any():
             element = index * ELEMENTS_AT_ONCE + int(bad.nonzero()[0])
             raise CheckpointError(f"{file}: {name!r} holds NaN or Inf at element {element}")
@@ -92,6 +99,11 @@ def dequantized(codes: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype, 
 
     Raises ValueError for a combination of names, types and shapes that no method uses.
     """
+    if codes.dtype == torch.uint8 and "weight_scale" in parts:
+        return from_fp4(codes, parts, dtype)
+    for name in ("weight_scale_inv", "weight_scale"):
+        if codes.dtype == torch.float8_e4m3fn and name in parts and parts[name].dtype in EXPONENTS:
+            return from_mxfp8(codes, parts[name], dtype)
     if "weight_scale_inv" in parts:
         return from_fp8(codes, parts["weight_scale_inv"], dtype)
     if {"weight_shape", "weight_scale"} <= set(parts):
@@ -137,6 +149,59 @@ def from_bytes(codes: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch
         return values.mul_(scales[some].float()[:, columns])
 
     return _by_rows(rows, cols, dtype, some_rows)
+
+
+def from_mxfp8(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """MXFP8: e4m3 codes [out, in], and 2^(exponent - 127) for 32 columns."""
+    rows, cols = codes.shape
+    _check_shape("the scales' tensor", exponents, rows, cols // MX_GROUP)
+    scales, columns = powers_of_two(exponents), torch.arange(cols) // MX_GROUP
+    return _by_rows(rows, cols, dtype, lambda some: codes[some].float().mul_(scales[some][:, columns]))
+
+
+def from_fp4(codes: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """NVFP4 and MXFP4: two codes of e2m1 a byte, the first one low.
+
+    NVFP4 has a scale in e4m3 for 16 columns and one for the matrix, which compressed-tensors (`weight_global_scale`)
+    divides by and ModelOpt (`weight_scale_2`) multiplies with. MXFP4 has an exponent for 32 columns.
+    """
+    rows, cols = codes.shape[0], 2 * codes.shape[1]
+    stored, factor = parts["weight_scale"], torch.ones(1)
+    if stored.dtype in EXPONENTS:
+        group, scales = MX_GROUP, powers_of_two(stored)
+    else:
+        group, scales = NVFP4_GROUP, stored.float()
+        if stored.dtype != torch.float8_e4m3fn or (scales < 0).any():
+            raise ValueError(f"weight_scale is {stored.dtype} or has negative numbers, expected positive e4m3")
+        factor = _of_matrix(parts)
+    _check_shape("weight_scale", scales, rows, cols // group)
+    values = torch.tensor(FP4_VALUES + tuple(-value for value in FP4_VALUES))
+    columns = torch.arange(cols) // group
+
+    def some_rows(some: slice) -> Tensor:
+        nibbles = torch.stack([codes[some] & 15, codes[some] >> 4], -1).flatten(1)
+        return values[nibbles.int()].mul_(scales[some][:, columns]).mul_(factor)
+
+    return _by_rows(rows, cols, dtype, some_rows)
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """2^(exponent - 127) in float32; 0 for 0. Raises ValueError for a power that overflows, or 255, which is NaN."""
+    codes = exponents.view(torch.uint8).int()
+    if (codes > MOST_EXPONENT).any():
+        raise ValueError(f"an exponent is {int(codes.max())}; allowed: up to {MOST_EXPONENT}")
+    return (codes << 23).view(torch.float32)
+
+
+def _of_matrix(parts: Mapping[str, Tensor]) -> Tensor:
+    """[1]: the scale of a whole NVFP4 matrix, as a factor."""
+    found = next((name for name in ("weight_global_scale", "weight_scale_2") if name in parts), None)
+    if found is None:
+        raise ValueError("beside it is no scale of the matrix: neither weight_global_scale nor weight_scale_2")
+    scale = parts[found].float().reshape(-1)
+    if len(scale) != 1 or not 0 < scale < float("inf"):
+        raise ValueError(f"{found} is {scale.tolist()[:3]}, expected one number above 0")
+    return 1 / scale if found == "weight_global_scale" else scale
 
 
 def from_packed(codes: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -287,6 +287,8 @@ _PACKED: Mapping[str, tuple[str, int, int, int, int]] = {
     "Q4_K": ("int4k_g32", 4, 32, 1, 4),
     "Q5_K": ("int5k_g32", 5, 32, 1, 4),
     "Q6_K": ("int6k_g16", 6, 16, 1, 2),
+    "IQ4_NL": ("iq4_g32", 4, 32, 2, 0),
+    "IQ4_XS": ("iq4k_g32", 4, 32, 1, 2),
 }
 """Type of experts → the store's format, bits of a code, columns of a group, bytes of its scale, bytes for 256 columns:
 4 where groups have minima (csrc/kernels/layout.h)."""

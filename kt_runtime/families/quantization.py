@@ -8,6 +8,14 @@ G groups of columns that share a scale:
       pack-quantized    weight_zero_point [ceil(out / P), G]
       int-quantized     weight I8 [out, in], weight_scale [out, G]; with zero points weight_zero_point I8 [out, G]
       float-quantized   weight F8_E4M3 [out, in], weight_scale [out, 1] or in blocks as with fp8
+      naive-quantized   as int-quantized or float-quantized, by the type of the weights
+      nvfp4-pack-quantized  weight_packed U8 [out, in / 2], weight_scale F8_E4M3 [out, in / 16], and of the matrix
+                        weight_global_scale F32 [1], by which these scales are divided
+      mxfp4-pack-quantized  weight_packed as nvfp4, weight_scale U8 (an exponent and 127) [out, in / 32]
+      mxfp8-quantized   weight F8_E4M3 [out, in], weight_scale U8 (an exponent and 127) [out, in / 32]
+    modelopt            NVFP4: weight U8 [out, in / 2], weight_scale F8_E4M3 [out, in / 16], weight_scale_2 F32 [], a
+                        factor of these scales
+    mxfp8               weight F8_E4M3 [out, in], weight_scale_inv U8 [out, in / 32]
     gptq                qweight [in / P, out], scales [G, out], qzeros [G, out / P] (one less than the zero, but not in
                         `gptq_v2`), g_idx [in]
     awq                 qweight [in, out / P], scales [G, out], qzeros [G, out / P], codes in the order 0 2 4 6 1 3 5 7
@@ -19,7 +27,8 @@ G groups of columns that share a scale:
                         layer's experts, [gate and up, down] (gguf.py). Only kt-runtime writes such a config
 
 Which matrices are quantized follows from the checkpoint's tensors, not from the config (`ignore`,
-`modules_to_not_convert`). This module takes from the config the method, and refuses parameters that are unsupported.
+`modules_to_not_convert`). Scales of activations (`input_scale`, `input_global_scale`) are read past. This module takes
+from the config the method, and refuses parameters that are unsupported.
 """
 
 from __future__ import annotations
@@ -36,19 +45,33 @@ from kt_runtime.families.base import Config
 FP8_BLOCK = 128
 ZERO_POINT_GROUP = 128  # the store's group size where a checkpoint has one zero point per row
 FLOAT_QUANTIZED = "compressed-tensors float-quantized"
+NVFP4, MODELOPT_NVFP4 = "compressed-tensors nvfp4-pack-quantized", "modelopt NVFP4"
+MXFP4, MXFP8 = "compressed-tensors mxfp4-pack-quantized", "compressed-tensors mxfp8-quantized"
+NVFP4_GROUP, MX_GROUP = 16, 32
 CODE_BITS = (4, 8)
 BLOCK_ROWS, COLUMN_UNIT, LINE_BYTES = 16, 32, 64  # csrc/kernels/layout.h
-MXFP4, MXFP4_GROUP = "mxfp4", 32
+FUSED_MXFP4 = "mxfp4"  # gpt-oss
 CONFIG_KEYS = ("quantization_config", "compression_config")
 SCALES = ("F32", "BF16", "F16")
 INT32 = ("I32",)
+EXPONENTS = ("U8", "F8_E8M0")
+_ENCODINGS = {
+    **dict.fromkeys(("fp8", FLOAT_QUANTIZED), "fp8_e4m3"),
+    **dict.fromkeys((NVFP4, MODELOPT_NVFP4), "nvfp4"),
+    **dict.fromkeys((MXFP8, "mxfp8"), "mxfp8"),
+    **dict.fromkeys((MXFP4, FUSED_MXFP4), "mxfp4"),
+}
+"""Of methods whose codes are floats."""
+_BITS = {"bf16": 16, "fp8_e4m3": 8, "mxfp8": 8, "int8": 8, "int4": 4, "nvfp4": 4, "mxfp4": 4}
+_GROUP_SCALE_BYTES = {"fp8_e4m3": 4, **dict.fromkeys(("mxfp8", "mxfp4", "nvfp4"), BLOCK_ROWS)}
+"""Of a group of columns in a block of rows; other encodings have float16 scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertFormat:
     """The expert store's format of a matrix. `group`: columns that share a scale; 0: one scale per row.
 
-    `encoding`: "bf16", "fp8_e4m3", "int8", "int4" or "mxfp4".
+    `encoding`: "bf16", "fp8_e4m3", "mxfp8", "int8", "int4", "nvfp4" or "mxfp4".
     """
 
     encoding: str
@@ -65,11 +88,9 @@ class ExpertFormat:
         cols = _round_up(cols, COLUMN_UNIT)
         groups = ceil(cols / self.group) if self.group else 0
         scale_bytes = 0 if self.encoding == "bf16" else BLOCK_ROWS * 4
-        each = {"fp8_e4m3": 4, MXFP4: BLOCK_ROWS}.get(self.encoding, 2 * BLOCK_ROWS)
-        scale_bytes += _round_up(groups * each, LINE_BYTES)
+        scale_bytes += _round_up(groups * _GROUP_SCALE_BYTES.get(self.encoding, 2 * BLOCK_ROWS), LINE_BYTES)
         zero_bytes = _round_up(groups * BLOCK_ROWS, LINE_BYTES) if self.zero_points else 0
-        bits = {"bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4, MXFP4: 4}[self.encoding]
-        return ceil(rows / BLOCK_ROWS) * (scale_bytes + zero_bytes + cols * BLOCK_ROWS * bits // 8)
+        return ceil(rows / BLOCK_ROWS) * (scale_bytes + zero_bytes + cols * BLOCK_ROWS * _BITS[self.encoding] // 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +118,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     is_optional: bool = False
 
+    def has_shape(self, shape: tuple[int, ...]) -> bool:
+        """A single number may be stored with one dimension or with none."""
+        return shape == self.shape or {shape, self.shape} == {(), (1,)}
+
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
@@ -120,9 +145,7 @@ class Quantization:
 
     @property
     def expert_format(self) -> ExpertFormat:
-        if self.method == MXFP4:
-            return ExpertFormat(MXFP4, self.group)
-        encoding = "fp8_e4m3" if self.method in ("fp8", FLOAT_QUANTIZED) else f"int{self.bits}"
+        encoding = _ENCODINGS.get(self.method, f"int{self.bits}")
         group = self.group or (0 if self.symmetric else ZERO_POINT_GROUP)
         return ExpertFormat(encoding, group, not self.symmetric)
 
@@ -138,9 +161,9 @@ class Quantization:
 
         Raises CheckpointError as `stored`.
         """
-        if self.method == MXFP4:
+        if self.method == FUSED_MXFP4:
             groups = self.num_groups(cols)
-            codes = StoredTensor(("U8",), (experts, rows, groups, MXFP4_GROUP // 2))
+            codes = StoredTensor(("U8",), (experts, rows, groups, MX_GROUP // 2))
             return {"_blocks": codes, "_scales": StoredTensor(("U8",), (experts, rows, groups))}
         if self.method != "fp8":
             return None
@@ -226,6 +249,11 @@ def _compressed(settings: Mapping[str, Any], where: str) -> Quantization:
     if not isinstance(weights, Mapping):
         raise CheckpointError(f"{where_group}: 'weights' is {weights!r}; expected an object")
     layout = group.get("format") or settings.get("format")
+    if layout in _MICRO_FLOATS:
+        return _micro_float(layout, weights, where_group)
+    if layout == "naive-quantized":
+        kind = _choice(weights, where_group, "type", ("int", "float"))
+        layout = f"{kind}-quantized"
     if layout == "float-quantized":
         _require(weights, where_group, "type", "float")
         _require(weights, where_group, "num_bits", 8)
@@ -235,7 +263,8 @@ def _compressed(settings: Mapping[str, Any], where: str) -> Quantization:
         return Quantization(FLOAT_QUANTIZED, 8, FP8_BLOCK)
     formats = {"pack-quantized": CODE_BITS, "int-quantized": (8,)}
     if layout not in formats:
-        raise UnknownNameError("compressed-tensors format", str(layout), (*formats, "float-quantized"), where)
+        known = (*formats, "float-quantized", "naive-quantized", *_MICRO_FLOATS)
+        raise UnknownNameError("compressed-tensors format", str(layout), known, where)
     _require(weights, where_group, "type", "int", default="int")
     _require(weights, where_group, "dynamic", False, default=False)
     if weights.get("actorder") not in (None, False, "weight", "static"):
@@ -248,7 +277,44 @@ def _compressed(settings: Mapping[str, Any], where: str) -> Quantization:
 
 
 def _mxfp4(settings: Mapping[str, Any], where: str) -> Quantization:
-    return Quantization(MXFP4, 4, MXFP4_GROUP)
+    return Quantization(FUSED_MXFP4, 4, MX_GROUP)
+
+
+_MICRO_FLOATS = {
+    "nvfp4-pack-quantized": (NVFP4, 4, "tensor_group", NVFP4_GROUP),
+    "mxfp4-pack-quantized": (MXFP4, 4, "group", MX_GROUP),
+    "mxfp8-quantized": (MXFP8, 8, "group", MX_GROUP),
+}
+"""Format → method, bits, strategy, columns that share a scale."""
+
+
+def _micro_float(layout: str, weights: Mapping[str, Any], where: str) -> Quantization:
+    method, bits, strategy, group = _MICRO_FLOATS[layout]
+    wanted = {"type": "float", "num_bits": bits, "strategy": strategy, "group_size": group}
+    for key, value in wanted.items():
+        _require(weights, where, key, value)
+    _require(weights, where, "symmetric", True, default=True)
+    return Quantization(method, bits, group)
+
+
+def _modelopt(settings: Mapping[str, Any], where: str) -> Quantization:
+    _require(settings, where, "quant_algo", "NVFP4")
+    groups = settings.get("config_groups") or {}
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise CheckpointError(f"{where}: 'config_groups' is {str(groups)[:80]}; expected an object of objects")
+    for name, group in groups.items():
+        weights = group.get("weights")
+        if isinstance(weights, Mapping):
+            for key, value in (("num_bits", 4), ("group_size", NVFP4_GROUP)):
+                _require(weights, f"{where}: config_groups: {name}", key, value, default=value)
+    _require(settings, where, "group_size", NVFP4_GROUP, default=NVFP4_GROUP)
+    return Quantization(MODELOPT_NVFP4, 4, NVFP4_GROUP)
+
+
+def _mxfp8(settings: Mapping[str, Any], where: str) -> Quantization:
+    _require(settings, where, "weight_block_size", [1, MX_GROUP], default=[1, MX_GROUP])
+    _require(settings, where, "activation_scheme", "dynamic", default="dynamic")
+    return Quantization("mxfp8", 8, MX_GROUP)
 
 
 def _gguf(settings: Mapping[str, Any], where: str) -> Quantization:
@@ -267,7 +333,10 @@ _READERS: dict[str, Callable[[Mapping[str, Any], str], Quantization]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
-    MXFP4: _mxfp4,
+    FUSED_MXFP4: _mxfp4,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "mxfp8": _mxfp8,
     "gguf": _gguf,
 }
 
@@ -307,6 +376,21 @@ def _stored_float(q: Quantization, rows: int, cols: int) -> dict[str, StoredTens
     return {"weight": StoredTensor(("F8_E4M3",), (rows, cols)), "weight_scale": StoredTensor(SCALES, scales)}
 
 
+def _stored_fp4(q: Quantization, rows: int, cols: int) -> dict[str, StoredTensor]:
+    codes = StoredTensor(("U8",), (rows, cols // 2))
+    scales = StoredTensor(EXPONENTS if q.method == MXFP4 else ("F8_E4M3",), (rows, q.num_groups(cols)))
+    if q.method == MODELOPT_NVFP4:
+        return {"weight": codes, "weight_scale": scales, "weight_scale_2": StoredTensor(("F32",), ())}
+    stored = {"weight_packed": codes, "weight_scale": scales}
+    return stored if q.method == MXFP4 else {**stored, "weight_global_scale": StoredTensor(("F32",), (1,))}
+
+
+def _stored_mxfp8(q: Quantization, rows: int, cols: int) -> dict[str, StoredTensor]:
+    scales = "weight_scale_inv" if q.method == "mxfp8" else "weight_scale"
+    codes = StoredTensor(("F8_E4M3",), (rows, cols))
+    return {"weight": codes, scales: StoredTensor(EXPONENTS, (rows, q.num_groups(cols)))}
+
+
 def _stored_gptq(q: Quantization, rows: int, cols: int) -> dict[str, StoredTensor]:
     per_word, groups = 32 // q.bits, q.num_groups(cols)
     return {
@@ -319,8 +403,8 @@ def _stored_gptq(q: Quantization, rows: int, cols: int) -> dict[str, StoredTenso
 
 def _stored_mxfp4(q: Quantization, rows: int, cols: int) -> dict[str, StoredTensor]:
     """No checkpoint has single matrices so; the names say what would be missing."""
-    groups = ceil(cols / MXFP4_GROUP)
-    codes = StoredTensor(("U8",), (rows, groups, MXFP4_GROUP // 2))
+    groups = ceil(cols / MX_GROUP)
+    codes = StoredTensor(("U8",), (rows, groups, MX_GROUP // 2))
     return {"blocks": codes, "scales": StoredTensor(("U8",), (rows, groups))}
 
 
@@ -338,15 +422,18 @@ _STORED: dict[str, Callable[[Quantization, int, int], dict[str, StoredTensor]]] 
     "compressed-tensors pack-quantized": _stored_packed,
     "compressed-tensors int-quantized": _stored_int8,
     FLOAT_QUANTIZED: _stored_float,
+    **dict.fromkeys((NVFP4, MODELOPT_NVFP4, MXFP4), _stored_fp4),
+    **dict.fromkeys((MXFP8, "mxfp8"), _stored_mxfp8),
     "gptq": _stored_gptq,
     "awq": _stored_awq,
-    MXFP4: _stored_mxfp4,
+    FUSED_MXFP4: _stored_mxfp4,
 }
 
 
 STORED_PARTS = (
     *("weight", "weight_scale_inv", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
     *("weight_g_idx", "qweight", "scales", "qzeros", "g_idx"),
+    *("weight_global_scale", "weight_scale_2", "pre_quant_scale"),
 )
 """The last parts of the names of a matrix's tensors, of all methods."""
 

@@ -189,9 +189,10 @@ def expert_formats(config: Mapping[str, Any], quantized_to: str | None) -> tuple
         return stored, stored
     if quantized_to not in QUANTIZED_WHILE_LOADING:
         raise UnknownNameError("expert format", quantized_to, QUANTIZED_WHILE_LOADING, "--expert-format")
-    if quantization is not None and stored.encoding not in ("bf16", "fp8_e4m3"):
+    if quantization is not None and stored.encoding not in ("bf16", "fp8_e4m3", "mxfp8"):
+        kind = "4 bits" if "fp4" in stored.encoding else "integers"
         raise InvalidValueError(
-            f"--expert-format {quantized_to}: this checkpoint's experts are quantized to integers already "
+            f"--expert-format {quantized_to}: this checkpoint's experts are quantized to {kind} already "
             f"({quantization.description}); leave the option out, they are held as they are"
         )
     return stored, QUANTIZED_WHILE_LOADING[quantized_to]

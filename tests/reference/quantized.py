@@ -25,6 +25,8 @@ from torch import Tensor
 PROJECTIONS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 FP8_BLOCK = 128
 FP8_LARGEST = 448.0
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MX_GROUP, NVFP4_GROUP = 32, 16
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds output column AWQ_ORDER[i] of its eight
 
 Matrix = tuple[dict[str, Tensor], Tensor]
@@ -137,6 +139,58 @@ def store_int8(group: int, symmetric: bool = True, scale: torch.dtype = torch.bf
     return store
 
 
+def fp4_bytes(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """(two codes of e2m1 a byte, the first one low; their values in float64): the nearest. `scales`: [out, in]."""
+    table = torch.tensor(FP4_VALUES, dtype=torch.float64)
+    scaled = (weight.double() / scales).nan_to_num()
+    codes = (scaled.abs()[..., None] - table).abs().argmin(-1)
+    values = table[codes] * torch.where(scaled < 0, -1.0, 1.0)
+    codes = (codes | (scaled < 0).long() << 3).to(torch.uint8)
+    return codes[:, 0::2] | codes[:, 1::2] << 4, values
+
+
+def exponents_of(weight: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """(exponents and 127 [out, in / 32] in uint8, the scales [out, in]) that bring the largest of a group to `largest`
+    at most."""
+    groups = weight.double().unflatten(1, (-1, MX_GROUP)).abs().amax(-1)
+    powers = (groups / largest).log2().ceil().clamp(-100, 90)
+    return (powers + 127).to(torch.uint8), powers.exp2().repeat_interleave(MX_GROUP, 1)
+
+
+def store_nvfp4(modelopt: bool) -> Callable[[Tensor], Matrix]:
+    """e2m1 with a scale in e4m3 for 16 columns, and one of the matrix: a factor (ModelOpt), or a divisor."""
+
+    def store(weight: Tensor) -> Matrix:
+        factor = weight.float().abs().max() / (6 * FP8_LARGEST)
+        groups = weight.float().unflatten(1, (-1, NVFP4_GROUP)).abs().amax(-1)
+        scales = (groups / 6 / factor).clamp(max=FP8_LARGEST).to(torch.float8_e4m3fn)
+        wide = scales.double().repeat_interleave(NVFP4_GROUP, 1)
+        codes, values = fp4_bytes(weight, wide * factor.double())
+        exact = values * wide * factor.double()
+        if modelopt:
+            return {".weight": codes, ".weight_scale": scales, ".weight_scale_2": factor}, exact
+        divisor = (1 / factor).reshape(1)
+        exact = values * wide * (1 / divisor).double()
+        return {".weight_packed": codes, ".weight_scale": scales, ".weight_global_scale": divisor}, exact
+
+    return store
+
+
+def store_mxfp4(weight: Tensor) -> Matrix:
+    exponents, scales = exponents_of(weight, 6)
+    codes, values = fp4_bytes(weight, scales)
+    return {".weight_packed": codes, ".weight_scale": exponents}, values * scales
+
+
+def store_mxfp8(scale_name: str) -> Callable[[Tensor], Matrix]:
+    def store(weight: Tensor) -> Matrix:
+        exponents, scales = exponents_of(weight, FP8_LARGEST)
+        codes = (weight.double() / scales).float().to(torch.float8_e4m3fn)
+        return {".weight": codes, scale_name: exponents}, codes.double() * scales
+
+    return store
+
+
 def store_gptq(bits: int, group: int, symmetric: bool, stored_less: int) -> Callable[[Tensor], Matrix]:
     """GPTQ: transposed, packed along the input; zeros packed along the output, in version 1 less one."""
 
@@ -190,6 +244,13 @@ def compressed_config(layout: str, bits: int, group: int, symmetric: bool = True
     }
 
 
+def micro_config(layout: str, bits: int, group: int, strategy: str) -> dict[str, Any]:
+    """compressed-tensors' floats with a scale for a few columns, as llm-compressor writes it."""
+    config = compressed_config(layout, bits, group, kind="float")
+    config["config_groups"]["group_0"]["weights"]["strategy"] = strategy
+    return config
+
+
 def gptq_config(bits: int, group: int, symmetric: bool, **more: Any) -> dict[str, Any]:
     return {
         "quant_method": "gptq",
@@ -207,6 +268,19 @@ FP8_CONFIG = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
     "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+}
+MODELOPT_CONFIG = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": NVFP4_GROUP},
+            "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": NVFP4_GROUP},
+            "targets": ["Linear"],
+        }
+    },
+    "ignore": ["lm_head"],
+    "quant_algo": "NVFP4",
+    "producer": {"name": "modelopt", "version": "0.39.0"},
+    "quant_method": "modelopt",
 }
 AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
 
@@ -251,6 +325,16 @@ SCHEMES: dict[str, Scheme] = {
     "gptq_int4_channel_zp": _gptq("int4_g128_zp", 4, 0, symmetric=False),
     "gptq_int8_g128": _gptq("int8_g128", 8, 128),
     "gptq_int8_g32_zp": _gptq("int8_g32_zp", 8, 32, symmetric=False),
+    "fp8_naive": Scheme("fp8_e4m3", store_fp8_channel, compressed_config("naive-quantized", 8, 0, kind="float")),
+    "nvfp4": Scheme(
+        "nvfp4_g16", store_nvfp4(False), micro_config("nvfp4-pack-quantized", 4, NVFP4_GROUP, "tensor_group")
+    ),
+    "nvfp4_modelopt": Scheme("nvfp4_g16", store_nvfp4(True), MODELOPT_CONFIG),
+    "mxfp4": Scheme("mxfp4_g32", store_mxfp4, micro_config("mxfp4-pack-quantized", 4, MX_GROUP, "group")),
+    "mxfp8": Scheme("mxfp8_g32", store_mxfp8(".weight_scale"), micro_config("mxfp8-quantized", 8, MX_GROUP, "group")),
+    "mxfp8_method": Scheme(
+        "mxfp8_g32", store_mxfp8(".weight_scale_inv"), {"quant_method": "mxfp8", "activation_scheme": "dynamic"}
+    ),
     "awq_g32": Scheme("int4_g32_zp", store_awq(32), {**AWQ_CONFIG, "group_size": 32}),
     "awq_g128": Scheme("int4_g128_zp", store_awq(128), {**AWQ_CONFIG, "group_size": 128}),
 }

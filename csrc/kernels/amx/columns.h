@@ -7,7 +7,7 @@
 namespace kt::amx::inline KT_AMX_BUILD {
 namespace {
 
-constexpr int64_t kDecodedCols = 32;  // within one group, as groups are multiples of it; int6: two groups
+constexpr int64_t kDecodedCols = 32;  // within one group, as groups are multiples of it; int6, nvfp4: two groups
 
 class ColumnDecoder {
  public:
@@ -36,6 +36,10 @@ class ColumnDecoder {
         return decode_nibbles<Encoding::kInt6>(out, stride);
       case Encoding::kFp4:
         return decode_nibbles<Encoding::kFp4>(out, stride);
+      case Encoding::kFp4By16:
+        return decode_nibbles<Encoding::kFp4By16>(out, stride);
+      case Encoding::kIq4:
+        return decode_nibbles<Encoding::kIq4>(out, stride);
       default:
         return decode_codes<4>(out, stride);
     }

@@ -43,7 +43,7 @@ struct Bf16Rows {
 struct Span {
   int64_t col, cols;
   bool first, last;  // of the row
-  float scale[2];
+  Floats scale[2];
   const float* row_scales[2];
 };
 
@@ -56,7 +56,7 @@ inline void finish(const PackedProduct<uint16_t>& p, const RowTiles& rows, int64
   float* c = p.c.row(rows.start(tile)) + block * kBlockRows;
   Floats scale[kB], row_scale[kB];
   for (int b = 0; b < kB; ++b) {
-    scale[b] = Floats{} + span.scale[b];
+    scale[b] = span.scale[b];
     row_scale[b] = span.last ? load<Floats>(span.row_scales[b]) : Floats{} + 1.0f;
   }
   const bool first = span.first;
@@ -101,7 +101,7 @@ void multiply_fp8_blocks(const PackedProduct<uint16_t>& p, const RowTiles& rows,
     for (int64_t b = 0; b < blocks; ++b) {
       const Block from = block_at(shape, p.weights.data, block + b);
       unpack_fp8(from.lines + offset, span.cols, panel[b], distance);
-      span.scale[b] = from.group_scales ? static_cast<const float*>(from.group_scales)[group] : 1.0f;
+      span.scale[b] = group_scales(shape, from, group);
       span.row_scales[b] = from.row_scales;
     }
     for (int64_t tile = 0; tile < rows.count; tile += 2) {
@@ -160,7 +160,7 @@ class FewFp8Rows {
   }
 
   void finish(const Block& from, int64_t block, int64_t group, bool first, bool last, const float* sums) const {
-    const Floats scale = Floats{} + (from.group_scales ? static_cast<const float*>(from.group_scales)[group] : 1.0f);
+    const Floats scale = group_scales(shape_, from, group);
     const Floats row_scale = last ? load<Floats>(from.row_scales) : Floats{} + 1.0f;
     for (int64_t i = 0; i < p_.rows; ++i) {
       float* total = p_.c.row(i) + block * kBlockRows;

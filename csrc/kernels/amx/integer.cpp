@@ -239,6 +239,10 @@ void multiply_int8(const IntegerProduct& p) {
       return IntegerTiles<SignedLines<UnpackNibbles<Encoding::kInt6>>>(p).run();
     case Encoding::kFp4:
       return IntegerTiles<SignedLines<UnpackNibbles<Encoding::kFp4>>>(p).run();
+    case Encoding::kFp4By16:
+      return IntegerTiles<SignedLines<UnpackNibbles<Encoding::kFp4By16>>>(p).run();
+    case Encoding::kIq4:
+      return IntegerTiles<SignedLines<UnpackNibbles<Encoding::kIq4>>>(p).run();
     default:
       break;
   }

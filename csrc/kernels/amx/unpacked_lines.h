@@ -30,6 +30,14 @@ struct UnpackInt8 {
   static void unit(const uint8_t* from, const Ints&, uint8_t* to) { store(load<Bytes>(from) ^ 128, to); }
 };
 
+struct Iq4Values {
+  alignas(16) uint8_t of[16] = {};
+  constexpr Iq4Values() {
+    for (int i = 0; i < 16; ++i) of[i] = static_cast<uint8_t>(kIq4Levels[i] - zero_of(Encoding::kIq4));
+  }
+};
+constexpr Iq4Values kIq4Values;
+
 // e2m1 without its sign, doubled: 0, 1, 2, 3, 4, 6, 8, 12.
 inline Bytes fp4_magnitudes(const Bytes& code) {
   const Bytes above = (Bytes)(code > 4) & (code - 4);
@@ -59,7 +67,8 @@ struct UnpackNibbles {
 
   template <int kStep>
   static Bytes signed_level(Bytes code, const Bytes& high, const Bytes& zero) {
-    if constexpr (kEncoding == Encoding::kFp4) {
+    if constexpr (kEncoding == Encoding::kIq4) return look_up_nibbles(kIq4Values.of, code);
+    if constexpr (is_fp4(kEncoding)) {
       const Bytes minus = -(code >> 3);
       return (fp4_magnitudes(code & 7) ^ minus) - minus;
     }
@@ -75,7 +84,7 @@ struct UnpackNibbles {
 // The scales of group g in the rows of a block.
 inline Floats group_scales(const PackedShape& shape, const Block& block, int64_t g) {
   if (block.group_scales == nullptr) return Floats{} + 1.0f;
-  if (shape.format.encoding == Encoding::kFp8) return Floats{} + static_cast<const float*>(block.group_scales)[g];
+  if (shape.format.block_scales()) return Floats{} + static_cast<const float*>(block.group_scales)[g];
   const auto* bytes = static_cast<const uint8_t*>(block.group_scales) + g * kBlockRows;
   switch (shape.format.scales) {
     case Scales::kByte: {
@@ -84,6 +93,8 @@ inline Floats group_scales(const PackedShape& shape, const Block& block, int64_t
     }
     case Scales::kExponent:
       return (Floats)(ints_of_bytes(bytes) << 23);
+    case Scales::kFp8:  // where a float has the code's bits, they are the value times 2^-120, subnormals too
+      return (Floats)(ints_of_bytes(bytes) << 20) * 0x1p120f;
     default:
       return floats_of_halves(static_cast<const uint16_t*>(block.group_scales) + g * kBlockRows);
   }

@@ -5,7 +5,7 @@
 // 4 rows x 16, 2 x 32 or 1 x 64: 8 sums of int32, 2 registers of weights, 1 broadcast pair, the mask, 2 products.
 // int4: nibbles are small enough for vpmaddubsw with the activations' bytes: 8 steps of two products, each at most
 // 15 * 127, stay within 16 bits; that is 32 columns. Then vpmaddwd with ones adds them to the group's sums of int32.
-// int5, mxfp4 and int6 likewise, but 4 or 2 steps.
+// int5, fp4 and int6 likewise, but 4 or 2 steps. iq4: levels are bytes, multiplied as those of int8.
 // The float32 totals lie in c. The zero point enters as the start of a sum: -zero * (sum of the activations' codes).
 //
 // Measured on Zen 3: a line of int8 with 4 rows (256 products) takes 13 cycles: 16 vpmaddwd, 16 vpaddd, 4 to split,
@@ -135,8 +135,8 @@ inline __m256i levels(const uint8_t* nibbles, const uint8_t* high_bits) {
   __m256i code = load(nibbles);
   if constexpr (kStep % 2 == 1) code = _mm256_srli_epi16(code, 4);
   code = _mm256_and_si256(code, _mm256_set1_epi8(15));
-  if constexpr (kEncoding == Encoding::kFp4) {
-    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kFp4Levels));
+  if constexpr (levels_of_nibbles(kEncoding) != nullptr) {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(levels_of_nibbles(kEncoding)));
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), code);
   }
   if constexpr (Unit::kHighBits > 0) {
@@ -204,6 +204,39 @@ inline void add_nibbles(const IntegerTile& t, const GroupSpan& span, Sums<kRows,
   }
 }
 
+template <int kRows, int kBlocks, bool kFew>
+inline void add_iq4(const IntegerTile& t, const GroupSpan& span, Sums<kRows, kBlocks>& sum) {
+  constexpr int kAtOnce = kHalvesAtOnce<kRows>;
+  const __m256i even = _mm256_set1_epi16(255);
+  const uint8_t* a = t.a + 2 * span.col;
+  const uint8_t* lines[kBlocks];
+  for (int b = 0; b < kBlocks; ++b) lines[b] = t.blocks[b].lines + span.line_begin;
+  const int64_t ahead = stream_ahead(t, span);
+  const auto add_step = [&]<int kStep>(int64_t line) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+    for (int h = 0; h < 2 * kBlocks; h += kAtOnce) {
+      __m256i level[kAtOnce], w[kAtOnce];
+#pragma GCC unroll 2
+      for (int j = 0; j < kAtOnce; ++j) {
+        level[j] = levels<Encoding::kIq4, kStep>(lines[(h + j) / 2] + line * kLineBytes + 32 * ((h + j) % 2), nullptr);
+        w[j] = _mm256_and_si256(level[j], even);
+      }
+      add_words<kAtOnce>(w, h, a + 8 * kStep, t.lda, sum);
+#pragma GCC unroll 2
+      for (int j = 0; j < kAtOnce; ++j) w[j] = _mm256_srli_epi16(level[j], 8);
+      add_words<kAtOnce>(w, h, a + 8 * kStep + 4, t.lda, sum);
+    }
+  };
+  for (int64_t i = 0; i < span.lines; ++i, a += 16) {
+    if constexpr (kFew) prefetch_lines<kBlocks>(lines, i * kLineBytes + ahead);
+    add_step.template operator()<0>(i);
+    add_step.template operator()<1>(i);
+  }
+}
+
+// Whether activations are stored as words.
+constexpr bool by_words(Encoding encoding) { return encoding == Encoding::kInt8 || encoding == Encoding::kIq4; }
+
 inline __m128i eight(const void* from) { return _mm_loadl_epi64(static_cast<const __m128i*>(from)); }
 inline __m256 halves(const uint16_t* from) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -220,6 +253,10 @@ inline __m256 group_scale(const IntegerTile& t, const Block& block, int64_t g, i
                            halves(block.supers + g * t.shape.format.group / kSuperGroup * kBlockRows + row));
     case Scales::kExponent:
       return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(eight(bytes)), 23));
+    case Scales::kFp8: {  // where a float has the code's bits, they are the value times 2^-120, subnormals too
+      const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(eight(bytes)), 20);
+      return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
+    }
     default:
       return halves(static_cast<const uint16_t*>(block.group_scales) + at);
   }
@@ -283,6 +320,8 @@ struct Avx2 {
       start<kRows, kBlocks>(t, g, zero, sum);
       if constexpr (kEncoding == Encoding::kInt8) {
         add_int8<kRows, kBlocks, kFew>(t, span, sum);
+      } else if constexpr (kEncoding == Encoding::kIq4) {
+        add_iq4<kRows, kBlocks, kFew>(t, span, sum);
       } else {
         add_nibbles<kEncoding, kRows, kBlocks, kFew>(t, span, sum);
       }
@@ -312,11 +351,11 @@ inline void store_words(const int8_t* codes, uint8_t* to) {
 }  // namespace
 
 QuantizedSize quantized_size(const PackedShape& shape) {
-  return grouped_size(shape, shape.format.encoding == Encoding::kInt8 ? 2 : 1);
+  return grouped_size(shape, by_words(shape.format.encoding) ? 2 : 1);
 }
 
 void quantize(const PackedShape& shape, const float* row, uint8_t* values, float* scales, int32_t* sums) {
-  const bool words = shape.format.encoding == Encoding::kInt8;
+  const bool words = by_words(shape.format.encoding);
   quantize_row(shape, row, scales, sums, [&](int64_t unit, const int8_t* codes) {
     if (words) {
       store_words(codes, values + unit * 2 * kQuantizeUnit);

@@ -42,6 +42,12 @@ struct Vec8 {
     const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), none = _mm256_setzero_si256();
     return (Int)(half ? _mm256_unpackhi_epi8(none, codes) : _mm256_unpacklo_epi8(none, codes));
   }
+  // The low three bits choose from both halves of the table, the fourth one between these.
+  static Reg look_up(const float* table, Int index) {
+    const Reg first = _mm256_permutevar8x32_ps(load(table), (__m256i)index);
+    const Reg second = _mm256_permutevar8x32_ps(load(table + 8), (__m256i)index);
+    return _mm256_blendv_ps(first, second, (Reg)(index << 28));
+  }
   static float sum(Reg value) {
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));

@@ -45,11 +45,27 @@ struct Parts {
   float zero;  // where zeros are not stored
 };
 
+// 2^(e - 127) of bytes e; 0 for 0.
+template <class V>
+inline typename V::Reg exponents(const uint8_t* from) {
+  return (typename V::Reg)(__builtin_convertvector(V::bytes(from), typename V::Int) << 23);
+}
+
 template <class V>
 inline typename V::Int load_ints(const uint8_t* from) {
   typename V::Int value;
   __builtin_memcpy(&value, from, sizeof value);
   return value;
+}
+
+// The scales of group g for the rows of vector v, of a format whose lines this file decodes.
+template <class V>
+inline typename V::Reg group_scales(const Parts& parts, const uint8_t* block, int64_t g, int v) {
+  const uint8_t* scales = block + parts.group_scales;
+  if (parts.format.block_scales()) return V::set(reinterpret_cast<const float*>(scales)[g]);
+  const int64_t at = g * kBlockRows + v * V::kLanes;
+  if (parts.format.scales == Scales::kExponent) return exponents<V>(scales + at);
+  return V::halves(reinterpret_cast<const uint16_t*>(scales) + at);
 }
 
 struct NoGroup {};

@@ -54,13 +54,6 @@ struct Part {
   int64_t stride;        // from block to block
 };
 
-template <class V>
-inline typename V::Reg group_scales(const Parts& parts, const uint8_t* block, int64_t g, int v) {
-  const uint8_t* scales = block + parts.group_scales;
-  if (parts.encoding == Encoding::kFp8) return V::set(reinterpret_cast<const float*>(scales)[g]);
-  return V::halves(reinterpret_cast<const uint16_t*>(scales) + g * kBlockRows + v * V::kLanes);
-}
-
 // Adds finished sums, times the scales of group g, to the totals of earlier groups in c; after the last column,
 // multiplies by the scales of the rows.
 template <class V, int kRows, int kVectors>

@@ -1,10 +1,12 @@
-// The scale and the minimum of one group of integer weights in one row of a block, exact in float32.
+// The scale and the minimum of one group in one row of a block, exact in float32. Not of formats whose blocks share
+// scales.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
 #include "base/fp16.h"
+#include "base/fp8.h"
 #include "kernels/layout.h"
 
 namespace kt {
@@ -24,6 +26,8 @@ inline float group_scale(const Format& format, const Block& block, int64_t g, in
       std::memcpy(&scale, &bits, sizeof scale);
       return scale;
     }
+    case Scales::kFp8:
+      return fp8_to_float(*bytes);
     default:
       return fp16_to_float(static_cast<const uint16_t*>(block.group_scales)[at]);
   }

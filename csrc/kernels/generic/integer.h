@@ -208,6 +208,10 @@ inline void multiply_integer(const IntegerProduct& p) {
       return multiply_encoded<Isa, Encoding::kInt6>(p);
     case Encoding::kFp4:
       return multiply_encoded<Isa, Encoding::kFp4>(p);
+    case Encoding::kFp4By16:
+      return multiply_encoded<Isa, Encoding::kFp4By16>(p);
+    case Encoding::kIq4:
+      return multiply_encoded<Isa, Encoding::kIq4>(p);
     default:
       return multiply_encoded<Isa, Encoding::kInt8>(p);
   }

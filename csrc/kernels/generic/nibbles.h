@@ -9,7 +9,7 @@ namespace {
 // A unit of these lines: 32 columns, or 16.
 template <Encoding kEncoding>
 struct Nibbles {
-  static constexpr int kLines = kEncoding == Encoding::kInt6 ? 2 : 4;
+  static constexpr int kLines = kEncoding == Encoding::kInt6 || kEncoding == Encoding::kFp4By16 ? 2 : 4;
   static constexpr int kHighBits = kEncoding == Encoding::kInt5 ? 1 : kEncoding == Encoding::kInt6 ? 2 : 0;
   static constexpr int kHighMask = kHighBits == 1 ? 0x10 : 0x30;
   static constexpr int kAllLines = kLines + (kHighBits ? 1 : 0), kColumns = 8 * kLines;
@@ -21,7 +21,8 @@ struct Nibbles {
 // whose scales are float16 (decoders.h).
 constexpr bool decoded_by_unit(const Format& format) {
   return format.encoding == Encoding::kInt5 || format.encoding == Encoding::kInt6 ||
-         format.encoding == Encoding::kFp4 || format.scales != Scales::kHalf;
+         levels_of_nibbles(format.encoding) != nullptr ||
+         (format.encoding != Encoding::kFp8 && format.scales != Scales::kHalf);
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 // rows of a column, and transposed in registers. Units of nibbles (nibbles.h) are decoded with scale and minimum of
 // their group: (level - zero) * scale - minimum, each step in float32.
 //
-// V: as in decoders.h, and transpose(block), block[i] lane j <-> block[j] lane i.
+// V: as in decoders.h, and transpose(block), block[i] lane j <-> block[j] lane i; look_up(table, index).
 // Include only in a kernel's own translation unit.
 #pragma once
 
@@ -20,17 +20,12 @@ namespace {
 // All columns in one group. kScaled: row scales are there; kGroups: scales of groups too.
 template <class V, class Source, bool kScaled, bool kGroups>
 inline void unpack_lines(const Parts& parts, const uint8_t* block, int64_t g, ColumnRange columns, Rows<float> out) {
-  const uint8_t *lines = block + parts.lines + columns.first / Source::kColumns * kLineBytes,
-                *scales = block + parts.group_scales;
+  const uint8_t* lines = block + parts.lines + columns.first / Source::kColumns * kLineBytes;
   for (int v = 0; v < kBlockRows / V::kLanes; ++v, out = out.from(V::kLanes)) {
     const typename Source::Group group = Source::group(parts, block, g, v);
     typename V::Reg row_scale{}, group_scale{};
     if (kScaled) row_scale = V::load(reinterpret_cast<const float*>(block) + v * V::kLanes);
-    if (kGroups) {
-      group_scale = parts.encoding == Encoding::kFp8
-                        ? V::set(reinterpret_cast<const float*>(scales)[g])
-                        : V::halves(reinterpret_cast<const uint16_t*>(scales) + g * kBlockRows + v * V::kLanes);
-    }
+    if (kGroups) group_scale = group_scales<V>(parts, block, g, v);
     for (int64_t c = 0; c < columns.count; c += 8) {
       const uint8_t* line = lines + c / Source::kColumns * kLineBytes;
 #pragma GCC unroll 2
@@ -78,13 +73,24 @@ struct GroupFactors {
     if (parts.format.scales == Scales::kByte) {
       scale = V::signed_bytes(scales + at) * halves(parts.supers + super);
     } else if (parts.format.scales == Scales::kExponent) {
-      scale = (typename V::Reg)(__builtin_convertvector(V::bytes(scales + at), typename V::Int) << 23);
+      scale = exponents<V>(scales + at);
+    } else if (parts.format.scales == Scales::kFp8) {
+      // Where a float has the code's bits, they are the value times 2^-120, subnormals too.
+      scale = (typename V::Reg)(__builtin_convertvector(V::bytes(scales + at), typename V::Int) << 20) * 0x1p120f;
     } else if (parts.group) {
       scale = halves(parts.group_scales + 2 * at);
     }
     if (parts.format.mins) least = V::bytes(block + parts.zeros + at) * halves(parts.min_supers + super);
   }
 };
+
+struct Iq4Values {
+  alignas(64) float of[16] = {};
+  constexpr Iq4Values() {
+    for (int i = 0; i < 16; ++i) of[i] = static_cast<float>(kIq4Levels[i] - zero_of(Encoding::kIq4));
+  }
+};
+constexpr Iq4Values kIq4Values;
 
 // Level minus zero of column 8 * kPart + col of a unit, for vector v.
 template <class V, Encoding kEncoding, int kPart>
@@ -93,7 +99,8 @@ inline typename V::Reg level(const uint8_t* unit, int col, int v, float zero) {
   const int bit = col % 4 * 8, step = 2 * kPart + col / 4;
   const int64_t offset = v * 4 * V::kLanes;
   const typename V::Int nibble = load_ints<V>(unit + kPart * kLineBytes + offset) >> (bit + col / 4 * 4) & 15;
-  if constexpr (kEncoding == Encoding::kFp4) {
+  if constexpr (kEncoding == Encoding::kIq4) return V::look_up(kIq4Values.of, nibble);
+  if constexpr (is_fp4(kEncoding)) {
     // Twice the value: its bits where a float has them, as fp8's in decoders.h. The sum makes the zero of code 8 a +0.
     return (typename V::Reg)((nibble & 7) << 22 | (nibble & 8) << 28) * 0x1p127f + V::zero();
   }
@@ -155,6 +162,10 @@ void unpack_rows(const Parts& parts, const uint8_t* block, ColumnRange columns, 
       return unpack_nibbles<V, Encoding::kInt6>(parts, block, columns, out);
     case Encoding::kFp4:
       return unpack_nibbles<V, Encoding::kFp4>(parts, block, columns, out);
+    case Encoding::kFp4By16:
+      return unpack_nibbles<V, Encoding::kFp4By16>(parts, block, columns, out);
+    case Encoding::kIq4:
+      return unpack_nibbles<V, Encoding::kIq4>(parts, block, columns, out);
   }
 }
 

@@ -31,7 +31,7 @@ int32_t level(const uint8_t* unit, int64_t r, int64_t col) {
   using Unit = Nibbles<kEncoding>;
   const int64_t step = col / 4, byte = 4 * r + col % 4;
   const int32_t both = unit[step / 2 * kLineBytes + byte], nibble = step % 2 ? both >> 4 : both & 15;
-  if (kEncoding == Encoding::kFp4) return kFp4Levels[nibble];
+  if (levels_of_nibbles(kEncoding)) return levels_of_nibbles(kEncoding)[nibble];
   if (Unit::kHighBits == 0) return nibble;
   const int32_t high = unit[Unit::kLines * kLineBytes + byte] >> (Unit::kHighBits * step);
   return nibble | (high << 4 & Unit::kHighMask);
@@ -59,6 +59,10 @@ AddGroup add_group(Encoding encoding) {
       return add_nibbles<Encoding::kInt6>;
     case Encoding::kFp4:
       return add_nibbles<Encoding::kFp4>;
+    case Encoding::kFp4By16:
+      return add_nibbles<Encoding::kFp4By16>;
+    case Encoding::kIq4:
+      return add_nibbles<Encoding::kIq4>;
     default:
       return add_int8;
   }

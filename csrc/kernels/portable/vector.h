@@ -7,6 +7,7 @@
 //   widen, widen_partial: kLanes bf16 to floats; halves, bytes, signed_bytes: kLanes float16, uint8 or int8
 //   high_bytes(from, h): of each 16 bytes the lower (h = 0) or upper 8, each the high byte of 16 bits
 //   transpose(block): block[i] lane j <-> block[j] lane i
+//   look_up(table, index): table[index] of a table of 16 floats, for each lane of an Int (8 lanes at most)
 //   sum: all lanes, always in the same order
 //
 // Here fma rounds twice: a fused one without the instruction is a slow library call.
@@ -65,6 +66,9 @@ struct Vec4 {
     Short value;
     for (int i = 0; i < 8; ++i) value[i] = static_cast<int16_t>(from[8 * half + i] << 8);
     return (Int)value;
+  }
+  static Reg look_up(const float* table, Int index) {
+    return Reg{table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
   }
   static void transpose(Reg block[kLanes]) {
     for (int i = 0; i < kLanes; ++i) {

@@ -14,6 +14,8 @@ constexpr Format kExponents{.encoding = Encoding::kFp4, .group = 32, .scales = S
 constexpr Format k4{.encoding = Encoding::kInt4, .group = 32, .scales = Scales::kByte, .mins = true};
 constexpr Format k5{.encoding = Encoding::kInt5, .group = 32, .scales = Scales::kByte, .mins = true};
 constexpr Format k6{.encoding = Encoding::kInt6, .group = 16, .scales = Scales::kByte};
+constexpr Format kNonlinear{.encoding = Encoding::kIq4, .group = 32};
+constexpr Format kNonlinearSuper{.encoding = Encoding::kIq4, .group = 32, .scales = Scales::kByte};
 
 constexpr GgufType kTypes[] = {
     {"BF16", {.encoding = Encoding::kBf16}, 1, 2},
@@ -24,6 +26,8 @@ constexpr GgufType kTypes[] = {
     {"Q4_K", k4, 256, 144},
     {"Q5_K", k5, 256, 176},
     {"Q6_K", k6, 256, 210},
+    {"IQ4_NL", kNonlinear, 32, 18},
+    {"IQ4_XS", kNonlinearSuper, 256, 136},
 };
 
 // The largest exponent below 1e30.
@@ -119,11 +123,23 @@ bool unpack_q6_k(const uint8_t* block, GgufParts& to) {
   return is_finite(half_at(block + 208));
 }
 
+bool unpack_iq4_xs(const uint8_t* block, GgufParts& to) {
+  const uint32_t high = half_at(block + 2);
+  for (int g = 0; g < 8; ++g) {
+    const uint32_t scale = (block[4 + g / 2] >> (4 * (g % 2)) & 15u) | (high >> (2 * g) & 3u) << 4;
+    *to.scale_bytes++ = static_cast<uint8_t>(scale - 32);
+    unpack_nibbles(block + 8 + 16 * g, 16, 16, to.codes + 32 * g);
+  }
+  *to.supers++ = half_at(block);
+  return is_finite(half_at(block));
+}
+
 using Unpack = bool (*)(const uint8_t* block, GgufParts& to);
 
 Unpack unpacker_of(const Format& format) {
   if (format == kHalves8) return unpack_q8_0;
-  if (format == kHalves4) return unpack_q4_0;
+  if (format == kHalves4 || format == kNonlinear) return unpack_q4_0;
+  if (format == kNonlinearSuper) return unpack_iq4_xs;
   if (format == kHalves5) return unpack_q5_0;
   if (format == kExponents) return unpack_mxfp4;
   if (format == k4) return unpack_q4_k;

@@ -6,6 +6,9 @@
 //   Q4_0    32 weights, 18 bytes: d, 16 bytes (weights i and 16 + i)                       W = d * (q - 8)
 //   Q5_0    32 weights, 22 bytes: d, 32 high bits, 16 bytes as Q4_0                        W = d * (q - 16)
 //   MXFP4   32 weights, 17 bytes: exponent e, 16 bytes as Q4_0 (e2m1)                      W = 2^(e - 127) * q
+//   IQ4_NL  32 weights, 18 bytes: d, 16 bytes as Q4_0 (v: kIq4Levels - 127)               W = d * v[q]
+//   IQ4_XS  256 weights, 136 bytes: d, 8 s of 6 bits (high bits in uint16, low ones in 4 bytes), 128 bytes, each 16 as
+//           Q4_0                                                                           W = d * (s - 32) * v[q]
 //   Q4_K    256 weights, 144 bytes: d, dmin, 8 pairs of 6 bits (s, m), 128 bytes           W = d * s * q - dmin * m
 //   Q5_K    256 weights, 176 bytes: as Q4_K, with 32 bytes of high bits before the codes
 //   Q6_K    256 weights, 210 bytes: 128 bytes low nibbles, 64 of high bits, 16 int8 s, d   W = d * s * (q - 32)

@@ -1,4 +1,5 @@
-"""Routed experts as PEFT 0.21 has them where transformers fuses them and PEFT knows no other form: gpt-oss.
+"""Routed experts as PEFT 0.21 has them where transformers fuses them and PEFT knows no other form: gpt-oss,
+Llama 4.
 
 PEFT's `target_parameters` adapt one fused parameter of all experts (`peft.tuners.lora.layer.ParamWrapper`): A
 [E R, in] with the rows of one expert after another, B [out, R E] with the columns of all experts for each rank. The
@@ -30,7 +31,6 @@ from kt_runtime.families import EXPERTS, Family, LoraModule
 from kt_runtime.families.base import Config
 
 BOTH, DOWN = "gate_up_proj", "down_proj"
-PARAMETERS = tuple(f"mlp.experts.{name}" for name in (BOTH, DOWN))
 _KEY = re.compile(r"(?P<parent>.+\.experts)(?P<inner>\.base_layer)?\.lora_(?P<letter>[AB])\.weight")
 
 Scaling = Callable[[str], float]
@@ -66,11 +66,16 @@ def fused_tensors(adapter: AdapterTensors, family: Family, config: Config) -> di
     return tensors
 
 
-def adapted_parameters(adapter: AdapterTensors) -> list[str]:
+def parameters_of(family: Family) -> tuple[str, ...]:
+    """What PEFT's `target_parameters` may name: `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`, say."""
+    return tuple(f"{family.mlp_name}.experts.{name}" for name in (BOTH, DOWN))
+
+
+def adapted_parameters(adapter: AdapterTensors, family: Family) -> list[str]:
     """PEFT's `target_parameters` for an adapter's routed experts."""
     projections = {name.rpartition(".")[2] for name, pair in adapter.modules.items() if pair.is_stacked}
-    names = [BOTH if "gate_proj" in projections else "", DOWN if "down_proj" in projections else ""]
-    return [f"mlp.experts.{name}" for name in names if name]
+    adapted = ("gate_proj" in projections, "down_proj" in projections)
+    return [name for name, is_adapted in zip(parameters_of(family), adapted, strict=True) if is_adapted]
 
 
 def is_fused(key: str) -> bool:

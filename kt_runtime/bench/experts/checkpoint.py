@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kt_runtime.bench.experts import small_floats
 from kt_runtime.bench.experts.gguf_blocks import write_layer
 from kt_runtime.bench.experts.layer_case import Weights
 from kt_runtime.bench.experts.plan import ENCODINGS, Encoding
@@ -25,6 +26,7 @@ DTYPES = {
     torch.float32: ("F32", 4),
     torch.float8_e4m3fn: ("F8_E4M3", 1),
     torch.int8: ("I8", 1),
+    torch.uint8: ("U8", 1),
     torch.int32: ("I32", 4),
     torch.int64: ("I64", 8),
 }
@@ -74,6 +76,8 @@ def _encoder(encoding: str, how: Encoding) -> Callable[[Tensor], Named]:
         return lambda matrix: {"weight": matrix}
     if encoding == "fp8":
         return lambda matrix: dict(zip(("weight", "weight_scale_inv"), to_fp8_blocks(matrix), strict=True))
+    if encoding in small_floats.ENCODERS:
+        return small_floats.ENCODERS[encoding]
     return lambda matrix: _compressed(matrix, how)
 
 
@@ -94,6 +98,8 @@ def _quantization_config(encoding: str, how: Encoding) -> dict[str, Any] | None:
     if encoding == "fp8":
         block = [FP8_BLOCK, FP8_BLOCK]
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}
+    if encoding in small_floats.ENCODERS:
+        return small_floats.quantization_config(encoding)
     weights = {"num_bits": how.bits, "type": "int", "strategy": "group", "group_size": how.group}
     weights["symmetric"] = not how.zero_points
     layout = "pack-quantized" if how.bits == 4 else "int-quantized"

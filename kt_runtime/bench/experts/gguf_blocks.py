@@ -1,7 +1,7 @@
 """Matrices in GGUF's block types, and a GGUF file of one layer's experts.
 
-The `gguf` package quantizes to Q8_0, Q4_0, Q5_0 and MXFP4. The K types are quantized here, by rounding to nearest with
-scales from the extremes of each group; llama.cpp searches for better ones. Layouts:
+The `gguf` package quantizes to Q8_0, Q4_0, Q5_0 and MXFP4. The K and IQ4 types are quantized here, by rounding to
+nearest with scales from the extremes of each group; llama.cpp searches for better ones. Layouts:
 csrc/weights/checkpoint/gguf_blocks.h.
 """
 
@@ -34,9 +34,9 @@ def to_blocks(values: Floats, kind: str) -> Bytes:
     columns = values.shape[-1]
     if columns % per_block:
         raise InvalidValueError(f"{kind} has blocks of {per_block} weights; rows of {columns} are no whole blocks")
-    if kind not in _K_TYPES:
+    if kind not in _OWN_TYPES:
         return np.asarray(gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]), np.uint8)
-    blocks = _K_TYPES[kind](values.reshape(-1, 256))
+    blocks = _OWN_TYPES[kind](values.reshape(-1, per_block))
     assert blocks.shape[1] == block_bytes
     return blocks.reshape(*values.shape[:-1], columns // per_block * block_bytes)
 
@@ -132,4 +132,39 @@ def _q6_k(blocks: Floats) -> Bytes:
     return np.hstack([low_bytes, high.reshape(count, 64), scales.astype(np.int8).view(np.uint8), _halves(factor)])
 
 
-_K_TYPES = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
+_IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32)
+_IQ4_LIMITS = (_IQ4[1:] + _IQ4[:-1]) / 2
+
+
+def _iq4_scales(groups: Floats) -> Floats:
+    """[n, k] of groups [n, k, 32]: what makes the number of the largest magnitude -127."""
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(2, keepdims=True), 2)[:, :, 0]
+    return np.asarray(np.where(largest == 0, -1e-7, largest) / -127, np.float32)
+
+
+def _iq4_codes(groups: Floats, scales: Floats) -> Bytes:
+    """[n, k, 16]: the nearest of the 16 values, two a byte."""
+    scaled = groups / np.where(scales == 0, 1e-20, scales)[:, :, None]
+    codes = np.searchsorted(_IQ4_LIMITS, scaled).astype(np.uint8)
+    return np.asarray(codes[:, :, :16] | codes[:, :, 16:] << 4, np.uint8)
+
+
+def _iq4_nl(blocks: Floats) -> Bytes:
+    groups = blocks.reshape(-1, 1, 32)
+    scales = _iq4_scales(groups).astype(np.float16).astype(np.float32)
+    return np.hstack([_halves(scales), _iq4_codes(groups, scales)[:, 0]])
+
+
+def _iq4_xs(blocks: Floats) -> Bytes:
+    groups = blocks.reshape(-1, 8, 32)
+    wanted = _iq4_scales(groups)
+    factor = _half(np.abs(wanted).max(1, keepdims=True) / 31)
+    scales = np.clip(np.rint(wanted / factor), -32, 31)
+    six = (scales + 32).astype(np.uint8)
+    low = (six[:, 0::2] & 15) | (six[:, 1::2] & 15) << 4
+    high = np.bitwise_or.reduce((six >> 4).astype(np.uint16) << (2 * np.arange(8, dtype=np.uint16)), 1)
+    codes = _iq4_codes(groups, (factor * scales).astype(np.float32)).reshape(-1, 128)
+    return np.hstack([_halves(factor), high[:, None].astype("<u2").view(np.uint8), low, codes])
+
+
+_OWN_TYPES = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs}

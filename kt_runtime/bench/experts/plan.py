@@ -117,6 +117,9 @@ ENCODINGS = {
     "int4_g128": Encoding(4, 128),
     "int4_g128_zp": Encoding(4, 128, zero_points=True),
     "int8_g128": Encoding(8, 128),
+    "fp8_channel": Encoding(8),  # compressed-tensors, e4m3 with a scale a row
+    "nvfp4": Encoding(4, 16),  # compressed-tensors
+    "mxfp8": Encoding(8, 32),  # compressed-tensors
     # llama.cpp's files
     "q8_0": Encoding(8, 32, gguf="Q8_0"),
     "q4_0": Encoding(4, 32, gguf="Q4_0"),
@@ -125,6 +128,8 @@ ENCODINGS = {
     "q4_k": Encoding(4, 32, gguf="Q4_K"),
     "q5_k": Encoding(5, 32, gguf="Q5_K"),
     "q6_k": Encoding(6, 16, gguf="Q6_K"),
+    "iq4_nl": Encoding(4, 32, gguf="IQ4_NL"),
+    "iq4_xs": Encoding(4, 32, gguf="IQ4_XS"),
 }
 
 
@@ -149,6 +154,9 @@ FORMATS = {
         BenchFormat("int4_g128", "int4_g128", None, "int8"),
         BenchFormat("int4_g128_zp", "int4_g128_zp", None, "int8"),
         BenchFormat("int8_g128", "int8_g128", None, "int8"),
+        BenchFormat("fp8_channel", "fp8_channel", None, "bf16"),
+        BenchFormat("nvfp4", "nvfp4", None, "int8"),
+        BenchFormat("mxfp8", "mxfp8", None, "bf16"),
         *(BenchFormat(name, name, None, "int8") for name, encoding in ENCODINGS.items() if encoding.gguf),
     )
 }

@@ -28,7 +28,7 @@ from kt_runtime.errors import CheckpointError, ConflictError, InvalidValueError
 from kt_runtime.experts.dequantize import CODES, PARTS, plain_tensors
 from kt_runtime.families import family_for
 from kt_runtime.families.naming import without_wrapper
-from kt_runtime.families.quantization import CONFIG_KEYS, MXFP4, GgufQuantization, quantization_of
+from kt_runtime.families.quantization import CONFIG_KEYS, FUSED_MXFP4, GgufQuantization, quantization_of
 from kt_runtime.families.wrapped import is_left_out
 from kt_runtime.files import write_directory
 from kt_runtime.serve.memory.plan import format_bytes
@@ -83,7 +83,7 @@ def write_merged(
             f"{base}: is a GGUF model, into which no adapter is merged; export the adapter as --format gguf, which "
             "llama.cpp loads beside the model, or as peft"
         )
-    if quantization is not None and quantization.method == MXFP4:
+    if quantization is not None and quantization.method == FUSED_MXFP4:
         raise CheckpointError(
             f"{base}: its experts are in MXFP4, into which no adapter is merged; export the adapter as peft, and load "
             "it beside the model, or merge it into a bfloat16 checkpoint of the model, as transformers writes it"

@@ -49,6 +49,11 @@ class Served:
     place: Place
 
 
+def wide_deepseek() -> Preset:
+    preset = load_preset("tiny-deepseek-v3")
+    return msgspec.structs.replace(preset, name="wide-deepseek", config={**preset.config, "moe_intermediate_size": 256})
+
+
 def started(
     preset: str | Preset, types: dict[str, str], split: int, dtype: str, place: Path, at: Place
 ) -> Iterator[Served]:
@@ -70,8 +75,8 @@ def started(
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory, place: Place) -> Iterator[Served]:
-    types = {"ffn_down_exps": "Q8_0", "_exps": "MXFP4"}
-    yield from started("tiny-deepseek-v3", types, 11, "float32", tmp_path_factory.mktemp("exact"), place)
+    types = {"blk.1.ffn_down_exps": "IQ4_XS", "ffn_down_exps": "Q8_0", "_exps": "MXFP4"}
+    yield from started(wide_deepseek(), types, 11, "float32", tmp_path_factory.mktemp("exact"), place)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +90,7 @@ def test_in_float32_answers_are_those_of_the_file_s_weights(exact: Served) -> No
     largest = greedy.largest_difference(exact.api, exact.plain, NEW_TOKENS, tolerance)
     print(f"largest difference of a logprob {largest:.1e}")
     status = exact.api.get("/kt/status")
-    assert status["expert_format"] == "int8_g32+mxfp4_g32"
+    assert status["expert_format"] == "int8_g32+iq4k_g32+mxfp4_g32"
     assert status["weights_copied_bytes"] == 0
 
 

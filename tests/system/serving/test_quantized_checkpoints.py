@@ -64,6 +64,7 @@ class Served:
 EXACT = (
     Case("tiny-deepseek-v3", "fp8", "fp8_e4m3_g128"),
     Case("tiny-qwen3-moe", "awq_g32", "int4_g32_zp"),
+    Case("tiny-qwen3-moe", "nvfp4_modelopt", "nvfp4_g16"),
 )
 ROUNDED = (
     Case("tiny-deepseek-v3", "fp8", "fp8_e4m3_g128", largest_mean=0.08),
@@ -83,6 +84,9 @@ def started(case: Case, dtype: str, directory: Path, place: Place) -> Iterator[S
         quantized, plain = quantize_checkpoint(
             directory / "model", directory, case.scheme, experts_only=case.experts_only
         )
+    if case.scheme == "nvfp4_modelopt":  # ModelOpt writes this file too, which SGLang must not read
+        settings = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+        (quantized / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
     if case.model_type is not None:
         edit_config(quantized, model_type=case.model_type)
     options = ["--adapter-dir", str(directory / "adapters"), "--dtype", dtype, *case.options]

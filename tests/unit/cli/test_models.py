@@ -9,6 +9,8 @@ import pytest
 
 from kt_runtime.cli.models import format_count
 from kt_runtime.families import FAMILIES
+from kt_runtime.families.gguf import EXPERT_TYPES
+from kt_runtime.families.quantization import METHODS
 from kt_runtime.serve.models.families import CHECKS, family_rows
 from kt_runtime.serve.models.presets import preset_names
 from kt_runtime.serve.models.report import resolve_model
@@ -84,6 +86,14 @@ def test_show_of_a_broken_directory_says_why_it_cant_be_used(run: Run, tmp_path:
 )
 def test_counts_are_shown_with_three_digits(count: int, text: str) -> None:
     assert format_count(count) == text
+
+
+def test_every_method_and_type_is_in_the_list_of_formats(run: Run) -> None:
+    rows = json.loads(run("models", "formats", "--json").stdout)
+    methods = {row["method"] for row in rows}
+    assert {method.removesuffix("_fp4") for method in METHODS} == {m.split()[0] for m in methods} - {"none", "GGUF"}
+    assert {f"GGUF {kind}" for kind in EXPERT_TYPES} <= methods
+    assert all(row["experts"] in run("models", "formats", COLUMNS="160").stdout for row in rows[:1])
 
 
 def test_the_families_are_listed_with_what_was_verified(run: Run) -> None:

@@ -25,17 +25,22 @@ inline std::vector<kt::Format> all_formats() {
           {kFp4, 32, false, kt::Scales::kExponent},
           {kInt4, 32, false, kt::Scales::kByte, true},
           {kInt5, 32, false, kt::Scales::kByte, true},
-          {kInt6, 16, false, kt::Scales::kByte}};
+          {kInt6, 16, false, kt::Scales::kByte},
+          {kFp8, 32, false, kt::Scales::kExponent},
+          {kFp4By16, 16, false, kt::Scales::kFp8},
+          {kIq4, 32, false},
+          {kIq4, 32, false, kt::Scales::kByte}};
 }
 
 // The codes with the highest and the lowest level, and the level of a code.
 inline uint8_t top_code(const kt::Format& format) {
-  static constexpr uint8_t kTop[] = {255, 255, 255, 15, 31, 63, 7};
+  static constexpr uint8_t kTop[] = {255, 255, 255, 15, 31, 63, 7, 7, 15};
   return kTop[static_cast<int>(format.encoding)];
 }
-inline uint8_t bottom_code(const kt::Format& format) { return format.encoding == kt::Encoding::kFp4 ? 15 : 0; }
+inline uint8_t bottom_code(const kt::Format& format) { return kt::is_fp4(format.encoding) ? 15 : 0; }
 inline int level_of(const kt::Format& format, uint8_t code) {
-  return format.encoding == kt::Encoding::kFp4 ? kt::kFp4Levels[code] : code;
+  const uint8_t* levels = kt::levels_of_nibbles(format.encoding);
+  return levels ? levels[code] : code;
 }
 
 // What a matrix has beside its codes.
@@ -43,6 +48,7 @@ struct Factors {
   std::vector<float> scales;
   std::vector<uint8_t> zeros, scale_bytes;
   std::vector<uint16_t> supers, min_supers;
+  float factor = 1.0f;  // of the matrix
 
   // Scales of 1, no minima.
   static Factors units(const kt::PackedShape& shape) {
@@ -52,6 +58,7 @@ struct Factors {
     Factors made;
     if (format.scales == kt::Scales::kHalf) made.scales.assign(groups, 1.0f);
     if (format.scales == kt::Scales::kExponent) made.scale_bytes.assign(groups, 127);
+    if (format.scales == kt::Scales::kFp8) made.scale_bytes.assign(groups, 7 << 3);
     if (format.scales == kt::Scales::kByte) {
       made.scale_bytes.assign(groups, 1);
       made.supers.assign(supers, kt::float_to_fp16(1.0f));
@@ -65,7 +72,7 @@ struct Factors {
 
   kt::PlainMatrix plain(const kt::PackedShape& shape, const uint8_t* codes) const {
     const auto at = [](const auto& values) { return values.empty() ? nullptr : values.data(); };
-    return {shape, codes, at(scales), at(zeros), at(scale_bytes), at(supers), at(min_supers)};
+    return {shape, codes, at(scales), at(zeros), at(scale_bytes), at(supers), at(min_supers), factor};
   }
 };
 
@@ -80,6 +87,7 @@ class PackedCase {
     const float unit = size / (format.encoding == kFp8    ? 110.0f
                                : format.encoding == kInt8 ? 74.0f
                                : format.encoding == kInt5 ? 9.0f
+                               : format.encoding == kIq4  ? 65.0f
                                                           : 4.6f);
     for (int64_t i = 0; i < rows * cols; ++i) {
       if (wide) {
@@ -95,8 +103,10 @@ class PackedCase {
       for (int64_t i = 0; i < rows * shape.groups(); ++i)
         factors_.scales.push_back(
             kt::bf16_to_float(kt::float_to_bf16(unit * (0.5f + 0.6f * std::fabs(random.normal())))));
+      for (int64_t i = 0; format.encoding == kIq4 && !whole_groups() && i < rows; ++i)
+        factors_.scales[static_cast<size_t>((i + 1) * shape.groups() - 1)] = 0.0f;
     }
-    if (format.encoding == kt::Encoding::kFp8 && format.group) {
+    if (format.block_scales() && format.group) {
       for (int64_t i = 0; i < rows * shape.groups(); ++i)
         factors_.scales[static_cast<size_t>(i)] =
             factors_.scales[static_cast<size_t>(i % shape.groups() + i / shape.groups() / 16 * 16 * shape.groups())];
@@ -122,22 +132,33 @@ class PackedCase {
   std::vector<uint8_t> codes;
 
  private:
-  // Bytes with their factors, or exponents.
+  bool whole_groups() const { return shape.cols % shape.group() == 0; }
+
+  // Bytes with their factors, exponents, or fp8.
   void draw_bytes(float size, Random& random) {
     const kt::Format& format = shape.format;
     for (int64_t i = 0; i < shape.rows * shape.groups(); ++i) {
       const auto drawn = random.below(64);
       if (format.scales == kt::Scales::kExponent) {
-        factors_.scale_bytes.push_back(static_cast<uint8_t>(124 + std::ilogb(size) + drawn % 3 - 1));
+        const int middle = format.encoding == kt::Encoding::kFp8 ? 119 : 124;
+        factors_.scale_bytes.push_back(static_cast<uint8_t>(middle + std::ilogb(size) + drawn % 3 - 1));
+        continue;
+      }
+      if (format.scales == kt::Scales::kFp8) {  // subnormal ones too
+        factors_.scale_bytes.push_back(static_cast<uint8_t>(drawn));
         continue;
       }
       factors_.scale_bytes.push_back(static_cast<uint8_t>(format.mins ? drawn : 2 * drawn - 64));
-      // Columns beyond the matrix decode to minus the minimum of their group.
-      const bool whole = (i % shape.groups() + 1) * format.group <= shape.cols;
+      // Columns beyond the matrix decode to minus the minimum of their group, and of kIq4 to 1.
+      const bool whole = whole_groups() || (i + 1) % shape.groups() != 0;
+      if (format.encoding == kt::Encoding::kIq4 && !whole) factors_.scale_bytes.back() = 0;
       if (format.mins) factors_.zeros.push_back(whole ? static_cast<uint8_t>(random.below(64)) : uint8_t{0});
     }
+    if (format.scales == kt::Scales::kFp8) factors_.factor = 0.3f * size;
     if (format.scales != kt::Scales::kByte) return;
-    const float unit = size / (format.mins ? 40.0f * static_cast<float>(top_code(format)) / 4 : 37.0f * 18.0f);
+    const float unit = size / (format.mins ? 40.0f * static_cast<float>(top_code(format)) / 4
+                               : format.encoding == kt::Encoding::kIq4 ? 37.0f * 65.0f
+                                                                       : 37.0f * 18.0f);
     for (int64_t i = 0; i < shape.rows * shape.supers(); ++i) {
       const auto factor = [&] { return kt::float_to_fp16(unit * (0.5f + 0.6f * std::fabs(random.normal()))); };
       factors_.supers.push_back(factor());
@@ -147,7 +168,7 @@ class PackedCase {
 
   static uint8_t random_code(const kt::Format& format, Random& random) {
     const auto code = static_cast<uint8_t>(random.below(256));
-    if (format.encoding == kt::Encoding::kFp4) return code & 15;
+    if (kt::levels_of_nibbles(format.encoding)) return code & 15;
     if (format.integer()) return code & top_code(format);
     if (format.encoding == kt::Encoding::kFp8) return kt::fp8_is_nan(code) ? code & 0x80 : code;
     return code;

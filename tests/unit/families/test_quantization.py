@@ -18,6 +18,7 @@ DTYPES = {
     torch.float16: "F16",
     torch.int32: "I32",
     torch.int8: "I8",
+    torch.uint8: "U8",
     torch.float8_e4m3fn: "F8_E4M3",
 }
 
@@ -82,6 +83,14 @@ def test_an_unknown_method_is_refused_by_name_with_the_known_ones(method: str | 
         ("int4_g32", {"config_groups": {}}, "expected an object with one group"),
         ("int4_g32", {"config_groups": {"a": {}}}, "'weights' is None; expected an object"),
         ("int4_g32", {"format": "marlin-24"}, "unknown compressed-tensors format 'marlin-24'"),
+        ("nvfp4", {"format": "mxfp4-pack-quantized"}, "'strategy' is 'tensor_group'; only 'group'"),
+        ("mxfp8", {"format": "nvfp4-pack-quantized"}, "'num_bits' is 8; only 4"),
+        ("int4_g32", {"format": "nvfp4-pack-quantized"}, "'type' is 'int'; only 'float'"),
+        ("nvfp4_modelopt", {"quant_algo": "FP8"}, "'quant_algo' is 'FP8'; only 'NVFP4'"),
+        ("nvfp4_modelopt", {"quant_algo": None}, "'quant_algo' is None; only 'NVFP4'"),
+        ("nvfp4_modelopt", {"group_size": 32}, "'group_size' is 32; only 16"),
+        ("nvfp4_modelopt", {"config_groups": ["all"]}, "expected an object of objects"),
+        ("mxfp8_method", {"weight_block_size": [128, 128]}, r"'weight_block_size' is \[128, 128\]; only \[1, 32\]"),
     ],
 )
 def test_what_a_known_method_cannot_be_used_with_is_refused(scheme: str, changes: dict[str, Any], said: str) -> None:
@@ -136,6 +145,9 @@ def test_a_matrix_that_is_not_whole_groups_is_refused() -> None:
         (ExpertFormat("int4", 32), 64, 128, 64 * 64 + 4 * (64 + 4 * 32)),
         (ExpertFormat("mxfp4", 32), 64, 128, 64 * 64 + 4 * (64 + 4 * 16)),
         (ExpertFormat("int4", 128, True), 64, 256, 64 * 128 + 4 * (64 + 2 * 32 + 64)),
+        (ExpertFormat("nvfp4", 16), 64, 128, 64 * 64 + 4 * (64 + 128)),
+        (ExpertFormat("mxfp4", 32), 64, 128, 64 * 64 + 4 * (64 + 64)),
+        (ExpertFormat("mxfp8", 32), 64, 128, 64 * 128 + 4 * (64 + 64)),
     ],
 )
 def test_packed_bytes_count_scales_zeros_and_padding(held: ExpertFormat, rows: int, cols: int, size_bytes: int) -> None:

@@ -130,6 +130,12 @@ inline Floats fused(const Floats& a, const Floats& b, const Floats& c) { return 
 inline Floats floats_of_halves(const uint16_t* from) { return _mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from)); }
 inline void narrow_to_bf16(const Floats& value, uint8_t* to) { store(_mm512_cvtneps_pbh(value), to); }
 
+// table[index], of a table of 16 bytes.
+inline Bytes look_up_nibbles(const uint8_t* table, const Bytes& index) {
+  const __m128i sixteen = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+  return (Bytes)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(0xffff, sixteen), (__m512i)index);
+}
+
 // A line of fp8 codes to two lines of bf16. `low`, `high`: the bytes of the bf16 that equals a code without its sign.
 // Two look-ups in tables of 128 bytes (VPERMI2B, which ignores the index's top bit: the sign), then the interleaving
 // for which the layout is designed.

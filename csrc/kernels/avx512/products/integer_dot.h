@@ -6,7 +6,7 @@
 //   add(sum, w, x)        w: bytes 0..255
 //   add_two(sum, w, x)    two lines; codes up to 63
 //   kHighInPlace          whether `add` of the high nibbles where they lie, 16 times their value, is as cheap
-//   fp4_levels(nibbles)   of the low nibbles; the high ones may be anything
+//   look_up(levels, nibbles)  by the low nibbles; the high ones may be anything
 //
 // Include only in a kernel's own translation unit.
 #pragma once
@@ -31,8 +31,8 @@ inline __m512i broadcast_dword(const uint8_t* from) {
 }
 
 // From a table of 16 bytes.
-inline __m512i fp4_by_shuffle(__m512i nibbles) {
-  const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kFp4Levels));
+inline __m512i look_up_by_shuffle(const uint8_t* levels, __m512i nibbles) {
+  const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(levels));
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), _mm512_and_si512(nibbles, _mm512_set1_epi8(15)));
 }
 
@@ -57,7 +57,7 @@ struct DotMadd {
         _mm512_add_epi16(_mm512_maddubs_epi16(w[0], x[0].bytes), _mm512_maddubs_epi16(w[1], x[1].bytes));
     return sum + Lanes(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
   }
-  static __m512i fp4_levels(__m512i nibbles) { return fp4_by_shuffle(nibbles); }
+  static __m512i look_up(const uint8_t* levels, __m512i nibbles) { return look_up_by_shuffle(levels, nibbles); }
 };
 
 #if defined(__AVX512VNNI__)
@@ -71,15 +71,15 @@ struct DotVnni {
   static Lanes add_two(Lanes sum, const __m512i (&w)[2], const Codes (&x)[2]) {
     return add(add(sum, w[0], x[0]), w[1], x[1]);
   }
-  static __m512i fp4_levels(__m512i nibbles) { return fp4_by_shuffle(nibbles); }
+  static __m512i look_up(const uint8_t* levels, __m512i nibbles) { return look_up_by_shuffle(levels, nibbles); }
 };
 #endif
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 // vpermb takes six bits of an index; the table is there four times.
 struct DotVnniVbmi : DotVnni {
-  static __m512i fp4_levels(__m512i nibbles) {
-    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kFp4Levels));
+  static __m512i look_up(const uint8_t* levels, __m512i nibbles) {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(levels));
     return _mm512_permutexvar_epi8(nibbles, _mm512_broadcast_i32x4(table));
   }
 };

@@ -1,5 +1,6 @@
 // Integer products of few rows with AVX-512, bound by memory: for formats whose group is one unit of lines (32 columns,
-// int6: 16). What a group does is fixed at compile time, since a group has no more than 4 to 8 lines for each block.
+// int6 and nvfp4: 16). What a group does is fixed at compile time, since a group has no more than 4 to 8 lines for each
+// block.
 //
 // Register tile: 1 row x 4 blocks, or up to 4 rows x 2. Two chains of sums where registers allow it: a single chain of
 // vpdpbusd would take 8 times its latency, and the processor would not reach the next group's lines meanwhile. The
@@ -24,6 +25,7 @@ enum class Factors {
   kByte,      // a scale of a byte and a float16
   kByteMins,  // the same, and a minimum
   kExponent,
+  kFp8,
 };
 
 constexpr bool by_byte(Factors factors) { return factors == Factors::kByte || factors == Factors::kByteMins; }
@@ -126,8 +128,7 @@ class FewRows {
   }
 
   void begin(int64_t g, FewSums<kRows, kBlocks>& sum) const {
-    constexpr int32_t kZeros[] = {0, 0, 128, 8, 16, 32, 12};
-    constexpr int32_t kZero = kFactors == Factors::kByteMins ? 0 : kZeros[static_cast<int>(kEncoding)];
+    constexpr int32_t kZero = kFactors == Factors::kByteMins ? 0 : zero_of(kEncoding);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const Lanes first = kZero ? Lanes(_mm512_set1_epi32(-kZero * t_.a_sums[r * t_.ld_groups + g])) : Lanes{};
@@ -193,7 +194,7 @@ class FewRows {
           to[0] = Dot::add(to[0], w[b][0], x[0]);
           to[1] = Dot::add(to[1], w[b][1], x[1]);
         } else {
-          to[kLine % kChains] = Dot::add_two(to[kLine % kChains], w[b], x);
+          to[kLine % kChains] = add_line_pair<Dot, kEncoding>(to[kLine % kChains], w[b], x);
         }
       }
     }
@@ -210,6 +211,7 @@ class FewRows {
     if constexpr (kFactors == Factors::kHalf) return halves(reinterpret_cast<const uint16_t*>(from));
     if constexpr (kFactors == Factors::kExponent)
       return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(sixteen(from)), 23));
+    if constexpr (kFactors == Factors::kFp8) return fp8_scales(from);
     return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(sixteen(from))), supers_.scale[b]);
   }
 
@@ -264,7 +266,8 @@ class FewRows {
 // A tile of few rows: by what its format has, or as many rows do.
 template <class Dot, Encoding kEncoding, int kRows, int kBlocks>
 void run_few(const IntegerTile& t) {
-  constexpr int64_t kUnit = kEncoding == Encoding::kInt6 ? kQuantizeUnit / 2 : kQuantizeUnit;
+  constexpr bool kHalfUnit = kEncoding == Encoding::kInt6 || kEncoding == Encoding::kFp4By16;
+  constexpr int64_t kUnit = kHalfUnit ? kQuantizeUnit / 2 : kQuantizeUnit;
   const Format& format = t.shape.format;
   const auto is = [&](Factors factors) {
     if (t.shape.activation_group() != kUnit || format.zero_points) return false;
@@ -275,6 +278,8 @@ void run_few(const IntegerTile& t) {
         return format.group != 0 && format.scales == Scales::kHalf;
       case Factors::kExponent:
         return format.scales == Scales::kExponent;
+      case Factors::kFp8:
+        return format.scales == Scales::kFp8;
       default:
         return format.scales == Scales::kByte && format.mins == (factors == Factors::kByteMins);
     }
@@ -287,17 +292,21 @@ void run_few(const IntegerTile& t) {
   if constexpr (kEncoding == Encoding::kInt8) {
     if (run_if.template operator()<Factors::kNone>()) return;
   }
-  if constexpr (kEncoding == Encoding::kInt8 || kEncoding == Encoding::kInt4 || kEncoding == Encoding::kInt5) {
+  if constexpr (kEncoding == Encoding::kInt8 || kEncoding == Encoding::kInt4 || kEncoding == Encoding::kInt5 ||
+                kEncoding == Encoding::kIq4) {
     if (run_if.template operator()<Factors::kHalf>()) return;
   }
   if constexpr (kEncoding == Encoding::kInt4 || kEncoding == Encoding::kInt5) {
     if (run_if.template operator()<Factors::kByteMins>()) return;
   }
-  if constexpr (kEncoding == Encoding::kInt6) {
+  if constexpr (kEncoding == Encoding::kInt6 || kEncoding == Encoding::kIq4) {
     if (run_if.template operator()<Factors::kByte>()) return;
   }
   if constexpr (kEncoding == Encoding::kFp4) {
     if (run_if.template operator()<Factors::kExponent>()) return;
+  }
+  if constexpr (kEncoding == Encoding::kFp4By16) {
+    if (run_if.template operator()<Factors::kFp8>()) return;
   }
   run_groups<Dot, kEncoding, kRows, kBlocks, true>(t);
 }

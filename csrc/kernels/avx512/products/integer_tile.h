@@ -65,7 +65,8 @@ struct CodeRows {
 // -zero * value for the zero that an encoding has without stored ones.
 template <Encoding kEncoding>
 inline Lanes minus_default_zero(Lanes value) {
-  if constexpr (kEncoding == Encoding::kFp4) return -((value << 3) + (value << 2));
+  if constexpr (is_fp4(kEncoding)) return -((value << 3) + (value << 2));
+  if constexpr (kEncoding == Encoding::kIq4) return value - (value << 7);
   constexpr int kBits = kEncoding == Encoding::kInt4   ? 3
                         : kEncoding == Encoding::kInt5 ? 4
                         : kEncoding == Encoding::kInt6 ? 5
@@ -113,7 +114,7 @@ template <class Dot, Encoding kEncoding, int kStep>
 inline __m512i levels(__m512i nibbles, __m512i high) {
   using Unit = Nibbles<kEncoding>;
   if constexpr (kStep % 2 == 1) nibbles = _mm512_srli_epi16(nibbles, 4);
-  if constexpr (kEncoding == Encoding::kFp4) return Dot::fp4_levels(nibbles);
+  if constexpr (levels_of_nibbles(kEncoding) != nullptr) return Dot::look_up(levels_of_nibbles(kEncoding), nibbles);
   const __m512i low = _mm512_and_si512(nibbles, _mm512_set1_epi8(15));
   if constexpr (Unit::kHighBits > 0) {
     constexpr int kShift = Unit::high_shift(kStep), kAndThenOr = 0xea;  // (a & b) | c
@@ -122,6 +123,13 @@ inline __m512i levels(__m512i nibbles, __m512i high) {
     return _mm512_ternarylogic_epi32(high, _mm512_set1_epi8(Unit::kHighMask), low, kAndThenOr);
   }
   return low;
+}
+
+// Adds the products of two lines.
+template <class Dot, Encoding kEncoding>
+inline Lanes add_line_pair(Lanes sum, const __m512i (&w)[2], const typename Dot::Codes (&x)[2]) {
+  if constexpr (kEncoding == Encoding::kIq4) return Dot::add(Dot::add(sum, w[0], x[0]), w[1], x[1]);
+  return Dot::add_two(sum, w, x);
 }
 
 // Adds the products of a unit of lines of nibbles. Few rows prefetch `ahead`
@@ -148,7 +156,7 @@ inline void add_nibbles(const uint8_t* const* lines, int64_t ahead, const CodeRo
     for (int r = 0; r < kRows; ++r) {
       const typename Dot::Codes x[2] = {Dot::codes(a.at(r) + kLine * 8), Dot::codes(a.at(r) + kLine * 8 + 4)};
 #pragma GCC unroll 4
-      for (int b = 0; b < kBlocks; ++b) sum.at[r][b] = Dot::add_two(sum.at[r][b], w[b], x);
+      for (int b = 0; b < kBlocks; ++b) sum.at[r][b] = add_line_pair<Dot, kEncoding>(sum.at[r][b], w[b], x);
     }
   };
   [&]<int... kLine>(std::integer_sequence<int, kLine...>) {
@@ -202,6 +210,12 @@ inline __m512 halves(const uint16_t* from) {
 }
 inline __m128i sixteen(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
 
+// Of e4m3 without a sign: where a float has the code's bits, they are the value times 2^-120, subnormals too.
+inline __m512 fp8_scales(const void* from) {
+  const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(sixteen(from)), 20);
+  return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f));
+}
+
 // The scales of group g of a block, for its rows.
 inline __m512 group_scale(const IntegerTile& t, const Block& block, int64_t g) {
   switch (t.shape.format.scales) {
@@ -215,6 +229,8 @@ inline __m512 group_scale(const IntegerTile& t, const Block& block, int64_t g) {
       const auto* bytes = static_cast<const uint8_t*>(block.group_scales) + g * kBlockRows;
       return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(sixteen(bytes)), 23));
     }
+    case Scales::kFp8:
+      return fp8_scales(static_cast<const uint8_t*>(block.group_scales) + g * kBlockRows);
     default:
       return halves(static_cast<const uint16_t*>(block.group_scales) + g * kBlockRows);
   }

@@ -10,7 +10,7 @@ and a weight is
 
 in float32, in the order in which the store's own `unpack` computes it, rounded once to the dtype that is asked for. A
 row scale beside scales of groups is a power of two, so that its product with them is exact: factors of groups are made
-first, and each weight is one product.
+first, and each weight is one product. (Of nvfp4 it is any number: there a weight may differ by one rounding.)
 
 Axes: n matrices, B blocks, R = 16 rows of a block, G groups of columns, L lines.
 """
@@ -31,11 +31,15 @@ MOST_WEIGHTS_AT_ONCE = 8 << 20
 TEMPORARY_BYTES = 12
 """The most bytes that dequantizing a weight takes beside its codes and its result."""
 
-_NAME = re.compile(r"(bf16|fp8_e4m3|int8|int4|int5|int6|mxfp4)(k?)(?:_g(\d+))?(_zp)?")
+_NAME = re.compile(r"(bf16|fp8_e4m3|mxfp8|int8|int4|int5|int6|mxfp4|nvfp4|iq4)(k?)(?:_g(\d+))?(_zp)?")
+# csrc/kernels/format.h: kIq4Levels - 127.
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _ZEROS = {"int8": 128, "int4": 8, "int5": 16, "int6": 32}
-_NIBBLE_LINES = {"int4": 1, "mxfp4": 1, "int5": 4, "int6": 2}  # of a unit
+_NIBBLE_LINES = {"int4": 1, "mxfp4": 1, "nvfp4": 1, "iq4": 1, "int5": 4, "int6": 2}  # of a unit
 _HIGH_BITS = {"int5": 1, "int6": 2}
-_BITS = {"bf16": 16, "fp8_e4m3": 8, "int8": 8, "int5": 5, "int6": 6, "int4": 4, "mxfp4": 4}
+_FP8, _FP4, _EXPONENTS = ("fp8_e4m3", "mxfp8"), ("mxfp4", "nvfp4"), ("mxfp4", "mxfp8")
+_BITS = {"bf16": 16, "int8": 8, "int5": 5, "int6": 6, "int4": 4, "iq4": 4} | dict.fromkeys(_FP8, 8)
+_BITS |= dict.fromkeys(_FP4, 4)
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ class PackedMatrix:
     def _levels(self, blocks: Tensor, lines: Tensor) -> Tensor:
         """[n, B, R, padded columns]: code - zero, exact."""
         encoding = self.format.encoding
-        if encoding == "fp8_e4m3":
+        if encoding in _FP8:
             # Byte 16 * (r / 4) + 8 * (col % 4 / 2) + 2 * (r % 4) + col % 2 of line col / 4.
             quarters = lines.unflatten(-1, (-1, 4, 2, 4, 2)).permute(0, 1, 3, 5, 2, 4, 6)
             return quarters.reshape(self._padded(blocks)).view(torch.float8_e4m3fn).to(torch.float32)
@@ -136,8 +140,10 @@ class PackedMatrix:
             codes = lines.unflatten(-1, (-1, BLOCK_ROWS, 4)).transpose(2, 3).reshape(self._padded(blocks))
         else:
             codes = self._nibbles(blocks, lines)
-        if encoding == "mxfp4":
+        if encoding in _FP4:
             return _fp4_levels(codes)
+        if encoding == "iq4":
+            return _iq4_values(codes)
         if not self.format.zero_points:
             return codes if self.format.has_minima else codes.sub_(_ZEROS[encoding]).view(torch.int8)
         zeros = _by_rows(self._part(blocks, self._zero_offset, self._groups * BLOCK_ROWS))
@@ -168,9 +174,12 @@ class PackedMatrix:
         at = self._row_scale_bytes
         if self.format.encoding == "fp8_e4m3":
             return self._part(blocks, at, 4 * self._groups).view(torch.float32)[:, :, None]
-        if self.format.encoding == "mxfp4":
+        if self.format.encoding in _EXPONENTS:
             exponents = _by_rows(self._part(blocks, at, self._groups * BLOCK_ROWS))
             return (exponents.to(torch.int32) << 23).view(torch.float32)
+        if self.format.encoding == "nvfp4":
+            scales = self._part(blocks, at, self._groups * BLOCK_ROWS).view(torch.float8_e4m3fn)
+            return _by_rows(scales.to(torch.float32))
         if self.format.by_byte:
             scales = _by_rows(self._part(blocks, at, self._groups * BLOCK_ROWS).view(torch.int8))
             return scales.to(torch.float32) * self._supers(blocks, self._super_offset)
@@ -224,7 +233,7 @@ class PackedMatrix:
         """After the scales of groups: a fp8 block of rows has one a group, others have one a row and group."""
         if not self.format.group:
             return self._row_scale_bytes
-        by_row = 1 if self.format.by_byte or self.format.encoding == "mxfp4" else 2
+        by_row = 1 if self.format.by_byte or self.format.encoding in (*_EXPONENTS, "nvfp4") else 2
         each = 4 if self.format.encoding == "fp8_e4m3" else by_row * BLOCK_ROWS
         return self._row_scale_bytes + _round_up(self._groups * each, LINE_BYTES)
 
@@ -253,6 +262,14 @@ def _fp4_levels(codes: Tensor) -> Tensor:
     exponent = (magnitude.clamp(min=2) >> 1) - 1
     level = torch.where(magnitude < 2, magnitude, ((magnitude & 1) | 2) << exponent).view(torch.int8)
     return torch.where(codes > 7, -level, level)
+
+
+def _iq4_values(codes: Tensor) -> Tensor:
+    """int8: the values of GGUF's IQ4 types, without a table as above."""
+    values = torch.full_like(codes, _IQ4[0], dtype=torch.int8)
+    for code, value in enumerate(_IQ4[1:], 1):
+        values.masked_fill_(codes == code, value)
+    return values
 
 
 def _by_rows(values: Tensor) -> Tensor:

@@ -20,11 +20,13 @@ TOLERANCES = {"bf16": 0.0, "fp8": 0.03, "int8": 0.012}
 TOLERANCES |= {"int4": 0.12, "int4_g32": 0.12, "int4_g128": 0.15, "int4_g128_zp": 0.15, "int8_g128": 0.012}
 TOLERANCES |= {"q8_0": 0.008, "q4_0": 0.11, "q5_0": 0.06, "mxfp4": 0.15, "q4_k": 0.1, "q5_k": 0.05, "q6_k": 0.025}
 
+TOLERANCES |= {"fp8_channel": 0.03, "nvfp4": 0.12, "mxfp8": 0.03, "iq4_nl": 0.1, "iq4_xs": 0.1}
+
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_store_reads_what_was_written(case: LayerCase, name: str, tmp_path: Path) -> None:
     form = FORMATS[name]
-    if name.endswith("_k"):
+    if name.endswith(("_k", "_xs")):
         case = LayerCase(BenchShape("whole blocks", 3, 2, 256, 512))
     shape = case.shape
     write_checkpoint(tmp_path, form.encoding, case.weights)

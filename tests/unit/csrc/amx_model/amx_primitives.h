@@ -168,6 +168,12 @@ inline void narrow_to_bf16(const Floats& value, uint8_t* to) {
   }
 }
 
+inline Bytes look_up_nibbles(const uint8_t* table, const Bytes& index) {
+  Bytes found{};
+  for (int i = 0; i < 64; ++i) found[i] = table[index[i]];
+  return found;
+}
+
 inline void look_up_fp8(const uint8_t* line, const uint8_t* low, const uint8_t* high, uint8_t* out) {
   for (int lane = 0; lane < 4; ++lane) {
     for (int i = 0; i < 16; ++i) {

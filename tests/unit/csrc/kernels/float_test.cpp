@@ -108,7 +108,7 @@ class FloatTest {
     const int64_t tokens = cols;
     std::vector<uint8_t> codes(static_cast<size_t>(rows * cols));
     for (int64_t i = 0; i < rows * cols; ++i) {
-      const int64_t all_bits = format.encoding == kt::Encoding::kFp4 ? 15 : top_code(format);
+      const int64_t all_bits = kt::levels_of_nibbles(format.encoding) ? 15 : top_code(format);
       const auto code = static_cast<uint8_t>((i % cols + i / cols) & all_bits);
       const bool nan = format.encoding == kt::Encoding::kFp8 && kt::fp8_is_nan(code);
       codes[static_cast<size_t>(i)] = nan ? 0 : code;

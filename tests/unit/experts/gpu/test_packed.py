@@ -84,16 +84,16 @@ def test_two_to_four_times_as_many_experts_fit() -> None:
 def test_the_form_follows_the_store_s_formats() -> None:
     assert chosen_form("auto", {1: "bf16", 2: "bf16"}) == "model"
     assert chosen_form("auto", {1: "bf16", 2: "int4k_g32+int6k_g16"}) == "published"
-    assert chosen_form("auto", {1: "int4_g32", 2: "nvfp4_g16"}) == "model"
+    assert chosen_form("auto", {1: "int4_g32", 2: "fp6_g32"}) == "model"
     assert chosen_form("published", {1: "bf16"}) == "published"
     assert chosen_form("model", {1: "int8"}) == "model"
 
 
 def test_a_format_that_is_not_known_is_refused() -> None:
-    assert packed_format("nvfp4_g16") is None and formats_of("int4_g32+nvfp4_g16") is None
+    assert packed_format("fp6_g32") is None and formats_of("int4_g32+fp6_g32") is None
     shape = ExpertShape(8, 64, 32)
-    with pytest.raises(InvalidValueError, match="published: experts in 'nvfp4_g16' can't be dequantized on the GPU"):
-        slot_bytes(shape, torch.bfloat16, "published", {0: "int8", 1: "nvfp4_g16"})
+    with pytest.raises(InvalidValueError, match="published: experts in 'fp6_g32' can't be dequantized on the GPU"):
+        slot_bytes(shape, torch.bfloat16, "published", {0: "int8", 1: "fp6_g32"})
 
 
 def test_a_buffer_of_another_size_is_refused() -> None:

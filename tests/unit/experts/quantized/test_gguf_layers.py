@@ -33,6 +33,7 @@ BF16_ACTIVATIONS = 2.0**-7
 MIXED = ("Q4_K", "Q6_K")  # gate and up, down: what llama.cpp calls Q4_K_M
 KINDS: dict[str, tuple[str, str]] = {
     **{kind: (kind, kind) for kind in ("BF16", "Q8_0", "Q4_0", "Q5_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K")},
+    **{kind: (kind, kind) for kind in ("IQ4_NL", "IQ4_XS")},
     "Q4_K_M": MIXED,
 }
 NAMES = {
@@ -44,6 +45,8 @@ NAMES = {
     "Q4_K": "int4k_g32",
     "Q5_K": "int5k_g32",
     "Q6_K": "int6k_g16",
+    "IQ4_NL": "iq4_g32",
+    "IQ4_XS": "iq4k_g32",
     "Q4_K_M": "int4k_g32+int6k_g16",
 }
 
@@ -146,7 +149,7 @@ def test_a_tokens_bits_do_not_depend_on_batch_threads_or_memory_nodes(name: str,
 
 def test_a_scale_that_is_no_number_is_refused_with_its_place(tmp_path: Path) -> None:
     experts = random_problem(2, 256, 256, 1, 1).experts
-    for kind, at in (("Q8_0", 0), ("Q4_K", 2), ("Q6_K", 208), ("MXFP4", 0)):
+    for kind, at in (("Q8_0", 0), ("Q4_K", 2), ("Q6_K", 208), ("MXFP4", 0), ("IQ4_XS", 0)):
         write(tmp_path, experts, (kind, kind))
         gate, up, down = (blocks_of(part, kind) for part in (experts.gate, experts.up, experts.down))
         size = BLOCKS[kind][1]

@@ -41,6 +41,8 @@ DISTINCT = [
     "int4_g128",
     "awq_g128",
     "gptq_int8_g32_zp",
+    "nvfp4",
+    "mxfp8",
 ]
 
 
@@ -83,7 +85,8 @@ def lora_of(slot: LoraSlot, leaves: list[Tensor]) -> list[moe.Lora]:
 def tolerance_of(dtype: torch.dtype, scheme: str) -> float:
     if dtype == torch.float32:
         return 2e-6
-    return SMALL_LAYER * INTEGER_ACTIVATIONS if "int" in SCHEMES[scheme].format else BF16_ACTIVATIONS
+    integers = any(part in SCHEMES[scheme].format for part in ("int", "fp4"))
+    return SMALL_LAYER * INTEGER_ACTIVATIONS if integers else BF16_ACTIVATIONS
 
 
 def relative(got: Tensor, wanted: Tensor) -> float:
@@ -169,7 +172,7 @@ def test_few_tokens_of_many_experts_have_the_same_bits_on_any_threads_and_nodes(
         assert torch.equal(other.forward(p.x, p.ids, p.weights), whole)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int8_g128", "int4_g32", "gptq_int4_g128_zp", "awq_g128"])
+@pytest.mark.parametrize("scheme", ["int8", "int8_g128", "int4_g32", "gptq_int4_g128_zp", "awq_g128", "nvfp4"])
 def test_integer_products_are_the_same_on_every_vector_instruction_set(scheme: str, open_layer: OpenLayer) -> None:
     """Sums of integers are exact, and the vector kernels scale them with the same fused operations in the same order.
 
