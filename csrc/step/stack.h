@@ -29,9 +29,9 @@ struct StackLinear {
 // Llama 4: some layers rotate nothing and multiply a token's queries by a temperature instead, the others see the keys
 // of their own chunk of the sequence only (`Stack::chunk`).
 struct GroupedQuery {
-  StackLinear qkv;                  // [(N + 2 K) D, H]: queries, keys, values; three parts for LoRA
-  TensorView query_norm, key_norm;  // [D], of each head, or [N D] and [K D], of all together; may be absent
-  TensorView keys, values;          // [S, K, D]
+  StackLinear qkv;                          // [(N + 2 K) D, H]: queries, keys, values; three parts for LoRA
+  TensorView query_norm, key_norm;          // [D], of each head, or [N D] and [K D], of all together; may be absent
+  TensorView keys, values;                  // [S, K, D]
   StackLinear out;                          // [H, N D]
   bool rotates = true, norms_last = false;  // the norms come before the rotary embedding, or after it
   bool is_chunked = false;

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from kt_runtime.adapters import AdapterTensors, LoraPair
 from kt_runtime.families import family_for
+from kt_runtime.families.stack import ExpertMlp
 
 
 def random_adapter(
@@ -64,9 +65,7 @@ def merge(model: torch.nn.Module, adapter: AdapterTensors) -> torch.nn.Module:
     """Adds the adapter to the weights of a Hugging Face model (transformers 5), in place."""
     parameters = dict(model.named_parameters())
     for name, pair in adapter.modules.items():
-        change = delta(pair, adapter.scaling)
-        weight = rows(parameters, name, is_transposed=_is_transposed(model, name))
-        weight.add_(change)
+        rows(parameters, name, _expert_mlp(model, name)).add_(delta(pair, adapter.scaling))
     return model
 
 
@@ -74,16 +73,19 @@ def delta(pair: LoraPair, scaling: float) -> torch.Tensor:
     return scaling * (pair.b @ pair.a)
 
 
-def rows(parameters: Mapping[str, torch.Tensor], module: str) -> torch.Tensor:
-    """The weight of `module`, a view: for routed experts, its rows of the fused parameter, as [E, out, in]. Only
-    gpt-oss has biases of experts, and with them interleaved and transposed parameters."""
+def _expert_mlp(model: Any, module: str) -> ExpertMlp:
+    config = model.config.to_dict()
+    return family_for(config).expert_mlp(config) if ".experts." in module else ExpertMlp()
+
+
+def rows(parameters: Mapping[str, torch.Tensor], module: str, mlp: ExpertMlp) -> torch.Tensor:
+    """The weight of `module`, a view: for routed experts, its rows of the fused parameter, as [E, out, in]."""
     parent, _, projection = module.rpartition(".")
     if not parent.endswith(".experts"):
         return parameters[f"{module}.weight"]
-    is_gpt_oss = f"{parent}.down_proj_bias" in parameters
+    fused = (parameters[f"{parent}.{name}"] for name in ("gate_up_proj", "down_proj"))
+    both, down = (tensor.mT if mlp.is_transposed else tensor for tensor in fused)
     if projection == "down_proj":
-        down = parameters[f"{parent}.down_proj"]
-        return down.mT if is_gpt_oss else down
-    both = parameters[f"{parent}.gate_up_proj"]
-    gate, up = (both.mT[:, 0::2], both.mT[:, 1::2]) if is_gpt_oss else both.chunk(2, dim=1)
+        return down
+    gate, up = (both[:, 0::2], both[:, 1::2]) if mlp.is_interleaved else both.chunk(2, dim=1)
     return gate if projection == "gate_proj" else up

@@ -48,8 +48,8 @@ class Seen:
     which takes part in the softmax."""
 
     window: int = 0
-    chunk: int = 0
     sinks: torch.Tensor | None = None
+    chunk: int = 0
 
 
 EVERYTHING = Seen()
@@ -127,7 +127,9 @@ def places_of(branches: Branches, length: int, device: torch.device) -> torch.Te
     return torch.where(place < second, place, place - second + prefix)
 
 
-def visible_keys(branches: Branches, length: int, device: torch.device, window: int = 0, chunk: int = 0) -> torch.Tensor:
+def visible_keys(
+    branches: Branches, length: int, device: torch.device, window: int = 0, chunk: int = 0
+) -> torch.Tensor:
     """[B, 1, S, S] attention mask: True where a query may see a key, for attention that needs a mask. `window` and
     `chunk`: as of `Seen`. B is 1 without branches."""
     place = torch.arange(length, device=device)

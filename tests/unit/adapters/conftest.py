@@ -114,6 +114,7 @@ GPT_OSS = _COMMON | {
     "num_local_experts": 4,
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention"],
+}
 LLAMA4 = _COMMON | {
     "architectures": ["Llama4ForCausalLM"],
     "model_type": "llama4_text",
@@ -206,6 +207,8 @@ def minimax_m2() -> TinyModel:
 @pytest.fixture
 def gpt_oss() -> TinyModel:
     return TinyModel(dict(GPT_OSS))
+
+
 def llama4() -> TinyModel:
     return TinyModel(dict(LLAMA4))
 

@@ -155,6 +155,9 @@ GPT_OSS = {
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "swiglu_limit": 7.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
 LLAMA4 = {
     "architectures": ["Llama4ForCausalLM"],
     "model_type": "llama4_text",

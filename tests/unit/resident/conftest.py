@@ -189,8 +189,6 @@ GPT_OSS = GROUPED_QUERY | {
     "swiglu_limit": 0.7,
     "rope_scaling": {**YARN, "rope_type": "yarn", "truncate": False},
 }
-FURTHER = {
-    "gpt_oss": GPT_OSS,
 LLAMA4 = GROUPED_QUERY | {
     "architectures": ["Llama4ForCausalLM"],
     "model_type": "llama4_text",
@@ -208,6 +206,7 @@ LLAMA4 = GROUPED_QUERY | {
     "rms_norm_eps": 1e-5,
 }
 FURTHER = {
+    "gpt_oss": GPT_OSS,
     "llama4": LLAMA4,
     "llama4 without norms": LLAMA4 | {"use_qk_norm": False, "interleave_moe_layer_step": 1, "num_local_experts": 4},
     "minimax_m2": MINIMAX_M2,
@@ -536,7 +535,7 @@ def merged_weights(
     """The model's weights that LoRA changes, as W + scaling * B A."""
     parameters, weights = dict(model.named_parameters()), {}
     config: Any = model.config
-    is_transposed = family_for(config.to_dict()).expert_mlp(config.to_dict()).is_transposed
+    mlp = family_for(config.to_dict()).expert_mlp(config.to_dict())
     for module in modules:
         delta = scaling * values[f"{module.name}.lora_B"] @ values[f"{module.name}.lora_A"]
         if not module.num_experts:
@@ -545,12 +544,11 @@ def merged_weights(
         parent, _, projection = module.name.rpartition(".")
         name = f"{parent}.{'down_proj' if projection == 'down_proj' else 'gate_up_proj'}"
         whole = weights.get(name, parameters[name])
-        is_gpt_oss = f"{parent}.down_proj_bias" in parameters  # interleaved and transposed
         if projection != "down_proj":
             other = torch.zeros_like(delta)
             pair = [delta, other] if projection == "gate_proj" else [other, delta]
-            delta = torch.stack(pair, dim=2).flatten(1, 2) if is_gpt_oss else torch.cat(pair, dim=1)
-        weights[name] = whole + (delta.mT if is_gpt_oss else delta)
+            delta = torch.stack(pair, dim=2).flatten(1, 2) if mlp.is_interleaved else torch.cat(pair, dim=1)
+        weights[name] = whole + (delta.mT if mlp.is_transposed else delta)
     return weights
 
 
