@@ -31,7 +31,7 @@ struct GroupedQuery {
   TensorView query_norm, key_norm;  // [D], of each head, or [N D] and [K D], of all together; may be absent
   TensorView keys, values;          // [S, K, D]
   StackLinear out;                  // [H, N D]
-  TensorView sinks;                 // [N] float32: of each head a score without a value; may be absent
+  TensorView sinks = {};            // [N] float32: of each head a score without a value; may be absent
   int64_t window = 0;               // keys that a query sees at most; 0: all
 };
 
@@ -65,7 +65,7 @@ struct GatedMlp {
 
 struct RoutedExperts {
   TensorView gate;                     // [E, H]; where experts are chosen in groups perhaps in float32
-  TensorView gate_bias;                // [E], of the logits of a softmax; may be absent
+  TensorView gate_bias = {};           // [E], of the logits of a softmax; may be absent
   TensorView bias;                     // [E] float32, of the choice in groups; may be absent
   std::shared_ptr<ExpertLayer> layer;  // null: there are none
   int64_t place = 0;                   // among the layers that have routed experts

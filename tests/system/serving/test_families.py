@@ -31,6 +31,7 @@ WRITTEN = {
     "glm4_moe": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
     "glm4_moe_lite": ({"dtype": torch.bfloat16, "fused": True}, ""),
     "minimax_m2": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
+    "gpt_oss": ({"dtype": torch.bfloat16}, ""),
 }
 
 
