@@ -20,7 +20,6 @@ from kt_runtime.adapters.gguf_lora import COMPARED, NOT_APPLIED, NOT_EXPRESSIBLE
 from kt_runtime.adapters.peft_directory import CONFIG_FILE, PREFIX, TENSOR_FILE
 from kt_runtime.families import MLP, SHARED, Family, family_for
 
-
 _FUSED = (".experts", ".experts.base_layer")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 

@@ -137,9 +137,7 @@ def _backend_class() -> type:
             queries = q.reshape(-1, heads, layer.qk_head_dim)
             sinks = None if sinks is None else sinks.detach().float()
             window = window_of(layer)
-            out = attend(
-                queries, keys, values, sequences, layer.scaling, layer.logit_cap, sinks=sinks, window=window
-            )
+            out = attend(queries, keys, values, sequences, layer.scaling, layer.logit_cap, sinks=sinks, window=window)
             return out.view(-1, heads * layer.v_head_dim)
 
         forward_decode = forward_extend

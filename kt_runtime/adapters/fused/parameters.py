@@ -138,9 +138,7 @@ def _rows(b: torch.Tensor, is_interleaved: bool) -> tuple[torch.Tensor, torch.Te
     return gate, up
 
 
-def _pairs(
-    tensors: Mapping[str, torch.Tensor], where: str
-) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(tensors: Mapping[str, torch.Tensor], where: str) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
     """A and B by the experts' module and ".base_layer" or ""."""
     found: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():

@@ -64,9 +64,7 @@ class SoftmaxRouter(nn.Module):
 
     routes: LayerRoutes | None = None
 
-    def __init__(
-        self, num_experts: int, hidden: int, top_k: int, *, normalises: bool, has_bias: bool = False
-    ) -> None:
+    def __init__(self, num_experts: int, hidden: int, top_k: int, *, normalises: bool, has_bias: bool = False) -> None:
         super().__init__()
         self.top_k, self.normalises = top_k, normalises
         self.weight = nn.Parameter(torch.empty(num_experts, hidden))

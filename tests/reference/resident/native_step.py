@@ -46,7 +46,10 @@ CASES: dict[str, tuple[Preset, dict[str, Any], str, dict[str, str]]] = {
     "GLM-4.5-Air, bfloat16": (load_preset("tiny-glm4-moe"), AIR, "bfloat16", {}),
     "MiniMax-M2, bfloat16": (load_preset("tiny-minimax-m2"), {}, "bfloat16", {}),
     "gpt-oss, float32": (load_preset("tiny-gpt-oss"), {}, "float32", {}),
-    **{f"gpt-oss, bfloat16, {isa}": (load_preset("tiny-gpt-oss"), {}, "bfloat16", {"isa": isa}) for isa in instruction_sets()},
+    **{
+        f"gpt-oss, bfloat16, {isa}": (load_preset("tiny-gpt-oss"), {}, "bfloat16", {"isa": isa})
+        for isa in instruction_sets()
+    },
     "GLM-4.7-Flash, bfloat16": (load_preset("tiny-glm4-moe-lite"), {}, "bfloat16", {}),
     "DeepSeek-V2, bfloat16": (DEEPSEEK_V2, {}, "bfloat16", {}),
     "DeepSeek-V2, float32, one group": (DEEPSEEK_V2, UNGROUPED, "float32", {}),

@@ -1,4 +1,4 @@
-"""gpt-oss in SGLang's own scheduler: a token's bits depend on its own sequence alone, over windows and chunks of keys."""
+"""gpt-oss in SGLang's own scheduler: a token's bits depend on its own sequence alone, also behind a window."""
 
 from __future__ import annotations
 

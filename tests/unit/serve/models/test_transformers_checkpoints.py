@@ -73,7 +73,7 @@ def test_every_layout_and_type_is_the_same_model(tmp_path: Path, preset: Preset)
     for name, (dtype, settings) in WRITTEN.items():
         directory = save(preset, tmp_path / name, DTYPES[dtype], **settings)
         is_fused = any(tensor.endswith("experts.gate_up_proj") for tensor in names(directory))
-        assert is_fused == bool(settings.get("fused"))
+        assert is_fused == (bool(settings.get("fused")) or family_for(preset.config).fuses_experts)
         assert (directory / "model.safetensors.index.json").is_file() == ("shard_bytes" in settings)
         _, types = checked_checkpoint(directory)
         assert types is not None and (types.dense, types.experts) == ({dtype}, {dtype})

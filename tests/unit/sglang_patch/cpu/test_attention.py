@@ -11,7 +11,7 @@ from reference.decoder import attention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from kt_runtime.errors import InvalidValueError
-from kt_runtime.sglang_patch.cpu.attention import create_backend, window_of, decode_sequences, extend_sequences
+from kt_runtime.sglang_patch.cpu.attention import create_backend, decode_sequences, extend_sequences, window_of
 
 TABLE = torch.arange(100, 160, dtype=torch.int32).view(3, 20)  # request, position -> slot
 
