@@ -37,7 +37,7 @@ struct GroupedQuery {
   bool is_chunked = false;
   TensorView temperatures;  // [P / every + 1] float32, taken at (position + 1) / every; may be absent
   int64_t temperature_every = 1;
-  TensorView sinks;    // [N] float32: of each head a score without a value; may be absent
+  TensorView sinks = {};  // [N] float32: of each head a score without a value; may be absent
   int64_t window = 0;  // keys that a query sees at most; 0: all
 };
 
@@ -71,7 +71,7 @@ struct GatedMlp {
 
 struct RoutedExperts {
   TensorView gate;                     // [E, H]; where experts are chosen in groups perhaps in float32
-  TensorView gate_bias;                // [E], of the logits of a softmax; may be absent
+  TensorView gate_bias = {};           // [E], of the logits of a softmax; may be absent
   TensorView bias;                     // [E] float32, of the choice in groups; may be absent
   std::shared_ptr<ExpertLayer> layer;  // null: there are none
   int64_t place = 0;                   // among the layers that have routed experts

@@ -21,6 +21,7 @@ from kt_runtime.serve.requests.checks.middleware import RequestMiddleware
 from kt_runtime.serve.requests.checks.models import ServedModels
 from kt_runtime.serve.requests.checks.parsers import KnownParsers
 from kt_runtime.serve.requests.checks.prompts import check_prompts
+from kt_runtime.serve.requests.checks.responses import ResponsesThere
 from kt_runtime.serve.requests.checks.tools import check_tools
 from kt_runtime.serve.requests.checks.volume import VolumeLimit
 
@@ -58,13 +59,14 @@ class FrontDoor:
         from fastapi.middleware.cors import CORSMiddleware
 
         from kt_runtime.serve.requests.checks.validation_errors import answer_validation_error
-        from kt_runtime.sglang_patch.frontend.http_server import parser_names
+        from kt_runtime.sglang_patch.frontend.http_server import has_responses, parser_names
 
         app.user_middleware[:] = [one for one in app.user_middleware if one.cls is not CORSMiddleware]
         app.add_exception_handler(RequestValidationError, answer_validation_error)
         parsers = KnownParsers(*parser_names())
         volume = VolumeLimit(self._context_tokens, self._longest_tokens)
-        checks = [check_prompts, check_tools, volume.check, self.models.check, parsers.check]
+        responses = ResponsesThere(lambda: has_responses(app))
+        checks = [check_prompts, check_tools, volume.check, self.models.check, parsers.check, responses.check]
         app.add_middleware(RequestMiddleware, fields_of=rule_for, max_body_bytes=self.max_body_bytes, checks=checks)
         app.add_middleware(SharedHealth, stalled=lambda: self.stalled())
         if self.policy.origins.allowed:

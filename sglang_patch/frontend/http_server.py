@@ -259,6 +259,11 @@ def adapter_by_plain_name(original: Callable[..., Any], serving: Any, model: str
     return base, None
 
 
+def has_responses(app: FastAPI) -> bool:
+    """Whether SGLang could prepare /v1/responses when the server started; it only logs why not."""
+    return hasattr(app.state, "openai_serving_responses")
+
+
 def parser_names() -> tuple[frozenset[str], frozenset[str]]:
     """SGLang's parsers of tool calls and of reasoning."""
     from sglang.srt.function_call.function_call_parser import FunctionCallParser

@@ -3,8 +3,8 @@
 Symbols (SGLang 0.5.23):
 
 - `arg_groups.model_hook.attention_backends_of`: SGLang serves gpt-oss with the attention backends of a list, which are
-  those that compute sinks and sliding windows. `kt_cpu` does, too (`cpu/attention.py`). In this module only, SGLang sees
-  the name of its own backend for CPUs in its place; other backends are refused as before.
+  those that compute sinks and sliding windows. `kt_cpu` does, too (`cpu/attention.py`). In this module only, SGLang
+  sees the name of its own backend for CPUs in its place; other backends are refused as before.
 - `models.gpt_oss.GptOssForCausalLM.__init__`: SGLang makes attention's matrices and the router's in the dtype that
   config.json names, whatever `--dtype` says. Here the config names the dtype in which SGLang makes all others.
 - `models.gpt_oss.GptOssAttention.__init__`: SGLang makes the sinks in bfloat16, whatever the model's dtype is. Hugging

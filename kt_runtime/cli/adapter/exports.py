@@ -142,4 +142,4 @@ def _name(dtype: torch.dtype | None) -> str:
     return str(dtype or torch.bfloat16).removeprefix("torch.")
 
 
-_WRITERS = {"peft": _peft, "sglang": _sglang, "merged": _merged, "gguf": _gguf}
+_WRITERS: dict[str, Callable[..., None]] = {"peft": _peft, "sglang": _sglang, "merged": _merged, "gguf": _gguf}

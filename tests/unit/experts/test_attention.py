@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -160,7 +161,7 @@ def test_windows_and_sinks(isa: str, dtype: torch.dtype, window: int, has_sinks:
     dense.configure(isa, 1)
     pool = drawn_pool(SHAPES[0], dtype, [(0, 40), (0, 600), (1900, 2)])
     sinks = torch.linspace(-3, 4, SHAPES[0][0]) if has_sinks else None
-    options = {"sinks": sinks, "window": window}
+    options: dict[str, Any] = {"sinks": sinks, "window": window}
     wide = attend(pool.q, pool.keys, pool.values, pool.sequences(), 0.2, out_dtype=torch.float32, **options)
     for index in range(3):
         q, k, v = (rows.double() for rows in pool.alone(index))

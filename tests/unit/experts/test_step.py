@@ -37,6 +37,7 @@ GROUPED_QUERY = {
     "values": (9, KEY_HEADS, SIZE),
     "out": (HIDDEN, QUERIES),
     "out_bias": (HIDDEN,),
+    "sinks": (HEADS,),
 }
 LATENT_ATTENTION = {
     "compress": (QUERY_RANK + LATENT + SIZE, HIDDEN),
@@ -49,7 +50,7 @@ LATENT_ATTENTION = {
     "out": (HIDDEN, HEADS * VALUE),
 }
 MLP = {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
-ROUTED = {"gate": (EXPERTS, HIDDEN)}
+ROUTED = {"gate": (EXPERTS, HIDDEN), "gate_bias": (EXPERTS,)}
 LORA = {
     "qkv_a": (LORA_SLOTS, 3 * RANK, HIDDEN),
     "qkv_b": (LORA_SLOTS, QKV, RANK),
@@ -159,7 +160,7 @@ def refusal(table: Table, **options: Any) -> str:
 def test_the_table_of_these_tests_is_whole(table: Table) -> None:
     parts = {"attention": GroupedQuery, "latent": Latent, "mlp": GatedMlp, "routed": RoutedExperts}
     for place, part in parts.items():
-        assert PARTS[place].keys() == {field.name for field in fields(part)} - {"bias", "experts"}
+        assert PARTS[place].keys() == {field.name for field in fields(part)} - {"bias", "experts", "window"}
     assert NORMS.keys() == {field.name for field in fields(StepLayer)} - {"attention", "mlp", "routed"}
     of_latent = {f"{name}_{side}" for name in ("compress", "query", "kv_b") for side in "ab"}
     assert LORA.keys() == {field.name for field in fields(LayerLora)} - of_latent
@@ -222,8 +223,8 @@ def test_a_missing_tensor_is_refused_with_its_name(table: Table, place: str, nam
         del tensors[name]
     else:
         tensors[name] = None
-    if "bias" in name or (place == "attention" and name.endswith("_norm")):
-        assert table.build().scratch_bytes == 0, "a layer may have no biases, and no norms of queries and keys"
+    if "bias" in name or (place == "attention" and name.endswith(("_norm", "sinks"))):
+        assert table.build().scratch_bytes == 0, "a layer may have no biases, no sinks, no norms of queries and keys"
     else:
         assert refusal(table) == ABSENT.get((place, name), f"{prefix(place)}{name} is missing")
 
@@ -311,3 +312,8 @@ def test_the_chosen_experts_are_handed_out_and_change_nothing(table: Table) -> N
     assert torch.equal(step.run(*batch)[0], plain)
     with pytest.raises(InvalidValueError, match=re.escape("routes has shape [1, 2, 2]; expected [2, 2, 2]")):
         step.run(*batch, routes=routes[:1])
+
+
+def test_a_negative_window_is_refused_with_its_value(table: Table) -> None:
+    table.parts["attention"][1]["window"] = -3
+    assert refusal(table) == "layers[1].attention.window is -3; allowed: 0 or more"

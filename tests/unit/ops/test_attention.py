@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from reference.decoder import attention as attention_of
@@ -33,7 +35,7 @@ def tensors(shape: tuple[int, ...], tokens: int, keys: int, seed: int = 0) -> In
 
 
 def attended(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, cap: float = 0.0, **kwargs: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, cap: float = 0.0, **kwargs: Any
 ) -> torch.Tensor:
     """One sequence."""
     return attend_batch(q[None], k[None], v[None], scaling, cap, **kwargs)[0]
@@ -124,8 +126,8 @@ def test_gradients_with_a_window_and_sinks_are_those_of_the_definition(
     out = attend_batch(q, k, v, 0.3, log_sums=log_sums, sinks=sinks, window=window)
     grad_out = drawn(1, tokens, shape[0], shape[3], seed=4)
     found = attend_batch_backward(grad_out, q, k, v, out, log_sums, 0.3, window)
-    wide = [x.double().requires_grad_() for x in inputs]
-    expected_out = attention_of(*wide, 0.3, window=window, sinks=sinks)
+    q, k, v = wide = [x.double().requires_grad_() for x in inputs]
+    expected_out = attention_of(q, k, v, 0.3, window=window, sinks=sinks)
     torch.testing.assert_close(out[0].double(), expected_out, atol=3 * TOLERANCE, rtol=0)  # 2.1e-6 measured
     expected = torch.autograd.grad(expected_out, wide, grad_out[0].double())
     for by_x, wanted in zip(found, expected, strict=True):

@@ -388,7 +388,7 @@ def rotary_table(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.Ten
     """[positions, D]: D / 2 cosines, then D / 2 sines, of Hugging Face's module."""
     places = torch.arange(config["max_position_embeddings"])[None]
     tables = model.get_submodule("model.rotary_emb")(torch.zeros(1), places)
-    half = model.get_buffer("model.rotary_emb.inv_freq").numel()
+    half = model.get_submodule("model.rotary_emb").get_buffer("inv_freq").numel()
     both = (tables.real, tables.imag) if isinstance(tables, torch.Tensor) else tables
     cos, sin = (table[..., :half] for table in both)
     return torch.cat([cos[0], sin[0]], dim=-1)

@@ -44,8 +44,7 @@ def test_what_peft_trained_is_read_and_computes_the_same(tmp_path: Path, gpt_oss
 
 def test_a_pair_for_each_expert_is_written_where_it_is_asked_for(tmp_path: Path, gpt_oss: Any) -> None:
     adapter = gpt_oss.adapter("all")
-    options = {"max_rank": 8, "fuses_experts": False}
-    write_peft_directory(tmp_path / "a", adapter, gpt_oss.family, gpt_oss.config, **options)
+    write_peft_directory(tmp_path / "a", adapter, gpt_oss.family, gpt_oss.config, max_rank=8, fuses_experts=False)
     names = load_file(tmp_path / "a" / "adapter_model.safetensors")
     assert "base_model.model.model.layers.1.mlp.experts.3.up_proj.lora_B.weight" in names
     assert content_hash(read(gpt_oss, tmp_path / "a")) == content_hash(adapter)

@@ -46,7 +46,7 @@ def test_experts_are_on_the_cpu_and_the_rest_on_the_gpu_when_there_is_one() -> N
 
 @pytest.mark.parametrize(
     ("preset", "bytes_a_weight"),
-    [("DeepSeek-V3-bf16", 2), ("DeepSeek-V3", 1), ("Kimi-K2", 1), ("Kimi-K2-Thinking", 0.5625)],
+    [("DeepSeek-V3-bf16", 2), ("DeepSeek-V3", 1), ("Kimi-K2", 1), ("Kimi-K2-Thinking", 0.5625), ("gpt-oss-20b", 0.534)],
 )
 def test_experts_are_counted_in_the_checkpoints_format_and_the_rest_is_not(preset: str, bytes_a_weight: float) -> None:
     config = load_preset(preset).config

@@ -94,7 +94,7 @@ def test_quantized_checkpoints_pass_whatever_part_of_them_is(
     assert check_checkpoint(directory)["quantization_config"]["quant_method"]
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "mxfp4", "fp9"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "fp9"])
 def test_an_unknown_quantization_is_refused_by_name_with_the_known_ones(checkpoint: Path, method: str) -> None:
     edit_config(checkpoint, quantization_config={"quant_method": method})
     message = refusal(checkpoint, UnknownNameError)

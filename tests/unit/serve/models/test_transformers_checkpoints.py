@@ -40,9 +40,8 @@ def store(directory: Path) -> ExpertStore:
     family = family_for(config)
     keys = {layer: family.expert_prefix(layer) for layer in family.moe_layers(config)}
     shape = ExpertShape(*family.expert_shape(config))
-    return ExpertStore.load(
-        directory, keys, shape, num_threads=1, rename=family.our_name, mlp=family.expert_mlp(config)
-    )
+    mlp = family.expert_mlp(config)
+    return ExpertStore.load(directory, keys, shape, num_threads=1, rename=family.our_name, mlp=mlp)
 
 
 def fingerprint(directory: Path) -> str:
