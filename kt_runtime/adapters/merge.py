@@ -14,8 +14,8 @@ FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 class Merger:
     """Merges the tensors of a checkpoint one by one, by their Hugging Face names; each routed expert separately, or a
-    layer's experts in transformers' fused tensors `NAME.gate_up_proj` [E, 2 I, H] and `NAME.down_proj` [E, H, I]; or, if
-    `is_transposed`, [E, H, 2 I] and [E, I, H].
+    layer's experts in transformers' fused tensors `NAME.gate_up_proj` [E, 2 I, H] and `NAME.down_proj` [E, H, I], or
+    [E, H, 2 I] and [E, I, H] if `is_transposed`.
 
     `left`: names of adapted matrices that have not been merged yet.
     """

@@ -166,8 +166,9 @@ class Step:
     """Built once for a model; `run` computes a batch. Not thread-safe. Keeps the tensors alive.
 
     `scalars`: heads, top_k, normalises, epsilon, scaling, interleaved, weighs_input, chunk, and groups, the router's
-    (groups, top_groups, is_sigmoid, scaling) or None (`families.stack`). `tensors`: embedding [V, H], final_norm [H], angles [P, D] or
-    [P, rope] (of each position the cosines, then the sines). `lora`: of as many layers; None: batches have no adapters.
+    (groups, top_groups, is_sigmoid, scaling) or None (`families.stack`). `tensors`: embedding [V, H], final_norm [H],
+    angles [P, D] or [P, rope] (of each position the cosines, then the sines). `lora`: of as many layers; None: batches
+    have no adapters.
     InvalidValueError: a tensor that does not fit.
     """
 

@@ -14,7 +14,6 @@ from kt_runtime.experts.step import GatedMlp, GroupedQuery, Latent, LoraPool, Ro
 from kt_runtime.families import stack as table
 from kt_runtime.ops.row_factors import temperatures
 
-
 SCALARS = ("heads", "top_k", "normalises", "epsilon", "interleaved", "weighs_input", "chunk")
 """Of `DecoderStack`, which the step takes as they are."""
 

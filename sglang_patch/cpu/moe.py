@@ -220,8 +220,8 @@ def _check_layer(layer: Any, num_experts: int) -> None:
     expected = {"activation": "silu", "is_gated": True, "no_combine": False}
     if config.apply_router_weight_on_input and config.top_k not in (None, 1):
         raise InvalidValueError(
-            f"{layer.layer_name}: apply_router_weight_on_input with {config.top_k} experts per token; an expert's input "
-            "has one weight"
+            f"{layer.layer_name}: apply_router_weight_on_input with {config.top_k} experts per token; an expert's "
+            "input has one weight"
         )
     for name, value in expected.items():
         if getattr(config, name) != value:

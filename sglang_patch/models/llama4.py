@@ -66,9 +66,9 @@ def check_backend(_result: None, runner: Any, *_: Any, **__: Any) -> None:
     for backend in (runner.prefill_attention_backend_str, runner.decode_attention_backend_str):
         if backend not in CHUNKED_BACKENDS:
             raise InvalidValueError(
-                f"the attention backend is {backend!r}, which does not attend within Llama 4's chunks of {chunk} tokens, "
-                f"and the context has {context}; allowed: {' or '.join(sorted(CHUNKED_BACKENDS))}, or --context-length "
-                f"{chunk} at most"
+                f"the attention backend is {backend!r}, which does not attend within Llama 4's chunks of {chunk} "
+                f"tokens, and the context has {context}; allowed: {' or '.join(sorted(CHUNKED_BACKENDS))}, or "
+                f"--context-length {chunk} at most"
             )
 
 
