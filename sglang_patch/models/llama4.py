@@ -69,7 +69,7 @@ def check_backend(_result: None, runner: Any, *_: Any, **__: Any) -> None:
             raise InvalidValueError(
                 f"the attention backend is {backend!r}, which does not attend within Llama 4's chunks of {chunk} "
                 f"tokens, and the context has {context}; allowed: {' or '.join(sorted(CHUNKED_BACKENDS))}, or "
-                f"--context-length {chunk} at most"
+                f"--context-tokens {chunk} at most"
             )
 
 

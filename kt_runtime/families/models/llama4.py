@@ -142,6 +142,11 @@ class Llama4(GroupedQueryFamily):
         key = "shared_expert_intermediate_size"
         return {} if config.get(key) is not None else {key: self.shared_intermediate(config)}
 
+    def rotary_table_numbers(self, config: Config, positions: int | None) -> int:
+        """Scout's 10 million positions take gigabytes."""
+        most = integer(config, "max_position_embeddings")
+        return min(positions or most, most) * self.head_dim(config)
+
     def rotates_adjacent(self, config: Config) -> bool:
         return True
 
