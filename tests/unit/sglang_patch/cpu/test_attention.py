@@ -77,6 +77,7 @@ def run_backend(
     """Runs request 1 in steps of its positions: the last ones, of one token each, as decode steps."""
     runner = SimpleNamespace(
         sliding_window_size=None,
+        attention_chunk_size=None,
         req_to_token_pool=SimpleNamespace(req_to_token=TABLE),
         token_to_kv_pool=Pool(k, v, kv_dtype),
     )
@@ -104,4 +105,4 @@ def run_backend(
 
 def test_a_sliding_window_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="sliding window of 512"):
-        create_backend(SimpleNamespace(sliding_window_size=512))
+        create_backend(SimpleNamespace(sliding_window_size=512, attention_chunk_size=None))
