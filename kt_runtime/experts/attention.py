@@ -47,12 +47,13 @@ def in_chunks(sequences: Sequences, chunk: int) -> Sequences:
     """The sequences of chunked attention, in which a query sees the keys of its own chunk of `chunk` positions only.
 
     Each sequence is cut into one for each chunk that has queries, whose first key is the chunk's first
-    (csrc/ops/attention/chunked.h); their slots are copied. Where none is longer than a chunk, the result is `sequences`.
+    (csrc/ops/attention/chunked.h); slots are copied. Where none is longer than a chunk, the result is `sequences`.
     """
     rows = sequences.rows.tolist()
     if all(prefix + queries <= chunk for _, queries, prefix, _ in rows):
         return sequences
-    parts, own = [], []
+    parts: list[list[int]] = []
+    own: list[Tensor] = []
     for first_query, queries, prefix, place in rows:
         at = 0
         while at < queries:

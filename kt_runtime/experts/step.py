@@ -166,14 +166,16 @@ class BatchLora:
 
 
 NO_LORA = BatchLora()
+NO_CHUNKS = {"weighs_input": False, "chunk": 0}
 
 
 class Step:
     """Built once for a model; `run` computes a batch. Not thread-safe. Keeps the tensors alive.
 
-    `scalars`: heads, top_k, normalises, epsilon, scaling, interleaved, weighs_input, chunk, and groups, the router's
-    (groups, top_groups, is_sigmoid, scaling) or None (`families.stack`). `tensors`: embedding [V, H], final_norm [H], angles [P, D] or
-    [P, rope] (of each position the cosines, then the sines). `lora`: of as many layers; None: batches have no adapters.
+    `scalars`: heads, top_k, normalises, epsilon, scaling, interleaved, perhaps weighs_input and chunk, and groups, the
+    router's (groups, top_groups, is_sigmoid, scaling) or None (`families.stack`). `tensors`: embedding [V, H],
+    final_norm [H], angles [P, D] or [P, rope] (of each position the cosines, then the sines). `lora`: of as many
+    layers; None: batches have no adapters.
     InvalidValueError: a tensor that does not fit.
     """
 
@@ -192,6 +194,7 @@ class Step:
         if len(pools) != len(layers):
             raise InvalidValueError(f"the LoRA pool has {len(pools)} layers; the decoder stack has {len(layers)}")
         table = {
+            **NO_CHUNKS,
             **scalars,
             "lora_slots": 0 if lora is None else lora.slots,
             "lora_rank": 0 if lora is None else lora.rank,

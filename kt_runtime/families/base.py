@@ -182,6 +182,10 @@ class Family(ABC):
         """Whether the rotary embedding rotates pairs of adjacent elements, else of elements half a head apart."""
         return False
 
+    def rotary_table_numbers(self, config: Config, positions: int | None) -> int:
+        """Numbers of the rotary table for contexts of so many positions, None: the model's; 0: not worth counting."""
+        return 0
+
     def expert_prefix(self, layer: int) -> str:
         return f"model.layers.{layer}.{self.mlp_name}.experts"
 

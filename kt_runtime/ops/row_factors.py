@@ -38,7 +38,7 @@ def _scaled(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 @cache
 def temperatures(every: int, strength: float, positions: int) -> torch.Tensor:
-    """float32 [positions / every + 1]: what multiplies the queries of the positions [i * every - 1, (i + 1) * every - 1),
+    """float32 [positions / every + 1]: what multiplies the queries at positions [i * every - 1, (i + 1) * every - 1),
     1 + strength * ln(1 + i) (arXiv:2501.19399), from float64. The result must not be changed."""
     steps = range(positions // every + 1)
     return torch.tensor([1 + strength * math.log1p(step) for step in steps], dtype=torch.float32, device="cpu")

@@ -42,6 +42,7 @@ CONTEXT_BYTES = 5 * GIB // 4
 STAGED_TOKENS = 8192
 NO_GRAPHS = "--no-graphs"
 NO_JOBS = "--finetuning-dir off"
+CONTEXT_TOKENS = "--context-tokens"
 TO_GIVE = (NO_GRAPHS, NO_JOBS)
 # fp32 master weight, gradient and both moments of AdamW.
 TRAINED_PARAMETER_BYTES = 4 * 4
@@ -58,7 +59,8 @@ class ServingShape:
     cache's size. `gpu_expert_bytes`: of hot experts on the GPU; `gpu_scratch_bytes`: of their dequantized weights.
     `ring_chunk_experts`: experts of a chunk of the ring that streams experts to the GPU, 0: no ring; `ring_bytes`: of
     its slots; `streamed_bytes`: of the tensors that a streamed call has beside them. `runs_jobs`: the fine-tuning API
-    is on. `graph_requests`, `graph_prefill_tokens`: of the largest graphs that SGLang captures; 0: none.
+    is on. `context_tokens`: of the longest sequence; None: the model's. `graph_requests`, `graph_prefill_tokens`: of
+    the largest graphs that SGLang captures; 0: none.
     """
 
     device: Device = "cpu"
@@ -81,6 +83,7 @@ class ServingShape:
     runs_jobs: bool = False
     graph_requests: int = 0
     graph_prefill_tokens: int = 0
+    context_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,7 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
     needs = [
         MemoryNeed("attention and dense weights", device, dense_bytes),
         MemoryNeed("absorbed copies of kv_b_proj", device, _absorbed_parameters(config) * shape.activation_bytes),
+        MemoryNeed("rotary tables", device, _rotary_bytes(config, shape), (CONTEXT_TOKENS,)),
         MemoryNeed("routed experts, packed", "cpu", num_moe_layers * layer_bytes(config, held)),
         MemoryNeed("one layer of experts while loading", "cpu", layer_bytes(config, stored)),
         MemoryNeed("KV cache", device, sequence * shape.activation_bytes, (shape.tokens_option,)),
@@ -282,6 +286,12 @@ def format_bytes(count: int) -> str:
 
 def _matrices(module: LoraModule) -> int:
     return module.num_experts if module.group == EXPERTS else 1
+
+
+def _rotary_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
+    """SGLang's table in float32, and copies in the activations' dtype for the native step and the training twin."""
+    copies = 2 * shape.activation_bytes if shape.activation_bytes < 4 else 0
+    return family_for(config).rotary_table_numbers(config, shape.context_tokens) * (4 + copies)
 
 
 def _absorbed_parameters(config: Mapping[str, Any]) -> int:

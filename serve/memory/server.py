@@ -28,6 +28,7 @@ def serving_shape(options: ServeOptions, *, with_gpu: bool) -> ServingShape:
     return ServingShape(
         device="gpu" if with_gpu else "cpu",
         max_total_tokens=options.max_total_tokens,
+        context_tokens=options.context_tokens,
         activation_bytes=4 if options.dtype == "float32" else 2,
         lora_slots=options.lora_slots,
         lora_rank=options.max_lora_rank,

@@ -72,7 +72,8 @@ def create_backend(runner: Any) -> Any:
 
 
 def _has_chunks(runner: Any) -> bool:
-    return bool(runner.attention_chunk_size) and runner.sliding_window_size == runner.attention_chunk_size
+    chunk = getattr(runner, "attention_chunk_size", None)
+    return bool(chunk) and runner.sliding_window_size == chunk
 
 
 def decode_sequences(req_to_token: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor) -> Sequences:

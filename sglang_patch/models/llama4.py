@@ -13,8 +13,8 @@ Symbols (SGLang 0.5.23), of `models.llama4` unless said otherwise:
 - `Llama4MoE._forward_core`: SGLang compiles its router, and computes its logits in the model's dtype.
 - `model_executor.model_runner.ModelRunner.init_attention_backends`: on CUDA only SGLang's FlashAttention attends within
   chunks. With another backend, a context longer than a chunk is refused: its answers would be wrong.
-- `lora.utils.get_default_hidden_dim`: SGLang's table of sizes takes the experts' intermediate size for the dense layers
-  too.
+- `Llama4ForCausalLM.get_hidden_dim`, which SGLang's LoRA asks for sizes and this class lacks. `lora.utils`' table,
+  which it takes then, has the experts' intermediate size for the dense layers too.
 
 Chunked attention is that of the attention backend (`cpu/attention.py`), for layers with `use_irope`; the routing weight
 multiplies the experts' input in `cpu/moe.py`.
@@ -39,9 +39,10 @@ SYMBOLS = (
     "sglang.srt.models.llama4.get_rope",
     "sglang.srt.models.llama4.Llama4Attention.forward",
     "sglang.srt.models.llama4.Llama4MoE._forward_core",
-    "sglang.srt.lora.utils.get_default_hidden_dim",
+    "sglang.srt.models.llama4.Llama4ForCausalLM.get_hidden_dim",
     "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
     "sglang.srt.layers.moe.topk.StandardTopKOutput",
+    "sglang.srt.lora.utils.get_default_hidden_dim",
 )
 MODEL_TYPE = "llama4_text"
 CHUNKED_BACKENDS = {"fa3", "fa4"}
@@ -50,7 +51,7 @@ TOP_1 = GroupedRouting(groups=1, top_groups=1, top_k=1, is_sigmoid=True, normali
 
 def install(hooks: Hooks) -> None:
     hooks.around(SYMBOLS[0], adjacent_rope)
-    hooks.around(SYMBOLS[3], lora_sizes)
+    hooks.add(SYMBOLS[3], lora_sizes)
     if hooks.has_cuda_kernels:
         hooks.after(SYMBOLS[4], check_backend)
     else:
@@ -66,9 +67,9 @@ def check_backend(_result: None, runner: Any, *_: Any, **__: Any) -> None:
     for backend in (runner.prefill_attention_backend_str, runner.decode_attention_backend_str):
         if backend not in CHUNKED_BACKENDS:
             raise InvalidValueError(
-                f"the attention backend is {backend!r}, which does not attend within Llama 4's chunks of {chunk} tokens, "
-                f"and the context has {context}; allowed: {' or '.join(sorted(CHUNKED_BACKENDS))}, or --context-length "
-                f"{chunk} at most"
+                f"the attention backend is {backend!r}, which does not attend within Llama 4's chunks of {chunk} "
+                f"tokens, and the context has {context}; allowed: {' or '.join(sorted(CHUNKED_BACKENDS))}, or "
+                f"--context-tokens {chunk} at most"
             )
 
 
@@ -79,14 +80,16 @@ def adjacent_rope(original: Any, head_size: int, *, max_position: int, **kwargs:
     return original(head_size, **{**kwargs, "max_position": positions, "is_neox_style": False})
 
 
-def lora_sizes(original: Any, module_name: str, config: Any, layer_idx: int, *args: Any) -> tuple[int, int]:
+def lora_sizes(model: Any, module_name: str, layer_idx: int) -> tuple[int, int]:
     """(inputs, outputs) of a linear layer."""
-    inputs, outputs = original(module_name, config, layer_idx, *args)
-    if getattr(config, "model_type", None) == MODEL_TYPE and layer_idx not in config.moe_layers:
+    from sglang.srt.lora.utils import get_default_hidden_dim
+
+    inputs, outputs = get_default_hidden_dim(module_name, model.config, layer_idx)
+    if layer_idx not in model.config.moe_layers:
         if module_name == "gate_up_proj":
-            outputs = 2 * config.intermediate_size_mlp
+            outputs = 2 * model.config.intermediate_size_mlp
         if module_name == "down_proj":
-            inputs = config.intermediate_size_mlp
+            inputs = model.config.intermediate_size_mlp
     return inputs, outputs
 
 

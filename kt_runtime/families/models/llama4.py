@@ -5,14 +5,14 @@ Hugging Face: `transformers.models.llama4` (`Llama4ForCausalLM`). SGLang: `sglan
 checkpoints have a vision tower beside it, which is left out (`families/wrapped.py`).
 
 - Three layers of four rotate queries and keys (adjacent pairs), norm each head's without a weight after that
-  (`use_qk_norm`: Scout), and attend within chunks of `attention_chunk_size` positions. The fourth rotates nothing, sees
-  all keys, and multiplies its queries by a temperature that grows with the position (`attn_temperature_tuning`).
+  (`use_qk_norm`: Scout), and attend within chunks of `attention_chunk_size` positions. The fourth rotates nothing,
+  sees all keys, and multiplies its queries by a temperature that grows with the position (`attn_temperature_tuning`).
 - The router takes the sigmoid of the largest logit. This weight multiplies the expert's input, not its result.
 - Experts are fused and transposed in checkpoints: `gate_up_proj` [E, H, 2 I], `down_proj` [E, I, H].
 - Dense layers lie between those with experts (`interleave_moe_layer_step`: 2 in Maverick), and have an intermediate
   size of their own, `intermediate_size_mlp`.
-- SGLang's `Llama4ForConditionalGeneration` reorders the rows of q_proj and k_proj, so that it may rotate elements half a
-  head apart. Its `Llama4ForCausalLM`, which kt-runtime loads, does not; `sglang_patch/models/llama4.py` has it rotate
+- SGLang's `Llama4ForConditionalGeneration` reorders the rows of q_proj and k_proj, so that it may rotate elements half
+  a head apart. Its `Llama4ForCausalLM`, which kt-runtime loads, does not; `sglang_patch/models/llama4.py` has it rotate
   adjacent ones. So the weights, and adapters on them, keep the order of the checkpoint.
 """
 
@@ -140,6 +140,11 @@ class Llama4(GroupedQueryFamily):
         """SGLang's LoRA pool has room for shared experts if it finds this key."""
         key = "shared_expert_intermediate_size"
         return {} if config.get(key) is not None else {key: self.shared_intermediate(config)}
+
+    def rotary_table_numbers(self, config: Config, positions: int | None) -> int:
+        """Scout's 10 million positions take gigabytes."""
+        most = integer(config, "max_position_embeddings")
+        return min(positions or most, most) * self.head_dim(config)
 
     def rotates_adjacent(self, config: Config) -> bool:
         return True

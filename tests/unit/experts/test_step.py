@@ -69,6 +69,7 @@ PARTS: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "whole": WHOLE, "norms": NORMS, "attention": GROUPED_QUERY, "latent": LATENT_ATTENTION, "mlp": MLP,
     "routed": ROUTED, "lora": LORA,
 }  # fmt: skip
+OF_LLAMA_4 = {"rotates", "norms_last", "is_chunked", "temperatures", "temperature_every"}
 PLACES = [(place, name) for place, names in PARTS.items() for name in names]
 PREFIXES = {"whole": "", "norms": "layers[1].", "latent": "layers[1].attention."}
 # Tensors from which others' sizes follow: what is said of another last size, and of their absence.
@@ -160,7 +161,8 @@ def refusal(table: Table, **options: Any) -> str:
 def test_the_table_of_these_tests_is_whole(table: Table) -> None:
     parts = {"attention": GroupedQuery, "latent": Latent, "mlp": GatedMlp, "routed": RoutedExperts}
     for place, part in parts.items():
-        assert PARTS[place].keys() == {field.name for field in fields(part)} - {"bias", "experts", "window"}
+        left_out = {"bias", "experts", "window", *OF_LLAMA_4}
+        assert PARTS[place].keys() == {field.name for field in fields(part)} - left_out
     assert NORMS.keys() == {field.name for field in fields(StepLayer)} - {"attention", "mlp", "routed"}
     of_latent = {f"{name}_{side}" for name in ("compress", "query", "kv_b") for side in "ab"}
     assert LORA.keys() == {field.name for field in fields(LayerLora)} - of_latent
@@ -168,6 +170,23 @@ def test_the_table_of_these_tests_is_whole(table: Table) -> None:
         table.tensors(place)
         hidden, refused = run(table.build())
         assert hidden.shape == (2, HIDDEN) and hidden.isfinite().all() and refused == []
+
+
+def test_what_only_llama_4_has_is_checked(table: Table) -> None:
+    attention, positions = table.tensors("attention"), len(table.tensors("whole")["angles"])
+    attention |= {"rotates": False, "is_chunked": True, "temperatures": torch.ones(positions // 4 + 1)}
+    attention["temperature_every"] = 4
+    table.scalars["chunk"] = 3
+    assert run(table.build())[1] == []
+    attention["temperatures"] = torch.ones(positions // 4)
+    shapes = f"has shape [{positions // 4}]; expected [{positions // 4 + 1}]"
+    assert refusal(table) == f"layers[1].attention.temperatures {shapes}"
+    attention["temperature_every"] = 0
+    assert refusal(table) == "layers[1].attention.temperature_every is 0; must be at least 1"
+    table.scalars["chunk"] = -1
+    assert refusal(table) == "chunk is -1; must be at least 1, or 0 for none"
+    table.scalars["weighs_input"] = True
+    assert refusal(table) == "top_k is 2; with weighs_input it must be 1: an expert's input has one weight"
 
 
 @pytest.mark.parametrize(("place", "name"), PLACES)

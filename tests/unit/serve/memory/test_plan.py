@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -152,3 +153,16 @@ def test_a_device_that_is_missing_counts_as_empty() -> None:
 )
 def test_bytes_are_shown_with_three_digits(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+def test_the_rotary_tables_of_llama_4_grow_with_the_context() -> None:
+    config = load_preset("Llama-4-Scout").config
+
+    def tables(**settings: Any) -> int:
+        plan = plan_memory(config, ServingShape(**settings))
+        return next(need.size_bytes for need in plan.needs if need.what == "rotary tables")
+
+    positions, head = config["max_position_embeddings"], config["head_dim"]
+    assert tables() == positions * head * (4 + 2 * 2)
+    assert tables(context_tokens=1 << 17) == (1 << 17) * head * (4 + 2 * 2)
+    assert tables(context_tokens=1 << 17, activation_bytes=4) == (1 << 17) * head * 4

@@ -80,6 +80,7 @@ def run_backend(
     """Runs request 1 in steps of its positions: the last ones, of one token each, as decode steps."""
     runner = SimpleNamespace(
         sliding_window_size=None,
+        attention_chunk_size=None,
         req_to_token_pool=SimpleNamespace(req_to_token=TABLE),
         token_to_kv_pool=Pool(k, v, kv_dtype),
     )
