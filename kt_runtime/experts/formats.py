@@ -44,10 +44,7 @@ CHECKPOINT_FORMATS = (
     CheckpointFormat("mxfp8", "e4m3, an exponent for 32", "mxfp8_g32"),
     CheckpointFormat("gptq", "int4 or int8, by group or row", "int4_gG, int8_gG"),
     CheckpointFormat("awq", "int4 by group, zero points", "int4_gG_zp"),
-    *(
-        CheckpointFormat(f"GGUF {kind}", "as llama.cpp stores it", gguf.packed_name(kind))
-        for kind in gguf.EXPERT_TYPES
-    ),
+    *(CheckpointFormat(f"GGUF {kind}", "as llama.cpp stores it", gguf.packed_name(kind)) for kind in gguf.EXPERT_TYPES),
 )
 """Of routed experts, each served and trained on from one packed copy."""
 
