@@ -15,7 +15,7 @@ from kt_runtime.errors import KtError
 from kt_runtime.sglang_patch.version import check_version
 
 PATCHES = (
-    *("signals", "freezing", "platform", "cpu.attention", "cache.paging", "cpu.router"),
+    *("signals", "freezing", "quantization", "platform", "cpu.attention", "cache.paging", "cpu.router"),
     *("cpu.linear", "cpu.norms", "cpu.moe", "cpu.weights", "cpu.step", "cpu.routes"),
     *("gpu.hot", "gpu.streaming", "gpu.latent_attention"),
     *("models.gpt_oss", "models.llama4"),

@@ -46,7 +46,7 @@ FP8_BLOCK = 128
 ZERO_POINT_GROUP = 128  # the store's group size where a checkpoint has one zero point per row
 FLOAT_QUANTIZED = "compressed-tensors float-quantized"
 NVFP4, MODELOPT_NVFP4 = "compressed-tensors nvfp4-pack-quantized", "modelopt NVFP4"
-MXFP4, MXFP8 = "compressed-tensors mxfp4-pack-quantized", "compressed-tensors mxfp8-quantized"
+COMPRESSED_MXFP4, COMPRESSED_MXFP8 = "compressed-tensors mxfp4-pack-quantized", "compressed-tensors mxfp8-quantized"
 NVFP4_GROUP, MX_GROUP = 16, 32
 CODE_BITS = (4, 8)
 BLOCK_ROWS, COLUMN_UNIT, LINE_BYTES = 16, 32, 64  # csrc/kernels/layout.h
@@ -58,8 +58,8 @@ EXPONENTS = ("U8", "F8_E8M0")
 _ENCODINGS = {
     **dict.fromkeys(("fp8", FLOAT_QUANTIZED), "fp8_e4m3"),
     **dict.fromkeys((NVFP4, MODELOPT_NVFP4), "nvfp4"),
-    **dict.fromkeys((MXFP8, "mxfp8"), "mxfp8"),
-    **dict.fromkeys((MXFP4, FUSED_MXFP4), "mxfp4"),
+    **dict.fromkeys((COMPRESSED_MXFP8, "mxfp8"), "mxfp8"),
+    **dict.fromkeys((COMPRESSED_MXFP4, FUSED_MXFP4), "mxfp4"),
 }
 """Of methods whose codes are floats."""
 _BITS = {"bf16": 16, "fp8_e4m3": 8, "mxfp8": 8, "int8": 8, "int4": 4, "nvfp4": 4, "mxfp4": 4}
@@ -282,8 +282,8 @@ def _mxfp4(settings: Mapping[str, Any], where: str) -> Quantization:
 
 _MICRO_FLOATS = {
     "nvfp4-pack-quantized": (NVFP4, 4, "tensor_group", NVFP4_GROUP),
-    "mxfp4-pack-quantized": (MXFP4, 4, "group", MX_GROUP),
-    "mxfp8-quantized": (MXFP8, 8, "group", MX_GROUP),
+    "mxfp4-pack-quantized": (COMPRESSED_MXFP4, 4, "group", MX_GROUP),
+    "mxfp8-quantized": (COMPRESSED_MXFP8, 8, "group", MX_GROUP),
 }
 """Format → method, bits, strategy, columns that share a scale."""
 
@@ -378,11 +378,11 @@ def _stored_float(q: Quantization, rows: int, cols: int) -> dict[str, StoredTens
 
 def _stored_fp4(q: Quantization, rows: int, cols: int) -> dict[str, StoredTensor]:
     codes = StoredTensor(("U8",), (rows, cols // 2))
-    scales = StoredTensor(EXPONENTS if q.method == MXFP4 else ("F8_E4M3",), (rows, q.num_groups(cols)))
+    scales = StoredTensor(EXPONENTS if q.method == COMPRESSED_MXFP4 else ("F8_E4M3",), (rows, q.num_groups(cols)))
     if q.method == MODELOPT_NVFP4:
         return {"weight": codes, "weight_scale": scales, "weight_scale_2": StoredTensor(("F32",), ())}
     stored = {"weight_packed": codes, "weight_scale": scales}
-    return stored if q.method == MXFP4 else {**stored, "weight_global_scale": StoredTensor(("F32",), (1,))}
+    return stored if q.method == COMPRESSED_MXFP4 else {**stored, "weight_global_scale": StoredTensor(("F32",), (1,))}
 
 
 def _stored_mxfp8(q: Quantization, rows: int, cols: int) -> dict[str, StoredTensor]:
@@ -422,8 +422,8 @@ _STORED: dict[str, Callable[[Quantization, int, int], dict[str, StoredTensor]]] 
     "compressed-tensors pack-quantized": _stored_packed,
     "compressed-tensors int-quantized": _stored_int8,
     FLOAT_QUANTIZED: _stored_float,
-    **dict.fromkeys((NVFP4, MODELOPT_NVFP4, MXFP4), _stored_fp4),
-    **dict.fromkeys((MXFP8, "mxfp8"), _stored_mxfp8),
+    **dict.fromkeys((NVFP4, MODELOPT_NVFP4, COMPRESSED_MXFP4), _stored_fp4),
+    **dict.fromkeys((COMPRESSED_MXFP8, "mxfp8"), _stored_mxfp8),
     "gptq": _stored_gptq,
     "awq": _stored_awq,
     FUSED_MXFP4: _stored_mxfp4,

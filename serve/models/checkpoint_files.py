@@ -95,11 +95,24 @@ def check_quantization(directory: Path, config: Mapping[str, Any]) -> Quantizati
     quantization = quantization_of(config)
     others = [name for name in FOREIGN_SETTINGS if (directory / name).is_file()]
     if others and quantization is None:
+        path = directory / others[0]
         raise CheckpointError(
-            f"{directory / others[0]}: the weights are quantized in a way that config.json does not say; "
-            f"methods that can be read: {', '.join(METHODS)}"
+            f"{path}: the weights are quantized in a way that config.json does not say; "
+            f"methods that can be read: {', '.join(METHODS)}{_modelopt_advice(path)}"
         )
     return quantization
+
+
+def _modelopt_advice(path: Path) -> str:
+    """What to do with NVFP4 of ModelOpt's older versions, which do not write it into config.json."""
+    content = read_json(path)
+    stated = content.get("quantization") if isinstance(content, dict) else None
+    if not isinstance(stated, dict) or stated.get("quant_algo") != "NVFP4":
+        return ""
+    return (
+        "; this one can be read once config.json has "
+        '"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}'
+    )
 
 
 def check_tokenizer(directory: Path) -> None:

@@ -267,7 +267,7 @@ def poison(tensors: dict[str, Tensor]) -> None:
     [
         (drop, r"tensor 'model.layers.1.mlp.experts.1.up_proj.weight' is missing"),
         (reshape, r"1.up_proj.weight' has shape \[24, 41\], expected \[24, 40\]"),
-        (retype, r"0.gate_proj.weight' has dtype F64, expected BF16, F16, F32, F8_E4M3 or I8; supported: bfloat16"),
+        (retype, r"0.gate_proj.weight' has dtype F64, expected BF16, F16, F32, F8_E4M3, I8 or U8; supported: bfloat16"),
         (retype_other, r"2.up_proj.weight' has dtype F64, expected BF16"),
         (empty, r"no experts under 'model.layers.1.mlp.experts': tensor '.*0.gate_proj.weight' is missing"),
         (poison, r"2.down_proj.weight' holds NaN or Inf at element 959"),

@@ -364,7 +364,7 @@ def test_sizes_that_do_not_divide_are_named(tmp_path: Path, scheme: str, sizes: 
         load(tmp_path, ExpertShape(2, *sizes))
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "int4_g32", "gptq_int4_g128_zp", "awq_g128"])
+@pytest.mark.parametrize("scheme", ["fp8", "int4_g32", "gptq_int4_g128_zp", "awq_g128", "nvfp4", "mxfp8"])
 def test_a_truncated_file_is_refused(tmp_path: Path, scheme: str) -> None:
     quantized.write_checkpoint(tmp_path, {KEY: reference_experts()}, scheme)
     path = tmp_path / "model.safetensors"

@@ -30,6 +30,7 @@ from torch import Tensor
 from kt_runtime.errors import CheckpointError
 from kt_runtime.experts import ExpertShape, ExpertStore
 from kt_runtime.experts.dequantize import plain_tensors
+from kt_runtime.families.quantization import quantization_of
 
 KEY = "model.layers.0.mlp.experts"
 HIDDEN, INNER = 96, 64
@@ -117,6 +118,17 @@ def test_the_store_and_the_dense_loader_read_what_the_package_wrote(preset: str,
             wanted = values[f"{expert}.{part}"]
             assert ((found - wanted).abs() <= FLOAT32 * wanted.abs()).all()
             assert torch.equal(dense[f"{KEY}.{expert}.{part}.weight"], found)
+
+
+@pytest.mark.parametrize(("scheme", "bits"), [("nvfp4", 4.5), ("mxfp4", 4.25), ("mxfp8", 8.25)])
+def test_the_plan_of_memory_knows_what_the_store_takes(scheme: str, bits: float, tmp_path: Path) -> None:
+    quantized.write_checkpoint(tmp_path, {KEY: random_experts(2, HIDDEN, INNER, seed=3)}, scheme)
+    store = loaded(tmp_path)
+    assert store.weight_bytes == 2 * 3 * HIDDEN * INNER * bits / 8
+    found = quantization_of({"quantization_config": quantized.SCHEMES[scheme].config})
+    assert found is not None
+    held = found.expert_format
+    assert store.resident_bytes == 2 * (2 * held.packed_bytes(INNER, HIDDEN) + held.packed_bytes(HIDDEN, INNER))
 
 
 def test_every_code_and_scale_of_the_small_floats_has_its_value(tmp_path: Path) -> None:

@@ -107,6 +107,34 @@ def test_quantization_that_only_another_file_declares_is_refused(checkpoint: Pat
     assert f"{name}: the weights are quantized in a way that config.json does not say" in refusal(checkpoint)
 
 
+def test_nvfp4_that_only_the_other_file_declares_is_refused_with_what_to_write(checkpoint: Path) -> None:
+    (checkpoint / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    assert '"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}' in refusal(checkpoint)
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4_modelopt", "nvfp4", "mxfp8", "mxfp8_method"])
+def test_small_floats_are_checked_with_their_scales(made: Path, tmp_path: Path, scheme: str) -> None:
+    directory, _ = quantize_checkpoint(made, tmp_path, scheme)
+    check_checkpoint(directory)
+    shard = "model-00002-of-00002.safetensors"
+    if scheme == "nvfp4_modelopt":  # a single number with a dimension, too
+        edit_weights(directory, lambda tensors: tensors.update({EXPERT + "_scale_2": torch.ones(1)}), shard)
+        check_checkpoint(directory)
+    scale = EXPERT + ("_scale_inv" if scheme == "mxfp8_method" else "_scale")
+    edit_weights(directory, lambda tensors: tensors.update({scale: tensors[scale][:, :1].contiguous()}), shard)
+    assert f"{shard}: '{scale}' has shape" in refusal(directory)
+
+
+def test_scales_of_awq_beside_nvfp4_are_refused(made: Path, tmp_path: Path) -> None:
+    directory, _ = quantize_checkpoint(made, tmp_path, "nvfp4_modelopt")
+    other, shard = EXPERT.replace("weight", "pre_quant_scale"), "model-00002-of-00002.safetensors"
+    edit_weights(directory, lambda tensors: tensors.update({other: torch.ones(128)}), shard)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    index["weight_map"][other] = shard
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"{other}' is there; by config.json the matrix is stored as weight, weight_scale" in refusal(directory)
+
+
 def test_a_quantized_matrix_without_its_scales_is_refused_by_name(made: Path, tmp_path: Path) -> None:
     directory, _ = quantize_checkpoint(made, tmp_path, "fp8")
     scale = EXPERT + "_scale_inv"
