@@ -86,7 +86,7 @@ def read_peft_directory(
             directory.read(CONFIG_FILE, MAX_CONFIG_BYTES),
             max_rank,
             str(directory.path / CONFIG_FILE),
-            PARAMETERS if family.fuses_experts else (),
+            PARAMETERS if family.adapts_fused_experts else (),
         )
         where = str(directory.path / TENSOR_FILE)
         largest = largest_file(family, config, max_rank)
@@ -108,7 +108,7 @@ def read_peft_directory(
 def _fused_of(tensors: Mapping[str, torch.Tensor], family: Family) -> dict[str, torch.Tensor]:
     """Those of PEFT's fused form, without prefix, where the family's files have it."""
     names = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
-    return {key: tensor for key, tensor in names.items() if family.fuses_experts and is_fused(key)}
+    return {key: tensor for key, tensor in names.items() if family.adapts_fused_experts and is_fused(key)}
 
 
 def _one_alpha(parts: list[Part], settings: PeftSettings) -> float | None:
@@ -162,7 +162,7 @@ def write_peft_directory(
     check_adapter(completed, family, config, max_rank, str(path))
     flat, parameters = dict(completed.tensors), _dense_parameters(completed, family, config)
     doubled: list[str] = []
-    if fuses_experts and family.fuses_experts:
+    if fuses_experts and family.adapts_fused_experts:
         flat = fused_tensors(completed, family, config)
         parameters += adapted_parameters(completed)
         doubled = [name for name in parameters if name.endswith(BOTH)]

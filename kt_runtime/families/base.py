@@ -122,6 +122,8 @@ class Family(ABC):
     """Where the family's checkpoints name tensors otherwise than transformers 5."""
     fuses_experts: bool = False
     """Whether its published checkpoints hold a layer's experts in one tensor for each projection, as transformers."""
+    adapts_fused_experts: bool = False
+    """Whether PEFT 0.21 knows the routed experts only as transformers' fused parameters, `mlp.experts.gate_up_proj`."""
     rotary_table: str = "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
     """SGLang's buffer of rotary tables, one for all layers: by position, cosines and then sines."""
 
@@ -152,7 +154,7 @@ class Family(ABC):
         """True if the router selects experts with a bias per expert, which does not enter their weights."""
         return False
 
-    def router_name(self, layer: int) -> str:
+    def router_module(self, layer: int) -> str:
         """The module with the router's matrix."""
         return f"model.layers.{layer}.mlp.gate"
 
@@ -268,9 +270,9 @@ class Family(ABC):
         ]
         if layer in set(self.moe_layers(config)):
             experts = self.num_experts(config)
-            sources.append(self._own(f"{self.router_name(layer)}.weight", experts, hidden))
+            sources.append(self._own(f"{self.router_module(layer)}.weight", experts, hidden))
             if self.has_router_bias(config):
-                sources.append(self._own(f"{self.router_name(layer)}.bias", experts))
+                sources.append(self._own(f"{self.router_module(layer)}.bias", experts))
             if self.has_correction_bias(config):
                 sources.append(self._own(self.correction_bias_name(layer), experts, is_buffer=True))
         return sources

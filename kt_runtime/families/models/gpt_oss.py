@@ -34,7 +34,7 @@ class GptOss(GroupedQueryFamily):
     traits = Traits(GROUPED_QUERY, SOFTMAX, shared_experts=False, dense_first_layers=False)
     gguf_architecture = "gpt-oss"
     default_epsilon = 1e-5
-    fuses_experts = True
+    fuses_experts = adapts_fused_experts = True
 
     def check(self, config: Config) -> None:
         for key in NEEDED:
@@ -75,7 +75,7 @@ class GptOss(GroupedQueryFamily):
     def has_out_bias(self, config: Config) -> bool:
         return self.has_qkv_bias(config)
 
-    def router_name(self, layer: int) -> str:
+    def router_module(self, layer: int) -> str:
         return f"model.layers.{layer}.mlp.router"
 
     def has_router_bias(self, config: Config) -> bool:

@@ -88,7 +88,7 @@ class GroupedQueryFamily(Family):
         )
 
     def _stack_experts(self, config: Config, layer: int, bias: str | None) -> RoutedExperts:
-        router = self.router_name(layer)
+        router = self.router_module(layer)
         gate_bias = self.engine_name(f"{router}.bias") if self.has_router_bias(config) else None
         return RoutedExperts(self.engine_name(f"{router}.weight"), bias, layer, gate_bias)
 

@@ -195,7 +195,7 @@ class Twin:
         if routes is None:
             yield
             return
-        router = self.submodule(self.family.router_name(layer))
+        router = self.submodule(self.family.router_module(layer))
         assert isinstance(router, SoftmaxRouter | GroupedRouter)
         router.routes = routes
         try:
@@ -219,7 +219,7 @@ class Twin:
                         normalises=stack.normalises,
                         has_bias=self.family.has_router_bias(config),
                     )
-                self.replace(self.family.router_name(layer), router)
+                self.replace(self.family.router_module(layer), router)
 
     def _refuse_leftovers(self) -> None:
         tensors = dict(self._model.named_parameters()) | dict(self._model.named_buffers())

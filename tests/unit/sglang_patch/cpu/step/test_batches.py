@@ -38,7 +38,7 @@ NAN_TOKEN, NO_TOKEN = 700, 1 << 20
 def router(served: Engine) -> str:
     """SGLang's name of the last layer's router, in its decoder stack."""
     family, last = family_for(served.config), served.config["num_hidden_layers"] - 1
-    return family.engine_name(f"{family.router_name(last)}.weight").removeprefix("model.")
+    return family.engine_name(f"{family.router_module(last)}.weight").removeprefix("model.")
 
 
 def test_prompts_of_all_lengths_alone(served: Engine, both: Both) -> None:
