@@ -85,7 +85,7 @@ def read_peft_directory(
             directory.read(CONFIG_FILE, MAX_CONFIG_BYTES),
             max_rank,
             str(directory.path / CONFIG_FILE),
-            parameters_of(family) if family.fuses_experts else (),
+            parameters_of(family) if family.adapts_fused_experts else (),
         )
         where = str(directory.path / TENSOR_FILE)
         largest = largest_file(family, config, max_rank)
@@ -107,7 +107,7 @@ def read_peft_directory(
 def _fused_of(tensors: Mapping[str, torch.Tensor], family: Family) -> dict[str, torch.Tensor]:
     """Those of PEFT's fused form, without prefix, where the family's files have it."""
     names = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
-    return {key: tensor for key, tensor in names.items() if family.fuses_experts and is_fused(key)}
+    return {key: tensor for key, tensor in names.items() if family.adapts_fused_experts and is_fused(key)}
 
 
 def _one_alpha(parts: list[Part], settings: PeftSettings) -> float | None:
@@ -161,7 +161,7 @@ def write_peft_directory(
     check_adapter(completed, family, config, max_rank, str(path))
     flat, parameters = dict(completed.tensors), _dense_parameters(completed, family, config)
     doubled: list[str] = []
-    if fuses_experts and family.fuses_experts:
+    if fuses_experts and family.adapts_fused_experts:
         flat = fused_tensors(completed, family, config)
         parameters += adapted_parameters(completed, family)
         doubled = [name for name in parameters if name.endswith(BOTH)]
@@ -190,7 +190,7 @@ def _dense_parameters(adapter: AdapterTensors, family: Family, config: Mapping[s
     Empty for a checkpoint with modules of its own: each expert is a linear there, and PEFT finds all of them. Empty too
     where transformers holds experts fused as the checkpoint does: PEFT then finds all linears by `target_modules`.
     """
-    if config.get("model_type") in family.foreign_model_types or family.fuses_experts:
+    if config.get("model_type") in family.foreign_model_types or not family.peft_fuses_experts:
         return []
     dense = [module.name for module in family.lora_modules(config) if module.group in (MLP, SHARED)]
     return sorted({f"{_LAYER.sub('', name)}.weight" for name in dense if name in adapter.modules})

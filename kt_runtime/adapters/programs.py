@@ -60,7 +60,7 @@ def readers(directory: Path, config: Mapping[str, Any]) -> list[Reader]:
 
 
 def _servers(sizes: Mapping[str, int], total: int, family: Family) -> list[Reader]:
-    fused = sum(size for name, size in sizes.items() if family.fuses_experts and name.endswith(_FUSED))
+    fused = sum(size for name, size in sizes.items() if family.adapts_fused_experts and name.endswith(_FUSED))
     if not fused:
         return [Reader("kt-runtime and SGLang 0.5.23", total, total)]
     remark = "SGLang alone knows a pair for each expert only, which `adapter export --format sglang` writes"
@@ -73,9 +73,11 @@ def _peft(
     program = "PEFT 0.21 with transformers 5 (PeftModel.from_pretrained)"
     if config.get("model_type") in family.foreign_model_types:
         return Reader("PEFT 0.21 with the checkpoint's own modules (trust_remote_code=True)", total, total)
-    if family.fuses_experts and (single := {name for name in sizes if _EXPERT.search(name)}):
+    if family.adapts_fused_experts and (single := {name for name in sizes if _EXPERT.search(name)}):
         remark = "it has the family's experts fused, and drops a pair for each; `--format peft` writes them fused"
         return Reader(program, total - sum(sizes[name] for name in single), total, remark)
+    if not family.peft_fuses_experts:
+        return _peft_without_experts(sizes, total, program, family, config)
     named = tuple(f".{name}" for name in settings.get("target_parameters") or ())
     dense = {module.name for module in family.lora_modules(config) if module.group in (MLP, SHARED)}
     dropped = {name for name in sizes.keys() & dense if not f".{name}.weight".endswith(named)}
@@ -85,6 +87,18 @@ def _peft(
         "it drops dense MLPs and shared experts; `kt-runtime adapter export` writes a directory that it loads whole"
     )
     return Reader(program, total - sum(sizes[name] for name in dropped), total, remark)
+
+
+def _peft_without_experts(
+    sizes: Mapping[str, int], total: int, program: str, family: Family, config: Mapping[str, Any]
+) -> Reader:
+    """transformers' experts are two parameters, and PEFT has no rule that fuses this family's pairs."""
+    prefixes = tuple(f"{family.expert_prefix(layer)}." for layer in family.moe_layers(config))
+    routed = sum(size for name, size in sizes.items() if name.startswith(prefixes))
+    remark = (
+        "it drops routed experts, unless the model has a linear for each of them; export --format merged for others"
+    )
+    return Reader(program, total - routed, total, remark if routed else "")
 
 
 def _llama_cpp(sizes: Mapping[str, int], total: int, family: Family) -> Reader:

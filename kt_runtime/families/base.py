@@ -123,6 +123,10 @@ class Family(ABC):
     fuses_experts: bool = False
     """Whether its published checkpoints hold a layer's experts in one tensor for each projection, as transformers: in
     `gate_up_proj` and `down_proj`."""
+    adapts_fused_experts: bool = False
+    """Whether PEFT 0.21 knows the routed experts only as transformers' fused parameters, `mlp.experts.gate_up_proj`."""
+    peft_fuses_experts: bool = True
+    """Whether PEFT 0.21 fuses a file's pairs of single experts for transformers' fused experts of this family."""
     mlp_name: str = "mlp"
     """A layer's module that is a dense MLP or has experts; in it `shared_name` and `router_name`."""
     shared_name: str = "shared_experts"

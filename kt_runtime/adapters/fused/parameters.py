@@ -1,5 +1,4 @@
-"""Routed experts as PEFT 0.21 has them where transformers fuses them and PEFT knows no other form: gpt-oss,
-Llama 4.
+"""Routed experts as PEFT 0.21 has them where transformers fuses them and PEFT knows no other form: gpt-oss.
 
 PEFT's `target_parameters` adapt one fused parameter of all experts (`peft.tuners.lora.layer.ParamWrapper`): A
 [E R, in] with the rows of one expert after another, B [out, R E] with the columns of all experts for each rank. The
