@@ -43,6 +43,7 @@ SYMBOLS = (
     "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
     "sglang.srt.layers.moe.topk.StandardTopKOutput",
     "sglang.srt.lora.utils.get_default_hidden_dim",
+    "sglang.srt.layers.rotary_embedding.get_rope",
 )
 MODEL_TYPE = "llama4_text"
 CHUNKED_BACKENDS = {"fa3", "fa4"}
@@ -50,7 +51,7 @@ TOP_1 = GroupedRouting(groups=1, top_groups=1, top_k=1, is_sigmoid=True, normali
 
 
 def install(hooks: Hooks) -> None:
-    hooks.around(SYMBOLS[0], adjacent_rope)
+    hooks.set(SYMBOLS[0], adjacent_rope)  # a hook of SGLang's would replace the function for every model
     hooks.add(SYMBOLS[3], lora_sizes)
     if hooks.has_cuda_kernels:
         hooks.after(SYMBOLS[4], check_backend)
@@ -73,11 +74,13 @@ def check_backend(_result: None, runner: Any, *_: Any, **__: Any) -> None:
             )
 
 
-def adjacent_rope(original: Any, head_size: int, *, max_position: int, **kwargs: Any) -> Any:
+def adjacent_rope(head_size: int, *, max_position: int, **kwargs: Any) -> Any:
+    from sglang.srt.layers.rotary_embedding import get_rope
+
     from kt_runtime.sglang_patch.cpu.moe import model_config
 
     positions = min(max_position, model_config().context_len)
-    return original(head_size, **{**kwargs, "max_position": positions, "is_neox_style": False})
+    return get_rope(head_size, **{**kwargs, "max_position": positions, "is_neox_style": False})
 
 
 def lora_sizes(model: Any, module_name: str, layer_idx: int) -> tuple[int, int]:

@@ -32,6 +32,14 @@ def test_a_backend_without_chunks_is_refused_where_a_context_may_be_longer_than_
     llama4.check_backend(None, runner("fa3", "fa3", 1 << 20))
 
 
+def test_only_llama_4_rotates_adjacent_elements_by_it(patched_sglang: None) -> None:
+    from sglang.srt.models import glm4_moe, qwen3_moe
+    from sglang.srt.models import llama4 as of_sglang
+
+    assert of_sglang.get_rope is llama4.adjacent_rope
+    assert glm4_moe.get_rope is qwen3_moe.get_rope is not llama4.adjacent_rope
+
+
 @pytest.mark.parametrize("isa", ["portable", None])
 def test_the_largest_logit_is_chosen_where_all_sigmoids_are_one(isa: str | None) -> None:
     """In float32 the sigmoids of 17 and above are 1."""
