@@ -188,7 +188,7 @@ def _dense_parameters(adapter: AdapterTensors, family: Family, config: Mapping[s
     """PEFT's `target_parameters`: the modules that PEFT would not find by `target_modules`, without layer numbers.
 
     Empty for a checkpoint with modules of its own: each expert is a linear there, and PEFT finds all of them. Empty too
-    where transformers holds experts fused as the checkpoint does: PEFT then finds all linears by `target_modules`.
+    where PEFT does not fuse experts: it then finds all linears by `target_modules`.
     """
     if config.get("model_type") in family.foreign_model_types or not family.peft_fuses_experts:
         return []
