@@ -17,7 +17,7 @@ from kt_runtime.sglang_patch.version import check_version
 PATCHES = (
     *("signals", "freezing", "platform", "cpu.attention", "cache.paging", "cpu.router"),
     *("cpu.linear", "cpu.norms", "cpu.moe", "cpu.weights", "cpu.step", "cpu.routes"),
-    *("delta.attention", "delta.layers"),
+    *("delta.attention", "delta.layers", "delta.lora"),
     *("gpu.hot", "gpu.streaming", "gpu.latent_attention"),
     *("cpu.absorbed", "cpu.activation", "cpu.grouped_router", "cpu.logprobs", "cpu.seeds"),
     *("gpu.replays", "gpu.shared_experts", "gpu.lora_buffers"),

@@ -122,6 +122,11 @@ class Family(ABC):
     """Where the family's checkpoints name tensors otherwise than transformers 5."""
     rotary_table: str = "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
     """SGLang's buffer of rotary tables, one for all layers: by position, cosines and then sines."""
+    keeps_states: bool = False
+    """Whether some layers keep a state for each sequence beside keys and values: SGLang then has pages of one token,
+    and no host or disk tier."""
+    unlisted_lora_targets: tuple[str, ...] = ()
+    """Projections that SGLang's option `--lora-target-modules` does not know, though its LoRA layers do."""
     shared_experts: str = "mlp.shared_experts"
     """The name of the shared experts' MLP, relative to the layer."""
 
@@ -251,7 +256,7 @@ class Family(ABC):
 
         Never SGLang's `all`, which adds embed_tokens and lm_head: they are not adapted here.
         """
-        return self.projections(config)
+        return [name for name in self.projections(config) if name not in self.unlisted_lora_targets]
 
     def _linears(self, config: Config, layer: int) -> list[FusedLinear]:
         linears = self.linears_of(config, layer)

@@ -2,6 +2,8 @@
 
 Symbols (SGLang 0.5.23), where no CUDA kernel runs:
 
+- `models.qwen3_next.Qwen3GatedDeltaNet.__init__`: it asks PyTorch for the module of its device, which is CUDA's wherever
+  PyTorch was built with CUDA.
 - `models.qwen3_next.Qwen3GatedDeltaNet.forward`: SGLang's gated norm is a Triton kernel.
 - `models.qwen3_next.Qwen3HybridAttentionDecoderLayer.self_attention`: PyTorch's sigmoid differs in the last bit between
   whole vectors and what is behind them, which depends on the size of the batch.
@@ -15,6 +17,7 @@ Shapes: T tokens, H hidden, C channels, HV value heads of V elements.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -24,6 +27,7 @@ from kt_runtime.ops.delta_net import gated_norm, offset_rms_norm, sigmoid_and_mu
 from kt_runtime.sglang_patch.hooks import Hooks
 
 SYMBOLS = (
+    "sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet.__init__",
     "sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet.forward",
     "sglang.srt.models.qwen3_next.Qwen3HybridAttentionDecoderLayer.self_attention",
     "sglang.srt.models.qwen2_moe.Qwen2MoeSparseMoeBlock.forward",
@@ -31,13 +35,24 @@ SYMBOLS = (
     "sglang.srt.layers.radix_linear_attention.RadixLinearAttention",
 )
 
+ONE_MATRIX = "kt_is_one_matrix"
+"""Of a merged linear that is one matrix in transformers (`delta.lora`)."""
+
 
 def install(hooks: Hooks) -> None:
     if hooks.on_cpu:
-        hooks.replace(SYMBOLS[0], delta_net)
-        hooks.replace(SYMBOLS[1], gated_attention)
-        hooks.around(SYMBOLS[2], experts_block)
-        hooks.around(SYMBOLS[3], offset_norm)
+        hooks.around(SYMBOLS[0], built_on_cpu)
+        hooks.replace(SYMBOLS[1], delta_net)
+        hooks.replace(SYMBOLS[2], gated_attention)
+        hooks.around(SYMBOLS[3], experts_block)
+        hooks.around(SYMBOLS[4], offset_norm)
+
+
+def built_on_cpu(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    with mock.patch.object(torch, "get_device_module", lambda *_: torch.cpu):
+        original(layer, *args, **kwargs)
+    layer.norm.to(torch.get_default_dtype())  # SGLang takes the checkpoint's dtype, which `--dtype` may differ from
+    setattr(layer.in_proj_qkvz, ONE_MATRIX, True)
 
 
 def weights_of(layer: Any) -> DeltaWeights:

@@ -14,6 +14,7 @@ MADE = {
     "glm4_moe": "tiny-glm4-moe",
     "glm4_moe_lite": "tiny-glm4-moe-lite",
     "minimax_m2": "tiny-minimax-m2",
+    "qwen3_next": "tiny-qwen3-next",
 }
 PRESETS: dict[str, Preset] = {
     "deepseek_v2": tiny_deepseek_v2(),

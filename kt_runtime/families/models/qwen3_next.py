@@ -32,6 +32,8 @@ class Qwen3Next(GroupedQueryFamily):
     traits = Traits(GROUPED_QUERY, SOFTMAX, shared_experts=True, dense_first_layers=False)
     gguf_architecture = "qwen3next"
     shared_experts = "mlp.shared_expert"
+    keeps_states = True
+    unlisted_lora_targets = ("in_proj_qkvz", "out_proj")
     default_interval = 4
 
     def check(self, config: Config) -> None:
