@@ -3,6 +3,11 @@ PyTorch's operators: differentiable, in the dtype of its arguments."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
 import torch
 from torch.nn import functional
 
@@ -44,3 +49,33 @@ def gated_delta(
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+@contextlib.contextmanager
+def hugging_face_in_float64() -> Iterator[None]:
+    """In this context Hugging Face's models compute the delta rule token by token in float64, and the rest as always.
+
+    Their own form, in chunks and float32, has an error of 1e-5 by itself: the inverse of a triangular matrix.
+    """
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+    with mock.patch.object(qwen3_next, "torch_chunk_gated_delta_rule", _rule_in_float64):
+        yield
+
+
+def _rule_in_float64(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, T, HV, .] each, g and beta [B, T, HV] -> out [B, T, HV, V] in query's dtype, and the last state."""
+    dtype = query.dtype
+    query, key, value, g, beta = (part.double() for part in (query, key, value, g, beta))
+    query, key = _unit(query) * query.shape[-1] ** -0.5, _unit(key)
+    state = query.new_zeros(*value.shape[:1], value.shape[2], key.shape[-1], value.shape[-1])
+    out = []
+    for t in range(query.shape[1]):
+        state = state * g[:, t, :, None, None].exp()
+        found = torch.einsum("bhkv,bhk->bhv", state, key[:, t])
+        change = (value[:, t] - found) * beta[:, t, :, None]
+        state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], change)
+        out.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]))
+    return torch.stack(out, 1).to(dtype), state.float()

@@ -32,6 +32,7 @@ class Qwen3Next(GroupedQueryFamily):
     traits = Traits(GROUPED_QUERY, SOFTMAX, shared_experts=True, dense_first_layers=False)
     gguf_architecture = "qwen3next"
     shared_experts = "mlp.shared_expert"
+    has_native_step = False
     keeps_states = True
     unlisted_lora_targets = ("in_proj_qkvz", "out_proj")
     default_interval = 4
@@ -57,6 +58,7 @@ class Qwen3Next(GroupedQueryFamily):
                 require(config, key, value, reason)
         require_plain_rotary(config, "the twin's tables were compared with SGLang's for this one only")
         self.shared_intermediate(config)
+        self.delta_sizes(config)
         self._check_heads(config)
         self._check_layers(config)
 

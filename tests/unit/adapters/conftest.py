@@ -104,6 +104,23 @@ MINIMAX_M2 = _COMMON | {
     "rotary_dim": 6,
     "num_local_experts": 4,
 }
+QWEN3_NEXT = _COMMON | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "full_attention_interval": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 4,
+}
 CONFIGS: dict[str, dict[str, Any]] = {"qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3}
 MAX_RANK = 8
 
@@ -179,6 +196,11 @@ def glm4_moe_lite() -> TinyModel:
 @pytest.fixture
 def minimax_m2() -> TinyModel:
     return TinyModel(dict(MINIMAX_M2))
+
+
+@pytest.fixture
+def qwen3_next() -> TinyModel:
+    return TinyModel(dict(QWEN3_NEXT))
 
 
 @pytest.fixture(params=CONFIGS)

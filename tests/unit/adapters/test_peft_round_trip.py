@@ -151,6 +151,8 @@ def test_dora_of_peft_is_refused_by_key(tmp_path: Path, qwen: Any) -> None:
         ("glm4_moe", ["all"]),
         ("glm4_moe_lite", ["all"]),
         ("minimax_m2", ["all"]),
+        ("qwen3_next", ["all"]),
+        ("qwen3_next", ["in_proj_qkvz", "experts"]),
     ],
 )
 def test_peft_loads_all_that_we_write_and_gives_the_same_logits(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from reference import lora
 from reference.checkpoints.transformers_checkpoint import build, save
+from reference.delta_net import hugging_face_in_float64
 from reference.families import PRESETS
 from reference.resident.native_step import installed, prompt
 from reference.resident.scheduler import Engine, engine
@@ -131,7 +132,8 @@ def served(running: Running, lora_id: str | None = None) -> tuple[list[list[int]
 def test_served_logprobs_equal_hugging_face_s(running: Running) -> None:
     rows, logprobs = served(running)
     for row, found in zip(rows, logprobs, strict=True):
-        expected = logprobs_of(running.hugging_face, row)
+        with hugging_face_in_float64():
+            expected = logprobs_of(running.hugging_face, row)
         assert np.std(expected) > 0.1
         assert np.abs(found - expected).max() <= LOGPROB_TOLERANCE
 
@@ -164,7 +166,8 @@ def test_with_an_adapter_training_s_logprobs_are_the_served_ones(running: Runnin
     assert all(np.array_equal(a, b) for a, b in zip(running.trained(rows, adapter), logprobs, strict=True))
     merged = lora.merge(build(PRESETS[running.twin.family.name], seed=5), adapter)
     for row, found in zip(rows, logprobs, strict=True):
-        assert np.abs(found - logprobs_of(merged, row)).max() <= LOGPROB_TOLERANCE
+        with hugging_face_in_float64():
+            assert np.abs(found - logprobs_of(merged, row)).max() <= LOGPROB_TOLERANCE
 
 
 # The others' bfloat16 is tested in the system tests.
