@@ -36,6 +36,7 @@ TOUCHED_OTHERWISE = (
     "frontend.tokenizing",
     "frontend.chat_logprobs",
     "arguments",
+    "delta.states",
     "faults.answers",
     "grammar.log",
     "turn_metrics",

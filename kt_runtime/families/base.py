@@ -159,6 +159,14 @@ class Family(ABC):
     def rotary_table_of(self, config: Config) -> str:
         return self.rotary_table
 
+    def attending_layers(self, config: Config) -> int:
+        """The number of layers that cache keys and values."""
+        return integer(config, "num_hidden_layers")
+
+    def state_numbers(self, config: Config) -> tuple[int, int]:
+        """Of one sequence, in all layers: numbers of the model's dtype, and float32 numbers."""
+        return 0, 0
+
     def softmax_normalises(self, config: Config) -> bool | None:
         """Whether a softmax router's weights of a token sum to 1; None: the router is not a softmax of all logits."""
         stack = self.decoder_stack(config)

@@ -114,6 +114,16 @@ class Qwen3Next(GroupedQueryFamily):
             integer(config, "linear_value_head_dim"),
         )
 
+    def attending_layers(self, config: Config) -> int:
+        return self.layer_types(config).count(FULL)
+
+    def state_numbers(self, config: Config) -> tuple[int, int]:
+        """The last inputs of the convolution, and the delta rule's state [HV, K, V]."""
+        key_heads, value_heads, key_size, value_size = self.delta_sizes(config)
+        channels = 2 * key_heads * key_size + value_heads * value_size
+        layers, inputs = self.layer_types(config).count(LINEAR), integer(config, "linear_conv_kernel_dim") - 1
+        return layers * channels * inputs, layers * value_heads * key_size * value_size
+
     def linears_of(self, config: Config, layer: int) -> list[FusedLinear]:
         hidden = integer(config, "hidden_size")
         if self.layer_types(config)[layer] == LINEAR:
