@@ -34,7 +34,8 @@ class _GatedDelta(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (*gated_delta_backward(grads[0], *ctx.saved_tensors, ctx.weights, ctx.sequences), None, None)
+        x, a, b = ctx.saved_tensors
+        return (*gated_delta_backward(grads[0], x, a, b, ctx.weights, ctx.sequences), None, None)
 
 
 def delta_rule(
@@ -76,4 +77,3 @@ def offset_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
     """(1 + weight) * x / rms(x) in float32, rounded once to x's dtype: x [..., H]. With a gradient for x."""
     norm = frozen_rms_norm if torch.is_grad_enabled() and x.requires_grad else rms_norm
     return norm(x.float(), 1.0 + weight.float(), eps).to(x.dtype)
-

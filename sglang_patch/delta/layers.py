@@ -2,8 +2,8 @@
 
 Symbols (SGLang 0.5.23), where no CUDA kernel runs:
 
-- `models.qwen3_next.Qwen3GatedDeltaNet.__init__`: it asks PyTorch for the module of its device, which is CUDA's wherever
-  PyTorch was built with CUDA.
+- `models.qwen3_next.Qwen3GatedDeltaNet.__init__`: it asks PyTorch for the module of its device, which is CUDA's
+  wherever PyTorch was built with CUDA.
 - `models.qwen3_next.Qwen3GatedDeltaNet.forward`: SGLang's gated norm is a Triton kernel.
 - `models.qwen3_next.Qwen3HybridAttentionDecoderLayer.self_attention`: PyTorch's sigmoid differs in the last bit between
   whole vectors and what is behind them, which depends on the size of the batch.

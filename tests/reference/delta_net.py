@@ -1,5 +1,5 @@
-"""The middle of a Gated DeltaNet layer token by token, as the paper writes it (Yang et al. 2024, arXiv:2412.06464), with
-PyTorch's operators: differentiable, in the dtype of its arguments."""
+"""The middle of a Gated DeltaNet layer token by token, as the paper writes it (Yang et al. 2024, arXiv:2412.06464),
+with PyTorch's operators: differentiable, in the dtype of its arguments."""
 
 from __future__ import annotations
 

@@ -186,4 +186,4 @@ class Qwen3Next(GroupedQueryFamily):
 
     def decoder_stack(self, config: Config) -> None:  # type: ignore[override]
         """The native step has no Gated DeltaNet layers."""
-        return None
+        return

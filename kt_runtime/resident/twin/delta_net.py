@@ -45,16 +45,16 @@ def _delta_net(layer: Any, hidden_states: torch.Tensor, branches: Branches = Non
         layer.in_proj_qkvz(hidden_states), layer.in_proj_ba(hidden_states)
     )
     mixed = torch.cat([part.flatten(2) for part in (query, key, value)], dim=-1)
-    inputs = [part.flatten(0, 1) for part in (mixed, a, b)]
+    mixed, a, b = mixed.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1)
     heads = DeltaHeads(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
     weights = DeltaWeights(heads, layer.conv1d.weight.squeeze(1), layer.A_log, layer.dt_bias)
     if branches is None:
         rows = torch.arange(batch)
         sequences = torch.stack([rows * length, *(torch.full_like(rows, n) for n in (length, 0, 0))], dim=1)
-        out = delta_rule(*inputs, weights, sequences)
+        out = delta_rule(mixed, a, b, weights, sequences)
     else:
         places, back, sequences = _unfolded(branches, length)
-        out = delta_rule(*(part[places] for part in inputs), weights, sequences)[back]
+        out = delta_rule(mixed[places], a[places], b[places], weights, sequences)[back]
     normed = gated_norm(out.view(z.shape), z, layer.norm.weight, layer.norm.variance_epsilon)
     result: torch.Tensor = layer.out_proj(normed.flatten(2))
     return result

@@ -149,8 +149,8 @@ def test_the_gradients_equal_autograd_s_in_float64(isa: str, heads: DeltaHeads, 
     by_out = torch.randn(tokens, heads.value_heads * heads.value_size, generator=torch.Generator().manual_seed(1))
     wide = [part.double().requires_grad_() for part in (one.x, one.a, one.b)]
     expected = torch.autograd.grad(one.expected(*wide), wide, by_out.double())
-    inputs = [part.clone().requires_grad_() for part in (one.x, one.a, one.b)]
-    found = torch.autograd.grad(delta_rule(*inputs, one.weights, whole(tokens)), inputs, by_out)
+    x, a, b = inputs = [part.clone().requires_grad_() for part in (one.x, one.a, one.b)]
+    found = torch.autograd.grad(delta_rule(x, a, b, one.weights, whole(tokens)), inputs, by_out)
     for ours, theirs in zip(found, expected, strict=True):
         assert error(ours, theirs) <= GRADIENT_TOLERANCE
 
@@ -161,8 +161,8 @@ def test_gradients_in_bfloat16_are_rounded_once() -> None:
     out = one.expected(*wide)
     by_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     expected = torch.autograd.grad(out, wide, by_out.double())
-    inputs = [part.clone().requires_grad_() for part in (one.x, one.a, one.b)]
-    found = torch.autograd.grad(delta_rule(*inputs, one.weights, whole(50)), inputs, by_out)
+    x, a, b = inputs = [part.clone().requires_grad_() for part in (one.x, one.a, one.b)]
+    found = torch.autograd.grad(delta_rule(x, a, b, one.weights, whole(50)), inputs, by_out)
     for ours, theirs in zip(found, expected, strict=True):
         assert error(ours, theirs) <= BF16_TOLERANCE
 
@@ -214,7 +214,12 @@ def test_norms_whose_weight_is_an_offset_from_one_and_gated_norms() -> None:
     for ours, gated in ((offset_rms_norm(x.requires_grad_(), weight, 1e-6), False), (None, True)):
         wide, wide_z = x.detach().double().requires_grad_(), z.double().requires_grad_()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        expected = normed * weight.double() * torch.nn.functional.silu(wide_z) if gated else normed * (1 + weight.double())
+        expected = (
+            normed * weight.double() * torch.nn.functional.silu(wide_z) if gated else normed * (1 + weight.double())
+        )
         found = gated_norm(x, z, weight, 1e-6) if ours is None else ours
         assert error(found, expected) <= 1e-6
-        assert error(torch.autograd.grad(found, x, by_out)[0], torch.autograd.grad(expected, wide, by_out.double())[0]) <= 2e-6
+        assert (
+            error(torch.autograd.grad(found, x, by_out)[0], torch.autograd.grad(expected, wide, by_out.double())[0])
+            <= 2e-6
+        )

@@ -207,7 +207,11 @@ def test_a_model_with_states_has_pages_of_one_token_and_a_pool_for_its_streams(
 @pytest.mark.parametrize(
     ("changes", "on_cpu", "message"),
     [
-        ({"passed_on": ("--max-mamba-cache-size", "14")}, True, "14: .* at least 15 slots for --max-running-requests 5"),
+        (
+            {"passed_on": ("--max-mamba-cache-size", "14")},
+            True,
+            "14: .* at least 15 slots for --max-running-requests 5",
+        ),
         ({"passed_on": ("--page-size=8",)}, True, "--page-size 8: qwen3_next keeps a state"),
         ({"cache_host_bytes": 1 << 30}, True, "--cache-host.* qwen3_next keeps a state .* no room"),
         ({}, False, "qwen3_next keeps a state .* CPU only"),
