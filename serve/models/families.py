@@ -1,7 +1,7 @@
 """The model families for people: what each is, which presets it has, and how it was verified.
 
-`CHECKS` hold for every family: a test (tests/unit/serve/models/test_families.py) fails for a family that one of them
-does not run on.
+`CHECKS` hold for every family, that of the native step where the family has one: a test
+(tests/unit/serve/models/test_families.py) fails for a family that one of them does not run on.
 """
 
 from __future__ import annotations
