@@ -47,6 +47,7 @@ from typing import Any, NoReturn, Protocol
 from kt_runtime.errors import InvalidValueError
 from kt_runtime.families import family_for
 from kt_runtime.families.quantization import CONFIG_KEYS, quantization_of
+from kt_runtime.sglang_patch.delta.states import state_arguments
 from kt_runtime.sglang_patch.platform import ACCELERATOR_ATTENTION, ATTENTION_BACKEND
 
 SYMBOLS = ("sglang.srt.server_args.ServerArgs.add_cli_args",)
@@ -131,6 +132,8 @@ class Options(Protocol):
     def reasoning_parser(self) -> str | None: ...
     @property
     def passed_on(self) -> Sequence[str]: ...
+    @property
+    def asks_for_cache(self) -> bool: ...
 
 
 class Model(Protocol):
@@ -176,9 +179,10 @@ def server_arguments(options: Options, model: Model, *, on_cpu: bool | None = No
     if cache is not None:
         values |= {"max-total-tokens": cache.device_tokens, "page-size": cache.page_tokens}
     tiers = _tiers(cache, model, has_cuda_kernels) if cache is not None and cache.host_tokens else []
-    targets = family_for(model.config).sglang_lora_targets(model.config)
+    family = family_for(model.config)
+    targets = family.sglang_lora_targets(model.config)
     fixed = [text for name, value in values.items() for text in (f"--{name}", str(value))]
-    fixed += [*_parsers(options), *_graphs(options, kind)]
+    fixed += [*state_arguments(options, family, on_cpu), *_parsers(options), *_graphs(options, kind)]
     seen = config_options(model.config)
     return [*fixed, *ALWAYS, *tiers, *seen, "--lora-target-modules", *targets, *options.passed_on]
 

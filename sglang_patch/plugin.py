@@ -17,6 +17,7 @@ from kt_runtime.sglang_patch.version import check_version
 PATCHES = (
     *("signals", "freezing", "quantization", "platform", "cpu.attention", "cache.paging", "cpu.router"),
     *("cpu.linear", "cpu.norms", "cpu.moe", "cpu.weights", "cpu.step", "cpu.routes"),
+    *("delta.attention", "delta.layers", "delta.lora"),
     *("gpu.hot", "gpu.streaming", "gpu.latent_attention"),
     *("models.gpt_oss", "models.llama4"),
     *("cpu.absorbed", "cpu.activation", "cpu.grouped_router", "cpu.logprobs", "cpu.seeds"),
@@ -36,6 +37,7 @@ TOUCHED_OTHERWISE = (
     "frontend.tokenizing",
     "frontend.chat_logprobs",
     "arguments",
+    "delta.states",
     "faults.answers",
     "grammar.log",
     "turn_metrics",

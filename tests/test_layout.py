@@ -89,6 +89,7 @@ OPS_MAY_INCLUDE: dict[str, set[str]] = {
     "experts": {"pairs"},
     "dense": set(),
     "attention": set(),
+    "delta": set(),
     "router": {"dense"},
 }
 

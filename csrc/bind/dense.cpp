@@ -121,6 +121,41 @@ class NativeDense {
     kt::silu_and_multiply_backward(engine(), gradient);
   }
 
+  // [M, G] and [M, I], I a multiple of G.
+  static void check_gates(const TensorView& gates, const TensorView& x) {
+    if (gates.shape[1] < 1 || x.shape[1] % gates.shape[1] != 0)
+      throw BindError{"invalid_value", "gate has " + std::to_string(gates.shape[1]) +
+                                           " columns; allowed: a divisor of x's " + std::to_string(x.shape[1])};
+  }
+
+  void sigmoid_and_multiply(py::handle gate, py::handle x, py::handle out) const {
+    const TensorView values = view_of(x, {.name = "x", .dtypes = kFloats, .shape = {-1, -1}});
+    const TensorView gates = view_of(gate, {.name = "gate", .dtypes = {values.dtype}, .shape = {values.shape[0], -1}});
+    check_gates(gates, values);
+    const TensorView result = view_of(
+        out, {.name = "out", .dtypes = {values.dtype}, .shape = {values.shape[0], values.shape[1]}, .written = true});
+    check_disjoint({{"out", result}}, {{"gate", gates}, {"x", values}});
+    const py::gil_scoped_release release;
+    kt::sigmoid_and_multiply(engine(), gates, values, result);
+  }
+
+  void sigmoid_and_multiply_backward(py::handle by_out, py::handle gate, py::handle x, py::handle by_gate,
+                                     py::handle by_x) const {
+    SigmoidGradient g{};
+    g.x = view_of(x, {.name = "x", .dtypes = kFloats, .shape = {-1, -1}});
+    const std::vector<DType> same = {g.x.dtype};
+    const std::vector<int64_t> shape = {g.x.shape[0], g.x.shape[1]};
+    g.gate = view_of(gate, {.name = "gate", .dtypes = same, .shape = {shape[0], -1}});
+    check_gates(g.gate, g.x);
+    g.by_out = view_of(by_out, {.name = "by_out", .dtypes = same, .shape = shape});
+    g.by_x = view_of(by_x, {.name = "by_x", .dtypes = same, .shape = shape, .written = true});
+    g.by_gate =
+        view_of(by_gate, {.name = "by_gate", .dtypes = same, .shape = {shape[0], g.gate.shape[1]}, .written = true});
+    check_disjoint({{"by_gate", g.by_gate}, {"by_x", g.by_x}}, {{"by_out", g.by_out}, {"gate", g.gate}, {"x", g.x}});
+    const py::gil_scoped_release release;
+    kt::sigmoid_and_multiply_backward(engine(), g);
+  }
+
   void rotate(py::handle x, py::handle angles, py::handle positions, bool interleaved, bool inverse,
               py::handle out) const {
     Rotation rotation;
@@ -326,6 +361,8 @@ void bind_dense(py::module_& module) {
       .def("inner_product", &NativeDense::inner_product)
       .def("silu_and_multiply", &NativeDense::silu_and_multiply)
       .def("silu_and_multiply_backward", &NativeDense::silu_and_multiply_backward)
+      .def("sigmoid_and_multiply", &NativeDense::sigmoid_and_multiply)
+      .def("sigmoid_and_multiply_backward", &NativeDense::sigmoid_and_multiply_backward)
       .def("linear_heads_backward", &NativeDense::linear_heads_backward)
       .def("rotate", &NativeDense::rotate)
       .def("choose_from_groups", &NativeDense::choose_from_groups)

@@ -74,6 +74,7 @@ PYBIND11_MODULE(_experts, module) {
   module.def("spare_memory_bytes", [] { return kt::scratch_bytes() + kt::Retained::spare_bytes(); });
   module.def("free_spare_memory", &kt::Retained::free_spare);
   kt::bind_attention(module);
+  kt::bind_delta(module);
   kt::bind_dense(module);
   kt::bind_layer(module);
   kt::bind_loading(module);

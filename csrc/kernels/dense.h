@@ -21,6 +21,7 @@
 
 #include <cstdint>
 
+#include "kernels/delta.h"
 #include "kernels/tiles.h"
 
 namespace kt {
@@ -106,6 +107,9 @@ struct Dense {
   // 0: none is needed for these dtypes. `prepare` writes the part for rows [unit * kDenseRowUnit, + kDenseRowUnit).
   int64_t (*operand_bytes)(const DenseProduct&) = nullptr;
   void (*prepare)(const DenseProduct&, int64_t unit, void* operand) = nullptr;
+
+  void (*delta_rule)(const DeltaRule&) = nullptr;  // every instruction set has both
+  void (*delta_rule_backward)(const DeltaGradient&) = nullptr;
 };
 
 namespace portable {

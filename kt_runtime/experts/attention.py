@@ -7,6 +7,9 @@ training get the same bits. NaN and Inf reach the queries that see them. Not dif
 
 The instruction set and the number of threads are those of `kt_runtime.experts.dense`.
 T queries, N query heads, K key heads, D key size, V value size.
+
+`gated_delta` is the linear attention of Gated DeltaNet layers (csrc/ops/delta/gated_delta.h), with the same properties:
+T tokens, HK key heads of K elements, HV value heads of V, C = 2 HK K + HV V channels, W taps of the filter.
 """
 
 from __future__ import annotations
@@ -167,3 +170,104 @@ def attend_backward(
     except _experts.NativeError as error:
         raise translate(error) from None
     return found[0], found[1], found[2]
+
+
+@dataclass(frozen=True)
+class DeltaHeads:
+    """HK, HV, K and V. Value head h reads key head h // (HV // HK)."""
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+    def tensor(self) -> Tensor:
+        return torch.tensor([self.key_heads, self.value_heads, self.key_size, self.value_size])
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """`filter` [C, W] of the model's dtype: the short convolution. `log_rate` [HV] and `bias` [HV]: of the decays,
+    float32 or the model's dtype; transformers' `A_log` and `dt_bias`."""
+
+    heads: DeltaHeads
+    filter: Tensor
+    log_rate: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True)
+class DeltaStates:
+    """What sequences keep between calls, by slot; a call changes it. `inputs` [S, C, W - 1] of the model's dtype: the
+    last inputs of the convolution, the newest last. `states` [S, HV, K, V] float32."""
+
+    inputs: Tensor
+    states: Tensor
+
+
+def gated_delta(
+    x: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, sequences: Tensor, kept: DeltaStates | None = None
+) -> Tensor:
+    """x [T, C]: of each row queries, keys, values; a, b [T, HV] -> [T, HV * V] of x's dtype, rounded once.
+
+    `sequences` int64 [B, 4]: first row, number of rows, slot in `kept`, and 1 where the slot has a state, 0 where the
+    sequence begins. Without `kept` all of them begin and nothing is kept. Rows of no sequence give zeros.
+
+    InvalidValueError: a shape, dtype, device, stride or slot that is not supported, named with its value; then nothing
+    has changed.
+    """
+    engine = dense.engine()
+    heads = weights.heads
+    out = x.new_zeros(len(x), heads.value_heads * heads.value_size)
+    try:
+        _experts.gated_delta(
+            engine.isa,
+            engine.num_threads,
+            *_delta_operands(x, a, b, weights, sequences),
+            None if kept is None else capsule(kept.inputs, "inputs"),
+            None if kept is None else capsule(kept.states, "states"),
+            capsule(out, "out"),
+        )
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return out
+
+
+def gated_delta_backward(
+    by_out: Tensor, x: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, sequences: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `gated_delta` for x, a and b, of sequences that begin and keep nothing: by_out [T, HV * V].
+
+    Sums are float32 and rounded once; the bits do not depend on the number of threads. Rows of no sequence give zeros.
+    """
+    engine = dense.engine()
+    found = x.new_zeros(x.shape), a.new_zeros(a.shape), b.new_zeros(b.shape)
+    try:
+        _experts.gated_delta_backward(
+            engine.isa,
+            engine.num_threads,
+            capsule(dense.with_adjacent_columns(by_out), "by_out"),
+            *_delta_operands(x, a, b, weights, sequences),
+            *(capsule(tensor, name) for tensor, name in zip(found, ("by_x", "by_a", "by_b"), strict=True)),
+        )
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return found
+
+
+def _delta_operands(x: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, sequences: Tensor) -> list[object]:
+    tensors = {
+        "x": dense.with_adjacent_columns(x),
+        "a": dense.with_adjacent_columns(a),
+        "b": dense.with_adjacent_columns(b),
+        "filter": dense.with_adjacent_columns(weights.filter),
+        "log_rate": weights.log_rate,
+        "bias": weights.bias,
+        "heads": weights.heads.tensor(),
+        "sequences": sequences,
+    }
+    return [capsule(tensor, name) for name, tensor in tensors.items()]

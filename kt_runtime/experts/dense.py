@@ -305,6 +305,35 @@ def silu_and_multiply_backward(by_out: Tensor, gate: Tensor, up: Tensor) -> tupl
     return gradients[0], gradients[1]
 
 
+def sigmoid_and_multiply(gate: Tensor, x: Tensor) -> Tensor:
+    """sigmoid(gate) * x in float32, rounded once: gate [..., G], x [..., I], both float32 or bfloat16; of a row, each
+    gate multiplies I / G adjacent elements. The same bits on every ISA."""
+    out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+    try:
+        engine().sigmoid_and_multiply(
+            capsule(_rows(gate), "gate"), capsule(_rows(x), "x"), capsule(out.view(-1, out.shape[-1]), "out")
+        )
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return out
+
+
+def sigmoid_and_multiply_backward(by_out: Tensor, gate: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of `sigmoid_and_multiply` for gate [..., G] and x [..., I], of their dtype, each rounded once."""
+    by_gate, by_x = (torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in (gate, x))
+    try:
+        engine().sigmoid_and_multiply_backward(
+            capsule(_rows(by_out), "by_out"),
+            capsule(_rows(gate), "gate"),
+            capsule(_rows(x), "x"),
+            capsule(by_gate.view(-1, by_gate.shape[-1]), "by_gate"),
+            capsule(by_x.view(-1, by_x.shape[-1]), "by_x"),
+        )
+    except _experts.NativeError as error:
+        raise translate(error) from None
+    return by_gate, by_x
+
+
 @dataclass(frozen=True)
 class GroupedRouting:
     """How DeepSeek's routers choose among experts in groups (csrc/ops/router/grouped_router.h)."""

@@ -135,6 +135,13 @@ class Family(ABC):
     """Whether the routing weight multiplies the expert's input, not its result."""
     rotary_table: str = "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
     """SGLang's buffer of rotary tables, one for all layers: by position, cosines and then sines."""
+    has_native_step: bool = True
+    """Whether `decoder_stack` has a table."""
+    keeps_states: bool = False
+    """Whether some layers keep a state for each sequence beside keys and values: SGLang then has pages of one token,
+    and no host or disk tier."""
+    unlisted_lora_targets: tuple[str, ...] = ()
+    """Projections that SGLang's option `--lora-target-modules` does not know, though its LoRA layers do."""
 
     @abstractmethod
     def check(self, config: Config) -> None:
@@ -147,6 +154,34 @@ class Family(ABC):
     @abstractmethod
     def attention_norms(self, config: Config) -> dict[str, int]:
         """Sizes of the norms of `self_attn`, by name relative to the layer."""
+
+    def linears_of(self, config: Config, layer: int) -> list[FusedLinear]:
+        """The adaptable linears of the layer's attention, for a family whose layers differ in it."""
+        return self.attention(config)
+
+    def norms_of(self, config: Config, layer: int) -> dict[str, int]:
+        """The norms of the layer's attention, for a family whose layers differ in it."""
+        return self.attention_norms(config)
+
+    def other_tensors(self, config: Config, layer: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the layer's further parameters, by name relative to the layer: those that nothing adapts."""
+        return {}
+
+    def rotary_table_of(self, config: Config) -> str:
+        return self.rotary_table
+
+    def attending_layers(self, config: Config) -> int:
+        """The number of layers that cache keys and values."""
+        return integer(config, "num_hidden_layers")
+
+    def state_numbers(self, config: Config) -> tuple[int, int]:
+        """Of one sequence, in all layers: numbers of the model's dtype, and float32 numbers."""
+        return 0, 0
+
+    def softmax_normalises(self, config: Config) -> bool | None:
+        """Whether a softmax router's weights of a token sum to 1; None: the router is not a softmax of all logits."""
+        stack = self.decoder_stack(config)
+        return stack.normalises if stack is not None and stack.groups is None else None
 
     @abstractmethod
     def moe_layers(self, config: Config) -> list[int]:
@@ -251,7 +286,7 @@ class Family(ABC):
         for layer in range(integer(config, "num_hidden_layers")):
             prefix = f"model.layers.{layer}."
             for linear in self._linears(config, layer):
-                modules += _adaptable(prefix, linear)
+                modules += self._adaptable(prefix, linear)
             if layer in moe_layers:
                 modules += self._expert_modules(config, layer)
         return modules
@@ -265,10 +300,10 @@ class Family(ABC):
 
         Never SGLang's `all`, which adds embed_tokens and lm_head: they are not adapted here.
         """
-        return self.projections(config)
+        return [name for name in self.projections(config) if name not in self.unlisted_lora_targets]
 
     def _linears(self, config: Config, layer: int) -> list[FusedLinear]:
-        linears = self.attention(config)
+        linears = self.linears_of(config, layer)
         hidden = integer(config, "hidden_size")
         if layer not in set(self.moe_layers(config)):
             linears += _gated_mlp(self.mlp_name, hidden, self.dense_intermediate(config), MLP)
@@ -278,9 +313,11 @@ class Family(ABC):
 
     def _layer_sources(self, config: Config, layer: int) -> list[TensorSource]:
         prefix, hidden = f"model.layers.{layer}.", integer(config, "hidden_size")
-        sources = [source for linear in self._linears(config, layer) for source in _linear_sources(prefix, linear)]
-        sources += [_whole(f"{prefix}{name}.weight", size) for name, size in self.attention_norms(config).items()]
+        linears = self._linears(config, layer)
+        sources = [source for linear in linears for source in self._linear_sources(prefix, linear)]
+        sources += [self._own(f"{prefix}{name}.weight", size) for name, size in self.norms_of(config, layer).items()]
         sources += [_whole(f"{prefix}{name}", size) for name, size in self.attention_vectors(config).items()]
+        sources += [self._own(f"{prefix}{name}", *shape) for name, shape in self.other_tensors(config, layer).items()]
         sources += [
             _whole(f"{prefix}{name}.weight", hidden) for name in ("input_layernorm", "post_attention_layernorm")
         ]
@@ -292,6 +329,21 @@ class Family(ABC):
             if self.has_correction_bias(config):
                 sources.append(self._own(self.correction_bias_name(layer), experts, is_buffer=True))
         return sources
+
+    def _linear_sources(self, prefix: str, linear: FusedLinear) -> Iterator[TensorSource]:
+        parent = f"{prefix}{linear.parent}."
+        source = self.engine_name(f"{parent}{linear.source}.")
+        for name, start, stop in linear.rows():
+            shape = (stop - start, linear.in_features)
+            yield TensorSource(f"{parent}{name}.weight", f"{source}weight", start, stop, shape)
+            if linear.has_bias:
+                yield TensorSource(f"{parent}{name}.bias", f"{source}bias", start, stop, shape[:1])
+
+    def _adaptable(self, prefix: str, linear: FusedLinear) -> Iterator[LoraModule]:
+        parent = f"{prefix}{linear.parent}."
+        source = self.engine_name(f"{parent}{linear.source}.").removesuffix(".")
+        for name, start, stop in linear.rows():
+            yield LoraModule(f"{parent}{name}", linear.in_features, stop - start, linear.group, source, start, stop)
 
     def _own(self, name: str, *shape: int, is_buffer: bool = False) -> TensorSource:
         return TensorSource(name, self.engine_name(name), 0, shape[0], shape, is_buffer)
@@ -349,19 +401,3 @@ def _gated_mlp(parent: str, hidden: int, intermediate: int, group: str) -> list[
 
 def _whole(name: str, *shape: int, is_buffer: bool = False) -> TensorSource:
     return TensorSource(name, name, 0, shape[0], shape, is_buffer)
-
-
-def _linear_sources(prefix: str, linear: FusedLinear) -> Iterator[TensorSource]:
-    parent = f"{prefix}{linear.parent}."
-    for name, start, stop in linear.rows():
-        shape = (stop - start, linear.in_features)
-        yield TensorSource(f"{parent}{name}.weight", f"{parent}{linear.source}.weight", start, stop, shape)
-        if linear.has_bias:
-            yield TensorSource(f"{parent}{name}.bias", f"{parent}{linear.source}.bias", start, stop, shape[:1])
-
-
-def _adaptable(prefix: str, linear: FusedLinear) -> Iterator[LoraModule]:
-    parent = f"{prefix}{linear.parent}."
-    for name, start, stop in linear.rows():
-        source = f"{parent}{linear.source}"
-        yield LoraModule(f"{parent}{name}", linear.in_features, stop - start, linear.group, source, start, stop)

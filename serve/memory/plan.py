@@ -60,7 +60,8 @@ class ServingShape:
     `ring_chunk_experts`: experts of a chunk of the ring that streams experts to the GPU, 0: no ring; `ring_bytes`: of
     its slots; `streamed_bytes`: of the tensors that a streamed call has beside them. `runs_jobs`: the fine-tuning API
     is on. `context_tokens`: of the longest sequence; None: the model's. `graph_requests`, `graph_prefill_tokens`: of
-    the largest graphs that SGLang captures; 0: none.
+    the largest graphs that SGLang captures; 0: none. `state_slots`: of the pool of linear attention's states, for a
+    model that has it.
     """
 
     device: Device = "cpu"
@@ -84,6 +85,7 @@ class ServingShape:
     graph_requests: int = 0
     graph_prefill_tokens: int = 0
     context_tokens: int | None = None
+    state_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,7 @@ def plan_memory(config: Mapping[str, Any], shape: ServingShape, model: str = "th
         MemoryNeed("routed experts, packed", "cpu", num_moe_layers * layer_bytes(config, held)),
         MemoryNeed("one layer of experts while loading", "cpu", layer_bytes(config, stored)),
         MemoryNeed("KV cache", device, sequence * shape.activation_bytes, (shape.tokens_option,)),
+        MemoryNeed("states of linear attention", device, _state_bytes(config, shape), ("--max-running-requests",)),
         *_cache_needs(config, shape),
         MemoryNeed("LoRA slots", device, slots * shape.activation_bytes, ("--lora-slots", "--max-lora-rank")),
         MemoryNeed(TRAINED, device, masters, ("--max-lora-rank",)),
@@ -213,7 +216,7 @@ def layer_bytes(config: Mapping[str, Any], held: ExpertFormat) -> int:
 
 
 def cached_numbers_per_token(config: Mapping[str, Any]) -> int:
-    layers = integer(config, "num_hidden_layers")
+    layers = family_for(config).attending_layers(config)
     if config.get("kv_lora_rank"):
         return layers * (integer(config, "kv_lora_rank") + integer(config, "qk_rope_head_dim"))
     if config.get("head_dim"):
@@ -222,6 +225,12 @@ def cached_numbers_per_token(config: Mapping[str, Any]) -> int:
         head_dim = integer(config, "hidden_size") // integer(config, "num_attention_heads")
     key_heads = "num_attention_heads" if config.get("num_key_value_heads") is None else "num_key_value_heads"
     return layers * 2 * integer(config, key_heads) * head_dim
+
+
+def _state_bytes(config: Mapping[str, Any], shape: ServingShape) -> int:
+    """SGLang's pool has one slot more, for padding."""
+    of_model_s_dtype, of_float32 = family_for(config).state_numbers(config)
+    return (shape.state_slots + 1) * (of_model_s_dtype * shape.activation_bytes + of_float32 * 4)
 
 
 def lora_parameters(config: Mapping[str, Any], shape: ServingShape) -> tuple[int, int]:

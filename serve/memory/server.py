@@ -16,6 +16,7 @@ from kt_runtime.serve.memory.plan import TRAINED, MemoryPlan, ServingShape, plan
 from kt_runtime.serve.options.named import LORA_RANKS, ServeOptions
 from kt_runtime.serve.options.parsers import last_value
 from kt_runtime.sglang_patch.arguments import GRAPH_PREFILL_TOKENS
+from kt_runtime.sglang_patch.delta.states import state_slots
 
 LEAST_MICROBATCH_TOKENS = 128
 """The smallest microbatch that planning chooses; --microbatch-tokens may name a smaller one. With fewer tokens, reading
@@ -41,6 +42,7 @@ def serving_shape(options: ServeOptions, *, with_gpu: bool) -> ServingShape:
         tokens_option="--max-total-tokens" if options.cache_device_bytes is None else "--cache-device",
         graph_requests=graph_requests,
         graph_prefill_tokens=graph_prefill_tokens,
+        state_slots=state_slots(options),
     )
 
 

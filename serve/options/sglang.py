@@ -119,6 +119,12 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "--enable-hisparse --hisparse-config --enable-kv-cache-sharding --enable-page-major-kv-layout "
         "--enable-unified-memory --enable-dsa-cache-layer-split",
     ),
+    (
+        "states of linear attention are kept in float32, in slots of SGLang's strategy no_buffer, which kt-runtime's "
+        "backend reads",
+        "--mamba-radix-cache-strategy --mamba-ssm-dtype --mamba-backend --linear-attn-* --enable-linear-replayssm* "
+        "--enable-int8-mamba-checkpoint",
+    ),
 )
 
 # Options refused only when kt-runtime sets up the prefix cache's tiers.

@@ -68,7 +68,7 @@ def dense_tensors(
             of_images.add(name)
             return False
         layer = LAYER.match(ours)
-        if layer is not None and int(layer[1]) >= num_layers:
+        if name.startswith("mtp.") or (layer is not None and int(layer[1]) >= num_layers):
             past.add(name)
             return False
         return ROUTED_EXPERT.search(ours) is None

@@ -16,6 +16,7 @@ MADE = {
     "minimax_m2": "tiny-minimax-m2",
     "gpt_oss": "tiny-gpt-oss",
     "llama4_text": "tiny-llama4",
+    "qwen3_next": "tiny-qwen3-next",
 }
 PRESETS: dict[str, Preset] = {
     "deepseek_v2": tiny_deepseek_v2(),

@@ -3,6 +3,7 @@
 #include "kernels/dense.h"
 
 #include "kernels/avx2/vector.h"
+#include "kernels/generic/rows/delta_rows.h"
 #include "kernels/generic/rows/dense_products.h"
 #include "kernels/generic/rows/norm_rows.h"
 #include "kernels/generic/rows/rotary_rows.h"
@@ -22,10 +23,17 @@ void multiply(const DenseProduct& p) { multiply_dense_of<Columns, EvenOddColumns
 void normalise(const NormRows& p) { normalise_rows(p); }
 void rotate(const RotaryRows& p) { rotate_rows(p); }
 void choose_experts(const RouterRows& p) { choose_for_rows(p); }
+using StateColumns = float __attribute__((vector_size(32)));
+void delta_rule(const DeltaRule& p) { delta_forward<StateColumns>(p); }
+void delta_rule_backward(const DeltaGradient& g) { delta_backward<StateColumns>(g); }
 
 }  // namespace
 
-const Dense avx2::kDense = {
-    .multiply = multiply, .normalise = normalise, .rotate = rotate, .choose_experts = choose_experts};
+const Dense avx2::kDense = {.multiply = multiply,
+                            .normalise = normalise,
+                            .rotate = rotate,
+                            .choose_experts = choose_experts,
+                            .delta_rule = delta_rule,
+                            .delta_rule_backward = delta_rule_backward};
 
 }  // namespace kt

@@ -90,4 +90,62 @@ void silu_and_multiply_backward(const DenseEngine& engine, const SwigluGradient&
   });
 }
 
+namespace {
+
+// Calls use(gates, first, x, count) for parts of row m, with the sigmoid of each part's element in `gates`. `each`
+// elements have one gate.
+template <class Use>
+void with_sigmoids(const Tiles& tiles, const TensorView& gate, const TensorView& x, int64_t m, int64_t each,
+                   Use&& use) {
+  float gates[kPart], values[kPart], sigmoids[kPart];
+  const int64_t cols = x.shape[1];
+  for (int64_t first = 0; first < cols; first += kPart) {
+    const int64_t count = std::min(kPart, cols - first);
+    const int64_t first_gate = first / each, last_gate = (first + count - 1) / each;
+    load(tiles, gate, m, first_gate, last_gate - first_gate + 1, gates);
+    tiles.sigmoid(gates, last_gate - first_gate + 1, gates);
+    for (int64_t i = 0; i < count; ++i) sigmoids[i] = gates[(first + i) / each - first_gate];
+    load(tiles, x, m, first, count, values);
+    use(sigmoids, first, values, count);
+  }
+}
+
+}  // namespace
+
+void sigmoid_and_multiply(const DenseEngine& engine, const TensorView& gate, const TensorView& x,
+                          const TensorView& out) {
+  const int64_t rows = x.shape[0], cols = x.shape[1];
+  if (rows == 0 || cols == 0) return;
+  for_each_row(engine, rows, cols, [&](int64_t m) {
+    const auto multiply = [&](const float* sigmoids, int64_t first, float* values, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) values[i] *= sigmoids[i];
+      store(engine.tiles, values, out, m, first, count);
+    };
+    with_sigmoids(engine.tiles, gate, x, m, cols / gate.shape[1], multiply);
+  });
+}
+
+void sigmoid_and_multiply_backward(const DenseEngine& engine, const SigmoidGradient& gradient) {
+  const int64_t rows = gradient.x.shape[0], cols = gradient.x.shape[1];
+  if (rows == 0 || cols == 0) return;
+  const int64_t each = cols / gradient.gate.shape[1];
+  for_each_row(engine, rows, cols, [&](int64_t m) {
+    double sum = 0;
+    const auto backward = [&](const float* sigmoids, int64_t first, float* values, int64_t count) {
+      float by_out[kPart];
+      load(engine.tiles, gradient.by_out, m, first, count, by_out);
+      for (int64_t i = 0; i < count; ++i) {
+        sum += static_cast<double>(by_out[i]) * values[i];
+        by_out[i] *= sigmoids[i];
+        if ((first + i + 1) % each != 0) continue;
+        const auto by_gate = static_cast<float>(sum * sigmoids[i] * (1.0 - sigmoids[i]));
+        store(engine.tiles, &by_gate, gradient.by_gate, m, (first + i) / each, 1);
+        sum = 0;
+      }
+      store(engine.tiles, by_out, gradient.by_x, m, first, count);
+    };
+    with_sigmoids(engine.tiles, gradient.gate, gradient.x, m, each, backward);
+  });
+}
+
 }  // namespace kt

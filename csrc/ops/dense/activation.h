@@ -17,4 +17,15 @@ struct SwigluGradient {
 };
 void silu_and_multiply_backward(const DenseEngine& engine, const SwigluGradient& gradient);
 
+// out[m, i] = sigmoid(gate[m, i / (I / G)]) * x[m, i]: of a row, each of G gates multiplies I / G adjacent elements. In
+// float32, rounded once. gate [M, G]; x, out [M, I]; all of one dtype, float32 or bf16, with contiguous rows.
+void sigmoid_and_multiply(const DenseEngine& engine, const TensorView& gate, const TensorView& x,
+                          const TensorView& out);
+
+// With s = sigmoid(gate): by_x = by_out * s; by_gate = s * (1 - s) * the sum of by_out * x over the gate's elements.
+struct SigmoidGradient {
+  TensorView by_out, gate, x, by_gate, by_x;
+};
+void sigmoid_and_multiply_backward(const DenseEngine& engine, const SigmoidGradient& gradient);
+
 }  // namespace kt

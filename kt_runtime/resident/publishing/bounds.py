@@ -3,15 +3,16 @@
 The probe (`probe.py`) reads half of the model's experts to find an overflow that only absurd weights can cause. Nearly
 every adapter is far below that, and a few numbers show it.
 
-A norm precedes every adapted linear but `o_proj` and `down_proj`. RMSNorm gives |x| <= sqrt(K) max|w|, and so
+A norm precedes every adapted linear but `o_proj`, `out_proj` and `down_proj`. RMSNorm gives |x| <= sqrt(K) max|w|, and
+so
 
     |s B A x| <= s R max|B| sqrt(K) max|A| sqrt(K) max|w|          R rank, K inputs, w the norm's weight
 
 bounds the adapter's part of an output. If it is at most `LARGEST_PART`, and the model's own part too, then an output
-is at most twice that. `o_proj` gets averages of such outputs, `down_proj` products of two (gate and up): at most
-`LARGEST_PRODUCT`. If the parts of these two linears are at most `LARGEST_SUMMAND`, the next norm's sum of squares over
-a hidden state stays within float32: (2 * 122 * 10^14)^2 * 7168 = 4 * 10^36 for the 61 layers of DeepSeek-V3. bfloat16
-has the same range.
+is at most twice that. `o_proj` gets averages of such outputs, `down_proj` products of two (gate and up), `out_proj` of
+Gated DeltaNet such an output times a normalised vector: at most `LARGEST_PRODUCT`. If the parts of these linears are
+at most `LARGEST_SUMMAND`, the next norm's sum of squares over a hidden state stays within float32:
+(2 * 122 * 10^14)^2 * 7168 = 4 * 10^36 for the 61 layers of DeepSeek-V3. bfloat16 has the same range.
 
 The model's own part is not checked: outputs of usable models are below 10^4, and a model beyond 10^5 is not saved by
 refusing an adapter.
@@ -32,7 +33,10 @@ LARGEST_PRODUCT = (2 * LARGEST_PART) ** 2
 LARGEST_SUMMAND = 1e14
 
 BEHIND_NORMS = frozenset(
-    ("q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "gate_proj", "up_proj")
+    (
+        *("q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "gate_proj"),
+        *("up_proj", "in_proj_qkvz"),
+    )
 )
 NORMS_OF_A_LAYER = ("input_layernorm", "post_attention_layernorm")
 

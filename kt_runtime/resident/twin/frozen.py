@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from kt_runtime.ops.activation import silu_and_multiply
+from kt_runtime.ops.delta_net import offset_rms_norm
 from kt_runtime.ops.matmul import frozen_linear
 from kt_runtime.ops.norms import frozen_rms_norm
 
@@ -15,7 +16,11 @@ RMS_NORMS = (
     "GptOssRMSNorm",
     "Llama4TextRMSNorm",
 )
-GATED_MLPS = ("Qwen3MoeMLP", "DeepseekV2MLP", "DeepseekV3MLP", "Glm4MoeMLP", "Glm4MoeLiteMLP", "Llama4TextMLP")
+OFFSET_NORMS = ("Qwen3NextRMSNorm",)
+GATED_MLPS = (
+    *("Qwen3MoeMLP", "DeepseekV2MLP", "DeepseekV3MLP", "Glm4MoeMLP", "Glm4MoeLiteMLP"),
+    *("Llama4TextMLP", "Qwen3NextMLP"),
+)
 """Hugging Face's classes."""
 
 
@@ -39,6 +44,20 @@ class FrozenRmsNorm(nn.Module):
 def is_rms_norm(module: nn.Module) -> bool:
     """Whether `module` is one of the families' RMSNorms, which `kt_runtime.ops.norms` implements."""
     return type(module).__name__ in RMS_NORMS
+
+
+class FrozenOffsetNorm(nn.Module):
+    """Replaces the class of a Hugging Face RMSNorm whose weight is an offset from one; `weight` stays unchanged."""
+
+    weight: torch.Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return offset_rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def is_offset_norm(module: nn.Module) -> bool:
+    return type(module).__name__ in OFFSET_NORMS
 
 
 class GatedMlp(nn.Module):

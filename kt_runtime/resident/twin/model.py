@@ -28,9 +28,17 @@ from kt_runtime.errors import CheckpointError, suggestion
 from kt_runtime.families import Family, TensorSource, family_for
 from kt_runtime.ops.rotary import Rotary
 from kt_runtime.resident.host import Host
-from kt_runtime.resident.twin import attention, llama4
+from kt_runtime.resident.twin import attention, delta_net, llama4
 from kt_runtime.resident.twin.attention import Positions
-from kt_runtime.resident.twin.frozen import FrozenLinear, FrozenRmsNorm, GatedMlp, is_gated_mlp, is_rms_norm
+from kt_runtime.resident.twin.frozen import (
+    FrozenLinear,
+    FrozenOffsetNorm,
+    FrozenRmsNorm,
+    GatedMlp,
+    is_gated_mlp,
+    is_offset_norm,
+    is_rms_norm,
+)
 from kt_runtime.resident.twin.replay import LayerRoutes
 from kt_runtime.resident.twin.routed import GroupedRouter, RoutedExperts, SoftmaxRouter, grouped_router
 
@@ -51,7 +59,7 @@ class Twin:
             sources, tensors = self.family.twin_sources(host.config), host.tensors()
             self._views = _share(self._model, sources, tensors)
             self._angles = (
-                _engine_tensor("rotary table", self.family.rotary_table, tensors).to(host.dtype)
+                _engine_tensor("rotary table", self.family.rotary_table_of(host.config), tensors).to(host.dtype)
                 if host.attends_in_float32
                 else None
             )
@@ -132,13 +140,14 @@ class Twin:
     ) -> torch.Tensor:
         """The first half of `run_layer` for some rows: [B, S, H] -> [B, S, H]. Needs `computes_tokens_alone`."""
         module: Any = self.layer(layer)
-        found, _ = module.self_attn(
+        mixer = module.linear_attn if hasattr(module, "linear_attn") else module.self_attn
+        found = mixer(
             hidden_states=module.input_layernorm(hidden),
             attention_mask=None,
             position_embeddings=positions,
             branches=branches,
         )
-        out: torch.Tensor = hidden + found
+        out: torch.Tensor = hidden + (found[0] if isinstance(found, tuple) else found)
         return out
 
     def feed_forward(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -212,19 +221,20 @@ class Twin:
             router.routes = None
 
     def _place_experts(self, config: Mapping[str, Any]) -> None:
-        stack = self.family.decoder_stack(config)
+        normalises = self.family.softmax_normalises(config)
         for layer in self.family.moe_layers(config):
             prefix = self.family.expert_prefix(layer)
             self.experts[prefix] = RoutedExperts(self._store, layer)
             self.replace(prefix, self.experts[prefix])
-            if stack is not None and stack.groups is None:
+            if normalises is not None:
+                top_k = self.family.num_experts_per_tok(config)
                 num_experts, hidden, _ = self.family.expert_shape(config)
                 with torch.device("meta"):
                     router = SoftmaxRouter(
                         num_experts,
                         hidden,
-                        stack.top_k,
-                        normalises=stack.normalises,
+                        top_k,
+                        normalises=normalises,
                         has_bias=self.family.has_router_bias(config),
                     )
                 self.replace(self.family.router_module(layer), router)
@@ -250,16 +260,23 @@ def _on_meta(family: Family, host: Host) -> Any:
         model = AutoModelForCausalLM.from_config(hf_config, dtype=host.dtype, attn_implementation=implementation)
     stack = family.decoder_stack(host.config)
     for index, layer in enumerate(model.model.layers):
-        if type(layer.self_attn).__name__ == llama4.ATTENTION:
+        if type(getattr(layer, "self_attn", None)).__name__ == llama4.ATTENTION:
             assert stack is not None
             llama4.attend_in_turns(layer.self_attn, stack.layers[index].attention, stack.chunk)
-        elif host.attends_in_float32 and hasattr(hf_config, "kv_lora_rank"):
+        elif not host.attends_in_float32:
+            continue
+        elif delta_net.is_hybrid(layer):
+            delta_net.compute_natively(layer)
+        elif hasattr(hf_config, "kv_lora_rank"):
             attention.absorb(layer.self_attn, family.name)
-        elif host.attends_in_float32:
+        else:
             attention.rotate_natively(layer.self_attn, family.window(host.config, index))
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FrozenLinear
+        elif host.attends_in_float32 and is_offset_norm(module):
+            module.__class__ = FrozenOffsetNorm
+            module.variance_epsilon = hf_config.rms_norm_eps
         elif is_rms_norm(module):
             module.__class__ = FrozenRmsNorm
             module.variance_epsilon = hf_config.rms_norm_eps  # for the norms of latents Hugging Face ignores it

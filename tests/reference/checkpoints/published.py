@@ -89,7 +89,10 @@ def _rows(layout: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tupl
         yield row(name, entry)
     for layer in range(layers + bool(behind)):
         is_of_model, is_dense = layer < layers, layer < first or (layer + 1) % step > 0
-        groups = [layout["every layer"], layout.get("dense layers", {}) if is_dense else layout["routed layers"]]
+        interval = config.get("full_attention_interval", 1)
+        attends = layer % interval == interval - 1
+        groups = [layout["every layer"], layout.get("attention layers" if attends else "linear layers", {})]
+        groups += [layout.get("dense layers", {}) if is_dense else layout["routed layers"]]
         groups += [] if is_of_model else [behind]
         for name, entry in (item for group in groups for item in group.items()):
             is_computed = name.endswith("inv_freq")
@@ -118,11 +121,25 @@ def sizes(config: Mapping[str, Any]) -> dict[str, int]:
         "heads": heads,
         "between": config.get("intermediate_size_mlp", 0),
         "experts": experts,
-        "shared": expert * (config.get("n_shared_experts") or 0),
+        "shared": config.get("shared_expert_intermediate_size") or expert * (config.get("n_shared_experts") or 0),
         "head": min(head, 8) if "kv_lora_rank" in config else head,
         "queries": heads * head,
         "keys": config["num_key_value_heads"] * head,
+        "gated_queries": 2 * heads * head,
+        "one": 1,
     }
+    if "linear_num_key_heads" in config:
+        keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        found |= {
+            "delta_heads": config["linear_num_value_heads"],
+            "delta_gates": 2 * config["linear_num_value_heads"],
+            "delta_value": config["linear_value_head_dim"],
+            "delta_values": values,
+            "delta_channels": 2 * keys + values,
+            "delta_inputs": 2 * keys + 2 * values,
+            "taps": config["linear_conv_kernel_dim"],
+        }
     if "kv_lora_rank" in config:
         rope, nope, value = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
         found |= {

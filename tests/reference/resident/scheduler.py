@@ -167,7 +167,8 @@ def engine(model: Path, *options: str, **store: Any) -> Iterator[Engine]:
 
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     targets = family_for(config).sglang_lora_targets(config)
-    seen = [*ARGUMENTS, *config_options(config), *options]
+    pages = ("--page-size", "1") if family_for(config).keeps_states else ()
+    seen = [*ARGUMENTS, *pages, *config_options(config), *options]
     arguments = prepare_server_args(["--model-path", str(model), *seen, "--lora-target-modules", *sorted(targets)])
     arguments.resolve_once()
     reset_context()

@@ -16,6 +16,7 @@ from reference.server import greedy
 
 from kt_runtime.cli.connection import resident_client
 from kt_runtime.cli.server_process import server
+from kt_runtime.families import family_for
 from kt_runtime.wire import Batch
 from kt_runtime.wire.messages import LoraSettings
 
@@ -30,6 +31,7 @@ WRITTEN = {
     ),
     "glm4_moe": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
     "glm4_moe_lite": ({"dtype": torch.bfloat16, "fused": True}, ""),
+    "qwen3_next": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
     "minimax_m2": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
     "llama4_text": ({"dtype": torch.bfloat16, "shard_bytes": 300_000}, ""),
     "gpt_oss": ({"dtype": torch.bfloat16}, ""),
@@ -43,12 +45,16 @@ def test_what_transformers_wrote_is_served_and_its_routed_experts_are_trained(
     settings, line = WRITTEN[family]
     model = save(PRESETS[family], tmp_path / "model", **settings)  # type: ignore[arg-type]
     options = ["--dtype", "float32", "--max-total-tokens", "8192", "--adapter-dir", str(tmp_path / "adapters")]
-    arguments = place.arguments(options, ["--chunked-prefill-size", "64", "--page-size", "8"])
+    of_family = family_for(PRESETS[family].config)
+    pages = [] if of_family.keeps_states else ["--page-size", "8"]
+    arguments = place.arguments(options, ["--chunked-prefill-size", "64", *pages])
     log = tmp_path / "server.log"
     with server(str(model), arguments, log) as api, resident_client(api) as client:
         assert line in log.read_text() and ("weights: " in log.read_text()) == bool(line)
         status = client.status()
-        assert status.family == family and (status.step == "running") == place.native_step
+        assert status.family == family and (status.step == "running") == (
+            place.native_step and of_family.has_native_step
+        )
 
         plain = greedy.load_hugging_face(model)
         for length in (3, 90):

@@ -127,6 +127,23 @@ LLAMA4 = _COMMON | {
     "num_local_experts": 4,
     "interleave_moe_layer_step": 2,
 }
+QWEN3_NEXT = _COMMON | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "full_attention_interval": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 4,
+}
 CONFIGS: dict[str, dict[str, Any]] = {"qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3}
 MAX_RANK = 8
 
@@ -209,8 +226,14 @@ def gpt_oss() -> TinyModel:
     return TinyModel(dict(GPT_OSS))
 
 
+@pytest.fixture
 def llama4() -> TinyModel:
     return TinyModel(dict(LLAMA4))
+
+
+@pytest.fixture
+def qwen3_next() -> TinyModel:
+    return TinyModel(dict(QWEN3_NEXT))
 
 
 @pytest.fixture(params=CONFIGS)

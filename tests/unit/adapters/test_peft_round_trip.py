@@ -159,6 +159,8 @@ def test_dora_of_peft_is_refused_by_key(tmp_path: Path, qwen: Any) -> None:
         ("gpt_oss", ["experts"]),
         ("gpt_oss", ["attention"]),
         ("gpt_oss", ["down_proj"]),
+        ("qwen3_next", ["all"]),
+        ("qwen3_next", ["in_proj_qkvz", "experts"]),
     ],
 )
 def test_peft_loads_all_that_we_write_and_gives_the_same_logits(

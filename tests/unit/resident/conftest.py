@@ -205,10 +205,28 @@ LLAMA4 = GROUPED_QUERY | {
     "floor_scale": 4,
     "rms_norm_eps": 1e-5,
 }
+QWEN3_NEXT = GROUPED_QUERY | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 3,
+    "full_attention_interval": 3,
+    "head_dim": 24,
+    "partial_rotary_factor": 0.5,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 8,
+    "norm_topk_prob": True,
+}
 FURTHER = {
     "gpt_oss": GPT_OSS,
     "llama4": LLAMA4,
     "llama4 without norms": LLAMA4 | {"use_qk_norm": False, "interleave_moe_layer_step": 1, "num_local_experts": 4},
+    "qwen3_next": QWEN3_NEXT,
     "minimax_m2": MINIMAX_M2,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "mixtral": MIXTRAL,
@@ -381,7 +399,7 @@ def fused_tensors(model: torch.nn.Module, config: Mapping[str, Any]) -> dict[str
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         whole = fused[name]
         fused[name] = torch.cat([whole, whole.new_full((-len(whole) % 64, whole.shape[1]), float("nan"))])
-    return fused | {family_for(config).rotary_table: rotary_table(model, config)}
+    return fused | {family_for(config).rotary_table_of(config): rotary_table(model, config)}
 
 
 def rotary_table(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.Tensor:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pkgutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reference.checkpoints.quantized_checkpoint import quantize_checkpoint
@@ -189,3 +190,37 @@ def test_sparse_attention_is_refused_with_tiers_and_by_name(tmp_path: Path) -> N
     plan = CachePlan(16, 480, 512, 1024, 0, None)
     with pytest.raises(InvalidValueError, match=r"sparse.*index_topk 2048"):
         server_arguments(ServeOptions(model="", cache=plan), model, on_cpu=True)
+
+
+def test_a_model_with_states_has_pages_of_one_token_and_a_pool_for_its_streams(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    make_model("tiny-qwen3-next", tmp_path / "model")
+    model, options = resolve_model(tmp_path / "model"), ServeOptions(model="", max_running_requests=5)
+    parsed = parser.parse_args(server_arguments(options, model, on_cpu=True))
+    assert (parsed.page_size, parsed.max_mamba_cache_size) == (1, 20)
+    assert "in_proj_qkvz" not in parsed.lora_target_modules  # `delta.lora` adds it
+    asked = dataclasses.replace(options, passed_on=("--max-mamba-cache-size", "15"))
+    assert parser.parse_args(server_arguments(asked, model, on_cpu=True)).max_mamba_cache_size == 15
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_cpu", "message"),
+    [
+        (
+            {"passed_on": ("--max-mamba-cache-size", "14")},
+            True,
+            "14: .* at least 15 slots for --max-running-requests 5",
+        ),
+        ({"passed_on": ("--page-size=8",)}, True, "--page-size 8: qwen3_next keeps a state"),
+        ({"cache_host_bytes": 1 << 30}, True, "--cache-host.* qwen3_next keeps a state .* no room"),
+        ({}, False, "qwen3_next keeps a state .* CPU only"),
+    ],
+)
+def test_of_a_model_with_states_what_does_not_fit_is_refused_with_the_numbers(
+    tmp_path: Path, changes: dict[str, Any], on_cpu: bool, message: str
+) -> None:
+    make_model("tiny-qwen3-next", tmp_path / "model")
+    options = dataclasses.replace(ServeOptions(model="", max_running_requests=5), **changes)
+    with pytest.raises(InvalidValueError, match=message):
+        server_arguments(options, resolve_model(tmp_path / "model"), on_cpu=on_cpu)

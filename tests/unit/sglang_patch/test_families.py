@@ -17,6 +17,7 @@ import pytest
 import torch
 from reference import lora, mxfp4
 from reference.checkpoints.transformers_checkpoint import build, save
+from reference.delta_net import hugging_face_in_float64
 from reference.families import PRESETS
 from reference.resident.native_step import installed, prompt
 from reference.resident.scheduler import Engine, engine
@@ -136,7 +137,8 @@ def served(running: Running, lora_id: str | None = None) -> tuple[list[list[int]
 def test_served_logprobs_equal_hugging_face_s(running: Running) -> None:
     rows, logprobs = served(running)
     for row, found in zip(rows, logprobs, strict=True):
-        expected = logprobs_of(running.hugging_face, row)
+        with hugging_face_in_float64():
+            expected = logprobs_of(running.hugging_face, row)
         assert np.std(expected) > 0.1
         assert np.abs(found - expected).max() <= LOGPROB_TOLERANCE
 
@@ -144,6 +146,9 @@ def test_served_logprobs_equal_hugging_face_s(running: Running) -> None:
 @every_family
 def test_the_native_step_computes_the_family(running: Running) -> None:
     served(running)
+    if running.twin.family.decoder_stack(running.engine.config) is None:
+        assert "has no table" in native_step.state()
+        return
     assert native_step.state() == STEP_RUNNING
     assert native_step.exceptions() == []
 
@@ -166,11 +171,24 @@ def test_with_an_adapter_training_s_logprobs_are_the_served_ones(running: Runnin
     assert all(np.array_equal(a, b) for a, b in zip(running.trained(rows, adapter), logprobs, strict=True))
     merged = lora.merge(copy.deepcopy(running.hugging_face), adapter)
     for row, found in zip(rows, logprobs, strict=True):
-        assert np.abs(found - logprobs_of(merged, row)).max() <= LOGPROB_TOLERANCE
+        with hugging_face_in_float64():
+            assert np.abs(found - logprobs_of(merged, row)).max() <= LOGPROB_TOLERANCE
 
 
 # The others' bfloat16 is tested in the system tests.
-@each(["mixtral", "olmoe", "glm4_moe", "glm4_moe_lite", "minimax_m2", "llama4_text", QUANTIZED], torch.bfloat16)
+FAMILIES_IN_BF16 = (
+    "mixtral",
+    "olmoe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "minimax_m2",
+    "llama4_text",
+    "qwen3_next",
+    QUANTIZED,
+)
+
+
+@each(list(FAMILIES_IN_BF16), torch.bfloat16)
 def test_in_bfloat16_training_s_logprobs_are_the_served_ones(running: Running) -> None:
     rows, logprobs = served(running)
     assert all(np.array_equal(a, b) for a, b in zip(running.trained(rows), logprobs, strict=True))

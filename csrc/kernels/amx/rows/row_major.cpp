@@ -145,6 +145,8 @@ void multiply(const DenseProduct& p) {
 void normalise(const NormRows& p) { base::kDense.normalise(p); }
 void rotate(const RotaryRows& p) { base::kDense.rotate(p); }
 void choose_experts(const RouterRows& p) { base::kDense.choose_experts(p); }
+void delta_rule(const DeltaRule& p) { base::kDense.delta_rule(p); }
+void delta_rule_backward(const DeltaGradient& g) { base::kDense.delta_rule_backward(g); }
 
 // The strips of b, 32 rows after 32, each with a tile of B for 16 columns, and a tile's rows of a where they do not lie
 // in memory as a whole.
@@ -241,6 +243,8 @@ const Dense kDense = {.multiply = multiply,
                       .rotate = rotate,
                       .choose_experts = choose_experts,
                       .operand_bytes = operand_bytes,
-                      .prepare = prepare};
+                      .prepare = prepare,
+                      .delta_rule = delta_rule,
+                      .delta_rule_backward = delta_rule_backward};
 
 }  // namespace kt::amx::inline KT_AMX_BUILD

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.delta_net import hugging_face_in_float64
 
 from kt_runtime.families import EXPERTS
 from kt_runtime.resident.twin.batches import TrainingBatch
@@ -17,7 +18,8 @@ def gradients(lab: Any, batch: TrainingBatch) -> tuple[Any, dict[str, torch.Tens
     """A session, its parameters' gradients, and those that autograd finds in Hugging Face's model."""
     session = lab.session()
     values = {name: parameter.detach().clone().requires_grad_() for name, parameter in session.parameters.items()}
-    loss = lab.plain_loss(session, values, batch)
+    with hugging_face_in_float64():
+        loss = lab.plain_loss(session, values, batch)
     found = lab.forward_backward(session, batch)
     assert found.loss == pytest.approx(float(loss), rel=1e-5)
     expected = torch.autograd.grad(loss, list(values.values()))

@@ -166,3 +166,14 @@ def test_the_rotary_tables_of_llama_4_grow_with_the_context() -> None:
     assert tables() == positions * head * (4 + 2 * 2)
     assert tables(context_tokens=1 << 17) == (1 << 17) * head * (4 + 2 * 2)
     assert tables(context_tokens=1 << 17, activation_bytes=4) == (1 << 17) * head * 4
+
+
+def test_states_of_linear_attention_are_counted_for_each_slot_and_keys_for_the_layers_that_have_them() -> None:
+    config = load_preset("Qwen3-Next-80B-A3B").config
+    assert cached_numbers_per_token(config) == 12 * 2 * 2 * 256
+    plan = plan_memory(config, ServingShape(state_slots=128))
+    of_one = 36 * (8192 * 3 * 2 + 32 * 128 * 128 * 4)
+    assert row(plan, "states of linear attention") == 129 * of_one
+    need = next(need for need in plan.needs if need.what == "states of linear attention")
+    assert need.lower == ("--max-running-requests",)
+    assert not any(need.what == "states of linear attention" for need in plan_memory(QWEN, ServingShape()).needs)

@@ -26,6 +26,7 @@ PUBLISHED = {
     "GLM-4.5-Air": (106.9, 12),
     "Qwen3-30B-A3B": (30.5, 3.3),
     "Qwen3-235B-A22B": (235, 22),
+    "Qwen3-Next-80B-A3B": (80, 3.9),  # the page rounds to 3, without embedding and head
 }
 
 

@@ -1,0 +1,189 @@
+"""Qwen3-Next and Qwen3-Coder-Next: three of four layers are Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464), the
+fourth has grouped-query attention whose output has a gate; routed experts and a gated shared one in every layer.
+
+Hugging Face: `transformers.models.qwen3_next`. SGLang: `sglang.srt.models.qwen3_next`, whose attention layers have no
+`self_attn` in their parameters' names.
+
+- `q_proj` has two parts for each head: the query, and the gate of the head's output.
+- The norms' weights are offsets from one, but for the one behind the delta rule.
+- `in_proj_qkvz` and `in_proj_ba` are ordered by key head: of each its query, its key, its values, their gates.
+- `in_proj_ba`, the decays and write strengths, is not adapted: SGLang's LoRA has no buffer for it.
+- The layer of multi-token prediction (`mtp.`) is in neither model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.families.base import ATTENTION, Config, FusedLinear, integer, require
+from kt_runtime.families.models.grouped_query import GroupedQueryFamily, require_plain_rotary
+from kt_runtime.families.traits import GROUPED_QUERY, SOFTMAX, Traits
+
+LINEAR, FULL = "linear_attention", "full_attention"
+MOST_TAPS = 8
+"""Of the short convolution, in csrc/ops/delta."""
+
+
+class Qwen3Next(GroupedQueryFamily):
+    name = "qwen3_next"
+    model_types = ("qwen3_next",)
+    architectures = ("Qwen3NextForCausalLM",)
+    traits = Traits(GROUPED_QUERY, SOFTMAX, shared_experts=True, dense_first_layers=False)
+    gguf_architecture = "qwen3next"
+    shared_name = "shared_expert"
+    has_native_step = False
+    keeps_states = True
+    unlisted_lora_targets = ("in_proj_qkvz", "out_proj")
+    default_interval = 4
+
+    def check(self, config: Config) -> None:
+        sglang = "SGLang 0.5.23 has no other"
+        if config.get("mlp_only_layers"):
+            raise InvalidValueError(
+                f"config.json: 'mlp_only_layers' is {config['mlp_only_layers']!r}; only an empty list can be used: "
+                "SGLang 0.5.23 builds routed experts in every layer"
+            )
+        for key, value, reason in (
+            ("decoder_sparse_step", 1, "SGLang 0.5.23 builds routed experts in every layer"),
+            ("tie_word_embeddings", False, "SGLang 0.5.23 never ties Qwen3-Next's lm_head"),
+            ("hidden_act", "silu", "the kernels compute SiLU"),
+            ("attention_bias", False, sglang),
+            ("attn_output_gate", True, "Hugging Face's attention always has the gate"),
+            ("output_gate_type", None, "Hugging Face's gate is SiLU"),
+            ("mamba_ssm_dtype", "float32", "the states are kept in float32"),
+            ("use_sliding_window", False, sglang),
+        ):
+            if config.get(key) is not None:
+                require(config, key, value, reason)
+        require_plain_rotary(config, "the twin's tables were compared with SGLang's for this one only")
+        self.shared_intermediate(config)
+        self.delta_sizes(config)
+        self._check_heads(config)
+        self._check_layers(config)
+
+    def _check_heads(self, config: Config) -> None:
+        keys, values = integer(config, "linear_num_key_heads"), integer(config, "linear_num_value_heads")
+        if values % keys:
+            raise InvalidValueError(
+                f"config.json: 'linear_num_value_heads' is {values}; expected a multiple of 'linear_num_key_heads', "
+                f"which is {keys}"
+            )
+        taps = integer(config, "linear_conv_kernel_dim")
+        if not 2 <= taps <= MOST_TAPS:
+            raise InvalidValueError(f"config.json: 'linear_conv_kernel_dim' is {taps}; allowed: 2 to {MOST_TAPS}")
+
+    def _check_layers(self, config: Config) -> None:
+        kinds, expected = config.get("layer_types"), self.layer_types(config)
+        if kinds is not None and list(kinds) != expected:
+            raise InvalidValueError(
+                f"config.json: 'layer_types' is {kinds!r}; with 'full_attention_interval' {self.interval(config)} "
+                f"SGLang 0.5.23 builds {expected!r}"
+            )
+        if FULL not in expected or LINEAR not in expected:
+            raise InvalidValueError(
+                f"config.json: 'full_attention_interval' is {self.interval(config)} with "
+                f"{len(expected)} layers; expected layers of both kinds"
+            )
+
+    def interval(self, config: Config) -> int:
+        """Every such layer has full attention; transformers 5 writes `layer_types` alone."""
+        if config.get("full_attention_interval") is not None:
+            return integer(config, "full_attention_interval")
+        kinds = list(config.get("layer_types") or ())
+        return kinds.index(FULL) + 1 if FULL in kinds else self.default_interval
+
+    def layer_types(self, config: Config) -> list[str]:
+        interval = self.interval(config)
+        return [FULL if (i + 1) % interval == 0 else LINEAR for i in range(integer(config, "num_hidden_layers"))]
+
+    def missing_keys(self, config: Config) -> dict[str, Any]:
+        rope = config.get("rope_parameters") or {}
+        written = {
+            "full_attention_interval": self.interval(config),
+            **{key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope},
+        }
+        return {key: value for key, value in written.items() if config.get(key) is None}
+
+    def delta_sizes(self, config: Config) -> tuple[int, int, int, int]:
+        """Key heads, value heads, elements of a key, of a value."""
+        return (
+            integer(config, "linear_num_key_heads"),
+            integer(config, "linear_num_value_heads"),
+            integer(config, "linear_key_head_dim"),
+            integer(config, "linear_value_head_dim"),
+        )
+
+    def attending_layers(self, config: Config) -> int:
+        return self.layer_types(config).count(FULL)
+
+    def state_numbers(self, config: Config) -> tuple[int, int]:
+        """The last inputs of the convolution, and the delta rule's state [HV, K, V]."""
+        key_heads, value_heads, key_size, value_size = self.delta_sizes(config)
+        channels = 2 * key_heads * key_size + value_heads * value_size
+        layers, inputs = self.layer_types(config).count(LINEAR), integer(config, "linear_conv_kernel_dim") - 1
+        return layers * channels * inputs, layers * value_heads * key_size * value_size
+
+    def linears_of(self, config: Config, layer: int) -> list[FusedLinear]:
+        hidden = integer(config, "hidden_size")
+        if self.layer_types(config)[layer] == LINEAR:
+            key_heads, value_heads, key_size, value_size = self.delta_sizes(config)
+            keys, values = key_heads * key_size, value_heads * value_size
+            return [
+                FusedLinear("linear_attn", "in_proj_qkvz", hidden, self.input_parts(keys, values), ATTENTION),
+                FusedLinear("linear_attn", "out_proj", values, (("out_proj", hidden),), ATTENTION),
+            ]
+        query, key = self.widths(config)
+        parts = (("q_proj", 2 * query), ("k_proj", key), ("v_proj", key))
+        return [
+            FusedLinear("self_attn", "qkv_proj", hidden, parts, ATTENTION),
+            FusedLinear("self_attn", "o_proj", query, (("o_proj", hidden),), ATTENTION),
+        ]
+
+    def input_parts(self, keys: int, values: int) -> tuple[tuple[str, int], ...]:
+        """transformers' linears of `in_proj_qkvz`, with their rows."""
+        return (("in_proj_qkvz", 2 * keys + 2 * values),)
+
+    def norms_of(self, config: Config, layer: int) -> dict[str, int]:
+        if self.layer_types(config)[layer] == LINEAR:
+            return {"linear_attn.norm": integer(config, "linear_value_head_dim")}
+        head = self.head_dim(config)
+        return {"self_attn.q_norm": head, "self_attn.k_norm": head}
+
+    def other_tensors(self, config: Config, layer: int) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {"mlp.shared_expert_gate.weight": (1, integer(config, "hidden_size"))}
+        if self.layer_types(config)[layer] == FULL:
+            return found
+        key_heads, value_heads, key_size, value_size = self.delta_sizes(config)
+        channels = 2 * key_heads * key_size + value_heads * value_size
+        return found | {
+            **self.gate_tensors(value_heads, integer(config, "hidden_size")),
+            "linear_attn.conv1d.weight": (channels, 1, integer(config, "linear_conv_kernel_dim")),
+            "linear_attn.A_log": (value_heads,),
+            "linear_attn.dt_bias": (value_heads,),
+        }
+
+    def gate_tensors(self, value_heads: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"linear_attn.in_proj_ba.weight": (2 * value_heads, hidden)}
+
+    def engine_name(self, ours: str) -> str:
+        return self.stored_name(ours).replace(".self_attn.", ".")
+
+    def rotary_table_of(self, config: Config) -> str:
+        return f"model.layers.{self.layer_types(config).index(FULL)}.rotary_emb.cos_sin_cache"
+
+    def shared_intermediate(self, config: Config) -> int:
+        return integer(config, "shared_expert_intermediate_size")
+
+    def normalises(self, config: Config) -> bool:
+        return bool(config.get("norm_topk_prob", True))
+
+    def num_experts(self, config: Config) -> int:
+        return integer(config, "num_experts", "num_local_experts")
+
+    def softmax_normalises(self, config: Config) -> bool | None:
+        return self.normalises(config)
+
+    def decoder_stack(self, config: Config) -> None:  # type: ignore[override]
+        """The native step has no Gated DeltaNet layers."""
+        return

@@ -1,0 +1,83 @@
+"""The pool of linear attention's states: its size, and what is refused for models that have one.
+
+Symbols: none. SGLang 0.5.23 takes the size from `--max-mamba-cache-size`; a slot holds the state of one sequence in all
+layers. With `no_buffer`, the strategy of a radix cache with states on a CPU, a running request takes up to three slots:
+its own, a copy that the cache keeps of its prompt, and one that is being freed (its `max_running_requests` is the
+number of slots divided by three). What is left holds the states of cached prefixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kt_runtime.errors import InvalidValueError
+from kt_runtime.families.base import Family
+
+SYMBOLS: tuple[str, ...] = ()
+SIZE_OPTION, PAGE_OPTION = "--max-mamba-cache-size", "--page-size"
+SLOTS_PER_REQUEST = 3
+KEPT_PER_REQUEST = 1
+"""Slots for cached prefixes, per running request, unless the user asks for another size."""
+
+
+class Options(Protocol):
+    """`serve.options.named.ServeOptions`."""
+
+    @property
+    def max_running_requests(self) -> int: ...
+    @property
+    def passed_on(self) -> Sequence[str]: ...
+    @property
+    def asks_for_cache(self) -> bool: ...
+
+
+def state_slots(options: Options) -> int:
+    """Slots of the pool: what the user passes on to SGLang, or enough for the running requests and some prefixes.
+
+    Raises InvalidValueError for fewer than the running requests need.
+    """
+    least = SLOTS_PER_REQUEST * options.max_running_requests
+    given = _last_value(options.passed_on, SIZE_OPTION)
+    if given is None:
+        return least + KEPT_PER_REQUEST * options.max_running_requests
+    if not given.isdigit() or int(given) < least:
+        raise InvalidValueError(
+            f"{SIZE_OPTION} {given}: the pool of linear attention's states needs at least {least} slots for "
+            f"--max-running-requests {options.max_running_requests}, {SLOTS_PER_REQUEST} for each; raise the one or "
+            f"lower the other"
+        )
+    return int(given)
+
+
+def state_arguments(options: Options, family: Family, on_cpu: bool) -> list[str]:
+    """SGLang's arguments for a model whose layers keep states; empty for another.
+
+    Raises InvalidValueError for an accelerator, for tiers of the prefix cache, and for pages of several tokens.
+    """
+    if not family.keeps_states:
+        return []
+    what = f"{family.name} keeps a state of each sequence beside keys and values"
+    if not on_cpu:
+        raise InvalidValueError(
+            f"--device: {what}, which is computed on a CPU only, for serving and training alike; give --device cpu"
+        )
+    if options.asks_for_cache:
+        raise InvalidValueError(
+            f"--cache-host, --cache-disk, --cache-device, --cache-page-tokens: {what}; the cache's tiers have no room "
+            "for it. SGLang's own prefix cache in the KV pool is on, with states; its size is --max-total-tokens, and "
+            f"{SIZE_OPTION} for the states"
+        )
+    page = _last_value(options.passed_on, PAGE_OPTION)
+    if page not in (None, "1"):
+        raise InvalidValueError(f"{PAGE_OPTION} {page}: {what}; SGLang 0.5.23 then has pages of 1 token only")
+    return [PAGE_OPTION, "1", SIZE_OPTION, str(state_slots(options))]
+
+
+def _last_value(arguments: Sequence[str], option: str) -> str | None:
+    found = None
+    for position, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == option:
+            found = value if equals else "".join(arguments[position + 1 : position + 2])
+    return found

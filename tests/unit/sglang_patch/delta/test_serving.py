@@ -1,0 +1,120 @@
+"""Qwen3-Next in SGLang's own scheduler: neither chunks, other streams, adapters nor cached prefixes change a bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from reference import lora
+from reference.resident.native_step import installed, prompt
+from reference.resident.scheduler import Engine, engine
+
+from kt_runtime.serve.models.make_model import make_model
+
+LENGTHS = (3, 40, 64, 150, 333)
+
+
+@pytest.fixture(scope="module")
+def served(patched_sglang: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    directory = tmp_path_factory.mktemp("model") / "m"
+    make_model("tiny-qwen3-next", directory, seed=3)
+    options = ("--dtype", "bfloat16", "--max-total-tokens", "8192", "--max-running-requests", "16")
+    with engine(directory, *options, "--max-mamba-cache-size", "64") as started:
+        yield started
+
+
+Answer = tuple[list[int], list[float], list[float]]
+
+
+def answers(
+    served: Engine, requests: dict[str, list[int]], lora_ids: dict[str, str] | None = None
+) -> dict[str, Answer]:
+    """Of all requests at once, with an empty cache: tokens, their log-probabilities, and the prompt's."""
+    served.clear()
+    adapters = lora_ids or {}
+    served.run(
+        *(
+            served.request(rid, tokens, logprob_start_len=0, lora_id=adapters.get(rid))
+            for rid, tokens in requests.items()
+        )
+    )
+    return {rid: (served.tokens[rid], served.logprobs[rid], served.prompt_logprobs.get(rid, [])) for rid in requests}
+
+
+@pytest.fixture(scope="module")
+def alone(served: Engine) -> dict[str, Answer]:
+    """Each request alone, its prompt in one chunk."""
+    found: dict[str, Answer] = {}
+    with mock.patch.object(served.scheduler, "chunked_prefill_size", 2048):
+        for length in LENGTHS:
+            found |= answers(served, {f"r{length}": prompt(length, length % 100)})
+    return found
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 100])
+def test_chunks_and_other_streams_change_no_bit(served: Engine, alone: dict[str, Answer], chunk: int) -> None:
+    with mock.patch.object(served.scheduler, "chunked_prefill_size", chunk):
+        assert answers(served, {f"r{length}": prompt(length, length % 100) for length in LENGTHS}) == alone
+
+
+def test_sixteen_streams_with_adapters_are_each_alone(served: Engine) -> None:
+    adapters = {
+        name: lora.random_adapter(served.config, rank=4, alpha=6.0, seed=seed) for seed, name in enumerate("abc")
+    }
+    names = ["a", "b", "c", None]
+    requests = {f"s{number}": prompt(20 + 3 * (number // 4), 5) for number in range(16)}
+    chosen = {rid: name for number, rid in enumerate(requests) if (name := names[number % 4]) is not None}
+    with installed(served, **adapters):
+        together = answers(served, requests, chosen)
+        for rid, tokens in requests.items():
+            lone = answers(served, {rid: tokens}, {rid: chosen[rid]} if rid in chosen else {})
+            assert lone[rid] == together[rid]
+    assert len({tuple(together[f"s{number}"][1]) for number in range(4)}) == 4  # one prompt, four models
+
+
+def test_cached_prefixes_and_branches_change_no_bit(served: Engine) -> None:
+    cached: dict[str, int] = {}
+    first = prompt(130, 9)
+    cold: dict[str, Answer] = {}
+    told, _ = answers(served, {"first": first})["first"][:2]
+    longer, branch = [*first, *told, *prompt(20, 40)], [*first[:64], *prompt(30, 77)]
+    cold |= answers(served, {"longer": longer}) | answers(served, {"branch": branch})
+    served.clear()
+    recorder = served.scheduler.output_streamer.send_to_detokenizer
+
+    def record(output: Any, route: Any = None) -> None:
+        cached.update(zip(getattr(output, "rids", ()), getattr(output, "cached_tokens", None) or (), strict=False))
+        recorder.send_output(output, route)
+
+    with mock.patch.object(
+        served.scheduler.output_streamer, "send_to_detokenizer", SimpleNamespace(send_output=record)
+    ):
+        served.run(served.request("first", first))
+        served.run(served.request("longer", longer), served.request("branch", branch))
+    assert cached["longer"] >= len(first) and cached["branch"] == 64
+    for rid in ("longer", "branch"):
+        assert (served.tokens[rid], served.logprobs[rid]) == cold[rid][:2]
+
+
+def test_an_adapter_finds_no_state_of_another_version(served: Engine) -> None:
+    one = lora.random_adapter(served.config, rank=4, alpha=6.0, seed=1)
+    tokens = prompt(130, 9)
+    with installed(served, one=one):
+        expected = answers(served, {"one": tokens}, {"one": "one"})["one"]
+        answers(served, {"base": tokens})
+        served.run(served.request("one", tokens, logprob_start_len=0, lora_id="one"))
+        assert (served.tokens["one"], served.logprobs["one"], served.prompt_logprobs["one"]) == expected
+
+
+def test_slots_of_ended_requests_are_free_again(served: Engine) -> None:
+    served.clear()
+    pool = served.scheduler.req_to_token_pool
+    free = pool.mamba_allocator.available_size()
+    answers(served, {f"r{number}": prompt(10 + number) for number in range(20)})
+    served.clear()
+    assert pool.mamba_allocator.available_size() == free
+    assert torch.isfinite(pool.mamba_pool.mamba_cache.temporal).all()
