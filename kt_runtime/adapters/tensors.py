@@ -39,6 +39,10 @@ NUM_THREADS = min(4, os.cpu_count() or 1)
 
 _ALIGNMENT = 64  # a cache line
 MOST_SPARE_BYTES = 512 << 20
+LARGE_BYTES = 64 << 20
+"""Work on an adapter of so many bytes gives way to the engine; on a smaller one it ends sooner than anyone notices."""
+NICENESS = 5
+"""Of threads that give way: a third of a busy processor's time (sched(7)), all of an idle one's."""
 _SPARE: list[mmap.mmap] = []
 _KEEPS_SPARE = threading.Event()
 
@@ -237,6 +241,15 @@ def without_openmp() -> None:
     except OSError:  # another OpenMP, or none
         return
     library.omp_set_num_threads(1)
+
+
+def give_way(num_bytes: int = LARGE_BYTES) -> None:
+    """For work on `num_bytes`, if they are many: from now on this thread, and those that it starts, get less of a busy
+    processor than the engine's threads. There is no way back without privileges (setpriority(2); Linux counts by
+    thread)."""
+    if num_bytes >= LARGE_BYTES:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def zero_pair(module: LoraModule, rank: int, dtype: torch.dtype = torch.float32) -> LoraPair:
